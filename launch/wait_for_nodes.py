@@ -1,11 +1,13 @@
-"""Wait until all nodes are there, and name those that are missing: torchrun itself waits for them silently.
+"""Wait until all nodes are there, and name those that are missing: torchrun itself waits for them
+silently.
 
 On every node, before torchrun:
 
-python launch/wait_for_nodes.py --nnodes=16 --endpoint=HEAD:29399 [--nodes=node01,node02,...] [--seconds=600]
+python launch/wait_for_nodes.py --nnodes=16 --endpoint=HEAD:29399 [--nodes=node01,node02,...]
+[--seconds=600]
 
-HEAD is the first node; the one that has its address counts the others. Ends with 0 on all nodes when all are there,
-with 1 on all that are there when the time is up.
+HEAD is the first node; the one that has its address counts the others. Ends with 0 on all nodes
+when all are there, with 1 on all that are there when the time is up.
 """
 
 from __future__ import annotations
@@ -35,16 +37,26 @@ SLACK_SECONDS = 15.0
 def main(argv: Sequence[str] | None = None) -> int:
     escape_terminal()
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--nnodes", type=int, required=True, help="how many nodes there must be")
-    parser.add_argument("--endpoint", required=True, help="HEAD:PORT, a port of the first node that is free")
-    parser.add_argument("--nodes", default="", help="their names as `hostname` says, with commas between")
-    parser.add_argument("--seconds", type=float, default=600.0, help="how long to wait (default 600)")
+    parser.add_argument(
+        "--endpoint", required=True, help="HEAD:PORT, a port of the first node that is free"
+    )
+    parser.add_argument(
+        "--nodes", default="", help="their names as `hostname` says, with commas between"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="how long to wait (default 600)"
+    )
     given = parser.parse_args(argv)
     host, _, port = given.endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        parser.error(f"--endpoint is {given.endpoint!r}; needed: HEAD:PORT, for example node01:29399")
+        parser.error(
+            f"--endpoint is {given.endpoint!r}; needed: HEAD:PORT, for example node01:29399"
+        )
     own = socket.gethostname()
     try:
         if is_mine(host):
@@ -52,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             error = count_nodes(store, own, given.nnodes, given.seconds, given.nodes.split(","))
         else:
             wait = timedelta(seconds=given.seconds + SLACK_SECONDS)
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=wait, wait_for_workers=False)
+            store = dist.TCPStore(
+                host, int(port), is_master=False, timeout=wait, wait_for_workers=False
+            )
             error = report_to(store, own, given.seconds + SLACK_SECONDS)
     except (RuntimeError, OSError) as broken:
         error = f"{own} does not reach {given.endpoint}: {str(broken).splitlines()[0]}"
@@ -62,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def is_mine(host: str) -> bool:
-    """Whether an address of this node has that name. OSError where nobody knows it."""
+    """Whether an address of this node has that name.
+
+    OSError where nobody knows it."""
     family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind) as probe:
         try:
@@ -72,8 +88,11 @@ def is_mine(host: str) -> bool:
     return True
 
 
-def count_nodes(store: dist.TCPStore, own: str, wanted: int, seconds: float, names: Sequence[str]) -> str:
-    """Runs on the first node, whose name is `own`; returns which nodes are missing, "" where all are there."""
+def count_nodes(
+    store: dist.TCPStore, own: str, wanted: int, seconds: float, names: Sequence[str]
+) -> str:
+    """Runs on the first node, whose name is `own`; returns which nodes are missing, "" where all
+    are there."""
     values = RunStore(store, STORE_NAME)
     started, next_log, here = time.monotonic(), FIRST_LOG_SECONDS, [own]
     while len(here) < wanted:
@@ -83,7 +102,11 @@ def count_nodes(store: dist.TCPStore, own: str, wanted: int, seconds: float, nam
             break
         if passed >= next_log:
             next_log *= 2
-            print(f"after {passed:.0f} s {missing_text(here, wanted, names)}", file=sys.stderr, flush=True)
+            print(
+                f"after {passed:.0f} s {missing_text(here, wanted, names)}",
+                file=sys.stderr,
+                flush=True,
+            )
         time.sleep(POLL_SECONDS)
     error = missing_text(here, wanted, names) if len(here) < wanted else ""
     error = f"the nodes are not all there after {seconds:.0f} s: {error}" if error else ""
@@ -96,7 +119,9 @@ def count_nodes(store: dist.TCPStore, own: str, wanted: int, seconds: float, nam
 
 def hosts_here(store: dist.Store, values: RunStore) -> list[str]:
     """Names of the other hosts, each once: a node that was restarted is one node."""
-    found = [key.removeprefix(f"{STORE_NAME}/host/") for key in store.list_keys() if "/host/" in key]
+    found = [
+        key.removeprefix(f"{STORE_NAME}/host/") for key in store.list_keys() if "/host/" in key
+    ]
     hosts = sorted(name for name in found if HOST_NAME.fullmatch(name))
     return [name for name in hosts if values.get(f"host/{name}") == name]
 

@@ -1,8 +1,9 @@
-"""What Megatron-Core needs changed to run on CPU under gloo; on GPU, too, to write checkpoints (`checkpointing`), to
-send hidden states between pipeline stages (`p2p_shapes`), to end the graphs of experts (`token_dispatcher`) and to
-start fewer kernels (`multi_tensor`).
+"""What Megatron-Core needs changed to run on CPU under gloo; on GPU, too, to write checkpoints
+(`checkpointing`), to send hidden states between pipeline stages (`p2p_shapes`), to end the graphs
+of experts (`token_dispatcher`) and to start fewer kernels (`multi_tensor`).
 
-Covers megatron-core 0.16.1 and 0.19.2. torch itself stays untouched: vLLM lives in the same process.
+Covers megatron-core 0.16.1 and 0.19.2. torch itself stays untouched: vLLM lives in the same
+process.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ _applied: set[str] = set()
 
 
 def apply(device_kind: str) -> None:
-    """Patch the loaded Megatron modules for "cpu" or "cuda". Safe to call more than once.
+    """Patch the loaded Megatron modules for "cpu" or "cuda".
 
-    Call it after the Megatron modules that are used were imported, and before anything of them is called.
+    Safe to call more than once.
+
+    Call it after the Megatron modules that are used were imported, and before anything of them is
+    called.
     """
     if device_kind in _applied:
         return

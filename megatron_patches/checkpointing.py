@@ -1,11 +1,11 @@
-"""Patches `FileSystemWriterAsync`'s queue of results and the reader of `TorchDistLoadShardedStrategy`.
+"""Patches `FileSystemWriterAsync`'s queue of results and the reader of
+`TorchDistLoadShardedStrategy`.
 
 Upstream: megatron-core 0.16.1 to 0.19.2. `filesystem_async._get_write_results_queue`, in 0.19
-`get_write_results_queue`, starts a manager process for the queue in which a process that writes answers the rank.
-`torch._get_filesystem_reader` reads a checkpoint's `.metadata` with plain pickle.
-Why: our writer answers through a connection of its own (`rlmath.checkpoint.async_writer`); a file from an unknown
-source must not run code.
-Can go: when Megatron-Core takes both as arguments.
+`get_write_results_queue`, starts a manager process for the queue in which a process that writes
+answers the rank. `torch._get_filesystem_reader` reads a checkpoint's `.metadata` with plain pickle.
+Why: our writer answers through a connection of its own (`rlmath.checkpoint.async_writer`); a file
+from an unknown source must not run code. Can go: when Megatron-Core takes both as arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 
 def patch(reader: Callable[[Any], Any]) -> None:
-    """For every device: writers use a queue within their process, and checkpoints are read with `reader`."""
+    """For every device: writers use a queue within their process, and checkpoints are read with
+    `reader`."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 
@@ -28,7 +29,9 @@ def patch(reader: Callable[[Any], Any]) -> None:
 
 
 def start_save(strategy: Any, state: dict[str, Any], folder: str) -> Any:
-    """Megatron's request for an asynchronous save by a strategy. 0.19 asks by whose writer, and its default needs
-    nvidia-resiliency-ext: here it is Megatron's own, as before."""
+    """Megatron's request for an asynchronous save by a strategy.
+
+    0.19 asks by whose writer, and its default needs nvidia-resiliency-ext: here it is Megatron's
+    own, as before."""
     by_whom = inspect.signature(strategy.async_save).parameters.get("async_strategy")
     return strategy.async_save(state, folder, *([] if by_whom is None else ["mcore"]))

@@ -13,4 +13,6 @@ def patch() -> None:
     """Let gradients on the CPU be clipped."""
     from megatron.core.optimizer import optimizer
 
-    optimizer.clip_grad_by_total_norm_fp32 = with_cuda_type_names(optimizer.clip_grad_by_total_norm_fp32)
+    optimizer.clip_grad_by_total_norm_fp32 = with_cuda_type_names(
+        optimizer.clip_grad_by_total_norm_fp32
+    )

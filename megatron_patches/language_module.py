@@ -1,9 +1,9 @@
 """Patches `LanguageModule.setup_embeddings_and_output_layer`.
 
-Upstream: megatron-core 0.16.1 to 0.19.2 moves a tied embedding to the GPU with `weight.data.cuda()` before its two
-copies, on the first and the last pipeline stage, are made equal.
-Why: on CPU the call raises, so that tied embeddings could not be trained with pipeline parallelism.
-Can go: when Megatron-Core uses the parameter's own device.
+Upstream: megatron-core 0.16.1 to 0.19.2 moves a tied embedding to the GPU with `weight.data.cuda()`
+before its two copies, on the first and the last pipeline stage, are made equal. Why: on CPU the
+call raises, so that tied embeddings could not be trained with pipeline parallelism. Can go: when
+Megatron-Core uses the parameter's own device.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Patches the autograd functions of linear layers in `megatron.core.tensor_parallel.layers`: their products on CPU.
+"""Patches the autograd functions of linear layers in `megatron.core.tensor_parallel.layers`: their
+products on CPU.
 
-Upstream: megatron-core 0.16.1 to 0.19.2, `LinearWithGradAccumulationAndAsyncCommunication` and `LinearWithFrozenWeight`
-multiply with `torch.matmul`.
-Why: `rlmath.distributed.cpu_matmul`; the linear layers take most of an update.
-Can go: when torch gives float32 products to oneDNN on processors where that is faster.
+Upstream: megatron-core 0.16.1 to 0.19.2, `LinearWithGradAccumulationAndAsyncCommunication` and
+`LinearWithFrozenWeight` multiply with `torch.matmul`. Why: `rlmath.distributed.cpu_matmul`; the
+linear layers take most of an update. Can go: when torch gives float32 products to oneDNN on
+processors where that is faster.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ class _Linear(torch.autograd.Function):
         *weight_shards: int,
     ) -> Tensor:
         """`weight_shards`: 1, which 0.19 adds, where a weight is whole."""
-        assert not gradient_accumulation_fusion and grad_output_buffer is None and set(weight_shards) <= {1}
+        assert (
+            not gradient_accumulation_fusion
+            and grad_output_buffer is None
+            and set(weight_shards) <= {1}
+        )
         ctx.more = (None,) * len(weight_shards)
         ctx.save_for_backward(x, weight_NK)
         ctx.has_bias, ctx.group = bias_N is not None, group
@@ -97,7 +102,8 @@ class _FrozenLinear(layers.LinearWithFrozenWeight):
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' shares of the tokens, in Megatron's buffer for it, which the next call overwrites."""
+    """All ranks' shares of the tokens, in Megatron's buffer for it, which the next call
+    overwrites."""
     shape = [x.shape[0] * group.size(), *x.shape[1:]]
     buffer = layers.get_global_memory_buffer().get_tensor(shape, x.dtype, "mpu")
     layers.dist_all_gather_func(buffer, x.contiguous(), group=group)

@@ -1,9 +1,8 @@
 """Patches the name `te_general_gemm` of `megatron.core.transformer.moe.moe_utils`.
 
-Upstream: megatron-core 0.16.1 to 0.19.2 asks whether it is None, and defines it only where Transformer Engine is
-installed.
-Why: without Transformer Engine the router raises NameError.
-Can go: when Megatron-Core sets it to None in the import that fails.
+Upstream: megatron-core 0.16.1 to 0.19.2 asks whether it is None, and defines it only where
+Transformer Engine is installed. Why: without Transformer Engine the router raises NameError. Can
+go: when Megatron-Core sets it to None in the import that fails.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Patches the construction of Megatron's optimizers.
 
-Upstream: `DistributedOptimizer` and `Float16OptimizerWithFloat16Params` (megatron-core 0.16.1 to 0.19.2) sort
-parameters by `param.type() == 'torch.cuda.FloatTensor'` and the like, and refuse all others.
-Why: a float32 parameter on the CPU is a 'torch.FloatTensor'.
-Can go: when Megatron-Core compares `param.dtype`.
+Upstream: `DistributedOptimizer` and `Float16OptimizerWithFloat16Params` (megatron-core 0.16.1 to
+0.19.2) sort parameters by `param.type() == 'torch.cuda.FloatTensor'` and the like, and refuse all
+others. Why: a float32 parameter on the CPU is a 'torch.FloatTensor'. Can go: when Megatron-Core
+compares `param.dtype`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 
 @contextlib.contextmanager
 def tensor_types_named_as_on_cuda() -> Iterator[None]:
-    """While it is open, `Tensor.type()` of a CPU tensor says what the same tensor on a GPU would say."""
+    """While it is open, `Tensor.type()` of a CPU tensor says what the same tensor on a GPU would
+    say."""
     original = torch.Tensor.type
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,9 @@
 """Shapes of messages between pipeline stages, from the packs instead of messages of their own.
 
-Patches `P2PCommunicator._communicate_shapes` (megatron-core 0.16 and 0.19), which sends the shape of every tensor ahead
-of it and waits for the whole device twice. Tensors of each direction arrive in the order of Megatron's schedule, so
-that a count is enough. It can go once Megatron takes shapes by micro-batch.
+Patches `P2PCommunicator._communicate_shapes` (megatron-core 0.16 and 0.19), which sends the shape
+of every tensor ahead of it and waits for the whole device twice. Tensors of each direction arrive
+in the order of Megatron's schedule, so that a count is enough. It can go once Megatron takes shapes
+by micro-batch.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ Shape = tuple[int, ...]
 
 @contextmanager
 def known_shapes(hidden_states: Sequence[Shape], gradients: Sequence[Shape]) -> Iterator[None]:
-    """While it is open, Megatron's schedules send no shapes; given are those of the hidden states that this stage
-    receives from the one before, and of the gradients from the one behind, each in their order. RuntimeError where
-    more of them come, and at its end where fewer have."""
+    """While it is open, Megatron's schedules send no shapes; given are those of the hidden states
+    that this stage receives from the one before, and of the gradients from the one behind, each in
+    their order. RuntimeError where more of them come, and at its end where fewer have."""
     forward, backward = iter(hidden_states), iter(gradients)
 
     def next_of(expected: Iterator[Shape]) -> Shape:
         for shape in expected:
             return shape
-        raise RuntimeError("more hidden states or gradients arrived from other stages than expected")
+        raise RuntimeError(
+            "more hidden states or gradients arrived from other stages than expected"
+        )
 
     def shapes_to_receive(
         communicator: P2PCommunicator,

@@ -1,11 +1,12 @@
 """Patches `MoEAlltoAllTokenDispatcher`, which sends tokens to the ranks that have their experts.
 
-Upstream: megatron-core 0.16.1 to 0.19.2 makes a CUDA stream and copies the counts of tokens from the GPU on it, where
-they become the lists that the all-to-all needs. It keeps the router's probabilities until the layer's next pass.
-Why: on CPU there are no streams, and counts that are there already stay tensors, which the all-to-all refuses. On
-every device the probabilities hold the graph that they come from: where layers are recomputed, every layer's input and
-its gradient, between steps, too (5.6 GiB for 48 layers of Qwen3-30B-A3B and 15,360 tokens).
-Can go: when Megatron-Core turns counts into lists wherever they are, and drops the probabilities.
+Upstream: megatron-core 0.16.1 to 0.19.2 makes a CUDA stream and copies the counts of tokens from
+the GPU on it, where they become the lists that the all-to-all needs. It keeps the router's
+probabilities until the layer's next pass. Why: on CPU there are no streams, and counts that are
+there already stay tensors, which the all-to-all refuses. On every device the probabilities hold the
+graph that they come from: where layers are recomputed, every layer's input and its gradient,
+between steps, too (5.6 GiB for 48 layers of Qwen3-30B-A3B and 15,360 tokens). Can go: when
+Megatron-Core turns counts into lists wherever they are, and drops the probabilities.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch
 _COUNTS = ("input_splits", "output_splits", "output_splits_tp")
 
 
-def _as_lists(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+def _as_lists(
+    self: Any, point: str, tokens_per_expert: torch.Tensor | None = None
+) -> torch.Tensor | None:
     for name in _COUNTS:
         counts = getattr(self, name)
         if isinstance(counts, torch.Tensor):

@@ -73,7 +73,9 @@ def _cpu_torch() -> types.ModuleType:
             "manual_seed": torch.manual_seed,
         },
     )
-    return _Proxy(torch, {"cuda": cuda} | {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+    return _Proxy(
+        torch, {"cuda": cuda} | {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    )
 
 
 def patch_loaded_modules() -> None:

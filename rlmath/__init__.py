@@ -1,15 +1,18 @@
-"""rlmath: reinforcement learning of mathematical reasoning, one SPMD program on Megatron-Core and vLLM.
+"""rlmath: reinforcement learning of mathematical reasoning, one SPMD program on Megatron-Core and
+vLLM.
 
-`verify`, `load_config`, `Config`, `train` and `Run` are its public names (`rlmath.cli.api`), and `hooks` the module
-(`rlmath.workers.hooks`) that files of the user's functions import; they are stable.
+`verify`, `load_config`, `Config`, `train` and `Run` are its public names (`rlmath.cli.api`), and
+`hooks` the module (`rlmath.workers.hooks`) that files of the user's functions import; they are
+stable.
 """
 
 import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-# Read by these libraries when they are imported, so set before any of them is. Models and data are local folders.
-# What an id of the Hugging Face hub names is fetched by processes of their own (config/hub), which have the user's.
+# Read by these libraries when they are imported, so set before any of them is. Models and data are
+# local folders. What an id of the Hugging Face hub names is fetched by processes of their own
+# (config/hub), which have the user's.
 if "HF_HUB_OFFLINE" not in os.environ:
     os.environ |= {"HF_HUB_OFFLINE": "1", "RLMATH_SET_OFFLINE": "1"}
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -22,8 +25,10 @@ __all__ = ["Config", "Run", "__version__", "load_config", "train", "verify"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when they are first asked for: a rank has no use for them. Who asks for another than
-    `hooks` has a program of his own, whose libraries may use the network."""
+    """The public names, imported when they are first asked for: a rank has no use for them.
+
+    Who asks for another than `hooks` has a program of his own, whose libraries may use the network.
+    """
     if name == "hooks":
         return importlib.import_module("rlmath.workers.hooks")
     if name in __all__:

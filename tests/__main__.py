@@ -1,9 +1,10 @@
-"""`make test` and `make test-matrix`: two sessions of pytest beside each other; `make test-full`: all or one part.
+"""`make test` and `make test-matrix`: two sessions of pytest beside each other; `make test-full`:
+all or one part.
 
 python -m tests [--matrix | --part PART | --full] [arguments of pytest]
 
-Tests with ranks wait for processes to start and for each other, and many of the others wait for time limits: one
-after the other they would leave a core idle for half of the time.
+Tests with ranks wait for processes to start and for each other, and many of the others wait for
+time limits: one after the other they would leave a core idle for half of the time.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ SESSIONS = {
         f"matrix and pooled and {NEVER}",
     ),
 }
-"""By what is run: the marks of both sessions, and the title of the first one's output, which is shown last."""
+"""By what is run: the marks of both sessions, and the title of the first one's output, which is
+shown last."""
 NO_TESTS = 5
 """pytest's status where nothing was chosen."""
 
 
 def start(marks: str, output: IO[str] | None, arguments: list[str]) -> subprocess.Popen[bytes]:
-    """A session of the tests with these marks. An interrupt at the terminal reaches it through us alone: a
-    second one would break off its clearing up."""
+    """A session of the tests with these marks.
+
+    An interrupt at the terminal reaches it through us alone: a second one would break off its
+    clearing up."""
     ours = os.getpid()
     return subprocess.Popen(
         [sys.executable, "-m", "pytest", "-m", marks, *arguments],

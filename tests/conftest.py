@@ -22,12 +22,14 @@ from tests.distributed.rank_pool import RankPool
 from tests.tiny_models import make_model_folder
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As a shell starts what it puts into the background; programs that tests interrupt would inherit it.
+    # As a shell starts what it puts into the background; programs that tests interrupt would
+    # inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 KEEPS_ITS_GRAPH = "test_moe.py"
-"""Megatron's token dispatcher keeps the graph of its last forward pass, so the model and its process groups, where no
-collection of garbage sees it: their threads end with the processes, so this module is the last to use them."""
+"""Megatron's token dispatcher keeps the graph of its last forward pass, so the model and its
+process groups, where no collection of garbage sees it: their threads end with the processes, so
+this module is the last to use them."""
 
 
 def uses_pool(item: pytest.Item) -> bool:
@@ -44,8 +46,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that use the pool of ranks come last, so that its processes live no longer than they are used: threads of
-    gloo's that are left over wake up a hundred times a second, which takes a quarter of two cores from other tests."""
+    """Modules that use the pool of ranks come last, so that its processes live no longer than they
+    are used: threads of gloo's that are left over wake up a hundred times a second, which takes a
+    quarter of two cores from other tests."""
     use_pool = {item.path for item in items if uses_pool(item)}
     items.sort(key=lambda item: (item.path in use_pool, item.path.name == KEEPS_ITS_GRAPH))
 
@@ -56,7 +59,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """After the last fixture's end, also of a session that was interrupted, no process of the tests may be left."""
+    """After the last fixture's end, also of a session that was interrupted, no process of the tests
+    may be left."""
     found = left_over.left_over(left_over.GRACE_SECONDS)
     if not found:
         return
@@ -106,6 +110,7 @@ def made_arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def arithmetic(made_arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the test module's own with `data/` (200 problems) and `base/` (a random model), made by the tools."""
+    """A folder of the test module's own with `data/` (200 problems) and `base/` (a random model),
+    made by the tools."""
     place = tmp_path_factory.mktemp("arithmetic")
     return shutil.copytree(made_arithmetic, place, dirs_exist_ok=True)

@@ -17,8 +17,19 @@ import pytest
 def small_disk(folder: Path, size: str = "4m", inodes: int = 64) -> Iterator[Path]:
     """A disk of its own (tmpfs) at `folder`; skips the test where mounting is not allowed."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size},nr_inodes={inodes}", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+    command = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        f"size={size},nr_inodes={inodes}",
+        "tmpfs",
+        str(folder),
+    ]
+    if (
+        os.geteuid() != 0
+        or subprocess.run(command, capture_output=True, check=False).returncode != 0
+    ):
         pytest.skip("only root may mount a disk")
     try:
         yield folder
@@ -50,7 +61,8 @@ def use_up_space(disk: Path) -> Path:
 
 @contextmanager
 def files_no_larger_than(size: int) -> Iterator[None]:
-    """As on a full disk a write is cut short and the next one fails: no file may grow beyond so many bytes."""
+    """As on a full disk a write is cut short and the next one fails: no file may grow beyond so
+    many bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -1,8 +1,9 @@
-"""Settings of which no two are alike: whoever takes one for another, or a default for a setting, is noticed.
+"""Settings of which no two are alike: whoever takes one for another, or a default for a setting, is
+noticed.
 
 Every field of these sections differs from its default; all their numbers differ from each other.
-`test_settings_to_parts` checks that, so that a new setting is given a value here. Of the other sections no part is
-compared with these values.
+`test_settings_to_parts` checks that, so that a new setting is given a value here. Of the other
+sections no part is compared with these values.
 """
 
 from rlmath.config.load import load_config
@@ -56,4 +57,6 @@ save: save_freq_epochs=192 save_freq_steps=193 save_freq_secs=194.5 export_hf=tr
     push_to_hub=distinct/model background=false
 """
 SECTIONS = [line.partition(": ") for line in SETTINGS.replace("\n    ", " ").strip().split("\n")]
-DISTINCT = load_config([], [f"{section}.{one}" for section, _, given in SECTIONS for one in given.split()])
+DISTINCT = load_config(
+    [], [f"{section}.{one}" for section, _, given in SECTIONS for one in given.split()]
+)

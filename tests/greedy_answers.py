@@ -1,4 +1,5 @@
-"""Greedy completions of a model by a fresh vLLM in a process of its own; prints a JSON list of token id lists.
+"""Greedy completions of a model by a fresh vLLM in a process of its own; prints a JSON list of
+token id lists.
 
 python -m tests.greedy_answers MODEL MAX_NEW_TOKENS '[[5, 6], [7]]'
 """
@@ -18,7 +19,9 @@ def main() -> None:
     model, max_new_tokens, prompts = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
     settings = RolloutConfig(temperature=0.0, cpu_kv_cache_gib=0.1)
     llm = open_standalone(model, settings, 128, "cpu")
-    requests = [Request((p, 0), tuple(tokens), 0, 0, max_new_tokens) for p, tokens in enumerate(prompts)]
+    requests = [
+        Request((p, 0), tuple(tokens), 0, 0, max_new_tokens) for p, tokens in enumerate(prompts)
+    ]
     found = {
         ended.request.key[0]: list(ended.completion.token_ids)
         for ended in RunningCompletions(llm, settings).sample(requests)

@@ -1,7 +1,9 @@
-"""A Hugging Face hub on this machine, for tests: what huggingface_hub asks of one, with repositories in memory.
+"""A Hugging Face hub on this machine, for tests: what huggingface_hub asks of one, with
+repositories in memory.
 
-It answers listings, files (small ones directly, weights by a redirect, as the hub does), the creation of a repository
-and commits, and counts what was asked. A test may make files stall or come cut off.
+It answers listings, files (small ones directly, weights by a redirect, as the hub does), the
+creation of a repository and commits, and counts what was asked. A test may make files stall or come
+cut off.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Repository:
 
     def commit(self, files: Mapping[str, bytes], branch: str = "main") -> str:
         """A new commit on a branch, with these files alone; its hash."""
-        content = json.dumps([(name, hashlib.sha1(data).hexdigest()) for name, data in sorted(files.items())])
+        content = json.dumps(
+            [(name, hashlib.sha1(data).hexdigest()) for name, data in sorted(files.items())]
+        )
         commit = hashlib.sha1(f"{len(self.commits)}{content}".encode()).hexdigest()
         self.commits[commit] = dict(files)
         self.branches[branch] = commit
@@ -71,7 +75,9 @@ class Hub:
 
     def downloads(self) -> Counter[str]:
         """How often each file's content was asked for."""
-        found = [path for method, path in self.asked if method == "GET" and not path.startswith("/api/")]
+        found = [
+            path for method, path in self.asked if method == "GET" and not path.startswith("/api/")
+        ]
         return Counter(path.rpartition("/")[2] for path in found)
 
     def variables(self, home: Path) -> dict[str, str]:
@@ -109,7 +115,9 @@ def hub_server() -> Iterator[Hub]:
 _API = re.compile(
     r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)(?:/(?P<verb>[^/]+)(?:/(?P<rev>.+))?)?"
 )
-_FILE = re.compile(r"/(?:(?P<kind>datasets)/)?(?P<name>[^/]+/[^/]+)/resolve/(?P<rev>[^/]+)/(?P<file>.+)")
+_FILE = re.compile(
+    r"/(?:(?P<kind>datasets)/)?(?P<name>[^/]+/[^/]+)/resolve/(?P<rev>[^/]+)/(?P<file>.+)"
+)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -162,10 +170,17 @@ class _Handler(BaseHTTPRequestHandler):
         if commit is None and verb == "revision":
             return self._refuse(404, "RevisionNotFound")
         if verb == "tree" and commit is not None:
-            return self._json([_tree_entry(name, data) for name, data in repo.commits[commit].items()])
+            return self._json(
+                [_tree_entry(name, data) for name, data in repo.commits[commit].items()]
+            )
         if verb == "revision":
             assert commit is not None
-            repository = {"id": found["name"], "sha": commit, "siblings": [], "private": repo.private}
+            repository = {
+                "id": found["name"],
+                "sha": commit,
+                "siblings": [],
+                "private": repo.private,
+            }
             return self._json(repository | {"downloads": 0, "likes": 0, "tags": []})
         if verb == "preupload":
             files = [
@@ -180,7 +195,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _create(self, wanted: dict[str, Any]) -> None:
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._json({"error": "no token"}, 401)
-        name = f"{wanted['organization']}/{wanted['name']}" if wanted.get("organization") else wanted["name"]
+        name = (
+            f"{wanted['organization']}/{wanted['name']}"
+            if wanted.get("organization")
+            else wanted["name"]
+        )
         if ("models", name) in self.hub.repositories:
             return self._json({"error": "it is there", "url": f"{self.hub.url}/{name}"}, 409)
         repo = self.hub.add(name)
@@ -188,7 +207,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self._json({"url": f"{self.hub.url}/{name}", "name": name})
 
     def _validate_card(self, card: str) -> None:
-        """The metadata of a model card, between its first two lines of dashes, must be a mapping."""
+        """The metadata of a model card, between its first two lines of dashes, must be a
+        mapping."""
         opening, metadata, *_ = card.split("---\n", 2)
         if opening or not isinstance(yaml.safe_load(metadata), dict):
             return self._json({"errors": [{"message": "no metadata"}], "warnings": []}, 400)
@@ -204,7 +224,9 @@ class _Handler(BaseHTTPRequestHandler):
                 files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
         commit = repo.commit(files)
         url = f"{self.hub.url}/{name}/commit/{commit}"
-        return self._json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
+        return self._json(
+            {"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""}
+        )
 
     def _repository(self, kind: str, name: str) -> Repository | None:
         repo = self.hub.repositories.get((kind, name))
@@ -240,7 +262,9 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": commit, "ETag": f'"{digest}"'}
         if found["file"].endswith(LARGE):
             headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))}
-            elsewhere = self.hub.url.replace("127.0.0.1", "localhost")  # as the hub's storage is another host
+            elsewhere = self.hub.url.replace(
+                "127.0.0.1", "localhost"
+            )  # as the hub's storage is another host
             headers["Location"] = f"{elsewhere}/cdn/{digest}/{found['file']}"
             return self._reply(302, b"", headers)
         return self._content(found["file"], data, headers, with_body)
@@ -262,7 +286,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ------------------------------------------------------------ answers
 
-    def _reply(self, status: int, body: bytes, headers: Mapping[str, str], size: int | None = None) -> None:
+    def _reply(
+        self, status: int, body: bytes, headers: Mapping[str, str], size: int | None = None
+    ) -> None:
         try:
             self.send_response(status)
             for name, value in headers.items():
@@ -284,5 +310,9 @@ def _tree_entry(name: str, data: bytes) -> dict[str, Any]:
     found: dict[str, Any] = {"type": "file", "path": name, "size": len(data)}
     found["oid"] = hashlib.sha1(data).hexdigest()
     if name.endswith(LARGE):
-        found["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+        found["lfs"] = {
+            "oid": hashlib.sha256(data).hexdigest(),
+            "size": len(data),
+            "pointerSize": 130,
+        }
     return found

@@ -1,7 +1,7 @@
 """Processes that tests have started and that are still there.
 
-Children of this process are not enough: a child that was killed leaves its own children to init. So importing this
-module sets a variable of the environment, which every process of a session inherits.
+Children of this process are not enough: a child that was killed leaves its own children to init. So
+importing this module sets a variable of the environment, which every process of a session inherits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def described(process: psutil.Process) -> str:
             mib, age = process.memory_info().rss / 2**20, time.time() - process.create_time()
             command = " ".join(process.cmdline())[:300]
             return (
-                f"process {process.pid}, child of {process.ppid()}, {mib:.0f} MiB, {age:.0f} s old: {command}"
+                f"process {process.pid}, child of {process.ppid()}, {mib:.0f} MiB, {age:.0f} s "
+                f"old: {command}"
             )
     except psutil.Error:
         return f"process {process.pid}, which has ended meanwhile"

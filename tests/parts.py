@@ -1,4 +1,6 @@
-"""The parts of `make test-full`: which tests guard what. Every test file is in one of them (`test_parts.py`).
+"""The parts of `make test-full`: which tests guard what.
+
+Every test file is in one of them (`test_parts.py`).
 
 make test-full PART=rollout
 """
@@ -31,7 +33,16 @@ PARTS = {
                     "invariance",
                     "layouts",
                 ),
-                *("lora_learning", "moe", "offload", "optimizer", "parity", "sft", "teacher", "update"),
+                *(
+                    "lora_learning",
+                    "moe",
+                    "offload",
+                    "optimizer",
+                    "parity",
+                    "sft",
+                    "teacher",
+                    "update",
+                ),
             )
         ),
     ),
@@ -47,7 +58,15 @@ PARTS = {
         "rollout",
         *(
             f"distributed/test_{name}.py"
-            for name in ("async", "engine", "partial_rollouts", "probe", "rollout", "switch", "sync")
+            for name in (
+                "async",
+                "engine",
+                "partial_rollouts",
+                "probe",
+                "rollout",
+                "switch",
+                "sync",
+            )
         ),
         "test_async_run.py",
     ),
@@ -55,7 +74,15 @@ PARTS = {
         *(
             f"distributed/test_{name}.py"
             for name in (
-                *("bridge", "collectives", "cpu_matmul", "device", "garbage", "mesh", "parent_death"),
+                *(
+                    "bridge",
+                    "collectives",
+                    "cpu_matmul",
+                    "device",
+                    "garbage",
+                    "mesh",
+                    "parent_death",
+                ),
                 *("phase_timers", "rendezvous", "run_store", "tensor_offload"),
             )
         ),
@@ -71,16 +98,28 @@ PARTS = {
     "evals": ("evals", "report"),
     "real-model": ("real_model",),
     "tools": (
-        *("tools", "gpu", "slurm", "test_docs.py", "test_docstrings.py", "test_drill.py", "test_examples.py"),
+        *(
+            "tools",
+            "gpu",
+            "slurm",
+            "test_docs.py",
+            "test_docstrings.py",
+            "test_drill.py",
+            "test_examples.py",
+        ),
         *("test_layers.py", "test_left_over.py", "test_parts.py"),
     ),
 }
 
 
 def paths_of(part: str) -> list[str]:
-    """Folders and files of a part, from the repository's root. ValueError where there is none of that name."""
+    """Folders and files of a part, from the repository's root.
+
+    ValueError where there is none of that name."""
     if part not in PARTS:
-        raise ValueError(f'there is no part "{part}" of the tests; the parts are {", ".join(PARTS)}')
+        raise ValueError(
+            f'there is no part "{part}" of the tests; the parts are {", ".join(PARTS)}'
+        )
     return [str((TESTS / name).relative_to(TESTS.parent)) for name in PARTS[part]]
 
 

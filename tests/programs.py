@@ -34,8 +34,8 @@ def run(
     timeout: float = 900.0,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python command` in the repository to its end; `path` is one more folder of modules, `variables` more of the
-    environment."""
+    """Run `python command` in the repository to its end; `path` is one more folder of modules,
+    `variables` more of the environment."""
     modules = str(REPOSITORY) if path is None else f"{REPOSITORY}{os.pathsep}{path}"
     process = subprocess.Popen(
         [sys.executable, *command],
@@ -86,7 +86,8 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def end_family(process: subprocess.Popen) -> None:
-    """Kill a program and all that it has started: a launcher that is killed alone leaves its ranks."""
+    """Kill a program and all that it has started: a launcher that is killed alone leaves its
+    ranks."""
     for one in [*family(process.pid), process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
@@ -100,8 +101,10 @@ def torchrun_command(ranks: int, *arguments: str) -> list[str]:
 
 
 def small_run(place: Path, output: Path) -> list[str]:
-    """Overrides of the demo's config: a few prompts, a small cache. `place` has `data/` and `base/`, whose random model
-    never answers: the entropy gives every step an update."""
+    """Overrides of the demo's config: a few prompts, a small cache.
+
+    `place` has `data/` and `base/`, whose random model never answers: the entropy gives every step
+    an update."""
     return [
         f"run.output_dir={output}",
         f"model.path={place}/base",

@@ -1,5 +1,5 @@
-"""Marks that choose: `make test` runs every test and case without one, `make test-matrix` those marked `matrix`, and
-`make test-full` also those marked `full`."""
+"""Marks that choose: `make test` runs every test and case without one, `make test-matrix` those
+marked `matrix`, and `make test-full` also those marked `full`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 matrix = pytest.mark.matrix
-"""On a test: `make test` has another one of the same part of the program, CI runs this one with `make test-matrix`."""
+"""On a test: `make test` has another one of the same part of the program, CI runs this one with
+`make test-matrix`."""
 
 
 def keeping(cases: Iterable[Any], *kept: Any, others: int = 1) -> list[Any]:
-    """Cases for `parametrize`: `make test` runs those of `kept`, `make test-matrix` so many of the `others`, those that
-    come first, and `make test-full` the rest. A case that has marks of its own stays as it is."""
+    """Cases for `parametrize`: `make test` runs those of `kept`, `make test-matrix` so many of the
+    `others`, those that come first, and `make test-full` the rest. A case that has marks of its own
+    stays as it is."""
     cases, own, found, count = list(cases), type(pytest.param()), [], 0
     assert all(case in cases for case in kept)
     for case in cases:

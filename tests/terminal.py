@@ -15,7 +15,9 @@ def on_terminal(program: str, columns: int, status: int = 0) -> str:
     ours, theirs = pty.openpty()
     size = columns.to_bytes(2, sys.byteorder)
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, (24).to_bytes(2, sys.byteorder) + size + bytes(4))
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=theirs, stderr=theirs, env=os.environ)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=theirs, stderr=theirs, env=os.environ
+    )
     os.close(theirs)
     written = b""
     while True:

@@ -1,4 +1,5 @@
-"""Asynchronous runs as a user starts them: what dies is named, what is stopped is saved, and no prompt is lost."""
+"""Asynchronous runs as a user starts them: what dies is named, what is stopped is saved, and no
+prompt is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from tests.test_failures import END_SECONDS, assert_all_gone, ranks_of, rows_of
 pytestmark = [pytest.mark.distributed, matrix]
 
 STEPS, PER_STEP = 24, 8
-"""Of a request to stop that an engine gets, the trainers hear up to two beats (2 s) later: steps are left then."""
+"""Of a request to stop that an engine gets, the trainers hear up to two beats (2 s) later: steps
+are left then."""
 SETTINGS = (
     f"run.total_steps={STEPS}",
     "run.total_epochs=1",
@@ -85,7 +87,9 @@ def told(output: Path, engines: int, until: int) -> str:
 def assert_learned_once(output: Path) -> None:
     """Of the whole run: no step is missing, and no prompt came twice."""
     assert [row["step"] for row in rows_of(output)] == list(range(1, STEPS + 1))
-    lines = [line for file in (output / "samples").iterdir() for line in file.read_text().splitlines()]
+    lines = [
+        line for file in (output / "samples").iterdir() for line in file.read_text().splitlines()
+    ]
     learned = [json.loads(line)["prompt_id"] for line in lines]
     assert len(learned) == len(set(learned)) == STEPS * PER_STEP
 

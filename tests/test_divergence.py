@@ -14,7 +14,16 @@ from tests.spoiled_run import SPOILED_STEP
 from tests.test_train_sft import SFT, settings
 
 pytestmark = pytest.mark.distributed
-SPOILED = ("tests/spoiled_run.py", "--config", SFT[2], "--program", "sft", "--times", "9", "--spoil")
+SPOILED = (
+    "tests/spoiled_run.py",
+    "--config",
+    SFT[2],
+    "--program",
+    "sft",
+    "--times",
+    "9",
+    "--spoil",
+)
 
 
 def start(place: Path, folder: Path, program: tuple[str, ...], *more: str, expect: int = 1) -> str:
@@ -32,14 +41,17 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 @matrix
-def test_weights_that_are_not_finite_on_one_rank_are_never_saved(arithmetic: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_on_one_rank_are_never_saved(
+    arithmetic: Path, tmp_path: Path
+) -> None:
     """The same command, with sound weights, then resumes from the checkpoint that stayed."""
     folder = tmp_path / "run"
     console = start(arithmetic, folder, (*SPOILED, "nan"))
     ended = read_exit_status(folder)
     assert ended.status == DIVERGED
     assert (
-        f"diverged in step {SPOILED_STEP}: there are values that are not finite in the par" in ended.message
+        f"diverged in step {SPOILED_STEP}: there are values that are not finite in the par"
+        in ended.message
     )
     assert "on rank 1" in ended.message
     assert ended.message in console and "Lower optimizer.lr" in console
@@ -51,30 +63,50 @@ def test_weights_that_are_not_finite_on_one_rank_are_never_saved(arithmetic: Pat
 
 
 @pytest.mark.full
-def test_a_row_of_discarded_steps_ends_the_run_and_the_next_start(arithmetic: Path, tmp_path: Path) -> None:
+def test_a_row_of_discarded_steps_ends_the_run_and_the_next_start(
+    arithmetic: Path, tmp_path: Path
+) -> None:
     folder, more = tmp_path / "run", ("save.keep_last=2", "sft.eval_every_steps=null")
     console = start(arithmetic, folder, (*SPOILED, "scale"), *more)
     ended = read_exit_status(folder)
     last, sound = SPOILED_STEP + 3, SPOILED_STEP - 1
     assert ended.status == DIVERGED
-    assert f"diverged in step {last}: every minibatch of 3 steps in a row was discarded" in ended.message
+    assert (
+        f"diverged in step {last}: every minibatch of 3 steps in a row was discarded"
+        in ended.message
+    )
     assert f"step-{sound:06d}" in ended.message
     assert console.count("the update was skipped: the loss is not finite") == 3
-    assert [row["train/skipped_updates"] for row in metric_rows(folder)[1:]] == [0.0] * 3 + [1.0] * 3
+    assert [row["train/skipped_updates"] for row in metric_rows(folder)[1:]] == [0.0] * 3 + [
+        1.0
+    ] * 3
     assert saved_steps(folder) == [last - 1, last - 2, sound]
     progress = read_progress(folder / "checkpoints" / f"step-{last - 1:06d}")
     assert (progress.discarded_steps, progress.learned_step) == (2, SPOILED_STEP)
     again = start(arithmetic, folder, SFT, *more)
     assert f"diverged in step {last}: every minibatch of 3 steps in a row" in again
-    assert read_exit_status(folder).status == DIVERGED and saved_steps(folder) == [last - 1, last - 2, sound]
+    assert read_exit_status(folder).status == DIVERGED and saved_steps(folder) == [
+        last - 1,
+        last - 2,
+        sound,
+    ]
     assert not (folder / "hf_model").exists()
 
 
 @pytest.mark.full
-def test_a_model_that_the_last_update_broke_is_not_finished(arithmetic: Path, tmp_path: Path) -> None:
+def test_a_model_that_the_last_update_broke_is_not_finished(
+    arithmetic: Path, tmp_path: Path
+) -> None:
     """No later minibatch sees it: the weights are finite, and give no log-probs."""
     folder = tmp_path / "run"
-    start(arithmetic, folder, SFT, "optimizer.lr=1e30", "optimizer.warmup_steps=0", "run.total_steps=1")
+    start(
+        arithmetic,
+        folder,
+        SFT,
+        "optimizer.lr=1e30",
+        "optimizer.warmup_steps=0",
+        "run.total_steps=1",
+    )
     ended = read_exit_status(folder)
     assert ended.status == DIVERGED and "gives log-probs that are not finite" in ended.message
     assert not (folder / "hf_model").exists()

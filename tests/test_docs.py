@@ -48,12 +48,15 @@ def inline(page: Path) -> Iterator[Token]:
 
 def links_of(page: Path) -> list[str]:
     """Where links and pictures lead."""
-    return [str(found) for one in inline(page) if (found := one.attrGet("href") or one.attrGet("src"))]
+    return [
+        str(found) for one in inline(page) if (found := one.attrGet("href") or one.attrGet("src"))
+    ]
 
 
 @cache
 def anchors_of(page: Path) -> set[str]:
-    """Of the headings, as file views of repositories make them: small letters, hyphens for spaces, no other marks."""
+    """Of the headings, as file views of repositories make them: small letters, hyphens for spaces,
+    no other marks."""
     counts: Counter[str] = Counter()
     found = set()
     tokens = tokens_of(page)
@@ -91,7 +94,10 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
 def test_the_navigation_of_the_site_names_pages_that_are_there() -> None:
     """Those that it does not name are added when the site is built."""
     nav = (
-        (DOCS / "site" / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2].partition("\n\n")[0]
+        (DOCS / "site" / "mkdocs.yml")
+        .read_text(encoding="utf-8")
+        .partition("\nnav:")[2]
+        .partition("\n\n")[0]
     )
     named = re.findall(r": ([\w/]+)\.md$", nav, re.MULTILINE)
     assert len(named) == len(set(named)) > 15
@@ -113,7 +119,8 @@ def test_readers_find_every_page_from_the_first() -> None:
 
 
 def code_about_us(page: Path) -> Iterator[str]:
-    """Code within lines; of tables whose first column has other programs' keys the last column alone."""
+    """Code within lines; of tables whose first column has other programs' keys the last column
+    alone."""
     tokens, cells = tokens_of(page), []
     for before, token in pairwise(tokens):
         if before.type == "tr_open":
@@ -122,7 +129,9 @@ def code_about_us(page: Path) -> Iterator[str]:
             cells.append(token)
             continue
         if token.type == "tr_close" and cells:
-            yield from (one.content for one in cells[-1].children or () if one.type == "code_inline")
+            yield from (
+                one.content for one in cells[-1].children or () if one.type == "code_inline"
+            )
         yield from (one.content for one in token.children or () if one.type == "code_inline")
 
 
@@ -146,8 +155,9 @@ def test_settings_that_the_documents_name_are_there() -> None:
 
 @pytest.mark.parametrize("name", ["README.md", "docs/rewards.md"])
 def test_the_reward_function_that_a_page_shows_pays_right_answers(name: str) -> None:
-    """As a user copies it: the solution 5 is not paid with 15, 50 or a box that is taken back, whether the file has it
-    in a box or not, and a right answer is worth more than a wrong one at any length."""
+    """As a user copies it: the solution 5 is not paid with 15, 50 or a box that is taken back,
+    whether the file has it in a box or not, and a right answer is worth more than a wrong one at
+    any length."""
     source = next(
         token.content
         for token in tokens_of(REPOSITORY / name)

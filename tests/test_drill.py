@@ -1,4 +1,5 @@
-"""Runs that are disturbed and started again end as if nothing had been; tools/drill_faults.py is the judge."""
+"""Runs that are disturbed and started again end as if nothing had been; tools/drill_faults.py is
+the judge."""
 
 from __future__ import annotations
 
@@ -75,8 +76,12 @@ def test_the_drill_sees_a_tensor_that_differs_in_one_bit(tmp_path: Path) -> None
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors")
     assert model_differences(tmp_path / "undisturbed", tmp_path / "same") == []
-    assert model_differences(tmp_path / "undisturbed", tmp_path / "other") == ["the tensor b differs"]
-    assert model_differences(tmp_path / "undisturbed", tmp_path / "less") == ["the tensor b differs"]
+    assert model_differences(tmp_path / "undisturbed", tmp_path / "other") == [
+        "the tensor b differs"
+    ]
+    assert model_differences(tmp_path / "undisturbed", tmp_path / "less") == [
+        "the tensor b differs"
+    ]
     assert len(model_differences(tmp_path / "none", tmp_path / "same")) == 1
 
 

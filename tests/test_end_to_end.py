@@ -1,4 +1,5 @@
-"""The program as a user runs it: data and model by the tools, two ranks under torchrun, a model out."""
+"""The program as a user runs it: data and model by the tools, two ranks under torchrun, a model
+out."""
 
 from __future__ import annotations
 
@@ -52,14 +53,22 @@ def command(place: Path, output: Path, *more: str, ranks: int = 2) -> list[str]:
         "save.save_freq_steps=2",
         "save.export_hf=true",
     )
-    overrides = (*small_run(place, output), *RUN, f"data.train_path={place}/few.jsonl", *saved, *more)
+    overrides = (
+        *small_run(place, output),
+        *RUN,
+        f"data.train_path={place}/few.jsonl",
+        *saved,
+        *more,
+    )
     return torchrun_command(ranks, *TRAIN, *overrides)
 
 
 @pytest.fixture(scope="module")
 def workplace(arithmetic: Path) -> Path:
-    """Data, a random model, and a finished run of three steps with a reference. The run has 12 prompts and uses 8 of
-    them a step, so that its steps are epochs and share prompts; a hash of text and solutions rewards."""
+    """Data, a random model, and a finished run of three steps with a reference.
+
+    The run has 12 prompts and uses 8 of them a step, so that its steps are epochs and share
+    prompts; a hash of text and solutions rewards."""
     place = arithmetic
     few = (place / "data" / "train.jsonl").read_text().splitlines(keepends=True)[:PROMPTS]
     (place / "few.jsonl").write_text("".join(few))
@@ -90,7 +99,8 @@ def samples(folder: Path) -> list[list[dict]]:
 
 
 def test_every_step_samples_anew(workplace: Path) -> None:
-    """With the seeds of the step before, and weights that have hardly moved, texts would begin alike."""
+    """With the seeds of the step before, and weights that have hardly moved, texts would begin
+    alike."""
     texts = [
         {group["prompt_id"]: [one["text"][:6] for one in group["completions"]] for group in groups}
         for groups in samples(workplace / "run")
@@ -98,7 +108,11 @@ def test_every_step_samples_anew(workplace: Path) -> None:
     for before, after in ((0, 1), (1, 2), (0, 2)):
         both = texts[before].keys() & texts[after].keys()
         assert len(both) >= 2 * PER_STEP - PROMPTS
-        same = [a == b for name in both for a, b in zip(texts[before][name], texts[after][name], strict=True)]
+        same = [
+            a == b
+            for name in both
+            for a, b in zip(texts[before][name], texts[after][name], strict=True)
+        ]
         assert sum(same) <= len(same) / 4
     for step in texts:
         assert all(len(set(beginnings)) > 1 for beginnings in step.values())
@@ -106,19 +120,25 @@ def test_every_step_samples_anew(workplace: Path) -> None:
 
 def test_rewards_and_advantages_belong_to_their_texts(workplace: Path) -> None:
     for row, groups in zip(metric_rows(workplace / "run"), samples(workplace / "run"), strict=True):
-        assert len(groups) == PER_STEP and all(len(group["completions"]) == GROUP for group in groups)
+        assert len(groups) == PER_STEP and all(
+            len(group["completions"]) == GROUP for group in groups
+        )
         rewards, by_token, tokens = [], 0.0, 0
         for group in groups:
             own = [hash_of(one["text"], group["solutions"]) for one in group["completions"]]
             assert [one["reward"] for one in group["completions"]] == pytest.approx(own, abs=1e-6)
             mean, deviation = fmean(own), stdev(own)
             wanted = [(reward - mean) / (deviation + 1e-6) for reward in own]
-            assert [one["advantage"] for one in group["completions"]] == pytest.approx(wanted, abs=1e-4)
+            assert [one["advantage"] for one in group["completions"]] == pytest.approx(
+                wanted, abs=1e-4
+            )
             rewards += own
             lengths = [one["length"] for one in group["completions"]]
             by_token += sum(a * n for a, n in zip(wanted, lengths, strict=True))
             tokens += sum(lengths)
-        assert row["task_reward"] == row["rollout/rewards"] == pytest.approx(fmean(rewards), abs=1e-6)
+        assert (
+            row["task_reward"] == row["rollout/rewards"] == pytest.approx(fmean(rewards), abs=1e-6)
+        )
         assert row["advantage"] == pytest.approx(by_token / tokens, abs=1e-4)
         assert row["reward/correct"] == pytest.approx(fmean(reward > 0 for reward in rewards))
         verified = [
@@ -126,7 +146,9 @@ def test_rewards_and_advantages_belong_to_their_texts(workplace: Path) -> None:
             for group in groups
             for one in group["completions"]
         ]
-        assert row["rollout/accuracy"] == fmean(verified), "the reward is a hash, the accuracy the verifier's"
+        assert row["rollout/accuracy"] == fmean(verified), (
+            "the reward is a hash, the accuracy the verifier's"
+        )
         assert row["n_valid_tokens"] == tokens
 
 
@@ -135,7 +157,10 @@ def test_kl_and_clipping_are_at_work(workplace: Path) -> None:
     for row in metric_rows(workplace / "run"):
         assert row["kl_reward"] == pytest.approx(-KL_COEF * row["train/reference_kl"])
         assert row["final_reward"] == pytest.approx(row["task_reward"] + row["kl_reward"])
-        assert row["importance_weight"] == pytest.approx(1.0, abs=0.1) and row["importance_weight"] != 1.0
+        assert (
+            row["importance_weight"] == pytest.approx(1.0, abs=0.1)
+            and row["importance_weight"] != 1.0
+        )
         assert 0 < row["actor_clip_ratio"] < 1 - 1 / UPDATES
         assert row["train/grad_norm"] > 0
 
@@ -162,7 +187,9 @@ def test_the_console_has_only_lines_of_the_program_and_those_of_libraries_are_in
     workplace: Path,
 ) -> None:
     console = (workplace / "console.txt").read_text()
-    assert [line for line in console.splitlines() if not re.match(r"\d\d:\d\d:\d\d |  ", line)] == []
+    assert [
+        line for line in console.splitlines() if not re.match(r"\d\d:\d\d:\d\d |  ", line)
+    ] == []
     log = (workplace / "run" / "run.log").read_text()
     libraries = re.findall(r" [A-Z]+: ((?:vllm|torch|py|megatron)\.[\w.]+): (.+)", log)
     assert {"vllm", "py"} <= {name.partition(".")[0] for name, _ in libraries}
@@ -201,13 +228,17 @@ def test_the_exported_model_answers_alike_in_transformers_and_vllm(workplace: Pa
     tokenizer = AutoTokenizer.from_pretrained(exported)
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(workplace / "base", dtype=torch.float32)
-    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), base.parameters(), strict=True))
+    assert any(
+        not torch.equal(a, b) for a, b in zip(model.parameters(), base.parameters(), strict=True)
+    )
     lines = (workplace / "data" / "heldout.jsonl").read_text().splitlines()
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines[:8]]
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False
+        )
         answers.append(out[0, len(prompt) :].tolist())
     printed = run("-m", "tests.greedy_answers", str(exported), "16", json.dumps(prompts)).stdout
     assert json.loads(printed.strip().splitlines()[-1]) == answers
@@ -229,7 +260,15 @@ def test_a_kept_checkpoint_is_exported_and_converts_to_the_very_same_model(
     manifests = [json.loads(path.read_text()) for path in whole.glob("checkpoints/*/manifest.json")]
     assert [manifest["step"] for manifest in manifests if manifest["kept"]] == [2]
     checkpoint = str(whole / "checkpoints" / "step-000002")
-    run("-m", "rlmath.cli.convert", "to-hf", "--checkpoint", checkpoint, "--output", str(tmp_path / "hf"))
+    run(
+        "-m",
+        "rlmath.cli.convert",
+        "to-hf",
+        "--checkpoint",
+        checkpoint,
+        "--output",
+        str(tmp_path / "hf"),
+    )
     ours, exported = (
         load_file(folder / "model.safetensors")
         for folder in (tmp_path / "hf", whole / "models" / "step-000002")
@@ -245,12 +284,15 @@ def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
     report = done.stderr[done.stderr.index("train_grpo.py FAILED") :]
     assert "<NO_OTHER_FAILURES>" in report, "the other rank exits with 0 when torchrun ends it"
     *_, cause, _ = report.splitlines()
-    assert 'did you mean "rollout.group_size"' in cause, "the cause is the last line above torchrun's frame"
+    assert 'did you mean "rollout.group_size"' in cause, (
+        "the cause is the last line above torchrun's frame"
+    )
     assert not (workplace / "other").exists()
 
 
 def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workplace: Path) -> None:
-    """Every second of its calls fails: the run goes on, warns, and names a file with one of them."""
+    """Every second of its calls fails: the run goes on, warns, and names a file with one of
+    them."""
     mine = workplace / "functions"
     mine.mkdir()
     (mine / "half_broken.py").write_text(
@@ -276,9 +318,13 @@ def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workpla
     kept = workplace / "own" / "samples" / "failure-000001.jsonl"
     told = done.stderr + done.stdout
     assert (
-        told.count("could not be judged") == 1 and str(kept) in told and "reward.function_failure=-1" in told
+        told.count("could not be judged") == 1
+        and str(kept) in told
+        and "reward.function_failure=-1" in told
     )
-    assert all(abs(one["reward/failures"] - row["reward/failures"]) <= 0.2 for one in later), "it is no news"
+    assert all(abs(one["reward/failures"] - row["reward/failures"]) <= 0.2 for one in later), (
+        "it is no news"
+    )
     assert (workplace / "own" / "run.log").read_text().count("could not be judged") == 3
     found = json.loads(kept.read_text())
     assert any("ValueError: even" in one["extracted"] for one in found["completions"])
@@ -306,10 +352,12 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
     overrides = (*small_run(arithmetic, folder), *own)
     console = run(*torchrun_command(2, *TRAIN, *overrides), expect=1).stderr
     assert (
-        "ended in step 2, of which nothing was learned: reward.function failed on all of 32 completions"
-        in console
+        "ended in step 2, of which nothing was learned: reward.function failed on all of 32 "
+        "completions" in console
     )
-    assert "KeyError: 'no such column'" in console and f'File "{file}", line 7, in reward' in console
+    assert (
+        "KeyError: 'no such column'" in console and f'File "{file}", line 7, in reward' in console
+    )
     assert "Correct the function: the same command resumes after step 1" in console
     assert "reward.function prints: called" in console
     ended = read_exit_status(folder)
@@ -324,14 +372,23 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
 
 
 @pytest.mark.full
-def test_a_reward_function_that_is_late_on_every_call_ends_the_run_without_a_model(arithmetic: Path) -> None:
+def test_a_reward_function_that_is_late_on_every_call_ends_the_run_without_a_model(
+    arithmetic: Path,
+) -> None:
     mine, folder = arithmetic / "late", arithmetic / "late-run"
     mine.mkdir()
     (mine / "slow.py").write_text("import time\ndef reward(*_):\n    time.sleep(60)\n")
-    own = ("run.total_steps=3", f"reward.function={mine / 'slow.py'}:reward", "reward.timeout_seconds=0.2")
-    console = run(*torchrun_command(2, *TRAIN, *small_run(arithmetic, folder), *own), expect=1).stderr
+    own = (
+        "run.total_steps=3",
+        f"reward.function={mine / 'slow.py'}:reward",
+        "reward.timeout_seconds=0.2",
+    )
+    console = run(
+        *torchrun_command(2, *TRAIN, *small_run(arithmetic, folder), *own), expect=1
+    ).stderr
     assert (
-        "reward.function failed on all completions of two steps in a row: on 32 of 32 it took more" in console
+        "reward.function failed on all completions of two steps in a row: on 32 of 32 it took more"
+        in console
     )
     assert read_exit_status(folder).status == MISTAKE
     assert len(metric_rows(folder)) == 1 and not (folder / "hf_model").exists()

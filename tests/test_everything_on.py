@@ -1,9 +1,11 @@
-"""One run with everything on, as a user starts it: what its records on the disk say each part was given.
+"""One run with everything on, as a user starts it: what its records on the disk say each part was
+given.
 
-Two ranks that train and sample, a critic, two length stages, partial rollouts, two updates a step and three epochs of
-the critic, two rewards of weights 1 and 3, functions of a plugin's, validation with a template, lengths and a scorer of
-its own, pass rates of an earlier run, a captured step; its third step breaks the policy, and it goes back. No two
-settings are alike that one part could take for another.
+Two ranks that train and sample, a critic, two length stages, partial rollouts, two updates a step
+and three epochs of the critic, two rewards of weights 1 and 3, functions of a plugin's, validation
+with a template, lengths and a scorer of its own, pass rates of an earlier run, a captured step; its
+third step breaks the policy, and it goes back. No two settings are alike that one part could take
+for another.
 """
 
 from __future__ import annotations
@@ -98,14 +100,21 @@ def train(place: Path, folder: Path, kind: str, *program: str) -> str:
     """What the console said."""
     for name in ("templates", "scored"):
         (place / name).unlink(missing_ok=True)
-    everything = [*small_run(place, folder), *(one.format(place=place) for one in (*SETTINGS, *KINDS[kind]))]
+    everything = [
+        *small_run(place, folder),
+        *(one.format(place=place) for one in (*SETTINGS, *KINDS[kind])),
+    ]
     return run(*torchrun_command(2, *program, *everything), timeout=1800).stderr
 
 
 @pytest.fixture(scope="module")
 def place(arithmetic: Path) -> Path:
-    """Data, models and a plugin. Every second prompt was always right in an earlier run."""
-    rows = [json.loads(line) for line in (arithmetic / "data" / "train.jsonl").read_text().splitlines()]
+    """Data, models and a plugin.
+
+    Every second prompt was always right in an earlier run."""
+    rows = [
+        json.loads(line) for line in (arithmetic / "data" / "train.jsonl").read_text().splitlines()
+    ]
     held = [row | {"query_id": f"held-{n}"} for n, row in enumerate(rows[PROMPTS : PROMPTS + HELD])]
     rates = [{"query_id": row["query_id"], "correct": 8, "sampled": 8} for row in rows[:PROMPTS:2]]
     for name, content in {"few": rows[:PROMPTS], "held": held, "rates": rates}.items():
@@ -118,7 +127,8 @@ def place(arithmetic: Path) -> Path:
 
 @pytest.fixture(scope="module", params=["full", pytest.param("lora", marks=pytest.mark.full)])
 def whole(place: Path, request: pytest.FixtureRequest) -> Path:
-    """The folder of the run, which was never killed; of one in which all weights learn, or adapters, by its name."""
+    """The folder of the run, which was never killed; of one in which all weights learn, or
+    adapters, by its name."""
     folder = place / request.param
     (folder.with_suffix(".txt")).write_text(train(place, folder, folder.name, *SPOILED))
     return folder
@@ -137,7 +147,8 @@ def unfinished_of(folder: Path, step: int) -> UnfinishedGroups:
 
 
 def updates_before(step: int) -> int:
-    """Optimizer steps of the policy before a step, counted from 1: the critic learns alone at first."""
+    """Optimizer steps of the policy before a step, counted from 1: the critic learns alone at
+    first."""
     return MINIBATCHES * max(0, step - 1 - PRETRAIN)
 
 
@@ -167,7 +178,8 @@ def test_every_step_has_the_lengths_of_its_stage_which_leaves_its_model(whole: P
 
 
 def test_what_is_in_flight_knows_the_step_and_the_weights_that_sampled_it(whole: Path) -> None:
-    """Every token of a step was sampled with the version of all updates before it, and no checkpoint lacks a group."""
+    """Every token of a step was sampled with the version of all updates before it, and no
+    checkpoint lacks a group."""
     drawn: Counter[str] = Counter()
     for step in range(1, STEPS + 1):
         unfinished, row = unfinished_of(whole, step), rows(whole)[step - 1]
@@ -175,22 +187,35 @@ def test_what_is_in_flight_knows_the_step_and_the_weights_that_sampled_it(whole:
         assert (len(unfinished.groups) > 0) == (step not in (STAGES[0], STEPS)), (
             "none is in flight at a stage's end"
         )
-        for segment in (one for group in unfinished.groups for part in group.parts for one in part.segments):
+        for segment in (
+            one for group in unfinished.groups for part in group.parts for one in part.segments
+        ):
             assert segment.policy_version == updates_before(segment.step + 1)
         drawn.update(group["prompt_id"] for group in groups_of(whole, step))
         assert row["rollout/staleness_max"] <= 2
-        versions = {one["policy_version"] for group in groups_of(whole, step) for one in group["completions"]}
+        versions = {
+            one["policy_version"]
+            for group in groups_of(whole, step)
+            for one in group["completions"]
+        }
         assert versions <= {updates_before(one) for one in range(1, step + 1)}
     assert set(drawn.values()) == {1}
 
 
-def test_prompts_have_the_template_of_training_and_none_was_solved_before(place: Path, whole: Path) -> None:
-    solved = {json.loads(line)["query_id"] for line in (place / "rates.jsonl").read_text().splitlines()}
+def test_prompts_have_the_template_of_training_and_none_was_solved_before(
+    place: Path, whole: Path
+) -> None:
+    solved = {
+        json.loads(line)["query_id"] for line in (place / "rates.jsonl").read_text().splitlines()
+    }
     for step in range(1, STEPS + 1):
         for group in groups_of(whole, step):
             assert group["prompt"][0] == "Q" and group["prompt_id"] not in solved
     left = [json.loads(line) for line in (whole / "prompt_history.jsonl").read_text().splitlines()]
-    assert solved <= {row.get("query_id") for row in left} and rows(whole)[0]["history/skipped_share"] > 0
+    assert (
+        solved <= {row.get("query_id") for row in left}
+        and rows(whole)[0]["history/skipped_share"] > 0
+    )
 
 
 def test_rewards_are_weighed_as_they_are_listed(whole: Path) -> None:
@@ -198,7 +223,10 @@ def test_rewards_are_weighed_as_they_are_listed(whole: Path) -> None:
         groups = groups_of(whole, step)
         rewards = []
         for one in (one for group in groups for one in group["completions"]):
-            short, digits = 1 - one["length"] / LIMITS[step - 1], sum(map(str.isdigit, one["text"])) / 10
+            short, digits = (
+                1 - one["length"] / LIMITS[step - 1],
+                sum(map(str.isdigit, one["text"])) / 10,
+            )
             assert one["reward"] == pytest.approx(1 * short + 3 * digits, abs=1e-5)
             rewards.append(one["reward"])
         assert row["task_reward"] == pytest.approx(fmean(rewards), abs=1e-5)
@@ -213,7 +241,9 @@ def rate(update: int, most: float, least: float, warmup: int, updates: int) -> f
     return most - (most - least) * (update - warmup) / (updates - warmup)
 
 
-def test_policy_and_critic_have_rates_and_epochs_of_their_own_and_both_are_lowered(whole: Path) -> None:
+def test_policy_and_critic_have_rates_and_epochs_of_their_own_and_both_are_lowered(
+    whole: Path,
+) -> None:
     found, least = rows(whole), MIN_LR / LR * CRITIC_LR
     of_critic = MINIBATCHES * CRITIC_EPOCHS
     for step, row in enumerate(found, start=1):
@@ -230,7 +260,9 @@ def test_policy_and_critic_have_rates_and_epochs_of_their_own_and_both_are_lower
         assert progress.learned_step == step, "the first one, in which the critic learns alone, too"
         assert progress.has_model("reference") == (step >= 4 and whole.name == "full")
         assert list(progress.rewards) == [one["task_reward"] for one in found[:step]]
-    assert abs(found[1]["critic/value"]) > 0, "the model of critic.path has a head of its own, or has learned"
+    assert abs(found[1]["critic/value"]) > 0, (
+        "the model of critic.path has a head of its own, or has learned"
+    )
 
 
 def test_validation_is_asked_with_settings_of_its_own(place: Path, whole: Path) -> None:
@@ -240,7 +272,9 @@ def test_validation_is_asked_with_settings_of_its_own(place: Path, whole: Path) 
         assert row["validation/held/accuracy"] == pytest.approx(1 / HELD)
         assert row["validation/held/mean_tokens"] <= 9 and 0 < row["validation/held/truncated"] <= 1
     names = [f"held-{n}" for n in range(HELD)]
-    assert set((place / "templates").read_text().split()) == set(names), "training prompts have another"
+    assert set((place / "templates").read_text().split()) == set(names), (
+        "training prompts have another"
+    )
     scored = Counter((place / "scored").read_text().split())
     assert {name: scored[name] for name in names} == dict.fromkeys(names, 2 * 4)
     account = json.loads((whole / "best_model" / "validation.json").read_text())
@@ -277,12 +311,15 @@ def test_a_captured_step_has_its_place_in_the_run(whole: Path) -> None:
 def test_a_captured_step_is_made_again_to_the_bit_without_the_data(
     place: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """A colleague has the capture and the checkpoint before it, and no data set. The step is one of the second stage,
-    with a critic, and at the rate of after the rollback."""
+    """A colleague has the capture and the checkpoint before it, and no data set.
+
+    The step is one of the second stage, with a critic, and at the rate of after the rollback."""
     mine, state = tmp_path / "step-000005", tmp_path / "step-000004"
     shutil.copytree(whole / "captures" / mine.name, mine)
     shutil.copytree(whole / "checkpoints" / state.name, state)
-    settings = (mine / "config.yaml").read_text().replace(str(place / "few.jsonl"), "/nowhere/few.jsonl")
+    settings = (
+        (mine / "config.yaml").read_text().replace(str(place / "few.jsonl"), "/nowhere/few.jsonl")
+    )
     (mine / "config.yaml").write_text(settings)
     found, console = replay(mine, "--state", str(state))
     assert found["start"] == found["weights"] == "equal" and found["bit_equal"]
@@ -303,7 +340,11 @@ def test_killed_later_it_goes_on_with_all_of_it(place: Path, whole: Path, tmp_pa
     for gone in ("checkpoints/step-000005", "hf_model", "models/stage-2", "captures"):
         shutil.rmtree(folder / gone)
     for name in ("metrics.jsonl", "validation.jsonl"):
-        lines = [line for line in (folder / name).read_text().splitlines() if f'"step": {STEPS}' not in line]
+        lines = [
+            line
+            for line in (folder / name).read_text().splitlines()
+            if f'"step": {STEPS}' not in line
+        ]
         (folder / name).write_text("".join(f"{line}\n" for line in lines) + '{"step": 5, "lo')
     console = train(place, folder, whole.name, *TRAIN)
     assert f"step-{SAVED:06d}, made on TP1 x PP1 x DP2" in console
@@ -313,7 +354,11 @@ def test_killed_later_it_goes_on_with_all_of_it(place: Path, whole: Path, tmp_pa
         ours, theirs = (one / name / "model.safetensors" for one in (folder, whole))
         assert ours.read_bytes() == theirs.read_bytes()
     assert groups_of(folder, STEPS) == groups_of(whole, STEPS)
-    assert (folder / "prompt_history.jsonl").read_bytes() == (whole / "prompt_history.jsonl").read_bytes()
+    assert (folder / "prompt_history.jsonl").read_bytes() == (
+        whole / "prompt_history.jsonl"
+    ).read_bytes()
     assert not list((folder / "checkpoints").glob("*.partial"))
-    ours, theirs = (read_progress(one / "checkpoints" / f"step-{STEPS:06d}") for one in (folder, whole))
+    ours, theirs = (
+        read_progress(one / "checkpoints" / f"step-{STEPS:06d}") for one in (folder, whole)
+    )
     assert ours == theirs

@@ -1,4 +1,5 @@
-"""docs/examples: each runs from an empty folder, as a user starts it, and shows what it promises."""
+"""docs/examples: each runs from an empty folder, as a user starts it, and shows what it
+promises."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ def shows_conversion(text: str) -> bool:
 
 
 def shows_custom_data_form(text: str) -> bool:
-    return "90 prompts, 10 rows left out" in text and re.search(r"a prompt: '\d+\+\d+='", text) is not None
+    return (
+        "90 prompts, 10 rows left out" in text
+        and re.search(r"a prompt: '\d+\+\d+='", text) is not None
+    )
 
 
 def shows_custom_reward(text: str) -> bool:
@@ -72,7 +76,9 @@ def shows_two_rewards(text: str) -> bool:
 
 
 SHOWS = {
-    name.removeprefix("shows_"): check for name, check in dict(globals()).items() if name.startswith("shows_")
+    name.removeprefix("shows_"): check
+    for name, check in dict(globals()).items()
+    if name.startswith("shows_")
 }
 
 
@@ -113,7 +119,9 @@ def test_the_notebook_has_the_small_outputs_of_one_run_from_top_to_bottom() -> N
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
+    assert not [
+        output for cell in cells for output in cell.outputs if output.output_type == "error"
+    ]
     assert NOTEBOOK.stat().st_size < MOST_BYTES
     assert not re.search(
         r"site-packages|(?<![\w.])/(home|root|tmp|work)/", NOTEBOOK.read_text(encoding="utf-8")
@@ -131,7 +139,10 @@ def test_the_notebook_runs_in_a_new_kernel_which_ends_with_it(tmp_path: Path) ->
     )
     before = set(left_over.left_over(0))
     client = nbclient.NotebookClient(
-        notebook, timeout=500, coalesce_streams=True, resources={"metadata": {"path": str(tmp_path)}}
+        notebook,
+        timeout=500,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(tmp_path)}},
     )
     variables = {"PYTHONPATH": str(REPOSITORY), "PLOTLY_RENDERER": "plotly_mimetype"}
     try:
@@ -148,6 +159,11 @@ def test_the_notebook_runs_in_a_new_kernel_which_ends_with_it(tmp_path: Path) ->
     rewards = numbers(r"^step \d+: reward ([\d.]+),", printed)
     assert len(rewards) == 8 and sum(rewards[-2:]) > 2 * sum(rewards[:2])
     assert 'unknown key "rollout.groupsize"' in printed and "\n8 steps, " in printed
-    shown = [output.data for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
+    shown = [
+        output.data
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+        if "data" in output
+    ]
     (figure,) = [one["application/vnd.plotly.v1+json"] for one in shown if "text/plain" not in one]
     assert figure["data"][0]["x"] == list(range(1, 9))

@@ -39,10 +39,14 @@ pytestmark = pytest.mark.distributed
 
 @contextmanager
 def running(
-    place: Path, output: Path, console: Path | None = None, path: Path | None = None, more: Sequence[str] = ()
+    place: Path,
+    output: Path,
+    console: Path | None = None,
+    path: Path | None = None,
+    more: Sequence[str] = (),
 ) -> Iterator[subprocess.Popen[str]]:
-    """A run on 2 ranks that has finished its first step, with its console beside its folder; torchrun leads a process
-    group. `path` is a folder of modules more, `more` are settings."""
+    """A run on 2 ranks that has finished its first step, with its console beside its folder;
+    torchrun leads a process group. `path` is a folder of modules more, `more` are settings."""
     command = torchrun_command(2, *TRAIN, *small_run(place, output), "run.total_steps=5000", *more)
     modules = os.pathsep.join(map(str, filter(None, [REPOSITORY, path])))
     console_path = console or output.with_suffix(".console.txt")
@@ -58,7 +62,11 @@ def running(
         )
         try:
             metrics = output / "metrics.jsonl"
-            wait_for(lambda: (metrics.is_file() and metrics.stat().st_size > 0) or process.poll() is not None)
+            wait_for(
+                lambda: (
+                    (metrics.is_file() and metrics.stat().st_size > 0) or process.poll() is not None
+                )
+            )
             assert process.poll() is None, console_path.read_text()
             yield process
         finally:
@@ -109,14 +117,20 @@ def test_a_rank_that_raises_ends_the_run_and_says_why(arithmetic: Path, tmp_path
 
 
 @matrix
-def test_a_template_that_draws_random_numbers_ends_the_start(arithmetic: Path, tmp_path: Path) -> None:
+def test_a_template_that_draws_random_numbers_ends_the_start(
+    arithmetic: Path, tmp_path: Path
+) -> None:
     """Each rank would sample completions of other prompts."""
     template = tmp_path / "dice.jinja"
     template.write_text("{{ range(1000) | random }}: {{ messages[0].content }}")
     rows = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(100)]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    changes = (f"data.train_path={data}", "data.max_prompt_tokens=128", f"data.chat_template={template}")
+    changes = (
+        f"data.train_path={data}",
+        "data.max_prompt_tokens=128",
+        f"data.chat_template={template}",
+    )
     command = torchrun_command(2, *TRAIN, *small_run(arithmetic, tmp_path / "run"), *changes)
     ended = run(*command, expect=1)
     assert "the data: rank 1 read other prompts than rank 0" in ended.stderr
@@ -125,8 +139,8 @@ def test_a_template_that_draws_random_numbers_ends_the_start(arithmetic: Path, t
 
 
 def raise_until_it_ends(rank: psutil.Process) -> None:
-    """A signal may arrive inside a library's callback, from which exceptions do not propagate: then it is sent again,
-    three times at most."""
+    """A signal may arrive inside a library's callback, from which exceptions do not propagate: then
+    it is sent again, three times at most."""
     for _ in range(3):
         rank.send_signal(signal.SIGUSR2)
         _, alive = psutil.wait_procs([rank], timeout=END_SECONDS / 4)
@@ -140,7 +154,9 @@ def own_lines(console: str) -> list[str]:
 
 
 @pytest.mark.full
-def test_control_c_saves_and_says_that_the_same_command_resumes(arithmetic: Path, tmp_path: Path) -> None:
+def test_control_c_saves_and_says_that_the_same_command_resumes(
+    arithmetic: Path, tmp_path: Path
+) -> None:
     """A terminal sends SIGINT to the group of torchrun; its ranks have groups of their own."""
     output = tmp_path / "run"
     with running(arithmetic, output) as process:
@@ -159,10 +175,12 @@ def test_control_c_saves_and_says_that_the_same_command_resumes(arithmetic: Path
     assert own_lines(told)[-1].endswith(
         f"after step {step}, which is saved: the same command resumes after step {step}"
     ), told
-    assert "KeyboardInterrupt" not in told and told.count("Traceback") == told.count("SignalException: "), (
-        told
-    )
-    steps = [line for line in own_lines(told) if re.match(r"\d\d:\d\d:\d\d step +\d+/\d+ reward ", line)]
+    assert "KeyboardInterrupt" not in told and told.count("Traceback") == told.count(
+        "SignalException: "
+    ), told
+    steps = [
+        line for line in own_lines(told) if re.match(r"\d\d:\d\d:\d\d step +\d+/\d+ reward ", line)
+    ]
     assert steps and max(map(len, steps)) <= 80, steps
 
 

@@ -1,4 +1,5 @@
-"""A run whose model and data are named by ids of a hub, on two ranks: what it downloads, records and uploads."""
+"""A run whose model and data are named by ids of a hub, on two ranks: what it downloads, records
+and uploads."""
 
 from __future__ import annotations
 
@@ -51,13 +52,20 @@ def test_a_run_downloads_once_resumes_with_its_commits_and_uploads(
     place: Path, there: Hub, tmp_path: Path
 ) -> None:
     output, variables = tmp_path / "run", there.variables(tmp_path / "home")
-    commits = [there.add("org/base").branches["main"], there.add("org/rows", "datasets").branches["main"]]
+    commits = [
+        there.add("org/base").branches["main"],
+        there.add("org/rows", "datasets").branches["main"],
+    ]
     there.refuses_commits = True
     more = ("save.export_hf=true", "save.push_to_hub=me/trained")
     command = torchrun_command(2, *TRAIN, *overrides(place, output, "run.total_steps=1", *more))
     first = run(*command, variables=variables, timeout=1800)
     weights = there.downloads()
-    assert weights["model.safetensors"] == 1 and weights["train.jsonl"] == 1 and set(weights.values()) == {1}
+    assert (
+        weights["model.safetensors"] == 1
+        and weights["train.jsonl"] == 1
+        and set(weights.values()) == {1}
+    )
     assert "pytorch_model.bin" not in weights
     errors = [
         line
@@ -73,8 +81,12 @@ def test_a_run_downloads_once_resumes_with_its_commits_and_uploads(
     assert load_config([settings], [], saved=True).model.path == f"hf://org/base#{commits[0]}"
 
     files = there.add("org/base").commits[commits[0]]
-    there.add("org/base").commit({**files, "model.safetensors": files["model.safetensors"][:-1] + b"\0"})
-    there.add("org/rows", "datasets").commit({"train.jsonl": b'{"question": "1+1?", "answer": "2"}\n'})
+    there.add("org/base").commit(
+        {**files, "model.safetensors": files["model.safetensors"][:-1] + b"\0"}
+    )
+    there.add("org/rows", "datasets").commit(
+        {"train.jsonl": b'{"question": "1+1?", "answer": "2"}\n'}
+    )
     there.refuses_commits = False
     command = torchrun_command(2, *TRAIN, *overrides(place, output, "run.total_steps=2", *more))
     second = run(*command, variables=variables, timeout=1800)
@@ -102,7 +114,9 @@ def test_a_dry_run_says_what_would_be_downloaded(
     words = ["--dry-run", "--config", "configs/demo.yaml", *overrides(place, tmp_path / "run")]
     assert program.main(["grpo", *words]) == 0
     plan = capsys.readouterr().out
-    size = len(there.add("org/base").commits[there.add("org/base").branches["main"]]["model.safetensors"])
+    size = len(
+        there.add("org/base").commits[there.add("org/base").branches["main"]]["model.safetensors"]
+    )
     commit = there.add("org/base").branches["main"]
     line = f"Hub: hf://org/base#{commit}: a start downloads {size / 1e9:.3f} GB of weights"
     assert line in plan.splitlines()
@@ -122,7 +136,9 @@ def test_an_evaluation_goes_on_with_the_commit_that_it_began_with(
         monkeypatch.delenv(name, raising=False)
     base = there.add("org/base")
     commit = base.branches["main"]
-    plan = Plan(model="hf://org/base", benchmarks=("a",), data_dir=tmp_path, output=tmp_path / "out")
+    plan = Plan(
+        model="hf://org/base", benchmarks=("a",), data_dir=tmp_path, output=tmp_path / "out"
+    )
     placed, store = _plan_after_rendezvous(plan)
     assert placed.model == f"hf://org/base#{commit}" and store is None
     plan.output.mkdir()
@@ -146,16 +162,26 @@ except SharedMistakeError as error:
 print(config.model.path, shown_values(config)["model.path"])
 sys.stdin.read()
 """
-"""What a rank does with ids at its start; no engine and no group. It keeps its store until its input ends."""
+"""What a rank does with ids at its start; no engine and no group. It keeps its store until its
+input ends."""
 
 
 def start_rank(
     rank: int, nodes: int, port: int, *, home: Path, there: Hub, **variables: str
 ) -> subprocess.Popen[str]:
     """The only rank of the node with its number, of so many."""
-    ranks = {"RANK": str(rank), "WORLD_SIZE": str(nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    ranks = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(nodes),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
     ranks |= {"GROUP_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    settings = (f"run.output_dir={home}/run", "model.path=hf://org/base", "data.train_path=rows.jsonl")
+    settings = (
+        f"run.output_dir={home}/run",
+        "model.path=hf://org/base",
+        "data.train_path=rows.jsonl",
+    )
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *settings],
         env=os.environ | there.variables(home) | ranks | variables,
@@ -189,18 +215,28 @@ def test_nodes_have_the_first_one_s_commit_in_the_cache_that_they_see(
         for rank, home in enumerate(homes[1:], start=1):
             process = start_rank(rank, len(homes), port, home=home, there=there, **offline)
             ranks.append(stack.enter_context(process))
-        outputs = [rank.communicate(timeout=600) for rank in reversed(ranks)]  # the first one has the store
+        outputs = [
+            rank.communicate(timeout=600) for rank in reversed(ranks)
+        ]  # the first one has the store
     if offline:
         assert [rank.returncode for rank in ranks] == [1, 1]
         for _, error in outputs:
-            assert f"rank 1): hf://org/base#{commit}: the hub cannot be asked (OfflineModeIsEnabled)" in error
-            assert f'Or run "hf download org/base --revision {commit}" where there is a network' in error
+            assert (
+                f"rank 1): hf://org/base#{commit}: the hub cannot be asked (OfflineModeIsEnabled)"
+                in error
+            )
+            assert (
+                f'Or run "hf download org/base --revision {commit}" where there is a network'
+                in error
+            )
         return
     for home, (output, error) in zip(reversed(homes), outputs, strict=True):
         place, written = output.split() or [error, ""]
         assert place == str(home / "hub" / "models--org--base" / "snapshots" / commit), error
         assert written == f"hf://org/base#{commit}"
-        assert (Path(place) / "model.safetensors").read_bytes() == base.commits[commit]["model.safetensors"]
+        assert (Path(place) / "model.safetensors").read_bytes() == base.commits[commit][
+            "model.safetensors"
+        ]
     assert there.downloads()["model.safetensors"] == len(set(homes))
 
 
@@ -209,7 +245,9 @@ def test_a_converter_reads_a_model_of_the_hub(
 ) -> None:
     for name, value in there.variables(tmp_path / "home").items():
         monkeypatch.setenv(name, value)
-    assert convert.main(["to-megatron", "--output", f"{tmp_path}/out", "--hf", "hf://org/base"]) == 0
+    assert (
+        convert.main(["to-megatron", "--output", f"{tmp_path}/out", "--hf", "hf://org/base"]) == 0
+    )
     assert (tmp_path / "out" / "release").is_dir()
 
 
@@ -221,7 +259,8 @@ def test_a_hub_that_fails_is_no_mistake(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Status 1, with which a job is started again, on all ranks; a dry run's and a conversion's, too."""
+    """Status 1, with which a job is started again, on all ranks; a dry run's and a conversion's,
+    too."""
     variables, output = there.variables(tmp_path / "home"), tmp_path / "run"
     there.status = 503
     output.mkdir()
@@ -235,15 +274,22 @@ def test_a_hub_that_fails_is_no_mistake(
         monkeypatch.setenv(name, value)
     assert program.main(["grpo", "--dry-run", *overrides(place, tmp_path / "other")]) == 1
     assert "status 503" in capsys.readouterr().err
-    assert convert.main(["to-megatron", "--output", f"{tmp_path}/out", "--hf", "hf://org/base"]) == 1
+    assert (
+        convert.main(["to-megatron", "--output", f"{tmp_path}/out", "--hf", "hf://org/base"]) == 1
+    )
     told = capsys.readouterr().err
     assert "status 503" in told and "could not be written" not in told
 
 
-def test_a_mistake_of_an_id_ends_before_anything_is_asked(place: Path, there: Hub, tmp_path: Path) -> None:
+def test_a_mistake_of_an_id_ends_before_anything_is_asked(
+    place: Path, there: Hub, tmp_path: Path
+) -> None:
     variables = there.variables(tmp_path / "home")
     wrong = ("model.path=hf:/org/base", "data.history_path=hf://org/x", "optimizer.lr=-1")
-    starts = [[*TRAIN, *overrides(place, tmp_path / "run", *more)] for more in (wrong, ["optimizer.lr=-1"])]
+    starts = [
+        [*TRAIN, *overrides(place, tmp_path / "run", *more)]
+        for more in (wrong, ["optimizer.lr=-1"])
+    ]
     names, learning_rate = start_without_torch(starts, variables)
     assert "2 problems with the names of the Hugging Face hub" in names
     assert "optimizer.lr is -1" in learning_rate

@@ -34,9 +34,10 @@ ORDER = (
     "evals",
     "cli",
 )
-"""The packages of rlmath/, low to high. A file imports of its own package and of those below, also for type checkers,
-inside functions and by importlib: then no packages import each other. A `__main__.py` is a program: it starts what it
-will, and nothing imports it. rlmath/__init__.py is the face for users, of which our files read the version."""
+"""The packages of rlmath/, low to high. A file imports of its own package and of those below, also
+for type checkers, inside functions and by importlib: then no packages import each other. A
+`__main__.py` is a program: it starts what it will, and nothing imports it. rlmath/__init__.py is
+the face for users, of which our files read the version."""
 OF_TRAINER = ("rlmath/trainer/", "rlmath/run/", "rlmath/replay/", "rlmath/cli/")
 """Only files there import rlmath.trainer."""
 FOLDERS = ("rlmath", "launch", "tools", "megatron_patches")
@@ -54,13 +55,16 @@ MAY_IMPORT = {
     "vllm": ("rlmath/rollout", "tools/bench_rollout.py"),  # which runs vLLM's own beside ours
 }
 PURE = tuple(
-    f"rlmath/{name}" for name in ("config", "algorithms", "answers", "workers", "sandbox", "data", "rewards")
+    f"rlmath/{name}"
+    for name in ("config", "algorithms", "answers", "workers", "sandbox", "data", "rewards")
 )
 """They import neither, nor torch.distributed."""
 
 
 def test_packages_have_one_order_and_no_import_goes_up() -> None:
-    assert sorted(ORDER) == sorted(path.parent.name for path in (ROOT / "rlmath").glob("*/__init__.py"))
+    assert sorted(ORDER) == sorted(
+        path.parent.name for path in (ROOT / "rlmath").glob("*/__init__.py")
+    )
     assert sorted(path.name for path in (ROOT / "rlmath").glob("*.py")) == ["__init__.py"]
     assert imports_up(ROOT) == []
 
@@ -71,7 +75,11 @@ def test_packages_have_one_order_and_no_import_goes_up() -> None:
         ("rlmath/config/load.py", "from rlmath.data.rows import Row", "may not import rlmath.data"),
         ("rlmath/answers/lexer.py", "import rlmath.config", "may not import rlmath.config"),
         ("rlmath/models/build.py", "from ..run import loop", "may not import rlmath.run"),
-        ("rlmath/models/build.py", "def f():\n    from rlmath import run", "may not import rlmath.run"),
+        (
+            "rlmath/models/build.py",
+            "def f():\n    from rlmath import run",
+            "may not import rlmath.run",
+        ),
         (
             "rlmath/trainer/recorder.py",
             "if TYPE_CHECKING:\n    from rlmath.run.loop import restore",
@@ -82,11 +90,17 @@ def test_packages_have_one_order_and_no_import_goes_up() -> None:
             "importlib.import_module(f'rlmath.models.{module}')",
             "may not import rlmath.models",
         ),
-        ("rlmath/cli/program.py", "from rlmath.trainer import __main__", "may not import a program"),
+        (
+            "rlmath/cli/program.py",
+            "from rlmath.trainer import __main__",
+            "may not import a program",
+        ),
         ("rlmath/cli/train.py", "from rlmath import verify", "may not import rlmath.verify"),
     ],
 )
-def test_an_import_that_goes_up_is_found(tmp_path: Path, file: str, source: str, expected: str) -> None:
+def test_an_import_that_goes_up_is_found(
+    tmp_path: Path, file: str, source: str, expected: str
+) -> None:
     for package in ORDER:
         (tmp_path / "rlmath" / package).mkdir(parents=True)
     (tmp_path / file).write_text(source, encoding="utf-8")
@@ -100,7 +114,9 @@ def test_no_files_import_each_other() -> None:
 
 def test_files_that_import_each_other_are_found(tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
-    (tmp_path / "tools/stages.py").write_text("def main():\n    from tools import runs", encoding="utf-8")
+    (tmp_path / "tools/stages.py").write_text(
+        "def main():\n    from tools import runs", encoding="utf-8"
+    )
     (tmp_path / "tools/runs.py").write_text("from tools.stages import tell", encoding="utf-8")
     (tmp_path / "tools/alone.py").write_text(
         "import json\nfrom tools.lowest import rounded", encoding="utf-8"
@@ -114,18 +130,31 @@ def test_only_what_runs_imports_the_trainer_and_nothing_programs_or_tests() -> N
     for path in sorted((ROOT / "rlmath").rglob("*.py")):
         file = path.relative_to(ROOT).as_posix()
         names = [name for _, name in imported_names(ROOT, path)]
-        wrong += [f"{file}: {name}" for name in names if name.split(".")[0] in ("launch", "tools", "tests")]
+        wrong += [
+            f"{file}: {name}"
+            for name in names
+            if name.split(".")[0] in ("launch", "tools", "tests")
+        ]
         if not file.startswith(OF_TRAINER):
-            wrong += [f"{file}: {name}" for name in names if f"{name}.".startswith("rlmath.trainer.")]
+            wrong += [
+                f"{file}: {name}" for name in names if f"{name}.".startswith("rlmath.trainer.")
+            ]
     assert wrong == []
 
 
 def test_the_sandbox_imports_the_standard_library_alone() -> None:
-    """Its server starts in a moment, in any interpreter, and what it loads is in the memory of a model's code."""
+    """Its server starts in a moment, in any interpreter, and what it loads is in the memory of a
+    model's code."""
     names = {
-        name for path in (ROOT / "rlmath/sandbox").glob("*.py") for _, name in imported_names(ROOT, path)
+        name
+        for path in (ROOT / "rlmath/sandbox").glob("*.py")
+        for _, name in imported_names(ROOT, path)
     }
-    ours = {name for name in names if name.startswith("rlmath.") and not name.startswith("rlmath.sandbox")}
+    ours = {
+        name
+        for name in names
+        if name.startswith("rlmath.") and not name.startswith("rlmath.sandbox")
+    }
     assert {".".join(name.split(".")[:3]) for name in ours} == {"rlmath.workers.process_tree"}
     tree = (ROOT / "rlmath/workers/process_tree.py", ROOT / "rlmath/workers/__init__.py")
     names |= {name for path in tree for _, name in imported_names(ROOT, path)}
@@ -142,9 +171,21 @@ def test_libraries_stay_in_their_places() -> None:
     [
         ("rlmath/rollout/engine.py", "import megatron.core as m", "may not import megatron"),
         ("rlmath/trainer/grpo.py", "from vllm import LLM", "may not import vllm"),
-        ("tools/bench.py", "import importlib\nimportlib.import_module('vllm.envs')", "may not import vllm"),
-        ("rlmath/data/packing.py", "import torch\ntorch.distributed.barrier()", "torch.distributed"),
-        ("rlmath/data/loader.py", "def f():\n    from torch import distributed", "torch.distributed"),
+        (
+            "tools/bench.py",
+            "import importlib\nimportlib.import_module('vllm.envs')",
+            "may not import vllm",
+        ),
+        (
+            "rlmath/data/packing.py",
+            "import torch\ntorch.distributed.barrier()",
+            "torch.distributed",
+        ),
+        (
+            "rlmath/data/loader.py",
+            "def f():\n    from torch import distributed",
+            "torch.distributed",
+        ),
         ("rlmath/workers/worker_pool.py", "import torch.distributed as dist", "torch.distributed"),
     ],
 )
@@ -156,7 +197,8 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, source: str, found: 
 
 
 def test_programs_find_the_modules_beside_them() -> None:
-    """Python looks in the folder of a program, not in the one that it was started from; only rlmath is installed."""
+    """Python looks in the folder of a program, not in the one that it was started from; only rlmath
+    is installed."""
     lost = []
     for path in [*ROOT.glob("tools/*.py"), *ROOT.glob("launch/**/*.py")]:
         source = path.read_text(encoding="utf-8")
@@ -182,7 +224,11 @@ def imports_up(root: Path) -> list[str]:
             parts = name.split(".")
             if "__main__" in parts and parts[0] == "rlmath":
                 wrong.append(f"{file}:{line}: may not import a program")
-            elif parts[0] == "rlmath" and parts[1:] not in ([], ["__version__"]) and parts[1] not in may:
+            elif (
+                parts[0] == "rlmath"
+                and parts[1:] not in ([], ["__version__"])
+                and parts[1] not in may
+            ):
                 wrong.append(f"{file}:{line}: may not import rlmath.{parts[1]}")
     return wrong
 
@@ -193,7 +239,10 @@ def files_in_circles(root: Path) -> list[str]:
     imports = {}
     for path in paths:
         files = {file_of(root, name) for _, name in imported_names(root, path)}
-        imports[path.relative_to(root).as_posix()] = files - {None, path.relative_to(root).as_posix()}
+        imports[path.relative_to(root).as_posix()] = files - {
+            None,
+            path.relative_to(root).as_posix(),
+        }
     while ends := imports.keys() - {file for file in imports if imports[file] & imports.keys()}:
         for file in ends:
             del imports[file]
@@ -231,8 +280,8 @@ def violations(root: Path) -> list[str]:
 
 @cache
 def imported_names(root: Path, path: Path) -> list[tuple[int, str]]:
-    """(line, full name) of what a file imports, at its top, inside functions, or by importlib; `torch.distributed`
-    written out counts as its import."""
+    """(line, full name) of what a file imports, at its top, inside functions, or by importlib;
+    `torch.distributed` written out counts as its import."""
     return list(_imported_names(root, path))
 
 
@@ -249,7 +298,9 @@ def _imported_names(root: Path, path: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Attribute) and node.attr == "distributed":
             if isinstance(node.value, ast.Name) and node.value.id == "torch":
                 yield node.lineno, "torch.distributed"
-        elif isinstance(node, ast.Call) and last_name(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and last_name(node.func).endswith(
+            ("import_module", "__import__")
+        ):
             for name in node.args[:1]:
                 start = name.values[0] if isinstance(name, ast.JoinedStr) else name
                 if isinstance(start, ast.Constant):

@@ -1,4 +1,5 @@
-"""A process that a test leaves behind fails the session and is named, also one whose parent has ended."""
+"""A process that a test leaves behind fails the session and is named, also one whose parent has
+ended."""
 
 from __future__ import annotations
 
@@ -24,10 +25,20 @@ def test_leaves_an_orphan():
 
 
 def test_a_session_that_leaves_a_process_fails_and_names_it(tmp_path: Path) -> None:
-    """The inner session has a mark of its own, so that the outer one does not see what it leaves."""
+    """The inner session has a mark of its own, so that the outer one does not see what it
+    leaves."""
     seconds = f"60.{os.getpid()}"
     (tmp_path / "test_leaves.py").write_text(LEAVES.format(os.getpid()))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+    ]
     done = subprocess.run(
         [*command, "--rootdir", str(tmp_path), str(tmp_path / "test_leaves.py")],
         cwd=tmp_path,
@@ -39,5 +50,7 @@ def test_a_session_that_leaves_a_process_fails_and_names_it(tmp_path: Path) -> N
     )
     (line,) = [line for line in done.stdout.splitlines() if line.endswith(f": sleep {seconds}")]
     os.kill(int(line.split()[1].rstrip(",")), signal.SIGKILL)
-    assert "1 passed" in done.stdout and "1 processes that tests have started are left" in done.stdout
+    assert (
+        "1 passed" in done.stdout and "1 processes that tests have started are left" in done.stdout
+    )
     assert done.returncode == 1

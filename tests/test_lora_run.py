@@ -1,4 +1,6 @@
-"""A run with LoRA leaves a folder of PEFT's, with which another run begins. `test_everything_on.py` has the rest."""
+"""A run with LoRA leaves a folder of PEFT's, with which another run begins.
+
+`test_everything_on.py` has the rest."""
 
 from __future__ import annotations
 
@@ -18,18 +20,32 @@ ADAPTER = "hf_model/adapter"
 
 def train(place: Path, folder: Path, ranks: int, *more: str) -> Path:
     """The folder of a run of one step, with a rank's own part of every layer."""
-    settings = [*small_run(place, folder), "run.total_steps=1", "lora.rank=4", "lora.alpha=8", *more]
+    settings = [
+        *small_run(place, folder),
+        "run.total_steps=1",
+        "lora.rank=4",
+        "lora.alpha=8",
+        *more,
+    ]
     run(*torchrun_command(ranks, *TRAIN, *settings, f"parallel.tensor={ranks}"), timeout=999)
     return folder
 
 
-def test_another_run_begins_with_the_adapters_that_a_run_leaves(arithmetic: Path, tmp_path: Path) -> None:
+def test_another_run_begins_with_the_adapters_that_a_run_leaves(
+    arithmetic: Path, tmp_path: Path
+) -> None:
     first = train(arithmetic, tmp_path / "first", 1, "save.merged=false", "optimizer.lr=2e-3")
     assert [path.name for path in (first / "hf_model").iterdir()] == ["adapter"]
     assert "library_name: peft" in (first / ADAPTER / "README.md").read_text()
     unmoved = ("optimizer.lr=1e-12", "optimizer.min_lr=0", "telemetry.capture_steps=[1]")
-    second = train(arithmetic, tmp_path / "second", 2, f"model.adapter_path={first / ADAPTER}", *unmoved)
-    before, after = (load_file(one / ADAPTER / "adapter_model.safetensors") for one in (first, second))
+    second = train(
+        arithmetic, tmp_path / "second", 2, f"model.adapter_path={first / ADAPTER}", *unmoved
+    )
+    before, after = (
+        load_file(one / ADAPTER / "adapter_model.safetensors") for one in (first, second)
+    )
     assert all(torch.allclose(after[name], one, rtol=0, atol=1e-8) for name, one in before.items())
     assert any(one.any() for name, one in before.items() if "lora_B" in name)
-    run("-m", "rlmath.cli.main", "replay", str(second), "--part", "rollout")  # samples with the adapters
+    run(
+        "-m", "rlmath.cli.main", "replay", str(second), "--part", "rollout"
+    )  # samples with the adapters

@@ -54,7 +54,11 @@ print(json.dumps({
 
 
 def test_in_a_fresh_process_no_name_of_torch_is_changed():
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     told = subprocess.run(
         [sys.executable, "-c", IN_A_FRESH_PROCESS],
         env=environment,

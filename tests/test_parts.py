@@ -15,7 +15,9 @@ def test_every_file_of_tests_is_in_one_part_and_every_name_of_a_part_exists() ->
     assert [name for names in PARTS.values() for name in names if not (TESTS / name).exists()] == []
 
 
-def test_a_part_that_does_not_exist_is_refused_with_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_does_not_exist_is_refused_with_those_that_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["--part", "rolout"]) == 2
     said = capsys.readouterr().err
     assert '"rolout"' in said and "rollout" in said

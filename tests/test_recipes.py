@@ -1,4 +1,5 @@
-"""The recipes in configs/: each passes a dry run, and has the numbers of the document that it is named after."""
+"""The recipes in configs/: each passes a dry run, and has the numbers of the document that it is
+named after."""
 
 from __future__ import annotations
 
@@ -64,9 +65,10 @@ PARAMETERS = {
     MATH: 1_543_714_304,
     "Qwen3-30B-A3B": 30_532_122_624,
 }
-"""Worked out by hand: vocabulary x hidden for the embedding, once more for a head of its own; for a layer the two
-square and two narrow matrices of attention with three biases, three of the feed-forward network, and two norms. With
-experts attention has no biases and two norms of its own, a layer a router and three matrices for each expert."""
+"""Worked out by hand: vocabulary x hidden for the embedding, once more for a head of its own; for a
+layer the two square and two narrow matrices of attention with three biases, three of the
+feed-forward network, and two norms. With experts attention has no biases and two norms of its own,
+a layer a router and three matrices for each expert."""
 
 
 def recipe(name: str, *overrides: str) -> Config:
@@ -127,9 +129,13 @@ def test_a_recipe_passes_its_dry_run(name: str, data: dict[str, Path], tmp_path:
         and plan.data.inputs.order.steps_per_epoch == ROWS // told.prompts
     )
     lines = "\n".join(plan_lines(plan))
-    assert f"{told.prompts} prompts x {told.group} completions = {told.prompts * told.group:,} seq" in lines
     assert (
-        f"planned with the published shape of {told.model}" in lines and "lengths were not checked" in lines
+        f"{told.prompts} prompts x {told.group} completions = {told.prompts * told.group:,} seq"
+        in lines
+    )
+    assert (
+        f"planned with the published shape of {told.model}" in lines
+        and "lengths were not checked" in lines
     )
     assert "no effect" not in lines and not list(tmp_path.iterdir())
 
@@ -153,4 +159,6 @@ def test_a_published_shape_has_as_many_parameters_as_its_name_promises(name: str
 
 
 def test_every_published_shape_is_known_by_the_name_of_its_file():
-    assert published_names() == sorted(PARAMETERS) == sorted(path.stem for path in PUBLISHED.iterdir())
+    assert (
+        published_names() == sorted(PARAMETERS) == sorted(path.stem for path in PUBLISHED.iterdir())
+    )

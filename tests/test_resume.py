@@ -1,6 +1,7 @@
 """A run that was interrupted goes on as if nothing had happened: the same metrics, bit for bit.
 
-The long ones: in CI are those of `test_everything_on.py`, on the same ranks, and of `test_end_to_end.py`, on others.
+The long ones: in CI are those of `test_everything_on.py`, on the same ranks, and of
+`test_end_to_end.py`, on others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.full]
 STEPS = 4
 RANKS = 2
 LONG_TAIL = ("rollout.group_size=2", "rollout.max_new_tokens=96", "rollout.slice_tokens=12")
-"""Most completions need several slices, and in every round some of the small groups become complete."""
+"""Most completions need several slices, and in every round some of the small groups become
+complete."""
 LAYOUTS = {
     "TP2": ("parallel.tensor=2",),
     "DP2": ("parallel.tensor=1",),
@@ -66,13 +68,17 @@ def command(place: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> l
 
 def train(place: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> str:
     """What the console said."""
-    return run(*command(place, folder, *overrides, ranks=ranks), path=place / "functions", timeout=999).stderr
+    return run(
+        *command(place, folder, *overrides, ranks=ranks), path=place / "functions", timeout=999
+    ).stderr
 
 
 def learned_prompts(folder: Path) -> list[list[str]]:
     """By step, the prompts of the groups that it took, in their order."""
     files = sorted((folder / "samples").glob("step-*.jsonl"))
-    return [[json.loads(line)["prompt_id"] for line in file.read_text().splitlines()] for file in files]
+    return [
+        [json.loads(line)["prompt_id"] for line in file.read_text().splitlines()] for file in files
+    ]
 
 
 def interrupted_after(step: int, whole: Path, folder: Path) -> None:
@@ -93,7 +99,8 @@ def assert_goes_on_with_other_ranks(folder: Path, whole: Path) -> None:
     """A run of other ranks that begins after step 2 of `whole`."""
     assert [row["step"] for row in rows(folder)] == [row["step"] for row in rows(whole)]
     assert rows(folder)[:2] == rows(whole)[:2]
-    # Sampled with the very same weights; what the next step samples may differ where sums are rounded otherwise.
+    # Sampled with the very same weights; what the next step samples may differ where sums are
+    # rounded otherwise.
     ours, theirs = rows(folder)[2], rows(whole)[2]
     for name in ("task_reward", "n_valid_tokens", "train/learning_rate"):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-6), name
@@ -131,7 +138,9 @@ def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     assert rows(folder) == rows(whole) and len(rows(whole)) == STEPS
     assert all(row["train/grad_norm"] > 0 for row in rows(whole))
     if layout in IN_FLIGHT:
-        assert rows(whole)[step - 1][IN_FLIGHT[layout]] > 0, "nothing was in flight when it was killed"
+        assert rows(whole)[step - 1][IN_FLIGHT[layout]] > 0, (
+            "nothing was in flight when it was killed"
+        )
     for name in ("model.safetensors", "config.json"):
         assert (folder / "hf_model" / name).read_bytes() == (whole / "hf_model" / name).read_bytes()
     assert sorted(p.name for p in (folder / "samples").iterdir()) == sorted(
@@ -154,8 +163,9 @@ def test_a_run_goes_on_with_eight_ranks(
 def test_groups_in_flight_go_on_with_another_number_of_engines(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, tail: str
 ) -> None:
-    """Two ranks make step 1, one rank the others; then the run is taken back to step 2, and two ranks make the rest:
-    every step has the prompts of the undisturbed run, so that none is lost, and none comes twice."""
+    """Two ranks make step 1, one rank the others; then the run is taken back to step 2, and two
+    ranks make the rest: every step has the prompts of the undisturbed run, so that none is lost,
+    and none comes twice."""
     whole, one, two = whole_runs[tail], tmp_path / "one", tmp_path / "two"
     interrupted_after(1, whole, one)
     train(arithmetic, one, *LAYOUTS[tail], ranks=1)
@@ -166,7 +176,12 @@ def test_groups_in_flight_go_on_with_another_number_of_engines(
     assert len(drawn) >= STEPS * 8 and len(set(drawn)) == len(drawn)
     for folder in (one, two):
         assert learned_prompts(folder) == learned_prompts(whole)
-        for name in ("n_valid_tokens", "rollout/groups_in_flight", IN_FLIGHT[tail], "rollout/rounds"):
+        for name in (
+            "n_valid_tokens",
+            "rollout/groups_in_flight",
+            IN_FLIGHT[tail],
+            "rollout/rounds",
+        ):
             assert [row[name] for row in rows(folder)] == [row[name] for row in rows(whole)], name
 
 

@@ -1,4 +1,5 @@
-"""A run whose policy diverges goes back to its last good checkpoint, and continues as if killed runs had never been."""
+"""A run whose policy diverges goes back to its last good checkpoint, and continues as if killed
+runs had never been."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def train(place: Path, folder: Path, program: tuple[str, ...], *more: str, expec
 def test_a_run_goes_back_with_a_lower_rate_and_other_prompts_also_when_it_is_killed_in_between(
     arithmetic: Path, tmp_path: Path
 ) -> None:
-    """A killed run resumes with the rollback that it had recorded, and so does one that is killed later."""
+    """A killed run resumes with the rollback that it had recorded, and so does one that is killed
+    later."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     console = train(arithmetic, whole, spoiled("sft", "nan", 1))
     assert read_exit_status(whole).status == FINISHED and (whole / "hf_model").is_dir()
@@ -48,7 +50,9 @@ def test_a_run_goes_back_with_a_lower_rate_and_other_prompts_also_when_it_is_kil
     (record,) = read_rollbacks(whole)
     assert (record.step, record.draw_step, record.diverged_step) == (SOUND, SOUND, SPOILED_STEP)
     assert "not finite" in record.reason
-    assert [row["step"] for row in rows(whole)] == list(range(STEPS + 1))  # each once, 0 is before training
+    assert [row["step"] for row in rows(whole)] == list(
+        range(STEPS + 1)
+    )  # each once, 0 is before training
     rates = [row["train/learning_rate"] for row in rows(whole)[1:]]
     assert rates[SOUND] < rates[SOUND - 1] / 2
 

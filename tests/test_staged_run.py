@@ -1,4 +1,5 @@
-"""A run of three stages with validation: its validation is that of the models it leaves, and changes nothing."""
+"""A run of three stages with validation: its validation is that of the models it leaves, and
+changes nothing."""
 
 from __future__ import annotations
 
@@ -79,7 +80,10 @@ def test_validations_are_those_of_the_weights_that_were_kept(
     )
     assert all(torch.equal(ours[name], stages[name]) for name in stages)
     assert greedy(arithmetic, folder / "best_model") == pytest.approx(
-        (found[first]["validation/heldout/accuracy"], found[first]["validation/heldout/mean_tokens"])
+        (
+            found[first]["validation/heldout/accuracy"],
+            found[first]["validation/heldout/mean_tokens"],
+        )
     )
 
 
@@ -99,7 +103,11 @@ def greedy(place: Path, model: Path) -> tuple[float, float]:
 def test_the_first_stage_is_a_plain_run_and_validation_changes_nothing(
     arithmetic: Path, whole: tuple[Path, str], tmp_path: Path
 ) -> None:
-    lengths = ("rollout.max_new_tokens=8", "policy.max_tokens_per_microbatch=256", "run.total_steps=2")
+    lengths = (
+        "rollout.max_new_tokens=8",
+        "policy.max_tokens_per_microbatch=256",
+        "run.total_steps=2",
+    )
     train(arithmetic, tmp_path / "plain", *lengths)
     own = ("stage", "rollout/max_new_tokens")
     stage = [{key: x for key, x in row.items() if key not in own} for row in rows(whole[0])[:2]]

@@ -44,13 +44,17 @@ def settings(place: Path, output: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run of four steps on two data-parallel ranks; its console is beside it. There are packages of the
-    names of those for GPUs, whose imports would be told on the console."""
+    """An undisturbed run of four steps on two data-parallel ranks; its console is beside it.
+
+    There are packages of the names of those for GPUs, whose imports would be told on the console.
+    """
     folder = tmp_path_factory.mktemp("sft") / "whole"
     packages = folder.with_name("packages")
     packages.mkdir()
     for name in GPU_PACKAGES:
-        (packages / f"{name}.py").write_text("import sys\nprint('IMPORTED', __name__, file=sys.stderr)\n")
+        (packages / f"{name}.py").write_text(
+            "import sys\nprint('IMPORTED', __name__, file=sys.stderr)\n"
+        )
     template = folder.with_name("own.jinja")
     template.write_text(TEMPLATE)
     unused = ("rollout.group_size=3", "algorithm.kl_coef=0.5", f"data.chat_template={template}")
@@ -70,7 +74,9 @@ def test_a_run_tells_its_numbers_and_leaves_a_model(arithmetic: Path, whole: Pat
         assert row["train/skipped_updates"] == 0 and row["train/grad_norm"] > 0
     assert found[-1]["train/loss"] < found[1]["train/loss"]
     console = whole.with_suffix(".console.txt").read_text()
-    assert "Without effect in supervised training: rollout.group_size, algorithm.kl_coef." in console
+    assert (
+        "Without effect in supervised training: rollout.group_size, algorithm.kl_coef." in console
+    )
     assert "Layout: TP1 x PP1 x DP2\n" in console and "Held out: 20 sequences." in console
     assert re.search(r" step 4/4 loss \d+\.\d{4} held-out \d+\.\d{4} .*s left 0:00\n", console)
     assert not re.search(r"group_size=|kl_coef=", console), "what has no effect"
@@ -78,7 +84,10 @@ def test_a_run_tells_its_numbers_and_leaves_a_model(arithmetic: Path, whole: Pat
     assert "INFO: step 4/4 loss " in log
     assert list((whole / "tensorboard").iterdir())
     summary = json.loads((whole / "summary.json").read_text())
-    assert summary["steps"] == STEPS and summary["held_out"]["held_out/loss"] == found[-1]["held_out/loss"]
+    assert (
+        summary["steps"] == STEPS
+        and summary["held_out"]["held_out/loss"] == found[-1]["held_out/loss"]
+    )
     assert json.loads((whole / "data_report.json").read_text())["files"][0]["rows"] == 20000
     assert (whole / "unusable_rows.jsonl").read_text() == ""
     assert read_exit_status(whole).status == 0
@@ -94,13 +103,18 @@ def test_on_cpu_a_run_imports_no_package_for_gpus(whole: Path) -> None:
 
 
 @distributed
-def test_the_exported_model_has_the_held_out_loss_that_was_told(arithmetic: Path, whole: Path) -> None:
-    """By transformers, on the very sequences that were held out: their texts are in no step's order."""
+def test_the_exported_model_has_the_held_out_loss_that_was_told(
+    arithmetic: Path, whole: Path
+) -> None:
+    """By transformers, on the very sequences that were held out: their texts are in no step's
+    order."""
     from rlmath.data.sft_sequences import load_sequences, split_held_out
 
     model = AutoModelForCausalLM.from_pretrained(whole / "hf_model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(whole / "hf_model")
-    sequences, _ = load_sequences(str(arithmetic / "data" / "worked.jsonl"), tokenizer, "auto", 64, 0.0)
+    sequences, _ = load_sequences(
+        str(arithmetic / "data" / "worked.jsonl"), tokenizer, "auto", 64, 0.0
+    )
     _, held_out = split_held_out(sequences, 0.001, seed=1)
     with torch.no_grad():
         total, tokens, hits = loss_and_hits(model, held_out)
@@ -138,7 +152,8 @@ def test_a_dry_run_tells_the_plan_or_all_mistakes_and_writes_nothing(
     assert (status, problems) == (0, "")
     for line in (
         "Layout: 2 ranks, TP1 x PP1 x DP2",
-        "Step: 64 sequences of at most 64 tokens, 4,096 in all, packed into micro-batches of 4096; one update",
+        "Step: 64 sequences of at most 64 tokens, 4,096 in all, packed into micro-batches of "
+        "4096; one update",
         "Held out: 20 sequences.",
         "Held-out sequences: their loss every 2 steps",
         "Steps: 60 in all, 30 an epoch (2 epochs)",
@@ -165,7 +180,10 @@ def test_a_dry_run_without_the_models_tokenizer_says_what_it_needs(
     words = settings(arithmetic, tmp_path / "new", f"model.path={bare}", "parallel.tensor=1")
     dry = ["--config", str(REPOSITORY / SFT[2]), "--dry-run", *words]
     assert train_sft.main(dry) == 2
-    assert f'"{bare}" has no tokenizer: neither tokenizer.json nor vocab.json' in capsys.readouterr().err
+    assert (
+        f'"{bare}" has no tokenizer: neither tokenizer.json nor vocab.json'
+        in capsys.readouterr().err
+    )
     (bare / "model.safetensors").unlink()  # a folder of a model that lies elsewhere
     assert train_sft.main(dry) == 2
     assert f'"{bare}" has no tokenizer here' in capsys.readouterr().err

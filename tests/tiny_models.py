@@ -1,4 +1,5 @@
-"""Small models and samples with random numbers, made by transformers: the oracle of the parity tests."""
+"""Small models and samples with random numbers, made by transformers: the oracle of the parity
+tests."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-"""Of the 16 wavelengths of a head of 32 dims, one stays, two are blended, the others are stretched."""
+"""Of the 16 wavelengths of a head of 32 dims, one stays, two are blended, the others are
+stretched."""
 
 YARN_ROPE = {
     "rope_type": "yarn",
@@ -57,14 +59,19 @@ _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0, 1, 0]},
     "Phi3ForCausalLM": {},
 }
-"""What a tiny model of an architecture has beside the settings that all have. 4 heads of 64 dims are twice the hidden
-size."""
+"""What a tiny model of an architecture has beside the settings that all have. 4 heads of 64 dims
+are twice the hidden size."""
 
 
 def make_model_folder(
-    folder: Path, tied: bool = False, seed: int = 5, architecture: str = "Qwen2ForCausalLM", **changes: Any
+    folder: Path,
+    tied: bool = False,
+    seed: int = 5,
+    architecture: str = "Qwen2ForCausalLM",
+    **changes: Any,
 ) -> Path:
-    """A random model in Hugging Face form: 4 layers, 4 heads in 2 groups, biases and norms off their defaults."""
+    """A random model in Hugging Face form: 4 layers, 4 heads in 2 groups, biases and norms off
+    their defaults."""
     import transformers
 
     torch.manual_seed(seed)
@@ -101,7 +108,9 @@ def _make_tokenizer() -> Any:
     characters = [chr(code) for code in range(32, 127)]
     names = ["<pad>", "<eos>", "<bos>", *characters]
     names += [f"<{number}>" for number in range(VOCAB - len(names))]
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(names)}, merges=[], unk_token="<pad>"))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(names)}, merges=[], unk_token="<pad>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
@@ -117,8 +126,8 @@ def shape_of(folder: Path) -> ModelShape:
 
 
 def make_samples(count: int, seed: int = 0, longest: int = 16) -> list[Sample]:
-    """Samples with random tokens, advantages and behaviour log-probs: prompts of 2 to 8 tokens, completions of 2 to
-    `longest`."""
+    """Samples with random tokens, advantages and behaviour log-probs: prompts of 2 to 8 tokens,
+    completions of 2 to `longest`."""
     draw = random.Random(seed)
     samples = []
     for _ in range(count):

@@ -1,12 +1,14 @@
-"""Memory and time of log-probabilities and entropy over Qwen2.5's vocabulary, against the plain way.
+"""Memory and time of log-probabilities and entropy over Qwen2.5's vocabulary, against the plain
+way.
 
     python tools/bench_logprobs.py [--quick] [--device cpu|cuda]
 
-The plain way: `logits.float() / temperature`, `log_softmax`, `gather`, `-(p * logp).sum()`, and autograd. Ours: torch's
-operations over chunks of rows on CPU, on CUDA the kernels, which are compared with these chunks, too. Forward and
-backward, with gradients through log-probs and entropy, and through the log-probs alone; float32 and one thread on CPU,
-bfloat16 on CUDA. Every case runs in a process of its own. Memory is what the first pass needs at its peak beyond the
-logits themselves (resident memory on CPU, torch's allocator on CUDA); seconds are medians of later passes. Prints
+The plain way: `logits.float() / temperature`, `log_softmax`, `gather`, `-(p * logp).sum()`, and
+autograd. Ours: torch's operations over chunks of rows on CPU, on CUDA the kernels, which are
+compared with these chunks, too. Forward and backward, with gradients through log-probs and entropy,
+and through the log-probs alone; float32 and one thread on CPU, bfloat16 on CUDA. Every case runs in
+a process of its own. Memory is what the first pass needs at its peak beyond the logits themselves
+(resident memory on CPU, torch's allocator on CUDA); seconds are medians of later passes. Prints
 figures (tools/figures.py).
 """
 
@@ -45,8 +47,10 @@ Results = tuple[Tensor, Tensor]
 
 
 def plain(logits_TV: Tensor, token_ids_T: Tensor, gradients: str) -> Results:
-    """Log-prob of the next token and entropy, as a few lines of torch give them. Without a slice of the logits, which
-    would cost another copy backward; the last row is about the first token."""
+    """Log-prob of the next token and entropy, as a few lines of torch give them.
+
+    Without a slice of the logits, which would cost another copy backward; the last row is about the
+    first token."""
     all_TV = torch.log_softmax(logits_TV.float() / TEMPERATURE, -1)
     logprobs_T = all_TV.gather(1, token_ids_T.roll(-1)[:, None])[:, 0]
     with torch.set_grad_enabled(gradients == "both"):
@@ -61,7 +65,13 @@ def ours(logits_TV: Tensor, token_ids_T: Tensor, gradients: str) -> Results:
 
     def of_next(tokens_T: Tensor, next_index_T: Tensor) -> Results:
         return next_logprobs(
-            logits_TV, tokens_T, next_index_T, TEMPERATURE, vocabulary, MinTokensMask(), dist.group.WORLD
+            logits_TV,
+            tokens_T,
+            next_index_T,
+            TEMPERATURE,
+            vocabulary,
+            MinTokensMask(),
+            dist.group.WORLD,
         )
 
     return shift_to_tokens(of_next, token_ids_T, index_T)
@@ -74,7 +84,8 @@ def timed_pass(
     way: Callable[..., Results], logits_TV: Tensor, token_ids_T: Tensor, gradients: str
 ) -> tuple[float, float]:
     """Durations of one forward and one backward pass (seconds)."""
-    # Through an operation of its own, as logits come from the output layer; not a leaf that keeps its gradient.
+    # Through an operation of its own, as logits come from the output layer; not a leaf that keeps
+    # its gradient.
     tensor_TV = logits_TV.requires_grad_().view_as(logits_TV)
     started = now(logits_TV)
     logprobs_T, entropy_T = way(tensor_TV, token_ids_T, gradients)
@@ -158,7 +169,16 @@ def in_own_process(
     way: str, gradients: str, device: str, tokens: int, repeats: int = REPEATS
 ) -> dict[str, Any]:
     """`measure` in a fresh process, so that no other case's memory is counted."""
-    command = [sys.executable, __file__, "--measure", way, gradients, device, str(tokens), str(repeats)]
+    command = [
+        sys.executable,
+        __file__,
+        "--measure",
+        way,
+        gradients,
+        device,
+        str(tokens),
+        str(repeats),
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -177,7 +197,9 @@ def bench(device: str, gradients: str, tokens: int) -> None:
         ):
             mine, theirs = found[way][metric], found[other][metric]
             told = f"{other}: {theirs:.4g} {unit}"
-            print_figure("logprobs", case, metric, mine, unit, baseline=told, ratio=theirs / max(mine, 1e-9))
+            print_figure(
+                "logprobs", case, metric, mine, unit, baseline=told, ratio=theirs / max(mine, 1e-9)
+            )
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,10 +1,11 @@
-"""Steps and memory with low-rank adapters beside those of full training: the same model, lengths and batch, in turns.
+"""Steps and memory with low-rank adapters beside those of full training: the same model, lengths
+and batch, in turns.
 
     python tools/bench_lora.py [--sizes 9.5M 100M] [--rank 8] [--rounds 2] [--quick]
 
-One rank and one thread on CPU, random weights, 64 new tokens of every completion, one optimizer step of
-micro-batches of 2,048 tokens. Prints figures (tools/figures.py), medians of the measured steps of all rounds, and the
-most resident memory of a whole run's rank, engine included.
+One rank and one thread on CPU, random weights, 64 new tokens of every completion, one optimizer
+step of micro-batches of 2,048 tokens. Prints figures (tools/figures.py), medians of the measured
+steps of all rounds, and the most resident memory of a whole run's rank, engine included.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ PARTS = ("step", "rollout", "update", "sync")
 
 
 def run(place: Path, model: Path, data: Path, case: Case, rank: int) -> list[dict[str, float]]:
-    """Seconds of PARTS of every measured step, and "memory" of the run (GiB). SystemExit where it failed."""
+    """Seconds of PARTS of every measured step, and "memory" of the run (GiB).
+
+    SystemExit where it failed."""
     output = Path(tempfile.mkdtemp(dir=place))
-    reward = f"reward.function={REPOSITORY / 'tools' / 'peer_reward.py'}:early_letters"  # alike rewards teach nothing
+    # alike rewards teach nothing
+    reward = f"reward.function={REPOSITORY / 'tools' / 'peer_reward.py'}:early_letters"
     overrides = f"lora.rank={rank}", "policy.max_tokens_per_microbatch=2048", reward
     settings = our_settings(output, model, data, case, overrides)
     command = [*demo.torchrun(case.ranks), "launch/train_grpo.py", *settings]
@@ -48,7 +52,9 @@ def run(place: Path, model: Path, data: Path, case: Case, rank: int) -> list[dic
         _, status, used = os.wait4(process.pid, 0)  # of the largest of its processes
     if status:
         raise SystemExit((place / "console.txt").read_text(encoding="utf-8")[-4000:])
-    rows = map(json.loads, (output / METRICS_FILE).read_text(encoding="utf-8").splitlines()[case.warm_up :])
+    rows = map(
+        json.loads, (output / METRICS_FILE).read_text(encoding="utf-8").splitlines()[case.warm_up :]
+    )
     memory = used.ru_maxrss / 2**20
     return [{part: row[f"seconds/{part}"] for part in PARTS} | {"memory": memory} for row in rows]
 
@@ -69,7 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for rank, steps in sides.items():
                     steps += run(place, model, data, CASES[size], rank)
         for name in (*PARTS, "memory"):
-            full, ours = (statistics.median(step[name] for step in steps) for steps in sides.values())
+            full, ours = (
+                statistics.median(step[name] for step in steps) for steps in sides.values()
+            )
             unit = "GiB" if name == "memory" else "s"
             title = f"{CASES[size].title}, lora.rank={given.rank}"
             told = f"full training: {full:.3g} {unit}"

@@ -1,25 +1,28 @@
-"""Steps of this trainer and of TRL's GRPO on this machine, in turns: the same model, lengths and batch.
+"""Steps of this trainer and of TRL's GRPO on this machine, in turns: the same model, lengths and
+batch.
 
-    python tools/bench_peer.py [--cases P1 P3] [--rounds 3] [--quick]
-    python tools/bench_peer.py --device cuda --model SmolLM2-135M-Instruct --data gsm8k.jsonl [--seconds 350]
+    python tools/bench_peer.py [--cases P1 P3] [--rounds 3] [--quick] python tools/bench_peer.py
+    --device cuda --model SmolLM2-135M-Instruct --data gsm8k.jsonl [--seconds 350]
 
-On CPU two processes each; TRL runs in an environment of its own, which this makes from requirements/peer.txt:
+On CPU two processes each; TRL runs in an environment of its own, which this makes from
+requirements/peer.txt:
 
     python -m rlmath.cli.install .venv-peer requirements/peer.txt
 
-Without it the bench says so and ends with status 0. On CUDA one process each, TRL with vLLM in it (colocated); it runs
-by this program's own Python, which needs trl and datasets, too. Every side runs each of its listed settings (at most
-six) once, and the best of them `--rounds` times in all, in turns with the other side's.
+Without it the bench says so and ends with status 0. On CUDA one process each, TRL with vLLM in it
+(colocated); it runs by this program's own Python, which needs trl and datasets, too. Every side
+runs each of its listed settings (at most six) once, and the best of them `--rounds` times in all,
+in turns with the other side's.
 
 - P1: 0.6M parameters, 32 prompts x 8, exactly 128 new tokens, one optimizer step
 - P3: the demo's base model, 64 x 8, at most 32 new tokens, 4 optimizer steps
-- G1, with --model and --data (question and answer, as GSM8K's): 64 x 16, exactly 256 new tokens, one optimizer step;
-  both compute the log-probs of what they sampled anew, and reward it by tools/peer_reward.py. On CPU 2 x 4 of 16
-  tokens, which shows that it runs
+- G1, with --model and --data (question and answer, as GSM8K's): 64 x 16, exactly 256 new tokens,
+  one optimizer step; both compute the log-probs of what they sampled anew, and reward it by
+  tools/peer_reward.py. On CPU 2 x 4 of 16 tokens, which shows that it runs
 
-Prints figures (tools/figures.py). Seconds of a step are medians over all measured steps of a side's best setting;
-realised lengths are reported. A run that is not done within `--limit` seconds ends the bench; with `--seconds` no round
-begins that may not end in time.
+Prints figures (tools/figures.py). Seconds of a step are medians over all measured steps of a side's
+best setting; realised lengths are reported. A run that is not done within `--limit` seconds ends
+the bench; with `--seconds` no round begins that may not end in time.
 """
 
 from __future__ import annotations
@@ -86,8 +89,12 @@ def layouts(*tokens: int) -> dict[str, tuple[str, ...]]:
 
 
 CASES = {
-    "P1": Case("0.6M, 32 x 8 x 128 tokens", 32, (128, 128), 1, 2, 4, layouts(2048, 8192), (128, 32)),
-    "P3": Case("the demo's base, 64 x 8, 4 optimizer steps", 64, (0, 32), 4, 2, 8, layouts(8192), (64, 32)),
+    "P1": Case(
+        "0.6M, 32 x 8 x 128 tokens", 32, (128, 128), 1, 2, 4, layouts(2048, 8192), (128, 32)
+    ),
+    "P3": Case(
+        "the demo's base, 64 x 8, 4 optimizer steps", 64, (0, 32), 4, 2, 8, layouts(8192), (64, 32)
+    ),
     "G1": Case(
         "a chat model, 64 x 16 x 256 tokens",
         prompts=64,
@@ -134,13 +141,23 @@ def case_of(name: str, device: str) -> Case:
         local = (*case.settings, "policy.transformer_impl=local")
         case = replace(case, title=f"{case.title}, local layers", settings=local)
     if name == "G1" and device == "cpu":
-        less = {"prompts": 2, "group": 4, "new_tokens": (16, 16), "warm_up": 0, "steps": 2, "theirs": (4,)}
+        less = {
+            "prompts": 2,
+            "group": 4,
+            "new_tokens": (16, 16),
+            "warm_up": 0,
+            "steps": 2,
+            "theirs": (4,),
+        }
         case = replace(case, title="G1: a chat model, 2 x 4 x 16 tokens", **less)
     return case
 
 
-def prepare(place: Path, name: str, model: Path | None = None, data: Path | None = None) -> tuple[Path, Path]:
-    """The case's model folder and prompt file; G1's are given, and its questions asked alike on both sides."""
+def prepare(
+    place: Path, name: str, model: Path | None = None, data: Path | None = None
+) -> tuple[Path, Path]:
+    """The case's model folder and prompt file; G1's are given, and its questions asked alike on
+    both sides."""
     if name == "G1":
         assert model is not None and data is not None
         rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
@@ -166,7 +183,9 @@ def prepare(place: Path, name: str, model: Path | None = None, data: Path | None
 
 
 def run_limited(command: list[str], environment: Mapping[str, str], log: Path, limit: float) -> str:
-    """What a program prints to stdout. SystemExit, with the end of its log, where it failed or took longer."""
+    """What a program prints to stdout.
+
+    SystemExit, with the end of its log, where it failed or took longer."""
     with log.open("a", encoding="utf-8") as stderr, tempfile.TemporaryFile("w+") as stdout:
         program = subprocess.Popen(
             command, cwd=REPOSITORY, env=dict(environment), stdout=stdout, stderr=stderr
@@ -184,7 +203,9 @@ def run_limited(command: list[str], environment: Mapping[str, str], log: Path, l
         return stdout.read()
 
 
-def our_settings(output: Path, model: Path, data: Path, case: Case, overrides: Sequence[str]) -> list[str]:
+def our_settings(
+    output: Path, model: Path, data: Path, case: Case, overrides: Sequence[str]
+) -> list[str]:
     """Of one run of launch/train_grpo.py."""
     least, most = case.new_tokens
     return [
@@ -248,7 +269,13 @@ def run_theirs(
     place: Path, python: Path, model: Path, data: Path, case: Case, micro_batch: int, limit: float
 ) -> Measured:
     """In TRL's environment."""
-    command = [str(python), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
+    command = [
+        str(python),
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={case.ranks}",
+    ]
     command += ["tools/peer_trl.py", *their_arguments(model, data, case, micro_batch)]
     environment = demo.one_thread()
     if python != Path(sys.executable):
@@ -258,16 +285,22 @@ def run_theirs(
     return Measured(found["step_seconds"], found["generate_seconds"], found["completion_tokens"])
 
 
-def bench(case: Case, files: tuple[Path, Path], place: Path, python: Path, given: argparse.Namespace) -> None:
+def bench(
+    case: Case, files: tuple[Path, Path], place: Path, python: Path, given: argparse.Namespace
+) -> None:
     """Both sides of a case, in turns, as long as a further round fits."""
     began = time.monotonic()
     until = began + given.seconds
 
     def ours_by(setting: str) -> Measured:
-        return run_ours(place, *files, case, case.ours[setting], min(given.limit, until - time.monotonic()))
+        return run_ours(
+            place, *files, case, case.ours[setting], min(given.limit, until - time.monotonic())
+        )
 
     def theirs_by(size: int) -> Measured:
-        return run_theirs(place, python, *files, case, size, min(given.limit, until - time.monotonic()))
+        return run_theirs(
+            place, python, *files, case, size, min(given.limit, until - time.monotonic())
+        )
 
     ours = {key: [ours_by(key)] for key in case.ours}
     theirs = {size: [theirs_by(size)] for size in case.theirs}
@@ -284,10 +317,14 @@ def bench(case: Case, files: tuple[Path, Path], place: Path, python: Path, given
 
 
 def line(case: str, metric: str, unit: str, ours: float, theirs: float, ratio: float) -> None:
-    print_figure("peer", case, metric, ours, unit, baseline=f"TRL: {theirs:.3f} {unit}", ratio=ratio)
+    print_figure(
+        "peer", case, metric, ours, unit, baseline=f"TRL: {theirs:.3f} {unit}", ratio=ratio
+    )
 
 
-def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured], completions: int) -> None:
+def report(
+    title: str, ours: Sequence[Measured], theirs: Sequence[Measured], completions: int
+) -> None:
     """The figures of a case with so many completions a step."""
 
     def median(runs: Sequence[Measured], name: str) -> float:
@@ -304,7 +341,9 @@ def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured], com
     line(title, "mean_length", "tokens", *(n / completions for n in pair), pair[0] / pair[1])
     rates = [
         statistics.median(
-            n / s for run in runs for n, s in zip(run.completion_tokens, run.step_seconds, strict=True)
+            n / s
+            for run in runs
+            for n, s in zip(run.completion_tokens, run.step_seconds, strict=True)
         )
         for runs in (ours, theirs)
     ]
@@ -312,7 +351,8 @@ def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured], com
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0, also where TRL's environment is not there; the status of a program that failed."""
+    """Exit status 0, also where TRL's environment is not there; the status of a program that
+    failed."""
     escape_terminal()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -324,8 +364,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peer", type=Path, help="TRL's environment, or its Python (.venv-peer; on CUDA this one)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side's best setting (default 3)")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds of one run at most (default 900)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="runs of each side's best setting (default 3)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=900.0, help="seconds of one run at most (default 900)"
+    )
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="of a case at most (default: any)"
     )
@@ -336,13 +380,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if cuda and names != ["G1"]:
         parser.error("--device cuda: G1 is the only case for a GPU")
     if "G1" in names and not (given.model and given.data):
-        parser.error("G1 needs --model (a chat model's folder) and --data (JSONL of question and answer)")
+        parser.error(
+            "G1 needs --model (a chat model's folder) and --data (JSONL of question and answer)"
+        )
     python = given.peer or (Path(sys.executable) if cuda else REPOSITORY / ".venv-peer")
-    python = python.absolute() / "bin" / "python" if python.is_dir() or not python.exists() else python
+    python = (
+        python.absolute() / "bin" / "python" if python.is_dir() or not python.exists() else python
+    )
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('trl') is None)"
     if not python.exists() or subprocess.run([python, "-c", look], check=False).returncode:
         print(
-            f"bench_peer: skipped: {python} has no TRL. Make it: python -m rlmath.cli.install .venv-peer "
+            f"bench_peer: skipped: {python} has no TRL. Make it: python -m rlmath.cli.install "
+            ".venv-peer "
             "requirements/peer.txt, or on CUDA: pip install trl==1.16.0",
             file=sys.stderr,
         )

@@ -1,11 +1,13 @@
 """A rollout beside vLLM's own `LLM.generate`, of the same requests.
 
-    python tools/bench_rollout.py [--device cpu|cuda] [--model FOLDER] [--requests 256] [--tokens 256] [--quick]
+    python tools/bench_rollout.py [--device cpu|cuda] [--model FOLDER] [--requests 256] [--tokens
+    256] [--quick]
 
-The engine of a run, with seeds and log-probs, and a vLLM with its own settings, with them and without, each in a
-process of its own, in turns. Prints figures (tools/figures.py), medians: `tokens_per_second`, and seconds of ours by
-cause, of which "vLLM's step" has the others but "ours" in it; those of calls that wait for a GPU contain the wait. One
-thread on CPU. Without --model weights are random, 0.6M parameters on CPU and 135M on CUDA.
+The engine of a run, with seeds and log-probs, and a vLLM with its own settings, with them and
+without, each in a process of its own, in turns. Prints figures (tools/figures.py), medians:
+`tokens_per_second`, and seconds of ours by cause, of which "vLLM's step" has the others but "ours"
+in it; those of calls that wait for a GPU contain the wait. One thread on CPU. Without --model
+weights are random, 0.6M parameters on CPU and 135M on CUDA.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Work:
     def prompts(self, repeat: int) -> list[list[int]]:
         """Others in every repeat: none is in a cache of prefixes."""
         draw = random.Random(repeat)
-        return [[draw.randrange(3, 90) for _ in range(self.prompt_tokens)] for _ in range(self.requests)]
+        return [
+            [draw.randrange(3, 90) for _ in range(self.prompt_tokens)] for _ in range(self.requests)
+        ]
 
     @property
     def length(self) -> int:
@@ -72,15 +76,23 @@ class Work:
 
 Sample = Callable[[int, bool, bool], int]
 """Samples the requests of a repeat, with seeds and log-probs or without; the number of tokens."""
-VARIANTS = {"seeds and log-probs": (True, True), "log-probs": (False, True), "neither": (False, False)}
+VARIANTS = {
+    "seeds and log-probs": (True, True),
+    "log-probs": (False, True),
+    "neither": (False, False),
+}
 ANSWER = "bench_rollout: "
 """Before what a side tells; vLLM writes to stdout, too."""
 
 
-def our_side(work: Work, device: Device, seconds: collections.Counter[str]) -> tuple[Sample, dict[str, Any]]:
+def our_side(
+    work: Work, device: Device, seconds: collections.Counter[str]
+) -> tuple[Sample, dict[str, Any]]:
     """An engine of a run, and what it is; `seconds` by cause count from now on."""
     settings = RolloutConfig(
-        max_num_seqs=work.requests, memory_share=work.memory_share, cpu_kv_cache_gib=work.cache_bytes / 2**30
+        max_num_seqs=work.requests,
+        memory_share=work.memory_share,
+        cpu_kv_cache_gib=work.cache_bytes / 2**30,
     )
     shapes = engine_shapes(read_model_shape(Path(work.model)), engine_size=1)
     engine = Engine(work.model, settings, work.length, WORLD, device, shapes, load_weights=True)
@@ -89,14 +101,23 @@ def our_side(work: Work, device: Device, seconds: collections.Counter[str]) -> t
 
     def sample(repeat: int, seeds: bool, logprobs: bool) -> int:
         requests = [
-            Request((n, 0), tuple(prompt), request_seed(1, repeat, "", n), work.new_tokens, work.new_tokens)
+            Request(
+                (n, 0),
+                tuple(prompt),
+                request_seed(1, repeat, "", n),
+                work.new_tokens,
+                work.new_tokens,
+            )
             for n, prompt in enumerate(work.prompts(repeat))
         ]
         ended = engine.running_completions().sample(requests)
         return sum(len(one.completion.token_ids) for one in ended)
 
     asynchronous = core.engine_core.batch_queue is not None
-    return sample, {"asynchronous": asynchronous, "second_runner": samples_in_one_kernel(engine._llm)}
+    return sample, {
+        "asynchronous": asynchronous,
+        "second_runner": samples_in_one_kernel(engine._llm),
+    }
 
 
 def count_seconds(core: Any, seconds: collections.Counter[str]) -> None:
@@ -115,7 +136,9 @@ def count_seconds(core: Any, seconds: collections.Counter[str]) -> None:
         setattr(owner, name, counted(getattr(owner, name), seconds, cause))
 
 
-def counted(work: Callable[..., Any], seconds: collections.Counter[str], cause: str) -> Callable[..., Any]:
+def counted(
+    work: Callable[..., Any], seconds: collections.Counter[str], cause: str
+) -> Callable[..., Any]:
     def timed(*arguments: Any, **more: Any) -> Any:
         started = time.perf_counter()
         try:
@@ -127,8 +150,8 @@ def counted(work: Callable[..., Any], seconds: collections.Counter[str], cause: 
 
 
 def plain_side(work: Work) -> tuple[Sample, dict[str, Any]]:
-    """vLLM with its own settings; on CPU, as ours, one thread that the system places, and prompts are not split, which
-    its seeds do not bear there."""
+    """vLLM with its own settings; on CPU, as ours, one thread that the system places, and prompts
+    are not split, which its seeds do not bear there."""
     more: dict[str, Any] = {"gpu_memory_utilization": work.memory_share}
     if work.device == "cpu":
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -161,7 +184,9 @@ def plain_side(work: Work) -> tuple[Sample, dict[str, Any]]:
 
 
 def run_side(work: Work, device: Device | None) -> None:
-    """Ours has a device. Answer each line of stdin, [repeat, seeds, log-probs], with the seconds; first what it is."""
+    """Ours has a device.
+
+    Answer each line of stdin, [repeat, seeds, log-probs], with the seconds; first what it is."""
     seconds: collections.Counter[str] = collections.Counter()
     sample, what = plain_side(work) if device is None else our_side(work, device, seconds)
     sample(-1, True, True)
@@ -184,7 +209,12 @@ class Side:
         command = [sys.executable, __file__, "--side", name, "--work", json.dumps(asdict(work))]
         environment = one_thread() if work.device == "cpu" else dict(os.environ)
         self._process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            command,
+            cwd=REPOSITORY,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         self.what = self._answer()
 
@@ -229,18 +259,30 @@ def title_of(work: Work, what: dict[str, Any]) -> str:
     how = "asynchronously" if what["asynchronous"] else "step by step"
     runner = "second" if what["second_runner"] else "first"
     return (
-        f"{work.device}, {work.requests} x {work.prompt_tokens} + {work.new_tokens} tokens, {Path(work.model).name}, "
+        f"{work.device}, {work.requests} x {work.prompt_tokens} + {work.new_tokens} tokens, "
+        f"{Path(work.model).name}, "
         f"scheduled {how}, {runner} runner"
     )
 
 
 def report(case: str, tokens: int, found: dict[str, list[dict[str, float]]]) -> None:
     """The medians of ours and of vLLM's variants, of so many tokens; then the causes of ours."""
-    rates = {name: statistics.median(tokens / one["all"] for one in runs) for name, runs in found.items()}
+    rates = {
+        name: statistics.median(tokens / one["all"] for one in runs) for name, runs in found.items()
+    }
     for name in VARIANTS:
-        told, ratio = f"LLM.generate, {name}: {rates[name]:.0f} tokens/s", rates["ours"] / rates[name]
+        told, ratio = (
+            f"LLM.generate, {name}: {rates[name]:.0f} tokens/s",
+            rates["ours"] / rates[name],
+        )
         print_figure(
-            "rollout", case, "tokens_per_second", rates["ours"], "tokens/s", baseline=told, ratio=ratio
+            "rollout",
+            case,
+            "tokens_per_second",
+            rates["ours"],
+            "tokens/s",
+            baseline=told,
+            ratio=ratio,
         )
     causes = [one | {"ours": one["all"] - one["vLLM's step"]} for one in found["ours"]]
     for cause in dict.fromkeys(cause for one in causes for cause in one):
@@ -254,7 +296,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, help="folder (default: random weights)")
     parser.add_argument("--requests", type=int, default=256, help="at once (default 256)")
     parser.add_argument("--tokens", type=int, default=256, help="of every completion (default 256)")
-    parser.add_argument("--quick", action="store_true", help="less work and fewer repeats, within a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="less work and fewer repeats, within a minute"
+    )
     parser.add_argument(
         "--side", choices=("ours", "plain"), help=argparse.SUPPRESS
     )  # these are set by this program
@@ -267,7 +311,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_side(Work(**given.work), None)
     else:
         with tempfile.TemporaryDirectory() as place:
-            model = given.model or random_model(Path(place), "135M" if given.device == "cuda" else "tiny")
+            model = given.model or random_model(
+                Path(place), "135M" if given.device == "cuda" else "tiny"
+            )
             tokens = given.tokens // 4 if given.quick else given.tokens
             bench(Work(str(model), given.device, given.requests, tokens), 3 if given.quick else 5)
 

@@ -2,8 +2,9 @@
 
     python tools/bench_sandbox.py [--quick]
 
-A completion of its own for every call, so that each needs a sandbox that nobody has used. Prints figures
-(tools/figures.py); "CPU time" is that of all processes, which another program beside does not change much.
+A completion of its own for every call, so that each needs a sandbox that nobody has used. Prints
+figures (tools/figures.py); "CPU time" is that of all processes, which another program beside does
+not change much.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ from tools.figures import print_figure
 BASELINE = "python -c"
 CASES = {
     "print(1)": "print(1)",
-    "sympy": "import sympy\nx = sympy.Symbol('x')\nsympy.integrate(x**3 * sympy.exp(-x), (x, 0, 1))",
+    "sympy": "import sympy\nx = sympy.Symbol('x')\nsympy.integrate(x**3 * sympy.exp(-x), (x, 0, "
+    "1))",
 }
 LIMITS = Limits()
 
 
 def report(
-    case: str, metric: str, value: float, unit: str, baseline: str | None = None, ratio: float | None = None
+    case: str,
+    metric: str,
+    value: float,
+    unit: str,
+    baseline: str | None = None,
+    ratio: float | None = None,
 ) -> None:
     print_figure("sandbox", case, metric, value, unit, baseline=baseline, ratio=ratio)
 
@@ -47,7 +54,8 @@ def program_seconds(code: str) -> float:
 
 
 def call_seconds(sandboxes: Sandboxes, code: str, key: str) -> float:
-    """One call of a new completion, from `submit` to its result, and a pause in which the next sandbox is forked."""
+    """One call of a new completion, from `submit` to its result, and a pause in which the next
+    sandbox is forked."""
     started = time.perf_counter()
     sandboxes.submit(key, code, seed=1)
     ((_, outcome),) = sandboxes.wait()
@@ -74,7 +82,12 @@ def burst(sandboxes: Sandboxes, code: str, count: int) -> tuple[float, float]:
 
 def family_cpu_seconds(sandboxes: Sandboxes) -> float:
     """CPU time of the server and of the sandboxes that it has waited for."""
-    fields = Path(f"/proc/{sandboxes.server_pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    fields = (
+        Path(f"/proc/{sandboxes.server_pid}/stat")
+        .read_text(encoding="ascii")
+        .rpartition(")")[2]
+        .split()
+    )
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -83,7 +96,9 @@ def session_bytes(sandboxes: Sandboxes, code: str) -> float:
     for number in range(10):
         sandboxes.submit(f"live {number}", code, seed=1)
         sandboxes.wait()
-    children = Path(f"/proc/{sandboxes.server_pid}/task/{sandboxes.server_pid}/children").read_text()
+    children = Path(
+        f"/proc/{sandboxes.server_pid}/task/{sandboxes.server_pid}/children"
+    ).read_text()
     stopped = [pid for pid in children.split() if state_of(pid) == "T"]
     return statistics.mean(private_bytes(pid) for pid in stopped)
 
@@ -114,8 +129,12 @@ def bench_case(sandboxes: Sandboxes, name: str, code: str, quick: bool) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Calls of a model's code in sandboxes, against python -c.")
-    parser.add_argument("--quick", action="store_true", help="fewer calls: within a minute on two cores")
+    parser = argparse.ArgumentParser(
+        description="Calls of a model's code in sandboxes, against python -c."
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer calls: within a minute on two cores"
+    )
     options = parser.parse_args(arguments)
     with Sandboxes(cores=1, sessions=16, limits=LIMITS, isolation=best_isolation()) as sandboxes:
         started = time.perf_counter()
@@ -126,7 +145,9 @@ def main(arguments: list[str] | None = None) -> int:
         for name, code in CASES.items():
             mib = session_bytes(sandboxes, code) / 2**20
             report(f"live session, {name}", "memory of its own", mib, "MiB")
-        resident = Path(f"/proc/{sandboxes.server_pid}/statm").read_text(encoding="ascii").split()[1]
+        resident = (
+            Path(f"/proc/{sandboxes.server_pid}/statm").read_text(encoding="ascii").split()[1]
+        )
         report("server", "resident", int(resident) * PAGE_BYTES / 2**20, "MiB")
     load, _, _ = os.getloadavg()
     report("machine", "load", load, "processes")

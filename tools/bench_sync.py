@@ -1,17 +1,19 @@
-"""Seconds until the engines have new weights: ours, against gathering every tensor whole and reloading it.
+"""Seconds until the engines have new weights: ours, against gathering every tensor whole and
+reloading it.
 
     python tools/bench_sync.py [--quick]
 
-Two ranks under torchrun, a random Qwen2 (50M parameters with --quick, 300M without), float32, engines of vLLM's CPU
-backend. In the same run, taking turns:
+Two ranks under torchrun, a random Qwen2 (50M parameters with --quick, 300M without), float32,
+engines of vLLM's CPU backend. In the same run, taking turns:
 
 - ours: `rlmath.rollout.weight_sync.weight_sync.WeightTransfer`;
-- "gather and reload": every tensor is gathered whole on every rank (all-gather over tensor ranks, broadcast from its
-  pipeline stage) and handed to vLLM's `reload_weights`, which keeps its part.
+- "gather and reload": every tensor is gathered whole on every rank (all-gather over tensor ranks,
+  broadcast from its pipeline stage) and handed to vLLM's `reload_weights`, which keeps its part.
 
-Both syncs have their matrices packed by vLLM's CPU backend; that time is measured where vLLM spends it, reported apart
-("packing_seconds") and taken off both. Where a layout moves nothing between ranks in either way, the ratio is only for
-the record. Prints figures (tools/figures.py): medians, of the slowest rank.
+Both syncs have their matrices packed by vLLM's CPU backend; that time is measured where vLLM spends
+it, reported apart ("packing_seconds") and taken off both. Where a layout moves nothing between
+ranks in either way, the ratio is only for the record. Prints figures (tools/figures.py): medians,
+of the slowest rank.
 """
 
 from __future__ import annotations
@@ -45,7 +47,13 @@ from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.device import Device, init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank, environment_world_size
-from rlmath.models.megatron import Recompute, build_chunks, start_megatron, stop_megatron, transformer_config
+from rlmath.models.megatron import (
+    Recompute,
+    build_chunks,
+    start_megatron,
+    stop_megatron,
+    transformer_config,
+)
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
@@ -101,7 +109,9 @@ class PackingClock:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.seconds = 0.0
-        methods = {id(m): m for m in (getattr(x, "quant_method", None) for x in model.modules()) if m}
+        methods = {
+            id(m): m for m in (getattr(x, "quant_method", None) for x in model.modules()) if m
+        }
         for method in methods.values():
             method.process_weights_after_loading = self._timed(method.process_weights_after_loading)
 
@@ -142,20 +152,28 @@ def build_policy(shape: ModelShape, mesh: Mesh, device: Device) -> list[torch.nn
 
 @contextmanager
 def laid_out(case: Case, device: Device) -> Iterator[Mesh]:
-    mesh = Mesh(environment_rank(), environment_world_size(), case.tensor, case.pipeline, case.engine_size)
+    mesh = Mesh(
+        environment_rank(), environment_world_size(), case.tensor, case.pipeline, case.engine_size
+    )
     start_megatron(mesh, device, seed=1, timeout_seconds=600.0)
     yield mesh
     stop_megatron()
 
 
-def gather_and_reload(chunks: list[torch.nn.Module], shape: ModelShape, mesh: Mesh, engine: Engine) -> None:
-    """The baseline. A collective must be consumed to its end on every rank, whatever vLLM leaves of it."""
+def gather_and_reload(
+    chunks: list[torch.nn.Module], shape: ModelShape, mesh: Mesh, engine: Engine
+) -> None:
+    """The baseline.
+
+    A collective must be consumed to its end on every rank, whatever vLLM leaves of it."""
     tensors = stream_hf_tensors(chunks, shape, mesh)
     engine._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
     collections.deque(tensors, maxlen=0)
 
 
-def measure(case: Case, shape: ModelShape, engine: Engine, clock: PackingClock, repeats: int) -> None:
+def measure(
+    case: Case, shape: ModelShape, engine: Engine, clock: PackingClock, repeats: int
+) -> None:
     device = open_device("cpu")
     with laid_out(case, device) as mesh:
         chunks = build_policy(shape, mesh, device)
@@ -184,7 +202,9 @@ def measure(case: Case, shape: ModelShape, engine: Engine, clock: PackingClock, 
             tell(case, shape, ours, theirs, sent, sync.lower_bound)
 
 
-def tell(case: Case, shape: ModelShape, ours: Timings, theirs: Timings, sent: int, bound: int) -> None:
+def tell(
+    case: Case, shape: ModelShape, ours: Timings, theirs: Timings, sent: int, bound: int
+) -> None:
     name = f"{case.name}, {sum_parameters(shape) / 1e6:.0f}M"
     mine, other = statistics.median(ours.seconds), statistics.median(theirs.seconds)
     for metric, value, baseline, ratio in (
@@ -233,7 +253,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_folder(Path(folder), "50M" if args.quick else "300M")
         for engine_size in (2, 1):
-            command = [*torchrun(2), __file__, "--rank-of", folder, "--engine-size", str(engine_size)]
+            command = [
+                *torchrun(2),
+                __file__,
+                "--rank-of",
+                folder,
+                "--engine-size",
+                str(engine_size),
+            ]
             command += ["--quick"] if args.quick else []
             subprocess.run(command, env=one_thread(), check=True)
 

@@ -1,10 +1,11 @@
-"""Answers judged per second, against math-verify called one by one in one process on the same cases.
+"""Answers judged per second, against math-verify called one by one in one process on the same
+cases.
 
     python tools/bench_verify.py [--quick] [--benchmarks DIR]
 
-With a folder of public benchmark files (math_500.jsonl, olympiadbench.jsonl, ...) the mixture is their reference
-answers, each as it is, slightly rewritten, and another problem's; without one it is tests/answers/cases.jsonl. Prints
-figures (tools/figures.py), medians.
+With a folder of public benchmark files (math_500.jsonl, olympiadbench.jsonl, ...) the mixture is
+their reference answers, each as it is, slightly rewritten, and another problem's; without one it is
+tests/answers/cases.jsonl. Prints figures (tools/figures.py), medians.
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ class Case:
 
 
 def report(
-    case: str, metric: str, value: float, unit: str, baseline: str | None = None, ratio: float | None = None
+    case: str,
+    metric: str,
+    value: float,
+    unit: str,
+    baseline: str | None = None,
+    ratio: float | None = None,
 ) -> None:
     print_figure("verify", case, metric, value, unit, baseline=baseline, ratio=ratio)
 
@@ -81,7 +87,13 @@ def _gold(name: str, row: dict) -> str | None:
 
 def rewritten(answer: str) -> str:
     """The same answer as another model would write it."""
-    swaps = (("\\frac", "\\dfrac"), ("\\left", ""), ("\\right", ""), ("\\sqrt{", "\\sqrt {"), (" ", "\\,"))
+    swaps = (
+        ("\\frac", "\\dfrac"),
+        ("\\left", ""),
+        ("\\right", ""),
+        ("\\sqrt{", "\\sqrt {"),
+        (" ", "\\,"),
+    )
     for old, new in swaps:
         if old in answer:
             return answer.replace(old, new)
@@ -170,7 +182,14 @@ def bench_classes(cases: Sequence[Case]) -> None:
     for kind in sorted({case.kind for case in cases}):
         chosen = [case for case in cases if case.kind == kind]
         theirs, ours = library_seconds(chosen), pool_seconds(chosen, 1)
-        report(f"class {kind}, 1 worker", "judged", len(chosen) / ours, "answers/s", SERIAL, theirs / ours)
+        report(
+            f"class {kind}, 1 worker",
+            "judged",
+            len(chosen) / ours,
+            "answers/s",
+            SERIAL,
+            theirs / ours,
+        )
 
 
 def bench_hanging(cases: Sequence[Case], size: int, repeats: int) -> None:

@@ -1,4 +1,6 @@
-"""How plain is the text of the code? Counts of what makes a reader stop, by folder.
+"""How plain is the text of the code?
+
+Counts of what makes a reader stop, by folder.
 
     python tools/clarity.py                       # rlmath, megatron_patches, launch, tools and tests
     python tools/clarity.py rlmath/rollout        # one line a folder
@@ -18,8 +20,10 @@ from typing import Any, TypeGuard
 
 FOLDERS = ("rlmath", "megatron_patches", "launch", "tools", "tests")
 FILLERS = frozenset(
-    "again alone found given held here it item kept made mine more now of one ours own same said such that theirs them "
-    "then there these they thing things this those told wanted what when where which who why".split()
+    "again alone found given held here it item kept made mine more now of one ours own same said "
+    "such that theirs them "
+    "then there these they thing things this those told wanted what when where which who "
+    "why".split()
 )
 """Pronouns, fillers and participles that do not say what a local variable holds."""
 FRAGMENTS = ("Of ", "By ", "As ", "For ", "In ", "And ", "Where ", "That of ", "Those of ", "Like ")
@@ -65,7 +69,9 @@ class Clarity:
             elif isinstance(node, ast.Call):
                 self._add_call(node)
             elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-                self.tuple_assignments += any(isinstance(target, ast.Tuple) for target in node.targets)
+                self.tuple_assignments += any(
+                    isinstance(target, ast.Tuple) for target in node.targets
+                )
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self.functions += 1
                 self.undocumented_functions += ast.get_docstring(node) is None
@@ -114,7 +120,8 @@ def is_text(node: ast.AST) -> TypeGuard[Any]:
 
 
 def docstrings_of(node: ast.AST) -> Iterator[str]:
-    """The docstring of a module, class or function, and those below the fields of a class or the names of a module."""
+    """The docstring of a module, class or function, and those below the fields of a class or the
+    names of a module."""
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         docstring = ast.get_docstring(node)
         if docstring:
@@ -156,7 +163,10 @@ def main() -> None:
     folders = parser.parse_args().folders
     missing = [folder for folder in folders if not Path(folder).exists()]
     if missing:
-        sys.exit(f"{', '.join(missing)}: no such file or folder; needed: folders or files below {Path.cwd()}")
+        sys.exit(
+            f"{', '.join(missing)}: no such file or folder; needed: folders or files below "
+            f"{Path.cwd()}"
+        )
     print(table(folders))
 
 

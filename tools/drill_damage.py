@@ -1,7 +1,8 @@
-"""What a drill does to files: the disk under a run, its newest checkpoints, and what stands in its folder.
+"""What a drill does to files: the disk under a run, its newest checkpoints, and what stands in its
+folder.
 
-Every function takes a run and says what it did. Those of the first part work on a run that is there, the others on the
-folder of one that has ended.
+Every function takes a run and says what it did. Those of the first part work on a run that is
+there, the others on the folder of one that has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlmath.checkpoint.directory import PARTIAL, complete_checkpoints
-from rlmath.config.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LOCK_FILE, SAMPLES_FOLDER, SUMMARY_FILE
+from rlmath.config.run_files import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    LOCK_FILE,
+    SAMPLES_FOLDER,
+    SUMMARY_FILE,
+)
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, write_exit_status
 from tools.drill_run import Attempt, wait_for
 
@@ -66,8 +73,10 @@ def wait_for_refusal(attempt: Attempt, shown: int) -> None:
 
 
 def fill_disk(attempt: Attempt, rng: random.Random) -> str:
-    """No byte more fits: from now on, or from the middle of a save on. Where there is no disk of the run's own, no file
-    of its processes may grow beyond FILE_LIMIT_BYTES. A run that continues without saving is then killed."""
+    """No byte more fits: from now on, or from the middle of a save on.
+
+    Where there is no disk of the run's own, no file of its processes may grow beyond
+    FILE_LIMIT_BYTES. A run that continues without saving is then killed."""
     moment = rng.choice(["before a save", "in a save"])
     if moment == "in a save":
         wait_for_save(attempt, rng)
@@ -99,7 +108,9 @@ def free_disk(attempt: Attempt, rng: random.Random) -> str:
 
 
 def use_up_inodes(attempt: Attempt, rng: random.Random) -> str:
-    """No new file can be made until a save has failed for it. Nothing where there is no disk of the run's own."""
+    """No new file can be made until a save has failed for it.
+
+    Nothing where there is no disk of the run's own."""
     disk, shown = attempt.output.parent, attempt.console().count(NOT_SAVED)
     if not os.path.ismount(disk):
         return "no disk of its own, nothing done"
@@ -153,7 +164,9 @@ def _newest(output: Path, number: int = 0) -> Path:
 
 
 def _largest_file(folder: Path) -> Path:
-    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    return max(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
 
 
 def flip_a_bit(attempt: Attempt, rng: random.Random) -> str:
@@ -215,7 +228,8 @@ def remove_samples(attempt: Attempt, rng: random.Random) -> str:
 
 @contextlib.contextmanager
 def own_disk(folder: Path, wanted: bool, kept: Path) -> Iterator[None]:
-    """A disk of its own under the folder, where that is wanted and allowed; at the end its files lie in `kept`."""
+    """A disk of its own under the folder, where that is wanted and allowed; at the end its files
+    lie in `kept`."""
     mounted = wanted and mount_disk(folder)
     try:
         yield

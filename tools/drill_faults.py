@@ -1,22 +1,25 @@
-"""Disturb training runs again and again, start them again, and see whether they end as if nothing had been.
+"""Disturb training runs again and again, start them again, and see whether they end as if nothing
+had been.
 
-    python tools/drill_faults.py --kills 100 --seed 1 --output outputs/drill [--chains tp2 carry ...] [--kinds kill ...]
+    python tools/drill_faults.py --kills 100 --seed 1 --output outputs/drill [--chains tp2 carry
+    ...] [--kinds kill ...]
 
-A tiny random model learns arithmetic on two CPU ranks. In every chain one run is disturbed, and started again by the
-very same command, until all its disturbances are done. Another one, with the same settings and as many steps, is left
-undisturbed. Then
+A tiny random model learns arithmetic on two CPU ranks. In every chain one run is disturbed, and
+started again by the very same command, until all its disturbances are done. Another one, with the
+same settings and as many steps, is left undisturbed. Then
 
-- the metrics of the two, but for times, are the same, row by row and bit by bit, and so are their models' tensors;
-- where completions are carried or groups deferred, most steps of the undisturbed run have left some in flight; where
-  rollbacks are allowed, it has made one;
-- every disturbance ended the run with the right status, in bounded time, and lost at most a few steps, or the run went
-  on by itself;
+- the metrics of the two, but for times, are the same, row by row and bit by bit, and so are their
+  models' tensors;
+- where completions are carried or groups deferred, most steps of the undisturbed run have left some
+  in flight; where rollbacks are allowed, it has made one;
+- every disturbance ended the run with the right status, in bounded time, and lost at most a few
+  steps, or the run went on by itself;
 - no process and no half-written file or folder is left.
 
-Prints a table, one JSON line per disturbance and the time of all; ends with 1 where something was not so. `--quick`:
-six kinds in one chain. The kinds are in tools/drill_kinds.py. One start takes some that the run survives, one that ends
-it, and some between it and the next start. A disk that fills up needs root (a tmpfs is mounted); else file sizes are
-limited.
+Prints a table, one JSON line per disturbance and the time of all; ends with 1 where something was
+not so. `--quick`: six kinds in one chain. The kinds are in tools/drill_kinds.py. One start takes
+some that the run survives, one that ends it, and some between it and the next start. A disk that
+fills up needs root (a tmpfs is mounted); else file sizes are limited.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ END_SECONDS = 120.0
 STEP_SECONDS = 20.0
 """By when a step is made."""
 MOST_LOST = 6
-"""Steps that may be lost: those since the last save, one or two saves more where the newest are damaged."""
+"""Steps that may be lost: those since the last save, one or two saves more where the newest are
+damaged."""
 STEPS_BEFORE = 4
 """A run that is ended has made up to so many steps, where the kind asks for one."""
 STEPS_AFTER = 2
@@ -74,9 +78,11 @@ class Chain:
     tensor: int
     more: tuple[str, ...] = ()
     steps_after: int = STEPS_AFTER
-    """Steps from the last start to the run's end, of which only that start and the undisturbed run know."""
+    """Steps from the last start to the run's end, of which only that start and the undisturbed run
+    know."""
     in_flight: str | None = None
-    """The metric of what a step leaves unfinished: where it is 0, a disturbance tries nothing that "wait" has not."""
+    """The metric of what a step leaves unfinished: where it is 0, a disturbance tries nothing that
+    "wait" has not."""
     goes_back: bool = False
     """The run has rollbacks: without any, a disturbance meets none."""
 
@@ -87,11 +93,12 @@ class Chain:
 
 
 LONG_TAIL = ("rollout.group_size=2", "rollout.max_new_tokens=96", "rollout.slice_tokens=12")
-"""Settings with which most steps leave something in flight: completions of several slices, in small groups, of which
-some are complete after each round."""
+"""Settings with which most steps leave something in flight: completions of several slices, in small
+groups, of which some are complete after each round."""
 
 CHAINS: dict[str, Chain] = {
-    # A random model never answers; what it is cut off at is told apart from the rest, so that it learns.
+    # A random model never answers; what it is cut off at is told apart from the rest, so that it
+    # learns.
     "tp2": Chain("grpo", 2, ("reward.mask_no_eos_with_zero=true",)),
     "tp1": Chain(
         "grpo",
@@ -127,8 +134,8 @@ CHAINS: dict[str, Chain] = {
         STEPS_UNTIL_NOTHING_IS_LEFT,
         "rollout/deferred_groups",
     ),
-    # All that adds a model, a memory of earlier steps or another seed. The rewards of a random model go up and down,
-    # and a small drop is taken for a collapse: it goes back several times.
+    # All that adds a model, a memory of earlier steps or another seed. The rewards of a random
+    # model go up and down, and a small drop is taken for a collapse: it goes back several times.
     "signals": Chain(
         "grpo",
         1,
@@ -170,7 +177,8 @@ class Outcome:
     told: str
     """The run's own last words."""
     end_seconds: float
-    """From the disturbance to the end of the last process, or to the next step of a run that continues."""
+    """From the disturbance to the end of the last process, or to the next step of a run that
+    continues."""
     recovery_seconds: float = float("nan")
     """From the next start to its first new step."""
     lost_steps: int = -1
@@ -233,10 +241,13 @@ class Start:
 
 
 def plan_starts(names: Sequence[str]) -> list[Start]:
-    """The starts that take these disturbances: one for each that ends it, the others shared evenly among them. The last
-    one runs to the end. ValueError where no kind ends a run that has made steps."""
+    """The starts that take these disturbances: one for each that ends it, the others shared evenly
+    among them. The last one runs to the end. ValueError where no kind ends a run that has made
+    steps."""
     chosen = [(name, KINDS[name]) for name in names]
-    starts = [Start(ending=name) for name, kind in chosen if not kind.survives and kind.place == "steps"]
+    starts = [
+        Start(ending=name) for name, kind in chosen if not kind.survives and kind.place == "steps"
+    ]
     exports = [Start(ending=name) for name, kind in chosen if kind.place == "export"]
     hosts = [one for one in starts if KINDS[str(one.ending)].rows]
     guests = [(name, kind) for name, kind in chosen if kind.survives]
@@ -250,8 +261,8 @@ def plan_starts(names: Sequence[str]) -> list[Start]:
 
 
 def assign_kinds(kinds: Sequence[str], count: int, chains: Sequence[str]) -> dict[str, list[str]]:
-    """So many disturbances, the kinds in turn; each for the chain that has the fewest of those that it can happen in,
-    and of this kind."""
+    """So many disturbances, the kinds in turn; each for the chain that has the fewest of those that
+    it can happen in, and of this kind."""
     dealt: dict[str, list[str]] = {chain: [] for chain in chains}
     for number in range(count):
         name = kinds[number % len(kinds)]
@@ -262,7 +273,9 @@ def assign_kinds(kinds: Sequence[str], count: int, chains: Sequence[str]) -> dic
 
 
 def possible(name: str, chain: str) -> bool:
-    if "validation" in name and not any(one.startswith("validation.") for one in CHAINS[chain].more):
+    if "validation" in name and not any(
+        one.startswith("validation.") for one in CHAINS[chain].more
+    ):
         return False
     return CHAINS[chain].program in KINDS[name].programs
 
@@ -273,7 +286,9 @@ def make_base(folder: Path) -> None:
     data = ["-m", "rlmath.cli.make_arithmetic", "--output", f"{folder}/data", *sizes]
     model = ["-m", "rlmath.cli.make_tiny_model", "--output", f"{folder}/base"]
     for command in (data, model):
-        subprocess.run([sys.executable, *command], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, *command], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL
+        )
 
 
 def run_undisturbed(drill: Drill, steps: int) -> Path:
@@ -283,7 +298,9 @@ def run_undisturbed(drill: Drill, steps: int) -> Path:
     attempt.launcher.wait(START_SECONDS + STEP_SECONDS * steps)
     left = attempt.wait_gone(END_SECONDS)
     if attempt.launcher.returncode != 0 or left:
-        raise RuntimeError(f"the undisturbed run failed (left: {left}):\n{attempt.console()[-3000:]}")
+        raise RuntimeError(
+            f"the undisturbed run failed (left: {left}):\n{attempt.console()[-3000:]}"
+        )
     return folder / "run"
 
 
@@ -298,15 +315,20 @@ class Disturbed:
         self.steps = ENDLESS
 
     def run(self, names: Sequence[str]) -> None:
-        """Disturb it to its end. Stops early where a start ends before it is disturbed."""
+        """Disturb it to its end.
+
+        Stops early where a start ends before it is disturbed."""
         for one in plan_starts(names):
-            if self.steps == ENDLESS and (one.ending is None or KINDS[one.ending].place == "export"):
+            if self.steps == ENDLESS and (
+                one.ending is None or KINDS[one.ending].place == "export"
+            ):
                 self.steps = self._steps_reached() + self.drill.chain.steps_after
             if not self._one_start(one):
                 return
 
     def _steps_reached(self) -> int:
-        """The last step of any start: a rollback's steps are made by an undisturbed run only if it gets there."""
+        """The last step of any start: a rollback's steps are made by an undisturbed run only if it
+        gets there."""
         diverged = [one.diverged_step for one in read_rollbacks(self.folder / "run")]
         return max([self._steps_done(), *diverged])
 
@@ -353,7 +375,9 @@ class Disturbed:
         seconds = time.monotonic() - begun
         attempt.rows_or_end(count + STEPS_AFTER, START_SECONDS)
         step = self._steps_done()
-        self.outcomes.append(Outcome(self.drill.name, name, step, done, None, "", seconds, seconds, 0))
+        self.outcomes.append(
+            Outcome(self.drill.name, name, step, done, None, "", seconds, seconds, 0)
+        )
         tell(self.outcomes[-1])
         return self._still_there(attempt, name)
 
@@ -383,10 +407,14 @@ class Disturbed:
             self._note_recovery(attempt.new_rows(), before, float("nan"))
         if kind.spoil:
             done = f"{done}; {kind.spoil(attempt, self.rng)}"
-        self.outcomes.append(Outcome(self.drill.name, name, step, done, said.status, said.message, took))
+        self.outcomes.append(
+            Outcome(self.drill.name, name, step, done, said.status, said.message, took)
+        )
         self.problems += [f"{name}: a process was left: {one}" for one in left]
         if said.status not in kind.statuses:
-            self.problems.append(f"{name}: status {said.status}, needed {kind.statuses}: {said.message}")
+            self.problems.append(
+                f"{name}: status {said.status}, needed {kind.statuses}: {said.message}"
+            )
         if kind.place == "export":
             self.outcomes[-1].lost_steps = 0  # that nothing is lost is seen at the end
         tell(self.outcomes[-1])
@@ -395,13 +423,15 @@ class Disturbed:
     def _between(self, attempt: Attempt, names: Sequence[str]) -> bool:
         for name in names:
             done = KINDS[name].disturb(attempt, self.rng)
-            self.outcomes.append(Outcome(self.drill.name, name, self._steps_done(), done, None, "", 0.0))
+            self.outcomes.append(
+                Outcome(self.drill.name, name, self._steps_done(), done, None, "", 0.0)
+            )
             tell(self.outcomes[-1])
         return True
 
     def _note_recovery(self, rows: list[dict[str, float]], before: int, seconds: float) -> None:
-        """A start's first new step ends the recoveries that were open; several, where one was disturbed while it
-        began."""
+        """A start's first new step ends the recoveries that were open; several, where one was
+        disturbed while it began."""
         for outcome in self.outcomes:
             if outcome.lost_steps < 0 and rows:
                 outcome.recovery_seconds = seconds
@@ -427,11 +457,13 @@ def lost_too_much(outcomes: list[Outcome]) -> list[str]:
     for one in outcomes:
         most = 0 if one.status == SAVED_AND_STOPPED else MOST_LOST
         if not 0 <= one.lost_steps <= most:
-            found.append(f"{one.kind} at step {one.step}: {one.lost_steps} steps lost, at most {most} may be")
+            found.append(
+                f"{one.kind} at step {one.step}: {one.lost_steps} steps lost, at most {most} may be"
+            )
     return found
 
 
-# ---------------------------------------------------------------- what the two runs must have in common
+# ------------------------------------------------------------ what the two runs must have in common
 
 
 def run_differences(undisturbed: Path, disturbed: Path) -> list[str]:
@@ -439,21 +471,27 @@ def run_differences(undisturbed: Path, disturbed: Path) -> list[str]:
     rows = [[json.loads(line) for line in metric_lines(run)] for run in (undisturbed, disturbed)]
     found = differences(*rows)
     validations = [
-        [json.loads(line) for line in metric_lines(run, VALIDATION_FILE)] for run in (undisturbed, disturbed)
+        [json.loads(line) for line in metric_lines(run, VALIDATION_FILE)]
+        for run in (undisturbed, disturbed)
     ]
     found += [f"{VALIDATION_FILE}: {one}" for one in row_differences(*validations)]
     return found + model_differences(undisturbed / EXPORT_FOLDER, disturbed / EXPORT_FOLDER)
 
 
-def differences(undisturbed: list[dict[str, float]], disturbed: list[dict[str, float]]) -> list[str]:
+def differences(
+    undisturbed: list[dict[str, float]], disturbed: list[dict[str, float]]
+) -> list[str]:
     """As `row_differences`, of metrics; nothing can be said where nothing was learned."""
     if not any(row.get("train/grad_norm", 0.0) > 0 for row in undisturbed):
         return ["nothing was learned in the undisturbed run: equal metrics would say nothing"]
     return row_differences(undisturbed, disturbed)
 
 
-def row_differences(undisturbed: list[dict[str, float]], disturbed: list[dict[str, float]]) -> list[str]:
-    """The first numbers that are not the same, bit by bit, and steps that are missing or there twice."""
+def row_differences(
+    undisturbed: list[dict[str, float]], disturbed: list[dict[str, float]]
+) -> list[str]:
+    """The first numbers that are not the same, bit by bit, and steps that are missing or there
+    twice."""
     steps = [[int(row["step"]) for row in rows] for rows in (undisturbed, disturbed)]
     if steps[0] != steps[1]:
         return [f"the steps are {steps[1]}, of the undisturbed run {steps[0]}"]
@@ -471,26 +509,33 @@ def row_differences(undisturbed: list[dict[str, float]], disturbed: list[dict[st
 
 
 def unfinished_problems(metric: str, undisturbed: list[dict[str, float]]) -> list[str]:
-    """What is wrong where a run leaves nothing in flight, by this metric, after half of its steps or more. Its last
-    step does not count: it always leaves nothing."""
+    """What is wrong where a run leaves nothing in flight, by this metric, after half of its steps
+    or more. Its last step does not count: it always leaves nothing."""
     steps = undisturbed[:-1]
     left = sum(row.get(metric, 0.0) > 0 for row in steps)
     if 2 * left > len(steps):
         return []
     return [
-        f"{metric} is above 0 after {left} of the undisturbed run's first {len(steps)} steps, and more than half are "
-        "needed: too few disturbances meet anything in flight. In LONG_TAIL raise rollout.max_new_tokens, or lower "
+        f"{metric} is above 0 after {left} of the undisturbed run's first {len(steps)} steps, and "
+        "more than half are "
+        "needed: too few disturbances meet anything in flight. In LONG_TAIL raise "
+        "rollout.max_new_tokens, or lower "
         "rollout.slice_tokens or rollout.group_size"
     ]
 
 
 def model_differences(undisturbed: Path, disturbed: Path) -> list[str]:
-    """Tensors of two Hugging Face folders that are not the same, bit by bit; one that is missing differs."""
+    """Tensors of two Hugging Face folders that are not the same, bit by bit; one that is missing
+    differs."""
     import torch
     from safetensors.torch import load_file
 
     tensors = [
-        {name: one for path in sorted(model.glob("*.safetensors")) for name, one in load_file(path).items()}
+        {
+            name: one
+            for path in sorted(model.glob("*.safetensors"))
+            for name, one in load_file(path).items()
+        }
         for model in (undisturbed, disturbed)
     ]
     if not tensors[0]:
@@ -506,7 +551,9 @@ def model_differences(undisturbed: Path, disturbed: Path) -> list[str]:
 
     names = sorted(tensors[0].keys() | tensors[1].keys())
     return [
-        f"the tensor {name} differs" for name in names if bits(tensors[0], name) != bits(tensors[1], name)
+        f"the tensor {name} differs"
+        for name in names
+        if bits(tensors[0], name) != bits(tensors[1], name)
     ][:5]
 
 
@@ -524,7 +571,8 @@ def tell(outcome: Outcome) -> None:
 
 def print_table(outcomes: list[Outcome], seconds: float) -> None:
     print(
-        f"\n{'chain':6} {'kind':18} {'step':>4} {'status':>7} {'end s':>6} {'recovery s':>10} {'steps lost':>10}"
+        f"\n{'chain':6} {'kind':18} {'step':>4} {'status':>7} {'end s':>6} {'recovery s':>10} "
+        f"{'steps lost':>10}"
     )
     for one in outcomes:
         status = "continues" if one.status is None else one.status
@@ -536,10 +584,14 @@ def print_table(outcomes: list[Outcome], seconds: float) -> None:
         print(json.dumps({"drill": "faults", **asdict(one)}))
     each = seconds / max(1, len(outcomes))
     kinds = len({one.kind for one in outcomes})
-    print(f"\n{len(outcomes)} disturbances of {kinds} kinds took {seconds:.0f} s, {each:.1f} s each")
+    print(
+        f"\n{len(outcomes)} disturbances of {kinds} kinds took {seconds:.0f} s, {each:.1f} s each"
+    )
 
 
-def run_chain(drill: Drill, names: list[str], rng: random.Random) -> tuple[list[Outcome], list[str]]:
+def run_chain(
+    drill: Drill, names: list[str], rng: random.Random
+) -> tuple[list[Outcome], list[str]]:
     """Both runs of a chain."""
     drill.output.mkdir(parents=True)
     disturbed = Disturbed(drill, rng)
@@ -553,7 +605,9 @@ def run_chain(drill: Drill, names: list[str], rng: random.Random) -> tuple[list[
                 rows = [json.loads(line) for line in metric_lines(undisturbed)]
                 problems += unfinished_problems(drill.chain.in_flight, rows)
             if drill.chain.goes_back and not read_rollbacks(undisturbed):
-                problems.append("the undisturbed run made no rollback: raise --kills, so that it is longer")
+                problems.append(
+                    "the undisturbed run made no rollback: raise --kills, so that it is longer"
+                )
             problems += run_differences(undisturbed, disturbed.folder / "run") + lost_too_much(
                 disturbed.outcomes
             )
@@ -561,7 +615,9 @@ def run_chain(drill: Drill, names: list[str], rng: random.Random) -> tuple[list[
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Disturb training runs and see whether they recover.")
+    parser = argparse.ArgumentParser(
+        description="Disturb training runs and see whether they recover."
+    )
     parser.add_argument("--output", type=Path, default=Path("outputs/drill"), help="a new folder")
     parser.add_argument("--kills", type=int, help="disturbances in all; default: one of each kind")
     parser.add_argument("--ranks", type=int, default=2)
@@ -578,7 +634,9 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.kinds, arguments.kills, arguments.chains = list(QUICK), len(QUICK), ["tp2"]
-    can_happen = [name for name in KINDS if any(possible(name, chain) for chain in arguments.chains)]
+    can_happen = [
+        name for name in KINDS if any(possible(name, chain) for chain in arguments.chains)
+    ]
     arguments.kinds = arguments.kinds or can_happen
     arguments.kills = arguments.kills or len(arguments.kinds)
     for name in arguments.kinds:
@@ -591,7 +649,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    output, rng, started = arguments.output.resolve(), random.Random(arguments.seed), time.monotonic()
+    output, rng, started = (
+        arguments.output.resolve(),
+        random.Random(arguments.seed),
+        time.monotonic(),
+    )
     output.mkdir(parents=True)
     make_base(output)
     outcomes: list[Outcome] = []

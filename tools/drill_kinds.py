@@ -1,4 +1,5 @@
-"""What a drill does to a run: each kind is a moment, and what is done then to its processes, its disk or its files."""
+"""What a drill does to a run: each kind is a moment, and what is done then to its processes, its
+disk or its files."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Kind:
     settings: tuple[str, ...] = ()
     """Of the start that is disturbed."""
     place: Literal["steps", "export", "folder"] = "steps"
-    """"export": while the model is written after the last step. "folder": between two starts, beside another kind."""
+    """"export": while the model is written after the last step. "folder": between two starts,
+    beside another kind."""
 
     @property
     def survives(self) -> bool:
@@ -62,7 +64,8 @@ class Kind:
 
 
 def reward(completion: str, solutions: Sequence[str], row: Mapping[str, object]) -> float:
-    """A reward function that a random model gets something from, and never learns: no answer does not end contrast."""
+    """A reward function that a random model gets something from, and never learns: no answer does
+    not end contrast."""
     return float(sum(completion.encode()) % 5)
 
 
@@ -89,7 +92,9 @@ def while_starting(attempt: Attempt, rng: random.Random) -> None:
 def _wait_for_claim(attempt: Attempt) -> None:
     """What an earlier start has left unfinished is gone by then."""
     title = "Settings that are not at their defaults"
-    wait_for(lambda: attempt.ended or title in attempt.console(), 300.0, "the settings on the console")
+    wait_for(
+        lambda: attempt.ended or title in attempt.console(), 300.0, "the settings on the console"
+    )
 
 
 def while_loading(attempt: Attempt, rng: random.Random) -> None:
@@ -102,7 +107,9 @@ def with_checkpoints(attempt: Attempt, rng: random.Random) -> None:
     """Some time after three of them are complete: two may be damaged."""
     folder = attempt.output / CHECKPOINTS_FOLDER
     wait_for(
-        lambda: attempt.ended or len(complete_checkpoints(folder)[0]) >= 3, SAVE_SECONDS, "3 checkpoints"
+        lambda: attempt.ended or len(complete_checkpoints(folder)[0]) >= 3,
+        SAVE_SECONDS,
+        "3 checkpoints",
     )
     any_time(attempt, rng)
 
@@ -114,7 +121,12 @@ def in_save(attempt: Attempt, rng: random.Random) -> None:
 
 def in_phase(phase: str) -> Moment:
     """While the next step is in that phase: rows say how long phases take, and when a step ends."""
-    before = {"sync": (), "validation": ("sync",), "rollout": ("sync",), "update": ("sync", "rollout")}[phase]
+    before = {
+        "sync": (),
+        "validation": ("sync",),
+        "rollout": ("sync",),
+        "update": ("sync", "rollout"),
+    }[phase]
 
     def moment(attempt: Attempt, rng: random.Random) -> None:
         count, last = len(attempt.new_rows()), int(attempt.new_rows()[-1]["step"])
@@ -224,11 +236,14 @@ def _those_with(attempt: Attempt, word: str) -> list[psutil.Process]:
 
 
 def kill_reward_workers() -> Disturbance:
-    """The workers that score answers, of one rank; ranks stand still meanwhile, so that no answer is being scored."""
+    """The workers that score answers, of one rank; ranks stand still meanwhile, so that no answer
+    is being scored."""
 
     def disturb(attempt: Attempt, rng: random.Random) -> str:
         servers = [
-            one for one in _those_with(attempt, "workers.fork_server") if one.parent() in attempt.ranks()
+            one
+            for one in _those_with(attempt, "workers.fork_server")
+            if one.parent() in attempt.ranks()
         ]
         server = rng.choice(servers)
         name = rank_name(server)
@@ -294,7 +309,9 @@ KINDS: dict[str, Kind] = {
         any_time, stop_for_too_long, settings=(f"run.heartbeat_timeout_seconds={SILENCE_SECONDS}",)
     ),
     "sigterm": Kind(any_time, signal_launcher(signal.SIGTERM), _STOPS),
-    "sigterm-start": Kind(while_starting, signal_launcher(signal.SIGTERM), (*_STOPS, FAILURE), rows=0),
+    "sigterm-start": Kind(
+        while_starting, signal_launcher(signal.SIGTERM), (*_STOPS, FAILURE), rows=0
+    ),
     "sigterm-save": Kind(in_save, signal_launcher(signal.SIGTERM), _STOPS),
     "sigterm-validation": Kind(
         in_phase("validation"), signal_launcher(signal.SIGTERM), _STOPS, programs=_GRPO

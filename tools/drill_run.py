@@ -24,7 +24,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 _MARK = "RLMATH_DRILL"
 LOOK_SECONDS = 0.01
 """How often files are looked for; phases of a tiny run take tens of milliseconds."""
-STOP_OPTIONS = ("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--shutdown-timeout=315")
+STOP_OPTIONS = (
+    "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    "--shutdown-timeout=315",
+)
 """So torchrun passes SIGUSR1 on and leaves its ranks the time to save."""
 
 
@@ -66,7 +69,9 @@ class Attempt:
     def rows_or_end(self, count: int, seconds: float) -> list[dict[str, float]]:
         """Its rows, as soon as there are so many, or it has ended."""
         wait_for(
-            lambda: self.ended or len(self._new_lines()) >= count, seconds, f"row {count} of {self.output}"
+            lambda: self.ended or len(self._new_lines()) >= count,
+            seconds,
+            f"row {count} of {self.output}",
         )
         return self.new_rows()
 
@@ -78,7 +83,10 @@ class Attempt:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(_MARK) == self.mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
@@ -100,10 +108,13 @@ class Attempt:
         return name
 
     def wait_gone(self, seconds: float) -> list[str]:
-        """Wait for the end of all its processes; the commands of those that are still there, which are killed."""
+        """Wait for the end of all its processes; the commands of those that are still there, which
+        are killed."""
         try:
             self.launcher.wait(seconds)
-            wait_for(lambda: not self.processes(), seconds, "the end of its processes", look_seconds=0.2)
+            wait_for(
+                lambda: not self.processes(), seconds, "the end of its processes", look_seconds=0.2
+            )
         except (subprocess.TimeoutExpired, TimeoutError):
             pass
         left = self.processes()
@@ -121,21 +132,32 @@ def rank_name(process: psutil.Process) -> str:
 
 
 def metric_lines(output: Path, name: str = METRICS_FILE) -> list[str]:
-    """The whole lines of a run's metrics, or of another file of them; an unfinished last one is left out."""
+    """The whole lines of a run's metrics, or of another file of them; an unfinished last one is
+    left out."""
     path = output / name
     return path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
 
 
-def start(program: list[str], ranks: int, overrides: list[str], output: Path, console: Path) -> Attempt:
+def start(
+    program: list[str], ranks: int, overrides: list[str], output: Path, console: Path
+) -> Attempt:
     """Start a training program, with its `--config`, under torchrun; returns at once."""
     mark = uuid.uuid4().hex
     environment = os.environ | {
         _MARK: mark,
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        ),
     }
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *STOP_OPTIONS]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        *STOP_OPTIONS,
+    ]
     before = frozenset(metric_lines(output))
     with console.open("ab") as stream:
         process = subprocess.Popen(

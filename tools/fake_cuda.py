@@ -1,10 +1,13 @@
-"""A rank of a GPU run on fake tensors: process groups, byte counts, and stand-ins for Transformer Engine's modules.
+"""A rank of a GPU run on fake tensors: process groups, byte counts, and stand-ins for Transformer
+Engine's modules.
 
-Fake tensors have shapes and formats, and no memory; torch's fake process groups answer every collective at once. What
-depends on values gets a fixed answer (`answer_for_values`): a number is 1, a condition False.
+Fake tensors have shapes and formats, and no memory; torch's fake process groups answer every
+collective at once. What depends on values gets a fixed answer (`answer_for_values`): a number is 1,
+a condition False.
 
-Transformer Engine cannot be imported without CUDA. Its modules are replaced by functions that save for the backward
-pass what its modules save, as its sources say (transformer-engine 2.20.2, transformer_engine/pytorch):
+Transformer Engine cannot be imported without CUDA. Its modules are replaced by functions that save
+for the backward pass what its modules save, as its sources say (transformer-engine 2.20.2,
+transformer_engine/pytorch):
 
     TELayerNormColumnParallelLinear   module/layernorm_linear.py:526: its input, the norm's weight, what the norm
                                       returns before it is gathered (again in the backward pass), 1/rms, the weight
@@ -15,7 +18,8 @@ pass what its modules save, as its sources say (transformer-engine 2.20.2, trans
     TE...ParallelGroupedLinear        module/grouped_linear.py: its input, if they learn, and the weights
     fused rotation                    attention/rope.py:152: nothing of a token's
 
-So a count checks what the plan makes of that reading, and everything else against the real Megatron.
+So a count checks what the plan makes of that reading, and everything else against the real
+Megatron.
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ from rlmath.models.kernels import KERNEL_DEVICES
 
 
 def join_fake_group(rank: int, ranks: int, ranks_per_node: int = 8) -> None:
-    """This process is `rank` of so many that do not exist; all groups that are made afterwards are fake, too."""
+    """This process is `rank` of so many that do not exist; all groups that are made afterwards are
+    fake, too."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -60,7 +65,9 @@ def join_fake_group(rank: int, ranks: int, ranks_per_node: int = 8) -> None:
     def new_group(
         ranks: Any = None, timeout: Any = None, backend: Any = None, *more: Any, **named: Any
     ) -> Any:
-        return real(ranks, timeout, "fake", None, **{k: v for k, v in named.items() if k == "group_desc"})
+        return real(
+            ranks, timeout, "fake", None, **{k: v for k, v in named.items() if k == "group_desc"}
+        )
 
     def all_gather_object(found: list[Any], mine: Any, group: Any = None) -> None:
         found[:] = [mine] * len(found)
@@ -82,7 +89,8 @@ class _Done:
 
 
 def answer_for_values() -> None:
-    """From now on fake tensors have the values 1, 1.0 and False; none of their elements is found to differ from 0."""
+    """From now on fake tensors have the values 1, 1.0 and False; none of their elements is found to
+    differ from 0."""
 
     def listed(tensor: Tensor, size: tuple[int, ...]) -> Any:
         return [listed(tensor, size[1:]) for _ in range(size[0])] if size else one(tensor)
@@ -117,7 +125,8 @@ def _for_fake(real: Callable[..., Any], answer: Callable[[Tensor], Any]) -> Call
 
 
 class FakeBytes(TorchDispatchMode):
-    """Bytes of the storages of fake tensors that are made while it is on: those alive now, and the most at any time."""
+    """Bytes of the storages of fake tensors that are made while it is on: those alive now, and the
+    most at any time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,8 +177,8 @@ _OPERATIONS = {
 
 
 class Sent(TorchDispatchMode):
-    """Collectives while it is on, and messages between stages that are told: how many and how many bytes this rank
-    sends, by (group, operation)."""
+    """Collectives while it is on, and messages between stages that are told: how many and how many
+    bytes this rank sends, by (group, operation)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,8 +192,12 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _meet(self, operation: str, args: Any) -> None:
-        group = next(dist.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
-        sizes = [sum(one.nbytes for one in tree_iter(arg) if isinstance(one, Tensor)) for arg in args]
+        group = next(
+            dist.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject)
+        )
+        sizes = [
+            sum(one.nbytes for one in tree_iter(arg) if isinstance(one, Tensor)) for arg in args
+        ]
         whole = max(sizes)  # what is gathered, or not yet scattered
         share = whole * (group.size() - 1) // group.size()
         self.tell(
@@ -230,7 +243,13 @@ class _NormLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sequence: bool
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Any,
+        sequence: bool,
     ) -> Tensor:
         normed, rms = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(x, scale, weight, normed, rms)
@@ -273,8 +292,8 @@ dummy_gradients: dict[tuple[int, ...], Tensor] = {}
 
 
 def dummy_gradient(size: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
-    """As Transformer Engine's `get_dummy_wgrad`: what autograd gets where the gradient went to its buffer, one tensor
-    for each shape, that stays."""
+    """As Transformer Engine's `get_dummy_wgrad`: what autograd gets where the gradient went to its
+    buffer, one tensor for each shape, that stays."""
     size = tuple(size)
     if size not in dummy_gradients:
         dummy_gradients[size] = torch.empty(size, dtype=dtype)
@@ -289,7 +308,8 @@ def fused_kernels() -> SimpleNamespace:
 
 
 def triton_without_kernels() -> None:
-    """What imports Triton from here on, for fake tensors, allocates as it does, and its kernels do nothing."""
+    """What imports Triton from here on, for fake tensors, allocates as it does, and its kernels do
+    nothing."""
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     triton.__spec__ = ModuleSpec("triton", None)
     triton.jit = lambda kernel: defaultdict(lambda: lambda *given, **named: None)
@@ -309,7 +329,9 @@ def _weight_gradient(weight: Tensor) -> Tensor:
 class NormLinear(torch.nn.Module):
     """For TELayerNormColumnParallelLinear."""
 
-    def __init__(self, inputs: int, outputs: int, *, config: Any, bias: bool = False, **unused: Any) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, *, config: Any, bias: bool = False, **unused: Any
+    ) -> None:
         super().__init__()
         tensor = config.tensor_model_parallel_size
         self.layer_norm_weight = _parameter(config, inputs)
@@ -344,7 +366,9 @@ class _ColumnLinear(Function):
 class ColumnLinear(torch.nn.Module):
     """For TEColumnParallelLinear."""
 
-    def __init__(self, inputs: int, outputs: int, *, config: Any, bias: bool = False, **unused: Any) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, *, config: Any, bias: bool = False, **unused: Any
+    ) -> None:
         super().__init__()
         tensor = config.tensor_model_parallel_size
         self.weight = _parameter(config, outputs // tensor, inputs)
@@ -381,7 +405,9 @@ class RowLinear(torch.nn.Module):
         self.sequence = config.sequence_parallel
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return _RowLinear.apply(x, self.weight, get_tensor_model_parallel_group(), self.sequence), None
+        return _RowLinear.apply(
+            x, self.weight, get_tensor_model_parallel_group(), self.sequence
+        ), None
 
 
 class _GroupedLinear(Function):
@@ -395,7 +421,9 @@ class _GroupedLinear(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         _, *weights = ctx.saved_tensors
         learn = ctx.needs_input_grad[1]
-        return grad.new_empty(ctx.size), *(_weight_gradient(weight) if learn else None for weight in weights)
+        return grad.new_empty(ctx.size), *(
+            _weight_gradient(weight) if learn else None for weight in weights
+        )
 
 
 class _GroupedLinearModule(torch.nn.Module):
@@ -405,7 +433,9 @@ class _GroupedLinearModule(torch.nn.Module):
         super().__init__()
         for number in range(experts):
             weight = _parameter(config, outputs, inputs)
-            weight.allreduce = config.expert_model_parallel_size == 1  # False: Megatron's mark of an expert's
+            weight.allreduce = (
+                config.expert_model_parallel_size == 1
+            )  # False: Megatron's mark of an expert's
             setattr(self, f"weight{number}", weight)
 
     def forward(self, x: Tensor, tokens_per_expert: Any) -> tuple[Tensor, None]:
@@ -415,14 +445,18 @@ class _GroupedLinearModule(torch.nn.Module):
 class ColumnGroupedLinear(_GroupedLinearModule):
     """For TEColumnParallelGroupedLinear."""
 
-    def __init__(self, experts: int, inputs: int, outputs: int, *, config: Any, **unused: Any) -> None:
+    def __init__(
+        self, experts: int, inputs: int, outputs: int, *, config: Any, **unused: Any
+    ) -> None:
         super().__init__(experts, inputs, outputs // config.expert_tensor_parallel_size, config)
 
 
 class RowGroupedLinear(_GroupedLinearModule):
     """For TERowParallelGroupedLinear."""
 
-    def __init__(self, experts: int, inputs: int, outputs: int, *, config: Any, **unused: Any) -> None:
+    def __init__(
+        self, experts: int, inputs: int, outputs: int, *, config: Any, **unused: Any
+    ) -> None:
         super().__init__(experts, inputs // config.expert_tensor_parallel_size, outputs, config)
 
 
@@ -454,7 +488,9 @@ class _Attention(Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:2], dtype=torch.float32))
+        ctx.save_for_backward(
+            query, key, value, out, query.new_empty(query.shape[:2], dtype=torch.float32)
+        )
         return out
 
     @staticmethod
@@ -469,7 +505,9 @@ class Attention(torch.nn.Module):
     def __init__(self, *unused: Any, **more: Any) -> None:
         super().__init__()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **unused: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **unused: Any
+    ) -> Tensor:
         return _Attention.apply(query, key, value).flatten(1)
 
 

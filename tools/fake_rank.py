@@ -1,16 +1,18 @@
-"""What a rank of a GPU run holds, counted without one: the real Megatron-Core on fake tensors, beside the memory plan.
+"""What a rank of a GPU run holds, counted without one: the real Megatron-Core on fake tensors,
+beside the memory plan.
 
 python tools/fake_rank.py --config configs/areal/32b_n16.yaml --ranks 128 --rank 96 [--json]
 
-The rank's actor and reference are built in one process, whatever the number of ranks, and it computes log-probs, those
-of the reference, and a minibatch through the pipeline's schedule with its optimizer step; offloads what the settings
-say ("generate"); and plans a weight sync into engines that live in the same ranks. Every line has a phase, a part of
-it, what the plan says and what was counted (GiB): first memory, then what a group of ranks exchanges, by operation with
-how many there were. Transformer Engine's layers are stand-ins (tools/fake_cuda.py); with policy.transformer_impl=local
-all layers are real. Of the model only config.json is read.
+The rank's actor and reference are built in one process, whatever the number of ranks, and it
+computes log-probs, those of the reference, and a minibatch through the pipeline's schedule with its
+optimizer step; offloads what the settings say ("generate"); and plans a weight sync into engines
+that live in the same ranks. Every line has a phase, a part of it, what the plan says and what was
+counted (GiB): first memory, then what a group of ranks exchanges, by operation with how many there
+were. Transformer Engine's layers are stand-ins (tools/fake_cuda.py); with
+policy.transformer_impl=local all layers are real. Of the model only config.json is read.
 
-It exits with 1 where a phase holds more or less than the plan by more than --tolerance, and with 2 for a mistake in the
-settings.
+It exits with 1 where a phase holds more or less than the plan by more than --tolerance, and with 2
+for a mistake in the settings.
 """
 
 from __future__ import annotations
@@ -80,11 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     escape_terminal()
     parser = make_parser("Count what a rank of a GPU run holds, on fake tensors.")
     parser.add_argument(
-        "--ranks", type=int, help="ranks of the run; without it those of parallel.data, else the least"
+        "--ranks",
+        type=int,
+        help="ranks of the run; without it those of parallel.data, else the least",
     )
     parser.add_argument("--rank", type=int, default=0, help="the rank that is counted (default 0)")
-    parser.add_argument("--tolerance", type=float, default=0.02, help="of a phase's sum (default 0.02)")
-    parser.add_argument("--json", action="store_true", help="one JSON object for each line, in bytes")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.02, help="of a phase's sum (default 0.02)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object for each line, in bytes"
+    )
     given = parser.parse_intermixed_args(argv)
     try:
         config = load_config(given.config, given.overrides, stand_ins=NOT_NEEDED)
@@ -92,7 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         shape = checked_shape(config, ranks)
         trainers = training_ranks(config, ranks)
         if not 0 <= given.rank < trainers:
-            raise ValueError(f"--rank is {given.rank}; needed: 0 to {trainers - 1}, a rank that trains")
+            raise ValueError(
+                f"--rank is {given.rank}; needed: 0 to {trainers - 1}, a rank that trains"
+            )
         config = with_longest_lengths(config)
         mesh = mesh_of(config, ranks, given.rank)
     except ValueError as error:
@@ -108,7 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(asdict(row)) if given.json else line(row))
     sums = [(row.planned, row.counted) for row in rows if row.part == "all"]
     return (
-        DIFFERS if any(abs(counted - planned) > given.tolerance * planned for planned, counted in sums) else 0
+        DIFFERS
+        if any(abs(counted - planned) > given.tolerance * planned for planned, counted in sums)
+        else 0
     )
 
 
@@ -116,14 +128,18 @@ def line(row: Row) -> str:
     """Of a terminal."""
     planned = f"{row.planned / GIB:>9.3f}" if row.planned is not None else f"{row.messages:>8}x"
     difference = f"{(row.counted - row.planned) / row.planned:>+8.1%}" if row.planned else ""
-    return f"{row.phase:<9} {row.part:<34} {planned} {row.counted / GIB:>9.3f} {difference}".rstrip()
+    return (
+        f"{row.phase:<9} {row.part:<34} {planned} {row.counted / GIB:>9.3f} {difference}".rstrip()
+    )
 
 
 def compare(plan: MemoryPlan, counted: dict[str, dict[str, int]]) -> list[Row]:
     """By phase: parts that stay, what the pass takes beside, and all."""
     rows = []
     for phase, parts in counted.items():
-        planned = {part: size for part, size in plan.phases[phase].items() if part not in ENGINE_PARTS}
+        planned = {
+            part: size for part, size in plan.phases[phase].items() if part not in ENGINE_PARTS
+        }
         planned["pass"] = sum(planned.pop(part, 0) for part in PARTS_OF_A_PASS)
         rows += [Row(phase, part, planned.get(part, 0), size) for part, size in parts.items()]
         rows.append(Row(phase, "all", sum(planned.values()), sum(parts.values())))
@@ -142,8 +158,8 @@ def rows_of_sent(counted: dict[str, dict[tuple[str, str], list[int]]]) -> list[R
 def compare_sync(
     config: Config, shape: ModelShape, mesh: Mesh, target: Target, plan: MemoryPlan
 ) -> list[Row]:
-    """A weight sync: the rank's buckets, of which the plan has the most that any rank may need; and what ranks receive
-    from others, the mean over those that exchange with this one."""
+    """A weight sync: the rank's buckets, of which the plan has the most that any rank may need; and
+    what ranks receive from others, the mean over those that exchange with this one."""
     layout = training_layout(shape.num_layers, mesh, config.parallel)
     bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
     ranks_per_node = min(mesh.world_size, RANKS_PER_NODE)
@@ -154,8 +170,19 @@ def compare_sync(
         for ways in ([one.sends for one in rounds], [one.receives for one in rounds])
     ]
     return [
-        Row("sync", "buckets", plan.phases["sync"].get("sync_buffers", 0), 2 * sum(most) * target.itemsize),
-        Row("sync", "received, mean", None, sum(map(sync.bytes_received, ranks)) // len(ranks), len(rounds)),
+        Row(
+            "sync",
+            "buckets",
+            plan.phases["sync"].get("sync_buffers", 0),
+            2 * sum(most) * target.itemsize,
+        ),
+        Row(
+            "sync",
+            "received, mean",
+            None,
+            sum(map(sync.bytes_received, ranks)) // len(ranks),
+            len(rounds),
+        ),
     ]
 
 
@@ -165,8 +192,8 @@ def compare_sync(
 def count(
     config: Config, shape: ModelShape, mesh: Mesh, local_layers: bool
 ) -> tuple[dict[str, dict[str, int]], dict[str, dict[tuple[str, str], list[int]]]]:
-    """What the rank holds by phase and part (bytes), and what it sends by phase, group and operation: (number,
-    bytes)."""
+    """What the rank holds by phase and part (bytes), and what it sends by phase, group and
+    operation: (number, bytes)."""
     fake_cuda.join_fake_group(mesh.rank, mesh.world_size)
     head_dtype = torch.float32 if config.policy.head_dtype else None
     device = Device("cuda", torch.device("cpu"), "fake", torch.bfloat16, local_layers, head_dtype)
@@ -214,7 +241,9 @@ def count(
 
 
 def group_names() -> dict[str, str]:
-    """What Megatron's groups are for, by their names. Groups of one rank send nothing."""
+    """What Megatron's groups are for, by their names.
+
+    Groups of one rank send nothing."""
     from megatron.core import parallel_state as groups
 
     found = {
@@ -227,17 +256,25 @@ def group_names() -> dict[str, str]:
         "expert_data": groups.get_expert_data_parallel_group(),
         "data": groups.get_data_parallel_group(with_context_parallel=True),
     }
-    return {group.group_name: name for name, group in found.items() if isinstance(group, dist.ProcessGroup)}
+    return {
+        group.group_name: name
+        for name, group in found.items()
+        if isinstance(group, dist.ProcessGroup)
+    }
 
 
 def resident(actor: Any, reference: Any, device: Device) -> dict[str, int]:
-    """Bytes by part of what outlives a pass: the sets that a run may offload, and what stays in any case."""
+    """Bytes by part of what outlives a pass: the sets that a run may offload, and what stays in any
+    case."""
     from megatron.core.parallel_state import get_global_memory_buffer
 
     from rlmath.models.offload import training_sets
 
     everything = MemoryConfig(
-        offload_gradients=True, offload_optimizer=True, offload_parameters=True, offload_reference=True
+        offload_gradients=True,
+        offload_optimizer=True,
+        offload_parameters=True,
+        offload_reference=True,
     )
     return training_sets(actor, reference, everything, of_fake_storages(device)).nbytes | {
         "gather_buffer": sum(one.nbytes for one in get_global_memory_buffer().buffer.values()),
@@ -246,13 +283,15 @@ def resident(actor: Any, reference: Any, device: Device) -> dict[str, int]:
 
 
 def of_fake_storages(device: Device) -> Device:
-    """For sets of storages. There is no driver that could pin the host's memory."""
+    """For sets of storages.
+
+    There is no driver that could pin the host's memory."""
     return replace(device, kind="cpu", torch_device=torch.device("meta"))
 
 
 def full_batches(config: Config, mesh: Mesh) -> list[MicroBatch]:
-    """As many micro-batches as a stage may have in flight, each with all the tokens that the settings allow: four
-    segments of like length."""
+    """As many micro-batches as a stage may have in flight, each with all the tokens that the
+    settings allow: four segments of like length."""
     tokens, segments = config.policy.max_tokens_per_microbatch, 4
     length = tokens // segments
     prompt = min(config.data.max_prompt_tokens, length // 2)
@@ -301,7 +340,9 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
     # Compiled on a GPU: nothing between their inputs and what they return.
     fused_bias_swiglu.swiglu = lambda gate_up: torch.empty_like(gate_up.chunk(2, -1)[0])
     fused_bias_swiglu.swiglu_back = lambda grad, gate_up: torch.empty_like(gate_up)
-    fused_bias_swiglu.weighted_swiglu = lambda gate_up, weights: torch.empty_like(gate_up.chunk(2, -1)[0])
+    fused_bias_swiglu.weighted_swiglu = lambda gate_up, weights: torch.empty_like(
+        gate_up.chunk(2, -1)[0]
+    )
     fused_bias_swiglu.weighted_swiglu_back = lambda grad, gate_up, weights: (
         torch.empty_like(gate_up),
         torch.empty_like(weights),
@@ -316,7 +357,9 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
     rope_utils._apply_rotary_pos_emb_thd = fake_cuda.rotated
 
 
-def te_like_layers(config: Any, local_layers: bool, chunk: int | None, separate_norms: bool = False) -> Any:
+def te_like_layers(
+    config: Any, local_layers: bool, chunk: int | None, separate_norms: bool = False
+) -> Any:
     """As `models.megatron.layer_spec`, of the stand-ins."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityOp
@@ -339,10 +382,15 @@ def te_like_layers(config: Any, local_layers: bool, chunk: int | None, separate_
     if config.num_moe_experts:
         parts.mlp, parts.pre_mlp_layernorm = te_like_experts(), fake_cuda.Norm
     else:
-        mlp = parts.mlp.keywords["submodules"] if hasattr(parts.mlp, "keywords") else parts.mlp.submodules
+        mlp = (
+            parts.mlp.keywords["submodules"]
+            if hasattr(parts.mlp, "keywords")
+            else parts.mlp.submodules
+        )
         mlp.linear_fc1, mlp.linear_fc2 = linear, fake_cuda.RowLinear
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=fake_cuda.Norm
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk),
+        layer_norm=fake_cuda.Norm,
     )
 
 

@@ -1,4 +1,5 @@
-"""What every benchmark prints, a JSON object on a line for each figure, and the device that it takes."""
+"""What every benchmark prints, a JSON object on a line for each figure, and the device that it
+takes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def print_figure(
     baseline: str | None = None,
     ratio: float | None = None,
 ) -> None:
-    """`baseline` names what the value is measured against in the same run, `ratio` is how many times better ours is."""
+    """`baseline` names what the value is measured against in the same run, `ratio` is how many
+    times better ours is."""
     line = {
         "bench": bench,
         "case": case,

@@ -2,15 +2,15 @@
 
     python tools/gpu_check.py [--quick] [--seconds N] [--stages machine step ...] [--wheels FOLDER]
 
-It finds out what is installed: a stage whose packages are missing is named in the table, the others run, each in a
-process of its own with a time limit. --quick takes at most ten minutes, or --seconds; stages that found no time are
-named. Stages run in their order, or in that of --stages. Without a
-GPU it says so, runs what the CPU can, and the table shows what is missing. --wheels: packages for a machine without a
-network, installed into the output folder before the first stage.
+It finds out what is installed: a stage whose packages are missing is named in the table, the others
+run, each in a process of its own with a time limit. --quick takes at most ten minutes, or
+--seconds; stages that found no time are named. Stages run in their order, or in that of --stages.
+Without a GPU it says so, runs what the CPU can, and the table shows what is missing. --wheels:
+packages for a machine without a network, installed into the output folder before the first stage.
 
-OUTPUT then has gpu_check.json, gpu_check.md with the same as a table, and a log of every stage. It exits with 0 where
-every stage that could run did, all figures are as expected and no package is installed that cannot be imported, else
-with 1.
+OUTPUT then has gpu_check.json, gpu_check.md with the same as a table, and a log of every stage. It
+exits with 0 where every stage that could run did, all figures are as expected and no package is
+installed that cannot be imported, else with 1.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ PACKAGES = {
     "pytest": "pytest",
     "trl": "trl",
 }
-"""What stages need, by the names of distributions, and the module that each is imported as. Of apex the kernel that
-adds up gradients, the one thing that it is compiled for."""
+"""What stages need, by the names of distributions, and the module that each is imported as. Of apex
+the kernel that adds up gradients, the one thing that it is compiled for."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,16 @@ class Stage:
     what: str
     needs: tuple[str, ...]
     seconds: float
-    """Time limit; with --quick `quick_seconds`, and it does not begin with less than half of them left."""
+    """Time limit; with --quick `quick_seconds`, and it does not begin with less than half of them
+    left."""
     quick_seconds: float
     on_cpu: bool = True
     """Whether the CPU can run it."""
     wants: tuple[str, ...] = ()
     """Packages that it uses where they are there."""
     variables: tuple[str, ...] = ()
-    """Of the environment, which it needs: MODEL, a chat model's folder; DATA, JSONL of question and answer."""
+    """Of the environment, which it needs: MODEL, a chat model's folder; DATA, JSONL of question and
+    answer."""
 
 
 STAGES = (
@@ -183,14 +185,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     escape_terminal()
     given = parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that `run` kills its stage
+        signal.signal(
+            number, lambda number, _: sys.exit(128 + number)
+        )  # so that `run` kills its stage
     output = given.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
     paths = [str(REPOSITORY)]
     if given.wheels is not None:
         paths.append(install(given.wheels, output / "packages"))
-    environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [*paths, *filter(None, [environment.get("PYTHONPATH")])]
+    )
     by_name = {stage.name: stage for stage in STAGES}
     stages = [by_name[name] for name in given.stages or by_name]
     used = {name for stage in stages for name in (*stage.needs, *stage.wants)}
@@ -201,7 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         left = given.seconds - (time.monotonic() - started)
         outcomes.append(check(stage, found, given.quick, left, output, environment))
         write(output, found, outcomes, given.quick)
-    print(f"\n{output / 'gpu_check.md'} has the table, {output / 'gpu_check.json'} the same as JSON.")
+    print(
+        f"\n{output / 'gpu_check.md'} has the table, {output / 'gpu_check.json'} the same as JSON."
+    )
     bad = [one.stage for one in outcomes if not one.is_good]
     if bad:
         print(f"Not as expected: {', '.join(bad)}. Their logs are in {output}.")
@@ -219,9 +227,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default=REPOSITORY / "outputs" / "gpu_check",
         help="folder (default outputs/gpu_check)",
     )
-    parser.add_argument("--seconds", type=float, help="of everything together (600 with --quick, else any)")
-    parser.add_argument("--stages", nargs="+", choices=[one.name for one in STAGES], help="default: all")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, without a network")
+    parser.add_argument(
+        "--seconds", type=float, help="of everything together (600 with --quick, else any)"
+    )
+    parser.add_argument(
+        "--stages", nargs="+", choices=[one.name for one in STAGES], help="default: all"
+    )
+    parser.add_argument(
+        "--wheels", type=Path, help="folder of wheels to install first, without a network"
+    )
     given = parser.parse_args(argv)
     if given.seconds is None:
         given.seconds = QUICK_SECONDS if given.quick else float("inf")
@@ -234,7 +248,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def install(wheels: Path, packages: Path) -> str:
     """The wheels unpacked into a folder, which hides what the environment has of the same name."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--upgrade",
+    ]
     command += ["--target", str(packages), *map(str, sorted(wheels.glob("*.whl")))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -285,11 +308,16 @@ class Found:
 
 
 def look(environment: Mapping[str, str], names: Sequence[str] = tuple(PACKAGES)) -> Found:
-    """Import packages, torch among them, each in a process of its own, which a broken one may end."""
+    """Import packages, torch among them, each in a process of its own, which a broken one may
+    end."""
     with ThreadPoolExecutor(max_workers=4) as pool:
-        told = dict(zip(names, pool.map(lambda name: look_at(name, environment), names), strict=True))
+        told = dict(
+            zip(names, pool.map(lambda name: look_at(name, environment), names), strict=True)
+        )
     return Found(
-        packages={name: one["version"] if "imported" in one else None for name, one in told.items()},
+        packages={
+            name: one["version"] if "imported" in one else None for name, one in told.items()
+        },
         reasons={name: one["reason"] for name, one in told.items() if "imported" not in one},
         gpus=told["torch"].get("gpus", []),
         cuda=told["torch"].get("cuda"),
@@ -302,7 +330,12 @@ def look_at(name: str, environment: Mapping[str, str]) -> dict[str, Any]:
     command = [sys.executable, "-c", LOOK, name, PACKAGES[name]]
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return {"version": "unknown", "reason": f"not imported after {IMPORT_SECONDS:.0f} s"}
@@ -313,7 +346,9 @@ def look_at(name: str, environment: Mapping[str, str]) -> dict[str, Any]:
             told = row if isinstance(row, dict) and "version" in row else told
     if "imported" in told:
         return told
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["without a message"]
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [
+        "without a message"
+    ]
     return (
         {"version": None}
         | told
@@ -333,7 +368,12 @@ def tell_machine(found: Found) -> None:
 
 
 def check(
-    stage: Stage, found: Found, quick: bool, left: float, output: Path, environment: Mapping[str, str]
+    stage: Stage,
+    found: Found,
+    quick: bool,
+    left: float,
+    output: Path,
+    environment: Mapping[str, str],
 ) -> Outcome:
     """Run a stage, or say why not."""
     missing = [name for name in stage.needs if found.packages[name] is None]
@@ -354,7 +394,12 @@ def check(
 
 
 def run(
-    outcome: Outcome, device: str, quick: bool, limit: float, output: Path, environment: Mapping[str, str]
+    outcome: Outcome,
+    device: str,
+    quick: bool,
+    limit: float,
+    output: Path,
+    environment: Mapping[str, str],
 ) -> None:
     """The stage in its own process; at its limit, and after it, all that it started is killed."""
     print(f"{outcome.stage}: {outcome.what} ...", flush=True)
@@ -367,7 +412,12 @@ def run(
     others = set(children())
     with open(log, "wb") as errors, open(figures, "wb") as lines:
         running = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=lines, stderr=errors, start_new_session=True
+            command,
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=lines,
+            stderr=errors,
+            start_new_session=True,
         )
         try:
             status = running.wait(limit)
@@ -387,8 +437,9 @@ def children() -> list[int]:
 
 
 def kill_all_but(others: set[int]) -> None:
-    """Kill the children of this process, but for `others`, and theirs, which become its own: ranks have sessions of
-    their own. What the kernel does not end, in a driver for example, is left after END_SECONDS."""
+    """Kill the children of this process, but for `others`, and theirs, which become its own: ranks
+    have sessions of their own. What the kernel does not end, in a driver for example, is left after
+    END_SECONDS."""
     deadline = time.monotonic() + END_SECONDS
     while left := [pid for pid in children() if pid not in others]:
         if time.monotonic() > deadline:
@@ -407,7 +458,9 @@ def ended_with(status: int) -> str:
 
 def last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "without a message")
+    return next(
+        (line.strip()[:200] for line in reversed(lines) if line.strip()), "without a message"
+    )
 
 
 def read_figures(path: Path) -> list[dict[str, Any]]:
@@ -416,7 +469,10 @@ def read_figures(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError):
             row = json.loads(line)
-            if isinstance(row, dict) and {"what", "value", "unit", "expected", "holds"} <= row.keys():
+            if (
+                isinstance(row, dict)
+                and {"what", "value", "unit", "expected", "holds"} <= row.keys()
+            ):
                 figures.append(row)
     return figures
 
@@ -443,7 +499,9 @@ def write(output: Path, found: Found, outcomes: Sequence[Outcome], quick: bool) 
         **asdict(found),
         "stages": [asdict(one) for one in outcomes],
     }
-    (output / "gpu_check.json").write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
+    (output / "gpu_check.json").write_text(
+        json.dumps(everything, indent=1) + "\n", encoding="utf-8"
+    )
     (output / "gpu_check.md").write_text("\n".join(table(found, outcomes)) + "\n", encoding="utf-8")
 
 
@@ -454,7 +512,8 @@ def table(found: Found, outcomes: Sequence[Outcome]) -> list[str]:
     lines = [
         "# GPU check",
         "",
-        f"GPUs: {', '.join(found.gpus) or 'none'}. CUDA of torch: {found.cuda or 'none'}. Installed: {versions}. "
+        f"GPUs: {', '.join(found.gpus) or 'none'}. CUDA of torch: {found.cuda or 'none'}. "
+        f"Installed: {versions}. "
         f"Missing: {missing or 'nothing'}. "
         f"Installed, but cannot be imported: {', '.join(found.broken) or 'nothing'}.",
         "",
@@ -476,7 +535,9 @@ def table(found: Found, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def row(*cells: str) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+    return (
+        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+    )
 
 
 if __name__ == "__main__":

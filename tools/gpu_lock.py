@@ -1,15 +1,18 @@
-"""What our GPU path uses of vLLM, Megatron-Core and Transformer Engine, and whether the GPU lock's versions have it.
+"""What our GPU path uses of vLLM, Megatron-Core and Transformer Engine, and whether the GPU lock's
+versions have it.
 
 python tools/gpu_lock.py                  # compare tests/gpu/uses.txt with the packages of requirements/gpu.txt
 python tools/gpu_lock.py --write          # write it anew, after the lock or our code changed; read the difference
 python tools/gpu_lock.py --only-names     # whether every use in our code is listed; needs no package
 
-The packages are read and never imported, so that neither CUDA nor Python 3.12 is needed: the lock's wheels, without
-what they depend on, are taken into --folder, where they stay (330 MB). `make test-gpu-lock` runs the first.
+The packages are read and never imported, so that neither CUDA nor Python 3.12 is needed: the lock's
+wheels, without what they depend on, are taken into --folder, where they stay (330 MB). `make
+test-gpu-lock` runs the first.
 
-Found in our code: names that are imported, attributes of imported modules and classes, and attributes of the objects in
-OBJECTS, which stand for what no annotation says. Listed with each: the signature of a function or class, defaults
-included; of other names that they are there. A renamed argument or another default is a difference.
+Found in our code: names that are imported, attributes of imported modules and classes, and
+attributes of the objects in OBJECTS, which stand for what no annotation says. Listed with each: the
+signature of a function or class, defaults included; of other names that they are there. A renamed
+argument or another default is a difference.
 """
 
 from __future__ import annotations
@@ -124,7 +127,8 @@ GIVES_ENGINE_ARGUMENTS = (
     "__init__",
     "open_standalone",
 )
-"""Functions of rlmath/rollout/engine.py whose dictionaries and keywords are arguments of vLLM's engine."""
+"""Functions of rlmath/rollout/engine.py whose dictionaries and keywords are arguments of vLLM's
+engine."""
 ENVIRONMENT = "vllm.envs"
 """Has the variables that vLLM reads."""
 
@@ -166,7 +170,11 @@ def names_used(source: str, where: str) -> set[str]:
             names.add(f"{imported[owner]}.{node.attr}")
         elif owner in objects:
             names.add(f"{objects[owner]}.{node.attr}")
-    words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    words = {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
     names |= {f"{ENVIRONMENT}.{word}" for word in words if re.fullmatch("VLLM_[A-Z0-9_]+", word)}
     if where == "rlmath/rollout/engine.py":
         names |= {f"{ENGINE_ARGUMENTS}.{name}" for name in _engine_arguments(tree)}
@@ -174,7 +182,8 @@ def names_used(source: str, where: str) -> set[str]:
 
 
 def _source_of(expression: ast.expr) -> str:
-    """The text of an expression, for names and their attributes without the detour of `ast.unparse`."""
+    """The text of an expression, for names and their attributes without the detour of
+    `ast.unparse`."""
     if isinstance(expression, ast.Attribute):
         return f"{_source_of(expression.value)}.{expression.attr}"
     return expression.id if isinstance(expression, ast.Name) else ast.unparse(expression)
@@ -202,11 +211,17 @@ def _imported(nodes: Sequence[ast.AST]) -> dict[str, str]:
     """By the name in a module of ours, that in the package."""
     names = {}
     for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] in PACKAGES
+        ):
             names |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
         elif isinstance(node, ast.Import):
             names |= {
-                one.asname or one.name: one.name for one in node.names if one.name.split(".")[0] in PACKAGES
+                one.asname or one.name: one.name
+                for one in node.names
+                if one.name.split(".")[0] in PACKAGES
             }
     return names
 
@@ -227,8 +242,8 @@ class Sources:
         return None if content is None else ast.parse(content)
 
     def find(self, name: str) -> ast.AST | None:
-        """What `package.module.name` or `package.module.Class.attribute` is: a module, function, class or assignment;
-        None where it is not there."""
+        """What `package.module.name` or `package.module.Class.attribute` is: a module, function,
+        class or assignment; None where it is not there."""
         if (module := self.tree(name)) is not None:
             return module
         place, _, last = name.rpartition(".")
@@ -264,10 +279,16 @@ class Sources:
         for node in ast.walk(owner):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
                 return node
-            if isinstance(node, ast.Assign | ast.AnnAssign) and {name, f"self.{name}"} & set(_targets(node)):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and {name, f"self.{name}"} & set(
+                _targets(node)
+            ):
                 return node
         return next(
-            (node for base in self.bases(place, owner) if (node := self.find(f"{base}.{name}")) is not None),
+            (
+                node
+                for base in self.bases(place, owner)
+                if (node := self.find(f"{base}.{name}")) is not None
+            ),
             None,
         )
 
@@ -280,8 +301,8 @@ class Sources:
                 yield name
 
     def signature(self, name: str) -> list[str] | None:
-        """A line for each argument of a function, or of what makes an object of a class; the line of another name, None
-        where it is not there."""
+        """A line for each argument of a function, or of what makes an object of a class; the line
+        of another name, None where it is not there."""
         node = self.find(name)
         if node is None:
             return None
@@ -294,33 +315,48 @@ class Sources:
     def _fields(self, name: str, node: ast.ClassDef) -> list[str]:
         """The arguments of `__init__`, or the fields of a data class, those of its bases first."""
         made = next(
-            (one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None
+            (
+                one
+                for one in node.body
+                if isinstance(one, ast.FunctionDef) and one.name == "__init__"
+            ),
+            None,
         )
         if made is not None:
             return _arguments(made.args)
-        lines = [line for base in self.bases(name, node) for line in self._fields(base, self.find(base))]
+        lines = [
+            line for base in self.bases(name, node) for line in self._fields(base, self.find(base))
+        ]
         is_data = node.decorator_list or node.keywords  # a data class, or one of msgspec's
         own = [one for one in node.body if isinstance(one, ast.AnnAssign)] if is_data else []
         return lines + [ast.unparse(one) for one in own]
 
 
 def _bound(tree: ast.Module, name: str) -> ast.AST | None:
-    """The node that binds a name in a module, also under a condition: a function or class before an import, that before
-    an assignment."""
+    """The node that binds a name in a module, also under a condition: a function or class before an
+    import, that before an assignment."""
     found = None
     for node in _statements(tree.body):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+        if (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            and node.name == name
+        ):
             return node
         if isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node):
             found = found or node
-        elif isinstance(node, ast.ImportFrom) and any(name == (one.asname or one.name) for one in node.names):
+        elif isinstance(node, ast.ImportFrom) and any(
+            name == (one.asname or one.name) for one in node.names
+        ):
             found = node
     return found
 
 
 def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
     """What is assigned to, as it is written."""
-    return [ast.unparse(one) for one in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+    return [
+        ast.unparse(one)
+        for one in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    ]
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -394,7 +430,9 @@ def names_listed(text: str) -> list[str]:
 def lock_versions(text: str) -> dict[str, str]:
     """Versions by package."""
     pins = [
-        line.split("#")[0].strip().split("==") for line in text.splitlines() if "==" in line.split("#")[0]
+        line.split("#")[0].strip().split("==")
+        for line in text.splitlines()
+        if "==" in line.split("#")[0]
     ]
     return {name: version for name, version in pins}
 
@@ -411,8 +449,18 @@ def fetch(folder: Path) -> dict[str, bytes]:
 
 
 def take(pins: Sequence[str], folder: Path) -> None:
-    """Take wheels of the package index for the lock's Python and system, without what they depend on."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    """Take wheels of the package index for the lock's Python and system, without what they depend
+    on."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+    ]
     command += ["--python-version", "3.12", "--dest", str(folder)]
     for kind in ("2014", *(f"_2_{minor}" for minor in range(5, 40))):
         command += ["--platform", f"manylinux{kind}_x86_64"]
@@ -440,7 +488,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = LIST.read_text("utf-8") if LIST.exists() else ""
     if given.only_names:
         return report(
-            names_listed(before), [line_of(name, uses) for name in names_of(uses)], "what our code uses"
+            names_listed(before),
+            [line_of(name, uses) for name in names_of(uses)],
+            "what our code uses",
         )
     given.folder.mkdir(parents=True, exist_ok=True)
     text = listed(uses, Sources(fetch(given.folder)))
@@ -448,14 +498,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         LIST.write_text(text, "utf-8")
     missing = [line for line in text.splitlines() if line.endswith(MISSING)]
     print("\n".join(missing), file=sys.stderr, end="\n" if missing else "")
-    return report(before.splitlines(), text.splitlines(), "the packages of the lock") or DIFFERS * bool(
-        missing
-    )
+    return report(
+        before.splitlines(), text.splitlines(), "the packages of the lock"
+    ) or DIFFERS * bool(missing)
 
 
 def report(old: Sequence[str], new: Sequence[str], whose: str) -> int:
     """Print how the list differs."""
-    lines = list(difflib.unified_diff(old, new, str(LIST.relative_to(REPOSITORY)), whose, lineterm="", n=2))
+    lines = list(
+        difflib.unified_diff(old, new, str(LIST.relative_to(REPOSITORY)), whose, lineterm="", n=2)
+    )
     print("\n".join(lines[:200]), end="\n" if lines else "")
     if not lines:
         print(f"Nothing differs between {LIST.relative_to(REPOSITORY)} and {whose}")

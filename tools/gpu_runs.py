@@ -1,8 +1,9 @@
-"""Stages of tools/gpu_check.py that run the trainer: its engine at a model's real size, and ranks that share one GPU.
+"""Stages of tools/gpu_check.py that run the trainer: its engine at a model's real size, and ranks
+that share one GPU.
 
-NCCL refuses two ranks on one GPU only where their hosts are the same, too. So every rank has a torchrun and a host of
-its own (NCCL_HOSTID), and sends by sockets: what that shows is right or wrong, never fast. On a GPU all layouts start
-at once, on CPU, over gloo, one after the other.
+NCCL refuses two ranks on one GPU only where their hosts are the same, too. So every rank has a
+torchrun and a host of its own (NCCL_HOSTID), and sends by sockets: what that shows is right or
+wrong, never fast. On a GPU all layouts start at once, on CPU, over gloo, one after the other.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ CONFIG = "tools/gpu_runs.yaml"
 REWARD = """def low(completion, solutions, row):
     return sum(ord(one) < 80 for one in completion) / max(1, len(completion))
 """
-"""A reward that a random model gets something from: the share of characters of ASCII's first half."""
+"""A reward that a random model gets something from: the share of characters of ASCII's first
+half."""
 CHECKED = "sync.checksum_every=1"
 ON_ITS_OWN = (
     "rollout.ranks=1",
@@ -39,7 +41,8 @@ ON_ITS_OWN = (
     "algorithm.importance_mask_high=5",
 )
 MISMATCH_NATS = {"cpu": 1e-4, "cuda": 0.025}
-"""Most that the log-probs of engine and policy with the same weights may differ on average (nats)."""
+"""Most that the log-probs of engine and policy with the same weights may differ on average
+(nats)."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,18 @@ LAYOUTS = {
     "TP2": Layout(2, ("parallel.tensor=2", CHECKED)),
     "PP2": Layout(2, ("parallel.pipeline=2", CHECKED)),
     "DP2": Layout(2, (CHECKED,)),
-    "TP2, sequence parallelism": Layout(2, ("parallel.tensor=2", "parallel.sequence=true", CHECKED)),
+    "TP2, sequence parallelism": Layout(
+        2, ("parallel.tensor=2", "parallel.sequence=true", CHECKED)
+    ),
     "PP2, two chunks": Layout(2, ("parallel.pipeline=2", "parallel.virtual_pipeline=2", CHECKED)),
     "TP2 x CP2": Layout(
         4, ("parallel.tensor=2", "parallel.context=2", CHECKED), needs_transformer_engine=True
     ),
     "DP2, an engine of TP2": Layout(2, ("rollout.tensor_parallel=2", CHECKED)),
     "engine on its own rank, staleness 0": Layout(2, (*ON_ITS_OWN, "rollout.max_staleness=0")),
-    "engine on its own rank, staleness 1": Layout(2, (*ON_ITS_OWN, "rollout.max_staleness=1"), follows=False),
+    "engine on its own rank, staleness 1": Layout(
+        2, (*ON_ITS_OWN, "rollout.max_staleness=1"), follows=False
+    ),
     "experts, one rank": Layout(1, (CHECKED,), "experts"),
     "experts, EP2": Layout(2, ("parallel.expert=2", CHECKED), "experts"),
 }
@@ -77,18 +84,19 @@ COMPARED = {
     "gradient norm": ("train/grad_norm", 1e-3, 0.05),
     "entropy": ("train/entropy_loss", 1e-4, 0.01),
 }
-"""Metrics of the first step, and by how much they may differ in float32 on CPU and in bfloat16 on a GPU, where an
-engine of two ranks samples some other tokens; of the norm as a share."""
+"""Metrics of the first step, and by how much they may differ in float32 on CPU and in bfloat16 on a
+GPU, where an engine of two ranks samples some other tokens; of the norm as a share."""
 LEAST_COSINE = {"cpu": 0.99, "cuda": 0.8}
-"""Least cosine of what the two steps changed of the weights. Adam makes its first step by signs, also of gradients that
-are rounding alone; half of the weights unchanged is 0.7."""
+"""Least cosine of what the two steps changed of the weights. Adam makes its first step by signs,
+also of gradients that are rounding alone; half of the weights unchanged is 0.7."""
 
 
 # ---------------------------------------------------------------- stages
 
 
 def engine(given: argparse.Namespace) -> None:
-    """A rank with the engine as users have it: rollout, weights in place under CUDA graphs, sleep and wake."""
+    """A rank with the engine as users have it: rollout, weights in place under CUDA graphs, sleep
+    and wake."""
     size = sizes(given)[-1]
     groups, new_tokens = (2, 32) if size == "tiny" else (32, 256)
     settings = (
@@ -104,18 +112,23 @@ def engine(given: argparse.Namespace) -> None:
         "memory.leak_threshold_mib=512",
         "policy.max_tokens_per_microbatch=4096",
         "optimizer.lr=1e-4",
-        "algorithm.entropy_coef=0.01",  # random tokens of a large vocabulary are no text, and all rewards the same
+        # random tokens of a large vocabulary are no text, and all rewards the same
+        "algorithm.entropy_coef=0.01",
     )
     work = workplace(given)
     failed, found = run(
-        work / f"engine-{size}", Layout(1, (*settings, CHECKED)), *model_and_common(given, work, size)
+        work / f"engine-{size}",
+        Layout(1, (*settings, CHECKED)),
+        *model_and_common(given, work, size),
     )
     if failed is not None:
         raise SystemExit(failed)
     most = MISMATCH_NATS[given.device]
     for number, row in enumerate(found.rows):
         title = f"{size}, step {number + 1}"
-        tell(f"{title}: rollout, {8 * groups} requests", row["tokens_per_second/rollout"], "tokens/s")
+        tell(
+            f"{title}: rollout, {8 * groups} requests", row["tokens_per_second/rollout"], "tokens/s"
+        )
         for phase in ("sleep", "wake", "sync", "wake_kv_cache"):
             tell(f"{title}: {phase}", row[f"seconds/{phase}"], "s")
             tell(f"{title}: held after {phase}", row[f"memory/after_{phase}_gib"], "GiB")
@@ -125,21 +138,27 @@ def engine(given: argparse.Namespace) -> None:
 
 
 def ranks(given: argparse.Namespace) -> None:
-    """A line for each layout, or for those of --case ("one rank; TP2"): its metrics, which should be one rank's."""
+    """A line for each layout, or for those of --case ("one rank; TP2"): its metrics, which should
+    be one rank's."""
     work = workplace(given)
     te = given.device == "cuda" and has_transformer_engine()
     wanted = given.case.split("; ") if given.case else LAYOUTS
-    runs = {name: LAYOUTS[name] for name in wanted if te or not LAYOUTS[name].needs_transformer_engine}
+    runs = {
+        name: LAYOUTS[name] for name in wanted if te or not LAYOUTS[name].needs_transformer_engine
+    }
     for name in wanted:
         if name not in runs:
             tell(name, "not run: needs Transformer Engine")
-    places = {name: model_and_common(given, work, name) for name in {one.model for one in runs.values()}}
+    places = {
+        name: model_and_common(given, work, name) for name in {one.model for one in runs.values()}
+    }
     with ThreadPoolExecutor(len(runs) if given.device == "cuda" else 1) as pool:
         started = {
             name: pool.submit(run, work / name.replace(" ", "-"), one, *places[one.model])
             for name, one in runs.items()
         }
-        # First those that others are compared with, then as they end: one that hangs keeps back its own line alone.
+        # First those that others are compared with, then as they end: one that hangs keeps back its
+        # own line alone.
         names = {future: name for name, future in started.items()}
         first = {one.model: started[name] for name, one in reversed(runs.items())}
         for future in (*first.values(), *as_completed(names.keys() - set(first.values()))):
@@ -147,7 +166,10 @@ def ranks(given: argparse.Namespace) -> None:
             one, (failed, found) = runs[name], future.result()
             base_failed, base = first[one.model].result()
             if failed or base_failed:
-                told = failed or f"ran, with nothing to compare it with: {names[first[one.model]]} failed"
+                told = (
+                    failed
+                    or f"ran, with nothing to compare it with: {names[first[one.model]]} failed"
+                )
                 tell(name, told, expected="exit status 0", holds=False)
                 continue
             tell_found(name, one, found, base, load_weights(places[one.model][0]), given.device)
@@ -181,7 +203,9 @@ def workplace(given: argparse.Namespace) -> Path:
             "--heldout",
             "8",
         ]
-        subprocess.run([sys.executable, "-m", *made], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", *made], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL
+        )
     return work
 
 
@@ -197,9 +221,11 @@ def model_and_common(given: argparse.Namespace, work: Path, size: str) -> tuple[
     return random_model(given.folder.resolve(), size), common
 
 
-def run(place: Path, layout: Layout, model: Path, common: Sequence[str]) -> tuple[str | None, Found]:
-    """Start the ranks and wait for their ends: (why it failed, None where it did not; what it left). Their output is in
-    `place`."""
+def run(
+    place: Path, layout: Layout, model: Path, common: Sequence[str]
+) -> tuple[str | None, Found]:
+    """Start the ranks and wait for their ends: (why it failed, None where it did not; what it
+    left). Their output is in `place`."""
     output = place / "run"
     place.mkdir(exist_ok=True)
     with socket.socket() as probe:
@@ -213,7 +239,15 @@ def run(place: Path, layout: Layout, model: Path, common: Sequence[str]) -> tupl
         with open(place / f"{rank}.log", "wb") as log:
             started.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "torch.distributed.run", *launcher, "--config", CONFIG, *settings],
+                    [
+                        sys.executable,
+                        "-m",
+                        "torch.distributed.run",
+                        *launcher,
+                        "--config",
+                        CONFIG,
+                        *settings,
+                    ],
                     cwd=REPOSITORY,
                     env=os.environ | host_of(place.name, rank),
                     stdout=log,
@@ -227,7 +261,9 @@ def run(place: Path, layout: Layout, model: Path, common: Sequence[str]) -> tupl
 
 
 def wait_for_all(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """The exit status of the first that failed, 0 of none. The others are ended then: they would wait for it."""
+    """The exit status of the first that failed, 0 of none.
+
+    The others are ended then: they would wait for it."""
     status = 0
     with ThreadPoolExecutor(len(ranks)) as pool:
         for ended in as_completed([pool.submit(rank.wait) for rank in ranks]):
@@ -257,14 +293,20 @@ def reason(place: Path) -> str:
     """The first line of a rank's that tells of an error."""
     texts = [log.read_text("utf-8", errors="replace") for log in sorted(place.glob("*.log"))]
     lines = [line for text in texts for line in text.splitlines() if line.strip()]
-    told = (line for line in lines if "Error: " in line or "NCCL WARN" in line or line.startswith("  - "))
+    told = (
+        line
+        for line in lines
+        if "Error: " in line or "NCCL WARN" in line or line.startswith("  - ")
+    )
     return next(told, lines[-1] if lines else "without a message").strip()[:300]
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Those of a Hugging Face folder, in float64."""
     return {
-        name: one.double() for file in folder.glob("*.safetensors") for name, one in load_file(file).items()
+        name: one.double()
+        for file in folder.glob("*.safetensors")
+        for name, one in load_file(file).items()
     }
 
 
@@ -274,17 +316,24 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 def tell_found(
     name: str, layout: Layout, found: Found, base: Found, start: Mapping[str, Tensor], device: str
 ) -> None:
-    """The line of a layout whose run began with the weights `start`, beside that of one rank, `base`."""
+    """The line of a layout whose run began with the weights `start`, beside that of one rank,
+    `base`."""
     told, wrong = [], []
     for title, (metric, on_cpu, on_gpu) in COMPARED.items():
         mine, theirs = found.rows[0][metric], base.rows[0][metric]
-        most = (on_cpu if device == "cpu" else on_gpu) * (theirs if title == "gradient norm" else 1.0)
+        most = (on_cpu if device == "cpu" else on_gpu) * (
+            theirs if title == "gradient norm" else 1.0
+        )
         told.append(f"{title} {mine:.5g}")
         wrong += [f"{title} {theirs:.5g}"] if not abs(mine - theirs) <= most else []
     own = found.rows if layout.follows else found.rows[:1]
     mismatch = max(row["train/behaviour_logprob_diff"] for row in own)
     told.append(f"mismatch {mismatch:.2g}")
-    wrong += [f"mismatch at most {MISMATCH_NATS[device]:g}"] if not mismatch <= MISMATCH_NATS[device] else []
+    wrong += (
+        [f"mismatch at most {MISMATCH_NATS[device]:g}"]
+        if not mismatch <= MISMATCH_NATS[device]
+        else []
+    )
     cosine = cosine_of_changes(start, base.weights, found.weights)
     told.append(f"cosine {cosine:.5f}")
     least = LEAST_COSINE[device] if layout.follows else 0.0
@@ -295,6 +344,10 @@ def tell_found(
 def cosine_of_changes(
     start: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor]
 ) -> float:
-    """Of what two runs changed of the weights that they began with: 1 where both went the same way."""
-    changes = [torch.cat([(end[name] - at).flatten() for name, at in start.items()]) for end in (one, other)]
+    """Of what two runs changed of the weights that they began with: 1 where both went the same
+    way."""
+    changes = [
+        torch.cat([(end[name] - at).flatten() for name, at in start.items()])
+        for end in (one, other)
+    ]
     return float(torch.nn.functional.cosine_similarity(*changes, dim=0))

@@ -1,5 +1,5 @@
-"""What the stages of tools/gpu_check.py and the benchmarks are set up with: a random model, samples, the settings and
-the process group of one rank; and how a stage tells a figure."""
+"""What the stages of tools/gpu_check.py and the benchmarks are set up with: a random model,
+samples, the settings and the process group of one rank; and how a stage tells a figure."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ QWEN = {
     "0.5B": (896, 4864, 24, 14, 2, 151_936),
     "1.5B": (1536, 8960, 28, 12, 2, 151_936),
 }
-"""Shapes of Qwen2.5 and of SmolLM2, as Qwen2: hidden size, width of the feed-forward layers, layers, heads, heads of
-keys and values, vocabulary; of the small ones the demo's tokenizer's."""
+"""Shapes of Qwen2.5 and of SmolLM2, as Qwen2: hidden size, width of the feed-forward layers,
+layers, heads, heads of keys and values, vocabulary; of the small ones the demo's tokenizer's."""
 WORLD = Mesh(0, 1, 1, 1, 1)
 
 
@@ -57,8 +57,8 @@ def tell(
 
 
 def random_model(folder: Path, size: str) -> Path:
-    """A random Qwen2 in Hugging Face form with the demo's tokenizer, made once: in float32 where it is small, for
-    comparisons. "experts": a Qwen3-MoE as small as "tiny"."""
+    """A random Qwen2 in Hugging Face form with the demo's tokenizer, made once: in float32 where it
+    is small, for comparisons. "experts": a Qwen3-MoE as small as "tiny"."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rlmath.cli.make_tiny_model import make_tokenizer
@@ -69,7 +69,12 @@ def random_model(folder: Path, size: str) -> Path:
     with_experts = size == "experts"
     hidden, width, layers, heads, groups, vocabulary = QWEN["tiny" if with_experts else size]
     is_small = vocabulary == QWEN["tiny"][-1]
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "head_dim": 32,
+    }
     config = AutoConfig.for_model(
         "qwen3_moe" if with_experts else "qwen2",
         hidden_size=hidden,
@@ -82,7 +87,8 @@ def random_model(folder: Path, size: str) -> Path:
         tie_word_embeddings=not is_small,
         bos_token_id=None,
         eos_token_id=1,
-        pad_token_id=None,  # its embedding would be 0, and a norm's gradient a thousandfold where it is sampled
+        # its embedding would be 0, and a norm's gradient a thousandfold where it is sampled
+        pad_token_id=None,
         **(experts | {"norm_topk_prob": True, "initializer_range": 0.05} if with_experts else {}),
     )
     torch.manual_seed(1)
@@ -114,7 +120,9 @@ def make_samples(count: int, length: int, vocabulary: int) -> list[Sample]:
 
 def settings(model: Path, device: Device, tokens: int, recompute: str | None = None) -> Config:
     """Of one rank that trains with `tokens` in a micro-batch."""
-    layers = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
+    layers = (
+        {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
+    )
     return Config(
         run=RunConfig(device=device.kind),
         model=ModelConfig(path=str(model)),
@@ -128,7 +136,11 @@ def settings(model: Path, device: Device, tokens: int, recompute: str | None = N
         algorithm=AlgorithmConfig(early_stop_ratio=None),
         memory=MemoryConfig(),
         rollout=RolloutConfig(
-            group_size=8, max_new_tokens=256, max_num_seqs=256, cpu_kv_cache_gib=0.25, progress_bar=False
+            group_size=8,
+            max_new_tokens=256,
+            max_num_seqs=256,
+            cpu_kv_cache_gib=0.25,
+            progress_bar=False,
         ),
     )
 
@@ -139,7 +151,9 @@ def one_rank(kind: str, local_layers: bool, dtype: torch.dtype | None = None) ->
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+    )
     device = open_device(kind, local_layers)
     if dtype is not None:
         device = replace(device, params_dtype=dtype)

@@ -2,12 +2,12 @@
 
 python tools/gpu_symbols.py      # the second half of `make test-gpu-lock`
 
-Read are the tables of the ELF files, nothing is loaded: neither a GPU nor CUDA nor Python 3.12 is needed. The wheels, 5
-GB, are taken once and removed again; their tables (9 MB) stay in --folder.
+Read are the tables of the ELF files, nothing is loaded: neither a GPU nor CUDA nor Python 3.12 is
+needed. The wheels, 5 GB, are taken once and removed again; their tables (9 MB) stay in --folder.
 
-A symbol is looked for where the loader would: in the libraries that the object names, and in those that they name; in
-the same of an object that brings this one along; in what BEFORE says is loaded earlier for all; in the system.
-transformer-engine-torch comes as source and is not looked at.
+A symbol is looked for where the loader would: in the libraries that the object names, and in those
+that they name; in the same of an object that brings this one along; in what BEFORE says is loaded
+earlier for all; in the system. transformer-engine-torch comes as source and is not looked at.
 """
 
 from __future__ import annotations
@@ -52,30 +52,45 @@ SYSTEM = (
     "libstdc++.so.6",
     "libutil.so.1",
 )
-"""Libraries of the image. A symbol that names a version of theirs is there, as the wheel's manylinux tag says; one
-without a version is there if another object names it with one, or if this machine's have it."""
+"""Libraries of the image. A symbol that names a version of theirs is there, as the wheel's
+manylinux tag says; one without a version is there if another object names it with one, or if this
+machine's have it."""
 NEWER = {"_ZSt21ios_base_library_initv"}
-"""Symbols of the image's libraries, Ubuntu 24.04's, that an older system on which this runs may lack."""
+"""Symbols of the image's libraries, Ubuntu 24.04's, that an older system on which this runs may
+lack."""
 DRIVER = {"libcuda.so.1": "cu[A-Z]", "libnvidia-ml.so.1": "nvml"}
 """Libraries of the GPU's driver, and how their symbols begin."""
 INTERPRETER = "_?Py"
 """How the symbols of Python itself begin."""
 BEFORE = {
     "transformer_engine/wheel_lib/libtransformer_engine.so": ("libnvrtc.so.13",),  # its __init__.py
-    "cuda/core/cu1?/_tensor_bridge.*.so": ("libtorch_cpu.so", "libtorch_cuda.so"),  # its aoti_shim.h
+    "cuda/core/cu1?/_tensor_bridge.*.so": (
+        "libtorch_cpu.so",
+        "libtorch_cuda.so",
+    ),  # its aoti_shim.h
 }
 """By object, libraries that its package has loaded for all (RTLD_GLOBAL) before it."""
 EXCEPTIONS = {
-    "nvidia/cu13/lib/libcufile_rdma.so.1": "GPUDirect Storage over InfiniBand, which nothing of ours uses",
-    "nvidia/nvshmem/lib/nvshmem_*.so.3": "NVSHMEM's launchers and networks, of which it opens what is installed",
-    "numba/np/ufunc/*pool.*.so": "Numba's threads by TBB or OpenMP, of which it opens what is installed",
+    "nvidia/cu13/lib/libcufile_rdma.so.1": "GPUDirect Storage over InfiniBand, which nothing of "
+    "ours uses",
+    "nvidia/nvshmem/lib/nvshmem_*.so.3": "NVSHMEM's launchers and networks, of which it opens "
+    "what is installed",
+    "numba/np/ufunc/*pool.*.so": "Numba's threads by TBB or OpenMP, of which it opens what is "
+    "installed",
     "torch_c_dlpack_ext/*.so": "of torch 2.4 to 2.9; newer ones have the function themselves",
     "torchcodec/*.so": "one for each FFmpeg; for video and sound, which nothing of ours reads",
 }
 """Objects that need not find all symbols, and why. One that nothing needs any more is told."""
 
 SYMBOL = np.dtype(
-    [("name", "<u4"), ("info", "u1"), ("other", "u1"), ("section", "<u2"), ("value", "<u8"), ("size", "<u8")]
+    [
+        ("name", "<u4"),
+        ("info", "u1"),
+        ("other", "u1"),
+        ("section", "<u2"),
+        ("value", "<u8"),
+        ("size", "<u8"),
+    ]
 )
 """A row of a symbol table (System V ABI, 64-bit ELF)."""
 GLOBAL, WEAK, UNIQUE = 1, 2, 10
@@ -129,7 +144,9 @@ def read_table(file: BinaryIO, wheel: str, path: str) -> Table | None:
     versions, libraries = elf.get_section_by_name(".gnu.version"), {}
     for need, ones in getattr(elf.get_section_by_name(".gnu.version_r"), "iter_versions", tuple)():
         libraries |= {one["vna_other"]: need.name for one in ones}
-    numbers = np.zeros(len(rows), "<u2") if versions is None else np.frombuffer(versions.data(), "<u2")
+    numbers = (
+        np.zeros(len(rows), "<u2") if versions is None else np.frombuffer(versions.data(), "<u2")
+    )
     defined, undefined = set(), {}
     for row, number in zip(rows, numbers.tolist(), strict=True):
         start, binding = int(row["name"]), row["info"] >> 4
@@ -148,7 +165,9 @@ def tables_of_wheel(wheel: Path, pin: str) -> Iterator[Table]:
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             if SHARED_OBJECT.search(name):
-                with tempfile.TemporaryFile() as copy:  # an archive's member cannot be read from its end
+                with (
+                    tempfile.TemporaryFile() as copy
+                ):  # an archive's member cannot be read from its end
                     shutil.copyfileobj(archive.open(name), copy)
                     if (table := read_table(copy, pin, name)) is not None:
                         yield table
@@ -172,7 +191,9 @@ def tables_of_lock(lock: Path, folder: Path) -> list[Table]:
                 found = [asdict(table) for table in tables_of_wheel(wheel, f"{name}=={version}")]
                 with gzip.open(kept[f"{name}=={version}"], "wt", 6) as file:
                     json.dump(found, file)
-    return [Table(**row) for pin in pins for row in json.loads(gzip.decompress(kept[pin].read_bytes()))]
+    return [
+        Table(**row) for pin in pins for row in json.loads(gzip.decompress(kept[pin].read_bytes()))
+    ]
 
 
 def system_exports() -> set[str]:
@@ -205,17 +226,25 @@ def unresolved(tables: Sequence[Table], system: set[str]) -> list[Unresolved]:
             scopes[index] |= indices
     defined = [set(table.defined) for table in tables]
     system = system.union(
-        NEWER, *({name for name, library in one.undefined.items() if library in SYSTEM} for one in tables)
+        NEWER,
+        *({name for name, library in one.undefined.items() if library in SYSTEM} for one in tables),
     )
     found = []
     for index, table in enumerate(tables):
-        given = set(BEFORE.get(next((one for one in BEFORE if fnmatch.fnmatch(table.path, one)), ""), ()))
+        given = set(
+            BEFORE.get(next((one for one in BEFORE if fnmatch.fnmatch(table.path, one)), ""), ())
+        )
         for name in given:
             for one in by_name[name]:
                 scopes[index] |= brought[one]
         begins = [
             INTERPRETER,
-            *(DRIVER[name] for one in scopes[index] for name in tables[one].needed if name in DRIVER),
+            *(
+                DRIVER[name]
+                for one in scopes[index]
+                for name in tables[one].needed
+                if name in DRIVER
+            ),
         ]
         left = set(table.undefined) - system
         for one in scopes[index]:
@@ -238,8 +267,11 @@ def _brought(start: int, tables: Sequence[Table], by_name: Mapping[str, Sequence
     return found
 
 
-def problems(tables: Sequence[Table], system: set[str], exceptions: Iterable[str] = EXCEPTIONS) -> list[str]:
-    """A line for each object that should find all and does not, and for each exception that nothing needs."""
+def problems(
+    tables: Sequence[Table], system: set[str], exceptions: Iterable[str] = EXCEPTIONS
+) -> list[str]:
+    """A line for each object that should find all and does not, and for each exception that nothing
+    needs."""
     lines, used = [], set()
     exporters: dict[str, list[str]] = defaultdict(list)
     for table in tables:
@@ -253,10 +285,16 @@ def problems(tables: Sequence[Table], system: set[str], exceptions: Iterable[str
             lines += [f"    {name} is in no wheel" for name in one.libraries]
             lines += [
                 f"    {name}: "
-                + (f"only in {', '.join(exporters[name][:3])}" if exporters[name] else "nothing exports it")
+                + (
+                    f"only in {', '.join(exporters[name][:3])}"
+                    if exporters[name]
+                    else "nothing exports it"
+                )
                 for name in one.symbols
             ]
-    return lines + [f"{pattern} needs no exception any more" for pattern in exceptions if pattern not in used]
+    return lines + [
+        f"{pattern} needs no exception any more" for pattern in exceptions if pattern not in used
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -275,7 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(found), file=sys.stderr)
         return DIFFERS
     print(
-        f"All {sum(len(one.undefined) for one in tables)} symbols of {len(tables)} shared objects are found, but for:"
+        f"All {sum(len(one.undefined) for one in tables)} symbols of {len(tables)} shared objects "
+        "are found, but for:"
     )
     print("\n".join(f"    {pattern}: {why}" for pattern, why in EXCEPTIONS.items()))
     return 0

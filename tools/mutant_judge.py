@@ -22,20 +22,22 @@ RECORD = ("lines", "progress")
 HANGS_SECONDS = 20.0
 """A test hangs that runs so much longer than three times what it took when it was recorded."""
 Row = Mapping[str, Any]
-"""A mutant: file, function, line and column (in bytes) where the old text begins and ends, the statement's line, kind,
-old and new text; later with its outcome."""
+"""A mutant: file, function, line and column (in bytes) where the old text begins and ends, the
+statement's line, kind, old and new text; later with its outcome."""
 
 
 # ---------------------------------------------------------------- which tests see a line
 
 
 def record_tests(work: Path, marks: str, paths: Sequence[str]) -> None:
-    """Run tests with a tracer in every process, those with ranks beside the others, and add to the record."""
+    """Run tests with a tracer in every process, those with ranks beside the others, and add to the
+    record."""
     copies = [make_copy(work / name) for name in ("record-0", "record-1")]
     for folder in copies:
         (folder / mutant_recorder.PAGE).write_bytes(bytes(mutant_recorder.PAGE_BYTES))
     selections = [
-        ["-m", f"{COUNTED} and ({marks}) and {ranks}", *paths] for ranks in ("not distributed", "distributed")
+        ["-m", f"{COUNTED} and ({marks}) and {ranks}", *paths]
+        for ranks in ("not distributed", "distributed")
     ]
 
     def run_in(folder: Path, selection: Sequence[str]) -> int | None:
@@ -59,7 +61,9 @@ class Record:
     """Which tests see a line of files."""
 
     def __init__(self, work: Path, files: Collection[str]) -> None:
-        self._tests = {row["test"]: row for row in read_rows(work / "progress") if row["outcome"] == "passed"}
+        self._tests = {
+            row["test"]: row for row in read_rows(work / "progress") if row["outcome"] == "passed"
+        }
         self._lines: dict[str, dict[int, set[str]]] = {file: {} for file in files}
         self._lines_seen: Counter[str] = Counter()
         with open(work / "lines") as lines:
@@ -69,11 +73,14 @@ class Record:
                     self._lines[file].setdefault(int(line), set()).add(test)
 
     def tests_of(self, mutant: Row) -> list[Row]:
-        """The tests that see a mutant's lines, else its statement's, in the order in which they are worth their time:
-        those of its package first, without ranks before those with ranks, and cheap ones that see few lines first. A
-        line that runs while modules are imported, for no test, is seen by all tests that see its file."""
+        """The tests that see a mutant's lines, else its statement's, in the order in which they are
+        worth their time: those of its package first, without ranks before those with ranks, and
+        cheap ones that see few lines first. A line that runs while modules are imported, for no
+        test, is seen by all tests that see its file."""
         lines = self._lines[mutant["file"]]
-        names = set().union(*(lines.get(line, ()) for line in range(mutant["line"], mutant["end_line"] + 1)))
+        names = set().union(
+            *(lines.get(line, ()) for line in range(mutant["line"], mutant["end_line"] + 1))
+        )
         names = names or lines.get(mutant["statement_line"], set())
         names = set().union(*lines.values()) if "" in names else names
         rows = [
@@ -92,7 +99,8 @@ class Record:
 
 
 def is_of_package(test: str, file: str) -> bool:
-    """Whether a test is in the folder of a file's package, or in a module that has the file's name."""
+    """Whether a test is in the folder of a file's package, or in a module that has the file's
+    name."""
     module = Path(test.split("::")[0])
     packages = set(Path(file).parts[1:-1])
     return not packages.isdisjoint(module.parts[1:-1]) or module.stem == f"test_{Path(file).stem}"
@@ -113,8 +121,10 @@ def affordable(tests: Iterable[Row], limit: float) -> list[Row]:
 
 
 class Judge:
-    """Runs tests in a copy of the project with mutants. `sound` has the arguments of forked sessions that pass without
-    a mutant, and `unsound` the tests that do not and need a new process."""
+    """Runs tests in a copy of the project with mutants.
+
+    `sound` has the arguments of forked sessions that pass without a mutant, and `unsound` the tests
+    that do not and need a new process."""
 
     def __init__(self, sessions: Sessions, sound: set[tuple[str, ...]], unsound: set[str]) -> None:
         self._sessions = sessions
@@ -146,11 +156,13 @@ class Judge:
         return {**mutant, **verdict, "seconds": round(time.monotonic() - started, 1)}
 
     def _turn(self, test: Row) -> tuple[bool, bool]:
-        """Tests run together by whether they need a new process, and whether they are of another package."""
+        """Tests run together by whether they need a new process, and whether they are of another
+        package."""
         return test["ranks"] or test["test"] in self._unsound, test["other"]
 
     def _outcome(self, mutant: Row, tests: Sequence[Row], seconds: float) -> tuple[str, str]:
-        """What comes of a session with a mutant, "time" where that does not suffice, and the last test that began."""
+        """What comes of a session with a mutant, "time" where that does not suffice, and the last
+        test that began."""
         file = self._sessions.folder / mutant["file"]
         source = file.read_text()
         write_source(file, applied(source, mutant))
@@ -162,8 +174,10 @@ class Judge:
         return "noticed" if status else "passed", test
 
     def _run(self, tests: Sequence[Row], seconds: float, *options: str) -> int | None:
-        """The status of a session, forked if its tests can be. A forked one ends at once where a test hangs; others
-        start ranks, which may take their time."""
+        """The status of a session, forked if its tests can be.
+
+        A forked one ends at once where a test hangs; others start ranks, which may take their time.
+        """
         self._progress.write_text("")
         arguments = ["-x", *options, *(test["test"] for test in tests)]
         if self._turn(tests[0])[0]:
@@ -193,7 +207,8 @@ class Judge:
 
 
 def write_source(file: Path, text: str) -> None:
-    """And remove what Python has compiled of it, which it knows by the second of the change and the size."""
+    """And remove what Python has compiled of it, which it knows by the second of the change and the
+    size."""
     file.write_text(text)
     for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
         compiled.unlink()

@@ -1,13 +1,16 @@
-"""Which tests see a line: a tracer for every process of the tests, and a plugin for pytest that says where they are.
+"""Which tests see a line: a tracer for every process of the tests, and a plugin for pytest that
+says where they are.
 
-`tools/mutants.py` puts this file into a copy of the project as `sitecustomize.py`, which Python imports when it starts:
-so do the ranks, programs and workers that tests start, whose PYTHONPATH begins with the copy. The test that runs is
-named in a page of memory that all of them share: ranks live on from test to test, and an environment that was copied
-before a test does not name it. A line is written down the first time a test sees it: processes that are killed, or that
-end with os._exit, lose nothing.
+`tools/mutants.py` puts this file into a copy of the project as `sitecustomize.py`, which Python
+imports when it starts: so do the ranks, programs and workers that tests start, whose PYTHONPATH
+begins with the copy. The test that runs is named in a page of memory that all of them share: ranks
+live on from test to test, and an environment that was copied before a test does not name it. A line
+is written down the first time a test sees it: processes that are killed, or that end with os._exit,
+lose nothing.
 
-The package `coverage` is not used: it keeps what a process saw until its end, which reward workers, fork servers and
-ranks that are killed never reach, and it asks for the test's name when a process starts.
+The package `coverage` is not used: it keeps what a process saw until its end, which reward workers,
+fork servers and ranks that are killed never reach, and it asks for the test's name when a process
+starts.
 
 Where the folder has no page, nothing is traced, and the plugin alone works.
 """
@@ -35,8 +38,10 @@ SITE_PACKAGES = sysconfig.get_path("purelib") + os.sep
 
 
 class LineTracer:
-    """`call` is what sys.settrace takes. A function whose lines a test has all seen is no longer traced. Python calls
-    it for every function of every library: what is no function of the project costs it one look into a set."""
+    """`call` is what sys.settrace takes.
+
+    A function whose lines a test has all seen is no longer traced. Python calls it for every
+    function of every library: what is no function of the project costs it one look into a set."""
 
     def __init__(self) -> None:
         with open(ROOT + PAGE, "r+b") as file:
@@ -45,7 +50,9 @@ class LineTracer:
         """How many tests have begun."""
         codes: list[Any] = []  # all that were called, so that no other code gets the id of one
         not_traced: set[int] = set()
-        lines: dict[int, tuple[set[int], Any]] = {}  # by the id of a code, whose hash takes microseconds
+        lines: dict[
+            int, tuple[set[int], Any]
+        ] = {}  # by the id of a code, whose hash takes microseconds
         number = self.number
         seen_by = -1
 
@@ -70,7 +77,8 @@ class LineTracer:
         self.call = call
 
     def _lines(self, code: Any) -> tuple[set[int], Any]:
-        """The lines of a code that the running test has not seen, and the function that hears of its lines."""
+        """The lines of a code that the running test has not seen, and the function that hears of
+        its lines."""
         unseen = lines_of(code)
         file = code.co_filename.removeprefix(ROOT)
 
@@ -92,15 +100,19 @@ class LineTracer:
 
 
 def lines_of(code: Any) -> set[int]:
-    """The lines that a tracer hears of. The first range is that of `def`, which is called and not executed, unless all
-    stands on one line."""
+    """The lines that a tracer hears of.
+
+    The first range is that of `def`, which is called and not executed, unless all stands on one
+    line."""
     lines = [line for _, _, line in code.co_lines() if line]
     return set(lines[1:] or lines)
 
 
 def append(name: str, row: str) -> None:
-    """Add a short row at once, beside other processes that do so. The file is opened each time: workers close what they
-    have open, and its number is given to something else. A worker that may open or write nothing adds none."""
+    """Add a short row at once, beside other processes that do so.
+
+    The file is opened each time: workers close what they have open, and its number is given to
+    something else. A worker that may open or write nothing adds none."""
     with contextlib.suppress(OSError), open(ROOT + name, "ab", buffering=0) as file:
         file.write(row.encode())
 
@@ -111,15 +123,19 @@ if tracer is not None:
     sys.settrace(tracer.call)
 
 
-# ---------------------------------------------------------------- the plugin: pytest -p sitecustomize
+# -------------------------------------------------------------- the plugin: pytest -p sitecustomize
 
 reports: dict[str, list[Any]] = {}
 """By test: those of its set-up, call and teardown."""
 
 
 def pytest_collection_finish() -> None:
-    """Write down the libraries that are imported, for the next session's parent (`tools/mutant_server.py`)."""
-    files = {name: getattr(module, "__dict__", {}).get("__file__") for name, module in sys.modules.items()}
+    """Write down the libraries that are imported, for the next session's parent
+    (`tools/mutant_server.py`)."""
+    files = {
+        name: getattr(module, "__dict__", {}).get("__file__")
+        for name, module in sys.modules.items()
+    }
     names = [name for name, file in files.items() if str(file).startswith(SITE_PACKAGES)]
     with open(ROOT + LIBRARIES, "w") as libraries:
         libraries.write("\n".join(names))
@@ -128,7 +144,10 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_logstart(nodeid: str) -> None:
     if tracer is not None:
         tracer.begin_test(nodeid)
-    append(PROGRESS, json.dumps({"test": nodeid, "outcome": "running", "clock": time.monotonic()}) + "\n")
+    append(
+        PROGRESS,
+        json.dumps({"test": nodeid, "outcome": "running", "clock": time.monotonic()}) + "\n",
+    )
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -138,7 +157,9 @@ def pytest_runtest_logreport(report: Any) -> None:
 def pytest_runtest_logfinish(nodeid: str) -> None:
     row = {
         "test": nodeid,
-        "outcome": next((part.outcome for part in reports[nodeid] if part.outcome != "passed"), "passed"),
+        "outcome": next(
+            (part.outcome for part in reports[nodeid] if part.outcome != "passed"), "passed"
+        ),
         "seconds": round(sum(part.duration for part in reports[nodeid]), 3),
         "ranks": any("distributed" in part.keywords for part in reports[nodeid]),
     }

@@ -1,16 +1,20 @@
-"""Sessions of pytest in children of a process that has imported the libraries which their tests need.
+"""Sessions of pytest in children of a process that has imported the libraries which their tests
+need.
 
-`tools/mutant_sessions.py` starts this file in a copy of the project and writes a JSON line for each session, with its
-`arguments` and whether it is `forked`; the answer is a line with its exit status, negative for a signal.
+`tools/mutant_sessions.py` starts this file in a copy of the project and writes a JSON line for each
+session, with its `arguments` and whether it is `forked`; the answer is a line with its exit status,
+negative for a signal.
 
-A forked session is what `python -m pytest` would be if it had imported its libraries already: torch, transformers and
-Megatron take seconds, most tests tenths of one. Which libraries, the plugin in `tools/mutant_recorder.py` writes into
-the copy when a session's tests are collected, so the first session imports all by itself. Modules of the project are
-never imported here: each session reads them from the copy. Libraries are imported and nothing else, with one thread for
-OpenMP, since a child has no thread but its own; once some library has started one, no session is forked any more.
+A forked session is what `python -m pytest` would be if it had imported its libraries already:
+torch, transformers and Megatron take seconds, most tests tenths of one. Which libraries, the plugin
+in `tools/mutant_recorder.py` writes into the copy when a session's tests are collected, so the
+first session imports all by itself. Modules of the project are never imported here: each session
+reads them from the copy. Libraries are imported and nothing else, with one thread for OpenMP, since
+a child has no thread but its own; once some library has started one, no session is forked any more.
 
-A session that is not forked is a new process, for tests with ranks. Neither kind joins threads and runs what is
-registered with `atexit` where it is forked: the status is the one that pytest ends with.
+A session that is not forked is a new process, for tests with ranks. Neither kind joins threads and
+runs what is registered with `atexit` where it is forked: the status is the one that pytest ends
+with.
 """
 
 import contextlib
@@ -43,7 +47,9 @@ def import_libraries() -> None:
     late = [IMPORTED_LATE[name] for name in names if name in IMPORTED_LATE]
     for name in (*names, *late):
         if name not in sys.modules and name.split(".")[0] not in STARTS_THREADS:
-            with contextlib.suppress(Exception):  # the session imports it again, and says what is wrong
+            with contextlib.suppress(
+                Exception
+            ):  # the session imports it again, and says what is wrong
                 importlib.import_module(name)
     gc.freeze()
 

@@ -40,8 +40,8 @@ def make_copy(folder: Path) -> Path:
 
 
 def end_processes(folder: Path, server: int | None = None) -> None:
-    """Kill all that sessions in a copy have started, except for their server, until nothing is left. What a killed
-    process has started goes to init, but has the variable."""
+    """Kill all that sessions in a copy have started, except for their server, until nothing is
+    left. What a killed process has started goes to init, but has the variable."""
     marked = {VARIABLE: str(folder)}.items()
     while left := [
         process
@@ -54,7 +54,9 @@ def end_processes(folder: Path, server: int | None = None) -> None:
 
 
 class Sessions:
-    """Sessions of pytest in a copy, one after the other. They end with the thread that makes this object."""
+    """Sessions of pytest in a copy, one after the other.
+
+    They end with the thread that makes this object."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -79,7 +81,10 @@ class Sessions:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        stack: TracebackType | None,
     ) -> None:
         end_processes(self.folder)
         self._server.communicate()
@@ -105,5 +110,7 @@ class Sessions:
         status = answers.readline()
         if not status:
             output = self.folder / mutant_server.OUTPUT
-            raise RuntimeError(f"the server of sessions ended with {self._server.wait()}, see {output}")
+            raise RuntimeError(
+                f"the server of sessions ended with {self._server.wait()}, see {output}"
+            )
         return int(status) if has_ended else None

@@ -5,22 +5,25 @@
     python tools/mutants.py --record tests/rollout --marks "not distributed"    # only these tests see lines so far
     python tools/mutants.py --merge ../other/build/mutants/0123456789ab         # what another clone has recorded
 
-A mutant replaces a node of a function's syntax tree. Whether its types let it pass is asked of pyright: in a copy of
-the file that nobody runs, calls of `reveal_type` with the old and the new expression stand before the node's statement.
-What is of another type or of an unknown one, has an error or is never reached is no mutant. Neither mutmut nor
-cosmic-ray is used: they change operators, constants and texts, and neither exchanges arguments, attributes or names of
-one type.
+A mutant replaces a node of a function's syntax tree. Whether its types let it pass is asked of
+pyright: in a copy of the file that nobody runs, calls of `reveal_type` with the old and the new
+expression stand before the node's statement. What is of another type or of an unknown one, has an
+error or is never reached is no mutant. Neither mutmut nor cosmic-ray is used: they change
+operators, constants and texts, and neither exchanges arguments, attributes or names of one type.
 
-`tools/mutant_recorder.py` records which tests see a line: once for a commit, of all tests of `make test` and
-`make test-matrix`, or of those that --record names, which adds to the record. A mutant runs the tests that see its
-line until one fails: those of its package's folder before others, among them first the cheap ones that see few lines,
-in forked sessions of pytest (`tools/mutant_sessions.py`), and those with ranks last, in a new process. A test that
-fails in a forked session has to pass there without the mistake. All happens in copies of HEAD in build/mutants; what is
-not committed is not looked at. Results are a JSON line each; the same command goes on where it was stopped.
+`tools/mutant_recorder.py` records which tests see a line: once for a commit, of all tests of `make
+test` and `make test-matrix`, or of those that --record names, which adds to the record. A mutant
+runs the tests that see its line until one fails: those of its package's folder before others, among
+them first the cheap ones that see few lines, in forked sessions of pytest
+(`tools/mutant_sessions.py`), and those with ranks last, in a new process. A test that fails in a
+forked session has to pass there without the mistake. All happens in copies of HEAD in
+build/mutants; what is not committed is not looked at. Results are a JSON line each; the same
+command goes on where it was stopped.
 
-Outcomes: "noticed" by a test; "limit", noticed by a test that does not end; "survived"; "not covered", which no test
-sees; "equal", which tools/mutants_equal.jsonl lists with a reason. Where the tests that see a line take longer than the
-limit, those of the package and the cheap ones run, and "left" says how many did not.
+Outcomes: "noticed" by a test; "limit", noticed by a test that does not end; "survived"; "not
+covered", which no test sees; "equal", which tools/mutants_equal.jsonl lists with a reason. Where
+the tests that see a line take longer than the limit, those of the package and the cheap ones run,
+and "left" says how many did not.
 """
 
 import argparse
@@ -48,16 +51,19 @@ EQUAL = Path("tools/mutants_equal.jsonl")
 RESULTS = "results.jsonl"
 OUTCOMES = ("limit", "survived", "not covered", "equal")
 KINDS = ("default", "exchange", "attribute", "name", "part", "carried", "bound", "negate")
-"""An argument with a default left out; two arguments exchanged; an attribute, a local name replaced by another; a part
-of a sum, union, chain, list or condition left out; a variable's new value not kept; a comparison's bound moved by one;
-a condition negated."""
+"""An argument with a default left out; two arguments exchanged; an attribute, a local name replaced
+by another; a part of a sum, union, chain, list or condition left out; a variable's new value not
+kept; a comparison's bound moved by one; a condition negated."""
 CHOICES = 12
 """Most replacements of one node that pyright is asked about."""
 ASKED = 5
-"""Nodes of each kind that pyright is asked about, for each mutant wanted: most nodes have no other of their type."""
+"""Nodes of each kind that pyright is asked about, for each mutant wanted: most nodes have no other
+of their type."""
 CHECKS = ("strict", "encoding")
 """Arguments that refuse what does not happen, or say what is so on every machine of ours."""
-TELLING = re.compile(r"^(logger|logging|log|warnings)\.|_logger\.\w+$|\.add_argument$", re.IGNORECASE)
+TELLING = re.compile(
+    r"^(logger|logging|log|warnings)\.|_logger\.\w+$|\.add_argument$", re.IGNORECASE
+)
 """What is called only to say something."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 LEFT_OUT = (*FUNCTIONS, ast.ClassDef, ast.JoinedStr, ast.Raise, ast.Assert)
@@ -67,12 +73,14 @@ NOT_TWICE = (ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr)
 WITH_NAMES = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp, ast.Lambda)
 """Expressions with names of their own."""
 STRICT = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
-NO_VALUES = re.compile(r"Unknown|Unbound|^Any$|^Module\(|^type\[|^\(|^Overload\[|^Never$|^NoReturn$")
+NO_VALUES = re.compile(
+    r"Unknown|Unbound|^Any$|^Module\(|^type\[|^\(|^Overload\[|^Never$|^NoReturn$"
+)
 """Types that pyright does not know, and those of what is no value."""
 
 Probe = tuple[int, str]
-"""An expression, and the id of the node where its type is asked: a statement, or an expression inside it with names of
-its own."""
+"""An expression, and the id of the node where its type is asked: a statement, or an expression
+inside it with names of its own."""
 Candidate = tuple[Row, list[Probe]]
 """A mutant, if the expressions have one type."""
 
@@ -80,8 +88,12 @@ Candidate = tuple[Row, list[Probe]]
 # ---------------------------------------------------------------- candidates of a file
 
 
-def candidates_of(file: str, tree: ast.Module, others: Mapping[str, set[str]]) -> Iterator[list[Candidate]]:
-    """The candidates of a node and kind together, of all functions. `others` is from `attributes_beside`."""
+def candidates_of(
+    file: str, tree: ast.Module, others: Mapping[str, set[str]]
+) -> Iterator[list[Candidate]]:
+    """The candidates of a node and kind together, of all functions.
+
+    `others` is from `attributes_beside`."""
     nodes = list(ast.walk(tree))
     callees = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     conditions = {
@@ -91,13 +103,19 @@ def candidates_of(file: str, tree: ast.Module, others: Mapping[str, set[str]]) -
         inner = [child for statement in function.body for child in ast.walk(statement)]
         names = {child.arg for child in ast.walk(function.args) if isinstance(child, ast.arg)}
         names |= {
-            child.id for child in inner if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)
+            child.id
+            for child in inner
+            if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)
         }
         chains = {
-            ast.unparse(child) for child in inner if is_chain(child) and isinstance(child.ctx, ast.Load)
+            ast.unparse(child)
+            for child in inner
+            if is_chain(child) and isinstance(child.ctx, ast.Load)
         }
         for node, place, statement in nodes_below(function, function, function):
-            changes = list(changed_calls(node) if isinstance(node, ast.Call) else changed_operators(node))
+            changes = list(
+                changed_calls(node) if isinstance(node, ast.Call) else changed_operators(node)
+            )
             if id(node) not in callees and isinstance(getattr(node, "ctx", None), ast.Load):
                 changes += changed_names(node, names, chains, others)
             if isinstance(node, (ast.Assign, ast.AugAssign)) and function.name != "__init__":
@@ -127,8 +145,11 @@ def candidates_of(file: str, tree: ast.Module, others: Mapping[str, set[str]]) -
                 ]
 
 
-def nodes_below(node: ast.AST, place: ast.AST, statement: ast.AST) -> Iterator[tuple[Any, ast.AST, Any]]:
-    """The nodes of a function's body that are wiring, with the place where types are asked and their statement."""
+def nodes_below(
+    node: ast.AST, place: ast.AST, statement: ast.AST
+) -> Iterator[tuple[Any, ast.AST, Any]]:
+    """The nodes of a function's body that are wiring, with the place where types are asked and
+    their statement."""
     for child in node.body if isinstance(node, FUNCTIONS) else ast.iter_child_nodes(node):
         is_said = isinstance(child, ast.Call) and TELLING.search(ast.unparse(child.func))
         if is_said or isinstance(child, LEFT_OUT) or child is getattr(node, "annotation", None):
@@ -137,14 +158,18 @@ def nodes_below(node: ast.AST, place: ast.AST, statement: ast.AST) -> Iterator[t
         is_element = isinstance(node, WITH_NAMES) and isinstance(child, ast.expr)
         is_place = is_statement or is_element or child in getattr(node, "ifs", ())
         where = (child if is_place else place, child if is_statement else statement)
-        if hasattr(child, "lineno") and not any(isinstance(part, NOT_TWICE) for part in ast.walk(child)):
+        if hasattr(child, "lineno") and not any(
+            isinstance(part, NOT_TWICE) for part in ast.walk(child)
+        ):
             yield child, *where
         yield from nodes_below(child, *where)
 
 
 def is_chain(node: ast.AST) -> bool:
     """Whether this is a name with attributes: a.b.c."""
-    return isinstance(node, ast.Attribute) and (is_chain(node.value) or isinstance(node.value, ast.Name))
+    return isinstance(node, ast.Attribute) and (
+        is_chain(node.value) or isinstance(node.value, ast.Name)
+    )
 
 
 def attributes_beside(sources: Iterable[str]) -> dict[str, set[str]]:
@@ -154,14 +179,17 @@ def attributes_beside(sources: Iterable[str]) -> dict[str, set[str]]:
         if isinstance(node, ast.ClassDef):
             chains = (child for child in ast.walk(node) if is_chain(child))
             fields = {chain.attr for chain in chains if ast.unparse(chain.value) == "self"}
-            fields |= {ast.unparse(child.target) for child in node.body if isinstance(child, ast.AnnAssign)}
+            fields |= {
+                ast.unparse(child.target) for child in node.body if isinstance(child, ast.AnnAssign)
+            }
             for name in fields:
                 others.setdefault(name, set()).update(fields - {name})
     return others
 
 
 # ---------------------------------------------------------------- changes of a node
-# Kind, new expression, and the expressions that must have one type, where they are not the old and the new one.
+# Kind, new expression, and the expressions that must have one type, where they are not the old and
+# the new one.
 
 
 def changed_calls(node: ast.Call) -> Iterator[tuple[Any, ...]]:
@@ -186,7 +214,9 @@ def changed_operators(node: ast.AST) -> Iterator[tuple[Any, ...]]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.BitOr)):
         yield from (("part", node.left), ("part", node.right))
     elif isinstance(node, (ast.BoolOp, ast.List, ast.Set)):
-        yield from (("part", new) for new in without_each(node, node._fields[isinstance(node, ast.BoolOp)]))
+        yield from (
+            ("part", new) for new in without_each(node, node._fields[isinstance(node, ast.BoolOp)])
+        )
     elif isinstance(node, ast.Compare) and type(node.ops[0]) in STRICT:
         new = ast.Compare(node.left, [STRICT[type(node.ops[0])](), *node.ops[1:]], node.comparators)
         yield "bound", new, node.left, node.comparators[0], ast.Constant(0)
@@ -195,28 +225,35 @@ def changed_operators(node: ast.AST) -> Iterator[tuple[Any, ...]]:
 def changed_names(
     node: ast.AST, names: set[str], chains: set[str], others: Mapping[str, set[str]]
 ) -> Iterator[tuple[Any, ...]]:
-    """Names and attributes replaced by others, `names` and `chains` of their function or of the same record."""
+    """Names and attributes replaced by others, `names` and `chains` of their function or of the
+    same record."""
     text = ast.unparse(node)
     if text in names:
         yield from (("name", ast.Name(new)) for new in sorted(names - {text, "_"}))
     elif is_chain(node):
-        fields = {f"{ast.unparse(node.value)}.{attribute}" for attribute in others.get(node.attr, ())}
+        fields = {
+            f"{ast.unparse(node.value)}.{attribute}" for attribute in others.get(node.attr, ())
+        }
         yield from (("attribute", ast.Name(new)) for new in sorted((fields | chains) - {text}))
 
 
 def without_each(node: ast.AST, name: str) -> list[Any]:
-    """The node as often as a field has parts, each time without another one. The only one is left out where it has a
-    name alone: nobody writes `str()` for `str(number)`."""
+    """The node as often as a field has parts, each time without another one.
+
+    The only one is left out where it has a name alone: nobody writes `str()` for `str(number)`."""
     fields = dict(ast.iter_fields(node))
     rests = itertools.combinations(fields[name], len(fields[name]) - 1) if fields[name] else ()
-    return [type(node)(**{**fields, name: rest}) for rest in rests if rest or name == "keywords"][::-1]
+    return [type(node)(**{**fields, name: rest}) for rest in rests if rest or name == "keywords"][
+        ::-1
+    ]
 
 
 # ---------------------------------------------------------------- types, and the sample
 
 
 class WithCalls(ast.NodeTransformer):
-    """Puts calls before statements, and into expressions that have names of their own, by the id of these."""
+    """Puts calls before statements, and into expressions that have names of their own, by the id of
+    these."""
 
     def __init__(self, calls: Mapping[int, list[ast.expr]]) -> None:
         self._calls = calls
@@ -228,15 +265,20 @@ class WithCalls(ast.NodeTransformer):
         return ast.Subscript(ast.Tuple([*calls, changed]), ast.Constant(-1)) if calls else changed
 
 
-def types_of(probes: Sequence[Probe], trees: Mapping[str, ast.Module], folder: Path) -> dict[Probe, str]:
-    """The types of expressions; "Unknown" of one with an error. The trees and the files are changed: `folder` is a
-    copy of the project."""
+def types_of(
+    probes: Sequence[Probe], trees: Mapping[str, ast.Module], folder: Path
+) -> dict[Probe, str]:
+    """The types of expressions; "Unknown" of one with an error.
+
+    The trees and the files are changed: `folder` is a copy of the project."""
     calls: dict[int, list[ast.expr]] = {}
     for number, (place, text) in enumerate(probes):  # an element of a list has no literal type
         call = ast.parse(f"reveal_type([{text}][0], expected_text='{number}')", mode="eval").body
         calls.setdefault(place, []).append(call)
     for file, tree in trees.items():
-        (folder / file).write_text(ast.unparse(ast.fix_missing_locations(WithCalls(calls).visit(tree))))
+        (folder / file).write_text(
+            ast.unparse(ast.fix_missing_locations(WithCalls(calls).visit(tree)))
+        )
     answer = subprocess.run(
         [str(PYRIGHT), "--pythonpath", sys.executable, "--outputjson", *trees],
         cwd=folder,
@@ -258,15 +300,17 @@ def types_of(probes: Sequence[Probe], trees: Mapping[str, ast.Module], folder: P
 
 
 def passes(candidate: Candidate, types: Mapping[Probe, str]) -> bool:
-    """Whether the types let the mistake pass. A sum of texts is a text."""
+    """Whether the types let the mistake pass.
+
+    A sum of texts is a text."""
     first, *others = (types.get(probe, "Unknown") for probe in candidate[1])
     is_excluded = NO_VALUES.search(first) or (candidate[0]["kind"] == "part" and first == "str")
     return not is_excluded and others.count(first) == len(others)
 
 
 def sampled_mutants(folder: Path, files: Sequence[str], number: int, seed: int) -> list[Row]:
-    """So many mutants of files of a copy of the project, evenly of every kind as far as it has some; a larger number
-    begins with the same ones. The files are changed."""
+    """So many mutants of files of a copy of the project, evenly of every kind as far as it has
+    some; a larger number begins with the same ones. The files are changed."""
     others = attributes_beside(path.read_text() for path in sorted(folder.rglob("*.py")))
     trees = {file: ast.parse((folder / file).read_text()) for file in files}
     groups = [group for file, tree in trees.items() for group in candidates_of(file, tree, others)]
@@ -278,19 +322,26 @@ def sampled_mutants(folder: Path, files: Sequence[str], number: int, seed: int) 
         by_kind.append([generator.sample(group, min(CHOICES, len(group))) for group in drawn])
     asked = itertools.chain.from_iterable(itertools.chain.from_iterable(by_kind))
     types = types_of(list({probe: None for _, probes in asked for probe in probes}), trees, folder)
-    rows = [[[c[0] for c in group if passes(c, types)][:1] for group in of_kind] for of_kind in by_kind]
+    rows = [
+        [[c[0] for c in group if passes(c, types)][:1] for group in of_kind] for of_kind in by_kind
+    ]
     turns = itertools.zip_longest(*map(itertools.chain.from_iterable, rows))
     return [row for turn in turns for row in turn if row is not None][:number]
 
 
 def python_files(names: Sequence[str]) -> list[str]:
-    """The Python files of HEAD that names of files and folders stand for. ValueError for a name that stands for
-    none."""
-    tracked = subprocess.check_output(["git", "ls-tree", "-r", "--name-only", "HEAD"], text=True).splitlines()
+    """The Python files of HEAD that names of files and folders stand for.
+
+    ValueError for a name that stands for none."""
+    tracked = subprocess.check_output(
+        ["git", "ls-tree", "-r", "--name-only", "HEAD"], text=True
+    ).splitlines()
     files: list[str] = []
     for name in names:
         path = Path(os.path.relpath(name))
-        inside = [file for file in tracked if file.endswith(".py") and Path(file).is_relative_to(path)]
+        inside = [
+            file for file in tracked if file.endswith(".py") and Path(file).is_relative_to(path)
+        ]
         if not inside:
             raise ValueError(f'"{name}" is no Python file of HEAD, and no folder with one')
         files += inside
@@ -310,7 +361,8 @@ def judge_all(mutants: Iterator[Row], record: Record, work: Path, limit: float) 
         with Sessions(folder) as sessions:
             judge = Judge(sessions, sound, unsound)
             for mutant in mutants:
-                # With its end: `print` writes that by itself, and another thread's line may come between.
+                # With its end: `print` writes that by itself, and another thread's line may come
+                # between.
                 line = json.dumps(judge.judge(mutant, record.tests_of(mutant), limit)) + "\n"
                 print(line, end="", file=results, flush=True)
                 print(line, end="", flush=True)
@@ -319,7 +371,8 @@ def judge_all(mutants: Iterator[Row], record: Record, work: Path, limit: float) 
         try:
             list(pool.map(judge_in_turn, copies))
         finally:
-            results.close()  # of an interrupted mutant, whose processes are killed, nothing is written
+            # of an interrupted mutant, whose processes are killed, nothing is written
+            results.close()
             for folder in copies:
                 end_processes(folder)
 
@@ -338,9 +391,15 @@ def table(rows: Iterable[Row]) -> str:
         for kind in (row["kind"], "all") if row["outcome"] != "equal" else ():
             counts[package, kind] += 1
             counts[package, f"{kind} noticed"] += row["outcome"] in ("noticed", "limit")
-    lines = [f"| package | {' | '.join((*KINDS, 'all', *OUTCOMES))} |", "|---" * (len(KINDS) + 6) + "|"]
+    lines = [
+        f"| package | {' | '.join((*KINDS, 'all', *OUTCOMES))} |",
+        "|---" * (len(KINDS) + 6) + "|",
+    ]
     for package in sorted({package for package, _ in counts}):
-        cells = [f"{counts[package, f'{kind} noticed']}/{counts[package, kind]}" for kind in (*KINDS, "all")]
+        cells = [
+            f"{counts[package, f'{kind} noticed']}/{counts[package, kind]}"
+            for kind in (*KINDS, "all")
+        ]
         cells += [str(counts[package, outcome]) for outcome in OUTCOMES]
         lines.append(f"| {package} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -355,13 +414,23 @@ def main() -> None:
         "--number", type=int, default=40, help="mutants; a larger number begins with the same ones"
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=120.0, help="most seconds of one mutant's tests")
-    parser.add_argument("--record", nargs="*", metavar="PATH", help="record these tests, without a name all")
     parser.add_argument(
-        "--marks", default=COUNTED, help="record only tests with these marks, as pytest's -m takes them"
+        "--limit", type=float, default=120.0, help="most seconds of one mutant's tests"
     )
     parser.add_argument(
-        "--merge", nargs="*", default=(), metavar="FOLDER", help="add records of HEAD made in other clones"
+        "--record", nargs="*", metavar="PATH", help="record these tests, without a name all"
+    )
+    parser.add_argument(
+        "--marks",
+        default=COUNTED,
+        help="record only tests with these marks, as pytest's -m takes them",
+    )
+    parser.add_argument(
+        "--merge",
+        nargs="*",
+        default=(),
+        metavar="FOLDER",
+        help="add records of HEAD made in other clones",
     )
     args = parser.parse_args()
     try:
@@ -374,12 +443,16 @@ def main() -> None:
     for part in map(Path, args.merge):
         if part.name != work.name or not (part / "lines").exists():
             parser.exit(
-                2, f'{parser.prog}: --merge needs a folder "{work.name}" with a record, got "{part}"\n'
+                2,
+                f'{parser.prog}: --merge needs a folder "{work.name}" with a record, got '
+                f'"{part}"\n',
             )
         add_record(work, part)
     if args.record is not None or not (work / "lines").exists():
         record_tests(work, args.marks, args.record or ())
-    sample = sampled_mutants(make_copy(work / "types"), files, args.number, args.seed) if files else []
+    sample = (
+        sampled_mutants(make_copy(work / "types"), files, args.number, args.seed) if files else []
+    )
     verdicts = {key_of(row): row for row in read_rows(work / RESULTS)}
     verdicts |= {key_of(row): row | {"outcome": "equal"} for row in read_rows(EQUAL)}
     pending = iter([row for row in sample if key_of(row) not in verdicts])

@@ -1,8 +1,9 @@
-"""GRPO by TRL, for tools/bench_peer.py, which starts it under torchrun; on CUDA with vLLM in its process (colocated).
+"""GRPO by TRL, for tools/bench_peer.py, which starts it under torchrun; on CUDA with vLLM in its
+process (colocated).
 
-Prints as its last line one JSON object: seconds of every measured step and of its generation, completion tokens and
-versions. A step is one generation and all optimizer steps on it; it lasts from the start of a generation to
-the start of the next.
+Prints as its last line one JSON object: seconds of every measured step and of its generation,
+completion tokens and versions. A step is one generation and all optimizer steps on it; it lasts
+from the start of a generation to the start of the next.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def main() -> None:
         "warm-up",
     ):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--micro-batch", type=int, required=True, help="sequences of a rank's micro-batch")
+    parser.add_argument(
+        "--micro-batch", type=int, required=True, help="sequences of a rank's micro-batch"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--chat", action="store_true", help="prompts are turns of a user")
     given = parser.parse_args()
@@ -98,7 +101,9 @@ def main() -> None:
         torch.set_num_threads(1)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     tokenizer = AutoTokenizer.from_pretrained(given.model, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        given.model, dtype=torch.float32, attn_implementation="sdpa"
+    )
     rows = [json.loads(line) for line in given.data.read_text(encoding="utf-8").splitlines()]
 
     def asked(text: str) -> Any:

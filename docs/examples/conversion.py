@@ -1,4 +1,5 @@
-"""A Hugging Face model as a Megatron-Core checkpoint for tensor parallelism of 2, and back: the same bits.
+"""A Hugging Face model as a Megatron-Core checkpoint for tensor parallelism of 2, and back: the
+same bits.
 
 python docs/examples/conversion.py
 """

@@ -2,7 +2,8 @@
 
     python docs/examples/custom_data_form.py
 
-The file has CSV-like rows with a column `sum`, some of which are no problems. Two steps are trained on the rest.
+The file has CSV-like rows with a column `sum`, some of which are no problems. Two steps are trained
+on the rest.
 """
 
 import json
@@ -18,7 +19,11 @@ def sums(row: dict) -> dict | None:
     numbers = row["sum"].split(";")
     if len(numbers) != 2:
         return None
-    return {"prompt": "+".join(numbers), "solutions": [sum(map(int, numbers))], "query_id": row["name"]}
+    return {
+        "prompt": "+".join(numbers),
+        "solutions": [sum(map(int, numbers))],
+        "query_id": row["name"],
+    }
 
 
 def with_equals_sign(problem: str, row: dict) -> str:

@@ -36,7 +36,10 @@ def main() -> None:
     )
     run = train(config, ranks=2)
     for row in run.metrics():
-        print(f"step {row['step']:.0f}: {row['task_reward']:.3f}, {row['reward/own/digits']:.1f} digits")
+        print(
+            f"step {row['step']:.0f}: {row['task_reward']:.3f}, {row['reward/own/digits']:.1f} "
+            "digits"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The DAPO recipe (configs/algorithms/dapo.yaml) on top of a config of yours, without training: what it would do.
+"""The DAPO recipe (configs/algorithms/dapo.yaml) on top of a config of yours, without training:
+what it would do.
 
     python docs/examples/dapo.py
 
-It needs a model and data: those of two_rewards.py are made here likewise. The dry run checks everything and prints the
-plan; without --dry-run the same command trains.
+It needs a model and data: those of two_rewards.py are made here likewise. The dry run checks
+everything and prints the plan; without --dry-run the same command trains.
 """
 
 import subprocess

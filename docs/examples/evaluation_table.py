@@ -1,4 +1,5 @@
-"""Accuracy of two models on the same problems, side by side: a random one, and one that learned from worked solutions.
+"""Accuracy of two models on the same problems, side by side: a random one, and one that learned
+from worked solutions.
 
 python docs/examples/evaluation_table.py
 """
@@ -19,7 +20,9 @@ def evaluate(*arguments: str) -> None:
 
 def main() -> None:
     if not FOLDER.exists():
-        make_arithmetic.main(f"--output {FOLDER}/data --train 100 --heldout 100 --worked 8000".split())
+        make_arithmetic.main(
+            f"--output {FOLDER}/data --train 100 --heldout 100 --worked 8000".split()
+        )
         make_tiny_model.main(["--output", f"{FOLDER}/random"])
     supervised = load_config(
         "configs/demo_sft.yaml",
@@ -31,7 +34,14 @@ def main() -> None:
     taught = train(supervised, ranks=2, program="sft").model
     lengths = ["--max-prompt-tokens", "32", "--max-new-tokens", "32", "--samples", "4"]
     for name, model in (("random", FOLDER / "random"), ("taught", taught)):
-        where = ["--model", str(model), "--data-dir", f"{FOLDER}/data", "--output", f"{FOLDER}/eval-{name}"]
+        where = [
+            "--model",
+            str(model),
+            "--data-dir",
+            f"{FOLDER}/data",
+            "--output",
+            f"{FOLDER}/eval-{name}",
+        ]
         evaluate(*where, "--benchmarks", "heldout", *lengths)
     evaluate("--compare", f"{FOLDER}/eval-random", f"{FOLDER}/eval-taught")
 

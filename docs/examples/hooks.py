@@ -2,8 +2,9 @@
 
     python docs/examples/hooks.py
 
-Rewards are shares of digits. Only the best completion of a group is learned from, and only of groups whose completions
-differ enough. This file is the plugin, too: workers import it for what it registers.
+Rewards are shares of digits. Only the best completion of a group is learned from, and only of
+groups whose completions differ enough. This file is the plugin, too: workers import it for what it
+registers.
 """
 
 from pathlib import Path
@@ -54,12 +55,18 @@ def main() -> None:
         reward={"function": "digits"},
         algorithm={"advantage": "best_only", "n_minibatches": 1},
         selection={"dynamic_sampling": "spread_out", "max_extra_prompts": 8},
-        telemetry={"metrics": ["best"], "warn_truncated": 1},  # a random model seldom ends by itself
+        telemetry={
+            "metrics": ["best"],
+            "warn_truncated": 1,
+        },  # a random model seldom ends by itself
     )
     run = train(config, ranks=2)
     for row in run.metrics():
         dropped = row["selection/dropped/rule"]
-        print(f"step {row['step']:.0f}: best {row['own/best']:.3f}, {dropped:.0f} groups dropped by the rule")
+        print(
+            f"step {row['step']:.0f}: best {row['own/best']:.3f}, {dropped:.0f} groups dropped by "
+            "the rule"
+        )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python docs/examples/partial_rollouts.py
 
-A random model hardly ever ends a completion by itself; most go on for three steps and more. Prints how many are in
-flight after each step, and how old the oldest tokens are from which a step learns.
+A random model hardly ever ends a completion by itself; most go on for three steps and more. Prints
+how many are in flight after each step, and how old the oldest tokens are from which a step learns.
 """
 
 from pathlib import Path
@@ -33,11 +33,18 @@ def main() -> None:
             "group_size": 2,
         },
         reward={"mask_no_eos_with_zero": True},
-        algorithm={"recompute_logprobs": True, "importance_correction": "token", "importance_mask_high": 5.0},
+        algorithm={
+            "recompute_logprobs": True,
+            "importance_correction": "token",
+            "importance_mask_high": 5.0,
+        },
     )
     run = train(config, ranks=2)
     for row in run.metrics():
-        print(f"step {row['step']:.0f}: {row['rollout/sequences_in_flight']:.0f} completions in flight")
+        print(
+            f"step {row['step']:.0f}: {row['rollout/sequences_in_flight']:.0f} completions in "
+            "flight"
+        )
 
 
 if __name__ == "__main__":

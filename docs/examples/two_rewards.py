@@ -31,7 +31,8 @@ def main() -> None:
     run = train(config, ranks=2)
     for row in run.metrics():
         print(
-            f"step {row['step']:.0f}: correctness {row['reward/correctness']:.2f}, {row['avg_seq_len']:.1f} tokens"
+            f"step {row['step']:.0f}: correctness {row['reward/correctness']:.2f}, "
+            f"{row['avg_seq_len']:.1f} tokens"
         )
 
 

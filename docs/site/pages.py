@@ -1,9 +1,10 @@
-"""What mkdocs does not have: README.md as the first page, and pages of files outside docs/ that pages link to.
+"""What mkdocs does not have: README.md as the first page, and pages of files outside docs/ that
+pages link to.
 
-Links are written for the repository's file view, relative to the file that they are in. In the site, one to README.md
-leads to its first page, one to a file or folder of the repository to a page that shows it, under files/, and one to a
-notebook to a page of its cells. Links that lead nowhere, and headings that are not there, are warnings of mkdocs, which
-`--strict` makes errors.
+Links are written for the repository's file view, relative to the file that they are in. In the
+site, one to README.md leads to its first page, one to a file or folder of the repository to a page
+that shows it, under files/, and one to a notebook to a page of its cells. Links that lead nowhere,
+and headings that are not there, are warnings of mkdocs, which `--strict` makes errors.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ LANGUAGES = {"py": "python", "yaml": "yaml", "sh": "bash", "toml": "toml", "json
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that are made, and those that the navigation does not name to its last section."""
-    waiting = [(f"{DOCS}/{file.src_uri}", file.content_string) for file in files.documentation_pages()]
+    """Adds the pages that are made, and those that the navigation does not name to its last
+    section."""
+    waiting = [
+        (f"{DOCS}/{file.src_uri}", file.content_string) for file in files.documentation_pages()
+    ]
     made: dict[str, str] = {}
     waiting.append(("README.md", (ROOT / "README.md").read_text(encoding="utf-8")))
     made["index.md"] = waiting[-1][1]
@@ -83,7 +87,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def plain_pipes(row: re.Match) -> str:
-    r"""A table's `\|` within code is `|` in a file view; Python-Markdown shows the backslash, and needs none."""
+    r"""A table's `\|` within code is `|` in a file view; Python-Markdown shows the backslash, and
+    needs none."""
     return re.sub(r"`[^`]+`", lambda code: code[0].replace(r"\|", "|"), row[0])
 
 
@@ -133,10 +138,14 @@ def names_in(nav: Any) -> Iterator[str]:
 
 
 def shown_text(path: str) -> str:
-    """The page of a file, or of a folder with links to its files. The search leaves both out."""
+    """The page of a file, or of a folder with links to its files.
+
+    The search leaves both out."""
     place, head = ROOT / path, f"---\nsearch:\n  exclude: true\n---\n# {path}\n\n"
     if place.is_dir():
-        names = sorted(one.name for one in place.iterdir() if one.is_file() and not one.name.startswith("."))
+        names = sorted(
+            one.name for one in place.iterdir() if one.is_file() and not one.name.startswith(".")
+        )
         return head + "".join(f"- [{name}]({name})\n" for name in names)
     text = place.read_text(encoding="utf-8")[:LONGEST]
     return head + fenced(text, LANGUAGES.get(place.suffix[1:], "text"))

@@ -16,10 +16,20 @@ from rlmath.config.help import nearest_word
 ANSWER_SECONDS = 60.0
 """How long a command of Slurm may take."""
 OVERRIDES = (
-    *("PARTITION", "TIMELIMIT", "SIGNAL", "REQUEUE", "NO_REQUEUE", "JOB_NAME", "COMMENT", "OPEN_MODE"),
+    *(
+        "PARTITION",
+        "TIMELIMIT",
+        "SIGNAL",
+        "REQUEUE",
+        "NO_REQUEUE",
+        "JOB_NAME",
+        "COMMENT",
+        "OPEN_MODE",
+    ),
     *("OUTPUT", "ERROR", "ARRAY_INX", "GPUS", "GPUS_PER_NODE", "WAIT"),
 )
-"""Of the environment's SBATCH_ variables those that would win over what a script says, and was checked."""
+"""Of the environment's SBATCH_ variables those that would win over what a script says, and was
+checked."""
 OUTPUT_MARK = "rlmath:"
 """A job's comment is this and the folder that it writes."""
 
@@ -60,7 +70,8 @@ def partitions() -> list[Partition]:
 
 
 def _partition(line: str) -> Partition:
-    """A line of sinfo, for nodes that are alike: "gpu*|up|1-00:00:00|1-infinite|16|gpu:h100:8(S:0-1)"."""
+    """A line of sinfo, for nodes that are alike:
+    "gpu*|up|1-00:00:00|1-infinite|16|gpu:h100:8(S:0-1)"."""
     name, available, limit, sizes, number, resources = line.strip().split("|", 5)
     most = sizes.rpartition("-")[2]
     gpus = sum(int(one) for one in _GPUS.findall(resources))
@@ -75,8 +86,9 @@ def _partition(line: str) -> Partition:
 
 
 def seconds_of(time: str) -> float:
-    """Slurm's spelling of a duration: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]],
-    or "infinite". ValueError for anything else, as of the option --time.
+    """Slurm's spelling of a duration: minutes, minutes:seconds, hours:minutes:seconds,
+    days-hours[:minutes[:seconds]], or "infinite". ValueError for anything else, as of the option
+    --time.
 
     >>> seconds_of("1-12"), seconds_of("90"), seconds_of("1:30")
     (129600.0, 5400.0, 90.0)
@@ -86,7 +98,8 @@ def seconds_of(time: str) -> float:
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time, flags=re.ASCII)
     if match is None:
         raise ValueError(
-            f'--time is "{time}"; needed: minutes, hours:minutes:seconds or days-hours, as in 90, 12:00:00 and 2-00'
+            f'--time is "{time}"; needed: minutes, hours:minutes:seconds or days-hours, as in 90, '
+            "12:00:00 and 2-00"
         )
     days, *parts = match.groups()
     numbers = [int(part) for part in parts if part is not None]
@@ -94,7 +107,9 @@ def seconds_of(time: str) -> float:
         units = (60, 1)
     else:
         units = (3600, 60, 1)
-    return float(int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False)))
+    return float(
+        int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
+    )
 
 
 @dataclass(frozen=True)
@@ -111,7 +126,8 @@ class Need:
 
 
 def partition_problems(names: str | None, known: Sequence[Partition], need: Need) -> list[str]:
-    """Why a job cannot be in the partition (None: Slurm's default one), or in any of several ("a,b")."""
+    """Why a job cannot be in the partition (None: Slurm's default one), or in any of several
+    ("a,b")."""
     if names is None:
         chosen = [one for one in known if one.default]
         if not chosen:
@@ -121,7 +137,10 @@ def partition_problems(names: str | None, known: Sequence[Partition], need: Need
         if unknown:
             near = {name: nearest_word(name, (one.name for one in known)) for name in unknown}
             there = _names(known)
-            return [f'There is no partition "{name}"; there are: {there}.{near[name]}' for name in unknown]
+            return [
+                f'There is no partition "{name}"; there are: {there}.{near[name]}'
+                for name in unknown
+            ]
         chosen = [one for one in known if one.name in names.split(",")]
     up = _names([one for one in known if one.up])
     found = [list(_problems_in(one, up, need)) for one in chosen]
@@ -139,35 +158,45 @@ def _problems_in(one: Partition, up: str, need: Need) -> Iterator[str]:
     if nodes > min(one.nodes(), one.most_nodes):
         bound = f" and allows a job {one.most_nodes:g}" if one.most_nodes < one.nodes() else ""
         yield (
-            f'--nodes is {nodes}; the partition "{one.name}" has {one.nodes()}{bound}. Give fewer, or another '
+            f'--nodes is {nodes}; the partition "{one.name}" has {one.nodes()}{bound}. Give '
+            "fewer, or another "
             "partition."
         )
     elif nodes > one.nodes(gpus):
         yield (
-            f'--gpus-per-node is {gpus} and --nodes is {nodes}; in the partition "{one.name}" {one.nodes(gpus)} of '
+            f'--gpus-per-node is {gpus} and --nodes is {nodes}; in the partition "{one.name}" '
+            f"{one.nodes(gpus)} of "
             f"{one.nodes()} nodes have as many. Give fewer, or another partition."
         )
     if limit is not None and limit > one.limit_seconds:
         yield (
-            f'--time is {limit / 60:g} minutes; the partition "{one.name}" allows {one.limit_seconds / 60:g}. Give '
+            f'--time is {limit / 60:g} minutes; the partition "{one.name}" allows '
+            f"{one.limit_seconds / 60:g}. Give "
             "less, with --chain or --requeue for what is longer."
         )
     if limit is None and one.limit_seconds <= least:
         yield (
-            f'the partition "{one.name}" ends a job after {one.limit_seconds:g} s, and the run is told to save '
-            f"{least:g} s before its end: nothing is left to work in. Give another partition, or (in training) "
+            f'the partition "{one.name}" ends a job after {one.limit_seconds:g} s, and the run is '
+            "told to save "
+            f"{least:g} s before its end: nothing is left to work in. Give another partition, or "
+            "(in training) "
             "lower run.stop_grace_seconds."
         )
 
 
 def queue_problems(name: str, output: Path) -> list[str]:
-    """Why a job of this name that writes this folder would meet another one. ValueError where Slurm does not answer."""
-    named = _ask("squeue", "--noheader", "--all", "--me", f"--name={name}", "--format=%A %T").splitlines()
+    """Why a job of this name that writes this folder would meet another one.
+
+    ValueError where Slurm does not answer."""
+    named = _ask(
+        "squeue", "--noheader", "--all", "--me", f"--name={name}", "--format=%A %T"
+    ).splitlines()
     comments = _ask("squeue", "--noheader", "--all", "--format=%A %k").splitlines()
     jobs = (line.strip().partition(" ") for line in comments)
     writing = [number for number, _, comment in jobs if comment == f"{OUTPUT_MARK}{output}"]
     return [
-        f"{what}: {', '.join(map(str.strip, met[:5]))}. Wait for it, cancel it (scancel), or give {instead}."
+        f"{what}: {', '.join(map(str.strip, met[:5]))}. Wait for it, cancel it (scancel), or give "
+        f"{instead}."
         for what, met, instead in (
             (f'a job of yours is named "{name}" already', named, "--name"),
             (f'"{output}" is what another job writes', writing, "another folder"),
@@ -177,8 +206,8 @@ def queue_problems(name: str, output: Path) -> list[str]:
 
 
 def submit(script: Path, links: int) -> list[str]:
-    """The numbers of the jobs: one, or a chain where each begins when the one before has ended, however that was.
-    ValueError where Slurm refuses; nothing is queued then."""
+    """The numbers of the jobs: one, or a chain where each begins when the one before has ended,
+    however that was. ValueError where Slurm refuses; nothing is queued then."""
     numbers: list[str] = []
     for link in range(1, links + 1):
         after = [f"--dependency=afterany:{numbers[-1]}"] if numbers else []

@@ -1,7 +1,9 @@
-"""What a job must know of the program that it runs, and what can be known to be wrong before anything is queued.
+"""What a job must know of the program that it runs, and what can be known to be wrong before
+anything is queued.
 
-Nothing here asks for GPUs, starts ranks or reads prompts: the machine that jobs are submitted on has none of the first,
-and the run's own start checks the rest (so does `launch/train_grpo.py --dry-run`).
+Nothing here asks for GPUs, starts ranks or reads prompts: the machine that jobs are submitted on
+has none of the first, and the run's own start checks the rest (so does `launch/train_grpo.py
+--dry-run`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from rlmath.run.early_checks import early_problems
 EVALUATION_GRACE_SECONDS = 60
 """An evaluation has everything on the disk and ends at once."""
 END_SECONDS = 90
-"""From the verdict that a run is over to the end of its last rank, which may still send metrics to a service."""
+"""From the verdict that a run is over to the end of its last rank, which may still send metrics to
+a service."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,16 @@ class Program:
     """Ranks of one engine."""
 
 
-def training(kind: Kind, config_files: Sequence[Path], overrides: Sequence[str], ranks: int) -> Program:
-    """A run of GRPO ("grpo") or supervised training ("sft"). ValueError for settings that cannot be loaded."""
+def training(
+    kind: Kind, config_files: Sequence[Path], overrides: Sequence[str], ranks: int
+) -> Program:
+    """A run of GRPO ("grpo") or supervised training ("sft").
+
+    ValueError for settings that cannot be loaded."""
     # The job starts elsewhere: a file that rlmath ships is given by its place.
-    config_files = [file if file.exists() else shipped_config(file) or file for file in config_files]
+    config_files = [
+        file if file.exists() else shipped_config(file) or file for file in config_files
+    ]
     config = load_config(list(config_files), list(overrides))
     if kind == "sft":
         config, _ = only_used(config)
@@ -83,7 +92,9 @@ def training(kind: Kind, config_files: Sequence[Path], overrides: Sequence[str],
 
 
 def evaluation(arguments: Sequence[str], ranks: int) -> Program:
-    """Of launch/evaluate.py. ValueError for arguments that make no evaluation."""
+    """Of launch/evaluate.py.
+
+    ValueError for arguments that make no evaluation."""
     given = evaluate.parse(arguments)
     plan = evaluate.plan_of(given)
     engine = evaluate.rollout_of(given).tensor_parallel
@@ -97,7 +108,9 @@ def evaluation(arguments: Sequence[str], ranks: int) -> Program:
         path for path in (plan.output.absolute(), *plan.output.absolute().parents) if path.exists()
     )
     if not nearest.is_dir() or not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
-        problems.append(f'--output "{plan.output}": "{nearest}" is not a folder that you may write into')
+        problems.append(
+            f'--output "{plan.output}": "{nearest}" is not a folder that you may write into'
+        )
     return Program(
         "evaluate.py",
         tuple(arguments),

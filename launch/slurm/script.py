@@ -1,4 +1,5 @@
-"""The script of a job: Slurm's options, the job's settings, and after them `job.sh`, which is the same for all."""
+"""The script of a job: Slurm's options, the job's settings, and after them `job.sh`, which is the
+same for all."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from rlmath.config.shipped_files import INSTALLED
 ROOT = Path(__file__).resolve().parents[2]
 BODY = Path(__file__).with_name("job.sh")
 SIGNAL_MARGIN_SECONDS = 60
-"""How much earlier than `grace_seconds` before the limit Slurm signals: after saving the ranks still have to end."""
+"""How much earlier than `grace_seconds` before the limit Slurm signals: after saving the ranks
+still have to end."""
 MOST_SIGNAL_SECONDS = 65535
 """Slurm's bound of --signal."""
 MOST_LINKS = 100
@@ -23,12 +25,20 @@ RUNTIMES = ("none", "pyxis", "docker")
 
 RESERVED_OPTIONS = (
     *("--job-name", "--comment", "--chdir", "--output", "--error", "--open-mode"),
-    *("--nodes", "--ntasks", "--ntasks-per-node", "--tasks", "--tasks-per-node", "--gpus", "--gpus-per-node"),
+    *(
+        "--nodes",
+        "--ntasks",
+        "--ntasks-per-node",
+        "--tasks",
+        "--tasks-per-node",
+        "--gpus",
+        "--gpus-per-node",
+    ),
     *("--partition", "--time", "--signal", "--requeue", "--no-requeue"),
     *("--array", "--wrap", "--wait", "--test-only"),
 )
-"""Options of sbatch on which the checks, the queue's other jobs or the script rely. --mem and --exclusive are not among
-them: a job may do with less than whole nodes."""
+"""Options of sbatch on which the checks, the queue's other jobs or the script rely. --mem and
+--exclusive are not among them: a job may do with less than whole nodes."""
 
 _PLAIN = re.compile(r"[\w./+=:@~,-]+", flags=re.ASCII)
 """What stands in a line of Slurm's options as it is."""
@@ -71,7 +81,8 @@ class Job:
 
     @property
     def seconds(self) -> float | None:
-        """The time limit; None where none is given, or none that can be read (`job_problems` tells)."""
+        """The time limit; None where none is given, or none that can be read (`job_problems`
+        tells)."""
         try:
             return None if self.time is None else seconds_of(self.time)
         except ValueError:
@@ -79,8 +90,9 @@ class Job:
 
     @property
     def roles(self) -> str:
-        """Which nodes train and which generate, where they are not the same; else "". Nodes are counted from 1 in the
-        order of their names, in which torchrun numbers them."""
+        """Which nodes train and which generate, where they are not the same; else "".
+
+        Nodes are counted from 1 in the order of their names, in which torchrun numbers them."""
         program, on_node = self.program, self.ranks_per_node
         trainers = self.nodes * on_node - program.engine_ranks
         if not program.engine_ranks or trainers < 1:
@@ -93,7 +105,9 @@ class Job:
         parts += [_span(first, self.nodes, "generate")] if first <= self.nodes else []
         engines = range(trainers, self.nodes * on_node, program.engine_size)
         last = program.engine_size - 1
-        if program.engine_size <= on_node and any(at // on_node != (at + last) // on_node for at in engines):
+        if program.engine_size <= on_node and any(
+            at // on_node != (at + last) // on_node for at in engines
+        ):
             parts.append("some engines have ranks on two nodes")
         return ", ".join(parts)
 
@@ -113,19 +127,22 @@ def job_problems(job: Job) -> Iterator[str]:
         yield f"--nodes is {job.nodes}; needed: at least 1."
     if job.ranks_per_node < 1:
         yield (
-            f"--ranks-per-node is {job.ranks_per_node}; needed: at least 1. Without GPUs (--gpus-per-node 0) it must "
+            f"--ranks-per-node is {job.ranks_per_node}; needed: at least 1. Without GPUs "
+            "(--gpus-per-node 0) it must "
             "be given."
         )
     if job.gpus_per_node < 0:
         yield f"--gpus-per-node is {job.gpus_per_node}; needed: at least 0."
     if 0 < job.gpus_per_node < job.ranks_per_node:
         yield (
-            f"--ranks-per-node is {job.ranks_per_node} and --gpus-per-node {job.gpus_per_node}; every rank needs a GPU "
+            f"--ranks-per-node is {job.ranks_per_node} and --gpus-per-node {job.gpus_per_node}; "
+            "every rank needs a GPU "
             "of its own. For a run on CPU give --gpus-per-node 0."
         )
     if job.continues != "no" and not job.program.goes_on:
         yield (
-            'run.recover_mode is "disabled": every start of this job would begin anew. Without --requeue and --chain, '
+            'run.recover_mode is "disabled": every start of this job would begin anew. Without '
+            "--requeue and --chain, "
             "or give run.recover_mode=auto (and another run.output_dir, to begin anew once)."
         )
     if not 1 <= job.links <= MOST_LINKS:
@@ -148,22 +165,33 @@ def _plain_problems(job: Job) -> Iterator[str]:
     }
     for what, word in words.items():
         if word is not None and not _PLAIN.fullmatch(str(word)):
-            yield f'{what} is "{word}"; for Slurm it may have only letters, digits and ._-+=:@,~/ in it. Give another.'
+            yield (
+                f'{what} is "{word}"; for Slurm it may have only letters, digits and ._-+=:@,~/ '
+                "in it. Give another."
+            )
     for option in job.slurm_options:
         name = option.partition("=")[0]
         if not re.fullmatch(r"--[a-z][a-z-]+", name) or not option.isprintable() or " " in option:
-            yield f'--sbatch is "{option}"; needed: one option of sbatch without spaces, as in --sbatch=--account=math.'
+            yield (
+                f'--sbatch is "{option}"; needed: one option of sbatch without spaces, as in '
+                "--sbatch=--account=math."
+            )
         elif any(
             reserved.startswith(name) for reserved in RESERVED_OPTIONS
         ):  # sbatch takes "--sig" for "--signal"
-            yield f'--sbatch is "{option}", which the script sets itself or cannot have. Leave it out, or see --help.'
+            yield (
+                f'--sbatch is "{option}", which the script sets itself or cannot have. Leave it '
+                "out, or see --help."
+            )
 
 
 def _time_problems(job: Job) -> Iterator[str]:
     if job.signal_seconds > MOST_SIGNAL_SECONDS:
         yield (
-            f"run.stop_grace_seconds is {job.program.grace_seconds}; Slurm can tell a run to save at most "
-            f"{MOST_SIGNAL_SECONDS} s before its end. Lower it to {MOST_SIGNAL_SECONDS - SIGNAL_MARGIN_SECONDS}."
+            f"run.stop_grace_seconds is {job.program.grace_seconds}; Slurm can tell a run to save "
+            "at most "
+            f"{MOST_SIGNAL_SECONDS} s before its end. Lower it to "
+            f"{MOST_SIGNAL_SECONDS - SIGNAL_MARGIN_SECONDS}."
         )
     if job.time is None:
         return
@@ -174,8 +202,10 @@ def _time_problems(job: Job) -> Iterator[str]:
         return
     if seconds <= job.signal_seconds:
         yield (
-            f"--time is {seconds:g} s, and the run is told to save {job.signal_seconds} s before its end "
-            f"(run.stop_grace_seconds and {SIGNAL_MARGIN_SECONDS}): nothing is left to train in. Give more time, or "
+            f"--time is {seconds:g} s, and the run is told to save {job.signal_seconds} s before "
+            "its end "
+            f"(run.stop_grace_seconds and {SIGNAL_MARGIN_SECONDS}): nothing is left to train in. "
+            "Give more time, or "
             "lower run.stop_grace_seconds."
         )
 
@@ -183,12 +213,14 @@ def _time_problems(job: Job) -> Iterator[str]:
 def _container_problems(job: Job) -> Iterator[str]:
     if job.runtime != "none" and INSTALLED.is_dir():
         yield (
-            f"--runtime {job.runtime} runs the code of a checkout in the container, and here rlmath is installed as a "
+            f"--runtime {job.runtime} runs the code of a checkout in the container, and here "
+            "rlmath is installed as a "
             "package. Submit from a checkout, with python launch/slurm/submit.py."
         )
     if (job.runtime == "none") != (job.image == ""):
         yield (
-            f'--runtime is "{job.runtime}" and --container is "{job.image}"; a container needs an image and --runtime '
+            f'--runtime is "{job.runtime}" and --container is "{job.image}"; a container needs an '
+            "image and --runtime "
             "pyxis or docker, a job without one neither."
         )
     if job.image.startswith("-") or not job.image.isprintable():
@@ -198,7 +230,10 @@ def _container_problems(job: Job) -> Iterator[str]:
     for path in (job.program.output, job.logs, *job.program.reads):
         if not any(path.is_relative_to(folder) for folder in job.seen):
             shown = ", ".join(map(str, job.seen))
-            yield f'"{path}" is outside of what the container sees ({shown}). Add --mount with a folder that it is in.'
+            yield (
+                f'"{path}" is outside of what the container sees ({shown}). Add --mount with a '
+                "folder that it is in."
+            )
     if Path("/") in job.seen:
         yield "--mount / would hide the image itself. Give the folders of data and models."
     for folder in job.seen:
@@ -255,6 +290,10 @@ def _settings(job: Job) -> dict[str, str]:
         "continues": job.continues,
         "links": job.links,
     }
-    arrays = {"arguments": job.program.arguments, "work_files": job.program.work_files, "mounts": job.seen}
+    arrays = {
+        "arguments": job.program.arguments,
+        "work_files": job.program.work_files,
+        "mounts": job.seen,
+    }
     quoted = {name: shlex.quote(str(word)) for name, word in words.items()}
     return quoted | {name: f"({shlex.join(map(str, words))})" for name, words in arrays.items()}

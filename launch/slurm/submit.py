@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         job = job_of(given)
         raise_problems(
-            "this job", [*job.program.problems, *job_problems(job), *slurm_problems(job, given.dry_run)]
+            "this job",
+            [*job.program.problems, *job_problems(job), *slurm_problems(job, given.dry_run)],
         )
         text = script_text(job)
         if given.dry_run:
@@ -62,31 +63,66 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--program", default="grpo", choices=("grpo", "sft", "evaluate"), help="default grpo")
-    add("--config", type=Path, action="append", default=[], metavar="FILE", help="YAML file; later files win")
+    add(
+        "--config",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML file; later files win",
+    )
     add("overrides", nargs="*", metavar="key.sub=value", help="settings that win over the files'")
     add("--dry-run", action="store_true", help="check, print the script, queue nothing")
     of_slurm = parser.add_argument_group("what Slurm is told")
     add = of_slurm.add_argument
     add("--nodes", type=int, default=1, help="default 1")
-    add("--gpus-per-node", type=int, default=8, help="each with a rank (default 8); 0: a job without GPUs")
+    add(
+        "--gpus-per-node",
+        type=int,
+        default=8,
+        help="each with a rank (default 8); 0: a job without GPUs",
+    )
     add("--partition", help="one, or several as a,b; default: Slurm's")
-    add("--time", help="limit, as in 90 (minutes), 12:00:00, 2-00 (days-hours); default: the partition's")
+    add(
+        "--time",
+        help="limit, as in 90 (minutes), 12:00:00, 2-00 (days-hours); default: the partition's",
+    )
     add("--name", help='of the job; default: "rlmath-" and the name of the run\'s folder')
-    add("--sbatch", action="append", default=[], metavar="OPTION", help="more: --sbatch=--account=math")
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="more: --sbatch=--account=math",
+    )
     add = of_slurm.add_mutually_exclusive_group().add_argument
     add("--requeue", action="store_true", help="a run that was stopped is queued again and goes on")
-    add("--chain", type=int, metavar="N", help="N jobs, one after another, each goes on from the last")
+    add(
+        "--chain",
+        type=int,
+        metavar="N",
+        help="N jobs, one after another, each goes on from the last",
+    )
     add = parser.add_argument_group("what runs on the nodes").add_argument
     add("--ranks-per-node", type=int, help="default: as many as GPUs")
     add("--python", help="default: the one that runs this program, in a container python3")
     add("--container", default="", metavar="IMAGE", help="run in this image, with --runtime")
     add("--runtime", default="none", choices=RUNTIMES, help="what starts containers (default none)")
-    add("--mount", type=Path, action="append", default=[], metavar="DIR", help="a folder that containers see")
+    add(
+        "--mount",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a folder that containers see",
+    )
     given = parser.parse_intermixed_args(list(argv[:cut]))
     own = list(argv[cut + 1 :])
     if given.program == "evaluate":
         if given.config or given.overrides:
-            parser.error("an evaluation has no --config and no overrides; give its own options behind --")
+            parser.error(
+                "an evaluation has no --config and no overrides; give its own options behind --"
+            )
         given.own = own
     else:
         given.overrides += own
@@ -124,13 +160,18 @@ def job_of(given: argparse.Namespace) -> Job:
 
 
 def slurm_problems(job: Job, dry_run: bool) -> list[str]:
-    """What Slurm has against it. A dry run does without Slurm where there is none, or none that answers."""
+    """What Slurm has against it.
+
+    A dry run does without Slurm where there is none, or none that answers."""
     if not cluster.slurm_is_here():
         if dry_run:
-            print("There is no sbatch here: partition and queue are not looked at.", file=sys.stderr)
+            print(
+                "There is no sbatch here: partition and queue are not looked at.", file=sys.stderr
+            )
             return []
         return [
-            "there is no sbatch here. Submit from a machine of the cluster, or look at the script by --dry-run."
+            "there is no sbatch here. Submit from a machine of the cluster, or look at the script "
+            "by --dry-run."
         ]
     need = cluster.Need(job.nodes, job.gpus_per_node, job.seconds, job.signal_seconds)
     try:
@@ -144,7 +185,8 @@ def slurm_problems(job: Job, dry_run: bool) -> list[str]:
 
 
 def write_script(job: Job, text: str) -> Path:
-    """Where the job's logs will be; the run's last exit status is forgotten, which later links of a chain look at."""
+    """Where the job's logs will be; the run's last exit status is forgotten, which later links of a
+    chain look at."""
     path = job.logs / "job.sh"
     try:
         job.logs.mkdir(parents=True, exist_ok=True)
@@ -162,7 +204,10 @@ def tell(job: Job, script: Path, numbers: Sequence[str]) -> None:
     print(f"Queued as job {jobs}" + (", each after the one before" if len(numbers) > 1 else ""))
     if job.roles:
         print(f"  ranks   {job.roles}")
-    print(f"  script  {script}\n  log     {job.logs}/{numbers[0]}.out\n  nodes   {job.logs}/{numbers[0]}/")
+    print(
+        f"  script  {script}\n  log     {job.logs}/{numbers[0]}.out\n  nodes   "
+        f"{job.logs}/{numbers[0]}/"
+    )
     print(f"  output  {job.program.output}\n  cancel  scancel {jobs}")
 
 

@@ -12,18 +12,22 @@
 | "maxrl" | (s - p) / p, s whether r > 0, p the share of the group | MaxRL, arXiv:2602.02710 |
 | "pass@k" | k times what r adds to the best of k - 1 others, on average | PKPO, arXiv:2505.15201 |
 
-The last two are estimates of the group, whose expected gradients, over completions of one prompt, are those of the sum
-of pass@j / j for j from 1 to G - 1, and of the best reward of k completions (pass@k, where rewards are 0 and 1).
-"opo" takes the variance of a completion's gradient to grow with its tokens.
+The last two are estimates of the group, whose expected gradients, over completions of one prompt,
+are those of the sum of pass@j / j for j from 1 to G - 1, and of the best reward of k completions
+(pass@k, where rewards are 0 and 1). "opo" takes the variance of a completion's gradient to grow
+with its tokens.
 
-Several rewards are summed before, or normalised each for itself: `gdpo_advantages` (GDPO, arXiv:2601.05242).
+Several rewards are summed before, or normalised each for itself: `gdpo_advantages` (GDPO,
+arXiv:2601.05242).
 
-A group without contrast gets exact zeros from "grpo", "dr_grpo" and "rloo"; so does a completion that is alone in its
-group. Groups may be of different sizes: one that was cut short is a smaller group. A batch without contrast gets exact
-zeros where it is normalised. A reward that is NaN makes its group, or the normalised batch, NaN.
+A group without contrast gets exact zeros from "grpo", "dr_grpo" and "rloo"; so does a completion
+that is alone in its group. Groups may be of different sizes: one that was cut short is a smaller
+group. A batch without contrast gets exact zeros where it is normalised. A reward that is NaN makes
+its group, or the normalised batch, NaN.
 """
 
-# Shape legend: G samples of one group, O its G - 1 others, N samples of the batch, K rewards of a sample.
+# Shape legend: G samples of one group, O its G - 1 others, N samples of the batch, K rewards of a
+# sample.
 
 from __future__ import annotations
 
@@ -36,7 +40,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "ppo", "reinforce++", "lite_ppo", "opo", "maxrl", "pass@k"]
+AdvantageKind = Literal[
+    "grpo", "dr_grpo", "rloo", "ppo", "reinforce++", "lite_ppo", "opo", "maxrl", "pass@k"
+]
 ADVANTAGE_KINDS: tuple[str, ...] = get_args(AdvantageKind)
 
 
@@ -49,8 +55,8 @@ def advantages(
 ) -> list[list[float]]:
     """The advantage of every completion, by group and sample.
 
-    `tokens` are the completions' lengths, the weights of completions in a normalisation over the batch, and in the
-    baseline of "opo". `pass_k` is the k of "pass@k".
+    `tokens` are the completions' lengths, the weights of completions in a normalisation over the
+    batch, and in the baseline of "opo". `pass_k` is the k of "pass@k".
 
     >>> advantages([[5.0, -5.0, -5.0, -5.0]], [[1, 1, 1, 1]], "rloo", eps=0.0)
     [[10.0, -3.333333333333333, -3.333333333333333, -3.333333333333333]]
@@ -78,7 +84,8 @@ def centred(rewards_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
 
 
 def group_normalised(rewards_G: Float[Tensor, "G"], eps: float) -> Float[Tensor, "G"]:
-    """(reward - group mean) / (group deviation + eps), with the unbiased deviation (divided by G - 1).
+    """(reward - group mean) / (group deviation + eps), with the unbiased deviation (divided by G -
+    1).
 
     >>> group_normalised(torch.tensor([5.0, -5.0]), eps=0.0)
     tensor([ 0.7071, -0.7071])
@@ -94,7 +101,9 @@ def leave_one_out(rewards_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
     return centred(rewards_G) * (G / max(1, G - 1))
 
 
-def length_weighted(rewards_G: Float[Tensor, "G"], tokens_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
+def length_weighted(
+    rewards_G: Float[Tensor, "G"], tokens_G: Float[Tensor, "G"]
+) -> Float[Tensor, "G"]:
     """reward - mean of the group, in which a completion counts as often as it has tokens."""
     total = tokens_G.sum()
     mean = (tokens_G * rewards_G).sum() / total if total > 0 else rewards_G.mean()
@@ -102,7 +111,8 @@ def length_weighted(rewards_G: Float[Tensor, "G"], tokens_G: Float[Tensor, "G"])
 
 
 def likelihood_weighted(rewards_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
-    """(s - p) / p with s 1 where the reward is above 0, else 0, and p the mean of s; zeros where that is 0.
+    """(s - p) / p with s 1 where the reward is above 0, else 0, and p the mean of s; zeros where
+    that is 0.
 
     >>> likelihood_weighted(torch.tensor([5.0, -5.0, -5.0, -5.0])).tolist()
     [3.0, -1.0, -1.0, -1.0]
@@ -112,8 +122,8 @@ def likelihood_weighted(rewards_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
 
 
 def best_of_k(rewards_G: Float[Tensor, "G"], k: int) -> Float[Tensor, "G"]:
-    """k times by how much, on average over all choices of k - 1 others of the group, the completion's reward is above
-    the best of them. A group of less than k is one of its own size.
+    """k times by how much, on average over all choices of k - 1 others of the group, the
+    completion's reward is above the best of them. A group of less than k is one of its own size.
 
     >>> best_of_k(torch.tensor([1.0, 0.0, 0.0]), 2).tolist(), best_of_k(torch.tensor([1.0, 1.0, 0.0]), 2).tolist()
     ([2.0, 0.0, 0.0], [1.0, 1.0, 0.0])
@@ -123,7 +133,9 @@ def best_of_k(rewards_G: Float[Tensor, "G"], k: int) -> Float[Tensor, "G"]:
     if k < 2:
         return centred(rewards_G)
     chances = [math.comb(j, k - 2) / math.comb(G - 1, k - 1) for j in range(G - 1)]
-    chance_O = rewards_G.new_tensor(chances)  # that the others' j-th reward, from the least, is the best one
+    chance_O = rewards_G.new_tensor(
+        chances
+    )  # that the others' j-th reward, from the least, is the best one
     found_G = torch.empty_like(rewards_G)
     for g in range(G):
         others_O = torch.cat((rewards_G[:g], rewards_G[g + 1 :])).sort().values
@@ -132,7 +144,8 @@ def best_of_k(rewards_G: Float[Tensor, "G"], k: int) -> Float[Tensor, "G"]:
 
 
 def _scaled_by_batch(groups: Sequence[Tensor], eps: float) -> list[Tensor]:
-    """Every reward's distance from its group's mean, in deviations of all rewards (divided by their number less 1)."""
+    """Every reward's distance from its group's mean, in deviations of all rewards (divided by their
+    number less 1)."""
     every_N = torch.cat(list(groups)) if groups else torch.zeros(0)
     scale = every_N.std() + eps if len(every_N) > 1 else torch.ones(())
     return [_where_contrast(row_G, centred(row_G) / scale) for row_G in groups]
@@ -141,8 +154,8 @@ def _scaled_by_batch(groups: Sequence[Tensor], eps: float) -> list[Tensor]:
 def batch_normalised(
     values_N: Float[Tensor, "N"], weights_N: Float[Tensor, "N"], eps: float
 ) -> Float[Tensor, "N"]:
-    """(value - mean) / (deviation + eps), both over all tokens (AReaL's `masked_normalization`): a completion counts as
-    often as it has tokens, and without any gets 0."""
+    """(value - mean) / (deviation + eps), both over all tokens (AReaL's `masked_normalization`): a
+    completion counts as often as it has tokens, and without any gets 0."""
     counted_N = weights_N > 0
     if not counted_N.all():
         result_N = torch.zeros_like(values_N)
@@ -157,9 +170,10 @@ def batch_normalised(
 def gdpo_advantages(
     parts: Sequence[Sequence[Sequence[float | None]]], weights: Sequence[float], eps: float
 ) -> list[list[float]]:
-    """Advantages of several rewards by group and sample (GDPO, arXiv:2601.05242): every reward is normalised in its own
-    group as "grpo" does, their weighted sum over all N samples of the batch, whose mean is 0 (the deviation is divided
-    by N - 1). `parts` are the K rewards by group and sample, None where one failed, which then adds nothing.
+    """Advantages of several rewards by group and sample (GDPO, arXiv:2601.05242): every reward is
+    normalised in its own group as "grpo" does, their weighted sum over all N samples of the batch,
+    whose mean is 0 (the deviation is divided by N - 1). `parts` are the K rewards by group and
+    sample, None where one failed, which then adds nothing.
 
     >>> found = gdpo_advantages([[(1.0, 0.0), (0.0, 0.0)], [(1.0, 1.0), (0.0, None)]], [1.0, 9.0], eps=0.0)
     >>> [[round(one, 3) for one in row] for row in found]
@@ -187,7 +201,8 @@ def _weighted_group(
 
 
 def _where_contrast(rewards_G: Tensor, values_G: Tensor) -> Tensor:
-    """`values_G`, or exact zeros where all rewards are the same: rounding must not be divided by itself."""
+    """`values_G`, or exact zeros where all rewards are the same: rounding must not be divided by
+    itself."""
     if len(rewards_G) and rewards_G.amax() == rewards_G.amin():
         return torch.zeros_like(values_G)
     return values_G
@@ -208,8 +223,9 @@ _OF_GROUP: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 @dataclass(frozen=True)
 class KLTotals:
-    """Statistics of one sample for a KL penalty inside of the reward. K_t is the KL of token t and of all that follow
-    it (nats)."""
+    """Statistics of one sample for a KL penalty inside of the reward.
+
+    K_t is the KL of token t and of all that follow it (nats)."""
 
     total: float
     """K of the first token: the KL of the whole completion."""
@@ -221,7 +237,8 @@ class KLTotals:
 
 @dataclass(frozen=True)
 class ShapedAdvantages:
-    """Advantages with KL inside of the reward: that of token t of sample i is offsets[i] - slope * K_t."""
+    """Advantages with KL inside of the reward: that of token t of sample i is offsets[i] - slope *
+    K_t."""
 
     offsets: list[list[float]]
     """By group and sample."""
@@ -237,9 +254,11 @@ def kl_shaped_advantages(
     eps: float,
     pass_k: int = 2,
 ) -> ShapedAdvantages:
-    """As `advantages`, with -kl_coef times its KL added to the reward of every token. Kinds that look at groups compare
-    whole completions; "ppo" has a return per token, the reward plus the penalties from there on (AReaL's
-    `disable_value`), which is normalised over all tokens of the batch."""
+    """As `advantages`, with -kl_coef times its KL added to the reward of every token.
+
+    Kinds that look at groups compare whole completions; "ppo" has a return per token, the reward
+    plus the penalties from there on (AReaL's `disable_value`), which is normalised over all tokens
+    of the batch."""
     if kind != "ppo":
         shaped = [
             [r - kl_coef * t.total for r, t in zip(*rows, strict=True)]
@@ -254,7 +273,9 @@ def kl_shaped_advantages(
     ]
     count = max(1, sum(n for _, n, _ in flat))
     mean = math.fsum(n * mean_return for mean_return, n, _ in flat) / count
-    variance = math.fsum(n * (mean_return - mean) ** 2 + within for mean_return, n, within in flat) / count
+    variance = (
+        math.fsum(n * (mean_return - mean) ** 2 + within for mean_return, n, within in flat) / count
+    )
     scale = math.sqrt(variance) + eps
     if scale == 0.0:
         return ShapedAdvantages([[0.0] * len(row) for row in rewards], 0.0)

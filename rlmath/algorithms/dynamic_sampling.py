@@ -1,6 +1,9 @@
-"""Which sampled completions are learned from: length filters and dynamic sampling. Pure.
+"""Which sampled completions are learned from: length filters and dynamic sampling.
 
-    sampled groups -> length filters -> groups without contrast are dropped -> more prompts where too few are left
+Pure.
+
+    sampled groups -> length filters -> groups without contrast are dropped -> more prompts where
+    too few are left
 
 Dynamic sampling: DAPO, arXiv:2503.14476, section 3.2.
 """
@@ -32,8 +35,9 @@ class SelectionRules:
     max_tokens: int | None = None
     drop_truncated: bool = False
     parts: tuple[int, ...] = ()
-    """With dynamic sampling by "reward", where several rewards are normalised each for itself: which of a score's parts
-    are. A group has contrast where any of them has. Empty: the reward counts."""
+    """With dynamic sampling by "reward", where several rewards are normalised each for itself:
+    which of a score's parts are. A group has contrast where any of them has. Empty: the reward
+    counts."""
     keep: Callable[[Sequence[ScoredGroup]], list[bool]] | None = None
     """With dynamic sampling by "function": which of some groups are learned from."""
 
@@ -51,8 +55,9 @@ class Chosen:
     filtered: tuple[str, ...] = ()
     """Why completions left the group, one of FILTER_REASONS each."""
     dropped: str | None = None
-    """Why the whole group is left out: all "right" or "wrong", "uniform" (the same rewards), "rule" (a function of the
-    user's), "empty" (no completion is left) or "surplus" (the step has enough)."""
+    """Why the whole group is left out: all "right" or "wrong", "uniform" (the same rewards), "rule"
+    (a function of the user's), "empty" (no completion is left) or "surplus" (the step has enough).
+    """
 
     def learned(self, group: ScoredGroup) -> ScoredGroup:
         """The group without the completions that left it."""
@@ -69,8 +74,10 @@ def choose(group: ScoredGroup, rules: SelectionRules) -> Chosen:
 
 
 def choose_all(groups: Sequence[ScoredGroup], rules: SelectionRules) -> list[Chosen]:
-    """What of each group is learned from. Length filters first; the completions they keep are then checked for
-    contrast, or given to `rules.keep`."""
+    """What of each group is learned from.
+
+    Length filters first; the completions they keep are then checked for contrast, or given to
+    `rules.keep`."""
     chosen = [_choose(group, rules) for group in groups]
     if rules.keep is None:
         return chosen
@@ -99,7 +106,9 @@ def _filtered(completion: Completion, rules: SelectionRules) -> str | None:
     return "long" if rules.max_tokens is not None and tokens > rules.max_tokens else None
 
 
-def _without_contrast(group: ScoredGroup, samples: Sequence[int], rules: SelectionRules) -> str | None:
+def _without_contrast(
+    group: ScoredGroup, samples: Sequence[int], rules: SelectionRules
+) -> str | None:
     if rules.dynamic == "accuracy":
         correct = {group.scores[g].correct for g in samples}
         return None if len(correct) > 1 else ("right" if correct == {True} else "wrong")
@@ -109,7 +118,8 @@ def _without_contrast(group: ScoredGroup, samples: Sequence[int], rules: Selecti
 
 
 def has_contrast(scores: Sequence[Score], parts: Sequence[int] = ()) -> bool:
-    """Whether rewards differ: with `parts` any of these parts of the scores, among those that have it."""
+    """Whether rewards differ: with `parts` any of these parts of the scores, among those that have
+    it."""
     if not parts:
         return len({score.reward for score in scores}) > 1
     return any(len({score.parts[k] for score in scores} - {None}) > 1 for k in parts)
@@ -134,7 +144,8 @@ class Selection:
         ]
 
     def spread(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Numbers of the learned completions laid out by sampled group, 0 for what is not learned from."""
+        """Numbers of the learned completions laid out by sampled group, 0 for what is not learned
+        from."""
         assert len(values) == sum(bool(chosen.samples) for chosen in self.chosen)
         rows = iter(values)
         spread = []
@@ -158,9 +169,12 @@ class Selection:
         """One line for the console: what was left out, and why."""
         learned = sum(one.dropped is None for one in self.chosen)
         groups = ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped_groups().items()))
-        completions = ", ".join(f"{n} {reason}" for reason, n in sorted(self.filtered_completions().items()))
+        completions = ", ".join(
+            f"{n} {reason}" for reason, n in sorted(self.filtered_completions().items())
+        )
         return (
-            f"{learned} of {len(self.sampled)} sampled groups are learned from, {self.wanted} were wanted"
+            f"{learned} of {len(self.sampled)} sampled groups are learned from, {self.wanted} "
+            "were wanted"
             + (f"; groups dropped: {groups}" if groups else "")
             + (f"; completions dropped: {completions}" if completions else "")
         )
@@ -169,10 +183,12 @@ class Selection:
 def select(
     sample: Callable[[int], list[ScoredGroup]], wanted: int, max_extra: int, rules: SelectionRules
 ) -> Selection:
-    """Sample `wanted` groups, and with dynamic sampling up to `max_extra` more until as many are kept.
+    """Sample `wanted` groups, and with dynamic sampling up to `max_extra` more until as many are
+    kept.
 
-    `sample(n)` gives the groups of the next n prompts, fewer where there are no more. A refill samples as many as
-    should suffice by the share kept so far; groups beyond `wanted` are then "surplus", the last sampled first.
+    `sample(n)` gives the groups of the next n prompts, fewer where there are no more. A refill
+    samples as many as should suffice by the share kept so far; groups beyond `wanted` are then
+    "surplus", the last sampled first.
     """
     sampled = list(sample(wanted))
     chosen = choose_all(sampled, rules)

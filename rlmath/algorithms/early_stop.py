@@ -16,15 +16,17 @@ class EarlyStop:
     ratio_low: float | None = None
     """Least of it."""
     kl: float | None = None
-    """Most of the mean k3 estimate of KL(proximal || new) per token (nats), the `target_kl` of PPO implementations."""
+    """Most of the mean k3 estimate of KL(proximal || new) per token (nats), the `target_kl` of PPO
+    implementations."""
 
 
 def discard_reason(sums: Mapping[str, float], grad_norm: float, bounds: EarlyStop) -> str | None:
     """Why a minibatch must be discarded, or None if it may be learned from.
 
-    `sums` are over all sampled tokens of the minibatch, of every micro-batch and data-parallel rank: "ratio" to the
-    proximal policy, "proximal_kl" (k3, nats), "loss" and the number of "tokens". Means are counted by token, learned or
-    not, whatever its weight in the loss. Whatever is not finite discards, with and without bounds.
+    `sums` are over all sampled tokens of the minibatch, of every micro-batch and data-parallel
+    rank: "ratio" to the proximal policy, "proximal_kl" (k3, nats), "loss" and the number of
+    "tokens". Means are counted by token, learned or not, whatever its weight in the loss. Whatever
+    is not finite discards, with and without bounds.
 
     >>> sums = {"ratio": 60.0, "proximal_kl": 0.1, "loss": 1.0, "tokens": 10.0}
     >>> discard_reason(sums, 1.0, EarlyStop(ratio_high=5.0))

@@ -1,15 +1,17 @@
-"""Generalised advantage estimation over the completions of a critic's step, and the critic's loss: pure functions.
+"""Generalised advantage estimation over the completions of a critic's step, and the critic's loss:
+pure functions.
 
-With r_t the reward of token t, V_t the critic's value of what precedes it, and V after the last token:
+With r_t the reward of token t, V_t the critic's value of what precedes it, and V after the last
+token:
 
     d_t = r_t + gamma V_t+1 - V_t        A_t = d_t + gamma lambda A_t+1        return of t = A_t + V_t
 
-(GAE, arXiv:1506.02438.) The policy's advantages and the critic's returns have a lambda of their own each, and the
-policy's may grow with the completion (VAPO, arXiv:2504.05118, sections 4.1 and 4.2).
+(GAE, arXiv:1506.02438.) The policy's advantages and the critic's returns have a lambda of their own
+each, and the policy's may grow with the completion (VAPO, arXiv:2504.05118, sections 4.1 and 4.2).
 """
 
-# Shape legend: N sampled tokens, completion after completion; S completions; L tokens of the longest completion;
-# B tokens of a block, K blocks; T packed tokens.
+# Shape legend: N sampled tokens, completion after completion; S completions; L tokens of the
+# longest completion; B tokens of a block, K blocks; T packed tokens.
 
 from __future__ import annotations
 
@@ -40,8 +42,10 @@ def gae(
     gamma: float,
     lambda_S: Float[Tensor, "S"],
 ) -> Float[Tensor, "N"]:
-    """The advantage of every token, float64. `end_values_S` are the values after the last token: 0 where the completion
-    ended there; every completion has a token."""
+    """The advantage of every token, float64.
+
+    `end_values_S` are the values after the last token: 0 where the completion ended there; every
+    completion has a token."""
     if not len(tokens_S):
         return values_N.double()
     counts = tokens_S.tolist()
@@ -60,14 +64,18 @@ def _rows(values_N: Tensor, counts: list[int]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(values_N.double().split(counts)), batch_first=True)
 
 
-def _discounted_to_go(deltas_SL: Float[Tensor, "S L"], factor_S: Float[Tensor, "S"]) -> Float[Tensor, "S L"]:
+def _discounted_to_go(
+    deltas_SL: Float[Tensor, "S L"], factor_S: Float[Tensor, "S"]
+) -> Float[Tensor, "S L"]:
     """Sum over u >= t of factor^(u - t) * delta_u, block by block from the end."""
     S, L = deltas_SL.shape
     K = -(-L // BLOCK)
     deltas_SKB = torch.nn.functional.pad(deltas_SL, (0, K * BLOCK - L)).view(S, K, BLOCK)
     steps_B = torch.arange(BLOCK, dtype=torch.float64)
     distance_BB = steps_B[None, :] - steps_B[:, None]
-    weights_SBB = torch.where(distance_BB >= 0, factor_S[:, None, None] ** distance_BB.clamp(min=0.0), 0.0)
+    weights_SBB = torch.where(
+        distance_BB >= 0, factor_S[:, None, None] ** distance_BB.clamp(min=0.0), 0.0
+    )
     inner_SKB = torch.einsum("suv,skv->sku", weights_SBB, deltas_SKB)
     reach_SB = factor_S[:, None] ** (BLOCK - steps_B)
     behind_S = deltas_SL.new_zeros(S)
@@ -99,15 +107,20 @@ def value_loss(
     learned_T: Bool[Tensor, "T"],
     clip: float | None,
 ) -> ValueLoss:
-    """Half the squared distance from the return; with `clip` the greater of that and the same of the value cut to
-    `old_values_T` -+ clip (as the critics of AReaL and verl). Tokens that are not sampled may hold anything; those that
-    are sampled and not learned are counted alone."""
+    """Half the squared distance from the return; with `clip` the greater of that and the same of
+    the value cut to `old_values_T` -+ clip (as the critics of AReaL and verl). Tokens that are not
+    sampled may hold anything; those that are sampled and not learned are counted alone."""
     new_T = torch.where(sampled_T, values_T, 0.0)
-    old_T, returns_T = torch.where(sampled_T, old_values_T, 0.0), torch.where(sampled_T, returns_T, 0.0)
+    old_T, returns_T = (
+        torch.where(sampled_T, old_values_T, 0.0),
+        torch.where(sampled_T, returns_T, 0.0),
+    )
     plain_T = (new_T - returns_T).square()
     clipped_T = plain_T
     if clip is not None:
-        clipped_T = (torch.minimum(torch.maximum(new_T, old_T - clip), old_T + clip) - returns_T).square()
+        clipped_T = (
+            torch.minimum(torch.maximum(new_T, old_T - clip), old_T + clip) - returns_T
+        ).square()
     is_clipped_T = sampled_T & (clipped_T > plain_T)
     loss_T = 0.5 * torch.maximum(plain_T, clipped_T)
     return ValueLoss(

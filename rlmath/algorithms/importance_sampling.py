@@ -1,8 +1,10 @@
-"""Importance ratios of tokens and of sequences, and weights that correct for the engine that sampled: pure functions.
+"""Importance ratios of tokens and of sequences, and weights that correct for the engine that
+sampled: pure functions.
 
-Two differences are kept apart, as in AReaL's decoupled PPO (arXiv:2505.24298, after arXiv:2110.00641): the policy
-now against the proximal policy, the policy at the start of the step, is what a loss clips; the proximal policy against
-the behaviour policy, the engine that sampled, is corrected by a weight without gradient.
+Two differences are kept apart, as in AReaL's decoupled PPO (arXiv:2505.24298, after
+arXiv:2110.00641): the policy now against the proximal policy, the policy at the start of the step,
+is what a loss clips; the proximal policy against the behaviour policy, the engine that sampled, is
+corrected by a weight without gradient.
 """
 
 # Shape legend: T packed tokens, S segments (samples) of a pack.
@@ -22,15 +24,16 @@ CorrectionLevel = Literal["token", "sequence"]
 MOST_LOG_WEIGHT = 20.0
 """Log weights are clipped to -20 .. 20, so that no weight overflows."""
 LEAST_OTHERS = 1e-6
-"""Least probability of all other tokens together in `binary_kl`: float32 log-probs near 0 say no more about it."""
+"""Least probability of all other tokens together in `binary_kl`: float32 log-probs near 0 say no
+more about it."""
 LEAST_LOGPROB = -50.0
 """Least log-prob of a token in `binary_kl` (nats), so that it is finite."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Weight of the surrogate for the difference between the engine and the trainer, and masks for it. A token is left
-    out of the surrogate where any mask says so.
+    """Weight of the surrogate for the difference between the engine and the trainer, and masks for
+    it. A token is left out of the surrogate where any mask says so.
 
     Truncated importance sampling (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
     2025) is a `cap`; AReaL's decoupled loss is level "token", its `behav_imp_weight_cap` is `mask_high`; IcePop
@@ -39,8 +42,8 @@ class Correction:
     """
 
     level: CorrectionLevel | None
-    """"token": proximal / behaviour of that token. "sequence": the product over the completion, for all its tokens.
-    None: weight 1, for masks alone."""
+    """"token": proximal / behaviour of that token. "sequence": the product over the completion, for
+    all its tokens. None: weight 1, for masks alone."""
     cap: float | None = None
     """Weights above this become this."""
     mask_low: float | None = None
@@ -48,7 +51,8 @@ class Correction:
     mask_high: float | None = None
     """Tokens whose weight (before the cap) is above this are left out of the surrogate."""
     geometric_low: float | None = None
-    """Completions whose geometric mean of proximal / behaviour is below this are left out, whatever the level."""
+    """Completions whose geometric mean of proximal / behaviour is below this are left out, whatever
+    the level."""
     geometric_high: float | None = None
     """Completions whose geometric mean is above this are left out, too."""
     binary_kl: float | None = None
@@ -78,8 +82,8 @@ def uncorrected(counted_T: Bool[Tensor, "T"], like_T: Float[Tensor, "T"]) -> Cor
 def segment_sums(
     values_T: Float[Tensor, "T"], segments_T: Int[Tensor, "T"], n_segments: int
 ) -> Float[Tensor, "S"]:
-    """Sum of the values of every segment, in float64: on a GPU the order of addition varies, and all ranks that share a
-    loss should clip alike."""
+    """Sum of the values of every segment, in float64: on a GPU the order of addition varies, and
+    all ranks that share a loss should clip alike."""
     sums_S = values_T.new_zeros(n_segments, dtype=torch.float64)
     return sums_S.index_add(0, segments_T, values_T.double()).to(values_T.dtype)
 
@@ -90,18 +94,21 @@ def sequence_log_ratio(
     segments_T: Int[Tensor, "T"],
     n_segments: int,
 ) -> Float[Tensor, "T"]:
-    """Log of the geometric mean of a completion's ratios, at each of its tokens (GSPO, arXiv:2507.18071), of log ratios
-    that are 0 where no token counts."""
+    """Log of the geometric mean of a completion's ratios, at each of its tokens (GSPO,
+    arXiv:2507.18071), of log ratios that are 0 where no token counts."""
     tokens_S = segment_sums(counted_T.to(log_ratio_T.dtype), segments_T, n_segments)
     mean_S = segment_sums(log_ratio_T, segments_T, n_segments) / tokens_S.clamp(min=1.0)
     return mean_S[segments_T]
 
 
-def binary_kl(proximal_T: Float[Tensor, "T"], behaviour_T: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
-    """KL(Bernoulli(p) || Bernoulli(b)) of a sampled token's two probabilities, from their logs (nats), in float64.
+def binary_kl(
+    proximal_T: Float[Tensor, "T"], behaviour_T: Float[Tensor, "T"]
+) -> Float[Tensor, "T"]:
+    """KL(Bernoulli(p) || Bernoulli(b)) of a sampled token's two probabilities, from their logs
+    (nats), in float64.
 
-    p log(p / b) + (1 - p) log((1 - p) / (1 - b)), with 1 - p and 1 - b at least LEAST_OTHERS and the logs at least
-    LEAST_LOGPROB: always finite, and 0 where both are the same. A NaN stays one.
+    p log(p / b) + (1 - p) log((1 - p) / (1 - b)), with 1 - p and 1 - b at least LEAST_OTHERS and
+    the logs at least LEAST_LOGPROB: always finite, and 0 where both are the same. A NaN stays one.
 
     >>> round(float(binary_kl(torch.tensor([0.5]).log(), torch.tensor([0.25]).log())), 6)
     0.143841
@@ -115,11 +122,15 @@ def binary_kl(proximal_T: Float[Tensor, "T"], behaviour_T: Float[Tensor, "T"]) -
 
 @torch.no_grad()
 def interpolated_proximal(
-    logprobs_T: Float[Tensor, "T"], behaviour_T: Float[Tensor, "T"], lag_T: Int[Tensor, "T"], updates: int
+    logprobs_T: Float[Tensor, "T"],
+    behaviour_T: Float[Tensor, "T"],
+    lag_T: Int[Tensor, "T"],
+    updates: int,
 ) -> Float[Tensor, "T"]:
-    """Log-probs of the policy at the step's start, between those of the engine, whose weights are `lag_T` optimizer
-    steps older, and those of the policy now, `updates` steps later (nats): on the straight line over the steps
-    (A-3PO, arXiv:2512.06547; AReaL: prox_logp_method=loglinear). Without any step they are the policy's own.
+    """Log-probs of the policy at the step's start, between those of the engine, whose weights are
+    `lag_T` optimizer steps older, and those of the policy now, `updates` steps later (nats): on the
+    straight line over the steps (A-3PO, arXiv:2512.06547; AReaL: prox_logp_method=loglinear).
+    Without any step they are the policy's own.
 
     >>> now, engine, lag = torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -2.0]), torch.tensor([3, 0])
     >>> interpolated_proximal(now, engine, lag, updates=1).tolist()
@@ -140,7 +151,8 @@ def corrected(
     n_segments: int,
     correction: Correction,
 ) -> Corrected:
-    """The weights for log-probs of the proximal and of the behaviour policy, both 0 where no token counts."""
+    """The weights for log-probs of the proximal and of the behaviour policy, both 0 where no token
+    counts."""
     log_ratio_T = log_weight_T = proximal_T - behaviour_T
     if correction.level == "sequence":
         log_weight_T = segment_sums(log_ratio_T, segments_T, n_segments)[segments_T]
@@ -166,8 +178,12 @@ def corrected(
     )
 
 
-def _outside(values_T: Float[Tensor, "T"], low: float | None, high: float | None) -> Bool[Tensor, "T"]:
-    """Below `low` or above `high`, where there are such bounds. A NaN is not."""
+def _outside(
+    values_T: Float[Tensor, "T"], low: float | None, high: float | None
+) -> Bool[Tensor, "T"]:
+    """Below `low` or above `high`, where there are such bounds.
+
+    A NaN is not."""
     outside_T = torch.zeros_like(values_T, dtype=torch.bool)
     if low is not None:
         outside_T |= values_T < low

@@ -1,4 +1,5 @@
-"""Estimates of KL(policy || other) from the log-probabilities of tokens that the policy sampled: pure functions."""
+"""Estimates of KL(policy || other) from the log-probabilities of tokens that the policy sampled:
+pure functions."""
 
 # Shape legend: T packed tokens, S segments (samples) of a pack.
 
@@ -19,10 +20,11 @@ def kl_estimate(
 ) -> Float[Tensor, "T"]:
     """Per token, with d = log policy - log other (nats).
 
-    "k1": d, unbiased, may be negative. "k2": d^2 / 2. "k3": exp(-d) - 1 + d, unbiased and never negative, GRPO's
-    equation 4 and (without its bounds) verl's `low_var_kl`. "abs": |d|. As a loss on the policy's own samples, k2 has
-    the expected gradient of KL(policy || other), k3 that of KL(other || policy), and k1 none.
-    Source: Schulman, "Approximating KL divergence" (2020); arXiv:2402.03300.
+    "k1": d, unbiased, may be negative. "k2": d^2 / 2. "k3": exp(-d) - 1 + d, unbiased and never
+    negative, GRPO's equation 4 and (without its bounds) verl's `low_var_kl`. "abs": |d|. As a loss
+    on the policy's own samples, k2 has the expected gradient of KL(policy || other), k3 that of
+    KL(other || policy), and k1 none. Source: Schulman, "Approximating KL divergence" (2020);
+    arXiv:2402.03300.
     """
     d_T = logprobs_T - other_T
     if kind == "k1":

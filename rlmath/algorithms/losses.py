@@ -1,7 +1,9 @@
-"""The losses of the GRPO family over packed tokens: sums, never means. Pure functions.
+"""The losses of the GRPO family over packed tokens: sums, never means.
 
-Every sampled token has a weight; Megatron divides the sum over all micro-batches and ranks by one global number per
-minibatch (`Normalisation` has both).
+Pure functions.
+
+Every sampled token has a weight; Megatron divides the sum over all micro-batches and ranks by one
+global number per minibatch (`Normalisation` has both).
 
 | kind | loss of a token with ratio r and advantage A | source |
 |---|---|---|
@@ -13,14 +15,15 @@ minibatch (`Normalisation` has both).
 | "dppo_tv" | -A r, 0 where r moves away and abs(p - q) is above its bound | DPPO, arXiv:2602.04879 |
 | "dppo_kl" | the same with the binary KL(q, p) | DPPO, arXiv:2602.04879 |
 
-clip(r) is r clipped to 1 - clip_low .. 1 + clip_high (two bounds: DAPO, arXiv:2503.14476; dual clip: arXiv:1912.09729);
-"gmpo" clips log r to -clip_low .. clip_high, in the direction that the advantage pushes. "dppo_*": p and q are the
-token's probabilities now and at the step's start, the bound is clip_high where A > 0 (and p > q), clip_low where A < 0
-(and p < q); the gradient's r is at most dual_clip.
+clip(r) is r clipped to 1 - clip_low .. 1 + clip_high (two bounds: DAPO, arXiv:2503.14476; dual
+clip: arXiv:1912.09729); "gmpo" clips log r to -clip_low .. clip_high, in the direction that the
+advantage pushes. "dppo_*": p and q are the token's probabilities now and at the step's start, the
+bound is clip_high where A > 0 (and p > q), clip_low where A < 0 (and p < q); the gradient's r is at
+most dual_clip.
 
-Only sampled tokens count, in sums and in what is taken over a completion: other entries may hold anything, even NaN,
-and reach neither value nor gradient. Sampled tokens that are not learned count like all others, but add nothing to the
-loss, and no gradient reaches them.
+Only sampled tokens count, in sums and in what is taken over a completion: other entries may hold
+anything, even NaN, and reach neither value nor gradient. Sampled tokens that are not learned count
+like all others, but add nothing to the loss, and no gradient reaches them.
 """
 
 # Shape legend: T packed tokens.
@@ -65,8 +68,8 @@ class LossSettings:
     kl_coef: float = 0.0
     kl_kind: KLKind = "k3"
     kl_ratio: CorrectionLevel | None = None
-    """Weigh the KL by policy / behaviour, with gradient: of the token, or their product over the completion
-    (DeepSeek-V3.2, arXiv:2512.02556)."""
+    """Weigh the KL by policy / behaviour, with gradient: of the token, or their product over the
+    completion (DeepSeek-V3.2, arXiv:2512.02556)."""
     entropy_coef: float = 0.0
     teacher_coef: float = 0.0
     """Of the KL to a teacher over the whole vocabulary."""
@@ -74,14 +77,14 @@ class LossSettings:
     sapo_negative: float = 1.05
     """Temperatures of "sapo" where the advantage is above 0, and elsewhere."""
     off_policy_mask: float | None = None
-    """Completions with a negative advantage are left out of the surrogate where the mean of log behaviour - log policy
-    is above this (nats; DeepSeek-V3.2, arXiv:2512.02556)."""
+    """Completions with a negative advantage are left out of the surrogate where the mean of log
+    behaviour - log policy is above this (nats; DeepSeek-V3.2, arXiv:2512.02556)."""
 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """How the losses of a minibatch's tokens become one number: the sum over tokens of weight times loss, divided by
-    the sum over samples of `count`, both over all ranks and micro-batches.
+    """How the losses of a minibatch's tokens become one number: the sum over tokens of weight times
+    loss, divided by the sum over samples of `count`, both over all ranks and micro-batches.
 
     | kind | loss of a minibatch | source |
     |---|---|---|
@@ -113,15 +116,17 @@ TOKEN_MEAN = Normalisation()
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """Inputs of the loss for every token. Log-probs and entropies in nats."""
+    """Inputs of the loss for every token.
+
+    Log-probs and entropies in nats."""
 
     logprobs_T: Float[Tensor, "T"]
     """Of the policy now, with gradient."""
     entropy_T: Float[Tensor, "T"]
     """Of the policy's distribution now; with gradient where it is part of the loss."""
     proximal_logprobs_T: Float[Tensor, "T"]
-    """Of the policy at the start of the step, the denominator of the importance ratio; the engine's where they were not
-    recomputed."""
+    """Of the policy at the start of the step, the denominator of the importance ratio; the engine's
+    where they were not recomputed."""
     behaviour_logprobs_T: Float[Tensor, "T"]
     """Of the engine that sampled."""
     reference_logprobs_T: Float[Tensor, "T"] | None
@@ -137,19 +142,22 @@ class TokenInputs:
     """Which segment (sample) of the pack the token is in, from 0."""
     n_segments: int
     teacher_kl_T: Float[Tensor, "T"] | None = None
-    """KL(policy || teacher) of the whole distributions, with gradient; None without a teacher, or where its log-probs
-    are in the advantages."""
+    """KL(policy || teacher) of the whole distributions, with gradient; None without a teacher, or
+    where its log-probs are in the advantages."""
     penalty_T: Float[Tensor, "T"] | None = None
     """Weight of abs(log policy - log proximal) in the loss of each token; None: nowhere."""
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Sums over the tokens of one micro-batch. All but `loss` are without gradient and count every sampled token once,
-    learned or not, whatever its weight in the loss."""
+    """Sums over the tokens of one micro-batch.
+
+    All but `loss` are without gradient and count every sampled token once, learned or not, whatever
+    its weight in the loss."""
 
     loss: Float[Tensor, ""]
-    """Surrogate, weighted KLs and entropy bonus of the learned tokens with their weights; with gradient."""
+    """Surrogate, weighted KLs and entropy bonus of the learned tokens with their weights; with
+    gradient."""
     tokens: Float[Tensor, ""]
     ratio: Float[Tensor, ""]
     """Of single tokens to the proximal policy, for every kind of loss."""
@@ -179,7 +187,9 @@ class TokenLoss:
 def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
     """The loss of one micro-batch, as the module's table has it."""
     counted_T, learned_T = tokens.sampled_T, tokens.learned_T
-    new_T = torch.where(learned_T, tokens.logprobs_T, torch.where(counted_T, tokens.logprobs_T.detach(), 0.0))
+    new_T = torch.where(
+        learned_T, tokens.logprobs_T, torch.where(counted_T, tokens.logprobs_T.detach(), 0.0)
+    )
     proximal_T = torch.where(counted_T, tokens.proximal_logprobs_T, 0.0)
     entropy_T = torch.where(counted_T, tokens.entropy_T, 0.0)
     log_ratio_T = new_T - proximal_T
@@ -270,8 +280,11 @@ def _surrogate(
         gate_T = 4.0 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1.0))
         return -advantages_T * gate_T, torch.zeros_like(counted_T)
     if settings.kind == "gspo":
-        sequence_T = sequence_log_ratio(log_ratio_T, counted_T, tokens.segments_T, tokens.n_segments)
-        # GSPO-token: the value is the sequence's, each token's gradient is weighted by its own advantage.
+        sequence_T = sequence_log_ratio(
+            log_ratio_T, counted_T, tokens.segments_T, tokens.n_segments
+        )
+        # GSPO-token: the value is the sequence's, each token's gradient is weighted by its own
+        # advantage.
         ratio_T = sequence_T.detach().exp() * (new_T - new_T.detach()).exp()
     plain_T = -advantages_T * ratio_T
     clipped_T = -advantages_T * ratio_T.clamp(low, high)
@@ -291,7 +304,8 @@ def _divergence_masked(
     log_ratio_T: Float[Tensor, "T"],
     advantages_T: Float[Tensor, "T"],
 ) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"]]:
-    """ "dppo_tv" and "dppo_kl": the mask looks at probabilities, so that improbable tokens may move far."""
+    """ "dppo_tv" and "dppo_kl": the mask looks at probabilities, so that improbable tokens may move
+    far."""
     now_T = new_T.detach()
     before_T = now_T - log_ratio_T.detach()
     gap_T = now_T.exp() - before_T.exp()
@@ -314,9 +328,12 @@ def _geometric_mean(
     advantages_T: Float[Tensor, "T"],
     counted_T: Bool[Tensor, "T"],
 ) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"]]:
-    """ "gmpo": value and gradient are those of the paper where all tokens of a completion have one advantage."""
+    """ "gmpo": value and gradient are those of the paper where all tokens of a completion have one
+    advantage."""
     cut_T = torch.where(
-        advantages_T > 0, log_ratio_T.clamp(max=settings.clip_high), log_ratio_T.clamp(min=-settings.clip_low)
+        advantages_T > 0,
+        log_ratio_T.clamp(max=settings.clip_high),
+        log_ratio_T.clamp(min=-settings.clip_low),
     )
     mean_T = sequence_log_ratio(cut_T.detach(), counted_T, tokens.segments_T, tokens.n_segments)
     ratio_T = mean_T.exp() * (cut_T - cut_T.detach()).exp()

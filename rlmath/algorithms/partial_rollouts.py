@@ -1,18 +1,22 @@
-"""Partial rollouts (`rollout.tail`): which groups are in flight, and which of them a step learns from. Pure.
+"""Partial rollouts (`rollout.tail`): which groups are in flight, and which of them a step learns
+from. Pure.
 
     draws -> groups in flight -> rounds: every sequence that is sampled gets at most so many new tokens
           -> complete groups leave in the order of their draws; the others stay in flight
 
-- "carry" (`advance_carry`): what is not complete goes on in the next step, from where it is (Kimi k1.5,
-  arXiv:2501.12599, section 2.6.2).
-- "defer" (`advance_defer`): what is not complete is discarded. Its group waits until there are enough such groups for a
-  step, which samples them anew and whole (RollPacker's tail batching, arXiv:2509.21009, with the same noise).
+- "carry" (`advance_carry`): what is not complete goes on in the next step, from where it is (Kimi
+  k1.5, arXiv:2501.12599, section 2.6.2).
+- "defer" (`advance_defer`): what is not complete is discarded. Its group waits until there are
+  enough such groups for a step, which samples them anew and whole (RollPacker's tail batching,
+  arXiv:2509.21009, with the same noise).
 
-What a step samples and learns follows from tokens, settings and this state, never from the clock. It learns from
-`groups_per_step` groups that selection keeps; every group that was drawn leaves once, learned or dropped by selection.
+What a step samples and learns follows from tokens, settings and this state, never from the clock.
+It learns from `groups_per_step` groups that selection keeps; every group that was drawn leaves
+once, learned or dropped by selection.
 
-Draws are counted over the whole run: draw d is place d of all steps' prompts, one step behind the other, so that a run
-with partial rollouts learns from the same prompts, with the same seeds, as one without.
+Draws are counted over the whole run: draw d is place d of all steps' prompts, one step behind the
+other, so that a run with partial rollouts learns from the same prompts, with the same seeds, as one
+without.
 """
 
 from __future__ import annotations
@@ -54,11 +58,15 @@ class UnfinishedGroup:
     @property
     def parts(self) -> list[PartialCompletion | Completion]:
         """By sample index: what is sampled of it, without scores."""
-        return [one.completion if isinstance(one, ScoredCompletion) else one for one in self.samples]
+        return [
+            one.completion if isinstance(one, ScoredCompletion) else one for one in self.samples
+        ]
 
     @property
     def is_complete(self) -> bool:
-        return PartialCompletion not in map(type, self.samples)  # often asked: faster than isinstance of each
+        return PartialCompletion not in map(
+            type, self.samples
+        )  # often asked: faster than isinstance of each
 
     def nothing_sampled(self, deferred: bool) -> UnfinishedGroup:
         """The group without what is sampled of it."""
@@ -80,7 +88,8 @@ class UnfinishedRules:
     max_groups: int
     """Most groups in flight; with "carry" at most groups_per_step x (max_staleness + 1)."""
     max_staleness: int
-    """Most steps between the one that sampled a group's first token and the one that learns from it."""
+    """Most steps between the one that sampled a group's first token and the one that learns from
+    it."""
     max_dropped: int = 0
     """Most groups of a step that selection may drop and that others take the place of."""
 
@@ -123,14 +132,16 @@ def advance_carry(
     sample_round: Callable[[list[UnfinishedGroup]], list[UnfinishedGroup]],
     choose: Callable[[UnfinishedGroup], Chosen],
 ) -> Leaving:
-    """Make step `step`, counted from 0, of a run that has `steps_left` steps more, this one among them: draw groups of
-    so many `samples`, make rounds, and take out of the unfinished groups what the step learns from. Where enough
-    groups are complete already, nothing is drawn and no round is made, unless the step would leave a group behind that
-    could not be learned within `max_staleness` steps of its first token.
+    """Make step `step`, counted from 0, of a run that has `steps_left` steps more, this one among
+    them: draw groups of so many `samples`, make rounds, and take out of the unfinished groups what
+    the step learns from. Where enough groups are complete already, nothing is drawn and no round is
+    made, unless the step would leave a group behind that could not be learned within
+    `max_staleness` steps of its first token.
 
-    `sample_round` gets all groups in flight and returns them after a round; `choose` says what is learned from of a
-    complete group. At the end of `steps_left` steps nothing is in flight, but for at most `max_dropped` groups from
-    which no step learns: others took their place where selection dropped some.
+    `sample_round` gets all groups in flight and returns them after a round; `choose` says what is
+    learned from of a complete group. At the end of `steps_left` steps nothing is in flight, but for
+    at most `max_dropped` groups from which no step learns: others took their place where selection
+    dropped some.
     """
     found, rounds, waits = leaving(unfinished, rules, choose), 0, 0
     while not (enough := is_enough(found, rules)) or too_old(
@@ -155,13 +166,15 @@ def advance_defer(
     sample_round: Callable[[list[UnfinishedGroup], bool], list[UnfinishedGroup]],
     choose: Callable[[UnfinishedGroup], Chosen],
 ) -> Leaving:
-    """As `advance_carry`, but nothing that is sampled stays in flight. `sample_round` gets groups of which nothing is
-    sampled and whether to sample them whole, and returns them after that.
+    """As `advance_carry`, but nothing that is sampled stays in flight.
 
-    - A short round samples groups that are not deferred, more than are missing, since some do not become complete:
-      those are deferred.
-    - A whole round, as soon as a step's groups are deferred, or the run has too few draws left for a short one, samples
-      as many as are missing.
+    `sample_round` gets groups of which nothing is sampled and whether to sample them whole, and
+    returns them after that.
+
+    - A short round samples groups that are not deferred, more than are missing, since some do not
+      become complete: those are deferred.
+    - A whole round, as soon as a step's groups are deferred, or the run has too few draws left for
+      a short one, samples as many as are missing.
     """
     found, rounds = Leaving([], []), 0
     while not is_enough(found, rules):
@@ -185,7 +198,9 @@ def advance_defer(
             for one in (sampled.get(group.draw, group) for group in unfinished.groups)
         ]
         found, rounds = leaving(unfinished, rules, choose), rounds + 1
-    unfinished.groups = [group.nothing_sampled(group.deferred) for group in left_behind(unfinished, found)]
+    unfinished.groups = [
+        group.nothing_sampled(group.deferred) for group in left_behind(unfinished, found)
+    ]
     return replace(found, rounds=rounds)
 
 
@@ -196,7 +211,8 @@ LEAST_SHARE = 0.25
 
 
 def with_reserve(missing: int, share: float) -> int:
-    """How many groups to sample, each of which becomes complete with probability `share`, so that `missing` do.
+    """How many groups to sample, each of which becomes complete with probability `share`, so that
+    `missing` do.
 
     >>> with_reserve(10, share=1.0), with_reserve(10, share=0.5), with_reserve(10, share=0.0)
     (10, 28, 61)
@@ -208,7 +224,9 @@ def with_reserve(missing: int, share: float) -> int:
     return math.ceil(root**2 - 1e-9)
 
 
-def draw(unfinished: UnfinishedGroups, count: int, step: int, samples: int) -> list[UnfinishedGroup]:
+def draw(
+    unfinished: UnfinishedGroups, count: int, step: int, samples: int
+) -> list[UnfinishedGroup]:
     """The next groups, which are in flight from now on."""
     first = unfinished.next_draw
     drawn = [UnfinishedGroup(first + i, step, (NOTHING_SAMPLED,) * samples) for i in range(count)]
@@ -217,9 +235,13 @@ def draw(unfinished: UnfinishedGroups, count: int, step: int, samples: int) -> l
     return drawn
 
 
-def room(unfinished: UnfinishedGroups, found: Leaving, rules: UnfinishedRules, steps_left: int) -> int:
-    """How many groups to draw now. `found` are those that would leave the unfinished groups now, of which selection
-    drops some: others take the place of up to `max_dropped`.
+def room(
+    unfinished: UnfinishedGroups, found: Leaving, rules: UnfinishedRules, steps_left: int
+) -> int:
+    """How many groups to draw now.
+
+    `found` are those that would leave the unfinished groups now, of which selection drops some:
+    others take the place of up to `max_dropped`.
 
     >>> room(UnfinishedGroups(), Leaving([], []), UnfinishedRules(4, 8, max_staleness=1), steps_left=1)
     4
@@ -230,10 +252,12 @@ def room(unfinished: UnfinishedGroups, found: Leaving, rules: UnfinishedRules, s
 
 
 def leaving(
-    unfinished: UnfinishedGroups, rules: UnfinishedRules, choose: Callable[[UnfinishedGroup], Chosen]
+    unfinished: UnfinishedGroups,
+    rules: UnfinishedRules,
+    choose: Callable[[UnfinishedGroup], Chosen],
 ) -> Leaving:
-    """The complete groups that a step would take now, those drawn first: up to `groups_per_step` that selection keeps,
-    and with the dropped ones among them at most `max_dropped` more."""
+    """The complete groups that a step would take now, those drawn first: up to `groups_per_step`
+    that selection keeps, and with the dropped ones among them at most `max_dropped` more."""
     taken, chosen, kept = [], [], 0
     for group in unfinished.groups:
         if kept == rules.groups_per_step or len(taken) == rules.groups_per_step + rules.max_dropped:
@@ -246,7 +270,8 @@ def leaving(
 
 
 def is_enough(found: Leaving, rules: UnfinishedRules) -> bool:
-    """Whether a step may learn from `found`: it has its groups, or has dropped as many as it may."""
+    """Whether a step may learn from `found`: it has its groups, or has dropped as many as it
+    may."""
     whole = len(found.groups) == rules.groups_per_step + rules.max_dropped
     return whole or found.kept == rules.groups_per_step
 
@@ -263,8 +288,9 @@ def too_old(
     step: int,
     choose: Callable[[UnfinishedGroup], Chosen],
 ) -> bool:
-    """Whether one of the groups that step `step` leaves behind would be older than `max_staleness` when it is learned:
-    of those, each of the next steps takes the oldest, as `leaving` does. What is not complete may all be kept."""
+    """Whether one of the groups that step `step` leaves behind would be older than `max_staleness`
+    when it is learned: of those, each of the next steps takes the oldest, as `leaving` does. What
+    is not complete may all be kept."""
     learning, taken, kept = step + 1, 0, 0
     for group in left:
         if kept == rules.groups_per_step or taken == rules.groups_per_step + rules.max_dropped:

@@ -1,10 +1,14 @@
-"""How often the model solves each prompt, and which prompts a curriculum passes over. Pure.
+"""How often the model solves each prompt, and which prompts a curriculum passes over.
 
-    sampled groups -> counts of the last groups of each prompt -> pass rate -> verdict: "easy", "hard" or to be drawn
+Pure.
 
-A pass rate counts the last `data.history_groups` groups of a prompt alone: what older weights sampled is forgotten.
-Passing over what is always right is what AReaL and Skywork-OR1 (arXiv:2505.22312, section 3) do with their data; a band
-of pass rates is the online difficulty filter of arXiv:2504.03380.
+    sampled groups -> counts of the last groups of each prompt -> pass rate -> verdict: "easy",
+    "hard" or to be drawn
+
+A pass rate counts the last `data.history_groups` groups of a prompt alone: what older weights
+sampled is forgotten. Passing over what is always right is what AReaL and Skywork-OR1
+(arXiv:2505.22312, section 3) do with their data; a band of pass rates is the online difficulty
+filter of arXiv:2504.03380.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ Counts = tuple[int, int]
 """(right completions, sampled completions)."""
 
 BUCKETS = ("unseen", "0", "to_25", "to_50", "to_75", "below_100", "100")
-"""Of pass rates, in percent: no completion yet, none right, up to a quarter, ..., above three quarters, all right."""
+"""Of pass rates, in percent: no completion yet, none right, up to a quarter, ..., above three
+quarters, all right."""
 
 
 def bucket(correct: int, sampled: int) -> str:
@@ -58,7 +63,9 @@ class PromptHistory:
         return self._groups
 
     def record(self, index: int, correct: int, sampled: int) -> None:
-        """A group of a prompt: `correct` of `sampled` completions are right. One without any is none."""
+        """A group of a prompt: `correct` of `sampled` completions are right.
+
+        One without any is none."""
         assert 0 <= correct <= sampled, (correct, sampled)
         if sampled == 0:
             return

@@ -6,9 +6,10 @@
 | clip_cov | a random few of a large covariance get 0 | Clip-Cov, arXiv:2505.22617 |
 | kl_cov | those of the largest covariances pay for moving from the proximal policy | KL-Cov, the same |
 
-The covariance of a token is (its log-prob - the mean) x (its advantage - the mean): a high one lowers the entropy. All
-are of the policy at the step's beginning, and of the whole step: ranks share histograms, never tokens, so that the
-choice depends neither on the layout nor on micro-batches.
+The covariance of a token is (its log-prob - the mean) x (its advantage - the mean): a high one
+lowers the entropy. All are of the policy at the step's beginning, and of the whole step: ranks
+share histograms, never tokens, so that the choice depends neither on the layout nor on
+micro-batches.
 """
 
 # Shape legend: N sampled tokens of this rank.
@@ -30,11 +31,14 @@ _BINS = 2**16
 
 @dataclass(frozen=True)
 class TokenRules:
-    """Which tokens are chosen; a share is of all tokens of the step, and stands for at least one. None: no rule."""
+    """Which tokens are chosen; a share is of all tokens of the step, and stands for at least one.
+
+    None: no rule."""
 
     entropy_share: float | None = None
     clip_cov: float | None = None
-    """Share whose advantage becomes 0, drawn among those with a covariance from `clip_low` to `clip_high`."""
+    """Share whose advantage becomes 0, drawn among those with a covariance from `clip_low` to
+    `clip_high`."""
     clip_low: float = 1.0
     clip_high: float = 5.0
     kl_cov: float | None = None
@@ -60,8 +64,8 @@ def chosen_tokens(
     uniform_N: Float[Tensor, "N"] | None,
     summed: Summed,
 ) -> ChosenTokens:
-    """Entropies and log-probs in nats, `uniform_N` random numbers from 0 to 1, which `clip_cov` alone needs. A
-    collective."""
+    """Entropies and log-probs in nats, `uniform_N` random numbers from 0 to 1, which `clip_cov`
+    alone needs. A collective."""
     learned_N = torch.ones_like(logprobs_N, dtype=torch.bool)
     penalty_N = torch.zeros_like(logprobs_N)
     if rules.entropy_share is not None:
@@ -81,15 +85,17 @@ def chosen_tokens(
 def covariances(
     logprobs_N: Float[Tensor, "N"], advantages_N: Float[Tensor, "N"], summed: Summed
 ) -> Float[Tensor, "N"]:
-    """(log-prob - mean) x (advantage - mean) with means over the tokens of all ranks, in float64. A collective."""
+    """(log-prob - mean) x (advantage - mean) with means over the tokens of all ranks, in float64.
+
+    A collective."""
     both_2N = torch.stack((logprobs_N, advantages_N)).double()
     sums = summed(torch.cat((both_2N.sum(1), both_2N.new_tensor([both_2N.shape[1]]))))
     return (both_2N - (sums[:2] / sums[2].clamp(min=1.0))[:, None]).prod(0)
 
 
 def among_largest(values_N: Float[Tensor, "N"], share: float, summed: Summed) -> Bool[Tensor, "N"]:
-    """Whether a value is among the largest of all ranks, exactly as float32: int(share x their number) of them, at
-    least one, and whatever equals the smallest of these. A collective.
+    """Whether a value is among the largest of all ranks, exactly as float32: int(share x their
+    number) of them, at least one, and whatever equals the smallest of these. A collective.
 
     >>> among_largest(torch.tensor([3.0, 1.0, 2.0, 2.0]), 0.5, summed=lambda one: one).tolist()
     [True, False, True, True]
@@ -113,7 +119,8 @@ def _ordered_keys(values_N: Float[Tensor, "N"]) -> Tensor:
 
 
 def _bin_of(counts: Tensor, rank: int) -> tuple[int, int]:
-    """The bin of the value of this rank, counted from the largest and from 1, and its rank within the bin."""
+    """The bin of the value of this rank, counted from the largest and from 1, and its rank within
+    the bin."""
     above = counts.flip(0).cumsum(0)
     index = int(torch.searchsorted(above, rank))
     before = int(above[index - 1]) if index else 0

@@ -2,8 +2,8 @@
 
     Prompt -> (PartialCompletion ->) Completion -> ScoredGroup -> Sample -> MicroBatch
 
-All are frozen, plain Python data, cheap to gather to every rank, but `MicroBatch`, which has tensors and is in
-`rlmath.data.packing`.
+All are frozen, plain Python data, cheap to gather to every rank, but `MicroBatch`, which has
+tensors and is in `rlmath.data.packing`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ class Prompt:
     more_json: str = "{}"
     """The row's further columns, a JSON object; a reward function of the user's may want them."""
     problem_key: int = field(default=0, compare=False)
-    """The same for prompts of the same problem, whatever their file, name and template; 0: not known."""
+    """The same for prompts of the same problem, whatever their file, name and template; 0: not
+    known."""
     question: str = field(default="", compare=False, repr=False)
-    """The problem as the data file has it, without template: its words may stand beside an answer's value."""
+    """The problem as the data file has it, without template: its words may stand beside an answer's
+    value."""
 
     @property
     def row(self) -> dict:
@@ -56,13 +58,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens in a row that were sampled with the same weights, or that others wrote between the model's turns."""
+    """Tokens in a row that were sampled with the same weights, or that others wrote between the
+    model's turns."""
 
     tokens: int
     policy_version: int
     """Of the weights: their number of optimizer steps."""
     step: int
-    """The step, counted from 0, that sampled them; at its beginning the engines got these weights."""
+    """The step, counted from 0, that sampled them; at its beginning the engines got these
+    weights."""
     sampled: bool = True
     """False: others wrote them, while the engines had these weights."""
 
@@ -74,10 +78,11 @@ class Completion:
     sample_index: int
     """Position in its group, 0 <= sample_index < group size."""
     token_ids: Sequence[int]
-    """All its tokens, the end-of-sequence token included when there was one; from an engine an array, 4 bytes each."""
+    """All its tokens, the end-of-sequence token included when there was one; from an engine an
+    array, 4 bytes each."""
     logprobs: Sequence[float]
-    """Log-probability of each token under the distribution it was really sampled from (nats); where it was not sampled,
-    any number."""
+    """Log-probability of each token under the distribution it was really sampled from (nats); where
+    it was not sampled, any number."""
     text: str
     """Decoded without special tokens."""
     finish_reason: FinishReason
@@ -85,8 +90,8 @@ class Completion:
     policy_version: int
     """Version of the policy's weights that the engine sampled its last token with."""
     segments: tuple[Segment, ...] = ()
-    """By which weights its tokens were sampled, in order; from an engine there is at least one. Without any all tokens
-    are sampled."""
+    """By which weights its tokens were sampled, in order; from an engine there is at least one.
+    Without any all tokens are sampled."""
 
     @property
     def sampled(self) -> list[bool] | None:
@@ -108,14 +113,16 @@ class Completion:
         return len(self.token_ids) - others
 
     def lag(self, version: int) -> list[int]:
-        """By token, how many optimizer steps its weights are behind `version`; 0 where they are newer, as in a replay
-        from an earlier checkpoint.
+        """By token, how many optimizer steps its weights are behind `version`; 0 where they are
+        newer, as in a replay from an earlier checkpoint.
 
         >>> done = Completion(0, (7, 8), (-1.0, -1.0), "", "stop", 4, (Segment(1, 2, 0), Segment(1, 4, 1)))
         >>> done.lag(5), done.lag(3)
         ([3, 1], [1, 0])
         """
-        return [max(0, version - one.policy_version) for one in self.segments for _ in range(one.tokens)]
+        return [
+            max(0, version - one.policy_version) for one in self.segments for _ in range(one.tokens)
+        ]
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,10 @@ class PartialCompletion:
         """
         segment, before = Segment(len(token_ids), policy_version, step), self.segments
         if before and replace(before[-1], tokens=0) == replace(segment, tokens=0):
-            segment, before = replace(segment, tokens=before[-1].tokens + segment.tokens), before[:-1]
+            segment, before = (
+                replace(segment, tokens=before[-1].tokens + segment.tokens),
+                before[:-1],
+            )
         if not self.token_ids:
             return PartialCompletion(token_ids, logprobs, (segment,))
         return PartialCompletion(
@@ -178,8 +188,8 @@ class Score:
     extracted: str
     """The answer that was compared, "" when none was found."""
     verdict: str
-    """How it was decided: "string", "number", "choice", "symbolic", "no_answer", "too_long", "timeout" or "error";
-    "function" where the user's function gave the reward."""
+    """How it was decided: "string", "number", "choice", "symbolic", "no_answer", "too_long",
+    "timeout" or "error"; "function" where the user's function gave the reward."""
     boxed: bool = False
     """Whether the final part of the completion has a complete box."""
     metrics: tuple[tuple[str, float], ...] = ()
@@ -191,8 +201,9 @@ class Score:
     failures: tuple[RewardFailure, ...] = ()
     """Of the rewards that failed."""
     verified_correct: bool | None = field(default=None, compare=False)
-    """What the verifier says of the answer, also where it is no part of the reward; None where it is not asked. What
-    counts as `correct` in selection and curriculum may be said by a function of the user's."""
+    """What the verifier says of the answer, also where it is no part of the reward; None where it
+    is not asked. What counts as `correct` in selection and curriculum may be said by a function of
+    the user's."""
 
 
 @dataclass(frozen=True)
@@ -216,11 +227,15 @@ class ScoredGroup:
         return [score.reward for score in self.scores]
 
 
-def scored_group(prompt: Prompt, samples: Sequence[PartialCompletion | ScoredCompletion]) -> ScoredGroup:
+def scored_group(
+    prompt: Prompt, samples: Sequence[PartialCompletion | ScoredCompletion]
+) -> ScoredGroup:
     """The group of samples that are all finished."""
     done = [sample for sample in samples if isinstance(sample, ScoredCompletion)]
     assert len(done) == len(samples), f"a completion of {prompt.prompt_id} is not finished"
-    return ScoredGroup(prompt, tuple(one.completion for one in done), tuple(one.score for one in done))
+    return ScoredGroup(
+        prompt, tuple(one.completion for one in done), tuple(one.score for one in done)
+    )
 
 
 @dataclass(frozen=True)
@@ -234,14 +249,15 @@ class Sample:
     advantage: float
     """Shared by all tokens of the completion."""
     sampled: Sequence[bool] | None = None
-    """By token of the completion, whether the model produced it; in supervised training, whether it is to. None: all.
-    What others wrote between two turns of the model's is not sampled."""
+    """By token of the completion, whether the model produced it; in supervised training, whether it
+    is to. None: all. What others wrote between two turns of the model's is not sampled."""
     learned: Sequence[bool] | None = None
-    """By token of the completion, whether it has weight in the gradient, where it is sampled; None: every sampled token
-    has. A filter of turns or tokens says False, which changes no count and no mean."""
+    """By token of the completion, whether it has weight in the gradient, where it is sampled; None:
+    every sampled token has. A filter of turns or tokens says False, which changes no count and no
+    mean."""
     lag: Sequence[int] | None = None
-    """By token of the completion, how many optimizer steps the weights that sampled it are behind those that the step
-    begins with; None: not asked for."""
+    """By token of the completion, how many optimizer steps the weights that sampled it are behind
+    those that the step begins with; None: not asked for."""
 
     @property
     def length(self) -> int:

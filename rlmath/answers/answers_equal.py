@@ -1,6 +1,8 @@
-"""Compares two answers: parsed by our grammar, or by math-verify where the grammar does not support them.
+"""Compares two answers: parsed by our grammar, or by math-verify where the grammar does not support
+them.
 
-text -> special forms -> syntax tree (`parser`) -> interpretations (`interpret`) -> comparison (`equivalence`)
+text -> special forms -> syntax tree (`parser`) -> interpretations (`interpret`) -> comparison
+(`equivalence`)
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ from rlmath.answers.special_forms import (
 from rlmath.answers.string_match import Rules, plain_answer
 from rlmath.answers.syntax_tree import Answer, Call, Expr, Num, Sym
 
-_PARTIAL_DERIVATIVE = re.compile(r"^\$?\\frac\s?\{\\partial[^{}]{0,20}\}\s?\{\\partial[^{}]{0,20}\}\s{0,3}=")
+_PARTIAL_DERIVATIVE = re.compile(
+    r"^\$?\\frac\s?\{\\partial[^{}]{0,20}\}\s?\{\\partial[^{}]{0,20}\}\s{0,3}="
+)
 _REMARK = re.compile(r"\((?:\\text\s?\{)?\s?[a-z]{2,20}[\s}][^()]{1,200}\)[\s$.}]{0,5}$")
 _WORKING = re.compile(r"(?:[+-]|\\cdot|\\times) ?\\[cl]?dots(?![a-zA-Z])|[0-9)] ?\\cdots")
 """Dots in a sum or product."""
@@ -50,14 +54,19 @@ _UNEVALUATED = re.compile(r"\\(?:i{0,2}int|sum|prod|lim)(?![a-zA-Z])|\|_")
 
 
 def answers_equal(answer: str, gold: str, rules: Rules, question: Question) -> bool:
-    """Whether two answers to a question are equal. May hang or take gigabytes in math-verify, and raises what that
-    raises."""
+    """Whether two answers to a question are equal.
+
+    May hang or take gigabytes in math-verify, and raises what that raises."""
     gold = gold.replace(":=", "=")
     ours, theirs = plain_answer(answer), plain_answer(gold)
     if ours is None or theirs is None:
         return False
-    if theirs.choice is not None and theirs.choice.rest:  # a choice's text without its letter is accepted
-        return answers_equal(ours.choice.rest if ours.choice else answer, theirs.choice.rest, rules, question)
+    if (
+        theirs.choice is not None and theirs.choice.rest
+    ):  # a choice's text without its letter is accepted
+        return answers_equal(
+            ours.choice.rest if ours.choice else answer, theirs.choice.rest, rules, question
+        )
     name, marked, value = answer.partition(NAMED_BEFORE)
     if marked and ("(" in name or "_" in name):  # a function before the box
         return answers_equal(value, gold, rules, question) or answers_equal(
@@ -79,7 +88,10 @@ def answers_equal(answer: str, gold: str, rules: Rules, question: Question) -> b
     chains = split_chain(theirs.key), split_chain(ours.key)
     if chains[0] is not None and chains[1] is not None and chains[0][1] == chains[1][1]:
         sides = zip(chains[0][0], chains[1][0], strict=True)
-        if all(answers_equal(answer_side, gold_side, rules, question) for gold_side, answer_side in sides):
+        if all(
+            answers_equal(answer_side, gold_side, rules, question)
+            for gold_side, answer_side in sides
+        ):
             return True
     labelled = split_parts(theirs.key), split_parts(ours.key)
     if labelled != (None, None):
@@ -90,14 +102,18 @@ def answers_equal(answer: str, gold: str, rules: Rules, question: Question) -> b
             return False
         if golds is not None and answers is not None and len(golds) == len(answers):
             same = all(
-                answers_equal(one, other, rules, question) for other, one in zip(golds, answers, strict=True)
+                answers_equal(one, other, rules, question)
+                for other, one in zip(golds, answers, strict=True)
             )
             if same or labelled[0] is not None:  # (1)/(2) has no labels
                 return same
     answer, gold = _PARTIAL_DERIVATIVE.sub("", answer), _PARTIAL_DERIVATIVE.sub("", gold)
     declared: tuple[str, ...] = ()
     if (match := DECLARED.search(answer)) is not None:
-        answer, declared = answer[: match.start()], tuple(re.findall(r"[a-dkm]", match[1] or match[2]))
+        answer, declared = (
+            answer[: match.start()],
+            tuple(re.findall(r"[a-dkm]", match[1] or match[2])),
+        )
     try:
         return equal_by_grammar(answer, gold, rules, question, declared)
     except Unsupported:
@@ -128,13 +144,19 @@ def boxes_equal(boxes: list[str], gold: str, rules: Rules, question: Question) -
 def equal_by_grammar(
     answer: str, gold: str, rules: Rules, question: Question, declared: tuple[str, ...] = ()
 ) -> bool:
-    """Whether any reading of the answer equals any reading of the gold answer. Raises NotMathematics or Unsupported."""
+    """Whether any reading of the answer equals any reading of the gold answer.
+
+    Raises NotMathematics or Unsupported."""
     with_remark = _REMARK.search(gold) is not None
     ours = _readings(_without_working(answer), False, known_words(answer, gold, question))
     golds = _readings(_without_working(gold), with_remark, None)
     if _repeats_question(ours[0], golds[0]) and not _leaves_work(golds[0]):
         return False  # the question repeated
-    if isinstance(ours[0], Unsupported) and _UNEVALUATED.search(answer) and not _UNEVALUATED.search(gold):
+    if (
+        isinstance(ours[0], Unsupported)
+        and _UNEVALUATED.search(answer)
+        and not _UNEVALUATED.search(gold)
+    ):
         return False
     unparsed = [reading for reading in (golds[0], ours[0]) if isinstance(reading, Exception)]
     if unparsed:
@@ -157,7 +179,9 @@ def equal_by_grammar(
 def _same_answer(
     gold: Answer, answer: Answer, equivalence: Equivalence, declared: tuple[str, ...] = ()
 ) -> bool:
-    """Whether two parsed answers are equal. Raises NotMathematics or Unsupported if that cannot be decided."""
+    """Whether two parsed answers are equal.
+
+    Raises NotMathematics or Unsupported if that cannot be decided."""
     one, other = interpret(gold), interpret(answer)
     if equivalence.same(one, other):
         return True
@@ -172,7 +196,8 @@ def _same_answer(
 
 
 def _without_working(text: str) -> str:
-    """The last side of an equation whose first sides are not evaluated: `1` of `\\int_0^1 2x dx = 1`."""
+    """The last side of an equation whose first sides are not evaluated: `1` of `\\int_0^1 2x dx =
+    1`."""
     if "=" not in text or not (_WORKING.search(text) or _UNEVALUATED.search(text)):
         return text
     depth, cut = 0, None
@@ -194,8 +219,8 @@ def _leaves_work(reading: object) -> bool:
 
 
 def _repeats_question(answer: object, gold: object) -> bool:
-    """Whether an answer leaves work that the gold answer does not, but for sums and products up to a letter of the gold
-    answer."""
+    """Whether an answer leaves work that the gold answer does not, but for sums and products up to
+    a letter of the gold answer."""
     if isinstance(answer, Unevaluated):
         return True
     series = [part for expr in _expressions(answer) for part in _series(expr)]
@@ -229,8 +254,8 @@ def _expressions(reading: object) -> Iterator[Expr]:
 
 @lru_cache(maxsize=2048)
 def _readings(text: str, with_remark: bool, known_words: KnownWords | None) -> tuple:
-    """The syntax trees of a text, one per reading of its ambiguous digits and of words that the question counts, which
-    may also multiply; an exception if it has none."""
+    """The syntax trees of a text, one per reading of its ambiguous digits and of words that the
+    question counts, which may also multiply; an exception if it has none."""
     plain = other_notation(without_layout(plain_unicode(text)))
     plainly = Reading(with_remark=with_remark, known_words=known_words)
     ways = [plainly]
@@ -250,7 +275,8 @@ def _readings(text: str, with_remark: bool, known_words: KnownWords | None) -> t
 
 
 def _is_bounded(answer: str) -> bool:
-    """Whether all numbers that our grammar parses of an answer are within our limits, before math-verify computes."""
+    """Whether all numbers that our grammar parses of an answer are within our limits, before
+    math-verify computes."""
     try:
         for reading in _readings(answer, False, None):
             if not isinstance(reading, Exception):
@@ -261,7 +287,8 @@ def _is_bounded(answer: str) -> bool:
 
 
 def _check_size(answer: object) -> None:
-    """Raises NotMathematics if a number in an answer is beyond our limits, or undefined, such as 1/0."""
+    """Raises NotMathematics if a number in an answer is beyond our limits, or undefined, such as
+    1/0."""
     for expr in _expressions(answer):
         has_series = mentions(expr, FINITE | INFINITE)
         if value_of(expr, complex_numbers=True) is None and not symbols(expr) and not has_series:
@@ -269,10 +296,14 @@ def _check_size(answer: object) -> None:
 
 
 def _equal_by_math_verify(answer: str, gold: str) -> bool:
-    """Whether math-verify finds them equal. Its own time limits, which need signals, are off."""
+    """Whether math-verify finds them equal.
+
+    Its own time limits, which need signals, are off."""
     from math_verify import verify  # imports sympy, which only some answers need
 
-    return verify(_parse_gold(gold), _parse_by_math_verify(answer), timeout_seconds=0, raise_on_error=True)
+    return verify(
+        _parse_gold(gold), _parse_by_math_verify(answer), timeout_seconds=0, raise_on_error=True
+    )
 
 
 def _parse_by_math_verify(answer: str) -> list:
@@ -280,14 +311,17 @@ def _parse_by_math_verify(answer: str) -> list:
     from math_verify import LatexExtractionConfig, parse
 
     boxed = f"\\boxed{{{answer}}}"
-    return parse(boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=0, raise_on_error=True)
+    return parse(
+        boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=0, raise_on_error=True
+    )
 
 
 _parse_gold = lru_cache(maxsize=512)(_parse_by_math_verify)
 
 
 def warm_up_math_verify() -> None:
-    """Load math-verify and have it compare what differs: most of a second that the first answer would pay otherwise."""
+    """Load math-verify and have it compare what differs: most of a second that the first answer
+    would pay otherwise."""
     examples = (
         ("0.5", r"\int_0^1 3x^2 dx"),
         (r"\frac{3}{7}", r"\sum_{k=1}^{n} k"),

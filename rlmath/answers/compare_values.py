@@ -1,7 +1,8 @@
 """Compares expressions by value: exact fractions where possible, else 100 digits by mpmath.
 
-Two expressions are equal if they agree wherever both are defined: at one point if they are constant, at several fixed
-points if they have symbols. So no simplification is needed, which could hang. Sizes are bounded.
+Two expressions are equal if they agree wherever both are defined: at one point if they are
+constant, at several fixed points if they have symbols. So no simplification is needed, which could
+hang. Sizes are bounded.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ from rlmath.answers.normalize import MAX_DIGITS, NotMathematics, Unsupported
 from rlmath.answers.syntax_tree import Call, Expr, Num, Sym
 
 RELATIVE_TOLERANCE = mpf(1) / 10**11
-"""Tolerance between a decimal of at least `MIN_DIGITS` significant digits and the exact value that it represents."""
+"""Tolerance between a decimal of at least `MIN_DIGITS` significant digits and the exact value that
+it represents."""
 ROUNDING = mpf(2) ** -50
-"""Tolerance between such a decimal and a short one: some roundings of a computer's numbers of 53 bits."""
+"""Tolerance between such a decimal and a short one: some roundings of a computer's numbers of 53
+bits."""
 MIN_DIGITS = 12
 _SPARE_DIGITS = 3
 PROTOCOL_TOLERANCE = 1e-4
@@ -60,9 +63,17 @@ _WHOLE_POINTS = 14
 _POSITIVE_POINTS = 4
 """At the first of the real points all letters are positive."""
 _FAR_POINTS = (4, 5, 6, 8)
-"""Of the real points, those that are looked at once more, far out: every letter has both signs there."""
+"""Of the real points, those that are looked at once more, far out: every letter has both signs
+there."""
 _MOST_REACH = 10**40
-_SIZES = (Fraction(7, 10), Fraction(23, 11), Fraction(13, 3), Fraction(1, 7), Fraction(97, 9), Fraction(3, 2))
+_SIZES = (
+    Fraction(7, 10),
+    Fraction(23, 11),
+    Fraction(13, 3),
+    Fraction(1, 7),
+    Fraction(97, 9),
+    Fraction(3, 2),
+)
 _WHOLE_SIZES = (5, 6, 7, 8, 9, 10, 11, 12, 17, 18, 13, 14)
 _SMALL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 9, 12)
 _SMALL_LETTERS = frozenset("ijkrst")
@@ -83,7 +94,9 @@ def symbols(expr: Expr) -> frozenset[str]:
 @lru_cache(maxsize=4096)
 def mentions(expr: Expr, names: frozenset[str]) -> bool:
     """Whether any of these operations is in the expression."""
-    return isinstance(expr, Call) and (expr.name in names or any(mentions(arg, names) for arg in expr.args))
+    return isinstance(expr, Call) and (
+        expr.name in names or any(mentions(arg, names) for arg in expr.args)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -100,7 +113,9 @@ def _letter_value(name: str, point: int, whole: bool) -> Fraction:
     size = _SIZES[(point + seed) % len(_SIZES)] + offset
     if point < _POSITIVE_POINTS:
         return size
-    signs = (seed % 7 + 1) & (point - _POSITIVE_POINTS)  # half of the points, different for every letter
+    signs = (seed % 7 + 1) & (
+        point - _POSITIVE_POINTS
+    )  # half of the points, different for every letter
     return -size if signs.bit_count() % 2 else size
 
 
@@ -113,16 +128,19 @@ def value_of(
     series_terms: int = 0,
     scale: int = 1,
 ) -> ApproximateValue | None:
-    """The value at one of the fixed points, None if it is undefined. Raises NotMathematics for a constant beyond our
-    limits, or one that is unknown because too many digits cancel.
+    """The value at one of the fixed points, None if it is undefined.
 
-    Letters have whole values if `whole`, or if they are in it. Roots and logarithms of negative numbers are defined
-    only with `complex_numbers`, or if i occurs, infinite sums only by their first `series_terms`. The letters' values
-    are multiplied by `scale`.
+    Raises NotMathematics for a constant beyond our limits, or one that is unknown because too many
+    digits cancel.
+
+    Letters have whole values if `whole`, or if they are in it. Roots and logarithms of negative
+    numbers are defined only with `complex_numbers`, or if i occurs, infinite sums only by their
+    first `series_terms`. The letters' values are multiplied by `scale`.
     """
     names = symbols(expr)
     values = {
-        name: scale * _letter_value(name, point, whole if isinstance(whole, bool) else name in whole)
+        name: scale
+        * _letter_value(name, point, whole if isinstance(whole, bool) else name in whole)
         for name in names
     }
     context = Context(values, complex_numbers or mentions(expr, _IMAGINARY), series_terms)
@@ -195,8 +213,9 @@ def same_expression(one: Expr, other: Expr) -> bool:
 def _far_values(
     one: Expr, other: Expr, whole: bool = False, complex_numbers: bool = False
 ) -> Iterator[tuple[ApproximateValue, ApproximateValue]]:
-    """Values of both beyond all numbers in them, where `\\max(x, -1000)` is not x; only where both are defined, and
-    neither is an inexact 0, of which no digit is known: `1 - 1/(1 + e^{-x})` far out."""
+    """Values of both beyond all numbers in them, where `\\max(x, -1000)` is not x; only where both
+    are defined, and neither is an inexact 0, of which no digit is known: `1 - 1/(1 + e^{-x})` far
+    out."""
     scale = 10 * min(_reach(one) * _reach(other), _MOST_REACH)
     for point in _FAR_POINTS:
         a, b = (value_of(expr, point, whole, complex_numbers, scale=scale) for expr in (one, other))
@@ -214,13 +233,18 @@ def _reach(expr: Expr) -> int:
     if isinstance(expr, Call) and symbols(expr):
         return min(math.prod(map(_reach, expr.args)), _MOST_REACH)
     found = None if isinstance(expr, Sym) else value_of(expr, complex_numbers=True)
-    return 1 if found is None or not is_finite(found.value) else min(int(abs(found.value)) + 1, _MOST_REACH)
+    return (
+        1
+        if found is None or not is_finite(found.value)
+        else min(int(abs(found.value)) + 1, _MOST_REACH)
+    )
 
 
 def _agree_wherever_defined(
     pairs: Iterable[tuple[ApproximateValue | None, ApproximateValue | None]], least: int
 ) -> bool:
-    """Whether both values of each pair agree, at `least` pairs or more, and seldom one alone is undefined (None)."""
+    """Whether both values of each pair agree, at `least` pairs or more, and seldom one alone is
+    undefined (None)."""
     met = missed = 0
     for a, b in pairs:
         if a is None or b is None:
@@ -238,8 +262,10 @@ _SERIES_POINTS = 8
 
 
 def _same_series(one: Expr, other: Expr) -> bool:
-    """Whether two sums or products of many terms are the same. Raises Unsupported for steps, and where only one of the
-    two has infinitely many terms: few points do not tell steps from lines."""
+    """Whether two sums or products of many terms are the same.
+
+    Raises Unsupported for steps, and where only one of the two has infinitely many terms: few
+    points do not tell steps from lines."""
     if mentions(one, _STEPS) or mentions(other, _STEPS):
         raise NotMathematics("steps in a sum")
     infinite = {mentions(expr, INFINITE) for expr in (one, other)}
@@ -249,7 +275,10 @@ def _same_series(one: Expr, other: Expr) -> bool:
     whole = _whole_letters(one) | _whole_letters(other)
     terms = _SERIES_TERMS if True in infinite else 0
     pairs = (
-        (value_of(one, point, whole, series_terms=terms), value_of(other, point, whole, series_terms=terms))
+        (
+            value_of(one, point, whole, series_terms=terms),
+            value_of(other, point, whole, series_terms=terms),
+        )
         for point in range(_SERIES_POINTS if both else 1)
     )
     return _agree_wherever_defined(pairs, least=4 if both else 1)
@@ -273,8 +302,8 @@ _MOST_EXPONENT_BITS = 512
 
 
 def _residue(expr: Expr, prime: int) -> int | None:
-    """A number that is too large to be computed, modulo a prime; None if it is not of rationals and whole powers.
-    Numbers with the same residues are equal, up to a chance that is negligible."""
+    """A number that is too large to be computed, modulo a prime; None if it is not of rationals and
+    whole powers. Numbers with the same residues are equal, up to a chance that is negligible."""
     if isinstance(expr, Num):
         return expr.value.numerator * pow(expr.value.denominator, -1, prime) % prime
     if not isinstance(expr, Call) or expr.name not in ("add", "neg", "mul", "div", "pow"):
@@ -331,12 +360,13 @@ def are_proportional(one: Expr, other: Expr) -> bool:
 def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
     """Whether two constants are equal.
 
-    A reference written as a decimal of at least `MIN_DIGITS` significant digits also equals the exact value, if that is
-    no finite decimal, within `RELATIVE_TOLERANCE`, a short one within `ROUNDING`, and longer or shorter decimals of at
-    least as many digits. One that looks rounded equals exact values, and decimals with more places, that round to it:
-    33.3 equals 100/3. If the reference is exact, the answer must be. With `protocol`, as in the Qwen2.5-Math
-    evaluation, any two real numbers within `PROTOCOL_TOLERANCE` are equal, and a decimal of two or more places equals
-    a number that rounds to it (3.14 and pi).
+    A reference written as a decimal of at least `MIN_DIGITS` significant digits also equals the
+    exact value, if that is no finite decimal, within `RELATIVE_TOLERANCE`, a short one within
+    `ROUNDING`, and longer or shorter decimals of at least as many digits. One that looks rounded
+    equals exact values, and decimals with more places, that round to it: 33.3 equals 100/3. If the
+    reference is exact, the answer must be. With `protocol`, as in the Qwen2.5-Math evaluation, any
+    two real numbers within `PROTOCOL_TOLERANCE` are equal, and a decimal of two or more places
+    equals a number that rounds to it (3.14 and pi).
     """
     if same_expression(gold, answer):
         return True
@@ -376,7 +406,8 @@ def _places(decimal: Num) -> int:
 
 
 def _rounded_reference(decimal: Num) -> bool:
-    """Whether a decimal looks rounded: three digits or more, the last not zero, and no multiple of 1/16."""
+    """Whether a decimal looks rounded: three digits or more, the last not zero, and no multiple of
+    1/16."""
     digits = decimal.digits or 0
     scaled = abs(decimal.value) * 10 ** _places(decimal)
     written = scaled.denominator == 1 and len(str(int(scaled))) == digits
@@ -396,7 +427,8 @@ def _represents(decimal: Num, value: Value) -> bool:
 
 
 def _is_short(value: Fraction, decimal: Num) -> bool:
-    """Whether a finite decimal, 0.3, has so few digits that the rounding of a computer explains 0.30000000000000004."""
+    """Whether a finite decimal, 0.3, has so few digits that the rounding of a computer explains
+    0.30000000000000004."""
     digits = str(abs(value) * 10 ** _places(Num(value))).strip("0")
     return len(digits) + _SPARE_DIGITS <= (decimal.digits or 0)
 

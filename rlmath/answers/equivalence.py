@@ -1,4 +1,5 @@
-"""Compares the interpretations of two answers: they are equal if one kind of interpretation is equal in both."""
+"""Compares the interpretations of two answers: they are equal if one kind of interpretation is
+equal in both."""
 
 from __future__ import annotations
 
@@ -92,7 +93,11 @@ class Equivalence:
 
     def same(self, gold: Interpretations, answer: Interpretations) -> bool:
         """Whether any interpretation of one equals the same kind of interpretation of the other."""
-        is_decimal = gold.scalar is not None and isinstance(gold.scalar.expr, Num) and gold.scalar.expr.digits
+        is_decimal = (
+            gold.scalar is not None
+            and isinstance(gold.scalar.expr, Num)
+            and gold.scalar.expr.digits
+        )
         if is_decimal and answer.rounded is not None and self.same(gold, answer.rounded):
             return True
         if self._same_relation(gold, answer):
@@ -104,7 +109,11 @@ class Equivalence:
             return False
         if not names_agree(gold.name, answer.name):
             return _same_function(gold, answer)
-        if gold.sign.startswith("solved") and answer.sign.startswith("solved") and gold.sign != answer.sign:
+        if (
+            gold.sign.startswith("solved")
+            and answer.sign.startswith("solved")
+            and gold.sign != answer.sign
+        ):
             return False
         if gold.pairs is not None and answer.pairs is not None and gold.name == answer.name:
             names, others = [name for name, _ in gold.pairs], [name for name, _ in answer.pairs]
@@ -118,7 +127,11 @@ class Equivalence:
         if _same_vector(gold, answer) or _same_vector(answer, gold):
             return True
         for family, open_one in ((gold.family, answer), (answer.family, gold)):
-            if family is None or open_one.family is not None or (open_one is gold and family[0] != "Z"):
+            if (
+                family is None
+                or open_one.family is not None
+                or (open_one is gold and family[0] != "Z")
+            ):
                 continue
             if _fits_family(family, open_one):
                 return True
@@ -135,7 +148,8 @@ class Equivalence:
         return any(a is not None and b is not None and same(a, b) for a, b, same in same_kinds)
 
     def _same_angles(self, gold: Interpretations, answer: Interpretations) -> bool:
-        """Whether two families of angles over all integers are the same set; of one its set may be left out."""
+        """Whether two families of angles over all integers are the same set; of one its set may be
+        left out."""
         ours, theirs = _angles(gold), _angles(answer)
         return ours is not None and theirs is not None and same_progressions(*ours, *theirs)
 
@@ -147,7 +161,11 @@ class Equivalence:
         if gold.name is not None and gold.scalar is not None and not symbols(gold.scalar.expr):
             # x = 2 needs a value, not 2x + 3 = 7; x - 2 = 0 is one
             value = None if answer.name is not None else _solved_to_zero(answer.difference)
-            return value is not None and value[0] == gold.name and same_expression(gold.scalar.expr, value[1])
+            return (
+                value is not None
+                and value[0] == gold.name
+                and same_expression(gold.scalar.expr, value[1])
+            )
         if symbols(gold.difference) != symbols(answer.difference):
             return False
         return are_proportional(gold.difference, answer.difference)
@@ -187,13 +205,18 @@ class Equivalence:
         return self._same_expr(_converted(gold, answer.unit), _converted(answer, gold.unit))
 
     def _same_percentage(self, gold: Scalar, answer: Scalar, is_bare: bool) -> bool:
-        """Whether a percentage is a number without the sign. That is hundredths up to 1, so that `50\\%` is 0.5 and
-        `0.5\\%` is not, and percent above; but 1.5 is `150\\%`, as well as 150, where the reference has the sign."""
+        """Whether a percentage is a number without the sign.
+
+        That is hundredths up to 1, so that `50\\%` is 0.5 and `0.5\\%` is not, and percent above;
+        but 1.5 is `150\\%`, as well as 150, where the reference has the sign."""
         size = None if symbols(gold.expr) else value_of(gold.expr)
         is_large = size is None or not abs(to_mp(size.value)) <= 1
         if is_large and self._same_expr(gold.expr, answer.expr):
             return True
-        sides = [side.expr if side.unit is None else Call("percent", (side.expr,)) for side in (gold, answer)]
+        sides = [
+            side.expr if side.unit is None else Call("percent", (side.expr,))
+            for side in (gold, answer)
+        ]
         return not (is_large and is_bare) and self._same_expr(*sides)
 
     def _same_expr(self, gold: Expr, answer: Expr) -> bool:
@@ -204,7 +227,9 @@ class Equivalence:
         if not self.protocol:
             return False
         hundredfold = Call("mul", (answer, Num(Fraction(100))))
-        return same_number(gold, hundredfold, True) or same_number(gold, Call("percent", (answer,)), True)
+        return same_number(gold, hundredfold, True) or same_number(
+            gold, Call("percent", (answer,)), True
+        )
 
     def _same_row(self, gold: Interpretations, answer: Interpretations) -> bool:
         if gold.row is None or answer.row is None or len(gold.row) != len(answer.row):
@@ -222,7 +247,9 @@ class Equivalence:
             return True
         return _same_line(gold, answer)
 
-    def _same_ratio(self, gold: Sequence[Interpretations], answer: Sequence[Interpretations]) -> bool:
+    def _same_ratio(
+        self, gold: Sequence[Interpretations], answer: Sequence[Interpretations]
+    ) -> bool:
         """Whether all sides are in proportion, and of neither all are zero."""
         ours, theirs = plain_exprs(gold), plain_exprs(answer)
         if len(ours) != len(theirs) or any(all(map(_is_zero, sides)) for sides in (ours, theirs)):
@@ -304,17 +331,24 @@ def _is_zero(expr: Expr) -> bool:
 
 def plain_exprs(values: Sequence[Interpretations]) -> tuple[Expr, ...]:
     """The expressions of values without units; none where one of the values is something else."""
-    exprs = [one.scalar.expr for one in values if one.scalar is not None and one.scalar.unit is None]
+    exprs = [
+        one.scalar.expr for one in values if one.scalar is not None and one.scalar.unit is None
+    ]
     return tuple(exprs) if len(exprs) == len(values) else ()
 
 
 def single_member(value: Interpretations) -> tuple[Interpretations, ...] | None:
     """A value, point or interval as a set of one member; None for anything else."""
-    return (value,) if value.scalar is not None or (value.row is not None and value.brackets) else None
+    return (
+        (value,) if value.scalar is not None or (value.row is not None and value.brackets) else None
+    )
 
 
-def _can_be_paired(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, Any], bool]) -> bool:
-    """Whether each of ours is the same as a different one of theirs, and all are used; the first match is taken."""
+def _can_be_paired(
+    ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, Any], bool]
+) -> bool:
+    """Whether each of ours is the same as a different one of theirs, and all are used; the first
+    match is taken."""
     if len(ours) != len(theirs):
         return False
     left = list(theirs)
@@ -327,7 +361,8 @@ def _can_be_paired(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[A
 
 
 def _angles(value: Interpretations) -> tuple[Sequence[Expr], str] | None:
-    """(expressions, their letter) of a family over all integers, or of angles with an index; None for other values."""
+    """(expressions, their letter) of a family over all integers, or of angles with an index; None
+    for other values."""
     if value.family is not None:
         named_set, letters, rows = value.family
         plain = named_set == "Z" and len(letters) == 1 and all(len(row) == 1 for row in rows)
@@ -375,8 +410,11 @@ def _same_family(gold: Family, answer: Family) -> bool:
 
 
 def _fits_family(gold: Family, answer: Interpretations) -> bool:
-    """Whether an answer is the reference's family with another letter, without its set; a letter alone is no family."""
-    exprs = plain_exprs(answer.row if answer.row is not None and answer.scalar is None else (answer,))
+    """Whether an answer is the reference's family with another letter, without its set; a letter
+    alone is no family."""
+    exprs = plain_exprs(
+        answer.row if answer.row is not None and answer.scalar is None else (answer,)
+    )
     letters = frozenset().union(*(symbols(expr) for expr in exprs))
     known = frozenset().union(*(symbols(expr) for one in gold[2] for expr in one)) - set(gold[1])
     known |= set((answer.name or "").partition("(")[2])  # the x of f(x)
@@ -405,7 +443,11 @@ def _open_classes(answer: Interpretations, residue: Residue) -> Residue | None:
     """Congruence classes of `n = 5k + 2` whose k has no set, None for anything else."""
     exprs = plain_exprs(answer.members if answer.members is not None else (answer,))
     letters = frozenset().union(*map(symbols, exprs))
-    if len(letters) != 1 or Sym(*letters) in exprs or (residue[0] and letters & symbols(residue[0])):
+    if (
+        len(letters) != 1
+        or Sym(*letters) in exprs
+        or (residue[0] and letters & symbols(residue[0]))
+    ):
         return None
     return classes_of(("Z", tuple(letters), tuple((expr,) for expr in exprs)), answer.name)
 
@@ -415,7 +457,12 @@ def classes_of(family: Family, name: str | None) -> Residue | None:
     named_set, letters, values = family
     classes = []
     for value in values:
-        if named_set != "Z" or len(letters) != 1 or len(value) != 1 or symbols(value[0]) != set(letters):
+        if (
+            named_set != "Z"
+            or len(letters) != 1
+            or len(value) != 1
+            or symbols(value[0]) != set(letters)
+        ):
             return None
         line = linear_in(value[0], letters[0])
         if line is None or line[1].denominator != 1 or line[1] == 0:
@@ -430,11 +477,19 @@ _INDICES = frozenset("ijkmn")
 def _same_function(gold: Interpretations, answer: Interpretations) -> bool:
     """Whether two functions of one name are the same, of `x` or of `t`."""
     mark = "_" if "_" in (gold.name or "") else "("
-    (head, _, ours), (other, _, theirs) = ((one.name or "").partition(mark) for one in (gold, answer))
+    (head, _, ours), (other, _, theirs) = (
+        (one.name or "").partition(mark) for one in (gold, answer)
+    )
     ours, theirs = ours.removesuffix(")"), theirs.removesuffix(")")
     if mark == "_" and not {ours, theirs} <= _INDICES:
         return False
-    if head != other or len(ours) != 1 or len(theirs) != 1 or gold.scalar is None or answer.scalar is None:
+    if (
+        head != other
+        or len(ours) != 1
+        or len(theirs) != 1
+        or gold.scalar is None
+        or answer.scalar is None
+    ):
         return False
     if ours in symbols(answer.scalar.expr):
         return False
@@ -458,7 +513,9 @@ def _same_residue(gold: Residue, answer: Residue) -> bool:
         return False
     ours, theirs = _whole_classes(gold), _whole_classes(answer)
     if ours is None or theirs is None:
-        return _can_be_paired(gold[1], answer[1], lambda one, other: all(map(same_expression, one, other)))
+        return _can_be_paired(
+            gold[1], answer[1], lambda one, other: all(map(same_expression, one, other))
+        )
     common = math.lcm(*(modulus for _, modulus in (*ours, *theirs)))
     if common > MAX_MODULUS:
         return ours == theirs
@@ -474,8 +531,14 @@ def _whole_classes(residue: Residue) -> set[tuple[int, int]] | None:
     classes = set()
     for pair in residue[1]:
         found = [value_of(expr) for expr in pair if not symbols(expr)]
-        numbers = [one.value for one in found if one is not None and isinstance(one.value, Fraction)]
-        if len(numbers) < 2 or any(number.denominator != 1 for number in numbers) or numbers[1] == 0:
+        numbers = [
+            one.value for one in found if one is not None and isinstance(one.value, Fraction)
+        ]
+        if (
+            len(numbers) < 2
+            or any(number.denominator != 1 for number in numbers)
+            or numbers[1] == 0
+        ):
             return None
         modulus = abs(int(numbers[1]))
         classes.add((int(numbers[0]) % modulus, modulus))
@@ -490,7 +553,9 @@ def names_agree(one: str | None, other: str | None) -> bool:
         return True  # f and f(x)
     if "a derivative" in (one, other):
         return "'" in one or "'" in other
-    return "y" in (one, other) and any(name.endswith(")") and len(name) > 1 for name in (one, other))
+    return "y" in (one, other) and any(
+        name.endswith(")") and len(name) > 1 for name in (one, other)
+    )
 
 
 def _whole_unit(scalar: Scalar) -> Scalar:

@@ -1,4 +1,5 @@
-"""The value of an expression at a point: exact fractions where possible, else 100 digits by mpmath; sizes are bounded.
+"""The value of an expression at a point: exact fractions where possible, else 100 digits by mpmath;
+sizes are bounded.
 
 Arithmetic comes first, then the functions, then `evaluate`.
 """
@@ -19,13 +20,15 @@ from rlmath.answers.syntax_tree import Call, Expr, Num, Sym
 
 DIGITS = 50
 MORE_DIGITS = 100
-"""Every value that is not exact is computed with both precisions; if they disagree, it is unknown."""
+"""Every value that is not exact is computed with both precisions; if they disagree, it is
+unknown."""
 MP = MPContext()
 """A separate context: other users of mpmath in this process keep their precision."""
 MP.dps = MORE_DIGITS
 mpf, mpc = MP.mpf, MP.mpc
 MAX_BITS = 65_536
-"""Largest number that is computed (bits of numerator and denominator, or of the integer part): 2^65536."""
+"""Largest number that is computed (bits of numerator and denominator, or of the integer part):
+2^65536."""
 AGREE = mpf(10) ** -65
 """Relative tolerance of equality: 30 of the 100 digits may be lost to rounding."""
 ZERO = mpf(10) ** -30
@@ -44,7 +47,8 @@ Value = Any
 
 
 class Undefined(Exception):
-    """There is no real (or, with i, complex) value: a division by zero, the root of a negative number."""
+    """There is no real (or, with i, complex) value: a division by zero, the root of a negative
+    number."""
 
 
 @dataclass
@@ -166,7 +170,8 @@ def _sqrt(value: Value, context: Context) -> Value:
 def _real_function(
     function: Callable, domain: Callable[[Any], bool] = lambda _: True
 ) -> Callable[[Value, Context], Value]:
-    """A function of mpmath, undefined for real arguments outside its domain unless complex numbers are allowed."""
+    """A function of mpmath, undefined for real arguments outside its domain unless complex numbers
+    are allowed."""
 
     def evaluate(value: Value, context: Context) -> Value:
         number = to_mp(value)
@@ -277,7 +282,9 @@ _CONSTANTS: dict[str, Callable[[], Value]] = {
 
 
 def evaluate(expr: Expr, context: Context) -> Value:
-    """The value of an expression; infinity only by itself. Raises Undefined, or NotMathematics beyond our limits."""
+    """The value of an expression; infinity only by itself.
+
+    Raises Undefined, or NotMathematics beyond our limits."""
     if isinstance(expr, Num):
         return expr.value
     if isinstance(expr, Sym):

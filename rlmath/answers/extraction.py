@@ -1,4 +1,5 @@
-"""Finds the final answer in a completion, in one pass over the text: the last box, with those joined to it."""
+"""Finds the final answer in a completion, in one pass over the text: the last box, with those
+joined to it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ _BRACES = re.compile(
 """The start of a box, a box without braces, an escaped character (never a brace), or a brace."""
 _BOX = re.compile(r"\\f?box")
 """Braces before the first box tell nothing of it."""
-_LAYOUT = re.compile(r"\\[()\[\],;:! ]|\\q?quad(?![A-Za-z])|\\(?:text|textbf|mbox|mathrm)\s?\{|[$(){}*~\s]")
+_LAYOUT = re.compile(
+    r"\\[()\[\],;:! ]|\\q?quad(?![A-Za-z])|\\(?:text|textbf|mbox|mathrm)\s?\{|[$(){}*~\s]"
+)
 _JOINER = re.compile(
     r"(?P<word>[,;]|[,;]?\s?(?:and also|as well as|and|or|or else)|=|\\approx|≈)?"
     r"\s?(?P<label>[A-Za-z](?:_ ?[A-Za-z0-9]{1,9})? ?=)?"
@@ -32,17 +35,22 @@ _LABEL = re.compile(
     r"(?:^|(?<=[\s$(,;:]))([A-Za-z](?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]{1,9}\}))?)\s{0,3}=[\s$]{0,3}$"
 )
 _PART = re.compile(
-    r"(?:\b[Pp]art\s?)?\((?:[b-h]|i{2,3}|iv|[2-6])\)|\b[Pp]art\s[B-Hb-h2-6][:.)]?|(?<![(A-Za-z])[b-h]\)"
+    r"(?:\b[Pp]art\s?)?\((?:[b-h]|i{2,3}|iv|[2-6])\)|\b[Pp]art\s[B-Hb-h2-6][:.)]?|"
+    r"(?<![(A-Za-z])[b-h]\)"
 )
 """The label of a further part: `(b)`, `Part B:`."""
 _NEXT_PART = ", "
 """The joiner of parts with labels or bullets; two of them may be the same."""
 NAMED_BEFORE = " := "
 """Between the function that is named before a box and the box's content: `f(n) := n+1`."""
-_FUNCTION = re.compile(r"(?:^|(?<=[\s$(,;:\[]))([A-Za-z]\(([a-z])\)|[a-z]_\{?([a-z])\}?)\s{0,3}=[\s$]{0,3}$")
+_FUNCTION = re.compile(
+    r"(?:^|(?<=[\s$(,;:\[]))([A-Za-z]\(([a-z])\)|[a-z]_\{?([a-z])\}?)\s{0,3}=[\s$]{0,3}$"
+)
 _LETTERS = r"\$?[a-dkm]\$?(?:(?:, ?| and |, and )\$?[a-dkm]\$?){0,3}"
 _REAL_LETTERS = r"([a-d], ?[a-d]) ?\\in ?\\mathbb\{R\}"
-DECLARED = re.compile(rf" for arbitrary constants ({_LETTERS})$|[,\s] ?(?:\\q?quad)? ?\(?{_REAL_LETTERS}\)?$")
+DECLARED = re.compile(
+    rf" for arbitrary constants ({_LETTERS})$|[,\s] ?(?:\\q?quad)? ?\(?{_REAL_LETTERS}\)?$"
+)
 """Letters that an answer declares as arbitrary, at its end."""
 _CONSTANTS = re.compile(
     rf"\$?,? ?(?:for|where|with) (?:any |all |some )?(?:(?:arbitrary|real|arbitrary real) constants? ({_LETTERS})"
@@ -50,34 +58,47 @@ _CONSTANTS = re.compile(
     rf"|\$?,? ?(?:for|where|with) ({_LETTERS}) ?\\in ?\\mathbb\{{R\}}"
 )
 ALL_BOXES = " [boxes: "
-"""Before the contents of several boxes with text between, which follow the last box's: `7 [boxes: 3; 7]`."""
+"""Before the contents of several boxes with text between, which follow the last box's: `7 [boxes:
+3; 7]`."""
 _BOX_END = "]"
 BOX_SEPARATOR = "; "
 _OTHER_PURPOSE = re.compile(
-    r"\b(?:wait|actually|no|instead|but|correct(?:ion|ed|ing)?|incorrect|mistake|however|sorry|hmm+|(?:re|double.?)?check"
-    r"(?:ing|ed)?|rather|not|wrong|maybe|perhaps|forgot|error|again|restate|final(?:ly)?|answer|therefore|thus|hence|so"
-    r"|altogether|total|asked|intermediate|lemma|reject(?:ed|ing)?|extraneous|invalid|discard(?:ed|ing)?|impossible"
-    r"|guess|attempt|initially|unless|except|verify|substitut\w{1,5}|equivalently|simplif\w{1,6}|i\.e)\b",
+    r"\b(?:wait|actually|no|instead|but|correct(?:ion|ed|ing)?|incorrect|mistake|however|sorry|"
+    r"hmm+|(?:re|double.?)?check"
+    r"(?:ing|ed)?|rather|not|wrong|maybe|perhaps|forgot|error|again|restate|final(?:ly)?|answer|"
+    r"therefore|thus|hence|so"
+    r"|altogether|total|asked|intermediate|lemma|reject(?:ed|ing)?|extraneous|invalid|"
+    r"discard(?:ed|ing)?|impossible"
+    r"|guess|attempt|initially|unless|except|verify|substitut\w{1,5}|equivalently|simplif\w{1,6}|"
+    r"i\.e)\b",
     re.IGNORECASE,
 )
 """Words between two boxes of which the first is taken back, or only leads to the second."""
 _TAKEN_BACK = re.compile(
-    r"\b(?:can ?not|\w{2,6}n['’]t|fail(?:s|ed|ing)?|violat\w{1,4}|leav(?:es?|ing)|exclud\w{1,4}|contradict\w{0,7}|not"
-    r"|never|neither|nor|without|reject\w{0,3}|extraneous|invalid|inadmissible|discard\w{0,3}|impossible|incorrect\w{0,2}|wrong"
-    r"|false|mistake|outside|ignor\w{1,3}|eliminat\w{1,3}|rul(?:es?|ed|ing) out|except|unless|instead)\b"
+    r"\b(?:can ?not|\w{2,6}n['’]t|fail(?:s|ed|ing)?|violat\w{1,4}|leav(?:es?|ing)|exclud\w{1,4}|"
+    r"contradict\w{0,7}|not"
+    r"|never|neither|nor|without|reject\w{0,3}|extraneous|invalid|inadmissible|discard\w{0,3}|"
+    r"impossible|incorrect\w{0,2}|wrong"
+    r"|false|mistake|outside|ignor\w{1,3}|eliminat\w{1,3}|rul(?:es?|ed|ing) out|except|unless|"
+    r"instead)\b"
     r"|\\n(?:eq?|ot)(?![a-zA-Z])|≠",
     re.IGNORECASE,
 )
 """Words beside a box that is not part of the answer."""
 _BESIDE_SOLUTIONS = word_set(
-    "a an and also another are at by case cases coordinate else equal equals find first for fourth from get give "
-    "gives giving greater has have ii iii in is it its iv larger lesser of on one or other part parts possibility "
-    "possible respectively root roots second similarly smaller solution solutions the third to two value values "
+    "a an and also another are at by case cases coordinate else equal equals find first for "
+    "fourth from get give "
+    "gives giving greater has have ii iii in is it its iv larger lesser of on one or other part "
+    "parts possibility "
+    "possible respectively root roots second similarly smaller solution solutions the third to "
+    "two value values "
     "variable we when whereas while with yield yielding yields zero zeros"
 )
-"""All words that may be between two boxes that are both part of the answer, beside the names of quantities."""
+"""All words that may be between two boxes that are both part of the answer, beside the names of
+quantities."""
 _QUANTITY = re.compile(
-    r"(?<=\b(?:the|its) )(?!result|rest|truth|conclusion|actual|final)[a-z]{2,20}(?= (?:is|are|of|equals)\b)",
+    r"(?<=\b(?:the|its) )(?!result|rest|truth|conclusion|actual|final)[a-z]{2,20}(?= (?:is|are|of|"
+    r"equals)\b)",
     re.I,
 )
 _WORDS = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{2,}")
@@ -100,7 +121,8 @@ _TAIL_CHARS = 2000
 
 
 def final_part(text: str) -> str:
-    """The text after the thinking section: all of it without thinking tags, nothing if the section is not closed.
+    """The text after the thinking section: all of it without thinking tags, nothing if the section
+    is not closed.
 
     >>> final_part("<think>is it 3? no</think> It is 4.")
     ' It is 4.'
@@ -115,9 +137,10 @@ def final_part(text: str) -> str:
 def extract_answer(text: str, answer_from: str = "boxed") -> str | None:
     """The final answer, None if there is none.
 
-    "boxed": the content of the last complete box or `<answer>` tag, whichever ends last. "phrase": without these, the
-    text after the last "the answer is". "number": without that too, the last number, for base models that write no
-    boxes yet. The contents of boxes with text between follow it (`ALL_BOXES`).
+    "boxed": the content of the last complete box or `<answer>` tag, whichever ends last. "phrase":
+    without these, the text after the last "the answer is". "number": without that too, the last
+    number, for base models that write no boxes yet. The contents of boxes with text between follow
+    it (`ALL_BOXES`).
     """
     part = final_part(text)
     answer = _boxed_or_tagged(part)
@@ -158,8 +181,9 @@ def split_boxes(answer: str) -> tuple[str, str]:
 
 
 def _boxes_apart(text: str, boxes: list[_Box]) -> tuple[str, bool] | None:
-    """(contents of the last box and of those before it that only some text is between, `3; 7`; whether that text says
-    that they are several solutions); None if there is none, or if that text or what follows takes one of them back."""
+    """(contents of the last box and of those before it that only some text is between, `3; 7`;
+    whether that text says that they are several solutions); None if there is none, or if that text
+    or what follows takes one of them back."""
     found = [boxes[-1]]
     for box in reversed(boxes[:-1]):
         between = text[box.end : found[0].start]
@@ -170,12 +194,20 @@ def _boxes_apart(text: str, boxes: list[_Box]) -> tuple[str, bool] | None:
     if len(found) < 2:
         return None
     after = text[found[-1].end : found[-1].end + _LONGEST_TEXT_BETWEEN]
-    before = _SENTENCE_END.split(text[max(0, found[0].start - _LONGEST_TEXT_BETWEEN) : found[0].start])[-1]
+    before = _SENTENCE_END.split(
+        text[max(0, found[0].start - _LONGEST_TEXT_BETWEEN) : found[0].start]
+    )[-1]
     if _OTHER_PURPOSE.search(after) or _TAKEN_BACK.search(after) or _TAKEN_BACK.search(before):
         return None
-    contents = [("" if "=" in box.content else _label(text, box)) + box.content.strip() for box in found]
+    contents = [
+        ("" if "=" in box.content else _label(text, box)) + box.content.strip() for box in found
+    ]
     every = BOX_SEPARATOR.join(contents)
-    if len(every) > _LONGEST_ALL or ALL_BOXES in every or not all(box.content.strip() for box in found):
+    if (
+        len(every) > _LONGEST_ALL
+        or ALL_BOXES in every
+        or not all(box.content.strip() for box in found)
+    ):
         return None
     return every, _OTHER_SOLUTION.search(text, found[0].end, found[-1].start) is not None
 
@@ -189,8 +221,8 @@ def _only_leads_on(between: str) -> bool:
 
 
 def extract_boxed(text: str) -> str | None:
-    """The content of the last complete \\boxed{...}, of nested boxes the innermost; with those that a comma, "and" or
-    "or" joins to it. Linear in the text.
+    """The content of the last complete \\boxed{...}, of nested boxes the innermost; with those that
+    a comma, "and" or "or" joins to it. Linear in the text.
 
     >>> extract_boxed("\\\\boxed{1}. So \\\\boxed{2} or $x = \\\\boxed{4}$, not \\\\boxed{3")
     '2 or x=4'
@@ -215,7 +247,9 @@ def _joined(text: str, boxes: deque[_Box]) -> tuple[str, _Box]:
     next_label = ""
     for box in list(boxes)[-2::-1]:
         between = text[box.end : after.start]
-        joiner = _joiner(between) if len(between) <= _LONGEST_JOINER and box.content.strip() else None
+        joiner = (
+            _joiner(between) if len(between) <= _LONGEST_JOINER and box.content.strip() else None
+        )
         label = _part_label(between) if joiner == _NEXT_PART else ""
         if joiner is None or (next_label and label >= next_label):
             break
@@ -231,7 +265,8 @@ def _joined(text: str, boxes: deque[_Box]) -> tuple[str, _Box]:
 
 
 def _in_context(text: str, box: _Box) -> str:
-    """A box's content with the function that is named before it, or the constants that are declared after it."""
+    """A box's content with the function that is named before it, or the constants that are declared
+    after it."""
     answer = box.content
     near = text[box.end : box.end + 60]
     if ("constant" in near or "\\in" in near) and (found := _CONSTANTS.match(text, box.end)):
@@ -273,9 +308,13 @@ def _complete_boxes(text: str) -> deque[_Box]:
 
 
 def _joiner(between: str) -> str | None:
-    """What joins two boxes with this text between them; None if they are not parts of one answer."""
+    """What joins two boxes with this text between them; None if they are not parts of one
+    answer."""
     labelled = _PART.sub(" ", between, count=1)
-    if labelled != between and " ".join(_LAYOUT.sub(" ", labelled).split()).strip(" .,;:") in ("", "and"):
+    if labelled != between and " ".join(_LAYOUT.sub(" ", labelled).split()).strip(" .,;:") in (
+        "",
+        "and",
+    ):
         return _NEXT_PART
     plain = " ".join(_LAYOUT.sub(" ", between).split())
     on_new_line = "\n" in between
@@ -319,7 +358,9 @@ def _after_phrase(part: str) -> str | None:
         return None
     tail = part[last.end() : last.end() + _TAIL_CHARS]
     end = _PHRASE_END.search(tail)
-    answer = (tail[: end.start()] if end else tail).replace(ALL_BOXES, " ").strip().strip("*").strip()
+    answer = (
+        (tail[: end.start()] if end else tail).replace(ALL_BOXES, " ").strip().strip("*").strip()
+    )
     return answer or None
 
 

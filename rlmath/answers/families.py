@@ -1,7 +1,9 @@
-"""Expressions with free letters: arbitrary constants, progressions `start + k step`, lines, and sums over an index.
+"""Expressions with free letters: arbitrary constants, progressions `start + k step`, lines, and
+sums over an index.
 
-A finite sum is evaluated term by term at several values of its bounds. Of an infinite one only the first terms are:
-it is compared only with another infinite one. Dots are read where a pattern explains every term that is written.
+A finite sum is evaluated term by term at several values of its bounds. Of an infinite one only the
+first terms are: it is compared only with another infinite one. Dots are read where a pattern
+explains every term that is written.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def substituted(expr: Expr, name: str, value: Expr) -> Expr:
 
 
 def with_letter_i(expr: Expr, letter: Sym) -> Expr:
-    """The expression with a letter where it has an i: the unit vector of `2i + 3j`, or the index of a sum."""
+    """The expression with a letter where it has an i: the unit vector of `2i + 3j`, or the index of
+    a sum."""
     if expr == Call("i"):
         return letter
     if not isinstance(expr, Call):
@@ -49,13 +52,18 @@ def renamed(expr: Expr, names: Sequence[str], others: Sequence[str]) -> Expr:
 def same_antiderivative(gold: Expr, answer: Expr) -> bool:
     """Whether both are functions plus a free constant C, and differ by a constant."""
     functions = [_without_constant(expr) for expr in (gold, answer)]
-    if functions[0] is None or functions[1] is None or symbols(functions[0]) != symbols(functions[1]):
+    if (
+        functions[0] is None
+        or functions[1] is None
+        or symbols(functions[0]) != symbols(functions[1])
+    ):
         return False
     return is_constant(Call("add", (functions[0], Call("neg", (functions[1],)))))
 
 
 def _without_constant(expr: Expr) -> Expr | None:
-    """The function f of `f + C`; None if the constant is not a separate term or may be a coefficient."""
+    """The function f of `f + C`; None if the constant is not a separate term or may be a
+    coefficient."""
     terms = _summands(expr)
     constants = [term for term in terms if term in (Sym("C"), Sym("c"))]
     others = frozenset().union(*(symbols(term) for term in terms)) - {"C", "c"}
@@ -86,10 +94,13 @@ MAX_CONSTANTS = 3
 
 
 def same_up_to_constants(gold: Expr, answer: Expr, declared: Sequence[str] = ()) -> bool:
-    """Whether both are the same but for the order of C_1, C_2, or with other letters: capitals or declared ones."""
+    """Whether both are the same but for the order of C_1, C_2, or with other letters: capitals or
+    declared ones."""
     ours = sorted(name for name in symbols(gold) if _ARBITRARY.fullmatch(name))
     if not ours and any(_ARBITRARY.fullmatch(name) for name in symbols(answer)):
-        ours = sorted(symbols(gold) & (_ARBITRARY_LETTERS - {"c"}))  # A e^x + B, answered with C_1 and C_2
+        ours = sorted(
+            symbols(gold) & (_ARBITRARY_LETTERS - {"c"})
+        )  # A e^x + B, answered with C_1 and C_2
     theirs = sorted(
         name
         for name in symbols(answer) - (symbols(gold) - set(ours))
@@ -97,28 +108,41 @@ def same_up_to_constants(gold: Expr, answer: Expr, declared: Sequence[str] = ())
     )
     if not 2 <= len(ours) == len(theirs) <= MAX_CONSTANTS:
         return False
-    return any(same_expression(gold, renamed(answer, theirs, order)) for order in permutations(ours))
+    return any(
+        same_expression(gold, renamed(answer, theirs, order)) for order in permutations(ours)
+    )
 
 
-_RENAMED = frozenset(("A", "B", "C", "D", "K", "a", "b", "c", "d", "k", "m", "alpha", "lambda", "C_1", "c_1"))
+_RENAMED = frozenset(
+    ("A", "B", "C", "D", "K", "a", "b", "c", "d", "k", "m", "alpha", "lambda", "C_1", "c_1")
+)
 _FREE = frozenset(("C", "C_1", "c_1", "K"))
 """Letters that are constants of integration wherever they occur."""
 
 
 def same_up_to_renaming(gold: Expr, answer: Expr, declared: Sequence[str]) -> bool:
-    """Whether both are one function with other letters of its constants: `Ce^x` and `Ae^x`, declared `cx` and `kx`."""
+    """Whether both are one function with other letters of its constants: `Ce^x` and `Ae^x`,
+    declared `cx` and `kx`."""
     ours, theirs = symbols(gold) - symbols(answer), symbols(answer) - symbols(gold)
-    if not 1 <= len(ours) == len(theirs) <= MAX_CONSTANTS or not symbols(gold) & symbols(answer) & _VARIABLES:
+    if (
+        not 1 <= len(ours) == len(theirs) <= MAX_CONSTANTS
+        or not symbols(gold) & symbols(answer) & _VARIABLES
+    ):
         return False
-    if not theirs <= _RENAMED or not (ours <= _FREE or (theirs <= set(declared) and ours <= _RENAMED)):
+    if not theirs <= _RENAMED or not (
+        ours <= _FREE or (theirs <= set(declared) and ours <= _RENAMED)
+    ):
         return False
     names = sorted(theirs)
-    return any(same_expression(gold, renamed(answer, names, order)) for order in permutations(sorted(ours)))
+    return any(
+        same_expression(gold, renamed(answer, names, order)) for order in permutations(sorted(ours))
+    )
 
 
 def same_line(gold: Sequence[Expr], answer: Sequence[Expr], of_reals: bool) -> bool:
-    """Whether two points, linear in one parameter, are the same line; unless the gold parameter is `of_reals`, only
-    with the same step, from another of its points: `(1 + 3t, 2t)`, `(4 + 3s, 2 + 2s)`."""
+    """Whether two points, linear in one parameter, are the same line; unless the gold parameter is
+    `of_reals`, only with the same step, from another of its points: `(1 + 3t, 2t)`, `(4 + 3s, 2 +
+    2s)`."""
     ours, theirs = _line(gold), _line(answer)
     if ours is None or theirs is None or len(gold) != len(answer):
         return False
@@ -130,22 +154,29 @@ def same_line(gold: Sequence[Expr], answer: Sequence[Expr], of_reals: bool) -> b
     if not of_reals and shift.denominator != 1:
         return False
     return all(
-        d == ratio * c and b - a == shift * c for a, b, c, d in zip(start, other, step, turn, strict=True)
+        d == ratio * c and b - a == shift * c
+        for a, b, c, d in zip(start, other, step, turn, strict=True)
     )
 
 
 def _line(exprs: Sequence[Expr]) -> tuple[list[Fraction], list[Fraction]] | None:
-    """(point at 0, difference to that at 1) of expressions linear in one parameter; None for others."""
+    """(point at 0, difference to that at 1) of expressions linear in one parameter; None for
+    others."""
     letters = frozenset().union(*map(symbols, exprs))
     if len(letters) != 1 or not letters <= PARAMETERS:
         return None
     (letter,) = letters
     lines = [line for expr in exprs if (line := linear_in(expr, letter)) is not None]
-    return ([start for start, _ in lines], [step for _, step in lines]) if len(lines) == len(exprs) else None
+    return (
+        ([start for start, _ in lines], [step for _, step in lines])
+        if len(lines) == len(exprs)
+        else None
+    )
 
 
 def linear_in(expr: Expr, letter: str) -> tuple[Fraction, Fraction] | None:
-    """(value at 0, slope) of an expression with fractions that is linear in its only letter; None for others."""
+    """(value at 0, slope) of an expression with fractions that is linear in its only letter; None
+    for others."""
     if not symbols(expr) <= {letter}:
         return None
     points = (0, 1, 2, 7, -30)
@@ -171,15 +202,23 @@ Progression = tuple[mpf, mpf]
 
 
 def open_index(exprs: Sequence[Expr]) -> str | None:
-    """The one letter of angles such as `\\pi/3 + 2k\\pi` whose set is not written; None for other expressions."""
+    """The one letter of angles such as `\\pi/3 + 2k\\pi` whose set is not written; None for other
+    expressions."""
     letters = frozenset().union(*map(symbols, exprs))
-    if len(letters) != 1 or not letters <= _INDICES or not all(mentions(expr, _ANGLES) for expr in exprs):
+    if (
+        len(letters) != 1
+        or not letters <= _INDICES
+        or not all(mentions(expr, _ANGLES) for expr in exprs)
+    ):
         return None
     return next(iter(letters))
 
 
-def same_progressions(gold: Sequence[Expr], letter: str, answer: Sequence[Expr], other: str) -> bool:
-    """Whether two unions of progressions are the same set: `(-1)^k a + k\\pi` and `a + 2k\\pi, \\pi - a + 2k\\pi`."""
+def same_progressions(
+    gold: Sequence[Expr], letter: str, answer: Sequence[Expr], other: str
+) -> bool:
+    """Whether two unions of progressions are the same set: `(-1)^k a + k\\pi` and `a + 2k\\pi, \\pi
+    - a + 2k\\pi`."""
     ours, theirs = _progressions(gold, letter), _progressions(answer, other)
     if ours is None or theirs is None:
         return False
@@ -190,7 +229,8 @@ def same_progressions(gold: Sequence[Expr], letter: str, answer: Sequence[Expr],
 
 
 def _progressions(exprs: Sequence[Expr], letter: str) -> list[Progression] | None:
-    """The progressions of values at k = 0, 1, 2, ...; None if they are not linear in k, or in k of one parity."""
+    """The progressions of values at k = 0, 1, 2, ...; None if they are not linear in k, or in k of
+    one parity."""
     found: list[Progression] = []
     for expr in exprs:
         if symbols(expr) != {letter}:
@@ -202,7 +242,9 @@ def _progressions(exprs: Sequence[Expr], letter: str) -> list[Progression] | Non
                 return None
             values.append(to_mp(value.value))
         steps = [after - before for before, after in zip(values, values[2:], strict=False)]
-        if abs(steps[0]) < _TINY or any(abs(step - steps[0]) > _TINY * abs(steps[0]) for step in steps):
+        if abs(steps[0]) < _TINY or any(
+            abs(step - steps[0]) > _TINY * abs(steps[0]) for step in steps
+        ):
             return None
         if abs(values[1] - values[0] - steps[0] / 2) <= _TINY * abs(steps[0]):
             found.append((values[0], abs(steps[0]) / 2))
@@ -215,7 +257,8 @@ _TINY = mpf(10) ** -40
 
 
 def _common_step(steps: Sequence[Any]) -> Any:
-    """The least common multiple of steps, real numbers of mpmath; None if their ratios are not small fractions."""
+    """The least common multiple of steps, real numbers of mpmath; None if their ratios are not
+    small fractions."""
     multiple = 1
     for step in steps:
         with MP.workdps(50):
@@ -244,7 +287,9 @@ _MAX_WRITTEN = 8
 
 
 def repeated(name: str, letter: str, low: Expr, high: Expr, body: Expr) -> Expr:
-    """The sum or product of a body over a letter. Raises NotMathematics where its terms cannot be computed."""
+    """The sum or product of a body over a letter.
+
+    Raises NotMathematics where its terms cannot be computed."""
     index = Sym(INDEX + letter)
     inside = with_letter_i(body, index) if letter == "i" else substituted(body, letter, index)
     if any(letter in name.partition("_")[2] for name in symbols(inside)):  # x_k
@@ -266,7 +311,9 @@ def operands(expr: Expr, operation: str) -> list[Expr]:
 
 
 def explained(before: Sequence[Expr], after: Sequence[Expr], operation: str) -> Expr:
-    """The sum ("add") or product ("mul") of terms with dots between. Raises Unevaluated if no pattern explains them."""
+    """The sum ("add") or product ("mul") of terms with dots between.
+
+    Raises Unevaluated if no pattern explains them."""
     if len(before) < 2 or not after or len(before) > _MAX_WRITTEN or len(after) > _MAX_WRITTEN:
         raise Unevaluated("dots between too few terms")
     name = "sum" if operation == "add" else "prod"
@@ -277,7 +324,9 @@ def explained(before: Sequence[Expr], after: Sequence[Expr], operation: str) -> 
 
 
 def _by_last_term(before: Sequence[Expr], after: Sequence[Expr], name: str) -> Expr | None:
-    """The terms as the last one with other values of its letter: `1 + 4 + ... + n^2`."""
+    """The terms as the last one with other values of its letter: `1 + 4 + ...
+
+    + n^2`."""
     last = after[-1]
     for letter in sorted(symbols(last) - frozenset().union(*map(symbols, before))):
         for start in _FIRST_INDICES:
@@ -290,7 +339,9 @@ def _by_last_term(before: Sequence[Expr], after: Sequence[Expr], name: str) -> E
 
             if not all(same_expression(at(start + i), term) for i, term in enumerate(before)):
                 continue
-            if all(same_expression(back(turns), term) for turns, term in enumerate(reversed(after))):
+            if all(
+                same_expression(back(turns), term) for turns, term in enumerate(reversed(after))
+            ):
                 index = Sym(INDEX + letter)
                 body = substituted(last, letter, index)
                 return Call(name, (index, Num(Fraction(start)), Sym(letter), body))

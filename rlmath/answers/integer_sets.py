@@ -1,7 +1,8 @@
-"""Infinite sets of integers in words or as a formula: `all odd positive integers`, `n = 2k + 1, k >= 0`, `3 \\nmid n`.
+"""Infinite sets of integers in words or as a formula: `all odd positive integers`, `n = 2k + 1, k
+>= 0`, `3 \\nmid n`.
 
-They are compared member by member inside a window that is wide for the numbers in them. A text that leaves open
-whether its numbers are positive is compared on those that the other one has.
+They are compared member by member inside a window that is wide for the numbers in them. A text that
+leaves open whether its numbers are positive is compared on those that the other one has.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from rlmath.answers.phrases import NUMBER_WORDS
 
 WINDOW = range(-150, 420)
 _LARGEST = WINDOW[-1] // 4
-"""Largest number in a text, and longest period of two sets together: what differs further out would not be seen."""
+"""Largest number in a text, and longest period of two sets together: what differs further out would
+not be seen."""
 _FEWEST = 4
 """Least members inside the window."""
 _TRIGGER = re.compile(
@@ -49,7 +51,8 @@ class _Described:
     period: int = 1
     """The least common multiple of its divisors and moduli."""
     longest_period: int = _LARGEST
-    """The longest period of a set that it is compared with; less for kinds with few members in the window."""
+    """The longest period of a set that it is compared with; less for kinds with few members in the
+    window."""
     conditions: list[Callable[[int], bool]] = field(default_factory=list)
 
     def add(self, condition: Callable[[int], bool], negated: bool = False, period: int = 1) -> None:
@@ -63,7 +66,8 @@ class _Described:
 
 
 def same_integers(gold: str, answer: str) -> bool | None:
-    """Whether two texts are the same infinite set of integers; None if one of them is not read as such a set."""
+    """Whether two texts are the same infinite set of integers; None if one of them is not read as
+    such a set."""
     both = f"{gold} {answer}"
     if not _TRIGGER.search(both) or max(len(gold), len(answer)) > _LONGEST:
         return None
@@ -101,7 +105,8 @@ _NUMBER = rf"(?:\{{ )?(?:- )?(?:[0-9]{{1,4}}|{'|'.join(NUMBER_WORDS)})(?: \}})?"
 _SEVERAL = rf"{_NUMBER} (?:(?:(?:,|and|or) )+{_NUMBER} )*"
 _LETTERS = frozenset("nmkpqNxab")
 _FILLERS = word_set(
-    "all any every each the set of exactly those when if is are be an a that which such with for where satisfying "
+    "all any every each the set of exactly those when if is are be an a that which such with for "
+    "where satisfying "
     "values value numbers number only just must holds works iff precisely it , : . { }"
 )
 _OPENINGS = word_set("that which such with where")
@@ -111,7 +116,8 @@ _QUANTIFIER = re.compile(r"(?:all|any|every|each) ", re.IGNORECASE)
 
 
 def _in_words(text: str) -> _Described | None:
-    """The numbers that meet all conditions of a text; None where others are meant: `not odd multiples of 3`."""
+    """The numbers that meet all conditions of a text; None where others are meant: `not odd
+    multiples of 3`."""
     said = " ".join(_TOKEN.findall(text.replace("non-", "non"))) + " "
     found = _Described()
     at, negated, spoken = 0, False, False
@@ -123,7 +129,9 @@ def _in_words(text: str) -> _Described | None:
         if negated and _QUANTIFIER.match(said, at):
             return None
         matches = ((take, pattern.match(said, at)) for pattern, take in _PARTS)
-        match = next((match for take, match in matches if match and take(found, match, negated)), None)
+        match = next(
+            (match for take, match in matches if match and take(found, match, negated)), None
+        )
         if match is not None:
             if match.re in (_KIND, _DIVISOR, _DIVIDES, _CONGRUENCE):
                 if in_list and not (negated or "\\n" in match[0]):
@@ -147,11 +155,15 @@ def _whole_numbers(text: str) -> list[int]:
     """The numbers of a list such as `1 , - 3 and four`."""
     words = re.findall(r"(- )?([0-9]+|[a-z]+)", re.sub(r"\b(?:and|or)\b", "", text.lower()))
     numbers = [(sign, NUMBER_WORDS.get(word), word) for sign, word in words]
-    return [(-1 if sign else 1) * int(word if known is None else known) for sign, known, word in numbers]
+    return [
+        (-1 if sign else 1) * int(word if known is None else known) for sign, known, word in numbers
+    ]
 
 
 def _take_domain(found: _Described, match: re.Match[str], negated: bool) -> bool:
-    least = {"positive": 1, "natural": 1, "nonnegative": 0, "whole": 0}.get(match[1].lower(), found.least)
+    least = {"positive": 1, "natural": 1, "nonnegative": 0, "whole": 0}.get(
+        match[1].lower(), found.least
+    )
     if not negated:
         found.least, found.is_open = least, False
     return not negated
@@ -231,10 +243,13 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 _DOMAIN = _pattern(r"(positive|natural|nonnegative|whole|integer)s? ")
 _KIND = _pattern(
-    r"(?:perfect (?=square|cube))?(odd|even|prime|composite|square|cube)s? (?:(?:number|integer)s? )?"
+    r"(?:perfect (?=square|cube))?(odd|even|prime|composite|square|cube)s? (?:(?:number|"
+    r"integer)s? )?"
 )
 _DIVISOR = _pattern(rf"(divisible|multiple|power)s? (?:of|by) ({_NUMBER}) ")
-_DIVIDES = re.compile(rf"({_NUMBER}) (\\mid|\||\\nmid|\\not \\mid) ([{''.join(sorted(_LETTERS))}]) ")
+_DIVIDES = re.compile(
+    rf"({_NUMBER}) (\\mid|\||\\nmid|\\not \\mid) ([{''.join(sorted(_LETTERS))}]) "
+)
 _CONGRUENCE = _pattern(
     rf"(?P<differs>\\not )?\\equiv (?P<both>\\pm )?(?P<classes>{_SEVERAL})(?:, )*(?:\( )?\\?[pb]?mod "
     rf"(?P<modulus>{_NUMBER}) (?:\) )?"
@@ -247,11 +262,13 @@ _PARTS: tuple[tuple[re.Pattern[str], Callable[[_Described, re.Match[str], bool],
     (_CONGRUENCE, _take_congruence),
     (_pattern(rf"(\\geq?|> =|>|greater than|more than|at least) ({_NUMBER}) "), _take_bound),
 )
-"""What a text may say of its numbers, each with the function that takes it; it returns whether it did."""
+"""What a text may say of its numbers, each with the function that takes it; it returns whether it
+did."""
 
 
 _OF_THE_FORM = re.compile(
-    r"(?:(?:all|any|every) )?(?:(positive|non-?negative) )?(?:integers?|numbers?)? ?(?:[a-zA-Z] )?of the form "
+    r"(?:(?:all|any|every) )?(?:(positive|non-?negative) )?(?:integers?|numbers?)? ?(?:[a-zA-Z] "
+    r")?of the form "
 )
 _LEASTS = {"": WINDOW[0], "Z": WINDOW[0], "N": 0, "Z0": 0, "Z+": 1}
 """Where the letter of a formula begins, by the name of its set; "": none is written."""
@@ -259,7 +276,8 @@ _LEASTS = {"": WINDOW[0], "Z": WINDOW[0], "N": 0, "Z0": 0, "Z+": 1}
 
 @lru_cache(maxsize=512)
 def _by_formula(text: str, natural: int) -> _Described | None:
-    """The set of values of `n = 2k + 1, k \\in \\mathbb{Z}`, else None; the natural numbers begin with `natural`."""
+    """The set of values of `n = 2k + 1, k \\in \\mathbb{Z}`, else None; the natural numbers begin
+    with `natural`."""
     form = _OF_THE_FORM.match(text)
     try:
         found = interpret(parse_answer(text[form.end() :] if form else text))

@@ -1,6 +1,8 @@
-"""Interprets a parsed answer: as a value, a tuple, a set, a set of reals, a relation, a family with a parameter, ...
+"""Interprets a parsed answer: as a value, a tuple, a set, a set of reals, a relation, a family with
+a parameter, ...
 
-Most answers have several interpretations, `(1, 2)` is a point and an interval; `equivalence` compares them.
+Most answers have several interpretations, `(1, 2)` is a point and an interval; `equivalence`
+compares them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ from functools import lru_cache
 from itertools import chain
 
 from rlmath.answers.compare_values import mentions, symbols
-from rlmath.answers.equivalence import Equivalence, Interpretations, classes_of, plain_exprs, single_member
+from rlmath.answers.equivalence import (
+    Equivalence,
+    Interpretations,
+    classes_of,
+    plain_exprs,
+    single_member,
+)
 from rlmath.answers.evaluate import is_finite, mpf
 from rlmath.answers.normalize import NotMathematics, Unsupported
 from rlmath.answers.real_sets import EMPTY, LINE, RealSet, interval, point
@@ -69,7 +77,9 @@ _NUMBERED = re.compile(r"[a-z]+_[0-9]")
 
 @lru_cache(maxsize=2048)
 def interpret(answer: Answer) -> Interpretations:
-    """The interpretations of an answer. Raises NotMathematics or Unsupported if it has none."""
+    """The interpretations of an answer.
+
+    Raises NotMathematics or Unsupported if it has none."""
     match answer:
         case Scalar():
             return _interpret_scalar(answer)
@@ -90,15 +100,21 @@ def interpret(answer: Answer) -> Interpretations:
         case NamedSet():
             reals = _NAMED_REALS.get(answer.name)
             members = () if answer.name == "empty" else None
-            return Interpretations(named_set=answer.name, real_set=reals, members=members, is_set=True)
+            return Interpretations(
+                named_set=answer.name, real_set=reals, members=members, is_set=True
+            )
         case MatrixOf():
             row = None
             if len(answer.rows) == 1 or len(answer.rows[0]) == 1:
-                row = tuple(Interpretations(scalar=Scalar(entry)) for line in answer.rows for entry in line)
+                row = tuple(
+                    Interpretations(scalar=Scalar(entry)) for line in answer.rows for entry in line
+                )
             return Interpretations(matrix=answer, row=row, brackets="matrix")
         case Piecewise():
             return Interpretations(
-                branches=tuple((value, "".join(condition.split())) for value, condition in answer.branches)
+                branches=tuple(
+                    (value, "".join(condition.split())) for value, condition in answer.branches
+                )
             )
 
 
@@ -124,7 +140,9 @@ def _whole_numbers(reals: RealSet) -> Interpretations:
     if low is None or high is None or high - low >= MAX_ITEMS:
         raise Unsupported(f"more than {MAX_ITEMS} whole numbers")
     numbers = [Scalar(Num(Fraction(number))) for number in range(low, high + 1)]
-    return Interpretations(members=tuple(map(interpret, numbers)), is_set=True, real_set=_points(numbers))
+    return Interpretations(
+        members=tuple(map(interpret, numbers)), is_set=True, real_set=_points(numbers)
+    )
 
 
 def _interpret_operation(operation: SetOperation) -> Interpretations:
@@ -167,7 +185,9 @@ def _interpret_group(group: Group) -> Interpretations:
     if brackets == "::":
         ratio = None
         if len(items) == 2:
-            sides = [item.expr for item in group.items if isinstance(item, Scalar) and item.unit is None]
+            sides = [
+                item.expr for item in group.items if isinstance(item, Scalar) and item.unit is None
+            ]
             if len(sides) < 2:
                 raise NotMathematics("a ratio of other than numbers")
             ratio = Scalar(Call("div", tuple(sides)))
@@ -214,7 +234,9 @@ def _filled(items: Sequence[Answer]) -> Sequence[Answer]:
         for item in (*items[max(0, at - 2) : at], *items[at + 1 : at + 2])
         if isinstance(item, Scalar)
     ]
-    numbers = [expr.value for expr in around if isinstance(expr, Num) and expr.value.denominator == 1]
+    numbers = [
+        expr.value for expr in around if isinstance(expr, Num) and expr.value.denominator == 1
+    ]
     if len(numbers) < 3 or len(around) < 3 or at + 1 == len(items):
         return items
     step, last = numbers[1] - numbers[0], numbers[2]
@@ -230,7 +252,9 @@ def _interpret_relation(relation: Relation) -> Interpretations:
     if ops == {"in"} and len(relation.sides) == 2:
         element, container = relation.sides
         inner = interpret(container)
-        is_point = isinstance(element, Group) or (isinstance(element, Name) and element.text.startswith("("))
+        is_point = isinstance(element, Group) or (
+            isinstance(element, Name) and element.text.startswith("(")
+        )
         if not is_lone_name(element) or (is_point and isinstance(container, Group)):
             raise NotMathematics("the element of the set is not a name")
         return replace(inner, name=name_of(element))
@@ -238,7 +262,11 @@ def _interpret_relation(relation: Relation) -> Interpretations:
         *left, right, modulus = (relation_side(side) for side in relation.sides)
         if None in left or right is None or modulus is None:
             raise NotMathematics("a congruence between other than expressions")
-        values = [chosen[0] for chosen in expansions([right])] if mentions(right, PLUS_MINUS) else [right]
+        values = (
+            [chosen[0] for chosen in expansions([right])]
+            if mentions(right, PLUS_MINUS)
+            else [right]
+        )
         return Interpretations(
             residue=(left[0] if left else None, tuple((value, modulus) for value in values))
         )
@@ -262,16 +290,27 @@ def _interpret_equation(relation: Relation) -> Interpretations:
         names.append(name_of(sides[0]))
         del sides[0]
     name = name or next(iter(names), None)
-    if len(sides) == len(relation.sides) and len(sides) > 1 and (expression := expression_name(sides[0])):
+    if (
+        len(sides) == len(relation.sides)
+        and len(sides) > 1
+        and (expression := expression_name(sides[0]))
+    ):
         name = expression
         del sides[0]
     if len(relation.sides) > 2 and not any_symbols(sides[-1:]):
-        # Of `m+n = 7+18 = 25` the numbers, if the sides before are a formula: with a name, or two numbers behind.
+        # Of `m+n = 7+18 = 25` the numbers, if the sides before are a formula: with a name, or two
+        # numbers behind.
         numbers = [side for side in sides if not any_symbols([side])]
         sides = numbers if name is not None or len(numbers) > 1 else sides
-    value = _common_value(sides, relation.ops) if name is not None or not any_symbols(sides) else None
-    difference = difference_of(relation) if len(relation.sides) == 2 and relation.ops == ("=",) else None
-    with_signs = len(relation.sides) == 2 and mention_signs([relation_side(side) for side in relation.sides])
+    value = (
+        _common_value(sides, relation.ops) if name is not None or not any_symbols(sides) else None
+    )
+    difference = (
+        difference_of(relation) if len(relation.sides) == 2 and relation.ops == ("=",) else None
+    )
+    with_signs = len(relation.sides) == 2 and mention_signs(
+        [relation_side(side) for side in relation.sides]
+    )
     equations = _curves([relation]) if with_signs else None
     if value is None:
         if difference is not None:
@@ -283,11 +322,14 @@ def _interpret_equation(relation: Relation) -> Interpretations:
     if len(names) > 1 and found.scalar is not None:  # x = y = 0
         pairs = tuple((str(one), found) for one in sorted(map(str, names)))
         found = replace(found, pairs=pairs, row=(found,) * len(pairs), brackets="()")
-    return replace(found, name=name, difference=difference, sign="=", rounded=rounded, equations=equations)
+    return replace(
+        found, name=name, difference=difference, sign="=", rounded=rounded, equations=equations
+    )
 
 
 def _curves(relations: Sequence[Relation]) -> tuple[Interpretations, ...] | None:
-    """The equations of several curves, with both signs of each plus-minus sign; None if all are values of names."""
+    """The equations of several curves, with both signs of each plus-minus sign; None if all are
+    values of names."""
     found = []
     for relation in relations:
         exprs = [relation_side(side) for side in relation.sides]
@@ -295,8 +337,12 @@ def _curves(relations: Sequence[Relation]) -> tuple[Interpretations, ...] | None
             return None
         both = [expr for expr in exprs if expr is not None]
         for left, right in expansions(both) if mention_signs(both) else [both]:
-            found.append(interpret(Relation((named_side(relation.sides[0], left), Scalar(right)), ("=",))))
-    if len(found) < 2 or all(one.name and one.scalar and not symbols(one.scalar.expr) for one in found):
+            found.append(
+                interpret(Relation((named_side(relation.sides[0], left), Scalar(right)), ("=",)))
+            )
+    if len(found) < 2 or all(
+        one.name and one.scalar and not symbols(one.scalar.expr) for one in found
+    ):
         return None
     return tuple(found) if all(one.difference is not None for one in found) else None
 
@@ -325,13 +371,17 @@ def _interpret_inequality(relation: Relation) -> Interpretations:
     if len(names) != 1:
         raise Unsupported("inequalities in several variables")
     return Interpretations(
-        real_set=RealSet.intersection(reals), sign=f"solved {names.pop()}", unsolved=has_shift(relation)
+        real_set=RealSet.intersection(reals),
+        sign=f"solved {names.pop()}",
+        unsolved=has_shift(relation),
     )
 
 
 def _interpret_listing(listing: Listing) -> Interpretations:
     relations = [item for item in listing.items if isinstance(item, Relation)]
-    memberships = [one for one in relations if one.ops == ("in",) and isinstance(one.sides[1], NamedSet)]
+    memberships = [
+        one for one in relations if one.ops == ("in",) and isinstance(one.sides[1], NamedSet)
+    ]
     if memberships:  # `letter in set of numbers`
         return _parametrised(listing, memberships)
     if (counted := _with_counted_letter(listing)) is not None:
@@ -347,7 +397,9 @@ def _interpret_listing(listing: Listing) -> Interpretations:
             both = RealSet.intersection(sets)
             # A comma is the intersection unless that is empty, then the union.
             joined = listing.joiner == "or" or (listing.joiner == "," and both.is_empty)
-            return Interpretations(sign=items[0].sign, real_set=RealSet.union(sets) if joined else both)
+            return Interpretations(
+                sign=items[0].sign, real_set=RealSet.union(sets) if joined else both
+            )
         if all(item.sign == "=" for item in items):
             return replace(_several_equations(items), equations=_curves(relations))
     return Interpretations(
@@ -356,7 +408,8 @@ def _interpret_listing(listing: Listing) -> Interpretations:
 
 
 def _listed_union(items: Sequence[Interpretations]) -> RealSet | None:
-    """The union of intervals in a list, `(-\\\\infty, 2) or (3, \\\\infty)`; None for points and other items."""
+    """The union of intervals in a list, `(-\\\\infty, 2) or (3, \\\\infty)`; None for points and
+    other items."""
     sets = [item.real_set for item in items if item.real_set is not None and item.row is not None]
     endless = any(one.has[0] or one.has[-1] for one in sets)
     return RealSet.union(sets) if endless and len(sets) == len(items) else None
@@ -376,7 +429,8 @@ def _parametrised(listing: Listing, memberships: Sequence[Relation]) -> Interpre
         return inner
     members = inner.members if inner.members is not None else single_member(inner)
     rows = tuple(
-        plain_exprs((one,) if one.scalar is not None else one.row or (one,)) for one in members or ()
+        plain_exprs((one,) if one.scalar is not None else one.row or (one,))
+        for one in members or ()
     )
     if not rows or not all(rows):
         if named_set.name in ("R", "C"):
@@ -410,11 +464,15 @@ def _with_counted_letter(listing: Listing) -> Listing | None:
 
 def _is_index(letter: str, name: str | None) -> bool:
     """Whether a name such as `a_n` or `f(n)` has the letter as its index."""
-    return name is not None and letter in (name.partition("_")[2], name.partition("(")[2].removesuffix(")"))
+    return name is not None and letter in (
+        name.partition("_")[2],
+        name.partition("(")[2].removesuffix(")"),
+    )
 
 
 def _several_residues(items: Sequence[Interpretations], joiner: str) -> Interpretations:
-    """`n = 1 or 4 mod 5`: one residue of several classes; congruences with different moduli are a system."""
+    """`n = 1 or 4 mod 5`: one residue of several classes; congruences with different moduli are a
+    system."""
     residues = [item.residue for item in items if item.residue is not None]
     letters = {residue[0] for residue in residues}
     classes = tuple(one for residue in residues for one in residue[1])
@@ -431,16 +489,24 @@ def _several_equations(items: tuple[Interpretations, ...]) -> Interpretations:
         raise NotMathematics("several signs in several values")
     bare = tuple(
         Interpretations(
-            scalar=item.scalar, members=item.members, is_set=item.is_set, row=item.row, brackets=item.brackets
+            scalar=item.scalar,
+            members=item.members,
+            is_set=item.is_set,
+            row=item.row,
+            brackets=item.brackets,
         )
         for item in items
     )
     if len(set(names)) == 1:
         members = chain.from_iterable(one.members or (one,) for one in bare)  # x = 0 or x = \\pm 2
         return Interpretations(members=tuple(members), name=names[0])
-    pairs = tuple(sorted(zip((str(name) for name in names), bare, strict=True), key=lambda pair: pair[0]))
+    pairs = tuple(
+        sorted(zip((str(name) for name in names), bare, strict=True), key=lambda pair: pair[0])
+    )
     numbered = {name.partition("_")[0] for name in names if name and _NUMBERED.fullmatch(name)}
-    members = bare if len(numbered) == 1 and all(map(_NUMBERED.fullmatch, map(str, names))) else None
+    members = (
+        bare if len(numbered) == 1 and all(map(_NUMBERED.fullmatch, map(str, names))) else None
+    )
     return Interpretations(
         row=tuple(value for _, value in pairs), brackets="()", pairs=pairs, members=members
     )

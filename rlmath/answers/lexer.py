@@ -1,4 +1,5 @@
-"""Splits text into tokens: numbers in all spellings, words, commands and signs; and what words and commands mean."""
+"""Splits text into tokens: numbers in all spellings, words, commands and signs; and what words and
+commands mean."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ _GROUPED = re.compile(
     r"(?:[0-9]{1,3}(?:\{,\}[0-9]{3})+|[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+)(?![0-9])"
 )
 _PERIODIC = re.compile(
-    r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|overset\{\.\}|dot)\s?\{([0-9]+)\}(?:([0-9]*)\\dot\s?\{([0-9])\})?|\(([0-9]+)\))"
+    r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|overset\{\.\}|"
+    r"dot)\s?\{([0-9]+)\}(?:([0-9]*)\\dot\s?\{([0-9])\})?|\(([0-9]+)\))"
 )
 _DECIMAL = re.compile(r"[0-9]+\.(?![0-9.])|[0-9]*\.[0-9]+|[0-9]+")
 _EXPONENT = re.compile(r"[eE]([+-]?)([0-9]{1,6})(?![0-9])")
@@ -66,7 +68,8 @@ _ALIASES = dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac") | {
     "\\rbrace": "\\}",
 }
 _TEXT_COMMAND = re.compile(
-    r"\\(?:text|textbf|textit|textrm|textup|textnormal|textsf|texttt|mbox|hbox|mathrm|mathsf|operatorname|emph)\*?\s?\{"
+    r"\\(?:text|textbf|textit|textrm|textup|textnormal|textsf|texttt|mbox|hbox|mathrm|mathsf|"
+    r"operatorname|emph)\*?\s?\{"
 )
 _COMMAND = re.compile(r"\\(?:[a-zA-Z]+|.)", re.DOTALL)
 _WORD = re.compile(r"[a-zA-Z]+")
@@ -77,7 +80,9 @@ AS_WRITTEN = Reading()
 
 
 def tokenize(text: str, reading: Reading = AS_WRITTEN) -> list[Token]:
-    """The tokens of a normalised text. Raises NotMathematics for characters that are not notation."""
+    """The tokens of a normalised text.
+
+    Raises NotMathematics for characters that are not notation."""
     tokens: list[Token] = []
     position, space, prose_until = 0, False, -1
     while position < len(text):
@@ -115,7 +120,12 @@ def tokenize(text: str, reading: Reading = AS_WRITTEN) -> list[Token]:
             raise NotMathematics(f"character {char!r}")
         if space or prose:
             token = Token(
-                token.kind, token.text, space=space, prose=prose, value=token.value, digits=token.digits
+                token.kind,
+                token.text,
+                space=space,
+                prose=prose,
+                value=token.value,
+                digits=token.digits,
             )
         tokens.append(token)
         space, position = False, position_after
@@ -173,7 +183,8 @@ def _periodic(whole: str, fixed: str, period: str) -> Fraction:
 
 
 def _repeated(digits: str) -> Fraction | None:
-    """The value of "0.333" or "0.142857142857" before dots, if its end repeats at least twice (one digit: 3 times)."""
+    """The value of "0.333" or "0.142857142857" before dots, if its end repeats at least twice (one
+    digit: 3 times)."""
     whole, point, decimals = digits.partition(".")
     if not point or len(decimals) > 60:
         return None
@@ -181,12 +192,16 @@ def _repeated(digits: str) -> Fraction | None:
         rest = decimals[start:]
         for period in range(1, len(rest) // 2 + 1):
             times = len(rest) // period
-            if times * period == len(rest) and rest[:period] * times == rest and (period > 1 or times > 2):
+            if (
+                times * period == len(rest)
+                and rest[:period] * times == rest
+                and (period > 1 or times > 2)
+            ):
                 return _periodic(whole, decimals[:start], rest[:period])
     return None
 
 
-# ---------------------------------------------------------------- the words, signs and commands of the grammar
+# ----------------------------------------------------- the words, signs and commands of the grammar
 RELATIONS = {
     text: operator
     for operator, texts in {
@@ -203,17 +218,33 @@ RELATIONS = {
     for text in texts.split()
 }
 FUNCTIONS = word_set(
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp min max gcd lcm det floor "
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp min max gcd lcm "
+    "det floor "
     "ceil abs asin acos atan tg ctg arctg cis"
 )
 ALIASES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "lg": "log"}
 ALIASES |= {"tg": "tan", "ctg": "cot", "arctg": "arctan"}
-CONSTANTS = {"pi": "pi", "e": "e", "i": "i", "infty": "inf", "infinity": "inf", "inf": "inf", "imath": "i"}
+CONSTANTS = {
+    "pi": "pi",
+    "e": "e",
+    "i": "i",
+    "infty": "inf",
+    "infinity": "inf",
+    "inf": "inf",
+    "imath": "i",
+}
 DROPPED = word_set(
-    "\\mathit \\mathcal \\mathbf \\boldsymbol \\vec \\overrightarrow \\mathscr \\mathfrak \\bm \\hat "
+    "\\mathit \\mathcal \\mathbf \\boldsymbol \\vec \\overrightarrow \\mathscr \\mathfrak \\bm "
+    "\\hat "
     "\\widehat"
 )
-DECORATED = {"\\dot": "dot", "\\ddot": "ddot", "\\bar": "bar", "\\overline": "bar", "\\tilde": "tilde"}
+DECORATED = {
+    "\\dot": "dot",
+    "\\ddot": "ddot",
+    "\\bar": "bar",
+    "\\overline": "bar",
+    "\\tilde": "tilde",
+}
 LABELS = {"max": "max", "min": "min", "maximum": "max", "minimum": "min"}
 LABELS |= {
     name: name
@@ -230,19 +261,23 @@ DIVIDE = frozenset(("/", "\\div"))
 CLOSING = {"(": (")", "]"), "[": ("]", ")", "["), "]": ("[", "]")}
 """The closing brackets of a group, by its opening one."""
 PLAIN_WORDS = word_set(
-    "the not and or is are no of yes for any all but if to by in at as an it so we be do on not one two "
+    "the not and or is are no of yes for any all but if to by in at as an it so we be do on not "
+    "one two "
     "six ten"
 )
 UNEVALUATED = word_set("\\int \\iint \\iiint \\oint \\sum \\prod \\lim \\limsup \\liminf")
 UNSUPPORTED = word_set(
     "\\sup \\inf  \\bmod \\mod \\stackrel \\overset \\underset \\substack \\to "
-    "\\rightarrow \\mapsto \\cong \\sim \\propto \\perp \\parallel \\subset \\subseteq \\supset \\forall "
-    "\\exists \\neg \\iff \\implies \\Rightarrow \\Leftrightarrow \\oplus \\prime \\aleph \\Re \\Im \\arg "
+    "\\rightarrow \\mapsto \\cong \\sim \\propto \\perp \\parallel \\subset \\subseteq \\supset "
+    "\\forall "
+    "\\exists \\neg \\iff \\implies \\Rightarrow \\Leftrightarrow \\oplus \\prime \\aleph \\Re "
+    "\\Im \\arg "
     "\\deg \\dim \\ker \\Pr \\notin \\mid \\triangle \\angle \\circ \\sinh"
 )
 SET_OPERATIONS = {"\\cup": "union", "\\bigcup": "union", "\\cap": "intersection"}
 SET_OPERATIONS |= {"\\setminus": "without", "\\backslash": "without"}
 FACTOR_COMMANDS = word_set(
-    "\\frac \\sqrt \\binom \\tbinom \\dbinom \\lfloor \\lceil \\lvert \\hbar \\ell \\begin \\langle \\varphi "
+    "\\frac \\sqrt \\binom \\tbinom \\dbinom \\lfloor \\lceil \\lvert \\hbar \\ell \\begin "
+    "\\langle \\varphi "
     "\\varepsilon \\vartheta"
 )

@@ -1,6 +1,7 @@
 """Normalises mathematical text: LaTeX variants and Unicode become plain LaTeX without layout.
 
-Everything is linear in the text, which has at most a few thousand characters (see `verifier.usable_solutions`).
+Everything is linear in the text, which has at most a few thousand characters (see
+`verifier.usable_solutions`).
 """
 
 from __future__ import annotations
@@ -65,12 +66,14 @@ def singular(word: str) -> str:
 
 @dataclass(frozen=True)
 class KnownWords:
-    """The words of an answer that are known to change nothing of the value beside them, in the singular."""
+    """The words of an answer that are known to change nothing of the value beside them, in the
+    singular."""
 
     words: frozenset[str] = frozenset()
     """Those that stand in the reference or the question."""
     counted: frozenset[str] = frozenset()
-    """Those that the question counts, also where they would turn or multiply a value: pairs of `How many pairs`."""
+    """Those that the question counts, also where they would turn or multiply a value: pairs of `How
+    many pairs`."""
 
     def __contains__(self, word: str) -> bool:
         return singular(word) in self.words
@@ -86,7 +89,8 @@ _GREEK = {
     for letter, name in zip(
         "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ",
         word_list(
-            "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon "
+            "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho "
+            "sigma tau upsilon "
             "phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
         ),
         strict=True,
@@ -98,16 +102,20 @@ _UNICODE = {letter: f"\\{name} " for name, letter in _GREEK.items()} | {
     for sign, plain in zip(
         "−–—×·⋅∙÷∕⁄≤⩽≥⩾≠≈±∓∞∪∩∅∈∖°ºℝℤℕℚℂ…′’″∶⟨⟩⌊⌋⌈⌉ϕ𝑖€£∨∧₹¥¢µ",
         word_list(
-            "- - - \\times \\cdot \\cdot \\cdot / / / \\le \\le \\ge \\ge \\ne \\approx \\pm \\mp \\infty \\cup \\cap "
-            "\\emptyset \\in \\setminus ^\\circ ^\\circ \\mathbb{R} \\mathbb{Z} \\mathbb{N} \\mathbb{Q} \\mathbb{C} "
-            "\\ldots ' ' '' : \\langle \\rangle \\lfloor \\rfloor \\lceil \\rceil \\phi i \\euro \\pound \\lor \\land "
+            "- - - \\times \\cdot \\cdot \\cdot / / / \\le \\le \\ge \\ge \\ne \\approx \\pm \\mp "
+            "\\infty \\cup \\cap "
+            "\\emptyset \\in \\setminus ^\\circ ^\\circ \\mathbb{R} \\mathbb{Z} \\mathbb{N} "
+            "\\mathbb{Q} \\mathbb{C} "
+            "\\ldots ' ' '' : \\langle \\rangle \\lfloor \\rfloor \\lceil \\rceil \\phi i \\euro "
+            "\\pound \\lor \\land "
             "\\rupee \\yen \\cent \\mu"
         ),
         strict=True,
     )
 }
 _SPACING = re.compile(
-    r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|left|right|bigl|bigr|biggl|biggr|Bigl|Bigr|Big|big"
+    r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|left|right|bigl|bigr|biggl|biggr|"
+    r"Bigl|Bigr|Big|big"
     r"|Bigg|bigg|middle|mathstrut|strut|rm|bf|it|hfill|noindent|boldmath)(?![a-zA-Z])"
 )
 _BETWEEN_EQUATIONS = re.compile(
@@ -115,8 +123,10 @@ _BETWEEN_EQUATIONS = re.compile(
 )
 _BRACED_COLON = re.compile(r"(?<![a-zA-Z])\{:\}")
 _COLOUR = re.compile(
-    r"\\(?:color\s?\{[a-zA-Z]{1,20}\}|textcolor\s?\{[a-zA-Z]{1,20}\}|(?:underline|mathbin|mathrel|mathord|mathop)"
-    r"(?![a-zA-Z])|checkmark(?![a-zA-Z])|(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z]))"
+    r"\\(?:color\s?\{[a-zA-Z]{1,20}\}|textcolor\s?\{[a-zA-Z]{1,20}\}|(?:underline|mathbin|mathrel|"
+    r"mathord|mathop)"
+    r"(?![a-zA-Z])|checkmark(?![a-zA-Z])|(?:tiny|small|normalsize|large|Large|LARGE|huge|"
+    r"Huge)(?![a-zA-Z]))"
 )
 _ROW_END = re.compile(r"\\\\(?:\[[0-9a-z. ]{1,8}\])?")
 """The end of a row of a matrix, with an optional distance."""
@@ -131,8 +141,12 @@ _COMMA_BEFORE_NOTHING = re.compile(r",\s*\\!\s*")
 
 
 def plain_unicode(text: str) -> str:
-    """Unicode as LaTeX: `√12` as `\\sqrt{12}`. Raises NotMathematics for control characters and surrogates."""
-    out = text if text.isascii() else _roots("".join(_one_character(char) for char in _scripts(text)))
+    """Unicode as LaTeX: `√12` as `\\sqrt{12}`.
+
+    Raises NotMathematics for control characters and surrogates."""
+    out = (
+        text if text.isascii() else _roots("".join(_one_character(char) for char in _scripts(text)))
+    )
     if any((char < " " and char not in "\t\n\r\f\v") or char == "\x7f" for char in out):
         raise NotMathematics("control characters")
     return out
@@ -156,13 +170,19 @@ def _one_character(char: str) -> str:
 
 
 def _scripts(text: str) -> str:
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ]+", lambda run: f"^{{{run.group().translate(_SUPERSCRIPTS)}}}", text)
-    return re.sub("[₀₁₂₃₄₅₆₇₈₉₊₋₍₎]+", lambda run: f"_{{{run.group().translate(_SUBSCRIPTS)}}}", text)
+    text = re.sub(
+        "[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ]+", lambda run: f"^{{{run.group().translate(_SUPERSCRIPTS)}}}", text
+    )
+    return re.sub(
+        "[₀₁₂₃₄₅₆₇₈₉₊₋₍₎]+", lambda run: f"_{{{run.group().translate(_SUBSCRIPTS)}}}", text
+    )
 
 
 def _roots(text: str) -> str:
     for sign, command in (("√", "\\sqrt"), ("∛", "\\sqrt[3]")):
-        text = re.sub(rf"{sign}\s*([0-9]+(?:\.[0-9]+)?)", rf"{sign}{{\1}}", text).replace(sign, f"{command} ")
+        text = re.sub(rf"{sign}\s*([0-9]+(?:\.[0-9]+)?)", rf"{sign}{{\1}}", text).replace(
+            sign, f"{command} "
+        )
     return text
 
 
@@ -178,15 +198,22 @@ _COMBINATIONS = re.compile(
 )
 _BOUND = re.compile(
     r"(?:\\text\s?\{ ?)?(?:([a-z])\s?(?:\\text\s?\{)?(?: ?(?:is|must be)) )?(?:\\text\s?\{ ?)?"
-    r"(at least|at most|no less than|no more than|not less than|not more than|greater than or equal to"
+    r"(at least|at most|no less than|no more than|not less than|not more than|greater than or "
+    r"equal to"
     r"|less than or equal to|greater than|more than|less than)\s?\}?\s?"
     r"([-+]?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?|-?\\frac\s?\{[0-9]+\}\s?\{[0-9]+\})\s?\}?"
 )
 _BOUND_SIGNS = {"at least": ">=", "at most": "<=", "no less than": ">=", "no more than": "<="}
 _BOUND_SIGNS |= {"not less than": ">=", "not more than": "<=", "greater than or equal to": ">="}
-_BOUND_SIGNS |= {"less than or equal to": "<=", "greater than": ">", "more than": ">", "less than": "<"}
+_BOUND_SIGNS |= {
+    "less than or equal to": "<=",
+    "greater than": ">",
+    "more than": ">",
+    "less than": "<",
+}
 _POINT_NAME = re.compile(
-    r"(?:^|(?<=[,;] )|(?<=[,;])|(?<=and ))([A-Z])\s?\((?=[-+0-9\\.][^()=]*,[^()=]*\)\s?(?:$|[,;.]|and\b|or\b))"
+    r"(?:^|(?<=[,;] )|(?<=[,;])|(?<=and ))([A-Z])\s?\((?=[-+0-9\\.][^()=]*,[^()=]*\)\s?(?:$|[,;.]|"
+    r"and\b|or\b))"
 )
 _WITHOUT_ZERO = re.compile(r"\\mathbb ?\{?([RC])\}? ?\^ ?(?:\*|\{\*\}|\{?\\times\}?|\\ast)")
 _POINT_WORD = re.compile(r"^(?:the )?points? (?=\()")
@@ -238,7 +265,8 @@ _AFTER_AMOUNT = re.compile(r"(?<=[0-9])\$$")
 
 
 def _with_currency(text: str) -> str:
-    """The text with `\\dollar` for each `$` before an amount that no other one closes: `$80`, `$5 and $6`."""
+    """The text with `\\dollar` for each `$` before an amount that no other one closes: `$80`, `$5
+    and $6`."""
     pieces: list[str] = []
     start = 0
     while (at := text.find("$", start)) >= 0:

@@ -1,4 +1,5 @@
-"""Parses arithmetic: sums, products, powers, numbers and symbols; within limits of size and depth."""
+"""Parses arithmetic: sums, products, powers, numbers and symbols; within limits of size and
+depth."""
 
 from __future__ import annotations
 
@@ -10,7 +11,17 @@ from rlmath.answers.compare_values import symbols
 from rlmath.answers.families import PARAMETERS, explained, operands
 from rlmath.answers.lexer import Token
 from rlmath.answers.normalize import GREEK, NotMathematics, Unsupported
-from rlmath.answers.syntax_tree import Answer, Call, Expr, Group, MatrixOf, NamedSet, Num, Scalar, Sym
+from rlmath.answers.syntax_tree import (
+    Answer,
+    Call,
+    Expr,
+    Group,
+    MatrixOf,
+    NamedSet,
+    Num,
+    Scalar,
+    Sym,
+)
 
 MAX_DEPTH = 40
 """Deepest nesting of brackets, fractions and powers."""
@@ -24,10 +35,12 @@ AFTER_INTERVAL = frozenset(
 
 
 class Arithmetic(ABC):
-    """A position among tokens, and a depth, which `with parser:` raises; subclasses have the abstract methods."""
+    """A position among tokens, and a depth, which `with parser:` raises; subclasses have the
+    abstract methods."""
 
     def __init__(self, tokens: list[Token], outer: Arithmetic | None = None) -> None:
-        """With `outer` it parses a part of that one's tokens, and counts against the same limits."""
+        """With `outer` it parses a part of that one's tokens, and counts against the same
+        limits."""
         self.tokens = tokens
         self.position = 0
         self.depth = outer.depth if outer else 0
@@ -119,7 +132,9 @@ class Arithmetic(ABC):
                     continue
                 term = self.term()
                 if isinstance(first, (Group, MatrixOf)) and isinstance(term, (Group, MatrixOf)):
-                    first = vector_sum(first, vector_times(Num(Fraction(-1)), term) if sign == "-" else term)
+                    first = vector_sum(
+                        first, vector_times(Num(Fraction(-1)), term) if sign == "-" else term
+                    )
                     continue
                 right, left = as_expr(term), as_expr(first)
                 if sign == "-":
@@ -172,7 +187,9 @@ class Arithmetic(ABC):
         text = self.peek()
         if text == "\\ldots" or (text in lexer.MULTIPLY and self.peek(1) == "\\ldots"):
             self.skip(*lexer.MULTIPLY)
-            is_factor = self.peek(1) not in ("", ",", ";", "+", "-", "=") and isinstance(first, Scalar)
+            is_factor = self.peek(1) not in ("", ",", ";", "+", "-", "=") and isinstance(
+                first, Scalar
+            )
             return self._dotted(as_expr(first), "mul") if is_factor else None
         if self.skip(*lexer.MULTIPLY):
             name = "pow" if text == "*" and self.skip("*") else "mul"
@@ -203,9 +220,16 @@ class Arithmetic(ABC):
         if isinstance(right_side, (Group, MatrixOf)):
             return vector_times(expr, right_side)
         right = as_expr(right_side)
-        if isinstance(expr, Num) and expr.digits is None and expr.value.denominator == 1 and start > 0:
+        if (
+            isinstance(expr, Num)
+            and expr.digits is None
+            and expr.value.denominator == 1
+            and start > 0
+        ):
             fraction = plain_fraction(right)
-            adjacent = self.tokens[start - 1].kind == "number" and self.tokens[start].text == "\\frac"
+            adjacent = (
+                self.tokens[start - 1].kind == "number" and self.tokens[start].text == "\\frac"
+            )
             if fraction is not None and adjacent:
                 return Scalar(Num(expr.value + fraction))
         return Scalar(Call("mul", (expr, right)))
@@ -213,9 +237,19 @@ class Arithmetic(ABC):
     def _plain_mixed(self, left: Answer) -> Answer | None:
         """`3 1/2`, else None."""
         above, slash, below = self.token(), self.peek(1), self.token(2)
-        if above is None or below is None or above.kind != "number" or slash != "/" or not above.space:
+        if (
+            above is None
+            or below is None
+            or above.kind != "number"
+            or slash != "/"
+            or not above.space
+        ):
             return None
-        if not (isinstance(left, Scalar) and isinstance(left.expr, Num) and left.expr.value.denominator == 1):
+        if not (
+            isinstance(left, Scalar)
+            and isinstance(left.expr, Num)
+            and left.expr.value.denominator == 1
+        ):
             return None
         fraction = plain_fraction(Call("div", (as_number(above), as_number(below))))
         if fraction is None or self.tokens[self.position - 1].kind != "number":
@@ -257,7 +291,8 @@ class Arithmetic(ABC):
             return base
 
     def _with_postfix(self, base: Answer) -> Answer | None:
-        """The base with the next postfix operator: a power, a degree, a factorial, a percent sign or a prime."""
+        """The base with the next postfix operator: a power, a degree, a factorial, a percent sign
+        or a prime."""
         text = self.peek()
         is_symbol = isinstance(base, Scalar) and isinstance(base.expr, Sym)
         if self._skip_power("\\prime") or (text == "'" and is_symbol):
@@ -279,7 +314,11 @@ class Arithmetic(ABC):
                 raise NotMathematics("more than a double factorial")
             return Scalar(Call(name, (as_expr(base),)))
         if self.skip("%", "\\%"):
-            if isinstance(base, Scalar) and isinstance(base.expr, Call) and base.expr.name == "percent":
+            if (
+                isinstance(base, Scalar)
+                and isinstance(base.expr, Call)
+                and base.expr.name == "percent"
+            ):
                 raise NotMathematics("a percentage of a percentage")
             return Scalar(Call("percent", (as_expr(base),)))
         return None
@@ -323,14 +362,21 @@ class Arithmetic(ABC):
             if self.peek() == "{":
                 return self._braced()
             token = self.token()
-            if token is not None and token.kind == "number" and len(token.text) > 1 and token.text.isdigit():
+            if (
+                token is not None
+                and token.kind == "number"
+                and len(token.text) > 1
+                and token.text.isdigit()
+            ):
                 self.tokens[self.position : self.position + 1] = [
                     Token("number", digit, value=Fraction(int(digit))) for digit in token.text
                 ]
             return as_expr(self.base())
 
     def _split_word(self, token: Token) -> None:
-        self.tokens[self.position : self.position + 1] = [Token("word", letter) for letter in token.text]
+        self.tokens[self.position : self.position + 1] = [
+            Token("word", letter) for letter in token.text
+        ]
 
     def base(self) -> Answer:
         token = self.take()
@@ -393,16 +439,23 @@ def as_expr(answer: Answer) -> Expr:
 
 
 def vector_times(factor: Expr, vector: Group | MatrixOf) -> Group | MatrixOf:
-    """A matrix times an expression, or a point times a number or parameter: `\\frac{1}{3}(7, 2)`, `t(1, 2)`."""
+    """A matrix times an expression, or a point times a number or parameter: `\\frac{1}{3}(7, 2)`,
+    `t(1, 2)`."""
     if isinstance(vector, MatrixOf):
-        return MatrixOf(tuple(tuple(Call("mul", (factor, entry)) for entry in row) for row in vector.rows))
+        return MatrixOf(
+            tuple(tuple(Call("mul", (factor, entry)) for entry in row) for row in vector.rows)
+        )
     if vector.opening + vector.closing != "()" or not symbols(factor) <= PARAMETERS:
         raise NotMathematics("a factor of other than a point")
-    return Group("(", tuple(Scalar(Call("mul", (factor, as_expr(item)))) for item in vector.items), ")", True)
+    return Group(
+        "(", tuple(Scalar(Call("mul", (factor, as_expr(item)))) for item in vector.items), ")", True
+    )
 
 
 def vector_sum(one: Group | MatrixOf, other: Group | MatrixOf) -> Group | MatrixOf:
-    if not (isinstance(one, Group) and isinstance(other, Group)) or len(one.items) != len(other.items):
+    if not (isinstance(one, Group) and isinstance(other, Group)) or len(one.items) != len(
+        other.items
+    ):
         raise NotMathematics("a sum of different things")
     if {one.opening + one.closing, other.opening + other.closing} != {"()"}:
         raise NotMathematics("a sum of other than points")

@@ -61,7 +61,9 @@ class Commands(Arithmetic):
         self.in_bars = bars
         if isinstance(inner, Listing):
             return Group(opening, inner.items, closing)
-        if opening + closing == "()" or (opening + closing == "[]" and isinstance(inner, (Scalar, MatrixOf))):
+        if opening + closing == "()" or (
+            opening + closing == "[]" and isinstance(inner, (Scalar, MatrixOf))
+        ):
             return inner
         raise NotMathematics("one item in half-open brackets")
 
@@ -116,7 +118,9 @@ class Commands(Arithmetic):
         return Scalar(Call("sqrt", (self._argument(),)))
 
     def _repeated(self, name: str) -> Answer:
-        """The rest of `\\sum_{k=1}^n k`. Raises Unevaluated for sums of other forms."""
+        """The rest of `\\sum_{k=1}^n k`.
+
+        Raises Unevaluated for sums of other forms."""
         try:
             letter, low, high = self._bounds()
             body = as_expr(self.term())
@@ -188,7 +192,11 @@ class Commands(Arithmetic):
             texts.append(self.take().text)
         part = "".join(texts[1:])
         kind = {"+": "+", ">0": "+", "\\ge0": "0", "\\ge1": "+", "*": "+", "0": "0"}.get(part)
-        if kind is None or (name != "Z" and name != "R") or (name == "R" and part in ("*", "0", "\\ge1")):
+        if (
+            kind is None
+            or (name != "Z" and name != "R")
+            or (name == "R" and part in ("*", "0", "\\ge1"))
+        ):
             raise Unsupported("a part of a named set")
         return kind
 
@@ -387,7 +395,11 @@ def _set_builder(element: Answer, condition: Answer) -> Answer:
         whole = element.sides[1] == NamedSet("Z")
         element = element.sides[0]
     name = element.expr if isinstance(element, (Name, Scalar)) else None
-    if isinstance(condition, Relation) and condition.ops == ("in",) and isinstance(element, (Group, Scalar)):
+    if (
+        isinstance(condition, Relation)
+        and condition.ops == ("in",)
+        and isinstance(element, (Group, Scalar))
+    ):
         return Listing((element, condition), ",")  # {5k + 2 | k in Z}
     if isinstance(name, Sym) and isinstance(condition, (Relation, Listing)):
         return SetBuilder(name.name, condition, whole)

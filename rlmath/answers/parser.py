@@ -7,8 +7,9 @@
     term       := factor (("*" | "/" | nothing) factor)*
     factor     := base ("^" ... | "!" | "%" | degree)*
 
-Each rule is a method: lists to sets are here, sums to bases in `parse_arithmetic`, brackets, commands and functions in
-`parse_commands`; words are read by `phrases`. Depth and length are bounded, so that parsing takes linear time.
+Each rule is a method: lists to sets are here, sums to bases in `parse_arithmetic`, brackets,
+commands and functions in `parse_commands`; words are read by `phrases`. Depth and length are
+bounded, so that parsing takes linear time.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ _CLOSING = frozenset((")", "]", "}", "\\}", "\\rangle", "\\end", "\\rfloor", "\\
 
 
 def parse_answer(text: str, reading: Reading = AS_WRITTEN) -> Answer:
-    """The syntax tree of an answer. Raises NotMathematics or Unsupported.
+    """The syntax tree of an answer.
+
+    Raises NotMathematics or Unsupported.
 
     >>> parse_answer("(1, 2]").closing
     ']'
@@ -153,7 +156,8 @@ class _Parser(Commands):
         return items[0] if len(items) == 1 else _listing(items, joiners)
 
     def _joiner(self) -> str | None:
-        """Steps over the separator of two items: a comma, "and", "or", or a comma and one of them."""
+        """Steps over the separator of two items: a comma, "and", "or", or a comma and one of
+        them."""
         found = None
         if self.peek() in (",", ";"):
             found = self.take().text
@@ -185,11 +189,13 @@ class _Parser(Commands):
         return whole
 
     def _without_remark(self, end: int) -> int:
-        """Removes a remark in brackets from the end of an item, or the brackets around its unit; returns its end."""
+        """Removes a remark in brackets from the end of an item, or the brackets around its unit;
+        returns its end."""
         if self.tokens[end - 1].text != ")" or end - self.position < 4:
             return end
         start = next(
-            (i for i in range(end - 2, self.position, -1) if self.tokens[i].text in ("(", ")")), None
+            (i for i in range(end - 2, self.position, -1) if self.tokens[i].text in ("(", ")")),
+            None,
         )
         if start is None or self.tokens[start].text != "(" or end - start < 3:
             return end
@@ -211,7 +217,8 @@ class _Parser(Commands):
         return start + len(inside)
 
     def _item_end(self, ends: frozenset[str]) -> int:
-        """The end of the item at this position: before the next separator outside brackets, or the group's end."""
+        """The end of the item at this position: before the next separator outside brackets, or the
+        group's end."""
         depth = 0
         for index in range(self.position, len(self.tokens)):
             text = self.tokens[index].text
@@ -221,7 +228,9 @@ class _Parser(Commands):
             if text == "[" and depth and self._closes(index):
                 depth -= 1  # [3, 4[
                 continue
-            if depth == 0 and (text in _SEPARATORS or text in ends or text.lower() in ("and", "or")):
+            if depth == 0 and (
+                text in _SEPARATORS or text in ends or text.lower() in ("and", "or")
+            ):
                 return index
             if text in _OPENING:
                 depth += 1
@@ -241,7 +250,9 @@ class _Parser(Commands):
     def _with_unit(self, start: int, end: int) -> Scalar | None:
         """The item as a number with a unit or a currency sign, else None."""
         tokens = self.tokens[start:end]
-        lead = next((at for at, token in enumerate(tokens) if not is_known_noun(token, self.known_words)), 0)
+        lead = next(
+            (at for at, token in enumerate(tokens) if not is_known_noun(token, self.known_words)), 0
+        )
         if lead and tokens[lead].kind == "number":
             value = self._with_unit(start + lead, end) or self._constant(start + lead, end)
             return value if isinstance(value, Scalar) or value is None else Scalar(value)
@@ -268,7 +279,8 @@ class _Parser(Commands):
         return self._composite(start, end)
 
     def _money(self, start: int, end: int) -> Scalar | None:
-        """An amount after a currency sign, with an optional multiplier or noun: `\\$1.2 million`."""
+        """An amount after a currency sign, with an optional multiplier or noun: `\\$1.2
+        million`."""
         currency = read_unit([self.tokens[start]])
         assert currency is not None
         inner = self._constant(start + 1, end)
@@ -288,23 +300,30 @@ class _Parser(Commands):
         return Scalar(amount.expr, priced)
 
     def _composite(self, start: int, end: int) -> Scalar | None:
-        """A sequence of amounts, `1 hour 30 minutes` or `22^\\circ 30'`, in the unit of the first."""
+        """A sequence of amounts, `1 hour 30 minutes` or `22^\\circ 30'`, in the unit of the
+        first."""
         starts = [index for index in range(start, end) if self.tokens[index].kind == "number"]
         if len(starts) < 2 or len(starts) > 4 or starts[0] != start:
             return None
         total, first, smallest = Fraction(0), None, None
         for begin, stop in zip(starts, [*starts[1:], end], strict=True):
             number = self.tokens[begin]
-            rest = [token for token in self.tokens[begin + 1 : stop] if token.text not in (",", "and")]
+            rest = [
+                token for token in self.tokens[begin + 1 : stop] if token.text not in (",", "and")
+            ]
             marks = PARTS_OF_DEGREE.get("".join(token.text for token in rest))
             is_part = marks is not None and first == DEGREE
             unit = replace(DEGREE, factor=marks) if is_part else read_unit(rest, self.known_words)
             if unit is None or not unit.dimensions or unit.nouns or number.value is None:
                 return None
-            if any(token.kind == "sign" and token.text not in ("^", "{", "}", "'") for token in rest):
+            if any(
+                token.kind == "sign" and token.text not in ("^", "{", "}", "'") for token in rest
+            ):
                 return None
             first = first or unit
-            if unit.dimensions != first.dimensions or (smallest is not None and unit.factor >= smallest):
+            if unit.dimensions != first.dimensions or (
+                smallest is not None and unit.factor >= smallest
+            ):
                 return None
             smallest = unit.factor
             total += number.value * unit.factor / first.factor
@@ -318,7 +337,9 @@ class _Parser(Commands):
                 side = inner.side()
         except (NotMathematics, Unsupported):
             return None
-        return side.expr if isinstance(side, Scalar) and inner.position == len(inner.tokens) else None
+        return (
+            side.expr if isinstance(side, Scalar) and inner.position == len(inner.tokens) else None
+        )
 
     def relation(self, end: int = 0) -> Answer:
         """Sides and the signs between them; up to `end` a side may have a unit."""
@@ -345,9 +366,12 @@ class _Parser(Commands):
         return Relation(tuple(sides), tuple(ops)) if ops else sides[0]
 
     def _label(self) -> Name | None:
-        """Steps over `maximum` in `maximum 5`, the name of a quantity before its value, else None."""
+        """Steps over `maximum` in `maximum 5`, the name of a quantity before its value, else
+        None."""
         token = self.token()
-        name = LABELS.get(token.text.lower()) if token is not None and token.kind == "word" else None
+        name = (
+            LABELS.get(token.text.lower()) if token is not None and token.kind == "word" else None
+        )
         following = self.token(1)
         if name is None or following is None:
             return None
@@ -366,7 +390,9 @@ class _Parser(Commands):
         start = self.position
         stop = next((i for i in range(start, end) if self.tokens[i].text in RELATIONS), end)
         last = self.tokens[stop - 1] if stop > start else None
-        if last is None or not (last.kind == "word" or last.text[-1] in "%}1234" or stop - start < 4):
+        if last is None or not (
+            last.kind == "word" or last.text[-1] in "%}1234" or stop - start < 4
+        ):
             return None
         bare = self._with_unit(start, stop)
         if bare is None:
@@ -383,7 +409,8 @@ class _Parser(Commands):
         return texts[0] in MODULUS or (texts[0] == "(" and texts[1] in MODULUS)
 
     def _congruence(self, sides: list[Answer], ops: list[str]) -> Answer:
-        """`a \\equiv b \\pmod m`, or the class `b \\pmod m`; without a modulus it stays open, a list may end in one."""
+        """`a \\equiv b \\pmod m`, or the class `b \\pmod m`; without a modulus it stays open, a
+        list may end in one."""
         if not self._at_modulus():
             return Relation(tuple(sides), tuple(ops))
         bracket = self.skip("(")
@@ -406,13 +433,16 @@ class _Parser(Commands):
         return op
 
     def _name(self) -> Name | None:
-        """A name before "=", "in" or ":", such as `f(x)`, `m_{max}`, `(x, y)`, `AB` or `Area`, else None."""
+        """A name before "=", "in" or ":", such as `f(x)`, `m_{max}`, `(x, y)`, `AB` or `Area`, else
+        None."""
         start = self.position
         words = self._name_tokens()
         after, following = self.position, self.peek()
         self.position = start
         relation = RELATIONS.get(following)
-        if not words or not (relation in ("=", "in", "~", "==") or (following == ":" and len(words[0]) > 1)):
+        if not words or not (
+            relation in ("=", "in", "~", "==") or (following == ":" and len(words[0]) > 1)
+        ):
             return None
         expr = None if "(" in words else self._constant(start, after)
         self.position = after
@@ -427,7 +457,9 @@ class _Parser(Commands):
         if words:
             return words
         while (token := self.token()) is not None and _part_of_name(token) and len(words) < 6:
-            if words and not (token.prose or words[-1] in ("\\angle", "\\triangle", "angle", "the")):
+            if words and not (
+                token.prose or words[-1] in ("\\angle", "\\triangle", "angle", "the")
+            ):
                 return []
             if not is_name(token, self.known_words):
                 return []
@@ -449,7 +481,8 @@ class _Parser(Commands):
         return words
 
     def _in_brackets(self) -> list[str]:
-        """Steps over the brackets after a name: `(x)`, `(A \\cap B)`; an empty list if they nest."""
+        """Steps over the brackets after a name: `(x)`, `(A \\cap B)`; an empty list if they
+        nest."""
         ends = ("(", ")") if self.peek(-1) == "P" else ("(", ")", "=")
         inside = [self.take().text]
         while (token := self.token()) is not None and token.text not in ends and len(inside) < 12:
@@ -460,7 +493,8 @@ class _Parser(Commands):
         return [*inside, self.take().text]
 
     def _segment(self) -> list[str]:
-        """Steps over `|AB|` or `\\overline{AB}`, the length of a segment; an empty list if there is none."""
+        """Steps over `|AB|` or `\\overline{AB}`, the length of a segment; an empty list if there is
+        none."""
         if self.peek() not in ("|", "\\overline"):
             return []
         for opening, closing in ((["|"], ["|"]), (["\\overline", "{"], ["}"])):
@@ -468,9 +502,16 @@ class _Parser(Commands):
             texts = [self.peek(ahead) for ahead in range(size + 2)]
             middle = self.token(size)
             named = (
-                middle is not None and middle.kind == "word" and (len(middle.text) > 1 or opening == ["|"])
+                middle is not None
+                and middle.kind == "word"
+                and (len(middle.text) > 1 or opening == ["|"])
             )
-            if named and texts[size].isupper() and texts[:size] == opening and texts[size + 1 :] == closing:
+            if (
+                named
+                and texts[size].isupper()
+                and texts[:size] == opening
+                and texts[size + 1 :] == closing
+            ):
                 self.position += size + 2
                 single = len(texts[size]) == 1  # `|A|` is not A
                 return [f"|{texts[size]}|" if single else texts[size]]
@@ -508,14 +549,19 @@ def _is_equation(item: Answer) -> bool:
 
 
 def _with_modulus(items: list[Answer]) -> tuple[Answer, ...]:
-    """The items, each with the modulus that is written after the last: `x \\equiv 1, 4 \\pmod 5`."""
+    """The items, each with the modulus that is written after the last: `x \\equiv 1, 4 \\pmod
+    5`."""
     last = items[-1]
     is_class = isinstance(last, Relation) and last.ops == ("mod",)
-    if not is_class or any(isinstance(item, Relation) and item.ops == ("mod",) for item in items[:-1]):
+    if not is_class or any(
+        isinstance(item, Relation) and item.ops == ("mod",) for item in items[:-1]
+    ):
         return tuple(items)
     assert isinstance(last, Relation)
     first = items[0]
-    letter = first.sides[:1] if isinstance(first, Relation) and first.ops == ("==",) else last.sides[:-2]
+    letter = (
+        first.sides[:1] if isinstance(first, Relation) and first.ops == ("==",) else last.sides[:-2]
+    )
     found: list[Answer] = []
     for item in items:
         value = item.sides[-1 - (item is last)] if isinstance(item, Relation) else item
@@ -524,15 +570,25 @@ def _with_modulus(items: list[Answer]) -> tuple[Answer, ...]:
 
 
 def _part_of_name(token: Token) -> bool:
-    """Whether a token may be (part of) a name: a letter, AB, Area, or a Greek letter; `xy` is a product."""
+    """Whether a token may be (part of) a name: a letter, AB, Area, or a Greek letter; `xy` is a
+    product."""
     if token.kind == "command":
         commands = ("\\angle", "\\triangle", "\\varphi", "\\max", "\\min")
         return token.text[1:] in GREEK - {"pi"} or token.text in commands
     text = token.text
-    if token.kind != "word" or text.lower() in PLAIN_WORDS or text in FUNCTIONS or text in ("e", "i", "pi"):
+    if (
+        token.kind != "word"
+        or text.lower() in PLAIN_WORDS
+        or text in FUNCTIONS
+        or text in ("e", "i", "pi")
+    ):
         return False
     return (
-        token.prose or len(text) == 1 or len(text) > 3 or text.isupper() or (text.istitle() and len(text) > 2)
+        token.prose
+        or len(text) == 1
+        or len(text) > 3
+        or text.isupper()
+        or (text.istitle() and len(text) > 2)
     )
 
 

@@ -1,4 +1,5 @@
-"""Words in an answer, read before its mathematics, in linear time: number words, sets of parameters, remarks."""
+"""Words in an answer, read before its mathematics, in linear time: number words, sets of
+parameters, remarks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from rlmath.answers.units import TURNING_WORDS, may_name
 
 # ---------------------------------------------------------------- number words
 _SMALL = word_list(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen "
     "seventeen eighteen nineteen"
 )
 _TENS = word_list("twenty thirty forty fifty sixty seventy eighty ninety")
@@ -28,14 +30,17 @@ _PARTS = {
     **{
         word: number
         for number, word in enumerate(
-            word_list("third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth"), start=3
+            word_list("third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth"),
+            start=3,
         )
     },
     "twentieth": 20,
     "hundredth": 100,
     "thousandth": 1000,
 }
-_SEVERAL_PARTS = {"halves": 2} | {f"{word}s": number for word, number in _PARTS.items() if word != "half"}
+_SEVERAL_PARTS = {"halves": 2} | {
+    f"{word}s": number for word, number in _PARTS.items() if word != "half"
+}
 _MINUS = word_set("minus negative")
 _BEFORE_ONE = word_set("exactly minus negative and or to is equals")
 """Words before a "one" that counts; in "the smallest one" it does not."""
@@ -43,7 +48,8 @@ _MOST_NUMBER_WORDS = 12
 
 
 def with_numbers(tokens: list[Token]) -> list[Token]:
-    """The tokens with number words as numbers: `twenty-one`, `minus two thirds`, `one and a half`."""
+    """The tokens with number words as numbers: `twenty-one`, `minus two thirds`, `one and a
+    half`."""
     found: list[Token] = []
     position = 0
     while position < len(tokens):
@@ -81,7 +87,10 @@ def _is_sign_in_words(tokens: Sequence[Token], position: int) -> bool:
 
 
 def has_number_word(texts: Iterable[str]) -> bool:
-    return any(text in NUMBER_WORDS or text in _PARTS or text in _COUNTED or text in _MINUS for text in texts)
+    return any(
+        text in NUMBER_WORDS or text in _PARTS or text in _COUNTED or text in _MINUS
+        for text in texts
+    )
 
 
 def _number(tokens: Sequence[Token], start: int) -> tuple[Fraction, int] | None:
@@ -121,7 +130,8 @@ def _word(token: Token) -> str:
 
 
 def _cardinal(words: Sequence[str]) -> tuple[Fraction | None, int]:
-    """(value, number of words) of a whole number: `two hundred five`; (None, 0) if there is none."""
+    """(value, number of words) of a whole number: `two hundred five`; (None, 0) if there is
+    none."""
     total = current = position = 0
     last = 10**12  # the size of the word before: a smaller one may follow
     while position < len(words):
@@ -138,7 +148,9 @@ def _cardinal(words: Sequence[str]) -> tuple[Fraction | None, int]:
             power = _POWERS[word]
             if power == 100 <= current:
                 break
-            total, current = (total, current * power) if power == 100 else (total + current * power, 0)
+            total, current = (
+                (total, current * power) if power == 100 else (total + current * power, 0)
+            )
             last = power
         else:
             break
@@ -162,11 +174,15 @@ _NOUNS |= {"parameter": ""}
 _PREPOSITIONS = word_set("for where with when and attained achieved reached at \\forall")
 _MOMENTS = word_set("when attained achieved reached at")
 _OF_DOMAIN = (
-    _DETERMINERS | _ADJECTIVES | _PREPOSITIONS | word_set("in of domain its possible both such other and or")
+    _DETERMINERS
+    | _ADJECTIVES
+    | _PREPOSITIONS
+    | word_set("in of domain its possible both such other and or")
 )
 _LONGEST_QUALIFIER = 14
 _TRIGGERS = word_set(
-    "for where with when integer integers real reals natural all every any attained achieved reached at "
+    "for where with when integer integers real reals natural all every any attained achieved "
+    "reached at "
     "\\in \\forall"
 )
 
@@ -184,8 +200,8 @@ def split_set(tokens: Sequence[Token]) -> tuple[NamedSet, int] | None:
 def split_qualifiers(
     tokens: list[Token], known_words: KnownWords | None
 ) -> tuple[list[Token], list[Relation]]:
-    """(tokens without the sets of their parameters, these sets): `for any integer k`; a domain, `for all x`, is cut.
-    Its words are `known_words`; None: any."""
+    """(tokens without the sets of their parameters, these sets): `for any integer k`; a domain,
+    `for all x`, is cut. Its words are `known_words`; None: any."""
     memberships: list[Relation] = []
     texts = {token.text.lower() for token in tokens[-_LONGEST_QUALIFIER:]}
     for _ in range(3):
@@ -232,18 +248,25 @@ def _qualifier(
     if _is_letter(part[at]):
         if len(part) > at + 2 and part[at + 1].text == "\\in":
             return [comma, *part[at:]], []
-        verb = at + 1 + (at + 1 < len(part) and part[at + 1].text.lower() in ("is", "are", "be", "being"))
+        verb = (
+            at
+            + 1
+            + (at + 1 < len(part) and part[at + 1].text.lower() in ("is", "are", "be", "being"))
+        )
         while verb < len(part) and part[verb].text.lower() in _DETERMINERS:
             verb += 1
         name, after = _set_in_words(part, verb)
         if name and after == len(part):
             return [], [_membership(part[at], name)]
     is_domain = 0 < spoken < at and part[0].text.lower() == "for"
-    return ([], []) if is_domain and all(_is_of_domain(token, known_words) for token in part) else None
+    return (
+        ([], []) if is_domain and all(_is_of_domain(token, known_words) for token in part) else None
+    )
 
 
 def _is_of_domain(token: Token, known_words: KnownWords | None) -> bool:
-    """Whether a token may be part of a domain in words: `for all positive integers n in the domain`."""
+    """Whether a token may be part of a domain in words: `for all positive integers n in the
+    domain`."""
     word = token.text.lower()
     if token.kind != "word" or known_words is None or len(word) == 1:
         return token.kind == "word"
@@ -254,13 +277,15 @@ def is_equation_of_letter(tokens: Sequence[Token]) -> bool:
     """Whether tokens are `x = 2` or `x = y = 1`, and nothing else."""
     texts = [token.text for token in tokens]
     plain = all(
-        text not in (",", ";") and text.lower() not in ("or", "and", "else", "otherwise") for text in texts
+        text not in (",", ";") and text.lower() not in ("or", "and", "else", "otherwise")
+        for text in texts
     )
     return len(texts) > 2 and _is_letter(tokens[0]) and texts[1] == "=" and plain
 
 
 def _set_in_words(tokens: Sequence[Token], at: int) -> tuple[str, int]:
-    """(name of the set that is described here, position after it): `nonnegative integers` is "Z0"; "" for none."""
+    """(name of the set that is described here, position after it): `nonnegative integers` is "Z0";
+    "" for none."""
     start, words = at, []
     while at < len(tokens) and tokens[at].kind == "word":
         word = tokens[at].text.lower()
@@ -306,26 +331,38 @@ _NAMES = word_set(
 
 
 def is_name(token: Token, known_words: KnownWords | None) -> bool:
-    """Whether a token may be part of a name before "=": letters do, and words for quantities. Other words than such are
-    `known_words`; None: any."""
+    """Whether a token may be part of a name before "=": letters do, and words for quantities.
+
+    Other words than such are `known_words`; None: any."""
     text = token.text
-    if known_words is None or token.kind != "word" or len(text) < 2 or (text.isupper() and len(text) < 5):
+    if (
+        known_words is None
+        or token.kind != "word"
+        or len(text) < 2
+        or (text.isupper() and len(text) < 5)
+    ):
         return True
     return singular(text) in _NAMES or (text in known_words and may_name(text))
 
 
 # ---------------------------------------------------------------- remarks
 _CHANGES = word_set(
-    "or nor not no none never but either neither maybe perhaps possibly wrong false incorrect invalid "
-    "impossible reject rejected extraneous discarded unless except excluding instead rather approximately "
-    "approx about around nearly almost over under more less fewer greater above below base binary octal "
-    "hexadecimal mod modulo am pm squared cubed square cube twice half third quarter times minus plus "
+    "or nor not no none never but either neither maybe perhaps possibly wrong false incorrect "
+    "invalid "
+    "impossible reject rejected extraneous discarded unless except excluding instead rather "
+    "approximately "
+    "approx about around nearly almost over under more less fewer greater above below base binary "
+    "octal "
+    "hexadecimal mod modulo am pm squared cubed square cube twice half third quarter times minus "
+    "plus "
     "negative per cannot undefined unknown unclear if vs versus dozen gross score lakh crore"
 )
 _CHANGES |= TURNING_WORDS
 """Words that make another answer of it, or take it back."""
 _REASONS = word_set("since because")
-_CIRCUMSTANCES = word_set("attained achieved reached when at where for with occurs since because as")
+_CIRCUMSTANCES = word_set(
+    "attained achieved reached when at where for with occurs since because as"
+)
 _COMMENTS = _CIRCUMSTANCES | word_set(
     "the a an of in is are this that it both and one only single unique smallest largest least "
     "greatest minimum maximum minimal maximal multiplicity double triple root solution value "
@@ -335,8 +372,8 @@ _COMMENTS = _CIRCUMSTANCES | word_set(
 
 
 def is_remark(inside: Sequence[Token], may_calculate: bool, known_words: KnownWords | None) -> bool:
-    """Whether what is in brackets after a value only comments on it: `(the smallest one)`, `(attained at x = 2)`. Other
-    words than such are `known_words`; None: any."""
+    """Whether what is in brackets after a value only comments on it: `(the smallest one)`,
+    `(attained at x = 2)`. Other words than such are `known_words`; None: any."""
     words = [token.text.lower() for token in inside if token.kind == "word"]
     if inside[0].kind != "word" or len(words[0]) < 2:
         return False

@@ -22,11 +22,12 @@ class Question:
     counted: frozenset[str] = frozenset()
     """The words behind "how many" and the like."""
     asked: frozenset[Known] = frozenset()
-    """The units of what is asked for, where it says: hours of `How many hours` and of `in hours`."""
+    """The units of what is asked for, where it says: hours of `How many hours` and of `in
+    hours`."""
 
     def has(self, unit: Unit) -> bool:
-        """Whether all known units that a unit is written with stand in the question, and one of them is asked for
-        where the question says which."""
+        """Whether all known units that a unit is written with stand in the question, and one of
+        them is asked for where the question says which."""
         is_asked = not unit.parts or not self.asked or not self.asked.isdisjoint(unit.parts)
         return is_asked and unit.parts <= self.units
 
@@ -68,7 +69,9 @@ def known_words(answer: str, gold: str, question: Question) -> KnownWords:
     return KnownWords(ours & (theirs | question.words), counted=(ours & question.counted) - theirs)
 
 
-_COUNTED = re.compile(r"\b(?:how (?:many|much)|percent(?:age)?) ((?:[a-z]{3,20} ?){1,2})", re.IGNORECASE)
+_COUNTED = re.compile(
+    r"\b(?:how (?:many|much)|percent(?:age)?) ((?:[a-z]{3,20} ?){1,2})", re.IGNORECASE
+)
 _WORD = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]+")
 _MATHEMATICS = re.compile(
     r"\$\$?([^$]{1,300})\$\$?"
@@ -76,7 +79,9 @@ _MATHEMATICS = re.compile(
     r"|\\\[((?:[^\\]|\\[^\]]){1,600})\\\]"
 )
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|rm|mbox|operatorname)\s?\{([^{}]{1,200})\}")
-_SENTENCE = re.compile(r"(?<![\\a-zA-Z])[a-z]{2,20} [a-z]{2,20}(?![a-zA-Z])|^[^a-zA-Z\\]*[a-z]{2,20} ")
+_SENTENCE = re.compile(
+    r"(?<![\\a-zA-Z])[a-z]{2,20} [a-z]{2,20}(?![a-zA-Z])|^[^a-zA-Z\\]*[a-z]{2,20} "
+)
 
 
 def _prose_in(match: re.Match[str]) -> str:

@@ -25,7 +25,8 @@ class RealSet:
     cuts: tuple[Bound, ...] = ()
     """In rising order."""
     has: tuple[bool, ...] = (True,)
-    """Whether what is below the first cut is in the set, the first cut itself, what is between it and the next, ..."""
+    """Whether what is below the first cut is in the set, the first cut itself, what is between it
+    and the next, ..."""
 
     @property
     def is_empty(self) -> bool:

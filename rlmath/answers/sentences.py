@@ -22,23 +22,28 @@ _OTHERS = (
 )
 _LEAD = re.compile(
     rf"(?:(?:so|thus|hence|therefore),? )?(?:(?:[Tt]he|[Ii]ts|[Aa]ll) )?(?:(?:{_OTHERS}|{_NOUNS}) ){{0,6}}?(?:{_NOUNS})"
-    r"(?: (?:of|for) (?:[a-zA-Z]|ways|solutions|values))? ?(?:is|are|equals|=|:) ?(?=[-+0-9\\(\[{a-zA-Z$])",
+    r"(?: (?:of|for) (?:[a-zA-Z]|ways|solutions|values))? ?(?:is|are|equals|=|"
+    r":) ?(?=[-+0-9\\(\[{a-zA-Z$])",
     re.IGNORECASE,
 )
 _SHORT_LEAD = re.compile(rf"(?:[a-zA-Z]+ ){{0,6}}?(?:{_NOUNS}) (?=[-+0-9\\(\[$])", re.IGNORECASE)
 _THERE = re.compile(
-    r"there (?:is|are) (?:exactly |a total of |only )?(?=[0-9])|(?:a )?total of (?=[0-9])", re.IGNORECASE
+    r"there (?:is|are) (?:exactly |a total of |only )?(?=[0-9])|(?:a )?total of (?=[0-9])",
+    re.IGNORECASE,
 )
 _ABOUT = re.compile(
-    r"(?<=[0-9a-z)}%]),? ?\(?(?:or |which is |that is |i\.e\.,? )?(?:approximately|about|approx\.?|roughly|around) "
+    r"(?<=[0-9a-z)}%]),? ?\(?(?:or |which is |that is |i\.e\.,? )?(?:approximately|about|"
+    r"approx\.?|roughly|around) "
     r"(-?[0-9]{0,9}\.[0-9]{1,9})\)?$"
 )
 _WHERE = re.compile(
-    r"^([a-z]) ?=(?P<value>[^()]*?),? ?(?P<where>\((\1) ?(?:>|<|\\geq?|\\leq?|\\neq?) ?-?[0-9/]{1,9}\))$"
+    r"^([a-z]) ?=(?P<value>[^()]*?),? ?(?P<where>\((\1) ?(?:>|<|\\geq?|\\leq?|"
+    r"\\neq?) ?-?[0-9/]{1,9}\))$"
 )
 _AMOUNTS = re.compile(
     r"([0-9]{1,9} ?(?:hours?|hrs?|h|minutes?|min|days?|weeks?|years?|feet|foot|ft|pounds?|dollars?"
-    r"|degrees?|yards?|meters?|kilograms?|gallons?)) and (?=[0-9]{1,9} ?(?:minutes?|min|seconds?|sec|hours?|days?"
+    r"|degrees?|yards?|meters?|kilograms?|gallons?)) and (?=[0-9]{1,9} ?(?:minutes?|min|seconds?|"
+    r"sec|hours?|days?"
     r"|months?|inch(?:es)?|ounces?|oz|cents?|feet|centimeters?|grams?|quarts?)$)"
 )
 _LONGEST = 200
@@ -59,14 +64,16 @@ _SAME_WORD = {
     "centre": "center",
 }
 _ASKED_LETTER = re.compile(
-    r"\b(?:values?|solutions?|measure) (?:of|for) ([a-zA-Z]) ?(?:is|are|equals|=|:) ?$", re.IGNORECASE
+    r"\b(?:values?|solutions?|measure) (?:of|for) ([a-zA-Z]) ?(?:is|are|equals|=|:) ?$",
+    re.IGNORECASE,
 )
 _NAMED = re.compile(r"\(?([a-zA-Z])[a-zA-Z_0-9(){},\\]{0,20} ?=")
 
 
 def plain_sentences(gold: str, answer: str) -> tuple[str | None, str | None]:
-    """What two texts say in plain notation: `10` of `The value is 10`, None of a text that is plain. A label, as in
-    `The area is 5`, is left out unless the other text has another one; so is a condition, `x = 2 (x > 0)`."""
+    """What two texts say in plain notation: `10` of `The value is 10`, None of a text that is
+    plain. A label, as in `The area is 5`, is left out unless the other text has another one; so is
+    a condition, `x = 2 (x > 0)`."""
     texts = [_without_remarks(key) for key in (gold, answer)]
     leads = [_lead(text) for text in texts]
     if _labels_agree(texts, leads):
@@ -78,7 +85,10 @@ def plain_sentences(gold: str, answer: str) -> tuple[str | None, str | None]:
             conditions[0] == conditions[1] or (conditions[1 - at] is None and _holds(end))
         ):
             texts[at] = texts[at][: end.start("where")].rstrip(" ,")
-    said = [text if text and text != key else None for text, key in zip(texts, (gold, answer), strict=True)]
+    said = [
+        text if text and text != key else None
+        for text, key in zip(texts, (gold, answer), strict=True)
+    ]
     return said[0], said[1]
 
 
@@ -102,8 +112,11 @@ def _without_lead(text: str, lead: re.Match[str] | None) -> str:
 
 
 def _labels_agree(texts: list[str], leads: list[re.Match[str] | None]) -> bool:
-    """Whether the labels of two texts, `The maximum value is` and `x =`, do not contradict each other."""
-    one, other = (_label(lead or _SHORT_LEAD.match(text)) for text, lead in zip(texts, leads, strict=True))
+    """Whether the labels of two texts, `The maximum value is` and `x =`, do not contradict each
+    other."""
+    one, other = (
+        _label(lead or _SHORT_LEAD.match(text)) for text, lead in zip(texts, leads, strict=True)
+    )
     if one and other:
         return one == other
     for at, label in enumerate((one, other)):
@@ -125,7 +138,8 @@ def _label(lead: re.Match[str] | None) -> frozenset[str]:
     words = re.findall(r"[a-zA-Z]+", lead[0] if asked is None else lead[0][: asked.start(1)])
     plain = [word if len(word) == 1 else word.lower() for word in words]
     singular = [
-        word[:-1] if word.endswith("s") and word not in ("its", "is", "radius") else word for word in plain
+        word[:-1] if word.endswith("s") and word not in ("its", "is", "radius") else word
+        for word in plain
     ]
     return frozenset(_SAME_WORD.get(word, word) for word in singular if not _FILLER.fullmatch(word))
 
@@ -147,4 +161,6 @@ _ORDER = re.compile(r"permut|\bin (?:[a-z]+ ){0,2}order\b|arrangement")
 
 
 def says_order(key: str) -> bool:
-    return ("permut" in key or "order" in key or "arrangement" in key) and _ORDER.search(key) is not None
+    return ("permut" in key or "order" in key or "arrangement" in key) and _ORDER.search(
+        key
+    ) is not None

@@ -1,4 +1,5 @@
-"""What relations and their sides say: the bounds of inequalities, plus-minus signs, names and values."""
+"""What relations and their sides say: the bounds of inequalities, plus-minus signs, names and
+values."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def name_of(side: Answer) -> str | None:
 
 
 def bound_of(item: Answer) -> Bound | None:
-    if not isinstance(item, Scalar) or (item.unit is not None and item.unit not in (DEGREE, PERCENT)):
+    if not isinstance(item, Scalar) or (
+        item.unit is not None and item.unit not in (DEGREE, PERCENT)
+    ):
         return None
     if symbols(item.expr) or mentions(item.expr, frozenset(("i", "pm", "mp"))):
         return None
@@ -41,12 +44,15 @@ def bound_of(item: Answer) -> Bound | None:
 
 
 def expansions(exprs: Sequence[Expr]) -> list[tuple[Expr, ...]]:
-    """The values of expressions with plus-minus signs: two for one sign or signs that a minus-plus links, else all."""
+    """The values of expressions with plus-minus signs: two for one sign or signs that a minus-plus
+    links, else all."""
     signs = sum(_count_plus_minus(expr) for expr in exprs)
     linked = signs < 2 or any(mentions(expr, frozenset(("mp",))) for expr in exprs)
     if signs > MAX_SIGNS:
         raise NotMathematics(f"more than {MAX_SIGNS} plus-minus signs")
-    patterns = [(True,), (False,)] if linked else list(itertools.product((True, False), repeat=signs))
+    patterns = (
+        [(True,), (False,)] if linked else list(itertools.product((True, False), repeat=signs))
+    )
     cycles = [itertools.cycle(pattern) for pattern in patterns]
     return [tuple(_with_signs(expr, uppers) for expr in exprs) for uppers in cycles]
 
@@ -58,7 +64,8 @@ def _count_plus_minus(expr: Expr) -> int:
 
 
 def _with_signs(expr: Expr, uppers: Iterator[bool]) -> Expr:
-    """An expression with each plus-minus sign replaced from left to right: the upper sign where `uppers` is true."""
+    """An expression with each plus-minus sign replaced from left to right: the upper sign where
+    `uppers` is true."""
     if not isinstance(expr, Call):
         return expr
     if expr.name not in PLUS_MINUS:
@@ -71,7 +78,8 @@ def _with_signs(expr: Expr, uppers: Iterator[bool]) -> Expr:
 
 
 def half_line(left: Answer, op: str, right: Answer) -> tuple[str, RealSet] | None:
-    """(variable, the reals that satisfy it) if one side is x or |x|, and the other a number; else None."""
+    """(variable, the reals that satisfy it) if one side is x or |x|, and the other a number; else
+    None."""
     if bound_of(left) is not None:
         left, op, right = right, FLIPPED[op], left
     expr, bound = relation_side(left), bound_of(right)
@@ -92,7 +100,8 @@ def half_line(left: Answer, op: str, right: Answer) -> tuple[str, RealSet] | Non
 
 
 def linear(expr: Expr) -> tuple[str, Fraction, Fraction] | None:
-    """(letter, slope, value at 0) of a linear expression with fractions, `2x - 1`; None for others."""
+    """(letter, slope, value at 0) of a linear expression with fractions, `2x - 1`; None for
+    others."""
     letters = symbols(expr)
     if len(letters) != 1:
         return None
@@ -139,7 +148,8 @@ def named_side(side: Answer, expr: Expr) -> Answer:
 
 
 def value_of_expression(sides: Sequence[Answer]) -> tuple[Answer, ...]:
-    """The second of two sides, if it may be the value asked for of the first: 14 of `m + n = 14`; else nothing."""
+    """The second of two sides, if it may be the value asked for of the first: 14 of `m + n = 14`;
+    else nothing."""
     if len(sides) != 2:
         return ()
     expr, value = relation_side(sides[0]), sides[1]
@@ -161,7 +171,8 @@ _UNKNOWNS = frozenset("xyz")
 
 
 def _is_plain(expr: Expr, in_product: bool = False) -> bool:
-    """Whether it is a sum or product of letters, without coefficients: `m + n`, `ab + bc`, `(r + 1)(s + 1)`."""
+    """Whether it is a sum or product of letters, without coefficients: `m + n`, `ab + bc`, `(r +
+    1)(s + 1)`."""
     if isinstance(expr, Num):
         return in_product and expr.value > 0
     if isinstance(expr, Sym):
@@ -195,7 +206,8 @@ def is_lone_name(side: Answer) -> bool:
 
 def any_symbols(sides: Sequence[Answer]) -> bool:
     return any(
-        isinstance(side, Name) or (isinstance(side, Scalar) and bool(symbols(side.expr))) for side in sides
+        isinstance(side, Name) or (isinstance(side, Scalar) and bool(symbols(side.expr)))
+        for side in sides
     )
 
 
@@ -217,7 +229,8 @@ def has_shift(relation: Relation) -> bool:
     """Whether the absolute value in it is of other than a letter: `|x - 2|`."""
     sides = [side.expr for side in relation.sides if isinstance(side, Scalar)]
     return any(
-        isinstance(expr, Call) and bool(symbols(expr)) and not isinstance(expr.args[0], Sym) for expr in sides
+        isinstance(expr, Call) and bool(symbols(expr)) and not isinstance(expr.args[0], Sym)
+        for expr in sides
     )
 
 

@@ -1,4 +1,5 @@
-"""Answers with their own comparison: times, dates, numerals with a base, names, "no solution", geometric objects."""
+"""Answers with their own comparison: times, dates, numerals with a base, names, "no solution",
+geometric objects."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from itertools import islice
 from rlmath.answers.normalize import word_list
 from rlmath.answers.phrases import NUMBER_WORDS
 
-_CLOCK = re.compile(r"([0-9]{1,2}):([0-5][0-9])(?::([0-5][0-9]))?\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_CLOCK = re.compile(
+    r"([0-9]{1,2}):([0-5][0-9])(?::([0-5][0-9]))?\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE
+)
 _FULL_HOUR = re.compile(r"([0-9]{1,2})\s*([ap])\.?\s?m\.?", re.IGNORECASE)
 _BASED = re.compile(
     r"\(?([0-9A-F]+)\)?(?:_\{?\(?(?:base)?|\(?(?:in)?base)([0-9]{1,2}|[a-z]+)\)?\}?", re.IGNORECASE
@@ -19,23 +22,27 @@ _BASES = {word: number for word, number in NUMBER_WORDS.items() if 2 <= number <
 _NUMBER_KINDS = "real integer integral rational positive negative natural complex nonzero"
 _HOW_MANY = re.compile(
     r"(?:(?:so|thus|hence|therefore),? )?"
-    r"(?:there (?:is|are|exists?)|(?:(?:the |this )?(?:equation|system|problem|inequality)|it) (?:has|have)|has|have)?"
+    r"(?:there (?:is|are|exists?)|(?:(?:the |this )?(?:equation|system|problem|inequality)|it) "
+    r"(?:has|have)|has|have)?"
     r" ?(?:(?P<none>no)|infinitely many|(?:an )?infinite number(?: of)?|infinite)"
     rf"(?P<kinds>(?: (?:such|valid|possible|other|distinct|different|{_NUMBER_KINDS.replace(' ', '|')}))*)"
-    r"(?: (?:solutions?|roots?|values?|answers?|numbers?|pairs?|triples?|functions?|ways|points?|primes?|[a-z]"
+    r"(?: (?:solutions?|roots?|values?|answers?|numbers?|pairs?|triples?|functions?|ways|points?|"
+    r"primes?|[a-z]"
     r"|(?P<noun>integer|real)s?))?"
     r"(?: (?:exists?|(?:are|is) possible|to the (?:equation|system|inequality)))?"
     r"(?: (?:in|over|among) (?:the )?(?P<among>real|integer|rational|complex)(?:s| numbers))?"
 )
 """How many solutions there are: none, of some kind of number perhaps, or infinitely many."""
 _NONE = re.compile(
-    r"none(?: exist)?|(?:(?:the )?system is )?inconsistent|(?:the )?empty set|\\emptyset|\\varnothing|\\\{\\\}"
+    r"none(?: exist)?|(?:(?:the )?system is )?inconsistent|(?:the )?empty set|\\emptyset|"
+    r"\\varnothing|\\\{\\\}"
 )
 _INFINITE = frozenset(("\\infty", "+\\infty", "infinity"))
 
 _SHORT_TITLES = {"mister": "mr", "doctor": "dr", "professor": "prof"}
 _TITLED = re.compile(
-    r"(?:(mr|mrs|ms|miss|dr|prof|sir|mister|doctor|professor)\.? )?([a-z][a-z'-]+(?:[. ]{1,2}[a-z'-]+){0,3})"
+    r"(?:(mr|mrs|ms|miss|dr|prof|sir|mister|doctor|professor)\.? )?([a-z][a-z'-]+(?:[. "
+    r"]{1,2}[a-z'-]+){0,3})"
 )
 
 _YES_NO = re.compile(
@@ -58,8 +65,9 @@ _DATE = re.compile(
 
 
 def same_special(gold: str, answer: str) -> bool | None:
-    """Whether two texts are the same time of day, date, name, numeral or number of solutions; None if neither is one.
-    `3:30 PM` equals `15:30` and `3:30`; a numeral with a base only the same digits in the same base."""
+    """Whether two texts are the same time of day, date, name, numeral or number of solutions; None
+    if neither is one. `3:30 PM` equals `15:30` and `3:30`; a numeral with a base only the same
+    digits in the same base."""
     if _POLITE.sub("", gold) == _POLITE.sub("", answer):
         return True
     time, other = _clock(gold), _clock(answer)
@@ -90,11 +98,14 @@ def same_special(gold: str, answer: str) -> bool | None:
 
 
 _POLITE = re.compile(
-    r"^(?:only|exactly|on an?|on|player) | (?:only|wins|will win|has a winning strategy)$", re.IGNORECASE
+    r"^(?:only|exactly|on an?|on|player) | (?:only|wins|will win|has a winning strategy)$",
+    re.IGNORECASE,
 )
 _SUBJECT = re.compile(
-    r"^(?:(?:so|thus|hence|therefore),? )?(?:(?:the|this|that|it|its|f|given) )*(?:(?:limit|series|sum|integral"
-    r"|sequence|statement|claim|function|value|expression|triangle|quadrilateral|figure|shape|curve|graph) )?"
+    r"^(?:(?:so|thus|hence|therefore),? )?(?:(?:the|this|that|it|its|f|given) )*(?:(?:limit|"
+    r"series|sum|integral"
+    r"|sequence|statement|claim|function|value|expression|triangle|quadrilateral|figure|shape|"
+    r"curve|graph) )?"
     r"(?:(?:is|are|does|do|must be|will) )?(?:(?:an?|the) )?"
 )
 _MEANINGS = {
@@ -103,7 +114,11 @@ _MEANINGS = {
     "diverges": ("diverges", "diverge", "divergent", "not converge", "not convergent"),
     "converges": ("converges", "converge", "convergent"),
     "absolutely": ("converges absolutely", "absolutely convergent", "converge absolutely"),
-    "conditionally": ("converges conditionally", "conditionally convergent", "converge conditionally"),
+    "conditionally": (
+        "converges conditionally",
+        "conditionally convergent",
+        "converge conditionally",
+    ),
     "true": ("true", "t", "not false", "correct"),
     "false": ("false", "f", "not true", "incorrect"),
     "concave up": ("concave up", "concave upward", "concave upwards"),
@@ -116,7 +131,13 @@ _MEANINGS = {
     "second player": ("second player", "player 2", "player two"),
     "impossible": ("impossible", "not possible", "cannot be done"),
     "right triangle": ("right triangle", "right-angled triangle"),
-    "neither": ("neither", "neither of them", "neither one", "neither even nor odd", "neither odd nor even"),
+    "neither": (
+        "neither",
+        "neither of them",
+        "neither one",
+        "neither even nor odd",
+        "neither odd nor even",
+    ),
 }
 _MEANING = {text: meaning for meaning, texts in _MEANINGS.items() for text in texts}
 _LAST_NOUN = re.compile(r" (?:function|number|integer)$")
@@ -145,7 +166,9 @@ def _meaning(text: str) -> str:
 _LABEL_SETS = (tuple("abcdefgh"), ("i", "ii", "iii", "iv", "v"), tuple("123456"))
 _FIRST_LABEL = re.compile(r"(?:part ?)?\(?([ai1])(?:[).:]|(?<=part .) )")
 _LABELS = [
-    re.compile(rf"(?:\(|(?<![a-z0-9(\\])(?:part ?)?)({'|'.join(reversed(labels))})(?:\):?|[:.](?= |[0-9]))")
+    re.compile(
+        rf"(?:\(|(?<![a-z0-9(\\])(?:part ?)?)({'|'.join(reversed(labels))})(?:\):?|[:.](?= |[0-9]))"
+    )
     for labels in _LABEL_SETS
 ]
 """Any label of each kind."""
@@ -177,15 +200,20 @@ def split_parts(text: str) -> list[str] | None:
 
 
 def _parts_in_any_order(text: str, low: str) -> list[str] | None:
-    """The parts of `(b) 30; (a) 12`, which begins with a later label, in their order; None of other texts."""
+    """The parts of `(b) 30; (a) 12`, which begins with a later label, in their order; None of other
+    texts."""
     for labels, pattern in zip(_LABEL_SETS, _LABELS, strict=True):
         start = pattern.match(low)
         if start is None or start[1] == labels[0]:
             continue
         matches = list(islice(pattern.finditer(low), len(labels) + 1))
-        if sorted((match[1] for match in matches), key=labels.index) == list(labels[: len(matches)]):
+        if sorted((match[1] for match in matches), key=labels.index) == list(
+            labels[: len(matches)]
+        ):
             parts = _between(text, [match.span() for match in matches])
-            in_order = sorted(zip(matches, parts, strict=True), key=lambda pair: labels.index(pair[0][1]))
+            in_order = sorted(
+                zip(matches, parts, strict=True), key=lambda pair: labels.index(pair[0][1])
+            )
             return [part for _, part in in_order] if all(parts) else None
     return None
 
@@ -193,7 +221,10 @@ def _parts_in_any_order(text: str, low: str) -> list[str] | None:
 def _between(text: str, cuts: list[tuple[int, int]]) -> list[str]:
     """The texts behind each of the cuts, up to the next one."""
     ends = [begin for begin, _ in cuts[1:]] + [len(text)]
-    return [_END_OF_PART.sub("", text[after:end]).strip() for (_, after), end in zip(cuts, ends, strict=True)]
+    return [
+        _END_OF_PART.sub("", text[after:end]).strip()
+        for (_, after), end in zip(cuts, ends, strict=True)
+    ]
 
 
 _ORDER = re.compile(r" ?([<>](?!=)|\\(?:[lg]eq?(?:slant)?|[lg]t)(?![a-zA-Z])) ?")
@@ -202,8 +233,8 @@ _DESCENDING = {">": "<", "\\gt": "<", "\\ge": "<=", "\\geq": "<=", "\\geqslant":
 
 
 def split_chain(text: str) -> tuple[list[str], list[str]] | None:
-    """(sides, signs) of a chain of inequalities from its least side on: of `a < x <= b` and of `b >= x > a`; None of
-    other texts."""
+    """(sides, signs) of a chain of inequalities from its least side on: of `a < x <= b` and of `b
+    >= x > a`; None of other texts."""
     if not ("<" in text or ">" in text or "\\l" in text or "\\g" in text):
         return None
     pieces = _ORDER.split(text)
@@ -224,7 +255,8 @@ _END_OF_PART = re.compile(r"[\s,;.]*(?:\band\s*)?$")
 
 
 def bare_parts(text: str, count: int) -> list[str] | None:
-    """`count` parts of a list without labels, else None: `12, 30` or `(12, 30)`, but no interval, set or `12 or 30`."""
+    """`count` parts of a list without labels, else None: `12, 30` or `(12, 30)`, but no interval,
+    set or `12 or 30`."""
     if text.startswith(("[", "{", "\\{")):
         return None
     for separators in (";", ",;"):
@@ -239,8 +271,11 @@ _MAX_PARTS = 40
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
 
 
-def split_list(text: str, separators: str = ",;", words: tuple[str, ...] = ("and", "or")) -> list[str]:
-    """The items of a list, at separators and words outside all brackets; without the brackets around all."""
+def split_list(
+    text: str, separators: str = ",;", words: tuple[str, ...] = ("and", "or")
+) -> list[str]:
+    """The items of a list, at separators and words outside all brackets; without the brackets
+    around all."""
     parts, depth, start, cuts = [], 0, 0, 0
     closing = _CLOSING.get(text[: 1 + text.startswith("\\{")])
     enclosed = closing is not None and text.endswith(closing)
@@ -265,7 +300,8 @@ def split_list(text: str, separators: str = ",;", words: tuple[str, ...] = ("and
 
 
 def _same_count(gold: str, answer: str) -> bool | None:
-    """Whether two texts say the same about how many solutions there are; None if one does not say that."""
+    """Whether two texts say the same about how many solutions there are; None if one does not say
+    that."""
     counts = _how_many(gold), _how_many(answer)
     if "infinite" in counts and not _INFINITE.isdisjoint((gold, answer)):
         return True
@@ -276,7 +312,8 @@ def _same_count(gold: str, answer: str) -> bool | None:
 
 
 def _how_many(text: str) -> str | None:
-    """ "infinite", "none", or "none" with the kind of numbers there is none of; None for other texts."""
+    """ "infinite", "none", or "none" with the kind of numbers there is none of; None for other
+    texts."""
     if _NONE.fullmatch(text):
         return "none"
     match = None if text == "no" else _HOW_MANY.fullmatch(text)
@@ -323,7 +360,9 @@ def _clock(text: str) -> tuple[int, bool] | None:
         text = _SPOKEN_NOON.sub("12:00 pm", _SPOKEN_MIDNIGHT.sub("12:00 am", text))
         text = re.sub(r"^([0-9]{1,2}) ?(?=o')", r"\1:00", text)
         text = re.sub(r" ?o'? ?clock", "", text)
-        text = re.sub(r" ?in the (?:afternoon|evening)$", " pm", re.sub(r" ?in the morning$", " am", text))
+        text = re.sub(
+            r" ?in the (?:afternoon|evening)$", " pm", re.sub(r" ?in the morning$", " am", text)
+        )
     if match := _CLOCK.fullmatch(text):
         hours, minutes, seconds, half = match.groups()
     elif match := _FULL_HOUR.fullmatch(text):
@@ -385,7 +424,9 @@ def same_objects(gold: str, answer: str) -> bool | None:
     if one is None or two is None or (one[0] is None and two[0] is None and gold != answer):
         return None
     if one[0] != two[0]:
-        return ({one[0], two[0]} in ({"segment", None}, {"triangle", None}) and one[1] == two[1]) or None
+        return (
+            {one[0], two[0]} in ({"segment", None}, {"triangle", None}) and one[1] == two[1]
+        ) or None
     if one[1] == two[1]:
         return True
     turned = one[0] in ("segment", "line", "angle") and one[1] == two[1][::-1]

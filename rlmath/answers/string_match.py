@@ -1,4 +1,5 @@
-"""Equivalence of answers without a parser: equal strings, plain numbers, words and letters of multiple choice."""
+"""Equivalence of answers without a parser: equal strings, plain numbers, words and letters of
+multiple choice."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Rules:
     answer_from: str = "boxed"
     """Where the answer is looked for: see `extraction.extract_answer`."""
     protocol: bool = False
-    """Compare numbers as loosely as the Qwen2.5-Math evaluation does: within 1e-4, rounded, a factor of 100 off."""
+    """Compare numbers as loosely as the Qwen2.5-Math evaluation does: within 1e-4, rounded, a
+    factor of 100 off."""
 
 
 STRICT = Rules()
@@ -51,7 +53,8 @@ class Plain:
 
 
 def compare_plain(ours: Plain, gold: Plain, rules: Rules) -> tuple[bool, str] | None:
-    """(equal, kind of comparison: "string", "number" or "choice"); None if it cannot be decided here."""
+    """(equal, kind of comparison: "string", "number" or "choice"); None if it cannot be decided
+    here."""
     if ours.key == gold.key:
         return True, "string"
     if gold.choice is not None and ours.choice is not None:
@@ -65,7 +68,9 @@ def compare_plain(ours: Plain, gold: Plain, rules: Rules) -> tuple[bool, str] | 
         same = sorted(ours.words) == sorted(gold.words) if unordered else ours.words == gold.words
         return same, "string"
     if gold.letters is not None and ours.letters is not None:
-        return _same_letters(gold.letters, ours.letters, separated=ours.key != ours.letters), "choice"
+        return _same_letters(
+            gold.letters, ours.letters, separated=ours.key != ours.letters
+        ), "choice"
     if ours.number is not None and gold.number is not None:
         if ours.number == gold.number:
             return True, "number"
@@ -107,7 +112,8 @@ _LOOSE_SPACE = re.compile(r"(?<![A-Za-z0-9.,]) +| +(?![A-Za-z0-9])")
 
 
 def _string_key(text: str) -> str:
-    """One spelling for texts that look the same: no layout, no \\text, white space only between letters and digits."""
+    """One spelling for texts that look the same: no layout, no \\text, white space only between
+    letters and digits."""
     key = without_layout(plain_unicode(text))
     key = _FRACTION_COMMAND.sub(r"\\frac", key)
     key = _SHORT_SCRIPT.sub(r"\1\2", _WRAPPER.sub(r" \1 ", key))
@@ -118,7 +124,9 @@ def _string_key(text: str) -> str:
 # ---------------------------------------------------------------- numbers
 _INTEGER = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+"
 _NUMBER = re.compile(rf"([+-]?)((?:{_INTEGER})(?:\.[0-9]*)?|\.[0-9]+)")
-_FRACTION = re.compile(r"([+-]?)(?:([0-9]+)/([0-9]+)|\\frac\{(-?[0-9]+)\}\{([0-9]+)\}|\\frac([0-9])([0-9]))")
+_FRACTION = re.compile(
+    r"([+-]?)(?:([0-9]+)/([0-9]+)|\\frac\{(-?[0-9]+)\}\{([0-9]+)\}|\\frac([0-9])([0-9]))"
+)
 
 
 def _plain_number(key: str) -> tuple[Fraction | None, bool]:
@@ -146,7 +154,8 @@ _SHORT_WORDS = word_set("a an the of in on to no yes not and or is it at by up")
 
 
 def _are_words(key: str) -> bool:
-    """Whether a text is words, whose case does not matter, and not a product of letters: `Even`, not `nRT`."""
+    """Whether a text is words, whose case does not matter, and not a product of letters: `Even`,
+    not `nRT`."""
     if not _WORDS.fullmatch(key):
         return False
     words = re.split("[ -]", key)
@@ -166,14 +175,16 @@ _WITH_TEXT = frozenset("ABCDEF")
 """Letters that are choices if a text follows; others may be a name or a label."""
 _CONTINUES = tuple("([+-*/^=!_&,")
 _ANOTHER = re.compile(
-    r"^(?:and|or)\b|\(\s?[a-z]{1,3}\s?\)|(?:^|\s)[a-j][.):](?:\s|$)|\b(?:and|or)\s+\(?[a-j]\b|\b(?:not|wrong|incorrect)\b",
+    r"^(?:and|or)\b|\(\s?[a-z]{1,3}\s?\)|(?:^|\s)[a-j][.):](?:\s|$)|\b(?:and|or)\s+\(?[a-j]\b|"
+    r"\b(?:not|wrong|incorrect)\b",
     re.IGNORECASE,
 )
 """Signs that an answer has more than one part, or revokes its letter."""
 
 
 def choice_of(key: str) -> Choice | None:
-    """The single letter that a text chooses, as in `C`, `(c)`, `C) 12` or `Option C`; None for anything else.
+    """The single letter that a text chooses, as in `C`, `(c)`, `C) 12` or `Option C`; None for
+    anything else.
 
     >>> choice_of("(C) 12").letter
     'C'
@@ -193,7 +204,8 @@ def choice_of(key: str) -> Choice | None:
 
 
 def _same_letters(gold: str, answer: str, separated: bool) -> bool:
-    """Whether letters are the same: in any order if the gold ones are alphabetical and the answer's `separated`."""
+    """Whether letters are the same: in any order if the gold ones are alphabetical and the answer's
+    `separated`."""
     if gold == "".join(sorted(set(gold))) and separated:
         return gold == "".join(sorted(answer))
     return gold == answer

@@ -30,7 +30,8 @@ class Sym:
 
 @dataclass(frozen=True)
 class Call:
-    """An operation or function: "add", "mul", "div", "pow", "neg", "pm", "sqrt", "sin", "pi" (no arguments) ..."""
+    """An operation or function: "add", "mul", "div", "pow", "neg", "pm", "sqrt", "sin", "pi" (no
+    arguments) ..."""
 
     name: str
     args: tuple[Expr, ...] = ()
@@ -86,8 +87,9 @@ class Listing:
 
 @dataclass(frozen=True)
 class Relation:
-    """`sides[0] ops[0] sides[1] ...`; ops are "=", "<", "<=", ">", ">=", "!=", "~", "in" and "==" (an open congruence).
-    A congruence has the one op "mod"; its sides are [left side,] residue and modulus."""
+    """`sides[0] ops[0] sides[1] ...`; ops are "=", "<", "<=", ">", ">=", "!=", "~", "in" and "=="
+    (an open congruence). A congruence has the one op "mod"; its sides are [left side,] residue and
+    modulus."""
 
     sides: tuple[Answer, ...]
     ops: tuple[str, ...]
@@ -116,7 +118,8 @@ class MatrixOf:
 
 @dataclass(frozen=True)
 class NamedSet:
-    """A set with a name: "R", "Z", "N", "Q", "C", "empty", "Z+" and "R+" (positive), "Z0" and "R0" (not negative)."""
+    """A set with a name: "R", "Z", "N", "Q", "C", "empty", "Z+" and "R+" (positive), "Z0" and "R0"
+    (not negative)."""
 
     name: str
 

@@ -1,4 +1,5 @@
-"""Units after a number: known ones are converted into each other, other nouns are compared as words."""
+"""Units after a number: known ones are converted into each other, other nouns are compared as
+words."""
 
 from __future__ import annotations
 
@@ -132,7 +133,10 @@ for _base, (_symbol, *_words), _size in _rows(_WITH_PREFIXES):
         _SYMBOLS.setdefault(_prefix + _symbol, (_base, _size * Fraction(10) ** _power))
     for _prefix, _power in _LONG_PREFIXES.items():
         _KNOWN |= {_prefix + _word: (_base, _size * Fraction(10) ** _power) for _word in _words}
-_ANY_CASE = "m km dm cm mm nm s ms g kg mg L mL J kJ kWh eV keV MeV GeV mol N W kW V Hz kHz MHz GHz Pa kPa K"
+_ANY_CASE = (
+    "m km dm cm mm nm s ms g kg mg L mL J kJ kWh eV keV MeV GeV mol N W kW V Hz kHz MHz "
+    "GHz Pa kPa K"
+)
 """Symbols that are read in any case."""
 _KNOWN |= {symbol.lower(): _SYMBOLS[symbol] for symbol in _ANY_CASE.split()}
 _KNOWN |= {name: (base, size) for base, names, size in _rows(_OTHERS) for name in names}
@@ -150,7 +154,13 @@ _WRITTEN_WITH = {
     }.items()
 }
 """The units that an abbreviation stands for."""
-_MULTIPLIERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_MULTIPLIERS = {
+    "hundred": 100,
+    "thousand": 1000,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 _MULTIPLIERS |= {"dozen": 12, "gross": 144, "score": 20, "lakh": 10**5, "crore": 10**7}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 _SINGLE_LETTERS = word_set("m s g h L J N V W K")
@@ -159,21 +169,32 @@ _UNMISTAKABLE = word_set(
 )
 """Units that may follow a number without a space: 5cm, but 2nm is a product."""
 _NO_NOUNS = word_set(
-    "not or and is are if no but either nor none maybe was were be equals equal then so because since "
-    "where approximately about around less more greater than between only e i pi x y z sqrt sin cos tan "
-    "log ln exp infinity inf th st nd rd least most over plus minus times wrong undefined am pm unit half "
-    "halves third thirds quarter quarters fifth tenth tenths hundredth hundredths thousandth thousandths "
-    "zero one two three four five six seven eight nine ten negative positive below above factorial root "
-    "roots power powers mod choose off short dx dy dt squared cubed square cube to from by with without "
+    "not or and is are if no but either nor none maybe was were be equals equal then so because "
+    "since "
+    "where approximately about around less more greater than between only e i pi x y z sqrt sin "
+    "cos tan "
+    "log ln exp infinity inf th st nd rd least most over plus minus times wrong undefined am pm "
+    "unit half "
+    "halves third thirds quarter quarters fifth tenth tenths hundredth hundredths thousandth "
+    "thousandths "
+    "zero one two three four five six seven eight nine ten negative positive below above "
+    "factorial root "
+    "roots power powers mod choose off short dx dy dt squared cubed square cube to from by with "
+    "without "
 )
 _NO_NOUNS |= word_set(
-    "fourth fourths fifths sixth sixths seventh sevenths eighth eighths ninth ninths eleventh elevenths "
-    "twelfth twelfths tens ones pair pairs double doubled triple tripled fewer ago divided unknown cannot "
-    "tell unclear impossible twice thrice quadruple quadrupled halved nearly almost never except under"
+    "fourth fourths fifths sixth sixths seventh sevenths eighth eighths ninth ninths eleventh "
+    "elevenths "
+    "twelfth twelfths tens ones pair pairs double doubled triple tripled fewer ago divided "
+    "unknown cannot "
+    "tell unclear impossible twice thrice quadruple quadrupled halved nearly almost never except "
+    "under"
 )
 TURNING_WORDS = word_set(
-    "decrease decreased reduction reduced loss lost debt owed deficit shortfall drop dropped decline declined "
-    "fall fell fold bc bce down downward downwards backward backwards reciprocal inverse opposite deducted withdrawn "
+    "decrease decreased reduction reduced loss lost debt owed deficit shortfall drop dropped "
+    "decline declined "
+    "fall fell fold bc bce down downward downwards backward backwards reciprocal inverse opposite "
+    "deducted withdrawn "
     "overdrawn"
 )
 """What makes another value of the number before it: they are no units, which may be left out."""
@@ -187,13 +208,14 @@ _SHORT_NOUNS = word_set(
     "oar ox owl pad pan pea pen pet pie pig pin pit pot ram rat rod row rug set sit sky son tap "
     "tax tie tin tip toe ton top toy tub van way web wig win yak zoo"
 )
-"""Nouns of three letters, which are no product of letters behind a space: `6 egg`, but not `6 abc`."""
+"""Nouns of three letters, which are no product of letters behind a space: `6 egg`, but not `6
+abc`."""
 _ORDINALS = frozenset(("th", "st", "nd", "rd"))
 
 
 def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) -> Unit | None:
-    """The unit of these tokens, or None: `cm^2`, `miles per hour`, `square feet`, `^\\circ C`, `apples`. Nouns are
-    `known_words`; None: any."""
+    """The unit of these tokens, or None: `cm^2`, `miles per hour`, `square feet`, `^\\circ C`,
+    `apples`. Nouns are `known_words`; None: any."""
     dimensions: dict[str, int] = {}
     parts: set[Known] = set()
     factor, nouns, sign, pending, position, multiplier = Fraction(1), [], 1, 1, 0, 1
@@ -204,7 +226,9 @@ def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) ->
         known = _known(tokens, position)
         if known is None and known_words is not None and singular(lower) in known_words.counted:
             nouns.append(singular(lower))
-        elif lower in ("/", "per") or (lower in ("a", "an") and sign == 1 and (dimensions or nouns)):
+        elif lower in ("/", "per") or (
+            lower in ("a", "an") and sign == 1 and (dimensions or nouns)
+        ):
             if position + 1 == len(tokens):
                 return None
             sign = -1
@@ -223,7 +247,11 @@ def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) ->
         elif lower in ("unit", "units"):
             step += _exponent(tokens, position + 1)[1]
             pending = 1
-        elif lower == "\\frac" and sign == 1 and (quotient := _quotient(tokens, position)) is not None:
+        elif (
+            lower == "\\frac"
+            and sign == 1
+            and (quotient := _quotient(tokens, position)) is not None
+        ):
             over, step = quotient
             factor *= over.factor
             _multiply(dimensions, over.dimensions, 1)
@@ -231,7 +259,11 @@ def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) ->
         elif known is not None:
             known, size = known
             exponent, more = _exponent(tokens, position + size)
-            step = size + more + (lower == "percentage" and _text(tokens, position + 1).startswith("point"))
+            step = (
+                size
+                + more
+                + (lower == "percentage" and _text(tokens, position + 1).startswith("point"))
+            )
             if lower == "ms" and exponent < 0:  # m s^{-2}
                 _multiply(dimensions, (("length", 1),), sign)
                 parts.add(_KNOWN["m"])
@@ -240,11 +272,19 @@ def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) ->
             factor *= known[1] ** (sign * pending * exponent)
             _multiply(dimensions, known[0], sign * pending * exponent)
             sign, pending = 1, 1
-        elif (times := _MULTIPLIERS.get(lower) or _MULTIPLIERS.get(lower.removesuffix("s"))) is not None:
+        elif (
+            times := _MULTIPLIERS.get(lower) or _MULTIPLIERS.get(lower.removesuffix("s"))
+        ) is not None:
             multiplier *= times
-        elif sign == 1 and _is_noun(tokens[position]) and (known_words is None or lower in known_words):
+        elif (
+            sign == 1
+            and _is_noun(tokens[position])
+            and (known_words is None or lower in known_words)
+        ):
             nouns.append(singular(lower))
-        elif not (lower in _FILLERS or (lower in _ORDINALS and position == 0 and not tokens[0].space)):
+        elif not (
+            lower in _FILLERS or (lower in _ORDINALS and position == 0 and not tokens[0].space)
+        ):
             return None
         position += step
     if len(nouns) > MAX_NOUNS or not tokens:
@@ -285,13 +325,16 @@ def _unit_of_word(token: Token, behind_slash: bool) -> Known | None:
     lower = text.lower()
     if len(text) == 1 and text.isalpha():
         return None
-    if not (token.space or token.prose or behind_slash or token.kind != "word" or lower in _UNMISTAKABLE):
+    if not (
+        token.space or token.prose or behind_slash or token.kind != "word" or lower in _UNMISTAKABLE
+    ):
         return None
     return _KNOWN.get(lower) or (_KNOWN.get(singular(lower)) if len(lower) > 3 else None)
 
 
 def unit_of_word(word: str) -> frozenset[Known]:
-    """The known units that a word stands for, whatever its case: `miles`, `mph`; none of other words."""
+    """The known units that a word stands for, whatever its case: `miles`, `mph`; none of other
+    words."""
     known = _KNOWN.get(word.lower()) or _KNOWN.get(singular(word))
     return frozenset() if known is None else _WRITTEN_WITH.get(known, frozenset({known}))
 
@@ -339,7 +382,8 @@ _NUMBERED_UNITS = word_set("minute hour day week month year decade century")
 
 
 def may_name(word: str) -> bool:
-    """Whether a word of the question before a value says what has it; units and words that change a value do not."""
+    """Whether a word of the question before a value says what has it; units and words that change a
+    value do not."""
     word = word.lower()
     is_unit = bool(unit_of_word(word)) and word not in _NUMBERED_UNITS
     return not (is_unit or word in _NO_NOUNS or singular(word) in _MULTIPLIERS)
@@ -347,18 +391,28 @@ def may_name(word: str) -> bool:
 
 def _is_noun(token: Token) -> bool:
     text = token.text.lower()
-    long_enough = len(text) > 1 if token.prose else token.space and (len(text) > 3 or text in _SHORT_NOUNS)
+    long_enough = (
+        len(text) > 1 if token.prose else token.space and (len(text) > 3 or text in _SHORT_NOUNS)
+    )
     return token.kind == "word" and long_enough and text not in _NO_NOUNS and text not in _FILLERS
 
 
 def _degree(tokens: Sequence[Token], position: int) -> tuple[str, int] | None:
     """(base, number of tokens) of a degree sign, with the letter of its scale: `^\\circ C`."""
     texts = [token.text for token in tokens[position : position + 7]]
-    for pattern in (["^", "\\circ"], ["^", "{", "\\circ", "}"], ["degrees"], ["degree"], ["\\degree"]):
+    for pattern in (
+        ["^", "\\circ"],
+        ["^", "{", "\\circ", "}"],
+        ["degrees"],
+        ["degree"],
+        ["\\degree"],
+    ):
         if texts[: len(pattern)] == pattern:
             after = texts[len(pattern) :]
             letter = after[0].lower() if after else ""
-            scale = next((name for name in ("celsius", "fahrenheit") if letter in (name, name[0])), None)
+            scale = next(
+                (name for name in ("celsius", "fahrenheit") if letter in (name, name[0])), None
+            )
             return (scale, len(pattern) + 1) if scale else ("degree", len(pattern))
     return None
 

@@ -2,14 +2,15 @@
 
     completion -> final answer -> strings, plain numbers, letters -> our own grammar -> math-verify
 
-The first two steps take microseconds and run in the caller's process (`verify_by_string`). The grammar
-(`answers.answers_equal`) is bounded in size and evaluates only its own syntax tree; it takes about a millisecond. What
-it does not parse, such as an integral, goes to math-verify, which has no time limit of its own: so these two run only
-in processes that can be killed (see `worker_pool`). Text is never evaluated as code: math-verify's plain-expression
-extraction, which ends in Python's `eval`, stays switched off.
+The first two steps take microseconds and run in the caller's process (`verify_by_string`). The
+grammar (`answers.answers_equal`) is bounded in size and evaluates only its own syntax tree; it
+takes about a millisecond. What it does not parse, such as an integral, goes to math-verify, which
+has no time limit of its own: so these two run only in processes that can be killed (see
+`worker_pool`). Text is never evaluated as code: math-verify's plain-expression extraction, which
+ends in Python's `eval`, stays switched off.
 
-The rules, with examples that the tests run, are in docs/rewards.md. This module imports neither torch nor sympy, so
-that the worker processes stay small and the trainer starts fast.
+The rules, with examples that the tests run, are in docs/rewards.md. This module imports neither
+torch nor sympy, so that the worker processes stay small and the trainer starts fast.
 """
 
 from __future__ import annotations
@@ -31,7 +32,17 @@ from rlmath.answers.string_match import (
 TASKS = ("math", "choice")
 """Supported tasks: a mathematical answer, or the letter of one of the question's options."""
 
-VERDICTS = ("string", "number", "choice", "symbolic", "no_answer", "too_long", "timeout", "error", "function")
+VERDICTS = (
+    "string",
+    "number",
+    "choice",
+    "symbolic",
+    "no_answer",
+    "too_long",
+    "timeout",
+    "error",
+    "function",
+)
 """All values of `Verdict.verdict`: how a completion was scored."""
 
 FAILURES = ("timeout", "error")
@@ -41,12 +52,13 @@ MAX_SOLUTIONS = 1000
 """Most solutions of one prompt."""
 FEW_SOLUTIONS = 16
 FEW_CHARS = 20_000
-"""Up to so many solutions, with so many characters together, are compared as strings in the caller's process; more of
-them in a worker, under its time limit."""
+"""Up to so many solutions, with so many characters together, are compared as strings in the
+caller's process; more of them in a worker, under its time limit."""
 
 
 _SEVERAL_PARTS = re.compile(
-    r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\pm|(?<![a-zA-Z0-9])\(?(?:[a-h]|[1-9]|i{1,3}|iv|v)(?:\)|[.:](?=\s))|\bpart\b",
+    r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\pm|(?<![a-zA-Z0-9])\(?(?:[a-h]|[1-9]|i{1,3}|iv|"
+    r"v)(?:\)|[.:](?=\s))|\bpart\b",
     re.IGNORECASE,
 )
 """What a solution of several parts has."""
@@ -70,7 +82,8 @@ class Verdict:
     extracted: str
     """The answer that was compared, at most `MAX_ANSWER_CHARS` long; "" when none was found."""
     verdict: str
-    """How it was decided: "string", "number", "choice", "symbolic", "no_answer", "too_long", "timeout" or "error"."""
+    """How it was decided: "string", "number", "choice", "symbolic", "no_answer", "too_long",
+    "timeout" or "error"."""
     seconds: float = field(default=0.0, compare=False, repr=False)
     """Duration of the check where a pool ran it; 0 for a result from its cache."""
     queue_seconds: float = field(default=0.0, compare=False, repr=False)
@@ -88,12 +101,18 @@ def check_tasks(tasks: Iterable[str]) -> None:
 
 
 def verify(
-    completion: str, solutions: Sequence[str], task: str = "math", rules: Rules = STRICT, question: str = ""
+    completion: str,
+    solutions: Sequence[str],
+    task: str = "math",
+    rules: Rules = STRICT,
+    question: str = "",
 ) -> Verdict:
-    """Whether a completion's final answer equals any of the solutions. It has no time limit, unlike a `WorkerPool`.
+    """Whether a completion's final answer equals any of the solutions.
 
-    A word or unit beside a value counts only where it stands in the solution or in the `question`, the problem's text
-    without its template; see docs/rewards.md.
+    It has no time limit, unlike a `WorkerPool`.
+
+    A word or unit beside a value counts only where it stands in the solution or in the `question`,
+    the problem's text without its template; see docs/rewards.md.
     """
     assert task in TASKS, task
     answer = extract_answer(completion, rules.answer_from)
@@ -116,7 +135,9 @@ def verdict_without_solutions(answer: str | None) -> Verdict | None:
     return Verdict(False, extracted, "string") if plain_answer(extracted) is None else None
 
 
-def verify_by_string(answer: str | None, solutions: Sequence[str], rules: Rules = STRICT) -> Verdict | None:
+def verify_by_string(
+    answer: str | None, solutions: Sequence[str], rules: Rules = STRICT
+) -> Verdict | None:
     """The result where strings, plain numbers and letters of choice decide, else None."""
     wrong = verdict_without_solutions(answer)
     if wrong is not None:
@@ -147,7 +168,8 @@ def usable_solutions(solutions: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_one_where_answer_is_two(solution: str, answer: str) -> bool:
-    """Whether the answer is two numbers or boxes where the solution is an interval or one number, such as 3,000."""
+    """Whether the answer is two numbers or boxes where the solution is an interval or one number,
+    such as 3,000."""
     if not _SEPARATOR.search(answer):
         return False
     gold = plain_answer(gold_answer(solution))
@@ -167,7 +189,8 @@ _HAS_BOUNDS = re.compile(r"[\[\](<>{|≤≥]|\\(?:in|[lg]eq?|[lg]t)(?![a-z])|bet
 def verify_by_parser(
     answer: str, solutions: Sequence[str], rules: Rules = STRICT, question: str = ""
 ) -> Verdict:
-    """The result of the grammar or of math-verify, which may hang or take gigabytes: for workers alone."""
+    """The result of the grammar or of math-verify, which may hang or take gigabytes: for workers
+    alone."""
     # These import mpmath, which only workers need.
     from rlmath.answers.answers_equal import answers_equal, boxes_equal
     from rlmath.answers.question import read_question

@@ -1,8 +1,9 @@
 """The process that writes a rank's part of a checkpoint while the rank continues training.
 
-It is started as a program of its own, never forked: a rank holds process groups, engines and perhaps CUDA, which a fork
-would copy. The rank copies its tensors into anonymous shared memory and passes that on; the process writes, syncs the
-files to disk and returns checksums of what they then hold.
+It is started as a program of its own, never forked: a rank holds process groups, engines and
+perhaps CUDA, which a fork would copy. The rank copies its tensors into anonymous shared memory and
+passes that on; the process writes, syncs the files to disk and returns checksums of what they then
+hold.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class FileToWrite:
 
 @dataclass(frozen=True)
 class Written:
-    """The result of a job: torch's `WriteResult` of every item, and the files by name; or why it failed."""
+    """The result of a job: torch's `WriteResult` of every item, and the files by name; or why it
+    failed."""
 
     results: list[Any]
     files: dict[str, FileEntry]
@@ -70,7 +72,9 @@ class Written:
 
 
 def lacks_memory(buckets: Sequence[Any]) -> str | None:
-    """Why this machine lacks memory for copies as large as this one's. Call it on all ranks before any copies."""
+    """Why this machine lacks memory for copies as large as this one's.
+
+    Call it on all ranks before any copies."""
     release_freed_memory()
     size, _ = _lay_out(buckets)
     ranks = local_world_size() or 1
@@ -80,12 +84,20 @@ def lacks_memory(buckets: Sequence[Any]) -> str | None:
 
 
 class WriterProcess:
-    """The rank's end of the connection. One job at a time."""
+    """The rank's end of the connection.
+
+    One job at a time."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        environment |= {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)
+        }
+        environment |= {
+            "PYTHONWARNINGS": "ignore",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         with theirs, _blocked_stop_signals():
             # -P: a file of the current folder is no module
             self._process = subprocess.Popen(
@@ -102,8 +114,10 @@ class WriterProcess:
         return self._process.poll() is None
 
     def submit(self, buckets: Sequence[Any]) -> None:
-        """Copy what Megatron's writer wants written, and pass it on. The tensors may change as soon as this returns.
-        OSError where the process does not accept it. Call `lacks_memory` before."""
+        """Copy what Megatron's writer wants written, and pass it on.
+
+        The tensors may change as soon as this returns. OSError where the process does not accept
+        it. Call `lacks_memory` before."""
         size, jobs = _lay_out(buckets)
         memory = os.memfd_create("rlmath-checkpoint")
         try:
@@ -119,7 +133,9 @@ class WriterProcess:
         return self._connection.poll(timeout)
 
     def result(self, waiting: Callable[[], None]) -> Written:
-        """The result of the last job. Waits for it, and calls `waiting` while the process advances."""
+        """The result of the last job.
+
+        Waits for it, and calls `waiting` while the process advances."""
         try:
             done = self._done()
             while not self.ready(timeout=1.0):
@@ -148,8 +164,9 @@ class WriterProcess:
 
 @contextlib.contextmanager
 def _blocked_stop_signals() -> Iterator[None]:
-    """What is started inside never receives the signals that ask a run to save and stop: Slurm sends them to every
-    process of a job step, and the rank needs its writer to save. From its first moment, as it inherits the mask."""
+    """What is started inside never receives the signals that ask a run to save and stop: Slurm
+    sends them to every process of a job step, and the rank needs its writer to save. From its first
+    moment, as it inherits the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -165,7 +182,9 @@ def _lay_out(buckets: Sequence[Any]) -> tuple[int, list[FileToWrite]]:
         for item, tensor in tensors:
             staged.append(Staged(item, at, tuple(tensor.shape), tensor.dtype))
             at += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        jobs.append(FileToWrite(str(path), key, [(item, data.getvalue()) for item, data in objects], staged))
+        jobs.append(
+            FileToWrite(str(path), key, [(item, data.getvalue()) for item, data in objects], staged)
+        )
     return at, jobs
 
 
@@ -181,7 +200,9 @@ def _view(mapped: mmap.mmap, staged: Staged) -> Tensor:
     count = math.prod(staged.shape)
     if count == 0:
         return torch.empty(staged.shape, dtype=staged.dtype)
-    return torch.frombuffer(mapped, dtype=staged.dtype, count=count, offset=staged.offset).view(staged.shape)
+    return torch.frombuffer(mapped, dtype=staged.dtype, count=count, offset=staged.offset).view(
+        staged.shape
+    )
 
 
 # ---------------------------------------------------------------- the process
@@ -217,19 +238,26 @@ def _write(jobs: Sequence[FileToWrite], memory: int) -> Written:
 
 
 def _write_file(job: FileToWrite, mapped: mmap.mmap) -> list[Any]:
-    """The file as Megatron's own writer makes it (`FileSystemWriterAsync.write_preloaded_data`), without importing
-    Megatron, which would take most of this process's start."""
+    """The file as Megatron's own writer makes it (`FileSystemWriterAsync.write_preloaded_data`),
+    without importing Megatron, which would take most of this process's start."""
     # torch's, and as unstable as the name says; Megatron calls it as well.
     from torch.distributed.checkpoint import filesystem
 
-    transforms, form = filesystem._StorageWriterTransforms(), filesystem.SerializationFormat.TORCH_SAVE
+    transforms, form = (
+        filesystem._StorageWriterTransforms(),
+        filesystem.SerializationFormat.TORCH_SAVE,
+    )
     results = []
     with open(job.path, "wb") as stream:
         for item, data in job.objects:
-            results.append(filesystem._write_item(transforms, stream, io.BytesIO(data), item, job.key, form))
+            results.append(
+                filesystem._write_item(transforms, stream, io.BytesIO(data), item, job.key, form)
+            )
         for one in job.tensors:
             view = _view(mapped, one)
-            results.append(filesystem._write_item(transforms, stream, view, one.item, job.key, form))
+            results.append(
+                filesystem._write_item(transforms, stream, view, one.item, job.key, form)
+            )
         stream.flush()
         os.fsync(stream.fileno())
     return results

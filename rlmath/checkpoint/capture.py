@@ -1,15 +1,18 @@
-"""What the update of a step was made of, kept of the last step and written to be replayed (`rlmath replay`).
+"""What the update of a step was made of, kept of the last step and written to be replayed (`rlmath
+replay`).
 
     captures/step-000010/capture.json        where the run stood, what the step's update gave
                          config.yaml         all settings
                          groups.jsonl        a row per sampled group: prompt, texts, rewards, scores, which are learned
                          tokens.safetensors  token ids and log-probs of all groups, one completion behind the other
 
-`capture.json` has digests of the last two: a changed byte is noticed. Paths in config.yaml may be edited.
+`capture.json` has digests of the last two: a changed byte is noticed. Paths in config.yaml may be
+edited.
 
-Written after the steps of `telemetry.capture_steps`, with digests of the weights before and after; and, without those,
-for the last step of a run that fails or diverges. The weights that the step began with are those of the run's
-checkpoint with so many steps done; before the first step, of `model.path`.
+Written after the steps of `telemetry.capture_steps`, with digests of the weights before and after;
+and, without those, for the last step of a run that fails or diverges. The weights that the step
+began with are those of the run's checkpoint with so many steps done; before the first step, of
+`model.path`.
 """
 
 from __future__ import annotations
@@ -67,7 +70,8 @@ class CapturedUpdate:
     advantages: list[list[float]]
     """By learned group and completion."""
     weights_after: str | None = None
-    """SHA-256 of all tensors as Hugging Face names them; None where it was not taken, or on a rank but 0."""
+    """SHA-256 of all tensors as Hugging Face names them; None where it was not taken, or on a rank
+    but 0."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +121,10 @@ def folder_of(output_dir: Path, step: int) -> Path:
 
 
 def write_capture(output_dir: Path, capture: Capture, since: float = math.inf) -> Path | None:
-    """Write it whole, in the place of an earlier one of the same step; its folder. None where another rank is writing
-    the same step, or has written it after `since` (seconds since 1970). OSError where the disk refuses."""
+    """Write it whole, in the place of an earlier one of the same step; its folder.
+
+    None where another rank is writing the same step, or has written it after `since` (seconds since
+    1970). OSError where the disk refuses."""
     folder = folder_of(output_dir, capture.step)
     if (folder / CAPTURE_FILE).is_file() and (folder / CAPTURE_FILE).stat().st_mtime > since:
         return None
@@ -151,7 +157,8 @@ def _digest(content: bytes) -> str:
 
 
 def _header(capture: Capture) -> dict[str, Any]:
-    """All but the settings and the groups, which have files of their own; the step is counted from 1."""
+    """All but the settings and the groups, which have files of their own; the step is counted from
+    1."""
     header = asdict(replace(capture, step=capture.step + 1, settings_yaml="", groups=[], chosen=[]))
     for name in ("settings_yaml", "groups", "chosen"):
         del header[name]
@@ -201,7 +208,8 @@ def read_capture(folder: Path) -> Capture:
     """ValueError where it cannot be read, has changed or was written by a later version."""
     try:
         files = {
-            name: read_regular(folder / name, _MOST_BYTES) for name in (CAPTURE_FILE, CONFIG_FILE, *_DIGESTED)
+            name: read_regular(folder / name, _MOST_BYTES)
+            for name in (CAPTURE_FILE, CONFIG_FILE, *_DIGESTED)
         }
     except OSError as error:
         raise ValueError(
@@ -215,7 +223,14 @@ def read_capture(folder: Path) -> Capture:
             if _digest(files[name]) != digest:
                 raise ValueError(f"{name} is not as it was written")
         header["step"] -= 1
-        for name in ("step", "total_steps", "length_stage", "sampling_seed", "rollbacks", "world_size"):
+        for name in (
+            "step",
+            "total_steps",
+            "length_stage",
+            "sampling_seed",
+            "rollbacks",
+            "world_size",
+        ):
             read_count(header[name])
         rows = list(_read_groups(files[GROUPS_FILE].splitlines(), load(files[TOKENS_FILE])))
         update, before = header.pop("update"), header.pop("weights_before")
@@ -227,8 +242,17 @@ def read_capture(folder: Path) -> Capture:
             weights_before=_read_digest(before),
             **header,
         )
-    except (SafetensorError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ValueError(f'the capture "{folder}" is damaged ({type(error).__name__}: {error})') from error
+    except (
+        SafetensorError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+    ) as error:
+        raise ValueError(
+            f'the capture "{folder}" is damaged ({type(error).__name__}: {error})'
+        ) from error
 
 
 def _read_update(row: dict[str, Any]) -> CapturedUpdate:
@@ -246,7 +270,8 @@ def _read_digest(value: Any) -> str | None:
 def _read_groups(
     lines: Sequence[bytes], tensors: Mapping[str, np.ndarray]
 ) -> Iterator[tuple[ScoredGroup, tuple[int, ...]]]:
-    """Groups one after another, each with the next of the tokens, and which of its completions were learned from."""
+    """Groups one after another, each with the next of the tokens, and which of its completions were
+    learned from."""
     prompts, tokens = tensors["prompt_tokens"], TokenReader(tensors["tokens"], tensors["logprobs"])
     end = 0
     for row in map(parse_json, map(bytes.decode, lines)):

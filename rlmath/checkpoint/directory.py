@@ -43,7 +43,8 @@ INDEX = ".metadata"
 METADATA_FILES = "hf"
 CRITIC = "critic"
 REFERENCE = "reference"
-"""Name of the reference, which a checkpoint has where it is not the model that the run started from."""
+"""Name of the reference, which a checkpoint has where it is not the model that the run started
+from."""
 CRITIC_CONFIG = "critic_config.json"
 """The critic's config.json, beside the state."""
 PARTIAL = ".partial"
@@ -55,7 +56,15 @@ FORMAT = 1
 MAX_MANIFEST_BYTES = 2**26
 """A larger manifest is refused; a file takes some 150 bytes of it."""
 _NAME = re.compile(r"step-(\d{6,})")
-_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
+_DAMAGE = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EIO,
+    errno.EBADMSG,
+    errno.EUCLEAN,
+    errno.ENODATA,
+)
 
 
 class OutOfReachError(ValueError):
@@ -73,7 +82,8 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint, from its name and its manifest; its files may have been damaged since."""
+    """A complete checkpoint, from its name and its manifest; its files may have been damaged
+    since."""
 
     folder: Path
     step: int
@@ -94,8 +104,10 @@ def partial_of(root: Path, step: int) -> Path:
 
 
 def nearest_folder(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there. ValueError where that cannot be known or is no
-    folder: a link to nothing or to itself, a file, no permission, a disk that does not answer."""
+    """The folder itself, or the nearest one above it that is there.
+
+    ValueError where that cannot be known or is no folder: a link to nothing or to itself, a file,
+    no permission, a disk that does not answer."""
     for nearest in (path, *path.parents):
         try:
             if stat.S_ISDIR(nearest.stat().st_mode):
@@ -103,7 +115,10 @@ def nearest_folder(path: Path) -> Path:
         except (FileNotFoundError, NotADirectoryError) as error:
             if not nearest.is_symlink():
                 continue
-            text = f'a link to "{os.readlink(nearest)}", where nothing is (a disk that is not mounted?)'
+            text = (
+                f'a link to "{os.readlink(nearest)}", where nothing is (a disk that is not '
+                "mounted?)"
+            )
             raise ValueError(f'"{nearest}" is not a folder but {text}') from error
         except OSError as error:
             raise ValueError(f'"{nearest}" cannot be looked at ({error.strerror})') from error
@@ -112,8 +127,10 @@ def nearest_folder(path: Path) -> Path:
 
 
 def complete_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
-    """All under `root`, newest first, and a sentence on each whose manifest cannot be used. Reads manifests and sizes,
-    not contents. ValueError where `root`, or what has a checkpoint's name, cannot be looked at (`nearest_folder`)."""
+    """All under `root`, newest first, and a sentence on each whose manifest cannot be used.
+
+    Reads manifests and sizes, not contents. ValueError where `root`, or what has a checkpoint's
+    name, cannot be looked at (`nearest_folder`)."""
     found, problems = [], []
     for step, folder in sorted(_named(root), reverse=True):
         try:
@@ -132,7 +149,9 @@ def complete_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
 
 
 def _named(root: Path) -> Iterator[tuple[int, Path]]:
-    """By step. ValueError where that cannot be known: what cannot be looked at is not absent."""
+    """By step.
+
+    ValueError where that cannot be known: what cannot be looked at is not absent."""
     if nearest_folder(root) != root:
         return
     try:
@@ -146,7 +165,9 @@ def _named(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def means_loss(error: OSError) -> bool:
-    """Whether a file is lost. Other errors (no permission, a disk that does not answer) may be gone tomorrow."""
+    """Whether a file is lost.
+
+    Other errors (no permission, a disk that does not answer) may be gone tomorrow."""
     return error.errno in _DAMAGE
 
 
@@ -157,13 +178,17 @@ def raise_if_out_of_reach(path: Path, error: Exception) -> None:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder; ValueError where it has no manifest, or one that cannot be used."""
+    """The checkpoint in a folder; ValueError where it has no manifest, or one that cannot be
+    used."""
     path = folder / MANIFEST
     try:
         values = read_json(path, MAX_MANIFEST_BYTES)
         if values["format"] != FORMAT:
             raise ValueError(f"its format is {values['format']!r}; this program reads {FORMAT}")
-        files = {name: FileEntry(_whole(x["size"]), str(x["sha256"])) for name, x in values["files"].items()}
+        files = {
+            name: FileEntry(_whole(x["size"]), str(x["sha256"]))
+            for name, x in values["files"].items()
+        }
         checkpoint = Checkpoint(folder, _whole(values["step"]), bool(values["kept"]), files)
         absent = [name for name in NEEDED if name not in files]
         if absent:
@@ -205,7 +230,9 @@ def wrong_sizes(checkpoint: Checkpoint) -> list[str]:
 def wrong_contents(
     checkpoint: Checkpoint, names: Iterable[str], on_block: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """A sentence for every named file whose contents have changed. Reads all; OSError where one cannot be read."""
+    """A sentence for every named file whose contents have changed.
+
+    Reads all; OSError where one cannot be read."""
     return [
         f"{name} has other contents than were written (SHA-256 differs)"
         for name in names
@@ -234,14 +261,19 @@ def open_partial(root: Path, step: int) -> Path:
 
 
 def finish_partial(partial: Path, step: int, kept: bool, known: dict[str, FileEntry]) -> Checkpoint:
-    """Write the manifest and rename the folder to its final name. `known` are the entries that were computed where the
-    files were written; the others are read now. OSError on a disk error, ValueError where a file has changed."""
+    """Write the manifest and rename the folder to its final name.
+
+    `known` are the entries that were computed where the files were written; the others are read
+    now. OSError on a disk error, ValueError where a file has changed."""
     files = {}
     for path in sorted(path for path in partial.rglob("*") if path.is_file()):
         name = path.relative_to(partial).as_posix()
         files[name] = known.get(name) or file_entry(path)
     checkpoint = Checkpoint(partial, step, kept, files)
-    lost = [*wrong_sizes(checkpoint), *(f"{name} is not there" for name in known if name not in files)]
+    lost = [
+        *wrong_sizes(checkpoint),
+        *(f"{name} is not there" for name in known if name not in files),
+    ]
     if lost:
         raise ValueError("; ".join(lost))
     entries = {name: asdict(entry) for name, entry in files.items()}
@@ -253,7 +285,9 @@ def finish_partial(partial: Path, step: int, kept: bool, known: dict[str, FileEn
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     if os.path.lexists(final):
         other = set_aside(final, DAMAGED)
-        logger.warning("%s was there before and is %s now: this run saves the step anew", final, other.name)
+        logger.warning(
+            "%s was there before and is %s now: this run saves the step anew", final, other.name
+        )
     partial.rename(final)
     _flush(final.parent)
     return Checkpoint(final, step, kept, files)
@@ -268,7 +302,8 @@ def _flush(path: Path) -> None:
 
 
 def write_error_text(error: Exception, path: Path) -> str:
-    """Why a file was not written, and how full its disk is: torch's RuntimeError of its zip format does not say it."""
+    """Why a file was not written, and how full its disk is: torch's RuntimeError of its zip format
+    does not say it."""
     told = f"{path} was not written: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     with contextlib.suppress(OSError):
         disk = os.statvfs(path.parent)
@@ -278,12 +313,17 @@ def write_error_text(error: Exception, path: Path) -> str:
 
 
 def set_aside(folder: Path, ending: str) -> Path:
-    """Rename a folder to a name that is no checkpoint's, in one step: an incomplete one never has a complete name.
-    What was set aside before under that name is replaced if it is incomplete, and stays if it is damaged."""
+    """Rename a folder to a name that is no checkpoint's, in one step: an incomplete one never has a
+    complete name. What was set aside before under that name is replaced if it is incomplete, and
+    stays if it is damaged."""
     other = folder.with_name(folder.name + ending)
     if ending == DAMAGED:
-        more = (folder.with_name(f"{folder.name}{ending}-{number}") for number in itertools.count(2))
-        other = next(one for one in (other, *itertools.islice(more, 999)) if not os.path.lexists(one))
+        more = (
+            folder.with_name(f"{folder.name}{ending}-{number}") for number in itertools.count(2)
+        )
+        other = next(
+            one for one in (other, *itertools.islice(more, 999)) if not os.path.lexists(one)
+        )
     else:
         remove(other)
     return folder.rename(other)
@@ -297,12 +337,13 @@ def set_superseded_aside(
     judged_after: int = 0,
     always: Collection[int] = (),
 ) -> list[Path]:
-    """Rename superseded checkpoints so that they are no longer read; the caller removes them, which takes long.
-    Superseded are recovery points beyond the newest `keep_last` checkpoints, and kept ones beyond the newest
-    `keep_models`; the newest `keep_last` always stay. Where nothing was learned since `learned_step` steps were done,
-    the policy may be broken: then the newest one from before that step, from which it learned, stays too. With
-    `judged_after`, `learned_step` advances only so many steps later: what may still come before it stays
-    (`_still_judged`). Those with `always` of so many steps done stay in any case."""
+    """Rename superseded checkpoints so that they are no longer read; the caller removes them, which
+    takes long. Superseded are recovery points beyond the newest `keep_last` checkpoints, and kept
+    ones beyond the newest `keep_models`; the newest `keep_last` always stay. Where nothing was
+    learned since `learned_step` steps were done, the policy may be broken: then the newest one from
+    before that step, from which it learned, stays too. With `judged_after`, `learned_step` advances
+    only so many steps later: what may still come before it stays (`_still_judged`). Those with
+    `always` of so many steps done stay in any case."""
     found, _ = complete_checkpoints(root)
     kept = [one for one in found if one.kept]
     stays = {one.folder for one in found[:keep_last]}
@@ -317,8 +358,9 @@ def set_superseded_aside(
 
 
 def _still_judged(found: Sequence[Checkpoint], steps: int) -> Iterator[Checkpoint]:
-    """Some of the checkpoints, newest first: the newest one that is `steps` older than the newest, and of the later
-    ones some that are half as many steps apart, beginning with the oldest: four at most."""
+    """Some of the checkpoints, newest first: the newest one that is `steps` older than the newest,
+    and of the later ones some that are half as many steps apart, beginning with the oldest: four at
+    most."""
     newest = found[0].step if found else 0
     yield from [one for one in found if one.step <= newest - steps][:1]
     last = None
@@ -329,21 +371,28 @@ def _still_judged(found: Sequence[Checkpoint], steps: int) -> Iterator[Checkpoin
 
 
 def sound_checkpoints(found: Sequence[Checkpoint], learned_step: int) -> list[Checkpoint]:
-    """The checkpoints whose weights learned in a later step, in the same order (`Progress.learned_step`)."""
+    """The checkpoints whose weights learned in a later step, in the same order
+    (`Progress.learned_step`)."""
     return [one for one in found if one.step < learned_step]
 
 
 def set_newer_aside(root: Path, step: int) -> None:
-    """Rename what is newer than the resumed step to `step-NNNNNN.damaged`: it must not count among the newest."""
+    """Rename what is newer than the resumed step to `step-NNNNNN.damaged`: it must not count among
+    the newest."""
     for newer, folder in list(_named(root)):
         if newer > step:
             other = set_aside(folder, DAMAGED)
-            text = "%s is newer than step %d, from which the run resumes, and is %s now; remove it when you have looked"
+            text = (
+                "%s is newer than step %d, from which the run resumes, and is %s now; remove "
+                "it when you have looked"
+            )
             logger.warning(f"{text} at it", folder, step, other.name)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, file or link, if it is there. No error where it cannot be: what takes its place says why."""
+    """Remove a folder, file or link, if it is there.
+
+    No error where it cannot be: what takes its place says why."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -363,8 +412,10 @@ def remove_partial(root: Path) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a run that is not a tensor. The rest (prompts, draws, seeds) follows from `run.seed`, the step and
-    the rollbacks, but for what `prompt_history.jsonl` and `flight.safetensors` have."""
+    """The state of a run that is not a tensor.
+
+    The rest (prompts, draws, seeds) follows from `run.seed`, the step and the rollbacks, but for
+    what `prompt_history.jsonl` and `flight.safetensors` have."""
 
     step: int
     """Steps done; the next one has this number, counted from 0."""
@@ -373,7 +424,8 @@ class Progress:
     position: int
     """Prompts of that epoch's order that were used."""
     updates: int
-    """Optimizer steps done: the version of the weights, and where the learning-rate schedule stands."""
+    """Optimizer steps done: the version of the weights, and where the learning-rate schedule
+    stands."""
     syncs: int
     """Weight syncs that the steps done needed: one each, none where there are no engines."""
     layout: str
@@ -395,17 +447,20 @@ class Progress:
     reward_fingerprint: str = ""
     """Fingerprint of the file of `reward.function`; "" where there is none."""
     hooks_fingerprint: str = ""
-    """Fingerprint of the files of functions that select groups and give advantages; "" where there is none."""
+    """Fingerprint of the files of functions that select groups and give advantages; "" where there
+    is none."""
     cpu_sampler: int = 1
     """`CPU_SAMPLER_VERSION` of its time."""
     models: tuple[str, ...] = ()
     """Names of the models that it has beside the policy."""
     critic_updates: int = 0
     loss_scale: tuple[float, ...] = ()
-    """The policy's, and updates since it last changed (`Learner.loss_scale_state`); () where losses are not scaled."""
+    """The policy's, and updates since it last changed (`Learner.loss_scale_state`); () where losses
+    are not scaled."""
     critic_loss_scale: tuple[float, ...] = ()
     good_step: int = 2**62
-    """Steps done at the end of the best rewards, where the run looks at them (`algorithm.rollback_reward_drop`)."""
+    """Steps done at the end of the best rewards, where the run looks at them
+    (`algorithm.rollback_reward_drop`)."""
     rewards: tuple[float, ...] = ()
     """The mean reward of every step, where the run looks at them."""
     rollback_steps: tuple[int, ...] = ()
@@ -417,8 +472,8 @@ class Progress:
     adapter_fingerprint: str = ""
     """Of the adapters that the run started from, `model.adapter_path`; "" without."""
     model_formats: dict[str, str] = field(default_factory=dict)
-    """Number formats of the model that the run started from: of tensors by name, of all others under ""; empty where
-    they are not known."""
+    """Number formats of the model that the run started from: of tensors by name, of all others
+    under ""; empty where they are not known."""
 
     def has_model(self, name: str) -> bool:
         """Whether the checkpoint has the weights of a model; "" is the policy."""
@@ -426,7 +481,8 @@ class Progress:
 
     @property
     def sound_before(self) -> int:
-        """Checkpoints before this step are good: weights learned afterwards, and the best rewards came no earlier."""
+        """Checkpoints before this step are good: weights learned afterwards, and the best rewards
+        came no earlier."""
         return min(self.learned_step, self.good_step + 1)
 
 
@@ -435,12 +491,20 @@ def write_progress(folder: Path, progress: Progress) -> None:
 
 
 def read_progress(folder: Path) -> Progress:
-    """ValueError where the file cannot be used. The manifest's checksum says that it is as it was written."""
+    """ValueError where the file cannot be used.
+
+    The manifest's checksum says that it is as it was written."""
     path = folder / PROGRESS
     try:
         values = read_json(path)
-        values = {"learned_step": values["step"]} | values  # older versions did not write all fields
-        known = {entry.name: values[entry.name] for entry in fields(Progress) if entry.name in values}
-        return Progress(**{name: tuple(x) if isinstance(x, list) else x for name, x in known.items()})
+        values = {
+            "learned_step": values["step"]
+        } | values  # older versions did not write all fields
+        known = {
+            entry.name: values[entry.name] for entry in fields(Progress) if entry.name in values
+        }
+        return Progress(
+            **{name: tuple(x) if isinstance(x, list) else x for name, x in known.items()}
+        )
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error

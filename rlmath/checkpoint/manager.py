@@ -6,7 +6,8 @@ A save is written by a process of its own (`async_writer`) while training contin
     poll    are all ranks' parts on disk?
     finish  rank 0 writes Megatron's metadata and the manifest and renames the folder to its final name
 
-`load_checkpoint` reads one in any layout. All of these are collectives: every rank calls them, in the same order.
+`load_checkpoint` reads one in any layout. All of these are collectives: every rank calls them, in
+the same order.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import CheckpointingException, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint import CheckpointException
 
@@ -82,7 +85,9 @@ class _SaveInFlight:
 
 
 class CheckpointManager:
-    """Saves the models of this rank. One save at a time."""
+    """Saves the models of this rank.
+
+    One save at a time."""
 
     def __init__(
         self,
@@ -121,14 +126,22 @@ class CheckpointManager:
 
     @property
     def written(self) -> bool:
-        """This rank's part of the save in flight is on disk, or has failed. Not a collective."""
+        """This rank's part of the save in flight is on disk, or has failed.
+
+        Not a collective."""
         assert self._unfinished is not None
         return not self._unfinished.writes or (self._writer is not None and self._writer.ready())
 
     def start(
-        self, progress: Progress, kept: bool, settings_yaml: str, files: Mapping[str, bytes] | None = None
+        self,
+        progress: Progress,
+        kept: bool,
+        settings_yaml: str,
+        files: Mapping[str, bytes] | None = None,
     ) -> str | None:
-        """Start a save. Returns why it failed, where all its files are removed, or None. The names of tensors in
+        """Start a save.
+
+        Returns why it failed, where all its files are removed, or None. The names of tensors in
         `progress` are filled in here. `files` are written beside, by rank 0 and at once."""
         assert not self.busy, "finish the save in flight first"
         state, progress = self._state(progress)
@@ -144,8 +157,8 @@ class CheckpointManager:
         return None if error is None else self._give_up(error)
 
     def finish(self, waiting: Callable[[], None] = lambda: None) -> Checkpoint | str:
-        """Wait until all ranks' parts are on disk and complete the checkpoint, or remove its files and return why.
-        Calls `waiting` while the writer process advances."""
+        """Wait until all ranks' parts are on disk and complete the checkpoint, or remove its files
+        and return why. Calls `waiting` while the writer process advances."""
         save = self._unfinished
         assert save is not None
         mine = Written([], {}, None)
@@ -164,13 +177,17 @@ class CheckpointManager:
         return outcome
 
     def close(self) -> None:
-        """End the writer process. A save in flight is aborted, and never becomes visible."""
+        """End the writer process.
+
+        A save in flight is aborted, and never becomes visible."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def wait_for_removals(self) -> None:
-        """Wait, within limits, until superseded checkpoints are removed. Call it at the end of the run."""
+        """Wait, within limits, until superseded checkpoints are removed.
+
+        Call it at the end of the run."""
         for thread in self._removals:
             thread.join(_LAST_REMOVALS_SECONDS)
 
@@ -197,7 +214,8 @@ class CheckpointManager:
         return {str(number): part for number, part in enumerate(parts)}, filled
 
     def _room_for(self, state: Mapping[str, Any], beside: int) -> str | None:
-        """The error where the disk has no room for all ranks' parts, and for what each of them has `beside` (bytes)."""
+        """The error where the disk has no room for all ranks' parts, and for what each of them has
+        `beside` (bytes)."""
         mine = beside + sum(
             part.data.nbytes
             for part in state.values()
@@ -211,12 +229,17 @@ class CheckpointManager:
                 if shutil.disk_usage(self._root).free < needed:
                     self.wait_for_removals()  # what they free counts
                 if (free := shutil.disk_usage(self._root).free) < needed:
-                    error = f"{self._root} has {free / 2**30:.2f} GiB free; needed: {needed / 2**30:.2f} GiB"
+                    error = (
+                        f"{self._root} has {free / 2**30:.2f} GiB free; needed: "
+                        f"{needed / 2**30:.2f} GiB"
+                    )
             except OSError as refused:
                 error = f"{self._root} cannot be used: {refused}"
         return collectives.broadcast_from_rank_zero(error)
 
-    def _open(self, progress: Progress, settings_yaml: str, files: Mapping[str, bytes]) -> str | None:
+    def _open(
+        self, progress: Progress, settings_yaml: str, files: Mapping[str, bytes]
+    ) -> str | None:
         """Rank 0 creates the folder and the small files; every rank must see it."""
         error = None
         if self._rank == 0:
@@ -233,13 +256,16 @@ class CheckpointManager:
         assert self._unfinished is not None
         if error is None and not (self._unfinished.partial / STATE).is_dir():
             error = (
-                f"rank {self._rank} does not see {self._unfinished.partial}: run.output_dir must be shared"
+                f"rank {self._rank} does not see {self._unfinished.partial}: run.output_dir "
+                "must be shared"
             )
         return collectives.first_error(error)
 
     def _plan(self, save: _SaveInFlight, state: dict[str, Any]) -> list[Any]:
-        """Let Megatron plan which rank writes what; returns what this rank writes. Not by its `save`, which writes on
-        rank 0 between collectives: a full disk must not leave the other ranks waiting."""
+        """Let Megatron plan which rank writes what; returns what this rank writes.
+
+        Not by its `save`, which writes on rank 0 between collectives: a full disk must not leave
+        the other ranks waiting."""
         strategy = _Strategy("torch_dist", 1, thread_count=1)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         shared = FullyParallelSaveStrategyWrapper(strategy, group)
@@ -260,13 +286,16 @@ class CheckpointManager:
         return None
 
     def _complete(self, save: _SaveInFlight, written: Sequence[Written]) -> Checkpoint | str:
-        """On rank 0, without collectives: the others wait for the outcome, whatever the disk does."""
+        """On rank 0, without collectives: the others wait for the outcome, whatever the disk
+        does."""
         known = {f"{STATE}/{name}": entry for one in written for name, entry in one.files.items()}
         state = save.partial / STATE
         try:
             save.files.finish(save.metadata, [one.results for one in written])
             save_config(CheckpointingConfig("torch_dist", 1), str(state))
-            torch.save({}, state / "common.pt")  # what Megatron keeps beside the tensors; of ours it is empty
+            torch.save(
+                {}, state / "common.pt"
+            )  # what Megatron keeps beside the tensors; of ours it is empty
             read_metadata(state)
             checkpoint = directory.finish_partial(save.partial, save.step, save.kept, known)
         except (OSError, RuntimeError, ValueError) as error:
@@ -274,17 +303,23 @@ class CheckpointManager:
         try:
             learned = save.learned_step
             self._remove(
-                directory.set_superseded_aside(self._root, learned_step=learned, **vars(self._retention))
+                directory.set_superseded_aside(
+                    self._root, learned_step=learned, **vars(self._retention)
+                )
             )
         except (OSError, ValueError) as error:
             logger.warning("superseded checkpoints cannot be removed: %s", error)
         return checkpoint
 
     def _remove(self, folders: Sequence[Path]) -> None:
-        """In threads: large files take long. What a killed run does not remove, the next one does."""
+        """In threads: large files take long.
+
+        What a killed run does not remove, the next one does."""
         self._removals = [thread for thread in self._removals if thread.is_alive()]
         for folder in folders:
-            self._removals.append(threading.Thread(target=directory.remove, args=(folder,), daemon=True))
+            self._removals.append(
+                threading.Thread(target=directory.remove, args=(folder,), daemon=True)
+            )
             self._removals[-1].start()
 
     def _give_up(self, error: str) -> str:
@@ -299,12 +334,15 @@ class CheckpointManager:
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron's, with the metadata kept: Megatron's finalize would let ranks wait where rank 0's disk is full."""
+    """Megatron's, with the metadata kept: Megatron's finalize would let ranks wait where rank 0's
+    disk is full."""
 
     planned: tuple[Any, Any]
     """The writer of the files, and the metadata (None but on rank 0)."""
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *more: Any) -> Any:
+    def _get_save_and_finalize_callbacks(
+        self, writer: Any, save_state_dict_ret: Any, *more: Any
+    ) -> Any:
         self.planned = writer, save_state_dict_ret[1]
         return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *more)
 
@@ -315,8 +353,9 @@ class _Strategy(TorchDistSaveShardedStrategy):
 def load_checkpoint(
     models: Sequence[SavedModel], device: Device, checkpoint: Checkpoint, progress: Progress
 ) -> None:
-    """Load the parameters and optimizers of those models that the checkpoint has (`Progress.has_model`) and, with the
-    same number of ranks, random states. A collective. ValueError where the checkpoint does not fit a model."""
+    """Load the parameters and optimizers of those models that the checkpoint has
+    (`Progress.has_model`) and, with the same number of ranks, random states. A collective.
+    ValueError where the checkpoint does not fit a model."""
     checkpointing.patch(SafeReader)
     wanted = []
     for model in (one for one in models if progress.has_model(one.name)):
@@ -337,14 +376,20 @@ def load_checkpoint(
     try:
         dist_checkpointing.load(by_number, str(checkpoint.state), validate_access_integrity=False)
     except (CheckpointingException, CheckpointException, KeyError) as error:
-        raise ValueError(f"the checkpoint {checkpoint.folder} does not fit the model: {error}") from error
+        raise ValueError(
+            f"the checkpoint {checkpoint.folder} does not fit the model: {error}"
+        ) from error
     if states:
         sharded_state.restore_random_states(states, device)
 
 
-def _weights(optimizer: Any | None, pieces: Sequence[Piece], saved: Sequence[str]) -> list[ShardedTensor]:
-    """What to load of a model and its optimizer, of the tensors `saved`. Weights are read at the highest precision
-    saved: a bfloat16 run has float32 copies of its parameters, but none of what is float32 in any run."""
+def _weights(
+    optimizer: Any | None, pieces: Sequence[Piece], saved: Sequence[str]
+) -> list[ShardedTensor]:
+    """What to load of a model and its optimizer, of the tensors `saved`.
+
+    Weights are read at the highest precision saved: a bfloat16 run has float32 copies of its
+    parameters, but none of what is float32 in any run."""
     plain = [piece.sharded for piece in pieces]
     if optimizer is None:
         return plain

@@ -1,9 +1,10 @@
 """Reads the index of a torch_dist checkpoint, which is a pickle, without executing what it names.
 
-The unpickler allows only the classes of an index, and nothing else is imported or called. The result is checked: plain
-file names, offsets within the files, chunks within their tensors, all tensors stored whole. A few bytes could ask the
-unpickler for any amount of memory, so what they ask for is checked before it starts. What a hostile index can still do
-is take memory and time in proportion to MAX_INDEX_BYTES, and end the program.
+The unpickler allows only the classes of an index, and nothing else is imported or called. The
+result is checked: plain file names, offsets within the files, chunks within their tensors, all
+tensors stored whole. A few bytes could ask the unpickler for any amount of memory, so what they ask
+for is checked before it starts. What a hostile index can still do is take memory and time in
+proportion to MAX_INDEX_BYTES, and end the program.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _ALLOWED = {
     "collections": "OrderedDict",
     "torch": "Size",
     "torch.serialization": "_get_layout",
-    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata "
+    "MetadataIndex "
     "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
     # Megatron puts the plans of all ranks beside; they are not used here.
@@ -54,20 +56,24 @@ _IN_PLACE_OF = {
 
 
 def read_metadata(folder: Path | str) -> dcp.Metadata:
-    """The index of a torch_dist folder, checked: plain file names, offsets and lengths within the files, chunks within
-    their tensors and each of them stored. ValueError that names what is wrong."""
+    """The index of a torch_dist folder, checked: plain file names, offsets and lengths within the
+    files, chunks within their tensors and each of them stored. ValueError that names what is wrong.
+    """
     return read_index(Path(folder) / INDEX)
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of a checkpoint folder, with `read_metadata` in place of pickle. Reads an index once."""
+    """torch's reader of a checkpoint folder, with `read_metadata` in place of pickle.
+
+    Reads an index once."""
 
     def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(path, *args, **kwargs)
         self._read: dict[Path, dcp.Metadata] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """See `read_metadata` of this module; with `rank` the index of one rank's own, as in torch."""
+        """See `read_metadata` of this module; with `rank` the index of one rank's own, as in
+        torch."""
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         if path not in self._read:
             self._read[path] = read_index(path)
@@ -88,10 +94,12 @@ def read_index(path: Path) -> dcp.Metadata:
         content = read_regular(path, MAX_INDEX_BYTES)
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be read ({error.strerror}); a torch_dist checkpoint is a folder with {INDEX}."
+            f"{path} cannot be read ({error.strerror}); a torch_dist checkpoint is a folder with "
+            f"{INDEX}."
         ) from error
     was_on = gc.isenabled()
-    gc.disable()  # it would search a million small objects, none of them garbage: more than twice the time
+    # it would search a million small objects, none of them garbage: more than twice the time
+    gc.disable()
     try:
         _check_memory(content)
         return _checked(_Unpickler(io.BytesIO(content)).load(), path.parent)
@@ -112,7 +120,14 @@ class _Refused(ValueError):
 
 
 _DAMAGED = (
-    *(pickle.UnpicklingError, EOFError, ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(
+        pickle.UnpicklingError,
+        EOFError,
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+    ),
     *(MemoryError, RuntimeError, SystemError, TypeError, ValueError),
 )
 """What pickle and the classes' constructors raise where a file is no index, or is cut off."""
@@ -135,7 +150,8 @@ _STOP = ord(".")
 
 
 def _harmless_opcodes() -> re.Pattern[bytes]:
-    """Any number of opcodes in a row that end nothing, number nothing and have arguments of a fixed length."""
+    """Any number of opcodes in a row that end nothing, number nothing and have arguments of a fixed
+    length."""
     by_length: dict[int, bytes] = {}
     for opcode, length in _ARGUMENT_BYTES.items():
         if length >= 0 and opcode not in (_LONG_BINPUT, _STOP):
@@ -148,9 +164,10 @@ _HARMLESS_OPCODES = _harmless_opcodes()
 
 
 def _check_memory(content: bytes) -> None:
-    """EOFError or _Refused where an opcode asks for more memory than the bytes around it account for: it names a text
-    that is longer than the file, numbers an object higher than there are bytes before it (the unpickler makes a list
-    of as many), or makes a bytearray, which is allocated before it is read."""
+    """EOFError or _Refused where an opcode asks for more memory than the bytes around it account
+    for: it names a text that is longer than the file, numbers an object higher than there are bytes
+    before it (the unpickler makes a list of as many), or makes a bytearray, which is allocated
+    before it is read."""
     at, size = 0, len(content)
     while (run := _HARMLESS_OPCODES.match(content, at)) is not None:
         at = run.end()
@@ -187,12 +204,15 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise _Refused(
-            f"it names {module}.{name}, which is no part of a checkpoint's index and could run code."
+            f"it names {module}.{name}, which is no part of a checkpoint's index and could run "
+            "code."
         )
 
 
 def _checked(index: Any, folder: Path) -> dcp.Metadata:
-    """What of an index is used, where it holds together. Attributes and types that are wrong raise what they raise."""
+    """What of an index is used, where it holds together.
+
+    Attributes and types that are wrong raise what they raise."""
     tensors: dict[str, Any] = {}
     for key, entry in index.state_dict_metadata.items():
         if isinstance(entry, dcp.TensorStorageMetadata):
@@ -242,11 +262,14 @@ def _check_file(folder: Path, name: str, end: int) -> None:
         raise _Refused(f"the file {name} is not beside it. Copy it there.")
     size = (folder / name).stat().st_size
     if end > size:
-        raise _Refused(f"{name} has {size} bytes, at least {end} are needed: it was cut off. Copy it again.")
+        raise _Refused(
+            f"{name} has {size} bytes, at least {end} are needed: it was cut off. Copy it again."
+        )
 
 
 def _is_whole(key: str, entry: Any, places: dict[dcp.MetadataIndex, Any]) -> bool:
-    """Whether all parts have a place, begin at places of their own, and have as many elements as the tensor."""
+    """Whether all parts have a place, begin at places of their own, and have as many elements as
+    the tensor."""
     if isinstance(entry, dcp.BytesStorageMetadata):
         return dcp.MetadataIndex(key) in places
     starts = {chunk.offsets for chunk in entry.chunks}

@@ -43,7 +43,9 @@ def kept_frequency(save: SaveConfig) -> Frequency:
 
 
 class SaveTimes:
-    """Says after each step whether something is due. Seconds count from the start, and then from the last time.
+    """Says after each step whether something is due.
+
+    Seconds count from the start, and then from the last time.
 
     >>> times = SaveTimes(Frequency(None, 3, None), steps_per_epoch=10, now=0.0)
     >>> [step for step in range(1, 8) if times.due(step, now=float(step))]
@@ -53,7 +55,9 @@ class SaveTimes:
     def __init__(
         self, frequency: Frequency, steps_per_epoch: int, now: float, first: int | None = None
     ) -> None:
-        """`first` is a step after which it is due in any case, unless it never is. `now` in seconds."""
+        """`first` is a step after which it is due in any case, unless it never is.
+
+        `now` in seconds."""
         self._frequency = frequency
         self._steps_per_epoch = steps_per_epoch
         self._first = None if frequency.never else first
@@ -87,19 +91,23 @@ def adapter_format(config: Config) -> NumberFormat:
 
 
 def export_formats(config: Config) -> TensorFormats:
-    """Of the exported model; "auto" is that of model.path, tensor by tensor, or, where it is not known, of training."""
+    """Of the exported model; "auto" is that of model.path, tensor by tensor, or, where it is not
+    known, of training."""
     if config.save.export_dtype != "auto":
         return TensorFormats(config.save.export_dtype)
     return source_formats(Path(config.model.path)) or TensorFormats(_trained_format(config))
 
 
 def export_note(config: Config, size: int) -> str:
-    """What to say of an exported model of `size` bytes whose numbers have another format than those of the model that
-    the run started from."""
+    """What to say of an exported model of `size` bytes whose numbers have another format than those
+    of the model that the run started from."""
     ours, theirs = export_formats(config), source_formats(Path(config.model.path))
     if theirs is None or theirs == ours:
         return ""
-    return f", in {ours.most}, {size / 1e9:.3f} GB; that of model.path has {theirs.most} (save.export_dtype)"
+    return (
+        f", in {ours.most}, {size / 1e9:.3f} GB; that of model.path has {theirs.most} "
+        "(save.export_dtype)"
+    )
 
 
 def exports_merged(config: Config) -> bool:
@@ -116,15 +124,19 @@ def export_bytes(config: Config, shape: ModelShape) -> int:
     """Size of an export on disk: of the model's weights, and of its adapters (bytes)."""
     size = _adapter_parameters(config, shape) * FORMAT_BYTES[adapter_format(config)]
     if exports_merged(config):
-        formats, words = export_formats(config), {str(word): width for word, width in FORMAT_BYTES.items()}
+        formats, words = (
+            export_formats(config),
+            {str(word): width for word, width in FORMAT_BYTES.items()},
+        )
         tensors = hf_tensors(shape).items()
         size += sum(math.prod(axes) * words[formats.of(name)] for name, axes in tensors)
     return size
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
-    """Bytes of a checkpoint on disk, of policy (or adapters) and critic: parameters, Adam's two moments, and float32
-    copies of parameters in 16 bits; and of a reference that moves its parameters."""
+    """Bytes of a checkpoint on disk, of policy (or adapters) and critic: parameters, Adam's two
+    moments, and float32 copies of parameters in 16 bits; and of a reference that moves its
+    parameters."""
     weights = FORMAT_BYTES[_trained_format(config)]
     state = 8 if config.optimizer.kind == "adam" else 0
     copies = 4 if weights < 4 else 0
@@ -136,7 +148,8 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def steps_before_captures(config: Config) -> frozenset[int]:
-    """Steps done in the checkpoints that `telemetry.capture_steps` needs: a replay begins with them.
+    """Steps done in the checkpoints that `telemetry.capture_steps` needs: a replay begins with
+    them.
 
     >>> from rlmath.config.schema import TelemetryConfig
     >>> sorted(steps_before_captures(Config(telemetry=TelemetryConfig(capture_steps=[1, 10]))))
@@ -146,24 +159,29 @@ def steps_before_captures(config: Config) -> frozenset[int]:
 
 
 def output_bytes(config: Config, shape: ModelShape) -> int:
-    """Disk space that a run still needs: for the models it leaves and, where it makes any, for the checkpoints that
-    stay and the one that is being written, less those that are there (bytes)."""
+    """Disk space that a run still needs: for the models it leaves and, where it makes any, for the
+    checkpoints that stay and the one that is being written, less those that are there (bytes)."""
     save = config.save
     wanted = 0
     captures = len(steps_before_captures(config))
     if captures or not (recovery_frequency(save).never and kept_frequency(save).never):
         wanted = (save.keep_last + 1 + captures) * checkpoint_bytes(config, shape)
     found = []
-    with suppress(ValueError):  # `find_recovery` raises it, unless the run is to start from the beginning
+    with suppress(
+        ValueError
+    ):  # `find_recovery` raises it, unless the run is to start from the beginning
         found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS_FOLDER)
     there = sum(entry.size for one in found for entry in one.files.values())
-    folders = [stage_folder(config.run.output_dir, number) for number in range(len(config.stages.steps))]
+    folders = [
+        stage_folder(config.run.output_dir, number) for number in range(len(config.stages.steps))
+    ]
     folders += [Path(config.run.output_dir) / BEST_FOLDER] * config.validation.keep_best
     models = most_models(config) - sum(folder.is_dir() for folder in folders)
     return models * export_bytes(config, shape) + max(0, wanted - there)
 
 
 def most_models(config: Config) -> int:
-    """The models that a run has on disk at most, without those of kept checkpoints: the last one, those of its stages,
-    and the best one twice: the new one is written before the old one is removed."""
+    """The models that a run has on disk at most, without those of kept checkpoints: the last one,
+    those of its stages, and the best one twice: the new one is written before the old one is
+    removed."""
     return 1 + len(config.stages.steps) + 2 * config.validation.keep_best

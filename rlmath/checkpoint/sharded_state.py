@@ -1,9 +1,11 @@
-"""The state of a rank as parts of global tensors: parameters as Megatron shards them, the optimizer's state over the
-same tensors, so that it can be loaded in any other layout, and the random states of the rank.
+"""The state of a rank as parts of global tensors: parameters as Megatron shards them, the
+optimizer's state over the same tensors, so that it can be loaded in any other layout, and the
+random states of the rank.
 
-The distributed optimizer gives every data-parallel rank a range of each flattened parameter. A range of a flattened
-matrix is at most three rectangles of it (the rest of a row, whole rows, the start of a row), and rectangles are what
-distributed checkpoints are made of: nothing is gathered to save, and any rank can load any other rectangle.
+The distributed optimizer gives every data-parallel rank a range of each flattened parameter. A
+range of a flattened matrix is at most three rectangles of it (the rest of a row, whole rows, the
+start of a row), and rectangles are what distributed checkpoints are made of: nothing is gathered to
+save, and any rank can load any other rectangle.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from rlmath.distributed.device import Device
 
 OPTIMIZER_PREFIX = "optimizer.state"
 ALWAYS_FLOAT32 = "always_float32"
-"""Attribute of a parameter that is float32 beside a bfloat16 model: the optimizer keeps no copy of it."""
+"""Attribute of a parameter that is float32 beside a bfloat16 model: the optimizer keeps no copy of
+it."""
 POLICY = ""
 """The name of the model whose keys begin with nothing."""
 MASTER = "param"
@@ -38,7 +41,8 @@ MASTER = "param"
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a global tensor: most often all of a parameter; of a gated MLP's first matrix, gate or up."""
+    """A rectangle of a global tensor: most often all of a parameter; of a gated MLP's first matrix,
+    gate or up."""
 
     parameter: Tensor
     start: int
@@ -59,13 +63,15 @@ class SavedModel:
     """A model that checkpoints hold, beside others."""
 
     name: str
-    """POLICY, or the word that every key of its tensors begins with: "critic" makes "critic.decoder.layers...."."""
+    """POLICY, or the word that every key of its tensors begins with: "critic" makes
+    "critic.decoder.layers...."."""
     chunks: Sequence[Any]
     """This rank's, bare."""
     optimizer: Any | None
     """None of a model that is not trained."""
     adapters: Sequence[Placed] = ()
-    """The adapters that are trained in place of the model, of all layers; then checkpoints hold these alone."""
+    """The adapters that are trained in place of the model, of all layers; then checkpoints hold
+    these alone."""
 
     @property
     def prefix(self) -> str:
@@ -73,7 +79,8 @@ class SavedModel:
 
 
 def model_pieces(model: SavedModel) -> tuple[list[Piece], list[ShardedObject]]:
-    """This rank's pieces of the model, and the objects beside them (Transformer Engine's extra states)."""
+    """This rank's pieces of the model, and the objects beside them (Transformer Engine's extra
+    states)."""
     if model.adapters:
         return list(_adapter_pieces(model)), []
     pieces, objects = [], []
@@ -84,12 +91,15 @@ def model_pieces(model: SavedModel) -> tuple[list[Piece], list[ShardedObject]]:
                 continue
             parts = value.build() if isinstance(value, ShardedTensorFactory) else [value]
             parts = list(parts.values()) if isinstance(parts, dict) else parts
-            pieces += [_piece(value.data, replace(part, key=model.prefix + part.key)) for part in parts]
+            pieces += [
+                _piece(value.data, replace(part, key=model.prefix + part.key)) for part in parts
+            ]
     return pieces, objects
 
 
 def _adapter_pieces(model: SavedModel) -> Iterator[Piece]:
-    """Adapters in their canonical form, each with a key of its own by the layer's number in the model."""
+    """Adapters in their canonical form, each with a key of its own by the layer's number in the
+    model."""
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
     tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
     copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -101,20 +111,24 @@ def _adapter_pieces(model: SavedModel) -> Iterator[Piece]:
         key = model.prefix + placed.adapter_key
         replica = (0, tensor_rank if axis is None else 0, copy)
         yield _piece(
-            parameter, ShardedTensor.from_rank_offsets(key, parameter.data, *shards, replica_id=replica)
+            parameter,
+            ShardedTensor.from_rank_offsets(key, parameter.data, *shards, replica_id=replica),
         )
 
 
 def _piece(parameter: Tensor, part: ShardedTensor) -> Piece:
     inside = part.data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
-    assert inside and part.data.is_contiguous(), f"{part.key} is not a contiguous part of its parameter"
+    assert inside and part.data.is_contiguous(), (
+        f"{part.key} is not a contiguous part of its parameter"
+    )
     return Piece(parameter, part.data.storage_offset() - parameter.storage_offset(), part)
 
 
 def rectangles(
     shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, size) of the rectangles that elements `start` to `stop` of a flattened tensor are made of, in order.
+    """(offset, size) of the rectangles that elements `start` to `stop` of a flattened tensor are
+    made of, in order.
 
     >>> list(rectangles((4, 10), 7, 32))
     [((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 2))]
@@ -139,7 +153,8 @@ def rectangles(
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank's optimizer holds of one parameter: elements `start` to `stop` of it, flattened."""
+    """What this rank's optimizer holds of one parameter: elements `start` to `stop` of it,
+    flattened."""
 
     parameter: Tensor
     start: int
@@ -156,7 +171,9 @@ class Held:
         found = {
             name: value.view(-1)
             for name, value in self.state.items()
-            if isinstance(value, Tensor) and value.numel() == self.stepped.numel() and name != "step"
+            if isinstance(value, Tensor)
+            and value.numel() == self.stepped.numel()
+            and name != "step"
         }
         if self.stepped.untyped_storage().data_ptr() != self.parameter.untyped_storage().data_ptr():
             found[MASTER] = self.stepped.detach().view(-1)
@@ -168,13 +185,18 @@ def held_by(optimizer: Any) -> Iterator[Held]:
     for part in _stepping(optimizer):
         groups, state = part.optimizer.param_groups, part.optimizer.state
         if hasattr(part, "model_param_group_index_map"):
-            # Not in the order of that map: a group steps float32 parameters before the copies of the others.
+            # Not in the order of that map: a group steps float32 parameters before the copies of
+            # the others.
             for group, *of_group in zip(
                 groups, part.model_fp32_groups, part.model_float16_groups, strict=True
             ):
-                for parameter, stepped in zip(itertools.chain(*of_group), group["params"], strict=True):
+                for parameter, stepped in zip(
+                    itertools.chain(*of_group), group["params"], strict=True
+                ):
                     held = part._get_model_param_range_map(parameter)["param"]
-                    yield Held(parameter, held.start, held.end, stepped, state[stepped], is_share=True)
+                    yield Held(
+                        parameter, held.start, held.end, stepped, state[stepped], is_share=True
+                    )
             continue
         models = [one for group in getattr(part, "float16_groups", []) for one in group]
         mains = [one for group in getattr(part, "fp32_from_float16_groups", []) for one in group]
@@ -190,9 +212,12 @@ def _stepping(optimizer: Any) -> list[Any]:
     return [part for part in parts if part.optimizer is not None]
 
 
-def optimizer_pieces(optimizer: Any, pieces: Sequence[Piece], names: Sequence[str]) -> list[ShardedTensor]:
-    """The named tensors of the optimizer's state as rectangles of global tensors "optimizer.state.NAME.KEY", KEY being
-    that of the parameter. Their data are views: loading into them loads the state."""
+def optimizer_pieces(
+    optimizer: Any, pieces: Sequence[Piece], names: Sequence[str]
+) -> list[ShardedTensor]:
+    """The named tensors of the optimizer's state as rectangles of global tensors
+    "optimizer.state.NAME.KEY", KEY being that of the parameter. Their data are views: loading into
+    them loads the state."""
     of_parameter: dict[int, list[Piece]] = {}
     for piece in pieces:
         of_parameter.setdefault(id(piece.parameter), []).append(piece)
@@ -205,7 +230,9 @@ def optimizer_pieces(optimizer: Any, pieces: Sequence[Piece], names: Sequence[st
                 at = piece.start + _flat(offset, piece.shape) - held.start
                 for name in (one for one in names if one in tensors):
                     data = tensors[name][at : at + math.prod(size)]
-                    found.append(_placed(piece, offset, size, name=name, data=data, is_share=held.is_share))
+                    found.append(
+                        _placed(piece, offset, size, name=name, data=data, is_share=held.is_share)
+                    )
     return found
 
 
@@ -218,7 +245,12 @@ def _flat(offset: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 
 def _placed(
-    piece: Piece, offset: tuple[int, ...], size: tuple[int, ...], name: str, data: Tensor, is_share: bool
+    piece: Piece,
+    offset: tuple[int, ...],
+    size: tuple[int, ...],
+    name: str,
+    data: Tensor,
+    is_share: bool,
 ) -> ShardedTensor:
     whole = piece.sharded
     stacked = len(whole.global_shape) - len(size)
@@ -242,8 +274,10 @@ def _placed(
 
 @torch.no_grad()
 def make_room(optimizer: Any, names: Sequence[str], steps: int) -> None:
-    """Create the state that the optimizer would have after so many steps, as zeros to load into. What it has besides,
-    of steps that a rollback discards, becomes zero: a first step makes it the same."""
+    """Create the state that the optimizer would have after so many steps, as zeros to load into.
+
+    What it has besides, of steps that a rollback discards, becomes zero: a first step makes it the
+    same."""
     for held in held_by(optimizer):
         for name, tensor in held.state.items():
             if name not in names and isinstance(tensor, Tensor):
@@ -258,8 +292,12 @@ def make_room(optimizer: Any, names: Sequence[str], steps: int) -> None:
                 group["step"] = steps
     for part in _stepping(optimizer) if counts else []:
         if type(part.optimizer).__module__.startswith("torch.optim"):
-            for stepped in (one for group in part.optimizer.param_groups for one in group["params"]):
-                part.optimizer.state[stepped]["step"] = torch.tensor(float(steps), device=stepped.device)
+            for stepped in (
+                one for group in part.optimizer.param_groups for one in group["params"]
+            ):
+                part.optimizer.state[stepped]["step"] = torch.tensor(
+                    float(steps), device=stepped.device
+                )
         else:  # fused optimizers count once for a group
             for group in part.optimizer.param_groups:
                 group["step"] = steps
@@ -279,7 +317,9 @@ def random_states(device: Device) -> dict[str, Tensor]:
     states = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
+        "python_gauss": torch.tensor(
+            [float("nan") if gauss is None else gauss], dtype=torch.float64
+        ),
         "numpy": torch.from_numpy(keys.astype("int64")),
         "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
@@ -311,6 +351,8 @@ def restore_random_states(states: Mapping[str, Tensor], device: Device) -> None:
     if device.kind == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device.torch_device)
     tracked = {
-        key.removeprefix(_MEGATRON): state for key, state in states.items() if key.startswith(_MEGATRON)
+        key.removeprefix(_MEGATRON): state
+        for key, state in states.items()
+        if key.startswith(_MEGATRON)
     }
     tensor_parallel.get_cuda_rng_tracker().set_states(tracked)

@@ -1,4 +1,5 @@
-"""The unfinished groups of partial rollouts, as a file of a checkpoint: safetensors, with the rest as JSON beside.
+"""The unfinished groups of partial rollouts, as a file of a checkpoint: safetensors, with the rest
+as JSON beside.
 
     tokens, logprobs   of all completions, one behind the other, in the order of groups and samples
     header             {"version", "next_draw", "short_share", "groups": [...]}, of every group {"draw", "first_step",
@@ -6,8 +7,8 @@
                        where it is finished; a segment is [tokens, version, step], with a fourth number, 0, where its
                        tokens were not sampled
 
-Texts are not kept: they follow from the tokens. The manifest has its checksum; a reader looks at what a run with other
-settings may have written.
+Texts are not kept: they follow from the tokens. The manifest has its checksum; a reader looks at
+what a run with other settings may have written.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ UNFINISHED = "flight.safetensors"
 """Checkpoints keep the name that earlier versions gave the file."""
 VERSION = 1
 TOKEN_BYTES = 8
-"""Size of a sampled token in the file and in memory: its number (int32) and its log-prob (float32)."""
+"""Size of a sampled token in the file and in memory: its number (int32) and its log-prob
+(float32)."""
 
 
 def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
@@ -52,11 +54,18 @@ def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
             logprobs.extend(part.logprobs)
             row: dict[str, Any] = {"segments": segment_rows(part.segments)}
             if isinstance(sample, ScoredCompletion):
-                row |= {"finish_reason": sample.completion.finish_reason, "score": asdict(sample.score)}
+                row |= {
+                    "finish_reason": sample.completion.finish_reason,
+                    "score": asdict(sample.score),
+                }
             samples.append(row)
         row = {"draw": group.draw, "first_step": group.first_step, "deferred": group.deferred}
         groups.append(row | {"samples": samples})
-    numbers = {"version": VERSION, "next_draw": unfinished.next_draw, "short_share": unfinished.short_share}
+    numbers = {
+        "version": VERSION,
+        "next_draw": unfinished.next_draw,
+        "short_share": unfinished.short_share,
+    }
     header = json.dumps(numbers | {"groups": groups}).encode()
     return save(
         {
@@ -70,8 +79,8 @@ def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
 def read_unfinished(
     content: bytes, group_size: int, vocab_size: int, text_of: Callable[[Sequence[int], bool], str]
 ) -> UnfinishedGroups:
-    """The groups in flight, of `group_size` completions of tokens below `vocab_size`; `text_of` decodes those of a
-    completion. ValueError where the file is none of ours."""
+    """The groups in flight, of `group_size` completions of tokens below `vocab_size`; `text_of`
+    decodes those of a completion. ValueError where the file is none of ours."""
     try:
         tensors = load(content)
         header = json.loads(tensors["header"].tobytes())
@@ -86,7 +95,9 @@ def read_unfinished(
         if wrong:
             raise ValueError(f"a group has {wrong[0]} completions, and not {group_size}")
         reader.check_end()
-        return UnfinishedGroups(groups, read_count(header["next_draw"]), float(header["short_share"]))
+        return UnfinishedGroups(
+            groups, read_count(header["next_draw"]), float(header["short_share"])
+        )
     except (SafetensorError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{UNFINISHED} is damaged ({type(error).__name__}: {error})") from error
 
@@ -106,7 +117,10 @@ def _read_group(
             completion = part.finished(index, text, one["finish_reason"])
             samples.append(ScoredCompletion(completion, read_score(one["score"])))
     return UnfinishedGroup(
-        read_count(row["draw"]), read_count(row["first_step"]), tuple(samples), bool(row["deferred"])
+        read_count(row["draw"]),
+        read_count(row["first_step"]),
+        tuple(samples),
+        bool(row["deferred"]),
     )
 
 
@@ -114,7 +128,10 @@ class TokenReader:
     """Reads the tokens of completions that lie one behind the other, with their log-probs."""
 
     def __init__(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        if (tokens.dtype, logprobs.dtype) != (np.int32, np.float32) or tokens.shape != logprobs.shape:
+        if (tokens.dtype, logprobs.dtype) != (
+            np.int32,
+            np.float32,
+        ) or tokens.shape != logprobs.shape:
             raise ValueError("tokens or log-probs have another form")
         if tokens.ndim != 1:
             raise ValueError("tokens are not in one row")
@@ -164,7 +181,9 @@ DECIDED = tuple(kind for kind in VERDICTS if kind not in (*FAILURES, "function")
 
 
 def read_score(row: dict[str, Any]) -> Score:
-    """A score from the JSON that `asdict` made of it. ValueError, KeyError or TypeError where it is none."""
+    """A score from the JSON that `asdict` made of it.
+
+    ValueError, KeyError or TypeError where it is none."""
     row = {"parts": [], "failures": []} | row  # those of before there were several rewards
     if "verified_correct" not in row:  # those of before accuracy was the verifier's
         row |= {"verified_correct": row["correct"] if row["verdict"] in DECIDED else None}

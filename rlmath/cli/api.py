@@ -2,8 +2,8 @@
 
     from rlmath import load_config, train, verify
 
-    verify(r"so it is \\boxed{1/2}", "0.5").correct
-    run = train(load_config("configs/demo.yaml", model={"path": "base"}, data={"train_path": "train.jsonl"}, run={...}))
+    verify(r"so it is \\boxed{1/2}", "0.5").correct run = train(load_config("configs/demo.yaml",
+    model={"path": "base"}, data={"train_path": "train.jsonl"}, run={...}))
     run.metrics()[-1]["task_reward"]
 
 They import neither torch nor vLLM into the process that calls them: a run has processes of its own.
@@ -47,19 +47,21 @@ def verify(
     answer_from: str = "boxed",
     question: str = "",
 ) -> Verdict:
-    r"""Whether a model's text gives the right answer: that of its last \boxed{}, or the whole text where it has none.
+    r"""Whether a model's text gives the right answer: that of its last \boxed{}, or the whole text
+    where it has none.
 
-    `reference` is one answer or several of which each is right, with or without a box. The comparison runs in a worker
-    process with a time limit of VERIFY_SECONDS, as in training: hostile text costs no more than that. `answer_from` is
-    as `reward.answer_from`. Beside a value may stand words and units of the reference or the `question`: 7 apples is
-    right for 7 where the question has apples. Raises ValueError for an unknown `task` or `answer_from`, and for what is
-    no text.
+    `reference` is one answer or several of which each is right, with or without a box. The
+    comparison runs in a worker process with a time limit of VERIFY_SECONDS, as in training: hostile
+    text costs no more than that. `answer_from` is as `reward.answer_from`. Beside a value may stand
+    words and units of the reference or the `question`: 7 apples is right for 7 where the question
+    has apples. Raises ValueError for an unknown `task` or `answer_from`, and for what is no text.
     """
     references = (reference,) if isinstance(reference, str) else reference
     texts = (answer, question, *references) if isinstance(references, Sequence) else (None,)
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(
-            f"verify({answer!r:.60}, {reference!r:.60}); needed: a text, and a text or a list of texts, such as "
+            f"verify({answer!r:.60}, {reference!r:.60}); needed: a text, and a text or a list of "
+            "texts, such as "
             'verify("3", "3")'
         )
     if answer_from == "boxed" and "\\boxed" not in answer and "\\fbox" not in answer:
@@ -83,9 +85,12 @@ def load_config(*files: str | Path, **sections: Mapping[str, Any]) -> Config:
     >>> config.model.path, config.run.output_dir
     ('m', 'o')
 
-    Files that rlmath ships are found by names such as configs/demo.yaml. Raises ValueError that lists all mistakes.
+    Files that rlmath ships are found by names such as configs/demo.yaml. Raises ValueError that
+    lists all mistakes.
     """
-    return load_files([Path(one) for one in files], list(_overrides(sections)), source="load_config")
+    return load_files(
+        [Path(one) for one in files], list(_overrides(sections)), source="load_config"
+    )
 
 
 def _overrides(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -93,10 +98,14 @@ def _overrides(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         if section not in section_classes():
             raise ValueError(f"load_config: {unknown_key_text(section)}")
         if not isinstance(values, Mapping):
-            raise ValueError(f"{section}={values!r}; needed: a mapping, such as {section}={{'key': value}}")
+            raise ValueError(
+                f"{section}={values!r}; needed: a mapping, such as {section}={{'key': value}}"
+            )
         for key, value in values.items():
             plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-            word = json.dumps(list(plain)) if isinstance(plain, (list, tuple)) else as_yaml_word(plain)
+            word = (
+                json.dumps(list(plain)) if isinstance(plain, (list, tuple)) else as_yaml_word(plain)
+            )
             yield f"{section}.{key}={word}"
 
 
@@ -111,8 +120,8 @@ class Run:
         return read_metrics(str(self.folder))
 
     def samples(self) -> list[dict[str, Any]]:
-        """A row for each sampled completion that the run has kept, with "step", "prompt", "solutions" and what the
-        file has of the completion; what cannot be read is left out."""
+        """A row for each sampled completion that the run has kept, with "step", "prompt",
+        "solutions" and what the file has of the completion; what cannot be read is left out."""
         files = sample_files(self.folder).items()
         groups = ((step, group) for step, path in files for _, group in read_samples(path))
         return [
@@ -129,12 +138,14 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """The Hugging Face folder of the trained model, which is there when the run has finished. ValueError of a run
-        with save.merged=false, whose folder has adapters alone."""
+        """The Hugging Face folder of the trained model, which is there when the run has finished.
+
+        ValueError of a run with save.merged=false, whose folder has adapters alone."""
         model = self.folder / EXPORT_FOLDER
         if (adapter := adapter_alone(model)) is not None:
             raise ValueError(
-                f"{model} has no model, only its adapters (save.merged=false). Give PEFT {adapter}, or make the model: "
+                f"{model} has no model, only its adapters (save.merged=false). Give PEFT "
+                f"{adapter}, or make the model: "
                 f"rlmath convert to-hf --checkpoint {self.folder} --output DIR"
             )
         return model
@@ -143,11 +154,13 @@ class Run:
 def train(
     config: Config, ranks: int | None = None, program: str = "grpo", *, oversubscribe: bool = False
 ) -> Run:
-    """Train in processes of their own, and print what they print. `ranks`, `oversubscribe`: as `rlmath train --ranks`
-    and `--oversubscribe`; `program`: "grpo" or "sft". A run that was stopped before is resumed.
+    """Train in processes of their own, and print what they print.
 
-    Raises ValueError for a mistake in the settings, RuntimeError for a run that failed. An interrupt stops the run,
-    which saves a checkpoint.
+    `ranks`, `oversubscribe`: as `rlmath train --ranks` and `--oversubscribe`; `program`: "grpo" or
+    "sft". A run that was stopped before is resumed.
+
+    Raises ValueError for a mistake in the settings, RuntimeError for a run that failed. An
+    interrupt stops the run, which saves a checkpoint.
     """
     name = {"grpo": "train", "sft": "sft"}.get(program)
     if name is None:
@@ -160,13 +173,19 @@ def train(
         status, printed = _run([*command, *["--oversubscribe"] * oversubscribe])
     if status == FINISHED:
         return Run(Path(config.run.output_dir))
-    told = read_exit_status(config.run.output_dir).message if status != MISTAKE else "\n".join(printed)
-    raise (ValueError if status == MISTAKE else RuntimeError)(f"the run ended with status {status}: {told}")
+    told = (
+        read_exit_status(config.run.output_dir).message if status != MISTAKE else "\n".join(printed)
+    )
+    raise (ValueError if status == MISTAKE else RuntimeError)(
+        f"the run ended with status {status}: {told}"
+    )
 
 
 def _run(command: Sequence[str]) -> tuple[int, list[str]]:
-    """Exit status and last lines; the lines are printed as they come, in a notebook too. The program is in a group of
-    its own, so that an interrupt reaches it once, and ends with this process."""
+    """Exit status and last lines; the lines are printed as they come, in a notebook too.
+
+    The program is in a group of its own, so that an interrupt reaches it once, and ends with this
+    process."""
     last: list[str] = []
     ours = os.getpid()
     process = subprocess.Popen(

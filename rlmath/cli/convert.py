@@ -1,10 +1,11 @@
 """Convert models between Hugging Face's form and Megatron-Core's checkpoints.
 
 rlmath convert to-megatron --hf DIR --output DIR [--tensor-parallel 2] [--pipeline-parallel 2]
-rlmath convert to-hf --checkpoint DIR --output DIR [--config HF_DIR] [--critic | --adapter | --base HF_DIR]
+rlmath convert to-hf --checkpoint DIR --output DIR [--config HF_DIR] [--critic | --adapter | --base
+HF_DIR]
 
-No GPU, no torchrun; memory for the largest tensor, not for the model. It exits with 2 for a mistake or a damaged
-source, and with 1 where the disk fails; nothing half-written stays.
+No GPU, no torchrun; memory for the largest tensor, not for the model. It exits with 2 for a mistake
+or a damaged source, and with 1 where the disk fails; nothing half-written stays.
 """
 
 from __future__ import annotations
@@ -79,10 +80,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def to_megatron(given: argparse.Namespace) -> Converted:
     sizes = (given.tensor_parallel, given.pipeline_parallel)
     if min(sizes) < 1:
-        raise ValueError(f"--tensor-parallel and --pipeline-parallel are {sizes}; needed: at least 1.")
+        raise ValueError(
+            f"--tensor-parallel and --pipeline-parallel are {sizes}; needed: at least 1."
+        )
     source = local_folder(given.hf, "--hf")
     shape = read_model_shape(source, "--hf")
-    from rlmath.checkpoint.convert.convert import DTYPES, hf_to_megatron  # torch, when nothing is wrong
+    from rlmath.checkpoint.convert.convert import (
+        DTYPES,
+        hf_to_megatron,
+    )  # torch, when nothing is wrong
 
     return hf_to_megatron(source, shape, given.output, *sizes, DTYPES[given.dtype])
 
@@ -104,7 +110,9 @@ def to_hf(given: argparse.Namespace) -> Converted:
         is_file = config.name == CONFIG
         folder = config.parent if is_file else config
         if not (folder / CONFIG).is_file():
-            raise ValueError(f"--config {given.config}: needed: a {CONFIG}, or a folder that has one.")
+            raise ValueError(
+                f"--config {given.config}: needed: a {CONFIG}, or a folder that has one."
+            )
         own = {CONFIG: read_regular(folder / CONFIG, MAX_JSON_BYTES)}
         metadata_files = metadata_files | own if is_file else read_metadata_files(folder)
     if folder is None:
@@ -116,8 +124,12 @@ def to_hf(given: argparse.Namespace) -> Converted:
     run_folder = source.state.parent
     is_ours = (run_folder / PROGRESS).is_file()
     if given.adapter:
-        card = _card_of(run_folder, read_progress(run_folder).step, is_adapter=True) if is_ours else {}
-        return adapters_to_hf(source.state, read_model_shape(folder), given.output, dtype, card=card)
+        card = (
+            _card_of(run_folder, read_progress(run_folder).step, is_adapter=True) if is_ours else {}
+        )
+        return adapters_to_hf(
+            source.state, read_model_shape(folder), given.output, dtype, card=card
+        )
     if given.critic:
         shape, metadata_files = critic_of(source, metadata_files)
     else:
@@ -139,8 +151,8 @@ def to_hf(given: argparse.Namespace) -> Converted:
 
 
 def _card_of(checkpoint: Path, steps_done: int, is_adapter: bool = False) -> dict[str, bytes]:
-    """The card of the model, or of its adapters alone, of a checkpoint of ours, with what its run has measured; none
-    where its settings are gone, or are those of another release."""
+    """The card of the model, or of its adapters alone, of a checkpoint of ours, with what its run
+    has measured; none where its settings are gone, or are those of another release."""
     from rlmath.run.recovery.model_card import CARD_FILE, model_card
 
     try:
@@ -148,17 +160,22 @@ def _card_of(checkpoint: Path, steps_done: int, is_adapter: bool = False) -> dic
     except ValueError:
         return {}
     output_dir = checkpoint.parent.parent
-    card = model_card(run, steps_done, total_steps=None, output_dir=output_dir, is_adapter=is_adapter)
+    card = model_card(
+        run, steps_done, total_steps=None, output_dir=output_dir, is_adapter=is_adapter
+    )
     return {CARD_FILE: card}
 
 
 def critic_of(
     source: MegatronSource, metadata_files: dict[str, bytes]
 ) -> tuple[ModelShape, dict[str, bytes]]:
-    """The shape of a checkpoint's critic, and its metadata files: its own config.json and the policy's tokenizer."""
+    """The shape of a checkpoint's critic, and its metadata files: its own config.json and the
+    policy's tokenizer."""
     path = source.state.parent / CRITIC_CONFIG
     if not path.is_file():
-        raise ValueError(f"{source.state.parent} has no critic (no {CRITIC_CONFIG}). Leave --critic out.")
+        raise ValueError(
+            f"{source.state.parent} has no critic (no {CRITIC_CONFIG}). Leave --critic out."
+        )
     return read_critic_shape(path), metadata_files | {CONFIG: read_regular(path, MAX_JSON_BYTES)}
 
 
@@ -169,9 +186,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     output_help = "folder to make; it must not exist, or be empty"
 
-    add = (way := ways.add_parser("to-megatron", description=TO_MEGATRON, formatter_class=raw)).add_argument
+    add = (
+        way := ways.add_parser("to-megatron", description=TO_MEGATRON, formatter_class=raw)
+    ).add_argument
     way.set_defaults(convert=to_megatron)
-    add("--hf", required=True, help="folder with config.json and safetensors, or hf://org/name[@revision]")
+    add(
+        "--hf",
+        required=True,
+        help="folder with config.json and safetensors, or hf://org/name[@revision]",
+    )
     add("--output", type=Path, required=True, help=output_help)
     add("--tensor-parallel", type=int, default=1, metavar="N", help="default 1")
     add("--pipeline-parallel", type=int, default=1, metavar="N", help="default 1")
@@ -190,7 +213,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument(
         "--adapter", action="store_true", help="write the LoRA adapters alone, as PEFT has them"
     )
-    what.add_argument("--base", help="folder, or hf:// id, of the model that LoRA adapters are merged into")
+    what.add_argument(
+        "--base", help="folder, or hf:// id, of the model that LoRA adapters are merged into"
+    )
     add("--dtype", choices=FORMATS, default="auto", help=AUTO_HELP)
     add("--shard-gib", type=float, default=4.0, help="most GiB of one file (default 4)")
     return parser.parse_args(argv)

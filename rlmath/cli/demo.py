@@ -1,10 +1,13 @@
-"""The laptop demo: make data and a random model, teach it with SFT, train it with GRPO, and show what it learned.
+"""The laptop demo: make data and a random model, teach it with SFT, train it with GRPO, and show
+what it learned.
 
-    rlmath demo [--seed 1] [--ranks 2] [--tensor-parallel 2] [--pipeline-parallel 1] [--algorithm grpo]
+    rlmath demo [--seed 1] [--ranks 2] [--tensor-parallel 2] [--pipeline-parallel 1] [--algorithm
+    grpo]
 
 It runs the same programs, one after the other, that a user would: rlmath.cli.make_arithmetic,
-rlmath.cli.make_tiny_model, rlmath sft, rlmath train, which validates the model on held-out problems before and after.
-Everything is written under outputs/demo; what an earlier demo left is moved to outputs/demo.001, .002, ...
+rlmath.cli.make_tiny_model, rlmath sft, rlmath train, which validates the model on held-out problems
+before and after. Everything is written under outputs/demo; what an earlier demo left is moved to
+outputs/demo.001, .002, ...
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ RLMATH = (sys.executable, "-P", "-m", "rlmath.cli.main")
 LORA_RATES = ("optimizer.lr=2e-3", "optimizer.min_lr=1e-4")
 """Of the demo's adapters: ten times those of configs/demo.yaml."""
 REWARD = f"reward.scheme={RewardConfig.scheme}"
-"""Of every objective whose paper pays for right answers alone: one reward, so that their curves can be compared."""
+"""Of every objective whose paper pays for right answers alone: one reward, so that their curves can
+be compared."""
 MOST_RANKS = 2
 """Without --ranks; the supervised training never has more."""
 INTERRUPTED = 130
@@ -53,8 +57,9 @@ def child_environment() -> dict[str, str]:
 
 
 def run(title: str, command: list[str], environment: dict[str, str]) -> None:
-    """Run one program, which writes where this one does; its failure ends the demo with its exit status. After Ctrl-C,
-    which the terminal sends to the program too, wait for its end: it may save. Then end with INTERRUPTED."""
+    """Run one program, which writes where this one does; its failure ends the demo with its exit
+    status. After Ctrl-C, which the terminal sends to the program too, wait for its end: it may
+    save. Then end with INTERRUPTED."""
     print(f"\n== {title}", flush=True)
     started = time.perf_counter()
     places = {"env": environment, "stdout": sys.stdout, "stderr": sys.stderr}
@@ -82,7 +87,14 @@ def set_aside(folder: Path) -> None:
 
 def torchrun(ranks: int) -> list[str]:
     """The start of a command that runs so many ranks on this machine."""
-    return [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
 
 
 def one_thread() -> dict[str, str]:
@@ -91,12 +103,17 @@ def one_thread() -> dict[str, str]:
 
 
 def teach(folder: Path, seed: int) -> None:
-    """Supervised training on worked solutions, with one data-parallel rank for each of two cores (or one on a machine
-    with one GPU), whatever the layout of what follows: every seed has one base model."""
+    """Supervised training on worked solutions, with one data-parallel rank for each of two cores
+    (or one on a machine with one GPU), whatever the layout of what follows: every seed has one base
+    model."""
     ranks = min(fitting_ranks(gpu_count("auto")), os.cpu_count() or 1)
     command = [*RLMATH, "sft", "--ranks", str(ranks)]
     command += ["--config", str(shipped("configs/demo_sft.yaml"))]
-    command += [f"run.output_dir={folder / 'sft'}", f"run.seed={seed}", f"model.path={folder / 'random'}"]
+    command += [
+        f"run.output_dir={folder / 'sft'}",
+        f"run.seed={seed}",
+        f"model.path={folder / 'random'}",
+    ]
     command += [f"data.train_path={folder / 'data' / 'worked.jsonl'}"]
     command += [f"sft.held_out_path={folder / 'data' / 'worked_heldout.jsonl'}"]
     run("Supervised training: a tiny model that can add but slips", command, one_thread())
@@ -104,13 +121,18 @@ def teach(folder: Path, seed: int) -> None:
 
 
 def make_base(folder: Path, seed: int) -> None:
-    """Data, a random model and what it becomes by supervised training, in `data`, `random` and `base`."""
+    """Data, a random model and what it becomes by supervised training, in `data`, `random` and
+    `base`."""
     for title, program, part in (
         ("Arithmetic problems", "make_arithmetic", "data"),
         ("A tiny random model", "make_tiny_model", "random"),
     ):
         words = ["--output", str(folder / part), "--seed", str(seed)]
-        run(title, [sys.executable, "-P", "-m", f"rlmath.cli.{program}", *words], child_environment())
+        run(
+            title,
+            [sys.executable, "-P", "-m", f"rlmath.cli.{program}", *words],
+            child_environment(),
+        )
     teach(folder, seed)
 
 
@@ -119,30 +141,49 @@ def training_words(folder: Path, given: argparse.Namespace) -> list[str]:
     data = folder / "data"
     command = ["--config", str(shipped("configs/demo.yaml"))]
     command += ["--config", str(ALGORITHMS / f"{given.algorithm}.yaml")]
-    command += [f"run.output_dir={folder / 'run'}", f"run.seed={given.seed}", f"model.path={folder / 'base'}"]
+    command += [
+        f"run.output_dir={folder / 'run'}",
+        f"run.seed={given.seed}",
+        f"model.path={folder / 'base'}",
+    ]
     command += [f"data.train_path={data / 'train.jsonl'}"]
-    command += [f"parallel.tensor={given.tensor_parallel}", f"parallel.pipeline={given.pipeline_parallel}"]
+    command += [
+        f"parallel.tensor={given.tensor_parallel}",
+        f"parallel.pipeline={given.pipeline_parallel}",
+    ]
     command += [f"validation.paths=[{json.dumps(str(data / 'heldout.jsonl'))}]"]
     if preset_settings(given.algorithm).get("reward.scheme") in WRONG_ANSWER:
         command.append(REWARD)
     if given.algorithm == "lora":  # its file leaves the learning rate to the model's size
         command += LORA_RATES
-    return [*command, "validation.every_steps=1000", "validation.temperature=1", "validation.top_p=1"]
+    return [
+        *command,
+        "validation.every_steps=1000",
+        "validation.temperature=1",
+        "validation.top_p=1",
+    ]
 
 
 def train(folder: Path, given: argparse.Namespace) -> Path:
-    """The training run of `folder`'s base model, and its folder. Before and after, every held-out problem is answered
-    once at temperature 1."""
+    """The training run of `folder`'s base model, and its folder.
+
+    Before and after, every held-out problem is answered once at temperature 1."""
     command = [*RLMATH, "train", "--ranks", str(given.ranks), *training_words(folder, given)]
     command += [OVERSUBSCRIBE] * given.oversubscribe
     layout = f"TP{given.tensor_parallel} x PP{given.pipeline_parallel}"
-    run(f"Training ({given.algorithm}) on {counted(given.ranks, 'rank')}, {layout}", command, one_thread())
+    run(
+        f"Training ({given.algorithm}) on {counted(given.ranks, 'rank')}, {layout}",
+        command,
+        one_thread(),
+    )
     return folder / "run"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Train a tiny model with GRPO on this machine's CPU.")
+    parser = argparse.ArgumentParser(
+        description="Train a tiny model with GRPO on this machine's CPU."
+    )
     add, names = parser.add_argument, sorted(path.stem for path in ALGORITHMS.glob("*.yaml"))
     add("--seed", type=int, default=1, help="of data, model and training (default: 1)")
     add("--ranks", type=int, help="processes (default: 2; 1 on a machine with one GPU)")
@@ -151,14 +192,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     which = f"one of {', '.join(names)} (default: grpo)"
     add("--algorithm", choices=names, default="grpo", metavar="NAME", help=which)
     add("--output", type=Path, default=Path("outputs/demo"), help="folder (default: outputs/demo)")
-    began = "when the user began, in seconds since 1970: the seconds with installation are told, too"
+    began = (
+        "when the user began, in seconds since 1970: the seconds with installation are told, too"
+    )
     add("--started-at", type=float, help=began)
-    add(OVERSUBSCRIBE, action="store_true", help="start more processes than this machine has room for")
+    add(
+        OVERSUBSCRIBE,
+        action="store_true",
+        help="start more processes than this machine has room for",
+    )
     return parser.parse_args(argv)
 
 
 def fitting_ranks(gpus: int) -> int:
-    """Ranks of a demo on a machine with so many GPUs, 0 for one that computes on the CPU: each takes a GPU of its own.
+    """Ranks of a demo on a machine with so many GPUs, 0 for one that computes on the CPU: each
+    takes a GPU of its own.
 
     >>> fitting_ranks(0), fitting_ranks(1), fitting_ranks(8)
     (2, 1, 2)
@@ -167,8 +215,9 @@ def fitting_ranks(gpus: int) -> int:
 
 
 def fill_layout(given: argparse.Namespace, gpus: int) -> None:
-    """Fill in the ranks and the tensor parallelism that the command line leaves open, for a machine with so many GPUs
-    (`fitting_ranks`). ValueError where the layout does not fit the ranks, or they do not fit the machine."""
+    """Fill in the ranks and the tensor parallelism that the command line leaves open, for a machine
+    with so many GPUs (`fitting_ranks`). ValueError where the layout does not fit the ranks, or they
+    do not fit the machine."""
     if given.ranks is None:
         given.ranks = fitting_ranks(gpus)
     if given.tensor_parallel is None:
@@ -176,7 +225,8 @@ def fill_layout(given: argparse.Namespace, gpus: int) -> None:
     sizes = given.tensor_parallel, given.pipeline_parallel
     if min(given.ranks, *sizes) < 1 or given.ranks % math.prod(sizes):
         raise ValueError(
-            f"--ranks is {given.ranks}; needed: a multiple of TP x PP = {' x '.join(map(str, sizes))}"
+            f"--ranks is {given.ranks}; needed: a multiple of TP x PP = "
+            f"{' x '.join(map(str, sizes))}"
         )
     if not given.oversubscribe:
         refuse_crowding(given.ranks, this_machine(gpus))
@@ -202,10 +252,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\nThe trained model: {place}/{EXPORT_FOLDER}")
     print(f"Read samples:      {Path(sys.executable).with_name('rlmath')} samples {place}\n")
     print(
-        f"Held-out accuracy, sampled at temperature 1, went from {before[name]:.1%} to {after[name]:.1%} in "
+        f"Held-out accuracy, sampled at temperature 1, went from {before[name]:.1%} to "
+        f"{after[name]:.1%} in "
         f"{after['step']:.0f} steps ({now - started:.0f} s without installation)."
     )
-    good = [row["step"] for row in read_metrics(str(run_dir)) if row["rollout/accuracy"] >= GOOD_ACCURACY]
+    good = [
+        row["step"]
+        for row in read_metrics(str(run_dir))
+        if row["rollout/accuracy"] >= GOOD_ACCURACY
+    ]
     if good:
         print(f"Step {good[0]:.0f} was the first with {GOOD_ACCURACY:.0%} right answers.")
     if given.started_at is not None:

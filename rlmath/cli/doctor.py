@@ -1,6 +1,7 @@
 """`rlmath doctor`: what is installed, what is missing, and on which machine, on one page.
 
-A child imports the packages that a run imports, so that a broken one is named and cannot end it. Nothing is sent.
+A child imports the packages that a run imports, so that a broken one is named and cannot end it.
+Nothing is sent.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ MODULES = {
     "pyyaml": "yaml.cyaml",
     "math-verify": "math_verify",
 }
-"""The module that a run imports of a package, where it has another name; deep enough that no other file has it."""
+"""The module that a run imports of a package, where it has another name; deep enough that no other
+file has it."""
 IMPORTS = """import importlib, os, sys
 out = os.dup(1)
 os.dup2(2, 1)
@@ -58,7 +60,8 @@ for name in sys.argv[1:]:
         os.write(out, " ".join(f"{type(error).__name__}: {error}".split())[:200].encode("utf-8", "replace"))
 os._exit(0)
 """
-"""Prints a line for each module: "good", or what its import raised; nothing where it ended the process."""
+"""Prints a line for each module: "good", or what its import raised; nothing where it ended the
+process."""
 IMPORT_SECONDS = 300.0
 SMI_SECONDS = 20.0
 DISK_GIB = 4.0
@@ -72,12 +75,18 @@ FILES = 4096
 
 def main(argv: Sequence[str]) -> int:
     """Exit status 0 where a run can start, 1 where something is missing."""
-    parser = argparse.ArgumentParser(description="Say what is installed, what is missing, on which machine.")
+    parser = argparse.ArgumentParser(
+        description="Say what is installed, what is missing, on which machine."
+    )
     parser.add_argument(
         "--device", choices=("cpu", "gpu"), help="which lock to compare with (default: by the GPUs)"
     )
-    model_help = "compare all bytes of this model with those of the first --model, instead of the machine"
-    parser.add_argument("--model", type=Path, action="append", default=[], metavar="DIR", help=model_help)
+    model_help = (
+        "compare all bytes of this model with those of the first --model, instead of the machine"
+    )
+    parser.add_argument(
+        "--model", type=Path, action="append", default=[], metavar="DIR", help=model_help
+    )
     run_help = "with --model: a run; whether it could go on with the model"
     parser.add_argument("--run", type=Path, metavar="DIR", help=run_help)
     given = parser.parse_args(argv)
@@ -107,7 +116,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_models(models: Sequence[Path], run: Path | None) -> int:
-    """Exit status 0 where models are the same and the run's, 1 where they differ, 2 where one cannot be read."""
+    """Exit status 0 where models are the same and the run's, 1 where they differ, 2 where one
+    cannot be read."""
     status = 0
     try:
         for good, line in model_lines(models, run):
@@ -141,7 +151,9 @@ def machine_lines(gpus: Sequence[str]) -> Iterator[Line]:
         enough or hard >= FILES,
         f"{soft} open files at most{'' if enough else f'; needed: ulimit -n {FILES}'}",
     )
-    for line in [f"GPU {gpu}" for gpu in gpus] or ["nvidia-smi shows no GPU: programs run on the CPU"]:
+    for line in [f"GPU {gpu}" for gpu in gpus] or [
+        "nvidia-smi shows no GPU: programs run on the CPU"
+    ]:
         yield True, line
 
 
@@ -151,12 +163,20 @@ def needs(have: float, least: float) -> str:
 
 def find_gpus() -> list[str]:
     """Names, memory and drivers of the GPUs that nvidia-smi shows."""
-    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    command = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,driver_version",
+        "--format=csv,noheader",
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SMI_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip() and done.returncode == 0]
+    return [
+        line.strip() for line in done.stdout.splitlines() if line.strip() and done.returncode == 0
+    ]
 
 
 def package_lines(device: str) -> Iterator[Line]:
@@ -201,7 +221,11 @@ def import_problems(packages: Sequence[str]) -> dict[str, str]:
 
 def locked_versions(lock: Path) -> dict[str, str]:
     """Versions by canonical names."""
-    lines = [line.split()[0] for line in lock.read_text(encoding="utf-8").splitlines() if "==" in line[:80]]
+    lines = [
+        line.split()[0]
+        for line in lock.read_text(encoding="utf-8").splitlines()
+        if "==" in line[:80]
+    ]
     pins = [line.partition("==") for line in lines if not line.startswith("#")]
     return {name.lower().replace("_", "-"): version for name, _, version in pins}
 
@@ -216,14 +240,22 @@ def installed_version(name: str) -> str | None:
 def tool_lines(device: str) -> Iterator[Line]:
     """What packages use at run time."""
     compiler = shutil.which("g++")
-    yield compiler is not None, f"g++: {compiler or 'missing; vLLM compiles kernels: apt-get install g++'}"
+    yield (
+        compiler is not None,
+        f"g++: {compiler or 'missing; vLLM compiles kernels: apt-get install g++'}",
+    )
     if device == "cpu":
         found = find_library("numa") is not None
-        yield found, f"libnuma: {'there' if found else 'missing; vLLM loads it: apt-get install libnuma1'}"
+        yield (
+            found,
+            f"libnuma: {'there' if found else 'missing; vLLM loads it: apt-get install libnuma1'}",
+        )
 
 
 def sandbox_lines() -> Iterator[Line]:
-    """What isolates a model's code here, tried with a call. A run without tools needs none of it."""
+    """What isolates a model's code here, tried with a call.
+
+    A run without tools needs none of it."""
     isolation = kernel.best_isolation()
     landlock = f"Landlock {kernel.landlock_version() or 'missing'}"
     yield True, f"{landlock}, seccomp filters {'there' if kernel.has_filters() else 'missing'}"
@@ -241,4 +273,8 @@ def sandbox_trial(isolation: str) -> str:
     except (OSError, RuntimeError) as error:
         return f"a call cannot be executed: {error}"
     works = outcome.text == "42\n"
-    return f"a call took {outcome.wall_seconds * 1000:.1f} ms" if works else f"a call failed: {outcome.text}"
+    return (
+        f"a call took {outcome.wall_seconds * 1000:.1f} ms"
+        if works
+        else f"a call failed: {outcome.text}"
+    )

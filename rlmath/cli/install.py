@@ -1,11 +1,12 @@
-"""Make a virtual environment from lock files, or install one of the locks into the environment that is there.
+"""Make a virtual environment from lock files, or install one of the locks into the environment that
+is there.
 
     rlmath install cpu                                                      # or gpu: into this environment
     python -m rlmath.cli.install .venv requirements/cpu.txt --project       # as `make` does it, from a checkout
 
-An environment of the second kind is made anew unless its stamp equals the fingerprint of all that went into it: the
-interpreter, the place, the lock files, this file and setup.py. The stamp is written last, so an installation that was
-cut off is made anew.
+An environment of the second kind is made anew unless its stamp equals the fingerprint of all that
+went into it: the interpreter, the place, the lock files, this file and setup.py. The stamp is
+written last, so an installation that was cut off is made anew.
 
 Needs nothing but the standard library of Python 3.11 or 3.12.
 """
@@ -35,14 +36,18 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 def main() -> None:
     args = read_arguments()
     check_interpreter()
-    with open(f"{args.environment}.lock", "w") as lock:  # a second `make` waits here, then finds all done
+    with open(
+        f"{args.environment}.lock", "w"
+    ) as lock:  # a second `make` waits here, then finds all done
         fcntl.flock(lock, fcntl.LOCK_EX)
         wanted, stamp = fingerprint(args), args.environment / ".stamp"
         runs = os.access(
             args.environment / "bin/python", os.X_OK
         )  # also false where the link's target is gone
         if not (runs and stamp.exists() and read(stamp) == wanted):
-            stamp.unlink(missing_ok=True)  # what a cut-off installation leaves must not pass for current
+            stamp.unlink(
+                missing_ok=True
+            )  # what a cut-off installation leaves must not pass for current
             install(args)
             stamp.write_text(wanted, encoding="utf-8")
 
@@ -50,13 +55,17 @@ def main() -> None:
 def command(argv: Sequence[str]) -> int:
     """`rlmath install`; exit status 0, SystemExit with a message where it fails."""
     parser = argparse.ArgumentParser(description="Install the versions that are proven together.")
-    parser.add_argument("device", choices=("cpu", "gpu"), help="which lock: that of CPUs or of NVIDIA GPUs")
+    parser.add_argument(
+        "device", choices=("cpu", "gpu"), help="which lock: that of CPUs or of NVIDIA GPUs"
+    )
     device = parser.parse_args(argv).device
     check_interpreter()
     if sys.prefix == sys.base_prefix:
         fail(
-            f"{sys.executable} is not in a virtual environment, and pip would change the system's packages. "
-            "Make one: python3 -m venv env && env/bin/pip install path/to/rlmath && env/bin/rlmath install cpu"
+            f"{sys.executable} is not in a virtual environment, and pip would change the system's "
+            "packages. "
+            "Make one: python3 -m venv env && env/bin/pip install path/to/rlmath && "
+            "env/bin/rlmath install cpu"
         )
     if device == "gpu" and sys.version_info[:2] != (3, 12):
         fail(f"the lock for GPUs is for Python 3.12, this is {sys.version.split()[0]}")
@@ -72,7 +81,9 @@ def command(argv: Sequence[str]) -> int:
 
 
 def gpu_commands(python: str, lock: Path) -> list[list[str]]:
-    """Of pip, one after the other. What is compiled against torch comes after it."""
+    """Of pip, one after the other.
+
+    What is compiled against torch comes after it."""
     pins = [line.split()[0] for line in read(lock).splitlines() if line and line[0] not in "# "]
     source = [pin for pin in pins if pin.startswith(FROM_SOURCE)]
     built = ["env", "NVTE_PYTORCH_FORCE_BUILD=TRUE", "NVTE_BUILD_USE_NVIDIA_WHEELS=1"]
@@ -86,7 +97,9 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("environment", type=Path, help="the folder to make")
     parser.add_argument("locks", type=Path, nargs="+", help="lock files; a later one wins")
-    parser.add_argument("--project", action="store_true", help="also install this repository, editable")
+    parser.add_argument(
+        "--project", action="store_true", help="also install this repository, editable"
+    )
     args = parser.parse_args()
     args.environment = args.environment.absolute()
     return args
@@ -95,12 +108,17 @@ def read_arguments() -> argparse.Namespace:
 def check_interpreter() -> None:
     found = f"{sys.executable} is Python {sys.version.split()[0]} on {sys.platform}"
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
-        fail(f"{found}; Python 3.11 or 3.12 is needed. Name one: make PYTHON=/path/to/python3.11 ...")
+        fail(
+            f"{found}; Python 3.11 or 3.12 is needed. Name one: make PYTHON=/path/to/python3.11 ..."
+        )
     if sys.platform != "linux":
         fail(f"{found}; vLLM's CPU build exists for Linux only. Use a Linux machine or container.")
     if not (find_spec("venv") and find_spec("ensurepip")):
         minor = sys.version_info.minor
-        fail(f"{found}, without its venv module. On Debian or Ubuntu: apt-get install python3.{minor}-venv")
+        fail(
+            f"{found}, without its venv module. On Debian or Ubuntu: apt-get install "
+            f"python3.{minor}-venv"
+        )
 
 
 def fingerprint(args: argparse.Namespace) -> str:
@@ -109,7 +127,13 @@ def fingerprint(args: argparse.Namespace) -> str:
     if args.project:
         files.append(ROOT / "setup.py")
     digest = hashlib.sha256()
-    for part in (sys.version, os.uname().machine, str(args.environment), str(ROOT), *map(read, files)):
+    for part in (
+        sys.version,
+        os.uname().machine,
+        str(args.environment),
+        str(ROOT),
+        *map(read, files),
+    ):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()
 
@@ -129,11 +153,14 @@ def install(args: argparse.Namespace) -> None:
 
 
 def install_locks(python: str, locks: list[Path]) -> None:
-    """Torch first and alone, from pip's own sources or else from PyTorch's index of CPU builds: where that index cannot
-    be reached, naming it makes pip retry for every package. The locks say what fits together: a package's own
-    requirements, also about Python versions, are not asked."""
+    """Torch first and alone, from pip's own sources or else from PyTorch's index of CPU builds:
+    where that index cannot be reached, naming it makes pip retry for every package. The locks say
+    what fits together: a package's own requirements, also about Python versions, are not asked."""
     pins = [
-        line.split()[0] for lock in locks for line in read(lock).splitlines() if line.startswith("torch==")
+        line.split()[0]
+        for lock in locks
+        for line in read(lock).splitlines()
+        if line.startswith("torch==")
     ]
     if pins:
         say(f"installing {pins[-1]}, the first and largest part")

@@ -30,17 +30,27 @@ class Command:
     name: str
     what: str
     function: str
-    """`module:function` of `rlmath.cli`, which takes the rest of the command line and returns the exit status."""
+    """`module:function` of `rlmath.cli`, which takes the rest of the command line and returns the
+    exit status."""
     needs: tuple[str, ...] = ()
 
 
 COMMANDS = (
-    Command("demo", "train a tiny model on this machine's CPU and show what it learned", "demo:main", RUN),
+    Command(
+        "demo",
+        "train a tiny model on this machine's CPU and show what it learned",
+        "demo:main",
+        RUN,
+    ),
     Command("train", "train a model with GRPO on this machine", "train:train", RUN),
     Command("sft", "train a model on written solutions on this machine", "train:sft", RUN),
-    Command("eval", "evaluate a model on benchmarks, or compare evaluations", "train:evaluate", RUN),
+    Command(
+        "eval", "evaluate a model on benchmarks, or compare evaluations", "train:evaluate", RUN
+    ),
     Command("replay", "make a captured step of a run again, and compare", "train:replay", RUN),
-    Command("convert", "Hugging Face models to Megatron-Core checkpoints, and back", "convert:main", RUN),
+    Command(
+        "convert", "Hugging Face models to Megatron-Core checkpoints, and back", "convert:main", RUN
+    ),
     Command("plan", "predict the seconds of a step on a cluster", "plan:main"),
     Command("plan-memory", "plan the memory of a run, part by part", "plan_memory:main"),
     Command("submit", "submit a run or an evaluation to Slurm", "main:submit", TORCH),
@@ -49,13 +59,15 @@ COMMANDS = (
     Command("verify", "verify the answers of a file", "verify_answers:main"),
     Command("sandbox", "run code as a model's call would be run", "sandbox:main"),
     Command("doctor", "what is installed, what is missing, on which machine", "doctor:main"),
-    Command("install", "install the versions that are proven together: cpu or gpu", "install:command"),
+    Command(
+        "install", "install the versions that are proven together: cpu or gpu", "install:command"
+    ),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: that of the program, MISTAKE for a word that is no command or a package that is missing, 0 where
-    who reads the output has gone."""
+    """Exit status: that of the program, MISTAKE for a word that is no command or a package that is
+    missing, 0 where who reads the output has gone."""
     escape_terminal()
     with ends_with_its_reader():
         return _main(argv)

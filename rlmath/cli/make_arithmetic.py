@@ -1,19 +1,22 @@
-"""Makes the demo's problems: additions, as training and held-out files, and worked solutions to learn from.
+"""Makes the demo's problems: additions, as training and held-out files, and worked solutions to
+learn from.
 
   python -m rlmath.cli.make_arithmetic --output data/arithmetic --seed 1 --train 8000 --heldout 500
 
-writes train.jsonl and heldout.jsonl, one row a line in the AReaL-boba form, and no problem is in both:
+writes train.jsonl and heldout.jsonl, one row a line in the AReaL-boba form, and no problem is in
+both:
 
     {"prompt": "47+85=", "task": "math", "query_id": "add-47-85", "solutions": ["\\\\boxed{132}"]}
 
-worked.jsonl has solutions of training problems, drawn with repetition, for `rlmath sft`, and worked_heldout.jsonl of
-held-out problems (`sft.held_out_path`): one step per column, lowest first, the carry as a third term.
+worked.jsonl has solutions of training problems, drawn with repetition, for `rlmath sft`, and
+worked_heldout.jsonl of held-out problems (`sft.held_out_path`): one step per column, lowest first,
+the carry as a third term.
 
     {"prompt": "47+85=", "completion": "7+5=12 4+8+1=13 \\boxed{132}"}
 
-Every result in them slips with some probability (`worked_solution`), so that a model that learns from them has the
-right result as its most likely next token nearly everywhere, and slips as often as the file when it samples at
-temperature 1: that is the gap that GRPO closes.
+Every result in them slips with some probability (`worked_solution`), so that a model that learns
+from them has the right result as its most likely next token nearly everywhere, and slips as often
+as the file when it samples at temperature 1: that is the gap that GRPO closes.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from rlmath.checkpoint.convert.sources import check_output
 NUMBERS = 100
 """Numbers are below it."""
 SLIP = 0.20154
-"""It leaves 40% of the worked solutions of two digits right: of two columns and three digits 0.81^2 x 0.82^3."""
+"""It leaves 40% of the worked solutions of two digits right: of two columns and three digits 0.81^2
+x 0.82^3."""
 _COLUMN_SUMS = 20
 """A slip in a column writes one of 0..19: two digits and a carry make at most 19."""
 
@@ -67,7 +71,8 @@ def make_problems(seed: int, train: int, heldout: int) -> tuple[list[Addition], 
     """
     if train < 1 or heldout < 1 or train + heldout > NUMBERS**2:
         raise ValueError(
-            f"{train} training and {heldout} held-out rows; needed: at least 1 of each, {NUMBERS**2} in all at most"
+            f"{train} training and {heldout} held-out rows; needed: at least 1 of each, "
+            f"{NUMBERS**2} in all at most"
         )
     picks = random.Random(seed).sample(range(NUMBERS**2), train + heldout)
     problems = [Addition(*divmod(pick, NUMBERS)) for pick in picks]
@@ -75,11 +80,12 @@ def make_problems(seed: int, train: int, heldout: int) -> tuple[list[Addition], 
 
 
 def worked_solution(problem: Addition, slip: float = 0.0, rng: random.Random | None = None) -> str:
-    """Steps and boxed answer; with `slip` above 0, each result written is a random one with that probability.
+    """Steps and boxed answer; with `slip` above 0, each result written is a random one with that
+    probability.
 
-    What follows a slip is consistent with it: the carry and the answer are read off the sums as written. So
-    47+85 with a slip in its first column may read `7+5=3 4+8=12 \\boxed{123}`. A slip in the answer replaces
-    one digit. A random result can be the right one.
+    What follows a slip is consistent with it: the carry and the answer are read off the sums as
+    written. So 47+85 with a slip in its first column may read `7+5=3 4+8=12 \\boxed{123}`. A slip
+    in the answer replaces one digit. A random result can be the right one.
     """
     steps, answer, carry, rng = [], "", 0, rng or random.Random(0)
     for terms in _columns(problem):
@@ -90,7 +96,9 @@ def worked_solution(problem: Addition, slip: float = 0.0, rng: random.Random | N
         answer = f"{digit}{answer}"
     answer = str(int(f"{carry}{answer}"))
     if slip:
-        answer = "".join(str(rng.randrange(10)) if rng.random() < slip else digit for digit in answer)
+        answer = "".join(
+            str(rng.randrange(10)) if rng.random() < slip else digit for digit in answer
+        )
     return " ".join(steps) + f" \\boxed{{{answer}}}"
 
 
@@ -101,8 +109,11 @@ def _columns(problem: Addition) -> list[list[int]]:
     return [[int(number[i]) for number in (left, right) if i < len(number)] for i in range(length)]
 
 
-def worked_rows(problems: list[Addition], count: int, slip: float, seed: int) -> list[dict[str, object]]:
-    """So many worked solutions of problems that are drawn at random, with slips (`worked_solution`)."""
+def worked_rows(
+    problems: list[Addition], count: int, slip: float, seed: int
+) -> list[dict[str, object]]:
+    """So many worked solutions of problems that are drawn at random, with slips
+    (`worked_solution`)."""
     rng = random.Random(f"{seed}:worked")
     return [
         {"prompt": problem.prompt, "completion": worked_solution(problem, slip, rng)}
@@ -116,7 +127,9 @@ def main(argv: list[str] | None = None) -> None:
         description="Writes additions: train, heldout, worked and worked_heldout.jsonl."
     )
     parser.add_argument("--output", type=Path, required=True, help="new or empty folder")
-    parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same files (default 1)")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="the same seed gives the same files (default 1)"
+    )
     for name, rows in (("train", 8000), ("heldout", 500), ("worked", 20000)):
         parser.add_argument(
             f"--{name}", type=int, default=rows, help=f"rows of {name}.jsonl (default {rows})"
@@ -136,7 +149,10 @@ def main(argv: list[str] | None = None) -> None:
     }.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (args.output / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-    print(f"{args.output}: {len(train)} problems, {len(heldout)} held out, {len(worked)} worked solutions")
+    print(
+        f"{args.output}: {len(train)} problems, {len(heldout)} held out, {len(worked)} worked "
+        "solutions"
+    )
 
 
 if __name__ == "__main__":

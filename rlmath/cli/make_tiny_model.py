@@ -1,8 +1,10 @@
-"""Makes the demo's random model and its tokenizer: a Qwen2 of 0.6M parameters, in Hugging Face form.
+"""Makes the demo's random model and its tokenizer: a Qwen2 of 0.6M parameters, in Hugging Face
+form.
 
     python -m rlmath.cli.make_tiny_model --output models/tiny --seed 1
 
-`rlmath sft` then teaches it to add, from the worked solutions that `rlmath/cli/make_arithmetic.py` writes.
+`rlmath sft` then teaches it to add, from the worked solutions that `rlmath/cli/make_arithmetic.py`
+writes.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ _PAD, _EOS, _UNK, _BOXED = "<pad>", "<eos>", "<unk>", "\\boxed{"
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    r"""One token per printable ASCII character, tab and newline, one for `\boxed{`, and three special ones.
+    r"""One token per printable ASCII character, tab and newline, one for `\boxed{`, and three
+    special ones.
 
-    Text of those characters decodes to itself; others are dropped. The 101 tokens do not divide among tensor
-    ranks, so the vocabulary has to be padded. It is a Qwen2Tokenizer without merges because transformers 5
-    loads the tokenizer of any Qwen2 folder as one, with that class's rules, whatever its tokenizer.json says.
+    Text of those characters decodes to itself; others are dropped. The 101 tokens do not divide
+    among tensor ranks, so the vocabulary has to be padded. It is a Qwen2Tokenizer without merges
+    because transformers 5 loads the tokenizer of any Qwen2 folder as one, with that class's rules,
+    whatever its tokenizer.json says.
     """
     byte_level = ByteLevel(add_prefix_space=False, use_regex=False)
     characters = ["\n", "\t", *map(chr, range(ord(" "), ord("~") + 1))]
@@ -47,9 +51,13 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def make_model(tokenizer: Qwen2Tokenizer, hidden: int = 128, layers: int = 4) -> Qwen2ForCausalLM:
-    """A random Qwen2 of 4 heads in fp32, from torch's global seed. Raises ValueError for an impossible shape."""
+    """A random Qwen2 of 4 heads in fp32, from torch's global seed.
+
+    Raises ValueError for an impossible shape."""
     if hidden < 1 or layers < 1 or hidden % 8:
-        raise ValueError(f"hidden is {hidden} and layers {layers}; needed: a multiple of 8, and at least 1")
+        raise ValueError(
+            f"hidden is {hidden} and layers {layers}; needed: a multiple of 8, and at least 1"
+        )
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -66,7 +74,9 @@ def make_model(tokenizer: Qwen2Tokenizer, hidden: int = 128, layers: int = 4) ->
     )
     model = Qwen2ForCausalLM(config).float()
     ends = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
-    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_p=1.0, top_k=0, **ends)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_p=1.0, top_k=0, **ends
+    )
     return model
 
 

@@ -1,10 +1,12 @@
-"""Plan a run before a GPU is spent: memory and seconds of a step, hours of an epoch, and the fastest layout.
+"""Plan a run before a GPU is spent: memory and seconds of a step, hours of an epoch, and the
+fastest layout.
 
 rlmath plan --config configs/areal/7b_n16.yaml --mean-response-tokens 8600
 rlmath plan --config configs/my.yaml --gpu H100-80GB --nodes 4
 
-It is a prediction; its formulas and errors are in docs/planning.md. Of the model only config.json is read, and for
-published models not even that is needed (configs/models). It exits with 2 where the run cannot start or does not fit.
+It is a prediction; its formulas and errors are in docs/planning.md. Of the model only config.json
+is read, and for published models not even that is needed (configs/models). It exits with 2 where
+the run cannot start or does not fit.
 """
 
 from __future__ import annotations
@@ -44,27 +46,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = make_parser("Plan a run: memory, seconds of a step, hours of an epoch, the fastest layout.")
+    made = make_parser(
+        "Plan a run: memory, seconds of a step, hours of an epoch, the fastest layout."
+    )
     cluster = made.add_argument_group("the cluster")
     gpu_help = f"one of {', '.join([*GPUS, CPU])}; default: memory.gpu, or the CPU"
     cluster.add_argument("--gpu", type=gpu_name, help=gpu_help)
     cluster.add_argument("--nodes", type=int, help="without it as many as the layout's ranks take")
-    cluster.add_argument("--gpus-per-node", type=int, help="default: 8, or all ranks where they are fewer")
+    cluster.add_argument(
+        "--gpus-per-node", type=int, help="default: 8, or all ranks where they are fewer"
+    )
     cluster.add_argument("--network-gbps", type=float, help="Gbit/s between nodes for each GPU")
     work = made.add_argument_group("the work")
-    work.add_argument("--mean-response-tokens", type=float, help="default: 0.3 x rollout.max_new_tokens")
-    work.add_argument("--mean-prompt-tokens", type=float, help="default: 128, or data.max_prompt_tokens")
-    prompts_help = "training prompts, where data.train_path is not there, or is parquet without pyarrow"
+    work.add_argument(
+        "--mean-response-tokens", type=float, help="default: 0.3 x rollout.max_new_tokens"
+    )
+    work.add_argument(
+        "--mean-prompt-tokens", type=float, help="default: 128, or data.max_prompt_tokens"
+    )
+    prompts_help = (
+        "training prompts, where data.train_path is not there, or is parquet without pyarrow"
+    )
     work.add_argument("--prompts", type=int, help=prompts_help)
     coefficients_help = "JSON of coefficients that were measured (docs/planning.md)"
     work.add_argument("--coefficients", type=Path, metavar="FILE", help=coefficients_help)
-    made.add_argument("--layouts", type=int, default=5, help="fastest layouts to show; 0: none (default: 5)")
+    made.add_argument(
+        "--layouts", type=int, default=5, help="fastest layouts to show; 0: none (default: 5)"
+    )
     made.add_argument("--json", action="store_true", help="print plain data")
     return made
 
 
 def gpu_name(word: str) -> str:
-    """A word of --gpu. ArgumentTypeError where it is none, with the nearest."""
+    """A word of --gpu.
+
+    ArgumentTypeError where it is none, with the nearest."""
     if word not in (known := [*GPUS, CPU]):
         needed = f"needed: one of {', '.join(known)}.{nearest_word(word, known)}"
         raise argparse.ArgumentTypeError(f'there is no "{word}"; {needed}')

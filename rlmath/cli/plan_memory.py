@@ -1,10 +1,11 @@
-"""Plan the memory of a run: what every rank will hold in each phase of a step, and whether that fits.
+"""Plan the memory of a run: what every rank will hold in each phase of a step, and whether that
+fits.
 
 rlmath plan-memory --config configs/my.yaml parallel.tensor=2 memory.gpu=H100-80GB
 
-Of the model only config.json is read, and for published models not even that is needed (configs/models). Of several
-stages, and validation, the longest is planned; for which device: `memory_fit.planned_target`. It exits with 2 where the
-run cannot fit or cannot be planned.
+Of the model only config.json is read, and for published models not even that is needed
+(configs/models). Of several stages, and validation, the longest is planned; for which device:
+`memory_fit.planned_target`. It exits with 2 where the run cannot fit or cannot be planned.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from rlmath.config.schema import Config
 from rlmath.config.terminal import escape_terminal
 from rlmath.planning.checks import setting_problems, shape_problems
 from rlmath.planning.memory_estimate import MemoryPlan, Target, mesh_of
-from rlmath.planning.memory_fit import GIB, all_plans, figures, fit_problems, planned_target, usable_bytes
+from rlmath.planning.memory_fit import (
+    GIB,
+    all_plans,
+    figures,
+    fit_problems,
+    planned_target,
+    usable_bytes,
+)
 from rlmath.planning.parallelism import ranks_or_least, roles
 from rlmath.planning.rollout_checks import of_longest_stage
 
@@ -39,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     escape_terminal()
     parser = make_parser("Plan the memory of a run.")
     parser.add_argument(
-        "--ranks", type=int, help="ranks of the run; without it those of parallel.data, else the least"
+        "--ranks",
+        type=int,
+        help="ranks of the run; without it those of parallel.data, else the least",
     )
     parser.add_argument("--json", action="store_true", help="print plain data, in bytes")
     given = parser.parse_intermixed_args(argv)
@@ -66,21 +76,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 def checked_shape(config: Config, ranks: int) -> ModelShape:
     """The model's shape; ValueError for settings that no run could have."""
     shape, _ = required_shape(config.model.path)
-    problems = setting_problems(config, ranks) if ranks > 0 else [f"--ranks is {ranks}; needed: at least 1."]
+    problems = (
+        setting_problems(config, ranks)
+        if ranks > 0
+        else [f"--ranks is {ranks}; needed: at least 1."]
+    )
     if ranks > 0:
         problems += shape_problems(config, shape)
     raise_problems("this run", problems)
     return shape
 
 
-def as_data(plans: list[MemoryPlan], problems: list[str], target: Target, ranks: int) -> dict[str, Any]:
+def as_data(
+    plans: list[MemoryPlan], problems: list[str], target: Target, ranks: int
+) -> dict[str, Any]:
     """Plain data; sizes in bytes."""
     usable = None if target.total_bytes is None else usable_bytes(target)
     return {
-        "device": {"kind": target.kind, "name": target.name, "total": target.total_bytes, "usable": usable},
+        "device": {
+            "kind": target.kind,
+            "name": target.name,
+            "total": target.total_bytes,
+            "usable": usable,
+        },
         "ranks": ranks,
         "plans": [
-            asdict(plan) | {"held": {phase: plan.held(phase) for phase in plan.phases}, "worst": plan.worst}
+            asdict(plan)
+            | {"held": {phase: plan.held(phase) for phase in plan.phases}, "worst": plan.worst}
             for plan in plans
         ],
         "problems": problems,
@@ -90,7 +112,8 @@ def as_data(plans: list[MemoryPlan], problems: list[str], target: Target, ranks:
 def heading(config: Config, shape: ModelShape, ranks: int, target: Target) -> list[str]:
     """Model, layout and device."""
     lines = [
-        f"{config.model.path}: {parameter_count(shape) / 1e9:.3g} B parameters on {ranks} rank{'s' * (ranks != 1)}",
+        f"{config.model.path}: {parameter_count(shape) / 1e9:.3g} B parameters on {ranks} "
+        f"rank{'s' * (ranks != 1)}",
         f"Layout: {mesh_of(config, ranks, 0).describe()}",
         *filter(None, [roles(config, ranks), planned_shape(config.model.path).note]),
     ]
@@ -103,7 +126,8 @@ def heading(config: Config, shape: ModelShape, ranks: int, target: Target) -> li
 
 
 def plan_lines(plan: MemoryPlan) -> list[str]:
-    """Parts of every phase (GiB); a plan stands for all ranks of its pipeline stage, or of engines."""
+    """Parts of every phase (GiB); a plan stands for all ranks of its pipeline stage, or of
+    engines."""
     whose = "engines" if plan.is_engine else f"pipeline stage {plan.stage}"
     phases = [f"  {phase}: {figures(plan, phase)}" for phase in plan.phases]
     return [f"Ranks of {whose}, from rank {plan.rank} on:", *phases]

@@ -15,7 +15,13 @@ from rlmath.planning.checks import file_problems, memory_problems, run_problems,
 from rlmath.planning.memory_estimate import Target
 from rlmath.planning.memory_fit import planned_target
 from rlmath.planning.parallelism import ranks_or_least
-from rlmath.planning.planner.cluster import Cluster, cluster_of, machine_of, on_gpu, read_coefficients
+from rlmath.planning.planner.cluster import (
+    Cluster,
+    cluster_of,
+    machine_of,
+    on_gpu,
+    read_coefficients,
+)
 from rlmath.planning.planner.step import (
     Comparison,
     StepPlan,
@@ -48,17 +54,23 @@ class RunPrediction:
     def step_seconds(self) -> float:
         """Mean over the steps of the run."""
         steps = [max(1, stage.steps) for stage, _ in self.stages]
-        total = sum(count * plan.step_seconds for count, (_, plan) in zip(steps, self.stages, strict=True))
+        total = sum(
+            count * plan.step_seconds for count, (_, plan) in zip(steps, self.stages, strict=True)
+        )
         return total / sum(steps)
 
     @property
     def total_steps(self) -> int | None:
-        return None if self.steps_per_epoch is None else planned_steps(self.config, self.steps_per_epoch)
+        return (
+            None
+            if self.steps_per_epoch is None
+            else planned_steps(self.config, self.steps_per_epoch)
+        )
 
 
 def predict_run(config: Config, asked: Namespace) -> RunPrediction:
-    """Steps of all stages, and whether they fit the memory; `asked` are the options of `rlmath plan`. ValueError that
-    lists what keeps the run from having this layout on this cluster."""
+    """Steps of all stages, and whether they fit the memory; `asked` are the options of `rlmath
+    plan`. ValueError that lists what keeps the run from having this layout on this cluster."""
     config = on_gpu(config, asked.gpu)
     raise_problems("this run", value_problems(config))
     shape, note = required_shape(config.model.path)
@@ -76,13 +88,16 @@ def predict_run(config: Config, asked: Namespace) -> RunPrediction:
     if config.rollout.tail == "carry" or config.rollout.ranks > 0:
         # A reward function of the user's is not looked for.
         reward = replace(config.reward, function=None, rewards=[], weights=[], combine="sum")
-        raise_problems("this run", run_problems(replace(config, reward=reward), cluster.ranks, shape))
+        raise_problems(
+            "this run", run_problems(replace(config, reward=reward), cluster.ranks, shape)
+        )
     steps_per_epoch, warnings = _steps_per_epoch(config, shape, asked)
     stages = length_stages(
         config, None if steps_per_epoch is None else planned_steps(config, steps_per_epoch)
     )
     batches = [
-        batch_of(stage.config, asked.mean_response_tokens, asked.mean_prompt_tokens) for stage in stages
+        batch_of(stage.config, asked.mean_response_tokens, asked.mean_prompt_tokens)
+        for stage in stages
     ]
     inputs = [
         step_inputs(stage.config, shape, target, cluster, batch)
@@ -105,7 +120,8 @@ def predict_run(config: Config, asked: Namespace) -> RunPrediction:
 def _steps_per_epoch(
     config: Config, shape: ModelShape, asked: Namespace
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Steps of the prompts that are given, or of the files where they are there; and warnings about the latter."""
+    """Steps of the prompts that are given, or of the files where they are there; and warnings about
+    the latter."""
     if asked.prompts is not None:
         if asked.prompts < config.data.prompts_per_step:
             problem = f"--prompts is {asked.prompts}; needed: at least data.prompts_per_step"

@@ -17,7 +17,8 @@ from rlmath.planning.planner.step import PHASES, Comparison, StepPlan
 def run_lines(run: RunPrediction, shown: int) -> list[str]:
     """The whole plan of a run for the console, with at most so many layouts."""
     lines = [
-        f"{run.config.model.path}: {parameter_count(run.shape) / 1e9:.3g} B parameters on {run.cluster.describe()}",
+        f"{run.config.model.path}: {parameter_count(run.shape) / 1e9:.3g} B parameters on "
+        f"{run.cluster.describe()}",
         *([run.note] if run.note else ()),
         f"Layout: {run.stages[0][1].mesh.describe()}",
         *start_up_lines(with_longest_lengths(run.config), run.shape, run.cluster.ranks),
@@ -28,7 +29,9 @@ def run_lines(run: RunPrediction, shown: int) -> list[str]:
         lines += step_lines(plan)
     lines += ["", *epoch_lines(run)]
     return (
-        lines if run.layouts is None else [*lines, "", *layout_lines(run.layouts, run.stages[-1][1], shown)]
+        lines
+        if run.layouts is None
+        else [*lines, "", *layout_lines(run.layouts, run.stages[-1][1], shown)]
     )
 
 
@@ -36,23 +39,37 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
     """One step: its work, its seconds, and what is idle."""
     batch, lengths, rollout = plan.batch, plan.batch.lengths, plan.rollout
     yield (
-        f"Step: {batch.sequences:,} sequences, {batch.prompt_tokens:,.0f} + {lengths.mean:,.0f} tokens on average "
-        f"(completions of at most {lengths.longest:,}, {lengths.truncated:.1%} cut off): {batch.tokens:,.0f} tokens"
+        f"Step: {batch.sequences:,} sequences, {batch.prompt_tokens:,.0f} + {lengths.mean:,.0f} "
+        "tokens on average "
+        f"(completions of at most {lengths.longest:,}, {lengths.truncated:.1%} cut off): "
+        f"{batch.tokens:,.0f} tokens"
     )
     yield (
-        f"  an engine samples {rollout.requests} completions, {rollout.slots} at a time, in {rollout.steps:,} engine "
-        f"steps; {plan.microbatches} micro-batch{'es' * (plan.microbatches != 1)} a minibatch and data-parallel rank"
+        f"  an engine samples {rollout.requests} completions, {rollout.slots} at a time, in "
+        f"{rollout.steps:,} engine "
+        f"steps; {plan.microbatches} micro-batch{'es' * (plan.microbatches != 1)} a minibatch and "
+        "data-parallel rank"
     )
-    yield "Predicted seconds, of both sides at the same time:" if plan.overlaps else "Predicted seconds:"
+    yield (
+        "Predicted seconds, of both sides at the same time:"
+        if plan.overlaps
+        else "Predicted seconds:"
+    )
     for phase in PHASES:
         if phase in plan.seconds:
             yield f"  {phase:<10}{_seconds(plan.seconds[phase]):>10}"
         if phase == "rollout" and rollout.tail_seconds > 0:
-            yield f"    {_seconds(rollout.tail_seconds)} of it for the tail, with fewer completions than places"
+            yield (
+                f"    {_seconds(rollout.tail_seconds)} of it for the tail, with fewer "
+                "completions than places"
+            )
         if phase == "update" and plan.idle_share > 0:
             yield f"    {plan.idle_share:.1%} of it a pipeline stage waits for others"
     if plan.overlaps:
-        yield f"  {'trainers':<10}{_seconds(plan.trainer_seconds):>10}  beside engines, on ranks of their own"
+        yield (
+            f"  {'trainers':<10}{_seconds(plan.trainer_seconds):>10}  beside engines, on ranks "
+            "of their own"
+        )
     tokens = batch.sequences * lengths.mean / plan.step_seconds
     yield f"  {'step':<10}{_seconds(plan.step_seconds):>10}  {tokens:,.0f} sampled tokens a second"
 
@@ -73,7 +90,10 @@ def epoch_lines(run: RunPrediction) -> Iterator[str]:
 
 def layout_lines(layouts: Comparison, own: StepPlan, shown: int) -> Iterator[str]:
     """The fastest layouts, and where the run's own stands."""
-    yield f"Legal layouts: {len(layouts.plans)} fit, {layouts.without_room} do not. Fastest by prediction:"
+    yield (
+        f"Legal layouts: {len(layouts.plans)} fit, {layouts.without_room} do not. Fastest by "
+        "prediction:"
+    )
     fastest = layouts.plans[:shown]
     for plan in fastest if any(one.mesh == own.mesh for one in fastest) else (*fastest, own):
         mark = "  (as configured)" if plan.mesh == own.mesh else ""
@@ -97,7 +117,9 @@ def run_data(run: RunPrediction, shown: int) -> dict[str, Any]:
     fastest = run.layouts.plans[:shown] if run.layouts is not None else ()
     return {
         "cluster": asdict(run.cluster),
-        "memory": [{"rank": p.rank, "phases": {name: p.held(name) for name in p.phases}} for p in memory],
+        "memory": [
+            {"rank": p.rank, "phases": {name: p.held(name) for name in p.phases}} for p in memory
+        ],
         "problems": list(run.memory_problems),
         "warnings": list(run.warnings),
         "stages": [step_data(plan) for _, plan in run.stages],

@@ -1,10 +1,12 @@
-"""Train a model: what `torchrun -m rlmath.trainer`, `launch/train_grpo.py` and `launch/train_sft.py` run on every rank.
+"""Train a model: what `torchrun -m rlmath.trainer`, `launch/train_grpo.py` and
+`launch/train_sft.py` run on every rank.
 
 torchrun --nproc-per-node=N -m rlmath.trainer [grpo | sft] --config x.yaml key.sub=value ...
 torchrun --nproc-per-node=N -m rlmath.trainer replay RUN --step 10
 python -m rlmath.trainer [grpo | sft] --config x.yaml --dry-run
 
-The steps are in rlmath/trainer/grpo.py and rlmath/trainer/sft.py, replays in rlmath/replay/replay.py.
+The steps are in rlmath/trainer/grpo.py and rlmath/trainer/sft.py, replays in
+rlmath/replay/replay.py.
 """
 
 from __future__ import annotations
@@ -41,13 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     escape_terminal()
     description = "Train a model with GRPO."
     if is_sft:
-        description = "Train a model on written solutions (supervised, cross-entropy on completions)."
+        description = (
+            "Train a model on written solutions (supervised, cross-entropy on completions)."
+        )
     given = read_command_line(description, words, used_keys() if is_sft else None)
     if given.dry_run:
         # Imported only now: a start has no use for it.
         from rlmath.run.dry_run import dry_run
 
-        return dry_run(given.config, given.overrides, given.ranks, program, oversubscribe=given.oversubscribe)
+        return dry_run(
+            given.config, given.overrides, given.ranks, program, oversubscribe=given.oversubscribe
+        )
     load = partial(load_config, given.config, given.overrides)
     if (mistake := launcher_mistake()) is not None:
         return refuse_launcher(mistake, load, partial(refuse_early, program))

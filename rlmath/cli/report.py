@@ -14,21 +14,28 @@ from rlmath.report.write import NoPlotlyError, write_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the page and prints where it is. 2 and one line on stderr where a RUN is none, or the arguments are wrong;
-    1 where plotly is missing or the page cannot be written."""
+    """Writes the page and prints where it is.
+
+    2 and one line on stderr where a RUN is none, or the arguments are wrong; 1 where plotly is
+    missing or the page cannot be written."""
     escape_terminal()
     parser = argparse.ArgumentParser(
         prog="rlmath report",
-        description="Turn the folders of runs into one HTML file with their curves, settings, warnings and samples. "
+        description="Turn the folders of runs into one HTML file with their curves, settings, "
+        "warnings and samples. "
         "It needs no network, and a run may still be going on.",
     )
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="folder of a run (run.output_dir); several are compared"
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="folder of a run (run.output_dir); several are compared",
     )
     parser.add_argument(
         "--output",
         type=Path,
-        help=f"file to write (default: {REPORT_FILE} in RUN, {COMPARED_FILE} in the first of several)",
+        help=f"file to write (default: {REPORT_FILE} in RUN, {COMPARED_FILE} in the first of "
+        "several)",
     )
     parser.add_argument(
         "--eval",
@@ -36,12 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="DIR",
-        help="--output of an evaluation of a model of the runs, or of the one they began with; may be given again; "
+        help="--output of an evaluation of a model of the runs, or of the one they began with; "
+        "may be given again; "
         "those in the folder of a run and beside it are found without",
     )
     options = parser.parse_args(argv)
     if options.output is not None and options.output.is_dir():
-        print(f'report: got --output "{options.output}", a folder; needed: a file to write', file=sys.stderr)
+        print(
+            f'report: got --output "{options.output}", a folder; needed: a file to write',
+            file=sys.stderr,
+        )
         return 2
     try:
         path = write_report(options.runs, options.output, options.eval)

@@ -47,7 +47,9 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Show the sampled groups of a run.")
     parser.add_argument("run_dir", help="folder of the run (run.output_dir)")
     parser.add_argument("--step", type=int, help="step to show (default: the last)")
-    parser.add_argument("--groups", type=int, default=None, help="most groups to show (default: all)")
+    parser.add_argument(
+        "--groups", type=int, default=None, help="most groups to show (default: all)"
+    )
     kinds = "groups whose completions are all right, all wrong, or some of each"
     parser.add_argument("--only", choices=("right", "wrong", "mixed"), help=kinds)
     options = parser.parse_args(arguments)
@@ -63,7 +65,8 @@ def _choose_file(run_dir: str, step: int | None) -> Path:
     wanted = max(files) if step is None else step
     if wanted not in files:
         raise ValueError(
-            f"{folder} has no step {wanted}; it has {counted(len(files), 'step')}, {min(files)} to {max(files)}"
+            f"{folder} has no step {wanted}; it has {counted(len(files), 'step')}, {min(files)} "
+            f"to {max(files)}"
         )
     return files[wanted]
 
@@ -71,16 +74,26 @@ def _choose_file(run_dir: str, step: int | None) -> Path:
 def _why_there_are_none(run_dir: Path) -> str:
     """Why a folder has no samples, and what to give or to set."""
     if not run_dir.is_dir():
-        return f'there is no folder "{run_dir}"; give that of a run (run.output_dir).{nearest_path(run_dir)}'
+        return (
+            f'there is no folder "{run_dir}"; give that of a run '
+            f"(run.output_dir).{nearest_path(run_dir)}"
+        )
     if not (run_dir / CONFIG_FILE).is_file():
-        return f'"{run_dir}" is not the folder of a run: it has no {CONFIG_FILE}. Give run.output_dir.'
+        return (
+            f'"{run_dir}" is not the folder of a run: it has no {CONFIG_FILE}. Give run.output_dir.'
+        )
     try:
         telemetry = load_config([run_dir / CONFIG_FILE], [], saved=True).telemetry
     except ValueError:
         return f'"{run_dir}" has no samples, and its {CONFIG_FILE} cannot be read.'
     if telemetry.sample_groups_per_step == 0:
-        return f'the run in "{run_dir}" keeps no samples: its telemetry.sample_groups_per_step is 0.'
-    return f'the run in "{run_dir}" has no samples yet: no GRPO step is done (a supervised run has none).'
+        return (
+            f'the run in "{run_dir}" keeps no samples: its telemetry.sample_groups_per_step is 0.'
+        )
+    return (
+        f'the run in "{run_dir}" has no samples yet: no GRPO step is done (a supervised run '
+        "has none)."
+    )
 
 
 def _read_groups(path: Path) -> list[tuple[str, str]]:
@@ -93,7 +106,9 @@ def _read_groups(path: Path) -> list[tuple[str, str]]:
             try:
                 groups.append((_kind(row), format_group(row, path.stem)))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{path}, line {number}: not a row of samples ({error!r})") from error
+                raise ValueError(
+                    f"{path}, line {number}: not a row of samples ({error!r})"
+                ) from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return groups
@@ -122,8 +137,10 @@ def format_group(row: dict, title: str) -> str:
 
 
 def _answer_lines(completion: dict) -> list[str]:
-    """The answer that was verified. A reward function of the user's is given the whole text, which follows: for it the
-    answer that the text has, if there is one."""
+    """The answer that was verified.
+
+    A reward function of the user's is given the whole text, which follows: for it the answer that
+    the text has, if there is one."""
     answer = completion["extracted"]
     if completion["verdict"] == "function":
         answer = split_boxes(extract_answer(completion["text"], "phrase") or "")[0]

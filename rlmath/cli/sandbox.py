@@ -22,8 +22,8 @@ FAULT = 3
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 where every call ended well, 1 where the code of one did not, MISTAKE for a mistake on the command
-    line, FAULT where the machine was at fault."""
+    """Exit status: 0 where every call ended well, 1 where the code of one did not, MISTAKE for a
+    mistake on the command line, FAULT where the machine was at fault."""
     escape_terminal()
     options = parse_arguments(argv)
     try:
@@ -71,15 +71,24 @@ def run_calls(sandboxes: Sandboxes, sources: Sequence[str], seed: int) -> list[C
         ((_, outcome),) = sandboxes.wait()
         results.append(outcome)
         past.append(outcome.as_past_call(source))
-        print(outcome.text, end="" if outcome.text.endswith("\n") or not outcome.text else "\n", flush=True)
-        print(f"call {number}: {outcome.status}, {outcome.cpu_seconds:.3f} s of CPU time", file=sys.stderr)
+        print(
+            outcome.text,
+            end="" if outcome.text.endswith("\n") or not outcome.text else "\n",
+            flush=True,
+        )
+        print(
+            f"call {number}: {outcome.status}, {outcome.cpu_seconds:.3f} s of CPU time",
+            file=sys.stderr,
+        )
         if outcome.is_infrastructure_fault:
             break
     return results
 
 
 def read_source(name: str) -> str:
-    """A file's code, or that of standard input for "-". ValueError where it cannot be read."""
+    """A file's code, or that of standard input for "-".
+
+    ValueError where it cannot be read."""
     if name == "-":
         return sys.stdin.read()
     try:
@@ -88,7 +97,9 @@ def read_source(name: str) -> str:
         raise ValueError(f'there is no file "{name}".{nearest_path(Path(name))}') from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f'"{name}" cannot be read ({reason}); needed: a file of Python in UTF-8') from error
+        raise ValueError(
+            f'"{name}" cannot be read ({reason}); needed: a file of Python in UTF-8'
+        ) from error
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -99,7 +110,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "3 a fault of the machine.",
     )
     add = parser.add_argument
-    add("files", nargs="*", metavar="FILE", help="a call each, of one session; - (default): standard input")
+    add(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="a call each, of one session; - (default): standard input",
+    )
     add(
         "--isolation",
         choices=ISOLATIONS,
@@ -107,9 +123,17 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="landlock (default): reads the interpreter's own files; preloaded: opens no file; "
         "none: only for code that you trust",
     )
-    add("--state", choices=STATES, default=STATES[0], help="fresh: calls know nothing of each other")
+    add(
+        "--state", choices=STATES, default=STATES[0], help="fresh: calls know nothing of each other"
+    )
     add("--seed", type=int, default=1, metavar="N", help="of random numbers (default: 1)")
-    add("--cpu-seconds", type=float, default=limits.call_cpu_seconds, metavar="S", help="a call (default: 5)")
+    add(
+        "--cpu-seconds",
+        type=float,
+        default=limits.call_cpu_seconds,
+        metavar="S",
+        help="a call (default: 5)",
+    )
     add(
         "--completion-cpu-seconds",
         type=float,
@@ -117,7 +141,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         metavar="S",
         help="all calls (default: 30)",
     )
-    add("--memory-gib", type=float, default=limits.memory_bytes / 2**30, metavar="G", help="default: 1")
+    add(
+        "--memory-gib",
+        type=float,
+        default=limits.memory_bytes / 2**30,
+        metavar="G",
+        help="default: 1",
+    )
     add(
         "--output-characters",
         type=int,

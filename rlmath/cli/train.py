@@ -1,8 +1,9 @@
-"""Programs of several ranks on this machine, without a command line of torchrun's: `rlmath train`, `sft`, `eval` and
-`replay`.
+"""Programs of several ranks on this machine, without a command line of torchrun's: `rlmath train`,
+`sft`, `eval` and `replay`.
 
-`--ranks N` says how many; without it every GPU has one, and on CPU there are as many as the layout takes at least.
-More than the machine has room for are refused, unless `--oversubscribe` asks for them.
+`--ranks N` says how many; without it every GPU has one, and on CPU there are as many as the layout
+takes at least. More than the machine has room for are refused, unless `--oversubscribe` asks for
+them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ SIGNALS = f"--signals-to-handle={','.join(WANTED_SIGNALS)}"
 """So torchrun passes on every signal that a run stops at."""
 BY_OTHERS = "what runs this job (a scheduler, its time limit), or kill -9"
 LESS_MEMORY = (
-    "Start fewer ranks, or give each less to hold: a smaller KV cache, micro-batches of fewer tokens."
+    "Start fewer ranks, or give each less to hold: a smaller KV cache, micro-batches of "
+    "fewer tokens."
 )
 IN_NATIVE_CODE = (
     "That is a crash in native code, of a library, or of a full /dev/shm (SIGBUS; see df /dev/shm)."
@@ -93,21 +95,24 @@ def _train(program: Kind, argv: Sequence[str]) -> int:
         return MISTAKE
     command = ["-m", "rlmath.trainer", program, *words]
     status = launch(ranks, command, output, used.run.stop_grace_seconds)
-    if status not in (0, MISTAKE) and (line := _line_after(output, used.run.recover_mode == "disabled")):
+    if status not in (0, MISTAKE) and (
+        line := _line_after(output, used.run.recover_mode == "disabled")
+    ):
         print(line, file=sys.stderr)
     return status
 
 
 def planned_bytes(config: Config, ranks: int, kind: Kind) -> int:
-    """What the ranks of a run on the CPU hold by its plan, all together; 0 for a model on the hub, whose shape is not
-    known yet."""
+    """What the ranks of a run on the CPU hold by its plan, all together; 0 for a model on the hub,
+    whose shape is not known yet."""
     if is_hub_id(config.model.path) or (shape := planned_shape(config.model.path).shape) is None:
         return 0
     return host_bytes(with_longest_lengths(config), shape, ranks, kind)
 
 
 def _line_after(output: Path, starts_over: bool) -> str | None:
-    """What the same command does after a run that has left this folder; None where its last line has said so."""
+    """What the same command does after a run that has left this folder; None where its last line
+    has said so."""
     with suppress(ValueError):  # the folder or its checkpoints cannot be read
         if AGAIN in read_exit_status(output).message:
             return None
@@ -162,21 +167,28 @@ def replay(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
-    return launch(ranks, ["-m", "rlmath.trainer", "replay", *words], None, RunConfig().stop_grace_seconds)
+    return launch(
+        ranks, ["-m", "rlmath.trainer", "replay", *words], None, RunConfig().stop_grace_seconds
+    )
 
 
 def _ranks_of_replay(captured: int, machine: Machine) -> int:
-    """As many as the run had. ValueError where this machine is too small for them."""
+    """As many as the run had.
+
+    ValueError where this machine is too small for them."""
     if captured > machine.most_ranks:
         raise ValueError(
-            f"the run had {captured} ranks, and this machine has {machine}. Say how many to use, and their layout: "
+            f"the run had {captured} ranks, and this machine has {machine}. Say how many to use, "
+            "and their layout: "
             f"{RANKS} 1 parallel.tensor=1 parallel.pipeline=1"
         )
     return captured
 
 
 def take_ranks(argv: Sequence[str]) -> tuple[int | None, list[str]]:
-    """The number of --ranks, None without it, and the other words. ValueError for what is no number."""
+    """The number of --ranks, None without it, and the other words.
+
+    ValueError for what is no number."""
     words, value = list(argv), None
     for place, word in enumerate(words):
         name, equals, text = word.partition("=")
@@ -197,9 +209,10 @@ def take_oversubscribe(argv: Sequence[str]) -> tuple[bool, list[str]]:
 
 
 def launch(ranks: int, command: Sequence[str], output: Path | None, grace_seconds: float) -> int:
-    """Run Python with the words of a program under torchrun, which leaves its ranks `grace_seconds` to save after a
-    signal. The exit status that the program has left in its folder `output`, else that of the rank that failed
-    first. Ranks that a signal has killed are named on stderr, with what to do."""
+    """Run Python with the words of a program under torchrun, which leaves its ranks `grace_seconds`
+    to save after a signal. The exit status that the program has left in its folder `output`, else
+    that of the rank that failed first. Ranks that a signal has killed are named on stderr, with
+    what to do."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -210,7 +223,8 @@ def launch(ranks: int, command: Sequence[str], output: Path | None, grace_second
     for name in list(logging.root.manager.loggerDict):  # each has a level of its own
         if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # ranks say themselves why they end
-    # torchrun reads it as its option, and ranks inherit it: they need to know how long they may save.
+    # torchrun reads it as its option, and ranks inherit it: they need to know how long they may
+    # save.
     os.environ["PET_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_seconds + EXIT_SECONDS))
     if Path.cwd() == PACKAGE.parent:  # a checkout that is not installed
         os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -218,14 +232,23 @@ def launch(ranks: int, command: Sequence[str], output: Path | None, grace_second
         )
     before, out_of_memory_before = _written(output), out_of_memory_kills()
     try:
-        # -P: `python -m` would put the current folder first, where random.py takes the place of Python's.
+        # -P: `python -m` would put the current folder first, where random.py takes the place of
+        # Python's.
         python = ["--no-python", sys.executable, "-P", "-u"]
         run(parse_args(["--standalone", f"--nproc-per-node={ranks}", SIGNALS, *python, *command]))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         status = failure.exitcode if failure.exitcode > 0 else FAILURE
-        killed = {rank: (end.pid, -end.exitcode) for rank, end in error.failures.items() if end.exitcode < 0}
-        print(killed_text(killed, out_of_memory_before, out_of_memory_kills()), end="", file=sys.stderr)
+        killed = {
+            rank: (end.pid, -end.exitcode)
+            for rank, end in error.failures.items()
+            if end.exitcode < 0
+        }
+        print(
+            killed_text(killed, out_of_memory_before, out_of_memory_kills()),
+            end="",
+            file=sys.stderr,
+        )
     except SignalException as stopped:
         status = 128 + int(stopped.sigval)
     else:
@@ -235,9 +258,12 @@ def launch(ranks: int, command: Sequence[str], output: Path | None, grace_second
     return read_exit_status(output).status or status
 
 
-def killed_text(killed: Mapping[int, tuple[int, int]], kills_before: int | None, kills: int | None) -> str:
-    """What is said of ranks that signals have killed, by rank their process and signal; "" where none was, as where
-    torchrun has ended the others (SIGTERM). `kills_before` and `kills` are what `out_of_memory_kills` gave."""
+def killed_text(
+    killed: Mapping[int, tuple[int, int]], kills_before: int | None, kills: int | None
+) -> str:
+    """What is said of ranks that signals have killed, by rank their process and signal; "" where
+    none was, as where torchrun has ended the others (SIGTERM). `kills_before` and `kills` are what
+    `out_of_memory_kills` gave."""
     lines = []
     signals = {number for _, number in killed.values()} - {signal.SIGTERM}
     for rank, (pid, number) in sorted(killed.items()):
@@ -246,15 +272,18 @@ def killed_text(killed: Mapping[int, tuple[int, int]], kills_before: int | None,
     if signal.SIGKILL in signals:
         if kills is None or kills_before is None:
             lines.append(
-                f"That may be the kernel, for want of memory (see dmesg), {BY_OTHERS}. {LESS_MEMORY}"
+                f"That may be the kernel, for want of memory (see dmesg), {BY_OTHERS}. "
+                f"{LESS_MEMORY}"
             )
         elif kills > kills_before:
             lines.append(
-                f"Memory ran out: the kernel has killed {kills - kills_before} for it. {LESS_MEMORY}"
+                f"Memory ran out: the kernel has killed {kills - kills_before} for it. "
+                f"{LESS_MEMORY}"
             )
         else:
             lines.append(
-                f"The kernel has killed no process for want of memory meanwhile: it was {BY_OTHERS}."
+                "The kernel has killed no process for want of memory meanwhile: it was "
+                f"{BY_OTHERS}."
             )
     if signals - {signal.SIGKILL}:
         lines.append(IN_NATIVE_CODE)

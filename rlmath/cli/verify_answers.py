@@ -2,10 +2,10 @@
 
     rlmath verify --input cases.jsonl --output verdicts.jsonl --workers 2
 
-Each input line is {"id", "completion", "solutions": [...]} with an optional "task", and an optional "question", whose
-words and units may stand beside a value; each output line, in the order of the input, {"id", "correct", "extracted",
-"verdict", "seconds"}. Malformed lines are reported by number on stderr and
-skipped; the exit code is then 1.
+Each input line is {"id", "completion", "solutions": [...]} with an optional "task", and an optional
+"question", whose words and units may stand beside a value; each output line, in the order of the
+input, {"id", "correct", "extracted", "verdict", "seconds"}. Malformed lines are reported by number
+on stderr and skipped; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _check_files(source, target)
         pool = WorkerPool(
-            options.workers, options.timeout, rules=Rules(options.answer_from, protocol=options.loose)
+            options.workers,
+            options.timeout,
+            rules=Rules(options.answer_from, protocol=options.loose),
         )
     except ValueError as error:
         print(f"rlmath verify: {error}", file=sys.stderr)
@@ -70,7 +72,10 @@ def _verified(source: Path, pool: WorkerPool) -> Iterator[tuple[Any, Verdict | V
     """(id, verdict) of every line in its order, or (number of the line, what is wrong with it)."""
     waiting: deque[tuple[Any, Future[Verdict]]] = deque()
     size = source.stat().st_size
-    with source.open("rb") as stream, tqdm(total=size, unit="B", unit_scale=True, desc="verifying") as bar:
+    with (
+        source.open("rb") as stream,
+        tqdm(total=size, unit="B", unit_scale=True, desc="verifying") as bar,
+    ):
         for number, line in enumerate(stream, start=1):
             bar.update(len(line))
             if not line.strip():
@@ -89,7 +94,9 @@ def _verified(source: Path, pool: WorkerPool) -> Iterator[tuple[Any, Verdict | V
 
 
 def _parse_case(line: bytes) -> tuple[Any, str, list[str], str, str]:
-    """(id, completion, solutions, task, question). Raises ValueError for a malformed line."""
+    """(id, completion, solutions, task, question).
+
+    Raises ValueError for a malformed line."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -118,7 +125,8 @@ def _check_files(source: Path, target: Path) -> None:
         raise ValueError(f"--input {source}: no such file")
     if not target.parent.is_dir() or target.is_dir() or target.resolve() == source.resolve():
         raise ValueError(
-            f"--output {target}: choose another file; needed: one in a folder that is there, not the input"
+            f"--output {target}: choose another file; needed: one in a folder that is there, not "
+            "the input"
         )
 
 
@@ -128,13 +136,16 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add(
-        "--input", required=True, help='JSONL: {"id", "completion", "solutions": [...], "task"?, "question"?}'
+        "--input",
+        required=True,
+        help='JSONL: {"id", "completion", "solutions": [...], "task"?, "question"?}',
     )
     add("--output", required=True, help="JSONL of results, in the order of the input")
     add("--workers", type=int, default=min(4, os.cpu_count() or 1), help="default: %(default)s")
     add("--timeout", type=float, default=5.0, help="seconds per answer (default: 5)")
     where = (
-        'where the answer is looked for; "phrase": also after "the answer is", "number": else the last number'
+        'where the answer is looked for; "phrase": also after "the answer is", "number": else '
+        "the last number"
     )
     add("--answer-from", choices=("boxed", "phrase", "number"), default="boxed", help=where)
     add("--loose", action="store_true", help="compare numbers as the Qwen2.5-Math evaluation does")

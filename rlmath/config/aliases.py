@@ -1,7 +1,9 @@
-"""Other trainers' names for settings: which setting of ours each corresponds to, and how a number is converted.
+"""Other trainers' names for settings: which setting of ours each corresponds to, and how a number
+is converted.
 
-An alias never sets anything. It answers where a user writes a name that is none of ours: in the errors of unknown
-settings, and in `--help NAME`. docs/coming_from.md has the same tables (`python -m tests.config.coming_from`).
+An alias never sets anything. It answers where a user writes a name that is none of ours: in the
+errors of unknown settings, and in `--help NAME`. docs/coming_from.md has the same tables (`python
+-m tests.config.coming_from`).
 """
 
 from __future__ import annotations
@@ -34,10 +36,13 @@ AREAL = {
     ),
     "allocation_mode: d64m1p2": "`parallel: d64m1p2`: all sample, then all train",
     "max_head_offpolicyness": "`rollout.max_staleness`",
-    "max_concurrent_rollouts": "`rollout.max_concurrent_sequences`, sequences of one engine, not of all",
+    "max_concurrent_rollouts": "`rollout.max_concurrent_sequences`, sequences of one engine, not "
+    "of all",
     "actor_train.mb_spec.max_tokens_per_mb": "`policy.max_tokens_per_microbatch`",
-    "actor_inf.mb_spec.max_tokens_per_mb": "`policy.max_tokens_per_microbatch`, the same for all passes",
-    "ref_inf.mb_spec.max_tokens_per_mb": "`policy.max_tokens_per_microbatch`, the same for all passes",
+    "actor_inf.mb_spec.max_tokens_per_mb": "`policy.max_tokens_per_microbatch`, the same for all "
+    "passes",
+    "ref_inf.mb_spec.max_tokens_per_mb": "`policy.max_tokens_per_microbatch`, the same for all "
+    "passes",
     "sglang.mem_fraction_static": "`rollout.memory_share`",
     "vllm.gpu_memory_utilization": "`rollout.memory_share`",
     "vllm.max_num_seqs": "`rollout.max_num_seqs`",
@@ -48,7 +53,8 @@ AREAL = {
     "actor.optimizer.type": "`optimizer.kind`",
     "actor.optimizer.lr_scheduler_type": "`optimizer.decay`",
     "actor.optimizer.gradient_clipping": "`optimizer.clip_grad`",
-    "actor.optimizer.warmup_steps_proportion": "`optimizer.warmup_steps`, in updates: proportion x all updates",
+    "actor.optimizer.warmup_steps_proportion": "`optimizer.warmup_steps`, in updates: proportion "
+    "x all updates",
     "critic.optimizer.lr": "`critic.lr`",
     "ppo.value_eps_clip": "`critic.clip`",
     "ppo.discount": "`critic.gamma`",
@@ -59,8 +65,10 @@ AREAL = {
     "ppo.c_clip": "`algorithm.dual_clip`",
     "ppo.early_stop_imp_ratio": "`algorithm.early_stop_ratio`",
     "ppo.recompute_logprob": "`algorithm.recompute_logprobs`",
-    "ppo.kl_ctl": "`algorithm.kl_coef` with `algorithm.kl_in: reward` and `algorithm.kl_estimator: k1`",
-    "ppo.adv_norm: true": "`algorithm.advantage: ppo`, with `group_adv_norm: false` and `disable_value: true`",
+    "ppo.kl_ctl": "`algorithm.kl_coef` with `algorithm.kl_in: reward` and "
+    "`algorithm.kl_estimator: k1`",
+    "ppo.adv_norm: true": "`algorithm.advantage: ppo`, with `group_adv_norm: false` and "
+    "`disable_value: true`",
     "ppo.group_adv_norm: true": "`algorithm.advantage: grpo`",
     "ppo.reward_output_scaling": "`reward.output_scaling`",
     "ppo.reward_output_bias": "`reward.output_bias`",
@@ -70,7 +78,8 @@ AREAL = {
     "ppo.use_decoupled_loss: false": "`algorithm.recompute_logprobs: false`",
     "ppo.behav_imp_weight_cap": "`algorithm.importance_mask_high`",
     "ppo.prox_logp_method": "`algorithm.proximal_logprobs`",
-    "exp_ctrl.save_freq_steps": "`save.save_freq_steps`, also `_epochs`, `_secs`; `save.export_hf` for models",
+    "exp_ctrl.save_freq_steps": "`save.save_freq_steps`, also `_epochs`, `_secs`; "
+    "`save.export_hf` for models",
     "exp_ctrl.ckpt_freq_steps": "`save.ckpt_freq_steps`, also `_epochs`, `_secs`",
     "saver.freq_steps": "`save.save_freq_steps`",
     "evaluator.freq_steps": "`validation.every_steps`",
@@ -88,7 +97,8 @@ VERL = {
     "data.val_batch_size": "`validation.batch_size`",
     "data.max_prompt_length": "`data.max_prompt_tokens`",
     "data.max_response_length": "`rollout.max_new_tokens`",
-    "data.filter_overlong_prompts": f"{NO_KEY}: prompts longer than `data.max_prompt_tokens` are always dropped",
+    "data.filter_overlong_prompts": f"{NO_KEY}: prompts longer than `data.max_prompt_tokens` are "
+    "always dropped",
     "data.apply_chat_template_kwargs": "`data.chat_template_kwargs`",
     "actor_rollout_ref.model.path": "`model.path`",
     "actor_rollout_ref.model.custom_chat_template": "`data.chat_template`",
@@ -114,7 +124,8 @@ VERL = {
     "rollout.nnodes, of fully asynchronous runs": "`rollout.ranks`: these nodes x the GPUs of each",
     "async_training.partial_rollout: true": "`rollout.on_new_weights: recompute`",
     "async_training.partial_rollout: false": "`rollout.on_new_weights: finish`",
-    "async_training.staleness_threshold": "`rollout.max_staleness`, in steps, not a share of samples",
+    "async_training.staleness_threshold": "`rollout.max_staleness`, in steps, not a share of "
+    "samples",
     "actor.ppo_mini_batch_size": "`algorithm.n_minibatches` = `train_batch_size` / this",
     "actor.ppo_micro_batch_size_per_gpu": f"`policy.max_tokens_per_microbatch`, {_TOKENS}",
     "actor.ppo_max_token_len_per_gpu": "`policy.max_tokens_per_microbatch`",
@@ -122,7 +133,8 @@ VERL = {
     "actor.ppo_epochs": "`algorithm.epochs`",
     "actor.optim.lr": "`optimizer.lr`",
     "actor.optim.lr_warmup_steps": "`optimizer.warmup_steps`, in updates",
-    "actor.optim.lr_warmup_steps_ratio": "`optimizer.warmup_steps`, in updates: ratio x all updates",
+    "actor.optim.lr_warmup_steps_ratio": "`optimizer.warmup_steps`, in updates: ratio x all "
+    "updates",
     "actor.optim.warmup_style": "`optimizer.decay`",
     "actor.optim.lr_scheduler_type": "`optimizer.decay`",
     "actor.grad_clip": "`optimizer.clip_grad`",
@@ -134,7 +146,8 @@ VERL = {
     "actor.use_kl_loss": "`algorithm.kl_coef` above 0 with `algorithm.kl_in: loss`",
     "actor.kl_loss_coef": "`algorithm.kl_coef` with `algorithm.kl_in: loss`",
     "actor.kl_loss_type: low_var_kl": "`algorithm.kl_estimator: k3`",
-    "actor.loss_agg_mode": "`algorithm.loss_normalisation`: `token-mean` is `token`, `seq-mean-token-mean` `sequence`",
+    "actor.loss_agg_mode": "`algorithm.loss_normalisation`: `token-mean` is `token`, "
+    "`seq-mean-token-mean` `sequence`",
     "actor.policy_loss.loss_mode: geo_mean": "`algorithm.loss: gmpo`",
     "actor.policy_loss.loss_mode: clip_cov": "`algorithm.clip_cov_ratio`",
     "actor.policy_loss.loss_mode: kl_cov": "`algorithm.kl_cov_ratio`",
@@ -184,7 +197,8 @@ VERL = {
     "trainer.resume_mode": "`run.recover_mode`",
     "trainer.max_actor_ckpt_to_keep": "`save.keep_models`",
     "trainer.nnodes": f"{NO_KEY}: torchrun's `--nnodes`, or `rlmath submit --nodes`",
-    "trainer.n_gpus_per_node": f"{NO_KEY}: `rlmath train --ranks`, or torchrun's `--nproc-per-node`",
+    "trainer.n_gpus_per_node": f"{NO_KEY}: `rlmath train --ranks`, or torchrun's "
+    "`--nproc-per-node`",
 }
 
 SIMPLERL = {
@@ -241,7 +255,8 @@ RLINF = {
 
 _UPDATES = "a step here has `algorithm.n_minibatches` x `algorithm.epochs` updates"
 _PROMPTS_OF_TRL = (
-    "`data.prompts_per_step` = this x devices x `steps_per_generation` / `num_generations`: in prompts of all ranks, "
+    "`data.prompts_per_step` = this x devices x `steps_per_generation` / `num_generations`: in "
+    "prompts of all ranks, "
     "not in completions of one device"
 )
 
@@ -251,7 +266,8 @@ TRL = {
     "train_dataset": "`data.train_path`",
     "dataset_name": "`data.train_path`; `hf://datasets/org/name/file` for one of the hub",
     "eval_dataset": "`validation.paths`, a list",
-    "reward_funcs": "`reward.function`, with `reward.function_takes: group` of all completions of a prompt; several "
+    "reward_funcs": "`reward.function`, with `reward.function_takes: group` of all completions of "
+    "a prompt; several "
     "are `reward.rewards`",
     "reward_weights": "`reward.weights`",
     "multi_objective_aggregation: normalize_then_sum": "`reward.combine: gdpo`",
@@ -262,10 +278,12 @@ TRL = {
     "num_generations_eval": "`validation.samples`",
     "max_completion_length": "`rollout.max_new_tokens`",
     "max_length": "`sft.max_sequence_tokens` (of SFTConfig): longer sequences are dropped, not cut",
-    "max_seq_length": "`sft.max_sequence_tokens` (of SFTConfig): longer sequences are dropped, not cut",
+    "max_seq_length": "`sft.max_sequence_tokens` (of SFTConfig): longer sequences are dropped, "
+    "not cut",
     "packing": f"{NO_KEY}: sequences are always packed",
     "per_device_train_batch_size": _PROMPTS_OF_TRL,
-    "generation_batch_size": "`data.prompts_per_step` = this / `num_generations`: in prompts, not in completions",
+    "generation_batch_size": "`data.prompts_per_step` = this / `num_generations`: in prompts, not "
+    "in completions",
     "per_device_eval_batch_size": "`validation.batch_size`, in problems of all ranks",
     "steps_per_generation": "`algorithm.n_minibatches` = this / `gradient_accumulation_steps`",
     "gradient_accumulation_steps": (
@@ -301,7 +319,8 @@ TRL = {
     "loss_type: dapo": "`algorithm.loss_normalisation: token`",
     "loss_type: bnpo": "`algorithm.loss_normalisation: token`",
     "loss_type: grpo": "`algorithm.loss_normalisation: sequence`",
-    "loss_type: dr_grpo": "`algorithm.loss_normalisation: constant` with `algorithm.advantage: dr_grpo`",
+    "loss_type: dr_grpo": "`algorithm.loss_normalisation: constant` with `algorithm.advantage: "
+    "dr_grpo`",
     "loss_type: cispo": "`algorithm.loss: cispo`",
     "loss_type: sapo": "`algorithm.loss: sapo`",
     "DPPOTrainer: binary_tv": "`algorithm.loss: dppo_tv`",
@@ -318,7 +337,8 @@ TRL = {
     "vllm_importance_sampling_mode: token_*": "`algorithm.importance_correction: token`",
     "vllm_importance_sampling_mode: sequence_*": "`algorithm.importance_correction: sequence`",
     "vllm_importance_sampling_clip_max": (
-        "`algorithm.importance_cap` of the modes `*_truncate`, `algorithm.importance_mask_high` of `*_mask`"
+        "`algorithm.importance_cap` of the modes `*_truncate`, `algorithm.importance_mask_high` "
+        "of `*_mask`"
     ),
     "sync_ref_model": "`algorithm.reference_every_steps`, a number of steps",
     "ref_model_sync_steps": "`algorithm.reference_every_steps`, with `ref_model_mixup_alpha: 1.0`",
@@ -359,7 +379,8 @@ NEMO_RL = {
     "grpo.max_num_epochs": "`run.total_epochs`",
     "grpo.val_period": "`validation.every_steps`",
     "grpo.val_at_start": "`validation.before_training`",
-    "grpo.use_leave_one_out_baseline: true": "`algorithm.advantage: rloo`, not divided by the deviation",
+    "grpo.use_leave_one_out_baseline: true": "`algorithm.advantage: rloo`, not divided by the "
+    "deviation",
     "grpo.overlong_filtering": "`selection.drop_truncated`",
     "grpo.use_dynamic_sampling": "`selection.dynamic_sampling`",
     "grpo.reward_shaping.overlong_buffer_length": "`reward.overlong_buffer`",
@@ -368,10 +389,12 @@ NEMO_RL = {
     "grpo.async_grpo.enabled": "`rollout.ranks` above 0",
     "grpo.async_grpo.max_trajectory_age_steps": "`rollout.max_staleness`",
     "policy.train_global_batch_size": (
-        "`algorithm.n_minibatches` = `grpo.num_prompts_per_step` x `grpo.num_generations_per_prompt` / this"
+        "`algorithm.n_minibatches` = `grpo.num_prompts_per_step` x "
+        "`grpo.num_generations_per_prompt` / this"
     ),
     "policy.train_micro_batch_size": f"`policy.max_tokens_per_microbatch`, {_TOKENS}",
-    "policy.max_total_sequence_length": "the sum of `data.max_prompt_tokens` and `rollout.max_new_tokens`",
+    "policy.max_total_sequence_length": "the sum of `data.max_prompt_tokens` and "
+    "`rollout.max_new_tokens`",
     "policy.precision": "`policy.dtype`",
     "policy.max_grad_norm": "`optimizer.clip_grad`",
     "policy.optimizer.kwargs.lr": "`optimizer.lr`",
@@ -407,13 +430,17 @@ NEMO_RL = {
 """examples/configs/grpo_math_1B.yaml of August 2026."""
 
 COMMON = {
-    "epochs": "`run.total_epochs`, over the prompts; `algorithm.epochs` are those over a step's samples",
-    "num_epochs": "`run.total_epochs`, over the prompts; `algorithm.epochs` are those over a step's samples",
+    "epochs": "`run.total_epochs`, over the prompts; `algorithm.epochs` are those over a step's "
+    "samples",
+    "num_epochs": "`run.total_epochs`, over the prompts; `algorithm.epochs` are those over a "
+    "step's samples",
     "steps": "`run.total_steps`",
     "num_steps": "`run.total_steps`",
-    "batch_size": "`data.prompts_per_step`, in prompts of all ranks, each with `rollout.group_size` completions",
+    "batch_size": "`data.prompts_per_step`, in prompts of all ranks, each with "
+    "`rollout.group_size` completions",
     "global_batch_size": (
-        "`data.prompts_per_step`, in prompts of all ranks, each with `rollout.group_size` completions"
+        "`data.prompts_per_step`, in prompts of all ranks, each with `rollout.group_size` "
+        "completions"
     ),
     "micro_batch_size": f"`policy.max_tokens_per_microbatch`, {_TOKENS}",
     "data.path": "`data.train_path`",
@@ -435,8 +462,9 @@ TRAINERS: Mapping[str, Mapping[str, str]] = {
     "SimpleRL": SIMPLERL,
     "Other trainers": COMMON,
 }
-"""By trainer: a name of its own, or "name: value" where what corresponds depends on the value, to what corresponds to
-it here, with our keys in backticks and, where units differ, the conversion. Of equal answers the first is given."""
+"""By trainer: a name of its own, or "name: value" where what corresponds depends on the value, to
+what corresponds to it here, with our keys in backticks and, where units differ, the conversion. Of
+equal answers the first is given."""
 
 
 @dataclass(frozen=True)
@@ -461,12 +489,15 @@ class Alias:
 
 
 ALIASES = tuple(
-    Alias(trainer, written, here) for trainer, names in TRAINERS.items() for written, here in names.items()
+    Alias(trainer, written, here)
+    for trainer, names in TRAINERS.items()
+    for written, here in names.items()
 )
 
 
 def plain_name(name: str) -> str:
-    """As names are compared: in small letters, with underscores, without the marks of command lines.
+    """As names are compared: in small letters, with underscores, without the marks of command
+    lines.
 
     >>> plain_name("--Learning-Rate"), plain_name("+trainer.save_freq")
     ('learning_rate', 'trainer.save_freq')
@@ -481,8 +512,8 @@ def is_alias(key: str) -> bool:
 
 
 def exact_aliases(key: str) -> list[Alias]:
-    """Aliases whose whole name is `key`, or the end of it from a dot on, where the name has a dot itself, or is a word
-    of several trainers.
+    """Aliases whose whole name is `key`, or the end of it from a dot on, where the name has a dot
+    itself, or is a word of several trainers.
 
     >>> [str(alias) for alias in exact_aliases("num_generations")]
     ["TRL's num_generations corresponds to rollout.group_size"]
@@ -492,12 +523,16 @@ def exact_aliases(key: str) -> list[Alias]:
         alias
         for alias in ALIASES
         if alias.name == wanted
-        or (wanted.endswith(f".{alias.name}") and ("." in alias.name or alias.trainer == "Other trainers"))
+        or (
+            wanted.endswith(f".{alias.name}")
+            and ("." in alias.name or alias.trainer == "Other trainers")
+        )
     )
 
 
 def similar_aliases(key: str) -> list[Alias]:
-    """Aliases that end as `key` does, in as many of their dotted parts as any does; at least in the last one.
+    """Aliases that end as `key` does, in as many of their dotted parts as any does; at least in the
+    last one.
 
     >>> [alias.written for alias in similar_aliases("rollout.n")]
     ['actor_rollout_ref.rollout.n']

@@ -1,7 +1,7 @@
 """Files that somebody else wrote, read with bounds: regular files only, JSON of bounded size.
 
-A FIFO in the place of a file would be waited for without end, a device read without end. Every mistake is a ValueError
-that names the file.
+A FIFO in the place of a file would be waited for without end, a device read without end. Every
+mistake is a ValueError that names the file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ MAX_YAML_BYTES = 2**20
 
 
 def require_regular(path: str | Path) -> int:
-    """The size of a file in bytes. ValueError where it is a folder, a FIFO, a device or a socket, OSError where it is
-    not there."""
+    """The size of a file in bytes.
+
+    ValueError where it is a folder, a FIFO, a device or a socket, OSError where it is not there."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f'"{path}" is a {_kind(status.st_mode)}; needed: a regular file')
@@ -28,7 +29,9 @@ def require_regular(path: str | Path) -> int:
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """A file opened for reading, without waiting for anybody. Errors: as `require_regular`."""
+    """A file opened for reading, without waiting for anybody.
+
+    Errors: as `require_regular`."""
     # Opened before it is looked at: what stands there cannot be exchanged between the two.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
@@ -39,7 +42,9 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_regular(path: str | Path, most_bytes: int) -> bytes:
-    """All of a file. ValueError where it is larger or no regular file, OSError where it cannot be read."""
+    """All of a file.
+
+    ValueError where it is larger or no regular file, OSError where it cannot be read."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > most_bytes else file.read(most_bytes + 1)
@@ -57,15 +62,19 @@ def _kind(mode: int) -> str:
 
 
 def parse_json(text: str, unique_keys: bool = False) -> Any:
-    """What JSON text holds. ValueError where it is none, or is nested too deep for the interpreter; with `unique_keys`
-    also where an object has a key twice, of which else the last one counts."""
+    """What JSON text holds.
+
+    ValueError where it is none, or is nested too deep for the interpreter; with `unique_keys` also
+    where an object has a key twice, of which else the last one counts."""
     try:
         return json.loads(text, object_pairs_hook=_without_repetition if unique_keys else None)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, character {error.colno}"
-        where = line if "\n" in text.strip() else f"character {min(error.pos, len(text.rstrip())) + 1}"
+        where = (
+            line if "\n" in text.strip() else f"character {min(error.pos, len(text.rstrip())) + 1}"
+        )
         raise ValueError(f"{error.msg} at {where}") from error
 
 
@@ -79,8 +88,9 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json(file: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
-    """What a JSON file holds. ValueError where it is larger, no regular file or no JSON, OSError where it cannot be
-    read."""
+    """What a JSON file holds.
+
+    ValueError where it is larger, no regular file or no JSON, OSError where it cannot be read."""
     return parse_json(read_regular(file, most_bytes).decode("utf-8"))
 
 
@@ -91,5 +101,7 @@ def read_json_object(file: Path, most_bytes: int = MAX_JSON_BYTES) -> dict:
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read: {error}; download or save it again") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{file}: got {type(found).__name__} {str(found)[:60]!r}; needed: a JSON object")
+        raise ValueError(
+            f"{file}: got {type(found).__name__} {str(found)[:60]!r}; needed: a JSON object"
+        )
     return found

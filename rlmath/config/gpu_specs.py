@@ -1,4 +1,5 @@
-"""GPUs that a run can be planned for: their memory, and what they and their place in a usual server do at most."""
+"""GPUs that a run can be planned for: their memory, and what they and their place in a usual server
+do at most."""
 
 from __future__ import annotations
 
@@ -6,14 +7,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 GpuName = Literal[
-    "A100-40GB", "A100-80GB", "L40S-48GB", "H100-80GB", "H800-80GB", "H20-96GB", "H200-141GB", "B200-180GB"
+    "A100-40GB",
+    "A100-80GB",
+    "L40S-48GB",
+    "H100-80GB",
+    "H800-80GB",
+    "H20-96GB",
+    "H200-141GB",
+    "B200-180GB",
 ]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One device and its links at their best, in bytes and FLOPs per second, one direction; how much of that is reached
-    is for `rlmath.planning.planner` to say."""
+    """One device and its links at their best, in bytes and FLOPs per second, one direction; how
+    much of that is reached is for `rlmath.planning.planner` to say."""
 
     name: str
     kind: Literal["cpu", "cuda"]
@@ -28,7 +36,8 @@ class Machine:
     host: float
     """To the host's memory: PCIe."""
     gib: float = 0.0
-    """Memory that CUDA reports for the whole device, to about 1% (GiB); a process may allocate a little less."""
+    """Memory that CUDA reports for the whole device, to about 1% (GiB); a process may allocate a
+    little less."""
 
 
 _FIGURES = {
@@ -43,11 +52,14 @@ _FIGURES = {
 }
 """10^12 FLOP/s; memory, node, network and host in 10^9 bytes/s; GiB."""
 GPUS = {
-    name: Machine(name, "cuda", 1e12 * one[0], 1e9 * one[1], 1e9 * one[2], 1e9 * one[3], 1e9 * one[4], one[5])
+    name: Machine(
+        name, "cuda", 1e12 * one[0], 1e9 * one[1], 1e9 * one[2], 1e9 * one[3], 1e9 * one[4], one[5]
+    )
     for name, one in _FIGURES.items()
 }
-"""SXM boards, but for the L40S. Memory: torch's `total_memory`, compared with public logs, which vary by driver and
-board by 0.3 GiB; H800 is taken to be an H100, and for H20 no log was found. FLOP/s, memory bandwidth and NVLink are
-those of NVIDIA's data sheets, without sparsity, in one direction; the H800 is an H100 with NVLink of 200 GB/s
-(arXiv:2505.09343, section 4.1), H20's figures are those of vendors. Network: one card for each GPU, as in DGX A100 (200
-Gbit/s) and H100 (400 Gbit/s); for the L40S 100 Gbit/s are assumed. PCIe: generation 4 for A100 and L40S, else 5."""
+"""SXM boards, but for the L40S. Memory: torch's `total_memory`, compared with public logs, which
+vary by driver and board by 0.3 GiB; H800 is taken to be an H100, and for H20 no log was found.
+FLOP/s, memory bandwidth and NVLink are those of NVIDIA's data sheets, without sparsity, in one
+direction; the H800 is an H100 with NVLink of 200 GB/s (arXiv:2505.09343, section 4.1), H20's
+figures are those of vendors. Network: one card for each GPU, as in DGX A100 (200 Gbit/s) and H100
+(400 Gbit/s); for the L40S 100 Gbit/s are assumed. PCIe: generation 4 for A100 and L40S, else 5."""

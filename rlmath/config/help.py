@@ -1,6 +1,8 @@
-"""The settings as the schema says them: every key with type, default, allowed values and sentence; `--help`.
+"""The settings as the schema says them: every key with type, default, allowed values and sentence;
+`--help`.
 
-Also how a mistake is reported: all problems in one error, each with the nearest word or path that exists.
+Also how a mistake is reported: all problems in one error, each with the nearest word or path that
+exists.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ MOST_LETTERS_APART = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of the config as a user sees it: "optimizer.lr", float, 1e-06, "Peak learning rate.", above 0."""
+    """One field of the config as a user sees it: "optimizer.lr", float, 1e-06, "Peak learning
+    rate.", above 0."""
 
     key: str
     kind: Any
@@ -77,7 +80,8 @@ class Setting:
 
     @property
     def written(self) -> str:
-        """The type with how a value of it is written where that is not plain: "list of str, written [a, b]"."""
+        """The type with how a value of it is written where that is not plain: "list of str, written
+        [a, b]"."""
         if self.takes_mapping:
             return f"{self.type_name}, written {{a: 1, b: 2}} or [a=1, b=2]"
         if self.type_name.startswith("list"):
@@ -93,18 +97,27 @@ class Setting:
         return f"{self.type_name}, {self.range}" if self.range else self.type_name
 
     def problem(self, value: Any, plugins: Collection[str] = ()) -> str | None:
-        """What is wrong with a value of the right type: out of its range, or none of its words; None: nothing. A text
-        that may name a function of the user's, as it has a colon, or as `plugins` register names, is loaded
-        elsewhere."""
+        """What is wrong with a value of the right type: out of its range, or none of its words;
+        None: nothing. A text that may name a function of the user's, as it has a colon, or as
+        `plugins` register names, is loaded elsewhere."""
         if value is None:
             return None
-        if self.words and value not in self.words and not (self.takes_function and (plugins or ":" in value)):
+        if (
+            self.words
+            and value not in self.words
+            and not (self.takes_function and (plugins or ":" in value))
+        ):
             words = ", ".join(f'"{word}"' for word in self.words)
             own = ', or a function of yours as "package.module:name"' if self.takes_function else ""
-            return f'{self.key} is "{value}"; needed: one of {words}{own}.{nearest_word(value, self.words)}'
+            return (
+                f'{self.key} is "{value}"; needed: one of '
+                f"{words}{own}.{nearest_word(value, self.words)}"
+            )
         limits, numbers = self.range, value if isinstance(value, list) else [value]
         if limits and not all(map(limits.holds, numbers)):
-            return f"{self.key} is {value!s:.100}; needed: {limits.needed(numbers)}. {limits.why}".rstrip()
+            return (
+                f"{self.key} is {value!s:.100}; needed: {limits.needed(numbers)}. {limits.why}"
+            ).rstrip()
         return None
 
 
@@ -136,7 +149,8 @@ def all_settings() -> Mapping[str, Setting]:
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """A type and what it is made of: the Range of an Annotated and the words of a Literal or of Words among it."""
+    """A type and what it is made of: the Range of an Annotated and the words of a Literal or of
+    Words among it."""
     yield from hint.words if isinstance(hint, Words) else [hint]
     for part in typing.get_args(hint):
         yield from _parts(part)
@@ -149,8 +163,12 @@ def section_classes() -> Mapping[str, Any]:
 
 
 def setting_values(config: Config) -> dict[str, Any]:
-    """{"run.output_dir": "outputs/a", ...} in the order of the schema. Lists are the config's own."""
-    return {key: getattr(getattr(config, one.section), one.name) for key, one in all_settings().items()}
+    """{"run.output_dir": "outputs/a", ...} in the order of the schema.
+
+    Lists are the config's own."""
+    return {
+        key: getattr(getattr(config, one.section), one.name) for key, one in all_settings().items()
+    }
 
 
 def is_among(key: str, names: Iterable[str]) -> bool:
@@ -161,12 +179,15 @@ def is_among(key: str, names: Iterable[str]) -> bool:
 def schema_problems(config: Config) -> list[str]:
     """Every number out of its range and every text that is none of its words."""
     plugins = config.run.plugins
-    found = (all_settings()[key].problem(value, plugins) for key, value in setting_values(config).items())
+    found = (
+        all_settings()[key].problem(value, plugins) for key, value in setting_values(config).items()
+    )
     return [problem for problem in found if problem]
 
 
 def text_problems(config: Config) -> Iterator[str]:
-    """Texts that no file system takes as a path, whatever they are for: opening one would raise an OSError."""
+    """Texts that no file system takes as a path, whatever they are for: opening one would raise an
+    OSError."""
     for key, value in setting_values(config).items():
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str):
@@ -174,17 +195,24 @@ def text_problems(config: Config) -> Iterator[str]:
             encoded = text.encode("utf-8", "surrogatepass")
             longest = max(map(len, encoded.split(b"/")))
             is_utf8 = text == text.encode("utf-8", "ignore").decode()
-            if len(encoded) > MAX_PATH_BYTES or longest > MAX_NAME_BYTES or "\0" in text or not is_utf8:
+            if (
+                len(encoded) > MAX_PATH_BYTES
+                or longest > MAX_NAME_BYTES
+                or "\0" in text
+                or not is_utf8
+            ):
                 yield (
-                    f"{key} has {len(encoded)} bytes: {text!r:.80}; needed: UTF-8 without NUL, at most "
+                    f"{key} has {len(encoded)} bytes: {text!r:.80}; needed: UTF-8 without NUL, at "
+                    "most "
                     f"{MAX_PATH_BYTES} bytes, {MAX_NAME_BYTES} of them between slashes."
                 )
 
 
 def help_text(word: str = "", width: int | None = None, keys: Collection[str] | None = None) -> str:
-    """The sections in a line each; with a `word` the settings of that section, or that setting, or "all", each with
-    what it may be, its default and its sentence; or the settings of that name in any section, and those that another
-    trainer's name of it corresponds to. Only those of `keys`. ValueError for another word.
+    """The sections in a line each; with a `word` the settings of that section, or that setting, or
+    "all", each with what it may be, its default and its sentence; or the settings of that name in
+    any section, and those that another trainer's name of it corresponds to. Only those of `keys`.
+    ValueError for another word.
 
     Wrapped to `width` characters, or the terminal's.
     """
@@ -198,8 +226,10 @@ def help_text(word: str = "", width: int | None = None, keys: Collection[str] | 
     sections = _section_texts(shown)
     if not word:
         lines = wrapped(
-            "Settings, given in a YAML file or as key.sub=value. --help SECTION explains those of a section, --help "
-            "all every one, --help NAME what is called so, here or by another trainer (learning_rate):",
+            "Settings, given in a YAML file or as key.sub=value. --help SECTION explains those of "
+            "a section, --help "
+            "all every one, --help NAME what is called so, here or by another trainer "
+            "(learning_rate):",
             0,
             0,
         )
@@ -221,18 +251,23 @@ def help_text(word: str = "", width: int | None = None, keys: Collection[str] | 
         hint = near_key(word)
         suggestion = f' Did you mean "{hint}"?' if hint else _settings_with(word, shown)
         raise ValueError(
-            f'there is no section and no setting "{word}".{suggestion} Sections: {", ".join(sections)}'
+            f'there is no section and no setting "{word}".{suggestion} Sections: '
+            f"{', '.join(sections)}"
         )
     if not chosen:
         return "\n".join(lines)
-    lines += [""] * bool(lines) + ["Settings, given in a YAML file or as key.sub=value (null: not set)"]
+    lines += [""] * bool(lines) + [
+        "Settings, given in a YAML file or as key.sub=value (null: not set)"
+    ]
     section = ""
     for setting in chosen:
         if setting.section != section:
             section = setting.section
             lines += ["", *wrapped(f"{section}: {sections[section]}", 0, 2)]
         default = (
-            "must be given" if setting.default == MISSING else f"default {as_yaml_word(setting.default)}"
+            "must be given"
+            if setting.default == MISSING
+            else f"default {as_yaml_word(setting.default)}"
         )
         lines += wrapped(f"{setting.key}  ({setting.allowed}; {default})", 2, 6)
         lines += wrapped(setting.doc, 6, 6)
@@ -244,8 +279,8 @@ MOST_SETTINGS = 8
 
 
 def _settings_with(word: str, settings: Sequence[Setting]) -> str:
-    """' Settings with it in their names: rollout.group_size.': those where a word of the name, else of the text, begins
-    with `word`; '' where none has."""
+    """' Settings with it in their names: rollout.group_size.': those where a word of the name, else
+    of the text, begins with `word`; '' where none has."""
     begins = re.compile(rf"(?<![a-z]){re.escape(plain_name(word))}")
     for place, texts in {
         "names": {setting.key: setting.key for setting in settings},
@@ -262,8 +297,8 @@ def _settings_with(word: str, settings: Sequence[Setting]) -> str:
 
 
 def settings_of_name(name: str) -> tuple[list[Alias], list[str]]:
-    """What a user may mean by a name that is no key: aliases of other trainers, and the keys of our settings: those of
-    that name in any section, and those that the aliases correspond to.
+    """What a user may mean by a name that is no key: aliases of other trainers, and the keys of our
+    settings: those of that name in any section, and those that the aliases correspond to.
 
     >>> settings_of_name("lr")
     ([], ['optimizer.lr', 'critic.lr'])
@@ -271,7 +306,9 @@ def settings_of_name(name: str) -> tuple[list[Alias], list[str]]:
     ours, aliases = keys_of_last_word(name), exact_aliases(name)
     if not ours and not aliases:
         aliases = similar_aliases(name)
-    return aliases, list(dict.fromkeys([*ours, *(key for alias in aliases for key in keys_in(alias))]))
+    return aliases, list(
+        dict.fromkeys([*ours, *(key for alias in aliases for key in keys_in(alias))])
+    )
 
 
 def keys_of_last_word(name: str) -> list[str]:
@@ -286,11 +323,14 @@ def keys_of_last_word(name: str) -> list[str]:
 
 def keys_in(alias: Alias) -> list[str]:
     """Our settings that the alias names."""
-    return [key for key in re.findall(r"`([a-z]+\.[a-z0-9_]+)", alias.here) if key in all_settings()]
+    return [
+        key for key in re.findall(r"`([a-z]+\.[a-z0-9_]+)", alias.here) if key in all_settings()
+    ]
 
 
 def unknown_key_text(key: str) -> str:
-    """Says that `key` does not exist, and what was probably meant (`suggestion`), else where the settings are listed.
+    """Says that `key` does not exist, and what was probably meant (`suggestion`), else where the
+    settings are listed.
 
     >>> print(unknown_key_text("rollout.num_generations"))
     unknown key "rollout.num_generations". TRL's num_generations corresponds to rollout.group_size.
@@ -301,13 +341,17 @@ def unknown_key_text(key: str) -> str:
         return f'unknown key "{key}"{separator} {suggested}'
     if section in section_classes():
         return f'unknown key "{key}". --help {section} lists the settings of {section}.'
-    return f'unknown key "{key}". The sections are {", ".join(section_classes())}; --help lists every key.'
+    return (
+        f'unknown key "{key}". The sections are {", ".join(section_classes())}; --help lists '
+        "every key."
+    )
 
 
 def suggestion(key: str) -> str | None:
-    """What a user may have meant by a key that does not exist: what another trainer's name corresponds to, else a key
-    that differs by a slip of the hand, else what a name that the key ends with corresponds to, else the setting of that
-    name in another section. None: nothing is near."""
+    """What a user may have meant by a key that does not exist: what another trainer's name
+    corresponds to, else a key that differs by a slip of the hand, else what a name that the key
+    ends with corresponds to, else the setting of that name in another section. None: nothing is
+    near."""
     if not is_alias(key) and (near := near_key(key)) is not None:
         return f'did you mean "{near}"?'
     aliases = exact_aliases(key)
@@ -325,8 +369,9 @@ def _alternatives(keys: Sequence[str]) -> str:
 
 
 def near_key(key: str) -> str | None:
-    """The section or setting that differs from `key` by a slip of the hand: in few letters, or in its section where
-    that is the beginning of one ("optim") or differs in few letters. None where there is none, or several are as near.
+    """The section or setting that differs from `key` by a slip of the hand: in few letters, or in
+    its section where that is the beginning of one ("optim") or differs in few letters. None where
+    there is none, or several are as near.
 
     >>> near_key("rollout.grop_size"), near_key("optim.lr"), near_key("rollout.num_generations")
     ('rollout.group_size', 'optimizer.lr', None)
@@ -337,7 +382,9 @@ def near_key(key: str) -> str | None:
     if word in all_settings():
         return word
     if not dot:
-        beginnings = [known for known in section_classes() if len(word) >= 3 and known.startswith(word)]
+        beginnings = [
+            known for known in section_classes() if len(word) >= 3 and known.startswith(word)
+        ]
         names = {setting.name for setting in all_settings().values()}
         near_name = nearest_slip(word, names)
         return (
@@ -349,7 +396,8 @@ def near_key(key: str) -> str | None:
     near_sections = [
         known
         for known in same_name
-        if (len(section) >= 3 and known.startswith(section)) or _is_near(section, known.partition(".")[0])
+        if (len(section) >= 3 and known.startswith(section))
+        or _is_near(section, known.partition(".")[0])
     ]
     return _only(ends) or _only(near_sections) or nearest_slip(word, all_settings())
 
@@ -359,7 +407,8 @@ def _only(words: Sequence[str]) -> str | None:
 
 
 def nearest_slip(word: str, known: Iterable[str]) -> str | None:
-    """The only one of the known words with the fewest letters other than `word`, if these are few."""
+    """The only one of the known words with the fewest letters other than `word`, if these are
+    few."""
     distances = {other: letters_apart(word, other) for other in known if _is_near(word, other)}
     least = min(distances.values(), default=0)
     return _only([other for other, distance in distances.items() if distance == least])
@@ -372,8 +421,8 @@ def _is_near(word: str, known: str) -> bool:
 
 
 def letters_apart(first: str, second: str) -> int:
-    """Letters to insert, delete, replace or swap with their neighbour that make one word of the other (optimal string
-    alignment distance).
+    """Letters to insert, delete, replace or swap with their neighbour that make one word of the
+    other (optimal string alignment distance).
 
     >>> letters_apart("grop_size", "group_size"), letters_apart("sede", "seed"), letters_apart("beta", "eta")
     (1, 1, 1)
@@ -391,8 +440,10 @@ def letters_apart(first: str, second: str) -> int:
 
 
 def _section_texts(shown: Sequence[Setting]) -> dict[str, str]:
-    """By section what it is about. A section of which less than half is shown is about those settings alone, and its
-    text is their names."""
+    """By section what it is about.
+
+    A section of which less than half is shown is about those settings alone, and its text is their
+    names."""
     all_counts = Counter(setting.section for setting in all_settings().values())
     names: dict[str, list[str]] = {}
     for setting in shown:
@@ -406,14 +457,17 @@ def _section_texts(shown: Sequence[Setting]) -> dict[str, str]:
 
 
 def field_docs(source: str) -> dict[tuple[str, str], str]:
-    """{("RunConfig", "seed"): "Seed of ..."}: the string that stands right under a field in the source."""
+    """{("RunConfig", "seed"): "Seed of ..."}: the string that stands right under a field in the
+    source."""
     docs = {}
     for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef):
             continue
         for above, below in zip(node.body, node.body[1:], strict=False):
             match above, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                    value=ast.Constant(value=str(text))
+                ):
                     docs[node.name, name] = " ".join(text.split())
     return docs
 
@@ -423,7 +477,9 @@ def raise_problems(of_what: str, problems: list[str]) -> None:
     if not problems:
         return
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    raise ValueError("\n".join([f"{count} with {of_what}:", *(f"  - {problem}" for problem in problems)]))
+    raise ValueError(
+        "\n".join([f"{count} with {of_what}:", *(f"  - {problem}" for problem in problems)])
+    )
 
 
 def counted(count: int, noun: str, verb: str = "") -> str:
@@ -437,7 +493,9 @@ def counted(count: int, noun: str, verb: str = "") -> str:
 
 
 def nearest_word(word: str, words: Iterable[str]) -> str:
-    """' Did you mean "cosine"?' or, when nothing is near, ''. Upper and lower case are alike.
+    """' Did you mean "cosine"?' or, when nothing is near, ''.
+
+    Upper and lower case are alike.
 
     >>> nearest_word("Cosin", ["cosine", "linear"])
     ' Did you mean "cosine"?'
@@ -448,8 +506,8 @@ def nearest_word(word: str, words: Iterable[str]) -> str:
 
 
 def nearest_path(path: Path) -> str:
-    """' There is "data/train.jsonl".': what beside a path that does not exist has its name but for a slip of the hand,
-    for capitals, or for the ending; '' where nothing has."""
+    """' There is "data/train.jsonl".': what beside a path that does not exist has its name but for
+    a slip of the hand, for capitals, or for the ending; '' where nothing has."""
     if str(path).startswith("~"):
         return ' "~" is not expanded here: write the full path.'
     try:

@@ -1,12 +1,14 @@
-"""Models and data files that are named by an id of the Hugging Face hub in place of a folder or file.
+"""Models and data files that are named by an id of the Hugging Face hub in place of a folder or
+file.
 
     hf://org/name[@revision]                           a model
     hf://datasets/org/name[@revision]/path/file.jsonl  a file of a data set; a slash in the revision is written %2F
 
-A revision is a branch, a tag or a commit; none is the default branch. Once it is downloaded, its commit stands behind
-it, `hf://org/name@main#<commit>`: that is what a run records, and reads again when it resumes. Files lie in the cache
-of huggingface_hub. Settings then hold their places there, in a `FetchedConfig`, which has the ids for whatever is
-written or compared. huggingface_hub runs in a process of its own (`hub_client`), which is killed at the time limit.
+A revision is a branch, a tag or a commit; none is the default branch. Once it is downloaded, its
+commit stands behind it, `hf://org/name@main#<commit>`: that is what a run records, and reads again
+when it resumes. Files lie in the cache of huggingface_hub. Settings then hold their places there,
+in a `FetchedConfig`, which has the ids for whatever is written or compared. huggingface_hub runs in
+a process of its own (`hub_client`), which is killed at the time limit.
 """
 
 from __future__ import annotations
@@ -33,9 +35,16 @@ logger = logging.getLogger(__name__)
 PREFIX = "hf://"
 _DATASETS = "datasets/"
 MODEL_SETTINGS = ("model.path", "critic.path", "teacher.path")
-DATA_SETTINGS = ("data.train_path", "data.more_train_paths", "validation.paths", "sft.held_out_path")
+DATA_SETTINGS = (
+    "data.train_path",
+    "data.more_train_paths",
+    "validation.paths",
+    "sft.held_out_path",
+)
 MODEL_FORM = "hf://org/name or hf://org/name@revision"
-DATA_FORM = "hf://datasets/org/name/file.jsonl or hf://datasets/org/name@revision/folder/file.parquet"
+DATA_FORM = (
+    "hf://datasets/org/name/file.jsonl or hf://datasets/org/name@revision/folder/file.parquet"
+)
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
 METADATA_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 """A model's configuration, tokenizer and the index of its weights."""
@@ -49,12 +58,14 @@ _REPO = re.compile(rf"{_NAME}/{_NAME}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _AT = r"(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9._+%/-]{0,199}?))?(?:#(?P<commit>[0-9a-f]{40}))?"
 _MODEL_ID = re.compile(rf"hf://(?!datasets/)(?P<repo>{_NAME}/{_NAME}){_AT}")
-_DATA_ID = re.compile(rf"hf://datasets/(?P<repo>{_NAME}/{_NAME}){_AT.replace('%/', '%')}/(?P<file>.+)")
+_DATA_ID = re.compile(
+    rf"hf://datasets/(?P<repo>{_NAME}/{_NAME}){_AT.replace('%/', '%')}/(?P<file>.+)"
+)
 
 
 class HubFailedError(RuntimeError):
-    """The hub or the network to it fails, and what is needed is not in the cache: the same command may succeed later,
-    so that this is no mistake of the user's."""
+    """The hub or the network to it fails, and what is needed is not in the cache: the same command
+    may succeed later, so that this is no mistake of the user's."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,8 @@ class HubId:
 
     @property
     def place(self) -> str:
-        """The folder, or the data set's file, in this machine's cache, once the commit is downloaded."""
+        """The folder, or the data set's file, in this machine's cache, once the commit is
+        downloaded."""
         return str(self.repo_folder / "snapshots" / self.commit / self.file)
 
     def __str__(self) -> str:
@@ -90,7 +102,8 @@ class HubId:
 
 
 def cache_folder() -> Path:
-    """The cache of huggingface_hub, whose variables are read here for ranks that do not import it."""
+    """The cache of huggingface_hub, whose variables are read here for ranks that do not import
+    it."""
     variables = os.environ
     caches = variables.get("XDG_CACHE_HOME") or "~/.cache"
     home = variables.get("HF_HOME") or os.path.join(caches, "huggingface")
@@ -99,7 +112,9 @@ def cache_folder() -> Path:
 
 
 def is_hub_id(text: str | None) -> bool:
-    """Whether a path is meant as an id of the hub, rightly written or not. Nothing else is ever looked for there."""
+    """Whether a path is meant as an id of the hub, rightly written or not.
+
+    Nothing else is ever looked for there."""
     return text is not None and text.startswith("hf:/")
 
 
@@ -111,7 +126,9 @@ def parse_hub_id(text: str, setting: str) -> HubId:
     """
     is_data = setting in DATA_SETTINGS
     match = (_DATA_ID if is_data else _MODEL_ID).fullmatch(text)
-    parts = {name: part or "" for name, part in match.groupdict().items()} if match else {"repo": ""}
+    parts = (
+        {name: part or "" for name, part in match.groupdict().items()} if match else {"repo": ""}
+    )
     revision = parts.get("revision", "").replace("%2F", "/")
     file = parts.get("file", "")
     is_plain = not {"", ".", ".."} & {*f"{revision or 'main'}/{file or 'file'}".split("/")}
@@ -136,10 +153,16 @@ def _is_repo(name: str) -> bool:
 
 
 def hub_ids(config: Config) -> list[HubId]:
-    """Those that the settings name. ValueError that lists all that are wrong, and other settings that name one."""
+    """Those that the settings name.
+
+    ValueError that lists all that are wrong, and other settings that name one."""
     ids, problems = [], []
     values = setting_values(config).items()
-    texts = [(key, text) for key, value in values for text in (value if isinstance(value, list) else [value])]
+    texts = [
+        (key, text)
+        for key, value in values
+        for text in (value if isinstance(value, list) else [value])
+    ]
     for key, text in texts:
         if not isinstance(text, str) or not is_hub_id(text):
             continue
@@ -192,8 +215,10 @@ def as_hub_ids(config: Config, key: str, value: Any) -> Any:
 
 
 def is_same(old: Any, new: Any) -> bool:
-    """Whether two values of a setting are equal, as they are written down. An id without a commit, of settings that are
-    not fetched yet, is the same as a recorded one: it will have that one's commit."""
+    """Whether two values of a setting are equal, as they are written down.
+
+    An id without a commit, of settings that are not fetched yet, is the same as a recorded one: it
+    will have that one's commit."""
     if isinstance(old, list) and isinstance(new, list):
         return len(old) == len(new) and all(map(is_same, old, new))
     if isinstance(old, str) and is_hub_id(old) and old != new:
@@ -207,20 +232,25 @@ def is_same(old: Any, new: Any) -> bool:
 def fetch(
     ids: Collection[HubId], seconds: float, recorded: Collection[HubId] = (), weights: bool = True
 ) -> dict[HubId, HubId]:
-    """Have ids in this machine's cache, of models without their weights where those are not needed. Gives every id with
-    its commit: its own, that of `recorded`, ids of an earlier start of the run, where one asks for the same, else the
-    hub's, or where that gives no answer the cache's. ValueError or HubFailedError within `seconds` where that cannot be
-    done. For one process of a node."""
+    """Have ids in this machine's cache, of models without their weights where those are not needed.
+
+    Gives every id with its commit: its own, that of `recorded`, ids of an earlier start of the run,
+    where one asks for the same, else the hub's, or where that gives no answer the cache's.
+    ValueError or HubFailedError within `seconds` where that cannot be done. For one process of a
+    node."""
     ends = time.monotonic() + seconds
     known = {replace(hub_id, commit=""): hub_id.commit for hub_id in recorded}
     pins = {}
     for hub_id in ids:
         wanted = replace(hub_id, commit=hub_id.commit or known.get(hub_id, ""))
-        pins[hub_id] = pinned = replace(hub_id, commit=_ask(_request(wanted, weights), seconds, ends))
+        pins[hub_id] = pinned = replace(
+            hub_id, commit=_ask(_request(wanted, weights), seconds, ends)
+        )
         needed = pinned.file or "config.json"
         if not (pinned.repo_folder / "snapshots" / pinned.commit / needed).is_file():
             raise ValueError(
-                f'{hub_id}: there is no file "{needed}" in it (commit {pinned.commit}). Look at its files on the hub, '
+                f'{hub_id}: there is no file "{needed}" in it (commit {pinned.commit}). Look at '
+                "its files on the hub, "
                 "and correct the id."
             )
     return pins
@@ -229,7 +259,9 @@ def fetch(
 def _request(wanted: HubId, weights: bool) -> dict[str, Any]:
     """What `hub_client` is to download, and what it tells the user where there is no network."""
     patterns = [*METADATA_PATTERNS, *([WEIGHT_PATTERN] if weights else ())]
-    command = f"hf download {wanted.repo}" + (f" {wanted.file} --repo-type dataset" if wanted.file else "")
+    command = f"hf download {wanted.repo}" + (
+        f" {wanted.file} --repo-type dataset" if wanted.file else ""
+    )
     revision = wanted.commit or wanted.revision or None
     if revision:
         command += f" --revision {revision}"
@@ -245,27 +277,32 @@ def _request(wanted: HubId, weights: bool) -> dict[str, Any]:
             "ignore_patterns": None if wanted.file else FOLDERS,
         },
         "advice": (
-            ", and what is needed is not, or not whole, in the cache. The same command goes on with what is missing. "
-            f'Or run "{command}" where there is a network, with the same HF_HOME, or give a local folder.'
+            ", and what is needed is not, or not whole, in the cache. The same command goes on "
+            "with what is missing. "
+            f'Or run "{command}" where there is a network, with the same HF_HOME, or give a local '
+            "folder."
         ),
     }
 
 
 def missing_weights(pinned: HubId) -> int | None:
-    """Bytes of weights of a fetched model that are not in the cache; None where it has no listing of them."""
+    """Bytes of weights of a fetched model that are not in the cache; None where it has no listing
+    of them."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     with suppress(CachedRepoTreeNotFoundError):
         files = get_cached_repo_tree(pinned.repo, revision=pinned.commit, cache_dir=cache_folder())
-        weights = [file for file in files if Path(file.path).match(WEIGHT_PATTERN) and "/" not in file.path]
+        weights = [
+            file for file in files if Path(file.path).match(WEIGHT_PATTERN) and "/" not in file.path
+        ]
         return sum(file.size for file in weights if not Path(pinned.place, file.path).is_file())
     return None
 
 
 def local_folder(place: str, option: str, weights: bool = True, seconds: float = 3600.0) -> Path:
-    """A model's folder, for a program of one process: as it is given, or fetched where `option` got an id. ValueError
-    or HubFailedError within `seconds` where that cannot be done."""
+    """A model's folder, for a program of one process: as it is given, or fetched where `option` got
+    an id. ValueError or HubFailedError within `seconds` where that cannot be done."""
     if not is_hub_id(place):
         return Path(place)
     (pinned,) = fetch([parse_hub_id(place, option)], seconds, weights=weights).values()
@@ -273,10 +310,14 @@ def local_folder(place: str, option: str, weights: bool = True, seconds: float =
 
 
 def _ask(request: Mapping[str, Any], seconds: float, ends: float) -> str:
-    """The commit that the client answers. ValueError with its error; HubFailedError where that may pass, where the
-    client ends without an answer, and at `ends`, `seconds` after the first request (time.monotonic)."""
+    """The commit that the client answers.
+
+    ValueError with its error; HubFailedError where that may pass, where the client ends without an
+    answer, and at `ends`, `seconds` after the first request (time.monotonic)."""
     name, program = request["name"], str(Path(__file__).with_name("hub_client.py"))
-    logger.info("Asking the Hugging Face hub, for at most %.0f s: %s", ends - time.monotonic(), name)
+    logger.info(
+        "Asking the Hugging Face hub, for at most %.0f s: %s", ends - time.monotonic(), name
+    )
     try:
         client = subprocess.run(
             [sys.executable, "-P", program, str(os.getpid())],
@@ -288,7 +329,8 @@ def _ask(request: Mapping[str, Any], seconds: float, ends: float) -> str:
         )
     except subprocess.TimeoutExpired:
         raise HubFailedError(
-            f"{name}: the hub was not done after {seconds:g} s (run.hub_timeout_seconds). Look at the network; where "
+            f"{name}: the hub was not done after {seconds:g} s (run.hub_timeout_seconds). Look at "
+            "the network; where "
             "it is only slow raise it: whole files that have come stay in the cache."
         ) from None
     try:
@@ -303,7 +345,8 @@ def _ask(request: Mapping[str, Any], seconds: float, ends: float) -> str:
 
 
 def client_environment() -> dict[str, str]:
-    """This process's environment, without what `rlmath` has set by itself to keep other libraries off the network."""
+    """This process's environment, without what `rlmath` has set by itself to keep other libraries
+    off the network."""
     variables = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     if variables.pop("RLMATH_SET_OFFLINE", None):
         variables["HF_HUB_OFFLINE"] = "0"
@@ -314,27 +357,34 @@ def client_environment() -> dict[str, str]:
 
 
 def push_problems(save: SaveConfig, pushes: bool) -> Iterator[str]:
-    """What is wrong with `save.push_to_hub`; `pushes` is of the rank that pushes, which needs a token. Asks nothing
-    over the network."""
+    """What is wrong with `save.push_to_hub`; `pushes` is of the rank that pushes, which needs a
+    token. Asks nothing over the network."""
     name = save.push_to_hub
     if name is None:
         return
     if not _is_repo(name):
         yield f'save.push_to_hub is "{name}"; needed: the id of a repository, org/name.'
     if not save.export_hf:
-        yield "save.push_to_hub needs the exported model. Set save.export_hf=true, or save.push_to_hub=null."
+        yield (
+            "save.push_to_hub needs the exported model. Set save.export_hf=true, or "
+            "save.push_to_hub=null."
+        )
     if not pushes:
         return
     from huggingface_hub import get_token
 
     if client_environment().get("HF_HUB_OFFLINE", "0") not in ("", "0"):
-        yield "save.push_to_hub needs a network. Unset HF_HUB_OFFLINE, or set save.push_to_hub=null."
+        yield (
+            "save.push_to_hub needs a network. Unset HF_HUB_OFFLINE, or set save.push_to_hub=null."
+        )
     if not get_token():
-        yield "save.push_to_hub needs a token of the hub. Set HF_TOKEN, or set save.push_to_hub=null."
+        yield (
+            "save.push_to_hub needs a token of the hub. Set HF_TOKEN, or set save.push_to_hub=null."
+        )
 
 
 def push(name: str, folder: str | Path, message: str, seconds: float) -> str:
-    """Upload a folder to the repository `name`, which is made, private, where there is none; the commit. ValueError
-    or HubFailedError within `seconds` where that cannot be done."""
+    """Upload a folder to the repository `name`, which is made, private, where there is none; the
+    commit. ValueError or HubFailedError within `seconds` where that cannot be done."""
     upload = {"repo_id": name, "folder_path": str(folder), "commit_message": message}
     return _ask({"name": name, "push": upload, "advice": "."}, seconds, time.monotonic() + seconds)

@@ -1,6 +1,8 @@
-"""The length curriculum of a run (`stages`): which step belongs to which stage, and the settings that each has.
+"""The length curriculum of a run (`stages`): which step belongs to which stage, and the settings
+that each has.
 
-A run without `stages` is one stage with the settings as they are. Stages share everything but their lengths.
+A run without `stages` is one stage with the settings as they are. Stages share everything but their
+lengths.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ class LengthStage:
         """For the console: "Stage 2 of 3: steps 101 to 150, ..."."""
         config = self.config
         return (
-            f"Stage {self.number + 1} of {stages}: steps {self.first_step + 1} to {self.end}, completions of at most "
-            f"{config.rollout.max_new_tokens} tokens, {config.policy.max_tokens_per_microbatch} tokens per micro-batch"
+            f"Stage {self.number + 1} of {stages}: steps {self.first_step + 1} to {self.end}, "
+            "completions of at most "
+            f"{config.rollout.max_new_tokens} tokens, {config.policy.max_tokens_per_microbatch} "
+            "tokens per micro-batch"
         )
 
 
@@ -47,14 +51,18 @@ def has_length_stages(config: Config) -> bool:
 
 
 def length_stages(config: Config, total_steps: int | None) -> list[LengthStage]:
-    """The stages in their order; one where `stages` is empty, which has `total_steps` (None: not known yet). The lists
-    must be equally long, as `stage_list_problems` checks."""
+    """The stages in their order; one where `stages` is empty, which has `total_steps` (None: not
+    known yet). The lists must be equally long, as `stage_list_problems` checks."""
     lists = config.stages
     if not has_length_stages(config):
         return [LengthStage(0, 0, total_steps or 0, config)]
-    budgets = lists.max_tokens_per_microbatch or [config.policy.max_tokens_per_microbatch] * len(lists.steps)
+    budgets = lists.max_tokens_per_microbatch or [config.policy.max_tokens_per_microbatch] * len(
+        lists.steps
+    )
     stages: list[LengthStage] = []
-    for steps, max_new_tokens, budget in zip(lists.steps, lists.max_new_tokens, budgets, strict=True):
+    for steps, max_new_tokens, budget in zip(
+        lists.steps, lists.max_new_tokens, budgets, strict=True
+    ):
         alone = replace(
             config,
             stages=StagesConfig(),
@@ -83,7 +91,8 @@ def length_stage_at(stages: Sequence[LengthStage], step: int) -> LengthStage:
 
 
 def planned_steps(config: Config, steps_per_epoch: int) -> int:
-    """Steps of the whole run: those of its stages, or of `run.total_epochs` and `run.total_steps`."""
+    """Steps of the whole run: those of its stages, or of `run.total_epochs` and
+    `run.total_steps`."""
     if has_length_stages(config):
         return sum(config.stages.steps)
     steps = config.run.total_epochs * steps_per_epoch
@@ -97,7 +106,8 @@ def fewer_steps_warnings(config: Config, steps_per_epoch: int) -> tuple[str, ...
     if has_length_stages(config) or wanted is None or wanted <= steps:
         return ()
     return (
-        f"run.total_steps is {wanted}, and the run ends after {counted(steps, 'step')}: run.total_epochs is "
+        f"run.total_steps is {wanted}, and the run ends after {counted(steps, 'step')}: "
+        "run.total_epochs is "
         f"{epochs}, of {counted(steps_per_epoch, 'step')} each. For all {wanted} set "
         f"run.total_epochs={math.ceil(wanted / steps_per_epoch)}.",
     )
@@ -114,15 +124,16 @@ def late_steps_warnings(config: Config, total_steps: int) -> tuple[str, ...]:
     steps = {"profile_steps": telemetry.profile_steps, "capture_steps": telemetry.capture_steps}
     late = {key: [one for one in given if one > total_steps] for key, given in steps.items()}
     return tuple(
-        f"telemetry.{key} has {', '.join(map(str, found))}, and the run ends after step {total_steps}."
+        f"telemetry.{key} has {', '.join(map(str, found))}, and the run ends after step "
+        f"{total_steps}."
         for key, found in late.items()
         if found
     )
 
 
 def with_longest_lengths(config: Config) -> Config:
-    """The settings with the largest `rollout.max_new_tokens` and `policy.max_tokens_per_microbatch` of any stage and
-    validation: what engine and memory must have room for."""
+    """The settings with the largest `rollout.max_new_tokens` and `policy.max_tokens_per_microbatch`
+    of any stage and validation: what engine and memory must have room for."""
     lengths = config.stages.max_new_tokens or [config.rollout.max_new_tokens]
     validated = [validation_tokens(config)] if validates(config) else []
     budgets = config.stages.max_tokens_per_microbatch or [config.policy.max_tokens_per_microbatch]
@@ -134,7 +145,8 @@ def with_longest_lengths(config: Config) -> Config:
 
 
 def engine_length(config: Config) -> int:
-    """The longest sequence, prompt and completion, that the engines of the run must hold (tokens)."""
+    """The longest sequence, prompt and completion, that the engines of the run must hold
+    (tokens)."""
     return config.data.max_prompt_tokens + with_longest_lengths(config).rollout.max_new_tokens
 
 
@@ -149,15 +161,20 @@ def validates(config: Config) -> bool:
 
 
 def validation_names(paths: Sequence[str]) -> list[str]:
-    """Names of the files of `validation.paths`: ["aime24", "amc23"] of ["b/aime24.jsonl", "b/amc23.jsonl"]."""
+    """Names of the files of `validation.paths`: ["aime24", "amc23"] of ["b/aime24.jsonl",
+    "b/amc23.jsonl"]."""
     return [Path(path).stem for path in paths]
 
 
 def validation_tokens(config: Config) -> int:
-    """The longest completion of a validation (tokens); by default that of the longest stage, from the first
-    validation on, so that all of a run can be compared."""
+    """The longest completion of a validation (tokens); by default that of the longest stage, from
+    the first validation on, so that all of a run can be compared."""
     own = config.validation.max_new_tokens
-    return own if own is not None else max(config.stages.max_new_tokens or [config.rollout.max_new_tokens])
+    return (
+        own
+        if own is not None
+        else max(config.stages.max_new_tokens or [config.rollout.max_new_tokens])
+    )
 
 
 def stage_list_problems(config: Config) -> Iterator[str]:
@@ -172,17 +189,22 @@ def stage_list_problems(config: Config) -> Iterator[str]:
         yield f"{listed}; each needs one number for every stage. Make them equally long."
 
 
-def unfinished_problem(config: Config, total_steps: int, steps_done: int, wanted: int) -> str | None:
-    """What is wrong where a run resumes with more groups in flight than the rest of their stage learns from: the next
-    stage has other lengths. `wanted` are those that selection does not drop; those of the last stage may be left."""
+def unfinished_problem(
+    config: Config, total_steps: int, steps_done: int, wanted: int
+) -> str | None:
+    """What is wrong where a run resumes with more groups in flight than the rest of their stage
+    learns from: the next stage has other lengths. `wanted` are those that selection does not drop;
+    those of the last stage may be left."""
     stages = length_stages(config, total_steps)
     stage, per_step = length_stage_at(stages, steps_done - 1), config.data.prompts_per_step
     left, needed = stage.end - steps_done, -(-wanted // per_step)
     if stage is stages[-1] or wanted <= per_step * left:
         return None
     return (
-        f"stages: stage {stage.number + 1} ends after step {stage.end}, and the checkpoint of step {steps_done} has "
+        f"stages: stage {stage.number + 1} ends after step {stage.end}, and the checkpoint of "
+        f"step {steps_done} has "
         f"{wanted} groups in flight, which need {needed} steps of data.prompts_per_step={per_step} "
-        f"groups; the stage has {left} left, and the next one has other lengths. Let it end after step "
+        f"groups; the stage has {left} left, and the next one has other lengths. Let it end after "
+        "step "
         f"{steps_done + needed} or later."
     )

@@ -1,11 +1,13 @@
-"""Settings from YAML files and a command line to a `Config`, and back to YAML; every mistake at once.
+"""Settings from YAML files and a command line to a `Config`, and back to YAML; every mistake at
+once.
 
-A YAML file holds sections with the settings that differ from the defaults, and may name another to start from
-(`base: other.yaml`); `key.sub=value` on the command line wins. The section `parallel` may be one word, d32t2p1, or
-d12t2+d4 where engines have ranks of their own.
+A YAML file holds sections with the settings that differ from the defaults, and may name another to
+start from (`base: other.yaml`); `key.sub=value` on the command line wins. The section `parallel`
+may be one word, d32t2p1, or d12t2+d4 where engines have ranks of their own.
 
-A value may name an environment variable, `${oc.env:NAME}`, another key, `${run.seed}`, or a multiple of one,
-`${times:2,${data.prompts_per_step}}`: the `Config` has what that stands for. No setting is a secret.
+A value may name an environment variable, `${oc.env:NAME}`, another key, `${run.seed}`, or a
+multiple of one, `${times:2,${data.prompts_per_step}}`: the `Config` has what that stands for. No
+setting is a secret.
 """
 
 from __future__ import annotations
@@ -50,7 +52,14 @@ from rlmath.config.yaml_errors import interpolation_problem, yaml_problem
 COMPACT_SECTION = "parallel"
 """The section that a word such as d32t2p1 stands for."""
 
-_LETTERS = {"d": "data", "t": "tensor", "m": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
+_LETTERS = {
+    "d": "data",
+    "t": "tensor",
+    "m": "tensor",
+    "p": "pipeline",
+    "c": "context",
+    "e": "expert",
+}
 _SIZES = r"(?:[dtmpce][1-9]\d{0,5})+"
 _LAYOUT = re.compile(
     rf"(?:(?:(?:sglang|vllm)[.:])?(?P<engines>{_SIZES}) *\+ *)?(?:megatron[.:])?(?P<training>{_SIZES})",
@@ -71,7 +80,8 @@ _YAML_ERRORS = (
     yaml.YAMLError,
     OmegaConfBaseException,
 )
-"""What YAML that cannot be read raises; LookupError and AttributeError for a tag that its value does not fit."""
+"""What YAML that cannot be read raises; LookupError and AttributeError for a tag that its value
+does not fit."""
 
 
 def load_config(
@@ -81,17 +91,19 @@ def load_config(
     stand_ins: Collection[str] = (),
     source: str = _COMMAND_LINE,
 ) -> Config:
-    """Defaults, then the YAML files in their order, then the overrides; later ones win. `stand_ins` are written like
-    overrides, and stand for settings that must be given where nothing gives them. Mistakes in overrides are said to be
-    in `source`. With `saved`, of an earlier run's settings, text that names what cannot be resolved now stays.
+    """Defaults, then the YAML files in their order, then the overrides; later ones win.
+
+    `stand_ins` are written like overrides, and stand for settings that must be given where nothing
+    gives them. Mistakes in overrides are said to be in `source`. With `saved`, of an earlier run's
+    settings, text that names what cannot be resolved now stays.
 
     >>> load_config([], ["run.output_dir=o", "model.path=m", "data.train_path=t", "run.seed=7"]).run.seed
     7
 
-    Errors: ValueError that lists every unknown key, value of a wrong type, malformed override and value that must be
-    given and was not, and with them what is out of range; where only that is wrong, it is left to
-    `help.schema_problems`. ValueError for a file that is missing, unreadable or not a mapping, and for a variable that
-    is not set.
+    Errors: ValueError that lists every unknown key, value of a wrong type, malformed override and
+    value that must be given and was not, and with them what is out of range; where only that is
+    wrong, it is left to `help.schema_problems`. ValueError for a file that is missing, unreadable
+    or not a mapping, and for a variable that is not set.
     """
     reader = _Reader(source)
     for stand_in in stand_ins:
@@ -106,7 +118,8 @@ def load_config(
 
 
 def preset_settings(name: str) -> dict[str, Any]:
-    """What the preset of this name sets, by key, its base's settings before its own; interpolations as written.
+    """What the preset of this name sets, by key, its base's settings before its own; interpolations
+    as written.
 
     >>> preset_settings("dr_grpo")
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -120,19 +133,24 @@ def preset_settings(name: str) -> dict[str, Any]:
 
 
 def preset_values(config: Config) -> dict[str, Any]:
-    """`preset_settings` of the run's preset, with what interpolations stand for in this run; empty without one."""
+    """`preset_settings` of the run's preset, with what interpolations stand for in this run; empty
+    without one."""
     if config.algorithm.preset is None:
         return {}
     tree = OmegaConf.create(_escaped(shown_sections(config)))
     preset = preset_settings(config.algorithm.preset)
     for key, value in preset.items():
         OmegaConf.update(tree, key, value)
-    return {key: OmegaConf.select(tree, key) if "${" in str(preset[key]) else preset[key] for key in preset}
+    return {
+        key: OmegaConf.select(tree, key) if "${" in str(preset[key]) else preset[key]
+        for key in preset
+    }
 
 
 def recorded_settings(output_dir: str, preset: str) -> dict[str, Any]:
-    """Every setting, by key, that a run in this folder has recorded; empty where there is none with this preset that
-    has a checkpoint to resume from, or its file cannot be read, which the checks of the folder report."""
+    """Every setting, by key, that a run in this folder has recorded; empty where there is none with
+    this preset that has a checkpoint to resume from, or its file cannot be read, which the checks
+    of the folder report."""
     folder = Path(output_dir)
     try:
         if not any((folder / CHECKPOINTS_FOLDER).glob("step-*[0-9]")):
@@ -149,7 +167,9 @@ def config_as_yaml(config: Config) -> str:
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write `config_as_yaml` to `path` (`write_whole`). OSError where the disk takes no more."""
+    """Write `config_as_yaml` to `path` (`write_whole`).
+
+    OSError where the disk takes no more."""
     write_whole(path, config_as_yaml(config))
 
 
@@ -163,8 +183,11 @@ def _escaped(value: Any) -> Any:
 
 
 def shown_values(config: Config) -> dict[str, Any]:
-    """`help.setting_values` to be written, logged or sent: ids of the hub stand for what was fetched by them."""
-    return {key: hub.as_hub_ids(config, key, value) for key, value in setting_values(config).items()}
+    """`help.setting_values` to be written, logged or sent: ids of the hub stand for what was
+    fetched by them."""
+    return {
+        key: hub.as_hub_ids(config, key, value) for key, value in setting_values(config).items()
+    }
 
 
 def shown_sections(config: Config) -> dict[str, dict[str, Any]]:
@@ -197,9 +220,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """`--help`: the options and the sections of settings; `--help SECTION`: the settings of a section."""
+    """`--help`: the options and the sections of settings; `--help SECTION`: the settings of a
+    section."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, const: Collection[str] | None) -> None:
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, const: Collection[str] | None
+    ) -> None:
         text = "this; SECTION, a setting, or all: what the settings are"
         super().__init__(
             option_strings,
@@ -211,7 +237,9 @@ class _Help(argparse.Action):
             help=text,
         )
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
         try:
             if values is self.const:
                 parser.epilog = help_text(keys=self.const)
@@ -224,7 +252,8 @@ class _Help(argparse.Action):
 
 
 def make_parser(description: str, keys: Collection[str] | None = None) -> argparse.ArgumentParser:
-    """`--config FILE` (repeatable), overrides, and `--help` about all settings, or those of `keys`."""
+    """`--config FILE` (repeatable), overrides, and `--help` about all settings, or those of
+    `keys`."""
     parser = _Parser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -233,7 +262,14 @@ def make_parser(description: str, keys: Collection[str] | None = None) -> argpar
     )
     add = parser.add_argument
     add("-h", "--help", action=_Help, const=keys)
-    add("--config", metavar="FILE", type=Path, action="append", default=[], help="YAML file; later files win")
+    add(
+        "--config",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="YAML file; later files win",
+    )
     add("overrides", metavar="key.sub=value", nargs="*", help="settings that win over the files'")
     return parser
 
@@ -251,15 +287,18 @@ class _Reader:
         self._values: dict[str, Any] = {}
         """Of what was set, what fits its type, as that has it."""
         self._tree: DictConfig | None = None
-        """All settings, where interpolations are resolved; None: not made, or a value was set since."""
+        """All settings, where interpolations are resolved; None: not made, or a value was set
+        since."""
         self._problems: list[str] = []
 
     def read_file(self, path: Path, below: tuple[Path, ...] = ()) -> None:
-        """A YAML file, after the one that it starts from; `below` are the files that start from this one. Where there
-        is none, and the path is that of a file which rlmath ships (configs/demo.yaml), it is that one."""
+        """A YAML file, after the one that it starts from; `below` are the files that start from
+        this one. Where there is none, and the path is that of a file which rlmath ships
+        (configs/demo.yaml), it is that one."""
         if path.resolve() in below:
             raise ValueError(
-                f'The config file "{path}" starts from itself. Take out one of the "{_BASE}:" lines.'
+                f'The config file "{path}" starts from itself. Take out one of the "{_BASE}:" '
+                "lines."
             )
         if not os.path.exists(path):
             path = shipped_config(path) or path
@@ -272,58 +311,78 @@ class _Reader:
             tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
         except (OSError, *_YAML_ERRORS) as error:
             reason = error.strerror if isinstance(error, OSError) else yaml_problem(error)
-            raise ValueError(f'The config file "{path}" cannot be read: {_sentence(reason)}') from error
+            raise ValueError(
+                f'The config file "{path}" cannot be read: {_sentence(reason)}'
+            ) from error
         if not isinstance(tree, dict):
             got = type(tree).__name__
-            raise ValueError(f'The config file "{path}" must hold sections such as "run:", got a {got}.')
+            raise ValueError(
+                f'The config file "{path}" must hold sections such as "run:", got a {got}.'
+            )
         base = tree.pop(_BASE, None)
         if isinstance(base, str):
             self.read_file(path.parent / base, (*below, path.resolve()))
         elif base is not None:
-            self._problems.append(f'{path}: "{_BASE}" must be the name of one YAML file, got {base!r}.')
+            self._problems.append(
+                f'{path}: "{_BASE}" must be the name of one YAML file, got {base!r}.'
+            )
         self._read_mapping(tree, "", str(path))
 
     def read_override(self, text: str) -> None:
-        """`key.sub=value`; for a text setting the value is taken as it stands, else it is read as YAML."""
+        """`key.sub=value`; for a text setting the value is taken as it stands, else it is read as
+        YAML."""
         key, equals, word = text.partition("=")
         setting, found = all_settings().get(key), self._problems.append
         if key == COMPACT_SECTION and word:
             self._set_layout(word, self._source)
         elif not equals or not key:
-            hint = f". To read that file give --config {key}" if key.endswith((".yaml", ".yml")) else "."
+            hint = (
+                f". To read that file give --config {key}"
+                if key.endswith((".yaml", ".yml"))
+                else "."
+            )
             found(f'{self._source}: "{text}" is not of the form key.sub=value{hint}')
         elif key in section_classes():
             found(f'{self._source}: "{key}" is a section, it cannot be {word!r}. Set keys in it.')
         elif setting is None:
             found(f"{self._source}: {unknown_key_text(key)}")
         elif not word:
-            found(f'{self._source}: "{text}" has nothing after "=". Write a value ({setting.type_name}).')
+            found(
+                f'{self._source}: "{text}" has nothing after "=". Write a value '
+                f"({setting.type_name})."
+            )
         elif setting.is_text and word[0] not in "\"'" and (word != "null" or setting.kind is str):
             self._set(key, word, self._source)
         else:
             try:
-                read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={word}"]), resolve=False)
+                read: Any = OmegaConf.to_container(
+                    OmegaConf.from_dotlist([f"value={word}"]), resolve=False
+                )
                 self._set(key, read["value"], self._source)
             except _YAML_ERRORS as error:
                 reason = _sentence(yaml_problem(error).removeprefix("line 1: "))
                 found(f'{self._source}: the value in "{_bounded(text)}" cannot be read: {reason}')
 
     def config(self, saved: bool) -> Config:
-        """What was read, over that of a preset; ValueError with all mistakes. A saved file has all settings of its
-        time: a preset that has changed since adds nothing."""
+        """What was read, over that of a preset; ValueError with all mistakes.
+
+        A saved file has all settings of its time: a preset that has changed since adds nothing."""
         if not saved:
             self._read_preset()
         written = {key: self._written(key) for key in all_settings()}
         for key, setting in all_settings().items():
             if written[key] == MISSING:
                 self._problems.append(
-                    f'"{key}" must be given. {setting.doc} Write {key}=... on the command line, or in a YAML file '
+                    f'"{key}" must be given. {setting.doc} Write {key}=... on the command line, '
+                    "or in a YAML file "
                     f'"{setting.section}:" and under it "  {setting.name}: ...".'
                 )
         if self._problems:
             for key, setting in all_settings().items():
                 value = written[key]
-                if "${" not in str(value) and (problem := setting.problem(value, written["run.plugins"])):
+                if "${" not in str(value) and (
+                    problem := setting.problem(value, written["run.plugins"])
+                ):
                     self._problems.append(problem)
         raise_problems("the settings", self._problems)
         values: dict[str, dict[str, Any]] = {}
@@ -331,10 +390,13 @@ class _Reader:
             values.setdefault(setting.section, {})[setting.name] = self._resolved(
                 setting, written[key], saved
             )
-        return Config(**{name: section(**values[name]) for name, section in section_classes().items()})
+        return Config(
+            **{name: section(**values[name]) for name, section in section_classes().items()}
+        )
 
     def _read_preset(self) -> None:
-        """What the preset sets and nobody else; as it was when the run in `run.output_dir` began, if it resumes."""
+        """What the preset sets and nobody else; as it was when the run in `run.output_dir` began,
+        if it resumes."""
         name = self.given.get("algorithm.preset")
         if name not in all_settings()["algorithm.preset"].words:
             return
@@ -375,7 +437,8 @@ class _Reader:
                 return written
             reason = _sentence(interpolation_problem(error, setting.written))
             raise ValueError(
-                f'"{setting.key}" got "{_bounded(as_yaml_word(written))}", which cannot be resolved: {reason}'
+                f'"{setting.key}" got "{_bounded(as_yaml_word(written))}", which cannot be '
+                f"resolved: {reason}"
             ) from error
 
     def _read_mapping(self, mapping: Mapping[Any, Any], above: str, source: str) -> None:
@@ -403,7 +466,8 @@ class _Reader:
             self._problems.append(f"{source}: {error}")
 
     def _set(self, key: str, value: Any, source: str) -> None:
-        """A value, unless it does not fit its type; an interpolation is checked when it is resolved."""
+        """A value, unless it does not fit its type; an interpolation is checked when it is
+        resolved."""
         setting = all_settings()[key]
         if value == MISSING:
             return
@@ -411,7 +475,9 @@ class _Reader:
             try:
                 value = _named_values(value)
             except (TypeError, ValueError) as error:
-                self._problems.append(f'{source}: "{key}" got {_bounded(value)}: {error}. {setting.doc}')
+                self._problems.append(
+                    f'{source}: "{key}" got {_bounded(value)}: {error}. {setting.doc}'
+                )
                 return
         self.given[key] = value
         if setting.is_text and not isinstance(value, str | None):
@@ -430,8 +496,9 @@ class _Reader:
 
 
 def _named_values(mapping: Mapping[Any, Any]) -> list[str]:
-    """A mapping as a list of "name=value" with JSON values. TypeError or ValueError for what JSON
-    has no word for."""
+    """A mapping as a list of "name=value" with JSON values.
+
+    TypeError or ValueError for what JSON has no word for."""
     entries = []
     for name, value in mapping.items():
         if not isinstance(name, str):
@@ -466,7 +533,9 @@ OmegaConf.register_resolver("times", _times, replace=True, annotation_validation
 
 
 def _structured(settings: Iterable[Setting]) -> DictConfig:
-    """Settings by name, with types and defaults. A word is any text here: `schema_problems` refuses wrong ones."""
+    """Settings by name, with types and defaults.
+
+    A word is any text here: `schema_problems` refuses wrong ones."""
     fields = [
         (s.name, s.kind, dataclasses.field(default_factory=functools.partial(copy.copy, s.default)))
         for s in settings
@@ -485,13 +554,18 @@ def _defaults() -> DictConfig:
     """All settings, by section and name."""
     settings = all_settings().values()
     return OmegaConf.create(
-        {section: _structured(s for s in settings if s.section == section) for section in section_classes()}
+        {
+            section: _structured(s for s in settings if s.section == section)
+            for section in section_classes()
+        }
     )
 
 
 @functools.cache
 def _default_values() -> dict[str, Any]:
-    """By key. Lists are shared: to be copied."""
+    """By key.
+
+    Lists are shared: to be copied."""
     sections = _plain(_defaults())
     return {key: sections[setting.section][setting.name] for key, setting in all_settings().items()}
 
@@ -503,9 +577,10 @@ def _plain(tree: DictConfig) -> dict[str, Any]:
 
 
 def layout_settings(word: str) -> dict[str, int | None]:
-    """Sizes by key, of a layout in one word, as AReaL and its successors write it: of `parallel`, 1 where the word does
-    not name one, but for data: None, what remains; and where there are two parts, generation first (d12t2+d4: 12
-    engines of 2 ranks each, and 4 that train), of `rollout`, too.
+    """Sizes by key, of a layout in one word, as AReaL and its successors write it: of `parallel`, 1
+    where the word does not name one, but for data: None, what remains; and where there are two
+    parts, generation first (d12t2+d4: 12 engines of 2 ranks each, and 4 that train), of `rollout`,
+    too.
 
     >>> layout_settings("sglang.d12t2p1+d4")
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -517,7 +592,8 @@ def layout_settings(word: str) -> dict[str, int | None]:
     got, found = f'"{COMPACT_SECTION}" got "{word:.40}"', _LAYOUT.fullmatch(word)
     if found is None:
         raise ValueError(
-            f"{got}; needed: a layout such as d32t2p1 (d data, t or m tensor, p pipeline, c context, e expert), after "
+            f"{got}; needed: a layout such as d32t2p1 (d data, t or m tensor, p pipeline, c "
+            "context, e expert), after "
             "d12t2+ where 12 engines of t2 have ranks of their own; or its keys one by one."
         )
     training, engines = (_sizes(found[part] or "", got) for part in ("training", "engines"))
@@ -527,14 +603,17 @@ def layout_settings(word: str) -> dict[str, int | None]:
     number, tensor, *others = engines.values()
     if number is None or tensor is None or others != [1, 1, 1]:
         raise ValueError(
-            f"{got}; needed before the plus sign: d, the number of engines, and t, the ranks of each, as in d12t2, "
+            f"{got}; needed before the plus sign: d, the number of engines, and t, the ranks of "
+            "each, as in d12t2, "
             "with no other size above 1."
         )
     return {"rollout.ranks": number * tensor, "rollout.tensor_parallel": tensor} | settings
 
 
 def _sizes(part: str, got: str) -> dict[str, int | None]:
-    """By the names of `ParallelConfig`. ValueError where one is given twice."""
+    """By the names of `ParallelConfig`.
+
+    ValueError where one is given twice."""
     named = [(_LETTERS[letter], int(size)) for letter, size in re.findall(r"(\D)(\d+)", part)]
     if len(dict(named)) < len(named):
         raise ValueError(f"{got}; needed: every size once.")

@@ -1,4 +1,5 @@
-"""The shape of a model, as its config.json gives it (`checkpoint.hf.config_json` reads and checks it)."""
+"""The shape of a model, as its config.json gives it (`checkpoint.hf.config_json` reads and checks
+it)."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from dataclasses import dataclass
 class Llama3Scaling:
     """Llama 3's stretching of rotary embeddings ("rope_type" "llama3" in config.json).
 
-    Frequencies whose wavelength is longer than original_max_positions / low_freq_factor are divided by `factor`, those
-    with one shorter than original_max_positions / high_freq_factor stay, and those between are blended.
+    Frequencies whose wavelength is longer than original_max_positions / low_freq_factor are divided
+    by `factor`, those with one shorter than original_max_positions / high_freq_factor stay, and
+    those between are blended.
     """
 
     factor: float
@@ -22,7 +24,8 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation ("linear"; arXiv:2306.15595): every frequency is divided by `factor`."""
+    """Position interpolation ("linear"; arXiv:2306.15595): every frequency is divided by
+    `factor`."""
 
     factor: float
 
@@ -31,8 +34,8 @@ class LinearScaling:
 class YarnScaling:
     """YaRN ("yarn"; arXiv:2309.00071).
 
-    Frequencies that turn `beta_slow` times or less within the original length are divided by `factor`, those that turn
-    `beta_fast` times or more stay, and those between are blended.
+    Frequencies that turn `beta_slow` times or less within the original length are divided by
+    `factor`, those that turn `beta_fast` times or more stay, and those between are blended.
     """
 
     factor: float
@@ -47,8 +50,9 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE ("longrope"; arXiv:2402.13753) within the original length: every frequency is divided by a factor of
-    its own. Beyond, the factors are others, by the length of a text (transformers) or of an engine (vLLM)."""
+    """LongRoPE ("longrope"; arXiv:2402.13753) within the original length: every frequency is
+    divided by a factor of its own. Beyond, the factors are others, by the length of a text
+    (transformers) or of an engine (vLLM)."""
 
     short_factors: tuple[float, ...]
     attention_factor: float
@@ -68,7 +72,8 @@ def cpu_head_dim_problem(head_dim: int) -> str | None:
     if head_dim in CPU_HEAD_DIMS:
         return None
     return (
-        f"the model's head dim is {head_dim}; vLLM's attention on CPU has only {', '.join(map(str, CPU_HEAD_DIMS))}. "
+        f"the model's head dim is {head_dim}; vLLM's attention on CPU has only "
+        f"{', '.join(map(str, CPU_HEAD_DIMS))}. "
         "Take another model, or a GPU."
     )
 
@@ -103,7 +108,8 @@ class ModelShape:
     attention_bias: bool
     """Query, key and value projections have a bias."""
     torch_dtype: str
-    """Number format of the files, for example "bfloat16"; "float32" where config.json does not say."""
+    """Number format of the files, for example "bfloat16"; "float32" where config.json does not
+    say."""
     qk_norm: bool = False
     """Every head's query and key are normalised, with a weight per head dimension."""
     rope_scaling: RopeScaling | None = None
@@ -115,8 +121,8 @@ class ModelShape:
     sliding_window: int | None = None
     """Tokens that a query attends to, itself and the last ones before it; None: all."""
     full_attention_layers: tuple[int, ...] = ()
-    """Layers (from 0) without the window that the others have, or would have if it were shorter than `max_positions`:
-    vLLM is told of both kinds."""
+    """Layers (from 0) without the window that the others have, or would have if it were shorter
+    than `max_positions`: vLLM is told of both kinds."""
     num_experts: int = 0
     """Experts of every layer; 0: a layer has one feed-forward network for all tokens."""
     experts_per_token: int = 0
@@ -149,5 +155,6 @@ class ModelShape:
 
     @property
     def outputs(self) -> int:
-        """Numbers that the last layer gives for each token: one a token of the vocabulary, or one alone."""
+        """Numbers that the last layer gives for each token: one a token of the vocabulary, or one
+        alone."""
         return 1 if self.architecture.endswith(VALUE_HEAD) else self.vocab_size

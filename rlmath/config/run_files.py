@@ -1,4 +1,5 @@
-"""Names of files and folders in a run's folder, and how a file is written so that no reader sees half of it."""
+"""Names of files and folders in a run's folder, and how a file is written so that no reader sees
+half of it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 """A row for every step."""
 SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
-"""Timers of a step, `seconds/...` of its row, that make up the switch of memory between training and sampling."""
+"""Timers of a step, `seconds/...` of its row, that make up the switch of memory between training
+and sampling."""
 VALIDATION_FILE = "validation.jsonl"
 """A row for every validation."""
 SUMMARY_FILE = "summary.json"
@@ -56,20 +58,25 @@ TEMPORARY_FILE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
 def stage_folder(output_dir: str | Path, number: int) -> Path:
-    """Where a run keeps the model of a stage, which is counted from 0: models/stage-1 of the first."""
+    """Where a run keeps the model of a stage, which is counted from 0: models/stage-1 of the
+    first."""
     return Path(output_dir) / MODELS_FOLDER / f"stage-{number + 1}"
 
 
 def adapter_alone(folder: Path) -> Path | None:
-    """The adapters in a folder, or in an export with `save.merged=false`; None where it has the model, or none."""
+    """The adapters in a folder, or in an export with `save.merged=false`; None where it has the
+    model, or none."""
     if (folder / "config.json").is_file():
         return None
-    return next((one for one in (folder, folder / ADAPTER_FOLDER) if (one / ADAPTER_CONFIG).is_file()), None)
+    return next(
+        (one for one in (folder, folder / ADAPTER_FOLDER) if (one / ADAPTER_CONFIG).is_file()), None
+    )
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file's content (text in UTF-8) in one step: a reader sees the old file or the whole new one, which is
-    on the disk when this returns. Makes the folder. OSError where the disk refuses; then nothing is left over."""
+    """Replace a file's content (text in UTF-8) in one step: a reader sees the old file or the whole
+    new one, which is on the disk when this returns. Makes the folder. OSError where the disk
+    refuses; then nothing is left over."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -85,7 +92,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what `write_whole` of a process that was killed has left in a folder, if it is there."""
+    """Remove what `write_whole` of a process that was killed has left in a folder, if it is
+    there."""
     for path in folder.glob(".*.tmp"):
         if TEMPORARY_FILE.fullmatch(path.name) and path.is_file():
             path.unlink()

@@ -20,7 +20,8 @@ class Range:
     """Printed with the range when a value is outside."""
 
     def holds(self, value: float) -> bool:
-        """Whether the value lies in the range; NaN, infinities and what has more than 63 bits never do."""
+        """Whether the value lies in the range; NaN, infinities and what has more than 63 bits never
+        do."""
         if isinstance(value, int) and abs(value) >= 2**63:
             return False
         above = value > self.low if self.open_low else value >= self.low
@@ -36,20 +37,33 @@ class Range:
         if any(isinstance(value, int) and abs(value) >= 2**63 for value in values):
             return f"{self}, of at most 63 bits"
         bounded = self.low > -math.inf or self.high < math.inf
-        return f"a finite number, {self}" if bounded and not all(map(math.isfinite, values)) else str(self)
+        return (
+            f"a finite number, {self}"
+            if bounded and not all(map(math.isfinite, values))
+            else str(self)
+        )
 
     def __str__(self) -> str:
         """ "above 0, at most 1"."""
         if self.low == self.high:
             return f"{self.low:g}"
-        low = f"{'above' if self.open_low else 'at least'} {self.low:.10g}" if self.low > -math.inf else ""
-        high = f"{'below' if self.open_high else 'at most'} {self.high:.10g}" if self.high < math.inf else ""
+        low = (
+            f"{'above' if self.open_low else 'at least'} {self.low:.10g}"
+            if self.low > -math.inf
+            else ""
+        )
+        high = (
+            f"{'below' if self.open_high else 'at most'} {self.high:.10g}"
+            if self.high < math.inf
+            else ""
+        )
         return ", ".join(filter(None, (low, high))) or "a finite number"
 
 
 @dataclass(frozen=True)
 class TakesFunction:
-    """Of a text setting: it takes a function of the user's, too, by its kind in `rlmath.workers.hooks`."""
+    """Of a text setting: it takes a function of the user's, too, by its kind in
+    `rlmath.workers.hooks`."""
 
     kind: str
 

@@ -1,5 +1,7 @@
-"""Files that belong to rlmath and are no Python modules: configs, locks, launchers. In a checkout they are beside the
-package, in an installed wheel inside it (setup.py puts them there)."""
+"""Files that belong to rlmath and are no Python modules: configs, locks, launchers.
+
+In a checkout they are beside the package, in an installed wheel inside it (setup.py puts them
+there)."""
 
 from __future__ import annotations
 
@@ -11,14 +13,16 @@ FOLDERS = ("configs", "launch", "requirements")
 
 
 def shipped(name: str) -> Path:
-    """The file or folder `name`, which begins with one of FOLDERS: `shipped("configs/demo.yaml")`."""
+    """The file or folder `name`, which begins with one of FOLDERS:
+    `shipped("configs/demo.yaml")`."""
     assert name.split("/")[0] in FOLDERS, name
     root = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
     return root / name
 
 
 def shipped_config(path: Path) -> Path | None:
-    """The shipped file that a relative path such as `configs/demo.yaml` names; None where there is none."""
+    """The shipped file that a relative path such as `configs/demo.yaml` names; None where there is
+    none."""
     parts = path.parts
     if not parts or parts[0] != "configs" or ".." in parts:
         return None

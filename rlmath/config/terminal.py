@@ -1,7 +1,9 @@
-"""Text on a terminal: what others wrote (a model, a file, a stranger on the network) never moves its cursor.
+"""Text on a terminal: what others wrote (a model, a file, a stranger on the network) never moves
+its cursor.
 
-It gets there by many ways: `print`, handlers of the libraries' loggers, argparse, Python's own tracebacks. All of them
-end in `sys.stdout` or `sys.stderr`, so that is where `escape_terminal` replaces control characters.
+It gets there by many ways: `print`, handlers of the libraries' loggers, argparse, Python's own
+tracebacks. All of them end in `sys.stdout` or `sys.stderr`, so that is where `escape_terminal`
+replaces control characters.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def visible(text: str) -> str:
-    """Control, format and surrogate characters written as \\x1b or \\u202e; new lines and tabs stay.
+    """Control, format and surrogate characters written as \\x1b or \\u202e; new lines and tabs
+    stay.
 
     >>> visible("a\\x1b[31mb")
     'a\\\\x1b[31mb'
@@ -33,17 +36,26 @@ def _visible_char(char: str) -> str:
     if char in "\n\t" or unicodedata.category(char) not in _UNSEEN:
         return char
     code = ord(char)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return (
+        f"\\x{code:02x}"
+        if code < 0x100
+        else f"\\u{code:04x}"
+        if code < 0x10000
+        else f"\\U{code:08x}"
+    )
 
 
 def excerpt(text: str | bytes, most: int = 200) -> str:
-    """The beginning of foreign text on one line, with every character visible: for messages that quote it.
+    """The beginning of foreign text on one line, with every character visible: for messages that
+    quote it.
 
     >>> excerpt(b"no\\nstatus\\x1b[2J", 13), excerpt("a" * 9, 4)
     ('no\\\\nstatus\\\\x1b[2J', 'aaaa... (9 in all)')
     """
     head = (
-        text[: most + 1].decode("utf-8", "backslashreplace") if isinstance(text, bytes) else text[: most + 1]
+        text[: most + 1].decode("utf-8", "backslashreplace")
+        if isinstance(text, bytes)
+        else text[: most + 1]
     )
     shown = visible(head[:most]).replace("\n", "\\n").replace("\t", "\\t")
     return shown if len(text) <= most else f"{shown}... ({len(text)} in all)"
@@ -51,7 +63,8 @@ def excerpt(text: str | bytes, most: int = 200) -> str:
 
 @contextmanager
 def ends_with_its_reader() -> Iterator[None]:
-    """Around a program: where who reads its output has gone, as `head` does, it ends here, without a traceback."""
+    """Around a program: where who reads its output has gone, as `head` does, it ends here, without
+    a traceback."""
     try:
         try:
             yield
@@ -76,8 +89,8 @@ def _has_no_reader(number: int) -> bool:
 
 
 def escape_terminal() -> None:
-    """From now on this process writes what `visible` gives of a text to its standard output and error; every program
-    calls it first. The carriage return that begins a progress bar stays."""
+    """From now on this process writes what `visible` gives of a text to its standard output and
+    error; every program calls it first. The carriage return that begins a progress bar stays."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not hasattr(stream, "rlmath_escapes"):
             _escape(stream)

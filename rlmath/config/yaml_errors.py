@@ -1,11 +1,16 @@
-"""What is wrong with a user's YAML and its interpolations, in words of ours: the line, and what is needed there."""
+"""What is wrong with a user's YAML and its interpolations, in words of ours: the line, and what is
+needed there."""
 
 from __future__ import annotations
 
 import re
 
 import yaml
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, UnsupportedInterpolationType
+from omegaconf.errors import (
+    InterpolationKeyError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
 
 from rlmath.config.help import nearest_word, unknown_key_text
 
@@ -14,19 +19,36 @@ _PROBLEMS = (
     (r"tab character|found character '\\t'", "a tab indents it; needed: spaces"),
     (
         r"mapping values are not allowed",
-        '": " stands where no name can be: in a value (put that in quotes), or below a line that lacks one',
+        '": " stands where no name can be: in a value (put that in quotes), or below a line that '
+        "lacks one",
     ),
     (r"found duplicate key \"?([\w.-]+)", "{0} stands twice; needed: once"),
     (r"expected ',' or '\]'", 'a list is not closed; needed: "]", and commas between its values'),
-    (r"expected ',' or '\}'", 'a mapping is not closed; needed: "}}", and commas between its values'),
-    (r"unexpected end of stream", "a quotation mark is not closed; needed: the same mark behind the text"),
-    (r"undefined alias", f"a value begins with *, which names an anchor that is not there. {_IN_QUOTES}"),
+    (
+        r"expected ',' or '\}'",
+        'a mapping is not closed; needed: "}}", and commas between its values',
+    ),
+    (
+        r"unexpected end of stream",
+        "a quotation mark is not closed; needed: the same mark behind the text",
+    ),
+    (
+        r"undefined alias",
+        f"a value begins with *, which names an anchor that is not there. {_IN_QUOTES}",
+    ),
     (
         r"cannot start any token",
-        f"a line or value begins with a character that YAML keeps for itself, as a tab or %. {_IN_QUOTES}",
+        "a line or value begins with a character that YAML keeps for itself, as a tab or %. "
+        f"{_IN_QUOTES}",
     ),
-    (r"expected node content", "a value is missing, or a bracket before it is not the one that ends it"),
-    (r"could not determine a constructor for the tag '([^']*)'", "the tag {0} is unknown; take it out"),
+    (
+        r"expected node content",
+        "a value is missing, or a bracket before it is not the one that ends it",
+    ),
+    (
+        r"could not determine a constructor for the tag '([^']*)'",
+        "the tag {0} is unknown; take it out",
+    ),
     (
         r"expected <block end>|expected key|could not find expected ':'",
         'needed: "name: value" in each line, indented as the lines beside it',
@@ -64,7 +86,8 @@ def interpolation_problem(error: Exception, needed: str) -> str:
     text = str(error).partition("\n")[0]
     if (match := re.search(r"Environment variable '(.*)' not found", text)) is not None:
         return (
-            f"the environment variable {match[1]} is not set; set it, or write ${{oc.env:{match[1]},default}}"
+            f"the environment variable {match[1]} is not set; set it, or write "
+            f"${{oc.env:{match[1]},default}}"
         )
     if isinstance(error, UnsupportedInterpolationType):
         name = text.rpartition(" ")[2]

@@ -1,7 +1,8 @@
-"""What a user should see of the data before a run: one rendered prompt, and what is odd about the files.
+"""What a user should see of the data before a run: one rendered prompt, and what is odd about the
+files.
 
-Nothing here ends a run, except that no training prompt has a reference that could be answered. References are looked at
-as strings, without the parser: 100,000 take some two seconds.
+Nothing here ends a run, except that no training prompt has a reference that could be answered.
+References are looked at as strings, without the parser: 100,000 take some two seconds.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ EXAMPLES = 3
 PROSE_WORDS = 12
 """A reference with so many words is a sentence, not an answer."""
 SENTENCE = "is a sentence, not an answer"
-"""The reason that refuses no run: the same words are right, and there are tasks that ask for them."""
+"""The reason that refuses no run: the same words are right, and there are tasks that ask for
+them."""
 
 _NO_ANSWER = re.compile(
     r"(?:please )?(?:see|refer to) .*"
-    r"|(?:the )?(?:proof|solution|answer)(?: is)? (?:omitted|above|below|attached|not (?:given|available|provided))"
-    r"|(?:the )?proof|answers? (?:may|will|can) vary|nan|null|todo|tbd|not (?:given|available|applicable|provided)"
+    r"|(?:the )?(?:proof|solution|answer)(?: is)? (?:omitted|above|below|attached|not (?:given|"
+    r"available|provided))"
+    r"|(?:the )?proof|answers? (?:may|will|can) vary|nan|null|todo|tbd|not (?:given|available|"
+    r"applicable|provided)"
     r"|n/a|q\.e\.d",
     re.IGNORECASE | re.DOTALL,
 )
@@ -113,7 +117,8 @@ def sequence_lines(
     text, one = report.example
     return (
         f"A sequence as it is learned, of {report.path} (data.template={data.template}),",
-        f"  {_tokens(text.prompt.text, one.prompt_ids + one.completion_ids, tokenizer)}; │ ends a token;",
+        f"  {_tokens(text.prompt.text, one.prompt_ids + one.completion_ids, tokenizer)}; │ ends a "
+        "token;",
         f"  the {one.n_learned} of lines with * are learned:",
         *sequence_picture(
             text.pieces,
@@ -132,7 +137,8 @@ def _tokens(text: str, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerF
     unknown, lost = unknown_token_ids(tokenizer), characters_without_token(text, tokenizer)
     left_out = f", no token for {_characters(lost)}" if lost else ""
     return (
-        f"{len(token_ids)} tokens, {sum(token in unknown for token in token_ids)} of them unknown{left_out}"
+        f"{len(token_ids)} tokens, {sum(token in unknown for token in token_ids)} of them "
+        f"unknown{left_out}"
     )
 
 
@@ -151,8 +157,9 @@ def audit_prompts(
     shown: tuple[str, ...] = (),
     more: Sequence[Finding] = (),
 ) -> DataAudit:
-    """What is odd about prompts, by file, beside what is found already (`more`); with a reward function of the user's,
-    references are not judged. ValueError where no training prompt has a reference that an answer could equal."""
+    """What is odd about prompts, by file, beside what is found already (`more`); with a reward
+    function of the user's, references are not judged. ValueError where no training prompt has a
+    reference that an answer could equal."""
     started = time.monotonic()
     n_validated = sum(len(found) for _, found in validation)
     prompts = [prompt for _, found in training for prompt in found]
@@ -177,8 +184,8 @@ def audit_prompts(
 def audit_benchmarks(
     files: Sequence[PromptsOfFile], tokenizer: PreTrainedTokenizerFast, verified: bool
 ) -> tuple[str, ...]:
-    """Warnings about prompts that end before the answer or begin twice, and, where they are `verified`,
-    that have no reference which an answer could equal, with the default settings."""
+    """Warnings about prompts that end before the answer or begin twice, and, where they are
+    `verified`, that have no reference which an answer could equal, with the default settings."""
     findings: list[Finding] = []
     for name, prompts in files:
         findings += ends_and_beginnings(name, prompts, tokenizer)
@@ -192,7 +199,9 @@ def _summary(compared: str, findings: Sequence[Finding], started: float) -> str:
     return f"Data audit ({time.monotonic() - started:.1f} s): {compared}: {found}"
 
 
-def _unknown_in(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast | None) -> Iterator[Finding]:
+def _unknown_in(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast | None
+) -> Iterator[Finding]:
     """Texts of which the tokenizer does not know a part."""
     if tokenizer is None:
         return
@@ -213,7 +222,8 @@ def _unknown_in(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast | 
 def _unknown(what: str, lost: Collection[str], examples: tuple[str, ...]) -> Finding:
     left_out = f" It has no token for {_characters(lost)}." if lost else ""
     return Finding(
-        f"The tokenizer does not know {what}{left_out} Use the tokenizer that belongs to the model, or other "
+        f"The tokenizer does not know {what}{left_out} Use the tokenizer that belongs to the "
+        "model, or other "
         "characters.",
         examples,
     )
@@ -233,20 +243,25 @@ def _ends_and_beginnings(
     shown: Callable[[Sequence[T]], tuple[str, ...]],
     tokenizer: PreTrainedTokenizerFast,
 ) -> Iterator[Finding]:
-    ends = {token for token in (chat_end(tokenizer), tokenizer.eos_token_id) if isinstance(token, int)}
+    ends = {
+        token for token in (chat_end(tokenizer), tokenizer.eos_token_id) if isinstance(token, int)
+    }
     beginning = tokenizer.bos_token_id
     ended = [prompt for prompt in prompts if _last_token(token_ids(prompt), tokenizer) in ends]
     if ended:
         yield Finding(
-            f"{len(ended)} of the {len(prompts)} prompts of {name} end with the mark of an end, before the answer "
-            "begins: the model would answer behind its own end. Use a template that begins the answer "
+            f"{len(ended)} of the {len(prompts)} prompts of {name} end with the mark of an end, "
+            "before the answer "
+            "begins: the model would answer behind its own end. Use a template that begins the "
+            "answer "
             "(add_generation_prompt), or take the mark out of the rows.",
             shown(ended),
         )
     twice = [prompt for prompt in prompts if list(token_ids(prompt)[:2]) == [beginning, beginning]]
     if twice:
         yield Finding(
-            f"{len(twice)} of the {len(prompts)} prompts of {name} begin with the beginning of sequence twice. "
+            f"{len(twice)} of the {len(prompts)} prompts of {name} begin with the beginning of "
+            "sequence twice. "
             "Take it out of the chat template, or of the rows.",
             shown(twice),
         )
@@ -254,10 +269,14 @@ def _ends_and_beginnings(
 
 def _last_token(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> int | None:
     """The last token that is more than white space; None where there is none."""
-    return next((token for token in reversed(token_ids) if str(tokenizer.decode([token])).strip()), None)
+    return next(
+        (token for token in reversed(token_ids) if str(tokenizer.decode([token])).strip()), None
+    )
 
 
-def _overlaps(training: Sequence[PromptsOfFile], validation: Sequence[PromptsOfFile]) -> Iterator[Finding]:
+def _overlaps(
+    training: Sequence[PromptsOfFile], validation: Sequence[PromptsOfFile]
+) -> Iterator[Finding]:
     for name, problems in validation:
         keys = {prompt.problem_key for prompt in problems}
         for path, prompts in training:
@@ -265,8 +284,10 @@ def _overlaps(training: Sequence[PromptsOfFile], validation: Sequence[PromptsOfF
             both = [prompt for prompt in problems if prompt.problem_key in trained]
             if both:
                 yield Finding(
-                    f'{len(both)} of the {len(problems)} problems of validation "{name}" are trained on, too, in '
-                    f"{path}: their accuracy says nothing of new problems. Take them out of one of the two files.",
+                    f'{len(both)} of the {len(problems)} problems of validation "{name}" are '
+                    "trained on, too, in "
+                    f"{path}: their accuracy says nothing of new problems. Take them out of one "
+                    "of the two files.",
                     _named(both),
                 )
 
@@ -284,7 +305,8 @@ def _in_earlier_file(
         before.update(map(key, found))
         if again:
             yield Finding(
-                f"{len(again)} of the {len(found)} {noun} of {path} are in an earlier file, too, and come more often "
+                f"{len(again)} of the {len(found)} {noun} of {path} are in an earlier file, too, "
+                "and come more often "
                 "than data.train_weights says. Take them out of one of the files.",
                 shown(again),
             )
@@ -303,7 +325,8 @@ def without_conversation(reports: Sequence[FilterReport], settings: ChatSettings
     if not settings.given or not whole:
         return []
     text = (
-        f"{', '.join(settings.given)} {'do' if settings.given[1:] else 'does'} nothing for the whole prompts of "
+        f"{', '.join(settings.given)} {'do' if settings.given[1:] else 'does'} nothing for the "
+        "whole prompts of "
         f"{', '.join(whole)}, which are taken as they stand. Give problems or messages there."
     )
     return [Finding(text, ())]
@@ -312,33 +335,45 @@ def without_conversation(reports: Sequence[FilterReport], settings: ChatSettings
 # ---------------------------------------------------------------- references
 
 
-def _reference_findings(wrong: Sequence[tuple[Prompt, str]], count: int, kind: str) -> Iterator[Finding]:
+def _reference_findings(
+    wrong: Sequence[tuple[Prompt, str]], count: int, kind: str
+) -> Iterator[Finding]:
     if wrong:
         yield Finding(
-            f"{len(wrong)} of {count} {kind} prompts have no usable reference: hardly any answer of a model could "
+            f"{len(wrong)} of {count} {kind} prompts have no usable reference: hardly any answer "
+            "of a model could "
             "be right. Mend these rows or take them out.",
             _by_reason(wrong),
         )
 
 
-def _raise_if_none_is_usable(prompts: Sequence[Prompt], wrong: Sequence[tuple[Prompt, str]]) -> None:
+def _raise_if_none_is_usable(
+    prompts: Sequence[Prompt], wrong: Sequence[tuple[Prompt, str]]
+) -> None:
     if len(wrong) < len(prompts) or any(reason == SENTENCE for _, reason in wrong):
         return
     examples = "".join(f"\n    {line}" for line in _by_reason(wrong))
     raise ValueError(
-        f"none of the {len(prompts)} training prompts has a reference that an answer could equal: nothing could be "
-        "learned. Give references such as 132 or \\frac{1}{2}, or set reward.function. How many, and why:"
+        f"none of the {len(prompts)} training prompts has a reference that an answer could equal: "
+        "nothing could be "
+        "learned. Give references such as 132 or \\frac{1}{2}, or set reward.function. How many, "
+        "and why:"
         f"{examples}"
     )
 
 
 def _by_reason(wrong: Sequence[tuple[Prompt, str]]) -> tuple[str, ...]:
-    named = (f"{excerpt(one.prompt_id, 40)!r}: {excerpt(one.solutions[0], 40)!r}" for one, _ in wrong)
-    return tuple(grouped((f"the reference {why}", name) for (_, why), name in zip(wrong, named, strict=True)))
+    named = (
+        f"{excerpt(one.prompt_id, 40)!r}: {excerpt(one.solutions[0], 40)!r}" for one, _ in wrong
+    )
+    return tuple(
+        grouped((f"the reference {why}", name) for (_, why), name in zip(wrong, named, strict=True))
+    )
 
 
 def _unanswerable(prompts: Iterable[Prompt], rules: Rules) -> list[tuple[Prompt, str]]:
-    """Prompts without any reference that an answer could equal, each with the reason of the first."""
+    """Prompts without any reference that an answer could equal, each with the reason of the
+    first."""
     found: list[tuple[Prompt, str]] = []
     for prompt in prompts:
         reasons = [_reason(solution, rules) for solution in prompt.solutions]
@@ -348,8 +383,8 @@ def _unanswerable(prompts: Iterable[Prompt], rules: Rules) -> list[tuple[Prompt,
 
 
 def all_are_checkable(prompts: Iterable[Prompt], rules: Rules) -> bool:
-    """Whether the verifier can say of every prompt's answer whether it is right: each has a reference that an answer
-    could equal."""
+    """Whether the verifier can say of every prompt's answer whether it is right: each has a
+    reference that an answer could equal."""
     return all(
         prompt.task in TASKS and not all(_reason(solution, rules) for solution in prompt.solutions)
         for prompt in prompts
@@ -387,10 +422,13 @@ def audit_sequences(
     shown: tuple[str, ...] = (),
     more: Sequence[Finding] = (),
 ) -> DataAudit:
-    """What is odd about sequences, by file; two with the same tokens of the prompt have the same problem."""
+    """What is odd about sequences, by file; two with the same tokens of the prompt have the same
+    problem."""
     started, total = time.monotonic(), sum(len(sequences) for _, sequences in training)
     findings = [*more]
-    lost = characters_without_token(frozenset().union(*(one.characters for one in reports)), tokenizer)
+    lost = characters_without_token(
+        frozenset().union(*(one.characters for one in reports)), tokenizer
+    )
     unknown = unknown_token_ids(tokenizer)
     odd = [
         one
@@ -410,8 +448,10 @@ def audit_sequences(
     if both:
         findings.append(
             Finding(
-                f"{len(both)} of the {len(held_out)} held-out sequences have a prompt that is trained on, too: their "
-                "loss says nothing of new problems. Give each prompt once, or an sft.held_out_path with others.",
+                f"{len(both)} of the {len(held_out)} held-out sequences have a prompt that is "
+                "trained on, too: their "
+                "loss says nothing of new problems. Give each prompt once, or an "
+                "sft.held_out_path with others.",
                 _decoded(both, tokenizer),
             )
         )
@@ -423,5 +463,9 @@ def _prompt_ids(sequence: WrittenSequence) -> tuple[int, ...]:
     return sequence.prompt_ids
 
 
-def _decoded(sequences: Sequence[WrittenSequence], tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
-    return tuple(excerpt(str(tokenizer.decode(list(one.prompt_ids))), 60) for one in sequences[:EXAMPLES])
+def _decoded(
+    sequences: Sequence[WrittenSequence], tokenizer: PreTrainedTokenizerFast
+) -> tuple[str, ...]:
+    return tuple(
+        excerpt(str(tokenizer.decode(list(one.prompt_ids))), 60) for one in sequences[:EXAMPLES]
+    )

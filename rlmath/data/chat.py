@@ -1,9 +1,11 @@
-"""Conversations in a tokenizer's chat template: what a prompt is, what an answer adds to it, what ends a turn.
+"""Conversations in a tokenizer's chat template: what a prompt is, what an answer adds to it, what
+ends a turn.
 
     messages -> render -> the text that the model continues                       (GRPO, validation, evaluation)
     messages -> conversation -> pieces of the text, those that are learned marked  (supervised training)
 
-A chat template is a program of the model folder's, in a sandbox that bounds neither time nor memory: both are here.
+A chat template is a program of the model folder's, in a sandbox that bounds neither time nor
+memory: both are here.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ destructor."""
 CHAT_BYTES = 2**30
 """Most memory that it may take meanwhile (bytes)."""
 TEMPLATE_DATE = date(2024, 7, 26)
-"""What a chat template takes for today, as Llama 3's does by itself: a run resumed later has the same prompts."""
+"""What a chat template takes for today, as Llama 3's does by itself: a run resumed later has the
+same prompts."""
 MAX_TEMPLATE_BYTES = 2**20
 CHATML_END = "<|im_end|>"
 
@@ -83,17 +86,24 @@ class ChatSettings:
     """What a run says of its conversations, beside data.template."""
 
     template: str | None = None
-    """Name of one of the tokenizer's chat templates, or path of a .jinja file; None: the tokenizer's default."""
+    """Name of one of the tokenizer's chat templates, or path of a .jinja file; None: the
+    tokenizer's default."""
     kwargs: Sequence[str] = ()
     """Variables of the template, "name=value"."""
     system_prompt: str | None = None
     """The system turn of conversations that begin without one."""
-    names: tuple[str, str, str] = ("data.chat_template", "data.chat_template_kwargs", "data.system_prompt")
+    names: tuple[str, str, str] = (
+        "data.chat_template",
+        "data.chat_template_kwargs",
+        "data.system_prompt",
+    )
     """What the three are called in errors."""
 
     @property
     def head(self) -> str:
-        """What is set before the first line of the template. ValueError for what is no variable.
+        """What is set before the first line of the template.
+
+        ValueError for what is no variable.
 
         >>> ChatSettings(kwargs=["x=false", "effort=high"]).head
         "{%- set x = False %}{%- set effort = 'high' +%}"
@@ -103,7 +113,8 @@ class ChatSettings:
             name, equals, written = entry.partition("=")
             if not name.isidentifier() or not equals:
                 raise ValueError(
-                    f'{self.names[1]} has {entry!r}; needed: "name=value", such as enable_thinking=false'
+                    f'{self.names[1]} has {entry!r}; needed: "name=value", such as '
+                    "enable_thinking=false"
                 )
             if written in _NOT_JSON:
                 raise ValueError(
@@ -118,11 +129,18 @@ class ChatSettings:
             turn = repr([{"role": "system", "content": self.system_prompt}])
             lines.append("{%- if messages[0].role != 'system' %}{%- set messages = ")
             lines.append(f"{turn} + messages %}}{{%- endif %}}")
-        return "".join(lines).removesuffix("%}") + "+%}" * bool(lines)  # else a line's end behind it would go
+        return "".join(lines).removesuffix("%}") + "+%}" * bool(
+            lines
+        )  # else a line's end behind it would go
 
     def named_template(self, tokenizer: PreTrainedTokenizerFast) -> str | None:
-        """What `template` names, of a tokenizer that `set_template` gave these settings; None where it names none."""
-        return str(tokenizer.chat_template).removeprefix(self.head) if self.template is not None else None
+        """What `template` names, of a tokenizer that `set_template` gave these settings; None where
+        it names none."""
+        return (
+            str(tokenizer.chat_template).removeprefix(self.head)
+            if self.template is not None
+            else None
+        )
 
     @property
     def given(self) -> list[str]:
@@ -135,13 +153,16 @@ def chat_settings(data: DataConfig) -> ChatSettings:
 
 
 def set_template(tokenizer: PreTrainedTokenizerFast, settings: ChatSettings, folder: str) -> None:
-    """Give the tokenizer of `folder` the one chat template that the settings name, with their variables and system
-    prompt. ValueError where there is none, and for one that refuses or leaves out the system turn."""
+    """Give the tokenizer of `folder` the one chat template that the settings name, with their
+    variables and system prompt. ValueError where there is none, and for one that refuses or leaves
+    out the system turn."""
     template = _named_template(tokenizer.chat_template, settings, folder)
     if template is None:
         if settings.given:
             given = f"{' and '.join(settings.given)} {'are' if settings.given[1:] else 'is'} given"
-            raise ValueError(f"{given}, and the model's tokenizer has no chat template; leave it out")
+            raise ValueError(
+                f"{given}, and the model's tokenizer has no chat template; leave it out"
+            )
         return
     is_file = settings.template is not None and settings.template.endswith(".jinja")
     if settings.kwargs:
@@ -158,7 +179,9 @@ def set_template(tokenizer: PreTrainedTokenizerFast, settings: ChatSettings, fol
         if _squeezed(asked) not in _squeezed(text):
             raise _left_out("its system turn", text)
     except ValueError as error:
-        raise ValueError(f"{given}: {str(error).removesuffix(CHANGE)}{change}, or leave it out") from error
+        raise ValueError(
+            f"{given}: {str(error).removesuffix(CHANGE)}{change}, or leave it out"
+        ) from error
 
 
 _GIVEN = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now")
@@ -168,8 +191,8 @@ _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
 def _check_variables(template: str, settings: ChatSettings, source: str) -> None:
-    """ValueError for a variable that the template of `source`, a folder or file, does not read, that the program gives,
-    or that is given twice."""
+    """ValueError for a variable that the template of `source`, a folder or file, does not read,
+    that the program gives, or that is given twice."""
     from jinja2 import meta
     from jinja2.defaults import DEFAULT_NAMESPACE
 
@@ -185,20 +208,26 @@ def _check_variables(template: str, settings: ChatSettings, source: str) -> None
     read = undeclared - {*DEFAULT_NAMESPACE, *_GIVEN}
     for name in names:
         if name in _GIVEN:
-            raise ValueError(f"{setting} has {name!r}, which the program gives to the template; leave it out")
+            raise ValueError(
+                f"{setting} has {name!r}, which the program gives to the template; leave it out"
+            )
         if names.count(name) > 1:
             raise ValueError(f"{setting} has {name!r} {names.count(name)} times; give it once")
         if name not in read:
             known = ", ".join(sorted(read)) or "none"
             raise ValueError(
-                f"{setting} has {name!r}, and the chat template of {source!r} reads no such variable."
-                f"{nearest_word(name, read)} Those that it reads: {known}. Leave it out, or write the name as the "
+                f"{setting} has {name!r}, and the chat template of {source!r} reads no such "
+                "variable."
+                f"{nearest_word(name, read)} Those that it reads: {known}. Leave it out, or write "
+                "the name as the "
                 "template does"
             )
 
 
 def _parsed(template: str) -> Template:
-    """The syntax tree of a template. Jinja's errors where it is none."""
+    """The syntax tree of a template.
+
+    Jinja's errors where it is none."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
@@ -239,12 +268,14 @@ def _named_template(held: Any, settings: ChatSettings, folder: str) -> str | Non
     if settings.template is None:
         if named:
             raise ValueError(
-                f"the tokenizer in {folder!r} has the chat templates {there}, and no default; name one as {setting}"
+                f"the tokenizer in {folder!r} has the chat templates {there}, and no default; "
+                f"name one as {setting}"
             )
         return None
     if not name.endswith(".jinja"):
         raise ValueError(
-            f"{setting} is {name!r}; needed: a chat template of the tokenizer in {folder!r} ({there}), or the path of "
+            f"{setting} is {name!r}; needed: a chat template of the tokenizer in {folder!r} "
+            f"({there}), or the path of "
             "a .jinja file"
         )
     try:
@@ -286,9 +317,15 @@ def render(
     try:
         text = _limited(rendered)
     except (TimeoutError, MemoryError, TemplateSyntaxError) as error:
-        raise ValueError(f"the chat template cannot take {name}: {_reason(error)}; {CHANGE}") from error
-    except Exception as error:  # whatever the template's own code raises, such as for an unknown role
-        raise RowError(f"the chat template cannot take {name}: {_reason(error)}; {CHANGE}") from error
+        raise ValueError(
+            f"the chat template cannot take {name}: {_reason(error)}; {CHANGE}"
+        ) from error
+    except (
+        Exception
+    ) as error:  # whatever the template's own code raises, such as for an unknown role
+        raise RowError(
+            f"the chat template cannot take {name}: {_reason(error)}; {CHANGE}"
+        ) from error
     problem = text_problem(text)
     if problem is not None and not (prompt and problem == "is blank"):
         raise RowError(f"the chat template makes of {name} a text that {problem}; {CHANGE}")
@@ -309,9 +346,13 @@ def _reason(error: Exception) -> str:
 
 
 def generation_prompt(
-    messages: Sequence[Message], text: str, tokenizer: PreTrainedTokenizerFast, tools: Sequence[Message] = ()
+    messages: Sequence[Message],
+    text: str,
+    tokenizer: PreTrainedTokenizerFast,
+    tools: Sequence[Message] = (),
 ) -> str:
-    """What the template writes behind the messages for an answer to begin; "" where `text` does not begin with them."""
+    """What the template writes behind the messages for an answer to begin; "" where `text` does not
+    begin with them."""
     try:
         without = render(messages, tokenizer, "the prompt", prompt=False, tools=tools)
     except ValueError:
@@ -319,10 +360,12 @@ def generation_prompt(
     return text[len(without) :] if text.startswith(without) else ""
 
 
-# ---------------------------------------------------------------- what a template must not leave out
+# --------------------------------------------------------------- what a template must not leave out
 
 
-def _require_turns(messages: Sequence[Message], tools: Sequence[Message], text: str, name: str) -> None:
+def _require_turns(
+    messages: Sequence[Message], tools: Sequence[Message], text: str, name: str
+) -> None:
     """RowError for a prompt without one of its turns, the assistant's apart: a template may take
     thinking out of these. What a tool has answered may be there as JSON."""
     squeezed = _squeezed(text)
@@ -334,7 +377,11 @@ def _require_turns(messages: Sequence[Message], tools: Sequence[Message], text: 
         if message["role"] == "tool":
             forms += [json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]]
         if not any(_squeezed(form) in squeezed for form in forms):
-            part = "the problem" if number == len(messages) else f"the turn of {message['role'][:40]!r}"
+            part = (
+                "the problem"
+                if number == len(messages)
+                else f"the turn of {message['role'][:40]!r}"
+            )
             raise _left_out(f"{part} of {name}", text)
     if any(_squeezed(tool_name) not in squeezed for tool_name in tool_names(tools)):
         raise _left_out(f"the tools of {name}", text)
@@ -363,7 +410,10 @@ def _squeezed(text: str) -> str:
 
 
 def conversation(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, name: str, tools: Sequence[Message] = ()
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerFast,
+    name: str,
+    tools: Sequence[Message] = (),
 ) -> list[Piece]:
     """The template's own text of a conversation whose last turn is the assistant's, cut behind the
     mark that ends the last turn that is learned. The assistant's turns are, each from where its
@@ -386,8 +436,10 @@ def conversation(
         if is_last and not whole.startswith(start):
             raise RowError(
                 f"the chat template does not continue the prompt of {name}: the prompt ends "
-                f"{start[-60:]!r}, and the whole conversation has {_behind_common(start, whole)!r} there. A model that "
-                f"learned it would never see that prompt; {CHANGE}, or give rows with prompt and completion"
+                f"{start[-60:]!r}, and the whole conversation has "
+                f"{_behind_common(start, whole)!r} there. A model that "
+                f"learned it would never see that prompt; {CHANGE}, or give rows with prompt and "
+                "completion"
             )
         stop = written.rfind(end, len(start)) + len(end)
         if not end or stop < len(start):
@@ -417,8 +469,9 @@ def without_end(message: Message, ends: tuple[str, ...]) -> Message:
 
 
 def chat_end(tokenizer: PreTrainedTokenizerFast) -> int | None:
-    """The token that ends the assistant's turn in the chat template: what stands behind an answer, where that is one of
-    the tokenizer's added tokens. A tokenizer without a template, whose prompts are Qwen's, has `<|im_end|>` or none."""
+    """The token that ends the assistant's turn in the chat template: what stands behind an answer,
+    where that is one of the tokenizer's added tokens. A tokenizer without a template, whose prompts
+    are Qwen's, has `<|im_end|>` or none."""
     return _chat_end(tokenizer, str(tokenizer.chat_template or ""))
 
 
@@ -441,7 +494,10 @@ def _chat_end(tokenizer: PreTrainedTokenizerFast, template: str) -> int | None:
 def _behind_common(first: str, second: str) -> str:
     """What `second` has where it begins to differ from `first`, and 20 characters before."""
     same = sum(
-        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+        1
+        for _ in itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(first, second, strict=False)
+        )
     )
     return second[max(0, same - 20) :][:80]
 
@@ -452,7 +508,9 @@ class _OutOfTime(BaseException):
 
 
 def _limited(call: Callable[[], T]) -> T:
-    """What a call returns. TimeoutError or MemoryError where it takes more than CHAT_SECONDS or CHAT_BYTES; main thread
+    """What a call returns.
+
+    TimeoutError or MemoryError where it takes more than CHAT_SECONDS or CHAT_BYTES; main thread
     only."""
 
     def inside() -> T:

@@ -76,7 +76,9 @@ def _message_of(value: object, name: str) -> Message:
     if not message.get("tool_calls"):
         if "content" not in message:
             raise RowError(f"each message of {name} needs role and content, got {short(value)}")
-        if role != "tool" or not isinstance(message["content"], str):  # a tool may have nothing to say
+        if role != "tool" or not isinstance(
+            message["content"], str
+        ):  # a tool may have nothing to say
             checked_text(message["content"], "content")
     elif not isinstance(message.get("content"), str | None):
         raise RowError(
@@ -99,7 +101,9 @@ def weight_of(message: Message) -> int:
         raise RowError(f"weight of a message must be 0 (not learned) or 1, got {short(weight)}")
     if weight == 1 and not is_answer:
         role = message["role"]
-        raise RowError(f"weight 1 of a message of {role[:40]!r}: only the assistant's turns are learned")
+        raise RowError(
+            f"weight 1 of a message of {role[:40]!r}: only the assistant's turns are learned"
+        )
     return int(weight)
 
 
@@ -143,8 +147,9 @@ def texts_of(messages: Sequence[Message]) -> list[str]:
 
 
 def _texts_in(value: object, path: str, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """(where, text) of every text in a value of JSON. RowError for what JSON has no word for, and
-    for great depth."""
+    """(where, text) of every text in a value of JSON.
+
+    RowError for what JSON has no word for, and for great depth."""
     if depth > _MAX_DEPTH:
         raise RowError(f"{path[:60]} is nested too deep")
     if isinstance(value, str):

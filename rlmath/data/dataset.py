@@ -1,7 +1,8 @@
-"""All data that a run reads before it starts: tokenizer, training prompts or sequences, validation problems.
+"""All data that a run reads before it starts: tokenizer, training prompts or sequences, validation
+problems.
 
-GRPO reads prompts (`load_inputs`, `load_validation`), supervised training reads sequences (`load_sft_inputs`); a dry
-run without a tokenizer counts prompts (`load_prompt_files`).
+GRPO reads prompts (`load_inputs`, `load_validation`), supervised training reads sequences
+(`load_sft_inputs`); a dry run without a tokenizer counts prompts (`load_prompt_files`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ from rlmath.data.formats import read_prompts
 from rlmath.data.order import PromptOrder, shares_of
 from rlmath.data.prompt_curriculum import read_history
 from rlmath.data.rows import UnusableRow, unusable_lines
-from rlmath.data.sft_sequences import SequenceReport, WrittenSequence, load_sequences, split_held_out
+from rlmath.data.sft_sequences import (
+    SequenceReport,
+    WrittenSequence,
+    load_sequences,
+    split_held_out,
+)
 from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, stop_token_ids, usable_prompts
 from rlmath.rewards.several_rewards import MeasuredRows, is_verified, rules_of
 from rlmath.workers.user_functions import form_hook, template_hook, word_or_function
@@ -116,7 +122,8 @@ class SftInputs:
 
 
 def load_inputs(config: Config, shape: ModelShape) -> Inputs:
-    """ValueError for unreadable data, too few prompts for one step, or tokens that the model does not know."""
+    """ValueError for unreadable data, too few prompts for one step, or tokens that the model does
+    not know."""
     tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
     found = load_prompt_files(config, tokenizer)
     sequences = [*(prompt.token_ids for prompt in found.prompts), (tokenizer.eos_token_id,)]
@@ -127,7 +134,9 @@ def load_inputs(config: Config, shape: ModelShape) -> Inputs:
 
 
 def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None) -> PromptFiles:
-    """The prompts of all training files; without a tokenizer they are only counted. Errors: as `load_inputs`."""
+    """The prompts of all training files; without a tokenizer they are only counted.
+
+    Errors: as `load_inputs`."""
     data, paths = config.data, train_paths(config.data)
     with (
         word_or_function(form_hook(config), data.format) as form,
@@ -144,7 +153,9 @@ def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None)
             )
             for path in paths
         ]
-    prompts = loader.with_unique_names([(path, found) for path, (found, _) in zip(paths, files, strict=True)])
+    prompts = loader.with_unique_names(
+        [(path, found) for path, (found, _) in zip(paths, files, strict=True)]
+    )
     reports = tuple(report for _, report in files)
     if is_verified(config.reward):
         check_tasks(prompt.task for prompt in prompts)
@@ -155,24 +166,36 @@ def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None)
         ids = [prompt.prompt_id for prompt in prompts]
         history, history_line = read_history(data.history_path, ids, data.history_groups)
     return PromptFiles(
-        prompts, order, total_steps=total_steps, reports=reports, history=history, history_line=history_line
+        prompts,
+        order,
+        total_steps=total_steps,
+        reports=reports,
+        history=history,
+        history_line=history_line,
     )
 
 
 def _prompt_steps(config: Config, counts: Sequence[int]) -> tuple[PromptOrder, int]:
-    """The order of use, and the steps of the run. ValueError where the prompts are too few."""
+    """The order of use, and the steps of the run.
+
+    ValueError where the prompts are too few."""
     order = order_of(config, counts)
     total_steps = length_curriculum.planned_steps(config, order.steps_per_epoch)
-    extra, spare = config.selection.max_extra_prompts, max(0, order.n_prompts - order.prompts_per_step)
+    extra, spare = (
+        config.selection.max_extra_prompts,
+        max(0, order.n_prompts - order.prompts_per_step),
+    )
     if config.selection.dynamic_sampling is not None and extra > spare:
         raise ValueError(
-            f"selection.max_extra_prompts is {extra}; beyond a step's {order.prompts_per_step} prompts there are only "
+            f"selection.max_extra_prompts is {extra}; beyond a step's {order.prompts_per_step} "
+            "prompts there are only "
             f"{spare}; lower it, or give more prompts"
         )
     algorithm = config.algorithm
     alone = config.critic.pretrain_steps if algorithm.advantage == "gae" else 0
     counted = (
-        f"{total_steps - alone} steps x {algorithm.n_minibatches} minibatches x {algorithm.epochs} epochs"
+        f"{total_steps - alone} steps x {algorithm.n_minibatches} minibatches x "
+        f"{algorithm.epochs} epochs"
     )
     counted += " over them"
     check_critic(config, total_steps)
@@ -184,13 +207,16 @@ def _prompt_steps(config: Config, counts: Sequence[int]) -> tuple[PromptOrder, i
 
 
 def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
-    """ValueError for unreadable data, too few sequences for one step, or tokens that the model does not know."""
+    """ValueError for unreadable data, too few sequences for one step, or tokens that the model does
+    not know."""
     tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
     data, sft, paths = config.data, config.sft, train_paths(config.data)
     held_out_paths = [] if sft.held_out_path is None else [sft.held_out_path]
     with word_or_function(template_hook(config), data.template) as template:
         files = [
-            load_sequences(path, tokenizer, template, sft.max_sequence_tokens, data.max_unusable_share)
+            load_sequences(
+                path, tokenizer, template, sft.max_sequence_tokens, data.max_unusable_share
+            )
             for path in (*paths, *held_out_paths)
         ]
     if sft.held_out_path is None:
@@ -200,7 +226,9 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
         split.append(([], files[-1][0]))
     sequences = [one for train, _ in split for one in train]
     held_out = [one for _, held in split for one in held]
-    token_ids = [ids for one in (*sequences, *held_out) for ids in (one.prompt_ids, one.completion_ids)]
+    token_ids = [
+        ids for one in (*sequences, *held_out) for ids in (one.prompt_ids, one.completion_ids)
+    ]
     check_vocabulary(token_ids, tokenizer, shape.vocab_size, "data.train_path")
     reports = tuple(report for _, report in files)
     with _explained(line for report in reports for line in report.lines()):
@@ -211,7 +239,12 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     trained = [(path, train) for path, (train, _) in zip(paths, split, strict=False)]
     shown = sequence_lines(reports[0], data, tokenizer)
     audit = audit_sequences(
-        trained, evaluated, reports, tokenizer, shown, without_conversation(reports, chat_settings(data))
+        trained,
+        evaluated,
+        reports,
+        tokenizer,
+        shown,
+        without_conversation(reports, chat_settings(data)),
     )
     told = (line for report in reports for line in report.lines())
     lines = (*told, order.line(), f"Held out: {len(held_out)} sequences.")
@@ -242,7 +275,9 @@ def _explained(lines: Iterable[str]) -> Iterator[None]:
 
 
 def train_paths(data: DataConfig) -> list[str]:
-    """All files and folders of training data. ValueError where their weights do not match them."""
+    """All files and folders of training data.
+
+    ValueError where their weights do not match them."""
     paths = [data.train_path, *data.more_train_paths]
     loader.check_weights(paths, data.train_weights)
     return paths
@@ -256,13 +291,19 @@ def order_of(config: Config, counts: Sequence[int]) -> PromptOrder:
 
 
 def check_vocabulary(
-    sequences: Iterable[Sequence[int]], tokenizer: PreTrainedTokenizerFast, vocab_size: int, source: str
+    sequences: Iterable[Sequence[int]],
+    tokenizer: PreTrainedTokenizerFast,
+    vocab_size: int,
+    source: str,
 ) -> None:
-    """ValueError for a token that the model does not know. `sequences` have at least one token each."""
+    """ValueError for a token that the model does not know.
+
+    `sequences` have at least one token each."""
     found = max(map(max, sequences))
     if found >= vocab_size:
         raise ValueError(
-            f"{source}: the tokenizer gives token {found} ({tokenizer.convert_ids_to_tokens(found)!r}), the model has "
+            f"{source}: the tokenizer gives token {found} "
+            f"({tokenizer.convert_ids_to_tokens(found)!r}), the model has "
             f"{vocab_size} (vocab_size in config.json); use the tokenizer that belongs to the model"
         )
 
@@ -290,22 +331,26 @@ def check_critic(config: Config, total_steps: int) -> None:
         return
     if critic.pretrain_steps >= total_steps:
         raise ValueError(
-            f"critic.pretrain_steps is {critic.pretrain_steps}; the run has {counted(total_steps, 'step')}, and the "
+            f"critic.pretrain_steps is {critic.pretrain_steps}; the run has "
+            f"{counted(total_steps, 'step')}, and the "
             "policy would never learn. Lower it, or make the run longer"
         )
     if updates <= critic.warmup_steps:
         raise ValueError(
-            f"critic.warmup_steps is {critic.warmup_steps}; the critic has {updates} optimizer steps in this run and "
+            f"critic.warmup_steps is {critic.warmup_steps}; the critic has {updates} optimizer "
+            "steps in this run and "
             "would never reach critic.lr; lower it"
         )
 
 
 def check_warmup(config: Config, updates: int, counted: str) -> None:
-    """ValueError for a warm-up as long as the run; `counted` says where its `updates` optimizer steps come from."""
+    """ValueError for a warm-up as long as the run; `counted` says where its `updates` optimizer
+    steps come from."""
     warmup = config.optimizer.warmup_steps
     if updates <= warmup:
         raise ValueError(
-            f"optimizer.warmup_steps is {warmup}; the run has {updates} optimizer steps ({counted}) and would never "
+            f"optimizer.warmup_steps is {warmup}; the run has {updates} optimizer steps "
+            f"({counted}) and would never "
             "reach optimizer.lr; lower it"
         )
 
@@ -335,14 +380,19 @@ class ValidationFile:
         if self.unusable:
             text += f"; {counted(len(self.unusable), 'row')} cannot be used:"
         folder = filter(None, [folder_line(self.path)])
-        return (*folder, text, *(f"    {line}" for line in unusable_lines(self.path, self.unusable)))
+        return (
+            *folder,
+            text,
+            *(f"    {line}" for line in unusable_lines(self.path, self.unusable)),
+        )
 
 
 def load_validation(
     config: Config, tokenizer: PreTrainedTokenizerFast | None, vocab_size: int
 ) -> tuple[ValidationFile, ...]:
-    """What `validation.paths` hold, if the run validates; without a tokenizer problems are only counted. ValueError for
-    a file that cannot be read or has no problem to sample, and for tokens that the model does not know."""
+    """What `validation.paths` hold, if the run validates; without a tokenizer problems are only
+    counted. ValueError for a file that cannot be read or has no problem to sample, and for tokens
+    that the model does not know."""
     if not length_curriculum.validates(config):
         return ()
     paths = config.validation.paths
@@ -356,7 +406,10 @@ def _load_validation_file(
     name: str, path: str, config: Config, tokenizer: PreTrainedTokenizerFast | None, vocab_size: int
 ) -> ValidationFile:
     prompts: list[Prompt] = []
-    context, new_tokens = length_curriculum.engine_length(config), length_curriculum.validation_tokens(config)
+    context, new_tokens = (
+        length_curriculum.engine_length(config),
+        length_curriculum.validation_tokens(config),
+    )
     most_characters = CHARACTERS_PER_TOKEN * context
     file = read_prompts(path, most_characters=most_characters)
     texts = [row.prompt for row in file.rows]
@@ -371,7 +424,8 @@ def _load_validation_file(
             prompts.append(loader.as_prompt(row, text, token_ids))
     if not prompts:
         raise ValueError(
-            f"validation.paths: {path} has no problem to sample: {len(file.rows)} can be used, and none of them leaves "
+            f"validation.paths: {path} has no problem to sample: {len(file.rows)} can be used, "
+            "and none of them leaves "
             f"room for {new_tokens} new tokens in a context of {context}. "
             "Take it out, lower validation.max_new_tokens, or raise data.max_prompt_tokens"
             + "".join(f"\n    {line}" for line in unusable_lines(path, file.unusable))
@@ -387,7 +441,8 @@ def _load_validation_file(
 def measured_rows(
     config: Config, prompts: Sequence[Prompt], validation: Sequence[ValidationFile]
 ) -> MeasuredRows:
-    """Whose accuracy the verifier measures, where functions of the user's alone give the rewards."""
+    """Whose accuracy the verifier measures, where functions of the user's alone give the
+    rewards."""
     if is_verified(config.reward):
         return MeasuredRows()
     rules = rules_of(config.reward)
@@ -408,7 +463,9 @@ def audit_inputs(
     validation: Sequence[ValidationFile],
     tokenizer: PreTrainedTokenizerFast | None,
 ) -> DataAudit:
-    """A rendered prompt, and what is odd about the problems: some seconds, for one rank. Errors: as `audit_prompts`."""
+    """A rendered prompt, and what is odd about the problems: some seconds, for one rank.
+
+    Errors: as `audit_prompts`."""
     shown: tuple[str, ...] = ()
     if tokenizer is not None:
         shown = prompt_lines(inputs.prompts[0], inputs.reports[0], config.data, tokenizer)

@@ -1,4 +1,5 @@
-"""Rows of prompt files as they lie on disk: JSON lines, parquet, Arrow, and the folders of downloaded data sets.
+"""Rows of prompt files as they lie on disk: JSON lines, parquet, Arrow, and the folders of
+downloaded data sets.
 
 The reader of parquet and Arrow is in `tables`. What a row's columns mean is in `formats`.
 """
@@ -19,10 +20,12 @@ from rlmath.config.help import nearest_path
 from rlmath.data.rows import START_CHARS, RawRow
 
 MAX_LINE_BYTES = 8 * 2**20
-"""Longest line that is read (bytes), and longest text of a column; the longest row of boba_106k is far below."""
+"""Longest line that is read (bytes), and longest text of a column; the longest row of boba_106k is
+far below."""
 CHARACTERS_PER_TOKEN = 128
-"""Longest token of common vocabularies, a run of spaces. A text with more for each token that it may have is not
-tokenized: a tokenizer takes seconds and hundreds of MB for every million characters."""
+"""Longest token of common vocabularies, a run of spaces. A text with more for each token that it
+may have is not tokenized: a tokenizer takes seconds and hundreds of MB for every million
+characters."""
 MAX_TEXT_CHARACTERS = 2**20
 """Longest problem, where there is no limit of tokens."""
 _SPLIT = "train"
@@ -37,7 +40,9 @@ _NUMBERED = re.compile(r"\d{4,}\.\w+")
 
 
 def existing_place(path: str) -> Path:
-    """The file or folder. ValueError naming the nearest name where it is not there."""
+    """The file or folder.
+
+    ValueError naming the nearest name where it is not there."""
     place = Path(path)
     if path and (os.path.isfile(place) or os.path.isdir(place)):
         return place
@@ -46,14 +51,17 @@ def existing_place(path: str) -> Path:
 
 
 def files_of_folder(folder: Path) -> list[Path]:
-    """Its training rows' files, in the order of their names. ValueError where that is not clear."""
+    """Its training rows' files, in the order of their names.
+
+    ValueError where that is not clear."""
     if (folder / "state.json").is_file():
         return _saved_files(folder)
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         if _SPLIT not in splits and len(splits) != 1:
             raise ValueError(
-                f"{folder} has the splits {', '.join(splits) or 'none'}; give the folder of one of them"
+                f"{folder} has the splits {', '.join(splits) or 'none'}; give the folder of one "
+                "of them"
             )
         return files_of_folder(folder / (_SPLIT if _SPLIT in splits else splits[0]))
     for place in (folder, folder / "data", folder / _SPLIT):
@@ -62,9 +70,12 @@ def files_of_folder(folder: Path) -> list[Path]:
     # Data sets of several configurations have folders with prompts below.
     files = [*_files(folder, "*/"), *_files(folder, "*/*/")]
     names = sorted({str(file.parent.relative_to(folder)) for file in files})
-    hint = f". Give one of the folders in it that have some: {', '.join(names[:5])}" if names else ""
+    hint = (
+        f". Give one of the folders in it that have some: {', '.join(names[:5])}" if names else ""
+    )
     raise ValueError(
-        f"{folder}: a folder without prompts; needed: {', '.join(_SUFFIXES)} files in it or in its data/, "
+        f"{folder}: a folder without prompts; needed: {', '.join(_SUFFIXES)} files in it or in "
+        "its data/, "
         f"as a downloaded data set has them, or what save_to_disk writes (state.json){hint}"
     )
 
@@ -80,10 +91,15 @@ def folder_line(path: str) -> str:
 
 
 def _files(place: Path, below: str = "") -> list[Path]:
-    """Files of rows in `place`, or in folders `below` it (a pattern), in the order of their names; no hidden ones."""
-    found = (path for path in place.glob(f"{below}*") if path.suffix in _SUFFIXES and path.is_file())
+    """Files of rows in `place`, or in folders `below` it (a pattern), in the order of their names;
+    no hidden ones."""
+    found = (
+        path for path in place.glob(f"{below}*") if path.suffix in _SUFFIXES and path.is_file()
+    )
     return sorted(
-        path for path in found if not any(part.startswith(".") for part in path.relative_to(place).parts)
+        path
+        for path in found
+        if not any(part.startswith(".") for part in path.relative_to(place).parts)
     )
 
 
@@ -96,7 +112,8 @@ def _saved_files(folder: Path) -> list[Path]:
     missing = [name for name in names if not (folder / name).is_file()]
     if not names or missing or len(names) != len(found):
         raise ValueError(
-            f"{folder / 'state.json'} does not name the data files (_data_files), or they are not there "
+            f"{folder / 'state.json'} does not name the data files (_data_files), or they are not "
+            "there "
             f"({', '.join(missing) or 'none named'}); copy the whole folder, or save the data again"
         )
     return [folder / name for name in names]
@@ -109,17 +126,22 @@ def _one_split(folder: Path, files: list[Path]) -> list[Path]:
     by_name: dict[str, list[Path]] = {}
     for file in files:
         shard = _SHARD.fullmatch(file.name)
-        by_name.setdefault(f"{shard['name']}-...{file.suffix}" if shard else file.name, []).append(file)
+        by_name.setdefault(f"{shard['name']}-...{file.suffix}" if shard else file.name, []).append(
+            file
+        )
     train = [name for name in by_name if _SPLIT in re.split(r"[^a-z]+", name.lower())]
     chosen = train or list(by_name)
     if len(chosen) > 1:
-        raise ValueError(f"{folder} has several files of prompts ({', '.join(chosen[:5])}); give one of them")
+        raise ValueError(
+            f"{folder} has several files of prompts ({', '.join(chosen[:5])}); give one of them"
+        )
     shards = by_name[chosen[0]]
     matches = [match for match in (_SHARD.fullmatch(file.name) for file in shards) if match]
     counts = {int(match["count"]) for match in matches}
     if counts and counts != {len(shards)}:
         raise ValueError(
-            f"{folder}: {len(shards)} of {max(counts)} files {matches[0]['name']}-...; download all of them"
+            f"{folder}: {len(shards)} of {max(counts)} files {matches[0]['name']}-...; download "
+            "all of them"
         )
     return shards
 
@@ -128,10 +150,13 @@ def _one_split(folder: Path, files: list[Path]) -> list[Path]:
 
 
 def raw_rows(path: str) -> Iterator[RawRow]:
-    """All rows of a file or of a data set's folder, without blank lines. ValueError for a file that cannot be read, or
-    has none."""
+    """All rows of a file or of a data set's folder, without blank lines.
+
+    ValueError for a file that cannot be read, or has none."""
     place = existing_place(path)
-    rows = chain.from_iterable(map(_rows_of_file, files_of_folder(place) if place.is_dir() else [place]))
+    rows = chain.from_iterable(
+        map(_rows_of_file, files_of_folder(place) if place.is_dir() else [place])
+    )
     if (first := next(rows, None)) is None:
         raise ValueError(
             f"{path} has no rows: its lines are blank, or it has none. Needed: one problem a row"
@@ -150,10 +175,14 @@ def _rows_of_file(file: Path) -> Iterator[RawRow]:
         return _json_rows(file)
     if importlib.util.find_spec("pyarrow") is None:
         raise ValueError(
-            f"{file} is a table of parquet or Arrow, for which the package pyarrow is not installed: rlmath install "
-            "cpu (or gpu) brings it. Or write the rows as JSON lines, or give rlmath plan their number by --prompts"
+            f"{file} is a table of parquet or Arrow, for which the package pyarrow is not "
+            "installed: rlmath install "
+            "cpu (or gpu) brings it. Or write the rows as JSON lines, or give rlmath plan their "
+            "number by --prompts"
         )
-    from rlmath.data.tables import table_rows  # here, because pyarrow is no part of every installation
+    from rlmath.data.tables import (
+        table_rows,
+    )  # here, because pyarrow is no part of every installation
 
     return table_rows(file, is_parquet)
 
@@ -168,7 +197,9 @@ def _json_rows(file: Path) -> Iterator[RawRow]:
             if line is not None and number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line is None:
-                reason = f"longer than {MAX_LINE_BYTES // 2**20} MiB; one JSON object per line is needed"
+                reason = (
+                    f"longer than {MAX_LINE_BYTES // 2**20} MiB; one JSON object per line is needed"
+                )
                 yield RawRow(where, None, reason)
             elif line.strip():
                 yield _parsed(where, line)
@@ -195,5 +226,7 @@ def _parsed(where: str, line: bytes) -> RawRow:
     except ValueError as error:
         return RawRow(where, None, f"not JSON ({error})", start)
     if type(row) is not dict:
-        return RawRow(where, None, f"a JSON {type(row).__name__}, where a JSON object is needed", start)
+        return RawRow(
+            where, None, f"a JSON {type(row).__name__}, where a JSON object is needed", start
+        )
     return RawRow(where, row, start=start)

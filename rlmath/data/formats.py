@@ -1,4 +1,5 @@
-"""The forms in which prompts are published: how each is recognised, what its rows mean, and reading a file of them.
+"""The forms in which prompts are published: how each is recognised, what its rows mean, and reading
+a file of them.
 
 boba              AReaL-boba and ORZ: a whole prompt with its solutions
 areal_v01         AReaL v0.1: a whole prompt; the solutions are in id2info.json beside
@@ -23,7 +24,15 @@ from rlmath.answers.verifier import MAX_SOLUTIONS, TASKS
 from rlmath.config.files import read_json_object
 from rlmath.data.columns import checked_text, messages_of, texts_of, tools_of
 from rlmath.data.files import CHARACTERS_PER_TOKEN, MAX_TEXT_CHARACTERS, raw_rows
-from rlmath.data.rows import PromptFile, PromptRow, RawRow, RowError, UnusableRow, short, unusable_lines
+from rlmath.data.rows import (
+    PromptFile,
+    PromptRow,
+    RawRow,
+    RowError,
+    UnusableRow,
+    short,
+    unusable_lines,
+)
 from rlmath.data.tokenizer import has_template
 from rlmath.workers.user_functions import UserFunction
 
@@ -64,7 +73,11 @@ def answer_text(value: object, name: str) -> str:
         raise RowError(f"{name} is {value}, which is no answer")
     try:
         number = Decimal(repr(value) if isinstance(value, float) else value)
-        text = f"{number:f}" if number != number.to_integral_value() else f"{number.to_integral_value():f}"
+        text = (
+            f"{number:f}"
+            if number != number.to_integral_value()
+            else f"{number.to_integral_value():f}"
+        )
     except (ArithmeticError, ValueError) as error:
         raise RowError(f"{name} is a number of too many digits") from error
     return "0" if text == "-0" else text
@@ -84,9 +97,13 @@ def id_of(columns: dict, keys: Collection[str], number: int) -> str:
 def further_columns(columns: dict, used: Collection[str]) -> str:
     """The others as a JSON object; what JSON has no word for, such as a date, as its text."""
     try:
-        return json.dumps({key: value for key, value in columns.items() if key not in used}, default=str)
+        return json.dumps(
+            {key: value for key, value in columns.items() if key not in used}, default=str
+        )
     except (TypeError, ValueError, RecursionError) as error:
-        raise RowError(f"its further columns cannot be written as JSON ({str(error)[:100]})") from error
+        raise RowError(
+            f"its further columns cannot be written as JSON ({str(error)[:100]})"
+        ) from error
 
 
 def check_length(row: PromptRow, most_characters: int) -> None:
@@ -133,7 +150,8 @@ def _v01_reader(place: Path) -> Reader:
     file = (place if place.is_dir() else place.parent) / SOLUTIONS_FILE
     if not file.is_file():
         raise ValueError(
-            f"{place}: its rows have prompts without solutions, as AReaL v0.1 has them; {file} with the solutions "
+            f"{place}: its rows have prompts without solutions, as AReaL v0.1 has them; {file} "
+            "with the solutions "
             "is needed beside it. Download it from the same data set"
         )
     known = read_json_object(file, most_bytes=2**30)  # the published file is far below
@@ -157,7 +175,9 @@ BOBA = Form(
 V01 = Form(
     "areal_v01",
     f"prompt, query_id, with {SOLUTIONS_FILE} beside (AReaL v0.1)",
-    lambda columns: {"prompt", "query_id"} <= set(columns) and not {"answer", "reward_model"} & set(columns),
+    lambda columns: (
+        {"prompt", "query_id"} <= set(columns) and not {"answer", "reward_model"} & set(columns)
+    ),
     _v01_reader,
 )
 
@@ -166,8 +186,10 @@ V01 = Form(
 
 
 _DAPO_TEXT = re.compile(
-    r"Solve the following math problem step by step\. The last line of your response should be of the form "
-    r"Answer: \$Answer \(without quotes\) where \$Answer is the answer to the problem\.\n\n(?P<problem>.*)\n\n"
+    r"Solve the following math problem step by step\. The last line of your response should be of "
+    r"the form "
+    r"Answer: \$Answer \(without quotes\) where \$Answer is the answer to the "
+    r"problem\.\n\n(?P<problem>.*)\n\n"
     r'Remember to put your answer on its own line after "Answer:"\.\s*',
     re.DOTALL,
 )
@@ -196,18 +218,26 @@ def _chat_problem(columns: dict, last: str) -> str:
     if wrapped and wrapped["problem"].strip():
         return wrapped["problem"]
     question = columns_of(columns.get("extra_info")).get("question") or columns.get("question")
-    return checked_text(question, "question") if isinstance(question, str) and question.strip() else last
+    return (
+        checked_text(question, "question")
+        if isinstance(question, str) and question.strip()
+        else last
+    )
 
 
 def _chat_row(columns: dict, number: int) -> PromptRow:
     messages = messages_of(columns.get("prompt"), "prompt")
     role = messages[-1]["role"]
     if role != "user":
-        raise RowError(f'the last message of prompt must be that of the "user", got that of {role[:60]!r}')
+        raise RowError(
+            f'the last message of prompt must be that of the "user", got that of {role[:60]!r}'
+        )
     last = checked_text(messages[-1]["content"], "content")
     whole = len(messages) == 1 and has_template(last)
     extra = columns_of(columns.get("extra_info"))
-    named = {"index": extra.get("index")} | {key: columns.get(key) for key in ("query_id", "id", "idx")}
+    named = {"index": extra.get("index")} | {
+        key: columns.get(key) for key in ("query_id", "id", "idx")
+    }
     return PromptRow(
         prompt=last if whole else _chat_problem(columns, last),
         task="math",
@@ -232,7 +262,9 @@ def _is_dapo(columns: dict) -> bool:
     source = columns.get("data_source")
     last = columns["prompt"][-1] if columns["prompt"] else None
     content = columns_of(last).get("content")
-    return source == _DAPO_SOURCE or (isinstance(content, str) and _DAPO_TEXT.fullmatch(content) is not None)
+    return source == _DAPO_SOURCE or (
+        isinstance(content, str) and _DAPO_TEXT.fullmatch(content) is not None
+    )
 
 
 SIMPLERL = Form(
@@ -243,7 +275,8 @@ SIMPLERL = Form(
 )
 DAPO = Form(
     "dapo",
-    f'prompt (a list of messages), reward_model.ground_truth, data_source "{_DAPO_SOURCE}" (DAPO-Math)',
+    f'prompt (a list of messages), reward_model.ground_truth, data_source "{_DAPO_SOURCE}" '
+    "(DAPO-Math)",
     _is_dapo,
     lambda place: _chat_row,
 )
@@ -260,16 +293,23 @@ _GROUPED = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 
 
 def _plain_row(columns: dict, number: int) -> PromptRow:
-    key = next((key for key in _PROBLEM if isinstance(columns.get(key), str) and columns[key].strip()), None)
+    key = next(
+        (key for key in _PROBLEM if isinstance(columns.get(key), str) and columns[key].strip()),
+        None,
+    )
     if key is None:
         given = next((key for key in _PROBLEM if key in columns), _PROBLEM[0])
-        raise RowError(f"{given} must be a string that is not blank, got {short(columns.get(given))}")
+        raise RowError(
+            f"{given} must be a string that is not blank, got {short(columns.get(given))}"
+        )
     problem = text_of(columns, key)
     context = columns.get("context")
     if isinstance(context, str) and context.strip():
         problem = f"{text_of(columns, 'context')}\n{problem}"
     solutions = _plain_solutions(columns)
-    choice = isinstance(columns.get("options"), list) and all(re.fullmatch("[A-J]", one) for one in solutions)
+    choice = isinstance(columns.get("options"), list) and all(
+        re.fullmatch("[A-J]", one) for one in solutions
+    )
     return PromptRow(
         prompt=problem,
         task="choice" if choice else "math",
@@ -281,7 +321,8 @@ def _plain_row(columns: dict, number: int) -> PromptRow:
 
 
 def _plain_solutions(columns: dict) -> tuple[str, ...]:
-    """Answers in `answer`; else in `final_answer` (OlympiadBench); else of the box in `solution` (Minerva)."""
+    """Answers in `answer`; else in `final_answer` (OlympiadBench); else of the box in `solution`
+    (Minerva)."""
     if columns.get("answer") is not None:
         return _answers(columns["answer"], "answer")
     if columns.get("final_answer") is not None:
@@ -304,7 +345,8 @@ def _answers(value: object, name: str) -> tuple[str, ...]:
 
 
 def _final(text: str, name: str) -> str:
-    """Behind GSM8K's mark, without the commas of thousands, and without dollars around all of it."""
+    """Behind GSM8K's mark, without the commas of thousands, and without dollars around all of
+    it."""
     if _WORKED in text:
         text = text.rpartition(_WORKED)[2].strip()
         if not text:
@@ -320,7 +362,8 @@ PLAIN = Form(
     "question_answer",
     "problem or question, and answer (or final_answer, or solution with a box)",
     lambda columns: (
-        any(isinstance(columns.get(key), str) for key in _PROBLEM) and any(key in columns for key in _ANSWER)
+        any(isinstance(columns.get(key), str) for key in _PROBLEM)
+        and any(key in columns for key in _ANSWER)
     ),
     lambda place: _plain_row,
 )
@@ -332,7 +375,9 @@ PLAIN = Form(
 _PROBLEM_KEYS = ("prompt", "solutions", "query_id", "task")
 
 
-def _own_rows(function: UserFunction, raw: Iterable[RawRow]) -> Iterator[tuple[RawRow, PromptRow | RowError]]:
+def _own_rows(
+    function: UserFunction, raw: Iterable[RawRow]
+) -> Iterator[tuple[RawRow, PromptRow | RowError]]:
     """What a data form of the user's makes of the rows."""
     late = before = 0
     rows = iter(raw)
@@ -346,17 +391,22 @@ def _own_rows(function: UserFunction, raw: Iterable[RawRow]) -> Iterator[tuple[R
             try:
                 calls[place] = (json.loads(json.dumps(one.columns, default=str)),)
             except (TypeError, ValueError, RecursionError) as error:
-                found[place] = RowError(f"its columns cannot be written as JSON ({str(error)[:100]})")
+                found[place] = RowError(
+                    f"its columns cannot be written as JSON ({str(error)[:100]})"
+                )
         for place, result in zip(calls, function.map(calls.values()), strict=True):
             late += result.failure == "timeout"
             if late > _MOST_LATE:
                 raise ValueError(
-                    f"{function.hook.setting} {function}: {function.reason(result)} on each of {late} rows; the last "
+                    f"{function.hook.setting} {function}: {function.reason(result)} on each of "
+                    f"{late} rows; the last "
                     f"is {some[place].where}. Make it faster"
                 )
             try:
                 if result.failure is not None:
-                    raise RowError(f"{function.hook.setting} {function} failed: {function.reason(result)}")
+                    raise RowError(
+                        f"{function.hook.setting} {function} failed: {function.reason(result)}"
+                    )
                 found[place] = _own_row(function, result.value, calls[place][0], before + place + 1)
             except RowError as error:
                 found[place] = error
@@ -366,7 +416,9 @@ def _own_rows(function: UserFunction, raw: Iterable[RawRow]) -> Iterator[tuple[R
         before += len(some)
 
 
-def _own_row(function: UserFunction, returned: dict | None, columns: dict, number: int) -> PromptRow:
+def _own_row(
+    function: UserFunction, returned: dict | None, columns: dict, number: int
+) -> PromptRow:
     if returned is None:
         raise RowError(f"{function} leaves it out")
     unknown = [key for key in returned if key not in _PROBLEM_KEYS]
@@ -415,9 +467,10 @@ _contents = attrgetter("prompt", "task", "solutions", "messages", "tools")
 def read_prompts(
     path: str, form: str | UserFunction = "auto", most_characters: int = MAX_TEXT_CHARACTERS
 ) -> PromptFile:
-    """All rows of a file or folder of prompts, in its order; `form` is a word of data.format, or a function. Rows that
-    cannot be used, as of more than `most_characters`, are listed with their reasons, and repeated ones counted.
-    ValueError where the file cannot be read, has another form or none, or has no row that can be used."""
+    """All rows of a file or folder of prompts, in its order; `form` is a word of data.format, or a
+    function. Rows that cannot be used, as of more than `most_characters`, are listed with their
+    reasons, and repeated ones counted. ValueError where the file cannot be read, has another form
+    or none, or has no row that can be used."""
     rows = raw_rows(path)
     if isinstance(form, UserFunction):
         about = f"what {form} makes of its rows"
@@ -433,7 +486,8 @@ def read_prompts(
 
 
 def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
-    """The form that the first rows have; ValueError where it is none, or not the one that `form` names."""
+    """The form that the first rows have; ValueError where it is none, or not the one that `form`
+    names."""
     forms = [form_of(row.columns) for row in first if row.columns is not None]
     found = next(filter(None, forms), None)
     if form != "auto" and (found is FORMS[form] or (found is None and forms)):
@@ -443,12 +497,14 @@ def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
     known = "".join(f'\n    "{one.name}": {one.columns}' for one in FORMS.values())
     needed = (
         "Needed: JSON lines, parquet or Arrow with one problem a row. Rename its columns, or give "
-        "data.format=my_rows.py:function, a function of yours that reads them (docs/data.md). Forms there are:"
+        "data.format=my_rows.py:function, a function of yours that reads them (docs/data.md). "
+        "Forms there are:"
     )
     row = next((row for row in first if row.columns is not None), None)
     if row is None:
         raise ValueError(
-            f"{first[0].where}: {first[0].reason}; it begins {first[0].start!r}. Needed: JSON lines, parquet or Arrow "
+            f"{first[0].where}: {first[0].reason}; it begins {first[0].start!r}. Needed: JSON "
+            "lines, parquet or Arrow "
             "with one problem a row. Mend that line, or give another file"
         )
     assert row.columns is not None
@@ -490,7 +546,8 @@ def _collected(
             check_length(row, most_characters)
             if len(row.solutions) > MAX_SOLUTIONS:
                 raise RowError(
-                    f"it has {len(row.solutions)} solutions; at most {MAX_SOLUTIONS} are compared with"
+                    f"it has {len(row.solutions)} solutions; at most {MAX_SOLUTIONS} are compared "
+                    "with"
                 )
             if row.query_id not in first_of_id:
                 first_of_id[row.query_id] = len(rows), one.where
@@ -507,7 +564,8 @@ def _collected(
     if not rows:
         reasons = "".join(f"\n    {line}" for line in unusable_lines(path, unusable))
         raise ValueError(
-            f'{path}: none of its {len(unusable)} rows can be used as "{name}" ({about}). How many, and '
+            f'{path}: none of its {len(unusable)} rows can be used as "{name}" ({about}). How '
+            "many, and "
             f"why:{reasons}"
         )
     return PromptFile(name, rows, unusable, repeated)

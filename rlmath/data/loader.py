@@ -16,7 +16,13 @@ from rlmath.config.run_files import DATA_REPORT_FILE, UNUSABLE_ROWS_FILE, write_
 from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line
 from rlmath.data.formats import read_prompts
 from rlmath.data.rows import PromptRow, UnusableRow, check_unusable, unusable_lines
-from rlmath.data.tokenizer import PromptText, prompt_tokens, template_of, usable_prompts, without_template
+from rlmath.data.tokenizer import (
+    PromptText,
+    prompt_tokens,
+    template_of,
+    usable_prompts,
+    without_template,
+)
 from rlmath.workers.user_functions import UserFunction
 
 if TYPE_CHECKING:
@@ -43,7 +49,9 @@ class DroppedPrompt:
 
 @dataclass(frozen=True)
 class FilterReport:
-    """What became of the rows of one file, of prompts or of sequences. Lengths are tokens, never characters."""
+    """What became of the rows of one file, of prompts or of sequences.
+
+    Lengths are tokens, never characters."""
 
     read: int
     """Rows that could be used, each once."""
@@ -84,10 +92,14 @@ class FilterReport:
         name = f"{self.noun} of {self.path}" if self.path else self.noun
         if self.most_tokens is None:
             return f"{name}: {counted(self.read, 'row')}, lengths not counted."
-        longest = f" (the longest has {self.longest_dropped_tokens})" if self.dropped_too_long else ""
+        longest = (
+            f" (the longest has {self.longest_dropped_tokens})" if self.dropped_too_long else ""
+        )
         return (
-            f"{name}: {self.read} read, {self.kept} kept; dropped: {self.dropped_too_long} longer than "
-            f"{self.setting}={self.most_tokens} tokens{longest}, {self.dropped_empty} without any token."
+            f"{name}: {self.read} read, {self.kept} kept; dropped: {self.dropped_too_long} longer "
+            "than "
+            f"{self.setting}={self.most_tokens} tokens{longest}, {self.dropped_empty} without any "
+            "token."
         )
 
     @property
@@ -97,12 +109,15 @@ class FilterReport:
     def lines(self) -> tuple[str, ...]:
         form = (f'{self.path} has the form "{self.form}".',) if self.form else ()
         shown = tuple(
-            f"  dropped, {one.reason} ({one.tokens} tokens): {one.prompt_id!r}, which begins {one.start!r}"
+            f"  dropped, {one.reason} ({one.tokens} tokens): {one.prompt_id!r}, which begins "
+            f"{one.start!r}"
             for one in self.examples
         )
         lines = [*filter(None, [self.files]), *form, self.line(), *shown]
         if self.repeated:
-            lines.append(f"  {counted(self.repeated, 'further row')} repeating earlier ones left out.")
+            lines.append(
+                f"  {counted(self.repeated, 'further row')} repeating earlier ones left out."
+            )
         if self.unusable:
             left_out = f"  {counted(len(self.unusable), 'row')} cannot be used and left out"
             lines.append(f"{left_out}; a run lists all in {UNUSABLE_ROWS_FILE}:")
@@ -132,11 +147,14 @@ class FilterReport:
 
 def dropped_share(reports: Sequence[FilterReport]) -> float:
     """Share of the prompts that could be used and that a filter dropped (0 to 1)."""
-    return sum(report.dropped for report in reports) / max(1, sum(report.read for report in reports))
+    return sum(report.dropped for report in reports) / max(
+        1, sum(report.read for report in reports)
+    )
 
 
 def write_report(folder: str | Path, reports: Sequence[FilterReport]) -> None:
-    """data_report.json and unusable_rows.jsonl (empty where all rows are used) in a folder that is there."""
+    """data_report.json and unusable_rows.jsonl (empty where all rows are used) in a folder that is
+    there."""
     whole = {
         "prompts": sum(report.kept for report in reports),
         "dropped_share": dropped_share(reports),
@@ -158,9 +176,9 @@ def load_prompts(
     template: str | UserFunction = "auto",
     max_unusable_share: float = 0.01,
 ) -> tuple[list[Prompt], FilterReport]:
-    """Prompts of the file or folder that have at most `max_prompt_tokens` tokens, in its order; all, and no tokens,
-    without a tokenizer, as for a dry run. ValueError for a file that cannot be read, for more rows that cannot be used
-    than the share, and when no prompt is left."""
+    """Prompts of the file or folder that have at most `max_prompt_tokens` tokens, in its order;
+    all, and no tokens, without a tokenizer, as for a dry run. ValueError for a file that cannot be
+    read, for more rows that cannot be used than the share, and when no prompt is left."""
     if max_prompt_tokens < 1:
         raise ValueError(f"data.max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
     most_characters = CHARACTERS_PER_TOKEN * max_prompt_tokens
@@ -204,8 +222,10 @@ def load_prompts(
     if not prompts:
         raise ValueError(
             f"{path}: all {report.read} prompts are longer than"
-            f" data.max_prompt_tokens={max_prompt_tokens} tokens (the longest has {report.longest_dropped_tokens})"
-            " or have no token at all; raise data.max_prompt_tokens, or give prompts that this tokenizer knows"
+            f" data.max_prompt_tokens={max_prompt_tokens} tokens (the longest has "
+            f"{report.longest_dropped_tokens})"
+            " or have no token at all; raise data.max_prompt_tokens, or give prompts that this "
+            "tokenizer knows"
         )
     return prompts, report
 
@@ -225,7 +245,8 @@ def as_prompt(row: PromptRow, text: str, token_ids: Sequence[int]) -> Prompt:
 
 
 def problem_key(problem: str) -> int:
-    """A number above 0, equal for texts that differ only in white space, case, dollars, a last mark or our templates.
+    """A number above 0, equal for texts that differ only in white space, case, dollars, a last mark
+    or our templates.
 
     >>> problem_key("What is $47 + 85$?") == problem_key("what is 47+85") != problem_key("What is 47-85?")
     True
@@ -255,20 +276,23 @@ def check_weights(paths: Sequence[str], weights: Sequence[float]) -> None:
     """ValueError where there is not one weight for each file, or a file comes twice."""
     if weights and len(weights) != len(paths):
         raise ValueError(
-            f"data.train_weights has {len(weights)} numbers for {len(paths)} files (data.train_path, then "
+            f"data.train_weights has {len(weights)} numbers for {len(paths)} files "
+            "(data.train_path, then "
             "data.more_train_paths); give one for each, or none"
         )
     places = [os.path.realpath(path) for path in paths]
     twice = [path for number, path in enumerate(paths) if places[number] in places[:number]]
     if twice:
         raise ValueError(
-            f"data.more_train_paths: {twice[0]!r} is there twice; to have its prompts more often, use "
+            f"data.more_train_paths: {twice[0]!r} is there twice; to have its prompts more often, "
+            "use "
             "data.train_weights"
         )
 
 
 def with_unique_names(files: Sequence[tuple[str, Sequence[Prompt]]]) -> list[Prompt]:
-    """The prompts of all (path, prompts); a name that an earlier file has, too, gets its file's name before it."""
+    """The prompts of all (path, prompts); a name that an earlier file has, too, gets its file's
+    name before it."""
     used: set[str] = set()
     found: list[Prompt] = []
     for number, (path, prompts) in enumerate(files, start=1):

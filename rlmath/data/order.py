@@ -1,4 +1,5 @@
-"""Which prompts a step uses, and how files are mixed by weights: a function of the step and of the run's rollbacks."""
+"""Which prompts a step uses, and how files are mixed by weights: a function of the step and of the
+run's rollbacks."""
 
 # Shape legend: P prompts of one step, N prompts kept in all, K places of one epoch.
 
@@ -28,7 +29,8 @@ class Share:
 
     @property
     def places(self) -> int:
-        """Prompts that it gives to every epoch: weight x prompts, rounded up from a half on, at least 1."""
+        """Prompts that it gives to every epoch: weight x prompts, rounded up from a half on, at
+        least 1."""
         return max(1, math.floor(self.weight * self.n_prompts + 0.5))
 
 
@@ -39,15 +41,19 @@ def shares_of(counts: Sequence[int], weights: Sequence[float]) -> tuple[Share, .
 
 def shuffled_range(n: int, name: str) -> tuple[int, ...]:
     """0 .. n-1 in the order of the SHA-256 of "name:index": whatever the libraries' versions."""
-    return tuple(sorted(range(n), key=lambda index: hashlib.sha256(f"{name}:{index}".encode()).digest()))
+    return tuple(
+        sorted(range(n), key=lambda index: hashlib.sha256(f"{name}:{index}".encode()).digest())
+    )
 
 
 @lru_cache(maxsize=2)
 def epoch_order(shares: tuple[Share, ...], seed: int, epoch: int, shuffle: bool) -> tuple[int, ...]:
-    """K prompt indices of an epoch, counted over all files one behind the other. Each file has an endless sequence of
-    its prompts, one permutation after the other, and gives the next of them to each epoch: with weight 0.5 an epoch has
-    one half, and the next epoch the other. Then all are shuffled. Without `shuffle` the sequence is the file over and
-    over, and the files stand one behind the other."""
+    """K prompt indices of an epoch, counted over all files one behind the other.
+
+    Each file has an endless sequence of its prompts, one permutation after the other, and gives the
+    next of them to each epoch: with weight 0.5 an epoch has one half, and the next epoch the other.
+    Then all are shuffled. Without `shuffle` the sequence is the file over and over, and the files
+    stand one behind the other."""
     indices: list[int] = []
     first = 0
     for number, share in enumerate(shares):
@@ -55,7 +61,9 @@ def epoch_order(shares: tuple[Share, ...], seed: int, epoch: int, shuffle: bool)
         start, stop = epoch * share.places, (epoch + 1) * share.places
         for turn in range(start // n, (stop - 1) // n + 1):
             order = shuffled_range(n, f"{seed}:file{number}:{turn}") if shuffle else range(n)
-            indices += (first + index for index in order[max(0, start - turn * n) : stop - turn * n])
+            indices += (
+                first + index for index in order[max(0, start - turn * n) : stop - turn * n]
+            )
         first += n
     if not shuffle:
         return tuple(indices)
@@ -85,14 +93,16 @@ class Rollback:
     step: int
     """Steps done in that checkpoint."""
     draw_step: int
-    """The first step whose prompts and samples have another seed; later than `step` where groups were in flight."""
+    """The first step whose prompts and samples have another seed; later than `step` where groups
+    were in flight."""
     diverged_step: int = 0
     """The step, counted from 1, in which the run diverged; 0: not known."""
     reason: str = ""
 
 
 def seed_after(run_seed: int, rollbacks: int) -> int:
-    """The seed that takes the place of `run.seed` after so many rollbacks: 31 bits of the SHA-256 of both.
+    """The seed that takes the place of `run.seed` after so many rollbacks: 31 bits of the SHA-256
+    of both.
 
     >>> seed_after(1, 0), seed_after(1, 1) != seed_after(1, 2)
     (1, True)
@@ -124,29 +134,40 @@ class Reseed:
 
 
 class PromptOrder:
-    """Which prompts a step uses: a pure function of the step, so that resuming needs no cursor but the step.
+    """Which prompts a step uses: a pure function of the step, so that resuming needs no cursor but
+    the step.
 
-    Each epoch has its own order, a permutation drawn from (seed, epoch), of K = N places; with weights K is another
-    number, and a prompt may come more than once (see `epoch_order`). Only whole steps are used: the last
-    K modulo P places of every epoch's order are left out; with `shuffle` they are others each epoch, without it they
-    are always the last ones.
+    Each epoch has its own order, a permutation drawn from (seed, epoch), of K = N places; with
+    weights K is another number, and a prompt may come more than once (see `epoch_order`). Only
+    whole steps are used: the last K modulo P places of every epoch's order are left out; with
+    `shuffle` they are others each epoch, without it they are always the last ones.
 
     >>> PromptOrder(n_prompts=5, prompts_per_step=2, seed=1, shuffle=False).batch(3)
     (1, [2, 3])
     """
 
     def __init__(
-        self, n_prompts: int, prompts_per_step: int, seed: int, shuffle: bool, shares: tuple[Share, ...] = ()
+        self,
+        n_prompts: int,
+        prompts_per_step: int,
+        seed: int,
+        shuffle: bool,
+        shares: tuple[Share, ...] = (),
     ) -> None:
-        """`shares` are the files that the prompts come from; without them every prompt comes once an epoch. Raises
-        ValueError when a step asks for more prompts than an epoch has."""
-        assert not shares or sum(share.n_prompts for share in shares) == n_prompts, (shares, n_prompts)
+        """`shares` are the files that the prompts come from; without them every prompt comes once
+        an epoch. Raises ValueError when a step asks for more prompts than an epoch has."""
+        assert not shares or sum(share.n_prompts for share in shares) == n_prompts, (
+            shares,
+            n_prompts,
+        )
         self.shares = shares if any(share.weight != 1 for share in shares) else ()
         self.n_places = sum(share.places for share in self.shares) or n_prompts
         if prompts_per_step < 1:
             raise ValueError(f"data.prompts_per_step is {prompts_per_step}; it must be at least 1")
         if prompts_per_step > self.n_places:
-            weighted = f", which data.train_weights makes {self.n_places} an epoch" if self.shares else ""
+            weighted = (
+                f", which data.train_weights makes {self.n_places} an epoch" if self.shares else ""
+            )
             left = "1 prompt is" if n_prompts == 1 else f"{n_prompts} prompts are"
             raise ValueError(
                 f"data.prompts_per_step is {prompts_per_step}, but only {left} left after"
@@ -169,8 +190,10 @@ class PromptOrder:
         return self.n_places % self.prompts_per_step
 
     def roll_back(self, rollbacks: Iterable[Rollback]) -> None:
-        """The run's rollbacks, in their order. From `draw_step` of each on, what is left of its epoch comes in another
-        order, and so do all later epochs: no prompt of the discarded steps is lost, each is drawn again in what is left
+        """The run's rollbacks, in their order.
+
+        From `draw_step` of each on, what is left of its epoch comes in another order, and so do all
+        later epochs: no prompt of the discarded steps is lost, each is drawn again in what is left
         of the epoch. Samples have another seed (`seed_at`). Without `shuffle` the order stays."""
         self.rollbacks = ()
         for one in rollbacks:
@@ -183,7 +206,8 @@ class PromptOrder:
         return seed_after(self.seed, number)
 
     def batch(self, step: int) -> tuple[int, list[int]]:
-        """(epoch, P prompt indices) of a step; both step and epoch count from 0 over the whole run."""
+        """(epoch, P prompt indices) of a step; both step and epoch count from 0 over the whole
+        run."""
         assert step >= 0, step
         per_step = self.prompts_per_step
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
@@ -196,7 +220,8 @@ class PromptOrder:
         return epoch, [order_K[position] for position in range(first, first + per_step)]
 
     def place(self, number: int, reseeds: Sequence[Reseed] = ()) -> int:
-        """The prompt of a place of the endless order, from 0 over all epochs; `reseeds` come by rising place."""
+        """The prompt of a place of the endless order, from 0 over all epochs; `reseeds` come by
+        rising place."""
         epoch, within = divmod(number, self.n_places)
         return self._epoch(epoch, reseeds, self.n_places)[within]
 
@@ -213,7 +238,9 @@ class PromptOrder:
         """K prompt indices of an epoch before any rollback."""
         if self.shares:
             return epoch_order(self.shares, self.seed, epoch, self.shuffle)
-        return permutation(self.n_prompts, self.seed, epoch) if self.shuffle else range(self.n_prompts)
+        return (
+            permutation(self.n_prompts, self.seed, epoch) if self.shuffle else range(self.n_prompts)
+        )
 
     def drawn(self, draw: int) -> Draw:
         """A place of all steps' prompts, counted from 0 over the whole run.
@@ -226,17 +253,22 @@ class PromptOrder:
         return Draw(step, indices[place], indices[:place].count(indices[place]))
 
     def extra(self, step: int, own: Collection[int] | None = None) -> Iterator[int]:
-        """All prompts that are not the step's `own` (None: those of `batch`), in an order drawn from (seed, step), of
-        heavier files earlier: what dynamic sampling takes for dropped groups. They keep their turn in the epochs."""
+        """All prompts that are not the step's `own` (None: those of `batch`), in an order drawn
+        from (seed, step), of heavier files earlier: what dynamic sampling takes for dropped groups.
+        They keep their turn in the epochs."""
         taken = set(self.batch(step)[1] if own is None else own)
         name, shares = f"{self.seed_at(step)}:extra:{step}", self.shares
-        order_N = weighted_permutation(shares, name) if shares else shuffled_range(self.n_prompts, name)
+        order_N = (
+            weighted_permutation(shares, name) if shares else shuffled_range(self.n_prompts, name)
+        )
         yield from (index for index in order_N if index not in taken)
 
     def line(self) -> str:
         """One line for the console."""
         count = self.left_out_per_epoch
-        left_out = f"; the {count} that fill no whole step are left out of each epoch" if count else ""
+        left_out = (
+            f"; the {count} that fill no whole step are left out of each epoch" if count else ""
+        )
         places = f" ({self.n_places} places an epoch by data.train_weights)" if self.shares else ""
         return (
             f"Order: {self.steps_per_epoch} step{'s' * (self.steps_per_epoch != 1)} per epoch,"
@@ -252,12 +284,17 @@ def permutation(n: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4)
-def _reordered(order: PromptOrder, epoch: int, reseeds: tuple[Reseed, ...], used: int) -> Sequence[int]:
-    """An epoch's order in which each of `reseeds` has shuffled anew what lies between its place and `used`."""
+def _reordered(
+    order: PromptOrder, epoch: int, reseeds: tuple[Reseed, ...], used: int
+) -> Sequence[int]:
+    """An epoch's order in which each of `reseeds` has shuffled anew what lies between its place and
+    `used`."""
     order_K = order.first_order(epoch)
     for one in reseeds:
         place = one.place - epoch * order.n_places
         rest = order_K[place:used]
-        shuffled = shuffled_range(len(rest), f"{seed_after(order.seed, one.rollback)}:{epoch}:from {place}")
+        shuffled = shuffled_range(
+            len(rest), f"{seed_after(order.seed, one.rollback)}:{epoch}:from {place}"
+        )
         order_K = (*order_K[:place], *(rest[index] for index in shuffled), *order_K[used:])
     return order_K

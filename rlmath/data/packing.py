@@ -1,4 +1,6 @@
-"""Samples laid end to end into the tensors of a micro-batch. Pure."""
+"""Samples laid end to end into the tensors of a micro-batch.
+
+Pure."""
 
 # Shape legend: T packed tokens of one micro-batch, S segments (samples) packed into it.
 
@@ -21,12 +23,12 @@ PAD_TOKEN = 0
 class MicroBatch:
     """Samples laid end to end, and per token what the loss needs.
 
-    Position t carries what belongs to the prediction of the token AT t, which the model makes at t-1:
-    with prompt (a, b) and completion (c, d), `loss_weights_T` is (0, 0, 1, 1). A micro-batch that only fills up a
-    rank's count has no sampled token and weight 0 everywhere.
+    Position t carries what belongs to the prediction of the token AT t, which the model makes at
+    t-1: with prompt (a, b) and completion (c, d), `loss_weights_T` is (0, 0, 1, 1). A micro-batch
+    that only fills up a rank's count has no sampled token and weight 0 everywhere.
 
-    Two masks say which tokens count. `sampled_T` decides every length, count, mean, quantile and the denominator of the
-    loss; `learned_T`, a part of it, decides the gradient alone.
+    Two masks say which tokens count. `sampled_T` decides every length, count, mean, quantile and
+    the denominator of the loss; `learned_T`, a part of it, decides the gradient alone.
     """
 
     token_ids_T: torch.Tensor
@@ -36,21 +38,22 @@ class MicroBatch:
     cu_seqlens_S1: torch.Tensor
     """int32, S+1 cumulative segment lengths from 0 to T."""
     sampled_T: torch.Tensor
-    """bool, whether the model produced the token (supervised training: whether it is to); False on prompt and padding
-    tokens and on what others wrote inside of a completion."""
+    """bool, whether the model produced the token (supervised training: whether it is to); False on
+    prompt and padding tokens and on what others wrote inside of a completion."""
     learned_T: torch.Tensor
     """bool, whether the token has weight in the gradient; True on sampled tokens only."""
     loss_weights_T: torch.Tensor
     """float32, of the sampled tokens, else 0."""
     loss_count: int
-    """What these samples add to the denominator of the loss: their sampled tokens, or their number."""
+    """What these samples add to the denominator of the loss: their sampled tokens, or their
+    number."""
     advantages_T: torch.Tensor
     """float32, of the sampled tokens, else 0."""
     behaviour_logprobs_T: torch.Tensor
     """float32, of the sampled tokens, else 0."""
     completion_index_T: torch.Tensor
-    """int32, position in the completion from 0, which the engine's minimum of new tokens is about; -1 on prompt and
-    padding tokens. Which tokens count is for the two masks to say."""
+    """int32, position in the completion from 0, which the engine's minimum of new tokens is about;
+    -1 on prompt and padding tokens. Which tokens count is for the two masks to say."""
     max_seqlen: int
     bounds: tuple[int, ...]
     """`cu_seqlens_S1` on the host."""
@@ -62,7 +65,8 @@ class MicroBatch:
     """float32, weight of abs(log policy - log proximal) in the loss; None: nowhere."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same with its tensors on a device; a GPU takes them from pinned memory while the host goes on."""
+        """The same with its tensors on a device; a GPU takes them from pinned memory while the host
+        goes on."""
         if device.type == "cpu":
             return self
         tensors = ((one.name, getattr(self, one.name)) for one in fields(self))
@@ -92,8 +96,10 @@ def pack(
     pad_to_multiple: int,
     normalisation: Normalisation = TOKEN_MEAN,
 ) -> MicroBatch:
-    """The micro-batch of `samples[i] for i in indices`, of weight 0 without any. A segment of padding fills T up to a
-    multiple of `pad_to_multiple` (the tensor-parallel size under sequence parallelism).
+    """The micro-batch of `samples[i] for i in indices`, of weight 0 without any.
+
+    A segment of padding fills T up to a multiple of `pad_to_multiple` (the tensor-parallel size
+    under sequence parallelism).
 
     >>> sample = Sample((7, 8), (9,), (-0.5,), advantage=1.0)
     >>> pack([sample], [0], pad_to_multiple=2).loss_weights_T
@@ -118,7 +124,8 @@ def pack(
         sampled_here = [True] * n_completion if sample.sampled is None else list(sample.sampled)
         learned_here = sampled_here if sample.learned is None else list(sample.learned)
         assert len(sampled_here) == len(learned_here) == n_completion, (
-            f"sample {index}: masks need one value per token, {n_completion}; got {len(sampled_here)} of sampled and "
+            f"sample {index}: masks need one value per token, {n_completion}; got "
+            f"{len(sampled_here)} of sampled and "
             f"{len(learned_here)} of learned"
         )
         n_sampled = sum(sampled_here)

@@ -1,4 +1,5 @@
-"""A prompt or a sequence as a picture: where its text comes from, where its tokens end, and what of it is learned.
+"""A prompt or a sequence as a picture: where its text comes from, where its tokens end, and what of
+it is learned.
 
       template   <|im_start|>│user│↵│
       row        1│+│1│?│
@@ -40,16 +41,18 @@ _SIGNS = {"\n": "↵", "\t": "⇥", "│": "\\u2502", "↵": "\\u21b5", "⇥": "
 @dataclass(frozen=True)
 class Part:
     label: str
-    """Where it is from: "row"; "system" (data.system_prompt); "request" (for a box); "template"; "rewritten", by the
-    template of the row; "generation" (what the template writes before an answer); "end" (what ends it); "tokenizer"."""
+    """Where it is from: "row"; "system" (data.system_prompt); "request" (for a box); "template";
+    "rewritten", by the template of the row; "generation" (what the template writes before an
+    answer); "end" (what ends it); "tokenizer"."""
     text: str
     learned: bool = False
     """Whether its tokens have weight in the loss."""
 
 
 def picture(parts: Sequence[Part], ends: Collection[int]) -> tuple[str, ...]:
-    """Lines of at most WIDTH columns, without control characters; long parts, and many, are cut in the middle. `ends`
-    are the numbers of characters of the whole text behind which a token ends, one for each token."""
+    """Lines of at most WIDTH columns, without control characters; long parts, and many, are cut in
+    the middle. `ends` are the numbers of characters of the whole text behind which a token ends,
+    one for each token."""
     lines: list[str] = []
     hidden = range(_MOST_PARTS // 2, len(parts) - _MOST_PARTS // 2)
     start = 0
@@ -140,7 +143,9 @@ def sequence_picture(
     return _drawn(_parts(pieces, contents, generation, end), tokenizer, prompt_ids)
 
 
-def _contents(prompt: str, row: PromptRow, template: str, system_prompt: str | None) -> list[tuple[str, str]]:
+def _contents(
+    prompt: str, row: PromptRow, template: str, system_prompt: str | None
+) -> list[tuple[str, str]]:
     """(label, text) of what is put into the template."""
     if template == "raw":
         return [("row", prompt)]
@@ -164,9 +169,9 @@ def _of_turn(message: Message) -> list[tuple[str, str]]:
 def _parts(
     pieces: Sequence[Piece], contents: Sequence[tuple[str, str]], generation: str, end: str
 ) -> list[list[Part]]:
-    """The parts of every piece: cut where a content begins or ends, before a prompt's `generation`, and before the
-    `end` of what is learned. Contents are looked for from the last one on: a template's own text, such as a date, comes
-    before them."""
+    """The parts of every piece: cut where a content begins or ends, before a prompt's `generation`,
+    and before the `end` of what is learned. Contents are looked for from the last one on: a
+    template's own text, such as a date, comes before them."""
     labels: dict[tuple[int, int], str] = {}
     text, starts = "", []
     for piece in pieces:
@@ -189,7 +194,11 @@ def _parts(
         cuts = sorted({start, stop, *itertools.chain(*of_piece)})
         parts.append(
             [
-                Part(of_piece.get(span, other), piece.text[span[0] - start : span[1] - start], piece.learned)
+                Part(
+                    of_piece.get(span, other),
+                    piece.text[span[0] - start : span[1] - start],
+                    piece.learned,
+                )
                 for span in itertools.pairwise(cuts)
             ]
         )
@@ -206,7 +215,9 @@ def _drawn(
     start = 0
     for number, parts in enumerate(pieces):
         text = "".join(part.text for part in parts)
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
         if number == 0:
             added = prompt_ids[: max(0, len(prompt_ids) - len(encoded["input_ids"]))]
             for name in map(str, tokenizer.convert_ids_to_tokens(list(added))):

@@ -1,18 +1,21 @@
-"""Which prompts a run draws next, where that depends on how often it solved them (`data.curriculum`).
+"""Which prompts a run draws next, where that depends on how often it solved them
+(`data.curriculum`).
 
     base order: place 0, 1, 2, ... -> prompts inside the curriculum are drawn
                                    -> the others wait in a queue; a share of the draws (the floor) takes its oldest
 
-The base order is that of a run without a curriculum, but no place is left out: prompts that are passed over make a pass
-shorter. With "none" the draws are those of `PromptOrder`, and pass rates are only counted.
+The base order is that of a run without a curriculum, but no place is left out: prompts that are
+passed over make a pass shorter. With "none" the draws are those of `PromptOrder`, and pass rates
+are only counted.
 
-1. The draws of a step follow from settings and from the state and the groups of earlier steps alone: all ranks, and a
-   resumed run, draw the same.
+1. The draws of a step follow from settings and from the state and the groups of earlier steps
+   alone: all ranks, and a resumed run, draw the same.
 2. A step is always full. No prompt comes twice in it while there is another one.
-3. Nothing starves: with N prompts, each of them in every pass of K places, every prompt comes within
-   2 K / (1 - floor) + N / floor + 2 P draws.
+3. Nothing starves: with N prompts, each of them in every pass of K places, every prompt comes
+   within 2 K / (1 - floor) + N / floor + 2 P draws.
 
-The state and the pass rates are a file of every checkpoint, which `data.history_path` of another run may name:
+The state and the pass rates are a file of every checkpoint, which `data.history_path` of another
+run may name:
 
     {"version": 1, "draws": {...}}                               the state, with a curriculum
     {"query_id": "q-17", "groups": [[3, 8], [5, 8]]}             counts (right, sampled) of the last groups of a prompt
@@ -52,7 +55,8 @@ def rules_of(data: DataConfig) -> CurriculumRules:
 
 
 def is_floor_draw(draw: int, floor: float) -> bool:
-    """Whether a draw, counted from 0 over the run, is one of the queue's: evenly spread, `floor` of all.
+    """Whether a draw, counted from 0 over the run, is one of the queue's: evenly spread, `floor` of
+    all.
 
     >>> [draw for draw in range(12) if is_floor_draw(draw, 0.25)]
     [3, 7, 11]
@@ -68,7 +72,8 @@ class DrawState:
     cursor: int = 0
     """Places of the base order that were looked at."""
     looked_at: int = 0
-    """Of them, those for the step's prompts that are being drawn: at most 2 K, which have every prompt of a pass."""
+    """Of them, those for the step's prompts that are being drawn: at most 2 K, which have every
+    prompt of a pass."""
     batch: list[int] = field(default_factory=list)
     """Prompts that are drawn already of the P of a step."""
     queue: dict[int, None] = field(default_factory=dict)
@@ -81,7 +86,8 @@ class DrawState:
     floor_draws: int = 0
     """Draws so far that took a prompt from the queue since it was its turn."""
     filled_draws: int = 0
-    """Draws so far that took a prompt from the queue since a whole pass had no other prompt left."""
+    """Draws so far that took a prompt from the queue since a whole pass had no other prompt
+    left."""
     reseeds: list[Reseed] = field(default_factory=list)
     """Places from which on the base order is another one."""
 
@@ -97,7 +103,9 @@ class DrawState:
 
 
 class PromptCurriculum:
-    """Draws prompts, and counts how often they are solved. All ranks call it alike.
+    """Draws prompts, and counts how often they are solved.
+
+    All ranks call it alike.
 
     >>> order = PromptOrder(n_prompts=4, prompts_per_step=2, seed=1, shuffle=False)
     >>> history = PromptHistory(4, {0: ((8, 8),)})
@@ -108,7 +116,11 @@ class PromptCurriculum:
     """
 
     def __init__(
-        self, order: PromptOrder, prompt_ids: Sequence[str], rules: CurriculumRules, history: PromptHistory
+        self,
+        order: PromptOrder,
+        prompt_ids: Sequence[str],
+        rules: CurriculumRules,
+        history: PromptHistory,
     ) -> None:
         """`history` is that of an earlier run; it is copied."""
         assert len(prompt_ids) == order.n_prompts
@@ -139,7 +151,9 @@ class PromptCurriculum:
     # ------------------------------------------------------------ drawing
 
     def begin(self, step: int) -> PromptCurriculum:
-        """Step `step` begins. What it draws is forgotten if it fails before `commit`."""
+        """Step `step` begins.
+
+        What it draws is forgotten if it fails before `commit`."""
         self._after = self._state.copy()
         known = max((one.rollback for one in self._after.reseeds), default=0)
         for rollback in self._order.rollbacks:
@@ -155,7 +169,8 @@ class PromptCurriculum:
         return [self.drawn(draw)[1] for draw in range(step * per_step, (step + 1) * per_step)]
 
     def extra(self, step: int) -> Iterator[int]:
-        """All prompts but the step's own, as `PromptOrder.extra`, those passed over last; they keep their turn."""
+        """All prompts but the step's own, as `PromptOrder.extra`, those passed over last; they keep
+        their turn."""
         if not self.draws_by_rates:
             yield from self._order.extra(step)
             return
@@ -165,7 +180,9 @@ class PromptCurriculum:
         yield from (index for index in others if index in self._verdicts)
 
     def drawn(self, draw: int) -> Draw:
-        """A place of all steps' prompts, counted from 0 over the whole run. New draws are made one after the other."""
+        """A place of all steps' prompts, counted from 0 over the whole run.
+
+        New draws are made one after the other."""
         if not self.draws_by_rates:
             return self._order.drawn(draw)
         state = self._after
@@ -189,7 +206,9 @@ class PromptCurriculum:
                 if index not in taken:
                     state.floor_draws += 1
                     return index
-        all_passed_over = len(self._verdicts) == self._order.n_prompts == len(state.queue) + len(taken)
+        all_passed_over = (
+            len(self._verdicts) == self._order.n_prompts == len(state.queue) + len(taken)
+        )
         while state.looked_at < 2 * self._order.n_places and not all_passed_over:
             index = self._place(state)
             state.looked_at += 1
@@ -214,9 +233,12 @@ class PromptCurriculum:
 
     # ------------------------------------------------------------ counting
 
-    def commit(self, groups: Iterable[ScoredGroup], in_flight: Collection[int] = ()) -> dict[str, float]:
-        """The step is made: count its `groups`, all that it sampled and that leave, in their order, and keep the draws
-        `in_flight`. Returns metrics; `history/drift` is the mean change of a prompt's pass rate by its new group."""
+    def commit(
+        self, groups: Iterable[ScoredGroup], in_flight: Collection[int] = ()
+    ) -> dict[str, float]:
+        """The step is made: count its `groups`, all that it sampled and that leave, in their order,
+        and keep the draws `in_flight`. Returns metrics; `history/drift` is the mean change of a
+        prompt's pass rate by its new group."""
         before, state = self._state, self._after
         drift: list[float] = []
         for group in groups:
@@ -231,12 +253,15 @@ class PromptCurriculum:
         self._state = state
         n_prompts = self._order.n_prompts
         metrics = {
-            f"history/prompts/{name}": float(n) for name, n in self._history.buckets(n_prompts).items()
+            f"history/prompts/{name}": float(n)
+            for name, n in self._history.buckets(n_prompts).items()
         }
         metrics["history/drift"] = sum(drift) / len(drift) if drift else 0.0
         if self.draws_by_rates:
             draws = max(1, state.next_draw - before.next_draw)
-            from_queue = state.floor_draws + state.filled_draws - before.floor_draws - before.filled_draws
+            from_queue = (
+                state.floor_draws + state.filled_draws - before.floor_draws - before.filled_draws
+            )
             metrics |= {
                 "history/skipped_share": len(self._verdicts) / n_prompts,
                 "history/floor_share": from_queue / draws,
@@ -261,7 +286,9 @@ class PromptCurriculum:
 
     def lines(self) -> tuple[str, ...]:
         found = self.summary()
-        shown = ", ".join(f"{name.replace('_', ' ')}: {size}" for name, size in found["prompts"].items())
+        shown = ", ".join(
+            f"{name.replace('_', ' ')}: {size}" for name, size in found["prompts"].items()
+        )
         lines = [f"Prompts by pass rate (%) of their last {self._history.keep} groups: {shown}"]
         if self.draws_by_rates:
             rules, passed = self._rules, found["places_passed_over"]
@@ -270,9 +297,12 @@ class PromptCurriculum:
             if rules.kind == "skip_solved":
                 why = f"all of at least {rules.solved_samples} samples right: {easy}"
             lines.append(
-                f'Curriculum "{rules.kind}": {easy + hard} of {self._order.n_prompts} prompts are skipped now ({why}). '
-                f"In {found['draws']} draws {sum(passed.values())} places of the order were passed over, "
-                f"{passed['easy']} as too easy and {passed['hard']} as too hard; {found['draws_from_skipped']} draws "
+                f'Curriculum "{rules.kind}": {easy + hard} of {self._order.n_prompts} prompts are '
+                f"skipped now ({why}). "
+                f"In {found['draws']} draws {sum(passed.values())} places of the order were "
+                "passed over, "
+                f"{passed['easy']} as too easy and {passed['hard']} as too hard; "
+                f"{found['draws_from_skipped']} draws "
                 "took a skipped prompt"
             )
         return tuple(lines)
@@ -309,7 +339,9 @@ class PromptCurriculum:
             raise ValueError(f"{HISTORY} has other draws in flight")
 
     def resume(self, content: bytes) -> None:
-        """Continue with a checkpoint's file. ValueError where it is damaged."""
+        """Continue with a checkpoint's file.
+
+        ValueError where it is damaged."""
         try:
             first, *lines = content.decode().splitlines()
             header = json.loads(first)
@@ -348,7 +380,9 @@ class PromptCurriculum:
 
 
 def read_row(row: Any) -> tuple[str, tuple[Counts, ...]]:
-    """(name, counts of its groups) of a row of a history. ValueError where it is none."""
+    """(name, counts of its groups) of a row of a history.
+
+    ValueError where it is none."""
     if not isinstance(row, dict):
         raise ValueError("not an object")
     names = [row[key] for key in ("query_id", "prompt_id", "id") if key in row]
@@ -373,8 +407,9 @@ def _read_counts(group: Any) -> Counts:
 
 
 def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[PromptHistory, str]:
-    """The pass rates of these prompts that a file has, and a line for the console; rows of others are left out.
-    ValueError that names the line where the file cannot be used, and where it has none of the prompts."""
+    """The pass rates of these prompts that a file has, and a line for the console; rows of others
+    are left out. ValueError that names the line where the file cannot be used, and where it has
+    none of the prompts."""
     indices = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
     groups: dict[int, tuple[Counts, ...]] = {}
     others = 0
@@ -396,7 +431,8 @@ def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[Promp
                 raise ValueError(f"{prompt_id!r:.80} is there twice")
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"data.history_path: {path}, line {number} is no row of a prompt history ({error}). Needed: "
+                f"data.history_path: {path}, line {number} is no row of a prompt history "
+                f"({error}). Needed: "
                 '{"query_id": "...", "correct": 3, "sampled": 8}, or a file that a run wrote'
             ) from error
         if index is None:
@@ -405,7 +441,8 @@ def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[Promp
             groups[index] = counts
     if not groups:
         raise ValueError(
-            f"data.history_path: {path} has none of the {len(prompt_ids)} prompts ({others} rows of others); rows are "
+            f"data.history_path: {path} has none of the {len(prompt_ids)} prompts ({others} rows "
+            "of others); rows are "
             "found by query_id. Give the history of this data, or leave data.history_path null"
         )
     left_out = f"; {others} rows of other prompts are left out" if others else ""

@@ -71,7 +71,9 @@ class PromptFile:
 
 
 def grouped(reasons: Iterable[tuple[str, str]], most: int = 3) -> list[str]:
-    """(reason, example) by kind, the most frequent first. Reasons that differ in numbers and quotations are one kind.
+    """(reason, example) by kind, the most frequent first.
+
+    Reasons that differ in numbers and quotations are one kind.
 
     >>> grouped([("2 tokens", "line 1"), ("blank", "line 4"), ("5 tokens", "line 7")])
     ['2: 2 tokens (line 1, line 7)', '1: blank (line 4)']
@@ -85,7 +87,8 @@ def grouped(reasons: Iterable[tuple[str, str]], most: int = 3) -> list[str]:
     for found in by_size[:most]:
         more = ", ..." if len(found) > most else ""
         lines.append(
-            f"{len(found)}: {found[0][0]} ({', '.join(example for _, example in found[:most])}{more})"
+            f"{len(found)}: {found[0][0]} "
+            f"({', '.join(example for _, example in found[:most])}{more})"
         )
     if others := sum(map(len, by_size[most:])):
         lines.append(f"{others} for other reasons")
@@ -100,12 +103,14 @@ def unusable_lines(path: str, unusable: Iterable[UnusableRow]) -> list[str]:
 def check_unusable(
     path: str, unusable: Collection[UnusableRow], rows: int, most: float, needed: str = ""
 ) -> None:
-    """ValueError where more of a file's `rows` cannot be used than the share `most` (0 to 1) of them."""
+    """ValueError where more of a file's `rows` cannot be used than the share `most` (0 to 1) of
+    them."""
     if len(unusable) / max(1, rows) <= most:
         return
     reasons = "".join(f"\n    {line}" for line in unusable_lines(path, unusable))
     raise ValueError(
-        f"{path}: {len(unusable)} of {rows} rows cannot be used, more than data.max_unusable_share={most:g} of them. "
+        f"{path}: {len(unusable)} of {rows} rows cannot be used, more than "
+        f"data.max_unusable_share={most:g} of them. "
         f"Mend the file, or raise data.max_unusable_share.{needed} How many, and why:{reasons}"
     )
 

@@ -1,15 +1,18 @@
-"""From the lengths of a step's samples to minibatches, data-parallel ranks and micro-batches. Pure and deterministic.
+"""From the lengths of a step's samples to minibatches, data-parallel ranks and micro-batches.
 
-    samples -> minibatches (optimizer steps) -> micro-batches under a token budget -> ranks with about equal work
+Pure and deterministic.
+
+    samples -> minibatches (optimizer steps) -> micro-batches under a token budget -> ranks with
+    about equal work
 
 Invariants, which the tests assert:
 
 - every sample is in one micro-batch of one rank of one minibatch;
 - no micro-batch has more tokens than the budget;
-- all ranks have the same number of micro-batches in a minibatch, a multiple of what the pipeline schedule needs, and
-  as few as best-fit decreasing finds;
-- the same arguments give the same plan on every rank and every machine. Sums are therefore taken in Python, in the
-  order of the list: numpy's order of addition differs between processors.
+- all ranks have the same number of micro-batches in a minibatch, a multiple of what the pipeline
+  schedule needs, and as few as best-fit decreasing finds;
+- the same arguments give the same plan on every rank and every machine. Sums are therefore taken in
+  Python, in the order of the list: numpy's order of addition differs between processors.
 
 A bin is a list of sample indices, later a micro-batch.
 """
@@ -56,13 +59,15 @@ TOKENS = Cost(1.0, 0.0)
 def training_cost(shape: ModelShape, frozen: bool = False) -> Cost:
     """FLOPs of forward and backward pass, without recomputation of activations.
 
-    6 per parameter and token, 4 of `frozen` ones (LoRA), of which only the input has a gradient; of experts those that
-    the router picks. The output layer counts, the look-up of embeddings and adapters' own products do not. The two
-    products of attention take 12 * n^2 * num_heads * head_dim per layer, and half of that where no token attends to
-    later ones. A sliding window is not taken off.
+    6 per parameter and token, 4 of `frozen` ones (LoRA), of which only the input has a gradient; of
+    experts those that the router picks. The output layer counts, the look-up of embeddings and
+    adapters' own products do not. The two products of attention take 12 * n^2 * num_heads *
+    head_dim per layer, and half of that where no token attends to later ones. A sliding window is
+    not taken off.
 
-    Sources: PaLM, arXiv:2204.02311, appendix B (6N + 12LHQT per token); Megatron-LM, arXiv:2104.04473, section 5.1.
-    They do not take the half of causal attention; kernels such as FlashAttention do.
+    Sources: PaLM, arXiv:2204.02311, appendix B (6N + 12LHQT per token); Megatron-LM,
+    arXiv:2104.04473, section 5.1. They do not take the half of causal attention; kernels such as
+    FlashAttention do.
     """
     query_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     attention = shape.hidden_size * (2 * query_size + 2 * kv_size)
@@ -71,7 +76,9 @@ def training_cost(shape: ModelShape, frozen: bool = False) -> Cost:
         mlp = shape.experts_per_token * mlp + shape.hidden_size * shape.num_experts
     output = shape.hidden_size * shape.outputs
     parameters = shape.num_layers * (attention + mlp) + output
-    return Cost((4.0 if frozen else 6.0) * parameters, quadratic=12.0 * shape.num_layers * query_size / 2)
+    return Cost(
+        (4.0 if frozen else 6.0) * parameters, quadratic=12.0 * shape.num_layers * query_size / 2
+    )
 
 
 def forward_cost(shape: ModelShape) -> Cost:
@@ -85,7 +92,8 @@ def forward_cost(shape: ModelShape) -> Cost:
 
 @dataclass(frozen=True)
 class MinibatchPlan:
-    """One optimizer step: for every data-parallel rank its micro-batches, each a tuple of sample indices."""
+    """One optimizer step: for every data-parallel rank its micro-batches, each a tuple of sample
+    indices."""
 
     microbatches_by_rank: tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -100,19 +108,21 @@ def plan_minibatches(
     count_multiple: int = 1,
     shuffle: bool = True,
 ) -> list[MinibatchPlan]:
-    """Cut samples into minibatches and spread each over `data_size` ranks, `max_tokens` at most in a micro-batch.
+    """Cut samples into minibatches and spread each over `data_size` ranks, `max_tokens` at most in
+    a micro-batch.
 
-    `lengths` are tokens of each sample; `cost` is what is balanced. `count_multiple` is the pipeline size under an
-    interleaved pipeline schedule, which needs a multiple of it; more micro-batches are then smaller ones. Without
-    `shuffle` minibatches are consecutive samples. ValueError if one sample alone is over the budget, or there are
-    fewer samples than minibatches.
+    `lengths` are tokens of each sample; `cost` is what is balanced. `count_multiple` is the
+    pipeline size under an interleaved pipeline schedule, which needs a multiple of it; more
+    micro-batches are then smaller ones. Without `shuffle` minibatches are consecutive samples.
+    ValueError if one sample alone is over the budget, or there are fewer samples than minibatches.
     """
     assert n_minibatches >= 1 and data_size >= 1 and count_multiple >= 1
     if len(lengths) < n_minibatches:
         raise ValueError(f"{len(lengths)} samples cannot fill {n_minibatches} minibatches")
     if max(lengths) > max_tokens:
         raise ValueError(
-            f"a sample has {max(lengths)} tokens, more than the micro-batch budget of {max_tokens}; "
+            f"a sample has {max(lengths)} tokens, more than the micro-batch budget of "
+            f"{max_tokens}; "
             "raise policy.max_tokens_per_microbatch"
         )
     budget = Budget(lengths, [cost.of(length) for length in lengths], max_tokens)
@@ -136,7 +146,9 @@ def cut_minibatches(n_samples: int, n_minibatches: int, seed: int | None) -> lis
     return [order[start:end] for start, end in itertools.pairwise(starts)]
 
 
-def _plan_one(budget: Budget, members: list[int], data_size: int, count_multiple: int) -> MinibatchPlan:
+def _plan_one(
+    budget: Budget, members: list[int], data_size: int, count_multiple: int
+) -> MinibatchPlan:
     tight = pack_tightly(budget, members)
     count = -(-len(tight) // (data_size * count_multiple)) * count_multiple
     bins = pack_evenly(budget, members, data_size * count)
@@ -175,7 +187,8 @@ class Budget:
 
 
 def pack_tightly(budget: Budget, members: Sequence[int]) -> list[Bin]:
-    """As few bins as best-fit decreasing finds: the longest sample first, each into the fullest bin with room.
+    """As few bins as best-fit decreasing finds: the longest sample first, each into the fullest bin
+    with room.
 
     >>> pack_tightly(Budget([4, 6, 3, 7], [4.0, 6.0, 3.0, 7.0], 10), range(4))
     [[3, 2], [1, 0]]
@@ -196,14 +209,17 @@ def pack_tightly(budget: Budget, members: Sequence[int]) -> list[Bin]:
 
 
 def pack_evenly(budget: Budget, members: Sequence[int], n_bins: int) -> list[Bin] | None:
-    """`n_bins` bins of about equal cost: the longest sample first, each into the cheapest with room; None if none has.
+    """`n_bins` bins of about equal cost: the longest sample first, each into the cheapest with
+    room; None if none has.
 
     >>> pack_evenly(Budget([5, 1, 4, 2], [5.0, 1.0, 4.0, 2.0], 9), range(4), 2)
     [[0, 1], [2, 3]]
     """
     bins: list[Bin] = [[] for _ in range(n_bins)]
     rooms, costs = [budget.max_tokens] * n_bins, [0.0] * n_bins
-    open_: list[tuple[float, int]] = []  # a heap of (cost, number): bins with room for the sample at hand
+    open_: list[
+        tuple[float, int]
+    ] = []  # a heap of (cost, number): bins with room for the sample at hand
     full = [(-room, number) for number, room in enumerate(rooms)]  # a heap, most room first
     for index in budget.longest_first(members):
         length = budget.lengths[index]
@@ -232,16 +248,18 @@ _TOLERANCE = 0.005
 _EXCHANGES_PER_RANK = 4
 
 _TRIES_PER_RANK = 16
-"""Pairs of ranks, for each rank, between which an exchange is looked for: with 64 to 512 ranks and 64 samples for each,
-twice as many would bring the ranks with most and least work closer by less than 0.1% of the mean."""
+"""Pairs of ranks, for each rank, between which an exchange is looked for: with 64 to 512 ranks and
+64 samples for each, twice as many would bring the ranks with most and least work closer by less
+than 0.1% of the mean."""
 
 _MOST_CANDIDATES = 1024
 """Samples of a rank that an exchange looks at; bounds time and memory (8 MiB a matrix)."""
 
 
 def assign_bins(budget: Budget, bins: Sequence[Bin], n_ranks: int) -> list[list[Bin]]:
-    """Bins by rank, assigned in rounds of one to each: the most costly bins that are left, the most costly of them to
-    the rank with the least work so far. The number of bins is a multiple of `n_ranks`.
+    """Bins by rank, assigned in rounds of one to each: the most costly bins that are left, the most
+    costly of them to the rank with the least work so far. The number of bins is a multiple of
+    `n_ranks`.
 
     >>> assign_bins(Budget([5, 4, 3, 1], [5.0, 4.0, 3.0, 1.0], 9), [[0], [1], [2], [3]], 2)
     [[[0], [3]], [[1], [2]]]
@@ -258,7 +276,8 @@ def assign_bins(budget: Budget, bins: Sequence[Bin], n_ranks: int) -> list[list[
 
 
 def balance_ranks(budget: Budget, ranks: list[list[Bin]]) -> None:
-    """Exchange samples between ranks in place until costs are within tolerance or nothing helps; then sort the bins."""
+    """Exchange samples between ranks in place until costs are within tolerance or nothing helps;
+    then sort the bins."""
     lightest_first = sorted((_work(budget, rank), number) for number, rank in enumerate(ranks))
     close_enough = _TOLERANCE * sum(work for work, _ in lightest_first) / len(ranks)
     tries = _TRIES_PER_RANK * len(ranks)
@@ -284,14 +303,19 @@ def _work(budget: Budget, rank: Sequence[Bin]) -> float:
 
 
 def _exchange(budget: Budget, heavy: list[Bin], light: list[Bin], gap: float) -> bool:
-    """Swap two samples, or move one, so that the costs come closest, where there is room; False if nothing helps."""
+    """Swap two samples, or move one, so that the costs come closest, where there is room; False if
+    nothing helps."""
     given = [(bin_, index) for bin_ in heavy for index in bin_][:_MOST_CANDIDATES]
     taken = [(bin_, part) for bin_ in light for part in (None, *bin_)][:_MOST_CANDIDATES]
     costs_H = [budget.costs[index] for _, index in given]
     costs_K = [0.0 if part is None else budget.costs[part] for _, part in taken]
     rooms = [budget.max_tokens - budget.tokens(bin_) for bin_ in light]
     freed_by = zip(light, rooms, strict=True)
-    room_K = [room + length for bin_, room in freed_by for length in (0, *(budget.lengths[i] for i in bin_))]
+    room_K = [
+        room + length
+        for bin_, room in freed_by
+        for length in (0, *(budget.lengths[i] for i in bin_))
+    ]
     moved_HK = np.subtract.outer(costs_H, costs_K)
     tokens_H = [budget.lengths[index] for _, index in given]
     moved_HK[np.greater.outer(tokens_H, room_K[:_MOST_CANDIDATES])] = 0.0

@@ -7,9 +7,10 @@ A row, of JSONL, parquet or a data set's folder, is one of
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}
                                        the tokenizer's chat template of them; what the assistant's turns add is learned
 
-Prompt and completion are tokenized apart, so that no token is half of either. In the chat template the completion is
-what the template makes of the assistant's turn, with its own end; behind another the end is that of the prompt's
-template, else the end of sequence, and what ends a completion already is not doubled.
+Prompt and completion are tokenized apart, so that no token is half of either. In the chat template
+the completion is what the template makes of the assistant's turn, with its own end; behind another
+the end is that of the prompt's template, else the end of sequence, and what ends a completion
+already is not doubled.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ from rlmath.workers.user_functions import UserFunction
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMS = "prompt and completion, question and solution, or messages whose last turn is the assistant's"
+FORMS = (
+    "prompt and completion, question and solution, or messages whose last turn is the assistant's"
+)
 _CHUNK = 1000
 """Rows tokenized in one call."""
 
@@ -66,7 +69,8 @@ class WrittenSequence:
     completion_ids: tuple[int, ...]
     """What ends a turn or a sequence is the last."""
     learned: tuple[bool, ...] | None = None
-    """By token of the completion; None: all of them. A conversation's other turns between the assistant's are not."""
+    """By token of the completion; None: all of them. A conversation's other turns between the
+    assistant's are not."""
 
     @property
     def length(self) -> int:
@@ -79,9 +83,13 @@ class WrittenSequence:
         return len(self.completion_ids) if self.learned is None else sum(self.learned)
 
     def sample(self) -> Sample:
-        """As it is packed: what is learned takes the place of what a model samples. It has no advantage."""
+        """As it is packed: what is learned takes the place of what a model samples.
+
+        It has no advantage."""
         logprobs = (0.0,) * len(self.completion_ids)
-        return Sample(self.prompt_ids, self.completion_ids, logprobs, advantage=0.0, sampled=self.learned)
+        return Sample(
+            self.prompt_ids, self.completion_ids, logprobs, advantage=0.0, sampled=self.learned
+        )
 
 
 @dataclass(frozen=True)
@@ -101,8 +109,10 @@ def load_sequences(
     limit: int,
     max_unusable_share: float,
 ) -> tuple[list[WrittenSequence], SequenceReport]:
-    """The sequences of a file that have at most `limit` tokens, in its order. ValueError for a file that cannot be
-    read, where too many rows are unusable, and where nothing is left."""
+    """The sequences of a file that have at most `limit` tokens, in its order.
+
+    ValueError for a file that cannot be read, where too many rows are unusable, and where nothing
+    is left."""
     kept: list[WrittenSequence] = []
     example: tuple[_Texts, WrittenSequence] | None = None
     characters: set[str] = set()
@@ -113,7 +123,9 @@ def load_sequences(
         texts = _texts(chunk, template, tokenizer, unusable, CHARACTERS_PER_TOKEN * limit)
         for row, one in zip(texts, _tokenized(texts, tokenizer), strict=True):
             if not one.prompt_ids:
-                unusable.append(UnusableRow(row.where, "its prompt has no token", row.prompt.text[:60]))
+                unusable.append(
+                    UnusableRow(row.where, "its prompt has no token", row.prompt.text[:60])
+                )
             elif one.length > limit:
                 too_long, longest = too_long + 1, max(longest, one.length)
             else:
@@ -141,7 +153,8 @@ def load_sequences(
 def split_held_out(
     sequences: Sequence[WrittenSequence], share: float, seed: int
 ) -> tuple[list[WrittenSequence], list[WrittenSequence]]:
-    """(to train on, to evaluate on), each in the file's order; a share above 0 holds at least one out."""
+    """(to train on, to evaluate on), each in the file's order; a share above 0 holds at least one
+    out."""
     count = min(max(1, round(share * len(sequences))), len(sequences) - 1) if share > 0 else 0
     # The order of epoch -1, which is never trained on.
     held = set(permutation(len(sequences), seed, -1)[:count])
@@ -196,8 +209,11 @@ def _texts(
     unusable: list[UnusableRow],
     most_characters: int,
 ) -> list[_Texts]:
-    """What can be used; the others, among them rows of more than `most_characters`, are added to `unusable`."""
-    known = [token for token in (chat_end(tokenizer), tokenizer.eos_token_id) if isinstance(token, int)]
+    """What can be used; the others, among them rows of more than `most_characters`, are added to
+    `unusable`."""
+    known = [
+        token for token in (chat_end(tokenizer), tokenizer.eos_token_id) if isinstance(token, int)
+    ]
     ends = tuple(map(str, tokenizer.convert_ids_to_tokens(known)))
     parsed = [_parsed(raw, template, tokenizer, ends, most_characters) for raw in rows]
     others = [
@@ -215,7 +231,8 @@ def _texts(
             texts = _written(row, template, tokenizer, None if is_chat else next(prompts), ends)
             if texts.length > most_characters:
                 raise RowError(
-                    f"in its template it has {texts.length} characters, more than {most_characters}; it is not "
+                    f"in its template it has {texts.length} characters, more than "
+                    f"{most_characters}; it is not "
                     "tokenized"
                 )
             found.append(texts)
@@ -276,18 +293,28 @@ def _unusable(raw: RawRow, error: RowError) -> UnusableRow:
     return UnusableRow(raw.where, str(error), raw.start or columns)
 
 
-def _in_chat(row: PromptRow, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast) -> bool:
+def _in_chat(
+    row: PromptRow, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast
+) -> bool:
     """Whether the tokenizer's chat template writes prompt and answer."""
     return template_of(row, template, tokenizer) == "chat" and bool(tokenizer.chat_template)
 
 
-def _check_messages(row: PromptRow, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast) -> None:
+def _check_messages(
+    row: PromptRow, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast
+) -> None:
     """RowError for messages where neither a chat template nor a function of the user's takes
     them."""
-    if row.messages and not isinstance(template, UserFunction) and not _in_chat(row, template, tokenizer):
+    if (
+        row.messages
+        and not isinstance(template, UserFunction)
+        and not _in_chat(row, template, tokenizer)
+    ):
         raise RowError(
-            f'"messages" need the tokenizer\'s chat template; data.template is "{template}", and the tokenizer has '
-            f"{'one' if tokenizer.chat_template else 'none'}. Use data.template=auto and a tokenizer with a chat "
+            f'"messages" need the tokenizer\'s chat template; data.template is "{template}", and '
+            "the tokenizer has "
+            f"{'one' if tokenizer.chat_template else 'none'}. Use data.template=auto and a "
+            "tokenizer with a chat "
             "template, or give rows with prompt and completion"
         )
 
@@ -300,29 +327,40 @@ def _whole(row: PromptRow, answer: Message) -> PromptRow:
 
 
 def _completion(answer: Message, ends: tuple[str, ...]) -> str:
-    """An answer outside the chat template, with nothing behind an end that it has. RowError where
-    it is more than a text, or is not learned."""
+    """An answer outside the chat template, with nothing behind an end that it has.
+
+    RowError where it is more than a text, or is not learned."""
     if not weight_of(answer):
-        raise RowError("the last of its messages has weight 0, and nothing else of it would be learned")
+        raise RowError(
+            "the last of its messages has weight 0, and nothing else of it would be learned"
+        )
     if answer.get("reasoning_content") or answer.get("tool_calls"):
         raise RowError(
-            "its answer has reasoning_content or tool_calls, which the tokenizer's chat template alone can write"
+            "its answer has reasoning_content or tool_calls, which the tokenizer's chat template "
+            "alone can write"
         )
     text = checked_text(answer.get("content"), "content")
     return text.rstrip() if text.rstrip().endswith(ends) else text
 
 
 def _parse(columns: dict, where: str) -> _Row:
-    """The prompt, and the answer. RowError for a row of none of the forms."""
+    """The prompt, and the answer.
+
+    RowError for a row of none of the forms."""
     for first, second, whole in (("prompt", "completion", True), ("question", "solution", False)):
         if first in columns and second in columns:
-            prompt, completion = checked_text(columns[first], first), checked_text(columns[second], second)
+            prompt, completion = (
+                checked_text(columns[first], first),
+                checked_text(columns[second], second),
+            )
             row = PromptRow(prompt, "math", where, (completion,), whole=whole)
             return _Row(row, assistant(completion))
     if "messages" in columns:
         *turns, answer = messages_of(columns["messages"], "messages")
         if answer["role"] != "assistant" or not turns:
-            raise RowError("the last of its messages must be the assistant's, with others before it")
+            raise RowError(
+                "the last of its messages must be the assistant's, with others before it"
+            )
         row = PromptRow(
             str(turns[-1].get("content") or ""),
             "math",
@@ -337,7 +375,9 @@ def _parse(columns: dict, where: str) -> _Row:
     raise RowError(f"has {names}; needed: {FORMS}")
 
 
-def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerFast) -> Iterator[WrittenSequence]:
+def _tokenized(
+    texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[WrittenSequence]:
     """The prompt as GRPO has it; the rest without special tokens of the tokenizer's, each piece
     alone or, of a tokenizer that begins every text with a mark of its own, as in the whole text."""
     if not texts:
@@ -357,40 +397,54 @@ def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerFast) -> I
         if not completion or completion[-1] not in (of_turn, of_sequence):
             completion.append(of_turn if of_turn in prompt else of_sequence)
             learned.append(True)
-        yield WrittenSequence(tuple(prompt), tuple(completion), None if all(learned) else tuple(learned))
+        yield WrittenSequence(
+            tuple(prompt), tuple(completion), None if all(learned) else tuple(learned)
+        )
 
 
 def _marks_beginnings(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether a text has other tokens at the beginning than behind a line's end: Llama 2's begin with "▁"."""
+    """Whether a text has other tokens at the beginning than behind a line's end: Llama 2's begin
+    with "▁"."""
     line, both, alone = (
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("\n", "\n2", "2")
     )
     return both != line + alone
 
 
-def _in_whole_text(pieces: Sequence[Piece], tokenizer: PreTrainedTokenizerFast) -> list[list[int]] | None:
-    """Tokens of every piece behind the prompt as the whole text has them; None where the prompt alone has others, or
-    one goes over the border of two pieces."""
+def _in_whole_text(
+    pieces: Sequence[Piece], tokenizer: PreTrainedTokenizerFast
+) -> list[list[int]] | None:
+    """Tokens of every piece behind the prompt as the whole text has them; None where the prompt
+    alone has others, or one goes over the border of two pieces."""
     texts = [piece.text for piece in pieces]
-    whole = tokenizer("".join(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    whole = tokenizer(
+        "".join(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
     prompt = tokenizer(texts[0], add_special_tokens=False, verbose=False)["input_ids"]
     ids, stops = whole["input_ids"], [stop for _, stop in whole["offset_mapping"]]
     borders = list(itertools.accumulate(map(len, texts)))
     cuts = [bisect.bisect_right(stops, border) for border in borders]
-    whole_pieces = all(cut and stops[cut - 1] == border for cut, border in zip(cuts, borders, strict=True))
+    whole_pieces = all(
+        cut and stops[cut - 1] == border for cut, border in zip(cuts, borders, strict=True)
+    )
     if not whole_pieces or ids[: cuts[0]] != prompt:
         return None
     return [ids[start:stop] for start, stop in itertools.pairwise(cuts)]
 
 
 def _check(report: SequenceReport, max_unusable_share: float) -> None:
-    check_unusable(report.path, report.unusable, report.rows, max_unusable_share, f" Needed: {FORMS}.")
+    check_unusable(
+        report.path, report.unusable, report.rows, max_unusable_share, f" Needed: {FORMS}."
+    )
     if not report.kept and report.dropped:
         raise ValueError(
             f"{report.path}: all {report.dropped} sequences that can be used are longer than "
-            f"{report.setting}={report.most_tokens} (the longest has {report.longest_dropped_tokens} tokens); raise "
+            f"{report.setting}={report.most_tokens} (the longest has "
+            f"{report.longest_dropped_tokens} tokens); raise "
             "it, or give shorter ones"
         )
     if not report.kept:
         reasons = "".join(f"\n    {line}" for line in unusable_lines(report.path, report.unusable))
-        raise ValueError(f"{report.path}: no row can be used; needed: rows with {FORMS}. Why:{reasons}")
+        raise ValueError(
+            f"{report.path}: no row can be used; needed: rows with {FORMS}. Why:{reasons}"
+        )

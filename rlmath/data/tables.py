@@ -18,13 +18,16 @@ _MAX_BATCH_BYTES = 2**30
 
 
 def table_rows(file: Path, is_parquet: bool) -> Iterator[RawRow]:
-    """All rows of a parquet file, or of one of Arrow's. ValueError for a file that is neither, or damaged."""
+    """All rows of a parquet file, or of one of Arrow's.
+
+    ValueError for a file that is neither, or damaged."""
     number, batches = 0, _parquet_batches(file) if is_parquet else _arrow_batches(file)
     try:
         for batch in batches:
             if batch.nbytes > _MAX_BATCH_BYTES:
                 raise ValueError(
-                    f"{file}: {batch.num_rows} rows from row {number + 1} on take {batch.nbytes / 2**30:.1f} GiB; "
+                    f"{file}: {batch.num_rows} rows from row {number + 1} on take "
+                    f"{batch.nbytes / 2**30:.1f} GiB; "
                     "prompts of a few KiB are needed"
                 )
             for columns, reason in _columns_of(batch):
@@ -34,7 +37,8 @@ def table_rows(file: Path, is_parquet: bool) -> Iterator[RawRow]:
     except (pa.ArrowException, UnicodeError, OSError, EOFError, MemoryError) as error:
         kind = file.suffix.lstrip(".") or "data"
         raise ValueError(
-            f"{file}: no {kind} file, or a damaged one, behind row {number}: {str(error)[:300]}; download it again"
+            f"{file}: no {kind} file, or a damaged one, behind row {number}: {str(error)[:300]}; "
+            "download it again"
         ) from error
 
 
@@ -57,8 +61,11 @@ def _arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
             yield batch
 
 
-def _columns_of(batch: pa.RecordBatch, at_once: int = _BATCH_ROWS) -> Iterator[tuple[dict | None, str]]:
-    """Row by row where a piece as a whole has a value that Python does not take, such as text that is not UTF-8."""
+def _columns_of(
+    batch: pa.RecordBatch, at_once: int = _BATCH_ROWS
+) -> Iterator[tuple[dict | None, str]]:
+    """Row by row where a piece as a whole has a value that Python does not take, such as text that
+    is not UTF-8."""
     narrow = [field for field in batch.schema if "float" in str(field.type)]
     lists = [field.name for field in batch.schema if _has_structs(field.type)]
     for start in range(0, batch.num_rows, at_once):
@@ -75,7 +82,8 @@ def _columns_of(batch: pa.RecordBatch, at_once: int = _BATCH_ROWS) -> Iterator[t
 
 
 def _shortest(value: Any, kind: pa.DataType) -> Any:
-    """The value with the numbers that its shortest text says: 0.1 of a column of float32, not 0.10000000149011612."""
+    """The value with the numbers that its shortest text says: 0.1 of a column of float32, not
+    0.10000000149011612."""
     if value is None:
         return None
     if pa.types.is_float32(kind) or pa.types.is_float16(kind):
@@ -86,7 +94,9 @@ def _shortest(value: Any, kind: pa.DataType) -> Any:
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
 
 
 def _has_structs(kind: pa.DataType) -> bool:
@@ -95,8 +105,9 @@ def _has_structs(kind: pa.DataType) -> bool:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A list of structs without what is null in them: in a table each has the keys of all. A null
-    content stays, as messages with calls of tools have it."""
+    """A list of structs without what is null in them: in a table each has the keys of all.
+
+    A null content stays, as messages with calls of tools have it."""
     if isinstance(value, list):
         return [_without_nulls(part) for part in value]
     if isinstance(value, dict):

@@ -1,4 +1,5 @@
-"""From a problem to token ids: the templates around it, and the tokenizer of a Hugging Face model folder.
+"""From a problem to token ids: the templates around it, and the tokenizer of a Hugging Face model
+folder.
 
 Each template is written as its source has it:
 - r1_distill: AReaL-boba's prompts for DeepSeek-R1-Distill models.
@@ -42,7 +43,8 @@ class Template:
         return self.head + problem + self.tail
 
     def is_around(self, text: str) -> bool:
-        """Whether a text has it already; some of AReaL's prompts have a space where others have a line's end."""
+        """Whether a text has it already; some of AReaL's prompts have a space where others have a
+        line's end."""
         return text.startswith(self.head) and text.endswith(self.tail.lstrip())
 
 
@@ -53,17 +55,30 @@ FIXED = {
         f"{_BOXED}<|im_end|>\n<|im_start|>assistant\n",
     ),
     "orz": Template(
-        "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. "
-        "The Assistant first thinks about the reasoning process in the mind and then provides the User with the "
-        "answer. The reasoning process is enclosed within <think> </think> and answer is enclosed within <answer> "
-        "</answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>. "
-        "User: You must put your answer inside <answer> </answer> tags, i.e., <answer> answer here </answer>. And "
-        "your final answer will be extracted automatically by the \\boxed{} tag.\nThis is the problem:\n",
+        "A conversation between User and Assistant. The User asks a question, and the Assistant "
+        "solves it. "
+        "The Assistant first thinks about the reasoning process in the mind and then provides the "
+        "User with the "
+        "answer. The reasoning process is enclosed within <think> </think> and answer is enclosed "
+        "within <answer> "
+        "</answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> "
+        "answer here </answer>. "
+        "User: You must put your answer inside <answer> </answer> tags, i.e., <answer> answer "
+        "here </answer>. And "
+        "your final answer will be extracted automatically by the \\boxed{} tag.\nThis is the "
+        "problem:\n",
         "\nAssistant: <think>",
     ),
 }
 
-_MARKS = ("<｜User｜>", "<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|user|>")
+_MARKS = (
+    "<｜User｜>",
+    "<|im_start|>",
+    "<|start_header_id|>",
+    "<start_of_turn>",
+    "[INST]",
+    "<|user|>",
+)
 _ENDS = ("\nAssistant: <think>", "\nAnswer:\nLet's think step by step.", "\nAssistant:")
 
 
@@ -98,9 +113,13 @@ def usable_prompts(
     rows: list[PromptRow] = []
     prompts: list[PromptText] = []
     unusable = list(file.unusable)
-    for row, prompt in zip(file.rows, rendered(file.rows, template, tokenizer, most_characters), strict=True):
+    for row, prompt in zip(
+        file.rows, rendered(file.rows, template, tokenizer, most_characters), strict=True
+    ):
         if isinstance(prompt, RowError):
-            unusable.append(UnusableRow(f"query_id {row.query_id[:60]!r}", str(prompt), row.prompt[:60]))
+            unusable.append(
+                UnusableRow(f"query_id {row.query_id[:60]!r}", str(prompt), row.prompt[:60])
+            )
         else:
             rows.append(row)
             prompts.append(prompt)
@@ -126,7 +145,8 @@ def rendered(
             prompt = _prompt_of(row, template, tokenizer, written)
             if len(prompt.text) > most_characters:
                 raise RowError(
-                    f"in its template it has {len(prompt.text)} characters, more than {most_characters}; it is not "
+                    f"in its template it has {len(prompt.text)} characters, more than "
+                    f"{most_characters}; it is not "
                     "tokenized"
                 )
             yield prompt
@@ -140,8 +160,9 @@ def _prompt_of(
     tokenizer: PreTrainedTokenizerFast,
     written: str | list[dict] | None,
 ) -> PromptText:
-    """The prompt of one row; `written` is what a function of the user's made of it. RowError where
-    it has none."""
+    """The prompt of one row; `written` is what a function of the user's made of it.
+
+    RowError where it has none."""
     if not isinstance(template, UserFunction):
         return prompt_text(row, template, tokenizer)
     check_row(row, template, tokenizer)
@@ -154,7 +175,9 @@ def _prompt_of(
 
 
 def _made_by(template: UserFunction, rows: Sequence[PromptRow]) -> Iterator[str | list[dict]]:
-    """What a function of the user's makes of every row. ValueError where it fails on one."""
+    """What a function of the user's makes of every row.
+
+    ValueError where it fails on one."""
     calls = ((row.prompt, _row_for_template(row)) for row in rows)
     for row, result in zip(rows, template.map(calls), strict=True):
         made = f"{template.hook.setting} {template} of the prompt {row.query_id[:60]!r}"
@@ -162,7 +185,9 @@ def _made_by(template: UserFunction, rows: Sequence[PromptRow]) -> Iterator[str 
             raise ValueError(f"{made} failed: {template.reason(result)}. Correct the function")
         problem = text_problem(result.value) if isinstance(result.value, str) else None
         if problem is not None:
-            raise ValueError(f"{made} {problem}; needed: a text that can be tokenized. Correct the function")
+            raise ValueError(
+                f"{made} {problem}; needed: a text that can be tokenized. Correct the function"
+            )
         yield result.value
 
 
@@ -209,8 +234,10 @@ def _is_around(word: str, row: PromptRow) -> bool:
 
 
 def prompt_text(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) -> PromptText:
-    """The prompt of a row in a template by its word. RowError for a row that cannot be in it
-    (`check_row`, `chat.render`); ValueError for "chat" where there is none."""
+    """The prompt of a row in a template by its word.
+
+    RowError for a row that cannot be in it (`check_row`, `chat.render`); ValueError for "chat"
+    where there is none."""
     word = template_of(row, template, tokenizer)
     if word == "raw" or _is_around(word, row):
         return PromptText(row.prompt)
@@ -227,7 +254,8 @@ def _refuse_second_template(row: PromptRow, given: str) -> None:
         if row.messages:
             change = "Take it out of the message"
         raise RowError(
-            f'data.template is "{given}", and the prompt {row.query_id[:60]!r} has a template already: it begins '
+            f'data.template is "{given}", and the prompt {row.query_id[:60]!r} has a template '
+            "already: it begins "
             f"{row.prompt[:60]!r}. {change}"
         )
 
@@ -237,8 +265,12 @@ def asked(row: PromptRow) -> tuple[Message, ...]:
     return row.messages or (chat.user(row.prompt + _BOXED),)
 
 
-def template_of(row: PromptRow, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast) -> str:
-    """What "auto" stands for; other words and functions are themselves. "raw": the text as it stands."""
+def template_of(
+    row: PromptRow, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast
+) -> str:
+    """What "auto" stands for; other words and functions are themselves.
+
+    "raw": the text as it stands."""
     if template != "auto":
         return str(template)
     if row.whole:
@@ -260,7 +292,8 @@ def _chat(
     tokenizer: PreTrainedTokenizerFast,
     function_of: str | None = None,
 ) -> str:
-    """Messages in the tokenizer's chat template; `function_of` is the setting whose function wrote them."""
+    """Messages in the tokenizer's chat template; `function_of` is the setting whose function wrote
+    them."""
     if not tokenizer.chat_template:
         given = f"{function_of} returns messages" if function_of else 'data.template is "chat"'
         raise ValueError(
@@ -277,16 +310,24 @@ def _chat(
 def load_tokenizer(
     path: str, option: str = "model.path", settings: chat.ChatSettings | None = None
 ) -> PreTrainedTokenizerFast:
-    """The fast tokenizer in folder `path`, never from the network or by the folder's code, with the chat template of
-    `settings` (None: its own). ValueError, in which `option` names the folder, where there is none, or no fast one."""
+    """The fast tokenizer in folder `path`, never from the network or by the folder's code, with the
+    chat template of `settings` (None: its own). ValueError, in which `option` names the folder,
+    where there is none, or no fast one."""
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"{option}: {path!r} is not a folder; it must be the folder of a Hugging Face model")
+        raise ValueError(
+            f"{option}: {path!r} is not a folder; it must be the folder of a Hugging Face model"
+        )
     files = ("tokenizer_config.json", "tokenizer.json", "vocab.json")
     if not any((folder / name).is_file() for name in files):
-        raise ValueError(f"{option}: {path!r} has no tokenizer.json; copy the tokenizer's files there")
+        raise ValueError(
+            f"{option}: {path!r} has no tokenizer.json; copy the tokenizer's files there"
+        )
     is_alone = not (folder / "tokenizer_config.json").is_file()
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # here, because it takes seconds
+    from transformers import (
+        AutoTokenizer,
+        PreTrainedTokenizerFast,
+    )  # here, because it takes seconds
 
     kind = PreTrainedTokenizerFast if is_alone else AutoTokenizer
     try:
@@ -296,7 +337,8 @@ def load_tokenizer(
     if not tokenizer.is_fast:
         name = type(tokenizer).__name__
         raise ValueError(
-            f"{option}: {path!r} has a slow tokenizer ({name}); a fast one (tokenizer.json) is needed"
+            f"{option}: {path!r} has a slow tokenizer ({name}); a fast one (tokenizer.json) is "
+            "needed"
         )
     if tokenizer.eos_token_id is None:
         _, named = _ends_in_config(folder)
@@ -313,7 +355,8 @@ def load_tokenizer(
 
 
 def _ends_in_config(folder: Path) -> tuple[Path, Any]:
-    """The file that counts of the two, and its "eos_token_id" as it stands; None where there is neither."""
+    """The file that counts of the two, and its "eos_token_id" as it stands; None where there is
+    neither."""
     files = (folder / "generation_config.json", folder / "config.json")
     file = next((one for one in files if one.is_file()), None)
     if file is None:
@@ -321,7 +364,9 @@ def _ends_in_config(folder: Path) -> tuple[Path, Any]:
     return file, read_json_object(file).get("eos_token_id")
 
 
-def prompt_tokens(prompts: Sequence[PromptText], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+def prompt_tokens(
+    prompts: Sequence[PromptText], tokenizer: PreTrainedTokenizerFast
+) -> list[list[int]]:
     """Tokens of prompts: of a chat its text's alone, as transformers' `apply_chat_template` and
     servers have them; any other begins as the tokenizer begins a text, once. What a tokenizer puts
     behind a text, an end, is never there."""
@@ -365,7 +410,9 @@ def token_ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> li
     return found
 
 
-def completion_text(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], stopped: bool) -> str:
+def completion_text(
+    tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], stopped: bool
+) -> str:
     """The text of a completion as it is judged and shown: all that the model said, spaces as it
     wrote them, without the stop token that is its last where it `stopped` by itself. Nothing pads a
     completion, so the tokenizer's padding token is a text like others; other special tokens are,
@@ -375,15 +422,23 @@ def completion_text(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]
 
 
 def unknown_token_ids(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
-    """The token for what the tokenizer does not know, by each of its names; none where it has no such token."""
+    """The token for what the tokenizer does not know, by each of its names; none where it has no
+    such token."""
     named = getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
-    found = [tokenizer.unk_token_id, None if named is None else tokenizer.convert_tokens_to_ids(named)]
+    found = [
+        tokenizer.unk_token_id,
+        None if named is None else tokenizer.convert_tokens_to_ids(named),
+    ]
     return frozenset(token for token in found if isinstance(token, int))
 
 
-def characters_without_token(characters: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> frozenset[str]:
-    """Characters that the tokenizer leaves out: alone, they give no token at all. Of white space only the space is
-    looked at, between letters; marks and what shows nothing are not, which many tokenizers normalise."""
+def characters_without_token(
+    characters: Iterable[str], tokenizer: PreTrainedTokenizerFast
+) -> frozenset[str]:
+    """Characters that the tokenizer leaves out: alone, they give no token at all.
+
+    Of white space only the space is looked at, between letters; marks and what shows nothing are
+    not, which many tokenizers normalise."""
     given = set(characters)
     looked_at = sorted(one for one in given if unicodedata.category(one)[0] not in "CMZ")
     ids = token_ids_of([*looked_at, "a b", "ab"], tokenizer)
@@ -391,9 +446,12 @@ def characters_without_token(characters: Iterable[str], tokenizer: PreTrainedTok
     return frozenset(lost | ({" "} & given if ids[-1] == ids[-2] else set()))
 
 
-def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that end a completion: the tokenizer's end of sequence, what ends a turn in its chat template, and what
-    generation_config.json, else config.json, names. ValueError for what is no token of the model."""
+def stop_token_ids(
+    path: str, tokenizer: PreTrainedTokenizerFast, vocab_size: int
+) -> tuple[int, ...]:
+    """Tokens that end a completion: the tokenizer's end of sequence, what ends a turn in its chat
+    template, and what generation_config.json, else config.json, names. ValueError for what is no
+    token of the model."""
     end, of_turn = tokenizer.eos_token_id, chat.chat_end(tokenizer)
     assert isinstance(end, int), end  # `load_tokenizer` refuses others
     found = {end} if of_turn is None else {end, of_turn}
@@ -401,7 +459,8 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast, vocab_size: in
     also = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(token) is int and 0 <= token < vocab_size for token in also):
         raise ValueError(
-            f'{file}: "eos_token_id" is {repr(named)[:80]}; needed: tokens of the model, whole numbers from 0 '
+            f'{file}: "eos_token_id" is {repr(named)[:80]}; needed: tokens of the model, whole '
+            "numbers from 0 "
             f"to {vocab_size - 1}, or null"
         )
     return tuple(sorted(found.union(also)))

@@ -70,7 +70,9 @@ def _marks_of(
     end = chat_end(tokenizer)
     if end is not None:
         of_sequence.add(str(tokenizer.convert_ids_to_tokens(end)))
-    special = {token.content for token in added if token.special or re.fullmatch(_SHAPE, token.content)}
+    special = {
+        token.content for token in added if token.special or re.fullmatch(_SHAPE, token.content)
+    }
     in_answers = of_turns | of_sequence
     return Marks(
         in_prompts=_pattern(_with_normalized(in_answers | special, tokenizer)),
@@ -92,9 +94,13 @@ def _pattern(marks: Collection[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
 
 
-def _marks_of_turns(tokenizer: PreTrainedTokenizerFast, template: str, added: Collection[str]) -> set[str]:
-    """What the chat template writes around turns. Of its tags, such as `<think>`, those alone whose
-    partner is around another turn: thinking is opened and closed within an answer."""
+def _marks_of_turns(
+    tokenizer: PreTrainedTokenizerFast, template: str, added: Collection[str]
+) -> set[str]:
+    """What the chat template writes around turns.
+
+    Of its tags, such as `<think>`, those alone whose partner is around another turn: thinking is
+    opened and closed within an answer."""
     question, answer = "6 x 7 = ?", "forty-two"
     tokens = _pattern(added)
     conversation = [user(question), assistant(answer), user(question)]
@@ -140,7 +146,9 @@ def check_turns(messages: Sequence[Message], tools: Sequence[Message], marks: Ma
     for message in messages:
         role = message["role"]
         if role not in marks.roles:
-            raise RowError(f"the role {role[:60]!r} is unknown; known: {', '.join(sorted(marks.roles))}")
+            raise RowError(
+                f"the role {role[:60]!r} is unknown; known: {', '.join(sorted(marks.roles))}"
+            )
     for message in messages:
         is_answer = message["role"] == "assistant"
         pattern = marks.in_answers if is_answer else marks.in_prompts
@@ -156,4 +164,6 @@ def _check_texts(texts: Iterable[str], pattern: re.Pattern[str], marks: Marks, p
             found = pattern.search(normalizer.normalize_str(text))
         if found is not None:
             kind = "tokenizer's special token" if found[0] in marks.tokens else "template's mark"
-            raise RowError(f"its {part} would end or change the turn, as it has the {kind} {found[0]!r}")
+            raise RowError(
+                f"its {part} would end or change the turn, as it has the {kind} {found[0]!r}"
+            )

@@ -1,14 +1,17 @@
-"""Two worlds in one run: ranks that train, and ranks that have the engines, each with process groups of their own.
+"""Two worlds in one run: ranks that train, and ranks that have the engines, each with process
+groups of their own.
 
     ranks 0 to T-1 of torchrun   PrefixStore("training")     Megatron's world
     ranks T to N-1               PrefixStore("generation")   vLLM's world
     all N ranks                  PrefixStore("bridge")       messages between the two, and weights
 
-In its own world a rank is numbered from 0: neither library sees the ranks of the other. The default process group of
-torch is that of the world; the bridge is a gloo group beside it, which no library knows.
+In its own world a rank is numbered from 0: neither library sees the ranks of the other. The default
+process group of torch is that of the world; the bridge is a gloo group beside it, which no library
+knows.
 
-Messages are our own dataclasses, pickled. A thread of every rank with a `Mailbox` reads them; what is sent arrives in
-order, and sending does not wait for the receiver's main thread. The heartbeat knows whether the other side lives.
+Messages are our own dataclasses, pickled. A thread of every rank with a `Mailbox` reads them; what
+is sent arrives in order, and sending does not wait for the receiver's main thread. The heartbeat
+knows whether the other side lives.
 """
 
 from __future__ import annotations
@@ -58,17 +61,28 @@ class UnreadableMessageError(Exception):
 
 
 class Bridge:
-    """The group of all ranks of a run with two worlds. Ranks are those of the run."""
+    """The group of all ranks of a run with two worlds.
+
+    Ranks are those of the run."""
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, engine_ranks: int, timeout_seconds: float
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        engine_ranks: int,
+        timeout_seconds: float,
     ) -> None:
-        """A collective of all ranks, of at most `timeout_seconds`. The last `engine_ranks` have the engines."""
+        """A collective of all ranks, of at most `timeout_seconds`.
+
+        The last `engine_ranks` have the engines."""
         self.rank, self.world_size = rank, world_size
         self.training_ranks = world_size - engine_ranks
         let_gloo_connect_lazily()
         timeout = timedelta(seconds=timeout_seconds)
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("bridge", store), rank, world_size, timeout)
+        self._group = dist.ProcessGroupGloo(
+            dist.PrefixStore("bridge", store), rank, world_size, timeout
+        )
 
     @property
     def trains(self) -> bool:
@@ -88,7 +102,9 @@ class Bridge:
         return self.training_ranks if self.trains else self.world_size - self.training_ranks
 
     def broadcast(self, mine: T) -> T:
-        """What rank 0 of the run holds, on every rank of it. A collective."""
+        """What rank 0 of the run holds, on every rank of it.
+
+        A collective."""
         content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
         size = torch.tensor([len(content)])
         self._group.broadcast([size], dist.BroadcastOptions()).wait()
@@ -100,15 +116,16 @@ class Bridge:
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> list[Callable[[], object]]:
-        """Start sending tensors of the host to ranks, and receiving others; both sides in the same order. Each of what
-        is returned waits for one of them."""
+        """Start sending tensors of the host to ranks, and receiving others; both sides in the same
+        order. Each of what is returned waits for one of them."""
         works = [self._group.send([tensor], rank, _TENSORS) for rank, tensor in sends]
         works += [self._group.recv([tensor], rank, _TENSORS) for rank, tensor in receives]
         return [partial(work.wait, PATIENCE) for work in works]
 
     @contextmanager
     def as_own_world(self) -> Iterator[None]:
-        """Inside, the launcher's variables are those of this rank's world, for a library that reads them."""
+        """Inside, the launcher's variables are those of this rank's world, for a library that reads
+        them."""
         own = {"RANK": str(self.rank_in_world), "WORLD_SIZE": str(self.size_of_world)}
         before = {name: os.environ[name] for name in own}
         os.environ.update(own)
@@ -118,10 +135,14 @@ class Bridge:
             os.environ.update(before)
 
 
-def open_worlds(device: Device, timeout_seconds: float, store: dist.Store, engine_ranks: int) -> Bridge:
-    """Join the bridge and the process group of this rank's world, and make the run's store that of all ranks. A
-    collective of all ranks of the run."""
-    bridge = Bridge(store, environment_rank(), environment_world_size(), engine_ranks, timeout_seconds)
+def open_worlds(
+    device: Device, timeout_seconds: float, store: dist.Store, engine_ranks: int
+) -> Bridge:
+    """Join the bridge and the process group of this rank's world, and make the run's store that of
+    all ranks. A collective of all ranks of the run."""
+    bridge = Bridge(
+        store, environment_rank(), environment_world_size(), engine_ranks, timeout_seconds
+    )
     own = dist.PrefixStore(bridge.world, store)
     init_process_group(device, timeout_seconds, own, (bridge.rank_in_world, bridge.size_of_world))
     use_run_store(store)
@@ -129,11 +150,14 @@ def open_worlds(device: Device, timeout_seconds: float, store: dist.Store, engin
 
 
 class Mailbox:
-    """The messages of one rank to and from some others. `close` is a collective of them. Where a message breaks off all
-    methods raise RuntimeError, and UnreadableMessageError where one cannot be read."""
+    """The messages of one rank to and from some others.
+
+    `close` is a collective of them. Where a message breaks off all methods raise RuntimeError, and
+    UnreadableMessageError where one cannot be read."""
 
     def __init__(self, bridge: Bridge, partners: Sequence[int]) -> None:
-        """`partners`: the ranks that it exchanges messages with; each of them has this rank among its own."""
+        """`partners`: the ranks that it exchanges messages with; each of them has this rank among
+        its own."""
         self._bridge, self._partners = bridge, list(partners)
         self._arrived: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
         self._boxes: dict[type, queue.SimpleQueue[Envelope | None]] = {}
@@ -145,14 +169,16 @@ class Mailbox:
         self._reader.start()
 
     def box(self, kind: type) -> queue.SimpleQueue[Envelope | None]:
-        """A queue of its own for all messages of a kind, for another thread; None comes where no more can be read. Call
-        it before the first one may come."""
+        """A queue of its own for all messages of a kind, for another thread; None comes where no
+        more can be read. Call it before the first one may come."""
         with self._box_lock:
             self.raise_if_lost()
             return self._boxes.setdefault(kind, queue.SimpleQueue())
 
     def send(self, rank: int, message: Any) -> None:
-        """Send a message to one of the partners. From any thread."""
+        """Send a message to one of the partners.
+
+        From any thread."""
         self.raise_if_lost()
         content = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         group, head = self._bridge._group, torch.tensor([len(content)])
@@ -168,11 +194,14 @@ class Mailbox:
             self.send(rank, message)
 
     def receive(self, seconds: float = 0.0) -> list[Envelope]:
-        """All messages that have arrived, and are not in a box of their own; waits up to `seconds` for the first."""
+        """All messages that have arrived, and are not in a box of their own; waits up to `seconds`
+        for the first."""
         self.raise_if_lost()
         found: list[Envelope] = []
         try:
-            found.append(self._arrived.get(timeout=seconds) if seconds else self._arrived.get_nowait())
+            found.append(
+                self._arrived.get(timeout=seconds) if seconds else self._arrived.get_nowait()
+            )
             while True:
                 found.append(self._arrived.get_nowait())
         except queue.Empty:
@@ -226,4 +255,6 @@ class Mailbox:
             if message is None:
                 closed += 1
             else:
-                self._boxes.get(type(message), self._arrived).put(Envelope(source, message, time.monotonic()))
+                self._boxes.get(type(message), self._arrived).put(
+                    Envelope(source, message, time.monotonic())
+                )

@@ -1,4 +1,6 @@
-"""The collectives of the control plane: pickled objects and sums of metrics. Tensors do not use these."""
+"""The collectives of the control plane: pickled objects and sums of metrics.
+
+Tensors do not use these."""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def shared_store(name: str) -> RunStore:
 
 
 def all_gather_objects(mine: T) -> list[T]:
-    """What every rank holds, in order of ranks, on every rank. Objects travel pickled between our own processes."""
+    """What every rank holds, in order of ranks, on every rank.
+
+    Objects travel pickled between our own processes."""
     content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
     sizes = torch.empty(dist.get_world_size(), dtype=torch.int64)
     dist.all_gather_single(sizes, torch.tensor([len(content)]))
@@ -38,10 +42,12 @@ def all_gather_objects(mine: T) -> list[T]:
 
 
 def gathered_bytes(sizes: Sequence[int]) -> tuple[bool, int]:
-    """How objects of so many pickled bytes are gathered: whether by a sum, and how many bytes a rank then sends.
+    """How objects of so many pickled bytes are gathered: whether by a sum, and how many bytes a
+    rank then sends.
 
-    Gathering fills every rank's part up to the largest. Where few ranks have much, a sum over a buffer with room for
-    all, in which each rank has written its part, costs less: it sends twice the buffer.
+    Gathering fills every rank's part up to the largest. Where few ranks have much, a sum over a
+    buffer with room for all, in which each rank has written its part, costs less: it sends twice
+    the buffer.
 
     >>> gathered_bytes([800, 4, 4, 4]), gathered_bytes([300, 200, 200, 300])
     ((True, 1624), (False, 1200))
@@ -87,10 +93,13 @@ def first_error(mine: str | None) -> str | None:
 def reduce_over_ranks(
     sums: Mapping[str, float], maxima: Mapping[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Sums by key and largest values by key over all ranks, in float64, by one gather over gloo. Every rank must name
-    the same keys in the same order."""
+    """Sums by key and largest values by key over all ranks, in float64, by one gather over gloo.
+
+    Every rank must name the same keys in the same order."""
     mine = torch.tensor([*sums.values(), *maxima.values()], dtype=torch.float64)
     by_rank = mine.new_empty(dist.get_world_size(), len(mine))
     dist.all_gather_single(by_rank.view(-1), mine)
     summed, largest = by_rank[:, : len(sums)].sum(0), by_rank[:, len(sums) :].amax(0)
-    return dict(zip(sums, summed.tolist(), strict=True)), dict(zip(maxima, largest.tolist(), strict=True))
+    return dict(zip(sums, summed.tolist(), strict=True)), dict(
+        zip(maxima, largest.tolist(), strict=True)
+    )

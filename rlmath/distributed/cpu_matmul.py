@@ -1,9 +1,9 @@
 """Matrix products of a linear layer on CPU, by oneDNN on AMD's processors with AVX-512.
 
-torch gives float32 products to MKL, which has no kernels with AVX-512 for AMD's processors; oneDNN has, and was
-measured to be 2.2 times as fast there (docs/benchmarks.md). Without AVX-512 MKL's are as fast forward, and faster for
-the gradients of weights. On one thread both give the same bits from run to run. Small products stay with MKL: oneDNN
-prepares every new shape for half a millisecond.
+torch gives float32 products to MKL, which has no kernels with AVX-512 for AMD's processors; oneDNN
+has, and was measured to be 2.2 times as fast there (docs/benchmarks.md). Without AVX-512 MKL's are
+as fast forward, and faster for the gradients of weights. On one thread both give the same bits from
+run to run. Small products stay with MKL: oneDNN prepares every new shape for half a millisecond.
 """
 
 # Shape legend: T tokens (any number of dimensions), K inputs, N outputs.
@@ -21,7 +21,8 @@ LEAST_MULTIPLICATIONS = 2**24
 
 
 def mkl_lacks_avx512(processor: str) -> bool:
-    """Whether a processor has AVX-512 that MKL does not use; `processor` is the text of /proc/cpuinfo.
+    """Whether a processor has AVX-512 that MKL does not use; `processor` is the text of
+    /proc/cpuinfo.
 
     >>> mkl_lacks_avx512("vendor_id : AuthenticAMD\\nflags : fma avx2 avx512f")
     True
@@ -34,7 +35,9 @@ def mkl_lacks_avx512(processor: str) -> bool:
 
 
 def _onednn_is_faster() -> bool:
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+    if not (
+        torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    ):
         return False
     with suppress(OSError):
         return mkl_lacks_avx512(Path("/proc/cpuinfo").read_text(encoding="utf-8"))

@@ -1,6 +1,8 @@
-"""Which kind of device a run has, by its settings and this machine; without torch there is no GPU to run on.
+"""Which kind of device a run has, by its settings and this machine; without torch there is no GPU
+to run on.
 
-Plans are made where torch is not installed, so this module imports it only where it is asked for a GPU.
+Plans are made where torch is not installed, so this module imports it only where it is asked for a
+GPU.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ NumberFormat = Literal["float32", "bfloat16", "float16"]
 FORMAT_BYTES: dict[NumberFormat, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 CUDA_DEFAULTS = {
-    # Megatron orders communication and computation by it; CUDA reads it when the device is first used.
+    # Megatron orders communication and computation by it; CUDA reads it when the device is first
+    # used.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # NCCL says why it fails, and nothing else (NCCL's user guide, environment variables).
     "NCCL_DEBUG": "WARN",
-    # NCCL's buffers stay out of the address space that engines free and allocate again: it held more memory with it
-    # (NVIDIA/nccl issue 1234) and weight syncs hung; verl and SkyRL (pull request 1629) set the same. NVLS needs it.
+    # NCCL's buffers stay out of the address space that engines free and allocate again: it held
+    # more memory with it (NVIDIA/nccl issue 1234) and weight syncs hung; verl and SkyRL (pull
+    # request 1629) set the same. NVLS needs it.
     "NCCL_CUMEM_ENABLE": "0",
 }
 """Environment of a rank on GPU where the user has not set it; docs/clusters.md lists them."""
@@ -50,7 +54,8 @@ def number_format(dtype: NumberFormat | Literal["auto"], kind: DeviceKind) -> Nu
 
 
 def set_cuda_defaults() -> None:
-    """`CUDA_DEFAULTS` where the user has set nothing; call it before anything starts CUDA in this process."""
+    """`CUDA_DEFAULTS` where the user has set nothing; call it before anything starts CUDA in this
+    process."""
     for name, value in CUDA_DEFAULTS.items():
         os.environ.setdefault(name, value)
 

@@ -9,23 +9,31 @@ import psutil
 _ROOT = Path("/sys/fs/cgroup")
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""Files with the limit of a control group, its usage, and the part of that which can be reclaimed: cached files."""
+"""Files with the limit of a control group, its usage, and the part of that which can be reclaimed:
+cached files."""
 
 
 def available_bytes() -> int:
-    """Free memory of this machine, within this process's control group, beyond which it is killed (bytes)."""
+    """Free memory of this machine, within this process's control group, beyond which it is killed
+    (bytes)."""
     free = int(psutil.virtual_memory().available)
-    return min([free, *(room for room in map(_room, *zip(*_groups(), strict=True)) if room is not None)])
+    return min(
+        [free, *(room for room in map(_room, *zip(*_groups(), strict=True)) if room is not None)]
+    )
 
 
 def total_bytes() -> int:
-    """All memory of this machine, or the limit of this process's control group where that is lower (bytes)."""
+    """All memory of this machine, or the limit of this process's control group where that is lower
+    (bytes)."""
     limits = (_number(group / files[0]) for group, files in _groups())
-    return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
+    return min(
+        [int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)]
+    )
 
 
 def out_of_memory_kills(statistics: Path = Path("/proc/vmstat")) -> int | None:
-    """Processes that the kernel has killed for want of memory since it started; None where it does not say."""
+    """Processes that the kernel has killed for want of memory since it started; None where it does
+    not say."""
     try:
         counts = dict(line.split() for line in statistics.read_text("utf-8").splitlines())
         return int(counts["oom_kill"])
@@ -34,8 +42,8 @@ def out_of_memory_kills(statistics: Path = Path("/proc/vmstat")) -> int | None:
 
 
 def is_scarce(wanted: int) -> bool:
-    """Whether less than a quarter of the host's memory is available, or less than twice what all of its ranks want
-    (bytes)."""
+    """Whether less than a quarter of the host's memory is available, or less than twice what all of
+    its ranks want (bytes)."""
     return available_bytes() < max(total_bytes() // 4, 2 * wanted)
 
 
@@ -47,9 +55,12 @@ def _number(file: Path) -> int | None:
 
 
 def _groups() -> list[tuple[Path, tuple[str, str, str]]]:
-    """Where this process's control group may be seen: at its own path, or as the root of a container's view."""
+    """Where this process's control group may be seen: at its own path, or as the root of a
+    container's view."""
     try:
-        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text("utf-8").splitlines()]
+        lines = [
+            line.split(":", 2) for line in Path("/proc/self/cgroup").read_text("utf-8").splitlines()
+        ]
     except OSError:
         lines = []
     own = [(_ROOT / path.lstrip("/"), _VERSION_2) for _, kinds, path in lines if kinds == ""]
@@ -65,7 +76,9 @@ def _room(group: Path, files: tuple[str, str, str]) -> int | None:
     """What the group may still allocate; None where it does not exist or has no limit."""
     limit, used = _number(group / files[0]), _number(group / files[1])
     try:
-        stats = dict(line.split() for line in (group / "memory.stat").read_text("utf-8").splitlines())
+        stats = dict(
+            line.split() for line in (group / "memory.stat").read_text("utf-8").splitlines()
+        )
         return None if limit is None or used is None else limit - (used - int(stats[files[2]]))
     except (OSError, ValueError, KeyError):
         return None

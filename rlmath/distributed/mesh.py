@@ -1,7 +1,8 @@
 """The training layout and the engines' layout over the same ranks, as plain arithmetic.
 
-Ranks are laid out as Megatron does by default, tensor fastest, then context, then data, then pipeline. With 8 ranks,
-tensor 2 and pipeline 2, rank 5 is tensor rank 1 of data rank 0 in pipeline stage 1.
+Ranks are laid out as Megatron does by default, tensor fastest, then context, then data, then
+pipeline. With 8 ranks, tensor 2 and pipeline 2, rank 5 is tensor rank 1 of data rank 0 in pipeline
+stage 1.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mesh:
-    """The layout of a run as one rank sees it. Sizes must divide: `planning.parallelism` has checked it."""
+    """The layout of a run as one rank sees it.
+
+    Sizes must divide: `planning.parallelism` has checked it."""
 
     rank: int
     world_size: int
@@ -20,7 +23,8 @@ class Mesh:
     engine_size: int
     """Ranks of one rollout engine (its tensor-parallel size)."""
     virtual_pipeline: int = 1
-    """Model chunks of one pipeline stage; above 1 the stages take turns (Megatron's interleaved schedule)."""
+    """Model chunks of one pipeline stage; above 1 the stages take turns (Megatron's interleaved
+    schedule)."""
     context: int = 1
     """Ranks that share the tokens of every pack."""
     expert: int = 1
@@ -28,7 +32,8 @@ class Mesh:
     expert_tensor: int = 1
     """Ranks that share the matrices of every expert."""
     engine_ranks: int = 0
-    """Ranks of their own that the engines have, behind those of this mesh; 0: they live in these."""
+    """Ranks of their own that the engines have, behind those of this mesh; 0: they live in
+    these."""
 
     @property
     def data(self) -> int:
@@ -56,7 +61,8 @@ class Mesh:
 
     @property
     def expert_rank(self) -> int:
-        """Within a stage, ranks go round over the experts' shares: expert tensor fastest, then expert."""
+        """Within a stage, ranks go round over the experts' shares: expert tensor fastest, then
+        expert."""
         return self.rank // self.expert_tensor % self.expert
 
     @property
@@ -70,13 +76,15 @@ class Mesh:
 
     @property
     def microbatch_multiple(self) -> int:
-        """What the number of micro-batches of a data-parallel rank must be a multiple of: the interleaved schedule
-        works on as many at a time as there are stages, and refuses a remainder."""
+        """What the number of micro-batches of a data-parallel rank must be a multiple of: the
+        interleaved schedule works on as many at a time as there are stages, and refuses a
+        remainder."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     @property
     def counts_loss(self) -> bool:
-        """True on one rank of every data-parallel replica, so that sums over all ranks count every token once."""
+        """True on one rank of every data-parallel replica, so that sums over all ranks count every
+        token once."""
         return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
     @property
@@ -85,14 +93,17 @@ class Mesh:
 
     @property
     def engine_index(self) -> int:
-        """Which engine this rank is part of; not to be asked where engines have ranks of their own."""
-        assert not self.engine_ranks, "a training rank beside engines on ranks of their own is part of none"
+        """Which engine this rank is part of; not to be asked where engines have ranks of their
+        own."""
+        assert not self.engine_ranks, (
+            "a training rank beside engines on ranks of their own is part of none"
+        )
         return self.rank // self.engine_size
 
     @property
     def is_engine_leader(self) -> bool:
-        """True on one rank of every engine: the one that scores and reports what the engine sampled. Of a training rank
-        it is False where engines have ranks of their own."""
+        """True on one rank of every engine: the one that scores and reports what the engine
+        sampled. Of a training rank it is False where engines have ranks of their own."""
         return not self.engine_ranks and self.rank % self.engine_size == 0
 
     def describe(self) -> str:

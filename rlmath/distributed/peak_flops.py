@@ -1,4 +1,5 @@
-"""What the run's processors could compute at most: the denominator of model FLOP utilisation (MFU)."""
+"""What the run's processors could compute at most: the denominator of model FLOP utilisation
+(MFU)."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ ROUNDS = 2
 
 
 def peak_flops(shape: ModelShape, mesh: Mesh, device: Device) -> float | None:
-    """FLOP/s of all ranks together; None where it is not known. A collective. On CPU the best float32 multiplication
-    with a rank's share of the model's largest matrices, measured while all ranks do it. On GPU what the data sheet says
-    of bfloat16 on this rank's GPU, times the ranks; None for another GPU than those of `GPUS`."""
+    """FLOP/s of all ranks together; None where it is not known.
+
+    A collective. On CPU the best float32 multiplication with a rank's share of the model's largest
+    matrices, measured while all ranks do it. On GPU what the data sheet says of bfloat16 on this
+    rank's GPU, times the ranks; None for another GPU than those of `GPUS`."""
     if device.kind == "cuda":
         mine = gpu_peak(torch.cuda.get_device_name(device.torch_device))
         return None if mine is None else mine * mesh.world_size
@@ -41,8 +44,8 @@ def peak_flops(shape: ModelShape, mesh: Mesh, device: Device) -> float | None:
 
 
 def gpu_peak(name: str) -> float | None:
-    """FLOP/s in bfloat16 of a whole GPU with the name that CUDA gives; None for what `GPUS` does not have, such as
-    slower boards of the same chip.
+    """FLOP/s in bfloat16 of a whole GPU with the name that CUDA gives; None for what `GPUS` does
+    not have, such as slower boards of the same chip.
 
     >>> gpu_peak("NVIDIA H100 80GB HBM3"), gpu_peak("NVIDIA H100 PCIe"), gpu_peak("NVIDIA GeForce RTX 3090")
     (989000000000000.0, None, None)
@@ -55,7 +58,8 @@ def gpu_peak(name: str) -> float | None:
 
 
 def _measured_flops(inner: int, columns: int) -> float:
-    """FLOP/s of [TOKENS, inner] times [inner, columns]: the best of `ROUNDS` means, of oneDNN's and torch's product."""
+    """FLOP/s of [TOKENS, inner] times [inner, columns]: the best of `ROUNDS` means, of oneDNN's and
+    torch's product."""
     left, right = torch.ones(TOKENS, inner), torch.ones(columns, inner)
     flops, best = 2.0 * TOKENS * inner * columns, 0.0
     for product in (linear, torch.nn.functional.linear):

@@ -13,8 +13,8 @@ PHASE_PREFIX = "phase: "
 
 
 class PhaseTimers:
-    """Adds up the seconds of named phases, which may be entered many times and may hold others, whose seconds they
-    include. One that is nested in itself counts once.
+    """Adds up the seconds of named phases, which may be entered many times and may hold others,
+    whose seconds they include. One that is nested in itself counts once.
 
     >>> timers = PhaseTimers()
     >>> with timers.phase("rollout"):
@@ -23,8 +23,9 @@ class PhaseTimers:
     >>> sorted(timers.seconds())
     ['rollout', 'sync']
 
-    `on_phase` is called with a phase's name when it is entered and when a phase inside it has ended, and with "after
-    rollout" when the outermost one has. It is not called when a block raises: the last call names where that was.
+    `on_phase` is called with a phase's name when it is entered and when a phase inside it has
+    ended, and with "after rollout" when the outermost one has. It is not called when a block
+    raises: the last call names where that was.
     """
 
     def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
@@ -48,7 +49,8 @@ class PhaseTimers:
                 self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of every finished phase since the last reset, in the order in which they first finished."""
+        """Seconds of every finished phase since the last reset, in the order in which they first
+        finished."""
         return dict(self._seconds)
 
     def reset(self) -> None:

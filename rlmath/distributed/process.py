@@ -1,8 +1,10 @@
-"""This process: what code it runs, where its threads are, when the garbage collector looks, and when it dies.
+"""This process: what code it runs, where its threads are, when the garbage collector looks, and
+when it dies.
 
-A training program imports 700,000 objects that stay. Collections while they are created take a third of the import
-time, every full collection later takes half a second, and the one at exit two seconds. So the programs in `launch/`
-start with `begin_program`, and call `freeze_live_objects` when all is imported and built.
+A training program imports 700,000 objects that stay. Collections while they are created take a
+third of the import time, every full collection later takes half a second, and the one at exit two
+seconds. So the programs in `launch/` start with `begin_program`, and call `freeze_live_objects`
+when all is imported and built.
 """
 
 from __future__ import annotations
@@ -64,37 +66,47 @@ def seconds_since_start() -> float:
 
 
 def begin_program() -> None:
-    """Call it first, before torch is imported: garbage collection is off until `freeze_live_objects`; Ctrl-C ends
-    imports without a traceback; and under torchrun rank 0 prints that the program starts: importing torch takes
-    seconds."""
+    """Call it first, before torch is imported: garbage collection is off until
+    `freeze_live_objects`; Ctrl-C ends imports without a traceback; and under torchrun rank 0 prints
+    that the program starts: importing torch takes seconds."""
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.environ.get("RANK") == "0":
-        print(f"{time.strftime('%H:%M:%S')} Starting: importing PyTorch ...", file=sys.stderr, flush=True)
+        print(
+            f"{time.strftime('%H:%M:%S')} Starting: importing PyTorch ...",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def freeze_imported_objects() -> None:
-    """In a program that began with `begin_program`, exclude all objects from later collections, without looking for
-    garbage among them: next to all of them are what imports made. The collector stays off."""
+    """In a program that began with `begin_program`, exclude all objects from later collections,
+    without looking for garbage among them: next to all of them are what imports made. The collector
+    stays off."""
     if not gc.isenabled():
         gc.freeze()
 
 
 def freeze_live_objects() -> None:
-    """Collect garbage, exclude what survives from later collections, and enable the collector. May be called again."""
+    """Collect garbage, exclude what survives from later collections, and enable the collector.
+
+    May be called again."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def skip_collection_at_exit() -> None:
-    """Call it last: the interpreter does not search the remaining objects for garbage when it exits."""
+    """Call it last: the interpreter does not search the remaining objects for garbage when it
+    exits."""
     gc.freeze()
 
 
 @contextlib.contextmanager
 def without_module(name: str) -> Iterator[None]:
-    """Inside, `import name` raises ImportError, for libraries that can do without it. A module that is there stays."""
+    """Inside, `import name` raises ImportError, for libraries that can do without it.
+
+    A module that is there stays."""
     if name in sys.modules:
         yield
         return
@@ -106,15 +118,16 @@ def without_module(name: str) -> Iterator[None]:
 
 
 def never_import(*names: str) -> None:
-    """From now on `import name` raises ImportError in this process; what is imported already stays, with a warning."""
+    """From now on `import name` raises ImportError in this process; what is imported already stays,
+    with a warning."""
     there = [name for name in names if sys.modules.setdefault(name, None) is not None]  # type: ignore[arg-type]
     if there:
         logger.warning("Imported before this program could prevent it: %s", ", ".join(there))
 
 
 def end_with_parent(parent: int) -> None:
-    """From now on this process is killed when its parent, or the parent's thread that started it, ends. Where `parent`,
-    its process id, has already ended, this process exits now."""
+    """From now on this process is killed when its parent, or the parent's thread that started it,
+    ends. Where `parent`, its process id, has already ended, this process exits now."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -140,10 +153,12 @@ def stacks_path(output_dir: str | Path, rank: int) -> Path:
 
 
 def write_stacks(output_dir: str | Path, rank: int, heading: str) -> Path:
-    """Write the stacks of all Python threads under `heading`, the main thread's first, innermost call last; returns the
-    path. OSError where the folder is not writable."""
+    """Write the stacks of all Python threads under `heading`, the main thread's first, innermost
+    call last; returns the path. OSError where the folder is not writable."""
     texts, frames = [f"{heading}\n"], sys._current_frames()
-    for thread in sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread()):
+    for thread in sorted(
+        threading.enumerate(), key=lambda thread: thread is not threading.main_thread()
+    ):
         if thread.ident in frames:
             stack = "".join(traceback.format_stack(frames[thread.ident]))
             texts.append(f"Thread {thread.name}:\n{stack}")

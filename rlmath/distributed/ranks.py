@@ -1,4 +1,5 @@
-"""Ranks and hosts: where a rank is, what it reports at a rendezvous, and how messages name many of them briefly."""
+"""Ranks and hosts: where a rank is, what it reports at a rendezvous, and how messages name many of
+them briefly."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ class RankReport:
     facts: Mapping[str, str] = field(default_factory=dict)
     """What must be the same on all nodes, by name; sent by one rank of every node."""
     address: str = ""
-    """The node's address towards the first one, with its interface: "10.0.0.7 (eth0)"; sent by one rank per node."""
+    """The node's address towards the first one, with its interface: "10.0.0.7 (eth0)"; sent by one
+    rank per node."""
     data: str = ""
     """Fingerprint of the data that it has read, where ranks may differ in it."""
     data_makers: str = ""
@@ -128,7 +130,8 @@ class RendezvousResult:
 
 
 def problems_text(problems: Mapping[int, str], reports: Mapping[int, RankReport]) -> str:
-    """What ranks found wrong, each problem once with the ranks that have it; unchanged where all have it."""
+    """What ranks found wrong, each problem once with the ranks that have it; unchanged where all
+    have it."""
     ranks_of: dict[str, list[int]] = {}
     for rank, problem in sorted(problems.items()):
         ranks_of.setdefault(problem, []).append(rank)
@@ -138,5 +141,7 @@ def problems_text(problems: Mapping[int, str], reports: Mapping[int, RankReport]
     for problem, ranks in ranks_of.items():
         hosts = list(dict.fromkeys(reports[rank].host for rank in ranks))
         parts.append(f"on {hosts_text(hosts)} ({ranks_text(ranks)}): {problem}")
-    parts.append(f"{len(problems)} of the {len(reports)} ranks that are here found something wrong.")
+    parts.append(
+        f"{len(problems)} of the {len(reports)} ranks that are here found something wrong."
+    )
     return "\n".join(parts)

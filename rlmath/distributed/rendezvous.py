@@ -1,8 +1,9 @@
-"""How the ranks of a run find each other before they have a process group: in the key-value store of their launcher,
-and over which network interface.
+"""How the ranks of a run find each other before they have a process group: in the key-value store
+of their launcher, and over which network interface.
 
-torchrun starts ranks once all nodes have joined its own rendezvous. From then on a rank may still be late, find a
-mistake that only its node has, or never start; a process group would wait for it without naming it.
+torchrun starts ranks once all nodes have joined its own rendezvous. From then on a rank may still
+be late, find a mistake that only its node has, or never start; a process group would wait for it
+without naming it.
 
     every rank    registers as soon as its program runs                       info/<rank>
     rank 0        publishes the name of this start                            start
@@ -12,10 +13,10 @@ mistake that only its node has, or never start; a process group would wait for i
                   that the ranks of a single node have from then on           <start>/<name>/result
     every rank    notes that it has read an error, and waits for the others   <start>/<name>/read/<rank>
 
-torchrun keeps the store when it restarts its ranks (--max-restarts), and its TORCHELASTIC_RESTART_COUNT differs from
-node to node (pytorch/pytorch issue 108158). So a report has a nonce of its rank, and a rank believes only a result that
-repeats it: what an earlier start left is never taken for an answer. Messages and bytes grow linearly with the number of
-ranks.
+torchrun keeps the store when it restarts its ranks (--max-restarts), and its
+TORCHELASTIC_RESTART_COUNT differs from node to node (pytorch/pytorch issue 108158). So a report has
+a nonce of its rank, and a rank believes only a result that repeats it: what an earlier start left
+is never taken for an answer. Messages and bytes grow linearly with the number of ranks.
 """
 
 from __future__ import annotations
@@ -84,21 +85,25 @@ class _Outcome:
     """The nonces of the ranks whose reports it has read, by rank."""
     result: dict
     ranks_port: int
-    """Port of the ranks' own store, on the loopback interface; 0 on several nodes, and where the result is an error."""
+    """Port of the ranks' own store, on the loopback interface; 0 on several nodes, and where the
+    result is an error."""
 
 
 class Rendezvous:
     """One per rank, from the start of its program until the process group exists."""
 
     def __init__(self, own: RankInfo, store: dist.Store) -> None:
-        """Register this rank. RuntimeError where the store does not answer."""
+        """Register this rank.
+
+        RuntimeError where the store does not answer."""
         self.rank_info = own
         self._whole_store = store
         self._store = RunStore(store, f"rlmath/{run_id()}/rendezvous")
         self._nonce = secrets.token_hex(8)
         self._store.set(f"info/{own.rank}", asdict(own))
         self._start: str | None = None
-        """Name of this start; other ranks than rank 0 know it after the first sync, as `_ranks_port`."""
+        """Name of this start; other ranks than rank 0 know it after the first sync, as
+        `_ranks_port`."""
         self._ranks_store: dist.TCPStore | None = None
         self._ranks_port = 0
         """Port of the ranks' own store on a single node."""
@@ -106,10 +111,13 @@ class Rendezvous:
             self._start = secrets.token_hex(8)
             self._store.set("start", self._start)
 
-    def sync(self, name: str, report: RankReport, seconds: float, check: CheckReports) -> Mapping[str, str]:
-        """Wait for all ranks, which call it with the same name, a new one each time; the `values` of rank 0's result.
-        `check` is rank 0's, and gets all reports. On all ranks ValueError where it or a rank found a mistake,
-        MissingRanksError where ranks are missing after `seconds`, one has failed, or the store is lost."""
+    def sync(
+        self, name: str, report: RankReport, seconds: float, check: CheckReports
+    ) -> Mapping[str, str]:
+        """Wait for all ranks, which call it with the same name, a new one each time; the `values`
+        of rank 0's result. `check` is rank 0's, and gets all reports. On all ranks ValueError where
+        it or a rank found a mistake, MissingRanksError where ranks are missing after `seconds`, one
+        has failed, or the store is lost."""
         try:
             if self.rank_info.rank == 0:
                 result = self._coordinate(name, report, seconds, check)
@@ -119,8 +127,10 @@ class Rendezvous:
             raise
         except RuntimeError as error:  # what torch's stores raise
             raise MissingRanksError(
-                f"{self.rank_info} lost the run's key-value store at the start: the launcher of the first node or the "
-                f"node has ended (look at its log), or the network to it is cut. {str(error).splitlines()[0]}"
+                f"{self.rank_info} lost the run's key-value store at the start: the launcher of "
+                "the first node or the "
+                "node has ended (look at its log), or the network to it is cut. "
+                f"{str(error).splitlines()[0]}"
             ) from error
         if result.error is not None:
             raise (ValueError if result.is_mistake else MissingRanksError)(result.error)
@@ -138,8 +148,9 @@ class Rendezvous:
             logger.debug("the failure could not be reported: %s", error)
 
     def group_store(self, seconds: float) -> dist.Store:
-        """The store for this start's process group, in which waiting for a key ends after `seconds`. On a single node
-        it lives in rank 0, so that the ranks can finish a step and save it when the launcher has been killed."""
+        """The store for this start's process group, in which waiting for a key ends after
+        `seconds`. On a single node it lives in rank 0, so that the ranks can finish a step and save
+        it when the launcher has been killed."""
         assert self._start is not None, "call sync first"
         if self._ranks_store is None and self._ranks_port:
             self._ranks_store = self._connect_to_ranks_store(seconds)
@@ -150,10 +161,13 @@ class Rendezvous:
     def _connect_to_ranks_store(self, seconds: float) -> dist.TCPStore:
         try:
             timeout = timedelta(seconds=seconds)
-            return dist.TCPStore(LOOPBACK, self._ranks_port, timeout=timeout, wait_for_workers=False)
+            return dist.TCPStore(
+                LOOPBACK, self._ranks_port, timeout=timeout, wait_for_workers=False
+            )
         except RuntimeError as error:
             raise MissingRanksError(
-                f"{self.rank_info} does not reach the store of rank 0 at {LOOPBACK}:{self._ranks_port} within "
+                f"{self.rank_info} does not reach the store of rank 0 at "
+                f"{LOOPBACK}:{self._ranks_port} within "
                 f"{seconds:.0f} s: rank 0 has ended; look at its log. {str(error).splitlines()[0]}"
             ) from error
 
@@ -169,8 +183,8 @@ class Rendezvous:
         self._ranks_port = port
 
     def _wait_until_read(self, at: str, ranks: Iterable[str]) -> None:
-        """A rank that ends with an error makes its launcher end the node's other ranks, and on the first node the
-        store: all ranks must have read the error before."""
+        """A rank that ends with an error makes its launcher end the node's other ranks, and on the
+        first node the store: all ranks must have read the error before."""
         deadline = time.monotonic() + READ_SECONDS
         with suppress(RuntimeError):  # what torch's stores raise: rank 0 has ended
             self._store.set(f"{at}/read/{self.rank_info.rank}", True)
@@ -205,7 +219,9 @@ class Rendezvous:
                 return result
             time.sleep(min(SLOWEST_POLL_SECONDS, max(POLL_SECONDS / 4, (now - started) / 10)))
         head = self._known_ranks().get(0)
-        where = f"rank 0 on {head.host} (pid {head.pid})" if head else "rank 0, which never registered"
+        where = (
+            f"rank 0 on {head.host} (pid {head.pid})" if head else "rank 0, which never registered"
+        )
         raise MissingRanksError(
             f"{self.rank_info} waited {seconds:.0f} s at the start for {where} "
             f"(run.start_timeout_seconds); look at the log of the first node"
@@ -214,7 +230,9 @@ class Rendezvous:
     def _outcome(self, at: str) -> _Outcome | None:
         """What rank 0 has published, if it has read this rank's report before."""
         outcome = record_of(_Outcome, self._store.get(f"{at}/result"))
-        has_read = outcome is not None and outcome.nonces.get(str(self.rank_info.rank)) == self._nonce
+        has_read = (
+            outcome is not None and outcome.nonces.get(str(self.rank_info.rank)) == self._nonce
+        )
         return outcome if has_read else None
 
     # ------------------------------------------------------------ rank 0
@@ -230,7 +248,10 @@ class Rendezvous:
             try:
                 self._serve_ranks_store()
             except (OSError, RuntimeError) as error:
-                text = f"{self.rank_info} cannot open a store for the ranks at a port of {LOOPBACK}: {error}"
+                text = (
+                    f"{self.rank_info} cannot open a store for the ranks at a port of "
+                    f"{LOOPBACK}: {error}"
+                )
                 result = RendezvousResult(text)
         port = self._ranks_port if result.error is None else 0
         nonces = {str(rank): entry.nonce for rank, entry in entries.items()}
@@ -248,7 +269,9 @@ class Rendezvous:
         while True:
             now = time.monotonic()
             missing = {
-                f"{at}/{rank}": rank for rank in range(self.rank_info.world_size) if rank not in entries
+                f"{at}/{rank}": rank
+                for rank in range(self.rank_info.world_size)
+                if rank not in entries
             }
             logs = now - started >= next_log
             if logs or now >= deadline or self._store.all_there(list(missing)):
@@ -262,8 +285,10 @@ class Rendezvous:
             if logs:
                 next_log *= 2
                 logger.info(
-                    f"{len(entries)} of {self.rank_info.world_size} ranks {_are(entries)} here after "
-                    f"{now - started:.0f} s, until {seconds:.0f} s (run.start_timeout_seconds) the run waits for "
+                    f"{len(entries)} of {self.rank_info.world_size} ranks {_are(entries)} here "
+                    "after "
+                    f"{now - started:.0f} s, until {seconds:.0f} s (run.start_timeout_seconds) "
+                    "the run waits for "
                     f"{self._missing(entries)}"
                 )
             time.sleep(POLL_SECONDS)
@@ -281,14 +306,17 @@ class Rendezvous:
                 return RendezvousResult("; ".join(list(failures.values())[:4]))
         if len(reports) < self.rank_info.world_size:
             return RendezvousResult(
-                f"{len(reports)} of {self.rank_info.world_size} ranks {_are(reports)} at the start after "
-                f"{seconds:.0f} s (run.start_timeout_seconds). Missing: {self._missing(reports)}. Look at the logs of "
+                f"{len(reports)} of {self.rank_info.world_size} ranks {_are(reports)} at the "
+                "start after "
+                f"{seconds:.0f} s (run.start_timeout_seconds). Missing: {self._missing(reports)}. "
+                "Look at the logs of "
                 f"those nodes; where they only need longer, raise run.start_timeout_seconds"
             )
         return check(reports)
 
     def _missing(self, here: Iterable[int]) -> str:
-        """ "ranks 2-3 on node1 (started, not here yet), ranks 4-5 of the node with number 2 (never started)"."""
+        """ "ranks 2-3 on node1 (started, not here yet), ranks 4-5 of the node with number 2 (never
+        started)"."""
         known, groups = self._known_ranks(), {}
         hosts = {info.node: info.host for info in known.values()}
         for rank in sorted(set(range(self.rank_info.world_size)) - set(here)):
@@ -297,17 +325,23 @@ class Rendezvous:
             state = "started, not here yet" if rank in known else "never started"
             groups.setdefault((host, state), []).append(rank)
         named = [f"{ranks_text(ranks)} {host} ({state})" for (host, state), ranks in groups.items()]
-        return ", ".join(named[:16]) + (f" and those of {len(named) - 16} more nodes" if named[16:] else "")
+        return ", ".join(named[:16]) + (
+            f" and those of {len(named) - 16} more nodes" if named[16:] else ""
+        )
 
     def _known_ranks(self) -> dict[int, RankInfo]:
         """The ranks that have registered, in this start or an earlier one."""
-        found = self._store.get_all([f"info/{rank}" for rank in range(self.rank_info.world_size)]).values()
+        found = self._store.get_all(
+            [f"info/{rank}" for rank in range(self.rank_info.world_size)]
+        ).values()
         infos = [info for value in found if (info := record_of(RankInfo, value)) is not None]
         return {info.rank: info for info in infos}
 
 
 def open_rendezvous(seconds: float) -> Rendezvous | None:
-    """Register within so many seconds; None where this is the only rank. MissingRanksError where there is no store."""
+    """Register within so many seconds; None where this is the only rank.
+
+    MissingRanksError where there is no store."""
     own = this_rank()
     if own.world_size == 1:
         return None
@@ -327,13 +361,16 @@ def open_rendezvous(seconds: float) -> Rendezvous | None:
     except RuntimeError as error:
         if opens:
             raise MissingRanksError(
-                f"{own} cannot open the run's key-value store at port {port}; does another program use it? Set "
+                f"{own} cannot open the run's key-value store at port {port}; does another "
+                "program use it? Set "
                 "MASTER_PORT to a free one, or start the run by torchrun, which finds one: "
                 f"{str(error).splitlines()[0]}"
             ) from error
         raise MissingRanksError(
-            f"{own} does not reach the key-value store of the run at {address}:{port} within {seconds:.0f} s. "
-            f"Is the first node there, is {address} its address for this node, too (torchrun --local-addr), and "
+            f"{own} does not reach the key-value store of the run at {address}:{port} within "
+            f"{seconds:.0f} s. "
+            f"Is the first node there, is {address} its address for this node, too (torchrun "
+            "--local-addr), and "
             f"does no firewall close that port? {str(error).splitlines()[0]}"
         ) from error
 
@@ -361,7 +398,9 @@ class Route:
 
 
 def route_to(host: str) -> Route | None:
-    """The address and interface by which packets to a host leave; None without a route or name. Nothing is sent."""
+    """The address and interface by which packets to a host leave; None without a route or name.
+
+    Nothing is sent."""
     try:
         family, kind, *_, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -376,9 +415,10 @@ def route_to(host: str) -> Route | None:
 
 
 def prefer_for_gloo(route: Route | None) -> None:
-    """Make gloo listen where the other nodes can reach this one, unless the user has chosen an interface. gloo takes
-    the address of this host's own name. On Debian and its derivatives /etc/hosts maps that to 127.0.1.1, which no other
-    node can reach. NCCL searches for interfaces itself, and is not changed."""
+    """Make gloo listen where the other nodes can reach this one, unless the user has chosen an
+    interface. gloo takes the address of this host's own name. On Debian and its derivatives
+    /etc/hosts maps that to 127.0.1.1, which no other node can reach. NCCL searches for interfaces
+    itself, and is not changed."""
     if route is not None and route.interface and not route.is_loopback:
         os.environ.setdefault(GLOO_INTERFACE, route.interface)
 

@@ -1,8 +1,9 @@
 """This run's own values in torch's key-value store, as JSON.
 
-Keys begin with the name of the run (torchrun's --rdzv-id) until its ranks share a random name for each start, so that a
-run that reaches another one's store by mistake finds nothing of it there. Whoever can reach the store's port can write
-anything, also what torch itself reads there: docs/clusters.md says who may.
+Keys begin with the name of the run (torchrun's --rdzv-id) until its ranks share a random name for
+each start, so that a run that reaches another one's store by mistake finds nothing of it there.
+Whoever can reach the store's port can write anything, also what torch itself reads there:
+docs/clusters.md says who may.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ _ABSENT = "\0absent"
 
 
 def run_id() -> str:
-    """The name of this run that its launcher gives all ranks; the same for runs that torchrun gave none."""
+    """The name of this run that its launcher gives all ranks; the same for runs that torchrun gave
+    none."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "none")
 
 
 class RunStore:
-    """Values by key, of this run only, for one thread at a time. RuntimeError where the store does not answer."""
+    """Values by key, of this run only, for one thread at a time.
+
+    RuntimeError where the store does not answer."""
 
     def __init__(self, store: dist.Store, name: str) -> None:
         """`name` comes before all keys."""
@@ -37,7 +41,9 @@ class RunStore:
         self._store.set(self._full(key), json.dumps(value))
 
     def get(self, key: str) -> Any:
-        """The value; None where there is none. Never waits."""
+        """The value; None where there is none.
+
+        Never waits."""
         # torch's `get` would wait for a key that is deleted after a `check`.
         found = self._store.compare_set(self._full(key), _ABSENT, _ABSENT)
         return None if found in (b"", _ABSENT.encode()) else json.loads(found)
@@ -71,6 +77,7 @@ class RunStore:
 
 
 def record_of(record_class: type[RecordT], value: Any) -> RecordT | None:
-    """The dataclass of a JSON object that has exactly its fields; None for another one, as other code writes it."""
+    """The dataclass of a JSON object that has exactly its fields; None for another one, as other
+    code writes it."""
     names = {field.name for field in fields(record_class)}  # type: ignore[arg-type]
     return record_class(**value) if isinstance(value, dict) and value.keys() == names else None

@@ -1,7 +1,8 @@
 """Offloads tensors from the device and onloads them while every tensor stays the same object.
 
-A tensor is a view of a storage. Freeing the storage's memory and allocating it again later keeps all views valid: the
-parameters, what an optimizer or a flat buffer holds of them, and slices of either.
+A tensor is a view of a storage. Freeing the storage's memory and allocating it again later keeps
+all views valid: the parameters, what an optimizer or a flat buffer holds of them, and slices of
+either.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from rlmath.distributed.device import Device, synchronize
 Tensors = Callable[[], Iterable[Tensor]]
 """Returns the current tensors: an optimizer creates its state at the first step."""
 BLOCK_BYTES = 64 * 2**20
-"""Size of one piece of host memory. torch may round pinned memory up to a power of two: in pieces of one, only what
-remains at the end costs more than it holds."""
+"""Size of one piece of host memory. torch may round pinned memory up to a power of two: in pieces
+of one, only what remains at the end costs more than it holds."""
 ALIGNMENT_BYTES = 512
-"""Every storage starts at a multiple of this on the host, as on the device, so that copies run at full speed."""
+"""Every storage starts at a multiple of this on the host, as on the device, so that copies run at
+full speed."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,13 @@ class HostMemory:
 class StorageSet:
     """The storages behind some tensors: on the device, or offloaded.
 
-    With `keep` their content is copied to host memory (pinned on GPU, where it stays reserved for the next time);
-    without, it is dropped, and `onload` fills them with zeros. Storages behind the tensors of `exclude` belong to other
-    sets, and those on another device are not touched.
+    With `keep` their content is copied to host memory (pinned on GPU, where it stays reserved for
+    the next time); without, it is dropped, and `onload` fills them with zeros. Storages behind the
+    tensors of `exclude` belong to other sets, and those on another device are not touched.
 
-    The memory returns to torch's allocator (`torch.cuda.empty_cache` returns it to the device). After an error in
-    `offload` or `onload`, such as want of memory, each storage is complete on the device or on the host, and `onload`
-    may be called as often as needed.
+    The memory returns to torch's allocator (`torch.cuda.empty_cache` returns it to the device).
+    After an error in `offload` or `onload`, such as want of memory, each storage is complete on the
+    device or on the host, and `onload` may be called as often as needed.
     """
 
     def __init__(
@@ -97,7 +99,8 @@ class StorageSet:
 
     @property
     def offloaded(self) -> bool:
-        """From the start of `offload`, even one that fails, to the end of a `onload` that succeeds."""
+        """From the start of `offload`, even one that fails, to the end of a `onload` that
+        succeeds."""
         return self._offloaded
 
     @property
@@ -107,7 +110,8 @@ class StorageSet:
 
     @property
     def freed_bytes(self) -> int:
-        """What offloading would free (bytes): on CPU nothing where the content is kept, in the same memory."""
+        """What offloading would free (bytes): on CPU nothing where the content is kept, in the same
+        memory."""
         return 0 if self._keep and self._device.kind == "cpu" else self.nbytes
 
     def offload(self) -> OffloadStats:
@@ -125,7 +129,9 @@ class StorageSet:
         for copy in copies:
             self._copies.append(copy)
             copy.storage.resize_(0)
-        return OffloadStats(self.name, sum(copy.size for copy in copies), time.perf_counter() - start)
+        return OffloadStats(
+            self.name, sum(copy.size for copy in copies), time.perf_counter() - start
+        )
 
     def onload(self) -> OffloadStats:
         """Allocate the memory again and fill it with the content, or with zeros."""
@@ -149,7 +155,9 @@ class StorageSet:
 
     def _storages(self) -> list[UntypedStorage]:
         others = {tensor.untyped_storage()._cdata for tensor in self._exclude()}
-        found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
+        found = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()
+        }
         place = self._device.torch_device
         return [one for key, one in found.items() if key not in others and one.device == place]
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SUFFIXES = (".jsonl", ".json", ".parquet", "")
-"""Suffixes of a benchmark's file, in the order of the search; "" is a folder of a Hugging Face data set."""
+"""Suffixes of a benchmark's file, in the order of the search; "" is a folder of a Hugging Face data
+set."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -38,7 +39,8 @@ class Problem(Prompt):
 
     @property
     def prompt_hash(self) -> str:
-        """Hash of everything that its completions and their verification depend on: tokens, solutions, task."""
+        """Hash of everything that its completions and their verification depend on: tokens,
+        solutions, task."""
         content = json.dumps([self.token_ids, self.solutions, self.task])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -52,20 +54,26 @@ class Benchmark:
 
 
 def find_benchmark(name: str, data_dir: Path) -> Path:
-    """The file or folder of a benchmark. ValueError if there is none."""
+    """The file or folder of a benchmark.
+
+    ValueError if there is none."""
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"--benchmarks: {name!r} is no name of a benchmark; needed: names such as aime24,math_500"
+            f"--benchmarks: {name!r} is no name of a benchmark; needed: names such as "
+            "aime24,math_500"
         )
     if not data_dir.is_dir():
-        raise ValueError(f'--data-dir: there is no folder "{data_dir}"; give the one that holds {name}.jsonl')
+        raise ValueError(
+            f'--data-dir: there is no folder "{data_dir}"; give the one that holds {name}.jsonl'
+        )
     for suffix in SUFFIXES:
         path = data_dir / f"{name}{suffix}"
         if path.is_dir() if suffix == "" else path.is_file():
             return path
     there = sorted({path.stem for path in data_dir.iterdir() if path.suffix in SUFFIXES})
     raise ValueError(
-        f'--benchmarks: "{data_dir}" has no {name}.jsonl, .json, .parquet or folder {name}.{nearest_word(name, there)}'
+        f'--benchmarks: "{data_dir}" has no {name}.jsonl, .json, .parquet or folder '
+        f"{name}.{nearest_word(name, there)}"
         f" There is: {', '.join(there[:30]) or 'nothing of that kind'}."
     )
 
@@ -78,8 +86,10 @@ def load_benchmark(
     limit: int | None = None,
     verified: bool = True,
 ) -> Benchmark:
-    """The first `limit` problems of a file (None: all). ValueError where it cannot be read, has no problems, or tasks
-    that cannot be verified, if they are."""
+    """The first `limit` problems of a file (None: all).
+
+    ValueError where it cannot be read, has no problems, or tasks that cannot be verified, if they
+    are."""
     file, prompts = usable_prompts(read_prompts(str(path)), template, tokenizer, limit=limit)
     rows = file.rows
     if not rows:
@@ -92,7 +102,9 @@ def load_benchmark(
     tokens = prompt_tokens(prompts, tokenizer)
     empty = [row.query_id for row, ids in zip(rows, tokens, strict=True) if not ids]
     if empty:
-        raise ValueError(f"{path}: the model's tokenizer makes no token of the problem {empty[0][:60]!r}")
+        raise ValueError(
+            f"{path}: the model's tokenizer makes no token of the problem {empty[0][:60]!r}"
+        )
     problems = [
         Problem(
             row.query_id,
@@ -112,8 +124,9 @@ def load_benchmark(
 def benchmark_warnings(
     benchmarks: Sequence[Benchmark], tokenizer: PreTrainedTokenizerFast, verified: bool
 ) -> tuple[str, ...]:
-    """Warnings about problems whose prompts end before the answer, and, where they are `verified`, about
-    those without a reference that an answer could equal, which are wrong whatever the model says."""
+    """Warnings about problems whose prompts end before the answer, and, where they are `verified`,
+    about those without a reference that an answer could equal, which are wrong whatever the model
+    says."""
     files = [(benchmark.name, benchmark.problems) for benchmark in benchmarks]
     return audit_benchmarks(files, tokenizer, verified)
 
@@ -134,8 +147,9 @@ def check_lengths(
     max_prompt_tokens: int | None,
     default_new_tokens: int,
 ) -> LengthLimits:
-    """ValueError if a prompt and its completion may be longer than the model's `positions` (None: unknown). Without
-    `max_new_tokens` they are `default_new_tokens`, or what the longest prompt leaves where that is less."""
+    """ValueError if a prompt and its completion may be longer than the model's `positions` (None:
+    unknown). Without `max_new_tokens` they are `default_new_tokens`, or what the longest prompt
+    leaves where that is less."""
     longest = max(problems, key=lambda problem: len(problem.token_ids))
     prompt_tokens = len(longest.token_ids) if max_prompt_tokens is None else max_prompt_tokens
     if max_new_tokens is None:
@@ -153,16 +167,19 @@ def check_lengths(
     ways = [f"Set --max-new-tokens {room} or less"] if room >= 1 else []
     if positions is not None and positions > max_new_tokens:
         ways.append(
-            f"set --max-prompt-tokens {positions - max_new_tokens}, and longer prompts count as wrong"
+            f"set --max-prompt-tokens {positions - max_new_tokens}, and longer prompts count as "
+            "wrong"
         )
     raise ValueError(
-        f"{what}, --max-new-tokens is {max_new_tokens}: together {over} tokens more than the {positions} positions of "
+        f"{what}, --max-new-tokens is {max_new_tokens}: together {over} tokens more than the "
+        f"{positions} positions of "
         f"the model (max_position_embeddings). {'; or '.join(ways) or 'Lower both'}."
     )
 
 
 def check_head_dim(folder: Path) -> None:
-    """ValueError where vLLM's attention on CPU does not have the heads that a model's config.json tells."""
+    """ValueError where vLLM's attention on CPU does not have the heads that a model's config.json
+    tells."""
     values = read_json_object(folder / "config.json")
     found = values.get("head_dim")
     if found is None:

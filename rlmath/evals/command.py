@@ -17,7 +17,13 @@ from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.hub import HubFailedError, is_hub_id, parse_hub_id
 from rlmath.config.length_curriculum import validation_tokens
 from rlmath.config.load import load_config
-from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE, EXPORT_FOLDER, MODELS_FOLDER
+from rlmath.config.run_files import (
+    BEST_FOLDER,
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    EXPORT_FOLDER,
+    MODELS_FOLDER,
+)
 from rlmath.config.schema import Config, RolloutConfig
 from rlmath.distributed.device_kind import resolve_kind
 from rlmath.distributed.fault_tolerance.exit_codes import (
@@ -34,7 +40,12 @@ from rlmath.evals.compare import comparison_text
 from rlmath.evals.plan import DEFAULT_NEW_TOKENS, Plan, recorded_new_tokens
 from rlmath.planning.checks import cuda_problems
 from rlmath.report.results_file import read_results
-from rlmath.run.command_line import log_mistake, mistakes_end_all_ranks, record_exit, set_up_rank_logging
+from rlmath.run.command_line import (
+    log_mistake,
+    mistakes_end_all_ranks,
+    record_exit,
+    set_up_rank_logging,
+)
 from rlmath.run.early_checks import missing_problems
 from rlmath.telemetry.console import close_bars
 
@@ -52,7 +63,8 @@ stopped evaluation. docs/evaluation.md explains columns, files and formulas.
 """
 
 CUDA_GRAPHS_HELP = (
-    "capture decoding in CUDA graphs; without it vLLM runs with enforce_eager, as AReaL's and RLinf's evaluations do: "
+    "capture decoding in CUDA graphs; without it vLLM runs with enforce_eager, as AReaL's and "
+    "RLinf's evaluations do: "
     "they saw accuracy fall with CUDA graphs, most of all above 16k tokens"
 )
 
@@ -103,8 +115,9 @@ def _end_with_mistake(arguments: argparse.Namespace, error: ValueError) -> int:
 
 
 def stop_on_signal(output: Path) -> None:
-    """On Ctrl-C, and on SIGUSR1, which Slurm sends before the time limit, this rank exits at once: verified completions
-    are on disk. (SIGTERM is not handled: torchrun sends it to all ranks after one has failed.)"""
+    """On Ctrl-C, and on SIGUSR1, which Slurm sends before the time limit, this rank exits at once:
+    verified completions are on disk. (SIGTERM is not handled: torchrun sends it to all ranks after
+    one has failed.)"""
 
     def stop(number: int) -> None:
         try:
@@ -122,12 +135,17 @@ def stop_on_signal(output: Path) -> None:
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
-    """What is sampled. Raises ValueError with all problems."""
+    """What is sampled.
+
+    Raises ValueError with all problems."""
     required = ("model", "benchmarks", "data_dir", "output")
-    missing = [f"--{name.replace('_', '-')}" for name in required if getattr(arguments, name) is None]
+    missing = [
+        f"--{name.replace('_', '-')}" for name in required if getattr(arguments, name) is None
+    ]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} must be given (or --compare A B alone); --help describes the options"
+            f"{', '.join(missing)} must be given (or --compare A B alone); --help describes the "
+            "options"
         )
     problem = output_problem(arguments)
     if problem:
@@ -153,8 +171,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 
 def run_config(model: Path | str, level: int = logging.DEBUG) -> Config | None:
-    """The settings of the run whose folder, export or checkpoint the model is; None where it is none of a run's, or
-    they cannot be read, which is logged at this level."""
+    """The settings of the run whose folder, export or checkpoint the model is; None where it is
+    none of a run's, or they cannot be read, which is logged at this level."""
     folder = model
     if isinstance(model, Path) and model.name in (EXPORT_FOLDER, BEST_FOLDER):
         folder = model.parent
@@ -165,20 +183,26 @@ def run_config(model: Path | str, level: int = logging.DEBUG) -> Config | None:
     try:
         return load_config([folder / CONFIG_FILE], [], saved=True)
     except ValueError as error:
-        text = "Nothing is taken from %s, which this release cannot read: give --template and the like. %s"
+        text = (
+            "Nothing is taken from %s, which this release cannot read: give --template and the "
+            "like. %s"
+        )
         logger.log(level, text, folder / CONFIG_FILE, error)
         return None
 
 
 def run_template(config: Config | None, model: Path | str) -> str:
-    """The template of a run with these settings, else "auto". ValueError for a function: the command must name it."""
+    """The template of a run with these settings, else "auto".
+
+    ValueError for a function: the command must name it."""
     if config is None:
         return "auto"
     template = config.validation.template or config.data.template
     if template not in all_settings()["data.template"].words:
         plugins = "".join(f" --plugin {one}" for one in config.run.plugins)
         raise ValueError(
-            f'--template is not given, and the run of --model "{model}" has a function of yours: give '
+            f'--template is not given, and the run of --model "{model}" has a function of yours: '
+            "give "
             f"--template {template}{plugins}"
         )
     logger.info("Template: %s, as the run of %s has it", template, model)
@@ -186,7 +210,8 @@ def run_template(config: Config | None, model: Path | str) -> str:
 
 
 def _default_new_tokens(run: Config | None, arguments: argparse.Namespace) -> int:
-    """What is taken for --max-new-tokens: that of the completions in the output folder, else the run's."""
+    """What is taken for --max-new-tokens: that of the completions in the output folder, else the
+    run's."""
     recorded = recorded_new_tokens(arguments.output)
     if recorded is not None:
         return recorded
@@ -201,13 +226,20 @@ def output_problem(arguments: argparse.Namespace) -> str:
     inputs = {"--model": arguments.model, "--data-dir": arguments.data_dir}
     paths = {option: path for option, path in inputs.items() if isinstance(path, Path)}
     what = [option for option, path in paths.items() if path.resolve() == output.resolve()]
-    what += [f"a folder with a {name}" for name in ("config.json", "config.yaml") if (output / name).exists()]
+    what += [
+        f"a folder with a {name}"
+        for name in ("config.json", "config.yaml")
+        if (output / name).exists()
+    ]
     return f'--output "{output}" is {" and ".join(what)}. Give a folder of its own.' if what else ""
 
 
 def input_problems(plan: Plan) -> list[str]:
-    """Folders and benchmarks that are missing (ids of the hub are not yet), and lengths that the model cannot have."""
-    problems = list(missing_problems("--model", str(plan.model))) if isinstance(plan.model, Path) else []
+    """Folders and benchmarks that are missing (ids of the hub are not yet), and lengths that the
+    model cannot have."""
+    problems = (
+        list(missing_problems("--model", str(plan.model))) if isinstance(plan.model, Path) else []
+    )
     problems += _position_problems(plan) if isinstance(plan.model, Path) else ()
     problems += missing_problems("--data-dir", str(plan.data_dir))
     for name in plan.benchmarks if plan.data_dir.is_dir() else ():
@@ -222,15 +254,24 @@ def _position_problems(plan: Plan) -> Iterator[str]:
     """As far as the model's config.json is at hand."""
     model = Path(plan.model)
     run = run_config(model)
-    places = [model, model / EXPORT_FOLDER, model / METADATA_FILES, *([Path(run.model.path)] if run else [])]
+    places = [
+        model,
+        model / EXPORT_FOLDER,
+        model / METADATA_FILES,
+        *([Path(run.model.path)] if run else []),
+    ]
     folder = next((place for place in places if (place / "config.json").is_file()), None)
     positions = None if folder is None else model_positions(folder)
     new, prompt = plan.max_new_tokens, plan.max_prompt_tokens or 1
     if positions is not None and new is not None and prompt + new > positions:
-        with_prompts = "" if plan.max_prompt_tokens is None else f" with --max-prompt-tokens {prompt}"
+        with_prompts = (
+            "" if plan.max_prompt_tokens is None else f" with --max-prompt-tokens {prompt}"
+        )
         yield (
-            f"--max-new-tokens is {new}{with_prompts}; the model has {positions} positions for a prompt and its "
-            f"completion (max_position_embeddings in {folder}/config.json). Lower it, or leave it out for as many as "
+            f"--max-new-tokens is {new}{with_prompts}; the model has {positions} positions for a "
+            "prompt and its "
+            f"completion (max_position_embeddings in {folder}/config.json). Lower it, or leave it "
+            "out for as many as "
             "the prompts leave"
         )
 
@@ -241,7 +282,9 @@ def model_place(text: str) -> Path | str:
 
 
 def rollout_of(arguments: argparse.Namespace) -> RolloutConfig:
-    """The settings of the engines. Raises ValueError with all problems."""
+    """The settings of the engines.
+
+    Raises ValueError with all problems."""
     names = ("tensor_parallel", "memory_share", "kv_cache_gib", "cpu_kv_cache_gib", "max_num_seqs")
     values = {name: getattr(arguments, name) for name in names}
     problems = [
@@ -257,7 +300,9 @@ def rollout_of(arguments: argparse.Namespace) -> RolloutConfig:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; old names of options are replaced, with a warning."""
     parser = argparse.ArgumentParser(
-        description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two --output folders to compare")
@@ -276,43 +321,72 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     model_help = (
-        "Hugging Face folder, a run's folder (its newest model), a checkpoint, or hf://org/name[@revision]"
+        "Hugging Face folder, a run's folder (its newest model), a checkpoint, or "
+        "hf://org/name[@revision]"
     )
     add("--model", type=model_place, help=model_help)
-    add("--benchmarks", help="names of files in --data-dir, separated by commas, for example aime24,math_500")
+    add(
+        "--benchmarks",
+        help="names of files in --data-dir, separated by commas, for example aime24,math_500",
+    )
     add("--data-dir", type=Path, help="folder of NAME.jsonl, .json, .parquet, or folders NAME")
-    add("--output", type=Path, help="folder for completions and tables; other settings need another one")
+    add(
+        "--output",
+        type=Path,
+        help="folder for completions and tables; other settings need another one",
+    )
     add("--samples", type=int, default=32, help="samples of each problem, 0 for none (default 32)")
     add("--temperature", type=float, default=0.6, help="of the samples (default 0.6)")
     add("--top-p", type=float, default=0.95, help="of the samples (default 0.95)")
-    new_help = "longest completion (default: the run's of --model, else 32768, but no more than the model has room for)"
+    new_help = (
+        "longest completion (default: the run's of --model, else 32768, but no more than "
+        "the model has room for)"
+    )
     add("--max-new-tokens", type=int, help=new_help)
     prompt_help = "longer prompts count as wrong; default: all must fit the model"
     add("--max-prompt-tokens", type=int, help=prompt_help)
     add("--no-greedy", action="store_true", help="no completion at temperature 0")
     template_help = "as data.template, see docs/data.md (default: the run's of --model, else auto)"
     add("--template", help=template_help)
-    chat_help = "as data.chat_template: a name or a .jinja file (default: the model's, which is its run's)"
+    chat_help = (
+        "as data.chat_template: a name or a .jinja file (default: the model's, which is its run's)"
+    )
     add("--chat-template", help=chat_help)
     system_help = "as data.system_prompt (default: the run's of --model)"
     add("--system-prompt", help=system_help)
     kwargs_help = (
-        "NAME=VALUE, as one of data.chat_template_kwargs; may be given again (default: the run's of --model)"
+        "NAME=VALUE, as one of data.chat_template_kwargs; may be given again (default: "
+        "the run's of --model)"
     )
     add("--chat-template-kwarg", action="append", help=kwargs_help)
-    answer_help = "as reward.answer_from, see docs/rewards.md (default: the run's of --model, else boxed)"
+    answer_help = (
+        "as reward.answer_from, see docs/rewards.md (default: the run's of --model, else boxed)"
+    )
     add("--answer-from", choices=all_settings()["reward.answer_from"].words, help=answer_help)
-    scorer_help = "function of yours that says what is right, as validation.scorer, see docs/hooks.md"
+    scorer_help = (
+        "function of yours that says what is right, as validation.scorer, see docs/hooks.md"
+    )
     add("--scorer", help=scorer_help)
-    plugins_help = "module or file of yours that registers functions, as run.plugins; may be given again"
+    plugins_help = (
+        "module or file of yours that registers functions, as run.plugins; may be given again"
+    )
     add("--plugin", action="append", default=[], help=plugins_help)
     add("--seed", type=int, default=1, help="of the samples (default 1)")
-    add("--limit", type=int, help="number of problems of each benchmark, from the first on (default: all)")
+    add(
+        "--limit",
+        type=int,
+        help="number of problems of each benchmark, from the first on (default: all)",
+    )
 
 
 def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--tensor-parallel", type=int, default=1, help="ranks of one engine; divides the ranks (default 1)")
+    add(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        help="ranks of one engine; divides the ranks (default 1)",
+    )
     add("--cuda-graphs", action="store_true", help=CUDA_GRAPHS_HELP)
     add(
         "--memory-share",
@@ -320,9 +394,20 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         default=0.9,
         help="GPU: share of its memory for the engine (default 0.9)",
     )
-    add("--kv-cache-gib", type=float, help="GPU: KV cache of a rank, in GiB; needed where ranks share a GPU")
-    add("--cpu-kv-cache-gib", type=float, default=0.5, help="CPU: KV cache of a rank, in GiB (default 0.5)")
-    add("--max-num-seqs", type=int, default=256, help="most sequences decoded at once (default 256)")
+    add(
+        "--kv-cache-gib",
+        type=float,
+        help="GPU: KV cache of a rank, in GiB; needed where ranks share a GPU",
+    )
+    add(
+        "--cpu-kv-cache-gib",
+        type=float,
+        default=0.5,
+        help="CPU: KV cache of a rank, in GiB (default 0.5)",
+    )
+    add(
+        "--max-num-seqs", type=int, default=256, help="most sequences decoded at once (default 256)"
+    )
     workers_help = "processes per engine that verify answers (default 2)"
     timeout_help = "time limit of one answer, in seconds (default 5)"
     add("--reward-workers", "--judges", type=int, default=2, help=workers_help)

@@ -24,7 +24,8 @@ class Difference:
     """Mean over problems, and both ends of its 95% interval."""
     second: tuple[float, float, float]
     difference: tuple[float, float, float]
-    """Second minus first, with the interval of pairs, problem by problem (`difference_interval`)."""
+    """Second minus first, with the interval of pairs, problem by problem
+    (`difference_interval`)."""
 
     @property
     def is_clear(self) -> bool:
@@ -34,20 +35,26 @@ class Difference:
 
 
 def differences(first: Results, second: Results) -> list[Difference]:
-    """The differences of every benchmark and measure that both have. ValueError if they have none in common."""
+    """The differences of every benchmark and measure that both have.
+
+    ValueError if they have none in common."""
     found = []
     for dataset, measures in first.accuracies.items():
         for measure, ours in measures.items():
             theirs = second.accuracies.get(dataset, {}).get(measure)
             common = (
-                [] if theirs is None else [problem for problem in ours.shares if problem in theirs.shares]
+                []
+                if theirs is None
+                else [problem for problem in ours.shares if problem in theirs.shares]
             )
             if theirs is not None and common:
                 found.append(_difference(dataset, measure, ours, theirs, common))
     if not found:
         raise ValueError(
-            f"--compare: {first.name} has {', '.join(first.accuracies) or 'nothing'}, {second.name} has "
-            f"{', '.join(second.accuracies) or 'nothing'}; needed: a benchmark in common, greedy or sampled in both"
+            f"--compare: {first.name} has {', '.join(first.accuracies) or 'nothing'}, "
+            f"{second.name} has "
+            f"{', '.join(second.accuracies) or 'nothing'}; needed: a benchmark in common, greedy "
+            "or sampled in both"
         )
     return found
 
@@ -73,27 +80,37 @@ def other_settings(first: Results, second: Results) -> list[str]:
     """One clause for each setting that differs, without those of the model."""
     names = dict.fromkeys([*first.settings, *second.settings])
     return [
-        f"{name} is {first.settings.get(name)!r} in the first and {second.settings.get(name)!r} in the second"
+        f"{name} is {first.settings.get(name)!r} in the first and {second.settings.get(name)!r} "
+        "in the second"
         for name in names
-        if not name.startswith(("about_", "model")) and first.settings.get(name) != second.settings.get(name)
+        if not name.startswith(("about_", "model"))
+        and first.settings.get(name) != second.settings.get(name)
     ]
 
 
 def comparison_text(first: Results, second: Results) -> str:
     """The table of differences with notes; in percent, differences in percentage points."""
-    table = [["dataset", "measure", "A", "B", "B - A", "B - A 95%", "", "problems", "A 95%", "B 95%"]]
+    table = [
+        ["dataset", "measure", "A", "B", "B - A", "B - A 95%", "", "problems", "A 95%", "B 95%"]
+    ]
     found = differences(first, second)
     for one in found:
-        (a, of_a), (b, of_b), difference = _cells(one.first), _cells(one.second), _cells(one.difference, "+")
+        (a, of_a), (b, of_b), difference = (
+            _cells(one.first),
+            _cells(one.second),
+            _cells(one.difference, "+"),
+        )
         row = [one.dataset, one.measure, a, b, *difference, "clear" if one.is_clear else ""]
         table.append([*row, str(one.problems), of_a, of_b])
     named = {"A": first, "B": second}
     notes = [
-        f"{name}: {one.name} (model {one.settings.get('about_model', '?')})" for name, one in named.items()
+        f"{name}: {one.name} (model {one.settings.get('about_model', '?')})"
+        for name, one in named.items()
     ]
     notes += [f"Settings differ: {sentence}." for sentence in other_settings(first, second)]
     notes += [
-        f"{row.dataset}, {row.measure}: {counted(row.left_out, 'problem', 'are')} in one of the two only, and left out."
+        f"{row.dataset}, {row.measure}: {counted(row.left_out, 'problem', 'are')} in one of the "
+        "two only, and left out."
         for row in found
         if row.left_out
     ]

@@ -4,7 +4,8 @@
   settings.json                       the model and the sampling settings; written before the first completion
   generations/aime24/rank-0000.jsonl  one line for each completion of engine 0, with the result of its verification
 
-A process that is killed may leave an unfinished last line; it is removed when the folder is opened again.
+A process that is killed may leave an unfinished last line; it is removed when the folder is opened
+again.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class CompletionRecord:
 
 
 def read_completions(folder: Path, benchmark: str) -> dict[Key, CompletionRecord]:
-    """All completions of a benchmark in a folder, without their texts. ValueError for a line that is no completion."""
+    """All completions of a benchmark in a folder, without their texts.
+
+    ValueError for a line that is no completion."""
     found: dict[Key, CompletionRecord] = {}
     for path in sorted((folder / GENERATIONS / benchmark).glob("*.jsonl")):
         with path.open("rb") as lines:
@@ -57,7 +60,8 @@ def read_completions(folder: Path, benchmark: str) -> dict[Key, CompletionRecord
                     record = CompletionRecord(**{**json.loads(line), "text": ""})
                 except (ValueError, TypeError, RecursionError) as error:
                     raise ValueError(
-                        f"{path}, line {number}: no completion ({type(error).__name__}: {error}); remove it, and "
+                        f"{path}, line {number}: no completion ({type(error).__name__}: {error}); "
+                        "remove it, and "
                         "it is sampled again"
                     ) from error
                 index = GREEDY_INDEX if record.mode == "greedy" else record.sample
@@ -66,7 +70,8 @@ def read_completions(folder: Path, benchmark: str) -> dict[Key, CompletionRecord
 
 
 def remove_unfinished_lines(folder: Path) -> int:
-    """Remove unfinished last lines, which killed processes left; returns the number of files that had one."""
+    """Remove unfinished last lines, which killed processes left; returns the number of files that
+    had one."""
     count = 0
     for path in (folder / GENERATIONS).glob("*/*.jsonl"):
         content = path.read_bytes()
@@ -86,7 +91,9 @@ class Writer:
         self._files: dict[str, IO[bytes]] = {}
 
     def add(self, benchmark: str, record: CompletionRecord) -> None:
-        """Append a line. It is pure ASCII, so that any model's text can be shown on a terminal."""
+        """Append a line.
+
+        It is pure ASCII, so that any model's text can be shown on a terminal."""
         if benchmark not in self._files:
             (self._folder / benchmark).mkdir(parents=True, exist_ok=True)
             self._files[benchmark] = (self._folder / benchmark / self._name).open("ab")

@@ -13,7 +13,11 @@ from pathlib import Path
 from rlmath.checkpoint.convert.convert import megatron_to_hf
 from rlmath.checkpoint.convert.sources import MegatronSource, find_megatron
 from rlmath.checkpoint.directory import MANIFEST, file_entry
-from rlmath.checkpoint.hf.config_json import check_loadable, missing_folder_problem, read_model_shape
+from rlmath.checkpoint.hf.config_json import (
+    check_loadable,
+    missing_folder_problem,
+    read_model_shape,
+)
 from rlmath.checkpoint.hf.headers import model_fingerprint, older_model_fingerprint
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.config.files import read_json_object
@@ -22,13 +26,15 @@ from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, SUMMARY_F
 logger = logging.getLogger(__name__)
 
 CONVERTED = "converted_model"
-"""The converted checkpoint in the output folder. No run's folder has this name, so a partial one can be removed."""
+"""The converted checkpoint in the output folder. No run's folder has this name, so a partial one
+can be removed."""
 _SOURCE = "converted_from.json"
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """The folder that vLLM loads, and the hash of its weights, config, tokenizer and generation config."""
+    """The folder that vLLM loads, and the hash of its weights, config, tokenizer and generation
+    config."""
 
     folder: Path
     fingerprint: str
@@ -39,20 +45,24 @@ class EvaluatedModel:
     """The folder of the model or the checkpoint, whole, before any conversion."""
 
     def named_as(self, recorded: object) -> str:
-        """Its fingerprint; where an evaluation of an earlier release recorded the older one, that."""
+        """Its fingerprint; where an evaluation of an earlier release recorded the older one,
+        that."""
         return self.older_fingerprint if recorded == self.older_fingerprint else self.fingerprint
 
 
 def resolve_model(path: Path, output: Path) -> EvaluatedModel:
-    """The model at `path`: a Hugging Face folder; a run's folder, for the last model of a finished run and the newest
-    checkpoint of an unfinished one; or a checkpoint. A checkpoint is converted once, into `output`/converted_model.
-    ValueError if it is none of these, or has weights or a tokenizer that cannot be loaded."""
+    """The model at `path`: a Hugging Face folder; a run's folder, for the last model of a finished
+    run and the newest checkpoint of an unfinished one; or a checkpoint. A checkpoint is converted
+    once, into `output`/converted_model. ValueError if it is none of these, or has weights or a
+    tokenizer that cannot be loaded."""
     if not path.is_dir():
         raise ValueError(missing_folder_problem(path, "--model"))
     if (adapter := adapter_alone(path)) is not None:
         raise ValueError(
-            f'--model: "{adapter}" has adapters (LoRA) without their model; needed: a whole model. Give the folder of '
-            "their run or a checkpoint of it, which is merged at once, or merge them (PEFT: merge_and_unload)."
+            f'--model: "{adapter}" has adapters (LoRA) without their model; needed: a whole '
+            "model. Give the folder of "
+            "their run or a checkpoint of it, which is merged at once, or merge them (PEFT: "
+            "merge_and_unload)."
         )
     hugging_face = _hugging_face(path)
     source = hugging_face or find_megatron(path).state
@@ -86,7 +96,8 @@ def _convert(path: Path, output: Path) -> Path:
     source = find_megatron(path)
     if source.metadata_files is None:
         raise ValueError(
-            f"--model: {source.state} has no config.json beside it (hf/config.json), so its model is unknown; convert "
+            f"--model: {source.state} has no config.json beside it (hf/config.json), so its model "
+            "is unknown; convert "
             "it by rlmath convert to-hf --config, and evaluate the result"
         )
     folder, note = output / CONVERTED, output / _SOURCE
@@ -95,7 +106,8 @@ def _convert(path: Path, output: Path) -> Path:
         earlier = read_json_object(note)
         if earlier.get("content") != origin["content"]:
             raise ValueError(
-                f'--output "{output}" belongs to the checkpoint {earlier.get("state")}, and --model is now '
+                f'--output "{output}" belongs to the checkpoint {earlier.get("state")}, and '
+                "--model is now "
                 f"{origin['state']}. Give another --output."
             )
         return folder
@@ -110,7 +122,8 @@ def _convert(path: Path, output: Path) -> Path:
 
 
 def _content(source: MegatronSource) -> str:
-    """Hash of a checkpoint's manifest, which has checksums; without one, of its files' names, sizes and times."""
+    """Hash of a checkpoint's manifest, which has checksums; without one, of its files' names, sizes
+    and times."""
     manifest = source.state.parent / MANIFEST
     if manifest.is_file():
         return file_entry(manifest).sha256[:16]

@@ -14,9 +14,10 @@ MOST_SAMPLES = 1000
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that k of n samples, drawn without replacement, include a correct one, when `correct` of the n are:
-    1 - C(n - correct, k) / C(n, k), the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, section 2.1).
-    Computed as a product of k factors, so that nothing overflows.
+    """Probability that k of n samples, drawn without replacement, include a correct one, when
+    `correct` of the n are: 1 - C(n - correct, k) / C(n, k), the unbiased estimate of Chen et al.
+    2021 (arXiv:2107.03374, section 2.1). Computed as a product of k factors, so that nothing
+    overflows.
 
     >>> round(pass_at_k(n=4, correct=1, k=2), 10)  # 3 of the 6 pairs contain it
     0.5
@@ -39,10 +40,11 @@ class Vote:
 
 
 def majority_at_k(votes: Sequence[Vote], blank: int, k: int) -> float:
-    """Probability that the most frequent answer among k samples, drawn without replacement, is correct (maj@k).
+    """Probability that the most frequent answer among k samples, drawn without replacement, is
+    correct (maj@k).
 
-    `blank` samples have no answer: they may be drawn, and do not vote. Equally frequent answers win with the same
-    probability; without any vote the majority is wrong. Exact, no resampling.
+    `blank` samples have no answer: they may be drawn, and do not vote. Equally frequent answers win
+    with the same probability; without any vote the majority is wrong. Exact, no resampling.
 
     >>> majority_at_k([Vote(2, True), Vote(1, False)], blank=0, k=3)
     1.0
@@ -70,10 +72,12 @@ def _expected_majority(votes: tuple[Vote, ...], blank: int, k: int) -> float:
 
 
 def _right_subsets(votes: Sequence[Vote], blank: int, k: int, top: int) -> float:
-    """Number of subsets of k samples whose top answers have `top` votes, weighted by the share of right top answers."""
+    """Number of subsets of k samples whose top answers have `top` votes, weighted by the share of
+    right top answers."""
     ties = k // top
     right_ties = min(ties, sum(vote.right for vote in votes))
-    # ways[s, j, c]: ways to draw s samples from the answers so far so that j have `top` votes, c of them correct.
+    # ways[s, j, c]: ways to draw s samples from the answers so far so that j have `top` votes, c of
+    # them correct.
     ways = np.zeros((k + 1, ties + 1, right_ties + 1))
     for drawn in range(min(blank, k) + 1):
         ways[drawn, 0, 0] = math.comb(blank, drawn)
@@ -82,7 +86,9 @@ def _right_subsets(votes: Sequence[Vote], blank: int, k: int, top: int) -> float
         for drawn in range(min(vote.count, top - 1) + 1):
             more[drawn:] += math.comb(vote.count, drawn) * ways[: k + 1 - drawn]
         if vote.count >= top:
-            from_, to = (slice(None, -1), slice(1, None)) if vote.right else (slice(None), slice(None))
+            from_, to = (
+                (slice(None, -1), slice(1, None)) if vote.right else (slice(None), slice(None))
+            )
             more[top:, 1:, to] += math.comb(vote.count, top) * ways[: k + 1 - top, :-1, from_]
         ways = more
     j = np.arange(1, ties + 1)[:, None]

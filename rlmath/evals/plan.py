@@ -1,4 +1,5 @@
-"""The arguments that determine an evaluation's completions, and settings.json, which records them for one folder."""
+"""The arguments that determine an evaluation's completions, and settings.json, which records them
+for one folder."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ GREEDY_INDEX = -1
 
 @dataclass(frozen=True)
 class Plan:
-    """The arguments of launch/evaluate.py that determine what is sampled, by the name of their option."""
+    """The arguments of launch/evaluate.py that determine what is sampled, by the name of their
+    option."""
 
     model: Path | str
     """Text: its id on the Hugging Face hub, with the commit once it is downloaded."""
@@ -65,7 +67,10 @@ class Plan:
         settings = all_settings()
         ranges = {
             "samples": (self.samples, Range(0, MOST_SAMPLES)),
-            "temperature": (self.temperature, Range(0.01, 100, why="For temperature 0 there is greedy.")),
+            "temperature": (
+                self.temperature,
+                Range(0.01, 100, why="For temperature 0 there is greedy."),
+            ),
             "top-p": (self.top_p, settings["validation.top_p"].range),
             "max-new-tokens": (self.max_new_tokens, settings["rollout.max_new_tokens"].range),
             "max-prompt-tokens": (self.max_prompt_tokens, settings["data.max_prompt_tokens"].range),
@@ -80,7 +85,8 @@ class Plan:
         templates = settings["data.template"].words
         if self.template not in templates and ":" not in self.template and not self.plugins:
             problems.append(
-                f"--template is {self.template!r}; needed: one of {', '.join(templates)}, or a function of yours as "
+                f"--template is {self.template!r}; needed: one of {', '.join(templates)}, or a "
+                "function of yours as "
                 f"{NEEDED}"
             )
         plugin_problems = [plugin_problem(plugin, "--plugin") for plugin in self.plugins]
@@ -88,15 +94,21 @@ class Plan:
         if not problems:
             problems += filter(None, map(function_problem, self.hooks))
         if not self.benchmarks:
-            problems.append("--benchmarks is empty; needed: at least one, for example aime24,math_500")
+            problems.append(
+                "--benchmarks is empty; needed: at least one, for example aime24,math_500"
+            )
         if not self.greedy and self.samples == 0:
-            problems.append("--no-greedy with --samples 0 samples nothing; leave one of the two out")
+            problems.append(
+                "--no-greedy with --samples 0 samples nothing; leave one of the two out"
+            )
         raise_problems("the evaluation", problems)
 
     @property
     def chat(self) -> ChatSettings:
         names = ("--chat-template", "--chat-template-kwarg", "--system-prompt")
-        return ChatSettings(self.chat_template, self.chat_template_kwargs, self.system_prompt, names)
+        return ChatSettings(
+            self.chat_template, self.chat_template_kwargs, self.system_prompt, names
+        )
 
     @property
     def template_hook(self) -> Hook | None:
@@ -118,15 +130,21 @@ class Plan:
 
 
 def completion_seed(seed: int, benchmark: str, problem_id: str, index: int) -> int:
-    """Seed of one completion. It depends neither on the engine that samples it nor on the other completions."""
+    """Seed of one completion.
+
+    It depends neither on the engine that samples it nor on the other completions."""
     return request_seed(seed, 0, f"{benchmark}/{problem_id}", index)
 
 
 # ---------------------------------------------------------------- settings.json
-def check_settings(folder: Path, common: Mapping[str, Any], sampled: Mapping[str, Any] | None) -> None:
-    """Write settings.json, or compare with the existing one. Raises ValueError with the differences. `common` applies
-    to every completion, `sampled` to those that are not greedy (None: there are none). Keys that begin with "about_"
-    are not compared: "about_model" is named beside a "model" that differs. Settings of a folder without completions,
+def check_settings(
+    folder: Path, common: Mapping[str, Any], sampled: Mapping[str, Any] | None
+) -> None:
+    """Write settings.json, or compare with the existing one.
+
+    Raises ValueError with the differences. `common` applies to every completion, `sampled` to those
+    that are not greedy (None: there are none). Keys that begin with "about_" are not compared:
+    "about_model" is named beside a "model" that differs. Settings of a folder without completions,
     left by an evaluation that failed at its start, are replaced."""
     path = folder / SETTINGS
     earlier = _read_settings(path) if _has_completions(folder) else {}
@@ -134,21 +152,29 @@ def check_settings(folder: Path, common: Mapping[str, Any], sampled: Mapping[str
         earlier["common"] = EARLIER | earlier["common"]
     differences = [
         f"{name} was {_named(before, name)}, now it is {_named(now, name)}"
-        for before, now in ((earlier.get("common"), common), (earlier.get("sampled"), sampled or {}))
+        for before, now in (
+            (earlier.get("common"), common),
+            (earlier.get("sampled"), sampled or {}),
+        )
         for name, value in now.items()
         if before and name in before and before[name] != value and not name.startswith("about_")
     ]
     if differences:
         raise ValueError(
-            f'--output "{folder}" holds completions of another evaluation: {"; ".join(differences)}. '
+            f'--output "{folder}" holds completions of another evaluation: '
+            f"{'; '.join(differences)}. "
             "Give another --output, or the same model and settings."
         )
-    content = {"common": dict(common), "sampled": dict(sampled) if sampled else earlier.get("sampled")}
+    content = {
+        "common": dict(common),
+        "sampled": dict(sampled) if sampled else earlier.get("sampled"),
+    }
     write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 def recorded_new_tokens(folder: Path) -> int | None:
-    """The longest completion that those in the folder could have; None without any, or where it is not known."""
+    """The longest completion that those in the folder could have; None without any, or where it is
+    not known."""
     found = read_settings(folder).get("max_new_tokens") if _has_completions(folder) else None
     return found if type(found) is int else None
 

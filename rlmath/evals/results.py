@@ -49,7 +49,8 @@ def useful_k(samples: int) -> tuple[int, ...]:
 
 
 def answer_key(answer: str) -> object:
-    """A key that is equal for answers that `answers.string_match` finds equal, not for those equal only by algebra.
+    """A key that is equal for answers that `answers.string_match` finds equal, not for those equal
+    only by algebra.
 
     >>> answer_key("0.50") == answer_key("\\\\frac{1}{2}"), answer_key("(C)") == answer_key("C) 12")
     (True, True)
@@ -65,15 +66,23 @@ def answer_key(answer: str) -> object:
 
 
 def result_of(
-    benchmark: Benchmark, records: Mapping[Key, CompletionRecord], plan: Plan, max_prompt_tokens: int
+    benchmark: Benchmark,
+    records: Mapping[Key, CompletionRecord],
+    plan: Plan,
+    max_prompt_tokens: int,
 ) -> BenchmarkResult:
-    """The row of a benchmark: mean lengths, accuracies with their 95% intervals (`accuracy_interval`), pass@k, maj@k,
-    and shares of truncated completions, of the modes that the plan has. Problems with longer prompts count as wrong
-    (`too_long`), and so do completions whose verification failed (`not_judged`); `unusable` rows of the file are not in
-    `num_questions`. KeyError if a problem lacks a completion."""
+    """The row of a benchmark: mean lengths, accuracies with their 95% intervals
+    (`accuracy_interval`), pass@k, maj@k, and shares of truncated completions, of the modes that the
+    plan has. Problems with longer prompts count as wrong (`too_long`), and so do completions whose
+    verification failed (`not_judged`); `unusable` rows of the file are not in `num_questions`.
+    KeyError if a problem lacks a completion."""
     fitting = [p for p in benchmark.problems if len(p.token_ids) <= max_prompt_tokens]
-    rows = {p.prompt_id: {index: records[p.prompt_id, index] for index in plan.indices} for p in fitting}
-    problems = tuple(_problem(p.prompt_id, rows.get(p.prompt_id, {}), plan) for p in benchmark.problems)
+    rows = {
+        p.prompt_id: {index: records[p.prompt_id, index] for index in plan.indices} for p in fitting
+    }
+    problems = tuple(
+        _problem(p.prompt_id, rows.get(p.prompt_id, {}), plan) for p in benchmark.problems
+    )
     greedy = [row[GREEDY_INDEX] for row in rows.values()] if plan.greedy else []
     sampled = [[row[index] for index in range(plan.samples)] for row in rows.values()]
     flat = [record for row in sampled for record in row]
@@ -88,7 +97,9 @@ def result_of(
     }
     if plan.samples:
         row |= _pass_and_majority(problems, sampled, plan.samples)
-    row["greedy_acc_low"], row["greedy_acc_high"] = accuracy_interval(right) if right else (None, None)
+    row["greedy_acc_low"], row["greedy_acc_high"] = (
+        accuracy_interval(right) if right else (None, None)
+    )
     row["sample_pass@1_low"], row["sample_pass@1_high"] = (
         accuracy_interval(shares, plan.samples) if shares else (None, None)
     )
@@ -109,7 +120,8 @@ def _problem(problem_id: str, row: Mapping[int, CompletionRecord], plan: Plan) -
 def _pass_and_majority(
     problems: Sequence[ProblemResult], rows: Sequence[Sequence[CompletionRecord]], n: int
 ) -> Row:
-    """pass@k and maj@k of `n` samples of each problem; of a problem without a row no majority is right."""
+    """pass@k and maj@k of `n` samples of each problem; of a problem without a row no majority is
+    right."""
     found: Row = {}
     for k in useful_k(n):
         name = "sample_pass@1" if k == 1 else f"pass@{k}"

@@ -1,9 +1,10 @@
 """An evaluation on all ranks: `evaluate` is what launch/evaluate.py runs.
 
-    rank 0: model, problems, completions on disk -> all ranks: sample and verify the missing ones, append them to disk
-    -> rank 0: read all completions from disk -> tables
+    rank 0: model, problems, completions on disk -> all ranks: sample and verify the missing ones,
+    append them to disk -> rank 0: read all completions from disk -> tables
 
-The tables are computed from the files alone, so a run that was stopped and resumed writes the same ones.
+The tables are computed from the files alone, so a run that was stopped and resumed writes the same
+ones.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ from rlmath.workers.worker_pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT_SECONDS = 24 * 3600.0
-"""Ranks wait for engines that still sample, and for the conversion of a checkpoint; torchrun reports dead ranks."""
+"""Ranks wait for engines that still sample, and for the conversion of a checkpoint; torchrun
+reports dead ranks."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,9 @@ class _Prepared:
 def evaluate(
     plan: Plan, rollout: RolloutConfig, reward_workers: int, reward_timeout: float, device_kind: str
 ) -> list[BenchmarkResult] | None:
-    """Sample the missing completions and write the tables, whose rows rank 0 returns, the others None. All ranks call
-    it. `reward_workers` processes of each engine verify its answers, with `reward_timeout` seconds for each.
-    ValueError, on all ranks, for a user's mistake."""
+    """Sample the missing completions and write the tables, whose rows rank 0 returns, the others
+    None. All ranks call it. `reward_workers` processes of each engine verify its answers, with
+    `reward_timeout` seconds for each. ValueError, on all ranks, for a user's mistake."""
     world_size, rank = environment_world_size(), environment_rank()
     if world_size % rollout.tensor_parallel:
         raise ValueError(
@@ -90,17 +92,22 @@ def evaluate(
     with ExitStack() as stack:
         pool = scorer = None
         if mesh.is_engine_leader:
-            # Started before process groups and engines, so that the workers do not inherit their threads.
+            # Started before process groups and engines, so that the workers do not inherit their
+            # threads.
             pool = stack.enter_context(
                 WorkerPool(reward_workers, reward_timeout, rules=Rules(plan.answer_from))
             )
             if (hook := plan.scorer_hook) is not None:
-                scorer = stack.enter_context(WorkerPool(reward_workers, reward_timeout, function=hook))
+                scorer = stack.enter_context(
+                    WorkerPool(reward_workers, reward_timeout, function=hook)
+                )
         plan, store = _plan_after_rendezvous(plan)
         init_process_group(device, COLLECTIVE_TIMEOUT_SECONDS, store)
         # The end of an engine destroys the group too.
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
-        prepared = _prepare_on_rank_zero(plan, rollout, mesh=mesh, device=device, pool=pool, stack=stack)
+        prepared = _prepare_on_rank_zero(
+            plan, rollout, mesh=mesh, device=device, pool=pool, stack=stack
+        )
         if prepared.missing:
             model, lengths = prepared.model.folder, prepared.lengths
             llm = stack.enter_context(
@@ -123,7 +130,8 @@ def evaluate(
 
 
 def _plan_after_rendezvous(plan: Plan) -> tuple[Plan, dist.Store | None]:
-    """Once all ranks are here and their nodes agree: the plan, whose model is on this node, and the store, if any."""
+    """Once all ranks are here and their nodes agree: the plan, whose model is on this node, and the
+    store, if any."""
     rendezvous = open_rendezvous(RunConfig.start_timeout_seconds)
     if rendezvous is not None:
         meet(rendezvous, environment_facts(), RunConfig.start_timeout_seconds)
@@ -139,7 +147,12 @@ def _plan_after_rendezvous(plan: Plan) -> tuple[Plan, dist.Store | None]:
 
 # ---------------------------------------------------------------- preparation, on rank 0
 def _prepare_on_rank_zero(
-    plan: Plan, rollout: RolloutConfig, mesh: Mesh, device: Device, pool: WorkerPool | None, stack: ExitStack
+    plan: Plan,
+    rollout: RolloutConfig,
+    mesh: Mesh,
+    device: Device,
+    pool: WorkerPool | None,
+    stack: ExitStack,
 ) -> _Prepared:
     """`_prepare` on rank 0, sent to all; a ValueError of rank 0 is raised on all ranks."""
     prepared, mistake = None, None
@@ -159,14 +172,21 @@ def _prepare_on_rank_zero(
 
 def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Device) -> _Prepared:
     paths = {name: find_benchmark(name, plan.data_dir) for name in plan.benchmarks}
-    place = plan.model if isinstance(plan.model, Path) else parse_hub_id(plan.model, "--model").place
+    place = (
+        plan.model if isinstance(plan.model, Path) else parse_hub_id(plan.model, "--model").place
+    )
     model = resolve_model(Path(place), plan.output)
     tokenizer = load_tokenizer(str(model.folder), "--model", plan.chat)
     verified = plan.scorer is None
     with word_or_function(plan.template_hook, plan.template) as template:
         benchmarks = tuple(
             load_benchmark(
-                name, path, tokenizer=tokenizer, template=template, limit=plan.limit, verified=verified
+                name,
+                path,
+                tokenizer=tokenizer,
+                template=template,
+                limit=plan.limit,
+                verified=verified,
             )
             for name, path in paths.items()
         )
@@ -199,14 +219,17 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
     check_settings(plan.output, common, sampled if plan.samples else None)
     repaired = remove_unfinished_lines(plan.output)
     if repaired:
-        logger.info("Removed the unfinished last line of %d files, left by a run that was stopped", repaired)
+        logger.info(
+            "Removed the unfinished last line of %d files, left by a run that was stopped", repaired
+        )
     missing = [one for benchmark in benchmarks for one in _missing(benchmark, plan, lengths)]
     for warning in benchmark_warnings(benchmarks, tokenizer, verified):
         logger.warning("%s", warning)
     _log_work(benchmarks, lengths, plan, sum(len(one.indices) for one in missing))
     if plan.max_new_tokens is None:
         logger.info(
-            "Completions have at most %d tokens (--max-new-tokens is not given): prompts have up to %d, and the model "
+            "Completions have at most %d tokens (--max-new-tokens is not given): prompts have up "
+            "to %d, and the model "
             "has %s positions",
             lengths.max_new_tokens,
             lengths.max_prompt_tokens,
@@ -219,15 +242,19 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
 
 
 def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Missing]:
-    """The completions that are not on disk. ValueError if those on disk were sampled for other problems."""
+    """The completions that are not on disk.
+
+    ValueError if those on disk were sampled for other problems."""
     on_disk = read_completions(plan.output, benchmark.name)
     missing = []
     for problem in benchmark.problems:
         keys = [(problem.prompt_id, index) for index in plan.indices]
         if {on_disk[key].prompt_hash for key in keys if key in on_disk} - {problem.prompt_hash}:
             raise ValueError(
-                f'--output "{plan.output}" holds completions of another problem {problem.prompt_id!r} of '
-                f"{problem.benchmark}: its text, template or solutions have changed. Give another --output."
+                f'--output "{plan.output}" holds completions of another problem '
+                f"{problem.prompt_id!r} of "
+                f"{problem.benchmark}: its text, template or solutions have changed. Give another "
+                "--output."
             )
         indices = tuple(key[1] for key in keys if key not in on_disk)
         if indices and len(problem.token_ids) <= lengths.max_prompt_tokens:
@@ -235,23 +262,30 @@ def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Mi
     return missing
 
 
-def _log_work(benchmarks: Sequence[Benchmark], lengths: LengthLimits, plan: Plan, missing: int) -> None:
+def _log_work(
+    benchmarks: Sequence[Benchmark], lengths: LengthLimits, plan: Plan, missing: int
+) -> None:
     wanted = 0
     for benchmark in benchmarks:
         name, problems = benchmark.name, benchmark.problems
         logger.info("%s: %d problems", name, len(problems))
         if benchmark.unusable:
             rows = benchmark.unusable
-            logger.warning("%s: %d rows of its file are unusable, and are not in the table", name, rows)
+            logger.warning(
+                "%s: %d rows of its file are unusable, and are not in the table", name, rows
+            )
         tokens = (len(problem.token_ids) for problem in problems)
         long = [length for length in tokens if length > lengths.max_prompt_tokens]
         if long:
             logger.warning(
-                f"{name}: {len(long)} of {len(problems)} prompts are longer than --max-prompt-tokens "
+                f"{name}: {len(long)} of {len(problems)} prompts are longer than "
+                "--max-prompt-tokens "
                 f"{lengths.max_prompt_tokens} and count as wrong (the longest has {max(long)})"
             )
         wanted += len(plan.indices) * (len(problems) - len(long))
-    logger.info("%d completions are requested, %d of them are on disk already", wanted, wanted - missing)
+    logger.info(
+        "%d completions are requested, %d of them are on disk already", wanted, wanted - missing
+    )
 
 
 # ---------------------------------------------------------------- tables
@@ -261,7 +295,10 @@ def _write_tables(plan: Plan, prepared: _Prepared) -> list[BenchmarkResult]:
         result_of(benchmark, read_completions(plan.output, benchmark.name), plan, longest)
         for benchmark in prepared.benchmarks
     ]
-    settings = read_settings(plan.output) | {"limit": plan.limit, "max_prompt_tokens": plan.max_prompt_tokens}
+    settings = read_settings(plan.output) | {
+        "limit": plan.limit,
+        "max_prompt_tokens": plan.max_prompt_tokens,
+    }
     write_results(plan.output, settings, results)
     print(boxed_tables(first_table(results)))
     print(boxed_tables(second_table(results)), flush=True)

@@ -1,4 +1,5 @@
-"""Samples the missing completions of an evaluation; they are verified while others are still sampled."""
+"""Samples the missing completions of an evaluation; they are verified while others are still
+sampled."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def open_engine(
     device: Device,
     stop_token_ids: Sequence[int] | None,
 ) -> Iterator[Any]:
-    """This rank's vLLM engine. On GPU the end of the process frees its memory."""
+    """This rank's vLLM engine.
+
+    On GPU the end of the process frees its memory."""
     longest = lengths.max_prompt_tokens + lengths.max_new_tokens
     logger.info("Building the engine (seconds to minutes) ...")
     started = time.monotonic()
@@ -76,7 +79,9 @@ def sample_missing(
     pool: WorkerPool | None,
     scorer: WorkerPool | None = None,
 ) -> None:
-    """Sample, verify and write. The engines share the work; in each engine the rank with a `pool` writes."""
+    """Sample, verify and write.
+
+    The engines share the work; in each engine the rank with a `pool` writes."""
     requests = [_requests(number, one, plan, lengths) for number, one in enumerate(missing)]
     store = shared_store("evaluation")
     work_queue = WorkQueue(store, requests, mesh, rollout.max_num_seqs)
@@ -87,7 +92,9 @@ def sample_missing(
     problems = {number: one.problem for number, one in enumerate(missing)}
     writer = Writer(plan.output, mesh.engine_index)
     total = sum(map(len, requests))
-    progress = SamplingProgress(total, mesh, store, title="evaluation", longest=lengths.max_new_tokens)
+    progress = SamplingProgress(
+        total, mesh, store, title="evaluation", longest=lengths.max_new_tokens
+    )
     verification = Verification(pool, problems, writer.add, scorer, plan.answer_from)
 
     def on_step() -> None:
@@ -96,7 +103,11 @@ def sample_missing(
         progress.tick()
 
     running = RunningCompletions(
-        llm, rollout, tokenizer=load_tokenizer(str(model)), score=verification.submit, on_step=on_step
+        llm,
+        rollout,
+        tokenizer=load_tokenizer(str(model)),
+        score=verification.submit,
+        on_step=on_step,
     )
     try:
         for _ in running.sample(work_queue):
@@ -134,8 +145,9 @@ class Verification:
         scorer: WorkerPool | None = None,
         answer_from: str = "boxed",
     ) -> None:
-        """`problems` by the first part of the requests' keys; `write` takes the benchmark's name and the record. The
-        `scorer` has a function of the user's, which says what is right in place of the `pool`."""
+        """`problems` by the first part of the requests' keys; `write` takes the benchmark's name
+        and the record. The `scorer` has a function of the user's, which says what is right in place
+        of the `pool`."""
         self._pool = pool
         self._problems = problems
         self._write = write
@@ -147,7 +159,9 @@ class Verification:
         problem = self._problems[request.key[0]]
         if self._scorer is None:
             whole = text_to_verify(problem.text, completion.text)
-            future = self._pool.submit(whole, problem.solutions, problem.task, question=problem.question)
+            future = self._pool.submit(
+                whole, problem.solutions, problem.task, question=problem.question
+            )
         else:
             future = self._scorer.call(completion.text, problem.solutions, problem.row)
         self._submitted.append((request, completion, future))

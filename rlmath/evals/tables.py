@@ -1,6 +1,8 @@
-"""The tables of an evaluation, with the columns of the AReaL documents first, and the files that hold them.
+"""The tables of an evaluation, with the columns of the AReaL documents first, and the files that
+hold them.
 
-On the console a table is as wide as a terminal at most; the columns of pass@k follow in a further box:
+On the console a table is as wide as a terminal at most; the columns of pass@k follow in a further
+box:
 
 +---------+---------------+---------------+---------------+------------+
 | dataset | num_questions | greedy_length | sample_length | greedy_acc |
@@ -24,7 +26,14 @@ from rlmath.config.terminal import visible
 from rlmath.evals.results import BenchmarkResult, Row
 from rlmath.report.results_file import FORMAT, GREEDY, RESULTS, SAMPLED
 
-COLUMNS = ("dataset", "num_questions", "greedy_length", "sample_length", "greedy_acc", "sample_pass@1")
+COLUMNS = (
+    "dataset",
+    "num_questions",
+    "greedy_length",
+    "sample_length",
+    "greedy_acc",
+    "sample_pass@1",
+)
 """The first columns of the first table; pass@k follows, for every k that the samples allow."""
 PROBLEM_COUNTS = ("too_long", "unusable", "not_judged")
 WIDTH = 80
@@ -39,14 +48,17 @@ def first_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
 
 
 def second_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
-    """Intervals, majorities, shares of truncated completions, and those of PROBLEM_COUNTS that are not 0."""
+    """Intervals, majorities, shares of truncated completions, and those of PROBLEM_COUNTS that are
+    not 0."""
     rows = [result.row for result in results]
     counts = [name for name in PROBLEM_COUNTS if any(row[name] for row in rows)]
     numbers = [*_by_k("maj@", rows), "greedy_truncated", "sample_truncated", *counts]
     table = [["dataset", "greedy_acc 95%", "sample_pass@1 95%", *numbers]]
     for row in rows:
         intervals = [_interval(row, name) for name in (GREEDY, SAMPLED)]
-        table.append([str(row["dataset"]), *intervals, *(cell(name, row.get(name)) for name in numbers)])
+        table.append(
+            [str(row["dataset"]), *intervals, *(cell(name, row.get(name)) for name in numbers)]
+        )
     return table
 
 
@@ -81,15 +93,18 @@ def boxed_table(table: Sequence[Sequence[str]]) -> str:
     widths = _widths(table)
     line = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
     rows = [
-        "| " + " | ".join(text.center(width) for text, width in zip(row, widths, strict=True)) + " |"
+        "| "
+        + " | ".join(text.center(width) for text, width in zip(row, widths, strict=True))
+        + " |"
         for row in table
     ]
     return "\n".join([line, rows[0], line, *rows[1:], line])
 
 
 def boxed_tables(table: Sequence[Sequence[str]], keys: int = 1) -> str:
-    """`boxed_table` without columns of "-", in as many boxes below each other as it takes for none to be wider than
-    WIDTH, where its cells allow that. Each begins with the first `keys` columns."""
+    """`boxed_table` without columns of "-", in as many boxes below each other as it takes for none
+    to be wider than WIDTH, where its cells allow that. Each begins with the first `keys` columns.
+    """
     widths = _widths(table)
     first = list(range(keys))
     boxes, columns = [], first
@@ -100,7 +115,9 @@ def boxed_tables(table: Sequence[Sequence[str]], keys: int = 1) -> str:
             boxes.append(columns)
             columns = first
         columns = [*columns, column]
-    return "\n".join(boxed_table([[row[i] for i in chosen] for row in table]) for chosen in (*boxes, columns))
+    return "\n".join(
+        boxed_table([[row[i] for i in chosen] for row in table]) for chosen in (*boxes, columns)
+    )
 
 
 def _widths(table: Sequence[Sequence[str]]) -> list[int]:
@@ -113,14 +130,19 @@ def markdown_table(table: Sequence[Sequence[str]]) -> str:
     return "\n".join([rows[0], "|" + " --- |" * len(table[0]), *rows[1:]])
 
 
-def write_results(folder: Path, settings: Mapping[str, Any], results: Sequence[BenchmarkResult]) -> None:
-    """results.json (problem by problem), results.csv (a line for each benchmark) and results.md (both tables); the same
-    bytes for the same completions."""
+def write_results(
+    folder: Path, settings: Mapping[str, Any], results: Sequence[BenchmarkResult]
+) -> None:
+    """results.json (problem by problem), results.csv (a line for each benchmark) and results.md
+    (both tables); the same bytes for the same completions."""
     content = {
         "format": FORMAT,
         "settings": dict(settings),
         "benchmarks": {
-            result.row["dataset"]: {"row": result.row, "problems": [asdict(p) for p in result.problems]}
+            result.row["dataset"]: {
+                "row": result.row,
+                "problems": [asdict(p) for p in result.problems],
+            }
             for result in results
         },
     }

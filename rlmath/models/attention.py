@@ -1,12 +1,13 @@
 """Causal attention and rotary positions over packed sequences, for Megatron's local layers.
 
-Megatron's own `DotProductAttention` refuses packed sequences. Ours pads segments of similar length to one bucket, so
-that memory stays linear in the packed length and no token attends across a segment's border. A GPU's flash kernel takes
-packs as they are.
+Megatron's own `DotProductAttention` refuses packed sequences. Ours pads segments of similar length
+to one bucket, so that memory stays linear in the packed length and no token attends across a
+segment's border. A GPU's flash kernel takes packs as they are.
 """
 
-# Shape legend: T packed tokens, S segments, H heads and G key heads of this rank, D head dim, F = D/2 frequencies,
-# N segments of one bucket, M longest segment of one bucket, P slots of all short segments' buckets.
+# Shape legend: T packed tokens, S segments, H heads and G key heads of this rank, D head dim, F =
+# D/2 frequencies, N segments of one bucket, M longest segment of one bucket, P slots of all short
+# segments' buckets.
 
 from __future__ import annotations
 
@@ -53,11 +54,13 @@ class SegmentBucket:
     positions_K: Tensor
     """Packed position of each of them."""
     start: int | None
-    """Where the segments begin in the pack if they are equally long and lie one after another: both layouts are then
-    the same, and nothing is copied."""
+    """Where the segments begin in the pack if they are equally long and lie one after another: both
+    layouts are then the same, and nothing is copied."""
 
     def padded(self, x: Tensor, zero: bool = False) -> Tensor:
-        """[T, heads, D] laid out by segment: [N, heads, M, D]. With `zero` slots without a token are 0."""
+        """[T, heads, D] laid out by segment: [N, heads, M, D].
+
+        With `zero` slots without a token are 0."""
         N, M = self.gather_NM.shape
         if self.start is not None:
             return x[self.start : self.start + N * M].unflatten(0, (N, M)).transpose(1, 2)
@@ -81,24 +84,29 @@ class SegmentBucket:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """[T, heads, D] and buckets one after another, each [N, heads, M, D], as rows of D numbers: which row goes where.
-    Both directions are one selection of rows, whatever the number of buckets."""
+    """[T, heads, D] and buckets one after another, each [N, heads, M, D], as rows of D numbers:
+    which row goes where. Both directions are one selection of rows, whatever the number of buckets.
+    """
 
     from_packed: Tensor
     """int32 [P * heads], of every row of the buckets its row in the pack."""
     to_packed: Tensor
-    """int32 [T * heads], of every row of the pack its row in the buckets; 0 for tokens that are in none of them."""
+    """int32 [T * heads], of every row of the pack its row in the buckets; 0 for tokens that are in
+    none of them."""
     empty: Tensor
     """int64, rows of the buckets without a token: they hold the segment's last one."""
     heads: int
 
     def padded(self, x: Tensor, zero: bool = False) -> Tensor:
-        """[T, heads, D] laid out by bucket: [P * heads, D]. With `zero` rows without a token are 0."""
+        """[T, heads, D] laid out by bucket: [P * heads, D].
+
+        With `zero` rows without a token are 0."""
         laid_out = x.flatten(0, 1).index_select(0, self.from_packed)
         return laid_out.index_fill_(0, self.empty, 0.0) if zero else laid_out
 
     def unpadded(self, x: Tensor) -> Tensor:
-        """The tokens of [P * heads, D] at their places in [T, heads, D]; other tokens may hold anything."""
+        """The tokens of [P * heads, D] at their places in [T, heads, D]; other tokens may hold
+        anything."""
         return x.index_select(0, self.to_packed).view(-1, self.heads, x.shape[1])
 
 
@@ -106,7 +114,9 @@ def _head_rows(buckets: Sequence[SegmentBucket], T: int, heads: int) -> HeadRows
     head_H = torch.arange(heads, device=buckets[0].gather_NM.device)
     from_packed, first = [], 0
     to_packed_TH = head_H.new_zeros(T, heads)
-    is_empty = head_H.new_ones(sum(bucket.gather_NM.numel() for bucket in buckets) * heads, dtype=torch.bool)
+    is_empty = head_H.new_ones(
+        sum(bucket.gather_NM.numel() for bucket in buckets) * heads, dtype=torch.bool
+    )
     for bucket in buckets:
         from_packed.append((bucket.gather_NM[:, None] * heads + head_H[:, None]).flatten())
         M = bucket.gather_NM.shape[1]
@@ -130,8 +140,8 @@ class ShortSegments:
     key: HeadRows
 
     def by_bucket(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Tensors of [P * H, D] or [P * G, D] as views of every bucket: [N * G, R * M, D], with R query heads for each
-        key head, or [N * G, M, D]."""
+        """Tensors of [P * H, D] or [P * G, D] as views of every bucket: [N * G, R * M, D], with R
+        query heads for each key head, or [N * G, M, D]."""
         slots, first = sum(N * M for N, M in self.shapes), 0
         for N, M in self.shapes:
             heads = [len(x) // slots for x in tensors]
@@ -147,23 +157,29 @@ class PackedSequences(PackedSeqParams):
     cos: Tensor | None = None
     sin: Tensor | None = None
     """Cosine and sine of every token's rotary angles, [T, 1, F]."""
-    _by_length: dict[tuple[int, int, int], tuple[ShortSegments | None, tuple[SegmentBucket, ...]]] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    _by_length: dict[
+        tuple[int, int, int], tuple[ShortSegments | None, tuple[SegmentBucket, ...]]
+    ] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def buckets(self) -> tuple[SegmentBucket, ...]:
-        """Longest segments first. Of a GPU the host waits for their lengths."""
+        """Longest segments first.
+
+        Of a GPU the host waits for their lengths."""
         starts_S, lengths_S = self.cu_seqlens_q[:-1].long(), self.cu_seqlens_q.diff().long()
         groups = bucket_segments(lengths_S.tolist())
         return tuple(_make_bucket(starts_S[members], lengths_S[members]) for members in groups)
 
-    def by_length(self, H: int, G: int, D: int) -> tuple[ShortSegments | None, tuple[SegmentBucket, ...]]:
-        """The short segments for heads like these, None where there are none, and the buckets of the others; computed
-        once for all layers."""
+    def by_length(
+        self, H: int, G: int, D: int
+    ) -> tuple[ShortSegments | None, tuple[SegmentBucket, ...]]:
+        """The short segments for heads like these, None where there are none, and the buckets of
+        the others; computed once for all layers."""
         key = H, G, D
         if key not in self._by_length:
-            short = [bucket for bucket in self.buckets if _is_short(bucket.gather_NM.shape[1], H, G, D)]
+            short = [
+                bucket for bucket in self.buckets if _is_short(bucket.gather_NM.shape[1], H, G, D)
+            ]
             segments = None
             if short:
                 T = int(self.cu_seqlens_q[-1])
@@ -174,7 +190,8 @@ class PackedSequences(PackedSeqParams):
 
 
 def bucket_segments(lengths: list[int]) -> list[list[int]]:
-    """Indices of segments grouped by similar length, longest first; segments of length 0 are left out.
+    """Indices of segments grouped by similar length, longest first; segments of length 0 are left
+    out.
 
     >>> bucket_segments([10, 2, 9, 0])
     [[0, 2], [1]]
@@ -197,7 +214,9 @@ def _make_bucket(starts_N: Tensor, lengths_N: Tensor) -> SegmentBucket:
     gather_NM = starts_N[:, None] + torch.minimum(offsets_M[None, :], lengths_N[:, None] - 1)
     in_place = bool((lengths_N == longest).all()) and bool((starts_N.diff() == longest).all())
     slots_K = filled_NM.flatten().nonzero().squeeze(1)
-    return SegmentBucket(gather_NM, slots_K, gather_NM[filled_NM], int(starts_N[0]) if in_place else None)
+    return SegmentBucket(
+        gather_NM, slots_K, gather_NM[filled_NM], int(starts_N[0]) if in_place else None
+    )
 
 
 @dataclass(frozen=True)
@@ -211,8 +230,10 @@ class Rotary:
 def pack_sequences(
     cu_seqlens_S1: Tensor, max_seqlen: int, position_ids_T: Tensor, rotary: Rotary | None
 ) -> PackedSequences:
-    """What the layers need to know about the packing of one micro-batch, computed once. `rotary` is for Megatron's
-    local layers; None for Transformer Engine's, which get the longest segment rounded up to a power of two."""
+    """What the layers need to know about the packing of one micro-batch, computed once.
+
+    `rotary` is for Megatron's local layers; None for Transformer Engine's, which get the longest
+    segment rounded up to a power of two."""
     common: dict[str, Any] = {
         "qkv_format": "thd",
         "cu_seqlens_q": cu_seqlens_S1,
@@ -239,8 +260,8 @@ def rotary_frequencies(shape: ModelShape) -> Tensor:
 
 
 def stretched_frequencies(frequencies_F: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Frequencies for longer sequences, of plain ones of base `theta` (F of them, radians per position), as
-    transformers' `modeling_rope_utils` has them."""
+    """Frequencies for longer sequences, of plain ones of base `theta` (F of them, radians per
+    position), as transformers' `modeling_rope_utils` has them."""
     match scaling:
         case LinearScaling(factor):
             return frequencies_F / factor
@@ -259,8 +280,11 @@ def _yarn_ramp(F: int, theta: float, scaling: YarnScaling) -> Tensor:
     """0 for the frequencies that YaRN keeps to 1 for those that it divides, linear between."""
 
     def index_of(turns: float) -> float:
-        """The frequency that turns so often within the original length, in numbers of frequencies."""
-        return F * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / math.log(theta)
+        """The frequency that turns so often within the original length, in numbers of
+        frequencies."""
+        return (
+            F * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / math.log(theta)
+        )
 
     low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
     if scaling.truncate:
@@ -278,7 +302,9 @@ class SelfAttention(megatron_attention.SelfAttention):
         self.linear_qkv.skip_bias_add = not config.use_cpu_initialization
         number = self.layer_number
         self.rotates = not (config.no_rope_freq and config.no_rope_freq[number - 1])
-        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number)
+        has_window = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, number
+        )
         self.window = config.window_size[0] + 1 if has_window else None
 
     def forward(
@@ -288,7 +314,11 @@ class SelfAttention(megatron_attention.SelfAttention):
         projected, bias = self.linear_qkv(hidden_states)
         between = partial(self._between, bias, packed_seq_params)
         recomputes = self.checkpoint_core_attention and self.training
-        attended = tensor_parallel.checkpoint(between, False, projected) if recomputes else between(projected)
+        attended = (
+            tensor_parallel.checkpoint(between, False, projected)
+            if recomputes
+            else between(projected)
+        )
         return self.linear_proj(attended)
 
     def _between(self, bias: Tensor | None, packing: PackedSequences, projected: Tensor) -> Tensor:
@@ -301,10 +331,15 @@ class SelfAttention(megatron_attention.SelfAttention):
 
 
 def attend(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: PackedSequences, window: int | None
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    packing: PackedSequences,
+    window: int | None,
 ) -> Tensor:
-    """Causal scaled-dot-product attention within every segment of a pack, [T, H * D], of queries and keys that are
-    rotated already; a query attends to `window` tokens, itself and the last ones before it, None: to all."""
+    """Causal scaled-dot-product attention within every segment of a pack, [T, H * D], of queries
+    and keys that are rotated already; a query attends to `window` tokens, itself and the last ones
+    before it, None: to all."""
     if query_THD.device.type == "cpu":
         return _CPUAttention.apply(query_THD, key_TGD, value_TGD, packing, window).flatten(1)
     if flash_takes(query_THD.shape[2], query_THD.dtype.itemsize):
@@ -314,12 +349,14 @@ def attend(
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries of a segment, and the keys before them that they attend to; without a window all of both."""
+    """Queries of a segment, and the keys before them that they attend to; without a window all of
+    both."""
 
     rows: slice
     columns: slice
     hidden: Tensor | None
-    """[queries, keys], -inf where a query does not attend to a key; None: only to those that come later."""
+    """[queries, keys], -inf where a query does not attend to a key; None: only to those that come
+    later."""
 
     def queries(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The block's part of tensors [N, heads, M, ...] of queries."""
@@ -348,22 +385,36 @@ def _blocks(query_NHMD: Tensor, window: int | None) -> list[_Block]:
 
 
 def _hidden(rows: int, before: int, window: int | None, like: Tensor) -> Tensor:
-    """[rows, before + rows], of queries one after another by so many keys before the first and their own: -inf where a
-    query does not attend to a key, 0 elsewhere."""
+    """[rows, before + rows], of queries one after another by so many keys before the first and
+    their own: -inf where a query does not attend to a key, 0 elsewhere."""
     nothing = like.new_full((rows, before + rows), -math.inf)
     future = nothing.triu(before + 1)
     return future if window is None else future + nothing.tril(before - window)
 
 
 def flash_over_segments(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: PackedSequences, window: int | None
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    packing: PackedSequences,
+    window: int | None,
 ) -> Tensor:
-    """The attention [T, H, D] of torch's flash kernel for GPUs: one over all segments, wherever they lie, and the heads
-    that share a key."""
+    """The attention [T, H, D] of torch's flash kernel for GPUs: one over all segments, wherever
+    they lie, and the heads that share a key."""
     bounds, longest = packing.cu_seqlens_q, packing.max_seqlen_q
     sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     out_THD, *_ = torch.ops.aten._flash_attention_forward(
-        query_THD, key_TGD, value_TGD, bounds, bounds, longest, longest, 0.0, window is None, False, **sides
+        query_THD,
+        key_TGD,
+        value_TGD,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        0.0,
+        window is None,
+        False,
+        **sides,
     )
     return out_THD
 
@@ -395,9 +446,9 @@ def composed_attention(
 
 
 class _CPUAttention(torch.autograd.Function):
-    """Attention on CPU within the segments, short ones by products of whole matrices and the others, bucket by bucket,
-    by torch's flash kernel. Slots behind a segment's end are of no consequence: no query before them sees them, and
-    what they return is dropped."""
+    """Attention on CPU within the segments, short ones by products of whole matrices and the
+    others, bucket by bucket, by torch's flash kernel. Slots behind a segment's end are of no
+    consequence: no query before them sees them, and what they return is dropped."""
 
     @staticmethod
     def forward(
@@ -431,7 +482,9 @@ class _CPUAttention(torch.autograd.Function):
         if ctx.short is None:
             gradients = grad_THD.new_empty(grad_THD.shape), *grad_THD.new_empty(2, T, G, D)
         else:
-            gradients = _dense_backward(ctx.short, grad_THD, *itertools.islice(saved, ctx.short_keeps))
+            gradients = _dense_backward(
+                ctx.short, grad_THD, *itertools.islice(saved, ctx.short_keeps)
+            )
         for bucket in ctx.long:
             kept = itertools.islice(saved, _FLASH_KEEPS)
             found = _flash_backward(ctx.window, bucket.padded(grad_THD, zero=True), G, *kept)
@@ -472,7 +525,9 @@ def _flash(
         )
         for block in blocks
     ]
-    out, logsumexp = found[0] if len(found) == 1 else (torch.cat(x, 2) for x in zip(*found, strict=True))
+    out, logsumexp = (
+        found[0] if len(found) == 1 else (torch.cat(x, 2) for x in zip(*found, strict=True))
+    )
     return out, [query_NHMD, key, value, out, logsumexp]
 
 
@@ -498,16 +553,17 @@ def _flash_backward(
     return grads[0], _summed(grads[1], repeats), _summed(grads[2], repeats)
 
 
-# Short segments: the flash kernel takes a fixed time for each segment and head, in which a product of whole matrices
-# computes all scores of some 50 tokens. L = R * M rows of the R query heads that share a key, B = N * G.
+# Short segments: the flash kernel takes a fixed time for each segment and head, in which a product
+# of whole matrices computes all scores of some 50 tokens. L = R * M rows of the R query heads that
+# share a key, B = N * G.
 
 _CHUNK_BYTES = 2**20
 """Scores that are computed at a time: they should stay in a core's cache."""
 
 
 def _is_short(M: int, H: int, G: int, D: int) -> bool:
-    """Where the probabilities, M of a query, take no more memory than the copies that the flash kernel needs: its
-    result, and keys and values repeated for every query head."""
+    """Where the probabilities, M of a query, take no more memory than the copies that the flash
+    kernel needs: its result, and keys and values repeated for every query head."""
     return H * M <= D * (3 * H - 2 * G)
 
 
@@ -522,7 +578,9 @@ def _dense(
         M = key_BMD.shape[1]
         hidden_LM = _hidden(M, 0, window, query_BLD).repeat(L // M, 1)
         probs_BLM = query_BLD.new_empty(B, L, M)
-        for probs_, query, key, value, out_ in _chunks(probs_BLM, query_BLD, key_BMD, value_BMD, out_BLD):
+        for probs_, query, key, value, out_ in _chunks(
+            probs_BLM, query_BLD, key_BMD, value_BMD, out_BLD
+        ):
             scores = torch.baddbmm(hidden_LM, query, key.mT, alpha=D**-0.5)
             torch.softmax(scores, -1, out=probs_)
             torch.bmm(probs_, value, out=out_)
@@ -531,7 +589,12 @@ def _dense(
 
 
 def _dense_backward(
-    short: ShortSegments, upstream_THD: Tensor, query: Tensor, key: Tensor, value: Tensor, *probs: Tensor
+    short: ShortSegments,
+    upstream_THD: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *probs: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query [T, H, D], key and value [T, G, D] at tokens of short segments."""
     upstream = short.query.padded(upstream_THD, zero=True)
@@ -546,10 +609,15 @@ def _dense_backward(
             )
             torch.bmm(grad_scores, k, out=grad_q)
             torch.bmm(grad_scores.mT, q, out=grad_k)
-    return short.query.unpadded(grads[0]), short.key.unpadded(grads[1]), short.key.unpadded(grads[2])
+    return (
+        short.query.unpadded(grads[0]),
+        short.key.unpadded(grads[1]),
+        short.key.unpadded(grads[2]),
+    )
 
 
 def _chunks(probs_BLM: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """All of them in chunks of their first dimension, in which the probabilities take about _CHUNK_BYTES."""
+    """All of them in chunks of their first dimension, in which the probabilities take about
+    _CHUNK_BYTES."""
     rows = max(1, _CHUNK_BYTES // probs_BLM[0].nbytes)
     return zip(*(x.split(rows) for x in (probs_BLM, *tensors)), strict=True)

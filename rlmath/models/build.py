@@ -1,6 +1,8 @@
-"""The models of a run, built from the settings: the actors of GRPO and SFT, reference, critic and teacher.
+"""The models of a run, built from the settings: the actors of GRPO and SFT, reference, critic and
+teacher.
 
-    transformer config -> chunks with the weights of model.path -> wrapped for training -> optimizer -> learner
+    transformer config -> chunks with the weights of model.path -> wrapped for training -> optimizer
+    -> learner
 
 `loss_settings` and `early_stop` turn the settings of the algorithm into the learner's.
 """
@@ -38,8 +40,8 @@ from rlmath.models.teacher import Teacher
 
 logger = logging.getLogger(__name__)
 CRITIC_LR_FACTOR = 2.0
-"""Learning rate of a critic, in that of its policy, where it is not given: VAPO's. With 5, values of the demo's tokens
-stayed alike over 1500 updates (docs/benchmarks.md)."""
+"""Learning rate of a critic, in that of its policy, where it is not given: VAPO's. With 5, values
+of the demo's tokens stayed alike over 1500 updates (docs/benchmarks.md)."""
 NO_TEACHER = TeacherConfig()
 
 
@@ -51,10 +53,15 @@ def build_actor(
     total_updates: int,
     stop_token_ids: tuple[int, ...],
 ) -> Actor[GrpoLearner]:
-    """GRPO's policy with the weights of `model.path`; `total_updates` optimizer steps end a decaying learning rate."""
-    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer, config.lora)
+    """GRPO's policy with the weights of `model.path`; `total_updates` optimizer steps end a
+    decaying learning rate."""
+    chunks, wrapped, optimizer = _trained_chunks(
+        config, shape, mesh, device, config.optimizer, config.lora
+    )
     learner = GrpoLearner(
-        _as_the_engine(config, wrapped, mesh, device, vocab_size=shape.vocab_size, stops=stop_token_ids),
+        _as_the_engine(
+            config, wrapped, mesh, device, vocab_size=shape.vocab_size, stops=stop_token_ids
+        ),
         optimizer,
         build_scheduler(config.optimizer, optimizer, total_updates),
         settings=loss_settings(config.algorithm, config.teacher),
@@ -67,8 +74,11 @@ def build_actor(
 def build_sft_actor(
     config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int
 ) -> Actor[SftLearner]:
-    """The policy of supervised training: its distribution is the model's own, at temperature 1 and without a mask."""
-    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer, config.lora)
+    """The policy of supervised training: its distribution is the model's own, at temperature 1 and
+    without a mask."""
+    chunks, wrapped, optimizer = _trained_chunks(
+        config, shape, mesh, device, config.optimizer, config.lora
+    )
     forward_backward = ForwardBackward(wrapped, mesh, device, shape.vocab_size)
     scheduler = build_scheduler(config.optimizer, optimizer, total_updates)
     loss_scale = build_loss_scale(config, device)
@@ -83,8 +93,10 @@ def build_reference(
     stop_token_ids: tuple[int, ...],
     actor: Actor,
 ) -> ForwardBackward:
-    """The model to start from, sharded like the actor, without gradients. Build it only where KL is used: it holds
-    the memory of its parameters, unless the actor has adapters, without which it is the reference."""
+    """The model to start from, sharded like the actor, without gradients.
+
+    Build it only where KL is used: it holds the memory of its parameters, unless the actor has
+    adapters, without which it is the reference."""
     chunks, passes = actor.chunks, WithoutAdapters
     if not config.lora.rank:
         chunks = _frozen_chunks(
@@ -92,7 +104,9 @@ def build_reference(
         )
         passes = ForwardBackward
     stops, vocab_size = stop_token_ids, shape.vocab_size
-    return _as_the_engine(config, chunks, mesh, device, vocab_size=vocab_size, stops=stops, passes=passes)
+    return _as_the_engine(
+        config, chunks, mesh, device, vocab_size=vocab_size, stops=stops, passes=passes
+    )
 
 
 def _as_the_engine(
@@ -104,16 +118,24 @@ def _as_the_engine(
     stops: tuple[int, ...],
     passes: type[ForwardBackward] = ForwardBackward,
 ) -> ForwardBackward:
-    """Passes of a model whose distribution is the engine's: at its temperature, and with its mask of stop tokens."""
+    """Passes of a model whose distribution is the engine's: at its temperature, and with its mask
+    of stop tokens."""
     mask = MinTokensMask(stops, config.rollout.min_new_tokens)
     return passes(
-        chunks, mesh, device, vocab_size, temperature=config.rollout.temperature, min_tokens_mask=mask
+        chunks,
+        mesh,
+        device,
+        vocab_size,
+        temperature=config.rollout.temperature,
+        min_tokens_mask=mask,
     )
 
 
-def build_critic(config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int) -> Critic:
-    """The critic of `algorithm.advantage` "gae", laid out like the policy, with the weights of `critic.path`; `shape`
-    is that of `config_json.critic_shape`."""
+def build_critic(
+    config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int
+) -> Critic:
+    """The critic of `algorithm.advantage` "gae", laid out like the policy, with the weights of
+    `critic.path`; `shape` is that of `config_json.critic_shape`."""
     settings, path = critic_optimizer(config), config.critic.path
     start = ("model.path", config.model.path) if path is None else ("critic.path", path)
     chunks, wrapped, optimizer = _trained_chunks(
@@ -130,7 +152,8 @@ def build_critic(config: Config, shape: ModelShape, mesh: Mesh, device: Device, 
 
 
 def critic_optimizer(config: Config) -> OptimizerConfig:
-    """The policy's, with the critic's learning rate and warm-up; `min_lr` in the same proportion."""
+    """The policy's, with the critic's learning rate and warm-up; `min_lr` in the same
+    proportion."""
     optimizer, critic = config.optimizer, config.critic
     lr = CRITIC_LR_FACTOR * optimizer.lr if critic.lr is None else critic.lr
     min_lr = optimizer.min_lr / optimizer.lr * lr
@@ -139,7 +162,8 @@ def critic_optimizer(config: Config) -> OptimizerConfig:
 
 @torch.no_grad()
 def copy_weights(source: Sequence[GPTModel], target: Sequence[GPTModel]) -> None:
-    """Copy the weights of one model's bare chunks to another of the same layout, both on the device."""
+    """Copy the weights of one model's bare chunks to another of the same layout, both on the
+    device."""
     for one, other in zip(source, target, strict=True):
         weights = dict(one.named_parameters())
         for name, parameter in other.named_parameters():
@@ -155,21 +179,25 @@ def build_teacher(
     device: Device,
     stop_token_ids: tuple[int, ...],
 ) -> Teacher:
-    """The model of `teacher.path`, sharded like the actor, whose shape is `shape`, without gradients. Its distribution
-    is that of the tokens which both know, at the same temperature and with the same mask."""
+    """The model of `teacher.path`, sharded like the actor, whose shape is `shape`, without
+    gradients. Its distribution is that of the tokens which both know, at the same temperature and
+    with the same mask."""
     assert config.teacher.path is not None
     same_rows = replace(teacher_shape, vocab_size=shape.vocab_size)
     chunks = _frozen_chunks(
         config, config.teacher.path, same_rows, mesh=mesh, device=device, option="teacher.path"
     )
     common = min(shape.vocab_size, teacher_shape.vocab_size)
-    return Teacher(_as_the_engine(config, chunks, mesh, device, vocab_size=common, stops=stop_token_ids))
+    return Teacher(
+        _as_the_engine(config, chunks, mesh, device, vocab_size=common, stops=stop_token_ids)
+    )
 
 
 def _frozen_chunks(
     config: Config, path: str, shape: ModelShape, mesh: Mesh, device: Device, option: str
 ) -> list[GPTModel]:
-    """This rank's chunks of a model that is only read, with the weights of `path`, which the setting `option` names."""
+    """This rank's chunks of a model that is only read, with the weights of `path`, which the
+    setting `option` names."""
     megatron = transformer_config(shape, mesh, device, config.parallel, Recompute())
     chunks = build_chunks(shape, mesh, device, megatron)
     load_hf_weights(chunks, path, shape, mesh, option)
@@ -187,11 +215,13 @@ def _trained_chunks(
     lora: LoraConfig,
     start: tuple[str, str] | None = None,
 ) -> tuple[list[GPTModel], list[DistributedDataParallel], Any]:
-    """The chunks of a model that is trained, wrapped and bare, and their optimizer; `start` is the setting that names
-    the folder of its weights, and the folder (None: those of `model.path`)."""
+    """The chunks of a model that is trained, wrapped and bare, and their optimizer; `start` is the
+    setting that names the folder of its weights, and the folder (None: those of `model.path`)."""
     option, path = start or ("model.path", config.model.path)
     policy = config.policy
-    recompute = Recompute(policy.recompute_granularity, policy.recompute_method, policy.recompute_num_layers)
+    recompute = Recompute(
+        policy.recompute_granularity, policy.recompute_method, policy.recompute_num_layers
+    )
     megatron = transformer_config(shape, mesh, device, config.parallel, recompute)
     chunks = build_chunks(shape, mesh, device, megatron, separate_norms=lora.rank > 0)
     load_hf_weights(chunks, path, shape, mesh, option)
@@ -213,7 +243,9 @@ def build_loss_scale(config: Config, device: Device) -> LossScale | None:
         return None
     scale = config.optimizer.initial_loss_scale
     if scale is None:
-        weight = max(config.stages.max_tokens_per_microbatch or [config.policy.max_tokens_per_microbatch])
+        weight = max(
+            config.stages.max_tokens_per_microbatch or [config.policy.max_tokens_per_microbatch]
+        )
         if config.algorithm.loss_normalisation != "token":  # a completion's tokens weigh 1 together
             weight = max(1.0, weight / config.rollout.max_new_tokens)
         scale = 2.0 ** math.floor(math.log2(65536 / weight))
@@ -267,4 +299,6 @@ def token_rules(algorithm: AlgorithmConfig) -> TokenRules | None:
 
 def early_stop(algorithm: AlgorithmConfig) -> EarlyStop:
     """The bounds that the settings name."""
-    return EarlyStop(algorithm.early_stop_ratio, algorithm.early_stop_ratio_low, algorithm.early_stop_kl)
+    return EarlyStop(
+        algorithm.early_stop_ratio, algorithm.early_stop_ratio_low, algorithm.early_stop_kl
+    )

@@ -1,11 +1,12 @@
 """A pack split over context-parallel ranks, and its per-token values gathered again.
 
-Transformer Engine's causal attention needs every segment cut into 2 * C chunks of equal length; rank r of C computes
-chunks r and 2 * C - 1 - r, so that all have the same work. Segments are padded to a multiple of that behind their end,
-where no real token attends to.
+Transformer Engine's causal attention needs every segment cut into 2 * C chunks of equal length;
+rank r of C computes chunks r and 2 * C - 1 - r, so that all have the same work. Segments are padded
+to a multiple of that behind their end, where no real token attends to.
 """
 
-# Shape legend: T packed tokens, S segments, F tokens of the padded segments, C context ranks, N tokens of each.
+# Shape legend: T packed tokens, S segments, F tokens of the padded segments, C context ranks, N
+# tokens of each.
 
 from __future__ import annotations
 
@@ -35,13 +36,15 @@ class ContextSplit:
 
     def join(self, values_CN: Tensor, length: int) -> Tensor:
         """The pack's [T] again, of `length` tokens, out of all ranks' shares."""
-        whole = values_CN.new_zeros(length + 1).scatter(0, self.source_CN.flatten(), values_CN.flatten())
+        whole = values_CN.new_zeros(length + 1).scatter(
+            0, self.source_CN.flatten(), values_CN.flatten()
+        )
         return whole[:length]
 
 
 def split_pack(cu_seqlens_S1: Tensor, context: int, multiple: int = 1) -> ContextSplit:
-    """Split a pack over `context` ranks in chunks whose length is a multiple of `multiple` (the tensor-parallel
-    size under sequence parallelism).
+    """Split a pack over `context` ranks in chunks whose length is a multiple of `multiple` (the
+    tensor-parallel size under sequence parallelism).
 
     >>> split_pack(torch.tensor([0, 8, 11]), context=2).source_CN
     tensor([[ 0,  1,  6,  7,  8, 11],
@@ -61,8 +64,10 @@ def split_pack(cu_seqlens_S1: Tensor, context: int, multiple: int = 1) -> Contex
 
 
 class _GatherShares(torch.autograd.Function):
-    """All ranks' [N] as [C, N]. Every rank computes the same loss from it, so a rank's own row of the gradient is the
-    whole gradient of its share."""
+    """All ranks' [N] as [C, N].
+
+    Every rank computes the same loss from it, so a rank's own row of the gradient is the whole
+    gradient of its share."""
 
     @staticmethod
     def forward(ctx: Any, mine_N: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -83,8 +88,9 @@ def gather_and_shift(
     completion_index_T: Tensor,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, ...]:
-    """As `logprobs.shift_to_tokens`, of the whole pack on every context rank; `of_next(tokens_N, completion_index_N)`
-    has the values for the tokens that this rank's logits predict. A collective of context ranks, with gradient."""
+    """As `logprobs.shift_to_tokens`, of the whole pack on every context rank; `of_next(tokens_N,
+    completion_index_N)` has the values for the tokens that this rank's logits predict. A collective
+    of context ranks, with gradient."""
     T, rank = token_ids_T.numel(), group.rank()
     next_tokens = split.share(token_ids_T.roll(-1), rank)
     next_index = split.share(completion_index_T.roll(-1), rank)

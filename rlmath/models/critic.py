@@ -1,13 +1,16 @@
-"""The critic: a model like the policy whose last stage gives one number for each token, and its learner.
+"""The critic: a model like the policy whose last stage gives one number for each token, and its
+learner.
 
-    micro-batches -> values (old) -> returns (trainer) -> minibatches: clipped value loss, optimizer step
+    micro-batches -> values (old) -> returns (trainer) -> minibatches: clipped value loss, optimizer
+    step
 
-The value of a token is that of what precedes it: the model's output at the position before. The head is float32, also
-where the model is bfloat16, and begins at zero unless the model's folder has one.
+The value of a token is that of what precedes it: the model's output at the position before. The
+head is float32, also where the model is bfloat16, and begins at zero unless the model's folder has
+one.
 """
 
-# Shape legend: N tokens of this rank (a share of T with sequence parallelism), T packed tokens of one micro-batch, S
-# segments of it, H hidden size.
+# Shape legend: N tokens of this rank (a share of T with sequence parallelism), T packed tokens of
+# one micro-batch, S segments of it, H hidden size.
 
 from __future__ import annotations
 
@@ -26,8 +29,9 @@ from rlmath.models.learner import Actor, Learner, MinibatchResult, not_finite
 
 
 class ValueHead(torch.nn.Module):
-    """[N, 1, H] hidden states to [T, 1, 1] values, in place of Megatron's output layer, whose call it has. Every
-    tensor-parallel rank has all of it and, with sequence parallelism, reads its share of the tokens."""
+    """[N, 1, H] hidden states to [T, 1, 1] values, in place of Megatron's output layer, whose call
+    it has. Every tensor-parallel rank has all of it and, with sequence parallelism, reads its share
+    of the tokens."""
 
     def __init__(self, hidden_size: int, sequence_parallel: bool) -> None:
         super().__init__()
@@ -44,14 +48,16 @@ class ValueHead(torch.nn.Module):
     ) -> tuple[Tensor, None]:
         values = torch.nn.functional.linear(hidden_N1H.float(), self.weight, self.bias)
         if self.sequence_parallel:
-            # Every rank computes the same loss of all values: its own share of the gradient is whole.
+            # Every rank computes the same loss of all values: its own share of the gradient is
+            # whole.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
 
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Values of one micro-batch under the critic of the step's start, without gradient; empty off the last stage."""
+    """Values of one micro-batch under the critic of the step's start, without gradient; empty off
+    the last stage."""
 
     values_T: Tensor
     """float32, of what precedes each token."""
@@ -74,8 +80,9 @@ VALUE_SUMS = (*(one.name for one in fields(ValueLoss)), "denominator")
 
 @dataclass(eq=False)
 class CriticLearner(Learner):
-    """The critic's learner: squared distance from the returns, clipped (`algorithms.gae.value_loss`), with the weights,
-    the masks and the denominator of the policy's loss."""
+    """The critic's learner: squared distance from the returns, clipped
+    (`algorithms.gae.value_loss`), with the weights, the masks and the denominator of the policy's
+    loss."""
 
     clip: float | None
 
@@ -84,18 +91,26 @@ class CriticLearner(Learner):
         """The values of every micro-batch's tokens under the present weights."""
 
         def keep(index: int, batch: MicroBatch, output_T1: Tensor) -> TokenValues:
-            ends_S = output_T1[(batch.cu_seqlens_S1[1:] - 1).long().clamp(max=len(output_T1) - 1), 0]
+            ends_S = output_T1[
+                (batch.cu_seqlens_S1[1:] - 1).long().clamp(max=len(output_T1) - 1), 0
+            ]
             return TokenValues(self.forward_backward.values_of(batch, output_T1), ends_S.float())
 
         results = self.forward_backward.run(batches, keep, forward_only=True)
         none = torch.empty(0)
         return (
-            results if self.forward_backward.mesh.is_last_stage else [TokenValues(none, none)] * len(batches)
+            results
+            if self.forward_backward.mesh.is_last_stage
+            else [TokenValues(none, none)] * len(batches)
         )
 
-    def learn(self, batches: Sequence[MicroBatch], targets: Sequence[ValueTargets]) -> MinibatchResult:
+    def learn(
+        self, batches: Sequence[MicroBatch], targets: Sequence[ValueTargets]
+    ) -> MinibatchResult:
         """One optimizer step, or none where the loss or the gradient is not finite."""
-        metrics = self.forward_backward.run(batches, partial(self._loss, targets), forward_only=False)
+        metrics = self.forward_backward.run(
+            batches, partial(self._loss, targets), forward_only=False
+        )
         return self._optimizer_step(metrics, not_finite, VALUE_SUMS)
 
     def _loss(
@@ -103,7 +118,9 @@ class CriticLearner(Learner):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         values_T = self.forward_backward.values_of(batch, output_T1)
         target = targets[index]
-        old_T, returns_T = (one.to(values_T.device) for one in (target.old_values_T, target.returns_T))
+        old_T, returns_T = (
+            one.to(values_T.device) for one in (target.old_values_T, target.returns_T)
+        )
         terms = value_loss(
             values_T,
             old_T,

@@ -1,10 +1,13 @@
-"""Forward and backward passes of micro-batches through one Megatron model, over all its pipeline stages.
+"""Forward and backward passes of micro-batches through one Megatron model, over all its pipeline
+stages.
 
-    micro-batches -> inputs of this rank (packed, split over context ranks) -> Megatron's schedule -> on_logits
+    micro-batches -> inputs of this rank (packed, split over context ranks) -> Megatron's schedule
+    -> on_logits
 
-What is computed from the logits is the caller's: `on_logits(index, batch, logits_TV)` is called on the last pipeline
-stage, where a learner makes a loss of it and `logprobs` keeps log-probabilities. The distribution of a token is that of
-the engine: logits over temperature, without the tokens of `min_tokens_mask`.
+What is computed from the logits is the caller's: `on_logits(index, batch, logits_TV)` is called on
+the last pipeline stage, where a learner makes a loss of it and `logprobs` keeps log-probabilities.
+The distribution of a token is that of the engine: logits over temperature, without the tokens of
+`min_tokens_mask`.
 """
 
 # Shape legend: T packed tokens of one micro-batch, V vocabulary shard.
@@ -32,27 +35,38 @@ from rlmath.distributed.device import Device, finish_computation
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.attention import PackedSequences, pack_sequences
 from rlmath.models.context_parallel import ContextSplit, gather_and_shift, split_pack
-from rlmath.models.logprobs import MinTokensMask, TeacherRows, is_argmax, next_logprobs, shift_to_tokens
+from rlmath.models.logprobs import (
+    MinTokensMask,
+    TeacherRows,
+    is_argmax,
+    next_logprobs,
+    shift_to_tokens,
+)
 
 NO_MASK = MinTokensMask()
 
 
 @lru_cache(maxsize=8)
-def _split_once(bounds: tuple[int, ...], context: int, multiple: int, device: torch.device) -> ContextSplit:
-    """A pack's split on the device, computed on the host: of a GPU it would have to wait for lengths."""
+def _split_once(
+    bounds: tuple[int, ...], context: int, multiple: int, device: torch.device
+) -> ContextSplit:
+    """A pack's split on the device, computed on the host: of a GPU it would have to wait for
+    lengths."""
     split = split_pack(torch.tensor(bounds), context, multiple)
     if device.type == "cpu":
         return split
     source_CN, bounds_S1 = (
-        one.pin_memory().to(device, non_blocking=True) for one in (split.source_CN, split.cu_seqlens_S1)
+        one.pin_memory().to(device, non_blocking=True)
+        for one in (split.source_CN, split.cu_seqlens_S1)
     )
     return replace(split, source_CN=source_CN, cu_seqlens_S1=bounds_S1)
 
 
 class ForwardBackward:
-    """Runs micro-batches through one Megatron model, over all pipeline stages. `chunks` are this rank's parts of the
-    model in the order of their layers, wrapped for training or bare: one, unless a pipeline stage has several
-    (`Mesh.virtual_pipeline`)."""
+    """Runs micro-batches through one Megatron model, over all pipeline stages.
+
+    `chunks` are this rank's parts of the model in the order of their layers, wrapped for training
+    or bare: one, unless a pipeline stage has several (`Mesh.virtual_pipeline`)."""
 
     def __init__(
         self,
@@ -80,9 +94,10 @@ class ForwardBackward:
     def run(
         self, batches: Sequence[MicroBatch], on_logits: Callable[..., Any], forward_only: bool
     ) -> list[Any]:
-        """Forward (and backward) of every micro-batch; returns what `on_logits(index, batch, logits)` returned, on the
-        last stage only. Forward only, `on_logits` may return anything; otherwise (loss sum, token count, metrics). All
-        ranks need the same number of micro-batches, a multiple of `Mesh.microbatch_multiple`."""
+        """Forward (and backward) of every micro-batch; returns what `on_logits(index, batch,
+        logits)` returned, on the last stage only. Forward only, `on_logits` may return anything;
+        otherwise (loss sum, token count, metrics). All ranks need the same number of micro-batches,
+        a multiple of `Mesh.microbatch_multiple`."""
         numbered = list(enumerate(batches))
         if not forward_only:
             get_model_config(self.chunks[0]).finalize_model_grads_func = self._finalize_gradients
@@ -118,17 +133,23 @@ class ForwardBackward:
                 tokens = self._split(batch).source_CN.shape[1]
             shapes.append((tokens // shared, 1, config.hidden_size))
         # Which micro-batches pass through which of this stage's chunks, in their order.
-        chunks, group = mesh.virtual_pipeline, config.microbatch_group_size_per_vp_stage or mesh.pipeline
+        chunks, group = (
+            mesh.virtual_pipeline,
+            config.microbatch_group_size_per_vp_stage or mesh.pipeline,
+        )
         passes = get_schedule_table(len(batches), chunks, group)
         begins = 0 if mesh.pipeline_rank == 0 else None
         ends = chunks - 1 if mesh.is_last_stage else None
         hidden_states = [shapes[number] for number, chunk in passes if chunk != begins]
-        gradients = [shapes[number] for number, chunk in passes if chunk != ends and not forward_only]
+        gradients = [
+            shapes[number] for number, chunk in passes if chunk != ends and not forward_only
+        ]
         return p2p_shapes.known_shapes(hidden_states, gradients)
 
     def pop_busy_seconds(self) -> float:
-        """Seconds of forward and backward passes since the last call, up to the reduction of gradients: the time of
-        this rank and of those of its own model replica, without waiting for other replicas."""
+        """Seconds of forward and backward passes since the last call, up to the reduction of
+        gradients: the time of this rank and of those of its own model replica, without waiting for
+        other replicas."""
         seconds, self._busy_seconds = self._busy_seconds, 0.0
         return seconds
 
@@ -138,7 +159,8 @@ class ForwardBackward:
         return time.perf_counter()
 
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Called by Megatron after the last backward pass: here the ranks of all replicas wait for each other."""
+        """Called by Megatron after the last backward pass: here the ranks of all replicas wait for
+        each other."""
         self._busy_until = self._now()
         finalize_model_grads(*args, **kwargs)
 
@@ -162,13 +184,15 @@ class ForwardBackward:
         if self.mesh.is_last_stage and model is self.chunks[-1]:
             output = output.squeeze(0)
             if forward_only:
-                # Megatron keeps what is returned until the next forward pass is over: not the logits.
+                # Megatron keeps what is returned until the next forward pass is over: not the
+                # logits.
                 found = on_logits(index, batch, output)
                 return output.new_empty(0), lambda output, non_loss_data=True: found
         return output, partial(on_logits, index, batch)
 
     def counted_once(self, count: Tensor) -> Tensor:
-        """The denominator that `on_logits` returns: every context rank has the pack's, and the first counts it."""
+        """The denominator that `on_logits` returns: every context rank has the pack's, and the
+        first counts it."""
         return count if self.mesh.context_rank == 0 else torch.zeros_like(count)
 
     def _inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, PackedSequences]:
@@ -178,15 +202,20 @@ class ForwardBackward:
             packing = pack_sequences(batch.cu_seqlens_S1, batch.max_seqlen, positions, self._rotary)
             return token_ids, positions, packing
         split = self._split(batch)
-        token_ids, positions = (split.share(x, self.mesh.context_rank) for x in (token_ids, positions))
+        token_ids, positions = (
+            split.share(x, self.mesh.context_rank) for x in (token_ids, positions)
+        )
         packing = pack_sequences(split.cu_seqlens_S1, split.max_seqlen, positions, self._rotary)
-        # Padding of a segment counts as tokens: behind its end, it changes nothing for those before.
+        # Padding of a segment counts as tokens: behind its end, it changes nothing for those
+        # before.
         packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = split.cu_seqlens_S1
         return token_ids, positions, packing
 
     def _split(self, batch: MicroBatch) -> ContextSplit:
         # Sequence parallelism splits every chunk again.
-        return _split_once(batch.bounds, self.mesh.context, self.mesh.tensor, batch.token_ids_T.device)
+        return _split_once(
+            batch.bounds, self.mesh.context, self.mesh.tensor, batch.token_ids_T.device
+        )
 
     def logprobs_of(
         self,
@@ -195,9 +224,10 @@ class ForwardBackward:
         teacher: TeacherRows | None = None,
         vocab_size: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """Log-probability of each packed token, with gradient, and entropy of its distribution (nats); where there is
-        a teacher, third KL(this distribution || the teacher's), with gradient. The distribution is over the model's
-        vocabulary, or its first `vocab_size` tokens."""
+        """Log-probability of each packed token, with gradient, and entropy of its distribution
+        (nats); where there is a teacher, third KL(this distribution || the teacher's), with
+        gradient. The distribution is over the model's vocabulary, or its first `vocab_size` tokens.
+        """
 
         def of_next(tokens: Tensor, index: Tensor) -> tuple[Tensor, ...]:
             return next_logprobs(
@@ -214,7 +244,8 @@ class ForwardBackward:
         return self._shift_to_tokens(batch, of_next)
 
     def values_of(self, batch: MicroBatch, output_T1: Tensor) -> Tensor:
-        """Value of what precedes each packed token, of a model with a value head; float32, with gradient."""
+        """Value of what precedes each packed token, of a model with a value head; float32, with
+        gradient."""
 
         def of_next(tokens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
             return output_T1[:, 0].float(), output_T1[:, 0].detach()
@@ -241,9 +272,11 @@ class ForwardBackward:
         return gather_and_shift(of_next, self._split(batch), tokens, index, group)
 
     @torch.no_grad()
-    def logprobs(self, batches: Sequence[MicroBatch], vocab_size: int | None = None) -> list[Tensor]:
-        """Log-probabilities of every micro-batch's tokens, [T], under the present weights, without gradient; empty off
-        the last pipeline stage. `vocab_size` as in `logprobs_of`."""
+    def logprobs(
+        self, batches: Sequence[MicroBatch], vocab_size: int | None = None
+    ) -> list[Tensor]:
+        """Log-probabilities of every micro-batch's tokens, [T], under the present weights, without
+        gradient; empty off the last pipeline stage. `vocab_size` as in `logprobs_of`."""
         return [logprobs_T for logprobs_T, _ in self.logprobs_and_entropies(batches, vocab_size)]
 
     @torch.no_grad()
@@ -257,12 +290,17 @@ class ForwardBackward:
             return logprobs_T, entropy_T
 
         results = self.run(batches, keep, forward_only=True)
-        return results if self.mesh.is_last_stage else [(torch.empty(0), torch.empty(0))] * len(batches)
+        return (
+            results
+            if self.mesh.is_last_stage
+            else [(torch.empty(0), torch.empty(0))] * len(batches)
+        )
 
     @torch.no_grad()
     def hidden_states(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The output layer's inputs, for every micro-batch, in the host's memory: [N, 1, hidden], N being this rank's
-        tokens, under sequence parallelism its part; empty off the last pipeline stage. Of bare chunks only."""
+        """The output layer's inputs, for every micro-batch, in the host's memory: [N, 1, hidden], N
+        being this rank's tokens, under sequence parallelism its part; empty off the last pipeline
+        stage. Of bare chunks only."""
 
         def keep(index: int, batch: MicroBatch, hidden: Tensor) -> Tensor:
             return hidden.to("cpu")

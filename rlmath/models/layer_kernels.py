@@ -1,12 +1,14 @@
-"""What Megatron's local layers do between their products, on a GPU: Triton kernels, one each way (`local_layers` has
-the same of torch's operations). They compute in float32 and round what they write.
+"""What Megatron's local layers do between their products, on a GPU: Triton kernels, one each way
+(`local_layers` has the same of torch's operations). They compute in float32 and round what they
+write.
 
-A weight's gradient is a sum over tokens. Each program writes the sum over its own as one of P parts, and a product adds
-them to Megatron's buffer, in an order that is always the same.
+A weight's gradient is a sum over tokens. Each program writes the sum over its own as one of P
+parts, and a product adds them to Megatron's buffer, in an order that is always the same.
 """
 
-# Shape legend: T packed tokens, U feed-forward units of this rank, H hidden size, P programs, N numbers of a weight; of
-# attention G key heads, S heads of a group (R queries that share a key, the key, the value), D head dim, F frequencies.
+# Shape legend: T packed tokens, U feed-forward units of this rank, H hidden size, P programs, N
+# numbers of a weight; of attention G key heads, S heads of a group (R queries that share a key, the
+# key, the value), D head dim, F frequencies.
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def _blocks(**sizes: int) -> dict[str, int]:
 
 
 def _add_to_buffer(parts_PN: Tensor | None, weight_N: Tensor | None) -> Tensor | None:
-    """What autograd is given in place of the gradient, as by Megatron's products, so that its hooks run."""
+    """What autograd is given in place of the gradient, as by Megatron's products, so that its hooks
+    run."""
     if parts_PN is None:
         return None
     weight_N.main_grad.addmv_(parts_PN.t(), _ones(len(parts_PN), parts_PN.device))
@@ -51,7 +54,9 @@ class AddNorm(Function):
     """As `local_layers.RMSNorm.behind`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, added: Tensor | None, w_H: Tensor, eps: float) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, w_H: Tensor, eps: float
+    ) -> tuple[Tensor, ...]:
         x, H = x.contiguous(), len(w_H)
         total, normed = x, torch.empty_like(x)
         if added is not None:
@@ -86,7 +91,9 @@ def _add_norm(x, added, weight, total, normed, eps, H, BLOCK: constexpr):
         tl.store(total + at + column, value, there)
         value = value.to(total.dtype.element_ty).to(tl.float32)
     r = tl.rsqrt(tl.sum(value * value, 0) / H + eps)
-    tl.store(normed + at + column, value * r * tl.load(weight + column, there, 0.0).to(tl.float32), there)
+    tl.store(
+        normed + at + column, value * r * tl.load(weight + column, there, 0.0).to(tl.float32), there
+    )
 
 
 @triton.jit
@@ -112,13 +119,23 @@ def _add_norm_gradient(grad, grad_total, x, weight, grad_x, parts, rows, eps, H,
 
 
 class SplitHeads(Function):
-    """As `local_layers.split_heads`; `weights`: the bias and both norms'. Without norms no projection is kept."""
+    """As `local_layers.split_heads`; `weights`: the bias and both norms'.
+
+    Without norms no projection is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x_TGSD: Tensor, eps: float, *weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, x_TGSD: Tensor, eps: float, *weights: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         x_TGSD, (T, G, S, D) = x_TGSD.contiguous(), x_TGSD.shape
         heads = tuple(x_TGSD.new_empty(T, number, D) for number in (G * (S - 2), G, G))
-        ctx.sizes = {"eps": eps, "R": S - 2, "D": D, "F": weights[-1].shape[-1], **_blocks(HEADS=S, BLOCK=D)}
+        ctx.sizes = {
+            "eps": eps,
+            "R": S - 2,
+            "D": D,
+            "F": weights[-1].shape[-1],
+            **_blocks(HEADS=S, BLOCK=D),
+        }
         _split_heads[(T, G)](x_TGSD, *heads, *weights, **ctx.sizes)
         ctx.save_for_backward(x_TGSD if weights[1] is not None else None, *weights)
         return heads
@@ -132,7 +149,10 @@ class SplitHeads(Function):
         grad_x = grads[1].new_empty(T, G, S, D)
         sizes = (programs, G * S * D), (programs * G, D), (programs * G, D)
         needed = zip(ctx.needs_input_grad[2:5], sizes, strict=True)
-        parts = [grad_x.new_empty(size, dtype=torch.float32) if learns else None for learns, size in needed]
+        parts = [
+            grad_x.new_empty(size, dtype=torch.float32) if learns else None
+            for learns, size in needed
+        ]
         given = x_TGSD, *(grad.contiguous() for grad in grads), *weights, grad_x, *parts, T
         _split_heads_gradient[(programs, G)](*given, **ctx.sizes)
         return grad_x, None, *map(_add_to_buffer, parts, weights[:3]), None, None
@@ -140,7 +160,9 @@ class SplitHeads(Function):
 
 @triton.jit
 def _split_heads(x, q, k, v, b, wq, wk, cos, sin, eps, R, D, F, HEADS: constexpr, BLOCK: constexpr):
-    """A group of one token. A dim that turns needs another one, its partner, which is read once more."""
+    """A group of one token.
+
+    A dim that turns needs another one, its partner, which is read once more."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     partner, cosine, sine = _angles(cos, sin, token, head, dim, R, F)
@@ -159,7 +181,26 @@ def _split_heads(x, q, k, v, b, wq, wk, cos, sin, eps, R, D, F, HEADS: constexpr
 
 @triton.jit
 def _split_heads_gradient(
-    x, q, k, v, b, wq, wk, cos, sin, dx, db, dwq, dwk, T, eps, R, D, F, HEADS: constexpr, BLOCK: constexpr
+    x,
+    q,
+    k,
+    v,
+    b,
+    wq,
+    wk,
+    cos,
+    sin,
+    dx,
+    db,
+    dwq,
+    dwk,
+    T,
+    eps,
+    R,
+    D,
+    F,
+    HEADS: constexpr,
+    BLOCK: constexpr,
 ):
     """A group of every so many tokens; q, k and v are their gradients."""
     program, group, groups = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -185,8 +226,12 @@ def _split_heads_gradient(
     if db is not None:
         tl.store(db + (at * (R + 2) + head) * D + dim, of_bias, there)
     if dwq is not None:
-        tl.store(dwq + at * D + dim, tl.sum(tl.where(head < R, of_weight, 0.0), 0)[None, :], dim < D)
-        tl.store(dwk + at * D + dim, tl.sum(tl.where(head == R, of_weight, 0.0), 0)[None, :], dim < D)
+        tl.store(
+            dwq + at * D + dim, tl.sum(tl.where(head < R, of_weight, 0.0), 0)[None, :], dim < D
+        )
+        tl.store(
+            dwk + at * D + dim, tl.sum(tl.where(head == R, of_weight, 0.0), 0)[None, :], dim < D
+        )
 
 
 @triton.jit
@@ -219,7 +264,9 @@ def _scale(wq, wk, r, head, dim, R, D):
 def _joined(q, k, v, at, head, dim, R, D):
     found = tl.load(q + (at * R + head) * D + dim, (dim < D) & (head < R), 0.0).to(tl.float32)
     found += tl.load(k + (at + head - R) * D + dim, (dim < D) & (head == R), 0.0).to(tl.float32)
-    return found + tl.load(v + (at + head - R - 1) * D + dim, (dim < D) & (head == R + 1), 0.0).to(tl.float32)
+    return found + tl.load(v + (at + head - R - 1) * D + dim, (dim < D) & (head == R + 1), 0.0).to(
+        tl.float32
+    )
 
 
 class SwiGLU(Function):
@@ -238,7 +285,9 @@ class SwiGLU(Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         U, grad_x = grad.shape[-1], torch.empty_like(x)
-        _swiglu_gradient[(grad.numel() // U, triton.cdiv(U, BLOCK))](grad.contiguous(), x, grad_x, U, BLOCK)
+        _swiglu_gradient[(grad.numel() // U, triton.cdiv(U, BLOCK))](
+            grad.contiguous(), x, grad_x, U, BLOCK
+        )
         return grad_x
 
 

@@ -1,10 +1,12 @@
-"""One optimizer step on one minibatch: the losses of GRPO and of supervised training over one `Learner`. (That of the
-critic is in `critic`.)
+"""One optimizer step on one minibatch: the losses of GRPO and of supervised training over one
+`Learner`. (That of the critic is in `critic`.)
 
-    micro-batches -> forward, loss, backward -> sums over all ranks -> discard or optimizer step -> MinibatchResult
+    micro-batches -> forward, loss, backward -> sums over all ranks -> discard or optimizer step ->
+    MinibatchResult
 
-A minibatch is discarded where its loss or gradient is not finite or, in GRPO, where it leaves the bounds of
-`early_stop`: parameters, optimizer and learning-rate schedule are then bit-identical to before.
+A minibatch is discarded where its loss or gradient is not finite or, in GRPO, where it leaves the
+bounds of `early_stop`: parameters, optimizer and learning-rate schedule are then bit-identical to
+before.
 """
 
 # Shape legend: T packed tokens of one micro-batch, V vocabulary shard.
@@ -37,8 +39,10 @@ DiscardRule = Callable[[Mapping[str, float], float], str | None]
 
 @dataclass(frozen=True)
 class MinibatchResult:
-    """Metrics of one minibatch, equal on all ranks. Sums are over all sampled tokens of the minibatch; "loss" is
-    weighted and of the learned ones, and is divided by "denominator", the others by "tokens"."""
+    """Metrics of one minibatch, equal on all ranks.
+
+    Sums are over all sampled tokens of the minibatch; "loss" is weighted and of the learned ones,
+    and is divided by "denominator", the others by "tokens"."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
@@ -48,14 +52,17 @@ class MinibatchResult:
     discarded: str | None
     """Why it was discarded; None when it was learned from."""
     loss_scale: float | None = None
-    """What the loss was multiplied by for its gradient; None where nothing was (`optimizer.LossScale`)."""
+    """What the loss was multiplied by for its gradient; None where nothing was
+    (`optimizer.LossScale`)."""
     overflowed: bool = False
     """It was discarded since the loss scale was too large: a smaller one follows."""
 
 
 @dataclass(eq=False)
 class Learner:
-    """A model with its optimizer and learning-rate schedule. A subclass has the loss."""
+    """A model with its optimizer and learning-rate schedule.
+
+    A subclass has the loss."""
 
     forward_backward: ForwardBackward
     optimizer: Any
@@ -70,8 +77,8 @@ class Learner:
     def _loss_of(
         self, loss: Tensor, batch: MicroBatch, metrics: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """What a forward pass of Megatron's returns: loss, denominator and metrics, which are copied, since Megatron
-        divides the loss in place and metrics must not share its storage."""
+        """What a forward pass of Megatron's returns: loss, denominator and metrics, which are
+        copied, since Megatron divides the loss in place and metrics must not share its storage."""
         count = loss.new_full((), batch.loss_count, dtype=torch.int)
         copies = {name: value.detach().clone() for name, value in metrics.items()}
         if self.loss_scale is not None:
@@ -79,8 +86,8 @@ class Learner:
         return loss, self.forward_backward.counted_once(count), copies | {"denominator": count}
 
     def restore_schedule(self, updates: int, loss_scale: Sequence[float] = ()) -> None:
-        """Set the schedule to where it is after so many optimizer steps, whose weights and state were loaded, and the
-        loss scale to what `loss_scale_state` was then."""
+        """Set the schedule to where it is after so many optimizer steps, whose weights and state
+        were loaded, and the loss scale to what `loss_scale_state` was then."""
         self._step_schedule(updates - self.updates)
         self.updates = updates
         if self.loss_scale is not None and loss_scale:
@@ -105,9 +112,10 @@ class Learner:
         sum_names: Sequence[str],
         max_names: Sequence[str] = (),
     ) -> MinibatchResult:
-        """One optimizer step with the gradients of a minibatch's passes, whose `metrics` these are, or none where
-        `discard_rule` has a reason. Megatron divides the summed loss by the minibatch's global count, once. The names
-        are the arguments of `_reduce`. Gradients are zero before the pass, and again afterwards."""
+        """One optimizer step with the gradients of a minibatch's passes, whose `metrics` these are,
+        or none where `discard_rule` has a reason. Megatron divides the summed loss by the
+        minibatch's global count, once. The names are the arguments of `_reduce`. Gradients are zero
+        before the pass, and again afterwards."""
         sums, maxima = self._reduce(metrics, sum_names, max_names)
         lr, scale, overflowed = learning_rate(self.optimizer), None, False
         if self.loss_scale is not None:
@@ -120,11 +128,15 @@ class Learner:
         if self.loss_scale is not None and math.isfinite(sums["loss"]):
             overflowed = self.loss_scale.update(not math.isfinite(grad_norm))
             if overflowed:
-                reason = f"gradients overflow at loss scale {scale:g}; the next is {self.loss_scale.scale:g}"
+                reason = (
+                    f"gradients overflow at loss scale {scale:g}; the next is "
+                    f"{self.loss_scale.scale:g}"
+                )
         if reason is None:
             if self.updates == 0:
-                # The optimizer makes its state now, for good. Within what the passes have left it would keep pieces of
-                # memory as large as the logits from ever being given back, and gradients in them from being freed.
+                # The optimizer makes its state now, for good. Within what the passes have left it
+                # would keep pieces of memory as large as the logits from ever being given back, and
+                # gradients in them from being freed.
                 release_cached(self.forward_backward.device)
             self.optimizer.step()
             self._step_schedule(1)
@@ -134,9 +146,14 @@ class Learner:
         return MinibatchResult(sums, maxima, grad_norm, lr, reason, scale, overflowed)
 
     def _reduce(
-        self, metrics: Sequence[dict[str, Tensor]], sum_names: Sequence[str], max_names: Sequence[str] = ()
+        self,
+        metrics: Sequence[dict[str, Tensor]],
+        sum_names: Sequence[str],
+        max_names: Sequence[str] = (),
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima over micro-batches and data-parallel ranks, returned on every rank. A collective."""
+        """Sums and maxima over micro-batches and data-parallel ranks, returned on every rank.
+
+        A collective."""
         counted = metrics if self.forward_backward.mesh.counts_loss else []
         names = (*sum_names, *max_names)
         # One transfer from the device for all micro-batches.
@@ -152,7 +169,8 @@ L = TypeVar("L", bound=Learner)
 
 @dataclass(frozen=True)
 class Actor(Generic[L]):
-    """The learner, and the bare model chunks of this rank, whose weights are synced, saved and exported."""
+    """The learner, and the bare model chunks of this rank, whose weights are synced, saved and
+    exported."""
 
     learner: L
     chunks: list[GPTModel]
@@ -165,12 +183,14 @@ class Actor(Generic[L]):
 LOSS_SUMS = tuple(one.name for one in fields(TokenLoss))
 GRPO_SUMS = (*LOSS_SUMS, "denominator", "mismatch", "proximal_error")
 GRPO_MAXIMA = ("mismatch_max",)
-"""Metrics of a minibatch of `GrpoLearner`: sums over its tokens, and the largest value of any token."""
+"""Metrics of a minibatch of `GrpoLearner`: sums over its tokens, and the largest value of any
+token."""
 
 
 @dataclass(eq=False)
 class GrpoLearner(Learner):
-    """The learner of the GRPO family: policy gradient with the advantages of the samples (`algorithms.losses`)."""
+    """The learner of the GRPO family: policy gradient with the advantages of the samples
+    (`algorithms.losses`)."""
 
     settings: LossSettings
     bounds: EarlyStop
@@ -185,9 +205,11 @@ class GrpoLearner(Learner):
         on_policy: bool = False,
         teacher: TeacherStates | None = None,
     ) -> MinibatchResult:
-        """One optimizer step on a minibatch, or none where it is discarded. `old` are the proximal log-probs, None to
-        use the engine's; with `on_policy` they are those of the same forward pass, which saves a pass where there is
-        one minibatch a step. `reference` None leaves KL out of the loss. With the states of a `teacher` the KL to its
+        """One optimizer step on a minibatch, or none where it is discarded.
+
+        `old` are the proximal log-probs, None to use the engine's; with `on_policy` they are those
+        of the same forward pass, which saves a pass where there is one minibatch a step.
+        `reference` None leaves KL out of the loss. With the states of a `teacher` the KL to its
         whole distributions is part of the loss."""
         on_logits = partial(self._loss, old, reference, on_policy, teacher=teacher)
         metrics = self.forward_backward.run(batches, on_logits, forward_only=False)
@@ -205,7 +227,9 @@ class GrpoLearner(Learner):
         teacher: TeacherStates | None = None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         rows = None if teacher is None else teacher.rows(index)
-        logprobs_T, entropy_T, *teacher_kl = self.forward_backward.logprobs_of(batch, logits_TV, rows)
+        logprobs_T, entropy_T, *teacher_kl = self.forward_backward.logprobs_of(
+            batch, logits_TV, rows
+        )
         behaviour_T, sampled_T = batch.behaviour_logprobs_T, batch.sampled_T
         recomputed_T = logprobs_T.detach() if old is None else old[index]
         proximal_T = behaviour_T if old is None and not on_policy else recomputed_T
@@ -239,8 +263,8 @@ class GrpoLearner(Learner):
 
 
 class SftLearner(Learner):
-    """The learner of supervised fine-tuning: cross-entropy of completion tokens, its mean over all ranks and
-    micro-batches. Tokens of prompts and of others' turns are not sampled."""
+    """The learner of supervised fine-tuning: cross-entropy of completion tokens, its mean over all
+    ranks and micro-batches. Tokens of prompts and of others' turns are not sampled."""
 
     def learn(self, batches: Sequence[MicroBatch]) -> MinibatchResult:
         """One optimizer step, or none where the loss or the gradient is not finite."""
@@ -249,8 +273,8 @@ class SftLearner(Learner):
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """ "loss" (sum of nats), "tokens" and "hits" (tokens that are the most likely ones) of the micro-batches of all
-        data-parallel ranks. A collective."""
+        """ "loss" (sum of nats), "tokens" and "hits" (tokens that are the most likely ones) of the
+        micro-batches of all data-parallel ranks. A collective."""
 
         def token_sums(index: int, batch: MicroBatch, logits_TV: Tensor) -> dict[str, Tensor]:
             hits_T = self.forward_backward.token_accuracy(batch, logits_TV)

@@ -1,12 +1,14 @@
 """Norm, activation, rotation and residuals of Megatron's local layers, in few passes over memory.
 
-Composed of torch's operations they read and write a hidden state some 30 times a layer, which on a CPU takes as long as
-a third of the matrix products. These keep little for the backward pass beside their inputs, and reuse what they
-allocated. On a GPU they are one kernel each way (`layer_kernels`), and one more for each weight's gradient.
+Composed of torch's operations they read and write a hidden state some 30 times a layer, which on a
+CPU takes as long as a third of the matrix products. These keep little for the backward pass beside
+their inputs, and reuse what they allocated. On a GPU they are one kernel each way
+(`layer_kernels`), and one more for each weight's gradient.
 """
 
-# Shape legend: T packed tokens, H hidden size, U feed-forward units of this rank, D head dim; of attention H heads,
-# G key heads, S = H/G + 2 heads of a group: the queries that share a key, the key and the value.
+# Shape legend: T packed tokens, H hidden size, U feed-forward units of this rank, D head dim; of
+# attention H heads, G key heads, S = H/G + 2 heads of a group: the queries that share a key, the
+# key and the value.
 
 from __future__ import annotations
 
@@ -34,18 +36,25 @@ def _kernels(x: Tensor) -> ModuleType | None:
 class LocalLayer(TransformerLayer):
     """Megatron's parts of a layer, whose residuals are added by the norms."""
 
-    def forward(self, hidden_states: Tensor, packed_seq_params: Any, **unused: Any) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, packed_seq_params: Any, **unused: Any
+    ) -> tuple[Tensor, None]:
         """Hidden states behind the layer, [T, 1, H]; there is no second stream."""
         x, normed = self.input_layernorm.behind(hidden_states)
-        x, normed = self.pre_mlp_layernorm.behind(x, self.self_attention(normed, packed_seq_params)[0])
+        x, normed = self.pre_mlp_layernorm.behind(
+            x, self.self_attention(normed, packed_seq_params)[0]
+        )
         return x + self.mlp(normed)[0], None
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square norm that works under sequence parallelism, which Megatron's `WrappedTorchNorm` refuses: with
-    the attribute `sequence_parallel` on the weight, Megatron sums its gradient over the tensor-parallel ranks."""
+    """Root-mean-square norm that works under sequence parallelism, which Megatron's
+    `WrappedTorchNorm` refuses: with the attribute `sequence_parallel` on the weight, Megatron sums
+    its gradient over the tensor-parallel ranks."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any
+    ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
 
@@ -58,7 +67,9 @@ class RMSNorm(torch.nn.RMSNorm):
         if kernels := _kernels(x):
             return kernels.AddNorm.apply(x, added, self.weight, self.eps)
         x = x if added is None else x + added
-        return x, _RMSNorm.apply(x, self.weight, self.eps) if x.dtype in EXACT else super().forward(x)
+        return x, _RMSNorm.apply(x, self.weight, self.eps) if x.dtype in EXACT else super().forward(
+            x
+        )
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -73,7 +84,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """With s = sum over H of (grad w x): d x = r (grad w) - x r^3 s / H, d w = sum over T of (grad x r)."""
+        """With s = sum over H of (grad w x): d x = r (grad w) - x r^3 s / H, d w = sum over T of
+        (grad x r)."""
         x, weight_H, r = ctx.saved_tensors
         H = x.shape[-1]
         product = grad * x
@@ -113,15 +125,20 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def split_heads(
-    x_TGSD: Tensor, bias: Tensor | None, norms: Sequence[torch.nn.Module | None], angles: Sequence[Tensor]
+    x_TGSD: Tensor,
+    bias: Tensor | None,
+    norms: Sequence[torch.nn.Module | None],
+    angles: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query [T, H, D], key and value [T, G, D] of their common projection: its bias added, query and key normed (by
-    `RMSNorm`s; none, or Megatron's `IdentityOp`), and each pair (d, d + R/2) of their first R dims turned by the
-    token's angle, whose cosines and sines are [T, 1, R/2]."""
+    """Query [T, H, D], key and value [T, G, D] of their common projection: its bias added, query
+    and key normed (by `RMSNorm`s; none, or Megatron's `IdentityOp`), and each pair (d, d + R/2) of
+    their first R dims turned by the token's angle, whose cosines and sines are [T, 1, R/2]."""
     T, _, S, D = x_TGSD.shape
     if kernels := _kernels(x_TGSD):
         weights = (getattr(norm, "weight", None) for norm in norms)
-        return kernels.SplitHeads.apply(x_TGSD, getattr(norms[0], "eps", 0.0), bias, *weights, *angles)
+        return kernels.SplitHeads.apply(
+            x_TGSD, getattr(norms[0], "eps", 0.0), bias, *weights, *angles
+        )
     if bias is not None:
         x_TGSD = x_TGSD + bias.view(x_TGSD.shape[1:])
     *pair, value = x_TGSD.split((S - 2, 1, 1), 2)
@@ -131,11 +148,13 @@ def split_heads(
 
 
 class Rotate(torch.autograd.Function):
-    """Query and key, [T, ..., D], with each pair (d, d + R/2) of their first R dims turned; cosines and sines are
-    [T, ..., R/2], or 1 in place of the heads."""
+    """Query and key, [T, ..., D], with each pair (d, d + R/2) of their first R dims turned; cosines
+    and sines are [T, ..., R/2], or 1 in place of the heads."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         return _rotated(query, cos, sin, 1), _rotated(key, cos, sin, 1)
 

@@ -1,9 +1,11 @@
-"""Sums over a vocabulary shard, and the gradient written over its logits, each in one pass: Triton kernels for a GPU.
+"""Sums over a vocabulary shard, and the gradient written over its logits, each in one pass: Triton
+kernels for a GPU.
 
-They do what `logprobs.py` does by torch's operations in chunks, and read each logit from memory once a pass (backward:
-write it once). Beside the logits they hold a few numbers a row. Logits may be float32, bfloat16 or float16 and are
-computed with in float32; rows may lie apart, but a row is contiguous. The tests run both kernels in Triton's
-interpreter and compile them for GPUs that are not there (tests/models/test_logprob_kernels.py).
+They do what `logprobs.py` does by torch's operations in chunks, and read each logit from memory
+once a pass (backward: write it once). Beside the logits they hold a few numbers a row. Logits may
+be float32, bfloat16 or float16 and are computed with in float32; rows may lie apart, but a row is
+contiguous. The tests run both kernels in Triton's interpreter and compile them for GPUs that are
+not there (tests/models/test_logprob_kernels.py).
 """
 
 # Shape legend: T packed tokens, V columns of this rank's vocabulary shard.
@@ -19,8 +21,8 @@ from torch import Tensor
 SUMS_BLOCK = 2048
 GRADIENT_BLOCK = 4096
 WARPS = 8
-"""Columns that a program works on at a time, and its warps of 32 threads. Compiled for an H100, with masked tokens: 59
-registers a thread forward and 62 backward (48 without), none spilled."""
+"""Columns that a program works on at a time, and its warps of 32 threads. Compiled for an H100,
+with masked tokens: 59 registers a thread forward and 62 backward (48 without), none spilled."""
 
 LN2 = tl.constexpr(math.log(2))
 NO_MAXIMUM = tl.constexpr(-1e30)
@@ -37,10 +39,10 @@ def shard_sums(
     masked_T: Tensor | None,
     masked_columns: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Minus the largest logit of every row over its first `columns`, and three sums: with b the logits less the largest
-    one, in bits, the mass, sum of 2^b, the moment, sum of b 2^b, and b of the target at `column_T1`. In the rows of
-    `masked_T` the `masked_columns` count as if they were not there. float32; a row without any token has -1e30 for its
-    largest logit, and sums of 0."""
+    """Minus the largest logit of every row over its first `columns`, and three sums: with b the
+    logits less the largest one, in bits, the mass, sum of 2^b, the moment, sum of b 2^b, and b of
+    the target at `column_T1`. In the rows of `masked_T` the `masked_columns` count as if they were
+    not there. float32; a row without any token has -1e30 for its largest logit, and sums of 0."""
     T, V = logits_TV.shape
     neg_max_T = torch.empty(T, dtype=torch.float32, device=logits_TV.device)
     sums_3T = torch.empty(3, T, dtype=torch.float32, device=logits_TV.device)
@@ -72,9 +74,10 @@ def overwrite_with_gradient(
     masked_T: Tensor | None,
     masked_columns: tuple[int, ...],
 ) -> None:
-    """Turn logits into their gradient, 0 in columns that are padding or masked. `row_sums` are those of
-    `logprobs._RowSums`, with the maximum as `shard_sums` has it. A row whose incoming gradients are all 0 gets exactly
-    0, and its logits are not read."""
+    """Turn logits into their gradient, 0 in columns that are padding or masked.
+
+    `row_sums` are those of `logprobs._RowSums`, with the maximum as `shard_sums` has it. A row
+    whose incoming gradients are all 0 gets exactly 0, and its logits are not read."""
     T, V = logits_TV.shape
     if T:
         _gradient_kernel[(T * triton.cdiv(V, GRADIENT_BLOCK),)](
@@ -92,7 +95,8 @@ def overwrite_with_gradient(
             BLOCK=GRADIENT_BLOCK,
             num_warps=WARPS,
         )
-    # So that autograd refuses to read the logits once more, as after an operation of torch in place.
+    # So that autograd refuses to read the logits once more, as after an operation of torch in
+    # place.
     torch.autograd.graph.increment_version(logits_TV)
 
 
@@ -108,8 +112,12 @@ def _row_stride(logits_TV: Tensor) -> int:
 
 @lru_cache(maxsize=16)
 def _listed(columns: tuple[int, ...], device: torch.device) -> tuple[Tensor | None, int]:
-    """The columns on the device, and their number. Kept, since the host waits for the device to copy them."""
-    return (torch.tensor(columns, dtype=torch.int32, device=device) if columns else None), len(columns)
+    """The columns on the device, and their number.
+
+    Kept, since the host waits for the device to copy them."""
+    return (torch.tensor(columns, dtype=torch.int32, device=device) if columns else None), len(
+        columns
+    )
 
 
 # ---------------------------------------------------------------- kernels
@@ -130,7 +138,9 @@ def _sums_kernel(
     sums,
     BLOCK: tl.constexpr,
 ):
-    """One program for each row. Every lane keeps the maximum, mass and moment of its own columns."""
+    """One program for each row.
+
+    Every lane keeps the maximum, mass and moment of its own columns."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     if masked_rows is not None:
@@ -147,7 +157,8 @@ def _sums_kernel(
         if masked_rows is not None:
             counts &= ~_among(column, masked_columns, number)
         logit = tl.where(counts, logit, NO_LOGIT)
-        # One power for both: of the logit below the maximum so far, or of that maximum below the logit.
+        # One power for both: of the logit below the maximum so far, or of that maximum below the
+        # logit.
         above = (logit - top) * bits
         power = tl.exp2(-tl.abs(above))
         rises = above > 0
@@ -189,7 +200,9 @@ def _gradient_kernel(
     masked_number,
     BLOCK: tl.constexpr,
 ):
-    """One program for each block of each row. The formula is that of `logprobs._overwrite_with_gradient`."""
+    """One program for each block of each row.
+
+    The formula is that of `logprobs._overwrite_with_gradient`."""
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

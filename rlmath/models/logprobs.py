@@ -1,21 +1,23 @@
-"""Log-probabilities and entropy from logits whose vocabulary is split over the tensor-parallel ranks, and the KL to a
-teacher's distribution.
+"""Log-probabilities and entropy from logits whose vocabulary is split over the tensor-parallel
+ranks, and the KL to a teacher's distribution.
 
-THE BACKWARD PASS OVERWRITES THE LOGITS WITH THEIR GRADIENT. They are the largest tensor of a step (packed tokens times
-vocabulary), so nothing of their size is allocated beside them, neither forward nor backward: after `backward()` the
-tensor that was passed in holds its own gradient. It must belong to nobody else, and a second backward pass through the
-same graph is an error.
+THE BACKWARD PASS OVERWRITES THE LOGITS WITH THEIR GRADIENT. They are the largest tensor of a step
+(packed tokens times vocabulary), so nothing of their size is allocated beside them, neither forward
+nor backward: after `backward()` the tensor that was passed in holds its own gradient. It must
+belong to nobody else, and a second backward pass through the same graph is an error.
 
-Both passes read each logit from memory once, and (backward) write it once: on a GPU by kernels (`logprob_kernels.py`),
-elsewhere by torch's operations over chunks of rows small enough to stay in the cache. As in a stable softmax, logits
-are shifted by the row's maximum; they are scaled to bits, exponents of 2, since torch's `exp2` takes a quarter of the
-time of its `exp` on a CPU. Sums are in float32.
+Both passes read each logit from memory once, and (backward) write it once: on a GPU by kernels
+(`logprob_kernels.py`), elsewhere by torch's operations over chunks of rows small enough to stay in
+the cache. As in a stable softmax, logits are shifted by the row's maximum; they are scaled to bits,
+exponents of 2, since torch's `exp2` takes a quarter of the time of its `exp` on a CPU. Sums are in
+float32.
 
-The teacher's logits are never whole: they are computed for a block of rows at a time (`TeacherRows`).
+The teacher's logits are never whole: they are computed for a block of rows at a time
+(`TeacherRows`).
 """
 
-# Shape legend: T packed tokens, R rows of a chunk or block, V columns of this rank's vocabulary shard, H hidden units
-# of the teacher.
+# Shape legend: T packed tokens, R rows of a chunk or block, V columns of this rank's vocabulary
+# shard, H hidden units of the teacher.
 
 from __future__ import annotations
 
@@ -40,19 +42,22 @@ LN2 = math.log(2)
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """A teacher's distribution at every row: softmax(hidden states times output layer / temperature)."""
+    """A teacher's distribution at every row: softmax(hidden states times output layer /
+    temperature)."""
 
     hidden_TH: Tensor
     head_VH: Tensor
-    """This rank's rows of the output layer, for the same tokens as its columns of the student's logits."""
+    """This rank's rows of the output layer, for the same tokens as its columns of the student's
+    logits."""
     vocab_size: int
     """Tokens that both models know; others are left out of both distributions."""
 
 
 @dataclass(frozen=True)
 class MinTokensMask:
-    """Tokens that the engine masks at the start of a completion: the stop tokens, under `rollout.min_new_tokens`. The
-    trainer masks them, too, so that both have the same distribution."""
+    """Tokens that the engine masks at the start of a completion: the stop tokens, under
+    `rollout.min_new_tokens`. The trainer masks them, too, so that both have the same distribution.
+    """
 
     token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -69,8 +74,8 @@ def next_logprobs(
     group: dist.ProcessGroup,
     teacher: TeacherRows | None = None,
 ) -> tuple[Tensor, ...]:
-    """As `vocab_parallel_logprobs`, of the token that each row predicts, with the engine's mask; `next_index_T` are
-    these tokens' positions in their completions, below 0 in prompts."""
+    """As `vocab_parallel_logprobs`, of the token that each row predicts, with the engine's mask;
+    `next_index_T` are these tokens' positions in their completions, below 0 in prompts."""
     masked_T = None
     if min_tokens_mask.min_tokens:
         masked_T = (next_index_T >= 0) & (next_index_T < min_tokens_mask.min_tokens)
@@ -87,11 +92,13 @@ def next_logprobs(
 
 
 def shift_to_tokens(
-    of_next: Callable[[Tensor, Tensor], tuple[Tensor, ...]], token_ids_T: Tensor, completion_index_T: Tensor
+    of_next: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+    token_ids_T: Tensor,
+    completion_index_T: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Values per token from `of_next(tokens, completion_index)`, which has them for the token that each row predicts:
-    shifted by one, so that entry t is about the token at t, which the logits at t - 1 predict. Entry 0 is 0, and that
-    of the first token of a segment has no meaning."""
+    """Values per token from `of_next(tokens, completion_index)`, which has them for the token that
+    each row predicts: shifted by one, so that entry t is about the token at t, which the logits at
+    t - 1 predict. Entry 0 is 0, and that of the first token of a segment has no meaning."""
     of_rows = of_next(token_ids_T.roll(-1), completion_index_T.roll(-1))
     return tuple(torch.cat((values_T.new_zeros(1), values_T[:-1])) for values_T in of_rows)
 
@@ -106,15 +113,17 @@ def vocab_parallel_logprobs(
     masked_tokens: tuple[int, ...] = (),
     teacher: TeacherRows | None = None,
 ) -> tuple[Tensor, ...]:
-    """Log-probability of every target and entropy of every row under softmax(logits / temperature), float32 (nats).
-    With a teacher also KL(student || teacher) of every row over the tokens that both know (nats): sum of
-    p (log p - log t), both at the temperature and with the same tokens masked.
+    """Log-probability of every target and entropy of every row under softmax(logits / temperature),
+    float32 (nats). With a teacher also KL(student || teacher) of every row over the tokens that
+    both know (nats): sum of p (log p - log t), both at the temperature and with the same tokens
+    masked.
 
-    `logits_TV` are this rank's V consecutive columns of the padded vocabulary; columns from `vocab_size` on are
-    padding, whose probability is 0, as is that of `masked_tokens` in the rows of `masked_T`. Gradients flow through
-    all results. THE BACKWARD PASS OVERWRITES `logits_TV` WITH ITS GRADIENT: pass logits that nobody else reads, as a
-    view if need be, but not as a slice of rows, whose own backward pass would allocate a full tensor. A second
-    backward pass raises RuntimeError.
+    `logits_TV` are this rank's V consecutive columns of the padded vocabulary; columns from
+    `vocab_size` on are padding, whose probability is 0, as is that of `masked_tokens` in the rows
+    of `masked_T`. Gradients flow through all results. THE BACKWARD PASS OVERWRITES `logits_TV` WITH
+    ITS GRADIENT: pass logits that nobody else reads, as a view if need be, but not as a slice of
+    rows, whose own backward pass would allocate a full tensor. A second backward pass raises
+    RuntimeError.
     """
 
     def shard_of(tokens: int) -> _Shard:
@@ -132,10 +141,13 @@ def vocab_parallel_logprobs(
 def is_argmax(
     logits_TV: Tensor, targets_T: Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """1.0 where no token of the vocabulary has a larger logit than the target, else 0.0; and the largest logit of the
-    row (float32). No tensor of the logits' size is made, and they are not changed. A collective."""
+    """1.0 where no token of the vocabulary has a larger logit than the target, else 0.0; and the
+    largest logit of the row (float32). No tensor of the logits' size is made, and they are not
+    changed. A collective."""
     start, columns = _own_columns(logits_TV, vocab_size, group)
-    tops_2T = torch.full((2, len(targets_T)), MASKED_LOGIT, dtype=torch.float32, device=logits_TV.device)
+    tops_2T = torch.full(
+        (2, len(targets_T)), MASKED_LOGIT, dtype=torch.float32, device=logits_TV.device
+    )
     if columns:
         local_T = targets_T - start
         mine_T = (local_T >= 0) & (local_T < columns)
@@ -153,7 +165,7 @@ def _own_columns(logits_TV: Tensor, vocab_size: int, group: dist.ProcessGroup) -
     return start, min(max(vocab_size - start, 0), V)
 
 
-# ---------------------------------------------------------------- the passes over one vocabulary shard
+# ------------------------------------------------------------- the passes over one vocabulary shard
 
 
 @dataclass(frozen=True)
@@ -192,7 +204,9 @@ class _Shard:
     def scratch(self, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
         """Two float32 chunks to work in."""
         rows = max((chunk.stop - chunk.start for chunk in self.chunks(logits_TV)), default=0)
-        return torch.empty(2, rows, self.columns, dtype=torch.float32, device=logits_TV.device).unbind()
+        return torch.empty(
+            2, rows, self.columns, dtype=torch.float32, device=logits_TV.device
+        ).unbind()
 
     def neg_max(self, logits_TV: Tensor, rows: slice, scratch_RV: Tensor) -> Tensor:
         """Minus the largest scaled logit of each row among those that can be sampled (bits)."""
@@ -202,11 +216,17 @@ class _Shard:
             self.mask(raw_RV, rows, MASKED_LOGIT)
         return raw_RV.amax(-1).float().mul_(-self.bits)
 
-    def shifted_logits(self, logits_TV: Tensor, rows: slice, neg_max_T: Tensor, out_RV: Tensor) -> Tensor:
-        """Scaled logits plus `neg_max_T` (bits), written to the head of `out_RV`. A fused multiply-add costs large
-        logits no digits: the rounding of `neg_max_T` is common to a row and cancels."""
+    def shifted_logits(
+        self, logits_TV: Tensor, rows: slice, neg_max_T: Tensor, out_RV: Tensor
+    ) -> Tensor:
+        """Scaled logits plus `neg_max_T` (bits), written to the head of `out_RV`.
+
+        A fused multiply-add costs large logits no digits: the rounding of `neg_max_T` is common to
+        a row and cancels."""
         raw_RV = logits_TV[rows, : self.columns]
-        return torch.add(neg_max_T[rows, None], raw_RV, alpha=self.bits, out=out_RV[: raw_RV.shape[0]])
+        return torch.add(
+            neg_max_T[rows, None], raw_RV, alpha=self.bits, out=out_RV[: raw_RV.shape[0]]
+        )
 
     def mask(self, values_RV: Tensor, rows: slice, value: float) -> None:
         """Overwrite the entries of the masked tokens."""
@@ -232,7 +252,14 @@ class _RowSums:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.neg_max_T, self.mass_T, self.logprobs_T, self.entropy_T, self.mine_T, self.column_T1
+        return (
+            self.neg_max_T,
+            self.mass_T,
+            self.logprobs_T,
+            self.entropy_T,
+            self.mine_T,
+            self.column_T1,
+        )
 
     def at(self, rows: slice) -> _RowSums:
         return _RowSums(*(tensor[rows] for tensor in self.tensors))
@@ -258,14 +285,21 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         if grad_logprobs_T is None and grad_entropy_T is None:
             return None, None, None, None
         logits_TV, *sums = ctx.saved_tensors
-        # Shares the version counter of the saved logits: once it is written, another backward pass is refused.
+        # Shares the version counter of the saved logits: once it is written, another backward pass
+        # is refused.
         grad_TV = logits_TV.detach()
-        _overwrite_with_gradient(grad_TV, _RowSums(*sums), ctx.shard, grad_logprobs_T, grad_entropy_T)
+        _overwrite_with_gradient(
+            grad_TV, _RowSums(*sums), ctx.shard, grad_logprobs_T, grad_entropy_T
+        )
         return grad_TV, None, None, None
 
 
-def _row_sums(logits_TV: Tensor, targets_T: Tensor, shard: _Shard, group: dist.ProcessGroup) -> _RowSums:
-    """The sums over all shards. A collective."""
+def _row_sums(
+    logits_TV: Tensor, targets_T: Tensor, shard: _Shard, group: dist.ProcessGroup
+) -> _RowSums:
+    """The sums over all shards.
+
+    A collective."""
     local_T = targets_T - shard.start
     mine_T = (local_T >= 0) & (local_T < shard.columns)
     column_T1 = local_T.clamp(0, max(shard.columns - 1, 0))[:, None]
@@ -287,7 +321,12 @@ def _row_sums(logits_TV: Tensor, targets_T: Tensor, shard: _Shard, group: dist.P
     entropy_T = (log_mass_T - LN2 * moment_T / mass_T).clamp_(min=0)
     logprobs_T = (LN2 * target_T - log_mass_T).clamp_(max=0)
     return _RowSums(
-        neg_max_T, mass_T, logprobs_T=logprobs_T, entropy_T=entropy_T, mine_T=mine_T, column_T1=column_T1
+        neg_max_T,
+        mass_T,
+        logprobs_T=logprobs_T,
+        entropy_T=entropy_T,
+        mine_T=mine_T,
+        column_T1=column_T1,
     )
 
 
@@ -300,9 +339,9 @@ def _overwrite_with_gradient(
 ) -> None:
     """Turn logits into their gradient.
 
-    With p the probabilities and H the entropy: d logprob / d logit_j = ([j is the target] - p_j) / temperature,
-    d H / d logit_j = -p_j (log p_j + H) / temperature. A row whose incoming gradients are all 0 gets exactly 0,
-    whatever its logits hold.
+    With p the probabilities and H the entropy: d logprob / d logit_j = ([j is the target] - p_j) /
+    temperature, d H / d logit_j = -p_j (log p_j + H) / temperature. A row whose incoming gradients
+    are all 0 gets exactly 0, whatever its logits hold.
     """
     if kernels := triton_kernels("logprob_kernels", grad_TV.device.type):
         given = sums.tensors, grad_logprobs_T, grad_entropy_T, shard.masked_T, shard.masked_columns
@@ -319,11 +358,15 @@ def _overwrite_with_gradient(
         grad_TV, shard, idle_T=idle_T, neg_max_T=sums.neg_max_T, offset_T=offset_T, slope_T=slope_T
     )
     # 1 - p of the target has lost its digits where p is close to 1.
-    target_T = -torch.expm1(logprobs_T) * pull_T - logprobs_T.exp() * (logprobs_T + entropy_T) * spread_T
+    target_T = (
+        -torch.expm1(logprobs_T) * pull_T - logprobs_T.exp() * (logprobs_T + entropy_T) * spread_T
+    )
     # One entry of each row whose target this shard holds.
     other_T1 = grad_TV.gather(1, sums.column_T1)
     grad_TV.scatter_(
-        1, sums.column_T1, torch.where(sums.mine_T[:, None], target_T[:, None].to(other_T1), other_T1)
+        1,
+        sums.column_T1,
+        torch.where(sums.mine_T[:, None], target_T[:, None].to(other_T1), other_T1),
     )
     shard.mask(grad_TV, slice(None), 0.0)
     grad_TV[:, shard.columns :].zero_()
@@ -331,8 +374,8 @@ def _overwrite_with_gradient(
 
 
 def _local_sums(logits_TV: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """Sums of this shard alone: `_Shard.neg_max` of every row and, with b the shifted logits (bits, 0 at most), in rows
-    0 and 1 of the sums: the mass, sum of 2^b, and the moment, sum of b 2^b."""
+    """Sums of this shard alone: `_Shard.neg_max` of every row and, with b the shifted logits (bits,
+    0 at most), in rows 0 and 1 of the sums: the mass, sum of 2^b, and the moment, sum of b 2^b."""
     T = logits_TV.shape[0]
     neg_max_T = torch.full((T,), -MASKED_LOGIT, dtype=torch.float32, device=logits_TV.device)
     sums_3T = torch.zeros(3, T, dtype=torch.float32, device=logits_TV.device)
@@ -347,7 +390,9 @@ def _local_sums(logits_TV: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
     return neg_max_T, sums_3T
 
 
-def _shifted_targets(logits_TV: Tensor, column_T1: Tensor, neg_max_T: Tensor, shard: _Shard) -> Tensor:
+def _shifted_targets(
+    logits_TV: Tensor, column_T1: Tensor, neg_max_T: Tensor, shard: _Shard
+) -> Tensor:
     """The scaled logit of each row's target plus `neg_max_T` (bits)."""
     bits_T = torch.add(neg_max_T, logits_TV.gather(1, column_T1)[:, 0], alpha=shard.bits)
     if shard.masked_T is not None:
@@ -357,8 +402,8 @@ def _shifted_targets(logits_TV: Tensor, column_T1: Tensor, neg_max_T: Tensor, sh
 
 
 def _shift_further(sums_3T: Tensor, by_T: Tensor, mine_T: Tensor) -> None:
-    """Mass, moment and target of a shard, in place, as if `by_T` (bits, 0 at most) had been added to its `neg_max_T`;
-    the target becomes 0 where another shard holds it."""
+    """Mass, moment and target of a shard, in place, as if `by_T` (bits, 0 at most) had been added
+    to its `neg_max_T`; the target becomes 0 where another shard holds it."""
     mass_T, moment_T, target_T = sums_3T.unbind()
     scale_T = by_T.exp2()
     moment_T.addcmul_(by_T, mass_T).mul_(scale_T)
@@ -374,8 +419,8 @@ def _write_gradient(
     offset_T: Tensor,
     slope_T: Tensor | None,
 ) -> None:
-    """Turn logits into (slope * b + offset) * 2^b, b being the shifted logits (bits), chunk by chunk; None is a slope
-    of 0. Idle rows may hold anything afterwards."""
+    """Turn logits into (slope * b + offset) * 2^b, b being the shifted logits (bits), chunk by
+    chunk; None is a slope of 0. Idle rows may hold anything afterwards."""
     scratch = shard.scratch(grad_TV)
     for rows in shard.chunks(grad_TV):
         # Of a GPU the host would have to wait for the answer.
@@ -387,12 +432,16 @@ def _write_gradient(
             torch.mul(bits_RV.exp2_(), offset_T[rows, None], out=out_RV)
             continue
         weight_RV = torch.exp2(bits_RV, out=scratch[1][: bits_RV.shape[0]])
-        torch.mul(bits_RV.mul_(slope_T[rows, None]).add_(offset_T[rows, None]), weight_RV, out=out_RV)
+        torch.mul(
+            bits_RV.mul_(slope_T[rows, None]).add_(offset_T[rows, None]), weight_RV, out=out_RV
+        )
 
 
 def _clear_rows(grad_TV: Tensor, idle_T: Tensor) -> None:
-    """Set the idle rows to 0, whatever they hold. On CPU only these are written; of a GPU the host would have to wait
-    for their number, and a pass over all rows takes a fraction of what the gradient took."""
+    """Set the idle rows to 0, whatever they hold.
+
+    On CPU only these are written; of a GPU the host would have to wait for their number, and a pass
+    over all rows takes a fraction of what the gradient took."""
     if idle_T.device.type == "cpu":
         grad_TV.index_fill_(0, idle_T.nonzero()[:, 0], 0.0)
     else:
@@ -417,7 +466,8 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         sums = _row_sums(logits_TV, targets_T, shard, group)
         neg_max_2T, mass_2T, kl_T = _teacher_kl(logits_TV, both, group, teacher)
-        # Saved, the teacher's hidden states are freed with the logits; as an attribute they would stay for the pass.
+        # Saved, the teacher's hidden states are freed with the logits; as an attribute they would
+        # stay for the pass.
         saved = (logits_TV, teacher.hidden_TH, teacher.head_VH, neg_max_2T, mass_2T, kl_T)
         ctx.save_for_backward(*saved, *sums.tensors)
         ctx.shard, ctx.both, ctx.vocab_size = shard, both, teacher.vocab_size
@@ -426,10 +476,13 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None, grad_kl_T: Tensor | None
+        ctx: Any,
+        grad_logprobs_T: Tensor | None,
+        grad_entropy_T: Tensor | None,
+        grad_kl_T: Tensor | None,
     ) -> tuple[Tensor | None, None, None, None, None, None]:
-        """The gradient, in the storage of the logits, block by block: that of the KL is made from a block's logits,
-        and added to the block when the rest of its gradient stands there."""
+        """The gradient, in the storage of the logits, block by block: that of the KL is made from a
+        block's logits, and added to the block when the rest of its gradient stands there."""
         logits_TV, hidden_TH, head_VH, neg_max_2T, mass_2T, kl_T, *saved = ctx.saved_tensors
         sums, shard, both, grad_TV = _RowSums(*saved), ctx.shard, ctx.both, logits_TV.detach()
         teacher = TeacherRows(hidden_TH, head_VH, ctx.vocab_size)
@@ -450,7 +503,10 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
                     kl_T=kl_T,
                     grad_kl_T=grad_kl_T,
                 )
-            grads = (None if grad_T is None else grad_T[rows] for grad_T in (grad_logprobs_T, grad_entropy_T))
+            grads = (
+                None if grad_T is None else grad_T[rows]
+                for grad_T in (grad_logprobs_T, grad_entropy_T)
+            )
             _overwrite_with_gradient(grad_TV[rows], sums.at(rows), shard.at(rows), *grads)
             if of_kl_RV is not None:
                 grad_TV[rows, : both.columns] += of_kl_RV
@@ -461,8 +517,9 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
 def _teacher_kl(
     logits_TV: Tensor, both: _Shard, group: dist.ProcessGroup, teacher: TeacherRows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For student (row 0) and teacher (row 1): minus the largest scaled logit (bits), and the mass; and the KL of every
-    row: sum of p (b - c) - log mass + log mass of the teacher, b and c being the shifted logits. A collective."""
+    """For student (row 0) and teacher (row 1): minus the largest scaled logit (bits), and the mass;
+    and the KL of every row: sum of p (b - c) - log mass + log mass of the teacher, b and c being
+    the shifted logits. A collective."""
     T, device = logits_TV.shape[0], logits_TV.device
     own_neg_max_2T = torch.full((2, T), -MASKED_LOGIT, dtype=torch.float32, device=device)
     sums_3T = torch.zeros(3, T, dtype=torch.float32, device=device)
@@ -484,9 +541,15 @@ def _teacher_kl(
 
 
 def _add_block_sums(
-    logits_TV: Tensor, both: _Shard, rows: slice, teacher: TeacherRows, neg_max_2T: Tensor, sums_3T: Tensor
+    logits_TV: Tensor,
+    both: _Shard,
+    rows: slice,
+    teacher: TeacherRows,
+    neg_max_2T: Tensor,
+    sums_3T: Tensor,
 ) -> None:
-    """Adds what a block has in this shard alone: both models' maxima and masses, and the sum of 2^b (b - c)."""
+    """Adds what a block has in this shard alone: both models' maxima and masses, and the sum of 2^b
+    (b - c)."""
     student_RV, teacher_RV = _block(logits_TV, both, rows, teacher, neg_max_2T, find_max=True)
     weight_RV = student_RV.exp2()
     torch.sum(weight_RV, -1, out=sums_3T[0, rows])
@@ -495,10 +558,16 @@ def _add_block_sums(
 
 
 def _block(
-    logits_TV: Tensor, both: _Shard, rows: slice, teacher: TeacherRows, neg_max_2T: Tensor, find_max: bool
+    logits_TV: Tensor,
+    both: _Shard,
+    rows: slice,
+    teacher: TeacherRows,
+    neg_max_2T: Tensor,
+    find_max: bool,
 ) -> list[Tensor]:
-    """The shifted logits of student and teacher in bits and float32, masked tokens at `MASKED_LOGIT`. With `find_max`
-    their maxima are first written to `neg_max_2T`, by which they are shifted."""
+    """The shifted logits of student and teacher in bits and float32, masked tokens at
+    `MASKED_LOGIT`. With `find_max` their maxima are first written to `neg_max_2T`, by which they
+    are shifted."""
     shard, shifted = both.at(rows), []
     raw = (logits_TV[rows], torch.mm(teacher.hidden_TH[rows], teacher.head_VH[: both.columns].t()))
     for model, raw_RV in enumerate(raw):
@@ -522,11 +591,13 @@ def _teacher_kl_gradient(
     kl_T: Tensor,
     grad_kl_T: Tensor,
 ) -> Tensor:
-    """The gradient of a block: d KL / d logit_j = p_j (log p_j - log t_j - KL) / temperature, times the incoming
-    gradient, float32. A row whose incoming gradient is 0 gets exactly 0."""
+    """The gradient of a block: d KL / d logit_j = p_j (log p_j - log t_j - KL) / temperature, times
+    the incoming gradient, float32. A row whose incoming gradient is 0 gets exactly 0."""
     student_RV, teacher_RV = _block(logits_TV, both, rows, teacher, neg_max_2T, find_max=False)
     log_mass_2R = mass_2T[:, rows].log()
     weight_RV = torch.sub(student_RV, teacher_RV, out=teacher_RV).mul_(LN2)
     weight_RV.add_((log_mass_2R[1] - log_mass_2R[0] - kl_T[rows])[:, None])
-    weight_RV.mul_(student_RV.exp2_()).mul_((grad_kl_T[rows] / both.temperature / mass_2T[0, rows])[:, None])
+    weight_RV.mul_(student_RV.exp2_()).mul_(
+        (grad_kl_T[rows] / both.temperature / mass_2T[0, rows])[:, None]
+    )
     return weight_RV.masked_fill_((grad_kl_T[rows] == 0)[:, None], 0.0)

@@ -1,10 +1,12 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) on the linear layers of a Megatron model that is otherwise frozen.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on the linear layers of a Megatron model that is
+otherwise frozen.
 
     y = x W^T + scale x A^T B^T        A [rank, columns] random, B [rows, rank] zero at first, scale = alpha / rank
 
-Each Hugging Face matrix has its own A, as in PEFT: where Megatron joins P of them into one (query, key and value; gate
-and up), A is [P, rank, columns], and each row of B multiplies with the A of its matrix. A rank's adapter belongs to its
-shard of W, so that nothing of the model's width travels between tensor-parallel ranks, only x A^T:
+Each Hugging Face matrix has its own A, as in PEFT: where Megatron joins P of them into one (query,
+key and value; gate and up), A is [P, rank, columns], and each row of B multiplies with the A of its
+matrix. A rank's adapter belongs to its shard of W, so that nothing of the model's width travels
+between tensor-parallel ranks, only x A^T:
 
     rows split (qkv, fc1)        A on all ranks, B split alike; x A^T is copied or, under sequence parallelism, gathered
     columns split (proj, fc2)    A split alike, B on all ranks; x A^T is summed, or reduced and scattered
@@ -12,8 +14,9 @@ shard of W, so that nothing of the model's width travels between tensor-parallel
 `checkpoint.hf.weight_map.adapter_rules` has the names and the sharding.
 """
 
-# Shape legend: N tokens of this rank (a share of T with sequence parallelism), T packed tokens of one micro-batch, P
-# Hugging Face matrices of the layer, R rank, K columns and M rows of this rank's shard of W.
+# Shape legend: N tokens of this rank (a share of T with sequence parallelism), T packed tokens of
+# one micro-batch, P Hugging Face matrices of the layer, R rank, K columns and M rows of this rank's
+# shard of W.
 
 from __future__ import annotations
 
@@ -28,7 +31,12 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rlmath.checkpoint.hf.weight_map import adapter_rules, canonical_shape, placed_tensors, shard_shape
+from rlmath.checkpoint.hf.weight_map import (
+    adapter_rules,
+    canonical_shape,
+    placed_tensors,
+    shard_shape,
+)
 from rlmath.checkpoint.hf.weights import held_layers, local_parameter, merged_weight, shard
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import LoraConfig
@@ -89,8 +97,9 @@ class Adapter(torch.nn.Module):
 
 
 def _rows_of(parts: int, shape_B: tuple[int, ...], like: Tensor) -> Tensor | None:
-    """1 where a row of B, in its canonical form, belongs to a matrix, else 0: [..., P, 1], to be multiplied with B;
-    None where all do. Query heads of a group come before its key and its value; gate before up."""
+    """1 where a row of B, in its canonical form, belongs to a matrix, else 0: [..., P, 1], to be
+    multiplied with B; None where all do. Query heads of a group come before its key and its value;
+    gate before up."""
     if parts == 1:
         return None
     if parts == 2:  # [2, F, R]
@@ -102,9 +111,15 @@ def _rows_of(parts: int, shape_B: tuple[int, ...], like: Tensor) -> Tensor | Non
 
 
 def add_adapters(
-    chunks: Sequence[Any], shape: ModelShape, mesh: Mesh, device: Device, lora: LoraConfig, seed: int
+    chunks: Sequence[Any],
+    shape: ModelShape,
+    mesh: Mesh,
+    device: Device,
+    lora: LoraConfig,
+    seed: int,
 ) -> None:
-    """Freeze bare chunks and give their linear layers adapters: A uniform as in PEFT, alike on every layout; B zero."""
+    """Freeze bare chunks and give their linear layers adapters: A uniform as in PEFT, alike on
+    every layout; B zero."""
     placed = list(placed_tensors(shape, adapter_rules(shape.architecture, lora.rank, lora.target)))
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -119,7 +134,9 @@ def add_adapters(
                 columns = a.rule.split_axis is not None
                 attach(
                     chunk.get_submodule(path),
-                    Adapter(*shapes, lora.alpha / lora.rank, columns, chunk.config, device.torch_device),
+                    Adapter(
+                        *shapes, lora.alpha / lora.rank, columns, chunk.config, device.torch_device
+                    ),
                 )
     for one in placed[::2]:
         parameter = local_parameter(chunks, one)
@@ -129,9 +146,12 @@ def add_adapters(
 
 
 def attach(linear: torch.nn.Module, adapter: Adapter) -> None:
-    """Let a linear layer of Megatron's or Transformer Engine's, which returns (output, bias), add its adapter."""
+    """Let a linear layer of Megatron's or Transformer Engine's, which returns (output, bias), add
+    its adapter."""
 
-    def add(module: torch.nn.Module, inputs: tuple[Tensor, ...], returned: tuple[Tensor, Any]) -> Any:
+    def add(
+        module: torch.nn.Module, inputs: tuple[Tensor, ...], returned: tuple[Tensor, Any]
+    ) -> Any:
         output, bias = returned
         return (adapter(inputs[0], output), bias) if adapter.active else returned
 
@@ -144,7 +164,8 @@ def _needs_gradient(module: torch.nn.Module, inputs: Any, hidden: Tensor) -> Ten
 
 
 def _initial(shape_A: tuple[int, ...], names: Sequence[str], seed: int) -> Tensor:
-    """Kaiming's uniform with a = sqrt(5), which is 1 / sqrt(columns) either way; by the names of the tensors."""
+    """Kaiming's uniform with a = sqrt(5), which is 1 / sqrt(columns) either way; by the names of
+    the tensors."""
     bound = 1 / math.sqrt(shape_A[-1])
     made = []
     for name in names:
@@ -172,7 +193,8 @@ def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class WithoutAdapters(ForwardBackward):
-    """Passes of the policy's own chunks without their adapters: the reference, which holds no memory."""
+    """Passes of the policy's own chunks without their adapters: the reference, which holds no
+    memory."""
 
     def run(self, *args: Any, **kwargs: Any) -> list[Any]:
         with adapters_off(self.chunks):

@@ -1,9 +1,10 @@
-"""Megatron: its process groups, the configuration of its GPT model, and the model's chunks on this rank.
+"""Megatron: its process groups, the configuration of its GPT model, and the model's chunks on this
+rank.
 
     start_megatron -> transformer_config -> build_chunks (layer_spec) -> wrap_for_training
 
-The layers are Transformer Engine's, or Megatron's local ones with our norm and attention (`Device.local_layers`).
-Weights come from `checkpoint.hf`.
+The layers are Transformer Engine's, or Megatron's local ones with our norm and attention
+(`Device.local_layers`). Weights come from `checkpoint.hf`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_patches
@@ -45,8 +49,9 @@ from rlmath.models.output_layer import float32_logits
 def layer_spec(
     config: TransformerConfig, local_layers: bool, chunk: int | None, separate_norms: bool = False
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """What `GPTModel` builds its decoder from; `chunk` is the model chunk's number where a stage has several. With
-    `separate_norms` Transformer Engine's linear layers have no norm in them: their input is what an adapter gets."""
+    """What `GPTModel` builds its decoder from; `chunk` is the model chunk's number where a stage
+    has several. With `separate_norms` Transformer Engine's linear layers have no norm in them:
+    their input is what an adapter gets."""
     if not local_layers:
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
@@ -73,8 +78,11 @@ def _with_separate_norms(layer: ModuleSpec) -> ModuleSpec:
     parts = layer.submodules
     parts.input_layernorm = TENorm
     parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-    # A function with the modules given, since megatron-core 0.19; before, a spec of them. Experts have their own.
-    mlp = parts.mlp.keywords["submodules"] if isinstance(parts.mlp, partial) else parts.mlp.submodules
+    # A function with the modules given, since megatron-core 0.19; before, a spec of them. Experts
+    # have their own.
+    mlp = (
+        parts.mlp.keywords["submodules"] if isinstance(parts.mlp, partial) else parts.mlp.submodules
+    )
     if hasattr(mlp, "linear_fc1"):
         parts.pre_mlp_layernorm = TENorm
         mlp.linear_fc1 = TEColumnParallelLinear
@@ -91,16 +99,18 @@ class Recompute:
 
 
 def selective_modules(shape: ModelShape, local_layers: bool) -> list[str]:
-    """What "selective" recomputes. Transformer Engine's attention keeps no scores, so that there the MLP is the most
-    memory for the least work; our attention keeps its inputs laid out by segment."""
+    """What "selective" recomputes.
+
+    Transformer Engine's attention keeps no scores, so that there the MLP is the most memory for the
+    least work; our attention keeps its inputs laid out by segment."""
     if local_layers:
         return ["core_attn"]
     return ["moe"] if shape.num_experts else ["mlp"]
 
 
 def start_megatron(mesh: Mesh, device: Device, seed: int, timeout_seconds: float) -> None:
-    """Patch Megatron where the device needs it and lay out its process groups, whose timeout is rounded up to minutes.
-    Needs `init_process_group` before."""
+    """Patch Megatron where the device needs it and lay out its process groups, whose timeout is
+    rounded up to minutes. Needs `init_process_group` before."""
     megatron_patches.apply(device.kind)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=mesh.tensor,
@@ -118,7 +128,10 @@ def start_megatron(mesh: Mesh, device: Device, seed: int, timeout_seconds: float
         "data": (parallel_state.get_data_parallel_rank(), mesh.data_rank),
         "pipeline": (parallel_state.get_pipeline_model_parallel_rank(), mesh.pipeline_rank),
         "expert": (parallel_state.get_expert_model_parallel_rank(), mesh.expert_rank),
-        "expert tensor": (parallel_state.get_expert_tensor_parallel_rank(), mesh.expert_tensor_rank),
+        "expert tensor": (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            mesh.expert_tensor_rank,
+        ),
     }
     assert all(theirs == ours for theirs, ours in placed.values()), (
         f"(Megatron's, the mesh's) ranks: {placed}"
@@ -168,14 +181,17 @@ def transformer_config(
         **_stage_layout(mesh, parallel),
         sequence_parallel=parallel.sequence and mesh.tensor > 1,
         **_expert_layout(shape, mesh, device),
-        # Packs differ in length; `ForwardBackward` knows the shapes of all messages, so that none is sent.
+        # Packs differ in length; `ForwardBackward` knows the shapes of all messages, so that none
+        # is sent.
         variable_seq_lengths=mesh.pipeline > 1,
         calculate_per_token_loss=True,
         use_cpu_initialization=is_cpu,
         perform_initialization=False,
-        # Gradients of weights are added to their float32 buffers by the products (`megatron_patches.multi_tensor`).
+        # Gradients of weights are added to their float32 buffers by the products
+        # (`megatron_patches.multi_tensor`).
         gradient_accumulation_fusion=not is_cpu,
-        # SwiGLU in one function: of local layers `_build_chunk` sets ours, beside Transformer Engine it is Megatron's.
+        # SwiGLU in one function: of local layers `_build_chunk` sets ours, beside Transformer
+        # Engine it is Megatron's.
         use_te_activation_func=local_layers,
         bias_activation_fusion=not local_layers,
         masked_softmax_fusion=False,
@@ -189,8 +205,9 @@ def transformer_config(
 
 
 def _softmax_scale(shape: ModelShape, local_layers: bool) -> float | None:
-    """What Transformer Engine multiplies query times key by: where all of a head is rotated, a factor of both is one of
-    their product. Our attention has the factor in its cosines and sines. None: the usual scale."""
+    """What Transformer Engine multiplies query times key by: where all of a head is rotated, a
+    factor of both is one of their product. Our attention has the factor in its cosines and sines.
+    None: the usual scale."""
     if local_layers or shape.rotary_magnitude == 1.0:
         return None
     assert shape.rotary_dim is None, "refused by `planning.parallelism`"
@@ -198,37 +215,47 @@ def _softmax_scale(shape: ModelShape, local_layers: bool) -> float | None:
 
 
 def _layer_kinds(shape: ModelShape) -> dict[str, Any]:
-    """Which layers have a window, and which do not rotate: read by Transformer Engine's attention and by ours."""
+    """Which layers have a window, and which do not rotate: read by Transformer Engine's attention
+    and by ours."""
     kinds: dict[str, Any] = {}
     if shape.sliding_window is not None:  # Megatron counts the tokens before a query
         layers = range(shape.num_layers)
         kinds["window_size"] = (shape.sliding_window - 1, 0)
-        kinds["window_attn_skip_freq"] = [int(layer not in shape.full_attention_layers) for layer in layers]
+        kinds["window_attn_skip_freq"] = [
+            int(layer not in shape.full_attention_layers) for layer in layers
+        ]
     if shape.no_rope_layers:
-        kinds["no_rope_freq"] = [int(layer in shape.no_rope_layers) for layer in range(shape.num_layers)]
+        kinds["no_rope_freq"] = [
+            int(layer in shape.no_rope_layers) for layer in range(shape.num_layers)
+        ]
     return kinds
 
 
 def _stage_layout(mesh: Mesh, parallel: ParallelConfig) -> dict[str, Any]:
     """How layers are split over stages and chunks, and how the stages communicate."""
     virtual = _virtual_size(mesh)
-    # Of two stages the first determines both; with chunks, Megatron would divide by the stages between first and last.
+    # Of two stages the first determines both; with chunks, Megatron would divide by the stages
+    # between first and last.
     last_is_rest = mesh.pipeline == 2 and parallel.first_stage_layers is not None
     return {
         "virtual_pipeline_model_parallel_size": virtual,
         "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
         "num_layers_in_last_pipeline_stage": None if last_is_rest else parallel.last_stage_layers,
-        # Batched, only their order distinguishes a send to the next stage from one to the previous stage; between two
-        # stages they are mixed up, and gradients are silently wrong. Overlapped, each has a message group of its own.
+        # Batched, only their order distinguishes a send to the next stage from one to the previous
+        # stage; between two stages they are mixed up, and gradients are silently wrong. Overlapped,
+        # each has a message group of its own.
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
-        # Megatron would wait for the whole device after every message, which torch 2.0 and older needed.
+        # Megatron would wait for the whole device after every message, which torch 2.0 and older
+        # needed.
         "batch_p2p_sync": False,
     }
 
 
 def _expert_layout(shape: ModelShape, mesh: Mesh, device: Device) -> dict[str, Any]:
-    """How tokens are routed to experts. There is no balancing loss: the policy's gradient alone trains the router."""
+    """How tokens are routed to experts.
+
+    There is no balancing loss: the policy's gradient alone trains the router."""
     # Megatron requires this dispatcher where messages differ in length, of dense models too.
     dispatcher = {"moe_token_dispatcher_type": "alltoall"}
     if not shape.num_experts:
@@ -247,9 +274,14 @@ def _expert_layout(shape: ModelShape, mesh: Mesh, device: Device) -> dict[str, A
 
 
 def build_chunks(
-    shape: ModelShape, mesh: Mesh, device: Device, config: TransformerConfig, separate_norms: bool = False
+    shape: ModelShape,
+    mesh: Mesh,
+    device: Device,
+    config: TransformerConfig,
+    separate_norms: bool = False,
 ) -> list[GPTModel]:
-    """This rank's model chunks in the order of their layers, on its device; their weights are undefined."""
+    """This rank's model chunks in the order of their layers, on its device; their weights are
+    undefined."""
     return [
         _build_chunk(shape, mesh, device, config, number, separate_norms)
         for number in range(mesh.virtual_pipeline)
@@ -285,15 +317,18 @@ def _build_chunk(
         model.output_layer.forward = partial(float32_logits, model.output_layer)
     model.rotary = None
     if local_layers:
-        model.rotary = Rotary(rotary_frequencies(shape).to(device.torch_device), shape.rotary_magnitude)
+        model.rotary = Rotary(
+            rotary_frequencies(shape).to(device.torch_device), shape.rotary_magnitude
+        )
         for module in model.modules():
             if isinstance(module, MLP):
                 module.activation_func = swiglu
     elif shape.rope_scaling is not None or shape.rotary_dim is not None:
         model.rotary_pos_emb.inv_freq = rotary_frequencies(shape)
     model = model.to(device.torch_device)
-    # Mark the parameters that tensor-parallel ranks hold different parts of: in the gradient's norm all parts count, of
-    # the others only the first rank's. megatron-core 0.16 marks them only while it initialises a model: skipped here.
+    # Mark the parameters that tensor-parallel ranks hold different parts of: in the gradient's norm
+    # all parts count, of the others only the first rank's. megatron-core 0.16 marks them only while
+    # it initialises a model: skipped here.
     for placed in placed_tensors(shape):
         parameter = local_parameter([model], placed)
         if parameter is not None and placed.rule.split_axis is not None:
@@ -302,12 +337,17 @@ def _build_chunk(
 
 
 def wrap_for_training(
-    chunks: Sequence[GPTModel], config: TransformerConfig, distributed_optimizer: bool, overlap: bool = False
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    distributed_optimizer: bool,
+    overlap: bool = False,
 ) -> list[DistributedDataParallel]:
-    """The chunks, each with one flat gradient buffer, reduced over the data-parallel ranks once per minibatch: after
-    the last backward pass, or with `overlap` bucket by bucket during it."""
+    """The chunks, each with one flat gradient buffer, reduced over the data-parallel ranks once per
+    minibatch: after the last backward pass, or with `overlap` bucket by bucket during it."""
     reduction = DistributedDataParallelConfig(
-        use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=overlap, grad_reduce_in_fp32=True
+        use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=overlap,
+        grad_reduce_in_fp32=True,
     )
     wrapped = [DistributedDataParallel(config, reduction, chunk) for chunk in chunks]
     for chunk in wrapped:

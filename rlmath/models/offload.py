@@ -1,10 +1,13 @@
-"""Which memory of the policy, reference, critic and teacher can be offloaded, and which set owns it.
+"""Which memory of the policy, reference, critic and teacher can be offloaded, and which set owns
+it.
 
-- "gradients": the flat buffers that Megatron's data parallelism reduces. They are zero between steps, so they are
-  freed, and onloaded as zeros.
-- "optimizer": the optimizer's state, and the float32 parameters it steps where the model's own are bfloat16. Where the
-  model's are float32, the optimizer steps views of them, or themselves: those belong to "parameters".
-- "parameters": the policy's own; with the distributed optimizer, one flat buffer for each model chunk.
+- "gradients": the flat buffers that Megatron's data parallelism reduces. They are zero between
+  steps, so they are freed, and onloaded as zeros.
+- "optimizer": the optimizer's state, and the float32 parameters it steps where the model's own are
+  bfloat16. Where the model's are float32, the optimizer steps views of them, or themselves: those
+  belong to "parameters".
+- "parameters": the policy's own; with the distributed optimizer, one flat buffer for each model
+  chunk.
 - "reference": the reference model's.
 - "critic": the critic's parameters and optimizer, and "critic_gradients" its flat buffers.
 - "teacher": the teacher's, and "teacher_head" its output layer, where the update needs that alone.
@@ -38,12 +41,20 @@ SetName = Literal[
     "teacher",
     "teacher_head",
 ]
-RESTING: tuple[SetName, ...] = ("reference", "critic", "critic_gradients", "teacher", "teacher_head")
+RESTING: tuple[SetName, ...] = (
+    "reference",
+    "critic",
+    "critic_gradients",
+    "teacher",
+    "teacher_head",
+)
 """Sets that are on the device only while their model computes."""
 
 
 class OffloadSets:
-    """The sets that the settings offload, by name. Other names are accepted and ignored: they stay on the device."""
+    """The sets that the settings offload, by name.
+
+    Other names are accepted and ignored: they stay on the device."""
 
     def __init__(self, sets: Sequence[StorageSet]) -> None:
         self._sets = {one.name: one for one in sets}
@@ -77,7 +88,9 @@ class OffloadSets:
 
     @contextmanager
     def on_device(self, *names: SetName) -> Iterator[list[OffloadStats]]:
-        """Inside, these sets of RESTING are on the device; then they are offloaded. Gives both statistics."""
+        """Inside, these sets of RESTING are on the device; then they are offloaded.
+
+        Gives both statistics."""
         stats = self.onload(*(name for name in names if name in self.offloaded))
         try:
             yield stats
@@ -99,9 +112,11 @@ def training_sets(
     teacher: Teacher | None = None,
     teacher_in_update: bool = False,
 ) -> OffloadSets:
-    """The sets that the settings offload, still on the device. `reference` is None where KL is not used, and is
-    left where it is the policy without its adapters; `critic` and `teacher` are None where there is none;
-    `teacher_in_update` tells whether the update needs the teacher's output layer."""
+    """The sets that the settings offload, still on the device.
+
+    `reference` is None where KL is not used, and is left where it is the policy without its
+    adapters; `critic` and `teacher` are None where there is none; `teacher_in_update` tells whether
+    the update needs the teacher's output layer."""
 
     def parameters(model: Actor | ForwardBackward | Critic | Teacher = actor) -> list[Tensor]:
         return [parameter for chunk in model.chunks for parameter in chunk.parameters()]
@@ -119,7 +134,12 @@ def training_sets(
 
     add("gradients", settings.offload_gradients, gradients, keep=False)
     in_optimizer = partial(optimizer_tensors, actor.learner.optimizer)
-    add("optimizer", settings.offload_optimizer, in_optimizer, exclude=lambda: parameters() + gradients())
+    add(
+        "optimizer",
+        settings.offload_optimizer,
+        in_optimizer,
+        exclude=lambda: parameters() + gradients(),
+    )
     add("parameters", settings.offload_parameters, parameters)
     if reference is not None and not isinstance(reference, WithoutAdapters):
         add("reference", settings.offload_reference, partial(parameters, reference))
@@ -130,7 +150,12 @@ def training_sets(
 
         own = partial(gradients, critic)
         add("critic", settings.offload_critic, critic_tensors, exclude=own)
-        add("critic_gradients", settings.offload_critic or settings.offload_gradients, own, keep=False)
+        add(
+            "critic_gradients",
+            settings.offload_critic or settings.offload_gradients,
+            own,
+            keep=False,
+        )
     if teacher is not None:
         head = teacher.head_parameters if teacher_in_update else tuple
         add("teacher", settings.offload_teacher, partial(parameters, teacher), exclude=head)
@@ -139,13 +164,18 @@ def training_sets(
 
 
 def optimizer_tensors(optimizer: Any) -> list[Tensor]:
-    """The parameters of Megatron's optimizer, and its state so far. A chained optimizer has several parts; a part
-    without parameters on this rank holds no torch optimizer."""
+    """The parameters of Megatron's optimizer, and its state so far.
+
+    A chained optimizer has several parts; a part without parameters on this rank holds no torch
+    optimizer."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     found: list[Tensor] = []
     for inner in (part.optimizer for part in parts if part.optimizer is not None):
         found += [parameter for group in inner.param_groups for parameter in group["params"]]
         found += [
-            value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)
+            value
+            for state in inner.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
         ]
     return found

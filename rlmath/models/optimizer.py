@@ -1,4 +1,5 @@
-"""Megatron's optimizer and learning-rate schedule from our settings, and the loss scale of float16."""
+"""Megatron's optimizer and learning-rate schedule from our settings, and the loss scale of
+float16."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from rlmath.distributed.device import Device
 def build_optimizer(
     settings: OptimizerConfig, chunks: Sequence[DistributedDataParallel], device: Device
 ) -> Any:
-    """Megatron's optimizer over this rank's parameters; `distributed`: its state is shared over data-parallel ranks."""
+    """Megatron's optimizer over this rank's parameters; `distributed`: its state is shared over
+    data-parallel ranks."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer=settings.kind,
@@ -34,7 +36,9 @@ def build_optimizer(
             params_dtype=device.params_dtype,
             bf16=device.params_dtype is torch.bfloat16,
             fp16=device.params_dtype is torch.float16,
-            loss_scale=1.0 if device.params_dtype is torch.float16 else None,  # the learner's is `LossScale`
+            loss_scale=1.0
+            if device.params_dtype is torch.float16
+            else None,  # the learner's is `LossScale`
             use_distributed_optimizer=settings.distributed,
         ),
         list(chunks),
@@ -51,9 +55,10 @@ LEAST_LOSS_SCALE = 2**-8
 
 @dataclass
 class LossScale:
-    """What a loss is multiplied by before a backward pass in float16, which has nothing between 0 and 6e-8, and its
-    gradients are divided by afterwards; a power of two costs them no bit. It halves where gradients overflow. Megatron
-    has a scale in each optimizer: that of a model's experts could get another than that of the rest."""
+    """What a loss is multiplied by before a backward pass in float16, which has nothing between 0
+    and 6e-8, and its gradients are divided by afterwards; a power of two costs them no bit. It
+    halves where gradients overflow. Megatron has a scale in each optimizer: that of a model's
+    experts could get another than that of the rest."""
 
     scale: float
     window: int
@@ -80,9 +85,12 @@ class LossScale:
         return overflow
 
 
-def build_scheduler(settings: OptimizerConfig, optimizer: Any, total_updates: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant, linear or cosine; counted in optimizer steps. With `warmup_steps` 3 the first
-    steps have 1/4, 2/4, 3/4 and all of the rate."""
+def build_scheduler(
+    settings: OptimizerConfig, optimizer: Any, total_updates: int
+) -> OptimizerParamScheduler:
+    """Linear warm-up, then constant, linear or cosine; counted in optimizer steps.
+
+    With `warmup_steps` 3 the first steps have 1/4, 2/4, 3/4 and all of the rate."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=settings.lr / (settings.warmup_steps + 1),

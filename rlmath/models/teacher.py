@@ -1,11 +1,13 @@
 """The teacher: a frozen model that scores what the policy sampled.
 
-It has the policy's tokenizer and layout, and may have any other shape. Its embedding and output layer are given as
-many rows as the policy's, so that a tensor-parallel rank has the same tokens of both: rows that only the teacher's
-files have are left out, and rows that they do not have are 0 and masked (`Teacher.vocab_size`).
+It has the policy's tokenizer and layout, and may have any other shape. Its embedding and output
+layer are given as many rows as the policy's, so that a tensor-parallel rank has the same tokens of
+both: rows that only the teacher's files have are left out, and rows that they do not have are 0 and
+masked (`Teacher.vocab_size`).
 
-For a loss on the whole vocabulary the teacher's logits are never kept. Its last hidden states are, in the host's
-memory, and its output layer is applied to them inside the loss, a block of rows at a time (`logprobs.TeacherRows`).
+For a loss on the whole vocabulary the teacher's logits are never kept. Its last hidden states are,
+in the host's memory, and its output layer is applied to them inside the loss, a block of rows at a
+time (`logprobs.TeacherRows`).
 """
 
 # Shape legend: T packed tokens of one micro-batch, V vocabulary shard, H hidden units.
@@ -43,7 +45,9 @@ class Teacher:
         return self.forward_backward.logprobs(batches)
 
     def states(self, batches: Sequence[MicroBatch]) -> TeacherStates:
-        """What gives the teacher's distributions of the micro-batches. A collective."""
+        """What gives the teacher's distributions of the micro-batches.
+
+        A collective."""
         return TeacherStates(self, tuple(self.forward_backward.hidden_states(batches)))
 
     @property
@@ -71,8 +75,9 @@ class TeacherStates:
         return TeacherStates(self.teacher, self.hidden[which])
 
     def rows(self, index: int) -> TeacherRows:
-        """The teacher's distributions of a micro-batch's rows. On the last stage; under sequence parallelism a
-        collective of the tensor-parallel ranks."""
+        """The teacher's distributions of a micro-batch's rows.
+
+        On the last stage; under sequence parallelism a collective of the tensor-parallel ranks."""
         teacher = self.teacher
         head_VH = teacher.head_VH
         hidden = self.hidden[index].to(head_VH.device).view(-1, head_VH.shape[1])
@@ -83,4 +88,6 @@ class TeacherStates:
 
 @torch.no_grad()
 def _gather_over_tensor_ranks(hidden: Tensor) -> Tensor:
-    return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+    return tensor_parallel.gather_from_sequence_parallel_region(
+        hidden, tensor_parallel_output_grad=False
+    )

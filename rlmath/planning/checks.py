@@ -1,8 +1,9 @@
-"""Everything that is wrong with a run, found before it starts: settings, files, model folder, machine and memory.
+"""Everything that is wrong with a run, found before it starts: settings, files, model folder,
+machine and memory.
 
-`check_config` is what the launch scripts call, for GRPO ("grpo") and supervised training ("sft"); it raises one
-ValueError with all problems. The other functions each return the problems of one kind, as one text per problem: what
-was given, what is needed and what to change.
+`check_config` is what the launch scripts call, for GRPO ("grpo") and supervised training ("sft");
+it raises one ValueError with all problems. The other functions each return the problems of one
+kind, as one text per problem: what was given, what is needed and what to change.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from rlmath.config.load import preset_settings
 from rlmath.config.model_shape import ModelShape, cpu_head_dim_problem
 from rlmath.config.schema import Config, Kind
 from rlmath.data.chat import chat_settings
-from rlmath.distributed.device_kind import FORMAT_BYTES, cuda_is_available, number_format, set_cuda_defaults
+from rlmath.distributed.device_kind import (
+    FORMAT_BYTES,
+    cuda_is_available,
+    number_format,
+    set_cuda_defaults,
+)
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.planning import model_checks, parallelism
@@ -48,8 +54,9 @@ from rlmath.workers.user_functions import advantage_hook
 def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelShape:
     """The shape of the model that the run starts from.
 
-    Reads, and writes nothing: every rank may call it. `world_size` is the number of ranks of the run.
-    Errors: ValueError that lists every problem of the config, the model's folder and the training files.
+    Reads, and writes nothing: every rank may call it. `world_size` is the number of ranks of the
+    run. Errors: ValueError that lists every problem of the config, the model's folder and the
+    training files.
     """
     shape, model_problems = inspect_model_folder(Path(config.model.path))
     problems = [
@@ -62,19 +69,23 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
         *model_problems,
         *(model_checks.folder_problems(config, shape) if kind == "grpo" else ()),
     ]
-    return _fitting_shape("this run", problems, config=config, shape=shape, world_size=world_size, kind=kind)
+    return _fitting_shape(
+        "this run", problems, config=config, shape=shape, world_size=world_size, kind=kind
+    )
 
 
 def check_replay(config: Config, world_size: int, samples: bool) -> ModelShape:
-    """As `check_config`, for the replay of a captured step (`replay`): data files are not looked at, and reward
-    functions and engines only where it `samples`."""
+    """As `check_config`, for the replay of a captured step (`replay`): data files are not looked
+    at, and reward functions and engines only where it `samples`."""
     shape, problems = inspect_model_folder(Path(config.model.path))
     problems += setting_problems(config, world_size)
     if shape is not None:
         problems += shape_problems(config, shape)
     if samples:
         problems += cuda_problems(config.run.device)
-        problems += filter(None, map(function_problem, reward_hooks(config.reward, config.run.plugins)))
+        problems += filter(
+            None, map(function_problem, reward_hooks(config.reward, config.run.plugins))
+        )
         problems += () if runs_on_gpu(config) else host_memory_problems(config)
     else:
         problems += machine_problems(config, shape)
@@ -90,7 +101,8 @@ def _fitting_shape(
     world_size: int,
     kind: Kind = "grpo",
 ) -> ModelShape:
-    """`shape`; ValueError for the problems, and where there is none for what does not fit the memory."""
+    """`shape`; ValueError for the problems, and where there is none for what does not fit the
+    memory."""
     if shape is not None and not problems:
         problems = memory_problems(config, shape, world_size, kind)
     raise_problems(what, problems)
@@ -103,7 +115,8 @@ def runs_on_gpu(config: Config) -> bool:
 
 
 def machine_problems(config: Config, shape: ModelShape | None, kind: Kind = "grpo") -> list[str]:
-    """What of the layout and the layers this machine cannot run, and a GPU that is asked for and not there."""
+    """What of the layout and the layers this machine cannot run, and a GPU that is asked for and
+    not there."""
     on_gpu = runs_on_gpu(config)
     return [
         *device_problems(config, shape, on_gpu or config.run.device == "cuda", kind),
@@ -112,7 +125,9 @@ def machine_problems(config: Config, shape: ModelShape | None, kind: Kind = "grp
     ]
 
 
-def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind: Kind = "grpo") -> list[str]:
+def run_problems(
+    config: Config, world_size: int, shape: ModelShape | None, kind: Kind = "grpo"
+) -> list[str]:
     """What no machine could run, for a model of this shape; None: not known."""
     problems = [*setting_problems(config, world_size, kind), *rollouts.rollback_problems(config)]
     if kind == "grpo":
@@ -129,7 +144,8 @@ def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind
 
 
 def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> list[str]:
-    """Problems of layout, lengths and single values that show without the model, the files or the machine."""
+    """Problems of layout, lengths and single values that show without the model, the files or the
+    machine."""
     problems = [
         *value_problems(config),
         *_chat_problems(config, kind),
@@ -161,30 +177,40 @@ def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> li
         *model_checks.teacher_layout_problems(config),
         *rollouts.in_every_stage(config, lambda stage: model_checks.length_problems(stage, shape)),
         *rollouts.in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
-        *rollouts.in_validation(config, lambda validation: _model_length_problems(validation, shape)),
+        *rollouts.in_validation(
+            config, lambda validation: _model_length_problems(validation, shape)
+        ),
     ]
 
 
-def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool, kind: Kind = "grpo") -> list[str]:
+def device_problems(
+    config: Config, shape: ModelShape | None, on_gpu: bool, kind: Kind = "grpo"
+) -> list[str]:
     """What cannot run on this machine's GPU, or on a CPU."""
     problems = list(parallelism.context_problems(config.parallel, config.policy, on_gpu))
     problems += parallelism.expert_tensor_problems(config.parallel, on_gpu)
     if on_gpu and config.policy.dtype == "float32":
         problems.append(
-            "policy.dtype is float32; the attention of Transformer Engine and vLLM on GPU takes 16 bits. Use bfloat16, "
+            "policy.dtype is float32; the attention of Transformer Engine and vLLM on GPU takes "
+            "16 bits. Use bfloat16, "
             "or float16, which is three bits more precise."
         )
     if shape is not None:
         problems += parallelism.rotary_problems(config.policy, shape, on_gpu)
     if kind == "grpo" and shape is not None and not on_gpu:
-        problems += rollouts.of_longest_stage(config, lambda largest: _engine_model_problems(largest, shape))
+        problems += rollouts.of_longest_stage(
+            config, lambda largest: _engine_model_problems(largest, shape)
+        )
     return problems
 
 
 def cuda_problems(requested: str, option: str = "run.device") -> Iterator[str]:
     """A device that is asked for, and is not there."""
     if requested == "cuda" and not cuda_is_available():
-        yield f'{option} is "cuda", and torch finds no CUDA device. Use {option}=cpu, or a GPU machine.'
+        yield (
+            f'{option} is "cuda", and torch finds no CUDA device. Use {option}=cpu, or a GPU '
+            "machine."
+        )
 
 
 def transformer_engine_problems(transformer_impl: str) -> Iterator[str]:
@@ -198,37 +224,48 @@ def transformer_engine_problems(transformer_impl: str) -> Iterator[str]:
         first = (str(error).splitlines() or [""])[0]
         yield (
             'policy.transformer_impl is "transformer_engine", which cannot be imported here '
-            f"({type(error).__name__}: {first:.200}). Install it as requirements/gpu.txt says; or uninstall it and set "
+            f"({type(error).__name__}: {first:.200}). Install it as requirements/gpu.txt says; or "
+            "uninstall it and set "
             "policy.transformer_impl=local, which is slower."
         )
 
 
-def memory_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> list[str]:
-    """What of the longest lengths does not fit the GPU. The layout must have no problems."""
+def memory_problems(
+    config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo"
+) -> list[str]:
+    """What of the longest lengths does not fit the GPU.
+
+    The layout must have no problems."""
     if kind == "sft":
         return fit_problems(config, shape, world_size, kind)
-    return rollouts.of_longest_stage(config, lambda largest: fit_problems(largest, shape, world_size))
+    return rollouts.of_longest_stage(
+        config, lambda largest: fit_problems(largest, shape, world_size)
+    )
 
 
 def host_memory_problems(config: Config) -> Iterator[str]:
-    """A KV cache on CPU that this machine has no memory for, with those of the other ranks here that the launcher names
-    (LOCAL_WORLD_SIZE)."""
+    """A KV cache on CPU that this machine has no memory for, with those of the other ranks here
+    that the launcher names (LOCAL_WORLD_SIZE)."""
     cache, ranks = config.rollout.cpu_kv_cache_gib, _caches_here(config.rollout.ranks)
     if ranks == 0:
         return
     total, free = total_bytes() / GIB, available_bytes() / GIB
     if cache * ranks > total or cache > free:
         for_all = (
-            f" for each of the {ranks} ranks on this machine, {cache * ranks:g} in all" if ranks > 1 else ""
+            f" for each of the {ranks} ranks on this machine, {cache * ranks:g} in all"
+            if ranks > 1
+            else ""
         )
         yield (
-            f"rollout.cpu_kv_cache_gib is {cache:g}{for_all}; this machine has {total:.1f} GiB of memory, of which "
+            f"rollout.cpu_kv_cache_gib is {cache:g}{for_all}; this machine has {total:.1f} GiB of "
+            "memory, of which "
             f"{free:.1f} are free. Lower it."
         )
 
 
 def _caches_here(engine_ranks: int) -> int:
-    """Ranks on this machine that have a KV cache: all, or those of the run's last `engine_ranks` that are here."""
+    """Ranks on this machine that have a KV cache: all, or those of the run's last `engine_ranks`
+    that are here."""
     here, local_rank = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
     ranks = int(here) if here.isdecimal() else 1
     if engine_ranks == 0 or not local_rank.isdecimal():
@@ -238,7 +275,8 @@ def _caches_here(engine_ranks: int) -> int:
 
 
 def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
-    """Files of training and validation data that are not there, or empty; ids of the hub are none yet."""
+    """Files of training and validation data that are not there, or empty; ids of the hub are none
+    yet."""
     data, held_out = config.data, config.sft.held_out_path
     paths = [("data.train_path", data.train_path)]
     paths += [("data.more_train_paths", path) for path in data.more_train_paths]
@@ -256,10 +294,12 @@ def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
         elif not (os.path.isfile(path) or os.path.isdir(path)):
             yield f'{key}: "{path}" is neither a file nor a folder, nor a link to one. Give one.'
         elif os.path.isfile(path) and path.stat().st_size == 0:
-            yield f'{key}: "{path}" is empty. Give a file with one row a line (forms: docs/data.md).'
+            yield (
+                f'{key}: "{path}" is empty. Give a file with one row a line (forms: docs/data.md).'
+            )
 
 
-# ---------------------------------------------------------------- single values, optimizer, recomputation
+# ---------------------------------------------------------- single values, optimizer, recomputation
 
 
 def value_problems(config: Config) -> list[str]:
@@ -270,11 +310,15 @@ def value_problems(config: Config) -> list[str]:
 def _chat_problems(config: Config, kind: Kind) -> Iterator[str]:
     """Settings of conversations where no prompt is one."""
     own = config.validation.template if kind == "grpo" and validates(config) else None
-    templates, given = {config.data.template, own or config.data.template}, chat_settings(config.data).given
+    templates, given = (
+        {config.data.template, own or config.data.template},
+        chat_settings(config.data).given,
+    )
     fixed = {*all_settings()["data.template"].words} - {"auto", "chat"}
     if given and templates <= fixed:
         yield (
-            f'{", ".join(given)}: data.template is "{config.data.template}", which makes no conversation. Leave '
+            f'{", ".join(given)}: data.template is "{config.data.template}", which makes no '
+            "conversation. Leave "
             f"{'them' if given[1:] else 'it'} out, or set data.template=chat."
         )
 
@@ -289,7 +333,8 @@ def _length_problems(config: Config) -> Iterator[str]:
         yield f"rollout.min_new_tokens is {least}, above rollout.max_new_tokens {new}. Lower it."
     if config.policy.max_tokens_per_microbatch < prompt + new:
         yield (
-            f"policy.max_tokens_per_microbatch is {config.policy.max_tokens_per_microbatch}; the longest "
+            f"policy.max_tokens_per_microbatch is {config.policy.max_tokens_per_microbatch}; the "
+            "longest "
             f"sequence (data.max_prompt_tokens + rollout.max_new_tokens) has {prompt} + {new} = "
             f"{prompt + new} tokens and must fit. Raise it, or lower one of the two."
         )
@@ -302,13 +347,15 @@ def _engine_problems(config: Config) -> Iterator[str]:
         return
     if budget < rollout.max_num_seqs:
         yield (
-            f"rollout.max_num_batched_tokens is {budget}, below rollout.max_num_seqs {rollout.max_num_seqs}: "
+            f"rollout.max_num_batched_tokens is {budget}, below rollout.max_num_seqs "
+            f"{rollout.max_num_seqs}: "
             "vLLM decodes one token of each sequence a step. Raise the former, or lower the latter."
         )
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     if not rollout.chunked_prefill and budget < longest:
         yield (
-            f"rollout.max_num_batched_tokens is {budget}; without rollout.chunked_prefill vLLM needs at "
+            f"rollout.max_num_batched_tokens is {budget}; without rollout.chunked_prefill vLLM "
+            "needs at "
             f"least the longest sequence, {longest} tokens. Raise it, leave it null, or "
             "set rollout.chunked_prefill=true."
         )
@@ -319,8 +366,10 @@ def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     over = prompt + new - shape.max_positions
     if over > 0:
         yield (
-            f"data.max_prompt_tokens + rollout.max_new_tokens is {prompt} + {new} = {prompt + new}; the "
-            f"model has {shape.max_positions} positions ({shape.positions_key}). Lower the sum by {over}."
+            f"data.max_prompt_tokens + rollout.max_new_tokens is {prompt} + {new} = "
+            f"{prompt + new}; the "
+            f"model has {shape.max_positions} positions ({shape.positions_key}). Lower the sum by "
+            f"{over}."
         )
 
 
@@ -332,7 +381,8 @@ def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     budget = config.rollout.max_num_batched_tokens
     if budget is not None and budget < longest and config.rollout.chunked_prefill:
         yield (
-            f"rollout.max_num_batched_tokens is {budget}; on CPU vLLM does not split prompts and needs at least the "
+            f"rollout.max_num_batched_tokens is {budget}; on CPU vLLM does not split prompts and "
+            "needs at least the "
             f"longest sequence, {longest} tokens. Raise it, or leave it null."
         )
     ranks = max(1, config.rollout.tensor_parallel)
@@ -340,8 +390,10 @@ def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     needed = longest_sequence_bytes(shape, ranks, itemsize, longest, "cpu")
     if config.rollout.cpu_kv_cache_gib * 2**30 < needed:
         yield (
-            f"rollout.cpu_kv_cache_gib is {config.rollout.cpu_kv_cache_gib}; one sequence of {longest} tokens "
-            f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {needed / 2**30:.3g} GiB. Raise it."
+            f"rollout.cpu_kv_cache_gib is {config.rollout.cpu_kv_cache_gib}; one sequence of "
+            f"{longest} tokens "
+            f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {needed / 2**30:.3g} GiB. "
+            "Raise it."
         )
 
 
@@ -355,12 +407,19 @@ def algorithm_problems(config: Config) -> Iterator[str]:
     compares = algorithm.advantage in GROUP_ADVANTAGES and not model_checks.teaches_alone(config)
     if config.rollout.group_size < 2 and compares:
         yield (
-            f'rollout.group_size is {config.rollout.group_size}; algorithm.advantage="{algorithm.advantage}" compares '
-            'the completions of a group and needs at least 2. Raise it, or set algorithm.advantage to "ppo" or "gae".'
+            f"rollout.group_size is {config.rollout.group_size}; "
+            f'algorithm.advantage="{algorithm.advantage}" compares '
+            "the completions of a group and needs at least 2. Raise it, or set "
+            'algorithm.advantage to "ppo" or "gae".'
         )
-    if (hook := advantage_hook(config)) is not None and algorithm.kl_in == "reward" and algorithm.kl_coef:
+    if (
+        (hook := advantage_hook(config)) is not None
+        and algorithm.kl_in == "reward"
+        and algorithm.kl_coef
+    ):
         yield (
-            f'algorithm.kl_in is "reward", which is part of the advantages, and these are of {hook}. Set '
+            'algorithm.kl_in is "reward", which is part of the advantages, and these are of '
+            f"{hook}. Set "
             "algorithm.kl_in=loss, or algorithm.advantage to a word."
         )
     if algorithm.masks_alone and not algorithm.recompute_logprobs:
@@ -371,15 +430,21 @@ def algorithm_problems(config: Config) -> Iterator[str]:
         )
     if algorithm.selects_tokens and algorithm.recompute_logprobs and not algorithm.recomputes:
         yield (
-            'algorithm.proximal_logprobs is "interpolate", which saves the pass for the policy\'s log-probs, and '
+            'algorithm.proximal_logprobs is "interpolate", which saves the pass for the policy\'s '
+            "log-probs, and "
             "algorithm.top_entropy_share, clip_cov_ratio and kl_cov_ratio make that pass. Set "
             "algorithm.proximal_logprobs=recompute."
         )
-    samples, minibatches = config.data.prompts_per_step * config.rollout.group_size, algorithm.n_minibatches
+    samples, minibatches = (
+        config.data.prompts_per_step * config.rollout.group_size,
+        algorithm.n_minibatches,
+    )
     if samples < minibatches:
         yield (
-            f"data.prompts_per_step x rollout.group_size gives {samples} samples a step, which cannot fill "
-            f"{minibatches} minibatches (algorithm.n_minibatches). Raise the former or lower the latter."
+            f"data.prompts_per_step x rollout.group_size gives {samples} samples a step, which "
+            "cannot fill "
+            f"{minibatches} minibatches (algorithm.n_minibatches). Raise the former or lower the "
+            "latter."
         )
     yield from _selection_problems(config)
 
@@ -389,18 +454,22 @@ def _selection_problems(config: Config) -> Iterator[str]:
     least, most = selection.min_completion_tokens, selection.max_completion_tokens
     if least > limit:
         yield (
-            f"selection.min_completion_tokens is {least}, above rollout.max_new_tokens {limit}: every completion would "
+            f"selection.min_completion_tokens is {least}, above rollout.max_new_tokens {limit}: "
+            "every completion would "
             "be left out. Lower it."
         )
     if most is not None and most < max(least, config.rollout.min_new_tokens):
         yield (
-            f"selection.max_completion_tokens is {most}, below selection.min_completion_tokens {least} or "
-            f"rollout.min_new_tokens {config.rollout.min_new_tokens}: every completion would be left out. Raise it."
+            f"selection.max_completion_tokens is {most}, below selection.min_completion_tokens "
+            f"{least} or "
+            f"rollout.min_new_tokens {config.rollout.min_new_tokens}: every completion would be "
+            "left out. Raise it."
         )
 
 
 def _preset_problems(config: Config) -> Iterator[str]:
-    """Parts that a preset is named after, and that are other ones: its further settings would not fit them."""
+    """Parts that a preset is named after, and that are other ones: its further settings would not
+    fit them."""
     name = config.algorithm.preset
     if name not in all_settings()["algorithm.preset"].words:
         return
@@ -408,8 +477,10 @@ def _preset_problems(config: Config) -> Iterator[str]:
     for key in ("algorithm.advantage", "algorithm.loss"):
         if key in parts and values[key] != parts[key]:
             yield (
-                f'algorithm.preset is "{name}", whose {key} is "{parts[key]}", and yours is "{values[key]}". Leave '
-                f"{key} out, or write the parts that you want of configs/algorithms/{name}.yaml yourself."
+                f'algorithm.preset is "{name}", whose {key} is "{parts[key]}", and yours is '
+                f'"{values[key]}". Leave '
+                f"{key} out, or write the parts that you want of configs/algorithms/{name}.yaml "
+                "yourself."
             )
 
 
@@ -432,15 +503,20 @@ def used_keys() -> list[str]:
 
 
 def only_used(config: Config) -> tuple[Config, list[str]]:
-    """The settings with the defaults of those that have no effect, and the keys that were not at them."""
+    """The settings with the defaults of those that have no effect, and the keys that were not at
+    them."""
     defaults, values = all_settings(), setting_values(config)
     changed = [
-        key for key in values if not is_among(key, _SFT_SETTINGS) and values[key] != defaults[key].default
+        key
+        for key in values
+        if not is_among(key, _SFT_SETTINGS) and values[key] != defaults[key].default
     ]
     sections: dict[str, dict[str, Any]] = {}
     for key in changed:
         sections.setdefault(defaults[key].section, {})[defaults[key].name] = defaults[key].default
-    replaced = {name: dataclasses.replace(getattr(config, name), **own) for name, own in sections.items()}
+    replaced = {
+        name: dataclasses.replace(getattr(config, name), **own) for name, own in sections.items()
+    }
     return dataclasses.replace(config, **replaced), changed
 
 
@@ -448,7 +524,8 @@ def _sequence_length_problems(config: Config) -> Iterator[str]:
     longest, budget = config.sft.max_sequence_tokens, config.policy.max_tokens_per_microbatch
     if budget < longest:
         yield (
-            f"policy.max_tokens_per_microbatch is {budget}; a sequence of sft.max_sequence_tokens={longest} tokens "
+            f"policy.max_tokens_per_microbatch is {budget}; a sequence of "
+            f"sft.max_sequence_tokens={longest} tokens "
             "must fit. Raise the former, or lower the latter."
         )
 

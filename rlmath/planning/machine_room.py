@@ -1,7 +1,9 @@
-"""Whether this machine has room for the ranks of a run: a GPU for each, or on the CPU cores and memory for all.
+"""Whether this machine has room for the ranks of a run: a GPU for each, or on the CPU cores and
+memory for all.
 
-`rlmath train`, `sft`, `eval`, `replay` and `demo` start no more ranks than that unless OVERSUBSCRIBE asks for it, and a
-dry run for the CPU says so. torchrun and Slurm start what they are told to.
+`rlmath train`, `sft`, `eval`, `replay` and `demo` start no more ranks than that unless
+OVERSUBSCRIBE asks for it, and a dry run for the CPU says so. torchrun and Slurm start what they are
+told to.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ GIB = 2**30
 OVERSUBSCRIBE = "--oversubscribe"
 ADVICE = f"Start fewer, or say {OVERSUBSCRIBE}."
 RANKS_PER_CORE = 4
-"""Most ranks of a core: a rank computes with one thread at least, and waits for the others in every collective."""
+"""Most ranks of a core: a rank computes with one thread at least, and waits for the others in every
+collective."""
 FEW_RANKS = 8
 """So many are never too many for the cores: enough for a small model in any layout."""
 PROCESS_GIB = 0.6
-"""What the processes of a rank on CPU (torch, vLLM, reward workers, the writer of checkpoints) hold beside what is
-planned. Measured, with shared memory shared out: 0.79 GiB for a rank of the demo, of which 0.17 are planned."""
+"""What the processes of a rank on CPU (torch, vLLM, reward workers, the writer of checkpoints) hold
+beside what is planned. Measured, with shared memory shared out: 0.79 GiB for a rank of the demo, of
+which 0.17 are planned."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ def this_machine(gpus: int) -> Machine:
 
 
 def room_problems(ranks: int, machine: Machine, planned_bytes: int = 0) -> Iterator[str]:
-    """Why so many ranks are too many here. On CPU `planned_bytes` is what all of them hold by the plan.
+    """Why so many ranks are too many here.
+
+    On CPU `planned_bytes` is what all of them hold by the plan.
 
     >>> machine = Machine(gpus=0, cores=2, memory=24 * GIB)
     >>> print(next(room_problems(64, machine)))
@@ -60,14 +66,17 @@ def room_problems(ranks: int, machine: Machine, planned_bytes: int = 0) -> Itera
         return
     if ranks > machine.most_ranks:
         yield (
-            f"{counted(ranks, 'rank')} on {machine}: they compute at the same time, and above {machine.most_ranks} "
+            f"{counted(ranks, 'rank')} on {machine}: they compute at the same time, and above "
+            f"{machine.most_ranks} "
             "they mostly wait for each other."
         )
     needed = planned_bytes + int(ranks * PROCESS_GIB * GIB)
     if needed > machine.memory:
         yield (
-            f"{counted(ranks, 'rank', 'need')} about {needed / GIB:.1f} GiB ({planned_bytes / GIB:.1f} planned, "
-            f"{PROCESS_GIB:g} for the processes of each), and this machine has {machine.memory / GIB:.1f}: the kernel "
+            f"{counted(ranks, 'rank', 'need')} about {needed / GIB:.1f} GiB "
+            f"({planned_bytes / GIB:.1f} planned, "
+            f"{PROCESS_GIB:g} for the processes of each), and this machine has "
+            f"{machine.memory / GIB:.1f}: the kernel "
             "would kill the run."
         )
 

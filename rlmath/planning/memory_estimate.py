@@ -1,7 +1,9 @@
-"""How much memory each rank of a run will hold in each phase of a step, by part, as plain arithmetic.
+"""How much memory each rank of a run will hold in each phase of a step, by part, as plain
+arithmetic.
 
-A step drops what training alone needs, wakes the engine's weights, syncs, wakes the KV cache, generates, puts the
-engine to sleep, brings the training's parts back, and computes log-probs and updates:
+A step drops what training alone needs, wakes the engine's weights, syncs, wakes the KV cache,
+generates, puts the engine to sleep, brings the training's parts back, and computes log-probs and
+updates:
 
     sync       parameters, engine weights, buffers of the transfer
     generate   engine weights, workspace and KV cache; parameters unless they are offloaded
@@ -11,10 +13,11 @@ engine to sleep, brings the training's parts back, and computes log-probs and up
     teacher    the same with the teacher's
     update     the same with the activations of a backward pass
 
-What stays beside in the first two follows `MemoryConfig`; on CPU only gradients can leave, since what is copied to the
-host stays in the same memory. Counted are the device's tensors in a step that is not the first; what CUDA, NCCL and
-fragmentation take is the reserve of `memory_fit`. Supervised training ("sft") has one phase, the update. Where engines
-have ranks of their own (`rollout.ranks`), a training rank has the phases of training, an engine's "generate".
+What stays beside in the first two follows `MemoryConfig`; on CPU only gradients can leave, since
+what is copied to the host stays in the same memory. Counted are the device's tensors in a step that
+is not the first; what CUDA, NCCL and fragmentation take is the reserve of `memory_fit`. Supervised
+training ("sft") has one phase, the update. Where engines have ranks of their own (`rollout.ranks`),
+a training rank has the phases of training, an engine's "generate".
 """
 
 from __future__ import annotations
@@ -25,7 +28,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple
 
 from rlmath.checkpoint.hf.config_json import critic_shape_of, teacher_shape_of
-from rlmath.checkpoint.hf.weight_map import Rule, adapter_rules, merging_bytes, rules_of, shard_shape
+from rlmath.checkpoint.hf.weight_map import (
+    Rule,
+    adapter_rules,
+    merging_bytes,
+    rules_of,
+    shard_shape,
+)
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, Kind, LoraConfig, MemoryConfig
@@ -39,8 +48,8 @@ PARTS = """
 parameters gradients optimizer reference critic_parameters critic_gradients critic_optimizer teacher teacher_head
 activations logits working gather_buffer dummy_gradients engine_weights engine_workspace kv_cache sync_buffers
 """.split()
-"""Every part a plan may name; "working" is what a pass needs beside activations and logits, "teacher_head" the output
-layer of a teacher where the update needs it."""
+"""Every part a plan may name; "working" is what a pass needs beside activations and logits,
+"teacher_head" the output layer of a teacher where the update needs it."""
 ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")
 """Parts that training does without."""
 GENERATION_PHASES = ("sync", "generate")
@@ -106,8 +115,10 @@ class MemoryPlan:
 def plan_ranks(
     config: Config, shape: ModelShape, world_size: int, target: Target, kind: Kind = "grpo"
 ) -> list[MemoryPlan]:
-    """The plan of the first rank of every pipeline stage; all ranks of a stage hold the same. Ranks of the engines' own
-    are not among them (`plan_engine_ranks`). The layout must have no problems (`parallelism`)."""
+    """The plan of the first rank of every pipeline stage; all ranks of a stage hold the same.
+
+    Ranks of the engines' own are not among them (`plan_engine_ranks`). The layout must have no
+    problems (`parallelism`)."""
     parallel = config.parallel
     per_stage = training_ranks(config, world_size) // parallel.pipeline
     return [
@@ -116,8 +127,11 @@ def plan_ranks(
     ]
 
 
-def plan_engine_ranks(config: Config, shape: ModelShape, world_size: int, target: Target) -> list[MemoryPlan]:
-    """The plan of the first of the engines' own ranks, which stands for all; empty where they have none."""
+def plan_engine_ranks(
+    config: Config, shape: ModelShape, world_size: int, target: Target
+) -> list[MemoryPlan]:
+    """The plan of the first of the engines' own ranks, which stands for all; empty where they have
+    none."""
     if config.rollout.ranks == 0:
         return []
     return [plan_engine_rank(config, shape, training_ranks(config, world_size), target)]
@@ -126,7 +140,9 @@ def plan_engine_ranks(config: Config, shape: ModelShape, world_size: int, target
 def plan_engine_rank(config: Config, shape: ModelShape, rank: int, target: Target) -> MemoryPlan:
     """The plan of a rank that an engine has for itself, for the longest of the run's lengths."""
     config = with_longest_lengths(config)
-    engine = formulas.engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
+    engine = formulas.engine_bytes(
+        shape, config.rollout, target.kind, target.itemsize, target.total_bytes
+    )
     held = {
         "engine_weights": engine.weights,
         "engine_workspace": engine.workspace,
@@ -135,10 +151,17 @@ def plan_engine_rank(config: Config, shape: ModelShape, rank: int, target: Targe
     return MemoryPlan(rank, 0, {"generate": _in_order(held)}, is_engine=True)
 
 
-def largest(plans: list[MemoryPlan], phases: tuple[str, ...] | None = None) -> tuple[MemoryPlan, str]:
+def largest(
+    plans: list[MemoryPlan], phases: tuple[str, ...] | None = None
+) -> tuple[MemoryPlan, str]:
     """The plan and the phase that hold the most, of all phases or of some."""
     return max(
-        ((plan, phase) for plan in plans for phase in plan.phases if phases is None or phase in phases),
+        (
+            (plan, phase)
+            for plan in plans
+            for phase in plan.phases
+            if phases is None or phase in phases
+        ),
         key=lambda found: found[0].held(found[1]),
     )
 
@@ -169,8 +192,12 @@ def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
 def engine_mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
     """Where a rank of the engines' own stands, among all of these; `rank` is that of the run."""
     rollout, trainers = config.rollout, training_ranks(config, world_size)
-    assert trainers <= rank < world_size, f"rank {rank} is none of the {rollout.ranks} of the engines"
-    return Mesh(rank - trainers, rollout.ranks, tensor=1, pipeline=1, engine_size=rollout.tensor_parallel)
+    assert trainers <= rank < world_size, (
+        f"rank {rank} is none of the {rollout.ranks} of the engines"
+    )
+    return Mesh(
+        rank - trainers, rollout.ranks, tensor=1, pipeline=1, engine_size=rollout.tensor_parallel
+    )
 
 
 def plan_rank(
@@ -182,7 +209,9 @@ def plan_rank(
     work = stage_work(config, shape, mesh, target, layers)
     critic = teacher = NO_MODEL
     if kind == "grpo":
-        critic, teacher = (plan(config, shape, mesh, target) for plan in (plan_critic, plan_teacher))
+        critic, teacher = (
+            plan(config, shape, mesh, target) for plan in (plan_critic, plan_teacher)
+        )
     update = formulas.backward_bytes(shape, work, config.policy, teacher.in_loss)
     forward = formulas.forward_bytes(shape, work)
     gather = formulas.gather_bytes(shape, work)
@@ -205,7 +234,9 @@ def plan_rank(
     if kind == "sft":
         held = _in_order(_while_training(resident, memory) | asdict(update))
         return MemoryPlan(mesh.rank, mesh.pipeline_rank, {"update": held})
-    engine = formulas.engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
+    engine = formulas.engine_bytes(
+        shape, config.rollout, target.kind, target.itemsize, target.total_bytes
+    )
     asleep = {} if mesh.engine_ranks else {"engine_workspace": engine.asleep}
     passes = {"logprobs": ("", forward)}
     if config.algorithm.kl_coef > 0:
@@ -221,15 +252,22 @@ def plan_rank(
     }
     if not mesh.engine_ranks:
         weights = {"engine_weights": engine.weights}
-        awake = weights | {"engine_workspace": engine.workspace, "kv_cache": max(0, engine.kv_cache)}
+        awake = weights | {
+            "engine_workspace": engine.workspace,
+            "kv_cache": max(0, engine.kv_cache),
+        }
         to_sync = (
-            weights | asleep | {"sync_buffers": _sync_bytes(config, shape, mesh, target, engine.weights)}
+            weights
+            | asleep
+            | {"sync_buffers": _sync_bytes(config, shape, mesh, target, engine.weights)}
         )
         phases = {
             "sync": _while_generating(resident, memory, with_parameters=True) | to_sync,
             "generate": _while_generating(resident, memory, not memory.offload_parameters) | awake,
         } | phases
-    return MemoryPlan(mesh.rank, mesh.pipeline_rank, {name: _in_order(held) for name, held in phases.items()})
+    return MemoryPlan(
+        mesh.rank, mesh.pipeline_rank, {name: _in_order(held) for name, held in phases.items()}
+    )
 
 
 @dataclass(frozen=True)
@@ -242,7 +280,8 @@ class ModelBytes:
     gather: int = 0
     """Bytes of the buffer of gathered hidden states (`formulas.gather_bytes`)."""
     in_loss: int = 0
-    """Bytes beside the policy's logits in the update: a teacher's hidden states and blocks of logits."""
+    """Bytes beside the policy's logits in the update: a teacher's hidden states and blocks of
+    logits."""
 
 
 NO_MODEL = ModelBytes({}, formulas.PassBytes(0, 0, 0))
@@ -287,7 +326,9 @@ class GradientBuffer(NamedTuple):
     """From one of them to the next."""
 
 
-def gradient_buffers(config: Config, shape: ModelShape, mesh: Mesh, layers: int) -> list[GradientBuffer]:
+def gradient_buffers(
+    config: Config, shape: ModelShape, mesh: Mesh, layers: int
+) -> list[GradientBuffer]:
     """The buffers of what learns: with LoRA the adapters."""
     shares, stride = mesh.data * mesh.context, mesh.expert * mesh.expert_tensor
     if config.lora.rank:
@@ -299,7 +340,8 @@ def gradient_buffers(config: Config, shape: ModelShape, mesh: Mesh, layers: int)
 
 
 def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> ModelBytes:
-    """The teacher of a rank, which has the layout of a policy of this shape, and as many rows in its embedding."""
+    """The teacher of a rank, which has the layout of a policy of this shape, and as many rows in
+    its embedding."""
     own = teacher_shape_of(config)
     if own is None:
         return NO_MODEL
@@ -307,7 +349,9 @@ def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) 
     config = without_adapters(config)
     layers = own_layers(config, own, mesh)
     sizes = [*parameter_sizes(own, mesh, layers), *expert_sizes(own, mesh, layers)]
-    head = formulas.head_bytes(own, mesh.tensor, target.itemsize) if full and mesh.is_last_stage else 0
+    head = (
+        formulas.head_bytes(own, mesh.tensor, target.itemsize) if full and mesh.is_last_stage else 0
+    )
     resident = {"teacher": sum(map(sum, sizes)) * target.itemsize - head, "teacher_head": head}
     work = stage_work(config, own, mesh, target, layers)
     in_loss = formulas.teacher_loss_bytes(own, work) if full else 0
@@ -331,7 +375,9 @@ def stage_work(
         tensor=mesh.tensor,
         sequence=config.parallel.sequence and mesh.tensor > 1,
         itemsize=target.itemsize,
-        head_itemsize=FORMAT_BYTES[config.policy.head_dtype] if config.policy.head_dtype else target.itemsize,
+        head_itemsize=FORMAT_BYTES[config.policy.head_dtype]
+        if config.policy.head_dtype
+        else target.itemsize,
         device_kind=target.kind,
         local_layers=target.local_layers,
         chunks=mesh.virtual_pipeline,
@@ -346,9 +392,10 @@ def stage_work(
 def parameter_sizes(
     shape: ModelShape, mesh: Mesh, layers: int, rules: tuple[Rule, ...] | None = None
 ) -> list[list[int]]:
-    """Elements of every parameter, or of those of other `rules`, of every model chunk of a rank whose stage has so many
-    layers, but for experts. The table of Hugging Face tensors has how each is split. Behind a pipeline, a tied model's
-    last stage has a copy of the embedding as its head."""
+    """Elements of every parameter, or of those of other `rules`, of every model chunk of a rank
+    whose stage has so many layers, but for experts. The table of Hugging Face tensors has how each
+    is split. Behind a pipeline, a tied model's last stage has a copy of the embedding as its head.
+    """
     sizes = {"first": [], "layer": [], "last": []}
     for rule in rules_of(shape.architecture) if rules is None else rules:
         is_head = rule.megatron == ("output_layer.weight",)
@@ -369,11 +416,14 @@ def parameter_sizes(
 
 def adapter_sizes(lora: LoraConfig, shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
     """As `parameter_sizes`, of LoRA's adapters."""
-    return parameter_sizes(shape, mesh, layers, adapter_rules(shape.architecture, lora.rank, lora.target))
+    return parameter_sizes(
+        shape, mesh, layers, adapter_rules(shape.architecture, lora.rank, lora.target)
+    )
 
 
 def expert_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
-    """Elements of every expert's parameters on a rank, by model chunk; Megatron keeps them in buffers of their own."""
+    """Elements of every expert's parameters on a rank, by model chunk; Megatron keeps them in
+    buffers of their own."""
     rules = [rule for rule in rules_of(shape.architecture) if rule.owner == "expert"]
     one = [math.prod(shard_shape(rule, shape, mesh.expert_tensor)) for rule in rules]
     number = shape.num_experts // mesh.expert * (layers // mesh.virtual_pipeline)
@@ -381,9 +431,9 @@ def expert_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
 
 
 def _dummy_gradient_bytes(shape: ModelShape, mesh: Mesh, target: Target, with_head: bool) -> int:
-    """Where gradients are added to their buffers by the multiplication itself (with apex's kernel), Transformer Engine
-    gives autograd an empty tensor instead, one for each shape of a weight, and keeps it (`get_dummy_wgrad`).
-    `with_head`: the output layer's is, too."""
+    """Where gradients are added to their buffers by the multiplication itself (with apex's kernel),
+    Transformer Engine gives autograd an empty tensor instead, one for each shape of a weight, and
+    keeps it (`get_dummy_wgrad`). `with_head`: the output layer's is, too."""
     if target.kind != "cuda" or target.local_layers:
         return 0
     matrices = set()
@@ -398,9 +448,11 @@ def _dummy_gradient_bytes(shape: ModelShape, mesh: Mesh, target: Target, with_he
 
 
 def buffer_elements(sizes: list[int], distributed: bool, shares: int) -> int:
-    """Elements of Megatron's flat buffer of one model chunk. With the distributed optimizer every parameter starts at a
-    multiple of 64 and the end is one of 128 and of the ranks that share it (megatron-core 0.16, `_ParamAndGradBuffer`;
-    that a tied embedding has a bucket of its own moves it by less than that)."""
+    """Elements of Megatron's flat buffer of one model chunk.
+
+    With the distributed optimizer every parameter starts at a multiple of 64 and the end is one of
+    128 and of the ranks that share it (megatron-core 0.16, `_ParamAndGradBuffer`; that a tied
+    embedding has a bucket of its own moves it by less than that)."""
     if not distributed:
         return sum(sizes)
     end = 0
@@ -413,10 +465,14 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _resident(config: Config, shape: ModelShape, mesh: Mesh, target: Target, layers: int) -> dict[str, int]:
-    """Bytes of what outlives a pass of a model, with its reference. Gradients are float32 on every device. Adam keeps
-    two float32 moments, SGD nothing; where parameters have 16 bits the optimizer also keeps them in float32. The
-    distributed optimizer shares these over data-parallel ranks. With LoRA all that is the adapters' alone, the weights
+def _resident(
+    config: Config, shape: ModelShape, mesh: Mesh, target: Target, layers: int
+) -> dict[str, int]:
+    """Bytes of what outlives a pass of a model, with its reference.
+
+    Gradients are float32 on every device. Adam keeps two float32 moments, SGD nothing; where
+    parameters have 16 bits the optimizer also keeps them in float32. The distributed optimizer
+    shares these over data-parallel ranks. With LoRA all that is the adapters' alone, the weights
     are in no buffer, and they are the reference."""
     optimizer, buffers = config.optimizer, gradient_buffers(config, shape, mesh, layers)
     learned = sum(sum(one.sizes) for one in buffers)
@@ -427,7 +483,9 @@ def _resident(config: Config, shape: ModelShape, mesh: Mesh, target: Target, lay
     states = learned
     if optimizer.distributed:
         states = sum(length // one.ranks for length, one in zip(lengths, buffers, strict=True))
-    weights = sum(map(sum, [*parameter_sizes(shape, mesh, layers), *expert_sizes(shape, mesh, layers)]))
+    weights = sum(
+        map(sum, [*parameter_sizes(shape, mesh, layers), *expert_sizes(shape, mesh, layers)])
+    )
     frozen = weights if config.lora.rank else 0
     resident = {
         "parameters": (frozen + buffer) * target.itemsize,
@@ -448,12 +506,17 @@ def _while_generating(
         "optimizer": memory.offload_optimizer,
     }
     return {
-        part: size for part, size in _while_training(resident, memory).items() if not gone.get(part, False)
+        part: size
+        for part, size in _while_training(resident, memory).items()
+        if not gone.get(part, False)
     }
 
 
-def _while_training(resident: Mapping[str, int], memory: MemoryConfig, model: str = "") -> dict[str, int]:
-    """While the policy computes, perhaps with the "teacher_head", or a `model`: "reference", "critic", "teacher"."""
+def _while_training(
+    resident: Mapping[str, int], memory: MemoryConfig, model: str = ""
+) -> dict[str, int]:
+    """While the policy computes, perhaps with the "teacher_head", or a `model`: "reference",
+    "critic", "teacher"."""
     gone = {
         "reference": memory.offload_reference,
         "critic_parameters": memory.offload_critic,
@@ -470,9 +533,9 @@ def _while_training(resident: Mapping[str, int], memory: MemoryConfig, model: st
 
 
 def _sync_bytes(config: Config, shape: ModelShape, mesh: Mesh, target: Target, weights: int) -> int:
-    """Two buckets for sending and two for receiving, two in all where ranks share memory; none where every rank has
-    what its engine needs (but for rows of the vocabulary that two paddings put on different ranks). With LoRA also the
-    matrix of which merging needs most."""
+    """Two buckets for sending and two for receiving, two in all where ranks share memory; none
+    where every rank has what its engine needs (but for rows of the vocabulary that two paddings put
+    on different ranks). With LoRA also the matrix of which merging needs most."""
     lora, merging = config.lora, 0
     rules = adapter_rules(shape.architecture, lora.rank, lora.target)
     for a, b in zip(rules[::2], rules[1::2], strict=True):

@@ -1,5 +1,6 @@
-"""Whether a run fits its GPU, known before anything starts, and what to change where it does not: a phase that holds
-too much is reported with its three largest parts and up to three changes of settings."""
+"""Whether a run fits its GPU, known before anything starts, and what to change where it does not: a
+phase that holds too much is reported with its three largest parts and up to three changes of
+settings."""
 
 from __future__ import annotations
 
@@ -25,24 +26,33 @@ from rlmath.planning.memory_formulas import engine_bytes, longest_sequence_bytes
 
 RESERVE_GIB = 3.0
 RESERVE_SHARE = 0.04
-"""What a plan leaves free of a GPU: 3 GiB for the CUDA context, libraries' kernels and what they allocate themselves,
-and 4% of the device for fragmentation and NCCL's buffers. On an H100, one rank, the driver counted 2.93 GiB beyond what
-torch had reserved in an update with Transformer Engine, and 3.4 in a run with an engine (docs/benchmarks.md), whose
-CUDA graphs the plan has apart; 4% is an estimate."""
-RESERVE = f"the {RESERVE_GIB:g} GiB and {RESERVE_SHARE:.0%} that stay free for CUDA, NCCL and fragmentation"
+"""What a plan leaves free of a GPU: 3 GiB for the CUDA context, libraries' kernels and what they
+allocate themselves, and 4% of the device for fragmentation and NCCL's buffers. On an H100, one
+rank, the driver counted 2.93 GiB beyond what torch had reserved in an update with Transformer
+Engine, and 3.4 in a run with an engine (docs/benchmarks.md), whose CUDA graphs the plan has apart;
+4% is an estimate."""
+RESERVE = (
+    f"the {RESERVE_GIB:g} GiB and {RESERVE_SHARE:.0%} that stay free for CUDA, NCCL and "
+    "fragmentation"
+)
 
 
 def planned_target(config: Config) -> Target:
-    """The GPU that `memory` names, or the one that is there, or the CPU; the smaller one where a run with these
-    settings would run on a GPU that is there, and another is named. ValueError where the GPU is named twice, or its
-    memory cannot be read."""
+    """The GPU that `memory` names, or the one that is there, or the CPU; the smaller one where a
+    run with these settings would run on a GPU that is there, and another is named. ValueError where
+    the GPU is named twice, or its memory cannot be read."""
     memory = config.memory
     if memory.gpu is not None and memory.gpu_gib is not None:
-        both = f'memory.gpu is "{memory.gpu}" and memory.gpu_gib is {memory.gpu_gib:g}; give one of the two.'
+        both = (
+            f'memory.gpu is "{memory.gpu}" and memory.gpu_gib is {memory.gpu_gib:g}; give one '
+            "of the two."
+        )
         raise ValueError(f"{both} Set the other to null.")
     gib = memory.gpu_gib if memory.gpu is None else GPUS[memory.gpu].gib
     policy = config.policy
-    gpu = partial(Target, "cuda", local_layers=policy.transformer_impl == "local", dtype=policy.dtype)
+    gpu = partial(
+        Target, "cuda", local_layers=policy.transformer_impl == "local", dtype=policy.dtype
+    )
     named = None if gib is None else gpu(memory.gpu or "the GPU", int(gib * GIB))
     if config.run.device == "cpu" or not cuda_is_available():
         return named or cpu_target(config)
@@ -63,9 +73,9 @@ def cpu_target(config: Config) -> Target:
 
 
 def _bytes_of_gpu_here() -> int:
-    """Memory of the first GPU that this process may use, by NVML: torch would start CUDA in this process, too early for
-    settings that CUDA reads at its start, and for the reward workers. Half a percent above what CUDA reports.
-    ValueError where it cannot be read."""
+    """Memory of the first GPU that this process may use, by NVML: torch would start CUDA in this
+    process, too early for settings that CUDA reads at its start, and for the reward workers. Half a
+    percent above what CUDA reports. ValueError where it cannot be read."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     try:
         import pynvml
@@ -92,18 +102,26 @@ def usable_bytes(target: Target) -> int:
     return max(0, int(target.total_bytes * (1 - RESERVE_SHARE) - RESERVE_GIB * GIB))
 
 
-def fit_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> list[str]:
-    """What does not fit the GPU; empty on CPU. The layout must have no problems (`parallelism`)."""
+def fit_problems(
+    config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo"
+) -> list[str]:
+    """What does not fit the GPU; empty on CPU.
+
+    The layout must have no problems (`parallelism`)."""
     try:
         target = planned_target(config)
     except ValueError as error:
         return [str(error)]
     if target.total_bytes is None:
         return []
-    config = replace(with_longest_lengths(config), stages=StagesConfig(), validation=ValidationConfig())
+    config = replace(
+        with_longest_lengths(config), stages=StagesConfig(), validation=ValidationConfig()
+    )
     if usable_bytes(target) == 0:
         total = _gib(target.total_bytes)
-        return [f"memory: {target.name} has {total} GiB, no more than {RESERVE}. Take a larger GPU."]
+        return [
+            f"memory: {target.name} has {total} GiB, no more than {RESERVE}. Take a larger GPU."
+        ]
     plans = all_plans(config, shape, world_size, target, kind)
     problems, phase_groups = [], (TRAINING_PHASES,)
     if kind == "grpo":
@@ -115,7 +133,8 @@ def fit_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind 
             advice = _advice(config, plan, phase, kind)
             problems.append(
                 f"memory: {plan.name} needs {figures(plan, phase, 3)} in the phase "
-                f'"{phase}"; {target.name} has {_gib(target.total_bytes)} GiB, of which a run may fill '
+                f'"{phase}"; {target.name} has {_gib(target.total_bytes)} GiB, of which a run may '
+                "fill "
                 f"{_gib(usable_bytes(target))} (without {RESERVE}). {advice}"
             )
     return problems
@@ -124,14 +143,22 @@ def fit_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind 
 def all_plans(
     config: Config, shape: ModelShape, world_size: int, target: Target, kind: Kind = "grpo"
 ) -> list[MemoryPlan]:
-    """A plan for every kind of rank: of each pipeline stage, and of engines with ranks of their own."""
-    engines = memory_estimate.plan_engine_ranks(config, shape, world_size, target) if kind == "grpo" else []
+    """A plan for every kind of rank: of each pipeline stage, and of engines with ranks of their
+    own."""
+    engines = (
+        memory_estimate.plan_engine_ranks(config, shape, world_size, target)
+        if kind == "grpo"
+        else []
+    )
     return [*memory_estimate.plan_ranks(config, shape, world_size, target, kind), *engines]
 
 
-def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> list[str]:
-    """The plan of the rank that holds the most, a line per phase; where engines have ranks of their own, that of the
-    training rank that does, and of an engine's. On CPU also, whether all ranks are more than this machine holds."""
+def start_up_lines(
+    config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo"
+) -> list[str]:
+    """The plan of the rank that holds the most, a line per phase; where engines have ranks of their
+    own, that of the training rank that does, and of an engine's. On CPU also, whether all ranks are
+    more than this machine holds."""
     target = planned_target(config)
     plans = all_plans(config, shape, world_size, target, kind)
     most, _ = memory_estimate.largest([plan for plan in plans if not plan.is_engine])
@@ -146,15 +173,19 @@ def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kin
         needed, there = planned + int(ranks_here * PROCESS_GIB * GIB), total_bytes()
         if needed > there:
             lines.append(
-                f"  With {PROCESS_GIB:g} GiB for the processes of each, that is {_gib(needed)} GiB for "
-                f"{counted(ranks_here, 'rank')} on this machine, which has {_gib(there)}: the kernel would kill the "
+                f"  With {PROCESS_GIB:g} GiB for the processes of each, that is {_gib(needed)} "
+                "GiB for "
+                f"{counted(ranks_here, 'rank')} on this machine, which has {_gib(there)}: the "
+                "kernel would kill the "
                 "run. memory.gpu plans for a GPU."
             )
     return lines
 
 
 def host_bytes(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> int:
-    """What the ranks of a run on CPU hold at most, all together, by the plan. The layout must have no problems."""
+    """What the ranks of a run on CPU hold at most, all together, by the plan.
+
+    The layout must have no problems."""
     plans = all_plans(config, shape, world_size, cpu_target(config), kind)
     engines = [plan for plan in plans if plan.is_engine]
     trainer, phase = memory_estimate.largest([plan for plan in plans if not plan.is_engine])
@@ -169,21 +200,25 @@ def host_bytes(config: Config, shape: ModelShape, world_size: int, kind: Kind = 
 def measured_line(
     config: Config, shape: ModelShape, mesh: Mesh, kind: Kind, most: int, engine: int, used: int
 ) -> str:
-    """The `most` that torch has reserved on this rank's GPU until the end of the first step, and what `engine` its
-    engine's weights and KV cache have of it, beside the plan; and what the driver counts as `used` now (bytes). Torch
-    goes on counting what a sleeping engine has given back: vLLM's allocator unmaps it behind torch's back."""
+    """The `most` that torch has reserved on this rank's GPU until the end of the first step, and
+    what `engine` its engine's weights and KV cache have of it, beside the plan; and what the driver
+    counts as `used` now (bytes). Torch goes on counting what a sleeping engine has given back:
+    vLLM's allocator unmaps it behind torch's back."""
     plan = memory_estimate.plan_rank(config, shape, mesh, planned_target(config), kind)
     beside = {phase: plan.held(phase) - _of_engine(parts) for phase, parts in plan.phases.items()}
     worst = max(beside, key=beside.__getitem__)
     planned_engine = max(map(_of_engine, plan.phases.values()))
     without = (
-        f"beside the engine's weights and KV cache ({_gib(engine)} GiB, planned {_gib(planned_engine)}) "
+        f"beside the engine's weights and KV cache ({_gib(engine)} GiB, planned "
+        f"{_gib(planned_engine)}) "
         if planned_engine
         else ""
     )
     return (
-        f"GPU memory of rank {mesh.rank} until the end of its first step: {without}torch held {_gib(most - engine)} "
-        f"GiB at most, planned {_gib(beside[worst])} ({worst}); now, with the engine asleep if there is one, the "
+        f"GPU memory of rank {mesh.rank} until the end of its first step: {without}torch held "
+        f"{_gib(most - engine)} "
+        f"GiB at most, planned {_gib(beside[worst])} ({worst}); now, with the engine asleep if "
+        "there is one, the "
         f"driver counts {_gib(used)} GiB"
     )
 
@@ -193,7 +228,8 @@ def _of_engine(parts: Mapping[str, int]) -> int:
 
 
 def figures(plan: MemoryPlan, phase: str, most: int | None = None) -> str:
-    """ "61.2 GiB (activations 40.1, parameters 14.2)", at most so many parts, largest first, without those of 0."""
+    """ "61.2 GiB (activations 40.1, parameters 14.2)", at most so many parts, largest first, without
+    those of 0."""
     held = sorted(plan.phases[phase].items(), key=lambda item: -item[1])[:most]
     parts = [f"{part} {_gib(size)}" for part, size in held if size >= 0.005 * GIB]
     return f"{_gib(plan.held(phase))} GiB" + (f" ({', '.join(parts)})" if parts else "")
@@ -207,8 +243,8 @@ def _gib(size: int) -> str:
 
 
 def _advice(config: Config, plan: MemoryPlan, phase: str, kind: Kind) -> str:
-    """Three changes at most that the settings do not have yet, each of which makes a part of the phase smaller:
-    offloading first, then what takes ranks or time, of the largest parts first."""
+    """Three changes at most that the settings do not have yet, each of which makes a part of the
+    phase smaller: offloading first, then what takes ranks or time, of the largest parts first."""
     held = plan.phases[phase]
     parts = sorted(held, key=lambda part: -held[part])
     offloads = [text for part in parts for text in _offloads(config, part, phase)]
@@ -229,14 +265,19 @@ def _offloads(config: Config, part: str, phase: str) -> Iterator[str]:
 
 
 def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]:
-    """What makes a part smaller where it is; whether the layout allows it is told when it is tried."""
+    """What makes a part smaller where it is; whether the layout allows it is told when it is
+    tried."""
     parallel, policy, rollout = config.parallel, config.policy, config.rollout
     if part in ("activations", "working") and policy.recompute_granularity != "full":
         yield (
-            "Set policy.recompute_granularity=full policy.recompute_method=uniform policy.recompute_num_layers=1."
+            "Set policy.recompute_granularity=full policy.recompute_method=uniform "
+            "policy.recompute_num_layers=1."
         )
     if part in ("activations", "working", "logits"):
-        length, longest = "the longest sequence, ", config.data.max_prompt_tokens + rollout.max_new_tokens
+        length, longest = (
+            "the longest sequence, ",
+            config.data.max_prompt_tokens + rollout.max_new_tokens,
+        )
         if kind == "sft":
             length, longest = "sft.max_sequence_tokens=", config.sft.max_sequence_tokens
         if (now := policy.max_tokens_per_microbatch) > longest:
@@ -246,7 +287,10 @@ def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]
         shared = "" if config.optimizer.distributed else " with optimizer.distributed=true"
         yield f"Start more ranks{that}{shared}, which share the optimizer."
     if part in ("activations", "logits", "parameters", "gradients", "optimizer"):
-        yield f"Raise parallel.tensor (now {parallel.tensor}) or parallel.pipeline (now {parallel.pipeline})."
+        yield (
+            f"Raise parallel.tensor (now {parallel.tensor}) or parallel.pipeline (now "
+            f"{parallel.pipeline})."
+        )
     if part == "kv_cache" and rollout.kv_cache_gib is not None:
         yield f"Lower rollout.kv_cache_gib (now {rollout.kv_cache_gib:g})."
     elif part == "kv_cache":
@@ -259,29 +303,41 @@ def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]
         yield "Lower sync.bucket_mib."
 
 
-# ---------------------------------------------------------------- an engine whose share is too small
+# --------------------------------------------------------------- an engine whose share is too small
 
 
 def _engine_problems(config: Config, shape: ModelShape, target: Target) -> Iterator[str]:
-    """The engine's share must hold its weights, its workspace and the KV cache of one longest sequence."""
+    """The engine's share must hold its weights, its workspace and the KV cache of one longest
+    sequence."""
     rollout, tokens = config.rollout, config.data.max_prompt_tokens + config.rollout.max_new_tokens
     engine = engine_bytes(shape, rollout, target.kind, target.itemsize, target.total_bytes)
-    sequence = longest_sequence_bytes(shape, rollout.tensor_parallel, target.itemsize, tokens, target.kind)
+    sequence = longest_sequence_bytes(
+        shape, rollout.tensor_parallel, target.itemsize, tokens, target.kind
+    )
     if engine.kv_cache >= sequence:
         return
     if rollout.kv_cache_gib is not None:
         yield (
             f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g}; one sequence of {tokens} tokens "
-            f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {sequence / GIB:.3g} GiB. Raise it."
+            f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {sequence / GIB:.3g} GiB. "
+            "Raise it."
         )
         return
     assert target.total_bytes is not None
     total = engine.weights + engine.workspace + sequence
-    least, most = math.ceil(100 * total / target.total_bytes) / 100, usable_bytes(target) / target.total_bytes
+    least, most = (
+        math.ceil(100 * total / target.total_bytes) / 100,
+        usable_bytes(target) / target.total_bytes,
+    )
     yield (
-        f"rollout.memory_share is {rollout.memory_share}, {_gib(int(rollout.memory_share * target.total_bytes))} GiB "
-        f"of the {_gib(target.total_bytes)} of {target.name}; an engine rank needs {_gib(total)} GiB (weights "
-        f"{_gib(engine.weights)}, workspace {_gib(engine.workspace)}, KV cache of one sequence of {tokens} tokens "
-        f"{_gib(sequence)}), a share of {least:.2f}, and {most:.2f} is the largest. Raise it, or raise "
-        f"rollout.tensor_parallel (now {rollout.tensor_parallel}), set rollout.cuda_graphs=false, or take a larger GPU."
+        f"rollout.memory_share is {rollout.memory_share}, "
+        f"{_gib(int(rollout.memory_share * target.total_bytes))} GiB "
+        f"of the {_gib(target.total_bytes)} of {target.name}; an engine rank needs {_gib(total)} "
+        "GiB (weights "
+        f"{_gib(engine.weights)}, workspace {_gib(engine.workspace)}, KV cache of one sequence of "
+        f"{tokens} tokens "
+        f"{_gib(sequence)}), a share of {least:.2f}, and {most:.2f} is the largest. Raise it, or "
+        "raise "
+        f"rollout.tensor_parallel (now {rollout.tensor_parallel}), set rollout.cuda_graphs=false, "
+        "or take a larger GPU."
     )

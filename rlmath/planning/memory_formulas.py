@@ -1,14 +1,14 @@
 """Bytes of one forward and backward pass, and of a vLLM engine on one of its ranks.
 
-**Passes.** The counts of the local layers were taken from torch's operations one by one and are tested against measured
-storages. Those of Transformer Engine's layers follow from what its modules save for the backward pass, and agree with
-Megatron's own formula (arXiv:2205.05198) in what the two have in common. The experts of all ranks are taken to have
-like numbers of tokens, and sequences to be of like length: where they differ, our attention pads those of one bucket by
-up to a third.
+**Passes.** The counts of the local layers were taken from torch's operations one by one and are
+tested against measured storages. Those of Transformer Engine's layers follow from what its modules
+save for the backward pass, and agree with Megatron's own formula (arXiv:2205.05198) in what the two
+have in common. The experts of all ranks are taken to have like numbers of tokens, and sequences to
+be of like length: where they differ, our attention pads those of one bucket by up to a third.
 
-**Engine.** On GPU `rollout.memory_share` of the device is what vLLM takes for itself in all; what a trial run leaves of
-it becomes the KV cache (vLLM 0.32, `gpu_worker.determine_available_memory`). The CUDA context and NCCL's first buffers
-are there before and come on top.
+**Engine.** On GPU `rollout.memory_share` of the device is what vLLM takes for itself in all; what a
+trial run leaves of it becomes the KV cache (vLLM 0.32, `gpu_worker.determine_available_memory`).
+The CUDA context and NCCL's first buffers are there before and come on top.
 """
 
 # Elements are numbers in the format of the parameters: 4 bytes on CPU, 2 on GPU.
@@ -72,7 +72,8 @@ class StageWork:
     lora: LoraConfig = NO_LORA
 
     def keeps_inputs(self, part: str) -> bool:
-        """Whether gradients of weights or adapters need the inputs of linear layers of "attention" or "mlp"."""
+        """Whether gradients of weights or adapters need the inputs of linear layers of "attention"
+        or "mlp"."""
         return self.lora.rank == 0 or self.lora.target in ("all", part)
 
 
@@ -85,12 +86,14 @@ class PassBytes:
     logits: int
     """The logits, which become their own gradient; 0 off the last stage."""
     working: int
-    """What is held beside at the fullest moment: recomputed activations, gradients on their way, chunks of logits."""
+    """What is held beside at the fullest moment: recomputed activations, gradients on their way,
+    chunks of logits."""
 
 
 def in_flight(pipeline: int, pipeline_rank: int, virtual: int) -> int:
-    """Forward passes of one model chunk that are held for their backward pass, at most: by Megatron's schedules, 1F1B
-    and interleaved, the warm-up passes and the next; fewer where a minibatch has fewer micro-batches.
+    """Forward passes of one model chunk that are held for their backward pass, at most: by
+    Megatron's schedules, 1F1B and interleaved, the warm-up passes and the next; fewer where a
+    minibatch has fewer micro-batches.
 
     >>> [in_flight(4, stage, 1) for stage in range(4)]
     [4, 3, 2, 1]
@@ -105,18 +108,21 @@ def hidden_elements(shape: ModelShape, work: StageWork) -> int:
 
 
 def layer_elements(shape: ModelShape, work: StageWork, selective: bool = False) -> int:
-    """Elements of one token that a layer keeps for its backward pass, beside the layer's input. With `selective`
-    (`models.megatron.selective_modules`) the MLP's are recomputed, of local layers the attention's. Per norm: its input
-    (the first norm's is the output of the layer before) and its output. Per MLP: gate and up (2), and silu(gate) up; of
-    a local expert, before and after it is weighted. Per token sent to an expert also its hidden state as the expert
-    gets it, of a local expert also what comes back. With LoRA what enters linear layers without an adapter is not kept,
+    """Elements of one token that a layer keeps for its backward pass, beside the layer's input.
+
+    With `selective` (`models.megatron.selective_modules`) the MLP's are recomputed, of local layers
+    the attention's. Per norm: its input (the first norm's is the output of the layer before) and
+    its output. Per MLP: gate and up (2), and silu(gate) up; of a local expert, before and after it
+    is weighted. Per token sent to an expert also its hidden state as the expert gets it, of a local
+    expert also what comes back. With LoRA what enters linear layers without an adapter is not kept,
     and what adapters keep is."""
     attention = _attention_elements(shape, work, selective and work.local_layers)
     attention += adapter_elements(shape, work, "attention") + work.keeps_inputs(
         "attention"
     ) * hidden_elements(shape, work)
     if selective and not work.local_layers:
-        # The second norm is a part of a dense MLP, or its output what the recomputation begins with.
+        # The second norm is a part of a dense MLP, or its output what the recomputation begins
+        # with.
         norms = 3 if shape.num_experts or work.lora.rank else 2
         return norms * hidden_elements(shape, work) + attention
     weighted = 1 if work.local_layers and shape.num_experts else 0
@@ -128,8 +134,8 @@ def layer_elements(shape: ModelShape, work: StageWork, selective: bool = False) 
 
 
 def adapter_elements(shape: ModelShape, work: StageWork, part: str) -> int:
-    """Elements of one token that a layer's adapters in a part keep: the products with A, and where a layer has several
-    A the rows of B among zeros, shared out to all tokens."""
+    """Elements of one token that a layer's adapters in a part keep: the products with A, and where
+    a layer has several A the rows of B among zeros, shared out to all tokens."""
     lora, found, spread = work.lora, 0, 0
     if lora.rank == 0 or lora.target not in ("all", part):
         return 0
@@ -154,19 +160,23 @@ def _sent_elements(shape: ModelShape, work: StageWork) -> int:
 
 
 def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> int:
-    """Query Q, key and value K elements of a token. Transformer Engine's: the projection (Q + 2 K), of which value is a
-    part, query and key turned (Q + K), the output (Q), the inputs of norms (Q + K). Ours, recomputed ("selective"):
-    projection and output; with torch's flash kernel: query, key, value (Q + 2 K) and output; else, on CPU: query, key
-    and value laid out by segment, the latter two repeated to Q, and the output in both layouts (without repetition,
-    where segments are equally long, value stays a part of the projection: 2 Q more). Our norms of query and key keep
-    the projection. Without LoRA's adapter of the projection behind it, the output stays in one layout, and not if it is
-    recomputed."""
+    """Query Q, key and value K elements of a token.
+
+    Transformer Engine's: the projection (Q + 2 K), of which value is a part, query and key turned
+    (Q + K), the output (Q), the inputs of norms (Q + K). Ours, recomputed ("selective"): projection
+    and output; with torch's flash kernel: query, key, value (Q + 2 K) and output; else, on CPU:
+    query, key and value laid out by segment, the latter two repeated to Q, and the output in both
+    layouts (without repetition, where segments are equally long, value stays a part of the
+    projection: 2 Q more). Our norms of query and key keep the projection. Without LoRA's adapter of
+    the projection behind it, the output stays in one layout, and not if it is recomputed."""
     query = shape.num_heads * shape.head_dim // work.tensor
     key = shape.num_kv_heads * shape.head_dim // work.tensor
     projection = query + 2 * key
     if not work.local_layers:
         return projection + 2 * query + key + (query + key if shape.qk_norm else 0)
-    flash = work.device_kind == "cuda" and flash_takes(shape.head_dim, work.itemsize) and not selective
+    flash = (
+        work.device_kind == "cuda" and flash_takes(shape.head_dim, work.itemsize) and not selective
+    )
     kept = (5 + 2 * (query == key and not shape.qk_norm)) * query
     if selective or flash:
         kept = projection + query
@@ -175,12 +185,15 @@ def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> 
     return kept + (projection if shape.qk_norm and not selective else 0)
 
 
-def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_loss: int = 0) -> PassBytes:
-    """A stage's update at its fullest moment; `in_loss` is what the loss holds beside the logits for a teacher. Three
-    moments are looked at, the other micro-batches in flight being there in each: the logits' (with the chunks of the
-    log-probs or the head's gradient), a layer's backward pass (with what it recomputes, and the gradients of gate and
-    up, or what experts return), and the gradient of the embedding, when its micro-batch's activations are gone. Behind
-    other stages, hidden states that travel are held beside: two while the logits are there, one in a layer."""
+def backward_bytes(
+    shape: ModelShape, work: StageWork, policy: PolicyConfig, in_loss: int = 0
+) -> PassBytes:
+    """A stage's update at its fullest moment; `in_loss` is what the loss holds beside the logits
+    for a teacher. Three moments are looked at, the other micro-batches in flight being there in
+    each: the logits' (with the chunks of the log-probs or the head's gradient), a layer's backward
+    pass (with what it recomputes, and the gradients of gate and up, or what experts return), and
+    the gradient of the embedding, when its micro-batch's activations are gone. Behind other stages,
+    hidden states that travel are held beside: two while the logits are there, one in a layer."""
     size, hidden = work.tokens * work.itemsize, hidden_elements(shape, work)
     kept, deepest = (elements * size for elements in _chunk_elements(shape, work, policy))
     final_norm = size * hidden if work.has_head else 0
@@ -188,19 +201,24 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_
     logits, others = _logits_bytes(shape, work), (work.in_flight - 1) * kept
     received = hidden if work.pipelined else 0
     beside = (2 if work.keeps_inputs("mlp") else 3) * _units(shape, work)
-    if not work.local_layers:  # what an expert returns: put together, sorted, and on its way there and back
+    if (
+        not work.local_layers
+    ):  # what an expert returns: put together, sorted, and on its way there and back
         beside = max(beside, (2 * work.expert_tensor + 2) * _sent_elements(shape, work))
     moments = [others + deepest + size * (beside + hidden + received)]
     if work.has_head:
-        # Beside Transformer Engine it is added to its buffer by the product itself (`_dummy_gradient_bytes`), unless
-        # logits are wider than the model's format: they have a product of their own (`models.output_layer`).
+        # Beside Transformer Engine it is added to its buffer by the product itself
+        # (`_dummy_gradient_bytes`), unless logits are wider than the model's format: they have a
+        # product of their own (`models.output_layer`).
         wider = work.head_itemsize > work.itemsize and shape.outputs > 1
         gradients = matrix if wider or (work.local_layers and shape.outputs > 1) else 0
         gradients += size * shape.hidden_size
         if work.lora.rank:  # of what enters the head, gathered and not, and of what enters the norm
             gradients = 2 * size * hidden + _gathered_for_frozen_head(shape, work)
         own = max(_scratch_bytes(shape, work), gradients, in_loss)
-        if wider and work.sequence and not work.lora.rank:  # hidden states gathered for that product
+        if (
+            wider and work.sequence and not work.lora.rank
+        ):  # hidden states gathered for that product
             own += size * shape.hidden_size
         moments.append(others + kept + final_norm + logits + own + 2 * size * received)
     if work.has_embedding and not work.lora.rank:
@@ -210,9 +228,10 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_
 
 
 def _chunk_elements(shape: ModelShape, work: StageWork, policy: PolicyConfig) -> tuple[int, int]:
-    """(elements per token that a chunk keeps, those that are there when its backward pass is at its deepest). With
-    "full" the inputs of what is recomputed are kept: of groups of so many layers ("uniform"), or of the first so many
-    layers, one by one ("block"), whose turn comes when the other layers' activations are gone."""
+    """(elements per token that a chunk keeps, those that are there when its backward pass is at its
+    deepest). With "full" the inputs of what is recomputed are kept: of groups of so many layers
+    ("uniform"), or of the first so many layers, one by one ("block"), whose turn comes when the
+    other layers' activations are gone."""
     hidden, layers = hidden_elements(shape, work), work.chunk_layers
     whole = layer_elements(shape, work)
     if policy.recompute_granularity != "full":
@@ -231,9 +250,9 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
     """A pass without gradients at its fullest moment: in a layer's MLP, or at the logits."""
     size, hidden = work.tokens * work.itemsize, hidden_elements(shape, work)
     logits = _logits_bytes(shape, work)
-    # What is sent and comes back, before and after it is sorted, and with several ranks an expert also gathered
-    # (counted by tools/fake_rank.py). Of local layers, which split it by expert and put it together, ten times
-    # (measured).
+    # What is sent and comes back, before and after it is sorted, and with several ranks an expert
+    # also gathered (counted by tools/fake_rank.py). Of local layers, which split it by expert and
+    # put it together, ten times (measured).
     ranks = work.expert_tensor
     copies = 10 * ranks if work.local_layers else 4 if ranks == 1 else 2 + 3 * ranks
     sent = copies * _sent_elements(shape, work)
@@ -250,7 +269,8 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
 
 
 def _scratch_bytes(shape: ModelShape, work: StageWork) -> int:
-    """What the head's output is worked on in: chunks of logits, a GPU's sums of rows, or float32 states for a value."""
+    """What the head's output is worked on in: chunks of logits, a GPU's sums of rows, or float32
+    states for a value."""
     hidden_states = work.tokens * shape.hidden_size
     if shape.outputs == 1:
         return 2 * hidden_states * FLOAT32_BYTES if work.itemsize < FLOAT32_BYTES else 0
@@ -260,7 +280,9 @@ def _scratch_bytes(shape: ModelShape, work: StageWork) -> int:
     if work.head_itemsize == work.itemsize:
         return chunks
     # On CPU the wider product takes both factors in its own format.
-    return max(chunks, head_bytes(shape, work.tensor, FLOAT32_BYTES) + hidden_states * FLOAT32_BYTES)
+    return max(
+        chunks, head_bytes(shape, work.tensor, FLOAT32_BYTES) + hidden_states * FLOAT32_BYTES
+    )
 
 
 def head_bytes(shape: ModelShape, tensor: int, itemsize: int) -> int:
@@ -269,8 +291,9 @@ def head_bytes(shape: ModelShape, tensor: int, itemsize: int) -> int:
 
 
 def teacher_loss_bytes(teacher: ModelShape, work: StageWork) -> int:
-    """What the loss on the whole vocabulary holds beside the policy's logits: blocks of logits in float32 and, on a
-    GPU, the micro-batch's hidden states (on CPU they are where they were kept), gathered where ranks share them."""
+    """What the loss on the whole vocabulary holds beside the policy's logits: blocks of logits in
+    float32 and, on a GPU, the micro-batch's hidden states (on CPU they are where they were kept),
+    gathered where ranks share them."""
     if not work.has_head:
         return 0
     columns = padded_vocab(teacher.vocab_size, work.tensor) // work.tensor
@@ -281,15 +304,18 @@ def teacher_loss_bytes(teacher: ModelShape, work: StageWork) -> int:
 
 
 def gather_bytes(shape: ModelShape, work: StageWork) -> int:
-    """Megatron's buffer for hidden states gathered over tensor-parallel ranks; with sequence parallelism, for good.
-    Transformer Engine's layers have none; the head is Megatron's own, and frozen layers gather elsewhere."""
+    """Megatron's buffer for hidden states gathered over tensor-parallel ranks; with sequence
+    parallelism, for good. Transformer Engine's layers have none; the head is Megatron's own, and
+    frozen layers gather elsewhere."""
     if not work.sequence or not (work.local_layers or work.has_head) or work.lora.rank:
         return 0
     return work.tokens * shape.hidden_size * work.itemsize
 
 
 def _gathered_for_frozen_head(shape: ModelShape, work: StageWork) -> int:
-    return work.tokens * shape.hidden_size * work.itemsize if work.lora.rank and work.sequence else 0
+    return (
+        work.tokens * shape.hidden_size * work.itemsize if work.lora.rank and work.sequence else 0
+    )
 
 
 def _logits_bytes(shape: ModelShape, work: StageWork) -> int:
@@ -308,18 +334,29 @@ class EngineBytes:
 
     weights: int
     workspace: int
-    """Activations of the largest engine step, logits and sampling, CUDA graphs; 0 on CPU, where it is small."""
+    """Activations of the largest engine step, logits and sampling, CUDA graphs; 0 on CPU, where it
+    is small."""
     kv_cache: int
-    """On GPU what the share leaves, below 0 where it leaves nothing, or as much as the settings give."""
+    """On GPU what the share leaves, below 0 where it leaves nothing, or as much as the settings
+    give."""
     asleep: int
-    """What of the workspace stays while the engine sleeps: CUDA graphs, which vLLM does not give back."""
+    """What of the workspace stays while the engine sleeps: CUDA graphs, which vLLM does not give
+    back."""
 
 
 def engine_bytes(
-    shape: ModelShape, rollout: RolloutConfig, device_kind: str, itemsize: int, device_bytes: int | None
+    shape: ModelShape,
+    rollout: RolloutConfig,
+    device_kind: str,
+    itemsize: int,
+    device_bytes: int | None,
 ) -> EngineBytes:
-    """The memory of one engine rank. `device_bytes` is the GPU's memory; on CPU the settings give the cache's size."""
-    weights = weight_bytes(shape, rollout.tensor_parallel, itemsize, packed_head=device_kind == "cpu")
+    """The memory of one engine rank.
+
+    `device_bytes` is the GPU's memory; on CPU the settings give the cache's size."""
+    weights = weight_bytes(
+        shape, rollout.tensor_parallel, itemsize, packed_head=device_kind == "cpu"
+    )
     token = kv_bytes_per_token(shape, rollout.tensor_parallel, itemsize)
 
     def given(gib: float, kind: str) -> int:
@@ -329,15 +366,18 @@ def engine_bytes(
         return EngineBytes(weights, 0, given(rollout.cpu_kv_cache_gib, "cpu"), 0)
     workspace = workspace_bytes(shape, rollout, itemsize, device_bytes)
     if rollout.kv_cache_gib is not None:
-        return EngineBytes(weights, workspace, given(rollout.kv_cache_gib, "cuda"), _graph_bytes(rollout))
+        return EngineBytes(
+            weights, workspace, given(rollout.kv_cache_gib, "cuda"), _graph_bytes(rollout)
+        )
     share = int(rollout.memory_share * device_bytes)
     return EngineBytes(weights, workspace, share - weights - workspace, _graph_bytes(rollout))
 
 
 @lru_cache(maxsize=64)
 def weight_bytes(shape: ModelShape, ranks: int, itemsize: int, packed_head: bool) -> int:
-    """Weights of one of `ranks` engine ranks, with the table of rotary angles that all layers share. `packed_head`: on
-    CPU the head is held twice, plain and packed for oneDNN; other matrices only packed, in as many bytes."""
+    """Weights of one of `ranks` engine ranks, with the table of rotary angles that all layers
+    share. `packed_head`: on CPU the head is held twice, plain and packed for oneDNN; other matrices
+    only packed, in as many bytes."""
     shapes = engine_shapes(shape, ranks)
     elements = sum(rows * columns for rows, columns in shapes.values())
     if packed_head:
@@ -358,15 +398,20 @@ def kv_bytes_per_token(shape: ModelShape, ranks: int, itemsize: int) -> int:
 def longest_sequence_bytes(
     shape: ModelShape, ranks: int, itemsize: int, tokens: int, device_kind: str
 ) -> int:
-    """KV cache of one sequence of `tokens` tokens in whole blocks, and one block that vLLM keeps for itself."""
+    """KV cache of one sequence of `tokens` tokens in whole blocks, and one block that vLLM keeps
+    for itself."""
     block = BLOCK_TOKENS[device_kind]
     return (-(-tokens // block) + 1) * block * kv_bytes_per_token(shape, ranks, itemsize)
 
 
-def workspace_bytes(shape: ModelShape, rollout: RolloutConfig, itemsize: int, device_bytes: int) -> int:
-    """What vLLM sets aside on GPU beside weights and cache: a formula, not measured. Per token of an engine step the
-    residual, two hidden states, the fused projection or the MLP's gate, up and product; per sequence four rows of
-    logits in float32 (raw, processed, sorted, log-probs)."""
+def workspace_bytes(
+    shape: ModelShape, rollout: RolloutConfig, itemsize: int, device_bytes: int
+) -> int:
+    """What vLLM sets aside on GPU beside weights and cache: a formula, not measured.
+
+    Per token of an engine step the residual, two hidden states, the fused projection or the MLP's
+    gate, up and product; per sequence four rows of logits in float32 (raw, processed, sorted,
+    log-probs)."""
     # vLLM 0.32's default (`arg_utils`); an A100 has the smaller one, whatever its memory.
     default = 16384 if device_bytes >= 70 * 2**30 else 8192
     tokens = max(rollout.max_num_batched_tokens or default, rollout.max_num_seqs)

@@ -1,7 +1,8 @@
-"""What is wrong with the settings of a run's critic, teacher and adapters, and which of them change nothing.
+"""What is wrong with the settings of a run's critic, teacher and adapters, and which of them change
+nothing.
 
-`parallel` lays both out as it does the policy, so that all must allow the layout. Tokens are compared one by one: a
-teacher with another tokenizer would score other texts than the policy wrote.
+`parallel` lays both out as it does the policy, so that all must allow the layout. Tokens are
+compared one by one: a teacher with another tokenizer would score other texts than the policy wrote.
 """
 
 from __future__ import annotations
@@ -57,16 +58,19 @@ def critic_layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def lora_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Why a policy of this shape cannot have the adapters of `lora`, or begin with those in `model.adapter_path`."""
+    """Why a policy of this shape cannot have the adapters of `lora`, or begin with those in
+    `model.adapter_path`."""
     path, lora = config.model.adapter_path, config.lora
     if lora.rank and shape.num_experts and lora.target != "attention":
         yield (
-            f'lora.target is "{lora.target}", and a {shape.architecture} has experts, which get no adapters. Set '
+            f'lora.target is "{lora.target}", and a {shape.architecture} has experts, which get '
+            "no adapters. Set "
             "lora.target=attention, or lora.rank=0, with which all weights learn."
         )
     if path is not None and not config.lora.rank:
         yield (
-            f'model.adapter_path is "{path}" and lora.rank 0: all weights would learn. Set lora.rank, lora.alpha and '
+            f'model.adapter_path is "{path}" and lora.rank 0: all weights would learn. Set '
+            "lora.rank, lora.alpha and "
             "lora.target to the adapter's, or merge it into the model (PEFT: merge_and_unload)."
         )
     elif path is not None:
@@ -83,8 +87,10 @@ def length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             continue  # told by the problems of the layout
         if own is not None and path is not None and longest > own.max_positions:
             yield (
-                f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in {model}.path has "
-                f"{own.max_positions} positions ({own.positions_key}). Lower the sum, or take another {model}."
+                f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in "
+                f"{model}.path has "
+                f"{own.max_positions} positions ({own.positions_key}). Lower the sum, or take "
+                f"another {model}."
             )
 
 
@@ -118,8 +124,9 @@ def teacher_layout_problems(config: Config) -> Iterator[str]:
 
 
 def check_teacher_tokenizer(config: Config, tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
-    """Warnings about the tokenizer in `teacher.path`, compared with the policy's; nothing where there is no teacher, or
-    no such folder, as in a dry run. ValueError, which names a token, where they are not the same."""
+    """Warnings about the tokenizer in `teacher.path`, compared with the policy's; nothing where
+    there is no teacher, or no such folder, as in a dry run. ValueError, which names a token, where
+    they are not the same."""
     path = config.teacher.path
     if path is None or not os.path.isdir(path):
         return ()
@@ -127,25 +134,33 @@ def check_teacher_tokenizer(config: Config, tokenizer: PreTrainedTokenizerFast) 
     difference = tokenizer_difference(tokenizer, theirs)
     if difference is not None:
         raise ValueError(
-            f'teacher.path "{path}" has another tokenizer than model.path "{config.model.path}": {difference}. A '
-            "teacher scores the policy's tokens by their ids. Take a teacher of the same family, whose tokenizer is "
+            f'teacher.path "{path}" has another tokenizer than model.path "{config.model.path}": '
+            f"{difference}. A "
+            "teacher scores the policy's tokens by their ids. Take a teacher of the same family, "
+            "whose tokenizer is "
             "the same."
         )
     if tokenizer.eos_token != theirs.eos_token:
         return (
-            f"the policy ends with {tokenizer.eos_token!r} and the teacher with {theirs.eos_token!r}: the teacher "
+            f"the policy ends with {tokenizer.eos_token!r} and the teacher with "
+            f"{theirs.eos_token!r}: the teacher "
             "gives the policy's end a low probability, and may teach it not to end.",
         )
     return ()
 
 
-def tokenizer_difference(ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast) -> str | None:
-    """The first token, by id, that the two do not have alike. None where they have the same."""
+def tokenizer_difference(
+    ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast
+) -> str | None:
+    """The first token, by id, that the two do not have alike.
+
+    None where they have the same."""
     mine, others = _tokens(ours), _tokens(theirs)
     for number in sorted({*mine, *others}):
         if mine.get(number) != others.get(number):
             return (
-                f"token {number} is {others.get(number, 'none')} in the teacher's and {mine.get(number, 'none')} in "
+                f"token {number} is {others.get(number, 'none')} in the teacher's and "
+                f"{mine.get(number, 'none')} in "
                 "the policy's"
             )
     return None

@@ -1,4 +1,5 @@
-"""How many ranks a layout takes, and Megatron's and the engine's rules for ranks, pipeline stages and layers."""
+"""How many ranks a layout takes, and Megatron's and the engine's rules for ranks, pipeline stages
+and layers."""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ from rlmath.rollout.weight_sync.shard_layouts import engine_vocab_rows
 
 
 def planned_ranks(config: Config, given: int | None) -> int:
-    """Ranks of the run: as given, else those of `parallel.data`, of a launcher, or the least that the layout takes."""
+    """Ranks of the run: as given, else those of `parallel.data`, of a launcher, or the least that
+    the layout takes."""
     if given is None and "WORLD_SIZE" in os.environ:
         given = ranks_of_layout(config.parallel, config.rollout.ranks) or environment_world_size()
     return ranks_or_least(config, given)
 
 
 def ranks_of_layout(parallel: ParallelConfig, engine_ranks: int = 0) -> int | None:
-    """Ranks that `parallel.data` replicas take, and those of the engines' own (`rollout.ranks`); None where
-    `parallel.data` is left open.
+    """Ranks that `parallel.data` replicas take, and those of the engines' own (`rollout.ranks`);
+    None where `parallel.data` is left open.
 
     >>> ranks_of_layout(ParallelConfig(data=8, tensor=4)), ranks_of_layout(ParallelConfig(data=8, tensor=4), 24)
     (32, 56)
@@ -34,15 +36,16 @@ def ranks_of_layout(parallel: ParallelConfig, engine_ranks: int = 0) -> int | No
 
 
 def ranks_or_least(config: Config, given: int | None) -> int:
-    """Ranks of the run: as given, or those that `parallel.data` makes, or the least that the layout takes."""
+    """Ranks of the run: as given, or those that `parallel.data` makes, or the least that the layout
+    takes."""
     if given is not None:
         return given
     return ranks_of_layout(config.parallel, config.rollout.ranks) or least_ranks(config)
 
 
 def least_ranks(config: Config) -> int:
-    """Ranks of one replica of the model, or of as many as make whole engines; with ranks of the engines' own, these
-    and one replica."""
+    """Ranks of one replica of the model, or of as many as make whole engines; with ranks of the
+    engines' own, these and one replica."""
     parallel = config.parallel
     sizes = (parallel.tensor, parallel.context, parallel.expert, parallel.expert_tensor)
     tensor, context, expert, expert_tensor = (max(1, size) for size in sizes)
@@ -73,14 +76,16 @@ def roles(config: Config, world_size: int) -> str:
 def rank_problems(
     parallel: ParallelConfig, engine: int, world_size: int, engine_ranks: int = 0
 ) -> Iterator[str]:
-    """What shows without the model; `engine` is `rollout.tensor_parallel`, `engine_ranks` is `rollout.ranks`, and
-    `world_size` counts all ranks of the run."""
+    """What shows without the model; `engine` is `rollout.tensor_parallel`, `engine_ranks` is
+    `rollout.ranks`, and `world_size` counts all ranks of the run."""
     engine, own = max(1, engine), max(0, engine_ranks)
     trainers = world_size - own
     if trainers < 1:
         yield (
-            f"rollout.ranks is {own}, and the run has {counted(world_size, 'rank')}: none is left to "
-            f"train. Start more than {own}, or lower rollout.ranks; 0 lets engines live in the training ranks."
+            f"rollout.ranks is {own}, and the run has {counted(world_size, 'rank')}: none is left "
+            "to "
+            f"train. Start more than {own}, or lower rollout.ranks; 0 lets engines live in the "
+            "training ranks."
         )
     else:
         yield from _training_rank_problems(parallel, trainers, own)
@@ -95,29 +100,38 @@ def rank_problems(
 
 def _training_rank_problems(parallel: ParallelConfig, trainers: int, own: int) -> Iterator[str]:
     """What is wrong with `trainers` training ranks, beside `own` of the engines."""
-    sizes = {"parallel.tensor": max(1, parallel.tensor), "parallel.pipeline": max(1, parallel.pipeline)}
+    sizes = {
+        "parallel.tensor": max(1, parallel.tensor),
+        "parallel.pipeline": max(1, parallel.pipeline),
+    }
     if parallel.context > 1:
         sizes["parallel.context"] = parallel.context
     replica = math.prod(sizes.values())
-    beside, more = (f", beside rollout.ranks {own}", f" and {own} for rollout.ranks") if own else ("", "")
+    beside, more = (
+        (f", beside rollout.ranks {own}", f" and {own} for rollout.ranks") if own else ("", "")
+    )
     if trainers % replica:
         yield (
-            f"{' x '.join(sizes)} is {' x '.join(map(str, sizes.values()))} = {replica}, which does not divide the "
-            f"{counted(trainers, 'rank')} that train{'s' * (trainers == 1)}{beside}. Start a multiple of "
+            f"{' x '.join(sizes)} is {' x '.join(map(str, sizes.values()))} = {replica}, which "
+            "does not divide the "
+            f"{counted(trainers, 'rank')} that train{'s' * (trainers == 1)}{beside}. Start a "
+            "multiple of "
             f"{replica}{more}, or change them."
         )
     elif parallel.data is not None and parallel.data * replica != trainers:
         wanted = parallel.data * replica
         yield (
             f"parallel.data is {parallel.data}; with {' x '.join(sizes)} = {replica} it makes "
-            f"{counted(wanted, 'rank')}, and this run has {trainers} to train{beside}. Start {wanted + own}, or set "
+            f"{counted(wanted, 'rank')}, and this run has {trainers} to train{beside}. Start "
+            f"{wanted + own}, or set "
             "parallel.data=null."
         )
     stage, pipeline = divmod(trainers, max(1, parallel.pipeline))
     wanted = max(1, parallel.expert) * max(1, parallel.expert_tensor)
     if not pipeline and stage % wanted:
         yield (
-            f"parallel.expert x parallel.expert_tensor is {parallel.expert} x {parallel.expert_tensor} = {wanted}, "
+            f"parallel.expert x parallel.expert_tensor is {parallel.expert} x "
+            f"{parallel.expert_tensor} = {wanted}, "
             f"which does not divide the {counted(stage, 'rank')} of a pipeline stage. "
             f"Possible: {_possible_sizes(stage)}."
         )
@@ -132,13 +146,16 @@ def layout_problems(
     yield from stage_problems(parallel, policy, shape.num_layers)
     if parallel.context > 1 and shape.sliding_window is not None:
         yield (
-            f"parallel.context is {parallel.context}, of a model with a sliding window of {shape.sliding_window} "
-            "tokens, which Transformer Engine's attention over context ranks does not have. Set it to 1."
+            f"parallel.context is {parallel.context}, of a model with a sliding window of "
+            f"{shape.sliding_window} "
+            "tokens, which Transformer Engine's attention over context ranks does not have. Set "
+            "it to 1."
         )
 
 
 def expert_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
-    """How experts are laid over ranks; megatron-core 0.16 does not refuse all that it computes wrongly."""
+    """How experts are laid over ranks; megatron-core 0.16 does not refuse all that it computes
+    wrongly."""
     expert, split = max(1, parallel.expert), max(1, parallel.expert_tensor)
     if not shape.num_experts:
         for key, ranks in (("parallel.expert", expert), ("parallel.expert_tensor", split)):
@@ -150,14 +167,18 @@ def expert_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str
     yield from _must_divide("parallel.expert_tensor", split, shape.ffn_size, units)
     if parallel.tensor > 1 and not parallel.sequence:
         yield (
-            f"parallel.tensor is {parallel.tensor}, of a model with experts; Megatron then trains with sequence "
+            f"parallel.tensor is {parallel.tensor}, of a model with experts; Megatron then trains "
+            "with sequence "
             "parallelism only. Set parallel.sequence=true."
         )
     if expert == 1 and split != parallel.tensor:
-        # Its experts would count as layers that tensor-parallel ranks compute alike, and each sees tokens of its own.
+        # Its experts would count as layers that tensor-parallel ranks compute alike, and each sees
+        # tokens of its own.
         yield (
-            f"parallel.tensor is {parallel.tensor} and parallel.expert_tensor {split}, with parallel.expert=1: "
-            "Megatron would not add up the experts' gradients of the tensor-parallel ranks. Raise parallel.expert "
+            f"parallel.tensor is {parallel.tensor} and parallel.expert_tensor {split}, with "
+            "parallel.expert=1: "
+            "Megatron would not add up the experts' gradients of the tensor-parallel ranks. Raise "
+            "parallel.expert "
             "above 1, or set parallel.tensor to 1."
         )
 
@@ -166,20 +187,29 @@ def expert_tensor_problems(parallel: ParallelConfig, on_gpu: bool) -> Iterator[s
     """Under gloo, Megatron cannot gather what unlike numbers of tokens give."""
     if parallel.expert_tensor > 1 and not on_gpu:
         yield (
-            f"parallel.expert_tensor is {parallel.expert_tensor}; on CPU it must be 1, because gloo cannot gather the "
-            "unlike numbers of tokens that the ranks of an expert have. Set it to 1, and share experts out by "
+            f"parallel.expert_tensor is {parallel.expert_tensor}; on CPU it must be 1, because "
+            "gloo cannot gather the "
+            "unlike numbers of tokens that the ranks of an expert have. Set it to 1, and share "
+            "experts out by "
             "parallel.expert."
         )
 
 
 def rotary_problems(policy: PolicyConfig, shape: ModelShape, on_gpu: bool) -> Iterator[str]:
-    """Transformer Engine rotates a part of every head, or multiplies all of it by one factor for all layers."""
-    if not on_gpu or policy.transformer_impl != "transformer_engine" or shape.rotary_magnitude == 1.0:
+    """Transformer Engine rotates a part of every head, or multiplies all of it by one factor for
+    all layers."""
+    if (
+        not on_gpu
+        or policy.transformer_impl != "transformer_engine"
+        or shape.rotary_magnitude == 1.0
+    ):
         return
     if shape.rotary_dim is not None or shape.no_rope_layers:
         yield (
-            f"the model multiplies by {shape.rotary_magnitude:.4g} what it rotates, and rotates only a part of a head, "
-            "or not in all layers, which Transformer Engine does not. Set policy.transformer_impl=local."
+            f"the model multiplies by {shape.rotary_magnitude:.4g} what it rotates, and rotates "
+            "only a part of a head, "
+            "or not in all layers, which Transformer Engine does not. Set "
+            "policy.transformer_impl=local."
         )
 
 
@@ -187,15 +217,20 @@ def context_problems(parallel: ParallelConfig, policy: PolicyConfig, on_gpu: boo
     """Only Transformer Engine's attention works over context ranks."""
     if parallel.context <= 1 or (on_gpu and policy.transformer_impl == "transformer_engine"):
         return
-    needed = "policy.transformer_impl=transformer_engine" if on_gpu else "a GPU with Transformer Engine"
+    needed = (
+        "policy.transformer_impl=transformer_engine" if on_gpu else "a GPU with Transformer Engine"
+    )
     yield (
-        f"parallel.context is {parallel.context}; context parallelism needs {needed}. Set it to 1, and fit long "
-        "sequences by parallel.tensor with parallel.sequence=true or by policy.recompute_granularity=full."
+        f"parallel.context is {parallel.context}; context parallelism needs {needed}. Set it to "
+        "1, and fit long "
+        "sequences by parallel.tensor with parallel.sequence=true or by "
+        "policy.recompute_granularity=full."
     )
 
 
 def split_problems(parallel: ParallelConfig, engine: int, shape: ModelShape) -> Iterator[str]:
-    """What must divide: for Megatron all; vLLM copies key-value heads when it has more ranks than those."""
+    """What must divide: for Megatron all; vLLM copies key-value heads when it has more ranks than
+    those."""
     engine = max(1, engine)
     heads = (("attention heads", shape.num_heads),)
     strict = (*heads, ("feed-forward units", shape.ffn_size))
@@ -209,23 +244,29 @@ def split_problems(parallel: ParallelConfig, engine: int, shape: ModelShape) -> 
         possible = _possible_sizes(math.gcd(*(size for _, size in parts)))
         for name, size in parts:
             if size % max(1, ranks):
-                yield f"{key} is {ranks}; it must divide the model's {size} {name}. Possible: {possible}."
+                yield (
+                    f"{key} is {ranks}; it must divide the model's {size} {name}. Possible: "
+                    f"{possible}."
+                )
     kv_heads = shape.num_kv_heads
     if kv_heads % engine and engine % kv_heads:
         yield (
-            f"rollout.tensor_parallel is {engine}: vLLM can neither split nor copy the model's {kv_heads} "
+            f"rollout.tensor_parallel is {engine}: vLLM can neither split nor copy the model's "
+            f"{kv_heads} "
             f"key-value heads evenly; needed: a divisor or a multiple of {kv_heads}."
         )
     elif (rows := engine_vocab_rows(shape, 1)) % engine:
         yield (
-            f"rollout.tensor_parallel is {engine}: vLLM fills the model's vocabulary of {shape.vocab_size} up to "
+            f"rollout.tensor_parallel is {engine}: vLLM fills the model's vocabulary of "
+            f"{shape.vocab_size} up to "
             f"{rows} rows and must split them evenly. Possible: "
             f"{_possible_sizes(math.gcd(rows, shape.num_heads, shape.ffn_size))}."
         )
 
 
 def stage_problems(parallel: ParallelConfig, policy: PolicyConfig, layers: int) -> Iterator[str]:
-    """How the model's layers are laid over pipeline stages and their chunks, and what of a chunk is recomputed."""
+    """How the model's layers are laid over pipeline stages and their chunks, and what of a chunk is
+    recomputed."""
     pipeline, virtual = max(1, parallel.pipeline), max(1, parallel.virtual_pipeline)
     if pipeline == 1:
         found = []
@@ -263,16 +304,21 @@ def _even_problems(pipeline: int, virtual: int, layers: int) -> Iterator[str]:
         yield f"{problem} Or let parallel.first_stage_layers or parallel.last_stage_layers differ."
     if layers % pipeline == 0:
         stage = layers // pipeline
-        yield from _must_divide("parallel.virtual_pipeline", virtual, stage, "layers of a pipeline stage")
+        yield from _must_divide(
+            "parallel.virtual_pipeline", virtual, stage, "layers of a pipeline stage"
+        )
 
 
-def _uneven_problems(given: dict[str, int], pipeline: int, virtual: int, layers: int) -> Iterator[str]:
+def _uneven_problems(
+    given: dict[str, int], pipeline: int, virtual: int, layers: int
+) -> Iterator[str]:
     keys, taken, others = " + ".join(given), sum(given.values()), pipeline - len(given)
     rest, chunks = layers - taken, others * virtual
     odd = any(stage % virtual for stage in given.values())
     if odd or (rest < chunks or rest % chunks if chunks else rest):
         yield (
-            f"{keys} is {taken}, which leaves {max(0, rest)} of the model's {layers} layers to {others} other pipeline "
+            f"{keys} is {taken}, which leaves {max(0, rest)} of the model's {layers} layers to "
+            f"{others} other pipeline "
             "stages; needed: the same number for each of these, and for every stage a multiple of "
             f"parallel.virtual_pipeline {virtual}. Change {keys}, or set one to null."
         )
@@ -285,20 +331,25 @@ def _recompute_problems(policy: PolicyConfig, chunks: list[int]) -> Iterator[str
         return
     if policy.recompute_method == "uniform" and any(layers % number for layers in chunks):
         yield (
-            f'policy.recompute_num_layers is {number}; with policy.recompute_method="uniform" it must divide the '
+            f'policy.recompute_num_layers is {number}; with policy.recompute_method="uniform" it '
+            "must divide the "
             f"layers of every pipeline stage or model chunk, {_listed(chunks)}. "
             f"Possible: {_possible_sizes(math.gcd(*chunks))}."
         )
     elif number > max(chunks):
         yield (
-            f"policy.recompute_num_layers is {number}; no pipeline stage or model chunk has more than {max(chunks)} "
+            f"policy.recompute_num_layers is {number}; no pipeline stage or model chunk has more "
+            f"than {max(chunks)} "
             "layers. Lower it."
         )
 
 
 def _must_divide(key: str, ranks: int, number: int, what: str) -> Iterator[str]:
     if number % ranks:
-        yield f"{key} is {ranks}; it must divide the {number} {what}. Possible: {_possible_sizes(number)}."
+        yield (
+            f"{key} is {ranks}; it must divide the {number} {what}. Possible: "
+            f"{_possible_sizes(number)}."
+        )
 
 
 def divisors(number: int) -> list[int]:

@@ -1,5 +1,6 @@
-"""What of rewards and of functions of the user's (`workers.hooks`) no run could start with: schemes, penalties and
-lists of rewards; whether functions can be loaded and called, and what they return for what is made up."""
+"""What of rewards and of functions of the user's (`workers.hooks`) no run could start with:
+schemes, penalties and lists of rewards; whether functions can be loaded and called, and what they
+return for what is made up."""
 
 from __future__ import annotations
 
@@ -50,12 +51,14 @@ def reward_problems(config: Config) -> Iterator[str]:
     reward, limit = config.reward, config.rollout.max_new_tokens
     if reward.overlong_buffer > limit:
         yield (
-            f"reward.overlong_buffer is {reward.overlong_buffer}, above rollout.max_new_tokens {limit}: even the "
+            f"reward.overlong_buffer is {reward.overlong_buffer}, above rollout.max_new_tokens "
+            f"{limit}: even the "
             "shortest answer would cost. Lower it."
         )
     if reward.scheme not in WRONG_ANSWER and reward.format_penalty >= 1:
         yield (
-            f"reward.format_penalty is {reward.format_penalty}; a right answer in a box gets 1 in scheme "
+            f"reward.format_penalty is {reward.format_penalty}; a right answer in a box gets 1 in "
+            "scheme "
             f'"{reward.scheme}", and one without a box should get less. Lower it.'
         )
     yield from _list_problems(reward, config.run.plugins)
@@ -68,24 +71,32 @@ def _list_problems(reward: RewardConfig, plugins: Collection[str]) -> Iterator[s
     for entry in reward.rewards:
         yield from _entry_problems(entry, plugins)
     yield from _twice("reward.rewards", names)
-    functions = len(listed_functions(reward)) if plugins else sum("=" in entry for entry in reward.rewards)
+    functions = (
+        len(listed_functions(reward)) if plugins else sum("=" in entry for entry in reward.rewards)
+    )
     if functions > MAX_FUNCTIONS:
-        yield f"reward.rewards has {functions} functions; at most {MAX_FUNCTIONS}, as each has workers of its own."
+        yield (
+            f"reward.rewards has {functions} functions; at most {MAX_FUNCTIONS}, as each has "
+            "workers of its own."
+        )
     if not functions and "correctness" not in names:
         yield (
-            "reward.rewards has neither correctness nor a function of yours, so that no answer could be called right. "
+            "reward.rewards has neither correctness nor a function of yours, so that no answer "
+            "could be called right. "
             "Add correctness, with weight 0 if it is not to count."
         )
     if reward.weights and (len(reward.weights) != len(names) or not any(reward.weights)):
         yield (
-            f"reward.weights is {reward.weights}; needed: a number for each of the {len(names)} rewards of "
+            f"reward.weights is {reward.weights}; needed: a number for each of the {len(names)} "
+            "rewards of "
             "reward.rewards, not all 0; or none: then each weighs 1."
         )
     of_sums = ("mask_no_eos_with_zero", "overlong_buffer", "length_penalty")
     if reward.combine == "gdpo" and any(getattr(reward, one) for one in of_sums):
         keys = ", ".join(f"reward.{one}" for one in of_sums if getattr(reward, one))
         yield (
-            f"{keys} changes the sum of the rewards, which reward.combine=gdpo does not learn from. List length, or a "
+            f"{keys} changes the sum of the rewards, which reward.combine=gdpo does not learn "
+            "from. List length, or a "
             "function of yours, as a reward of its own; or set reward.combine=sum."
         )
 
@@ -97,19 +108,25 @@ def _entry_problems(entry: str, plugins: Collection[str]) -> Iterator[str]:
     if not equals and name not in BUILT_IN:
         near = nearest_word(name, BUILT_IN)
         yield (
-            f"reward.rewards has {entry!r}; needed: {', '.join(BUILT_IN)}, or a function of yours as "
+            f"reward.rewards has {entry!r}; needed: {', '.join(BUILT_IN)}, or a function of yours "
+            "as "
             f'"name=package.module:function" or "name=path/to/file.py:function".{near}'
         )
     elif equals and (not _NAME.fullmatch(name) or name in (*BUILT_IN, *TAKEN) or not function):
         yield (
-            f"reward.rewards has {entry!r}; before = stands a name: a small letter, then at most 39 small letters, "
-            f"digits and underscores, none of {', '.join((*BUILT_IN, *TAKEN))}; after it a function."
+            f"reward.rewards has {entry!r}; before = stands a name: a small letter, then at most "
+            "39 small letters, "
+            f"digits and underscores, none of {', '.join((*BUILT_IN, *TAKEN))}; after it a "
+            "function."
         )
 
 
 def _twice(setting: str, names: Sequence[str]) -> Iterator[str]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        yield f"{setting} has {', '.join(map(repr, twice))} more than once. Give each a name of its own."
+        yield (
+            f"{setting} has {', '.join(map(repr, twice))} more than once. Give each a name of "
+            "its own."
+        )
 
 
 # ---------------------------------------------------------------- what is paid
@@ -134,7 +151,10 @@ def reward_lines(config: Config) -> Iterator[str]:
         bias = f", less reward.output_bias {reward.output_bias:g}" * bool(reward.output_bias)
         yield f"Rewards: what reward.function returns{bias}, times {scale:g}"
     elif unknown:
-        yield f"Rewards: {low:g} to {high:g}, and {scale:g} times what {', '.join(unknown)} returns, weighed"
+        yield (
+            f"Rewards: {low:g} to {high:g}, and {scale:g} times what {', '.join(unknown)} "
+            "returns, weighed"
+        )
     elif reward.rewards:
         yield f"Rewards: {low:g} to {high:g} (the weighted sum of reward.rewards)"
     else:
@@ -149,12 +169,15 @@ def reward_lines(config: Config) -> Iterator[str]:
 
 
 def _extremes(part: NamedReward, reward: RewardConfig) -> tuple[float, ...]:
-    """The values between which a reward of the list lies, before weight, bias and scaling; 0 for a function's."""
+    """The values between which a reward of the list lies, before weight, bias and scaling; 0 for a
+    function's."""
     if part.function is not None:
         return 0.0, 0.0
     if part.name != "correctness":
         return 0.0, 1.0
-    values = [raw_reward(reward, right, boxed) for right in (True, False) for boxed in (True, False)]
+    values = [
+        raw_reward(reward, right, boxed) for right in (True, False) for boxed in (True, False)
+    ]
     return min(values), max(values)
 
 
@@ -164,21 +187,27 @@ def _penalty_lines(config: Config) -> Iterator[str]:
     longest = with_longest_lengths(config).rollout.max_new_tokens
     if reward.overlong_buffer:
         yield (
-            f"  less at most {reward.overlong_penalty:g} for length, in the last {reward.overlong_buffer:,} of "
+            f"  less at most {reward.overlong_penalty:g} for length, in the last "
+            f"{reward.overlong_buffer:,} of "
             f"{longest:,} tokens (reward.overlong_buffer)"
         )
     if reward.length_penalty:
         most = reward.length_penalty * longest / 1000
         yield (
-            f"  less at most {most:g} for length: reward.length_penalty {reward.length_penalty:g} x {longest:,} tokens "
+            f"  less at most {most:g} for length: reward.length_penalty {reward.length_penalty:g} "
+            f"x {longest:,} tokens "
             "/ 1,000, where all of the group are right"
         )
     if reward.mask_no_eos_with_zero:
-        yield f"  0 where the completion is cut off at {longest:,} tokens (reward.mask_no_eos_with_zero)"
+        yield (
+            f"  0 where the completion is cut off at {longest:,} tokens "
+            "(reward.mask_no_eos_with_zero)"
+        )
     if algorithm.kl_coef and algorithm.kl_in == "reward":
         most = algorithm.kl_coef * longest / 10
         yield (
-            f"  less algorithm.kl_coef {algorithm.kl_coef:g} for each nat of KL to the reference: {most:.3g} for "
+            f"  less algorithm.kl_coef {algorithm.kl_coef:g} for each nat of KL to the reference: "
+            f"{most:.3g} for "
             f"{longest:,} tokens of 0.1 nats each"
         )
 
@@ -210,7 +239,8 @@ def _step_hooks(config: Config) -> list[Hook]:
 
 
 def hook_problems(config: Config, kind: Kind) -> Iterator[str]:
-    """Functions that cannot be loaded, or not be called as their kind is; each is imported in a process of its own."""
+    """Functions that cannot be loaded, or not be called as their kind is; each is imported in a
+    process of its own."""
     yield from _metric_problems(config.telemetry.metrics)
     found = [problem for plugin in config.run.plugins if (problem := plugin_problem(plugin))]
     yield from found
@@ -218,7 +248,9 @@ def hook_problems(config: Config, kind: Kind) -> Iterator[str]:
     if kind == "grpo":
         hooks += [*reward_hooks(config.reward, config.run.plugins), *_step_hooks(config)]
     for hook in hooks:
-        is_word = ":" not in hook.spec and (found or not hook.plugins)  # which the settings refuse already
+        is_word = ":" not in hook.spec and (
+            found or not hook.plugins
+        )  # which the settings refuse already
         if not is_word and (problem := function_problem(hook)):
             yield problem
 
@@ -228,13 +260,16 @@ def _metric_problems(entries: Sequence[str]) -> Iterator[str]:
     for entry, name in zip(entries, names, strict=True):
         if not _NAME.fullmatch(name) or entry.endswith("="):
             yield (
-                f'telemetry.metrics has {entry!r}; needed: "name=package.module:function", or the name of one that '
-                "run.plugins registers: a small letter, then at most 39 small letters, digits and underscores."
+                f'telemetry.metrics has {entry!r}; needed: "name=package.module:function", or the '
+                "name of one that "
+                "run.plugins registers: a small letter, then at most 39 small letters, digits and "
+                "underscores."
             )
     yield from _twice("telemetry.metrics", names)
     if len(names) > MAX_METRIC_FUNCTIONS:
         yield (
-            f"telemetry.metrics has {len(names)} functions; at most {MAX_METRIC_FUNCTIONS}, as each has a worker of "
+            f"telemetry.metrics has {len(names)} functions; at most {MAX_METRIC_FUNCTIONS}, as "
+            "each has a worker of "
             "its own. Return several numbers from one."
         )
 
@@ -252,8 +287,8 @@ def hook_lines(config: Config, kind: Kind) -> list[str]:
 
 
 def try_functions(config: Config, prompts: Sequence[Prompt]) -> Trial:
-    """Call each function of a GRPO run on what is made up, as the run would, but for those that the data were read
-    with. ValueError where one fails."""
+    """Call each function of a GRPO run on what is made up, as the run would, but for those that the
+    data were read with. ValueError where one fails."""
     trial = try_reward_function(config.reward, prompts, config.run.plugins)
     if (scorer := scorer_hook(config)) is not None and validates(config):
         trial += try_scorer(scorer, config.reward, prompts)
@@ -279,7 +314,8 @@ def _try(hook: Hook, *arguments: object) -> None:
             function.call(*arguments)
         except UserFunctionError as error:
             raise ValueError(
-                f"{error}\n  That was a call with groups that were made up to try it. Correct the function "
+                f"{error}\n  That was a call with groups that were made up to try it. Correct the "
+                "function "
                 "(docs/hooks.md)."
             ) from None
 

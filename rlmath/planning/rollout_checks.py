@@ -1,5 +1,6 @@
-"""What is wrong, or without effect, in the settings of completions and their schedule: partial rollouts, tail batching
-and engines on ranks of their own; `data.curriculum`; `algorithm.rollback`; `stages` and `validation`."""
+"""What is wrong, or without effect, in the settings of completions and their schedule: partial
+rollouts, tail batching and engines on ranks of their own; `data.curriculum`; `algorithm.rollback`;
+`stages` and `validation`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from rlmath.checkpoint.save_schedule import kept_frequency, recovery_frequency
 from rlmath.config import length_curriculum
 from rlmath.config.schema import AlgorithmConfig, Config
 
-# ---------------------------------------------------------------- partial rollouts, engines on ranks of their own
+# -------------------------------------------------- partial rollouts, engines on ranks of their own
 
 
 def partial_rollout_problems(config: Config) -> Iterator[str]:
@@ -25,9 +26,11 @@ def partial_rollout_problems(config: Config) -> Iterator[str]:
     in_flight, oldest = rollout.max_groups_in_flight, rollout.max_staleness
     if in_flight is not None and not per_step <= in_flight <= per_step * (oldest + 1):
         yield (
-            f"rollout.max_groups_in_flight is {in_flight}; needed: from data.prompts_per_step, {per_step}, as a step "
+            f"rollout.max_groups_in_flight is {in_flight}; needed: from data.prompts_per_step, "
+            f"{per_step}, as a step "
             f"learns from so many groups, to data.prompts_per_step x (rollout.max_staleness + 1) = "
-            f"{per_step} x {oldest + 1} = {per_step * (oldest + 1)}, since more could not all be learned in time. "
+            f"{per_step} x {oldest + 1} = {per_step * (oldest + 1)}, since more could not all be "
+            "learned in time. "
             "Change it, or rollout.max_staleness."
         )
     if oldest > 0:
@@ -35,15 +38,20 @@ def partial_rollout_problems(config: Config) -> Iterator[str]:
 
 
 def _old_token_problems(algorithm: AlgorithmConfig, got: str) -> Iterator[str]:
-    """What a loss needs to learn from tokens of older versions of the policy, where its ratio is not to these."""
+    """What a loss needs to learn from tokens of older versions of the policy, where its ratio is
+    not to these."""
     corrected = algorithm.importance_correction is not None
     bounded = algorithm.importance_cap is not None or algorithm.importance_mask_high is not None
     if algorithm.recompute_logprobs and not (corrected and bounded):
         yield (
-            f"{got}: older versions of the policy sample a part of the tokens, and the ratio to recomputed log-probs "
-            "leaves that uncorrected. Needed is a bounded weight per token: algorithm.importance_correction=token and "
-            "algorithm.importance_mask_high=5 (or algorithm.importance_cap), as in configs/algorithms/decoupled.yaml; "
-            "or rollout.max_staleness=0; or algorithm.recompute_logprobs=false, where the clip bounds the ratio to the "
+            f"{got}: older versions of the policy sample a part of the tokens, and the ratio to "
+            "recomputed log-probs "
+            "leaves that uncorrected. Needed is a bounded weight per token: "
+            "algorithm.importance_correction=token and "
+            "algorithm.importance_mask_high=5 (or algorithm.importance_cap), as in "
+            "configs/algorithms/decoupled.yaml; "
+            "or rollout.max_staleness=0; or algorithm.recompute_logprobs=false, where the clip "
+            "bounds the ratio to the "
             "older versions (AReaL without use_decoupled_loss)."
         )
 
@@ -58,7 +66,8 @@ def rollback_problems(config: Config) -> Iterator[str]:
         return
     if recovery_frequency(save).never and kept_frequency(save).never:
         yield (
-            f"algorithm.rollback is {algorithm.rollback}, and the run makes no checkpoint to go back to. Set "
+            f"algorithm.rollback is {algorithm.rollback}, and the run makes no checkpoint to go "
+            "back to. Set "
             "save.ckpt_freq_steps or save.ckpt_freq_secs, or algorithm.rollback=0."
         )
 
@@ -69,8 +78,10 @@ def curriculum_problems(config: Config) -> Iterator[str]:
     most = data.history_groups * group_size
     if data.curriculum == "skip_solved" and data.solved_samples > most:
         yield (
-            f"data.solved_samples is {data.solved_samples}; a pass rate counts data.history_groups x "
-            f"rollout.group_size = {data.history_groups} x {group_size} = {most} completions at most, and nothing "
+            f"data.solved_samples is {data.solved_samples}; a pass rate counts "
+            "data.history_groups x "
+            f"rollout.group_size = {data.history_groups} x {group_size} = {most} completions at "
+            "most, and nothing "
             "would ever be skipped. Lower the former, or raise data.history_groups."
         )
 
@@ -82,8 +93,9 @@ Check = Callable[[Config], Iterable[str]]
 
 
 def in_every_stage(config: Config, check: Check) -> list[str]:
-    """The problems of every stage, which is named; one that all stages have alike is listed once. Where the lists do
-    not go together, there is no stage to check."""
+    """The problems of every stage, which is named; one that all stages have alike is listed once.
+
+    Where the lists do not go together, there is no stage to check."""
     if any(length_curriculum.stage_list_problems(config)):
         return []
     stages = length_curriculum.length_stages(config, None)
@@ -102,8 +114,14 @@ def of_longest_stage(config: Config, check: Check) -> list[str]:
     if any(length_curriculum.stage_list_problems(config)):
         return []
     longest = length_curriculum.with_longest_lengths(config)
-    keys = [key for key in ("stages", "validation") if getattr(config, key) != getattr(Config(), key)]
-    where = f" (The largest lengths of {' and '.join(f'{key}.*' for key in keys)} count.)" if keys else ""
+    keys = [
+        key for key in ("stages", "validation") if getattr(config, key) != getattr(Config(), key)
+    ]
+    where = (
+        f" (The largest lengths of {' and '.join(f'{key}.*' for key in keys)} count.)"
+        if keys
+        else ""
+    )
     return [problem + where * ("max_" in problem) for problem in check(longest)]
 
 
@@ -120,4 +138,7 @@ def validation_name_problems(config: Config) -> Iterator[str]:
     """Files of `validation.paths` whose metrics would have one name."""
     names = Counter(length_curriculum.validation_names(config.validation.paths))
     for name in (name for name, count in names.items() if count > 1):
-        yield f'validation.paths: {names[name]} files are named "{name}", and so would be their metrics. Rename one.'
+        yield (
+            f'validation.paths: {names[name]} files are named "{name}", and so would be their '
+            "metrics. Rename one."
+        )

@@ -1,6 +1,8 @@
-"""Numbers that a run may have, and that hardly anybody means: a slip of the comma, another setting's value.
+"""Numbers that a run may have, and that hardly anybody means: a slip of the comma, another
+setting's value.
 
-They are no errors, and are named at the start. What is sensible covers with room what papers and trainers take.
+They are no errors, and are named at the start. What is sensible covers with room what papers and
+trainers take.
 """
 
 from __future__ import annotations
@@ -32,20 +34,27 @@ class SensibleRange:
         check_row(self, self.when, keys=[self.key])
 
     def doubt(self, config: Config, note: str = "") -> str | None:
-        """What is wrong with the setting's value; None: nothing, or it is not set, or this is no such run."""
+        """What is wrong with the setting's value; None: nothing, or it is not set, or this is no
+        such run."""
         value = attrgetter(self.key)(config)
         if value is None or self.low <= value <= self.high or (self.zero and value == 0):
             return None
         if not all(self.when(config)):
             return None
-        wanted = f"at least {self.low:g}" if self.high == math.inf else f"{self.low:g} to {self.high:g}"
+        wanted = (
+            f"at least {self.low:g}" if self.high == math.inf else f"{self.low:g} to {self.high:g}"
+        )
         off = ", or 0 for none" if self.zero else ""
         usual = f"; usual is {self.usual}" if self.usual else ""
-        return f"{self.key}={value:g} is legal, and hardly what you mean{note}: sensible is {wanted}{off}{usual}."
+        return (
+            f"{self.key}={value:g} is legal, and hardly what you mean{note}: sensible is "
+            f"{wanted}{off}{usual}."
+        )
 
 
 def loss_clips(config: Config) -> list[object]:
-    """Clip-Cov and KL-Cov bound the policy in the place of the clip, which is set wide open for them."""
+    """Clip-Cov and KL-Cov bound the policy in the place of the clip, which is set wide open for
+    them."""
     algorithm = config.algorithm
     return [algorithm.loss == "clip", not algorithm.clip_cov_ratio, not algorithm.kl_cov_ratio]
 
@@ -119,14 +128,17 @@ SENSIBLE = (
 """Fewer than 8 tokens hold no \\boxed{...}, and a checkpoint takes longer than part of a second."""
 
 LEARNING_RATES = ((1_000_000_000, 1e-4), (100_000_000, 1e-3), (0, 1e-2))
-"""AdamW's of full training: of models with at least so many parameters the largest that is sensible."""
+"""AdamW's of full training: of models with at least so many parameters the largest that is
+sensible."""
 LEAST_LEARNING_RATE = 1e-8
 ADAPTERS = 10
 """Of LoRA learning rates are so many times as high as those of full training, up to 1e-2."""
 
 
 def doubtful_values(config: Config, parameters: int | None = None) -> Iterator[str]:
-    """A sentence on every number that is hardly meant. `parameters` are those of the model, if it is known."""
+    """A sentence on every number that is hardly meant.
+
+    `parameters` are those of the model, if it is known."""
     note = f" for a model of {parameters / 1e9:.3g} B parameters" if parameters is not None else ""
     for sensible in learning_rates(config, parameters):
         if (doubt := sensible.doubt(config, note)) is not None:
@@ -137,7 +149,8 @@ def doubtful_values(config: Config, parameters: int | None = None) -> Iterator[s
 
 
 def learning_rates(config: Config, parameters: int | None) -> Iterator[SensibleRange]:
-    """What is sensible of AdamW's learning rates, which depends on the model's size and on what learns of it."""
+    """What is sensible of AdamW's learning rates, which depends on the model's size and on what
+    learns of it."""
     most = next(rate for least, rate in LEARNING_RATES if (parameters or 0) >= least)
     most_of_all = LEARNING_RATES[-1][1]
     times = ADAPTERS if config.lora.rank else 1

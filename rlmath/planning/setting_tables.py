@@ -1,7 +1,8 @@
-"""Settings that do not go together, a rule a row: what is refused, what changes nothing, and what is doubtful.
+"""Settings that do not go together, a rule a row: what is refused, what changes nothing, and what
+is doubtful.
 
-A row says of which runs it is, `when`, in conditions that must all hold, and what the user reads, `text`. A name in it
-that is no setting's raises where the row is made: when this file is imported.
+A row says of which runs it is, `when`, in conditions that must all hold, and what the user reads,
+`text`. A name in it that is no setting's raises where the row is made: when this file is imported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from rlmath.config.schema import Config
 # pyright: reportUnnecessaryComparison=true, reportUnnecessaryContains=true
 
 Condition = Callable[[Config], list[object]]
-"""What must be true of a run, all of it: a list and not `and`, so that every name is read when the row is checked."""
+"""What must be true of a run, all of it: a list and not `and`, so that every name is read when the
+row is checked."""
 
 DEFAULTS = Config()
 
@@ -41,7 +43,8 @@ class Conflict(Rule):
 
 @dataclass(frozen=True)
 class Unused(Rule):
-    """Settings that have no effect in such runs; the text goes on from "no effect", and may say why."""
+    """Settings that have no effect in such runs; the text goes on from "no effect", and may say
+    why."""
 
     keys: Sequence[str]
     """A section with its dot, "critic.", stands for all its settings."""
@@ -57,9 +60,15 @@ class Doubt(Rule):
 
 def check_row(row: object, when: Condition, text: str = "", keys: Iterable[str] = ()) -> None:
     """ValueError with the row where its condition, its text or its keys name what no setting is."""
-    in_text = [key for key in re.findall(r"[a-z]+\.\w+", text) if key.partition(".")[0] in section_classes()]
+    in_text = [
+        key
+        for key in re.findall(r"[a-z]+\.\w+", text)
+        if key.partition(".")[0] in section_classes()
+    ]
     unknown = [
-        key for key in (*keys, *in_text) if not any(is_among(known, [key]) for known in all_settings())
+        key
+        for key in (*keys, *in_text)
+        if not any(is_among(known, [key]) for known in all_settings())
     ]
     try:
         if unknown:
@@ -69,7 +78,9 @@ def check_row(row: object, when: Condition, text: str = "", keys: Iterable[str] 
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise ValueError(f"{row}: {error}") from error
     if not isinstance(conditions, list):
-        raise ValueError(f"{row}: the condition is {conditions!r}; needed: a list of what must all hold")
+        raise ValueError(
+            f"{row}: the condition is {conditions!r}; needed: a list of what must all hold"
+        )
 
 
 # ---------------------------------------------------------------- conditions of several rows
@@ -105,14 +116,16 @@ CONFLICTS = (
     ),
     Conflict(
         when=lambda config: [config.optimizer.kind == "sgd", config.optimizer.distributed],
-        text='optimizer.distributed: Megatron shares only Adam\'s state. With kind "sgd" set it to false.',
+        text='optimizer.distributed: Megatron shares only Adam\'s state. With kind "sgd" set it '
+        "to false.",
     ),
     Conflict(
         when=lambda config: [
             config.policy.recompute_granularity == "full",
             not config.policy.recompute_method,
         ],
-        text='policy.recompute_method is null; policy.recompute_granularity="full" needs it. Set, say, '
+        text='policy.recompute_method is null; policy.recompute_granularity="full" needs it. Set, '
+        "say, "
         "policy.recompute_method=uniform.",
     ),
     Conflict(
@@ -120,12 +133,17 @@ CONFLICTS = (
             config.policy.recompute_granularity == "full",
             not config.policy.recompute_num_layers,
         ],
-        text='policy.recompute_num_layers is null; policy.recompute_granularity="full" needs it. Set, say, '
+        text='policy.recompute_num_layers is null; policy.recompute_granularity="full" needs it. '
+        "Set, say, "
         "policy.recompute_num_layers=1.",
     ),
     Conflict(
-        when=lambda config: [config.policy.recompute_method, config.policy.recompute_granularity != "full"],
-        text='policy.recompute_method is {policy.recompute_method}; only policy.recompute_granularity="full" has '
+        when=lambda config: [
+            config.policy.recompute_method,
+            config.policy.recompute_granularity != "full",
+        ],
+        text="policy.recompute_method is {policy.recompute_method}; only "
+        'policy.recompute_granularity="full" has '
         "it. Set it to null.",
     ),
     Conflict(
@@ -138,50 +156,66 @@ CONFLICTS = (
     ),
     Conflict(
         when=lambda config: [config.parallel.pipeline == 1, config.parallel.virtual_pipeline > 1],
-        text="parallel.virtual_pipeline is {parallel.virtual_pipeline}; with parallel.pipeline=1 there are no "
+        text="parallel.virtual_pipeline is {parallel.virtual_pipeline}; with parallel.pipeline=1 "
+        "there are no "
         "stages to take turns. Set it to 1, or raise parallel.pipeline.",
     ),
     Conflict(
         when=lambda config: [config.parallel.pipeline == 1, config.parallel.first_stage_layers],
-        text="parallel.first_stage_layers is {parallel.first_stage_layers}; with parallel.pipeline=1 the one "
+        text="parallel.first_stage_layers is {parallel.first_stage_layers}; with "
+        "parallel.pipeline=1 the one "
         "stage has all layers. Set it to null, or raise parallel.pipeline.",
     ),
     Conflict(
         when=lambda config: [config.parallel.pipeline == 1, config.parallel.last_stage_layers],
-        text="parallel.last_stage_layers is {parallel.last_stage_layers}; with parallel.pipeline=1 the one stage "
+        text="parallel.last_stage_layers is {parallel.last_stage_layers}; with "
+        "parallel.pipeline=1 the one stage "
         "has all layers. Set it to null, or raise parallel.pipeline.",
     ),
     Conflict(
         when=lambda config: [config.stages.steps, config.run.total_steps],
-        text="run.total_steps is {run.total_steps} beside stages.steps, which give the run's length. Set it to "
+        text="run.total_steps is {run.total_steps} beside stages.steps, which give the run's "
+        "length. Set it to "
         "null.",
     ),
     Conflict(
-        when=lambda config: [config.algorithm.importance_correction, not config.algorithm.recompute_logprobs],
-        text='algorithm.importance_correction is "{algorithm.importance_correction}"; it weighs recomputed '
-        "log-probs against the engine's. Set algorithm.recompute_logprobs=true, or the former to null.",
+        when=lambda config: [
+            config.algorithm.importance_correction,
+            not config.algorithm.recompute_logprobs,
+        ],
+        text='algorithm.importance_correction is "{algorithm.importance_correction}"; it weighs '
+        "recomputed "
+        "log-probs against the engine's. Set algorithm.recompute_logprobs=true, or the former to "
+        "null.",
     ),
     Conflict(
         when=lambda config: [
             config.algorithm.advantage == "pass@k",
             config.algorithm.pass_k > config.rollout.group_size,
         ],
-        text="algorithm.pass_k is {algorithm.pass_k}, above rollout.group_size {rollout.group_size}: a group has "
+        text="algorithm.pass_k is {algorithm.pass_k}, above rollout.group_size "
+        "{rollout.group_size}: a group has "
         "no so many completions. Lower the former.",
     ),
     Conflict(
-        when=lambda config: [config.algorithm.advantage in ("maxrl", "pass@k"), kl_in_reward(config)],
-        text='algorithm.advantage is "{algorithm.advantage}", which counts successes: no KL can be taken from '
+        when=lambda config: [
+            config.algorithm.advantage in ("maxrl", "pass@k"),
+            kl_in_reward(config),
+        ],
+        text='algorithm.advantage is "{algorithm.advantage}", which counts successes: no KL can '
+        "be taken from "
         "them. Set algorithm.kl_in=loss.",
     ),
     Conflict(
         when=lambda config: [config.algorithm.advantage == "maxrl", config.reward.length_penalty],
-        text='algorithm.advantage is "maxrl", which counts rewards above 0: reward.length_penalty would change '
+        text='algorithm.advantage is "maxrl", which counts rewards above 0: reward.length_penalty '
+        "would change "
         "nothing, or make a right answer a wrong one. Set it to 0.",
     ),
     Conflict(
         when=lambda config: [config.algorithm.advantage == "maxrl", config.reward.overlong_buffer],
-        text='algorithm.advantage is "maxrl", which counts rewards above 0: reward.overlong_buffer would change '
+        text='algorithm.advantage is "maxrl", which counts rewards above 0: '
+        "reward.overlong_buffer would change "
         "nothing, or make a right answer a wrong one. Set it to 0.",
     ),
     Conflict(
@@ -190,13 +224,16 @@ CONFLICTS = (
             config.algorithm.kl_coef,
             config.algorithm.reference_every_steps,
         ],
-        text="algorithm.reference_every_steps is {algorithm.reference_every_steps}, and with lora.rank "
-        "{lora.rank} the reference is the policy without its adapters, which stays what it is. Set the "
+        text="algorithm.reference_every_steps is {algorithm.reference_every_steps}, and with "
+        "lora.rank "
+        "{lora.rank} the reference is the policy without its adapters, which stays what it is. "
+        "Set the "
         "former to null, or lora.rank=0.",
     ),
     Conflict(
         when=lambda config: [config.algorithm.kl_ratio, kl_in_reward(config)],
-        text='algorithm.kl_ratio is "{algorithm.kl_ratio}", a weight of the KL in the loss, and algorithm.kl_in '
+        text='algorithm.kl_ratio is "{algorithm.kl_ratio}", a weight of the KL in the loss, and '
+        "algorithm.kl_in "
         'is "reward". Set algorithm.kl_ratio=null, or algorithm.kl_in=loss.',
     ),
     Conflict(
@@ -205,12 +242,14 @@ CONFLICTS = (
             kl_in_loss(config),
             config.algorithm.kl_estimator not in ("k1", "k3"),
         ],
-        text='algorithm.kl_estimator is "{algorithm.kl_estimator}", whose mean is no KL to be weighed by '
+        text='algorithm.kl_estimator is "{algorithm.kl_estimator}", whose mean is no KL to be '
+        "weighed by "
         "algorithm.kl_ratio. Set algorithm.kl_estimator=k3, or algorithm.kl_ratio=null.",
     ),
     Conflict(
         when=lambda config: [config.algorithm.clip_cov_ratio, config.algorithm.kl_cov_ratio],
-        text="algorithm.clip_cov_ratio and algorithm.kl_cov_ratio are two ways to hold the same tokens. Set one "
+        text="algorithm.clip_cov_ratio and algorithm.kl_cov_ratio are two ways to hold the same "
+        "tokens. Set one "
         "of them to null.",
     ),
     Conflict(
@@ -218,22 +257,29 @@ CONFLICTS = (
             config.algorithm.clip_cov_ratio,
             config.algorithm.clip_cov_high <= config.algorithm.clip_cov_low,
         ],
-        text="algorithm.clip_cov_low is {algorithm.clip_cov_low:g}, not below algorithm.clip_cov_high "
+        text="algorithm.clip_cov_low is {algorithm.clip_cov_low:g}, not below "
+        "algorithm.clip_cov_high "
         "{algorithm.clip_cov_high:g}. Lower the former.",
     ),
     Conflict(
         when=lambda config: [config.selection.dynamic_sampling, config.rollout.group_size == 1],
-        text="rollout.group_size is 1; selection.dynamic_sampling drops groups without contrast, and a "
+        text="rollout.group_size is 1; selection.dynamic_sampling drops groups without contrast, "
+        "and a "
         "completion alone has none. Raise it, or set selection.dynamic_sampling=null.",
     ),
     Conflict(
         when=lambda config: [learns_from_the_teacher_alone(config), kl_in_reward(config)],
-        text='algorithm.kl_in is "reward" and teacher.with_rewards false: no reward is learned from. Set '
+        text='algorithm.kl_in is "reward" and teacher.with_rewards false: no reward is learned '
+        "from. Set "
         "algorithm.kl_in=loss, or teacher.with_rewards=true.",
     ),
     Conflict(
-        when=lambda config: [learns_from_the_teacher_alone(config), config.algorithm.advantage == "gae"],
-        text='algorithm.advantage is "gae" and teacher.with_rewards false: the critic would be trained for '
+        when=lambda config: [
+            learns_from_the_teacher_alone(config),
+            config.algorithm.advantage == "gae",
+        ],
+        text='algorithm.advantage is "gae" and teacher.with_rewards false: the critic would be '
+        "trained for "
         "nothing. Set another algorithm.advantage, or teacher.with_rewards=true.",
     ),
     Conflict(
@@ -242,17 +288,21 @@ CONFLICTS = (
             config.critic.bootstrap_truncated,
             config.parallel.context > 1,
         ],
-        text="critic.bootstrap_truncated is true and parallel.context {parallel.context}: the value after a "
-        "completion's last token is not gathered over context ranks. Set it to false, or parallel.context "
+        text="critic.bootstrap_truncated is true and parallel.context {parallel.context}: the "
+        "value after a "
+        "completion's last token is not gathered over context ranks. Set it to false, or "
+        "parallel.context "
         "to 1.",
     ),
     Conflict(
         when=lambda config: [config.reward.weights, not config.reward.rewards],
-        text="reward.weights is for the rewards of reward.rewards, which is empty. List them, or leave it out.",
+        text="reward.weights is for the rewards of reward.rewards, which is empty. List them, or "
+        "leave it out.",
     ),
     Conflict(
         when=lambda config: [config.reward.combine == "gdpo", not config.reward.rewards],
-        text="reward.combine is for the rewards of reward.rewards, which is empty. List them, or leave it out.",
+        text="reward.combine is for the rewards of reward.rewards, which is empty. List them, or "
+        "leave it out.",
     ),
     Conflict(
         when=lambda config: [config.reward.function, config.reward.rewards],
@@ -265,17 +315,24 @@ CONFLICTS = (
             config.reward.combine == "gdpo",
             config.algorithm.advantage != "grpo",
         ],
-        text='algorithm.advantage is "{algorithm.advantage}", and reward.combine=gdpo normalises as "grpo" does. '
+        text='algorithm.advantage is "{algorithm.advantage}", and reward.combine=gdpo normalises '
+        'as "grpo" does. '
         'Set algorithm.advantage="grpo", or reward.combine=sum.',
     ),
     Conflict(
-        when=lambda config: [config.reward.rewards, config.reward.combine == "gdpo", kl_in_reward(config)],
-        text='algorithm.kl_in is "reward", and with reward.combine=gdpo there is no one reward to take it from. '
+        when=lambda config: [
+            config.reward.rewards,
+            config.reward.combine == "gdpo",
+            kl_in_reward(config),
+        ],
+        text='algorithm.kl_in is "reward", and with reward.combine=gdpo there is no one reward to '
+        "take it from. "
         'Set algorithm.kl_in="loss", or reward.combine=sum.',
     ),
     Conflict(
         when=lambda config: [config.rollout.ranks, config.rollout.tail != "wait"],
-        text='rollout.tail is "{rollout.tail}" and rollout.ranks {rollout.ranks}: engines on ranks of their own '
+        text='rollout.tail is "{rollout.tail}" and rollout.ranks {rollout.ranks}: engines on '
+        "ranks of their own "
         "wait for no tail. Set rollout.tail=wait, or rollout.ranks=0.",
     ),
     Conflict(
@@ -284,38 +341,51 @@ CONFLICTS = (
             config.rollout.max_concurrent_sequences,
             exceeds(config.rollout.group_size, config.rollout.max_concurrent_sequences),
         ],
-        text="rollout.max_concurrent_sequences is {rollout.max_concurrent_sequences} and rollout.group_size "
-        "{rollout.group_size}: an engine begins whole groups. Set it to {rollout.group_size} or more.",
+        text="rollout.max_concurrent_sequences is {rollout.max_concurrent_sequences} and "
+        "rollout.group_size "
+        "{rollout.group_size}: an engine begins whole groups. Set it to {rollout.group_size} or "
+        "more.",
     ),
     Conflict(
         when=lambda config: [config.rollout.ranks, config.sync.checksum_every],
-        text="sync.checksum_every is {sync.checksum_every} and rollout.ranks {rollout.ranks}: the policy may be "
-        "ahead of what an engine has taken. Set sync.checksum_every=0; sync.probe_every compares log-probs "
+        text="sync.checksum_every is {sync.checksum_every} and rollout.ranks {rollout.ranks}: the "
+        "policy may be "
+        "ahead of what an engine has taken. Set sync.checksum_every=0; sync.probe_every compares "
+        "log-probs "
         "of a version.",
     ),
     Conflict(
         when=lambda config: [config.rollout.ranks, config.algorithm.rollback],
-        text="algorithm.rollback is {algorithm.rollback} and rollout.ranks {rollout.ranks}: engines that are "
+        text="algorithm.rollback is {algorithm.rollback} and rollout.ranks {rollout.ranks}: "
+        "engines that are "
         "ahead of the steps cannot go back. Set algorithm.rollback=0, or rollout.ranks=0.",
     ),
     Conflict(
         when=lambda config: [config.rollout.ranks, config.data.curriculum != "none"],
-        text='data.curriculum is "{data.curriculum}" and rollout.ranks {rollout.ranks}: which pass rates a draw '
-        "sees depends on the clock, and no resumed run could draw the same. Set data.curriculum=none, or "
+        text='data.curriculum is "{data.curriculum}" and rollout.ranks {rollout.ranks}: which '
+        "pass rates a draw "
+        "sees depends on the clock, and no resumed run could draw the same. Set "
+        "data.curriculum=none, or "
         "rollout.ranks=0.",
     ),
     Conflict(
-        when=lambda config: [config.data.curriculum == "band", config.data.band_low > config.data.band_high],
-        text="data.band_low is {data.band_low:g}, above data.band_high {data.band_high:g}: no pass rate lies "
+        when=lambda config: [
+            config.data.curriculum == "band",
+            config.data.band_low > config.data.band_high,
+        ],
+        text="data.band_low is {data.band_low:g}, above data.band_high {data.band_high:g}: no "
+        "pass rate lies "
         "between them. Lower the former.",
     ),
     Conflict(
         when=lambda config: [config.validation.keep_best, not config.validation.every_steps],
-        text="validation.keep_best needs accuracies to compare. Set validation.every_steps, or keep_best=false.",
+        text="validation.keep_best needs accuracies to compare. Set validation.every_steps, or "
+        "keep_best=false.",
     ),
     Conflict(
         when=lambda config: [config.validation.every_steps, not config.validation.paths],
-        text="validation.every_steps is {validation.every_steps}, and validation.paths is empty. Name files of "
+        text="validation.every_steps is {validation.every_steps}, and validation.paths is empty. "
+        "Name files of "
         "problems, or set validation.every_steps=null.",
     ),
 )
@@ -333,7 +403,8 @@ UNUSED = (
     Unused(
         ["memory.offload_reference"],
         when=lambda config: [config.lora.rank, config.algorithm.kl_coef],
-        text="with lora.rank and with algorithm.kl_coef: the reference is the policy without its adapters",
+        text="with lora.rank and with algorithm.kl_coef: the reference is the policy without its "
+        "adapters",
     ),
     Unused(
         ["optimizer.min_lr"],
@@ -359,8 +430,10 @@ UNUSED = (
             config.algorithm.epochs == 1,
             config.algorithm.recompute_logprobs,
         ],
-        text="with algorithm.n_minibatches=1 and with algorithm.epochs=1 and with algorithm.recompute_logprobs: "
-        "one minibatch a step is learned from before the policy changes, and every importance ratio is 1",
+        text="with algorithm.n_minibatches=1 and with algorithm.epochs=1 and with "
+        "algorithm.recompute_logprobs: "
+        "one minibatch a step is learned from before the policy changes, and every importance "
+        "ratio is 1",
     ),
     Unused(
         ["algorithm.dual_clip"],
@@ -403,7 +476,11 @@ UNUSED = (
         text="without algorithm.loss=sapo",
     ),
     Unused(
-        ["algorithm.importance_cap", "algorithm.importance_mask_low", "algorithm.importance_mask_high"],
+        [
+            "algorithm.importance_cap",
+            "algorithm.importance_mask_low",
+            "algorithm.importance_mask_high",
+        ],
         when=lambda config: [not config.algorithm.importance_correction],
         text="without algorithm.importance_correction",
     ),
@@ -459,7 +536,8 @@ UNUSED = (
     Unused(
         ["reward.function_takes"],
         when=lambda config: [not config.reward.function, not config.reward.rewards],
-        text="without reward.function and without reward.rewards: no function of yours gives a reward",
+        text="without reward.function and without reward.rewards: no function of yours gives a "
+        "reward",
     ),
     Unused(
         ["reward.output_scaling", "reward.output_bias"],
@@ -494,7 +572,8 @@ UNUSED = (
     Unused(
         ["rollout.on_new_weights"],
         when=lambda config: [config.rollout.ranks, config.rollout.max_staleness == 0],
-        text="with rollout.ranks and with rollout.max_staleness=0: nothing is being sampled when new weights "
+        text="with rollout.ranks and with rollout.max_staleness=0: nothing is being sampled when "
+        "new weights "
         "come",
     ),
     Unused(
@@ -503,7 +582,11 @@ UNUSED = (
         text="with rollout.ranks: no engine takes turns with training on the same memory",
     ),
     Unused(
-        ["algorithm.rollback_lr_factor", "algorithm.rollback_reward_drop", "algorithm.rollback_reward_steps"],
+        [
+            "algorithm.rollback_lr_factor",
+            "algorithm.rollback_reward_drop",
+            "algorithm.rollback_reward_steps",
+        ],
         when=lambda config: [config.algorithm.rollback == 0],
         text="with algorithm.rollback=0",
     ),
@@ -551,7 +634,8 @@ UNUSED = (
 DOUBTFUL = (
     Doubt(
         when=lambda config: [config.rollout.tail == "carry", config.rollout.max_staleness == 0],
-        text='rollout.tail="carry" carries nothing with rollout.max_staleness=0: a step finishes what it begins.',
+        text='rollout.tail="carry" carries nothing with rollout.max_staleness=0: a step finishes '
+        "what it begins.",
     ),
     Doubt(
         when=lambda config: [
@@ -563,17 +647,20 @@ DOUBTFUL = (
     ),
     Doubt(
         when=lambda config: [goes_back_when_rewards_fall(config), config.data.curriculum != "none"],
-        text="algorithm.rollback_reward_drop: data.curriculum skips prompts that the policy solves, and rewards "
+        text="algorithm.rollback_reward_drop: data.curriculum skips prompts that the policy "
+        "solves, and rewards "
         "may fall without a worse policy.",
     ),
     Doubt(
         when=lambda config: [goes_back_when_rewards_fall(config), config.stages.steps],
-        text="algorithm.rollback_reward_drop: stages change the length of completions, and rewards may fall "
+        text="algorithm.rollback_reward_drop: stages change the length of completions, and "
+        "rewards may fall "
         "without a worse policy.",
     ),
     Doubt(
         when=lambda config: [config.algorithm.loss == "gspo", config.algorithm.clip_ratio > 0.01],
-        text="algorithm.clip_ratio={algorithm.clip_ratio:g} hardly ever clips the mean ratio of a completion; "
+        text="algorithm.clip_ratio={algorithm.clip_ratio:g} hardly ever clips the mean ratio of a "
+        "completion; "
         "GSPO's paper has 3e-4, and 4e-4 for algorithm.clip_ratio_high.",
     ),
     Doubt(
@@ -582,7 +669,8 @@ DOUBTFUL = (
             config.algorithm.clip_ratio == 0.2,
             not config.algorithm.clip_ratio_high,
         ],
-        text="algorithm.clip_ratio=0.2 bounds the log of a token's ratio with algorithm.loss=gmpo; its paper has "
+        text="algorithm.clip_ratio=0.2 bounds the log of a token's ratio with "
+        "algorithm.loss=gmpo; its paper has "
         "0.4.",
     ),
     Doubt(
@@ -591,22 +679,29 @@ DOUBTFUL = (
             config.algorithm.kl_estimator == "k1",
             not config.algorithm.kl_ratio,
         ],
-        text='algorithm.kl_estimator="k1" in the loss has an expected gradient of 0 and holds nothing back; "k2" '
+        text='algorithm.kl_estimator="k1" in the loss has an expected gradient of 0 and holds '
+        'nothing back; "k2" '
         "has that of the KL.",
     ),
     Doubt(
         when=lambda config: [kl_in_reward(config), config.algorithm.kl_estimator != "k1"],
-        text='algorithm.kl_estimator="{algorithm.kl_estimator}" in the reward has no gradient of first order '
+        text='algorithm.kl_estimator="{algorithm.kl_estimator}" in the reward has no gradient of '
+        "first order "
         'near the reference; "k1" has that of the KL.',
     ),
     Doubt(
         when=lambda config: [kl_in_reward(config), config.algorithm.advantage == "grpo"],
-        text='algorithm.advantage="grpo" divides by the group\'s deviation: where all rewards of a group are '
+        text='algorithm.advantage="grpo" divides by the group\'s deviation: where all rewards of '
+        "a group are "
         'equal, the KL alone makes it. "rloo", "dr_grpo", "ppo" and kl_in="loss" do not.',
     ),
     Doubt(
-        when=lambda config: [config.selection.dynamic_sampling, not config.selection.max_extra_prompts],
-        text="selection.dynamic_sampling drops groups and, with selection.max_extra_prompts=0, samples none in "
+        when=lambda config: [
+            config.selection.dynamic_sampling,
+            not config.selection.max_extra_prompts,
+        ],
+        text="selection.dynamic_sampling drops groups and, with selection.max_extra_prompts=0, "
+        "samples none in "
         "their place.",
     ),
     Doubt(
@@ -615,12 +710,17 @@ DOUBTFUL = (
             config.algorithm.advantage == "gae",
             config.rollout.group_size > 1,
         ],
-        text='selection.dynamic_sampling drops groups without contrast; algorithm.advantage="gae" compares with '
+        text='selection.dynamic_sampling drops groups without contrast; algorithm.advantage="gae" '
+        "compares with "
         "a critic's values, and could learn from them.",
     ),
     Doubt(
-        when=lambda config: [config.selection.dynamic_sampling, learns_from_the_teacher_alone(config)],
-        text="selection.dynamic_sampling drops groups by their rewards, and with teacher.with_rewards=false the "
+        when=lambda config: [
+            config.selection.dynamic_sampling,
+            learns_from_the_teacher_alone(config),
+        ],
+        text="selection.dynamic_sampling drops groups by their rewards, and with "
+        "teacher.with_rewards=false the "
         "teacher would teach them, too. Set selection.dynamic_sampling=null.",
     ),
 )

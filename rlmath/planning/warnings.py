@@ -1,4 +1,5 @@
-"""Settings that change nothing in a run, or less than one may think: none is an error, all are told at the start."""
+"""Settings that change nothing in a run, or less than one may think: none is an error, all are told
+at the start."""
 
 from __future__ import annotations
 
@@ -13,12 +14,16 @@ from rlmath.planning.setting_tables import doubts, without_effect
 from rlmath.rewards.several_rewards import functions_of, is_verified
 
 LORA_LEAST_LR = 5e-6
-"""Below it optimizer.lr is one of full training, whose 1e-6 to 3e-6 are usual for billions of weights."""
+"""Below it optimizer.lr is one of full training, whose 1e-6 to 3e-6 are usual for billions of
+weights."""
 
 
-def config_warnings(config: Config, unused: Sequence[str] = (), parameters: int | None = None) -> list[str]:
-    """Settings that change nothing in this run, or less than one may think, and numbers that are hardly meant. `unused`
-    are those of `only_used`, `parameters` those of the model, if it is known."""
+def config_warnings(
+    config: Config, unused: Sequence[str] = (), parameters: int | None = None
+) -> list[str]:
+    """Settings that change nothing in this run, or less than one may think, and numbers that are
+    hardly meant. `unused` are those of `only_used`, `parameters` those of the model, if it is
+    known."""
     found = [f"Without effect in supervised training: {', '.join(unused)}."] if unused else []
     values, defaults = setting_values(config), setting_values(Config())
     changed = [key for key in all_settings() if values[key] != defaults[key]]
@@ -26,17 +31,21 @@ def config_warnings(config: Config, unused: Sequence[str] = (), parameters: int 
     found += doubtful_values(config, parameters)
     if config.lora.rank and config.optimizer.lr < LORA_LEAST_LR:
         found.append(
-            f"optimizer.lr={config.optimizer.lr:g} is a learning rate of full training, and with lora.rank="
-            f"{config.lora.rank} teaches little: adapters want some ten times as much, 1e-5 to 1e-4."
+            f"optimizer.lr={config.optimizer.lr:g} is a learning rate of full training, and with "
+            "lora.rank="
+            f"{config.lora.rank} teaches little: adapters want some ten times as much, 1e-5 to "
+            "1e-4."
         )
     if config.lora.rank and config.algorithm.advantage == "gae" and config.critic.lr is None:
         found.append(
-            f"critic.lr is twice optimizer.lr={config.optimizer.lr:g}, a learning rate of adapters, and all weights of "
+            f"critic.lr is twice optimizer.lr={config.optimizer.lr:g}, a learning rate of "
+            "adapters, and all weights of "
             "the critic learn. Give it one of full training, such as critic.lr=2e-6."
         )
     if config.model.adapter_path is not None and config.algorithm.kl_coef > 0:
         found.append(
-            "the reference is model.path without the adapters of model.adapter_path: KL is not 0 at the start. To stay "
+            "the reference is model.path without the adapters of model.adapter_path: KL is not 0 "
+            "at the start. To stay "
             "near that start, merge them into model.path."
         )
     preset = preset_values(config)
@@ -45,15 +54,19 @@ def config_warnings(config: Config, unused: Sequence[str] = (), parameters: int 
 
 
 def _preset_warnings(config: Config, preset: Mapping[str, Any]) -> Iterator[str]:
-    """What a run that resumes keeps of its preset as it was, or as it was overridden, at its beginning."""
+    """What a run that resumes keeps of its preset as it was, or as it was overridden, at its
+    beginning."""
     if config.algorithm.preset is None or config.run.recover_mode == "disabled":
         return
     values = setting_values(config)
     recorded = recorded_settings(config.run.output_dir, config.algorithm.preset)
-    kept = [key for key in preset if key in recorded and values[key] == recorded[key] != preset[key]]
+    kept = [
+        key for key in preset if key in recorded and values[key] == recorded[key] != preset[key]
+    ]
     if kept:
         yield (
-            f"algorithm.preset={config.algorithm.preset}: kept as the run in {config.run.output_dir} has recorded it: "
+            f"algorithm.preset={config.algorithm.preset}: kept as the run in "
+            f"{config.run.output_dir} has recorded it: "
             + ", ".join(
                 f"{key}={as_yaml_word(values[key])} (the preset has {as_yaml_word(preset[key])})"
                 for key in kept
@@ -62,34 +75,43 @@ def _preset_warnings(config: Config, preset: Mapping[str, Any]) -> Iterator[str]
 
 
 def _rollout_warnings(config: Config) -> Iterator[str]:
-    """Partial rollouts that fit the rest badly, and the loss of a run that learns from tokens of older versions."""
+    """Partial rollouts that fit the rest badly, and the loss of a run that learns from tokens of
+    older versions."""
     rollout, algorithm = config.rollout, config.algorithm
     odd_steps = rollout.tail == "defer" or (rollout.tail == "carry" and rollout.max_staleness > 1)
     if algorithm.advantage in ("ppo", "reinforce++", "gae") and odd_steps:
         yield (
-            f'algorithm.advantage="{algorithm.advantage}" compares a completion with all of its step, and with '
-            f'rollout.tail="{rollout.tail}" and rollout.max_staleness={rollout.max_staleness} some steps have more of '
+            f'algorithm.advantage="{algorithm.advantage}" compares a completion with all of its '
+            "step, and with "
+            f'rollout.tail="{rollout.tail}" and rollout.max_staleness={rollout.max_staleness} '
+            "some steps have more of "
             'the short groups and others more of the long ones: take rollout.tail="carry" with '
             'rollout.max_staleness=1, or advantages of a group ("grpo", "dr_grpo", "rloo").'
         )
     longest = max(config.stages.max_new_tokens or [rollout.max_new_tokens])
     if rollout.tail == "defer" and (rollout.slice_tokens or 0) >= longest:
         yield (
-            f"rollout.slice_tokens={rollout.slice_tokens} is no less than the longest completion ({longest} tokens): "
+            f"rollout.slice_tokens={rollout.slice_tokens} is no less than the longest completion "
+            f"({longest} tokens): "
             "nothing is deferred."
         )
     old = rollout.max_staleness > 0 and (rollout.tail == "carry" or rollout.ranks > 0)
     if old and not algorithm.recompute_logprobs:
         yield (
-            f"algorithm.recompute_logprobs=false with rollout.max_staleness={rollout.max_staleness}: the loss clips "
-            "the ratio to the versions that sampled the tokens, and tokens that the policy has moved away from since "
-            "give no gradient. configs/algorithms/decoupled.yaml has the loss that is made for old tokens."
+            "algorithm.recompute_logprobs=false with "
+            f"rollout.max_staleness={rollout.max_staleness}: the loss clips "
+            "the ratio to the versions that sampled the tokens, and tokens that the policy has "
+            "moved away from since "
+            "give no gradient. configs/algorithms/decoupled.yaml has the loss that is made for "
+            "old tokens."
         )
     several = algorithm.n_minibatches * algorithm.epochs > 1
     if several and not old and algorithm.recompute_logprobs and not algorithm.recomputes:
         yield (
-            'algorithm.proximal_logprobs="interpolate" without tokens of older weights (rollout.max_staleness with '
-            "rollout.ranks or rollout.tail=carry): from a step's second update on the ratio is to the engine's "
+            'algorithm.proximal_logprobs="interpolate" without tokens of older weights '
+            "(rollout.max_staleness with "
+            "rollout.ranks or rollout.tail=carry): from a step's second update on the ratio is to "
+            "the engine's "
             "log-probs."
         )
 
@@ -97,11 +119,20 @@ def _rollout_warnings(config: Config) -> Iterator[str]:
 def _algorithm_warnings(config: Config, preset: Mapping[str, Any]) -> Iterator[str]:
     own_scheme = preset.get("reward.scheme", RewardConfig.scheme) != config.reward.scheme
     if config.reward.rewards and own_scheme and not is_verified(config.reward):
-        yield "reward.scheme: no effect with reward.rewards that do not list correctness, whose scheme it is."
-    functions = functions_of(config.reward)
-    if config.selection.dynamic_sampling == "accuracy" and functions and not is_verified(config.reward):
         yield (
-            f'selection.dynamic_sampling="accuracy" with {next(iter(functions))}: an answer counts as right where its '
-            'metric "correct" is above 0, without one where its reward is. With partial credit whole groups are right '
+            "reward.scheme: no effect with reward.rewards that do not list correctness, whose "
+            "scheme it is."
+        )
+    functions = functions_of(config.reward)
+    if (
+        config.selection.dynamic_sampling == "accuracy"
+        and functions
+        and not is_verified(config.reward)
+    ):
+        yield (
+            f'selection.dynamic_sampling="accuracy" with {next(iter(functions))}: an answer '
+            "counts as right where its "
+            'metric "correct" is above 0, without one where its reward is. With partial credit '
+            "whole groups are right "
             'and are dropped: return "correct", or take selection.dynamic_sampling=reward.'
         )

@@ -1,5 +1,6 @@
-"""Make a captured step of a run again (`rlmath replay`): its update from the recorded samples, or its samples and
-rewards from the weights that it began with; and compare. Nothing that is imported here loads Megatron and vLLM."""
+"""Make a captured step of a run again (`rlmath replay`): its update from the recorded samples, or
+its samples and rewards from the weights that it began with; and compare. Nothing that is imported
+here loads Megatron and vLLM."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 
 PARTS = ("update", "rollout")
 TOLERANCE = 1e-4
-"""The norm of a gradient differs by up to 1e-5 on another layout in float32; means over tokens by 1e-7."""
+"""The norm of a gradient differs by up to 1e-5 on another layout in float32; means over tokens by
+1e-7."""
 REPLAYS = "replays"
 """In a capture's folder: a folder for each part and layout."""
 
@@ -56,15 +58,17 @@ not; 2: a mistake; 3: nothing was compared, as the step made no update.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One of `rlmath.distributed.fault_tolerance.exit_codes`; FAILURE also where the replay differs, NOTHING_COMPARED
-    where there is nothing to compare."""
+    """One of `rlmath.distributed.fault_tolerance.exit_codes`; FAILURE also where the replay
+    differs, NOTHING_COMPARED where there is nothing to compare."""
     escape_terminal()
     with mistakes_end_all_ranks():
         given = parse(argv)
     replay = Replay(given)
     if (mistake := launcher_mistake()) is not None:
         return refuse_launcher(mistake, replay.load, lambda settings: None)
-    from rlmath.run.startup import start  # only now: help and a mistake are answered before torch is loaded
+    from rlmath.run.startup import (
+        start,
+    )  # only now: help and a mistake are answered before torch is loaded
 
     return start(replay.load, replay.prepare, replay.program)
 
@@ -82,12 +86,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--step", type=int, help="counted from 1; default: the only one that is captured")
     add("--part", choices=PARTS, default="update", help="what is made again (default update)")
     add("--state", type=Path, help="checkpoint to start from (default: that of the run)")
-    add("--output", type=Path, help=f"where it writes (default: {REPLAYS}/ in the capture's folder)")
+    add(
+        "--output", type=Path, help=f"where it writes (default: {REPLAYS}/ in the capture's folder)"
+    )
     functions_help = "with --part rollout: import the functions that the capture's settings name"
     add("--with-functions", action="store_true", help=functions_help)
     tolerance_help = f"largest relative difference that counts as the same (default {TOLERANCE:g})"
     add("--tolerance", type=float, default=TOLERANCE, help=tolerance_help)
-    add("--ranks", type=int, help="processes (default: as many as the run had); of `rlmath replay` only")
+    add(
+        "--ranks",
+        type=int,
+        help="processes (default: as many as the run had); of `rlmath replay` only",
+    )
     given = parser.parse_intermixed_args(argv)
     if not (math.isfinite(given.tolerance) and given.tolerance >= 0):
         parser.error(f"--tolerance is {given.tolerance}; needed: a number from 0 on")
@@ -95,7 +105,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def find_capture(run: Path, step: int | None) -> Path:
-    """The folder of a capture: `run`, or a step (from 1) of it. ValueError for none, or several without a `step`."""
+    """The folder of a capture: `run`, or a step (from 1) of it.
+
+    ValueError for none, or several without a `step`."""
     try:
         if (run / CAPTURE_FILE).is_file():
             return run
@@ -105,18 +117,25 @@ def find_capture(run: Path, step: int | None) -> Path:
     fitting = [one for one in there if step is None or one == folder_of(run, step - 1)]
     if len(fitting) != 1:
         what = (
-            "several captures" if fitting else "no capture" if step is None else f"no capture of step {step}"
+            "several captures"
+            if fitting
+            else "no capture"
+            if step is None
+            else f"no capture of step {step}"
         )
         raise ValueError(
-            f'"{run}" has {what}; captures there: {", ".join(one.name for one in there) or "none"}. Give the folder of '
+            f'"{run}" has {what}; captures there: '
+            f"{', '.join(one.name for one in there) or 'none'}. Give the folder of "
             "a run that telemetry.capture_steps or a failure made one in, and --step N"
         )
     return fitting[0]
 
 
-def find_state(folder: Path, capture: Capture, given: Path | None) -> tuple[CheckpointToResume | None, str]:
-    """The checkpoint that the step began with, None for the model that the run started from; and a warning where it is
-    an earlier one. ValueError where there is none."""
+def find_state(
+    folder: Path, capture: Capture, given: Path | None
+) -> tuple[CheckpointToResume | None, str]:
+    """The checkpoint that the step began with, None for the model that the run started from; and a
+    warning where it is an earlier one. ValueError where there is none."""
     if given is not None:
         place = given.resolve()
         found, notes = complete_checkpoints(place.parent)
@@ -129,21 +148,24 @@ def find_state(folder: Path, capture: Capture, given: Path | None) -> tuple[Chec
     if not found:
         wanted = given or folder.parent.parent / CHECKPOINTS_FOLDER / f"step-{capture.step:06d}"
         raise ValueError(
-            f'there is no complete checkpoint "{wanted}", with which step {capture.step + 1} began. '
+            f'there is no complete checkpoint "{wanted}", with which step {capture.step + 1} '
+            "began. "
             f"{' '.join([*notes, 'Give one: --state FOLDER'])}"
         )
     checkpoint, progress = found[0], read_progress(found[0].folder)
     warning = ""
     if checkpoint.step != capture.step or len(progress.rollback_steps) > capture.rollbacks:
         warning = (
-            f"the replay of step {capture.step + 1} starts from {checkpoint.folder}, and the step began with other "
+            f"the replay of step {capture.step + 1} starts from {checkpoint.folder}, and the step "
+            "began with other "
             f"weights, those after step {capture.step}: figures differ"
         )
     return (checkpoint, progress), warning
 
 
 def replay_settings(settings: Config, output: Path, part: str) -> Config:
-    """A run's settings without what the replay of a step has no part in; it has a folder of its own in `output`."""
+    """A run's settings without what the replay of a step has no part in; it has a folder of its own
+    in `output`."""
     layout, ranks = settings.parallel, environment_world_size()
     name = f"{part}-{ranks}-ranks-tp{layout.tensor}-pp{layout.pipeline}"
     rollout = settings.rollout
@@ -173,7 +195,9 @@ class Replay:
         self.given = given
 
     def load(self) -> Config:
-        """The settings of the capture, and of the command line. ValueError for what is damaged or not there."""
+        """The settings of the capture, and of the command line.
+
+        ValueError for what is damaged or not there."""
         self.folder = find_capture(self.given.run, self.given.step)
         self.capture = read_capture(self.folder)
         self.state, self.warning = find_state(self.folder, self.capture, self.given.state)
@@ -181,14 +205,17 @@ class Replay:
         if self.given.part == "rollout":
             self._check_rollout(settings.rollout)
             self._check_functions(settings)
-        return replay_settings(settings, self.given.output or self.folder / REPLAYS, self.given.part)
+        return replay_settings(
+            settings, self.given.output or self.folder / REPLAYS, self.given.part
+        )
 
     def _check_functions(self, settings: Config) -> None:
         """Whoever wrote the capture says which code is imported."""
         named = [*settings.run.plugins, *functions_of(settings.reward).values()]
         if named and not self.given.with_functions:
             raise ValueError(
-                f"{self.folder / CONFIG_FILE} names functions, which this replay would import: {', '.join(named)}. "
+                f"{self.folder / CONFIG_FILE} names functions, which this replay would import: "
+                f"{', '.join(named)}. "
                 "If you trust them, add --with-functions"
             )
 
@@ -197,8 +224,10 @@ class Replay:
         steps = {segment.step for one in completions for segment in one.segments}
         if rollout.ranks or rollout.tail != "wait" or steps - {self.capture.step}:
             raise ValueError(
-                f"step {self.capture.step + 1} learned from completions that were drawn in, or carried through, other "
-                "steps (rollout.tail, rollout.ranks): its rollout cannot be made again. --part update can"
+                f"step {self.capture.step + 1} learned from completions that were drawn in, or "
+                "carried through, other "
+                "steps (rollout.tail, rollout.ranks): its rollout cannot be made again. --part "
+                "update can"
             )
         if self.warning:
             raise ValueError(f"{self.warning}. The rollout needs those of the step")
@@ -212,7 +241,8 @@ class Replay:
         stages = length_stages(config, self.capture.total_steps)
         if self.capture.length_stage >= len(stages):
             raise ValueError(
-                f"{self.folder} is of length stage {self.capture.length_stage + 1}, and the settings have {len(stages)}"
+                f"{self.folder} is of length stage {self.capture.length_stage + 1}, and the "
+                f"settings have {len(stages)}"
             )
         tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
         groups = self.capture.groups
@@ -220,12 +250,15 @@ class Replay:
         tokens += [one.token_ids for group in groups for one in group.completions]
         if any(not 0 <= token < shape.vocab_size for row in tokens for token in row):
             raise ValueError(
-                f"{self.folder} has tokens that are not below {shape.vocab_size}, those of model.path"
+                f"{self.folder} has tokens that are not below {shape.vocab_size}, those of "
+                "model.path"
             )
         prompts = [group.prompt for group in groups]
         inputs = Inputs(
             prompts=prompts,
-            order=PromptOrder(max(1, len(prompts)), max(1, len(prompts)), config.run.seed, shuffle=False),
+            order=PromptOrder(
+                max(1, len(prompts)), max(1, len(prompts)), config.run.seed, shuffle=False
+            ),
             total_steps=self.capture.total_steps,
             reports=(),
             history=PromptHistory(config.data.history_groups),
@@ -236,7 +269,8 @@ class Replay:
         origin = Origin(model_fingerprint(config.model.path), "")
         where = "model.path" if self.state is None else str(self.state[0].folder)
         lines = (
-            f"Replay of the {self.given.part} of step {self.capture.step + 1}, captured on {self.capture.layout}: from "
+            f"Replay of the {self.given.part} of step {self.capture.step + 1}, captured on "
+            f"{self.capture.layout}: from "
             f"{where}, on {mesh_of(config, world_size, 0).training_layout}",
         )
         return PreparedRun(
@@ -254,7 +288,11 @@ class Replay:
         """Imported only now: a mistake is reported before Megatron and vLLM are loaded."""
         from rlmath.replay import replay_step
 
-        part = replay_step.replay_rollout if self.given.part == "rollout" else replay_step.replay_update
+        part = (
+            replay_step.replay_rollout
+            if self.given.part == "rollout"
+            else replay_step.replay_update
+        )
         return partial(part, self.capture, self.state, self.given.tolerance)
 
 

@@ -1,4 +1,5 @@
-"""A captured step made again on the ranks of a replay (`replay`), and compared with what was captured."""
+"""A captured step made again on the ranks of a replay (`replay`), and compared with what was
+captured."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ class Difference:
     captured: float
     replayed: float
     relative: float
-    """Of the larger value; where a value of a token, or its mean over tokens, is less than 1, of 1."""
+    """Of the larger value; where a value of a token, or its mean over tokens, is less than 1, of
+    1."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +86,20 @@ class Comparison:
     """Why the two cannot be compared number by number."""
 
     def counted(self, tolerance: float) -> list[Difference]:
-        """The numbers that the tolerance is for. What a single token has, the largest mismatch, is rounded more than
-        means are: it counts only where all bits must be the same."""
+        """The numbers that the tolerance is for.
+
+        What a single token has, the largest mismatch, is rounded more than means are: it counts
+        only where all bits must be the same."""
         return [one for one in self.differences if tolerance == 0 or one.name not in MAXIMA]
 
     def same(self, tolerance: float) -> bool:
-        """Whether minibatches were compared, and all numbers that count are within the tolerance."""
+        """Whether minibatches were compared, and all numbers that count are within the
+        tolerance."""
         return self.minibatches > 0 and not self._differs(tolerance)
 
     def status(self, tolerance: float) -> int:
-        """The exit status: FINISHED where both are the same, FAILURE where they differ, else NOTHING_COMPARED."""
+        """The exit status: FINISHED where both are the same, FAILURE where they differ, else
+        NOTHING_COMPARED."""
         if self._differs(tolerance):
             return exit_codes.FAILURE
         return exit_codes.FINISHED if self.minibatches else exit_codes.NOTHING_COMPARED
@@ -111,7 +117,8 @@ class Comparison:
 
 
 class ReplayTrainer(PolicyTrainer):
-    """The models of the run as they were before the step, and the step's update; there are no engines."""
+    """The models of the run as they were before the step, and the step's update; there are no
+    engines."""
 
     capture: Capture
     last: UpdateRecord
@@ -126,7 +133,11 @@ class ReplayTrainer(PolicyTrainer):
         updater = self.updaters[self.capture.length_stage]
         self.last = updater.update(learned, number, self.capture.own_advantages)
         return StepRecord(
-            {}, groups=learned, advantages=self.last.advantages, validation=None, results=self.last.results
+            {},
+            groups=learned,
+            advantages=self.last.advantages,
+            validation=None,
+            results=self.last.results,
         )
 
     def scale_learning_rate(self) -> None:
@@ -172,7 +183,8 @@ def replay_update(
 
 
 def compare(capture: Capture, before: str, replayed: CapturedUpdate) -> Comparison:
-    """What the replay of an update gave with what the run's gave; `before` is the digest of the replay's weights."""
+    """What the replay of an update gave with what the run's gave; `before` is the digest of the
+    replay's weights."""
     start, there = _compared(capture.weights_before, before), capture.update
     if there is None:
         return Comparison((), start, "not captured")
@@ -191,7 +203,9 @@ def compare(capture: Capture, before: str, replayed: CapturedUpdate) -> Comparis
     if captured_sizes == replayed_sizes:
         differences += _advantage_differences(there.advantages, replayed.advantages)
     else:
-        mistakes.append(f"advantages: groups of {captured_sizes} captured, of {replayed_sizes} replayed")
+        mistakes.append(
+            f"advantages: groups of {captured_sizes} captured, of {replayed_sizes} replayed"
+        )
     weights = _compared(there.weights_after, replayed.weights_after)
     return Comparison(tuple(differences), start, weights, minibatches, tuple(mistakes))
 
@@ -202,7 +216,9 @@ def _compared(captured: str | None, replayed: str | None) -> str:
     return "equal" if captured == replayed else "other"
 
 
-def _differences(label: str, one: CapturedMinibatch, other: CapturedMinibatch) -> Iterator[Difference]:
+def _differences(
+    label: str, one: CapturedMinibatch, other: CapturedMinibatch
+) -> Iterator[Difference]:
     tokens = abs(one.numbers.get("tokens", 1.0))
     for name, value in one.numbers.items():
         again = other.numbers.get(name, math.nan)
@@ -213,13 +229,18 @@ def _differences(label: str, one: CapturedMinibatch, other: CapturedMinibatch) -
 def _advantage_differences(
     rows: Sequence[Sequence[float]], again: Sequence[Sequence[float]]
 ) -> Iterator[Difference]:
-    pairs = [(a, b) for row, other in zip(rows, again, strict=True) for a, b in zip(row, other, strict=True)]
+    pairs = [
+        (a, b)
+        for row, other in zip(rows, again, strict=True)
+        for a, b in zip(row, other, strict=True)
+    ]
     found = [Difference("all", "advantage", a, b, relative_difference(a, b, 1.0)) for a, b in pairs]
     yield from sorted(found, key=lambda one: one.relative)[-1:]
 
 
 def relative_difference(one: float, other: float, floor: float) -> float:
-    """Of the larger of both and the floor; 0 for the same value, NaN for NaN, and infinite where only one is finite.
+    """Of the larger of both and the floor; 0 for the same value, NaN for NaN, and infinite where
+    only one is finite.
 
     >>> relative_difference(2.0, 1.0, 0.0), relative_difference(2.0, 1.0, 10.0), relative_difference(1.0, math.nan, 0.0)
     (0.5, 0.1, inf)
@@ -238,7 +259,8 @@ def comparison_lines(
     for one in found.differences:
         if one.name in SHOWN:
             lines.append(
-                f"  minibatch {one.minibatch:<3} {one.name:<14} {one.captured:>15.8g} {one.replayed:>15.8g} "
+                f"  minibatch {one.minibatch:<3} {one.name:<14} {one.captured:>15.8g} "
+                f"{one.replayed:>15.8g} "
                 f"{one.relative:.1e}"
             )
     lines += [f"  {mistake}" for mistake in found.mistakes]
@@ -251,11 +273,18 @@ def comparison_lines(
         made_none = f"step {capture.step + 1} made no update, neither in the run nor here"
         return [*lines, f"Nothing was compared: {made_none}"]
     word = (
-        "The same to the bit" if found.bit_equal else "The same" if found.same(tolerance) else "NOT the same"
+        "The same to the bit"
+        if found.bit_equal
+        else "The same"
+        if found.same(tolerance)
+        else "NOT the same"
     )
     if counted := found.counted(tolerance):
         one = max(counted, key=lambda one: one.relative)
-        word += f": the largest relative difference is {one.relative:.1e}, {one.name} of minibatch {one.minibatch}"
+        word += (
+            f": the largest relative difference is {one.relative:.1e}, {one.name} of "
+            f"minibatch {one.minibatch}"
+        )
     lines.append(f"{word}; allowed: {tolerance:g}; weights afterwards: {found.weights}")
     return lines
 
@@ -306,8 +335,8 @@ def replay_rollout(
 def _model_folder(
     prepared: PreparedRun[Inputs], state: CheckpointToResume | None, mesh: Mesh, device: Device
 ) -> Path:
-    """The policy that the step began with, as a Hugging Face folder; rank 0 converts a checkpoint, or merges the
-    adapters that the run began with. A collective."""
+    """The policy that the step began with, as a Hugging Face folder; rank 0 converts a checkpoint,
+    or merges the adapters that the run began with. A collective."""
     config, shape = prepared.config, prepared.shape
     base, folder = Path(config.model.path), Path(config.run.output_dir) / MODEL_FOLDER
     if state is None and config.model.adapter_path is None:
@@ -336,13 +365,22 @@ def _model_folder(
 
 
 def _sample_again(
-    capture: Capture, prepared: PreparedRun[Inputs], engine: Engine, mesh: Mesh, workers: RewardWorkers | None
+    capture: Capture,
+    prepared: PreparedRun[Inputs],
+    engine: Engine,
+    mesh: Mesh,
+    workers: RewardWorkers | None,
 ) -> list[ScoredGroup]:
     stages = length_curriculum.length_stages(prepared.config, capture.total_steps)
     sampling = training_sampling(stages[capture.length_stage].config.rollout)
     config, tokenizer = prepared.config, prepared.inputs.tokenizer
     collector = Collector(
-        engine, mesh, tokenizer=tokenizer, rollout=config.rollout, reward=config.reward, pool=workers
+        engine,
+        mesh,
+        tokenizer=tokenizer,
+        rollout=config.rollout,
+        reward=config.reward,
+        pool=workers,
     )
     seed = RolloutSeed(capture.sampling_seed, capture.step)
     title = f"replay of step {capture.step + 1}"
@@ -368,14 +406,17 @@ class RolloutComparison:
 
     @property
     def status(self) -> int:
-        """The exit status: FINISHED where both are the same, FAILURE where they differ, else NOTHING_COMPARED."""
+        """The exit status: FINISHED where both are the same, FAILURE where they differ, else
+        NOTHING_COMPARED."""
         if not self.completions:
             return exit_codes.NOTHING_COMPARED
         is_same = self.same_tokens == self.same_rewards == self.completions
         return exit_codes.FINISHED if is_same else exit_codes.FAILURE
 
 
-def compare_groups(captured: Sequence[ScoredGroup], replayed: Sequence[ScoredGroup]) -> RolloutComparison:
+def compare_groups(
+    captured: Sequence[ScoredGroup], replayed: Sequence[ScoredGroup]
+) -> RolloutComparison:
     """The completions of a replayed rollout beside the captured ones."""
     same_tokens = same_rewards = total = 0
     apart = 0.0
@@ -387,7 +428,12 @@ def compare_groups(captured: Sequence[ScoredGroup], replayed: Sequence[ScoredGro
             same_rewards += score.reward == score_again.reward
             if list(one.token_ids) == list(again.token_ids):
                 same_tokens += 1
-                apart = max([apart, *(abs(a - b) for a, b in zip(one.logprobs, again.logprobs, strict=True))])
+                apart = max(
+                    [
+                        apart,
+                        *(abs(a - b) for a, b in zip(one.logprobs, again.logprobs, strict=True)),
+                    ]
+                )
     return RolloutComparison(
         completions=total, same_tokens=same_tokens, same_rewards=same_rewards, logprobs_apart=apart
     )
@@ -399,7 +445,8 @@ def rollout_line(comparison: RolloutComparison) -> str:
         return "Nothing was compared: the step has no completion"
     return (
         f"{comparison.same_tokens} of {comparison.completions} completions have the same tokens, "
-        f"{comparison.same_rewards} the same reward; log-probs of the same tokens are apart by at most "
+        f"{comparison.same_rewards} the same reward; log-probs of the same tokens are apart by at "
+        "most "
         f"{comparison.logprobs_apart:.1e} nats"
     )
 
@@ -410,7 +457,9 @@ def rollout_line(comparison: RolloutComparison) -> str:
 def begin(
     stack: ExitStack, prepared: PreparedRun[Inputs], rendezvous: Rendezvous | None
 ) -> tuple[Mesh, Device, Heartbeat]:
-    """Join the process group and the heartbeat, and log what is replayed. A collective."""
+    """Join the process group and the heartbeat, and log what is replayed.
+
+    A collective."""
     config = prepared.config
     mesh = mesh_of(config, environment_world_size(), environment_rank())
     device = run_device(config)
@@ -425,9 +474,13 @@ def begin(
 
 
 def _whole(state: CheckpointToResume | None, heartbeat: Heartbeat) -> CheckpointToResume | None:
-    """The checkpoint; ValueError where its files, which are read, are not as they were written. A collective."""
+    """The checkpoint; ValueError where its files, which are read, are not as they were written.
+
+    A collective."""
     heartbeat.enter_phase("check checkpoint")
-    return choose_checkpoint(None if state is None else Recovery([state], []), heartbeat.report_progress)
+    return choose_checkpoint(
+        None if state is None else Recovery([state], []), heartbeat.report_progress
+    )
 
 
 _ENDINGS = {
@@ -438,7 +491,9 @@ _ENDINGS = {
 """What the status of a replay's folder says, by the exit status."""
 
 
-def _end(prepared: PreparedRun[Inputs], status: int, content: Mapping[str, Any], lines: Sequence[str]) -> int:
+def _end(
+    prepared: PreparedRun[Inputs], status: int, content: Mapping[str, Any], lines: Sequence[str]
+) -> int:
     """Log the lines, write the content; the exit status, which the replay's folder gets, too."""
     for line in lines:
         logger.info("%s", line)

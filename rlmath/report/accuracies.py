@@ -1,5 +1,5 @@
-"""How right a run's models are: on its validation files while it trained, and in evaluations (`rlmath eval`), each
-beside the model before training, with intervals."""
+"""How right a run's models are: on its validation files while it trained, and in evaluations
+(`rlmath eval`), each beside the model before training, with intervals."""
 
 from __future__ import annotations
 
@@ -103,8 +103,9 @@ class Evaluation:
 def find_evaluations(
     folder: Path, settings: Settings, named: Sequence[Path], notes: list[str]
 ) -> list[Evaluation]:
-    """Evaluations of a run's models and of the model that it began with: those that the user `named`, and those in the
-    run's folder and beside it. What is named and is none of these is told in `notes`."""
+    """Evaluations of a run's models and of the model that it began with: those that the user
+    `named`, and those in the run's folder and beside it. What is named and is none of these is told
+    in `notes`."""
     base = settings.get("model.path")
     found = {}
     for path in [*named, *_folders_with_results(folder)]:
@@ -119,7 +120,9 @@ def find_evaluations(
             found[path.resolve()] = Evaluation(results, model)
         elif path in named:
             about = visible(str(results.settings.get("about_model")))[:200]
-            notes.append(f"{visible(str(path))}: an evaluation of {about}, which is no model of this run.")
+            notes.append(
+                f"{visible(str(path))}: an evaluation of {about}, which is no model of this run."
+            )
     return list(found.values())
 
 
@@ -140,7 +143,8 @@ def _folders_with_results(folder: Path) -> Iterator[Path]:
 
 
 def model_of(settings: dict[str, Any], folder: Path, base: str) -> str | None:
-    """What the evaluated model is to the run in `folder`, which began with the model `base`; None: nothing."""
+    """What the evaluated model is to the run in `folder`, which began with the model `base`; None:
+    nothing."""
     about = str(settings.get("about_model") or "")
     if is_hub_id(about):
         return BEFORE if about.partition("#")[0] == base.partition("#")[0] else None

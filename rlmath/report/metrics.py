@@ -12,7 +12,8 @@ from rlmath.telemetry.metrics_writer import rows_by_step
 MOST_BYTES = 2**26
 """Of a file that are read: of a longer one every second, third, ... row, and the last."""
 MOST_VALUE = 1e30
-"""Larger values are left out as those that are not finite: no axis could show the others beside them."""
+"""Larger values are left out as those that are not finite: no axis could show the others beside
+them."""
 
 DRAWN_POINTS = 1500
 """Points of a curve in the page."""
@@ -39,8 +40,9 @@ class Metrics:
 
 
 def read_curves(path: Path, notes: list[str]) -> Metrics:
-    """The rows of a file of metrics; `notes` gets what was left out. OSError where it cannot be read, ValueError where
-    it is no regular file."""
+    """The rows of a file of metrics; `notes` gets what was left out.
+
+    OSError where it cannot be read, ValueError where it is no regular file."""
     rows, damaged = rows_by_step(path, MOST_BYTES)
     odd = 0
     metrics = Metrics(last_step=max(rows, default=0))
@@ -55,16 +57,20 @@ def read_curves(path: Path, notes: list[str]) -> Metrics:
             else:
                 odd += 1
     if (size := path.stat().st_size) > MOST_BYTES:
-        notes.append(f"{path.name}: of {size / 2**20:.0f} MiB {len(rows)} rows, spread evenly, were read.")
+        notes.append(
+            f"{path.name}: of {size / 2**20:.0f} MiB {len(rows)} rows, spread evenly, were read."
+        )
     if damaged:
         number, why = damaged[0]
         first = f"line {number} ({type(why).__name__}: {excerpt(str(why), 80)})"
         notes.append(
-            f"{path.name}: {len(damaged)} lines are no rows of metrics and were left out; the first is {first}."
+            f"{path.name}: {len(damaged)} lines are no rows of metrics and were left out; the "
+            f"first is {first}."
         )
     if odd:
         notes.append(
-            f"{path.name}: {odd} values are NaN, infinite or above {MOST_VALUE:g} and are not drawn."
+            f"{path.name}: {odd} values are NaN, infinite or above {MOST_VALUE:g} and are not "
+            "drawn."
         )
     return metrics
 
@@ -73,7 +79,8 @@ def read_curves(path: Path, notes: list[str]) -> Metrics:
 
 
 def thinned(curve: Curve, most: int = DRAWN_POINTS) -> Curve:
-    """At most `most` points: the least and greatest of every bucket of neighbours, and the first and last of all.
+    """At most `most` points: the least and greatest of every bucket of neighbours, and the first
+    and last of all.
 
     >>> thinned(Curve(list(range(8)), [0.0, 5.0, 1.0, 1.0, 1.0, -3.0, 1.0, 2.0]), 6)
     Curve(steps=[0, 1, 2, 4, 5, 7], values=[0.0, 5.0, 1.0, 1.0, -3.0, 2.0])
@@ -86,14 +93,18 @@ def thinned(curve: Curve, most: int = DRAWN_POINTS) -> Curve:
     for number in range(buckets):
         start, end = 1 + (count - 2) * number // buckets, 1 + (count - 2) * (number + 1) // buckets
         places = range(start, end)
-        low, high = min(places, key=curve.values.__getitem__), max(places, key=curve.values.__getitem__)
+        low, high = (
+            min(places, key=curve.values.__getitem__),
+            max(places, key=curve.values.__getitem__),
+        )
         kept += sorted({low, high})
     kept.append(count - 1)
     return Curve([curve.steps[place] for place in kept], [curve.values[place] for place in kept])
 
 
 def stacked(named: list[tuple[str, Curve]], most: int = DRAWN_POINTS) -> list[tuple[str, Curve]]:
-    """Curves over the same steps, at most `most`: means over as many steps, 0 where a curve has no value.
+    """Curves over the same steps, at most `most`: means over as many steps, 0 where a curve has no
+    value.
 
     >>> stacked([("a", Curve([1, 2, 3], [5.0, 5.0, 5.0])), ("b", Curve([2], [8.0]))], 2)
     [('a', Curve(steps=[2, 3], values=[5.0, 5.0])), ('b', Curve(steps=[2, 3], values=[4.0, 0.0]))]

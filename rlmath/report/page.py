@@ -1,8 +1,9 @@
 """The page of a report: one HTML file that needs nothing else.
 
-Text of others (names, settings, logs, what a model wrote) reaches the page in two ways: escaped in HTML, or in a block
-of JSON in which `<`, `>` and `&` are written as escapes and that page.js sets as text. A Content-Security-Policy lets
-no script run but the two of the page, by their hashes, and nothing be loaded from anywhere.
+Text of others (names, settings, logs, what a model wrote) reaches the page in two ways: escaped in
+HTML, or in a block of JSON in which `<`, `>` and `&` are written as escapes and that page.js sets
+as text. A Content-Security-Policy lets no script run but the two of the page, by their hashes, and
+nothing be loaded from anywhere.
 """
 
 from __future__ import annotations
@@ -29,13 +30,18 @@ from rlmath.telemetry.console import duration
 
 SHOWN_WARNINGS = 3
 """Warnings that are no alerts and are not folded away."""
-COMPARED = "The same colour is the same run in all figures; several metrics of a run differ by their dashes."
+COMPARED = (
+    "The same colour is the same run in all figures; several metrics of a run differ by "
+    "their dashes."
+)
 ENDS = 10
 """First and last values are means of so many steps, or of as many as a third of the run has."""
 
 
 def build_page(runs: Sequence[ShownRun], plotly_js: str, made: datetime) -> str:
-    """The HTML. `plotly_js` is the library's source. Text is valid for UTF-8."""
+    """The HTML.
+
+    `plotly_js` is the library's source. Text is valid for UTF-8."""
     found = sections(runs)
     figures = [figure for section in found for figure in section.figures]
     page_js = _resource("page.js")
@@ -43,7 +49,10 @@ def build_page(runs: Sequence[ShownRun], plotly_js: str, made: datetime) -> str:
     parts = [
         ("overview", "Overview", _overview(runs)),
         ("accuracies", "Before and after", _accuracies(runs)),
-        *((f"section-{number}", one.title, _section(one, figures)) for number, one in enumerate(found)),
+        *(
+            (f"section-{number}", one.title, _section(one, figures))
+            for number, one in enumerate(found)
+        ),
         ("events", "Warnings and restarts", _events(runs)),
         ("settings", "Settings", _settings(runs)),
         ("samples", "Samples", _samples(runs)),
@@ -52,7 +61,8 @@ def build_page(runs: Sequence[ShownRun], plotly_js: str, made: datetime) -> str:
     parts = [part for part in parts if part[2]]
     menu = "".join(f'<li><a href="#{key}">{escape(name)}</a></li>' for key, name, _ in parts)
     body = "\n".join(
-        f'<section id="{key}"><h2>{escape(name)}</h2>\n{content}\n</section>' for key, name, content in parts
+        f'<section id="{key}"><h2>{escape(name)}</h2>\n{content}\n</section>'
+        for key, name, content in parts
     )
     policy = "; ".join(
         (
@@ -103,7 +113,8 @@ def json_for_html(value: Any) -> str:
 
 
 def html_text(value: str) -> str:
-    """Text of others for HTML: escaped, with control characters and those that turn the direction visible.
+    """Text of others for HTML: escaped, with control characters and those that turn the direction
+    visible.
 
     >>> html_text("<b>\\u202e")
     '&lt;b&gt;\\\\u202e'
@@ -149,7 +160,9 @@ def facts_of(run: ShownRun) -> Iterator[Fact]:
     of = f"of {planned:.0f}" if planned is not None and planned > run.metrics.last_step else ""
     yield Fact("Steps", str(run.metrics.last_step), of)
     yield from _from_to("Accuracy", run.metrics.curve("rollout/accuracy"), "completions")
-    yield from _from_to("Rewards above 0", run.metrics.curve("rollout/reward_positive"), "completions")
+    yield from _from_to(
+        "Rewards above 0", run.metrics.curve("rollout/reward_positive"), "completions"
+    )
     yield from _from_to("Reward", run.metrics.curve("task_reward"))
     yield from _from_to("Training loss", run.metrics.curve("train/loss"))
     validated = run.validation.curve("validation/accuracy")
@@ -179,7 +192,8 @@ def facts_of(run: ShownRun) -> Iterator[Fact]:
 
 
 def _from_to(name: str, curve: Curve, shares_of: str = "") -> Iterator[Fact]:
-    """The mean of the last steps, beside that of the first ones; `shares_of`: what the values are shares of."""
+    """The mean of the last steps, beside that of the first ones; `shares_of`: what the values are
+    shares of."""
     if not curve.values:
         return
     count = max(1, min(ENDS, len(curve.values) // 3))
@@ -234,7 +248,10 @@ def _accuracies(runs: Sequence[ShownRun]) -> str:
     """Validations and evaluations of the model before training and of the run's models."""
     parts = [
         *_accuracy_table(
-            "Validation", "Answers to the run's validation files.", runs, [run.validated for run in runs]
+            "Validation",
+            "Answers to the run's validation files.",
+            runs,
+            [run.validated for run in runs],
         ),
         *_accuracy_table("Evaluations", "By rlmath eval.", runs, [run.evaluated for run in runs]),
     ]
@@ -248,7 +265,8 @@ def _accuracies(runs: Sequence[ShownRun]) -> str:
         names = "" if len(runs) == 1 else f" of {', '.join(run.label for run in without)}"
         parts.append(
             f'<p class="soft small">No accuracy{html_text(names)} before training is known: '
-            "validation.before_training measures it, or rlmath eval of the model that the run begins with.</p>"
+            "validation.before_training measures it, or rlmath eval of the model that the run "
+            "begins with.</p>"
         )
     return "\n".join(parts)
 
@@ -262,7 +280,8 @@ def _accuracy_table(
         return
     yield (
         f"<h3>{title}</h3>"
-        f'<p class="soft small">{about} Share of right ones, and its 95% interval over problems like these '
+        f'<p class="soft small">{about} Share of right ones, and its 95% interval over problems '
+        "like these "
         "(Wilson).</p>"
     )
     with_changes = any(row.change for rows in rows_by_run for row in rows)
@@ -271,7 +290,11 @@ def _accuracy_table(
     table = []
     for number, (run, rows) in enumerate(zip(runs, rows_by_run, strict=True)):
         for row in rows:
-            how = f'<span class="more soft small">{html_text(row.measure)}</span>' if row.measure else ""
+            how = (
+                f'<span class="more soft small">{html_text(row.measure)}</span>'
+                if row.measure
+                else ""
+            )
             cells = [_named(number, run)] if len(runs) > 1 else []
             cells.append(html_text(row.problems) + how)
             cells += [_accuracy(row.by_model.get(name)) for name in models]
@@ -292,7 +315,11 @@ def _change(change: Accuracy | None) -> str:
     """In percentage points."""
     if change is None:
         return ""
-    ends = "" if change.interval is None else " to ".join(f"{100 * end:+.1f}" for end in change.interval)
+    ends = (
+        ""
+        if change.interval is None
+        else " to ".join(f"{100 * end:+.1f}" for end in change.interval)
+    )
     return f'{100 * change.value:+.1f} <span class="more soft small">{ends}</span>'
 
 
@@ -300,7 +327,9 @@ def _section(section: Section, figures: Sequence[dict[str, Any]]) -> str:
     shown = []
     for figure in section.figures:
         number = next(place for place, one in enumerate(figures) if one is figure)
-        note = f'<div class="soft small">{html_text(figure["note"])}</div>' if figure["note"] else ""
+        note = (
+            f'<div class="soft small">{html_text(figure["note"])}</div>' if figure["note"] else ""
+        )
         shown.append(
             f"<figure><figcaption><h3>{html_text(figure['title'])}</h3>{note}</figcaption>"
             f'<div class="plot" data-figure="{number}"></div></figure>'
@@ -320,7 +349,8 @@ def _events(runs: Sequence[ShownRun]) -> str:
 
 
 def _messages(messages: Sequence[Message]) -> Iterable[str]:
-    """Errors, alerts, rollbacks and restarts, then warnings, which are folded away where they are many."""
+    """Errors, alerts, rollbacks and restarts, then warnings, which are folded away where they are
+    many."""
     grave = [one for one in messages if one.kind != "warning"]
     warnings = [one for one in messages if one.kind == "warning"]
     yield from map(_message, grave)
@@ -335,7 +365,8 @@ def _message(one: Message) -> str:
     where = ", ".join(one.steps) + (", ..." if one.count > len(one.steps) == 8 else "")
     often = f", {one.count} times" if one.count > 1 else ""
     return (
-        f'<div class="message {one.kind}"><div class="where">{one.kind.capitalize()}, {html_text(where)}{often}, '
+        f'<div class="message {one.kind}"><div class="where">{one.kind.capitalize()}, '
+        f"{html_text(where)}{often}, "
         f"first at {html_text(one.time)}</div><p>{html_text(one.text)}</p></div>"
     )
 
@@ -368,7 +399,8 @@ def _samples(runs: Sequence[ShownRun]) -> str:
     if not any(run.samples for run in runs):
         return ""
     return (
-        '<p class="soft">Groups that the run kept: the prompt, and what the model wrote, with rewards and advantages. '
+        '<p class="soft">Groups that the run kept: the prompt, and what the model wrote, with '
+        "rewards and advantages. "
         "Characters that show nothing or turn the direction are written as escapes.</p>"
         '<div id="browser"></div>'
     )
@@ -384,7 +416,9 @@ def _notes(runs: Sequence[ShownRun]) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], keys: bool = False) -> str:
-    """Cells are HTML. With `keys` the first column holds settings."""
+    """Cells are HTML.
+
+    With `keys` the first column holds settings."""
     heads = "".join(f"<th>{one}</th>" for one in head)
     first = ' class="key"' if keys else ""
     body = "".join(

@@ -1,6 +1,7 @@
 """What is drawn of the runs: sections of figures, as page.js reads them.
 
-A figure without data is left out. Metrics that are 0 in every step are named under their section instead.
+A figure without data is left out. Metrics that are 0 in every step are named under their section
+instead.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Lines:
     unit: str
     """Of what begins with "share" percent are shown."""
     metrics: Mapping[str, str]
-    """What the legend calls each metric; a star stands for all names without a slash in its place, which the legend
-    has then."""
+    """What the legend calls each metric; a star stands for all names without a slash in its place,
+    which the legend has then."""
     note: str = ""
     form: Literal["lines", "log", "stack"] = "lines"
     """"log" for that scale; "stack" for areas on each other, of one run."""
@@ -75,7 +76,10 @@ FIGURES: Mapping[str, Sequence[Lines]] = {
         Lines(
             "Groups that teach",
             "share of groups",
-            {"train/teaching_groups": "learned from", "rollout/groups_with_contrast": "different rewards"},
+            {
+                "train/teaching_groups": "learned from",
+                "rollout/groups_with_contrast": "different rewards",
+            },
             note="Learned from: kept by the selection, with an advantage that is not 0",
         ),
         Lines("Validation response length", "tokens", {"validation/*/mean_tokens": ""}),
@@ -96,7 +100,12 @@ FIGURES: Mapping[str, Sequence[Lines]] = {
             note="Cut off at the length limit",
         ),
         Lines("Answers that could not be judged", "share", {"reward/failures": "failures"}),
-        Lines("What decided on the answers", "share of completions", {"reward/verdict/*": ""}, form="stack"),
+        Lines(
+            "What decided on the answers",
+            "share of completions",
+            {"reward/verdict/*": ""},
+            form="stack",
+        ),
     ],
     "Policy": [
         Lines("Entropy", "nats per token", {"train/entropy_loss": "entropy"}),
@@ -137,7 +146,9 @@ FIGURES: Mapping[str, Sequence[Lines]] = {
     ],
     "Optimizer": [
         Lines("Gradient norm", "before clipping", {"train/grad_norm": "policy"}),
-        Lines("Learning rate", "", {"train/learning_rate": "policy", "critic/learning_rate": "critic"}),
+        Lines(
+            "Learning rate", "", {"train/learning_rate": "policy", "critic/learning_rate": "critic"}
+        ),
         Lines("Updates skipped", "updates", {"train/skipped_updates": "skipped"}),
     ],
     "Critic and teacher": [
@@ -199,7 +210,9 @@ FIGURES: Mapping[str, Sequence[Lines]] = {
             },
         ),
         Lines(
-            "Model FLOP utilisation", "share of the peak", {"rollout/mfu": "rollout", "train/mfu": "update"}
+            "Model FLOP utilisation",
+            "share of the peak",
+            {"rollout/mfu": "rollout", "train/mfu": "update"},
         ),
         Lines(
             "Idle and busy",
@@ -263,7 +276,9 @@ def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None
     flat: dict[str, None] = {}
     stacks = spec.form == "stack" and len(runs) == 1
     for number, run in enumerate(runs):
-        named = [pair for metric, called in spec.metrics.items() for pair in _curves(run, metric, called)]
+        named = [
+            pair for metric, called in spec.metrics.items() for pair in _curves(run, metric, called)
+        ]
         if stacks:
             named = stacked(named)
         for place, (called, curve) in enumerate(named):
@@ -279,7 +294,9 @@ def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None
             several = len(named) > 1
             traces.append(
                 {
-                    "name": (f"{run.label}: {label}" if several else run.label) if len(runs) > 1 else label,
+                    "name": (f"{run.label}: {label}" if several else run.label)
+                    if len(runs) > 1
+                    else label,
                     "color": number if len(runs) > 1 else place,
                     "dash": place if len(runs) > 1 else 0,
                     **drawn(thinned(curve)),
@@ -307,9 +324,11 @@ def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None
     }, True
 
 
-def axis_range(traces: Sequence[Mapping[str, Any]], is_share: bool, stacks: bool) -> list[float] | None:
-    """The ends of the values' axis of shares, which has no place below 0, and none above all where no value is; and of
-    values that are all the same. None: as the values have it.
+def axis_range(
+    traces: Sequence[Mapping[str, Any]], is_share: bool, stacks: bool
+) -> list[float] | None:
+    """The ends of the values' axis of shares, which has no place below 0, and none above all where
+    no value is; and of values that are all the same. None: as the values have it.
 
     >>> axis_range([{"y": [1.0, 1.0]}], is_share=True, stacks=False)
     [0.0, 1.02]
@@ -317,7 +336,9 @@ def axis_range(traces: Sequence[Mapping[str, Any]], is_share: bool, stacks: bool
     [0.375, 0.925]
     """
     columns = [trace["y"] for trace in traces]
-    values = [sum(column) for column in zip(*columns, strict=True)] if stacks else [*chain(*columns)]
+    values = (
+        [sum(column) for column in zip(*columns, strict=True)] if stacks else [*chain(*columns)]
+    )
     low, most = 0.0 if stacks else min(values), max(values)
     high = most
     if low == high > 0:
@@ -328,14 +349,19 @@ def axis_range(traces: Sequence[Mapping[str, Any]], is_share: bool, stacks: bool
     high = min(high, 1.0) if all_of_it else high
     bottom, top = max(0.0, low - 0.05 * (high - low)), high + 0.05 * (high - low)
     if all_of_it:
-        top = min(top, 1 + 0.02 * (high - low))  # a line at 1 is drawn whole, and no number above it fits
+        top = min(
+            top, 1 + 0.02 * (high - low)
+        )  # a line at 1 is drawn whole, and no number above it fits
     return [float(f"{bottom:.6g}"), float(f"{top:.6g}")]
 
 
 def _curves(run: ShownRun, metric: str, called: str) -> list[tuple[str, Curve]]:
     """(what it is called, curve) of a metric, or of all that a star stands for."""
     metrics = run.validation if metric.startswith("validation/") else run.metrics
-    if metric == "validation/accuracy" and sum(name.endswith("/accuracy") for name in metrics.curves) == 2:
+    if (
+        metric == "validation/accuracy"
+        and sum(name.endswith("/accuracy") for name in metrics.curves) == 2
+    ):
         return []  # the mean over files, where there is only one
     head, star, tail = metric.partition("*")
     if not star:

@@ -53,11 +53,14 @@ class Results:
 
 
 def read_results(path: Path, option: str = "--compare") -> Results:
-    """Read an output folder's results.json, or the file itself. ValueError if it is not one, which names the
-    `option`."""
+    """Read an output folder's results.json, or the file itself.
+
+    ValueError if it is not one, which names the `option`."""
     file = path / RESULTS if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"{option}: there is no {file}; needed: the --output of a finished evaluation")
+        raise ValueError(
+            f"{option}: there is no {file}; needed: the --output of a finished evaluation"
+        )
     try:
         content = read_json_object(file, MOST_BYTES)
         if content["format"] != FORMAT:
@@ -68,13 +71,17 @@ def read_results(path: Path, option: str = "--compare") -> Results:
         }
         return Results(str(path), dict(content["settings"]), accuracies)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{option}: {file} is no results.json ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"{option}: {file} is no results.json ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _accuracies(problems: list[Mapping[str, Any]]) -> dict[str, Accuracies]:
     """Of what was sampled."""
     greedy = {str(p["problem_id"]): float(p["greedy"]) for p in problems if p["greedy"] is not None}
-    sampled = {str(p["problem_id"]): int(p["right"]) / int(p["samples"]) for p in problems if p["samples"]}
+    sampled = {
+        str(p["problem_id"]): int(p["right"]) / int(p["samples"]) for p in problems if p["samples"]
+    }
     samples = max((int(p["samples"]) for p in problems), default=0)
     if not all(0 <= share <= 1 for share in (*greedy.values(), *sampled.values())):
         raise ValueError("a problem's share of right answers is not from 0 to 1")

@@ -58,7 +58,8 @@ class Events:
     starts: int = 0
     messages: list[Message] = field(default_factory=list)
     markers: list[dict[str, Any]] = field(default_factory=list)
-    """Steps at which the run went on from a checkpoint: {"x": steps done there, "kind": "restart" or "rollback"}."""
+    """Steps at which the run went on from a checkpoint: {"x": steps done there, "kind": "restart"
+    or "rollback"}."""
 
 
 @dataclass
@@ -88,8 +89,10 @@ class ShownRun:
 
 
 def read_runs(folders: Sequence[str | Path], evaluations: Sequence[Path] = ()) -> list[ShownRun]:
-    """The runs in these folders; a folder given twice counts once. `evaluations` are folders of evaluations of their
-    models, beside those that are found. Errors: NoRunError."""
+    """The runs in these folders; a folder given twice counts once.
+
+    `evaluations` are folders of evaluations of their models, beside those that are found. Errors:
+    NoRunError."""
     paths = list({path.resolve(): path for path in map(Path, folders)}.values())
     for path in paths:
         require_run(path)
@@ -103,7 +106,8 @@ def require_run(folder: Path) -> None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         text = (
-            f'got RUN "{folder}", which has no {METRICS_FILE} that can be read ({reason}); needed: the folder of a run '
+            f'got RUN "{folder}", which has no {METRICS_FILE} that can be read ({reason}); '
+            "needed: the folder of a run "
             "(run.output_dir), whose first step writes it"
         )
         raise NoRunError(visible(text).replace("\n", "\\n")) from error
@@ -150,8 +154,8 @@ def _read_run(folder: Path, most_steps: int, evaluations: Sequence[Path]) -> Sho
 
 
 def with_teaching_groups(metrics: Metrics) -> Metrics:
-    """The metrics, with those of earlier releases made of what they logged: no more groups taught than were learned
-    from, where any were selected, and no more than had different rewards."""
+    """The metrics, with those of earlier releases made of what they logged: no more groups taught
+    than were learned from, where any were selected, and no more than had different rewards."""
     if TEACHING in metrics.curves:
         return metrics
     contrast = metrics.curve("rollout/groups_with_contrast")
@@ -171,7 +175,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def events_of(path: Path, notes: list[str]) -> Events:
-    """What the file tells; what was left out is added to `notes`. Errors: as `read_events`."""
+    """What the file tells; what was left out is added to `notes`.
+
+    Errors: as `read_events`."""
     found, damaged, left_out, is_beginning = Events(), 0, 0, False
     messages: dict[tuple[str, str], Message] = {}
     for row in read_events(path):
@@ -180,7 +186,9 @@ def events_of(path: Path, notes: list[str]) -> Events:
             continue
         kind, step = row["kind"], number_of(row.get("step"))
         if kind == "rollback" or (kind == "resume" and is_beginning):
-            found.markers.append({"x": step, "kind": "rollback" if kind == "rollback" else "restart"})
+            found.markers.append(
+                {"x": step, "kind": "rollback" if kind == "rollback" else "restart"}
+            )
         is_beginning = kind == "start" or (is_beginning and kind not in ("resume", "checkpoint"))
         found.starts += kind == "start"
         if kind not in MESSAGES:
@@ -193,14 +201,17 @@ def events_of(path: Path, notes: list[str]) -> Events:
         else:
             left_out += 1
             continue
-        where = f"before the first step of start {found.starts}" if step is None else f"step {step:.0f}"
+        where = (
+            f"before the first step of start {found.starts}" if step is None else f"step {step:.0f}"
+        )
         if where not in messages[key].steps and len(messages[key].steps) < 8:
             messages[key].steps.append(where)
     if damaged:
         notes.append(f"{path.name}: {damaged} lines are no events and were left out.")
     if left_out:
         notes.append(
-            f"{path.name}: {left_out} more warnings and errors, after {MOST_MESSAGES} different ones, are left out."
+            f"{path.name}: {left_out} more warnings and errors, after {MOST_MESSAGES} different "
+            "ones, are left out."
         )
     del found.markers[MOST_MARKERS:]
     found.messages = sorted(messages.values(), key=lambda one: MESSAGES.index(one.kind))

@@ -1,4 +1,6 @@
-"""Some sampled groups of a run. Whatever a file holds becomes bounded text that can be shown, a number or nothing."""
+"""Some sampled groups of a run.
+
+Whatever a file holds becomes bounded text that can be shown, a number or nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +21,12 @@ HEAD_CHARS, TAIL_CHARS = 2000, 1000
 SHORT_CHARS = 300
 
 
-def samples_of(folder: Path, notes: list[str], most_steps: int = SHOWN_STEPS) -> list[dict[str, Any]]:
-    """Groups of a run, by rising step, as page.js reads them. What was left out is added to `notes`."""
+def samples_of(
+    folder: Path, notes: list[str], most_steps: int = SHOWN_STEPS
+) -> list[dict[str, Any]]:
+    """Groups of a run, by rising step, as page.js reads them.
+
+    What was left out is added to `notes`."""
     found, failures = sample_files(folder), sample_files(folder, "failure")
     damaged = 0
     shown: list[dict[str, Any]] = []
@@ -33,10 +39,13 @@ def samples_of(folder: Path, notes: list[str], most_steps: int = SHOWN_STEPS) ->
             shown += groups[:most_groups]
             damaged += broken
     if damaged:
-        notes.append(f"{SAMPLES_FOLDER}/: {damaged} lines or files are no samples and were left out.")
+        notes.append(
+            f"{SAMPLES_FOLDER}/: {damaged} lines or files are no samples and were left out."
+        )
     if len(found) > most_steps:
         notes.append(
-            f"The page has samples of {most_steps} of the {len(found)} steps that have some, spread evenly."
+            f"The page has samples of {most_steps} of the {len(found)} steps that have some, "
+            "spread evenly."
         )
     return sorted(shown, key=lambda group: group["step"])
 
@@ -97,9 +106,12 @@ def _completion(one: Any) -> dict[str, Any]:
         "extracted": text_of(one.get("extracted"), SHORT_CHARS),
         "length": number_of(one.get("length")),
         "finish": text_of(one.get("finish_reason"), 40),
-        "rewards": [[text_of(name, 60), number_of(value)] for name, value in list(rewards.items())[:16]],
+        "rewards": [
+            [text_of(name, 60), number_of(value)] for name, value in list(rewards.items())[:16]
+        ],
         "failures": [
-            [text_of(name, 60), text_of(why, SHORT_CHARS)] for name, why in list(failures.items())[:16]
+            [text_of(name, 60), text_of(why, SHORT_CHARS)]
+            for name, why in list(failures.items())[:16]
         ],
         "text": text_of(one["text"], HEAD_CHARS, TAIL_CHARS),
     }
@@ -117,9 +129,9 @@ def text_of(value: Any, head: int, tail: int = 0) -> str:
     if len(text) <= head + tail:
         return visible(text)
     end = visible(text[-tail:]) if tail else ""
-    return f"{visible(text[:head])}\n[... {len(text) - head - tail} characters left out ...]\n{end}".rstrip(
-        "\n"
-    )
+    return (
+        f"{visible(text[:head])}\n[... {len(text) - head - tail} characters left out ...]\n{end}"
+    ).rstrip("\n")
 
 
 def number_of(value: Any) -> float | None:

@@ -22,7 +22,9 @@ Settings = Mapping[str, Any]
 
 
 def read_settings(path: Path) -> Settings:
-    """Of a run's `config.yaml`. ValueError where it holds something else, OSError where it cannot be read."""
+    """Of a run's `config.yaml`.
+
+    ValueError where it holds something else, OSError where it cannot be read."""
     try:
         text = read_regular(path, MAX_YAML_BYTES).decode("utf-8")
         tree = OmegaConf.to_container(OmegaConf.create(text))
@@ -39,19 +41,24 @@ def read_settings(path: Path) -> Settings:
 
 
 def changed(settings: Settings) -> dict[str, tuple[str, str]]:
-    """Key to (value, default), of the settings that are not at their defaults; "" is that of an unknown key."""
+    """Key to (value, default), of the settings that are not at their defaults; "" is that of an
+    unknown key."""
     found = {}
     for key, value in settings.items():
         known = all_settings().get(key)
         if known is None:
             found[key] = written(value), ""
         elif not _same(value, known.default):
-            found[key] = written(value), "must be given" if known.default == "???" else written(known.default)
+            found[key] = (
+                written(value),
+                "must be given" if known.default == "???" else written(known.default),
+            )
     return found
 
 
 def differing(runs: Sequence[Settings]) -> dict[str, list[str]]:
-    """Key to the values of the runs, of the settings that are not the same in all; "" where a run has none."""
+    """Key to the values of the runs, of the settings that are not the same in all; "" where a run
+    has none."""
     keys = dict.fromkeys(key for run in runs for key in run)
     order = {key: place for place, key in enumerate(all_settings())}
     found = {}

@@ -23,13 +23,15 @@ class NoPlotlyError(RuntimeError):
 def write_report(
     folders: Sequence[str | Path], output: Path | None = None, evaluations: Sequence[Path] = ()
 ) -> Path:
-    """Write the report of the runs in these folders to `output`, by default `report.html` in the folder or
-    `compared.html` in the first of several; returns where. `evaluations` are folders of evaluations of their models.
-    Errors: NoRunError, NoPlotlyError, OSError."""
+    """Write the report of the runs in these folders to `output`, by default `report.html` in the
+    folder or `compared.html` in the first of several; returns where. `evaluations` are folders of
+    evaluations of their models. Errors: NoRunError, NoPlotlyError, OSError."""
     plotly_js = read_plotly()
     runs = read_runs(folders, evaluations)
     path = (
-        Path(folders[0]) / (REPORT_FILE if len(folders) == 1 else COMPARED_FILE) if output is None else output
+        Path(folders[0]) / (REPORT_FILE if len(folders) == 1 else COMPARED_FILE)
+        if output is None
+        else output
     )
     text = build_page(runs, plotly_js, datetime.now())
     write_whole(path, text.encode("utf-8", errors="backslashreplace"))
@@ -37,7 +39,8 @@ def write_report(
 
 
 def write_run_report(config: Config) -> None:
-    """Write `report.html` into the run's folder, if `telemetry.report` says so; an error is only logged."""
+    """Write `report.html` into the run's folder, if `telemetry.report` says so; an error is only
+    logged."""
     if not config.telemetry.report:
         return
     try:
@@ -51,7 +54,9 @@ def write_run_report(config: Config) -> None:
 
 
 def read_plotly() -> str:
-    """The source of plotly.js that plotly brings. Errors: NoPlotlyError."""
+    """The source of plotly.js that plotly brings.
+
+    Errors: NoPlotlyError."""
     if find_spec("plotly") is None:
         raise NoPlotlyError("plotly is not installed; `pip install plotly narwhals` installs it")
     from plotly.offline import get_plotlyjs  # here, because it takes part of a second

@@ -1,4 +1,5 @@
-"""The scores of completions, by the verifier or by the user's reward function, in worker processes."""
+"""The scores of completions, by the verifier or by the user's reward function, in worker
+processes."""
 
 from __future__ import annotations
 
@@ -31,26 +32,33 @@ def open_reward_workers(
     plugins: Sequence[str] = (),
     measured: MeasuredRows = MeasuredRows(),  # noqa: B008
 ) -> RewardWorkers:
-    """The workers of one rank: of `reward.rewards`, of `reward.function` or of the verifier. Start them before process
-    groups, CUDA and engines. `plugins` register functions of the user's by name."""
+    """The workers of one rank: of `reward.rewards`, of `reward.function` or of the verifier.
+
+    Start them before process groups, CUDA and engines. `plugins` register functions of the user's
+    by name."""
     hooks: dict[str, Hook | None] = {}
     for one in rewards_of(reward):
         if one.function is not None:
             setting = f"reward.rewards: {one.name}" if one.name else "reward.function"
-            hooks[one.name] = Hook("reward", one.function, setting, tuple(plugins), reward.function_takes)
+            hooks[one.name] = Hook(
+                "reward", one.function, setting, tuple(plugins), reward.function_takes
+            )
         elif one.name == "correctness":
             hooks[one.name] = None
     return RewardWorkers(hooks, reward, measured)
 
 
 def open_scorer(hook: Hook, reward: RewardConfig) -> RewardWorkers:
-    """The workers of a function that says what is right in validation, with the limits of rewards."""
+    """The workers of a function that says what is right in validation, with the limits of
+    rewards."""
     return RewardWorkers({"": hook}, reward)
 
 
 def scorer_settings(reward: RewardConfig) -> RewardConfig:
     """How such a function makes a score: right where it returns more than 0."""
-    return RewardConfig(function="scorer", workers=reward.workers, timeout_seconds=reward.timeout_seconds)
+    return RewardConfig(
+        function="scorer", workers=reward.workers, timeout_seconds=reward.timeout_seconds
+    )
 
 
 def text_to_verify(prompt_text: str, completion_text: str) -> str:
@@ -64,10 +72,13 @@ def text_to_verify(prompt_text: str, completion_text: str) -> str:
 
 
 CALL_NEEDED = {
-    "completion": "It is called as function(completion: str, solutions: list[str], row: dict) and must return a "
+    "completion": "It is called as function(completion: str, solutions: list[str], row: dict) and "
+    "must return a "
     "number, or a number and a dict of numbers (docs/rewards.md)",
-    "group": "With reward.function_takes=group it is called as function(completions: list[str], solutions: list[str], "
-    "row: dict) and must return a list with a number, or a number and a dict of numbers, for each completion "
+    "group": "With reward.function_takes=group it is called as function(completions: list[str], "
+    "solutions: list[str], "
+    "row: dict) and must return a list with a number, or a number and a dict of numbers, for each "
+    "completion "
     "(docs/rewards.md)",
 }
 UNSCORED = Score(0.0, False, extracted="", verdict="unscored")
@@ -75,7 +86,9 @@ UNSCORED = Score(0.0, False, extracted="", verdict="unscored")
 
 
 class RewardFunctionError(UserFunctionError):
-    """The reward function failed on every completion of a step. All ranks raise it, before anything is learned."""
+    """The reward function failed on every completion of a step.
+
+    All ranks raise it, before anything is learned."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +99,24 @@ class Trial:
     """What each returned, for the console."""
     warnings: tuple[str, ...] = ()
     wrong_answers: tuple[FunctionResult, ...] = ()
-    """What each made of a wrong answer; nothing of one that failed, or where no answer is known to be wrong."""
+    """What each made of a wrong answer; nothing of one that failed, or where no answer is known to
+    be wrong."""
 
     def __add__(self, other: Trial) -> Trial:
         return Trial(
-            self.lines + other.lines, self.warnings + other.warnings, self.wrong_answers + other.wrong_answers
+            self.lines + other.lines,
+            self.warnings + other.warnings,
+            self.wrong_answers + other.wrong_answers,
         )
 
 
 def try_reward_function(
     reward: RewardConfig, prompts: Sequence[Prompt], plugins: Sequence[str] = ()
 ) -> Trial:
-    """Call each of the user's functions on the first of the prompts, as a run would. ValueError where one fails on each
-    of a few made-up completions; warns also of one that is late: it may have waited for a network."""
+    """Call each of the user's functions on the first of the prompts, as a run would.
+
+    ValueError where one fails on each of a few made-up completions; warns also of one that is late:
+    it may have waited for a network."""
     hooks = reward_hooks(reward, plugins) if prompts else []
     trial = sum((_trial_of(hook, reward, prompts[0]) for hook in hooks), Trial())
     wrong_answers = trial.wrong_answers
@@ -110,16 +128,20 @@ def try_reward_function(
         and wrong_answers[0].reward > 0
     ):
         warning = (
-            f"{hooks[0].setting} pays {wrong_answers[0].reward:g} for a wrong answer that was made up: dynamic "
-            "sampling, the curriculum of prompts and reward/correct take what is paid more than 0 for right, whatever "
-            'the verifier says. Pay wrong answers at most 0, or return (reward, {"correct": 0 or 1}).'
+            f"{hooks[0].setting} pays {wrong_answers[0].reward:g} for a wrong answer that was "
+            "made up: dynamic "
+            "sampling, the curriculum of prompts and reward/correct take what is paid more than 0 "
+            "for right, whatever "
+            'the verifier says. Pay wrong answers at most 0, or return (reward, {"correct": 0 or '
+            "1})."
         )
         return trial + Trial(warnings=(warning,))
     return trial
 
 
 def try_scorer(hook: Hook, reward: RewardConfig, prompts: Sequence[Prompt]) -> Trial:
-    """Call a function that says what is right in validation on the first of the prompts; see `try_reward_function`."""
+    """Call a function that says what is right in validation on the first of the prompts; see
+    `try_reward_function`."""
     return _trial_of(hook, reward, prompts[0]) if prompts else Trial()
 
 
@@ -146,14 +168,16 @@ def _trial_of(hook: Hook, reward: RewardConfig, prompt: Prompt) -> Trial:
                 )
             if right.failure == "timeout":
                 late = (
-                    f"{setting} took more than reward.timeout_seconds={reward.timeout_seconds:g} on the first row of "
+                    f"{setting} took more than reward.timeout_seconds={reward.timeout_seconds:g} "
+                    "on the first row of "
                     f"the training data. {outcome}"
                 )
                 return Trial(warnings=(late,))
             failures.append(right)
     raise ValueError(
         f"{named} fails on the first row of the training data ({prompt.prompt_id!r}), with "
-        f"each of {len(failures)} completions that were made up to try it:\n{_indented(failures[0].message)}\n"
+        f"each of {len(failures)} completions that were made up to try "
+        f"it:\n{_indented(failures[0].message)}\n"
         f"{CALL_NEEDED[hook.takes]}. {_change(hook, reward, prompt)}"
     )
 
@@ -161,7 +185,10 @@ def _trial_of(hook: Hook, reward: RewardConfig, prompt: Prompt) -> Trial:
 def _tried_line(hook: Hook, right: FunctionResult, wrong: FunctionResult | None) -> str:
     whose = "all completions of a prompt" if hook.takes == "group" else "each completion"
     other = "" if wrong is None else f", a wrong one {wrong.failure or f'{wrong.reward:g}'}"
-    return f"{hook.setting}={hook.spec} is called with {whose}; tried: a right answer gets {right.reward:g}{other}"
+    return (
+        f"{hook.setting}={hook.spec} is called with {whose}; tried: a right answer gets "
+        f"{right.reward:g}{other}"
+    )
 
 
 def _change(hook: Hook, reward: RewardConfig, prompt: Prompt) -> str:
@@ -172,15 +199,18 @@ def _change(hook: Hook, reward: RewardConfig, prompt: Prompt) -> str:
         with WorkerPool(1, reward.timeout_seconds, function=other) as pool:
             right, _ = _tried(pool, other, _made_up_completions(prompt)[0], prompt)
         if right.failure is None:
-            return f"It works so with reward.function_takes: {takes}. Set that, or correct the function."
+            return (
+                f"It works so with reward.function_takes: {takes}. Set that, or correct the "
+                "function."
+            )
     return "Correct the function."
 
 
 def _tried(
     pool: WorkerPool, hook: Hook, completion: str, prompt: Prompt
 ) -> tuple[FunctionResult, FunctionResult | None]:
-    """The results of trial calls on a completion and on a wrong one, where something is known to be wrong; both are in
-    one group where the function takes groups."""
+    """The results of trial calls on a completion and on a wrong one, where something is known to be
+    wrong; both are in one group where the function takes groups."""
     asked = [completion]
     if prompt.solutions and not any(WRONG in solution for solution in prompt.solutions):
         asked.append(_written(WRONG))
@@ -197,21 +227,28 @@ WRONG = "987654321"
 
 
 def _made_up_completions(prompt: Prompt) -> tuple[str, ...]:
-    """What a model may write, right, in the usual forms; several texts, since a function may well fail on one."""
+    """What a model may write, right, in the usual forms; several texts, since a function may well
+    fail on one."""
     answer = prompt.solutions[0] if prompt.solutions else "1"
     return _written(answer), _written(answer) + " ", answer
 
 
 def _written(answer: str) -> str:
     boxed = answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
-    return f"<think>\nLet us see.\n</think>\n<answer>\nThe answer is {boxed}.\n</answer>\n#### {answer}"
+    return (
+        f"<think>\nLet us see.\n</think>\n<answer>\nThe answer is {boxed}.\n</answer>\n#### "
+        f"{answer}"
+    )
 
 
 def raise_if_every_call_failed(scores: Sequence[Score]) -> None:
-    """RewardFunctionError where a user's function failed on every completion of a step; a late one did not fail."""
+    """RewardFunctionError where a user's function failed on every completion of a step; a late one
+    did not fail."""
     called: dict[str, list[str]] = {}
     for name, message in _function_errors(scores):
-        called.setdefault(f"reward.rewards: {name}" if name else "reward.function", []).append(message)
+        called.setdefault(f"reward.rewards: {name}" if name else "reward.function", []).append(
+            message
+        )
     for setting, messages in called.items():
         if len(messages) == len(scores):
             what, _, trace = _indented(messages[0]).strip().partition("\n")
@@ -230,26 +267,34 @@ class FailedSteps:
         """Settings whose every call failed in the step before."""
 
     def check(self, scores: Sequence[Score]) -> None:
-        """RewardFunctionError where a function raised on every completion of a step, or failed on every completion of
-        two steps in a row, also by being late. All ranks call it with the scores of every step."""
+        """RewardFunctionError where a function raised on every completion of a step, or failed on
+        every completion of two steps in a row, also by being late. All ranks call it with the
+        scores of every step."""
         raise_if_every_call_failed(scores)
         kinds: dict[str, list[str]] = {}
         for name, kind in _failures(scores):
-            kinds.setdefault(f"reward.rewards: {name}" if name else "reward.function", []).append(kind)
-        failed = frozenset(setting for setting, failures in kinds.items() if len(failures) == len(scores))
+            kinds.setdefault(f"reward.rewards: {name}" if name else "reward.function", []).append(
+                kind
+            )
+        failed = frozenset(
+            setting for setting, failures in kinds.items() if len(failures) == len(scores)
+        )
         again = sorted(failed & self._before)
         self._before = failed
         if again:
             late = kinds[again[0]].count("timeout")
             raise RewardFunctionError(
-                f"{again[0]} failed on all completions of two steps in a row: on {late} of {len(scores)} it took more "
-                f"than reward.timeout_seconds={self._timeout_seconds:g}. Nothing is learned from such a step. Make it "
+                f"{again[0]} failed on all completions of two steps in a row: on {late} of "
+                f"{len(scores)} it took more "
+                f"than reward.timeout_seconds={self._timeout_seconds:g}. Nothing is learned from "
+                "such a step. Make it "
                 "faster, or raise reward.timeout_seconds."
             )
 
 
 def _failures(scores: Sequence[Score]) -> Iterator[tuple[str, str]]:
-    """(name, "error" or "timeout") of every call of a function that failed, as `_function_errors` names it."""
+    """(name, "error" or "timeout") of every call of a function that failed, as `_function_errors`
+    names it."""
     for score in scores:
         if score.verdict in ("error", "timeout") and not score.parts:
             yield "", score.verdict
@@ -259,13 +304,17 @@ def _failures(scores: Sequence[Score]) -> Iterator[tuple[str, str]]:
 
 
 def first_function_failure(groups: Sequence[ScoredGroup]) -> str | None:
-    """Message and traceback of the first failure of a user's function, indented; None where it only took too long."""
+    """Message and traceback of the first failure of a user's function, indented; None where it only
+    took too long."""
     errors = _function_errors([score for group in groups for score in group.scores])
-    return next((_indented(f"{name}: {message}" if name else message) for name, message in errors), None)
+    return next(
+        (_indented(f"{name}: {message}" if name else message) for name, message in errors), None
+    )
 
 
 def _function_errors(scores: Sequence[Score]) -> Iterator[tuple[str, str]]:
-    """(name, message) of every error of a function of `reward.rewards`, or of `reward.function`, which has no name."""
+    """(name, message) of every error of a function of `reward.rewards`, or of `reward.function`,
+    which has no name."""
     for one in scores:
         if one.verdict == "error" and not one.parts:
             yield "", one.extracted
@@ -303,10 +352,15 @@ class _Submitted:
 
 
 class RewardManager:
-    """Scores completions while others are still sampled: `submit` each, then `collect` all, or `take_finished` ones."""
+    """Scores completions while others are still sampled: `submit` each, then `collect` all, or
+    `take_finished` ones."""
 
     def __init__(
-        self, workers: RewardWorkers, reward: RewardConfig, max_new_tokens: int, validates: bool = False
+        self,
+        workers: RewardWorkers,
+        reward: RewardConfig,
+        max_new_tokens: int,
+        validates: bool = False,
     ) -> None:
         """`validates`: completions are those of a validation."""
         self._workers = workers
@@ -329,14 +383,20 @@ class RewardManager:
         assert not self.takes_groups, "the functions take groups"
         self.submit_group(prompt, [completion], key)
 
-    def submit_group(self, prompt: Prompt, completions: Sequence[Completion], key: Any = None) -> None:
-        """Queue all completions of a prompt for the workers; `key` is what `take_finished` calls them."""
+    def submit_group(
+        self, prompt: Prompt, completions: Sequence[Completion], key: Any = None
+    ) -> None:
+        """Queue all completions of a prompt for the workers; `key` is what `take_finished` calls
+        them."""
         texts = [text_to_verify(prompt.text, completion.text) for completion in completions]
         futures = [
             self._workers.submit(text, prompt, completion, self._validates)
             for text, completion in zip(texts, completions, strict=True)
         ]
-        known = [frozenset(name for name, future in by_name.items() if future.done()) for by_name in futures]
+        known = [
+            frozenset(name for name, future in by_name.items() if future.done())
+            for by_name in futures
+        ]
         self._submitted.append(
             _Submitted(
                 tuple(completions),
@@ -349,8 +409,9 @@ class RewardManager:
         )
 
     def collect(self, on_progress: Callable[[], None] = lambda: None) -> list[Score]:
-        """The scores of all completions submitted since the last call, in that order, when all are there: answers time
-        out one by one, each after `reward.timeout_seconds` of its own. `on_progress` is called every second."""
+        """The scores of all completions submitted since the last call, in that order, when all are
+        there: answers time out one by one, each after `reward.timeout_seconds` of its own.
+        `on_progress` is called every second."""
         self.wait(on_progress)
         return [score for _, scores in self.take_finished() for score in scores]
 

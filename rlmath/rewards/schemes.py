@@ -1,5 +1,5 @@
-"""Rewards from verifier results: the schemes of AReaL, SimpleRL and the papers of objectives, and penalties for
-overlong completions."""
+"""Rewards from verifier results: the schemes of AReaL, SimpleRL and the papers of objectives, and
+penalties for overlong completions."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ def reward_scale(settings: RewardConfig, verified: bool) -> float:
 def scaled_reward(
     settings: RewardConfig, raw: float, verified: bool, length: int, limit: int, truncated: bool
 ) -> float:
-    """The reward of a completion of `length` tokens, of at most `limit`: (raw - bias) * scaling - overlong penalty.
+    """The reward of a completion of `length` tokens, of at most `limit`: (raw - bias) * scaling -
+    overlong penalty.
 
-    `raw` is what `raw_reward` or the user's function gives, or a weighted sum; `verified` is as in `reward_scale`.
+    `raw` is what `raw_reward` or the user's function gives, or a weighted sum; `verified` is as in
+    `reward_scale`.
 
     >>> scaled_reward(RewardConfig(), 1.0, verified=True, length=90, limit=100, truncated=False)
     5.0
@@ -38,11 +40,14 @@ def scaled_reward(
     if truncated and settings.mask_no_eos_with_zero:
         return 0.0
     scaled = (raw - settings.output_bias) * reward_scale(settings, verified)
-    return scaled - settings.overlong_penalty * overlong_share(length, limit, settings.overlong_buffer)
+    return scaled - settings.overlong_penalty * overlong_share(
+        length, limit, settings.overlong_buffer
+    )
 
 
 def overlong_share(length: int, limit: int, buffer: int) -> float:
-    """The used share (0 to 1) of the last `buffer` tokens before the limit (DAPO, arXiv:2503.14476, section 3.4).
+    """The used share (0 to 1) of the last `buffer` tokens before the limit (DAPO, arXiv:2503.14476,
+    section 3.4).
 
     >>> overlong_share(length=90, limit=100, buffer=20)
     0.5

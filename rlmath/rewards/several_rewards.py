@@ -1,6 +1,8 @@
-"""The rewards of a completion, and their workers: `reward.rewards` lists them, `reward.weights` weighs them.
+"""The rewards of a completion, and their workers: `reward.rewards` lists them, `reward.weights`
+weighs them.
 
-    completion -> a value of every reward, None where it failed -> weighted sum | GDPO (algorithms.advantages)
+    completion -> a value of every reward, None where it failed -> weighted sum | GDPO
+    (algorithms.advantages)
 
 | entry of the list | value |
 |---|---|
@@ -10,7 +12,8 @@
 | "name=package.module:function" | what the user's function returns |
 | the name of one that a plugin registers | what the function returns |
 
-Every function has workers of its own, and so has the verifier: one that hangs or breaks keeps no other waiting.
+Every function has workers of its own, and so has the verifier: one that hangs or breaks keeps no
+other waiting.
 """
 
 # Shape legend: G completions of a group, K rewards of the list.
@@ -32,10 +35,20 @@ from rlmath.workers.hooks import REWARD_WORDS, Hook
 from rlmath.workers.worker_pool import WorkerPool
 
 BUILT_IN = REWARD_WORDS
-TAKEN = ("correct", "boxed", "truncated", "failures", "verdict", "own", "queue_wait_s", "queue_wait_s_max")
+TAKEN = (
+    "correct",
+    "boxed",
+    "truncated",
+    "failures",
+    "verdict",
+    "own",
+    "queue_wait_s",
+    "queue_wait_s_max",
+)
 """What stands behind `reward/` in the names of other metrics."""
 MEASURED = "(verifier)"
-"""Name of the verifier's result where it is no part of the reward, but gives the accuracy; no reward is called so."""
+"""Name of the verifier's result where it is no part of the reward, but gives the accuracy; no
+reward is called so."""
 VERIFIED = ("correctness", MEASURED)
 """Names of results that are the verifier's."""
 MAX_FUNCTIONS = 8
@@ -58,27 +71,36 @@ def named_rewards(reward: RewardConfig) -> tuple[NamedReward, ...]:
     functions = listed_functions(reward)
     names = [entry.partition("=")[0] for entry in reward.rewards]
     return tuple(
-        NamedReward(name, weight, functions.get(name)) for name, weight in zip(names, weights, strict=True)
+        NamedReward(name, weight, functions.get(name))
+        for name, weight in zip(names, weights, strict=True)
     )
 
 
 def rewards_of(reward: RewardConfig) -> tuple[NamedReward, ...]:
-    """The list, or the one reward of a run without a list: "correctness", or a function without a name."""
+    """The list, or the one reward of a run without a list: "correctness", or a function without a
+    name."""
     alone = NamedReward("correctness" if reward.function is None else "", 1.0, reward.function)
     return named_rewards(reward) or (alone,)
 
 
 def listed_functions(reward: RewardConfig) -> dict[str, str]:
-    """The user's functions of the list, by the reward's name; one that a plugin registers has that name."""
+    """The user's functions of the list, by the reward's name; one that a plugin registers has that
+    name."""
     parted = [entry.partition("=") for entry in reward.rewards]
-    return {name: function or name for name, equals, function in parted if equals or name not in BUILT_IN}
+    return {
+        name: function or name
+        for name, equals, function in parted
+        if equals or name not in BUILT_IN
+    }
 
 
 def functions_of(reward: RewardConfig) -> dict[str, str]:
     """The user's functions by the setting that names them, as messages call it."""
     if reward.function is not None:
         return {"reward.function": reward.function}
-    return {f"reward.rewards: {name}": function for name, function in listed_functions(reward).items()}
+    return {
+        f"reward.rewards: {name}": function for name, function in listed_functions(reward).items()
+    }
 
 
 def reward_hooks(reward: RewardConfig, plugins: Sequence[str] = ()) -> list[Hook]:
@@ -90,7 +112,8 @@ def reward_hooks(reward: RewardConfig, plugins: Sequence[str] = ()) -> list[Hook
 
 
 def takes_groups(reward: RewardConfig) -> bool:
-    """Whether rewards are functions of the user's that are called once for all completions of a prompt."""
+    """Whether rewards are functions of the user's that are called once for all completions of a
+    prompt."""
     return reward.function_takes == "group" and bool(functions_of(reward))
 
 
@@ -105,7 +128,8 @@ def is_verified(reward: RewardConfig) -> bool:
 
 
 def compared_rewards(reward: RewardConfig) -> tuple[int, ...]:
-    """Positions of the rewards that count, where there are several: a group has contrast where one of them differs."""
+    """Positions of the rewards that count, where there are several: a group has contrast where one
+    of them differs."""
     return tuple(k for k, one in enumerate(named_rewards(reward)) if one.weight)
 
 
@@ -114,38 +138,49 @@ def compared_rewards(reward: RewardConfig) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MeasuredRows:
-    """Whose accuracy is what the verifier says, in a run whose rewards are functions of the user's alone: rows that all
-    have a solution which an answer could equal. Decided once, before the run."""
+    """Whose accuracy is what the verifier says, in a run whose rewards are functions of the user's
+    alone: rows that all have a solution which an answer could equal. Decided once, before the run.
+    """
 
     training: bool = False
     validation: bool = False
 
 
 class RewardWorkers:
-    """The workers of the verifier, where correctness counts or is measured, and of every function of the user's."""
+    """The workers of the verifier, where correctness counts or is measured, and of every function
+    of the user's."""
 
     def __init__(
-        self, hooks: Mapping[str, Hook | None], reward: RewardConfig, measured: MeasuredRows = MeasuredRows()
+        self,
+        hooks: Mapping[str, Hook | None],
+        reward: RewardConfig,
+        measured: MeasuredRows = MeasuredRows(),
     ) -> None:
-        """Returns at once, as `WorkerPool`. `hooks` are functions by the reward's name; None: the verifier."""
+        """Returns at once, as `WorkerPool`.
+
+        `hooks` are functions by the reward's name; None: the verifier."""
         rules = rules_of(reward)
         self.measured = measured
-        self.of_groups = [name for name, hook in hooks.items() if hook is not None and hook.takes == "group"]
+        self.of_groups = [
+            name for name, hook in hooks.items() if hook is not None and hook.takes == "group"
+        ]
         """Names of the functions that take groups."""
         if measured.training or measured.validation:
             hooks = {**hooks, MEASURED: None}
         self.by_name: dict[str, WorkerPool] = {}
         with contextlib.ExitStack() as stack:
             for name, hook in hooks.items():
-                pool = WorkerPool(reward.workers, reward.timeout_seconds, rules=rules, function=hook)
+                pool = WorkerPool(
+                    reward.workers, reward.timeout_seconds, rules=rules, function=hook
+                )
                 self.by_name[name] = stack.enter_context(pool)
             self._stack = stack.pop_all()
 
     def submit(
         self, text: str, prompt: Prompt, completion: Completion, validates: bool = False
     ) -> dict[str, Future[Any]]:
-        """Queue a completion, of a validation or of training, for every reward that needs a worker, and for the
-        verifier where it measures; `text` is what is verified."""
+        """Queue a completion, of a validation or of training, for every reward that needs a worker,
+        and for the verifier where it measures; `text` is what is verified."""
         is_measured = self.measured.validation if validates else self.measured.training
         return {
             name: pool.submit(text, prompt.solutions, prompt.task, question=prompt.question)
@@ -158,7 +193,8 @@ class RewardWorkers:
     def submit_group(
         self, prompt: Prompt, completions: Sequence[Completion]
     ) -> dict[str, Future[list[FunctionResult]]]:
-        """Queue all completions of a prompt for every function that takes groups; results are in their order."""
+        """Queue all completions of a prompt for every function that takes groups; results are in
+        their order."""
         texts = [completion.text for completion in completions]
         return {
             name: self.by_name[name].call_group(texts, prompt.solutions, prompt.row)
@@ -187,11 +223,13 @@ def score_of(
     limit: int,
     truncated: bool,
 ) -> Score:
-    """The score of a completion from what verifier and functions found. Its reward is (weighted sum of the rewards that
-    did not fail - bias) * scaling, with the settings about length. Without a list of rewards the score has no parts,
-    and a function that failed counts as `reward.function_failure`. Right is what the verifier says where it is a part
-    of the reward; without it what the first metric "correct" of a function says, else the first function's reward:
-    above 0."""
+    """The score of a completion from what verifier and functions found.
+
+    Its reward is (weighted sum of the rewards that did not fail - bias) * scaling, with the
+    settings about length. Without a list of rewards the score has no parts, and a function that
+    failed counts as `reward.function_failure`. Right is what the verifier says where it is a part
+    of the reward; without it what the first metric "correct" of a function says, else the first
+    function's reward: above 0."""
     waited = max((result.queue_seconds for result in results.values()), default=0.0)
     measured = results.get("correctness", results.get(MEASURED))
     results = {name: result for name, result in results.items() if name != MEASURED}
@@ -209,7 +247,9 @@ def score_of(
     known = [failed if value is None else value for value in values]
     number = sum(one.weight * value for one, value in zip(rewards, known, strict=True))
     reward = scaled_reward(settings, number, verdict is not None, length, limit, truncated)
-    called = {name: result for name, result in results.items() if isinstance(result, FunctionResult)}
+    called = {
+        name: result for name, result in results.items() if isinstance(result, FunctionResult)
+    }
     metrics = tuple(
         (f"{name}/{metric}" if name else metric, value)
         for name, result in called.items()
@@ -219,7 +259,9 @@ def score_of(
         correct, extracted, kind = verdict.correct, verdict.extracted, verdict.verdict
     else:
         all_failed = len(failures) == len(called)
-        kind, extracted = (failures[0].kind, failures[0].message) if all_failed else ("function", "")
+        kind, extracted = (
+            (failures[0].kind, failures[0].message) if all_failed else ("function", "")
+        )
         correct = is_right(list(called.values()))
     return Score(
         reward,
@@ -236,7 +278,11 @@ def score_of(
 
 
 def _failed(result: Verdict | FunctionResult) -> bool:
-    return (result.failure is not None) if isinstance(result, FunctionResult) else result.verdict in FAILURES
+    return (
+        (result.failure is not None)
+        if isinstance(result, FunctionResult)
+        else result.verdict in FAILURES
+    )
 
 
 def _value(
@@ -259,27 +305,34 @@ def _value(
 
 
 def is_right(results: Sequence[FunctionResult]) -> bool:
-    """What functions of the user's say of a completion: by the first metric "correct", else the first one's reward."""
+    """What functions of the user's say of a completion: by the first metric "correct", else the
+    first one's reward."""
     there = [result for result in results if result.failure is None]
-    said = [dict(result.metrics)["correct"] for result in there if "correct" in dict(result.metrics)]
+    said = [
+        dict(result.metrics)["correct"] for result in there if "correct" in dict(result.metrics)
+    ]
     return said[0] > 0 if said else results[0].failure is None and results[0].reward > 0
 
 
 def summed_rewards(group: ScoredGroup, reward: RewardConfig) -> list[float]:
-    """The rewards that advantages of weighted sums are made of: those of the scores, where a reward that failed counts
-    as the mean of what it gave the others of the group, so that it moves nothing; without one it adds nothing. A
-    completion that `mask_no_eos_with_zero` sets to 0 stays there. All less `reward.length_penalty`."""
+    """The rewards that advantages of weighted sums are made of: those of the scores, where a reward
+    that failed counts as the mean of what it gave the others of the group, so that it moves
+    nothing; without one it adds nothing. A completion that `mask_no_eos_with_zero` sets to 0 stays
+    there. All less `reward.length_penalty`."""
     rewards = _without_failures(group, reward)
     if not reward.length_penalty:
         return rewards
     tokens = [completion.n_sampled for completion in group.completions]
-    return length_penalised(rewards, tokens, [one.correct for one in group.scores], reward.length_penalty)
+    return length_penalised(
+        rewards, tokens, [one.correct for one in group.scores], reward.length_penalty
+    )
 
 
 def length_penalised(
     rewards: Sequence[float], tokens: Sequence[int], correct: Sequence[bool], penalty: float
 ) -> list[float]:
-    """Rewards less `penalty` per 1,000 tokens times the share of right ones, at least 1 / G (ALP, arXiv:2506.05256).
+    """Rewards less `penalty` per 1,000 tokens times the share of right ones, at least 1 / G (ALP,
+    arXiv:2506.05256).
 
     >>> length_penalised([1.0, 0.0], [1000, 500], [True, False], penalty=0.5)
     [0.75, -0.125]

@@ -1,9 +1,12 @@
-"""One step's rollout: every engine samples the work it pops from the queue, and scores completions while it samples.
+"""One step's rollout: every engine samples the work it pops from the queue, and scores completions
+while it samples.
 
-    requests -> work queue -> engine -> completions -> reward workers -> gathered to all ranks -> groups
+    requests -> work queue -> engine -> completions -> reward workers -> gathered to all ranks ->
+    groups
 
-`collect` samples whole groups; `sample` also slices of completions, which further slices continue. Completions are
-scored where they were sampled, by worker processes, while the engine still generates.
+`collect` samples whole groups; `sample` also slices of completions, which further slices continue.
+Completions are scored where they were sampled, by worker processes, while the engine still
+generates.
 """
 
 # Shape legend: P prompts, G samples per prompt.
@@ -98,9 +101,9 @@ class Collector:
         scorer: RewardWorkers | None = None,
         has_scorer: bool = False,
     ) -> None:
-        """Every rank makes one, and one at a time: the number of a rollout names its keys in the store. `scorer` says
-        what is right in validation, where that is another than the `pool`: on ranks that have a pool, if the run
-        `has_scorer`."""
+        """Every rank makes one, and one at a time: the number of a rollout names its keys in the
+        store. `scorer` says what is right in validation, where that is another than the `pool`: on
+        ranks that have a pool, if the run `has_scorer`."""
         assert (pool is not None) == mesh.is_engine_leader, (
             "the leading rank of an engine has the reward workers"
         )
@@ -119,7 +122,9 @@ class Collector:
         prompts, sampling = what.prompts, what.sampling
         rows = [
             [Work(prompt, request) for request in requests]
-            for prompt, requests in zip(prompts, group_requests(prompts, sampling, what.seed), strict=True)
+            for prompt, requests in zip(
+                prompts, group_requests(prompts, sampling, what.seed), strict=True
+            )
         ]
         sampled, engines = self.sample(
             rows, sampling.max_new_tokens, what.seed.step, what.title, what.validates
@@ -133,8 +138,8 @@ class Collector:
     def score_groups(
         self, groups: list[ScoredGroup], max_new_tokens: int, validates: bool = False
     ) -> list[ScoredGroup]:
-        """The groups with their scores, the same on every rank, where a reward function takes whole groups; the engines
-        share them. Else they have their scores already."""
+        """The groups with their scores, the same on every rank, where a reward function takes whole
+        groups; the engines share them. Else they have their scores already."""
         if not groups or not self._takes_groups(validates):
             return groups
         scores: dict[int, list[Score]] = {}
@@ -154,7 +159,8 @@ class Collector:
         return takes_groups(self._reward) and not by_scorer
 
     def reset_prefix_cache(self) -> None:
-        """Let the engine compute all prompts anew: what it has cached may differ in the last bits."""
+        """Let the engine compute all prompts anew: what it has cached may differ in the last
+        bits."""
         self._engine.reset_prefix_cache()
 
     def sample(
@@ -165,19 +171,24 @@ class Collector:
         title: str,
         validates: bool = False,
     ) -> tuple[dict[Key, Sampled], list[EngineUsage]]:
-        """Sample every request to its end, the same on every rank: by its key what there is then of the completion,
-        scored where it is finished, which is with a stop token or `max_new_tokens` tokens; and by engine what it did. A
-        request's key starts with the place of its row. `step` is the step, counted from 0, that samples."""
+        """Sample every request to its end, the same on every rank: by its key what there is then of
+        the completion, scored where it is finished, which is with a stop token or `max_new_tokens`
+        tokens; and by engine what it did. A request's key starts with the place of its row. `step`
+        is the step, counted from 0, that samples."""
         store = shared_store(f"rollout/{self._rollouts}")
         self._rollouts += 1
         requests = [[work.request for work in row] for row in rows]
         work_queue = WorkQueue(store, requests, self._mesh, self._rollout.max_num_seqs)
         by_key = {work.request.key: work for row in rows for work in row}
-        progress = SamplingProgress(len(by_key), self._mesh, store, title, self._rollout.progress_bar)
+        progress = SamplingProgress(
+            len(by_key), self._mesh, store, title, self._rollout.progress_bar
+        )
         rewards = None if self._pool is None else self._reward_manager(max_new_tokens, validates)
         by_group = self._takes_groups(validates)
         gathered = all_gather_objects(
-            self._sample(by_key, work_queue, progress, step=step, rewards=rewards, by_group=by_group)
+            self._sample(
+                by_key, work_queue, progress, step=step, rewards=rewards, by_group=by_group
+            )
         )
         progress.close()
         work_queue.close()
@@ -207,9 +218,9 @@ class Collector:
         rewards: RewardManager | None,
         by_group: bool,
     ) -> tuple[dict[Key, PartialCompletion | Completion], dict[Key, Score], EngineUsage | None]:
-        """What this rank's engine samples, without the tokens that there were before, the scores of what is finished,
-        and what the engine does; nothing on ranks that do not lead it. What is scored `by_group` is unscored yet: an
-        engine may have sampled a part of a group alone."""
+        """What this rank's engine samples, without the tokens that there were before, the scores of
+        what is finished, and what the engine does; nothing on ranks that do not lead it. What is
+        scored `by_group` is unscored yet: an engine may have sampled a part of a group alone."""
         scores: dict[Key, Score] = {}
 
         def submit(request: Request, completion: Completion) -> None:
@@ -235,7 +246,9 @@ class Collector:
         return completions, scores, usage
 
 
-def _without_first(completion: PartialCompletion | Completion, tokens: int) -> PartialCompletion | Completion:
+def _without_first(
+    completion: PartialCompletion | Completion, tokens: int
+) -> PartialCompletion | Completion:
     """Without the first tokens: what is gathered is not what all ranks have already."""
     if not tokens:
         return completion
@@ -255,7 +268,8 @@ def _with_first(
 
 
 class SamplingProgress:
-    """How many completions all engines have sampled: a bar on rank 0's terminal, else lines every PROGRESS_SECONDS."""
+    """How many completions all engines have sampled: a bar on rank 0's terminal, else lines every
+    PROGRESS_SECONDS."""
 
     def __init__(
         self,
@@ -266,13 +280,14 @@ class SamplingProgress:
         shown: bool = True,
         longest: float = math.inf,
     ) -> None:
-        """All engines sample `total` completions of at most `longest` tokens; `title` is for the console. Several at a
-        time need own stores."""
+        """All engines sample `total` completions of at most `longest` tokens; `title` is for the
+        console. Several at a time need own stores."""
         self._total, self._mesh, self._store, self._title = total, mesh, store, title
         self._shown = shown and mesh.rank == 0
         self._done = 0
         self.tokens = 0
-        """That this engine has sampled, of unfinished completions, too; 0 where they are not counted."""
+        """That this engine has sampled, of unfinished completions, too; 0 where they are not
+        counted."""
         self._longest = longest
         self._by_engine: dict[str, Any] = {}
         self._started = self._told = self._logged = time.monotonic()
@@ -286,7 +301,9 @@ class SamplingProgress:
         self._done += 1
 
     def tick(self) -> None:
-        """Call it regularly. Tells this engine's count at most once in COUNT_SECONDS; rank 0 shows the sum."""
+        """Call it regularly.
+
+        Tells this engine's count at most once in COUNT_SECONDS; rank 0 shows the sum."""
         now = time.monotonic()
         if not self._mesh.is_engine_leader or now - self._told < COUNT_SECONDS:
             return
@@ -298,16 +315,22 @@ class SamplingProgress:
         self._by_engine |= self._store.get_all([f"sampled/{engine}" for engine in engines])
         counts = [count for count in self._by_engine.values() if isinstance(count, list)]
         done, tokens = sum(count[0] for count in counts), sum(count[1] for count in counts)
-        left = left_text(done, self._total, now - self._started, tokens=tokens, longest=self._longest)
+        left = left_text(
+            done, self._total, now - self._started, tokens=tokens, longest=self._longest
+        )
         if not self._bar.disable:
             self._bar.set_postfix_str(left.removeprefix(", "), refresh=False)
             self._bar.update(done - self._bar.n)
         elif now - self._logged >= PROGRESS_SECONDS:
             self._logged = now
-            logger.info("%s", progress_line(self._title, done, self._total, now - self._started, left))
+            logger.info(
+                "%s", progress_line(self._title, done, self._total, now - self._started, left)
+            )
 
     def close(self) -> None:
-        """Call it when all engines are done. Deletes this engine's count from the store."""
+        """Call it when all engines are done.
+
+        Deletes this engine's count from the store."""
         self._bar.close()
         if self._mesh.is_engine_leader:
             self._store.delete(f"sampled/{self._mesh.engine_index}")
@@ -319,18 +342,23 @@ def progress_line(title: str, done: int, total: int, seconds: float, left: str) 
     'step 7/20: sampled 500 of 2,000 completions (25%) in 01:00, about 03:00 left'
     """
     passed = tqdm.format_interval(seconds)
-    return f"{title}: sampled {done:,} of {total:,} completions ({done / total:.0%}) in {passed}{left}"
+    return (
+        f"{title}: sampled {done:,} of {total:,} completions ({done / total:.0%}) in {passed}{left}"
+    )
 
 
-def left_text(done: int, total: int, seconds: float, tokens: int = 0, longest: float = math.inf) -> str:
+def left_text(
+    done: int, total: int, seconds: float, tokens: int = 0, longest: float = math.inf
+) -> str:
     """The time that is left, once LEAST_DONE of the work tells how long it takes.
 
     >>> left_text(50, 512, 60.0), left_text(128, 512, 60.0)
     ('', ', about 03:00 left')
 
-    Where `tokens` are counted, of unfinished completions, too, the work is tokens. A completion has as many as were
-    sampled for each that is finished, and at most `longest`: 128 of 512 completions are half of the work where the
-    others have come as far, and no estimate waits for the first to finish.
+    Where `tokens` are counted, of unfinished completions, too, the work is tokens. A completion has
+    as many as were sampled for each that is finished, and at most `longest`: 128 of 512 completions
+    are half of the work where the others have come as far, and no estimate waits for the first to
+    finish.
 
     >>> left_text(128, 512, 60.0, tokens=512 * 500, longest=1000), left_text(0, 512, 60.0, tokens=25_600, longest=100)
     (', about 01:00 left', ', about 01:00 left')

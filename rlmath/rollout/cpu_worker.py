@@ -1,8 +1,8 @@
-"""vLLM's CPU worker, with a KV cache that can be freed, shared memory that leaves no files behind, norms that are one
-operation, and a sampler whose noise follows from a request's seed and position.
+"""vLLM's CPU worker, with a KV cache that can be freed, shared memory that leaves no files behind,
+norms that are one operation, and a sampler whose noise follows from a request's seed and position.
 
-vLLM imports it by its name (`worker_cls`), in the process of the training rank. It is a module of its own because vLLM
-may be imported only after `engine.prepare_environment`.
+vLLM imports it by its name (`worker_cls`), in the process of the training rank. It is a module of
+its own because vLLM may be imported only after `engine.prepare_environment`.
 """
 
 # Shape legend: R requests of a step of the engine, T tokens, V vocabulary.
@@ -38,10 +38,11 @@ class RlmathCPUWorker(CPUWorker):
     """Size of every storage, once it was released for the first time."""
 
     def init_device(self) -> None:
-        """As vLLM's, with our sampler, and with names of its own for the shared memory in which the ranks of an engine
-        reduce. vLLM 0.32 derives the name from the init method, which is the same for all external launchers: engines
-        of two runs on one machine would share it, and the file of a killed run would stop the next. Ours is removed as
-        soon as all ranks have opened it; the mapping stays."""
+        """As vLLM's, with our sampler, and with names of its own for the shared memory in which the
+        ranks of an engine reduce. vLLM 0.32 derives the name from the init method, which is the
+        same for all external launchers: engines of two runs on one machine would share it, and the
+        file of a killed run would stop the next. Ours is removed as soon as all ranks have opened
+        it; the mapping stays."""
         external_launcher = self.parallel_config.distributed_executor_backend == "external_launcher"
         if external_launcher:
             name = self.vllm_config.additional_config["engine_name"]
@@ -60,10 +61,16 @@ class RlmathCPUWorker(CPUWorker):
             super().initialize_from_config(*arguments, **more)
 
     def load_model(self, *arguments: Any, **more: Any) -> None:
-        """As vLLM's; norms are computed by its kernels. Its own choice for CPU is torch, an operation at a time."""
+        """As vLLM's; norms are computed by its kernels.
+
+        Its own choice for CPU is torch, an operation at a time."""
         super().load_model(*arguments, **more)
         for module in self.get_model().modules():
-            if type(module) is RMSNorm and module.has_weight and module.variance_size_override is None:
+            if (
+                type(module) is RMSNorm
+                and module.has_weight
+                and module.variance_size_override is None
+            ):
                 module._forward_method = partial(_rms_norm, module)
 
     def _sample(
@@ -73,16 +80,19 @@ class RlmathCPUWorker(CPUWorker):
         top_k_R: torch.Tensor | None,
         top_p_R: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sampled tokens [R], log-probs [R, V] of the distribution that they are from). vLLM's own makes a draw from
-        every request's generator."""
+        """(sampled tokens [R], log-probs [R, V] of the distribution that they are from). vLLM's own
+        makes a draw from every request's generator."""
         logits_RV = apply_top_k_top_p(logits_RV.float(), top_k_R, top_p_R)
         logprobs_RV = logits_RV.log_softmax(dim=-1)
-        tokens_R = torch.ops._C.fused_gumbel_argmax(logits_RV, self._noise_seeds(len(logits_RV), generators))
+        tokens_R = torch.ops._C.fused_gumbel_argmax(
+            logits_RV, self._noise_seeds(len(logits_RV), generators)
+        )
         return tokens_R, logprobs_RV
 
     def _noise_seeds(self, rows: int, generators: dict[int, torch.Generator]) -> torch.Tensor:
-        """A seed for every request's next token. Its own generator, never drawn from, holds a request's seed; a greedy
-        request has none."""
+        """A seed for every request's next token.
+
+        Its own generator, never drawn from, holds a request's seed; a greedy request has none."""
         seeds_R = np.zeros(rows, np.uint64)
         if len(generators) < rows:
             seeds_R = torch.randint(0, 2**62, (rows,)).numpy().astype(np.uint64)
@@ -99,8 +109,8 @@ class RlmathCPUWorker(CPUWorker):
             storage.resize_(0)
 
     def restore_kv_cache(self) -> None:
-        """Allocate the KV cache's memory again, as zeros: its kernels multiply what no token was written to by 0, and
-        what was there before may be no number."""
+        """Allocate the KV cache's memory again, as zeros: its kernels multiply what no token was
+        written to by 0, and what was there before may be no number."""
         assert self._kv_cache_bytes is not None, "the KV cache was never released"
         for storage, size in zip(cache_storages(self), self._kv_cache_bytes, strict=True):
             storage.resize_(size)
@@ -110,10 +120,13 @@ class RlmathCPUWorker(CPUWorker):
 def gather_without_ranks(
     logprobs_TV: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
 ) -> LogprobsTensors:
-    """The log-probs of the tokens alone. vLLM's own goes over the vocabulary again for their ranks, 0 here."""
+    """The log-probs of the tokens alone. vLLM's own goes over the vocabulary again for their ranks,
+    0 here."""
     assert num_logprobs == 0, "the most likely tokens are asked for by nobody"
     rows_T1 = token_ids.unsqueeze(-1)
-    return LogprobsTensors(rows_T1.int(), logprobs_TV.gather(-1, rows_T1), torch.zeros_like(token_ids))
+    return LogprobsTensors(
+        rows_T1.int(), logprobs_TV.gather(-1, rows_T1), torch.zeros_like(token_ids)
+    )
 
 
 class _ZeroPages(TorchFunctionMode):
@@ -134,11 +147,14 @@ class _ZeroPages(TorchFunctionMode):
 
 
 def fill_with_zero_pages(address: int, size: int) -> None:
-    """Zero `size` bytes of private memory: whole pages go back to the kernel until they are touched again."""
+    """Zero `size` bytes of private memory: whole pages go back to the kernel until they are touched
+    again."""
     first = min(-(-address // PAGE_BYTES) * PAGE_BYTES, address + size)
     last = max((address + size) // PAGE_BYTES * PAGE_BYTES, first)
     ctypes.memset(address, 0, first - address)
-    if last > first and _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED):
+    if last > first and _libc.madvise(
+        ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED
+    ):
         ctypes.memset(first, 0, last - first)
     ctypes.memset(last, 0, address + size - last)
 
@@ -158,7 +174,8 @@ def _rms_norm(
 
 
 def noise_seeds(seeds_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
-    """Seeds of the noise for the tokens at these positions of requests with these seeds (uint64): 0 to 2**63 - 1."""
+    """Seeds of the noise for the tokens at these positions of requests with these seeds (uint64): 0
+    to 2**63 - 1."""
     mixed_R = _mix(_mix(seeds_R) ^ positions_R.astype(np.uint64))
     return (mixed_R >> np.uint64(1)).astype(np.int64)
 

@@ -1,7 +1,9 @@
-"""A vLLM engine inside of the training ranks: how it is built, what it samples and scores, and its parts.
+"""A vLLM engine inside of the training ranks: how it is built, what it samples and scores, and its
+parts.
 
-`Engine` is that of a run, whose weights come from the policy (`weight_sync`) and which sleeps while the policy trains
-(`engine_sleep`); `open_standalone` is one with the weights of a model folder, for evaluations.
+`Engine` is that of a run, whose weights come from the policy (`weight_sync`) and which sleeps while
+the policy trains (`engine_sleep`); `open_standalone` is one with the weights of a model folder, for
+evaluations.
 """
 
 from __future__ import annotations
@@ -37,19 +39,23 @@ logger = logging.getLogger(__name__)
 _REQUEST_NAMES = itertools.count()
 
 CPU_CHUNKED_PREFILL = False
-"""vLLM 0.32 rewinds the generator of a request whose prompt it split, which torch's on CPU does not allow."""
+"""vLLM 0.32 rewinds the generator of a request whose prompt it split, which torch's on CPU does not
+allow."""
 
 CPU_WORKER = "rlmath.rollout.cpu_worker.RlmathCPUWorker"
 SHARED_GPU_WORKER = "rlmath.rollout.shared_gpu_worker.SharedGPUWorker"
 LEAST_SHARE = 0.01
-"""Of the device's memory: what vLLM asks to be free when it starts, where the size of the KV cache is given."""
+"""Of the device's memory: what vLLM asks to be free when it starts, where the size of the KV cache
+is given."""
 
 
 def prepare_environment(device_kind: DeviceKind) -> None:
     """Set what vLLM reads from the environment; call it before vLLM is imported."""
     prepare_imports(device_kind)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if "VLLM_CONFIGURE_LOGGING" not in os.environ:  # it logs by itself: the program has no `setup_logging`
+    if (
+        "VLLM_CONFIGURE_LOGGING" not in os.environ
+    ):  # it logs by itself: the program has no `setup_logging`
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if device_kind == "cpu" else "WARNING")
     route_library_logs()  # vLLM makes torch look for Triton
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -57,7 +63,8 @@ def prepare_environment(device_kind: DeviceKind) -> None:
         # FlashInfer would download or compile kernels when the engine starts.
         os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
     if device_kind == "cpu":
-        # The system places the one thread of each rank: binding would put all ranks on the same core.
+        # The system places the one thread of each rank: binding would put all ranks on the same
+        # core.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # The second needs Triton; `cpu_worker` knows the first one's batch.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -82,7 +89,8 @@ def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]
         **_number_formats(device),
         "enable_chunked_prefill": settings.chunked_prefill,
         "enable_sleep_mode": True,
-        # Other kernels keep experts in layouts of their own, into which new weights cannot be written.
+        # Other kernels keep experts in layouts of their own, into which new weights cannot be
+        # written.
         "moe_backend": "triton",
     }
 
@@ -90,14 +98,20 @@ def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]
 def _number_formats(device: Device) -> dict[str, Any]:
     """Those of the policy; vLLM takes the logits' from the model's config.json."""
     logits = device.head_dtype
-    head = {} if logits is None else {"hf_overrides": {"head_dtype": str(logits).removeprefix("torch.")}}
+    head = (
+        {}
+        if logits is None
+        else {"hf_overrides": {"head_dtype": str(logits).removeprefix("torch.")}}
+    )
     return {"dtype": str(device.params_dtype).removeprefix("torch."), **head}
 
 
 def _mesh_arguments(settings: RolloutConfig, mesh: Mesh, device_kind: DeviceKind) -> dict[str, Any]:
-    """How the engine is spread over ranks, and where they share a GPU. A collective of all ranks: our CPU worker needs
-    a name that the ranks of one engine share, unique on this machine. On a GPU vLLM's cache of compiled code would
-    begin anew with every name."""
+    """How the engine is spread over ranks, and where they share a GPU.
+
+    A collective of all ranks: our CPU worker needs a name that the ranks of one engine share,
+    unique on this machine. On a GPU vLLM's cache of compiled code would begin anew with every name.
+    """
     name = f"rlmath-{broadcast_from_rank_zero(uuid.uuid4().hex)}-{mesh.engine_index}"
     return {
         "tensor_parallel_size": mesh.engine_size,
@@ -109,10 +123,13 @@ def _mesh_arguments(settings: RolloutConfig, mesh: Mesh, device_kind: DeviceKind
 
 
 def _shared_gpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
-    """Of ranks on one GPU, as docs/gpu.md starts them. ValueError where the engine would measure free memory."""
+    """Of ranks on one GPU, as docs/gpu.md starts them.
+
+    ValueError where the engine would measure free memory."""
     if settings.kv_cache_gib is None:
         raise ValueError(SHARED_GPU)
-    # Both would ask for a GPU behind each rank: the reduction by symmetric memory, and the custom one.
+    # Both would ask for a GPU behind each rank: the reduction by symmetric memory, and the custom
+    # one.
     os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
     return {"disable_custom_all_reduce": True}
 
@@ -123,7 +140,8 @@ def _gpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
         "enforce_eager": not settings.cuda_graphs,
         "gpu_memory_utilization": settings.memory_share if cache is None else LEAST_SHARE,
         "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
-        # Others on the GPU need not be ranks of this process group: engines on ranks of their own, or other runs.
+        # Others on the GPU need not be ranks of this process group: engines on ranks of their own,
+        # or other runs.
         **({} if cache is None else {"worker_cls": SHARED_GPU_WORKER}),
         # The fused kernel is FlashInfer's; see `prepare_environment`.
         "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
@@ -138,8 +156,9 @@ def _open_llm(
     arguments: Mapping[str, Any],
     stops: Sequence[int] | None,
 ) -> Any:
-    """A vLLM `LLM`; vLLM is imported here, after `prepare_environment`. `stops` end a completion; None: what ends one
-    in the folder's own chat template."""
+    """A vLLM `LLM`; vLLM is imported here, after `prepare_environment`.
+
+    `stops` end a completion; None: what ends one in the folder's own chat template."""
     from vllm import LLM
 
     from rlmath.rollout.engine_models import register_models
@@ -163,26 +182,29 @@ def _open_llm(
     model, tokenizer = llm.llm_engine.vllm_config.model_config, llm.get_tokenizer()
     if stops is None:
         stops = stop_token_ids(model_path, tokenizer, model.get_vocab_size())
-    # All requests take them from here; vLLM reads the folder's generation_config.json, and not its chat template.
+    # All requests take them from here; vLLM reads the folder's generation_config.json, and not its
+    # chat template.
     llm.llm_engine.input_processor.generation_config_fields["eos_token_id"] = list(stops)
     take_shortcuts(llm)
     if device_kind == "cuda" and environment_rank() == 0 and not samples_in_one_kernel(llm):
         logger.warning(
-            "vLLM takes its first model runner for this model or these settings: it samples with one kernel for each "
+            "vLLM takes its first model runner for this model or these settings: it samples with "
+            "one kernel for each "
             "request and token, which is slower"
         )
     return llm
 
 
 def samples_in_one_kernel(llm: Any) -> bool:
-    """GPU: whether the noise of all requests is drawn at once from seeds and positions, as vLLM's second model runner
-    does; the first one draws from every request's generator."""
+    """GPU: whether the noise of all requests is drawn at once from seeds and positions, as vLLM's
+    second model runner does; the first one draws from every request's generator."""
     return bool(llm.llm_engine.vllm_config.use_v2_model_runner)
 
 
 class Engine:
-    """A vLLM engine over `mesh.engine_size` ranks, which all call every method with the same arguments. It starts
-    awake, as a rule with undefined weights: first put it to sleep, or write its `weights`."""
+    """A vLLM engine over `mesh.engine_size` ranks, which all call every method with the same
+    arguments. It starts awake, as a rule with undefined weights: first put it to sleep, or write
+    its `weights`."""
 
     def __init__(
         self,
@@ -195,9 +217,10 @@ class Engine:
         load_weights: bool = False,
         stop_token_ids: Sequence[int] | None = None,
     ) -> None:
-        """`max_sequence` is the longest prompt plus completion (tokens); `weight_shapes` are the rows and columns of
-        every parameter of one rank (`shard_layouts.engine_shapes`). With `load_weights` it starts with those of the
-        folder. `stop_token_ids` end a completion; None: those of the folder's own chat template."""
+        """`max_sequence` is the longest prompt plus completion (tokens); `weight_shapes` are the
+        rows and columns of every parameter of one rank (`shard_layouts.engine_shapes`). With
+        `load_weights` it starts with those of the folder. `stop_token_ids` end a completion; None:
+        those of the folder's own chat template."""
         prepare_environment(device.kind)
         self._settings = settings
         self._device_kind: DeviceKind = device.kind
@@ -205,7 +228,9 @@ class Engine:
             **_mesh_arguments(settings, mesh, device.kind),
             "load_format": "auto" if load_weights else "dummy",
         }
-        self._llm = _open_llm(model_path, settings, max_sequence, device.kind, arguments, stop_token_ids)
+        self._llm = _open_llm(
+            model_path, settings, max_sequence, device.kind, arguments, stop_token_ids
+        )
         (model,) = self._llm.collective_rpc(lambda worker: worker.get_model())
         self.weights = EngineWeights(model, weight_shapes)
         self.memory = EngineMemory(self._llm, self.weights, device.kind)
@@ -215,7 +240,8 @@ class Engine:
         """Version of the policy's weights that it has: their number of optimizer steps."""
 
     def set_weight_version(self, version: int, reset_prefixes: bool = True) -> None:
-        """Call it once `weights` are written: drops prefixes cached with old ones, unless running requests use them."""
+        """Call it once `weights` are written: drops prefixes cached with old ones, unless running
+        requests use them."""
         if reset_prefixes:
             reset_prefix_cache(self._llm)
         self.version = version
@@ -225,8 +251,8 @@ class Engine:
 
     @property
     def continues_noise(self) -> bool:
-        """Whether the noise of a token follows from its request's seed and its position, so that a completion that is
-        sampled in slices is the same as a whole one."""
+        """Whether the noise of a token follows from its request's seed and its position, so that a
+        completion that is sampled in slices is the same as a whole one."""
         return self._device_kind == "cpu" or samples_in_one_kernel(self._llm)
 
     def running_completions(
@@ -236,8 +262,8 @@ class Engine:
         score: Callable[[Request, Completion], None] = lambda request, completion: None,
         keeps_cache: bool = False,
     ) -> RunningCompletions:
-        """What samples with the weights that the engine has, in a step counted from 0; no completion yet. See
-        `RunningCompletions`."""
+        """What samples with the weights that the engine has, in a step counted from 0; no
+        completion yet. See `RunningCompletions`."""
         return RunningCompletions(
             self._llm,
             self._settings,
@@ -249,12 +275,15 @@ class Engine:
         )
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs of every token but the first of each sequence, given those before it, at temperature 1 (nats)."""
+        """Log-probs of every token but the first of each sequence, given those before it, at
+        temperature 1 (nats)."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
         # vLLM returns the log-probs of prompts only with completions.
-        parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        parameters = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
+        )
         engine, index_of = self._llm.llm_engine, {}
         for index, token_ids in enumerate(sequences):
             name = f"score-{next(_REQUEST_NAMES)}"
@@ -274,8 +303,10 @@ class Engine:
 
 
 def end_engine(llm: Any, device_kind: DeviceKind) -> None:
-    """End a vLLM engine and the process's own process group. On GPU the end of the process frees both, and vLLM's
-    finalizer is detached: it would free memory that its sleep has freed already."""
+    """End a vLLM engine and the process's own process group.
+
+    On GPU the end of the process frees both, and vLLM's finalizer is detached: it would free memory
+    that its sleep has freed already."""
     core = llm.llm_engine.engine_core
     if device_kind == "cpu":
         core.shutdown()
@@ -291,8 +322,9 @@ def open_standalone(
     mesh: Mesh | None = None,
     stop_token_ids: Sequence[int] | None = None,
 ) -> Any:
-    """A vLLM `LLM` with the weights of a Hugging Face folder, without the trainer: of one process, or with a `mesh` the
-    engine that this rank is part of, which every rank of a process group opens."""
+    """A vLLM `LLM` with the weights of a Hugging Face folder, without the trainer: of one process,
+    or with a `mesh` the engine that this rank is part of, which every rank of a process group
+    opens."""
     prepare_environment(device_kind)
     if device_kind == "cpu":
         arguments = _cpu_arguments(settings)

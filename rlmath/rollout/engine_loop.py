@@ -1,24 +1,25 @@
-"""What a rank of an engine does in an asynchronous run: it samples groups all the time, and takes new weights when they
-come.
+"""What a rank of an engine does in an asynchronous run: it samples groups all the time, and takes
+new weights when they come.
 
     trainers -> Admit, NewWeights, TakeSnapshot, CollectGroups, ScoreTokens, End -> engines
     engines  -> GroupDone, WeightsTaken, Snapshot, Rollout, Scored               -> trainers
 
-An engine draws a group when it has a free place and the trainers admit the draw: all engines draw from one counter, so
-that each prompt is drawn once. The completions of a group are sampled by one engine and scored beside, by its worker
-processes. A message is handled between two steps of vLLM's, in the order in which it was sent; `TakeSnapshot` and `End`
-do not wait behind weights that wait for running completions.
+An engine draws a group when it has a free place and the trainers admit the draw: all engines draw
+from one counter, so that each prompt is drawn once. The completions of a group are sampled by one
+engine and scored beside, by its worker processes. A message is handled between two steps of vLLM's,
+in the order in which it was sent; `TakeSnapshot` and `End` do not wait behind weights that wait for
+running completions.
 
 New weights while completions are being sampled (`rollout.on_new_weights`):
 
-- "recompute": what is sampled of them stays; their KV cache is computed again with the new weights (AReaL,
-  arXiv:2505.24298). No block of the KV cache that older weights computed is used again.
-- "keep": they go on with their KV cache as it is (PipelineRL, arXiv:2509.19128). Prompts that are begun later do not
-  share its blocks.
+- "recompute": what is sampled of them stays; their KV cache is computed again with the new weights
+  (AReaL, arXiv:2505.24298). No block of the KV cache that older weights computed is used again.
+- "keep": they go on with their KV cache as it is (PipelineRL, arXiv:2509.19128). Prompts that are
+  begun later do not share its blocks.
 - "finish": they end first, and nothing is begun until then.
 
-All ranks of an engine run this loop in lockstep: the first one, its leader, has the mailbox, and gives the others what
-it has read and drawn, at points that follow from the number of steps alone.
+All ranks of an engine run this loop in lockstep: the first one, its leader, has the mailbox, and
+gives the others what it has read and drawn, at points that follow from the number of steps alone.
 """
 
 # Shape legend: G samples per prompt.
@@ -32,7 +33,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlmath.algorithms.partial_rollouts import UnfinishedGroup
-from rlmath.algorithms.types import NOTHING_SAMPLED, Completion, PartialCompletion, Prompt, ScoredCompletion
+from rlmath.algorithms.types import (
+    NOTHING_SAMPLED,
+    Completion,
+    PartialCompletion,
+    Prompt,
+    ScoredCompletion,
+)
 from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.data.dataset import Inputs
 from rlmath.distributed.bridge import Mailbox
@@ -73,7 +80,9 @@ class Admit:
 
 @dataclass(frozen=True)
 class Continue:
-    """Groups that an earlier start left in flight, which this engine goes on with. Before the first `Admit`."""
+    """Groups that an earlier start left in flight, which this engine goes on with.
+
+    Before the first `Admit`."""
 
     groups: list[UnfinishedGroup]
     length_stage: int
@@ -123,7 +132,8 @@ class GroupDone:
 
 @dataclass(frozen=True)
 class WeightsTaken:
-    """An engine has sampled its first token with new weights; and what it did since its report before."""
+    """An engine has sampled its first token with new weights; and what it did since its report
+    before."""
 
     version: int
     learned_at: float
@@ -166,8 +176,8 @@ class Scored:
 class _Group:
     prompt: Prompt
     samples: list[PartialCompletion | Completion | ScoredCompletion]
-    """By sample index: of an unfinished one what there was when it began, or at the last snapshot. One that is finished
-    waits for its score."""
+    """By sample index: of an unfinished one what there was when it began, or at the last snapshot.
+    One that is finished waits for its score."""
 
 
 class _Draws:
@@ -181,8 +191,8 @@ class _Draws:
         """A draw that was taken from the counter, and that is not admitted yet."""
 
     def take(self, places: int, places_of_a_group: int, samples: int) -> list[int]:
-        """As many as groups of so many `samples` begin in the free `places`; none where no more is admitted. An engine
-        leaves the others their share of what is admitted."""
+        """As many as groups of so many `samples` begin in the free `places`; none where no more is
+        admitted. An engine leaves the others their share of what is admitted."""
         draws: list[int] = []
         most = 0
         while places >= places_of_a_group:
@@ -231,12 +241,19 @@ class EngineLoop:
         plan: SamplingPlan,
         leader: Leader | None,
     ) -> None:
-        """`mesh` is the one of the engines' world; `leader` is None on other ranks than an engine's first."""
-        self._engine, self._mesh, self._receiver, self._collector = engine, mesh, receiver, collector
+        """`mesh` is the one of the engines' world; `leader` is None on other ranks than an engine's
+        first."""
+        self._engine, self._mesh, self._receiver, self._collector = (
+            engine,
+            mesh,
+            receiver,
+            collector,
+        )
         self._plan, self._leader, rollout = plan, leader, plan.rollout
         self._on_new_weights: Literal["recompute", "keep", "finish"] = rollout.on_new_weights
         self._capacity = rollout.max_concurrent_sequences or rollout.max_num_seqs
-        # Without a limit of the user's, the last group may be begun in part: vLLM queues the others.
+        # Without a limit of the user's, the last group may be begun in part: vLLM queues the
+        # others.
         self._free_for_a_group = rollout.group_size if rollout.max_concurrent_sequences else 1
         self._running = engine.running_completions(
             tokenizer=None if leader is None else collector.tokenizer,
@@ -262,7 +279,9 @@ class EngineLoop:
         self._status: int | None = None
 
     def run(self, on_weights: Callable[[int], None]) -> int:
-        """Sample until the trainers end the run; its exit status. `on_weights` gets the step (from 0) of a version."""
+        """Sample until the trainers end the run; its exit status.
+
+        `on_weights` gets the step (from 0) of a version."""
         self._on_weights = on_weights
         while True:
             if self._steps % STEPS_BETWEEN_MESSAGES == 0 or not self._running.busy:
@@ -285,7 +304,10 @@ class EngineLoop:
         if self._leader is None:
             return []
         idle = not self._running.busy and not self._queue and self._pending is None
-        return [envelope.message for envelope in self._leader.mailbox.receive(IDLE_SECONDS if idle else 0.0)]
+        return [
+            envelope.message
+            for envelope in self._leader.mailbox.receive(IDLE_SECONDS if idle else 0.0)
+        ]
 
     def _send(self, message: Any) -> None:
         if self._leader is not None:
@@ -294,13 +316,18 @@ class EngineLoop:
     # ------------------------------------------------------------ messages
 
     def _handle_messages(self) -> None:
-        """In their order; behind weights that wait for running completions, only those that change nothing there."""
+        """In their order; behind weights that wait for running completions, only those that change
+        nothing there."""
         waiting: list[Any] = []
         while self._queue and self._status is None:
             message = self._queue.pop(0)
             if self._pending is not None and not isinstance(message, TakeSnapshot | End):
                 waiting.append(message)
-            elif isinstance(message, NewWeights) and self._on_new_weights == "finish" and self._running.busy:
+            elif (
+                isinstance(message, NewWeights)
+                and self._on_new_weights == "finish"
+                and self._running.busy
+            ):
                 self._pending = message
             elif isinstance(message, NewWeights):
                 self._take_weights(message)
@@ -329,7 +356,9 @@ class EngineLoop:
         sampling = self._plan.sampling_of_stage[number]
         if self._leader is not None and (self._rewards is None or sampling != self._sampling):
             self._finish_scored(wait=True)
-            self._rewards = RewardManager(self._leader.workers, self._plan.reward, sampling.max_new_tokens)
+            self._rewards = RewardManager(
+                self._leader.workers, self._plan.reward, sampling.max_new_tokens
+            )
         self._sampling = sampling
 
     def _take_weights(self, message: NewWeights) -> None:
@@ -341,8 +370,10 @@ class EngineLoop:
                 self._receive(message, requests, keeps_cache=False)
 
     def _receive(self, message: NewWeights, requests: Sequence[Request], keeps_cache: bool) -> None:
-        """Get new weights for completions in flight. With requests in vLLM its prefix cache cannot be emptied: those of
-        a version share no blocks with others."""
+        """Get new weights for completions in flight.
+
+        With requests in vLLM its prefix cache cannot be emptied: those of a version share no blocks
+        with others."""
         transfer_seconds = self._receiver.take()
         self._engine.set_weight_version(message.version, reset_prefixes=not keeps_cache)
         self._running.weights = Weights(message.version, message.step)
@@ -353,8 +384,9 @@ class EngineLoop:
     def _new_report(
         self, message: NewWeights, transfer_seconds: float, interrupted: int, prefilled_again: int
     ) -> WeightsTaken:
-        """What goes to the trainers with the first token. Where the one before has not gone, nothing was sampled since,
-        and its figures count on."""
+        """What goes to the trainers with the first token.
+
+        Where the one before has not gone, nothing was sampled since, and its figures count on."""
         usage, self._running.usage = self._running.usage, Usage()
         seconds = time.perf_counter() - usage.since
         if (unsent := self._report) is not None:
@@ -429,7 +461,9 @@ class EngineLoop:
     def _begin(self, draw: int, samples: Sequence[PartialCompletion | ScoredCompletion]) -> None:
         step, index, times = self._plan.inputs.order.drawn(draw)
         prompt = self._plan.inputs.prompts[index]
-        requests = requests_of(prompt, draw, self._sampling, RolloutSeed(self._plan.run_seed, step), times)
+        requests = requests_of(
+            prompt, draw, self._sampling, RolloutSeed(self._plan.run_seed, step), times
+        )
         if self._leader is not None:
             self._groups[draw] = _Group(prompt, list(samples))
         for request, sample in zip(requests, samples, strict=True):
@@ -446,7 +480,8 @@ class EngineLoop:
             self._report = None
 
     def _score(self, request: Request, completion: Completion) -> None:
-        """Have a completion scored; by functions that take groups once all of its group is sampled."""
+        """Have a completion scored; by functions that take groups once all of its group is
+        sampled."""
         draw, g = request.key
         group = self._groups[draw]
         assert self._rewards is not None
@@ -462,7 +497,9 @@ class EngineLoop:
         group = self._groups[draw]
         completions = [one.completion for one in group.samples if isinstance(one, ScoredCompletion)]
         if self._rewards is not None and len(completions) == len(group.samples):
-            self._rewards.submit_group(group.prompt, completions, key=(draw, range(len(completions))))
+            self._rewards.submit_group(
+                group.prompt, completions, key=(draw, range(len(completions)))
+            )
 
     def _finish_scored(self, wait: bool = False) -> None:
         if self._rewards is None or not len(self._rewards):

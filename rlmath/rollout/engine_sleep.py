@@ -1,8 +1,9 @@
 """Sleep and wake-up of one engine: "awake" -> "asleep" -> "weights" -> "awake".
 
-On GPU it is vLLM's sleep mode, at the level that drops weights instead of keeping them on the host; on CPU, where vLLM
-has none, our worker (`cpu_worker`) and `EngineWeights` do it. A sleeping engine on CPU keeps its process state and the
-buffers of vLLM's scheduler and sampler, no weights and no KV cache.
+On GPU it is vLLM's sleep mode, at the level that drops weights instead of keeping them on the host;
+on CPU, where vLLM has none, our worker (`cpu_worker`) and `EngineWeights` do it. A sleeping engine
+on CPU keeps its process state and the buffers of vLLM's scheduler and sampler, no weights and no KV
+cache.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from rlmath.rollout.engine_weights import EngineWeights
 
 
 class EngineMemory:
-    """Puts one engine to sleep and wakes it. RuntimeError in any other order than the module's."""
+    """Puts one engine to sleep and wakes it.
+
+    RuntimeError in any other order than the module's."""
 
     def __init__(self, llm: Any, weights: EngineWeights, device_kind: str) -> None:
         self._llm = llm
         self._weights = weights
         self._on_cpu = device_kind == "cpu"
         self.state = "awake"
-        """ "awake", "weights" (memory for weights, none for the KV cache) or "asleep"; "waking" where allocating memory
-        for weights failed half-way."""
+        """"awake", "weights" (memory for weights, none for the KV cache) or "asleep"; "waking"
+        where allocating memory for weights failed half-way."""
         self.kv_cache_bytes: int = llm.collective_rpc(
             lambda worker: sum(storage.nbytes() for storage in cache_storages(worker))
         )[0]
@@ -32,8 +35,8 @@ class EngineMemory:
 
     @property
     def weights_bytes(self) -> int:
-        """What this rank's weights take while the engine is awake (bytes): on GPU all of vLLM's allocator but the KV
-        cache, which is cut into pieces of 2 and 20 MiB."""
+        """What this rank's weights take while the engine is awake (bytes): on GPU all of vLLM's
+        allocator but the KV cache, which is cut into pieces of 2 and 20 MiB."""
         return self._weights.bytes if self._on_cpu else allocator_bytes() - self.kv_cache_bytes
 
     def _require(self, state: str, action: str) -> None:
@@ -71,8 +74,10 @@ class EngineMemory:
         self.state = "awake"
 
     def force_sleep(self) -> None:
-        """Back to sleep from any state in which a failure left the engine. Requests that it still has are aborted.
-        vLLM's calls accept what is asleep already, for example a KV cache that found no memory."""
+        """Back to sleep from any state in which a failure left the engine.
+
+        Requests that it still has are aborted. vLLM's calls accept what is asleep already, for
+        example a KV cache that found no memory."""
         if self.state == "awake":
             abort_requests(self._llm)
             self.sleep()
@@ -88,14 +93,16 @@ class EngineMemory:
 
 
 def allocator_bytes() -> int:
-    """What vLLM's allocator holds on this GPU, or gave back in sleep: weights and KV cache (bytes); 0: no engine."""
+    """What vLLM's allocator holds on this GPU, or gave back in sleep: weights and KV cache (bytes);
+    0: no engine."""
     module = sys.modules.get("vllm.device_allocator.cumem")
     allocator = None if module is None else module.CuMemAllocator.instance
     return 0 if allocator is None else allocator.get_current_usage()
 
 
 def reset_prefix_cache(llm: Any) -> None:
-    """Empty vLLM's prefix cache, whose entries are valid for the weights they were computed with."""
+    """Empty vLLM's prefix cache, whose entries are valid for the weights they were computed
+    with."""
     if not llm.reset_prefix_cache():
         raise RuntimeError(
             "vLLM still holds blocks of its KV cache: prefixes of old weights would be used again"
@@ -113,5 +120,7 @@ def abort_requests(llm: Any) -> None:
 def cache_storages(worker: Any) -> list[torch.UntypedStorage]:
     """The memory of a vLLM worker's KV cache; layers may share it."""
     caches: list[Any] = list(worker.model_runner.kv_caches)
-    tensors = [t for cache in caches for t in (cache if isinstance(cache, (list, tuple)) else [cache])]
+    tensors = [
+        t for cache in caches for t in (cache if isinstance(cache, (list, tuple)) else [cache])
+    ]
     return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())

@@ -2,9 +2,10 @@
 
     begin -> matrix(name), written by copies, then complete(name), for every parameter -> end
 
-On CPU vLLM keeps matrices packed for its kernels: what is written is then a scratch matrix, which `complete` hands to
-vLLM for packing. Experts of a layer are in two parameters, all gate and up projections in one and all down projections
-in the other; on CPU an expert's feed-forward units are padded with zeros to a number that the grouped kernel takes.
+On CPU vLLM keeps matrices packed for its kernels: what is written is then a scratch matrix, which
+`complete` hands to vLLM for packing. Experts of a layer are in two parameters, all gate and up
+projections in one and all down projections in the other; on CPU an expert's feed-forward units are
+padded with zeros to a number that the grouped kernel takes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import Tensor
 
 
 def holds_packed_experts(module: torch.nn.Module) -> bool:
-    """Whether a module of vLLM's packs experts, as on CPU; for Triton it does not. RuntimeError for another layout."""
+    """Whether a module of vLLM's packs experts, as on CPU; for Triton it does not.
+
+    RuntimeError for another layout."""
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     if kernel is None:
         return False
@@ -28,24 +31,29 @@ def holds_packed_experts(module: torch.nn.Module) -> bool:
     backend = getattr(module.quant_method, "unquantized_backend", None)
     if getattr(backend, "name", None) != "TRITON":
         raise RuntimeError(
-            f"vLLM lays experts out for {backend}; their weights can be written as Triton's kernel takes them only. "
+            f"vLLM lays experts out for {backend}; their weights can be written as Triton's "
+            "kernel takes them only. "
             "Please report this"
         )
     return False
 
 
 def pack_experts(module: Any, attribute: str, matrix: Tensor) -> None:
-    """Pack the experts of a matrix, one below the other, into `w13_weight` or `w2_weight` of a layer of vLLM's."""
+    """Pack the experts of a matrix, one below the other, into `w13_weight` or `w2_weight` of a
+    layer of vLLM's."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     experts = module.quant_method.moe_kernel.fused_experts
     parameter = getattr(module, attribute)
     plain = matrix.view(parameter.shape[0], -1, matrix.shape[1])
-    parameter.data.copy_(cpu_prepack_moe_weight(_padded(plain, attribute, parameter.shape), experts.isa))
+    parameter.data.copy_(
+        cpu_prepack_moe_weight(_padded(plain, attribute, parameter.shape), experts.isa)
+    )
 
 
 def _padded(plain: Tensor, attribute: str, size: torch.Size) -> Tensor:
-    """The experts with as many feed-forward units as the packed parameter: zeros behind gate and behind up."""
+    """The experts with as many feed-forward units as the packed parameter: zeros behind gate and
+    behind up."""
     if plain.shape == size:
         return plain
     filled = plain.new_zeros(size)
@@ -66,10 +74,13 @@ class EngineWeights:
     """The parameters of one rank's model."""
 
     def __init__(self, model: torch.nn.Module, shapes: Mapping[str, tuple[int, int]]) -> None:
-        """`shapes` are the rows and columns of every parameter by vLLM's name; a vector is a matrix of one column."""
+        """`shapes` are the rows and columns of every parameter by vLLM's name; a vector is a matrix
+        of one column."""
         self._shapes = dict(shapes)
         places = {name: name.rpartition(".") for name in shapes}
-        self._owners = {name: (model.get_submodule(path), last) for name, (path, _, last) in places.items()}
+        self._owners = {
+            name: (model.get_submodule(path), last) for name, (path, _, last) in places.items()
+        }
         self._users = {name: _packing_users(model, *owner) for name, owner in self._owners.items()}
         self._scratch: dict[tuple[int, int], Tensor] = {}
         self._experts = {
@@ -90,9 +101,14 @@ class EngineWeights:
             )
         for name, shape in self._shapes.items():
             parameter = self._parameter(name)
-            if name not in self._experts and parameter.numel() and parameter.numel() != shape[0] * shape[1]:
+            if (
+                name not in self._experts
+                and parameter.numel()
+                and parameter.numel() != shape[0] * shape[1]
+            ):
                 raise RuntimeError(
-                    f"vLLM's {name} has shape {tuple(parameter.shape)}; planned are {shape[0]} rows of {shape[1]}"
+                    f"vLLM's {name} has shape {tuple(parameter.shape)}; planned are {shape[0]} "
+                    f"rows of {shape[1]}"
                 )
 
     def _parameter(self, name: str) -> Tensor:
@@ -100,7 +116,9 @@ class EngineWeights:
         return getattr(module, attribute)
 
     def begin(self, planned_rows: Mapping[str, int]) -> None:
-        """Before the first write of a sync. Rows that nothing is planned for are padding, and zero."""
+        """Before the first write of a sync.
+
+        Rows that nothing is planned for are padding, and zero."""
         self.packing_seconds = 0.0
         for name, (rows, _) in self._shapes.items():
             planned = planned_rows.get(name, 0)
@@ -146,7 +164,9 @@ class EngineWeights:
     @property
     def bytes(self) -> int:
         """Size of the weights while they are on the device, packed copies included (bytes)."""
-        return sum(size * (self._stays(name) + len(self._users[name])) for name, size in self._sizes())
+        return sum(
+            size * (self._stays(name) + len(self._users[name])) for name, size in self._sizes()
+        )
 
     def _sizes(self) -> list[tuple[str, int]]:
         plain = {name: rows * cols for name, (rows, cols) in self._shapes.items()}
@@ -158,7 +178,9 @@ class EngineWeights:
         return self._parameter(name).numel() > 0
 
     def release(self) -> None:
-        """Free all weights, for engines that vLLM cannot put to sleep. Their values are lost."""
+        """Free all weights, for engines that vLLM cannot put to sleep.
+
+        Their values are lost."""
         self.end()
         for name in self._shapes:
             for module in self._users[name]:
@@ -174,8 +196,10 @@ class EngineWeights:
 
 
 def _packing_users(model: torch.nn.Module, owner: torch.nn.Module, attribute: str) -> list[Any]:
-    """Modules that multiply by a parameter and keep it packed. An embedding that is not the output layer only looks
-    rows up: vLLM packs it, too, and that copy is dropped here."""
+    """Modules that multiply by a parameter and keep it packed.
+
+    An embedding that is not the output layer only looks rows up: vLLM packs it, too, and that copy
+    is dropped here."""
     if attribute != "weight":
         return []
     sharing = [
@@ -191,6 +215,9 @@ def _packing_users(model: torch.nn.Module, owner: torch.nn.Module, attribute: st
 
 
 def _only_looks_up(module: torch.nn.Module) -> bool:
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
 
     return isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)

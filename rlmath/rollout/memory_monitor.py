@@ -1,4 +1,5 @@
-"""Compares what a rank holds after every phase with what was planned, and with the same phase of earlier steps."""
+"""Compares what a rank holds after every phase with what was planned, and with the same phase of
+earlier steps."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ logger = logging.getLogger(__name__)
 WARM_UP_CYCLES = 3
 """Cycles that later ones are not compared with: allocators, kernels and libraries still settle."""
 GROWTH_SHARE = 0.1
-"""By how much (share) an excess over the plan must exceed the largest that was logged to be logged, too."""
+"""By how much (share) an excess over the plan must exceed the largest that was logged to be logged,
+too."""
 
 
 class MemoryLeak(RuntimeError):
@@ -43,17 +45,20 @@ class MemoryMonitor:
 
     @property
     def compares(self) -> bool:
-        """Whether this cycle is compared: allocators should have released what they cached when it observes."""
+        """Whether this cycle is compared: allocators should have released what they cached when it
+        observes."""
         return self._cycle % self._every == 0
 
     def expect(self, held: int, planned: Mapping[str, int]) -> None:
-        """`held` is what is held between two steps, `planned` by phase what should be held on top of it (bytes;
-        negative where training memory is offloaded). Memory that is only taken when it is touched may stay below."""
+        """`held` is what is held between two steps, `planned` by phase what should be held on top
+        of it (bytes; negative where training memory is offloaded). Memory that is only taken when
+        it is touched may stay below."""
         self._expected = {phase: held + more for phase, more in planned.items()}
 
     def observe(self, phase: str, held: int, against_earlier: bool = True) -> None:
-        """What is held after a phase of this cycle, to be compared with the plan and with earlier cycles. An excess is
-        logged once: what is too much after one phase is so after the next ones, and in the next cycles, too."""
+        """What is held after a phase of this cycle, to be compared with the plan and with earlier
+        cycles. An excess is logged once: what is too much after one phase is so after the next
+        ones, and in the next cycles, too."""
         self.held[phase] = held
         if not self.compares:
             return
@@ -61,9 +66,13 @@ class MemoryMonitor:
         # In the first cycle a process still loads code, and maps what it keeps.
         if self._cycle > 1 and phase in self._expected:
             over = held - self._expected[phase]
-            if self._exceeds(phase, held, over, "planned") and over > self._logged_over * (1 + GROWTH_SHARE):
+            if self._exceeds(phase, held, over, "planned") and over > self._logged_over * (
+                1 + GROWTH_SHARE
+            ):
                 change = (over - self._logged_over) / 2**20
-                self._log(f", {change:.0f} MiB more than was logged before" if self._logged_over else "")
+                self._log(
+                    f", {change:.0f} MiB more than was logged before" if self._logged_over else ""
+                )
                 self._logged_over, is_logged = over, True
         if self._cycle <= WARM_UP_CYCLES or not against_earlier:
             return
@@ -78,7 +87,8 @@ class MemoryMonitor:
         if over <= self._threshold:
             return False
         self._found.append(
-            f'after "{phase}" this rank holds {held / 2**30:.3f} GiB, {over / 2**20:.0f} MiB more than {than}'
+            f'after "{phase}" this rank holds {held / 2**30:.3f} GiB, {over / 2**20:.0f} MiB more '
+            f"than {than}"
         )
         return True
 
@@ -93,14 +103,17 @@ class MemoryMonitor:
         )
 
     def end_cycle(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
-        """MemoryLeak on all ranks where one found excess and `memory.stop_on_leak` is set. Call it once training has
-        all its memory again. `gather` gives every rank's lines to every rank."""
+        """MemoryLeak on all ranks where one found excess and `memory.stop_on_leak` is set.
+
+        Call it once training has all its memory again. `gather` gives every rank's lines to every
+        rank."""
         if not self._stop:
             return
         by_rank = gather([f"rank {self._rank}: {excess}" for excess in self._found])
         found = [line for lines in by_rank for line in lines]
         if found:
             raise MemoryLeak(
-                f"{'; '.join(found)}. memory.stop_on_leak ends the run; raise memory.leak_threshold_mib "
+                f"{'; '.join(found)}. memory.stop_on_leak ends the run; raise "
+                "memory.leak_threshold_mib "
                 f"({self._threshold / 2**20:g}) if this is expected"
             )

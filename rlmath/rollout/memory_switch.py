@@ -4,8 +4,9 @@
         ...                                  # generate
                                              # sleep -> restore
 
-After any failure inside, the engine is put to sleep and the training side is onloaded, as far as the device permits:
-the run can save the policy and stop. After that the switch is `broken` and refuses to generate.
+After any failure inside, the engine is put to sleep and the training side is onloaded, as far as
+the device permits: the run can save the policy and stop. After that the switch is `broken` and
+refuses to generate.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from rlmath.rollout.memory_monitor import MemoryMonitor
 logger = logging.getLogger(__name__)
 
 CPU_COMPARES_EVERY = 16
-"""Cycles on CPU of which one releases what is cached, to be compared; all do where the host's memory is scarce."""
+"""Cycles on CPU of which one releases what is cached, to be compared; all do where the host's
+memory is scarce."""
 
 
 class MemorySwitch:
-    """Owns the order of the phases; each is timed, measured and compared with what was planned (`planned_phases`)."""
+    """Owns the order of the phases; each is timed, measured and compared with what was planned
+    (`planned_phases`)."""
 
     def __init__(
         self,
@@ -59,16 +62,20 @@ class MemorySwitch:
 
     @contextmanager
     def generating(self, version: int, step: int) -> Iterator[None]:
-        """Inside, the engine generates for step `step` (from 0) with weights of that version. A collective."""
+        """Inside, the engine generates for step `step` (from 0) with weights of that version.
+
+        A collective."""
         if self.broken:
             raise RuntimeError(
-                "generation failed before; this switch is broken. Save what is needed, and stop the run"
+                "generation failed before; this switch is broken. Save what is needed, and stop "
+                "the run"
             )
         try:
             self._to_generation(version, step)
             yield
             self._release()
-            # No comparison with earlier steps: on CPU the KV cache takes memory up to where it was ever filled.
+            # No comparison with earlier steps: on CPU the KV cache takes memory up to where it was
+            # ever filled.
             self._monitor.observe("generate", device_bytes(self._device), against_earlier=False)
             with self._phase("sleep"):
                 self._engine.memory.sleep()
@@ -77,7 +84,9 @@ class MemorySwitch:
         except BaseException:
             self.broken = True
             # Logged first: allocating memory can wait for a device that waits for a peer.
-            logger.exception("A step failed; putting the engine to sleep and onloading the training side")
+            logger.exception(
+                "A step failed; putting the engine to sleep and onloading the training side"
+            )
             # Each action is tried even where others failed, and failures are logged.
             self._try("put the engine to sleep", self._engine.memory.force_sleep)
             for name in self._to_onload():
@@ -86,9 +95,11 @@ class MemorySwitch:
         self._monitor.end_cycle(all_gather_objects)
 
     def metrics(self) -> dict[str, float]:
-        """What this rank held after each phase of the last cycle (GiB); by offloaded set, its size (GiB) and how long
-        offload and onload took together (seconds)."""
-        metrics = {f"memory/after_{phase}_gib": held / 2**30 for phase, held in self._monitor.held.items()}
+        """What this rank held after each phase of the last cycle (GiB); by offloaded set, its size
+        (GiB) and how long offload and onload took together (seconds)."""
+        metrics = {
+            f"memory/after_{phase}_gib": held / 2**30 for phase, held in self._monitor.held.items()
+        }
         for moved in self._offloaded:
             metrics[f"memory/offloaded/{moved.name}_gib"] = moved.bytes / 2**30
             metrics[f"seconds/offload/{moved.name}"] = moved.seconds
@@ -117,7 +128,8 @@ class MemorySwitch:
             self._engine.memory.wake_kv_cache()
 
     def _to_onload(self) -> list[SetName]:
-        """What is offloaded and needed for training; those of RESTING are onloaded when they compute."""
+        """What is offloaded and needed for training; those of RESTING are onloaded when they
+        compute."""
         names: tuple[SetName, ...] = ("parameters", "optimizer", "gradients")
         return [name for name in names if name in self._training.offloaded]
 
@@ -129,8 +141,9 @@ class MemorySwitch:
         self._monitor.observe(name, device_bytes(self._device))
 
     def _release(self) -> None:
-        """Return to the system what allocators have cached, in the cycles that `_to_generation` chose: on CPU the next
-        phases would use it again, and the kernel takes a tenth of an update and more to clear what it gives."""
+        """Return to the system what allocators have cached, in the cycles that `_to_generation`
+        chose: on CPU the next phases would use it again, and the kernel takes a tenth of an update
+        and more to clear what it gives."""
         if self._releases:
             release_cached(self._device)
 
@@ -143,8 +156,9 @@ class MemorySwitch:
 
 
 def planned_phases(training: Mapping[str, int], weights: int, kv_cache: int) -> dict[str, int]:
-    """What a rank holds after each phase on top of what it holds between steps (bytes), given what each part of the
-    training side frees when it is offloaded, the engine's weights and its KV cache.
+    """What a rank holds after each phase on top of what it holds between steps (bytes), given what
+    each part of the training side frees when it is offloaded, the engine's weights and its KV
+    cache.
 
     >>> planned_phases({"gradients": 40, "parameters": 20}, weights=20, kv_cache=60)["wake_kv_cache"]
     20

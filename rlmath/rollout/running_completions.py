@@ -9,14 +9,15 @@
         |                  v
         +-- begin -- unfinished: `slice_tokens` are sampled
 
-Whoever has work gives it, in its own order: a rollout and an evaluation by a source (`sample`), an engine on ranks of
-its own between two steps (`begin`, `step`). Finish reason, text and segments of a completion are made here and nowhere
-else. Who scores it is the caller's matter.
+Whoever has work gives it, in its own order: a rollout and an evaluation by a source (`sample`), an
+engine on ranks of its own between two steps (`begin`, `step`). Finish reason, text and segments of
+a completion are made here and nowhere else. Who scores it is the caller's matter.
 
-A completion that is interrupted, or whose slice ends, leaves vLLM with what is sampled of it (`Request.so_far`); begun
-again, vLLM prefills that.
+A completion that is interrupted, or whose slice ends, leaves vLLM with what is sampled of it
+(`Request.so_far`); begun again, vLLM prefills that.
 
-vLLM's engine core is given requests and asked for tokens, without what `LLM` does around it for text.
+vLLM's engine core is given requests and asked for tokens, without what `LLM` does around it for
+text.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from rlmath.data.tokenizer import completion_text
 from rlmath.rollout.sampling import Key, Request
 
 _NAMES = itertools.count()
-"""Names of requests, never used twice in a process: an engine may still hold the last ones of the step before."""
+"""Names of requests, never used twice in a process: an engine may still hold the last ones of the
+step before."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class Load:
     in_flight: int
     """Begun and not ended."""
     waiting: int
-    """Those in flight that have no place: not begun yet, or put off because the KV cache is full."""
+    """Those in flight that have no place: not begun yet, or put off because the KV cache is
+    full."""
 
 
 @dataclass
@@ -84,13 +87,17 @@ class Usage:
 
 
 class RequestSource(Protocol):
-    """Gives requests while an engine samples. All ranks of an engine must be given the same."""
+    """Gives requests while an engine samples.
+
+    All ranks of an engine must be given the same."""
 
     def pop(self, load: Load) -> Sequence[Request]:
-        """Requests to begin before the next step; sampling ends where an engine that has none is given none."""
+        """Requests to begin before the next step; sampling ends where an engine that has none is
+        given none."""
 
     def ended(self, key: Key, tokens: int) -> None:
-        """Called with every request that ended, before it is yielded, and the tokens of its completion."""
+        """Called with every request that ended, before it is yielded, and the tokens of its
+        completion."""
 
 
 class AllAtOnce:
@@ -108,9 +115,9 @@ class AllAtOnce:
 
 
 class RunningCompletions:
-    """The completions that a vLLM `LLM` of this process samples; nothing else may use it while there are any. All ranks
-    of an engine call every method alike. The log-probs are of the distribution that was sampled from, temperature
-    included.
+    """The completions that a vLLM `LLM` of this process samples; nothing else may use it while
+    there are any. All ranks of an engine call every method alike. The log-probs are of the
+    distribution that was sampled from, temperature included.
 
         running = RunningCompletions(llm, settings, tokenizer=tokenizer, score=submit)
         for ended in running.sample(requests):
@@ -128,12 +135,16 @@ class RunningCompletions:
         on_step: Callable[[], None] = lambda: None,
         keeps_cache: bool = False,
     ) -> None:
-        """Of the `settings` those of the distribution count, where a request has none of its own. Finished completions
-        get their text by the `tokenizer` and are handed to `score`; without one, as on ranks that do not lead their
-        engine, neither. `on_step` is called before each step. With `keeps_cache`, completions keep their KV cache when
-        new weights come: those begun later do not share its blocks."""
+        """Of the `settings` those of the distribution count, where a request has none of its own.
+
+        Finished completions get their text by the `tokenizer` and are handed to `score`; without
+        one, as on ranks that do not lead their engine, neither. `on_step` is called before each
+        step. With `keeps_cache`, completions keep their KV cache when new weights come: those begun
+        later do not share its blocks."""
         self._core = llm.llm_engine.engine_core
-        self._scheduler = self._core.engine_core.scheduler  # in this process (see `prepare_environment`)
+        self._scheduler = (
+            self._core.engine_core.scheduler
+        )  # in this process (see `prepare_environment`)
         self._prepare = _Preparation(llm, settings)
         self._tokenizer = tokenizer
         self._score = score
@@ -157,7 +168,8 @@ class RunningCompletions:
         return Load(len(self._decoding), waiting)
 
     def sample(self, requests: Sequence[Request] | RequestSource) -> Iterator[Ended]:
-        """Sample all requests, those of a source as it gives them; yields each as soon as it has ended."""
+        """Sample all requests, those of a source as it gives them; yields each as soon as it has
+        ended."""
         source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
         while True:
             for request in source.pop(self.load()):
@@ -170,7 +182,8 @@ class RunningCompletions:
         assert not len(self), f"vLLM did not return {len(self)} requests"
 
     def begin(self, request: Request) -> None:
-        """Sample a completion from where it is. vLLM's VLLMValidationError for a prompt that the model cannot take."""
+        """Sample a completion from where it is. vLLM's VLLMValidationError for a prompt that the
+        model cannot take."""
         if self._keeps_cache:
             request = replace(request, cache_salt=str(self.weights.version))
         name = str(next(_NAMES))
@@ -178,8 +191,8 @@ class RunningCompletions:
         self._core.add_request(self._prepare(name, request))
 
     def step(self) -> list[Ended]:
-        """Make one step of vLLM's; what has ended with it, after what is finished was handed to be scored. RuntimeError
-        where vLLM gave one up."""
+        """Make one step of vLLM's; what has ended with it, after what is finished was handed to be
+        scored. RuntimeError where vLLM gave one up."""
         self._on_step()
         usage, started = self.usage, time.perf_counter()
         usage.steps += 1
@@ -212,16 +225,17 @@ class RunningCompletions:
         return Ended(request, completion)
 
     def keep_tokens(self) -> list[Request]:
-        """All in flight, with what is sampled of them by now; they go on. Call it before the engine gets new weights:
-        what it samples later is theirs."""
+        """All in flight, with what is sampled of them by now; they go on.
+
+        Call it before the engine gets new weights: what it samples later is theirs."""
         for decoding in self._decoding.values():
             decoding.keep_tokens(self.weights)
         return [decoding.request for decoding in self._decoding.values()]
 
     @contextmanager
     def interrupted(self) -> Iterator[list[Request]]:
-        """Take all out of vLLM while the engine does something else, or gets new weights; what there is of them. Behind
-        it they go on.
+        """Take all out of vLLM while the engine does something else, or gets new weights; what
+        there is of them. Behind it they go on.
 
             with running.interrupted() as requests:
                 engine.score(sequences)
@@ -236,8 +250,9 @@ class RunningCompletions:
 
 @dataclass
 class _Decoding:
-    """A completion in vLLM, and what it has sampled since `request.so_far`. An array takes 8 bytes for a token with its
-    log-prob, Python's numbers 70."""
+    """A completion in vLLM, and what it has sampled since `request.so_far`.
+
+    An array takes 8 bytes for a token with its log-prob, Python's numbers 70."""
 
     request: Request
     token_ids: array[int] = field(default_factory=lambda: array("i"))
@@ -267,8 +282,8 @@ class _Decoding:
 
 
 class _Preparation:
-    """Makes vLLM's requests of ours. vLLM checks and completes one of those that follow each other and are alike, the
-    samples of a prompt; the others are copies of it with seeds of their own."""
+    """Makes vLLM's requests of ours. vLLM checks and completes one of those that follow each other
+    and are alike, the samples of a prompt; the others are copies of it with seeds of their own."""
 
     def __init__(self, llm: Any, settings: RolloutConfig) -> None:
         self._engine = llm.llm_engine
@@ -276,7 +291,8 @@ class _Preparation:
         self._last: tuple[Request, Any] | None = None
 
     def __call__(self, name: str, request: Request) -> Any:
-        """An `EngineCoreRequest`. vLLM's VLLMValidationError for a prompt that the model cannot take."""
+        """An `EngineCoreRequest`. vLLM's VLLMValidationError for a prompt that the model cannot
+        take."""
         if request.so_far.token_ids:  # there is none alike
             made = self._check(name, request)
             made.request_id = name
@@ -297,7 +313,9 @@ class _Preparation:
         token_ids = [*request.token_ids, *request.so_far.token_ids]
         prompt = tokens_input(token_ids, cache_salt=request.cache_salt)
         parameters = _parameters(self._settings, request)
-        return engine.input_processor.process_inputs(name, prompt, parameters, engine.get_supported_tasks())
+        return engine.input_processor.process_inputs(
+            name, prompt, parameters, engine.get_supported_tasks()
+        )
 
 
 def _parameters(settings: RolloutConfig, request: Request) -> Any:

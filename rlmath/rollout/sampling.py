@@ -2,8 +2,8 @@
 
     prompts + SamplingSettings + RolloutSeed -> group_requests -> Request -> `running_completions`
 
-A request's seed follows from (run seed, step, prompt id, sample index): its tokens depend neither on which engine
-samples it nor on how many engines there are.
+A request's seed follows from (run seed, step, prompt id, sample index): its tokens depend neither
+on which engine samples it nor on how many engines there are.
 """
 
 # Shape legend: P prompts, G samples per prompt.
@@ -22,8 +22,8 @@ Key = tuple[int, int]
 """(row of the request in its rollout, sample index); a row has requests for the same prompt."""
 
 CPU_SAMPLER_VERSION = 2
-"""On CPU, engines of another version draw other tokens from the same seeds: 1, every request's generator in turn; 2,
-noise from seed and position."""
+"""On CPU, engines of another version draw other tokens from the same seeds: 1, every request's
+generator in turn; 2, noise from seed and position."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,10 @@ class RolloutSeed:
 
 @dataclass(frozen=True)
 class Request:
-    """A completion to sample, or to continue. The noise of its tokens is that of their positions: whole or in slices,
-    the tokens are the same."""
+    """A completion to sample, or to continue.
+
+    The noise of its tokens is that of their positions: whole or in slices, the tokens are the same.
+    """
 
     key: Key
     token_ids: tuple[int, ...]
@@ -89,7 +91,9 @@ class Request:
         """Tokens that are sampled now at most."""
         done = len(self.so_far.token_ids)
         left = self.max_new_tokens - done
-        assert left > 0, f"the completion is finished: it has {done} of {self.max_new_tokens} tokens"
+        assert left > 0, (
+            f"the completion is finished: it has {done} of {self.max_new_tokens} tokens"
+        )
         return left if self.slice_tokens is None else min(self.slice_tokens, left)
 
     @property
@@ -101,14 +105,18 @@ class Request:
 def request_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
     """Seed of one completion, the same whichever engine samples it (0 to 2**63 - 1)."""
     text = f"{run_seed}/{step}/{sample_index}/{prompt_id}"
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
+    return (
+        int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+        >> 1
+    )
 
 
 def group_requests(
     prompts: Sequence[Prompt], sampling: SamplingSettings, seed: RolloutSeed
 ) -> list[list[Request]]:
-    """The requests for G samples of each of P prompts, the same whichever engine samples them. A prompt that comes
-    again gets further samples: those behind the G of its first time."""
+    """The requests for G samples of each of P prompts, the same whichever engine samples them.
+
+    A prompt that comes again gets further samples: those behind the G of its first time."""
     times: Counter[str] = Counter()
     requests_PG = []
     for p, prompt in enumerate(prompts):

@@ -1,8 +1,8 @@
 """What vLLM's scheduler does in Python for every request and token, and a rollout does without.
 
-With 256 requests that is half of the scheduler's time in a step, and while the host takes longer for a step than the
-GPU, of the rollout's. What is scheduled, allocated, cached and sampled stays the same. A module of its own, as vLLM may
-be imported only after `engine.prepare_environment`.
+With 256 requests that is half of the scheduler's time in a step, and while the host takes longer
+for a step than the GPU, of the rollout's. What is scheduled, allocated, cached and sampled stays
+the same. A module of its own, as vLLM may be imported only after `engine.prepare_environment`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 
 def take_shortcuts(llm: Any) -> None:
-    """Let a vLLM `LLM` skip what is needless. Its `generate` then returns no log-probs: use `RunningCompletions`."""
+    """Let a vLLM `LLM` skip what is needless.
+
+    Its `generate` then returns no log-probs: use `RunningCompletions`."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     return_plain_logprobs(scheduler)
     skip_needless_blocks(scheduler)
@@ -31,7 +33,8 @@ class SampledLogprobs:
 
 
 def return_plain_logprobs(scheduler: Any) -> None:
-    """Give every request its log-probs as a list, from one conversion a step, not as three slices of arrays."""
+    """Give every request its log-probs as a list, from one conversion a step, not as three slices
+    of arrays."""
     update = scheduler.update_from_output
 
     def update_from_output(scheduled: Any, output: Any) -> Any:
@@ -46,17 +49,25 @@ def return_plain_logprobs(scheduler: Any) -> None:
 
 
 def skip_needless_blocks(scheduler: Any) -> None:
-    """A request that decodes one more token in a block of the KV cache that it has is not asked about again, nor is a
-    block looked for in the prefix cache that is not full yet."""
+    """A request that decodes one more token in a block of the KV cache that it has is not asked
+    about again, nor is a block looked for in the prefix cache that is not full yet."""
     manager = scheduler.kv_cache_manager
     of_layers = manager.coordinator.single_type_managers
     if len(of_layers) != 1 or type(of_layers[0]) is not FullAttentionManager:
         return
     blocks_by_request, block_size = of_layers[0].req_to_blocks, of_layers[0].block_size
-    allocate, cache, no_blocks = manager.allocate_slots, manager.cache_blocks, manager.empty_kv_cache_blocks
+    allocate, cache, no_blocks = (
+        manager.allocate_slots,
+        manager.cache_blocks,
+        manager.empty_kv_cache_blocks,
+    )
 
     def allocate_slots(
-        request: Any, num_new_tokens: int, *arguments: Any, num_lookahead_tokens: int = 0, **more: Any
+        request: Any,
+        num_new_tokens: int,
+        *arguments: Any,
+        num_lookahead_tokens: int = 0,
+        **more: Any,
     ) -> Any:
         if num_new_tokens == 1 and not (arguments or more or num_lookahead_tokens):
             tokens = request.num_computed_tokens + 1
@@ -71,7 +82,8 @@ def skip_needless_blocks(scheduler: Any) -> None:
         )
 
     def cache_blocks(request: Any, num_computed_tokens: int) -> None:
-        """vLLM calls it for every token where it schedules asynchronously; prompts are cached by their allocation."""
+        """vLLM calls it for every token where it schedules asynchronously; prompts are cached by
+        their allocation."""
         if num_computed_tokens % block_size == 0:
             cache(request, num_computed_tokens)
 

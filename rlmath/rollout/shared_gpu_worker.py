@@ -1,4 +1,5 @@
-"""vLLM's GPU worker for a GPU that other processes use, too; vLLM imports it by its name (`worker_cls`)."""
+"""vLLM's GPU worker for a GPU that other processes use, too; vLLM imports it by its name
+(`worker_cls`)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ OTHERS_GREW = "Memory usage increased after sleeping"
 
 
 class SharedGPUWorker(Worker):
-    """A worker whose sleep may end with less free memory than before, which others have taken meanwhile."""
+    """A worker whose sleep may end with less free memory than before, which others have taken
+    meanwhile."""
 
     def sleep(self, level: int = 1) -> None:
         """As vLLM's."""

@@ -1,4 +1,5 @@
-"""What the settings say of unfinished completions: how many groups, of which size, how many tokens a step of each."""
+"""What the settings say of unfinished completions: how many groups, of which size, how many tokens
+a step of each."""
 
 from __future__ import annotations
 
@@ -11,9 +12,12 @@ from rlmath.config.schema import Config, RolloutConfig
 
 
 def unfinished_rules(config: Config) -> UnfinishedRules:
-    """The rules of partial rollouts, and of engines on ranks of their own, whose only bound is `max_staleness`."""
+    """The rules of partial rollouts, and of engines on ranks of their own, whose only bound is
+    `max_staleness`."""
     rollout, per_step = config.rollout, config.data.prompts_per_step
-    dropped = config.selection.max_extra_prompts if config.selection.dynamic_sampling is not None else 0
+    dropped = (
+        config.selection.max_extra_prompts if config.selection.dynamic_sampling is not None else 0
+    )
     if rollout.tail == "defer":
         return UnfinishedRules(per_step, sys.maxsize, 0, dropped)
     most = per_step * (rollout.max_staleness + 1)
@@ -23,12 +27,15 @@ def unfinished_rules(config: Config) -> UnfinishedRules:
 
 
 def unfinished_bytes(config: Config) -> int:
-    """The most that the groups in flight take between two steps, in the memory of every rank and in a checkpoint, with
-    "carry", and with engines on ranks of their own: those that no step has learned from yet x `rollout.group_size` x
-    the greatest number of new tokens x 8 bytes."""
+    """The most that the groups in flight take between two steps, in the memory of every rank and in
+    a checkpoint, with "carry", and with engines on ranks of their own: those that no step has
+    learned from yet x `rollout.group_size` x the greatest number of new tokens x 8 bytes."""
     if config.rollout.tail != "carry" and config.rollout.ranks == 0:
         return 0
-    training, rules = with_longest_lengths(without_validation(config)).rollout, unfinished_rules(config)
+    training, rules = (
+        with_longest_lengths(without_validation(config)).rollout,
+        unfinished_rules(config),
+    )
     completions = (rules.max_groups - rules.groups_per_step) * training.group_size
     return completions * training.max_new_tokens * TOKEN_BYTES
 

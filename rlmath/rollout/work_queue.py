@@ -1,22 +1,25 @@
-"""Which engine samples what: engines pop their work while they sample, so that none waits for one with long answers.
+"""Which engine samples what: engines pop their work while they sample, so that none waits for one
+with long answers.
 
-The samples of a prompt are two items of work. Its *first sample* is popped in the order of the prompts: an engine has a
-part of its own, an even share as far as it has places, for which it asks nobody, as all engines begin at once; what is
-behind those parts comes from one counter that all engines share. Its *remaining samples* are an item of their own, and
-come once all first samples are out: an engine pops those of its own prompts, longest first sample first, then those
-that other engines have not begun. So the groups with long answers are known early and start early, and what is left for
-the end is short enough to be spread evenly. (The lengths of a group from its first sample, longest first: Seer,
-arXiv:2511.14617.)
+The samples of a prompt are two items of work. Its *first sample* is popped in the order of the
+prompts: an engine has a part of its own, an even share as far as it has places, for which it asks
+nobody, as all engines begin at once; what is behind those parts comes from one counter that all
+engines share. Its *remaining samples* are an item of their own, and come once all first samples are
+out: an engine pops those of its own prompts, longest first sample first, then those that other
+engines have not begun. So the groups with long answers are known early and start early, and what is
+left for the end is short enough to be spread evenly. (The lengths of a group from its first sample,
+longest first: Seer, arXiv:2511.14617.)
 
-A second counter leads all engines together past the prompts whose remaining samples others may not have begun. Each is
-looked at once, not once by every engine: what a rollout asks of the store grows with prompts plus engines, not their
-product.
+A second counter leads all engines together past the prompts whose remaining samples others may not
+have begun. Each is looked at once, not once by every engine: what a rollout asks of the store grows
+with prompts plus engines, not their product.
 
-An engine pops as long as vLLM has a free place for a sequence. Before its first completion it pops the first samples of
-its own part only: another engine may still be waking up.
+An engine pops as long as vLLM has a free place for a sequence. Before its first completion it pops
+the first samples of its own part only: another engine may still be waking up.
 
-The counters and the marks of taken items are values in a store that all ranks reach. One rank of each engine pops; the
-others get what it popped at the same point, as all of them run vLLM's scheduler in lockstep.
+The counters and the marks of taken items are values in a store that all ranks reach. One rank of
+each engine pops; the others get what it popped at the same point, as all of them run vLLM's
+scheduler in lockstep.
 """
 
 # Shape legend: P prompts, G samples per prompt.
@@ -49,7 +52,8 @@ class EngineUsage:
     tail_steps: int
     """The last steps, in which it began nothing and nothing waited."""
     fill: float
-    """Sequences that it decoded, mean over its steps, as a share of the most that it did (0 to 1)."""
+    """Sequences that it decoded, mean over its steps, as a share of the most that it did (0 to
+    1)."""
 
 
 Share = Callable[[list[WorkItem]], list[WorkItem]]
@@ -57,15 +61,18 @@ Share = Callable[[list[WorkItem]], list[WorkItem]]
 
 
 def share_in_engine(items: list[WorkItem]) -> list[WorkItem]:
-    """Over the process group of this rank's vLLM engine. A collective."""
+    """Over the process group of this rank's vLLM engine.
+
+    A collective."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return get_tp_group().broadcast_object(items, src=0)
 
 
 class WorkQueue:
-    """The requests of one rollout as they are popped for this rank's engine; a source for `RunningCompletions.sample`.
-    Every rank makes one, with the same requests and a store (see `shared_store`) that no other rollout uses."""
+    """The requests of one rollout as they are popped for this rank's engine; a source for
+    `RunningCompletions.sample`. Every rank makes one, with the same requests and a store (see
+    `shared_store`) that no other rollout uses."""
 
     def __init__(
         self,
@@ -75,8 +82,9 @@ class WorkQueue:
         max_num_seqs: int,
         share: Share = share_in_engine,
     ) -> None:
-        """`max_num_seqs`: most sequences that one engine decodes at a time. A request's key starts with its P. `share`
-        is called where an engine has several ranks."""
+        """`max_num_seqs`: most sequences that one engine decodes at a time.
+
+        A request's key starts with its P. `share` is called where an engine has several ranks."""
         self._requests_PG = requests_PG
         self._mesh = mesh
         self._capacity = max_num_seqs
@@ -94,7 +102,9 @@ class WorkQueue:
         requests = self._pop(load)
         if load.in_flight:
             self._running.append(load.in_flight - load.waiting)
-        self._tail_steps = 0 if requests or load.waiting else self._tail_steps + bool(load.in_flight)
+        self._tail_steps = (
+            0 if requests or load.waiting else self._tail_steps + bool(load.in_flight)
+        )
         return requests
 
     def _pop(self, load: Load) -> list[Request]:
@@ -119,7 +129,9 @@ class WorkQueue:
             self._items.lengths[prompt] = tokens
 
     def close(self) -> None:
-        """Delete this rollout's keys from the store. Call it once no rank pops or reads any more."""
+        """Delete this rollout's keys from the store.
+
+        Call it once no rank pops or reads any more."""
         if self._mesh.is_engine_leader:
             self._items.close()
 
@@ -217,7 +229,8 @@ class _EngineItems:
                 yield from self._claim(prompt)
 
     def _next_prompt(self, counter: str, prompts: Sequence[int]) -> int | None:
-        """The next of some prompts, by a counter of all engines; None when it has led past the last one."""
+        """The next of some prompts, by a counter of all engines; None when it has led past the last
+        one."""
         if counter in self._exhausted or not prompts:
             return None
         place = self._store.fetch_add(counter)
@@ -236,8 +249,8 @@ class _EngineItems:
 
 
 def idle_shares(seconds_by_rollout: Sequence[Sequence[float]]) -> list[float]:
-    """By engine: the share of some rollouts' time in which it was done while another engine was not (0 to 1), by the
-    seconds that each engine was busy, from a common start.
+    """By engine: the share of some rollouts' time in which it was done while another engine was not
+    (0 to 1), by the seconds that each engine was busy, from a common start.
 
     >>> idle_shares([[3.0, 4.0], [1.0, 0.5]])  # of 5 s the first engine idled 1 s, the second 0.5 s
     [0.2, 0.1]

@@ -1,16 +1,17 @@
 """A policy that can no longer be trained, and what a run keeps of the time before.
 
-These signs end a run, alike on all ranks, with the exit status `exit_codes.DIVERGED`, unless it may go back to a
-checkpoint from before (`rollback`):
+These signs end a run, alike on all ranks, with the exit status `exit_codes.DIVERGED`, unless it may
+go back to a checkpoint from before (`rollback`):
 
-- parameters or optimizer state that are not finite. All ranks look at theirs before each save and export, and after a
-  step that discarded a minibatch;
+- parameters or optimizer state that are not finite. All ranks look at theirs before each save and
+  export, and after a step that discarded a minibatch;
 - `run.max_discarded_steps` steps in a row that had minibatches and discarded all of them;
 - a last step of which every minibatch was discarded, and log-probs that are not finite after it;
 - with `algorithm.rollback_reward_drop`, rewards that have collapsed (`collapse_of`).
 
-No checkpoint is written of weights that are not finite. Those of the steps that discarded everything are, and count
-among the newest that stay, but the newest one after which something was learned stays beside them.
+No checkpoint is written of weights that are not finite. Those of the steps that discarded
+everything are, and count among the newest that stay, but the newest one after which something was
+learned stays beside them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.trainer.base import Trainer
 
 ADVICE = (
-    "Lower optimizer.lr, raise optimizer.warmup_steps, or lower optimizer.clip_grad, algorithm.n_minibatches or "
+    "Lower optimizer.lr, raise optimizer.warmup_steps, or lower optimizer.clip_grad, "
+    "algorithm.n_minibatches or "
     "algorithm.epochs, and start a new run.output_dir"
 )
 NO_STEP = 2**62
@@ -46,7 +48,9 @@ ROUNDING = 1e-9
 
 
 class DivergedError(Exception):
-    """The run ends; raised on all ranks alike. The message says why, in one line."""
+    """The run ends; raised on all ranks alike.
+
+    The message says why, in one line."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,13 @@ class BestRewards:
     """Why the last window's rewards are a collapse; None where they are none."""
 
 
-def best_rewards(rewards: Sequence[float], rule: RewardRule, first_step: int = 0) -> BestRewards | None:
-    """The best window of steps before the last one, and whether that is a collapse: its mean is lower by more than
-    `rule.drop` x (best - first), and by more than MIN_DEVIATIONS x the root of the mean of both windows' variances. Of
-    equal ones the latest is the best. None where there are less than two windows. `first_step` steps were done before
-    the first reward.
+def best_rewards(
+    rewards: Sequence[float], rule: RewardRule, first_step: int = 0
+) -> BestRewards | None:
+    """The best window of steps before the last one, and whether that is a collapse: its mean is
+    lower by more than `rule.drop` x (best - first), and by more than MIN_DEVIATIONS x the root of
+    the mean of both windows' variances. Of equal ones the latest is the best. None where there are
+    less than two windows. `first_step` steps were done before the first reward.
 
     >>> best_rewards([0.0, 0.2, 0.8, 1.0, 0.1, 0.1], RewardRule(drop=0.5, steps=2))
     BestRewards(mean=0.9, end=4, collapsed='the mean reward of the last 2 steps is 0.1; up to step 4 it was 0.9')
@@ -80,22 +86,31 @@ def best_rewards(rewards: Sequence[float], rule: RewardRule, first_step: int = 0
     size = rule.steps
     if len(rewards) < 2 * size:
         return None
-    means = [statistics.fmean(rewards[end - size : end]) for end in range(size, len(rewards) - size + 1)]
+    means = [
+        statistics.fmean(rewards[end - size : end]) for end in range(size, len(rewards) - size + 1)
+    ]
     best, end = max((mean, end) for end, mean in enumerate(means, start=size))
     last, before = rewards[-size:], rewards[end - size : end]
     mean = statistics.fmean(last)
     deviation = math.sqrt((statistics.pvariance(last) + statistics.pvariance(before)) / 2)
     fell = best - mean
-    least = max(rule.drop * (best - means[0]), MIN_DEVIATIONS * deviation, ROUNDING * max(1.0, abs(best)))
+    least = max(
+        rule.drop * (best - means[0]), MIN_DEVIATIONS * deviation, ROUNDING * max(1.0, abs(best))
+    )
     if not fell > least:  # nor where a reward is NaN
         return BestRewards(best, first_step + end, None)
     end += first_step
-    told = f"the mean reward of the last {size} steps is {mean:.4g}; up to step {end} it was {best:.4g}"
+    told = (
+        f"the mean reward of the last {size} steps is {mean:.4g}; up to step {end} it was "
+        f"{best:.4g}"
+    )
     return BestRewards(best, end, told)
 
 
 class DivergenceCheck:
-    """Looks for the signs. All ranks call it alike."""
+    """Looks for the signs.
+
+    All ranks call it alike."""
 
     def __init__(
         self,
@@ -119,7 +134,8 @@ class DivergenceCheck:
         """Steps done at the end of the best of them."""
         self._first_step = 0 if progress is None else progress.step - len(self.rewards)
         self.discarded_steps = 0 if progress is None else progress.discarded_steps
-        """Steps up to now in which all minibatches were discarded; steps without any minibatch do not count."""
+        """Steps up to now in which all minibatches were discarded; steps without any minibatch do
+        not count."""
         self.learned_step = 0 if progress is None else progress.learned_step
         """Steps done when a minibatch was last learned from."""
 
@@ -128,9 +144,11 @@ class DivergenceCheck:
         """As `Progress.sound_before`."""
         return min(self.learned_step, self.good_step + 1)
 
-    def after_step(self, step: int, results: Sequence[MinibatchResult], reward: float | None = None) -> None:
-        """`step` steps are done; `results` are those of the last one's minibatches, `reward` its mean reward. A
-        collective. DivergedError where the run must end."""
+    def after_step(
+        self, step: int, results: Sequence[MinibatchResult], reward: float | None = None
+    ) -> None:
+        """`step` steps are done; `results` are those of the last one's minibatches, `reward` its
+        mean reward. A collective. DivergedError where the run must end."""
         collapsed = None
         if self.rule is not None and reward is not None:
             self.rewards.append(float(reward))
@@ -138,7 +156,9 @@ class DivergenceCheck:
             if best is not None:
                 self.good_step, collapsed = best.end, best.collapsed
         # An overflow lowers the loss scale: the policy is as it was.
-        discarded = [one.discarded for one in results if one.discarded is not None and not one.overflowed]
+        discarded = [
+            one.discarded for one in results if one.discarded is not None and not one.overflowed
+        ]
         if any(result.discarded is None for result in results):
             self.discarded_steps, self.learned_step = 0, step
         elif discarded:
@@ -152,17 +172,20 @@ class DivergenceCheck:
         self.raise_if_not_finite()
         if self.discarded_steps >= self._max_discarded_steps:
             raise DivergedError(
-                f"every minibatch of {self.discarded_steps} steps in a row was discarded (run.max_discarded_steps is "
+                f"every minibatch of {self.discarded_steps} steps in a row was discarded "
+                "(run.max_discarded_steps is "
                 f"{self._max_discarded_steps}), the last one because {discarded[-1]}"
             )
 
     def raise_if_broken(self) -> None:
-        """DivergedError, on all ranks, where what the last step leaves is no model: none of the step's minibatches was
-        learned from, or the weights or the log-probs of a text are not finite. A collective."""
+        """DivergedError, on all ranks, where what the last step leaves is no model: none of the
+        step's minibatches was learned from, or the weights or the log-probs of a text are not
+        finite. A collective."""
         if self.discarded_steps > 0:
             steps = f"{self.discarded_steps} steps" if self.discarded_steps > 1 else "step"
             raise DivergedError(
-                f"every minibatch of the last {steps} with any was discarded: nothing was learned any more"
+                f"every minibatch of the last {steps} with any was discarded: nothing was learned "
+                "any more"
             )
         self.raise_if_not_finite()
         trainer, mesh = self._trainer, self._trainer.mesh
@@ -175,7 +198,8 @@ class DivergenceCheck:
             raise DivergedError("the model gives log-probs that are not finite")
 
     def raise_if_not_finite(self) -> None:
-        """DivergedError, on all ranks, where any rank's parameters or optimizer state are not finite. A collective."""
+        """DivergedError, on all ranks, where any rank's parameters or optimizer state are not
+        finite. A collective."""
         mine = None
         for model in self._trainer.saved_models():
             with self._trainer.models_on_device([model]):
@@ -184,13 +208,16 @@ class DivergenceCheck:
         found = first_error(mine)
         if found is not None:
             raise DivergedError(
-                f"there are values that are not finite in the parameters, or the optimizer's state, of the {found}"
+                "there are values that are not finite in the parameters, or the optimizer's "
+                f"state, of the {found}"
             )
 
 
 @torch.no_grad()
 def all_state_finite(chunks: Sequence[Any], optimizer: Any) -> bool:
-    """Whether all parameters and the optimizer's state of this rank are finite. One pass over the memory, no copy."""
+    """Whether all parameters and the optimizer's state of this rank are finite.
+
+    One pass over the memory, no copy."""
     tensors = [parameter for chunk in chunks for parameter in chunk.parameters()]
     for held in held_by(optimizer) if optimizer is not None else ():
         tensors += held.tensors().values()

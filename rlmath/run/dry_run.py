@@ -1,7 +1,9 @@
-"""A run without ranks: every check of a start that needs no GPU, no weights and no process group, and then the plan.
+"""A run without ranks: every check of a start that needs no GPU, no weights and no process group,
+and then the plan.
 
-Nothing is written. Of a model that lies elsewhere config.json is enough (`config_json.planned_shape`), or a published
-shape; without a tokenizer prompts are counted and their lengths are not checked. A folder with weights must be whole.
+Nothing is written. Of a model that lies elsewhere config.json is enough
+(`config_json.planned_shape`), or a published shape; without a tokenizer prompts are counted and
+their lengths are not checked. A folder with weights must be whole.
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ class RunPlan:
     """What a run would do, as far as files and settings show."""
 
     config: Config
-    """As given, but for `run.device`: the kind of device that is planned for. Of a supervised run what has no effect
-    there is at its default."""
+    """As given, but for `run.device`: the kind of device that is planned for. Of a supervised run
+    what has no effect there is at its default."""
     shape: ModelShape
     shape_note: str
     ranks: int
@@ -94,8 +96,8 @@ def dry_run(
     kind: Kind = "grpo",
     oversubscribe: bool = False,
 ) -> int:
-    """Print the plan of a run, or all problems; the exit status, MISTAKE where the run could not start, FAILURE where
-    the hub could not be asked. `oversubscribe` is as in `plan_run`."""
+    """Print the plan of a run, or all problems; the exit status, MISTAKE where the run could not
+    start, FAILURE where the hub could not be asked. `oversubscribe` is as in `plan_run`."""
     rank = 0
     try:
         rank = environment_rank()
@@ -116,10 +118,11 @@ def dry_run(
 def plan_run(
     given: Config, ranks: int | None = None, kind: Kind = "grpo", *, oversubscribe: bool = False
 ) -> RunPlan:
-    """The plan of a run that could start; ValueError that lists everything that keeps it from starting.
+    """The plan of a run that could start; ValueError that lists everything that keeps it from
+    starting.
 
-    `ranks` is the number of ranks; without it `parallelism.planned_ranks` finds one. With `oversubscribe` they may be
-    more than this machine has room for.
+    `ranks` is the number of ranks; without it `parallelism.planned_ranks` finds one. With
+    `oversubscribe` they may be more than this machine has room for.
     """
     config, unused = checks.only_used(given) if kind == "sft" else (given, [])
     found, size = planned_shape(config.model.path), planned_ranks(config, ranks)
@@ -133,7 +136,9 @@ def plan_run(
     of_data = [one for one in checks.value_problems(config) if one.startswith(("data.", "sft."))]
     of_data += [one for one in of_settings if one.startswith(DATA_FUNCTIONS)]
     try:
-        is_readable = not (of_files or of_data or any(length_curriculum.stage_list_problems(config)))
+        is_readable = not (
+            of_files or of_data or any(length_curriculum.stage_list_problems(config))
+        )
         has_tokenizer = kind == "grpo" or tokenizer_problem(config) is None or not of_model
         if shape is not None and is_readable and has_tokenizer:
             # Where a function cannot be imported, that is found already.
@@ -150,7 +155,9 @@ def plan_run(
             target = planned_target(config)
             if target.kind == "cpu":
                 for problem in checks.cuda_problems(config.run.device):
-                    problems.append(f"{problem} To plan for a GPU that is not here, name it by memory.gpu.")
+                    problems.append(
+                        f"{problem} To plan for a GPU that is not here, name it by memory.gpu."
+                    )
                 problems += checks.device_problems(config, shape, on_gpu=False, kind=kind)
                 problems += checks.host_memory_problems(config) if kind == "grpo" else ()
             problems += checks.memory_problems(config, shape, size, kind)
@@ -174,7 +181,9 @@ def plan_run(
         unused=tuple(unused),
         missing=tuple(missing),
         recovery=recovery,
-        ranks_are_least=ranks is None and config.parallel.data is None and "WORLD_SIZE" not in os.environ,
+        ranks_are_least=ranks is None
+        and config.parallel.data is None
+        and "WORLD_SIZE" not in os.environ,
         not_here=(
             *checks.cuda_problems(config.run.device),
             *([f"{crowding} {ADVICE}"] if crowding and not oversubscribe else ()),
@@ -184,7 +193,9 @@ def plan_run(
 
 
 def _recovery(config: Config, data: RunData | None) -> tuple[Recovery | None, list[str]]:
-    """What a start here would resume from, and why it would refuse to. Without data it is not known."""
+    """What a start here would resume from, and why it would refuse to.
+
+    Without data it is not known."""
     if data is None:
         return None, []
     try:
@@ -194,8 +205,10 @@ def _recovery(config: Config, data: RunData | None) -> tuple[Recovery | None, li
 
 
 def model_problems(model_path: str, planned: PlannedShape) -> tuple[list[str], list[str]]:
-    """What is wrong with the model's folder, and what a start needs of it that is not here. Of a folder without any
-    weights only config.json must be right: a plan can be made where the model is not."""
+    """What is wrong with the model's folder, and what a start needs of it that is not here.
+
+    Of a folder without any weights only config.json must be right: a plan can be made where the
+    model is not."""
     folder = Path(model_path)
     if not os.path.exists(folder):
         return ([missing_folder_problem(folder)] if hub_name(folder) else planned.problems), []
@@ -216,19 +229,26 @@ def plan_lines(plan: RunPlan) -> list[str]:
     warnings = list(_warnings(plan))
     return [
         "Dry run: nothing is started, nothing is written.",
-        f"Model: {config.model.path}, {parameter_count(shape) / 1e9:.3g} B parameters, {shape.num_layers} layers, "
+        f"Model: {config.model.path}, {parameter_count(shape) / 1e9:.3g} B parameters, "
+        f"{shape.num_layers} layers, "
         f"{shape.max_positions} positions",
         *([f"  {plan.shape_note}"] if plan.shape_note else ()),
         f"Layout: {counted(plan.ranks, 'rank')}, {layout}",
         *([f"  {who}"] if (who := roles(config, plan.ranks)) else ()),
-        *(["  (the least for this layout; --ranks N plans for others)"] if plan.ranks_are_least else ()),
+        *(
+            ["  (the least for this layout; --ranks N plans for others)"]
+            if plan.ranks_are_least
+            else ()
+        ),
         "Data:",
         *(f"  {line}" for line in plan.data.lines),
         *hook_lines(config, plan.kind),
         *(preset_lines(config) if plan.kind == "grpo" else ()),
         *(reward_lines(config) if plan.kind == "grpo" else ()),
         *(_step_lines(plan) if plan.kind == "grpo" else _sft_step_lines(plan)),
-        *start_up_lines(length_curriculum.with_longest_lengths(config), shape, plan.ranks, plan.kind),
+        *start_up_lines(
+            length_curriculum.with_longest_lengths(config), shape, plan.ranks, plan.kind
+        ),
         *_disk_lines(plan),
         *_resume_lines(plan),
         *(["Worth knowing:"] if warnings else ()),
@@ -262,14 +282,22 @@ def preset_lines(config: Config) -> Iterator[str]:
 def _step_lines(plan: RunPlan) -> Iterator[str]:
     config, data = plan.config, plan.data
     prompts, group = config.data.prompts_per_step, config.rollout.group_size
-    yield f"Step: {counted(prompts, 'prompt')} x {counted(group, 'completion')} = {prompts * group:,} sequences"
+    yield (
+        f"Step: {counted(prompts, 'prompt')} x {counted(group, 'completion')} = "
+        f"{prompts * group:,} sequences"
+    )
     minibatches, epochs = config.algorithm.n_minibatches, config.algorithm.epochs
     yield (
-        f"  {minibatches} minibatch{'es' * (minibatches != 1)} x {counted(epochs, 'epoch')} over them: "
-        f"{counted(minibatches * epochs, 'update')} a step, {most_updates(config, plan.total_steps):,} in all at most"
+        f"  {minibatches} minibatch{'es' * (minibatches != 1)} x {counted(epochs, 'epoch')} over "
+        "them: "
+        f"{counted(minibatches * epochs, 'update')} a step, "
+        f"{most_updates(config, plan.total_steps):,} in all at most"
     )
     if (critic := critic_shape_of(config, plan.shape)) is not None:
-        yield f"  a critic of {parameter_count(critic) / 1e9:.3g} B parameters learns from the same minibatches"
+        yield (
+            f"  a critic of {parameter_count(critic) / 1e9:.3g} B parameters learns from the "
+            "same minibatches"
+        )
     if config.selection.dynamic_sampling is not None:
         extra = counted(config.selection.max_extra_prompts, "prompt")
         yield f"  dynamic sampling may ask for up to {extra} more a step"
@@ -279,17 +307,21 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     if config.rollout.ranks:
         begun = (staleness + 1) * prompts
         yield (
-            f"  asynchronous: {begun:,} groups at most are begun before the first step, {prompts:,} more after each, "
+            f"  asynchronous: {begun:,} groups at most are begun before the first step, "
+            f"{prompts:,} more after each, "
             f"learned from within {counted(staleness, 'step')} of their first token"
         )
     elif config.rollout.tail == "carry":
         yield (
-            f"  partial rollouts: slices of {slices} tokens, at most {unfinished_rules(config).max_groups:,} "
-            f"groups in flight, learned from within {counted(staleness, 'step')} of their first token"
+            f"  partial rollouts: slices of {slices} tokens, at most "
+            f"{unfinished_rules(config).max_groups:,} "
+            f"groups in flight, learned from within {counted(staleness, 'step')} of their first "
+            "token"
         )
     elif config.rollout.tail == "defer":
         yield (
-            f"  tail batching: groups with a completion of more than {slices} tokens are sampled anew, with the same "
+            f"  tail batching: groups with a completion of more than {slices} tokens are sampled "
+            "anew, with the same "
             "noise, in steps of their own; what that biases: docs/algorithm.md"
         )
     if len(stages) == 1:
@@ -300,16 +332,23 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
             yield f"  {stage.line(len(stages))}"
             yield f"    {_tokens(stage.config)}"
     if length_curriculum.validates(config):
-        every, samples = config.validation.every_steps, counted(config.validation.samples, "completion")
+        every, samples = (
+            config.validation.every_steps,
+            counted(config.validation.samples, "completion"),
+        )
         longest = length_curriculum.validation_tokens(config)
-        yield f"Validation: every {counted(every, 'step')}, {samples} of each problem, of at most {longest} tokens"
+        yield (
+            f"Validation: every {counted(every, 'step')}, {samples} of each problem, of at most "
+            f"{longest} tokens"
+        )
 
 
 def _sft_step_lines(plan: RunPlan) -> Iterator[str]:
     config, sft = plan.config, plan.config.sft
     sequences, longest = config.data.prompts_per_step, sft.max_sequence_tokens
     yield (
-        f"Step: {counted(sequences, 'sequence')} of at most {longest} tokens, {sequences * longest:,} in all, "
+        f"Step: {counted(sequences, 'sequence')} of at most {longest} tokens, "
+        f"{sequences * longest:,} in all, "
         f"packed into micro-batches of {config.policy.max_tokens_per_microbatch}; one update"
     )
     yield _steps(plan.data)
@@ -329,7 +368,8 @@ def _tokens(config: Config) -> str:
     sequences = config.data.prompts_per_step * config.rollout.group_size
     return (
         f"at most {sequences * longest_sequence:,} tokens a step: sequences of at most "
-        f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens} = {longest_sequence}, packed into "
+        f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens} = {longest_sequence}, "
+        "packed into "
         f"micro-batches of {config.policy.max_tokens_per_microbatch}"
     )
 
@@ -338,8 +378,8 @@ def _tokens(config: Config) -> str:
 
 
 def kept_checkpoints(config: Config, total_steps: int, steps_per_epoch: int) -> int:
-    """Checkpoints that `save.save_freq_epochs` and `save.save_freq_steps` leave at the end of a run, at most; those of
-    `save_freq_secs` depend on its speed.
+    """Checkpoints that `save.save_freq_epochs` and `save.save_freq_steps` leave at the end of a
+    run, at most; those of `save_freq_secs` depend on its speed.
 
     >>> from rlmath.config.schema import SaveConfig
     >>> kept_checkpoints(Config(save=SaveConfig(save_freq_steps=4, save_freq_epochs=1)), 12, 6)
@@ -357,17 +397,25 @@ def needed_disk(plan: RunPlan) -> int:
     checkpoint = save_schedule.checkpoint_bytes(config, plan.shape) + unfinished_bytes(config)
     model = save_schedule.export_bytes(config, plan.shape)
     kept = kept_checkpoints(config, plan.total_steps, plan.data.inputs.order.steps_per_epoch)
-    never = save_schedule.recovery_frequency(save).never and save_schedule.kept_frequency(save).never
+    never = (
+        save_schedule.recovery_frequency(save).never and save_schedule.kept_frequency(save).never
+    )
     points = 0 if never else save.keep_last + 1
     models = save_schedule.most_models(config) + (kept if save.export_hf else 0)
     return (points + kept) * checkpoint + models * model
 
 
 def _disk_lines(plan: RunPlan) -> Iterator[str]:
-    uncounted = " without those of save.save_freq_secs" if plan.config.save.save_freq_secs is not None else ""
+    uncounted = (
+        " without those of save.save_freq_secs"
+        if plan.config.save.save_freq_secs is not None
+        else ""
+    )
     yield (
-        f"Disk: a checkpoint is {_gib(save_schedule.checkpoint_bytes(plan.config, plan.shape))} GiB, the exported "
-        f"model {_gib(save_schedule.export_bytes(plan.config, plan.shape))}; needed at most {_gib(needed_disk(plan))} "
+        f"Disk: a checkpoint is {_gib(save_schedule.checkpoint_bytes(plan.config, plan.shape))} "
+        "GiB, the exported "
+        f"model {_gib(save_schedule.export_bytes(plan.config, plan.shape))}; needed at most "
+        f"{_gib(needed_disk(plan))} "
         f"GiB in all{uncounted}"
     )
 
@@ -379,10 +427,13 @@ def _gib(size: int) -> str:
 def _resume_lines(plan: RunPlan) -> Iterator[str]:
     if plan.recovery is not None:
         checkpoint = plan.recovery.candidates[0][0]
-        yield f"Resumes: after step {checkpoint.step}, from {checkpoint.folder}, where its files are whole"
+        yield (
+            f"Resumes: after step {checkpoint.step}, from {checkpoint.folder}, where its files "
+            "are whole"
+        )
 
 
-# ---------------------------------------------------------------- what is no problem, and should be known
+# ---------------------------------------------------------- what is no problem, and should be known
 
 
 def _warnings(plan: RunPlan) -> Iterator[str]:
@@ -391,7 +442,9 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
     yield from other_base_warnings(config.model.adapter_path, config.model.path)
     if plan.kind == "grpo" and (dropped := dropped_warning(config, plan.data)) is not None:
         yield dropped
-    yield from length_curriculum.fewer_steps_warnings(config, plan.data.inputs.order.steps_per_epoch)
+    yield from length_curriculum.fewer_steps_warnings(
+        config, plan.data.inputs.order.steps_per_epoch
+    )
     yield from length_curriculum.late_steps_warnings(config, plan.total_steps)
     if plan.recovery is not None:
         yield from (*plan.recovery.notes, *plan.recovery.warnings)
@@ -404,13 +457,18 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
     yield from config_warnings(config, plan.unused, parameter_count(plan.shape))
     if plan.target.total_bytes is None:
         planned_format = number_format(config.policy.dtype, plan.target.kind)
-        yield f"the plan is for the CPU, in {planned_format}; name a GPU by memory.gpu or memory.gpu_gib."
+        yield (
+            f"the plan is for the CPU, in {planned_format}; name a GPU by memory.gpu or "
+            "memory.gpu_gib."
+        )
         with_cache = config.rollout.ranks or plan.ranks
         caches = config.rollout.cpu_kv_cache_gib * with_cache
         if plan.kind == "grpo" and caches * GIB > total_bytes():
             yield (
-                f"the KV caches of {counted(with_cache, 'rank')} (rollout.cpu_kv_cache_gib) take {caches:g} GiB, more "
-                f"than this machine's {total_bytes() / GIB:.1f}: the ranks need several such machines, or a smaller "
+                f"the KV caches of {counted(with_cache, 'rank')} (rollout.cpu_kv_cache_gib) take "
+                f"{caches:g} GiB, more "
+                f"than this machine's {total_bytes() / GIB:.1f}: the ranks need several such "
+                "machines, or a smaller "
                 "cache."
             )
     output = Path(config.run.output_dir).absolute()
@@ -418,6 +476,7 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
     needed = needed_disk(plan)
     if free < needed:
         yield (
-            f'the disk of "{config.run.output_dir}" has {_gib(free)} GiB free on this machine, and the run may leave '
+            f'the disk of "{config.run.output_dir}" has {_gib(free)} GiB free on this machine, '
+            "and the run may leave "
             f"{_gib(needed)} GiB. A start there refuses when not even the recovery points fit."
         )

@@ -1,5 +1,6 @@
-"""What is wrong with a run, as its settings and the names and manifests of files show: no prompt, GPU, hub or torch is
-asked. For what starts a run elsewhere, or before its ranks; their start checks the rest."""
+"""What is wrong with a run, as its settings and the names and manifests of files show: no prompt,
+GPU, hub or torch is asked. For what starts a run elsewhere, or before its ranks; their start checks
+the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from rlmath.run.run_dir import folder_problems
 
 
 def early_problems(config: Config, ranks: int, kind: Kind) -> Iterator[str]:
-    """Problems of settings, model, files and the run's folder. A model on the hub has no shape yet."""
+    """Problems of settings, model, files and the run's folder.
+
+    A model on the hub has no shape yet."""
     shape: ModelShape | None = None
     if is_hub_id(config.model.path):
         hub_ids(config)
@@ -50,6 +53,9 @@ def _output_problems(config: Config) -> Iterator[str]:
         return
     if changes:
         several = "; ".join(changes)
-        yield f'the run in "{folder}" cannot go on with other settings: {several}. Give another run.output_dir.'
+        yield (
+            f'the run in "{folder}" cannot go on with other settings: {several}. Give another '
+            "run.output_dir."
+        )
     for problem in folder_problems(folder, config, 0, resumes=changes is not None):
         yield f'run.output_dir "{folder}": {problem}'

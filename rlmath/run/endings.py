@@ -61,7 +61,8 @@ END = {
     ),
     "model not written": EndingKind(
         exit_codes.FAILURE,
-        "made all {steps} steps, and its model cannot be written: {error}. Make room: {again}, and writes it",
+        "made all {steps} steps, and its model cannot be written: {error}. Make room: {again}, "
+        "and writes it",
     ),
     "cannot resume": EndingKind(
         exit_codes.MISTAKE,
@@ -83,7 +84,9 @@ class Ending:
         self.kind = kind
         given["again"] = exit_codes.again_text(saved)
         self.message = kind.message.format(**given)
-        self.line = " ".join(filter(None, ["The run", kind.verb, self.message])) + kind.advice.format(**given)
+        self.line = " ".join(
+            filter(None, ["The run", kind.verb, self.message])
+        ) + kind.advice.format(**given)
         step = given.get("step")
         self.step = step if isinstance(step, int) else None
 
@@ -93,11 +96,15 @@ class Ending:
 
 
 def conclude(ending: Ending, config: Config, stop: StopRequest, rank: int) -> int:
-    """Nothing is left to save: log how the run ends and write its exit status, which is returned. A collective."""
+    """Nothing is left to save: log how the run ends and write its exit status, which is returned.
+
+    A collective."""
     stop.done()
     if rank == 0:
         if ending.status != exit_codes.FINISHED:  # the reporter has told that
             logger.log(ending.kind.level, "%s", ending.line, extra=event("end", ending.step))
-        exit_codes.write_exit_status(config.run.output_dir, ending.status, ending.message.partition("\n")[0])
+        exit_codes.write_exit_status(
+            config.run.output_dir, ending.status, ending.message.partition("\n")[0]
+        )
     dist.barrier()
     return ending.status

@@ -1,7 +1,8 @@
-"""The program of a rank that has an engine of its own (`rollout.ranks`): from the process groups to the exit status.
+"""The program of a rank that has an engine of its own (`rollout.ranks`): from the process groups to
+the exit status.
 
-It starts as every rank of the run does (`startup`), joins the engines' world, and samples until the trainers end the
-run. It writes nothing into the run's folder.
+It starts as every rank of the run does (`startup`), joins the engines' world, and samples until the
+trainers end the run. It writes nothing into the run's folder.
 """
 
 from __future__ import annotations
@@ -70,12 +71,14 @@ class EngineRank:
     """One rank of an engine, and what connects it to the trainers."""
 
     def __init__(self, context: RankContext[Inputs]) -> None:
-        """The context's mesh is the engines' world; its `on_progress` is called for every step of vLLM's, and while
-        weights come."""
+        """The context's mesh is the engines' world; its `on_progress` is called for every step of
+        vLLM's, and while weights come."""
         config, inputs, shape = context.config, context.inputs, context.shape
         mesh, device, bridge = context.mesh, context.device, context.bridge
         assert bridge is not None
-        self._mailbox = Mailbox(bridge, range(bridge.training_ranks)) if mesh.is_engine_leader else None
+        self._mailbox = (
+            Mailbox(bridge, range(bridge.training_ranks)) if mesh.is_engine_leader else None
+        )
         self._scorer = validation_scorer(config, mesh)
         with bridge.as_own_world():
             self._engine = engine = Engine(
@@ -90,8 +93,10 @@ class EngineRank:
         engine.on_step = context.on_progress
         if config.rollout.on_new_weights == "recompute" and not engine.continues_noise:
             raise ValueError(
-                'rollout.on_new_weights is "recompute", and vLLM takes its first model runner (its log says why), '
-                "whose noise begins anew where a completion is continued. Set rollout.on_new_weights=keep or finish"
+                'rollout.on_new_weights is "recompute", and vLLM takes its first model runner '
+                "(its log says why), "
+                "whose noise begins anew where a completion is continued. Set "
+                "rollout.on_new_weights=keep or finish"
             )
         plans = offer_plans(config, shape, mesh_of(config, bridge.world_size, 0), device)
         stages = length_curriculum.length_stages(config, inputs.total_steps)
@@ -131,7 +136,9 @@ class EngineRank:
         )
 
     def run(self, on_weights: Callable[[int], None]) -> int:
-        """Until the trainers end the run; its exit status. `on_weights` gets the step, from 0, of every new version."""
+        """Until the trainers end the run; its exit status.
+
+        `on_weights` gets the step, from 0, of every new version."""
         return self._loop.run(on_weights)
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""How a rank joins its run, once all ranks have met: process group, heartbeat, what an error does, the run's folder."""
+"""How a rank joins its run, once all ranks have met: process group, heartbeat, what an error does,
+the run's folder."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def join_run(
     stop: StopRequest,
     on_error: OnError | None = None,
 ) -> tuple[Bridge | None, Heartbeat]:
-    """Join the process group, or, where engines have ranks of their own, this rank's of the two; and the heartbeat of
-    all ranks, which `stack` ends. A collective of all ranks of the run."""
+    """Join the process group, or, where engines have ranks of their own, this rank's of the two;
+    and the heartbeat of all ranks, which `stack` ends. A collective of all ranks of the run."""
     store, timeout = group_store(rendezvous, config, device), config.run.distributed_timeout_seconds
     bridge = None
     if config.rollout.ranks:
@@ -73,8 +74,10 @@ def join_run(
 
 
 def group_store(rendezvous: Rendezvous | None, config: Config, device: Device) -> dist.Store | None:
-    """The store of the process group. All ranks meet once more before: ranks that are missing are named, where a
-    process group would wait for them in silence. ValueError where an engine of its own rank measures a shared GPU."""
+    """The store of the process group.
+
+    All ranks meet once more before: ranks that are missing are named, where a process group would
+    wait for them in silence. ValueError where an engine of its own rank measures a shared GPU."""
     if rendezvous is None:
         return None
     run, rollout, place = config.run, config.rollout, rendezvous.rank_info
@@ -95,20 +98,27 @@ class OnError:
     trainer: Trainer | None = None
     """None until it is built."""
 
-    def __call__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Log it in one line, at once: what is closed next may take its time, and the heartbeat does not wait for it.
-        An error that another rank may have caused waits for the heartbeat, which looks for that rank: until then it is
-        for the log file. Then write the last step; where a peer may have failed, rank 0 alone does."""
+    def __call__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """Log it in one line, at once: what is closed next may take its time, and the heartbeat
+        does not wait for it. An error that another rank may have caused waits for the heartbeat,
+        which looks for that rank: until then it is for the log file. Then write the last step;
+        where a peer may have failed, rank 0 alone does."""
         if kind is None or error is None:
             return
         rank, host = environment_rank(), socket.gethostname()
         has_peers = environment_world_size() > 1
         of_peer = has_peers and may_be_caused_by_peer(error)
         if of_peer:
-            text = "rank %d on %s fails, as it does when another rank has ended: looking for the cause"
+            text = (
+                "rank %d on %s fails, as it does when another rank has ended: looking for the cause"
+            )
             logger.warning(text, rank, host)
         level = logging.DEBUG if of_peer else logging.ERROR
-        logger.log(level, "rank %d on %s failed; the run ends: %s: %s", rank, host, kind.__name__, error)
+        logger.log(
+            level, "rank %d on %s failed; the run ends: %s: %s", rank, host, kind.__name__, error
+        )
         if self.trainer is not None and (rank == 0 or not may_be_caused_by_peer(error)):
             self.trainer.write_last_step(f"failed on rank {rank}: {kind.__name__}: {error}")
 
@@ -116,10 +126,14 @@ class OnError:
 def claim_folder(
     prepared: PreparedRun[Any], mesh: Mesh, resumed: CheckpointToResume | None, kind: Kind
 ) -> None:
-    """Make `run.output_dir` this run's, and log its start. A collective. ValueError where a rank does not see it."""
+    """Make `run.output_dir` this run's, and log its start.
+
+    A collective. ValueError where a rank does not see it."""
     config = prepared.config
     if mesh.rank == 0:
-        claim_run_folder(config.run.output_dir, config, None if resumed is None else resumed[1].step)
+        claim_run_folder(
+            config.run.output_dir, config, None if resumed is None else resumed[1].step
+        )
         log_settings(config, kind)
         advice = launcher_advice(config.run.stop_grace_seconds)
         for text in with_details((*filter(None, [advice]), *prepared.lines)):
@@ -133,24 +147,32 @@ def claim_folder(
     blind = list(dict.fromkeys(one for one in all_gather_objects(host) if one is not None))
     if blind:
         raise ValueError(
-            f'what rank 0 wrote into run.output_dir "{folder}" is not seen on {hosts_text(blind)}; it must lie on a '
+            f'what rank 0 wrote into run.output_dir "{folder}" is not seen on '
+            f"{hosts_text(blind)}; it must lie on a "
             "disk that all nodes share"
         )
 
 
 def log_settings(config: Config, kind: Kind) -> None:
-    """Log all settings into the run's log file; on the console those that are not at their defaults."""
+    """Log all settings into the run's log file; on the console those that are not at their
+    defaults."""
     folder = Path(config.run.output_dir)
     try:
         open_log_file(folder)
     except OSError as error:
-        logger.warning("%s cannot be written: %s. The run continues without it", folder / LOG_FILE, error)
+        logger.warning(
+            "%s cannot be written: %s. The run continues without it", folder / LOG_FILE, error
+        )
     changed = changed_settings(config)
     unused = changed.pop("sft", []) if kind == "grpo" else []
-    shown = "\n".join(f"  {section}: {', '.join(settings)}" for section, settings in changed.items())
+    shown = "\n".join(
+        f"  {section}: {', '.join(settings)}" for section, settings in changed.items()
+    )
     logger.info("Settings that are not at their defaults; all are in %s:\n%s", CONFIG_FILE, shown)
     if unused:
-        logger.warning("Without effect in a GRPO run: %s", ", ".join(f"sft.{one}" for one in unused))
+        logger.warning(
+            "Without effect in a GRPO run: %s", ", ".join(f"sft.{one}" for one in unused)
+        )
     logger.debug("The settings of this run:\n%s", config_as_yaml(config))
     logger.debug("Versions: %s", library_versions())
 
@@ -171,7 +193,8 @@ def with_details(lines: Iterable[str]) -> list[str]:
 
 
 def changed_settings(config: Config) -> dict[str, list[str]]:
-    """By section the settings that are not at their defaults: {"data": ["prompts_per_step=8"], ...}."""
+    """By section the settings that are not at their defaults: {"data": ["prompts_per_step=8"],
+    ...}."""
     sections: dict[str, list[str]] = {}
     for key, value in shown_values(config).items():
         setting = all_settings()[key]

@@ -1,9 +1,11 @@
 """The life cycle of a training program, whatever it learns from.
 
-    process group -> heartbeat -> checkpoint to resume from -> run folder -> trainer -> steps -> model -> ending
+    process group -> heartbeat -> checkpoint to resume from -> run folder -> trainer -> steps ->
+    model -> ending
 
-`run_training` is called on every rank once all ranks have met (`startup.start`). A program is a `Trainer`: its models,
-its data and its step. GRPO (`grpo`) and supervised training (`sft`) are two of them.
+`run_training` is called on every rank once all ranks have met (`startup.start`). A program is a
+`Trainer`: its models, its data and its step. GRPO (`grpo`) and supervised training (`sft`) are two
+of them.
 """
 
 from __future__ import annotations
@@ -58,9 +60,10 @@ logger = logging.getLogger(__name__)
 def run_training(
     trainer_class: type[Trainer], prepared: PreparedRun[Any], rendezvous: Rendezvous | None
 ) -> int:
-    """Train as prepared; the exit status of the program. `rendezvous` is None where there is one rank. After an error
-    the process group is left as it is: peers may wait in it, and taking it down could wait for them. The caller ends
-    the process."""
+    """Train as prepared; the exit status of the program.
+
+    `rendezvous` is None where there is one rank. After an error the process group is left as it is:
+    peers may wait in it, and taking it down could wait for them. The caller ends the process."""
     started, config = time.perf_counter(), prepared.config
     mesh = mesh_of(config, environment_world_size(), environment_rank())
     device = run_device(config)
@@ -107,7 +110,9 @@ class CannotResumeError(Exception):
 
 
 class TrainingRun:
-    """A run on this rank, from its checkpoint to its ending. All ranks call its methods alike."""
+    """A run on this rank, from its checkpoint to its ending.
+
+    All ranks call its methods alike."""
 
     def __init__(
         self,
@@ -129,7 +134,9 @@ class TrainingRun:
         """Rank 0's, once the run has begun."""
 
     def train(self, started: float) -> Ending:
-        """Steps until the run ends, rollbacks included. `started`: the program's start, by `time.perf_counter`."""
+        """Steps until the run ends, rollbacks included.
+
+        `started`: the program's start, by `time.perf_counter`."""
         trainer = self.trainer
         try:
             if self.resumed is not None:
@@ -156,8 +163,10 @@ class TrainingRun:
             return self.ending_of_failed_function(error)
 
     def make_steps(self, progress: Progress | None, started: float) -> Ending:
-        """All steps that are left, then the model and the summary. DivergedError, on all ranks, where the policy can no
-        longer be trained; UserFunctionError where a function of the user's fails."""
+        """All steps that are left, then the model and the summary.
+
+        DivergedError, on all ranks, where the policy can no longer be trained; UserFunctionError
+        where a function of the user's fails."""
         trainer, checkpointer = self.trainer, self.checkpointer
         mesh, total_steps = trainer.mesh, trainer.total_steps
         steps_done = 0 if progress is None else progress.step
@@ -193,7 +202,9 @@ class TrainingRun:
             metrics["seconds/save"] = checkpointer.seconds
             if self.reporter is not None:
                 self.reporter.step(number, record, metrics)
-            self.divergence.after_step(number + 1, record.results, record.metrics.get("task_reward"))
+            self.divergence.after_step(
+                number + 1, record.results, record.metrics.get("task_reward")
+            )
             is_last = number + 1 == total_steps
             reason = checkpointer.after_step(number + 1, is_last)
             if reason is not None and not is_last:
@@ -221,8 +232,10 @@ class TrainingRun:
             )
 
     def close_reporter(self, status: int | None = None) -> None:
-        """It may wait for a network: all is saved by now, and no rank waits. With the run's exit status `report.html`
-        is written, too; who stopped the run may not wait for that."""
+        """It may wait for a network: all is saved by now, and no rank waits.
+
+        With the run's exit status `report.html` is written, too; who stopped the run may not wait
+        for that."""
         if self.reporter is not None:
             self.reporter.close()
             if status not in (None, exit_codes.SAVED_AND_STOPPED):
@@ -267,7 +280,10 @@ class TrainingRun:
         except (OSError, ValueError) as refused:
             sound, left = [], f"the checkpoints cannot be looked at: {refused}"
         for one in sound:
-            left = f"the newest checkpoint from before that is {one.folder}; rlmath convert to-hf makes a model of it"
+            left = (
+                f"the newest checkpoint from before that is {one.folder}; rlmath convert to-hf "
+                "makes a model of it"
+            )
         return self.ending("diverged", step=self.heartbeat.step, error=error, left=left)
 
     def ending_of_failed_function(self, error: UserFunctionError) -> Ending:
@@ -279,8 +295,9 @@ class TrainingRun:
     # ------------------------------------------------------------ rollbacks
 
     def roll_back(self, error: DivergedError) -> Progress | None:
-        """Go back to the last good checkpoint: where its run stands; None where there is none, or no rollback is left.
-        The rollback is on the disk when it returns, and nothing else there is changed."""
+        """Go back to the last good checkpoint: where its run stands; None where there is none, or
+        no rollback is left. The rollback is on the disk when it returns, and nothing else there is
+        changed."""
         trainer, config, diverged_step = self.trainer, self.prepared.config, self.heartbeat.step
         most = config.algorithm.rollback
         if most == 0:
@@ -292,7 +309,9 @@ class TrainingRun:
         resumed = self.good_checkpoint() if len(made) < most else None
         if resumed is None:
             why = (
-                "no checkpoint is good" if len(made) < most else f"all {most} of algorithm.rollback are made"
+                "no checkpoint is good"
+                if len(made) < most
+                else f"all {most} of algorithm.rollback are made"
             )
             if trainer.mesh.rank == 0:
                 logger.error("No rollback after the divergence in step %d: %s", diverged_step, why)
@@ -313,12 +332,16 @@ class TrainingRun:
         refused = broadcast_from_rank_zero(refused)
         if refused is not None:
             if trainer.mesh.rank == 0:
-                logger.error("No rollback, which would not be counted: %s: %s", ROLLBACKS_FILE, refused)
+                logger.error(
+                    "No rollback, which would not be counted: %s: %s", ROLLBACKS_FILE, refused
+                )
             return None
         if trainer.mesh.rank == 0:
             logger.error(
-                "Rollback %d of at most %d: the run diverged in step %d: %s. It goes back to %s; the learning rate is "
-                "%g times what the settings say, and prompts and samples have other seeds from step %d on",
+                "Rollback %d of at most %d: the run diverged in step %d: %s. It goes back to %s; "
+                "the learning rate is "
+                "%g times what the settings say, and prompts and samples have other seeds from "
+                "step %d on",
                 *(number, most, diverged_step, error, checkpoint.folder),
                 *(trainer.actor.learner.lr_scale, made[-1].draw_step + 1),
                 extra=event("rollback", step, diverged_step=diverged_step),
@@ -326,7 +349,9 @@ class TrainingRun:
         return progress
 
     def good_checkpoint(self) -> CheckpointToResume | None:
-        """The newest good one whose files are as they were written. A collective."""
+        """The newest good one whose files are as they were written.
+
+        A collective."""
         self.heartbeat.enter_phase("check checkpoint")
         recovery = None
         if self.trainer.mesh.rank == 0:
@@ -343,9 +368,11 @@ class TrainingRun:
             return None
 
 
-def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Heartbeat) -> Progress | None:
-    """Load weights, optimizer and schedule of the checkpoint, if there is one; where its run stands.
-    CannotResumeError where a function of the user's fails on it."""
+def restore(
+    trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Heartbeat
+) -> Progress | None:
+    """Load weights, optimizer and schedule of the checkpoint, if there is one; where its run
+    stands. CannotResumeError where a function of the user's fails on it."""
     if resumed is None:
         return None
     checkpoint, progress = resumed
@@ -359,11 +386,22 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
     except UserFunctionError as error:
         raise CannotResumeError(str(error)) from error
     if trainer.mesh.rank == 0:
-        done = f"{counted(progress.step, 'step')} and {counted(progress.updates, 'update')} are done"
+        done = (
+            f"{counted(progress.step, 'step')} and {counted(progress.updates, 'update')} are done"
+        )
         if progress.step == trainer.total_steps:
-            done += ", which are all; the model is exported again. For more raise run.total_steps or run.total_epochs"
+            done += (
+                ", which are all; the model is exported again. For more raise run.total_steps "
+                "or run.total_epochs"
+            )
         extra = event("resume", progress.step)
-        logger.info("Resuming from %s, made on %s: %s", checkpoint.folder, progress.layout, done, extra=extra)
+        logger.info(
+            "Resuming from %s, made on %s: %s",
+            checkpoint.folder,
+            progress.layout,
+            done,
+            extra=extra,
+        )
     return progress
 
 
@@ -375,7 +413,9 @@ def reward_rule(algorithm: AlgorithmConfig) -> RewardRule | None:
 
 
 def shared_rollbacks(trainer: Trainer, progress: Progress | None) -> list[Rollback]:
-    """The run's rollbacks, as rank 0 reads them. A collective. ValueError on all ranks where it cannot."""
+    """The run's rollbacks, as rank 0 reads them.
+
+    A collective. ValueError on all ranks where it cannot."""
     found: list[Rollback] | str = []
     if trainer.mesh.rank == 0:
         try:
@@ -389,7 +429,9 @@ def shared_rollbacks(trainer: Trainer, progress: Progress | None) -> list[Rollba
 
 
 def take_back_files(trainer: Trainer, progress: Progress) -> None:
-    """What the discarded steps left in the run's folder. A collective."""
+    """What the discarded steps left in the run's folder.
+
+    A collective."""
     if trainer.mesh.rank == 0:
         take_back(Path(trainer.config.run.output_dir), progress.step)
     dist.barrier()

@@ -37,22 +37,34 @@ MOST_CHARACTERS = 200
 """Most characters of a value that differs, in an error."""
 
 
-def meet_with_mistake(rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float) -> None:
-    """Report what only this node may see. ValueError with what all ranks found; MissingRanksError after `seconds`."""
+def meet_with_mistake(
+    rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float
+) -> None:
+    """Report what only this node may see.
+
+    ValueError with what all ranks found; MissingRanksError after `seconds`."""
     report = RankReport(rendezvous.rank_info.host, rendezvous.rank_info.node, problem=str(mistake))
     try:
         rendezvous.sync("start", report, seconds, _compare_nodes)
     except MissingRanksError as lost:
-        raise MissingRanksError(f"{mistake}\nThe other ranks could not be reached: {lost}") from mistake
+        raise MissingRanksError(
+            f"{mistake}\nThe other ranks could not be reached: {lost}"
+        ) from mistake
 
 
 def meet(
-    rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float, *, data: str = "", data_makers: str = ""
+    rendezvous: Rendezvous,
+    facts: Mapping[str, str],
+    seconds: float,
+    *,
+    data: str = "",
+    data_makers: str = "",
 ) -> None:
-    """Come together before anything is started. ValueError, on all ranks, where any rank found a
-    mistake or nodes differ; MissingRanksError where ranks are missing after `seconds`. `data` is
-    the fingerprint of what this rank has read, and `data_makers` names what made it of the rows
-    (`data_makers`)."""
+    """Come together before anything is started.
+
+    ValueError, on all ranks, where any rank found a mistake or nodes differ; MissingRanksError
+    where ranks are missing after `seconds`. `data` is the fingerprint of what this rank has read,
+    and `data_makers` names what made it of the rows (`data_makers`)."""
     place, address = rendezvous.rank_info, ""
     if place.several_nodes:
         route = route_to(os.environ["MASTER_ADDR"])
@@ -67,7 +79,8 @@ def meet(
 
 
 def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
-    """What of a run must be the same on all nodes, by name; of its settings those that are not at their defaults."""
+    """What of a run must be the same on all nodes, by name; of its settings those that are not at
+    their defaults."""
     origin = {
         "model.path (contents)": prepared.origin.model,
         "model.adapter_path (contents)": prepared.origin.adapter or "none",
@@ -96,7 +109,9 @@ def data_makers(config: Config) -> str:
     words = {config.data.template, config.validation.template}
     if makers or words & {"auto", "chat"}:
         name = config.data.chat_template
-        makers.append("the chat template of model.path" if name is None else f"data.chat_template={name}")
+        makers.append(
+            "the chat template of model.path" if name is None else f"data.chat_template={name}"
+        )
     return ", ".join(makers)
 
 
@@ -118,8 +133,10 @@ def _compare_nodes(reports: Mapping[int, RankReport]) -> RendezvousResult:
         others = [rank for rank, report in reports.items() if report.data != first]
         makers = reports[min(reports)].data_makers or "the files"
         problems.append(
-            f"the data: {ranks_text(others)} read other prompts than rank {min(reports)}. What makes them of "
-            "the rows must give the same for the same row in every process, without random numbers and "
+            f"the data: {ranks_text(others)} read other prompts than rank {min(reports)}. What "
+            "makes them of "
+            "the rows must give the same for the same row in every process, without random "
+            "numbers and "
             f"clocks: {makers}"
         )
     if problems:
@@ -131,7 +148,8 @@ def _compare_nodes(reports: Mapping[int, RankReport]) -> RendezvousResult:
 
 
 def labelled(reports: Mapping[int, RankReport]) -> dict[str, RankReport]:
-    """One report of each node, by its host's name; with its number where several nodes have one name."""
+    """One report of each node, by its host's name; with its number where several nodes have one
+    name."""
     first: dict[int, RankReport] = {}
     for _, report in sorted(reports.items()):
         first.setdefault(report.node, report)
@@ -160,18 +178,26 @@ def differences(facts_of_node: Mapping[str, Mapping[str, str]]) -> Iterator[str]
 
 
 def _lonely_loopbacks(nodes: Mapping[str, RankReport]) -> Iterator[str]:
-    """Nodes on which the first node's name resolves to a loopback address, while other nodes use a real one."""
+    """Nodes on which the first node's name resolves to a loopback address, while other nodes use a
+    real one."""
     inside = [node for node, report in nodes.items() if report.address.startswith(("127.", "::1"))]
-    if inside and len(inside) < len(nodes) and any("gloo over" not in nodes[node].address for node in inside):
+    if (
+        inside
+        and len(inside) < len(nodes)
+        and any("gloo over" not in nodes[node].address for node in inside)
+    ):
         yield (
-            f"the name of the first node stands for {nodes[inside[0]].address} on {hosts_text(inside)}, where the "
-            f"others cannot come. Correct /etc/hosts there, or set {GLOO_INTERFACE} to the interface that the others "
+            f"the name of the first node stands for {nodes[inside[0]].address} on "
+            f"{hosts_text(inside)}, where the "
+            f"others cannot come. Correct /etc/hosts there, or set {GLOO_INTERFACE} to the "
+            "interface that the others "
             "reach and start torchrun with --local-addr"
         )
 
 
 def node_lines(reports: Mapping[int, RankReport]) -> list[str]:
-    """Which ranks are where, by which address: a line for each of the first nodes; none where there is only one."""
+    """Which ranks are where, by which address: a line for each of the first nodes; none where there
+    is only one."""
     ranks_on: dict[int, list[int]] = {}
     for rank, report in sorted(reports.items()):
         ranks_on.setdefault(report.node, []).append(rank)
@@ -179,7 +205,9 @@ def node_lines(reports: Mapping[int, RankReport]) -> list[str]:
         return []
     lines = [f"{len(ranks_on)} nodes, {len(reports)} ranks:"]
     for label, report in list(labelled(reports).items())[:MOST_NODES_NAMED]:
-        lines.append(f"  {label}: {ranks_text(ranks_on[report.node])}, {report.address or 'address unknown'}")
+        lines.append(
+            f"  {label}: {ranks_text(ranks_on[report.node])}, {report.address or 'address unknown'}"
+        )
     if len(ranks_on) > MOST_NODES_NAMED:
         lines.append(f"  and {len(ranks_on) - MOST_NODES_NAMED} more nodes")
     return lines

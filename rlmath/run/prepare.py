@@ -1,4 +1,5 @@
-"""What a start and its dry run both do with settings, model and data, before a process group starts."""
+"""What a start and its dry run both do with settings, model and data, before a process group
+starts."""
 
 from __future__ import annotations
 
@@ -34,14 +35,17 @@ class RunData:
 
 
 def read_inputs(config: Config, shape: ModelShape, kind: Kind = "grpo") -> RunData:
-    """Read prompts or sequences; ValueError for those of which a run could not learn. Without a tokenizer no prompt is
-    dropped for its length, and there are no sequences."""
+    """Read prompts or sequences; ValueError for those of which a run could not learn.
+
+    Without a tokenizer no prompt is dropped for its length, and there are no sequences."""
     problem, weights = tokenizer_problem(config), has_weights(Path(config.model.path))
     if kind == "sft":
         if problem is not None:
             raise ValueError(
-                "the sequences of supervised training are written with a tokenizer, and cannot be counted: "
-                f"{problem}. A dry run needs config.json and the tokenizer's files of the model, and transformers "
+                "the sequences of supervised training are written with a tokenizer, and cannot be "
+                "counted: "
+                f"{problem}. A dry run needs config.json and the tokenizer's files of the model, "
+                "and transformers "
                 "(rlmath install cpu, or gpu)."
             )
         found = dataset.load_sft_inputs(config, shape)
@@ -63,15 +67,18 @@ def try_data(
     calls_functions: bool = True,
     examples: int = 1,
 ) -> RunData:
-    """What was read, with the validation's files; ValueError where a function of the user's fails on it. `checks_data`
-    audits them, with so many `examples` of what is odd; `calls_functions` tries the user's functions: one rank does."""
+    """What was read, with the validation's files; ValueError where a function of the user's fails
+    on it. `checks_data` audits them, with so many `examples` of what is odd; `calls_functions`
+    tries the user's functions: one rank does."""
     found = read.inputs
     if isinstance(found, dataset.SftInputs):
         lines = (*found.lines, *found.audit.lines())
         return replace(read, lines=lines, warnings=tuple(found.audit.warnings(examples)))
     tokenizer = getattr(found, "tokenizer", None)
     validation = dataset.load_validation(config, tokenizer, shape.vocab_size)
-    audit = dataset.audit_inputs(config, found, validation, tokenizer) if checks_data else DataAudit()
+    audit = (
+        dataset.audit_inputs(config, found, validation, tokenizer) if checks_data else DataAudit()
+    )
     tried = try_functions(config, found.prompts) if calls_functions else Trial()
     validated = [line for file in validation for line in file.lines()]
     lines = (*found.lines, *validated, *audit.lines(), *tried.lines)
@@ -80,7 +87,8 @@ def try_data(
 
 
 def tokenizer_problem(config: Config) -> str | None:
-    """Why a plan is made without the model's tokenizer; None where its folder has one, and a package that reads it."""
+    """Why a plan is made without the model's tokenizer; None where its folder has one, and a
+    package that reads it."""
     folder = Path(config.model.path)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return f'"{folder}" has no tokenizer here'
@@ -90,11 +98,13 @@ def tokenizer_problem(config: Config) -> str | None:
 
 
 def dropped_warning(config: Config, data: RunData) -> str | None:
-    """For a dry run, about prompts that were dropped for their length, or that are not known to be too long."""
+    """For a dry run, about prompts that were dropped for their length, or that are not known to be
+    too long."""
     problem = tokenizer_problem(config)
     if problem is None:
         return dropped_alert(data.inputs.dropped_share, config.telemetry, is_written=False)
     return (
         f"lengths were not checked: {problem}. Prompts longer than "
-        f"data.max_prompt_tokens={config.data.max_prompt_tokens} will be dropped, and steps may be fewer."
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} will be dropped, and steps may "
+        "be fewer."
     )

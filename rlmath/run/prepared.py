@@ -1,4 +1,5 @@
-"""A run that can be started: what its settings, model and data came to, before any process group or engine."""
+"""A run that can be started: what its settings, model and data came to, before any process group or
+engine."""
 
 from __future__ import annotations
 

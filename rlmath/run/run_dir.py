@@ -1,8 +1,10 @@
-"""The folder that a run owns: which run may use it, and what becomes of what an earlier run left there.
+"""The folder that a run owns: which run may use it, and what becomes of what an earlier run left
+there.
 
-Every rank checks it (`check_output_folder`) before rank 0 claims it, without a barrier between: every state that it has
-meanwhile (not there, empty, a scratch file, an equal config.yaml, old files half moved) passes a late check, and
-config.yaml, once there, is there at every moment. A barrier follows the claim, before other ranks write.
+Every rank checks it (`check_output_folder`) before rank 0 claims it, without a barrier between:
+every state that it has meanwhile (not there, empty, a scratch file, an equal config.yaml, old files
+half moved) passes a late check, and config.yaml, once there, is there at every moment. A barrier
+follows the claim, before other ranks write.
 """
 
 from __future__ import annotations
@@ -48,7 +50,14 @@ logger = logging.getLogger(__name__)
 MIN_FREE_BYTES = 2**30
 """Free disk space below which a run does not start."""
 
-_OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_FILE, LOG_FILE, ROLLBACKS_FILE, EXIT_STATUS_FILE)
+_OWN_FILES = (
+    METRICS_FILE,
+    VALIDATION_FILE,
+    SUMMARY_FILE,
+    LOG_FILE,
+    ROLLBACKS_FILE,
+    EXIT_STATUS_FILE,
+)
 """What a run reads again, or writes over."""
 _NO_OBSTACLE = (LOCK_FILE, EXIT_STATUS_FILE, exit_codes.RESERVED_NAME, STACKS_FOLDER)
 """What a start that broke early leaves."""
@@ -62,16 +71,20 @@ _SCRATCH = re.compile(f"{TEMPORARY_FILE.pattern}|{exit_codes.SCRATCH.pattern}")
 def check_output_folder(
     output_dir: str | Path, config: Config, needed_bytes: int = 0, resumes: bool = False
 ) -> None:
-    """ValueError that lists why this run may not have the folder. Reads only; any rank, at any time. `needed_bytes`:
-    what the run will leave there; `resumes`: from a checkpoint there, to which its settings have been compared."""
+    """ValueError that lists why this run may not have the folder.
+
+    Reads only; any rank, at any time. `needed_bytes`: what the run will leave there; `resumes`:
+    from a checkpoint there, to which its settings have been compared."""
     problems = list(folder_problems(str(output_dir), config, needed_bytes, resumes))
     raise_problems(f'run.output_dir "{output_dir}"', problems)
 
 
 def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | None = None) -> Path:
-    """Make the folder this run's, and write config.yaml into it. For rank 0 alone. A resumed run gives its
-    `steps_done`: what is there stays, but for metrics and samples of later steps. Else what an earlier run with an
-    equal config left is moved to `<output_dir>/earlier/001` (002, ...), with a copy of its config.yaml. ValueError as
+    """Make the folder this run's, and write config.yaml into it.
+
+    For rank 0 alone. A resumed run gives its `steps_done`: what is there stays, but for metrics and
+    samples of later steps. Else what an earlier run with an equal config left is moved to
+    `<output_dir>/earlier/001` (002, ...), with a copy of its config.yaml. ValueError as
     `check_output_folder`, or if the folder cannot be written."""
     resumes = steps_done is not None
     check_output_folder(output_dir, config, resumes=resumes)
@@ -105,21 +118,24 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
 
 @contextlib.contextmanager
 def sole_user(output_dir: str | Path, setting: str = "run.output_dir") -> Iterator[None]:
-    """Keep other runs out of the folder, which is made where it is not there; the kernel lets them in again when this
-    process ends, however it ends. ValueError where another run is working in it; `setting` is what names the folder.
-    For rank 0 alone."""
+    """Keep other runs out of the folder, which is made where it is not there; the kernel lets them
+    in again when this process ends, however it ends. ValueError where another run is working in it;
+    `setting` is what names the folder. For rank 0 alone."""
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise ValueError(f'{setting} "{folder}" cannot be written: {error}. Give another.') from error
+        raise ValueError(
+            f'{setting} "{folder}" cannot be written: {error}. Give another.'
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
         raise ValueError(
-            f'another run is working in {setting} "{folder}". Wait for its end, or give another folder.'
+            f'another run is working in {setting} "{folder}". Wait for its end, or give another '
+            "folder."
         ) from error
     except OSError as error:
         logger.warning("%s has no locks (%s): nothing keeps a second run out of it", folder, error)
@@ -129,7 +145,9 @@ def sole_user(output_dir: str | Path, setting: str = "run.output_dir") -> Iterat
         os.close(descriptor)
 
 
-def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes: bool) -> Iterator[str]:
+def folder_problems(
+    output_dir: str, config: Config, needed_bytes: int, resumes: bool
+) -> Iterator[str]:
     """Why this run may not have the folder, one text per reason."""
     if not output_dir.strip() or output_dir.startswith("~"):
         yield "needed: a path, written in full. Set run.output_dir, for example outputs/first."
@@ -141,12 +159,16 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes:
         yield f"{error}. Mount or correct it, move it away, or give another run.output_dir."
         return
     if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
-        yield f'"{nearest}" cannot be written into. Mend its permissions, or give another run.output_dir.'
+        yield (
+            f'"{nearest}" cannot be written into. Mend its permissions, or give another '
+            "run.output_dir."
+        )
         return
     free, needed = shutil.disk_usage(nearest).free, MIN_FREE_BYTES + needed_bytes
     if free < needed:
         yield (
-            f"the disk has {free / 2**30:.2f} GiB free; needed: at least {needed / 2**30:.2f} GiB, of which "
+            f"the disk has {free / 2**30:.2f} GiB free; needed: at least {needed / 2**30:.2f} "
+            "GiB, of which "
             f"{needed_bytes / 2**30:.2f} GiB for the trained model and its checkpoints. "
             "Make room, or give a run.output_dir on another disk."
         )
@@ -168,14 +190,20 @@ def _input_problems(folder: Path, config: Config, resumes: bool) -> Iterator[str
     for key in _INPUTS if resumes else (*_INPUTS, "data.history_path", "data.chat_template"):
         for path in values[key] if isinstance(values[key], list) else [values[key]]:
             if path and Path(path).resolve().is_relative_to(folder.resolve()):
-                yield f'{key} "{path}" lies in it; it may hold only what the run writes. Move one of the two.'
+                yield (
+                    f'{key} "{path}" lies in it; it may hold only what the run writes. Move one '
+                    "of the two."
+                )
 
 
 def _content_problems(folder: Path, config: Config) -> Iterator[str]:
     """Whether what is in the folder was left by a run with this config."""
     config_path = folder / CONFIG_FILE
     if config_path.is_symlink() and not config_path.exists():
-        yield f'"{config_path}" is a link to "{os.readlink(config_path)}", where nothing can be read. Correct it.'
+        yield (
+            f'"{config_path}" is a link to "{os.readlink(config_path)}", where nothing can be '
+            "read. Correct it."
+        )
         return
     if not config_path.exists():
         others = (path.name for path in folder.iterdir() if path.name not in _NO_OBSTACLE)
@@ -183,7 +211,10 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
         claimed_meanwhile = CONFIG_FILE in names or config_path.exists()
         if names and not claimed_meanwhile:
             shown = ", ".join(names[:3]) + (", ..." if names[3:] else "")
-            yield f"it is not empty ({shown}) and has no {CONFIG_FILE} of a run. Give a new or empty folder."
+            yield (
+                f"it is not empty ({shown}) and has no {CONFIG_FILE} of a run. Give a new or "
+                "empty folder."
+            )
         return
     try:
         earlier = load_config([config_path], [], saved=True)
@@ -193,14 +224,16 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
     differences = refused_changes(earlier, config)
     if differences and config.run.recover_mode != "disabled":
         yield (
-            f"it belongs to a run with another config: {'; '.join(differences)}. Give a new run.output_dir, "
+            f"it belongs to a run with another config: {'; '.join(differences)}. Give a new "
+            "run.output_dir, "
             f"or the same values (--config {config_path} repeats that run)."
         )
 
 
 def take_back(folder: Path, steps_done: int) -> None:
-    """Leave in a run's folder what it had with so many steps done: later checkpoints get another name, later models,
-    rows of metrics and validations, events and samples, are dropped. OSError where the disk refuses."""
+    """Leave in a run's folder what it had with so many steps done: later checkpoints get another
+    name, later models, rows of metrics and validations, events and samples, are dropped. OSError
+    where the disk refuses."""
     set_newer_aside(folder / CHECKPOINTS_FOLDER, steps_done)
     for model in (folder / MODELS_FOLDER).glob("step-" + "[0-9]" * 6):
         if int(model.name.removeprefix("step-")) > steps_done:
@@ -209,7 +242,10 @@ def take_back(folder: Path, steps_done: int) -> None:
     rows = keep_metrics(folder, steps_done)
     if rows < steps_done:
         logger.warning(
-            "%s has the metrics of %d steps only, the checkpoint is that of step %d", folder, rows, steps_done
+            "%s has the metrics of %d steps only, the checkpoint is that of step %d",
+            folder,
+            rows,
+            steps_done,
         )
     keep_samples(folder, steps_done)
     keep_metrics(folder, steps_done, VALIDATION_FILE)
@@ -217,7 +253,8 @@ def take_back(folder: Path, steps_done: int) -> None:
 
 
 def _move_aside(folder: Path, why: str) -> None:
-    """Move everything but config.yaml and `earlier` to the next free `earlier/NNN`, if a run left anything."""
+    """Move everything but config.yaml and `earlier` to the next free `earlier/NNN`, if a run left
+    anything."""
     if not (folder / CONFIG_FILE).exists():
         return
     stays = (CONFIG_FILE, EARLIER_FOLDER, LOCK_FILE, exit_codes.RESERVED_NAME)
@@ -232,7 +269,10 @@ def _move_aside(folder: Path, why: str) -> None:
     shutil.copy2(folder / CONFIG_FILE, aside / CONFIG_FILE)
     names = ", ".join(path.name for path in left)
     logger.warning(
-        "The run starts from the beginning (%s); what an earlier one left is in %s: %s", why, aside, names
+        "The run starts from the beginning (%s); what an earlier one left is in %s: %s",
+        why,
+        aside,
+        names,
     )
     for path in left:
         path.rename(aside / path.name)

@@ -1,10 +1,11 @@
 """How a training program starts and ends on a rank.
 
-    rendezvous -> settings -> checks -> inputs -> run folder -> all nodes compared -> `loop.run_training` -> exit status
+    rendezvous -> settings -> checks -> inputs -> run folder -> all nodes compared ->
+    `loop.run_training` -> exit status
 
-A user's mistake is reported before Megatron and vLLM are loaded and before any process group or engine starts: nothing
-that is imported here loads them. Every rank checks settings and files by itself; then the nodes are compared, and all
-ranks end with the same error where they differ.
+A user's mistake is reported before Megatron and vLLM are loaded and before any process group or
+engine starts: nothing that is imported here loads them. Every rank checks settings and files by
+itself; then the nodes are compared, and all ranks end with the same error where they differ.
 """
 
 from __future__ import annotations
@@ -22,14 +23,22 @@ from rlmath.checkpoint.hf.peft import other_base_warnings
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.checkpoint.save_schedule import output_bytes
 from rlmath.config.hub import HubFailedError
-from rlmath.config.length_curriculum import fewer_steps_warnings, late_steps_warnings, length_stage_lines
+from rlmath.config.length_curriculum import (
+    fewer_steps_warnings,
+    late_steps_warnings,
+    length_stage_lines,
+)
 from rlmath.config.schema import Config, Kind, RunConfig
 from rlmath.data import dataset
 from rlmath.distributed import process
 from rlmath.distributed.device import prepare_imports
 from rlmath.distributed.device_kind import resolve_kind
 from rlmath.distributed.fault_tolerance import exit_codes
-from rlmath.distributed.fault_tolerance.failure import PeerFailedError, first_line, may_be_caused_by_peer
+from rlmath.distributed.fault_tolerance.failure import (
+    PeerFailedError,
+    first_line,
+    may_be_caused_by_peer,
+)
 from rlmath.distributed.fault_tolerance.preemption import end_at_interrupt, under_torchrun
 from rlmath.distributed.process import end_with_parent
 from rlmath.distributed.ranks import environment_rank, environment_world_size
@@ -53,7 +62,8 @@ from rlmath.telemetry.events import event
 logger = logging.getLogger(__name__)
 
 Program = Callable[["PreparedRun[Any]", Rendezvous | None], int]
-"""What a rank does once all have met; its exit status. `rendezvous` is None where there is one rank."""
+"""What a rank does once all have met; its exit status. `rendezvous` is None where there is one
+rank."""
 
 # ---------------------------------------------------------------- what is known before the start
 
@@ -73,11 +83,15 @@ def _prepare(given: Config, kind: Kind) -> PreparedRun[Any]:
     config, unused = only_used(given) if kind == "sft" else (given, [])
     shape = check_config(config, world_size, kind)
     if (problem := tokenizer_problem(config)) is not None:
-        raise ValueError(f"{problem}; a run needs it (rlmath install cpu, or gpu, installs transformers).")
+        raise ValueError(
+            f"{problem}; a run needs it (rlmath install cpu, or gpu, installs transformers)."
+        )
     read = read_inputs(config, shape, kind)
     inputs, mesh = read.inputs, mesh_of(config, world_size, 0)
     recovery = find_recovery(config, read.origin, inputs.total_steps)
-    check_output_folder(config.run.output_dir, config, output_bytes(config, shape), recovery is not None)
+    check_output_folder(
+        config.run.output_dir, config, output_bytes(config, shape), recovery is not None
+    )
     data = try_data(config, shape, read, checks_data=first, calls_functions=first)
     lines = (
         *config_warnings(config, unused, parameter_count(shape)),
@@ -111,9 +125,11 @@ def start(
     prepare: Callable[[Config], PreparedRun[Any]],
     load_program: Callable[[], Program],
 ) -> int:
-    """Run a training program on this rank; its exit status, one of `fault_tolerance.exit_codes`. `load` and `prepare`
-    raise ValueError for all that can be known to be wrong before the start. `load_program` imports the program, and
-    Megatron with it; it is called only when all ranks have met. An error after that ends this process at once."""
+    """Run a training program on this rank; its exit status, one of `fault_tolerance.exit_codes`.
+
+    `load` and `prepare` raise ValueError for all that can be known to be wrong before the start.
+    `load_program` imports the program, and Megatron with it; it is called only when all ranks have
+    met. An error after that ends this process at once."""
     set_up_rank_logging()
     end_at_interrupt(environment_rank())
     logger.info("Starting: reading settings, model and data ...", extra=event("start"))
@@ -149,10 +165,14 @@ class StartingRank:
     start_timeout = RunConfig.start_timeout_seconds
 
     def get_ready(
-        self, load: Callable[[], Config], prepare: Callable[[Config], PreparedRun[Any]], stack: ExitStack
+        self,
+        load: Callable[[], Config],
+        prepare: Callable[[Config], PreparedRun[Any]],
+        stack: ExitStack,
     ) -> PreparedRun[Any]:
-        """Read and check all that this rank is given; rank 0 takes the run's folder until `stack` ends. ValueError and
-        OSError for what is wrong with it, on several nodes with what the other nodes found."""
+        """Read and check all that this rank is given; rank 0 takes the run's folder until `stack`
+        ends. ValueError and OSError for what is wrong with it, on several nodes with what the other
+        nodes found."""
         self.rendezvous = open_rendezvous(self.start_timeout)
         try:
             self.config = load()
@@ -162,7 +182,11 @@ class StartingRank:
             return _take_folder(prepared, stack) if environment_rank() == 0 else prepared
         except (ValueError, OSError) as error:
             several = self.rendezvous is not None and self.rendezvous.rank_info.several_nodes
-            if self.rendezvous is not None and several and not isinstance(error, SharedMistakeError):
+            if (
+                self.rendezvous is not None
+                and several
+                and not isinstance(error, SharedMistakeError)
+            ):
                 meet_with_mistake(self.rendezvous, error, self.start_timeout)
             raise
 
@@ -181,11 +205,13 @@ class StartingRank:
 def import_program(config: Config, load_program: Callable[[], Program]) -> Program:
     """What this rank runs, with Megatron loaded."""
     if under_torchrun():
-        # Without torchrun a rank would wait long for its peers. Once they have met, the heartbeat watches it.
+        # Without torchrun a rank would wait long for its peers. Once they have met, the heartbeat
+        # watches it.
         end_with_parent(os.getppid())
     logger.info("Starting: importing Megatron ...")
     prepare_imports(resolve_kind(config.run.device))
-    # Megatron imports W&B, which takes seconds and makes folders that stay when this process is killed.
+    # Megatron imports W&B, which takes seconds and makes folders that stay when this process is
+    # killed.
     with process.without_module("wandb"):
         from rlmath.run.engine_rank import run_engine_rank
 
@@ -195,7 +221,8 @@ def import_program(config: Config, load_program: Callable[[], Program]) -> Progr
 
 
 def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[Any]:
-    """For rank 0: keep other runs out of the folder, and look again at what an earlier one may just have left there."""
+    """For rank 0: keep other runs out of the folder, and look again at what an earlier one may just
+    have left there."""
     config = prepared.config
     stack.enter_context(sole_user(config.run.output_dir))
     exit_codes.reserve_exit_status(config.run.output_dir)
@@ -204,13 +231,16 @@ def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[An
 
 
 def end_broken() -> NoReturn:
-    """Call it where an error is handled: log it, and end at once, as threads may wait for peers that wait for us. What
-    follows from the end of another rank, which the heartbeat has named, is for the log file alone."""
+    """Call it where an error is handled: log it, and end at once, as threads may wait for peers
+    that wait for us. What follows from the end of another rank, which the heartbeat has named, is
+    for the log file alone."""
     close_bars()
     error = sys.exc_info()[1]
     of_peer = isinstance(error, PeerFailedError)
     level = logging.DEBUG if of_peer else logging.ERROR
-    logger.log(level, "Rank %d on %s failed:", environment_rank(), socket.gethostname(), exc_info=True)
+    logger.log(
+        level, "Rank %d on %s failed:", environment_rank(), socket.gethostname(), exc_info=True
+    )
     if error is not None and not of_peer and not may_be_caused_by_peer(error):
         exit_codes.report_to_torchrun(f"{first_line(error)} (its traceback is above)")
     logging.shutdown()

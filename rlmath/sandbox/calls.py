@@ -6,14 +6,16 @@ import dataclasses
 from dataclasses import dataclass
 
 ISOLATIONS = ("landlock", "preloaded", "none")
-"""What confines the code: "landlock" reads the interpreter's own files and no others; "preloaded" opens no file at all,
-for kernels without Landlock; "none" has limits, but neither a filter nor Landlock."""
+"""What confines the code: "landlock" reads the interpreter's own files and no others; "preloaded"
+opens no file at all, for kernels without Landlock; "none" has limits, but neither a filter nor
+Landlock."""
 STATES = ("session", "fresh")
 """Whether names live on between the calls of a completion."""
 STATUSES = ("ok", "error", "denied", "memory", "timeout", "ended", "refused", "lost")
-"""ok; error: it raised; denied: it raised PermissionError, or started too many threads; memory: it raised MemoryError;
-timeout: of CPU time, or of wall time that it slept through; ended: it ended its process, or broke its channel; refused:
-it was not run, being too long; lost: an infrastructure fault, which is nobody's to learn from."""
+"""ok; error: it raised; denied: it raised PermissionError, or started too many threads; memory: it
+raised MemoryError; timeout: of CPU time, or of wall time that it slept through; ended: it ended its
+process, or broke its channel; refused: it was not run, being too long; lost: an infrastructure
+fault, which is nobody's to learn from."""
 KEEPING = ("ok", "error", "denied", "memory")
 """Statuses of calls that ended by themselves, so that what they defined lives on."""
 LEAST_OUTPUT = 64
@@ -22,18 +24,23 @@ LEAST_OUTPUT = 64
 
 @dataclass(frozen=True)
 class Limits:
-    """What a call may use. ValueError for a limit that is not above 0."""
+    """What a call may use.
+
+    ValueError for a limit that is not above 0."""
 
     call_cpu_seconds: float = 5.0
     """CPU time of one call, all its threads together."""
     completion_cpu_seconds: float = 30.0
-    """CPU time of all calls of a completion; executing them again for a session that was lost is not counted."""
+    """CPU time of all calls of a completion; executing them again for a session that was lost is
+    not counted."""
     wall_factor: float = 10.0
     """A call ends after so many times its CPU time by the clock."""
     memory_bytes: int = 2**30
-    """Address space of a completion's sandbox, beyond what the interpreter, numpy and sympy have."""
+    """Address space of a completion's sandbox, beyond what the interpreter, numpy and sympy
+    have."""
     output_characters: int = 4096
-    """Longest text shown of a call: its beginning and end, half each, with what was left out between them."""
+    """Longest text shown of a call: its beginning and end, half each, with what was left out
+    between them."""
     threads: int = 16
     """Most threads of a call, its own included."""
     source_characters: int = 2**16
@@ -46,12 +53,14 @@ class Limits:
                 raise ValueError(f"the sandbox's {field.name} is {limit}; it must be above 0")
         if self.output_characters < LEAST_OUTPUT:
             raise ValueError(
-                f"the sandbox's output_characters is {self.output_characters}; it must be at least {LEAST_OUTPUT}"
+                f"the sandbox's output_characters is {self.output_characters}; it must be at "
+                f"least {LEAST_OUTPUT}"
             )
 
     @property
     def whole_cpu_seconds(self) -> float:
-        """CPU time after which the kernel itself ends a sandbox: the completion's, and as much for rebuilding."""
+        """CPU time after which the kernel itself ends a sandbox: the completion's, and as much for
+        rebuilding."""
         return 2 * self.completion_cpu_seconds + 2 * self.call_cpu_seconds
 
 
@@ -65,7 +74,8 @@ class PastCall:
 
     code: str
     kept: bool = True
-    """Whether what it defined lives on (`CallResult.kept`); one that was killed is not executed again."""
+    """Whether what it defined lives on (`CallResult.kept`); one that was killed is not executed
+    again."""
     cpu_seconds: float = 0.0
     """Counts towards the completion's limit."""
 

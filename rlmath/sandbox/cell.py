@@ -1,7 +1,7 @@
 """One call's code, executed in a sandbox as a notebook executes a cell.
 
-Imported before any of the model's code runs, and holds on to the functions that it needs: code that replaces `os.write`
-or `random.seed` finds them replaced, this module does not.
+Imported before any of the model's code runs, and holds on to the functions that it needs: code that
+replaces `os.write` or `random.seed` finds them replaced, this module does not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _sha256 = hashlib.sha256
 
 
 class Printed(io.TextIOBase):
-    """Standard output and error of a call: keeps the first and the last `most_characters`, counts those between."""
+    """Standard output and error of a call: keeps the first and the last `most_characters`, counts
+    those between."""
 
     def __init__(self, most_characters: int) -> None:
         self._most = most_characters
@@ -114,7 +115,8 @@ class Session:
         return printed.reply(number, status)
 
     def _evaluate(self, code: str, number: int) -> object:
-        """Execute the statements; the value of the last one, where it is an expression without a semicolon."""
+        """Execute the statements; the value of the last one, where it is an expression without a
+        semicolon."""
         name = CELL_NAME.format(number + 1)
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         tree = ast.parse(code, name)
@@ -137,7 +139,8 @@ def _has_semicolon(code: str, statement: ast.Expr) -> bool:
 
 
 def set_seeds(seed: int, number: int) -> None:
-    """Seed the global generators of Python and of numpy, where that is loaded, for one call of a completion."""
+    """Seed the global generators of Python and of numpy, where that is loaded, for one call of a
+    completion."""
     digest = _sha256(f"{seed} {number}".encode()).digest()
     _seed_python(int.from_bytes(digest[:8], "big"))
     if (numpy_random := sys.modules.get("numpy.random")) is not None:

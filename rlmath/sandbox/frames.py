@@ -40,7 +40,9 @@ class FrameBuffer:
         self._bytes += part
 
     def take(self) -> bytes | None:
-        """The next complete frame's payload, None where there is none yet. ValueError for one that is too long."""
+        """The next complete frame's payload, None where there is none yet.
+
+        ValueError for one that is too long."""
         if len(self._bytes) < LENGTH_BYTES:
             return None
         length = int.from_bytes(self._bytes[:LENGTH_BYTES], "big")
@@ -69,7 +71,8 @@ class Reply:
     dropped_characters: int
     """Characters that the sandbox did not keep, between the first half of `text` and the second."""
     text: str
-    """What was printed; where characters were dropped the first and the last `Limits.output_characters`."""
+    """What was printed; where characters were dropped the first and the last
+    `Limits.output_characters`."""
 
 
 def encoded_reply(reply: Reply) -> bytes:

@@ -1,10 +1,11 @@
-"""What the kernel denies to a process: Landlock's rules, a seccomp filter, capabilities and resource limits, by ctypes.
+"""What the kernel denies to a process: Landlock's rules, a seccomp filter, capabilities and
+resource limits, by ctypes.
 
-Sources: landlock(7), seccomp(2), capabilities(7), <linux/landlock.h>, <linux/seccomp.h>, <linux/filter.h>. All of it
-works for an ordinary user, and for root, who loses his capabilities.
+Sources: landlock(7), seccomp(2), capabilities(7), <linux/landlock.h>, <linux/seccomp.h>,
+<linux/filter.h>. All of it works for an ordinary user, and for root, who loses his capabilities.
 
-Landlock's first version is enough, as the filter denies what newer ones add: no call that writes, truncates, renames or
-links is on its list, and none that connects or signals another process.
+Landlock's first version is enough, as the filter denies what newer ones add: no call that writes,
+truncates, renames or links is on its list, and none that connects or signals another process.
 """
 
 from __future__ import annotations
@@ -71,21 +72,25 @@ def has_filters() -> bool:
 
 
 def lacking(isolation: str) -> str | None:
-    """What this machine lacks for an isolation, as a sentence that says what to set; None where it lacks nothing.
-    ValueError for a word that is no isolation."""
+    """What this machine lacks for an isolation, as a sentence that says what to set; None where it
+    lacks nothing. ValueError for a word that is no isolation."""
     if isolation not in ISOLATIONS:
         raise ValueError(f'isolation is "{isolation}"; it must be one of {", ".join(ISOLATIONS)}')
     if isolation == "none":
         return None
     if not has_filters():
         return (
-            f'isolation "{isolation}" needs seccomp filters on x86-64 or aarch64, which this machine does not have '
-            f'({platform.system()} {platform.machine()}); set it to "none" only for code that you trust'
+            f'isolation "{isolation}" needs seccomp filters on x86-64 or aarch64, which this '
+            "machine does not have "
+            f'({platform.system()} {platform.machine()}); set it to "none" only for code that you '
+            "trust"
         )
     if isolation == "landlock" and not landlock_version():
         return (
-            'isolation "landlock" needs a kernel with Landlock (5.13 or newer, "landlock" in its list of security '
-            'modules), which this machine does not have; set it to "preloaded", with which code opens no file'
+            'isolation "landlock" needs a kernel with Landlock (5.13 or newer, "landlock" in its '
+            "list of security "
+            'modules), which this machine does not have; set it to "preloaded", with which code '
+            "opens no file"
         )
     return None
 
@@ -104,15 +109,19 @@ def readable_paths() -> list[str]:
     prefixes = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix]
     standard_library = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
     time_zones = ["/usr/share/zoneinfo", "/etc/localtime"]
-    paths = {os.path.realpath(path) for path in [*libraries, *prefixes, *standard_library, *time_zones]}
+    paths = {
+        os.path.realpath(path) for path in [*libraries, *prefixes, *standard_library, *time_zones]
+    }
     return sorted(path for path in paths if os.path.exists(path) and path != "/")
 
 
 def make_ruleset(paths: Sequence[str]) -> int:
-    """A descriptor of Landlock rules: everything is denied but reading files and folders beneath `paths`. OSError where
-    the kernel refuses."""
+    """A descriptor of Landlock rules: everything is denied but reading files and folders beneath
+    `paths`. OSError where the kernel refuses."""
     handled = struct.pack("Q", _LANDLOCK_ACCESS_VERSION_1)
-    ruleset = _checked(_libc.syscall(_LANDLOCK_CREATE_RULESET, handled, len(handled), 0), "landlock")
+    ruleset = _checked(
+        _libc.syscall(_LANDLOCK_CREATE_RULESET, handled, len(handled), 0), "landlock"
+    )
     for path in paths:
         access = _LANDLOCK_READ_FILE | (_LANDLOCK_READ_DIR if os.path.isdir(path) else 0)
         parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -153,14 +162,16 @@ def filter_program(rules: Sequence[Rule], machine: Architecture) -> bytes:
 
 
 def _check_instructions(check: Check) -> list[bytes]:
-    """Deny unless the masked half of an argument is one of the check's numbers (or is none of them)."""
+    """Deny unless the masked half of an argument is one of the check's numbers (or is none of
+    them)."""
     offset = _ARGUMENTS_OFFSET + 8 * check.argument + (4 if check.upper_half else 0)
     deny = _instruction(_RETURN, _SECCOMP_RET_ERRNO | _EPERM)
     parts = [_instruction(_LOAD_WORD, offset), _instruction(_AND, check.mask)]
     count = len(check.numbers)
     for index, number in enumerate(check.numbers):
         rest = count - 1 - index
-        # Behind the comparisons: the denial, unless a match denies; then it is what a match must not jump over.
+        # Behind the comparisons: the denial, unless a match denies; then it is what a match must
+        # not jump over.
         if check.excludes:
             parts += [_instruction(_JUMP_EQUAL, number, if_false=1), deny]
         else:
@@ -182,9 +193,9 @@ class _Program(ctypes.Structure):
 
 
 def fix_addresses() -> bool:
-    """Whether this process must be executed anew to have the same addresses every time; False where it has them, or
-    where the kernel refuses (some containers): then sets of the libraries' classes and functions, which have no hash
-    of their own, have another order in every server."""
+    """Whether this process must be executed anew to have the same addresses every time; False where
+    it has them, or where the kernel refuses (some containers): then sets of the libraries' classes
+    and functions, which have no hash of their own, have another order in every server."""
     current = _libc.personality(0xFFFFFFFF)
     if current < 0 or current & _ADDR_NO_RANDOMIZE:
         return False
@@ -224,16 +235,21 @@ def set_resource_limits(address_space_bytes: int, cpu_seconds: float) -> None:
 
 
 def make_filter(isolation: str) -> bytes | None:
-    """The filter of an isolation, made once; a process puts its id in place of SOME_PID. None where it has none."""
+    """The filter of an isolation, made once; a process puts its id in place of SOME_PID.
+
+    None where it has none."""
     machine = architecture()
     if isolation == "none" or machine is None:
         return None
-    return filter_program(rules_of(machine, SOME_PID, may_open_files=isolation == "landlock"), machine)
+    return filter_program(
+        rules_of(machine, SOME_PID, may_open_files=isolation == "landlock"), machine
+    )
 
 
 def confine(ruleset: int | None, instructions: bytes | None) -> None:
-    """Give up everything that Landlock's rules and a filter of `make_filter` deny, for good. Needs `no_new_privs`.
-    OSError where the kernel refuses."""
+    """Give up everything that Landlock's rules and a filter of `make_filter` deny, for good.
+
+    Needs `no_new_privs`. OSError where the kernel refuses."""
     if ruleset is not None:
         _checked(_libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
         os.close(ruleset)

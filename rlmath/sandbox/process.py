@@ -1,7 +1,8 @@
-"""A sandbox: the forked process that executes the calls of one completion, confined before the first of them.
+"""A sandbox: the forked process that executes the calls of one completion, confined before the
+first of them.
 
-It reads requests from its channel and writes a reply to each. The channel is its only descriptor, beside /dev/null as
-standard streams. What it says is not trusted: see `server`.
+It reads requests from its channel and writes a reply to each. The channel is its only descriptor,
+beside /dev/null as standard streams. What it says is not trusted: see `server`.
 """
 
 from __future__ import annotations
@@ -44,12 +45,15 @@ class Confinement:
 
 
 def run_sandbox(channel: socket.socket, server: int, confinement: Confinement) -> NoReturn:
-    """Confine this process and execute calls until the channel is closed; `server` is the process id of its parent."""
+    """Confine this process and execute calls until the channel is closed; `server` is the process
+    id of its parent."""
     try:
         try:
             _enter(channel.fileno(), server, confinement)
         except OSError as error:
-            channel.sendall(framed(encoded_reply(Reply(0, "error", dropped_characters=0, text=str(error)))))
+            channel.sendall(
+                framed(encoded_reply(Reply(0, "error", dropped_characters=0, text=str(error))))
+            )
             raise
         # Ahead of the first call, the memory that any call writes to is copied from the server's.
         Session(confinement.limits.output_characters).execute(number=0, seed=0, code=WARM_UP)
@@ -72,13 +76,15 @@ def _enter(channel: int, server: int, confinement: Confinement) -> None:
     sys.argv = [""]
     kernel.drop_capabilities()
     kernel.die_with_parent(server)
-    kernel.set_resource_limits(confinement.address_space_bytes, confinement.limits.whole_cpu_seconds)
+    kernel.set_resource_limits(
+        confinement.address_space_bytes, confinement.limits.whole_cpu_seconds
+    )
     kernel.confine(ruleset, confinement.instructions)
 
 
 def _keep_descriptors(channel: int, confinement: Confinement) -> int | None:
-    """Close all descriptors but the channel, which becomes CHANNEL, the standard streams, which become /dev/null, and
-    Landlock's rules, whose new descriptor is returned."""
+    """Close all descriptors but the channel, which becomes CHANNEL, the standard streams, which
+    become /dev/null, and Landlock's rules, whose new descriptor is returned."""
     # Copies first: a descriptor may be one of those that others become.
     sources = [confinement.null, channel]
     if confinement.ruleset is not None:

@@ -39,7 +39,9 @@ ANSWER_SECONDS = 60.0
 """Time limit for the answer."""
 CLOSE_SECONDS = 10.0
 """Time limit for the server's end after its socket is closed."""
-BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from rlmath.sandbox.server import main; main()"
+BOOTSTRAP = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from rlmath.sandbox.server import main; main()"
+)
 FOLDER = str(Path(__file__).resolve().parents[2])
 """The folder that rlmath is in."""
 
@@ -58,11 +60,12 @@ class _Pending:
 
 
 class Sandboxes:
-    """Executes the calls of completions, each in a sandbox of its own. One thread uses it; no method but `wait`,
-    `await_ready` and `close` waits for anything.
+    """Executes the calls of completions, each in a sandbox of its own.
 
-    A completion has one call at a time. Its next one is submitted with the earlier ones, so that its session can be
-    made again wherever it was lost, evicted or never was:
+    One thread uses it; no method but `wait`, `await_ready` and `close` waits for anything.
+
+    A completion has one call at a time. Its next one is submitted with the earlier ones, so that
+    its session can be made again wherever it was lost, evicted or never was:
 
         sandboxes.submit(key, "x = 2", seed)
         [(key, result)] = sandboxes.wait()
@@ -83,11 +86,12 @@ class Sandboxes:
     ) -> None:
         """Starts the server and returns at once.
 
-        `cores` calls are executed at a time. As many sandboxes as `sessions` says are kept for further calls of their
-        completions, as long as they hold no more than `sessions_memory_bytes` together; the others are ended, those
-        that were used longest ago first. `python` is an interpreter with the libraries that the code may import, and
-        `preload` names modules of theirs that sandboxes have from the start; with isolation "preloaded" no others.
-        ValueError for a setting that is wrong or that this machine lacks.
+        `cores` calls are executed at a time. As many sandboxes as `sessions` says are kept for
+        further calls of their completions, as long as they hold no more than
+        `sessions_memory_bytes` together; the others are ended, those that were used longest ago
+        first. `python` is an interpreter with the libraries that the code may import, and `preload`
+        names modules of theirs that sandboxes have from the start; with isolation "preloaded" no
+        others. ValueError for a setting that is wrong or that this machine lacks.
         """
         for name, number in (
             ("cores", cores),
@@ -125,10 +129,13 @@ class Sandboxes:
     # ---------------------------------------------------------------- the face
 
     def submit(self, key: str, code: str, seed: int, earlier: Sequence[PastCall] = ()) -> None:
-        """Queue a call of the completion `key`, whose earlier calls are these in order; `seed` is the completion's, of
-        64 bits. ValueError where the completion has a call already, RuntimeError where the server cannot start."""
+        """Queue a call of the completion `key`, whose earlier calls are these in order; `seed` is
+        the completion's, of 64 bits. ValueError where the completion has a call already,
+        RuntimeError where the server cannot start."""
         if key in self._ids:
-            raise ValueError(f'completion "{key}" has a call already; take its result, or cancel it')
+            raise ValueError(
+                f'completion "{key}" has a call already; take its result, or cancel it'
+            )
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed is {seed}; it must be a number of 64 bits, not negative")
         left = self._limits.completion_cpu_seconds - sum(call.cpu_seconds for call in earlier)
@@ -138,7 +145,9 @@ class Sandboxes:
             return
         past = [(number, seed, call.code) for number, call in enumerate(earlier) if call.kept]
         steps = (
-            [*past, (len(earlier), seed, code)] if self._state == "session" else [(len(earlier), seed, code)]
+            [*past, (len(earlier), seed, code)]
+            if self._state == "session"
+            else [(len(earlier), seed, code)]
         )
         self._next_id += 1
         message = {
@@ -153,8 +162,9 @@ class Sandboxes:
         self._send({"call": message})
 
     def poll(self) -> list[tuple[str, CallResult]]:
-        """(completion, result) of the calls that have ended since the last time, without waiting. RuntimeError where
-        the server cannot start."""
+        """(completion, result) of the calls that have ended since the last time, without waiting.
+
+        RuntimeError where the server cannot start."""
         self._flush()
         self._receive()
         self._retry()
@@ -172,15 +182,19 @@ class Sandboxes:
             left = 1.0 if end is None else end - time.monotonic()
             if finished or not self._pending or left <= 0:
                 return finished
-            times = [pending.retry_at for pending in self._pending.values() if pending.retry_at is not None]
+            times = [
+                pending.retry_at
+                for pending in self._pending.values()
+                if pending.retry_at is not None
+            ]
             until_retry = max(0.0, min(times, default=time.monotonic() + 1.0) - time.monotonic())
             writers = [self._socket] if self._unsent and self._socket is not None else []
             readers = [] if self._socket is None else [self._socket]
             select.select(readers, writers, [], min(left, until_retry, 1.0))
 
     def cancel(self, key: str) -> None:
-        """Drop the completion's pending call, if it has one: it has no result, and what it did is undone with its
-        session."""
+        """Drop the completion's pending call, if it has one: it has no result, and what it did is
+        undone with its session."""
         self._done = [(other, result) for other, result in self._done if other != key]
         number = self._forget(key)
         if number is not None:
@@ -192,11 +206,15 @@ class Sandboxes:
         self._send({"release": key})
 
     def await_ready(self, seconds: float = START_SECONDS) -> None:
-        """Wait until the server has started, before the first call. RuntimeError where it cannot."""
+        """Wait until the server has started, before the first call.
+
+        RuntimeError where it cannot."""
         end = time.monotonic() + seconds
         while not self._is_ready:
             if self._socket is None or self._failure is not None:
-                raise RuntimeError(self._failure or "the sandboxes' server has ended before it was ready")
+                raise RuntimeError(
+                    self._failure or "the sandboxes' server has ended before it was ready"
+                )
             if time.monotonic() > end:
                 raise RuntimeError(f"the sandboxes' server was not ready after {seconds:.0f} s")
             select.select([self._socket], [], [], 0.1)
@@ -234,9 +252,15 @@ class Sandboxes:
         """The result of a call that is not executed."""
         text = None
         if len(code) > self._limits.source_characters:
-            text = f"the code has {len(code):,} characters; at most {self._limits.source_characters:,} are executed\n"
+            text = (
+                f"the code has {len(code):,} characters; at most "
+                f"{self._limits.source_characters:,} are executed\n"
+            )
         elif cpu_seconds_left <= 0:
-            text = f"all {self._limits.completion_cpu_seconds:g} s of CPU time for calls have been used\n"
+            text = (
+                f"all {self._limits.completion_cpu_seconds:g} s of CPU time for calls have "
+                "been used\n"
+            )
         if text is None:
             return None
         return CallResult("refused", text, cpu_seconds=0.0, wall_seconds=0.0, queue_seconds=0.0)
@@ -263,7 +287,10 @@ class Sandboxes:
             return  # cancelled
         if outcome.is_infrastructure_fault and pending.attempts < ATTEMPTS:
             logger.warning(
-                "A tool call is tried again (%d of %d): %s", pending.attempts, ATTEMPTS, outcome.text
+                "A tool call is tried again (%d of %d): %s",
+                pending.attempts,
+                ATTEMPTS,
+                outcome.text,
             )
             pending.retry_at = time.monotonic() + RETRY_SECONDS * 2 ** (pending.attempts - 1)
             pending.attempts += 1
@@ -356,7 +383,9 @@ class Sandboxes:
         reason = f"the sandboxes' server {what} (exit status {code})"
         for number in lost:
             if self._pending[number].key not in done:
-                outcome = CallResult("lost", reason, cpu_seconds=0.0, wall_seconds=0.0, queue_seconds=0.0)
+                outcome = CallResult(
+                    "lost", reason, cpu_seconds=0.0, wall_seconds=0.0, queue_seconds=0.0
+                )
                 self._handle_result(number, outcome)
         if not was_ready and not self._pending:
             self._failure = f"{reason} before it was ready"

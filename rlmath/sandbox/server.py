@@ -1,7 +1,7 @@
 """The program that forks sandboxes, hands them calls, and judges what came of them.
 
-It imports numpy and sympy once, forks sandboxes ahead, and has each execute the calls of one completion. Frames of JSON
-go over one socket:
+It imports numpy and sympy once, forks sandboxes ahead, and has each execute the calls of one
+completion. Frames of JSON go over one socket:
 
 | from the leader | |
 |---|---|
@@ -16,7 +16,8 @@ go over one socket:
 | {"pong": 1} | |
 | {"id": ..., "status": ..., ...} | the result of a call |
 
-Life of a sandbox, which is stopped while it has nothing to execute, so that no thread of its code goes on:
+Life of a sandbox, which is stopped while it has nothing to execute, so that no thread of its code
+goes on:
 
     fork --> SPARE -- the first call of a completion --> executes -- reply --> SESSION -- its next call --> executes
                                                             |                     |
@@ -24,9 +25,9 @@ Life of a sandbox, which is stopped while it has nothing to execute, so that no 
                                                             |   or its end        |
                                                             +---------------------+--> killed, then waited for
 
-A reply is one frame of bounded size in strict UTF-8, with the number of the call that is executed; everything else, and
-bytes that nobody asked for, end the sandbox. Times are measured from here. When the leader ends, so do the server and
-its sandboxes.
+A reply is one frame of bounded size in strict UTF-8, with the number of the call that is executed;
+everything else, and bytes that nobody asked for, end the sandbox. Times are measured from here.
+When the leader ends, so do the server and its sandboxes.
 
     python -c BOOTSTRAP <folder of rlmath> <settings as JSON>
 """
@@ -52,22 +53,31 @@ from typing import Any
 
 from rlmath.sandbox import kernel
 from rlmath.sandbox.calls import Limits
-from rlmath.sandbox.frames import FrameBuffer, Reply, decoded_reply, encoded_request, framed, most_reply_bytes
+from rlmath.sandbox.frames import (
+    FrameBuffer,
+    Reply,
+    decoded_reply,
+    encoded_request,
+    framed,
+    most_reply_bytes,
+)
 from rlmath.sandbox.process import Confinement, run_sandbox
 from rlmath.sandbox.shown import shown_text
 from rlmath.workers.process_tree import PAGE_BYTES, cpu_seconds
 
 PRELOADED: Sequence[str] = (
-    "bisect cmath collections copy datetime decimal fractions functools heapq inspect itertools json math operator re "
-    "random statistics string textwrap time typing dataclasses numpy numpy.fft numpy.linalg numpy.polynomial "
+    "bisect cmath collections copy datetime decimal fractions functools heapq inspect itertools "
+    "json math operator re "
+    "random statistics string textwrap time typing dataclasses numpy numpy.fft numpy.linalg "
+    "numpy.polynomial "
     "numpy.random sympy sympy.abc sympy.combinatorics sympy.geometry sympy.ntheory sympy.stats"
 ).split()
 """Modules that sandboxes have from the start, where they are installed."""
 SAMPLE_SECONDS = 0.05
 """Between two looks at a call's time and threads."""
 QUIET_SECONDS = 0.003
-"""Where no call waits, a sandbox is forked ahead after so long a time in which none ended: forking takes as long as a
-short call, whose end would be seen late."""
+"""Where no call waits, a sandbox is forked ahead after so long a time in which none ended: forking
+takes as long as a short call, whose end would be seen late."""
 END_SECONDS = 0.2
 """Time for a sandbox that has closed its channel to end by itself."""
 MOST_FAILED_SPARES = 8
@@ -195,7 +205,8 @@ class _Sandbox:
         return 1
 
     def is_asleep(self) -> bool:
-        """Whether its main thread waits or has stopped of its own will, rather than for a core or a disk."""
+        """Whether its main thread waits or has stopped of its own will, rather than for a core or a
+        disk."""
         with contextlib.suppress(OSError):
             with open(f"/proc/{self.pid}/stat", "rb", buffering=0) as file:
                 return file.readall().rpartition(b")")[2].split()[0] in b"STt"
@@ -205,7 +216,9 @@ class _Sandbox:
 class Server:
     """Sandboxes and the queue of calls, until the leader has ended."""
 
-    def __init__(self, control: socket.socket, settings: ServerSettings, confinement: Confinement) -> None:
+    def __init__(
+        self, control: socket.socket, settings: ServerSettings, confinement: Confinement
+    ) -> None:
         self._control = control
         self._settings = settings
         self._limits = settings.limits
@@ -221,7 +234,8 @@ class Server:
         self._open: dict[int, _Sandbox] = {}
         """Sandboxes by the descriptors of their channels."""
         self._ending: dict[int, _Sandbox] = {}
-        """Sandboxes that were killed or have closed their channel, by process id, until they are waited for."""
+        """Sandboxes that were killed or have closed their channel, by process id, until they are
+        waited for."""
         self._poll = select.poll()
         self._pid = os.getpid()
         self._resident_bytes = _resident_bytes(self._pid)
@@ -241,7 +255,9 @@ class Server:
             self._send({"ready": 1} if problem is None else {"failed": problem})
             while True:
                 self._start_calls()
-                self._poll.register(self._control, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+                self._poll.register(
+                    self._control, select.POLLIN | (select.POLLOUT if self._unsent else 0)
+                )
                 events = self._poll.poll(self._seconds_to_wait() * 1000)
                 for descriptor, event in events:
                     if descriptor == wake.fileno():
@@ -332,17 +348,25 @@ class Server:
             except OSError as error:
                 queue_seconds = time.monotonic() - call.submitted_at
                 self._report(
-                    call, "lost", f"no sandbox could be forked: {error}", queue_seconds=queue_seconds
+                    call,
+                    "lost",
+                    f"no sandbox could be forked: {error}",
+                    queue_seconds=queue_seconds,
                 )
                 continue
             sandbox.execution = _Execution(
-                call, steps=deque([*missing, call.step]), started=time.monotonic(), rebuilt_calls=len(missing)
+                call,
+                steps=deque([*missing, call.step]),
+                started=time.monotonic(),
+                rebuilt_calls=len(missing),
             )
             self._running[call.id] = sandbox
             self._start_step(sandbox, sandbox.execution)
 
     def _sandbox_for(self, call: Call) -> tuple[_Sandbox, list[Step]]:
-        """The completion's sandbox, or another one with the steps that it lacks. OSError where none can be forked."""
+        """The completion's sandbox, or another one with the steps that it lacks.
+
+        OSError where none can be forked."""
         digests = [step.digest() for step in call.past]
         session = self._sessions.get(call.key)
         if session is not None:
@@ -421,7 +445,8 @@ class Server:
         self._handle_reply(sandbox, execution, reply)
 
     def _handle_reply(self, sandbox: _Sandbox, execution: _Execution, reply: Reply) -> None:
-        """Go on with the next step, or report the call's result and stop the sandbox until the next call."""
+        """Go on with the next step, or report the call's result and stop the sandbox until the next
+        call."""
         sandbox.history.append(execution.steps[0].digest())
         if execution.is_rebuilding:
             execution.steps.popleft()
@@ -429,7 +454,9 @@ class Server:
             return
         if sandbox.key is not None:
             os.kill(sandbox.pid, signal.SIGSTOP)
-        text, left_out = shown_text(reply.text, reply.dropped_characters, self._limits.output_characters)
+        text, left_out = shown_text(
+            reply.text, reply.dropped_characters, self._limits.output_characters
+        )
         self._finish(sandbox, execution, reply.status, text, left_out)
         self._failed_spares = 0
         if sandbox.key is None:
@@ -447,7 +474,8 @@ class Server:
         left_out: int = 0,
         used: float | None = None,
     ) -> None:
-        """Report a call that a sandbox executes no longer; `used` is the CPU time of one that has ended."""
+        """Report a call that a sandbox executes no longer; `used` is the CPU time of one that has
+        ended."""
         total = sandbox.cpu_seconds() if used is None else used
         cpu = 0.0 if execution.is_rebuilding else max(0.0, total - execution.cpu_before)
         sandbox.execution = None
@@ -468,12 +496,17 @@ class Server:
         self._send({"id": call.id, "status": status, "text": text, **figures})
 
     def _end(self, sandbox: _Sandbox, status: str, text: str) -> None:
-        """Kill a sandbox. Its call, if it executes one, has this result, unless it was rebuilding."""
+        """Kill a sandbox.
+
+        Its call, if it executes one, has this result, unless it was rebuilding."""
         execution = sandbox.execution
         if execution is not None:
             if execution.is_rebuilding:
                 step = execution.steps[0].number + 1
-                status, text = "lost", f"the session cannot be rebuilt: call {step}, executed again: {text}"
+                status, text = (
+                    "lost",
+                    f"the session cannot be rebuilt: call {step}, executed again: {text}",
+                )
             self._finish(sandbox, execution, status, text)
         self._kill(sandbox)
 
@@ -496,7 +529,8 @@ class Server:
                 os.kill(sandbox.pid, signal.SIGKILL)
 
     def _look_at(self, sandbox: _Sandbox, execution: _Execution, now: float) -> None:
-        """End a call that is above a limit; wall time that it did not sleep through is the machine's fault."""
+        """End a call that is above a limit; wall time that it did not sleep through is the
+        machine's fault."""
         used = sandbox.cpu_seconds() - execution.cpu_before
         execution.looks += 1
         execution.looks_asleep += sandbox.is_asleep()
@@ -509,13 +543,16 @@ class Server:
                 self._end(sandbox, "timeout", _timeout_text(f"{limit}, most of which it slept,"))
             else:
                 self._end(
-                    sandbox, "lost", f"the call got {used:.2f} s of CPU time in {limit}: is the machine busy?"
+                    sandbox,
+                    "lost",
+                    f"the call got {used:.2f} s of CPU time in {limit}: is the machine busy?",
                 )
         elif sandbox.threads() > self._limits.threads:
             self._end(
                 sandbox,
                 "denied",
-                f"PermissionError: the call started more than {self._limits.threads} threads and was ended\n",
+                f"PermissionError: the call started more than {self._limits.threads} threads and "
+                "was ended\n",
             )
 
     def _seconds_to_wait(self) -> float:
@@ -563,7 +600,8 @@ class Server:
         return sandbox
 
     def _evict(self) -> None:
-        """End the sessions that were used longest ago, down to as many as are kept, and to as much memory."""
+        """End the sessions that were used longest ago, down to as many as are kept, and to as much
+        memory."""
         memory = sum(sandbox.memory_bytes for sandbox in self._sessions.values())
         for sandbox in [*self._sessions.values()]:
             too_many = len(self._sessions) > self._settings.sessions
@@ -595,8 +633,9 @@ class Server:
         os.kill(sandbox.pid, signal.SIGKILL)
 
     def _lose(self, sandbox: _Sandbox) -> None:
-        """Its channel is closed: it ends, or is killed in a moment; how it ended says whose fault that is. RuntimeError
-        where sandboxes end that have executed nothing, one after the other."""
+        """Its channel is closed: it ends, or is killed in a moment; how it ended says whose fault
+        that is. RuntimeError where sandboxes end that have executed nothing, one after the other.
+        """
         if sandbox in self._spares:
             self._failed_spares += 1
             if self._failed_spares >= MOST_FAILED_SPARES:
@@ -618,10 +657,11 @@ class Server:
                 self._report_ended(sandbox, os.waitstatus_to_exitcode(status), used)
 
     def _report_ended(self, sandbox: _Sandbox, exit_code: int, used: float) -> None:
-        """Report the call of a process that has ended by itself, with the CPU time that it has used in all.
+        """Report the call of a process that has ended by itself, with the CPU time that it has used
+        in all.
 
-        Code cannot send SIGKILL; the kernel does, to a process that has used all of its CPU time, or for want of
-        memory.
+        Code cannot send SIGKILL; the kernel does, to a process that has used all of its CPU time,
+        or for want of memory.
         """
         execution = sandbox.execution
         assert execution is not None
@@ -630,9 +670,15 @@ class Server:
             if used >= self._limits.whole_cpu_seconds:
                 status, text = "timeout", _timeout_text("the completion's CPU time")
             else:
-                status, text = "lost", "the sandbox was killed from outside: is the machine out of memory?"
+                status, text = (
+                    "lost",
+                    "the sandbox was killed from outside: is the machine out of memory?",
+                )
         elif exit_code < 0 and not sandbox.was_killed:
-            text = f"the code crashed its own process ({signal.strsignal(-exit_code)}); what it had defined is lost\n"
+            text = (
+                f"the code crashed its own process ({signal.strsignal(-exit_code)}); what it "
+                "had defined is lost\n"
+            )
         if execution.is_rebuilding:
             status, text = "lost", f"the session cannot be rebuilt: {text.strip()}"
         self._finish(sandbox, execution, status, text, used=used)
@@ -666,7 +712,9 @@ def _drain(wake: socket.socket) -> None:
 
 
 def _timeout_text(what: str) -> str:
-    return f"TimeoutError: the call took more than {what} and was ended; what it had defined is lost\n"
+    return (
+        f"TimeoutError: the call took more than {what} and was ended; what it had defined is lost\n"
+    )
 
 
 # ---------------------------------------------------------------- the program
@@ -684,7 +732,8 @@ def main() -> None:
     limits = Limits(**message.pop("limits"))
     descriptor = message.pop("socket")
     settings = ServerSettings(limits=limits, **message)
-    # Sent to all processes of a job by a cluster, by Ctrl-C and by torchrun; only the leader ends this process.
+    # Sent to all processes of a job by a cluster, by Ctrl-C and by torchrun; only the leader ends
+    # this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as control:
@@ -697,7 +746,9 @@ def main() -> None:
             preload(settings.preload)
             confinement = prepare_confinement(settings)
         except Exception as error:
-            control.sendall(framed(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode()))
+            control.sendall(
+                framed(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+            )
             return
         gc.collect()
         gc.freeze()
@@ -713,15 +764,18 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _be_killed_first() -> None:
-    """Where the machine runs out of memory, the largest sandbox is killed rather than the trainer; sandboxes inherit
-    this from the server."""
+    """Where the machine runs out of memory, the largest sandbox is killed rather than the trainer;
+    sandboxes inherit this from the server."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
 
 def preload(names: Iterable[str]) -> None:
-    """Import modules, those of packages that are installed, and use sympy once, so that its caches are filled."""
-    with warnings.catch_warnings():  # what libraries set of filters would show what a notebook does not
+    """Import modules, those of packages that are installed, and use sympy once, so that its caches
+    are filled."""
+    with (
+        warnings.catch_warnings()
+    ):  # what libraries set of filters would show what a notebook does not
         for name in names:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)

@@ -1,7 +1,8 @@
-"""The system calls that a sandbox may make: what an interpreter that computes needs, and nothing else.
+"""The system calls that a sandbox may make: what an interpreter that computes needs, and nothing
+else.
 
-A list of what is allowed, not of what is denied: a call that a newer kernel adds is denied. Numbers are from
-<asm/unistd_64.h> and <asm-generic/unistd.h>.
+A list of what is allowed, not of what is denied: a call that a newer kernel adds is denied. Numbers
+are from <asm/unistd_64.h> and <asm-generic/unistd.h>.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ _ALL = 0xFFFFFFFF
 _CLONE_OF_A_THREAD = 0x00010000 | 0x00000800 | 0x00000100
 """CLONE_THREAD, CLONE_SIGHAND, CLONE_VM."""
 _FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030, 1032)
-"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. F_SETOWN with F_SETSIG would send any
-signal to any process, F_SETPIPE_SZ would take memory that is nobody's."""
+"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. F_SETOWN with
+F_SETSIG would send any signal to any process, F_SETPIPE_SZ would take memory that is nobody's."""
 _IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0x400000
-"""Flags of open(2); the last is O_TMPFILE. Landlock before its third version lets O_RDONLY | O_TRUNC pass."""
+"""Flags of open(2); the last is O_TMPFILE. Landlock before its third version lets O_RDONLY |
+O_TRUNC pass."""
 _SLOW = os.O_DIRECT
 """Reads the disk every time: code that waits for it would look as if the machine were at fault."""
 _PAGING_OUT = (20, 21)
@@ -154,7 +156,8 @@ class Architecture:
     seccomp: int
     """The number of seccomp(2)."""
     has_x32: bool
-    """Whether calls of another kind have the same architecture and a bit of their own in their number."""
+    """Whether calls of another kind have the same architecture and a bit of their own in their
+    number."""
 
 
 ARCHITECTURES = {
@@ -183,11 +186,13 @@ class Rule:
     number: int
     checks: tuple[Check, ...] = field(default=())
     is_missing: bool = False
-    """The call answers ENOSYS, as on a kernel that does not have it: callers then use an older one."""
+    """The call answers ENOSYS, as on a kernel that does not have it: callers then use an older
+    one."""
 
 
 def rules_of(machine: Architecture, pid: int, may_open_files: bool) -> list[Rule]:
-    """The rules of a process with this id; with `may_open_files` it opens files for reading where Landlock lets it."""
+    """The rules of a process with this id; with `may_open_files` it opens files for reading where
+    Landlock lets it."""
     to_itself = Check(argument=0, numbers=(pid,))
     checks = {
         "open": (Check(argument=1, numbers=(0,), mask=_WRITING | _SLOW),),
@@ -201,7 +206,10 @@ def rules_of(machine: Architecture, pid: int, may_open_files: bool) -> list[Rule
         "kill": (to_itself, Check(argument=1, numbers=(signal.SIGKILL,), excludes=True)),
         "tgkill": (to_itself, Check(argument=2, numbers=(signal.SIGKILL,), excludes=True)),
         # It reads its limits and sets none: the pointer to new ones is null.
-        "prlimit64": (Check(argument=2, numbers=(0,)), Check(argument=2, numbers=(0,), upper_half=True)),
+        "prlimit64": (
+            Check(argument=2, numbers=(0,)),
+            Check(argument=2, numbers=(0,), upper_half=True),
+        ),
     }
     if not may_open_files:
         del checks["open"], checks["openat"]

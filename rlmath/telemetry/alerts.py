@@ -1,6 +1,9 @@
-"""Alerts: the signs by which published runs were known, too late, to be going wrong. Each is raised once.
+"""Alerts: the signs by which published runs were known, too late, to be going wrong.
 
-Rules read the rows of `metrics.jsonl`, so a resumed run finds in them which alerts were raised before.
+Each is raised once.
+
+Rules read the rows of `metrics.jsonl`, so a resumed run finds in them which alerts were raised
+before.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ FIRST_STEPS = 5
 EARLY_STOP_STEPS = 10
 """Discarded minibatches raise an alert where most of so many steps had one."""
 IDLE_STEPS = 2
-"""So many steps in a row that learn nothing raise an alert: no group with two different rewards, or all dropped."""
+"""So many steps in a row that learn nothing raise an alert: no group with two different rewards, or
+all dropped."""
 QUEUE_SECONDS = 1.0
 QUEUE_SHARE = 0.1
-"""Answers that wait longer for a reward worker, and longer than this share of a step, raise an alert."""
+"""Answers that wait longer for a reward worker, and longer than this share of a step, raise an
+alert."""
 DISCARDED_SHARE = 0.9
 """Dynamic sampling that drops more of the groups raises an alert."""
 DISCARDED_GROUPS = 16
@@ -34,8 +39,8 @@ USUAL_CLIP_RATIO = 0.1
 GOOD_ACCURACY = 0.95
 """A reward that no longer rises raises no alert where answers are right this often."""
 ENTROPY_AND_ERRORS = 0.5
-"""Entropy falls by nature as a model learns, about as far as the share of wrong answers. An alert is raised where it
-fell to less than this part of where that share fell to."""
+"""Entropy falls by nature as a model learns, about as far as the share of wrong answers. An alert
+is raised where it fell to less than this part of where that share fell to."""
 
 Row = Mapping[str, float]
 
@@ -63,18 +68,23 @@ class Alerts:
 
     @property
     def length_advice(self) -> str:
-        """How completions get longer: a resumed run keeps the lengths of the steps that are done."""
+        """How completions get longer: a resumed run keeps the lengths of the steps that are
+        done."""
         if self.length_key == "stages.max_new_tokens":
             return "Resume with a larger stages.max_new_tokens for the steps to come."
         return f"Resume with longer `stages` (--help stages); new runs: {self.length_key}."
 
     def __post_init__(self) -> None:
         self.first: list[Row] = []
-        self.last: deque[Row] = deque(maxlen=max(self.limits.warn_flat_steps, RECENT_STEPS, EARLY_STOP_STEPS))
+        self.last: deque[Row] = deque(
+            maxlen=max(self.limits.warn_flat_steps, RECENT_STEPS, EARLY_STOP_STEPS)
+        )
         self._raised: set[Callable[[Alerts], str | None]] = set()
 
     def check(self, row: Row) -> list[str]:
-        """The alerts that a step's metrics raise. Metrics that a step does not have raise none."""
+        """The alerts that a step's metrics raise.
+
+        Metrics that a step does not have raise none."""
         if len(self.first) < FIRST_STEPS:
             self.first.append(row)
         self.last.append(row)
@@ -90,8 +100,8 @@ class Alerts:
 
 
 def dropped_alert(share: float, limits: TelemetryConfig, is_written: bool = True) -> str | None:
-    """The alert at the start of a run whose filters dropped this share of the prompts (0 to 1); `is_written`: they are
-    listed in the run's folder."""
+    """The alert at the start of a run whose filters dropped this share of the prompts (0 to 1);
+    `is_written`: they are listed in the run's folder."""
     if not share > limits.warn_dropped:
         return None
     listed = f", or see {UNUSABLE_ROWS_FILE}" if is_written else ""
@@ -101,7 +111,7 @@ def dropped_alert(share: float, limits: TelemetryConfig, is_written: bool = True
     )
 
 
-# ---------------------------------------------------------------- the rules, two lines each: what, and what to change,
+# --------------------------------------------- the rules, two lines each: what, and what to change,
 # which says "new run" where a resumed run refuses the change
 
 
@@ -132,12 +142,14 @@ def clip_alert(run: Alerts) -> str | None:
         return None
     return (
         f"{_percent(statistics.mean(values))} of tokens are clipped ({_last(values)}).\n"
-        f"  Usual is under {_percent(USUAL_CLIP_RATIO)}. In a new run lower optimizer.lr, algorithm.n_minibatches."
+        f"  Usual is under {_percent(USUAL_CLIP_RATIO)}. In a new run lower optimizer.lr, "
+        "algorithm.n_minibatches."
     )
 
 
 def contrast_alert(run: Alerts) -> str | None:
-    """Rewards alike within every group: a reward function that returns a constant, or problems too easy or too hard."""
+    """Rewards alike within every group: a reward function that returns a constant, or problems too
+    easy or too hard."""
     rows = list(run.last)[-IDLE_STEPS:]
     dropped = [row.get("train/minibatches") == 0 for row in rows]
     alike = [run.group_relative and row.get("rollout/groups_with_contrast") == 0 for row in rows]
@@ -152,7 +164,8 @@ def contrast_alert(run: Alerts) -> str | None:
 
 
 def queue_alert(run: Alerts) -> str | None:
-    """Answers that wait long for a worker: as a rule those of a slow reward function, and the step with them."""
+    """Answers that wait long for a worker: as a rule those of a slow reward function, and the step
+    with them."""
     waits, seconds = _recent(run, "reward/queue_wait_s_max"), _recent(run, "seconds/step")
     if len(waits) < 2 or not seconds:  # workers start in the first step
         return None
@@ -166,23 +179,31 @@ def queue_alert(run: Alerts) -> str | None:
 
 
 def discarded_alert(run: Alerts) -> str | None:
-    """Almost all groups dropped: partial credit makes all answers count as right, or problems are too easy or hard."""
+    """Almost all groups dropped: partial credit makes all answers count as right, or problems are
+    too easy or hard."""
     names = {"right": "all right", "wrong": "all wrong", "uniform": "all alike"}
     dropped = {name: sum(_recent(run, f"selection/dropped/{name}")) for name in names}
     sampled = _recent(run, "selection/groups_sampled")
-    if sum(sampled) < DISCARDED_GROUPS or not sum(dropped.values()) > DISCARDED_SHARE * sum(sampled):
+    if sum(sampled) < DISCARDED_GROUPS or not sum(dropped.values()) > DISCARDED_SHARE * sum(
+        sampled
+    ):
         return None
     most = max(dropped, key=dropped.__getitem__)
     contrast = _recent(run, "rollout/groups_with_contrast")
     advice = "In a new run take problems it sometimes solves, or raise rollout.group_size."
-    if contrast and statistics.mean(contrast) > 2 * (1 - DISCARDED_SHARE) and not dropped["uniform"]:
+    if (
+        contrast
+        and statistics.mean(contrast) > 2 * (1 - DISCARDED_SHARE)
+        and not dropped["uniform"]
+    ):
         advice = "Rewards do differ. In a new run: selection.dynamic_sampling=reward."
     share = _percent(sum(dropped.values()) / sum(sampled))
     return f"{share} of groups dropped as {names[most]} ({_last(sampled)}).\n  {advice}"
 
 
 def flat_alert(run: Alerts) -> str | None:
-    """No rise of the later half's mean over the earlier half's beyond the standard error of their difference."""
+    """No rise of the later half's mean over the earlier half's beyond the standard error of their
+    difference."""
     steps = run.limits.warn_flat_steps
     rewards = [value for value in _recent(run, "task_reward", steps) if math.isfinite(value)]
     if len(rewards) < steps:
@@ -203,7 +224,8 @@ def flat_alert(run: Alerts) -> str | None:
 
 
 def entropy_alert(run: Alerts) -> str | None:
-    """Entropy that fell below its share of the first steps', and at least twice as far as the wrong answers did."""
+    """Entropy that fell below its share of the first steps', and at least twice as far as the wrong
+    answers did."""
     limit, name = run.limits.warn_entropy_share, "train/entropy_loss"
     first, last = [row[name] for row in run.first if name in row], _recent(run, name)
     if len(run.first) < FIRST_STEPS or not first or not last or not statistics.mean(first) > 0:
@@ -218,7 +240,8 @@ def entropy_alert(run: Alerts) -> str | None:
 
 
 def _errors_left(run: Alerts) -> float:
-    """The share of wrong answers in the last steps over that in the first; 1 where it is not known."""
+    """The share of wrong answers in the last steps over that in the first; 1 where it is not
+    known."""
     name = "rollout/accuracy"
     first, last = [1 - row[name] for row in run.first if name in row], _recent(run, name)
     if not first or not last or statistics.mean(first) <= 0:

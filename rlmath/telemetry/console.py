@@ -1,7 +1,7 @@
 """What a run prints, and its log file.
 
-The console has lines for a terminal of 80 columns, of rank 0 alone but for warnings. `run.log` in the run's folder has
-all of them with date and level; records of level DEBUG are for the file alone.
+The console has lines for a terminal of 80 columns, of rank 0 alone but for warnings. `run.log` in
+the run's folder has all of them with date and level; records of level DEBUG are for the file alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ STEP_LINE_METRICS = {
     "rollout/groups_in_flight": ("in flight", ".0f"),
     "rollout/deferred_groups": ("deferred", ".0f"),
 }
-"""Metrics of a step's line, where the step has them and the line has room; their names there, and formats."""
+"""Metrics of a step's line, where the step has them and the line has room; their names there, and
+formats."""
 
 LIBRARIES = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "asyncio", "py")
 """First parts of the names of loggers that are not ours; "py.warnings" has Python's warnings."""
@@ -62,10 +63,11 @@ FOR_THE_USER = ("vllm.model_executor.model_loader.reload.inplace",)
 
 
 def setup_logging(rank: int) -> None:
-    """Lines on stderr: everything of rank 0, warnings of the others; of libraries only errors, their warnings are for
-    the log file. No text reaches the terminal with control characters (`escape_terminal`), and a line takes a progress
-    bar off the terminal first. Call it before vLLM is imported, and `route_library_logs` after other libraries are.
-    To hear the libraries, set VLLM_LOGGING_LEVEL, TORCH_LOGS, TORCH_CPP_LOG_LEVEL or PYTHONWARNINGS."""
+    """Lines on stderr: everything of rank 0, warnings of the others; of libraries only errors,
+    their warnings are for the log file. No text reaches the terminal with control characters
+    (`escape_terminal`), and a line takes a progress bar off the terminal first. Call it before vLLM
+    is imported, and `route_library_logs` after other libraries are. To hear the libraries, set
+    VLLM_LOGGING_LEVEL, TORCH_LOGS, TORCH_CPP_LOG_LEVEL or PYTHONWARNINGS."""
     escape_terminal()
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     console = ConsoleHandler()
@@ -74,7 +76,9 @@ def setup_logging(rank: int) -> None:
     handlers: list[logging.Handler] = [console]
     if rank == 0:
         handlers.append(_EarlyLines())
-    logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, handlers=handlers, force=True)
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING, handlers=handlers, force=True
+    )
     if rank == 0:
         logging.getLogger("rlmath").setLevel(logging.DEBUG)
     if LIBRARY_LEVEL not in os.environ:
@@ -86,8 +90,10 @@ def setup_logging(rank: int) -> None:
 
 
 def route_library_logs() -> None:
-    """What libraries log from WARNING on goes to the handlers of `setup_logging` alone. Some, as torch and
-    transformers, install handlers of their own and set levels when they are imported: call it again after that."""
+    """What libraries log from WARNING on goes to the handlers of `setup_logging` alone.
+
+    Some, as torch and transformers, install handlers of their own and set levels when they are
+    imported: call it again after that."""
     level = os.environ.get(LIBRARY_LEVEL, "WARNING")
     for name, found in list(logging.root.manager.loggerDict.items()):
         wanted = name.startswith("torch") and "TORCH_LOGS" in os.environ
@@ -104,7 +110,11 @@ def _is_library(name: str) -> bool:
 
 
 def _is_for_the_user(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR or not _is_library(record.name) or record.name in FOR_THE_USER
+    return (
+        record.levelno >= logging.ERROR
+        or not _is_library(record.name)
+        or record.name in FOR_THE_USER
+    )
 
 
 def _log_warning(
@@ -122,8 +132,9 @@ def _log_warning(
 
 
 def open_log_file(output_dir: str | Path) -> None:
-    """From now on this process's lines, those before included, are appended to `run.log` in the folder, events also to
-    `events.jsonl`. OSError where it cannot be opened; what the disk refuses later is lost, with one warning."""
+    """From now on this process's lines, those before included, are appended to `run.log` in the
+    folder, events also to `events.jsonl`. OSError where it cannot be opened; what the disk refuses
+    later is lost, with one warning."""
     root = logging.getLogger()
     file = _LogFile(Path(output_dir) / LOG_FILE, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(
@@ -144,9 +155,11 @@ def open_log_file(output_dir: str | Path) -> None:
 
 
 class ConsoleFormatter(logging.Formatter):
-    """ "18:43:01 WARNING: text", of ranks but the first with their number. On a terminal, lines that are too long are
-    wrapped between words, but for tracebacks; else a message stays on its line, for programs that search it. Lines of
-    other ranks replace the bar of the first on a terminal; it draws the bar again."""
+    """ "18:43:01 WARNING: text", of ranks but the first with their number.
+
+    On a terminal, lines that are too long are wrapped between words, but for tracebacks; else a
+    message stays on its line, for programs that search it. Lines of other ranks replace the bar of
+    the first on a terminal; it draws the bar again."""
 
     def __init__(self, rank: int) -> None:
         name = "" if rank == 0 else f" rank {rank}"
@@ -178,13 +191,15 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
             super().emit(record)
 
     def close(self) -> None:
-        """`logging.shutdown` calls it, also before `os._exit`: removes the bars, which would stay on the terminal."""
+        """`logging.shutdown` calls it, also before `os._exit`: removes the bars, which would stay
+        on the terminal."""
         close_bars()
         super().close()
 
 
 def close_bars() -> None:
-    """Take all progress bars off the terminal, before the last line of a process: they are drawn below a line else."""
+    """Take all progress bars off the terminal, before the last line of a process: they are drawn
+    below a line else."""
     for bar in list(tqdm._instances):  # type: ignore[attr-defined]
         bar.close()
 
@@ -209,12 +224,14 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._refused:
             self._refused = True
-            logger.warning("%s cannot be written: %s. The run continues without it", self.baseFilename, error)
+            logger.warning(
+                "%s cannot be written: %s. The run continues without it", self.baseFilename, error
+            )
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Columns of the terminal that a stream is, by default stderr, or COLUMNS where it does not know its size (0, as in
-    a container); None where it is none."""
+    """Columns of the terminal that a stream is, by default stderr, or COLUMNS where it does not
+    know its size (0, as in a container); None where it is none."""
     stream = sys.stderr if stream is None else stream
     try:
         if not stream.isatty():
@@ -226,14 +243,15 @@ def terminal_width(stream: TextIO | None = None) -> int | None:
 
 
 def over_bar(text: str, width: int) -> str:
-    """The text in the place of a progress bar of another process that may stand on the terminal's line."""
+    """The text in the place of a progress bar of another process that may stand on the terminal's
+    line."""
     first, newline, rest = text.partition("\n")
     return f"\r{first.ljust(width - 1)}{newline}{rest}"
 
 
 def wrapped(text: str, width: int) -> str:
-    """The text with lines of at most so many columns, but for words that are longer, such as paths, and for commands,
-    whose lines begin with "$ ".
+    """The text with lines of at most so many columns, but for words that are longer, such as paths,
+    and for commands, whose lines begin with "$ ".
 
     >>> print(wrapped("12:00:00 a line that is too long", 24))
     12:00:00 a line that is
@@ -247,7 +265,11 @@ def wrapped(text: str, width: int) -> str:
             [line]
             if fits
             else textwrap.wrap(
-                line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+                line,
+                width,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
             )
         )
     return "\n".join(lines)
@@ -257,8 +279,8 @@ def wrapped(text: str, width: int) -> str:
 
 
 def remaining_seconds(step_ends: Sequence[float], steps_left: int) -> float | None:
-    """The seconds that a run still takes, by the ends of this start's last steps (seconds), between which validations
-    and saves lie. None where only the first step is known, which warms up.
+    """The seconds that a run still takes, by the ends of this start's last steps (seconds), between
+    which validations and saves lie. None where only the first step is known, which warms up.
 
     >>> remaining_seconds([20.0, 29.0, 31.0], 7)
     38.5
@@ -276,7 +298,8 @@ def step_line(
     metrics: Mapping[str, float],
     columns: int = COLUMNS - len("00:00:00 "),
 ) -> str:
-    """A step's line of at most so many columns, with STEP_LINE_METRICS as far as there is room; steps count from 1.
+    """A step's line of at most so many columns, with STEP_LINE_METRICS as far as there is room;
+    steps count from 1.
 
     >>> step_line(3, 38, 1.234, 66.2, {"task_reward": -0.25, "other": 1.0})
     'step  3/38 reward -0.250 1.23s left 1:06'
@@ -285,7 +308,9 @@ def step_line(
     end = f" {seconds_text(seconds)}s"
     if remaining is not None:
         end += f" left {duration(remaining)}"
-    shown = STEP_LINE_METRICS | {name: (name.removeprefix("reward/"), ".2f") for name in _parts(metrics)}
+    shown = STEP_LINE_METRICS | {
+        name: (name.removeprefix("reward/"), ".2f") for name in _parts(metrics)
+    }
     for name, (short, form) in shown.items():
         part = f" {short} {metrics[name]:{form}}" if name in metrics else ""
         if len(start) + len(part) + len(end) <= columns:

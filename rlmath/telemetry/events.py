@@ -1,7 +1,9 @@
-"""What happened in a run, as data: `events.jsonl`, a row for every start, checkpoint, warning and the like.
+"""What happened in a run, as data: `events.jsonl`, a row for every start, checkpoint, warning and
+the like.
 
-Events are warnings and errors of the log, and lines with `extra=event(...)`. A row has "time", "kind", "step" (steps
-done, or the step that the event is of) and "text", and whatever else the event was given.
+Events are warnings and errors of the log, and lines with `extra=event(...)`. A row has "time",
+"kind", "step" (steps done, or the step that the event is of) and "text", and whatever else the
+event was given.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ LASTING = ("start", "resume", "took back", "rollback", "end")
 
 
 def event(kind: str, step: int | None = None, **fields: Any) -> dict[str, Any]:
-    """The `extra` of a line of the log that is an event, too; its text is the line's if there is no `text` in `fields`.
-    The kind "step" is not written: warnings that follow are of this step."""
+    """The `extra` of a line of the log that is an event, too; its text is the line's if there is no
+    `text` in `fields`. The kind "step" is not written: warnings that follow are of this step."""
     return {"event": {"kind": kind, **({} if step is None else {"step": step}), **fields}}
 
 
 class EventFile(logging.Handler):
-    """Appends events of the log to a run's `events.jsonl`, each in the file when the line has been logged. A disk that
-    refuses one costs the run a warning, and further events."""
+    """Appends events of the log to a run's `events.jsonl`, each in the file when the line has been
+    logged. A disk that refuses one costs the run a warning, and further events."""
 
     def __init__(self, output_dir: str | Path) -> None:
         super().__init__()
@@ -62,12 +64,15 @@ class EventFile(logging.Handler):
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             self._left = 0
-            logger.warning("%s cannot be written: %s. The run continues without it", self._path, error)
+            logger.warning(
+                "%s cannot be written: %s. The run continues without it", self._path, error
+            )
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any] | ValueError]:
-    """The ended rows of a file of events, or why a line is none. OSError where it cannot be read, ValueError where it
-    is no regular file."""
+    """The ended rows of a file of events, or why a line is none.
+
+    OSError where it cannot be read, ValueError where it is no regular file."""
     with open_regular(path) as file:
         lines = file.read().split(b"\n")[:-1]
     for number, line in enumerate(lines, start=1):
@@ -81,12 +86,16 @@ def read_events(path: Path) -> Iterator[dict[str, Any] | ValueError]:
 
 
 def take_back_events(output_dir: str | Path, steps_done: int, last_step: int) -> None:
-    """Drop the events of steps after `steps_done` for a run that resumes there after `last_step`. May raise OSError."""
+    """Drop the events of steps after `steps_done` for a run that resumes there after `last_step`.
+
+    May raise OSError."""
     path = Path(output_dir) / EVENTS_FILE
     if not path.is_file():
         return
     rows = [row for row in read_events(path) if not isinstance(row, ValueError)]
     kept = [row for row in rows if row["kind"] in LASTING or (row.get("step") or 0) <= steps_done]
     when = time.strftime("%Y-%m-%d %H:%M:%S")
-    kept.append({"time": when, "kind": "took back", "step": steps_done, "text": "", "last_step": last_step})
+    kept.append(
+        {"time": when, "kind": "took back", "step": steps_done, "text": "", "last_step": last_step}
+    )
     write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))

@@ -1,6 +1,7 @@
 """The numbers of a run: `metrics.jsonl`, TensorBoard events and, if asked for, Weights & Biases.
 
-A disk that refuses them costs no step. Rows of metrics wait in memory and are written in order once there is room.
+A disk that refuses them costs no step. Rows of metrics wait in memory and are written in order once
+there is room.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ seconds/ tokens_per_second/ train/mfu rollout/mfu memory rollout/idle_share roll
 rollout/trainer_busy_share rollout/engine_busy_share rollout/sequences_running rollout/scores_waiting sync/latency_s
 sync/transfer_s reward/queue_wait validation/seconds
 """.split()
-"""How the names of metrics begin that are times and memory, or follow from them: no two runs have the same."""
+"""How the names of metrics begin that are times and memory, or follow from them: no two runs have
+the same."""
 
 
 def without_times(row: Mapping[str, float], *more: str) -> dict[str, float]:
-    """A row without the metrics that no two runs have the same of, and those whose names begin with one of `more`.
+    """A row without the metrics that no two runs have the same of, and those whose names begin with
+    one of `more`.
 
     >>> without_times({"step": 1, "seconds/step": 2.5, "sync/sent_gib": 0.5}, "sync/")
     {'step': 1}
@@ -48,7 +51,8 @@ def without_times(row: Mapping[str, float], *more: str) -> dict[str, float]:
 
 
 class Unwritten:
-    """What of a run's telemetry a (full) disk refuses: logged when that begins and when it ends, and counted."""
+    """What of a run's telemetry a (full) disk refuses: logged when that begins and when it ends,
+    and counted."""
 
     def __init__(self) -> None:
         self.lost: Counter[str] = Counter()
@@ -56,13 +60,17 @@ class Unwritten:
         self._failing: set[str] = set()
 
     def attempt(self, what: str, write: Callable[[], object], lost: int = 1) -> bool:
-        """Whether `write` raised no OSError. One counts as `lost` of this kind; 0 where it will be written later."""
+        """Whether `write` raised no OSError.
+
+        One counts as `lost` of this kind; 0 where it will be written later."""
         try:
             write()
         except OSError as error:
             self.lost[what] += lost
             if what not in self._failing:
-                self.log_refused("%s cannot be written: %s. The run continues, and tries again", what, error)
+                self.log_refused(
+                    "%s cannot be written: %s. The run continues, and tries again", what, error
+                )
             self._failing.add(what)
             return False
         if what in self._failing:
@@ -77,7 +85,9 @@ class Unwritten:
 
 
 class _RowFile:
-    """A file of rows, one a line, each on disk when `append` returns. What the disk refuses waits."""
+    """A file of rows, one a line, each on disk when `append` returns.
+
+    What the disk refuses waits."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -90,7 +100,9 @@ class _RowFile:
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits, all or nothing. A line that a killed run left unfinished is cut off first."""
+        """Write what waits, all or nothing.
+
+        A line that a killed run left unfinished is cut off first."""
         with self.path.open("a+b", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             if self._is_new and size:
@@ -111,8 +123,9 @@ class _RowFile:
 
 
 class MetricsWriter:
-    """Appends one line a step to `metrics.jsonl`, and the same numbers as TensorBoard scalars and to `wandb`. A line is
-    on disk when `write` returns, or is written with a later one if the disk refuses it."""
+    """Appends one line a step to `metrics.jsonl`, and the same numbers as TensorBoard scalars and
+    to `wandb`. A line is on disk when `write` returns, or is written with a later one if the disk
+    refuses it."""
 
     def __init__(
         self,
@@ -122,7 +135,8 @@ class MetricsWriter:
         wandb: WandbLog | None = None,
         unwritten: Unwritten | None = None,
     ) -> None:
-        """A resumed run gives its `first_step`: TensorBoard then hides what an earlier start wrote from there."""
+        """A resumed run gives its `first_step`: TensorBoard then hides what an earlier start wrote
+        from there."""
         folder = Path(output_dir)
         self.unwritten = unwritten or Unwritten()
         self._rows = {name: _RowFile(folder / name) for name in (METRICS_FILE, VALIDATION_FILE)}
@@ -136,12 +150,15 @@ class MetricsWriter:
         self.unwritten.attempt(METRICS_FILE, create, lost=0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One step's numbers. JSON has no NaN or infinity: they become "NaN", "Infinity", "-Infinity"."""
+        """One step's numbers.
+
+        JSON has no NaN or infinity: they become "NaN", "Infinity", "-Infinity"."""
         assert "step" not in metrics
         self._write(METRICS_FILE, step, metrics)
 
     def write_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The numbers of a validation of the weights that `step` left; call it before a later step is written."""
+        """The numbers of a validation of the weights that `step` left; call it before a later step
+        is written."""
         self._write(VALIDATION_FILE, step, metrics)
 
     def _write(self, name: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -213,12 +230,18 @@ class _Events:
 def _hook_of_threads(
     before: Callable[[threading.ExceptHookArgs], object], args: threading.ExceptHookArgs
 ) -> None:
-    """What the disk refuses to TensorBoard's thread is raised again at the next write: no traceback of the thread."""
-    if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+    """What the disk refuses to TensorBoard's thread is raised again at the next write: no traceback
+    of the thread."""
+    if not (
+        isinstance(args.exc_value, OSError)
+        and type(args.thread).__module__.startswith("tensorboard.")
+    ):
         before(args)
 
 
-def open_metrics(config: Config, first_step: int = 1, unwritten: Unwritten | None = None) -> MetricsWriter:
+def open_metrics(
+    config: Config, first_step: int = 1, unwritten: Unwritten | None = None
+) -> MetricsWriter:
     """Everything that the run's settings ask for."""
     telemetry, folder = config.telemetry, config.run.output_dir
     wandb = None
@@ -237,11 +260,13 @@ def tensorboard_tag(name: str) -> str:
 
 
 def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, float]]:
-    """The rows of a run's `metrics.jsonl`, or another file of such rows, by rising step, with NaN and infinities as
-    floats again. ValueError names the line that cannot be read."""
+    """The rows of a run's `metrics.jsonl`, or another file of such rows, by rising step, with NaN
+    and infinities as floats again. ValueError names the line that cannot be read."""
     path = Path(output_dir) / name
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; {output_dir!r} must be the folder of a run (run.output_dir)")
+        raise ValueError(
+            f"{path}: no such file; {output_dir!r} must be the folder of a run (run.output_dir)"
+        )
     rows, damaged = rows_by_step(path)
     for number, why in damaged[:1]:
         remedy = "A resumed run drops such lines; or remove it"
@@ -252,9 +277,10 @@ def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, fl
 def rows_by_step(
     path: Path, most_bytes: int | None = None
 ) -> tuple[dict[int, Row], list[tuple[int, Exception]]]:
-    """Rows by rising step, the later one of a step written twice, and (number from 1, why) of lines that are none; an
-    unfinished last line is skipped. Of a file of more than `most_bytes` every second, third, ... line alone, the last
-    among them. OSError where the file cannot be read, ValueError where it is no regular file."""
+    """Rows by rising step, the later one of a step written twice, and (number from 1, why) of lines
+    that are none; an unfinished last line is skipped. Of a file of more than `most_bytes` every
+    second, third, ... line alone, the last among them. OSError where the file cannot be read,
+    ValueError where it is no regular file."""
     rows: dict[int, Row] = {}
     damaged: list[tuple[int, Exception]] = []
     with open_regular(path) as file:
@@ -269,7 +295,14 @@ def rows_by_step(
             try:
                 row = {key: float(value) for key, value in json.loads(line).items()}
                 rows[int(row["step"])] = row
-            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            except (
+                ValueError,
+                TypeError,
+                KeyError,
+                AttributeError,
+                OverflowError,
+                RecursionError,
+            ) as error:
                 damaged.append((number, error))
     return dict(sorted(rows.items())), damaged
 
@@ -283,7 +316,9 @@ def last_step(path: Path) -> int:
 
 
 def keep_metrics(output_dir: str | Path, last_step: int, name: str = METRICS_FILE) -> int:
-    """Drop the rows of steps after `last_step`, and lines that cannot be read. Returns how many rows are left."""
+    """Drop the rows of steps after `last_step`, and lines that cannot be read.
+
+    Returns how many rows are left."""
     path = Path(output_dir) / name
     if not path.exists():
         return 0

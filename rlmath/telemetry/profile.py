@@ -1,4 +1,5 @@
-"""Profiles of chosen steps (`telemetry.profile_steps`): what torch's profiler saw on each rank, as a trace and a table.
+"""Profiles of chosen steps (`telemetry.profile_steps`): what torch's profiler saw on each rank, as
+a trace and a table.
 
 profile/step-000005-rank-0.json.gz   for ui.perfetto.dev or chrome://tracing; the phases of the step are named
 profile/step-000005-rank-0.md        seconds of the phases, and the operations that took longest
@@ -35,7 +36,9 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around step `number`; nothing where it is not to be profiled. What the disk refuses is a warning."""
+        """Around step `number`; nothing where it is not to be profiled.
+
+        What the disk refuses is a warning."""
         if number not in self.steps:
             yield
             return
@@ -46,7 +49,10 @@ class StepProfiler:
             self._write(found, number)
         except (OSError, RuntimeError) as error:
             logger.warning(
-                "The profile of step %d of rank %d could not be written: %s", number, self.rank, error
+                "The profile of step %d of rank %d could not be written: %s",
+                number,
+                self.rank,
+                error,
             )
 
     def _write(self, found: profile, number: int) -> None:
@@ -54,19 +60,25 @@ class StepProfiler:
         folder.mkdir(exist_ok=True)
         path = folder / f"step-{number:06d}-rank-{self.rank}.md"
         found.export_chrome_trace(str(path.with_suffix(".json.gz")))
-        path.write_text(profile_table(found.key_averages(), number, self.rank, self.on_gpu), encoding="utf-8")
+        path.write_text(
+            profile_table(found.key_averages(), number, self.rank, self.on_gpu), encoding="utf-8"
+        )
         if self.rank == 0:
             logger.info("Profile of step %d: %s", number, path)
 
 
 def profile_table(averages: EventList, number: int, rank: int, on_gpu: bool) -> str:
-    """Torch's averages as Markdown: the phases by all their time, the operations by their own, without callees."""
+    """Torch's averages as Markdown: the phases by all their time, the operations by their own,
+    without callees."""
     phases = EventList(one for one in averages if one.key.startswith(PHASE_PREFIX))
     others = EventList(one for one in averages if not one.key.startswith(PHASE_PREFIX))
     own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     tables = (
         ("Phases", phases.table(sort_by="cpu_time_total", row_limit=ROWS)),
-        ("Operations", others.table(sort_by=own, row_limit=ROWS, max_name_column_width=NAME_CHARACTERS)),
+        (
+            "Operations",
+            others.table(sort_by=own, row_limit=ROWS, max_name_column_width=NAME_CHARACTERS),
+        ),
     )
     blocks = [f"## {title}\n\n```\n{table}\n```\n" for title, table in tables]
     return "\n".join([f"# Step {number}, rank {rank}\n", *blocks])

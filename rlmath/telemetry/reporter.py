@@ -1,4 +1,5 @@
-"""What rank 0 reports of a run, over all its starts: metrics.jsonl, console, samples, alerts, summary.json."""
+"""What rank 0 reports of a run, over all its starts: metrics.jsonl, console, samples, alerts,
+summary.json."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 FAILURES_STEPS = 50
 """Answers that could not be judged are warned of again so many steps on."""
 COUNTED = {"grpo": ("n_valid_tokens", "completion_tokens"), "sft": ("n_tokens", "tokens")}
-"""By kind of program: the metric that `tokens_per_second` of the summary counts, and how the summary names its sum."""
+"""By kind of program: the metric that `tokens_per_second` of the summary counts, and how the
+summary names its sum."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class StepRecord:
 
     @property
     def skipped(self) -> str | None:
-        """Why nothing was learned of the step's minibatches; None where something was, or there were none."""
+        """Why nothing was learned of the step's minibatches; None where something was, or there
+        were none."""
         if not self.results or any(result.discarded is None for result in self.results):
             return None
         return self.results[-1].discarded
@@ -69,7 +72,12 @@ class Reporter:
     """Rank 0's record of a run."""
 
     def __init__(
-        self, config: Config, inputs: Inputs | SftInputs, kind: Kind, layout: str, steps_done: int = 0
+        self,
+        config: Config,
+        inputs: Inputs | SftInputs,
+        kind: Kind,
+        layout: str,
+        steps_done: int = 0,
     ) -> None:
         """A resumed run has `steps_done`, whose metrics are in its folder."""
         self._config = config
@@ -86,8 +94,12 @@ class Reporter:
         self._step_ends: deque[float] = deque(maxlen=RECENT_STEPS + 1)
         self._metrics = open_metrics(config, steps_done + 1, self._unwritten)
         names = [one.name for one in named_rewards(config.reward)]
-        self._samples = SampleWriter(config.run.output_dir, config.telemetry.sample_groups_per_step, names)
-        self._first_steps = {stage.first_step for stage in length_stages(config, inputs.total_steps)}
+        self._samples = SampleWriter(
+            config.run.output_dir, config.telemetry.sample_groups_per_step, names
+        )
+        self._first_steps = {
+            stage.first_step for stage in length_stages(config, inputs.total_steps)
+        }
         self._next_failures_warning = 0
         self._alerts = None
         if kind == "grpo":
@@ -117,7 +129,8 @@ class Reporter:
             logger.info("Before training: %s", text)
 
     def step(self, number: int, record: StepRecord, more: Mapping[str, float]) -> None:
-        """Step `number`, counted from 0, with what the life cycle measured (`seconds/save` is of the step before)."""
+        """Step `number`, counted from 0, with what the life cycle measured (`seconds/save` is of
+        the step before)."""
         if record.validation is not None:
             self.validation(record.validation)
         metrics = record.metrics | more
@@ -137,24 +150,35 @@ class Reporter:
         logger.info("%s", line, extra=event("step", number + 1))
 
     def _write_samples(self, step: int, record: StepRecord, failures: float) -> None:
-        """`failures`: share of the answers that could not be judged (0 to 1). Too many are warned of every
-        FAILURES_STEPS; the log file has every such step."""
+        """`failures`: share of the answers that could not be judged (0 to 1).
+
+        Too many are warned of every FAILURES_STEPS; the log file has every such step."""
         what = step, record.groups, record.advantages
         self._unwritten.attempt("samples", lambda: self._samples.write(*what))
         limit, worst = self._config.reward.max_failure_share, self._config.reward.function_failure
         if failures <= limit:
             return
-        written = self._unwritten.attempt("samples of failures", lambda: self._samples.write_failure(*what))
+        written = self._unwritten.attempt(
+            "samples of failures", lambda: self._samples.write_failure(*what)
+        )
         path = samples_file(self._config.run.output_dir, step, "failure")
-        where = f"One of them is in {path}, in full" if written else "None of them could be written to disk"
-        outcome = f"they count as wrong, or get reward.function_failure={worst:g}, or do without that reward"
+        where = (
+            f"One of them is in {path}, in full"
+            if written
+            else "None of them could be written to disk"
+        )
+        outcome = (
+            f"they count as wrong, or get reward.function_failure={worst:g}, or do without "
+            "that reward"
+        )
         if functions_of(self._config.reward) and (first := first_function_failure(record.groups)):
             where += f". The first failure:\n{first}"
         level = logging.DEBUG
         if step >= self._next_failures_warning:
             level, self._next_failures_warning = logging.WARNING, step + FAILURES_STEPS
         text = (
-            "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is %.1f%%); %s. %s"
+            "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is "
+            "%.1f%%); %s. %s"
         )
         logger.log(level, text, step, 100 * failures, 100 * limit, outcome, where)
 
@@ -163,10 +187,13 @@ class Reporter:
         self._metrics.write_validation(measured.step, measured.metrics)
 
     def write_summary(self, seconds_total: float, more: Mapping[str, Any]) -> None:
-        """Of the whole run; `seconds_total` are those since this process started, `more` is the trainer's."""
+        """Of the whole run; `seconds_total` are those since this process started, `more` is the
+        trainer's."""
         self._metrics.flush()
         training = self._seconds_before + time.perf_counter() - self._started
-        medians = {phase: round(statistics.median(values), 6) for phase, values in self._seconds.items()}
+        medians = {
+            phase: round(statistics.median(values), 6) for phase, values in self._seconds.items()
+        }
         summary = {
             "steps": self._total_steps,
             "layout": self._layout,
@@ -181,12 +208,16 @@ class Reporter:
             **more,
             "last_step": self._last,
         }
-        path, text = Path(self._config.run.output_dir) / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n"
+        path, text = (
+            Path(self._config.run.output_dir) / SUMMARY_FILE,
+            json.dumps(summary, indent=2) + "\n",
+        )
         if self._unwritten.attempt(SUMMARY_FILE, lambda: write_whole(path, text)):
             logger.info("The summary is in %s", path, extra=event("end", self._total_steps))
 
     def close(self) -> None:
-        """Close the files, of a run that ends here or stops before its end, and log what the disk refused."""
+        """Close the files, of a run that ends here or stops before its end, and log what the disk
+        refused."""
         self._metrics.close()
         if lost := self._metrics.lost():
             text = ", ".join(f"{name}: {count}" for name, count in lost.items())
@@ -196,9 +227,13 @@ class Reporter:
         self._last = dict(metrics)
         for phase, value in phase_seconds(metrics).items():
             self._seconds[phase].append(value)
-        self._tokens += metrics.get(self._token_metric, 0.0)  # row 0 of supervised training has none
+        self._tokens += metrics.get(
+            self._token_metric, 0.0
+        )  # row 0 of supervised training has none
         if self._held_out is not None:
-            self._held_out |= {name: value for name, value in metrics.items() if name.startswith("held_out/")}
+            self._held_out |= {
+                name: value for name, value in metrics.items() if name.startswith("held_out/")
+            }
 
     def _look_for_alerts(self, number: int, metrics: Mapping[str, float]) -> list[str]:
         if self._alerts is None:
@@ -209,11 +244,16 @@ class Reporter:
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The seconds of a step's phases; those of the memory switch, where it has been used, added up as "switch".
+    """The seconds of a step's phases; those of the memory switch, where it has been used, added up
+    as "switch".
 
     >>> phase_seconds({"seconds/sync": 2.0, "seconds/wake": 0.5, "seconds/sleep": 0.25, "loss": 1.0})
     {'sync': 2.0, 'switch': 0.75}
     """
-    found = {name.removeprefix("seconds/"): v for name, v in metrics.items() if name.startswith("seconds/")}
+    found = {
+        name.removeprefix("seconds/"): v
+        for name, v in metrics.items()
+        if name.startswith("seconds/")
+    }
     switch = [found.pop(phase) for phase in SWITCH_PHASES if phase in found]
     return found | ({"switch": sum(switch)} if switch else {})

@@ -1,4 +1,5 @@
-"""A few groups of every step, kept to be read: prompt, texts, rewards, advantages; how they are written and read."""
+"""A few groups of every step, kept to be read: prompt, texts, rewards, advantages; how they are
+written and read."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def samples_file(output_dir: str, step: int, kind: str = "step") -> Path:
 
 
 def keep_samples(output_dir: str | Path, last_step: int) -> None:
-    """Remove the samples of steps after `last_step`, and unfinished files. Other files stay."""
+    """Remove the samples of steps after `last_step`, and unfinished files.
+
+    Other files stay."""
     remove_unfinished(Path(output_dir) / SAMPLES_FOLDER)
     both = (sample_files(output_dir), sample_files(output_dir, "failure"))
     later = [path for files in both for step, path in files.items() if step > last_step]
@@ -41,15 +44,25 @@ def keep_samples(output_dir: str | Path, last_step: int) -> None:
 
 
 def sample_files(output_dir: str | Path, kind: str = "step") -> dict[int, Path]:
-    """A run's files of samples by rising step; of what could not be judged with the kind "failure"."""
-    names = ((_OWN_NAME.fullmatch(path.name), path) for path in (Path(output_dir) / SAMPLES_FOLDER).glob("*"))
+    """A run's files of samples by rising step; of what could not be judged with the kind
+    "failure"."""
+    names = (
+        (_OWN_NAME.fullmatch(path.name), path)
+        for path in (Path(output_dir) / SAMPLES_FOLDER).glob("*")
+    )
     return dict(
-        sorted((int(m["step"]), path) for m, path in names if m and m["kind"] == kind and path.is_file())
+        sorted(
+            (int(m["step"]), path)
+            for m, path in names
+            if m and m["kind"] == kind and path.is_file()
+        )
     )
 
 
 def read_samples(path: Path) -> Iterator[tuple[int, dict | ValueError]]:
-    """(number from 1, group or why it is none) of every line of a file. OSError where it cannot be read."""
+    """(number from 1, group or why it is none) of every line of a file.
+
+    OSError where it cannot be read."""
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             group = parse_json(line.decode("utf-8"))
@@ -70,20 +83,28 @@ class SampleWriter:
         self._groups_per_step = groups_per_step
         self._rewards = rewards
 
-    def write(self, step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]) -> None:
-        """`samples/step-000001.jsonl`, one row per group, in ASCII; one written before is replaced. `advantages` has a
-        list per group and a number per completion. OSError where it cannot be written."""
+    def write(
+        self, step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]
+    ) -> None:
+        """`samples/step-000001.jsonl`, one row per group, in ASCII; one written before is replaced.
+
+        `advantages` has a list per group and a number per completion. OSError where it cannot be
+        written."""
         shown = groups[: self._groups_per_step]
         if not shown:
             return
         assert len(advantages) >= len(shown)
-        rows = [_row(group, own, self._rewards) for group, own in zip(shown, advantages, strict=False)]
+        rows = [
+            _row(group, own, self._rewards) for group, own in zip(shown, advantages, strict=False)
+        ]
         _write_rows(samples_file(self._output_dir, step), rows)
 
     def write_failure(
         self, step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]
     ) -> Path:
-        """`samples/failure-000001.jsonl`: the first group with an unscored completion. OSError if it is not written."""
+        """`samples/failure-000001.jsonl`: the first group with an unscored completion.
+
+        OSError if it is not written."""
         path = samples_file(self._output_dir, step, "failure")
         for group, group_advantages in zip(groups, advantages, strict=False):
             if any(score.verdict in FAILURES or score.failures for score in group.scores):
@@ -111,11 +132,15 @@ def _row(group: ScoredGroup, advantages: Sequence[float], rewards: Sequence[str]
             "policy_version": completion.policy_version,
             "segments": [
                 [sum(one.tokens for one in segments), version]
-                for version, segments in groupby(completion.segments, lambda one: one.policy_version)
+                for version, segments in groupby(
+                    completion.segments, lambda one: one.policy_version
+                )
             ],
             "text": completion.text,
         }
-        for completion, score, advantage in zip(group.completions, group.scores, advantages, strict=True)
+        for completion, score, advantage in zip(
+            group.completions, group.scores, advantages, strict=True
+        )
     ]
     return {
         "prompt_id": group.prompt.prompt_id,
@@ -130,12 +155,16 @@ def _parts(score: Score, rewards: Sequence[str]) -> dict:
     if not rewards:
         return {}
     values = (None if value is None else json_number(value) for value in score.parts)
-    failures = {one.name: f"{one.kind}: {one.message}" if one.message else one.kind for one in score.failures}
+    failures = {
+        one.name: f"{one.kind}: {one.message}" if one.message else one.kind
+        for one in score.failures
+    }
     return {"rewards": dict(zip(rewards, values, strict=True)), "failures": failures}
 
 
 def completion_facts(completion: dict) -> str:
-    """Reward, advantage, verdict, length, end and continuations in one line, without the model's own text.
+    """Reward, advantage, verdict, length, end and continuations in one line, without the model's
+    own text.
 
     >>> completion_facts({"reward": 5.0, "advantage": 0.7, "verdict": "string", "correct": True, "length": 12,
     ...                   "finish_reason": "stop"})
@@ -146,10 +175,15 @@ def completion_facts(completion: dict) -> str:
     versions = f" ({' + '.join(parts)})" if len(parts) > 1 else ""
     right = "right" if completion["correct"] else "wrong"
     rewards = completion.get("rewards") or {}
-    values = [f"{visible(k)} {'failed' if v is None else format(float(v), '+g')}" for k, v in rewards.items()]
+    values = [
+        f"{visible(k)} {'failed' if v is None else format(float(v), '+g')}"
+        for k, v in rewards.items()
+    ]
     shown = f" ({', '.join(values)})" if values else ""
     return (
-        f"reward {float(completion['reward']):+g}{shown}, advantage {float(completion['advantage']):+.3f},"
-        f" {right} ({visible(completion['verdict'])}), {int(completion['length'])} tokens{versions},"
+        f"reward {float(completion['reward']):+g}{shown}, advantage "
+        f"{float(completion['advantage']):+.3f},"
+        f" {right} ({visible(completion['verdict'])}), {int(completion['length'])} "
+        f"tokens{versions},"
         f" {visible(completion['finish_reason'])}"
     )

@@ -1,7 +1,7 @@
 """Weights & Biases as a second place for a run's numbers (`telemetry.wandb`).
 
-The run never waits for it while it makes steps: a thread of its own passes the rows to the client, and whatever fails
-there costs this log alone; `metrics.jsonl` is the same either way.
+The run never waits for it while it makes steps: a thread of its own passes the rows to the client,
+and whatever fails there costs this log alone; `metrics.jsonl` is the same either way.
 """
 
 from __future__ import annotations
@@ -38,10 +38,16 @@ FLUSH_SECONDS = 1.0
 
 
 class WandbLog:
-    """Hands rows to W&B. For rank 0 alone."""
+    """Hands rows to W&B.
 
-    def __init__(self, output_dir: str, telemetry: TelemetryConfig, settings: Mapping[str, object]) -> None:
-        """`settings` become the W&B run's config. `telemetry.wandb` is not "off", and `wandb_problems` found none."""
+    For rank 0 alone."""
+
+    def __init__(
+        self, output_dir: str, telemetry: TelemetryConfig, settings: Mapping[str, object]
+    ) -> None:
+        """`settings` become the W&B run's config.
+
+        `telemetry.wandb` is not "off", and `wandb_problems` found none."""
         self._folder = Path(output_dir)
         self._telemetry = telemetry
         self._settings = dict(settings)
@@ -62,7 +68,8 @@ class WandbLog:
             self._give_up(f"{MOST_WAITING} steps wait for it")
 
     def close(self) -> None:
-        """Wait until all is written or sent, at most FINISH_SECONDS; what is left then stays on this disk."""
+        """Wait until all is written or sent, at most FINISH_SECONDS; what is left then stays on
+        this disk."""
         with suppress(queue.Full):
             self._rows.put_nowait(None)
         self._thread.join(FINISH_SECONDS)
@@ -78,11 +85,15 @@ class WandbLog:
                 step, values = row
                 run.log(values, step=step)
             run.finish()
-        except Exception as error:  # of a library with a process and a network behind it: the run continues
+        except (
+            Exception
+        ) as error:  # of a library with a process and a network behind it: the run continues
             self._give_up(f"{type(error).__name__}: {error}")
             _end_service()
         finally:
-            with suppress(Exception):  # else it is done again, and logged, when the interpreter ends
+            with suppress(
+                Exception
+            ):  # else it is done again, and logged, when the interpreter ends
                 self._wandb.teardown()
 
     def _start(self) -> Any:
@@ -108,7 +119,8 @@ class WandbLog:
                 return
             self._given_up = True
         logger.warning(
-            "Weights & Biases is off from here: %s. The run continues, all its numbers are in metrics.jsonl; what W&B "
+            "Weights & Biases is off from here: %s. The run continues, all its numbers are in "
+            "metrics.jsonl; what W&B "
             "had got is in %s, and `wandb sync` can send it",
             why,
             self._folder / WANDB_FOLDER,
@@ -116,8 +128,9 @@ class WandbLog:
 
 
 def _quiet_settings() -> dict[str, object]:
-    """Numbers only: no console, code, git state, packages or machine, and nothing printed. Its stop button asks the run
-    to save and stop; by itself it would interrupt it."""
+    """Numbers only: no console, code, git state, packages or machine, and nothing printed.
+
+    Its stop button asks the run to save and stop; by itself it would interrupt it."""
     return {
         "silent": True,
         "console": "off",
@@ -145,7 +158,8 @@ def _end_service() -> None:
 
 
 def run_id(output_dir: str | Path) -> str:
-    """The id by which W&B recognises the folder's run when it is resumed, made and kept there when there is none."""
+    """The id by which W&B recognises the folder's run when it is resumed, made and kept there when
+    there is none."""
     path = Path(output_dir) / WANDB_FOLDER / "run_id.txt"
     if not path.exists():
         write_whole(path, secrets.token_hex(4) + "\n")
@@ -156,14 +170,19 @@ def run_id(output_dir: str | Path) -> str:
 
 
 def wandb_problems(telemetry: TelemetryConfig) -> list[str]:
-    """What W&B lacks for `telemetry.wandb`, for the rank that logs. Asks nothing, neither here nor over the network."""
+    """What W&B lacks for `telemetry.wandb`, for the rank that logs.
+
+    Asks nothing, neither here nor over the network."""
     mode = telemetry.wandb
     if mode not in ("offline", "online"):
         return []
     found = importlib.util.find_spec("wandb")
-    if found is None or found.origin is None:  # the latter: a folder "wandb" that happens to lie here
+    if (
+        found is None or found.origin is None
+    ):  # the latter: a folder "wandb" that happens to lie here
         return [
-            f'telemetry.wandb is "{mode}", and the package wandb is not installed. Run `pip install rlmath[wandb]`, or '
+            f'telemetry.wandb is "{mode}", and the package wandb is not installed. Run `pip '
+            "install rlmath[wandb]`, or "
             "set telemetry.wandb=off."
         ]
     if mode == "offline":
@@ -173,7 +192,9 @@ def wandb_problems(telemetry: TelemetryConfig) -> list[str]:
         host, key = _api_key()
     except (ImportError, AttributeError) as error:
         return [f"{online} this wandb is another than 0.31 ({error}). Install that one."]
-    except Exception as error:  # its own: a key that cannot be one, a settings file that cannot be read
+    except (
+        Exception
+    ) as error:  # its own: a key that cannot be one, a settings file that cannot be read
         return [f"{online} its API key cannot be used: {error}. Run `wandb login` again."]
     if key is None:
         login = "Run `wandb login`, set WANDB_API_KEY, or set telemetry.wandb=offline."
@@ -182,17 +203,21 @@ def wandb_problems(telemetry: TelemetryConfig) -> list[str]:
 
 
 def _api_key() -> tuple[str, object]:
-    """W&B's server, and the key for it as its own login finds it (environment, .netrc, settings); None for none."""
+    """W&B's server, and the key for it as its own login finds it (environment, .netrc, settings);
+    None for none."""
     _import_wandb()
     from wandb.sdk import wandb_setup
     from wandb.sdk.lib import wbauth
 
     host = str(wandb_setup.singleton().settings.base_url)
-    return host, wbauth.authenticate_session(host=host, source="rlmath", prompt=False, update_session=False)
+    return host, wbauth.authenticate_session(
+        host=host, source="rlmath", prompt=False, update_session=False
+    )
 
 
 def _import_wandb() -> ModuleType:
-    # Reports of its own troubles over the network, and advice for any library of language models that is loaded.
+    # Reports of its own troubles over the network, and advice for any library of language models
+    # that is loaded.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
     import wandb  # here, because it takes seconds

@@ -1,10 +1,12 @@
-"""`torchrun --nproc-per-node=N -m rlmath.trainer`: the training program (`rlmath.cli.program`) on one rank."""
+"""`torchrun --nproc-per-node=N -m rlmath.trainer`: the training program (`rlmath.cli.program`) on
+one rank."""
 
 import sys
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
-        # `python -m` has put the current folder first, where random.py would take the place of Python's.
+        # `python -m` has put the current folder first, where random.py would take the place of
+        # Python's.
         sys.path.append(sys.path.pop(0))
 
     from rlmath.distributed import process

@@ -1,5 +1,6 @@
-"""What the life cycle (`rlmath.run.loop`) asks of a training program on one rank. GRPO (`grpo`), supervised training
-(`sft`) and the replay of a step are three of them."""
+"""What the life cycle (`rlmath.run.loop`) asks of a training program on one rank.
+
+GRPO (`grpo`), supervised training (`sft`) and the replay of a step are three of them."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ from rlmath.trainer.context import RankContext
 
 
 class Export(Protocol):
-    """Writes the model as it is in Hugging Face form into a folder, with some files `more`. A collective. OSError on
-    rank 0 where the disk refuses."""
+    """Writes the model as it is in Hugging Face form into a folder, with some files `more`.
+
+    A collective. OSError on rank 0 where the disk refuses."""
 
     def __call__(self, folder: Path, more: Mapping[str, bytes] | None = None) -> None: ...
 
@@ -49,7 +51,9 @@ class Trainer(ABC):
     actor: Actor
 
     def __init__(self, context: RankContext[Any]) -> None:
-        """Starts Megatron's process groups; needs the process group. A subclass builds models, among them `actor`."""
+        """Starts Megatron's process groups; needs the process group.
+
+        A subclass builds models, among them `actor`."""
         self.config, self.shape = context.config, context.shape
         self.mesh, self.device = context.mesh, context.device
         self.stop_token_ids = context.inputs.stop_token_ids
@@ -58,7 +62,10 @@ class Trainer(ABC):
         self.total_steps: int = context.inputs.total_steps
         self.timers = PhaseTimers(context.on_phase)
         start_megatron(
-            self.mesh, self.device, self.config.run.seed, self.config.run.distributed_timeout_seconds
+            self.mesh,
+            self.device,
+            self.config.run.seed,
+            self.config.run.distributed_timeout_seconds,
         )
         self.peak_flops = peak_flops(self.shape, self.mesh, self.device)
 
@@ -66,9 +73,9 @@ class Trainer(ABC):
     def open_workers(
         config: Config, mesh: Mesh, inputs: Any = None, validation: Sequence[Any] = ()
     ) -> AbstractContextManager[Any]:
-        """Processes that this rank needs beside it for what `inputs` and the files of `validation` hold; opened before
-        process groups and engines, whose threads they must not inherit. `RankContext.workers` is what the context
-        manager gives."""
+        """Processes that this rank needs beside it for what `inputs` and the files of `validation`
+        hold; opened before process groups and engines, whose threads they must not inherit.
+        `RankContext.workers` is what the context manager gives."""
         return nullcontext()
 
     @property
@@ -76,13 +83,18 @@ class Trainer(ABC):
     def layout(self) -> str:
         """For the summary: "TP2 x PP1 x DP1, ..."."""
 
-    def begin(self, steps_done: int, export: Export, asked_to_stop: Callable[[], str | None]) -> None:  # noqa: B027
-        """Called once before the first step, with the weights and the optimizer restored. `export` writes the model as
-        it is; `asked_to_stop` gives the reason if any rank was asked to. Both are collectives."""
+    def begin(  # noqa: B027
+        self, steps_done: int, export: Export, asked_to_stop: Callable[[], str | None]
+    ) -> None:
+        """Called once before the first step, with the weights and the optimizer restored.
+
+        `export` writes the model as it is; `asked_to_stop` gives the reason if any rank was asked
+        to. Both are collectives."""
 
     @property
     def models(self) -> list[SavedModel]:
-        """The models whose weights a checkpoint may have: each is loaded from it where the checkpoint has it."""
+        """The models whose weights a checkpoint may have: each is loaded from it where the
+        checkpoint has it."""
         lora, actor = self.config.lora, self.actor
         rules = adapter_rules(self.shape.architecture, lora.rank, lora.target)
         placed = tuple(placed_tensors(self.shape, rules))
@@ -93,7 +105,9 @@ class Trainer(ABC):
         return self.models
 
     def models_on_device(self, models: Sequence[SavedModel]) -> AbstractContextManager[Any]:
-        """Inside, these are on the device, though they may be offloaded between steps. Not to be nested."""
+        """Inside, these are on the device, though they may be offloaded between steps.
+
+        Not to be nested."""
         return nullcontext()
 
     def own_progress(self) -> dict[str, Any]:
@@ -101,14 +115,18 @@ class Trainer(ABC):
         return {}
 
     def checkpoint_files(self) -> dict[str, bytes]:
-        """What a checkpoint keeps of this run beside tensors and `Progress`, by file name; rank 0 writes it."""
+        """What a checkpoint keeps of this run beside tensors and `Progress`, by file name; rank 0
+        writes it."""
         return {}
 
     def resume(self, folder: Path, progress: Progress) -> None:  # noqa: B027
-        """Continue with the files of `checkpoint_files` in a checkpoint's folder. ValueError where one is damaged."""
+        """Continue with the files of `checkpoint_files` in a checkpoint's folder.
+
+        ValueError where one is damaged."""
 
     def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
-        """The run has made these so far: later prompts and samples have other seeds; the learning rate is lower."""
+        """The run has made these so far: later prompts and samples have other seeds; the learning
+        rate is lower."""
         self.rollbacks = tuple(rollbacks)
         self.order.roll_back(rollbacks)
         self.actor.learner.lr_scale = self.config.algorithm.rollback_lr_factor ** len(rollbacks)
@@ -134,11 +152,15 @@ class Trainer(ABC):
         return {}
 
     def busy_seconds(self) -> float:
-        """Seconds since the last call in which this rank's models computed without waiting for other replicas."""
+        """Seconds since the last call in which this rank's models computed without waiting for
+        other replicas."""
         return self.actor.forward_backward.pop_busy_seconds()
 
     def write_last_step(self, reason: str) -> None:  # noqa: B027
-        """The run fails or diverges here: write what the last step's update was made of, if kept. Not a collective."""
+        """The run fails or diverges here: write what the last step's update was made of, if kept.
+
+        Not a collective."""
 
     def close(self, status: int) -> None:  # noqa: B027
-        """End what the constructor started, when the run ends with this exit status; not called after an error."""
+        """End what the constructor started, when the run ends with this exit status; not called
+        after an error."""

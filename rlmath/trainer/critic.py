@@ -1,12 +1,15 @@
-"""The critic's part of a step: values of the step's tokens, advantages and returns by GAE, and the critic's updates.
+"""The critic's part of a step: values of the step's tokens, advantages and returns by GAE, and the
+critic's updates.
 
-    values -> rewards of tokens (KL, the completion's reward at its last token) -> advantages, returns -> minibatches
+    values -> rewards of tokens (KL, the completion's reward at its last token) -> advantages,
+    returns -> minibatches
 
-Values are those of the critic at the step's start, for all tokens, whichever weights of the policy sampled them. The
-policy's advantages are normalised over all tokens of the step.
+Values are those of the critic at the step's start, for all tokens, whichever weights of the policy
+sampled them. The policy's advantages are normalised over all tokens of the step.
 """
 
-# Shape legend: T packed tokens of one micro-batch, N sampled tokens of it, S samples of it, P samples of the step.
+# Shape legend: T packed tokens of one micro-batch, N sampled tokens of it, S samples of it, P
+# samples of the step.
 
 from __future__ import annotations
 
@@ -38,7 +41,9 @@ count returns squared_returns errors squared_errors values advantages squared_ad
 
 @dataclass(frozen=True)
 class CriticInAdvantages:
-    """Advantages by the critic as it is, and its own updates afterwards. All training ranks call it alike."""
+    """Advantages by the critic as it is, and its own updates afterwards.
+
+    All training ranks call it alike."""
 
     critic: Critic
     config: Config
@@ -47,7 +52,9 @@ class CriticInAdvantages:
     offload: OffloadSets
     timers: PhaseTimers
 
-    def apply(self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages) -> Advantages:
+    def apply(
+        self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
+    ) -> Advantages:
         orders = packed.orders(critic_epochs(self.config), self.config.algorithm.shuffle)
         with self.timers.phase("critic"), self.offload.on_device("critic", "critic_gradients"):
             estimated, targets = self._estimate(packed, logprobs, advantages)
@@ -64,8 +71,14 @@ class CriticInAdvantages:
     def _estimate(
         self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
     ) -> tuple[Advantages, list[ValueTargets]]:
-        """Advantages and returns of the step's samples. A collective."""
-        batches, groups, rewards = advantages.batches, packed.scored.groups, packed.scored.rewards_PG
+        """Advantages and returns of the step's samples.
+
+        A collective."""
+        batches, groups, rewards = (
+            advantages.batches,
+            packed.scored.groups,
+            packed.scored.rewards_PG,
+        )
         old, reference = logprobs.old, logprobs.reference
         rewards_P = torch.tensor([reward for row in rewards for reward in row], dtype=torch.float64)
         completions = [one for group in groups for one in group.completions]
@@ -101,12 +114,18 @@ class CriticInAdvantages:
         if self.kl_in_reward:
             reward_kl = RewardKL(sums["kl"] / count, sums["kl"] / max(1, len(completions)))
         metrics = {
-            "critic/explained_variance": explained_variance(*(sums[name] for name in ESTIMATE_SUMS[:5])),
+            "critic/explained_variance": explained_variance(
+                *(sums[name] for name in ESTIMATE_SUMS[:5])
+            ),
             "critic/value": sums["values"] / count,
             "critic/return": sums["returns"] / count,
         }
         estimated = replace(
-            advantages, batches=learned, means_PG=means_PG, reward_kl=reward_kl, critic_metrics=metrics
+            advantages,
+            batches=learned,
+            means_PG=means_PG,
+            reward_kl=reward_kl,
+            critic_metrics=metrics,
         )
         return estimated, targets
 
@@ -118,12 +137,16 @@ class CriticInAdvantages:
         truncated_P: Tensor,
         kl_T: Tensor | None,
     ) -> _TokenEstimates:
-        """Advantages and returns of one micro-batch, before advantages are normalised. The steps of GAE are the sampled
-        tokens: what others wrote between two of them is part of the later one's state."""
+        """Advantages and returns of one micro-batch, before advantages are normalised.
+
+        The steps of GAE are the sampled tokens: what others wrote between two of them is part of
+        the later one's state."""
         settings = self.config.critic
         sampled_T = batch.sampled_T
         samples = torch.tensor(batch.sample_indices, dtype=torch.long)
-        lengths_S = torch.bincount(batch.segments_T[sampled_T], minlength=batch.n_segments)[: len(samples)]
+        lengths_S = torch.bincount(batch.segments_T[sampled_T], minlength=batch.n_segments)[
+            : len(samples)
+        ]
         has_tokens_S = lengths_S > 0
         samples_S, tokens_S = samples[has_tokens_S], lengths_S[has_tokens_S]
         values_N = values.values_T.cpu().double()[sampled_T]
@@ -149,11 +172,19 @@ class CriticInAdvantages:
         policy_N = advantages(fixed_S if alpha is None else length_adaptive_lambda(tokens_S, alpha))
         returns_N = advantages(torch.full_like(fixed_S, settings.value_lambda)) + values_N
         return _TokenEstimates(
-            samples_S, tokens_S, values_N=values_N, advantages_N=policy_N, returns_N=returns_N, kl_N=kl_N
+            samples_S,
+            tokens_S,
+            values_N=values_N,
+            advantages_N=policy_N,
+            returns_N=returns_N,
+            kl_N=kl_N,
         )
 
-    def _totals(self, rows: Sequence[_TokenEstimates], samples: int) -> tuple[dict[str, float], Tensor]:
-        """Sums over all tokens of the step, and the mean advantage of every sample, on all ranks; over gloo."""
+    def _totals(
+        self, rows: Sequence[_TokenEstimates], samples: int
+    ) -> tuple[dict[str, float], Tensor]:
+        """Sums over all tokens of the step, and the mean advantage of every sample, on all ranks;
+        over gloo."""
         totals = torch.zeros(len(ESTIMATE_SUMS) + samples, dtype=torch.float64)
         if self.mesh.counts_loss:
             for row in rows:
@@ -206,12 +237,15 @@ class _TokenEstimates:
 
 
 def critic_metrics(results: Sequence[MinibatchResult]) -> dict[str, float]:
-    """Metrics of the minibatches that were learned from, means over tokens; of all where every one was discarded."""
+    """Metrics of the minibatches that were learned from, means over tokens; of all where every one
+    was discarded."""
     kept = [result for result in results if result.discarded is None]
     counted = kept or results
 
     def mean(name: str, of: str) -> float:
-        return sum(one.sums[name] for one in counted) / max(1.0, sum(one.sums[of] for one in counted))
+        return sum(one.sums[name] for one in counted) / max(
+            1.0, sum(one.sums[of] for one in counted)
+        )
 
     return {
         "critic/loss": mean("loss", "denominator"),

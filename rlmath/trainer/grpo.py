@@ -1,15 +1,15 @@
 """GRPO: one step, from weights to weights, in the order in which this file reads.
 
-    weights to the engine -> (probe, validation) -> prompts -> rollout and rewards -> selection -> advantages -> samples
-    -> schedule -> packing -> log-probs (old, reference) -> critic -> teacher -> minibatches: loss, early stop, update
-    -> metrics
+    weights to the engine -> (probe, validation) -> prompts -> rollout and rewards -> selection ->
+    advantages -> samples -> schedule -> packing -> log-probs (old, reference) -> critic -> teacher
+    -> minibatches: loss, early stop, update -> metrics
 
-Every rank runs it. The control plane (prompts, selection, advantages, schedule) is computed alike on all ranks; only
-tensors are sharded. Lengths are those of the step's length stage; weights, optimizer, learning-rate schedule, order of
-prompts and seeds continue from stage to stage.
+Every rank runs it. The control plane (prompts, selection, advantages, schedule) is computed alike
+on all ranks; only tensors are sharded. Lengths are those of the step's length stage; weights,
+optimizer, learning-rate schedule, order of prompts and seeds continue from stage to stage.
 
-From advantages to the update it is `policy_update.py`, the formulas are in `algorithms/`, the life cycle around the
-step is in `rlmath.run.loop`.
+From advantages to the update it is `policy_update.py`, the formulas are in `algorithms/`, the life
+cycle around the step is in `rlmath.run.loop`.
 """
 
 from __future__ import annotations
@@ -69,14 +69,19 @@ class GrpoTrainer(PolicyTrainer):
 
     @staticmethod
     def open_workers(
-        config: Config, mesh: Mesh, inputs: Inputs | None = None, validation: Sequence[ValidationFile] = ()
+        config: Config,
+        mesh: Mesh,
+        inputs: Inputs | None = None,
+        validation: Sequence[ValidationFile] = (),
     ) -> AbstractContextManager[RewardWorkers | None]:
         """The reward workers of an engine's first rank."""
         measured = measured_rows(config, () if inputs is None else inputs.prompts, validation)
         return open_engine_workers(config, mesh, measured)
 
     def __init__(self, context: RankContext[Inputs]) -> None:
-        """Builds engine, actor and reference; the engine sleeps afterwards. With a bridge the engines are elsewhere."""
+        """Builds engine, actor and reference; the engine sleeps afterwards.
+
+        With a bridge the engines are elsewhere."""
         super().__init__(context)
         config = context.config
         self.inputs, self.reward_fingerprint = context.inputs, context.reward_fingerprint
@@ -97,7 +102,9 @@ class GrpoTrainer(PolicyTrainer):
     def layout(self) -> str:
         return self.mesh.describe()
 
-    def begin(self, steps_done: int, export: Export, asked_to_stop: Callable[[], str | None]) -> None:
+    def begin(
+        self, steps_done: int, export: Export, asked_to_stop: Callable[[], str | None]
+    ) -> None:
         self.validator = Validator(
             self.config,
             self.mesh,
@@ -150,12 +157,18 @@ class GrpoTrainer(PolicyTrainer):
         )
 
     def metrics(
-        self, stage: LengthStage, rollout: StepRollout, update: UpdateRecord, seconds: dict[str, float]
+        self,
+        stage: LengthStage,
+        rollout: StepRollout,
+        update: UpdateRecord,
+        seconds: dict[str, float],
     ) -> dict[str, float]:
         """All metrics of a step, under the names that `metrics.jsonl` has."""
         algorithm, selection = self.config.algorithm, rollout.selection
         learned = selection.learned
-        metrics = rollout_metrics(selection.sampled) | part_metrics(selection.sampled, self.config.reward)
+        metrics = rollout_metrics(selection.sampled) | part_metrics(
+            selection.sampled, self.config.reward
+        )
         metrics |= engine_metrics(rollout.rounds) | rollout.metrics
         if self.rules.drop_anything:
             metrics |= selection_metrics(selection)
@@ -177,8 +190,9 @@ class GrpoTrainer(PolicyTrainer):
         return metrics | self.engines.metrics()
 
     def own_advantages(self, groups: Sequence[ScoredGroup]) -> list[list[float]] | None:
-        """By a function of the user's; None where there is none, or no reward is learned from. A collective.
-        UserFunctionError where it fails."""
+        """By a function of the user's; None where there is none, or no reward is learned from.
+
+        A collective. UserFunctionError where it fails."""
         if self.teacher is not None and not self.config.teacher.with_rewards:
             return None
         rewards_PG = [summed_rewards(group, self.config.reward) for group in groups]
@@ -187,9 +201,14 @@ class GrpoTrainer(PolicyTrainer):
     def enter_length_stage(self, number: int) -> LengthStage:
         """The length stage of a step; logged where it is the first one of this start."""
         stage = length_curriculum.length_stage_at(self.length_stages, number)
-        if length_curriculum.has_length_stages(self.config) and stage.number != self.entered_length_stage:
+        if (
+            length_curriculum.has_length_stages(self.config)
+            and stage.number != self.entered_length_stage
+        ):
             logger.info(
-                "%s", stage.line(len(self.length_stages)), extra=event("length stage", stage.first_step)
+                "%s",
+                stage.line(len(self.length_stages)),
+                extra=event("length stage", stage.first_step),
             )
             self.entered_length_stage = stage.number
         return stage
@@ -208,7 +227,8 @@ class GrpoTrainer(PolicyTrainer):
         self.rollouts.resume(folder, progress.step, changed)
 
     def validate_at_end(self) -> ValidationResult | None:
-        """The validation of the weights after all steps, where it is due and not done; the engine wakes for it."""
+        """The validation of the weights after all steps, where it is due and not done; the engine
+        wakes for it."""
         if not self.validator.due(self.total_steps):
             return None
         with self.engines.generating(self.actor.learner.updates, self.total_steps):

@@ -35,16 +35,20 @@ class UpdateRecord:
     reward_kl: RewardKL | None
     """Where KL is part of the reward."""
     passes: float = 0.0
-    """How often the samples were learned from; less than `algorithm.epochs` where early stop ended the step."""
+    """How often the samples were learned from; less than `algorithm.epochs` where early stop ended
+    the step."""
     critic_results: list[MinibatchResult] = field(default_factory=list)
     """What every minibatch of the critic gave, where there is one."""
     critic_metrics: dict[str, float] = field(default_factory=dict)
     teacher_kl: float | None = None
-    """KL(policy || teacher) per token (nats), estimated from sampled tokens, where the teacher is in the advantages."""
+    """KL(policy || teacher) per token (nats), estimated from sampled tokens, where the teacher is
+    in the advantages."""
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Rewards and lengths of all that was sampled. Lengths in tokens; ratios from 0 to 1."""
+    """Rewards and lengths of all that was sampled.
+
+    Lengths in tokens; ratios from 0 to 1."""
     completions = [completion for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
     n = len(completions)
@@ -70,8 +74,9 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def accuracy_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """The share of right answers, by the verifier, in a run whose rows all have a solution to verify against; else the
-    share of completions that a function of the user's counts as right, by its metric "correct" or a reward above 0."""
+    """The share of right answers, by the verifier, in a run whose rows all have a solution to
+    verify against; else the share of completions that a function of the user's counts as right, by
+    its metric "correct" or a reward above 0."""
     verified = [score.verified_correct for score in scores if score.verified_correct is not None]
     if verified:
         return {"rollout/accuracy": sum(verified) / len(verified)}
@@ -79,10 +84,11 @@ def accuracy_metrics(scores: Sequence[Score]) -> dict[str, float]:
 
 
 def engine_metrics(rounds: Sequence[Sequence[EngineUsage]]) -> dict[str, float]:
-    """What the engines did in the rollouts of a step, which each have a usage by engine; nothing where there was none.
-    `idle_share`: of the time, in which an engine had nothing left to sample while another still did (0 to 1): the mean
-    over engines, the most, and each engine's own where there are few. `tail_share`: of the engines' steps, in which
-    nothing was left to begin. `batch_fill`: sequences decoded at a time, of the most that the engine decoded."""
+    """What the engines did in the rollouts of a step, which each have a usage by engine; nothing
+    where there was none. `idle_share`: of the time, in which an engine had nothing left to sample
+    while another still did (0 to 1): the mean over engines, the most, and each engine's own where
+    there are few. `tail_share`: of the engines' steps, in which nothing was left to begin.
+    `batch_fill`: sequences decoded at a time, of the most that the engine decoded."""
     if not rounds:
         return {}
     shares = idle_shares([[usage.seconds for usage in usages] for usages in rounds])
@@ -95,20 +101,26 @@ def engine_metrics(rounds: Sequence[Sequence[EngineUsage]]) -> dict[str, float]:
         "rollout/batch_fill": sum(usage.fill * usage.steps for usage in usages) / steps,
     }
     if len(shares) <= 8:
-        metrics |= {f"rollout/idle_share/engine_{index}": share for index, share in enumerate(shares)}
+        metrics |= {
+            f"rollout/idle_share/engine_{index}": share for index, share in enumerate(shares)
+        }
     return metrics
 
 
 def reward_metrics(scores: Sequence[Score], truncated: Sequence[bool]) -> dict[str, float]:
-    """The parts of the reward: shares of completions (0 to 1), how answers were decided, how long they waited for a
-    reward worker, and the means of what a reward function of the user's reports."""
+    """The parts of the reward: shares of completions (0 to 1), how answers were decided, how long
+    they waited for a reward worker, and the means of what a reward function of the user's reports.
+    """
     n = len(scores)
     kinds = Counter(score.verdict for score in scores)
     metrics = {
         "reward/correct": sum(score.correct for score in scores) / n,
         "reward/boxed": sum(score.boxed for score in scores) / n,
         "reward/truncated": sum(truncated) / n,
-        "reward/failures": sum(score.verdict in FAILURES or bool(score.failures) for score in scores) / n,
+        "reward/failures": sum(
+            score.verdict in FAILURES or bool(score.failures) for score in scores
+        )
+        / n,
         "reward/queue_wait_s": sum(score.queue_seconds for score in scores) / n,
         "reward/queue_wait_s_max": max(score.queue_seconds for score in scores),
     }
@@ -124,8 +136,9 @@ def reward_metrics(scores: Sequence[Score], truncated: Sequence[bool]) -> dict[s
 
 
 def part_metrics(groups: Sequence[ScoredGroup], reward: RewardConfig) -> dict[str, float]:
-    """For each of several rewards: the mean of what it gave, where it gave anything, and the share of completions on
-    which it failed. Where each is normalised for itself, a group has contrast where any of them has."""
+    """For each of several rewards: the mean of what it gave, where it gave anything, and the share
+    of completions on which it failed. Where each is normalised for itself, a group has contrast
+    where any of them has."""
     scores = [score for group in groups for score in group.scores]
     metrics = {}
     for k, one in enumerate(named_rewards(reward)):
@@ -146,7 +159,8 @@ def part_metrics(groups: Sequence[ScoredGroup], reward: RewardConfig) -> dict[st
 @cache
 def _warn_of_names() -> None:
     text = (
-        "reward.function gives more than %d names of metrics in a step; the first %d of each step are logged"
+        "reward.function gives more than %d names of metrics in a step; the first %d of each "
+        "step are logged"
     )
     logger.warning(text, MAX_METRICS, MAX_METRICS)
 
@@ -162,7 +176,9 @@ def _finite_mean(values: Sequence[float]) -> float:
 
 
 def selection_metrics(selection: Selection) -> dict[str, float]:
-    """What length filters and dynamic sampling left out. Counts of groups and completions."""
+    """What length filters and dynamic sampling left out.
+
+    Counts of groups and completions."""
     groups, completions = selection.dropped_groups(), selection.filtered_completions()
     return {
         "selection/groups_sampled": float(len(selection.sampled)),
@@ -174,12 +190,16 @@ def selection_metrics(selection: Selection) -> dict[str, float]:
 
 
 def update_metrics(
-    record: UpdateRecord, groups: Sequence[ScoredGroup], task_reward: float, settings: AlgorithmConfig
+    record: UpdateRecord,
+    groups: Sequence[ScoredGroup],
+    task_reward: float,
+    settings: AlgorithmConfig,
 ) -> dict[str, float]:
-    """Loss, ratio, KL and gradient of the minibatches that were learned from, means over tokens; of all minibatches
-    where every one was discarded. A step without any minibatch has only their number. `kl_reward` is minus the weighted
-    KL per token. `final_reward` is the mean reward of the completions learned from with their KL taken off; where KL is
-    part of the loss it is `task_reward` plus `kl_reward`, for orientation only."""
+    """Loss, ratio, KL and gradient of the minibatches that were learned from, means over tokens; of
+    all minibatches where every one was discarded. A step without any minibatch has only their
+    number. `kl_reward` is minus the weighted KL per token. `final_reward` is the mean reward of the
+    completions learned from with their KL taken off; where KL is part of the loss it is
+    `task_reward` plus `kl_reward`, for orientation only."""
     results = record.results
     kept = [result for result in results if result.discarded is None]
     overflowed = sum(result.overflowed for result in results)
@@ -228,9 +248,9 @@ def update_metrics(
 
 
 def teaching_metrics(record: UpdateRecord, sampled: int, every_group: bool) -> dict[str, float]:
-    """The share (0 to 1) of the `sampled` groups that the policy learned from: they were kept, an advantage of
-    theirs is not 0, and a minibatch was not discarded. With `every_group`, where a teacher is part of
-    the loss, every group that was kept teaches."""
+    """The share (0 to 1) of the `sampled` groups that the policy learned from: they were kept, an
+    advantage of theirs is not 0, and a minibatch was not discarded. With `every_group`, where a
+    teacher is part of the loss, every group that was kept teaches."""
     is_used = any(result.discarded is None for result in record.results)
     teaching = sum(every_group or any(row) for row in record.advantages) if is_used else 0
     return {"train/teaching_groups": teaching / sampled}
@@ -246,8 +266,9 @@ def loss_scale_metrics(results: Sequence[MinibatchResult]) -> dict[str, float]:
 
 
 def teacher_metrics(record: UpdateRecord) -> dict[str, float]:
-    """KL(policy || teacher) per token (nats): over the whole vocabulary of the minibatches that were learned from, or
-    estimated from the tokens that were sampled, where it is in the advantages."""
+    """KL(policy || teacher) per token (nats): over the whole vocabulary of the minibatches that
+    were learned from, or estimated from the tokens that were sampled, where it is in the
+    advantages."""
     if record.teacher_kl is not None:
         return {"train/teacher_kl": record.teacher_kl}
     kept = [result for result in record.results if result.discarded is None] or record.results
@@ -259,14 +280,17 @@ def _mean(results: Sequence[MinibatchResult], name: str, of: str = "tokens") -> 
 
 
 def mismatch_metrics(results: Sequence[MinibatchResult], only_first: bool) -> dict[str, float]:
-    """Difference between the engine's log-probs and the policy's own, per token (nats); with `only_first` of the first
-    minibatch: without recomputed log-probs, only its policy is the one that sampled."""
+    """Difference between the engine's log-probs and the policy's own, per token (nats); with
+    `only_first` of the first minibatch: without recomputed log-probs, only its policy is the one
+    that sampled."""
     looked_at = results[:1] if only_first else results
     if not looked_at:
         return {}
     return {
         "train/behaviour_logprob_diff": _mean(looked_at, "mismatch"),
-        "train/behaviour_logprob_diff_max": max(result.maxima["mismatch_max"] for result in looked_at),
+        "train/behaviour_logprob_diff_max": max(
+            result.maxima["mismatch_max"] for result in looked_at
+        ),
     }
 
 
@@ -277,9 +301,11 @@ def pace_metrics(
     learned: Sequence[ScoredGroup],
     passes: float,
 ) -> dict[str, float]:
-    """Seconds of every phase, and tokens per second where a phase works on tokens. The rollout is paced by the tokens
-    it sampled, the step by all that its groups have ("learned": by the completion tokens that it learns from), the
-    others by all tokens that they read: the update makes `passes` over what is learned from."""
+    """Seconds of every phase, and tokens per second where a phase works on tokens.
+
+    The rollout is paced by the tokens it sampled, the step by all that its groups have ("learned":
+    by the completion tokens that it learns from), the others by all tokens that they read: the
+    update makes `passes` over what is learned from."""
     read = _tokens(learned)
     worked = {
         "rollout": sampled_tokens,
@@ -309,9 +335,10 @@ def mfu_metrics(
     trained: Cost,
     peak_flops: float,
 ) -> dict[str, float]:
-    """Model FLOP utilisation of rollout and update (0 to 1): what the model's own arithmetic takes, over what all ranks
-    could compute (`peak_flops`, FLOP/s), without padding and recomputation. `forward` is the cost of a forward pass,
-    `trained` that of forward and backward pass. A token of the step's rollout counts as one of `sampled` on average."""
+    """Model FLOP utilisation of rollout and update (0 to 1): what the model's own arithmetic takes,
+    over what all ranks could compute (`peak_flops`, FLOP/s), without padding and recomputation.
+    `forward` is the cost of a forward pass, `trained` that of forward and backward pass. A token of
+    the step's rollout counts as one of `sampled` on average."""
     metrics = {}
     if seconds.get("rollout", 0.0) > 0:
         all_tokens = sum(c.n_sampled for group in sampled for c in group.completions)
@@ -319,7 +346,9 @@ def mfu_metrics(
         metrics["rollout/mfu"] = flops / (seconds["rollout"] * peak_flops)
     if seconds.get("update", 0.0) > 0:
         lengths = [
-            len(group.prompt.token_ids) + len(c.token_ids) for group in learned for c in group.completions
+            len(group.prompt.token_ids) + len(c.token_ids)
+            for group in learned
+            for c in group.completions
         ]
         flops = passes * sum(map(trained.of, lengths))
         metrics["train/mfu"] = flops / (seconds["update"] * peak_flops)
@@ -337,4 +366,8 @@ def _sampling_flops(groups: Sequence[ScoredGroup], forward: Cost) -> float:
 
 
 def _tokens(groups: Sequence[ScoredGroup]) -> int:
-    return sum(len(group.prompt.token_ids) + len(c.token_ids) for group in groups for c in group.completions)
+    return sum(
+        len(group.prompt.token_ids) + len(c.token_ids)
+        for group in groups
+        for c in group.completions
+    )

@@ -1,10 +1,12 @@
-"""From scored groups to a better policy: the models of a GRPO run on this rank, and its update, without any engine.
+"""From scored groups to a better policy: the models of a GRPO run on this rank, and its update,
+without any engine.
 
     advantages -> samples -> schedule -> packing -> log-probs (old, reference) -> critic -> teacher
     -> minibatches: loss, early stop, update
 
-`grpo` puts the rollout before it; `replay` makes a captured step's update again. The formulas are in `algorithms/`, the
-loss of a minibatch in `models/learner.py`, the schedule in `data/seqlen_balancing.py`.
+`grpo` puts the rollout before it; `replay` makes a captured step's update again. The formulas are
+in `algorithms/`, the loss of a minibatch in `models/learner.py`, the schedule in
+`data/seqlen_balancing.py`.
 """
 
 # Shape legend: P prompts, G completions of a prompt.
@@ -73,12 +75,15 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyTrainer(Trainer):
-    """The models of a GRPO run, and what a checkpoint has of them. A subclass has the step."""
+    """The models of a GRPO run, and what a checkpoint has of them.
+
+    A subclass has the step."""
 
     kind: ClassVar = "grpo"
 
     def build_models(self, context: RankContext[Inputs]) -> None:
-        """Build actor, reference, critic and teacher, as set, and an updater for each length stage."""
+        """Build actor, reference, critic and teacher, as set, and an updater for each length
+        stage."""
         config, shape, mesh, device = context.config, context.shape, self.mesh, self.device
         total_steps, stops = context.inputs.total_steps, context.inputs.stop_token_ids
         self.actor = build_actor(
@@ -106,7 +111,12 @@ class PolicyTrainer(Trainer):
         self.teacher = None
         if (teacher_shape := teacher_shape_of(config)) is not None:
             self.teacher = build_teacher(
-                config, shape, teacher_shape=teacher_shape, mesh=mesh, device=device, stop_token_ids=stops
+                config,
+                shape,
+                teacher_shape=teacher_shape,
+                mesh=mesh,
+                device=device,
+                stop_token_ids=stops,
             )
             self.teacher.forward_backward.on_microbatch = context.on_progress
         in_update = config.teacher.loss == "full"
@@ -147,7 +157,8 @@ class PolicyTrainer(Trainer):
         logger.info("The reference is the policy of step %d from here on", steps_done)
 
     def control_entropy(self, update: UpdateRecord) -> dict[str, float]:
-        """The weight of the entropy in the next step's loss, where a target is to be kept; its metric."""
+        """The weight of the entropy in the next step's loss, where a target is to be kept; its
+        metric."""
         algorithm = self.config.algorithm
         results = [one for one in update.results if one.discarded is None]
         if algorithm.entropy_target is None:
@@ -187,18 +198,25 @@ class PolicyTrainer(Trainer):
         found: dict[str, Any] = {}
         if self.critic is not None:
             learner = self.critic.learner
-            found |= {"critic_updates": learner.updates, "critic_loss_scale": learner.loss_scale_state}
+            found |= {
+                "critic_updates": learner.updates,
+                "critic_loss_scale": learner.loss_scale_state,
+            }
         if self.config.algorithm.entropy_target is not None:
             found["entropy"] = self.entropy.coef, self.entropy.weight
         return found
 
     def resume(self, folder: Path, progress: Progress) -> None:
         if self.critic is not None:
-            self.critic.learner.restore_schedule(progress.critic_updates, progress.critic_loss_scale)
+            self.critic.learner.restore_schedule(
+                progress.critic_updates, progress.critic_loss_scale
+            )
         if self.reference is not None:
             if self.reference_moved and not progress.has_model(REFERENCE):  # after a rollback
                 with self.offload.on_device("reference"):
-                    load_hf_weights(self.reference.chunks, self.config.model.path, self.shape, self.mesh)
+                    load_hf_weights(
+                        self.reference.chunks, self.config.model.path, self.shape, self.mesh
+                    )
             self.reference_moved = progress.has_model(REFERENCE)
         if self.config.algorithm.entropy_target is not None and progress.entropy:
             self.use_entropy(EntropyControl(*progress.entropy))
@@ -210,8 +228,12 @@ class PolicyTrainer(Trainer):
 
     def busy_seconds(self) -> float:
         others = [self.reference]
-        others += [None if one is None else one.forward_backward for one in (self.critic, self.teacher)]
-        return super().busy_seconds() + sum(one.pop_busy_seconds() for one in others if one is not None)
+        others += [
+            None if one is None else one.forward_backward for one in (self.critic, self.teacher)
+        ]
+        return super().busy_seconds() + sum(
+            one.pop_busy_seconds() for one in others if one is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -229,7 +251,9 @@ class Minibatch:
 
 @dataclass(eq=False, repr=False)
 class PolicyUpdater:
-    """The updating half of a step; it needs no engine. One for each length stage."""
+    """The updating half of a step; it needs no engine.
+
+    One for each length stage."""
 
     config: Config
     shape: ModelShape
@@ -253,11 +277,14 @@ class PolicyUpdater:
         return self.teacher is not None and self.config.teacher.loss == loss
 
     def update(
-        self, groups: Sequence[ScoredGroup], number: int, own_advantages: list[list[float]] | None = None
+        self,
+        groups: Sequence[ScoredGroup],
+        number: int,
+        own_advantages: list[list[float]] | None = None,
     ) -> UpdateRecord:
-        """Learn from the groups of step `number`, with the advantages that a function of the user's gave, if it did.
-        A minibatch whose ratio leaves its bounds is discarded. Without any completion, or where the loss would have no
-        gradient, nothing happens. A collective."""
+        """Learn from the groups of step `number`, with the advantages that a function of the user's
+        gave, if it did. A minibatch whose ratio leaves its bounds is discarded. Without any
+        completion, or where the loss would have no gradient, nothing happens. A collective."""
         algorithm, scored = self.config.algorithm, self.score(groups, number)
         means_PG = own_advantages
         if means_PG is None:
@@ -305,7 +332,8 @@ class PolicyUpdater:
         )
 
     def has_no_gradient(self, means_PG: Sequence[Sequence[float]]) -> bool:
-        """Whether nothing is to be learned: all advantages are 0, as for equal rewards, and the loss has no more."""
+        """Whether nothing is to be learned: all advantages are 0, as for equal rewards, and the
+        loss has no more."""
         algorithm = self.config.algorithm
         entropy = algorithm.entropy_coef or algorithm.entropy_target
         other_parts = self.reference or self.critic or self.teacher or entropy
@@ -317,19 +345,24 @@ class PolicyUpdater:
         return ScoredStep(number, groups, rewards_PG, token_counts(groups))
 
     def pack(self, scored: ScoredStep, means_PG: Sequence[Sequence[float]]) -> PackedStep:
-        """This data-parallel rank's micro-batches, with these advantages in all tokens of a completion."""
+        """This data-parallel rank's micro-batches, with these advantages in all tokens of a
+        completion."""
         with self.timers.phase("pack"):
             algorithm = self.config.algorithm
             needs_lag = algorithm.recompute_logprobs and algorithm.proximal_logprobs != "recompute"
             version = self.actor.learner.updates if needs_lag else None
-            packed = self.pack_minibatches(make_samples(scored.groups, means_PG, version), scored.number)
+            packed = self.pack_minibatches(
+                make_samples(scored.groups, means_PG, version), scored.number
+            )
         bounds = pairwise(accumulate(map(len, packed), initial=0))
         slices = tuple(slice(start, end) for start, end in bounds)
         seed = step_seed(self.config.run.seed, scored.number)
         return PackedStep(scored, list(chain.from_iterable(packed)), slices, seed)
 
     def logprobs(self, packed: PackedStep) -> StepLogprobs:
-        """Log-probs under the policy, where they are recomputed, and under the reference. A collective."""
+        """Log-probs under the policy, where they are recomputed, and under the reference.
+
+        A collective."""
         old = reference = entropy = None
         if self.kl_in_reward or not self.pretrains(packed.scored.number):
             recomputes = self.config.algorithm.recomputes
@@ -377,13 +410,16 @@ class PolicyUpdater:
     def minibatches(
         self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
     ) -> list[Minibatch]:
-        """What each optimizer step learns from, with the teacher's states where its loss needs them. A collective."""
+        """What each optimizer step learns from, with the teacher's states where its loss needs
+        them. A collective."""
         states = None
         if self.teacher is not None and self.teaches("full"):
             with self.timers.phase("teacher"), self.offload.on_device("teacher", "teacher_head"):
                 states = self.teacher.states(advantages.batches)
         old = logprobs.old
-        reference = None if self.kl_in_reward else logprobs.reference  # else it is in the advantages
+        reference = (
+            None if self.kl_in_reward else logprobs.reference
+        )  # else it is in the advantages
         return [
             Minibatch(
                 advantages.batches[which],
@@ -400,7 +436,8 @@ class PolicyUpdater:
         rewards_PG: Sequence[Sequence[float]],
         tokens_PG: Sequence[Sequence[int]],
     ) -> list[list[float]]:
-        """By group and completion; 0 where the critic will give them, or the teacher alone is learned from."""
+        """By group and completion; 0 where the critic will give them, or the teacher alone is
+        learned from."""
         algorithm, teacher = self.config.algorithm, self.config.teacher
         if algorithm.advantage == "gae" or (self.teacher is not None and not teacher.with_rewards):
             return [[0.0] * len(row) for row in rewards_PG]
@@ -437,10 +474,12 @@ class PolicyUpdater:
 
 
 def make_samples(
-    groups: Sequence[ScoredGroup], advantages_PG: Sequence[Sequence[float]], version: int | None = None
+    groups: Sequence[ScoredGroup],
+    advantages_PG: Sequence[Sequence[float]],
+    version: int | None = None,
 ) -> list[Sample]:
-    """All sequences to train on with their advantages, in order of prompt and completion; with how far their tokens
-    are behind a `version` of the weights."""
+    """All sequences to train on with their advantages, in order of prompt and completion; with how
+    far their tokens are behind a `version` of the weights."""
     return [
         Sample(
             group.prompt.token_ids,

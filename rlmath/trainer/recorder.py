@@ -39,10 +39,14 @@ class StepRecorder:
         """When the update of the last step began (seconds since 1970)."""
 
     def before_update(
-        self, number: int, length_stage: int, selection: Selection, own_advantages: list[list[float]] | None
+        self,
+        number: int,
+        length_stage: int,
+        selection: Selection,
+        own_advantages: list[list[float]] | None,
     ) -> None:
-        """Step `number`, from 0, will learn from these groups, with the advantages that a function of the user's gave,
-        if it did. A collective where it is to be written."""
+        """Step `number`, from 0, will learn from these groups, with the advantages that a function
+        of the user's gave, if it did. A collective where it is to be written."""
         trainer = self._trainer
         self._written, self._began = False, time.time()
         self._last = Capture(
@@ -63,7 +67,9 @@ class StepRecorder:
             self._last = replace(self._last, weights_before=weights_digest(trainer))
 
     def after_update(self, update: UpdateRecord) -> None:
-        """The update of that step has ended. Writes it if wanted, a collective; what the disk refuses is a warning."""
+        """The update of that step has ended.
+
+        Writes it if wanted, a collective; what the disk refuses is a warning."""
         assert self._last is not None
         is_due = self._last.step + 1 in self._steps
         weights = weights_digest(self._trainer) if is_due else None
@@ -74,12 +80,17 @@ class StepRecorder:
         self._written |= is_due
 
     def write(self, reason: str) -> None:
-        """Write the last step, if there is one and it is not written. Not a collective: any rank may."""
+        """Write the last step, if there is one and it is not written.
+
+        Not a collective: any rank may."""
         if self._last is None or self._written:
             return
         config = self._trainer.config
         found = replace(
-            self._last, reason=reason, settings_yaml=config_as_yaml(config), versions=library_versions()
+            self._last,
+            reason=reason,
+            settings_yaml=config_as_yaml(config),
+            versions=library_versions(),
         )
         try:
             folder = write_capture(Path(config.run.output_dir), found, self._began)
@@ -106,7 +117,9 @@ def _captured(result: MinibatchResult) -> CapturedMinibatch:
 
 
 def weights_digest(trainer: PolicyTrainer) -> str | None:
-    """SHA-256 of the policy as it is now, whatever its layout, on rank 0; None elsewhere. A collective."""
+    """SHA-256 of the policy as it is now, whatever its layout, on rank 0; None elsewhere.
+
+    A collective."""
     digest = hashlib.sha256()
     for name, tensor in stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh):
         if trainer.mesh.rank == 0:

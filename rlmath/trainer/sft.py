@@ -1,9 +1,10 @@
 """Supervised training: one step, in the order in which this file reads.
 
-    sequences -> schedule -> packing -> forward, loss on completions, backward -> optimizer step -> metrics
+    sequences -> schedule -> packing -> forward, loss on completions, backward -> optimizer step ->
+    metrics
 
-Every rank runs it; the control plane is computed alike everywhere, only tensors are sharded. The life cycle around the
-step is in `rlmath.run.loop`.
+Every rank runs it; the control plane is computed alike everywhere, only tensors are sharded. The
+life cycle around the step is in `rlmath.run.loop`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from rlmath.trainer.metrics import loss_scale_metrics
 
 
 class SftTrainer(Trainer):
-    """Cross-entropy on the completions of written solutions, with an evaluation of held-out ones between steps."""
+    """Cross-entropy on the completions of written solutions, with an evaluation of held-out ones
+    between steps."""
 
     kind: ClassVar = "sft"
 
@@ -33,7 +35,9 @@ class SftTrainer(Trainer):
         super().__init__(context)
         self.inputs = context.inputs
         context.on_phase("build model")
-        self.actor = build_sft_actor(self.config, self.shape, self.mesh, self.device, self.total_steps)
+        self.actor = build_sft_actor(
+            self.config, self.shape, self.mesh, self.device, self.total_steps
+        )
         self.actor.forward_backward.on_microbatch = context.on_progress
         self.cost = training_cost(self.shape, frozen=self.config.lora.rank > 0)
         self.held_out = self.pack(self.inputs.held_out) if self.inputs.held_out else []
@@ -43,7 +47,8 @@ class SftTrainer(Trainer):
         return self.mesh.training_layout
 
     def step(self, number: int) -> StepRecord:
-        """Step `number`, counted from 0 over the whole run, with the evaluation that is due after it."""
+        """Step `number`, counted from 0 over the whole run, with the evaluation that is due after
+        it."""
         started = time.perf_counter()
         self.timers.reset()
         _, indices = self.order.batch(number)
@@ -67,7 +72,9 @@ class SftTrainer(Trainer):
             "avg_seq_len": tokens / len(sequences),
         }
         metrics |= {f"seconds/{phase}": value for phase, value in seconds.items()}
-        metrics |= {f"tokens_per_second/{phase}": tokens / seconds[phase] for phase in ("update", "step")}
+        metrics |= {
+            f"tokens_per_second/{phase}": tokens / seconds[phase] for phase in ("update", "step")
+        }
         if self.peak_flops is not None:
             trained = sum(self.cost.of(one.length) for one in sequences)
             metrics["train/mfu"] = trained / (seconds["update"] * self.peak_flops)
@@ -77,7 +84,8 @@ class SftTrainer(Trainer):
         return self.evaluate()
 
     def evaluate(self) -> dict[str, float]:
-        """Loss (nats per token), perplexity and share of likeliest tokens on what is held out; {} without any."""
+        """Loss (nats per token), perplexity and share of likeliest tokens on what is held out; {}
+        without any."""
         if not self.held_out:
             return {}
         with self.timers.phase("evaluate"):
@@ -108,4 +116,7 @@ class SftTrainer(Trainer):
         )
         samples = [one.sample() for one in sequences]
         multiple = mesh.tensor if config.parallel.sequence else 1
-        return [pack(samples, indices, multiple) for indices in plan.microbatches_by_rank[mesh.data_rank]]
+        return [
+            pack(samples, indices, multiple)
+            for indices in plan.microbatches_by_rank[mesh.data_rank]
+        ]

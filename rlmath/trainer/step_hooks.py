@@ -1,7 +1,8 @@
-"""Functions of the user's that a step calls: which groups are learned from, their advantages, and metrics.
+"""Functions of the user's that a step calls: which groups are learned from, their advantages, and
+metrics.
 
-Rank 0 has their workers and calls them; what a step computes with is broadcast, so that all ranks have the same,
-whatever the function does. Metrics are only logged, and only rank 0 has them.
+Rank 0 has their workers and calls them; what a step computes with is broadcast, so that all ranks
+have the same, whatever the function does. Metrics are only logged, and only rank 0 has them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class StepHooks:
     """All training ranks call `advantages` and `keep` alike."""
 
     def __init__(self, config: Config, rank: int) -> None:
-        """Rank 0 starts the workers. Returns at once."""
+        """Rank 0 starts the workers.
+
+        Returns at once."""
         self._rank = rank
         self._stack = ExitStack()
         self._advantage = self._open(advantage_hook(config))
@@ -49,25 +52,31 @@ class StepHooks:
 
     @property
     def keep(self) -> Callable[[Sequence[ScoredGroup]], list[bool]] | None:
-        """Which of some groups are learned from; None where no function says it. A collective, and so is the result of
-        each call. UserFunctionError where the function fails."""
+        """Which of some groups are learned from; None where no function says it.
+
+        A collective, and so is the result of each call. UserFunctionError where the function fails.
+        """
         return None if self._selection is None else self._keep
 
     def _keep(self, groups: Sequence[ScoredGroup]) -> list[bool]:
         return self._shared(
-            self._selection, [(group_for_hooks(group),) for group in groups] if not self._rank else []
+            self._selection,
+            [(group_for_hooks(group),) for group in groups] if not self._rank else [],
         )
 
     def advantages(
         self, rewards: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]
     ) -> list[list[float]] | None:
-        """Advantages of every completion by group and sample, as `algorithms.advantages.advantages`; None where no
-        function gives them. A collective. UserFunctionError where the function fails."""
+        """Advantages of every completion by group and sample, as
+        `algorithms.advantages.advantages`; None where no function gives them. A collective.
+        UserFunctionError where the function fails."""
         if self._advantage is None or not rewards:
             return None
         return self._shared(self._advantage, [(rewards, tokens)])[0]
 
-    def _shared(self, function: UserFunction | Hook | None, calls: Sequence[Sequence[Any]]) -> list[Any]:
+    def _shared(
+        self, function: UserFunction | Hook | None, calls: Sequence[Sequence[Any]]
+    ) -> list[Any]:
         """The results of the calls of rank 0, on all ranks."""
         values, problem = [], None
         if isinstance(function, UserFunction):
@@ -81,7 +90,9 @@ class StepHooks:
         return values
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """On rank 0, {} elsewhere. A failing function is warned of once, a slow one is not called again."""
+        """On rank 0, {} elsewhere.
+
+        A failing function is warned of once, a slow one is not called again."""
         found: dict[str, float] = {}
         if not self._metrics:
             return found

@@ -1,15 +1,17 @@
-"""Advantages of tokens, where more than the completion's reward gives them: KL in the reward, a teacher, a critic
-(`critic`).
+"""Advantages of tokens, where more than the completion's reward gives them: KL in the reward, a
+teacher, a critic (`critic`).
 
-A step is scored, packed, given log-probs; then every `AdvantagePart` that the settings have makes new `Advantages`
-of the last ones, and the minibatches are learned from. All ranks call all of it alike.
+A step is scored, packed, given log-probs; then every `AdvantagePart` that the settings have makes
+new `Advantages` of the last ones, and the minibatches are learned from. All ranks call all of it
+alike.
 
-The teacher adds coef x (log teacher_t - log q_t) to the advantage of token t, q being the policy that the step began
-with: on-policy distillation. Its mean over what q samples is -coef x KL(q || teacher) of this token; what the token
-changes for later tokens is not in it.
+The teacher adds coef x (log teacher_t - log q_t) to the advantage of token t, q being the policy
+that the step began with: on-policy distillation. Its mean over what q samples is -coef x KL(q ||
+teacher) of this token; what the token changes for later tokens is not in it.
 """
 
-# Shape legend: P prompts, G completions of a prompt, T packed tokens of one micro-batch, N samples of the step.
+# Shape legend: P prompts, G completions of a prompt, T packed tokens of one micro-batch, N samples
+# of the step.
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets
 from rlmath.models.teacher import Teacher
 
-# ---------------------------------------------------------------- the records of a step, one for each stage
+# -------------------------------------------------------- the records of a step, one for each stage
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,15 @@ class Advantages:
 
 
 class AdvantagePart(Protocol):
-    """A part of the algorithm that changes advantages: critic, KL in the reward, teacher, choice of tokens."""
+    """A part of the algorithm that changes advantages: critic, KL in the reward, teacher, choice of
+    tokens."""
 
-    def apply(self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages) -> Advantages:
-        """The advantages with this part in them. A collective."""
+    def apply(
+        self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
+    ) -> Advantages:
+        """The advantages with this part in them.
+
+        A collective."""
         ...
 
 
@@ -126,7 +133,9 @@ class KLInReward:
     algorithm: AlgorithmConfig
     mesh: Mesh
 
-    def apply(self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages) -> Advantages:
+    def apply(
+        self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
+    ) -> Advantages:
         algorithm, mesh, batches = self.algorithm, self.mesh, advantages.batches
         rewards, tokens = packed.scored.rewards_PG, packed.scored.tokens_PG
         old, reference = logprobs.old, logprobs.reference
@@ -150,16 +159,22 @@ class KLInReward:
         kl = sum(total.total for row in totals for total in row)
         reward_kl = RewardKL(kl / sum(map(sum, tokens)), kl / sum(map(len, rewards)))
         if mesh.is_last_stage:  # nothing else looks at advantages
-            offsets_N = torch.tensor([a for row in shaped.offsets for a in row], dtype=torch.float64)
+            offsets_N = torch.tensor(
+                [a for row in shaped.offsets for a in row], dtype=torch.float64
+            )
             batches = [
-                replace(batch, advantages_T=_token_advantages(batch, to_go_T, offsets_N, shaped.slope))
+                replace(
+                    batch, advantages_T=_token_advantages(batch, to_go_T, offsets_N, shaped.slope)
+                )
                 for batch, to_go_T in zip(batches, to_go_by_batch, strict=True)
             ]
         mean_advantages = [
             [offset - shaped.slope * total.mean for offset, total in zip(*rows, strict=True)]
             for rows in zip(shaped.offsets, totals, strict=True)
         ]
-        return replace(advantages, batches=list(batches), means_PG=mean_advantages, reward_kl=reward_kl)
+        return replace(
+            advantages, batches=list(batches), means_PG=mean_advantages, reward_kl=reward_kl
+        )
 
 
 def _samples(batch: MicroBatch) -> Iterator[tuple[int, slice]]:
@@ -189,19 +204,22 @@ def _gather_totals(
 
 
 def _to_go(batch: MicroBatch, old_T: Tensor | None, reference_T: Tensor, kind: KLKind) -> Tensor:
-    """For every sampled token its KL and that of those that follow it in its completion; float64, on the CPU."""
+    """For every sampled token its KL and that of those that follow it in its completion; float64,
+    on the CPU."""
     kl_T = token_kl(batch, old_T, reference_T, kind)
     return to_go(torch.where(batch.sampled_T, kl_T, 0.0), batch.cu_seqlens_S1)
 
 
 def token_kl(batch: MicroBatch, old_T: Tensor | None, reference_T: Tensor, kind: KLKind) -> Tensor:
-    """The KL of every token (nats), of which those that are sampled have a meaning; float64, on the CPU. `old_T` are
-    the log-probs of the policy that sampled, None to use the engine's own."""
+    """The KL of every token (nats), of which those that are sampled have a meaning; float64, on the
+    CPU. `old_T` are the log-probs of the policy that sampled, None to use the engine's own."""
     policy_T = batch.behaviour_logprobs_T if old_T is None else old_T.cpu()
     return kl_estimate(kind, policy_T.double(), reference_T.cpu().double())
 
 
-def _token_advantages(batch: MicroBatch, to_go_T: Tensor, offsets_N: Tensor, slope: float) -> Tensor:
+def _token_advantages(
+    batch: MicroBatch, to_go_T: Tensor, offsets_N: Tensor, slope: float
+) -> Tensor:
     padding = batch.n_segments - len(batch.sample_indices)
     offsets_S = torch.cat((offsets_N[list(batch.sample_indices)], offsets_N.new_zeros(padding)))
     advantages_T = offsets_S[batch.segments_T] - slope * to_go_T
@@ -215,15 +233,18 @@ def _token_advantages(batch: MicroBatch, to_go_T: Tensor, offsets_N: Tensor, slo
 class TokensThatCount:
     """Advantages and penalties by `TokenRules`; the last part, since they look at advantages.
 
-    The papers' indicator stands before the policy gradient alone. So a token that is not chosen stays a learned one and
-    its advantage becomes 0: the KL to a reference or teacher, the entropy bonus and the penalty of "kl_cov" still reach
-    it. Shares are of all sampled tokens, learned or not.
+    The papers' indicator stands before the policy gradient alone. So a token that is not chosen
+    stays a learned one and its advantage becomes 0: the KL to a reference or teacher, the entropy
+    bonus and the penalty of "kl_cov" still reach it. Shares are of all sampled tokens, learned or
+    not.
     """
 
     rules: TokenRules
     mesh: Mesh
 
-    def apply(self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages) -> Advantages:
+    def apply(
+        self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
+    ) -> Advantages:
         batches, entropy = advantages.batches, logprobs.entropy
         assert entropy is not None
         if not self.mesh.is_last_stage:
@@ -250,7 +271,10 @@ class TokensThatCount:
         learned, penalty = chosen.learned_N.split(sizes), chosen.penalty_N.split(sizes)
         found = []
         for batch, which, learned_n, penalty_n in zip(batches, own, learned, penalty, strict=True):
-            advantages_T, penalty_T = batch.advantages_T.clone(), torch.zeros_like(batch.advantages_T)
+            advantages_T, penalty_T = (
+                batch.advantages_T.clone(),
+                torch.zeros_like(batch.advantages_T),
+            )
             advantages_T[which] *= learned_n
             penalty_T[which] = penalty_n
             found.append(
@@ -290,9 +314,11 @@ def add_teacher_advantages(
     vocab_size: int,
     mesh: Mesh,
 ) -> Advantages:
-    """The advantages with the teacher's part in them. A collective. `policy` are the log-probs of the policy that
-    sampled, None to use the engine's own. Tokens from `vocab_size` on are not known to both, and get nothing. `tokens`
-    are the numbers of sampled tokens of all completions by group."""
+    """The advantages with the teacher's part in them.
+
+    A collective. `policy` are the log-probs of the policy that sampled, None to use the engine's
+    own. Tokens from `vocab_size` on are not known to both, and get nothing. `tokens` are the
+    numbers of sampled tokens of all completions by group."""
     batches, gaps = advantages.batches, []
     if mesh.is_last_stage:
         gaps = [
@@ -311,7 +337,10 @@ def add_teacher_advantages(
     dist.all_reduce(sums_N)  # over gloo
     rest = iter(sums_N.tolist())
     mean = [
-        [advantage + coef * next(rest) / max(1, count) for advantage, count in zip(*rows, strict=True)]
+        [
+            advantage + coef * next(rest) / max(1, count)
+            for advantage, count in zip(*rows, strict=True)
+        ]
         for rows in zip(advantages.means_PG, tokens, strict=True)
     ]
     kl_per_token = -float(sums_N.sum()) / max(1, sum(map(sum, tokens)))
@@ -338,7 +367,9 @@ class TeacherInAdvantages:
     timers: PhaseTimers
     mesh: Mesh
 
-    def apply(self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages) -> Advantages:
+    def apply(
+        self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
+    ) -> Advantages:
         common, policy = self.teacher.vocab_size, logprobs.old
         with self.timers.phase("teacher"):
             # Both distributions are compared over the tokens that both know.

@@ -1,13 +1,15 @@
 """Validation: accuracy on files of its own while a run trains.
 
-A validation belongs to the weights that it was sampled with: that of step N, which stands in `validation.jsonl` and
-TensorBoard at step N, is made at the beginning of step N+1, where the engines have these weights anyway; that of step 0
-is made before training, the last one after it, with a switch of memory of its own. `metrics.jsonl` has only the
-`seconds/validation` of the step that it was made in.
+A validation belongs to the weights that it was sampled with: that of step N, which stands in
+`validation.jsonl` and TensorBoard at step N, is made at the beginning of step N+1, where the
+engines have these weights anyway; that of step 0 is made before training, the last one after it,
+with a switch of memory of its own. `metrics.jsonl` has only the `seconds/validation` of the step
+that it was made in.
 
-The engines share the problems of a batch as in a rollout. Seeds depend on the problem and the sample, not on the step:
-two validations differ by their weights alone. No state of training is touched, so that a run with validations trains as
-one without. A run that is asked to stop does not wait for the end of a validation: it is broken off and made again.
+The engines share the problems of a batch as in a rollout. Seeds depend on the problem and the
+sample, not on the step: two validations differ by their weights alone. No state of training is
+touched, so that a run with validations trains as one without. A run that is asked to stop does not
+wait for the end of a validation: it is broken off and made again.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ NO_STEP = -1
 
 
 class GroupCollector(Protocol):
-    """Samples and scores: `rollout.collector.Collector`, or the connection to engines on ranks of their own."""
+    """Samples and scores: `rollout.collector.Collector`, or the connection to engines on ranks of
+    their own."""
 
     def collect(self, what: CollectGroups) -> Rollout:
         """As `Collector.collect`."""
@@ -57,7 +60,9 @@ class GroupCollector(Protocol):
 
 @dataclass(eq=False, repr=False)
 class Validator:
-    """Measures when it is due, and keeps the best model. All ranks call it alike."""
+    """Measures when it is due, and keeps the best model.
+
+    All ranks call it alike."""
 
     config: Config
     mesh: Mesh
@@ -69,14 +74,16 @@ class Validator:
     """Steps done by a resumed run, whose folder has its validations and the best model."""
     total_steps: int
     export: Callable[[Path, Mapping[str, bytes]], None]
-    """Writes the model as it is now into a folder, with some files more; a collective. OSError on rank 0."""
+    """Writes the model as it is now into a folder, with some files more; a collective. OSError on
+    rank 0."""
     asked_to_stop: Callable[[], str | None]
     """A collective, called before every batch."""
     stopped_by: str | None = field(default=None, init=False)
     """What asked the run to stop while it validated, which broke that off."""
 
     figure: str = field(init=False)
-    """What is measured: "accuracy", or "reward_positive" where a function of the user's alone says what is right."""
+    """What is measured: "accuracy", or "reward_positive" where a function of the user's alone says
+    what is right."""
     measured: bool = field(init=False)
     """Whether the verifier gives the accuracy, and no part of the reward."""
 
@@ -99,7 +106,8 @@ class Validator:
         return step % settings.every_steps == 0 or step == self.total_steps
 
     def validate(self, step: int) -> ValidationResult | None:
-        """The accuracy with `step` steps done, whose weights the engines have; None if not due, or broken off."""
+        """The accuracy with `step` steps done, whose weights the engines have; None if not due, or
+        broken off."""
         if not self.due(step):
             return None
         started, metrics = time.perf_counter(), {}
@@ -108,7 +116,10 @@ class Validator:
             for file in self.files:
                 groups = self._sample(file)
                 if self.stopped_by is not None:
-                    text = "The validation after step %d is broken off by %s; the same command makes it"
+                    text = (
+                        "The validation after step %d is broken off by %s; the same command "
+                        "makes it"
+                    )
                     logger.info(text, step, self.stopped_by)
                     return None
                 metrics |= file_metrics(file, groups, self.config.validation.samples, self.figure)
@@ -118,7 +129,8 @@ class Validator:
         metrics["validation/seconds"] = time.perf_counter() - started
         self._done.add(step)
         text = ", ".join(
-            f"{file.name} {accuracy:.4f}" for file, accuracy in zip(self.files, accuracies, strict=True)
+            f"{file.name} {accuracy:.4f}"
+            for file, accuracy in zip(self.files, accuracies, strict=True)
         )
         logger.info("Validation after step %d: %s %.4f (%s)", step, self.figure, mean, text)
         return ValidationResult(step, metrics)
@@ -136,12 +148,14 @@ class Validator:
             if self.stopped_by is not None:
                 break
             batch = file.prompts[start : start + settings.batch_size]
-            groups += self.collector.collect(CollectGroups(batch, sampling, seed, title, True)).groups
+            groups += self.collector.collect(
+                CollectGroups(batch, sampling, seed, title, True)
+            ).groups
         return groups
 
     def keep_if_best(self, measured: ValidationResult | None) -> None:
-        """Export the model, whose weights must be those that were measured, where it is better than all before. What
-        the disk refuses costs the model, and not the run."""
+        """Export the model, whose weights must be those that were measured, where it is better than
+        all before. What the disk refuses costs the model, and not the run."""
         if measured is None or not self.config.validation.keep_best:
             return
         accuracy = measured.metrics[f"validation/{self.figure}"]
@@ -165,10 +179,14 @@ class Validator:
         if failed is None:
             self._best = accuracy
             extra = event("best", measured.step)
-            logger.info("Best model so far: that of step %d, in %s", measured.step, folder, extra=extra)
+            logger.info(
+                "Best model so far: that of step %d, in %s", measured.step, folder, extra=extra
+            )
         elif self.mesh.rank == 0:
             logger.warning(
-                "The best model, of step %d, was not kept: %s. The run continues", measured.step, failed
+                "The best model, of step %d, was not kept: %s. The run continues",
+                measured.step,
+                failed,
             )
 
     def _warn_of_scorer(self, file: ValidationFile, groups: Sequence[ScoredGroup]) -> None:
@@ -188,10 +206,13 @@ class Validator:
 def file_metrics(
     file: ValidationFile, groups: Sequence[ScoredGroup], samples: int, figure: str = "accuracy"
 ) -> dict[str, float]:
-    """Accuracy, or another `figure`, over all problems of the file with its 95% interval, mean length (tokens) and
-    truncated share of what was sampled. Right is what the verifier says, where it is asked."""
+    """Accuracy, or another `figure`, over all problems of the file with its 95% interval, mean
+    length (tokens) and truncated share of what was sampled. Right is what the verifier says, where
+    it is asked."""
     completions = [completion for group in groups for completion in group.completions]
-    right = [sum(map(_is_right, group.scores)) for group in groups] + [0] * (file.problems - len(groups))
+    right = [sum(map(_is_right, group.scores)) for group in groups] + [0] * (
+        file.problems - len(groups)
+    )
     low, high = accuracy_interval([count / samples for count in right], samples)
     n = len(completions)
     return {
@@ -199,7 +220,10 @@ def file_metrics(
         f"validation/{file.name}/{figure}_low": low,
         f"validation/{file.name}/{figure}_high": high,
         f"validation/{file.name}/mean_tokens": sum(one.n_sampled for one in completions) / n,
-        f"validation/{file.name}/truncated": sum(one.finish_reason == "length" for one in completions) / n,
+        f"validation/{file.name}/truncated": sum(
+            one.finish_reason == "length" for one in completions
+        )
+        / n,
     }
 
 
@@ -208,10 +232,16 @@ def _is_right(score: Score) -> bool:
 
 
 def _measure(config: Config, measured: bool = False) -> dict[str, Any]:
-    """What two accuracies must have in common to be compared. `measured`: the verifier alone says what is right."""
+    """What two accuracies must have in common to be compared.
+
+    `measured`: the verifier alone says what is right."""
     settings = config.validation
     hook = scorer_hook(config)
-    scored = {} if hook is None else {"scorer": settings.scorer, "scorer_code": hooks_fingerprint([hook])}
+    scored = (
+        {}
+        if hook is None
+        else {"scorer": settings.scorer, "scorer_code": hooks_fingerprint([hook])}
+    )
     if measured:
         scored["right"] = "by the verifier"
     return scored | {
@@ -225,8 +255,10 @@ def _measure(config: Config, measured: bool = False) -> dict[str, Any]:
 
 
 def _read_earlier(folder: Path, config: Config, measured: bool) -> tuple[set[int], float | None]:
-    """(steps that are validated, best accuracy that has a model) in a resumed run's folder. A best model that was
-    measured otherwise, or whose account cannot be read, is not compared with."""
+    """(steps that are validated, best accuracy that has a model) in a resumed run's folder.
+
+    A best model that was measured otherwise, or whose account cannot be read, is not compared with.
+    """
     if not validates(config):
         return set(), None
     done = set()
@@ -238,9 +270,13 @@ def _read_earlier(folder: Path, config: Config, measured: bool) -> tuple[set[int
         if account["measured_with"] == _measure(config, measured):
             best = float(account["accuracy"])
         else:
-            logger.warning("%s was measured with other settings of validation and no longer counts", path)
+            logger.warning(
+                "%s was measured with other settings of validation and no longer counts", path
+            )
     except FileNotFoundError:
         pass
     except (OSError, ValueError, TypeError, KeyError) as error:
-        logger.warning("%s cannot be read (%s); the next validation makes the best model", path, error)
+        logger.warning(
+            "%s cannot be read (%s); the next validation makes the best model", path, error
+        )
     return done, best

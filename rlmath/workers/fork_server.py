@@ -1,7 +1,7 @@
 """The process that forks the workers of a pool, and the pool's connection to it.
 
-It imports math-verify, or the module of the user's function, once, and then forks a worker in milliseconds on request.
-Messages go over one socket, a packet each:
+It imports math-verify, or the module of the user's function, once, and then forks a worker in
+milliseconds on request. Messages go over one socket, a packet each:
 
 | from the pool | |
 |---|---|
@@ -15,11 +15,13 @@ Messages go over one socket, a packet each:
 
 When the pool's process has ended, the fork server ends its workers and exits.
 
-Processes that a function starts are a tree below their worker, which adopts its orphans; the fork server adopts those
-of workers that have ended, and kills them. The memory and number of a tree's processes are sampled.
+Processes that a function starts are a tree below their worker, which adopts its orphans; the fork
+server adopts those of workers that have ended, and kills them. The memory and number of a tree's
+processes are sampled.
 
-multiprocessing's forkserver is not used: its children import the trainer's main module again (torch, vLLM: many
-seconds for every replaced worker), and there is one per process, so its first user decides what it has loaded.
+multiprocessing's forkserver is not used: its children import the trainer's main module again
+(torch, vLLM: many seconds for every replaced worker), and there is one per process, so its first
+user decides what it has loaded.
 
     python -m rlmath.workers.fork_server <socket> <parent's process id> <settings as JSON>
 """
@@ -54,10 +56,12 @@ CLOSE_SECONDS = 10.0
 SWEEP_SECONDS = 1.0
 """Longest sweep over left-over processes before requests are looked at again."""
 SAMPLE_SECONDS = 0.05
-"""Between two looks for workers that have ended, and at the processes that functions have started."""
+"""Between two looks for workers that have ended, and at the processes that functions have
+started."""
 MAX_SAMPLE_SECONDS = 1.0
 SAMPLE_SHARE = 0.05
-"""Most of one core that the looks at processes take; they become rarer on a machine of many processes."""
+"""Most of one core that the looks at processes take; they become rarer on a machine of many
+processes."""
 MAX_PROCESSES = 64
 """Most processes of one worker, itself included."""
 MAX_PRINTED_LINES = 20
@@ -80,15 +84,17 @@ class Ended:
     exit_code: int
     """Negative: the signal that ended it."""
     why: str
-    """Who ended it: "itself", "asked" (the pool), "memory" or "processes" (the fork server: a limit)."""
+    """Who ended it: "itself", "asked" (the pool), "memory" or "processes" (the fork server: a
+    limit)."""
 
 
 # ---------------------------------------------------------------- in the pool's process
 
 
 class ForkServer:
-    """The fork server as the pool sees it; a selector may wait for `ended_workers`. Every method raises ServerLost when
-    the process has ended, hangs or sends nonsense."""
+    """The fork server as the pool sees it; a selector may wait for `ended_workers`.
+
+    Every method raises ServerLost when the process has ended, hangs or sends nonsense."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         """Starts the process; `await_ready` waits for it."""
@@ -96,7 +102,9 @@ class ForkServer:
         self._printed: threading.Thread | None = None
         arguments = [str(theirs.fileno()), str(os.getpid()), settings.as_json()]
         output = (
-            subprocess.DEVNULL if settings.function is None else self._log_printed(settings.function.setting)
+            subprocess.DEVNULL
+            if settings.function is None
+            else self._log_printed(settings.function.setting)
         )
         with theirs:
             self._process = subprocess.Popen(
@@ -105,7 +113,8 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 env=hooks.worker_environment(),
-                start_new_session=True,  # it outlives a signal to our group, to end what the functions have started
+                # it outlives a signal to our group, to end what the functions have started
+                start_new_session=True,
             )
         if output != subprocess.DEVNULL:
             os.close(output)
@@ -114,7 +123,8 @@ class ForkServer:
         return self._socket.fileno()
 
     def _log_printed(self, setting: str) -> int:
-        """The end of a pipe for the server's standard output, whose lines are logged until nobody has it."""
+        """The end of a pipe for the server's standard output, whose lines are logged until nobody
+        has it."""
         ours, theirs = os.pipe()
         self._printed = threading.Thread(target=log_printed, args=(ours, setting), daemon=True)
         self._printed.start()
@@ -170,11 +180,14 @@ class ForkServer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             what += f", {exit_text(self._process.wait(1.0))}"
         return ServerLost(
-            f"process {self._process.pid} {what}. Is the machine short of memory, or does a function end its parent?"
+            f"process {self._process.pid} {what}. Is the machine short of memory, or does a "
+            "function end its parent?"
         )
 
     def close(self) -> None:
-        """End the process and all that descends from it. No error when it has ended already."""
+        """End the process and all that descends from it.
+
+        No error when it has ended already."""
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_SECONDS)
@@ -185,8 +198,9 @@ class ForkServer:
 
 
 def log_printed(pipe: int, setting: str) -> None:
-    """Log the lines that come from a pipe, as those of a setting's function, until its other end is closed: bounded, on
-    one line each, with control characters made visible. All is read at once, so that nobody who prints waits."""
+    """Log the lines that come from a pipe, as those of a setting's function, until its other end is
+    closed: bounded, on one line each, with control characters made visible. All is read at once, so
+    that nobody who prints waits."""
     printed, started, rest, more = 0, time.monotonic(), b"", True
     with open(pipe, "rb", buffering=0) as stream:
         while more:
@@ -206,7 +220,9 @@ def log_printed(pipe: int, setting: str) -> None:
 
 def _tell_left_out(printed: int, setting: str) -> None:
     if printed > MAX_PRINTED_LINES:
-        text = "%s prints: %d more lines, which are left out (at most %d lines in %.0f s are logged)"
+        text = (
+            "%s prints: %d more lines, which are left out (at most %d lines in %.0f s are logged)"
+        )
         logger.info(text, setting, printed - MAX_PRINTED_LINES, MAX_PRINTED_LINES, PRINTED_SECONDS)
 
 
@@ -233,7 +249,11 @@ class _Server:
     """Forks and kills workers on request until the pool has ended."""
 
     def __init__(
-        self, control: socket.socket, parent: int, settings: WorkerSettings, function: Callable | None
+        self,
+        control: socket.socket,
+        parent: int,
+        settings: WorkerSettings,
+        function: Callable | None,
     ) -> None:
         self._control = control
         self._parent = parent
@@ -246,7 +266,8 @@ class _Server:
         self._sample_at = 0.0
 
     def serve(self) -> None:
-        """Until the pool has closed its end or has ended; then all that descends from this process has ended too."""
+        """Until the pool has closed its end or has ended; then all that descends from this process
+        has ended too."""
         process_tree.adopt_orphans()
         self._of_module.update(process_tree.children_by_parent().get(os.getpid(), []))
         try:
@@ -276,7 +297,9 @@ class _Server:
         if verb == b"fork":
             self._fork(int(number), fds[0])
         else:
-            worker = next((pid for pid, one in self._workers.items() if one.number == int(number)), None)
+            worker = next(
+                (pid for pid, one in self._workers.items() if one.number == int(number)), None
+            )
             if worker is not None:
                 self._kill(worker, "asked", process_tree.children_by_parent())
         return True
@@ -303,8 +326,12 @@ class _Server:
                 worker = self._workers.pop(ended[0], None)
                 if worker is not None:
                     code = os.waitstatus_to_exitcode(ended[1])
-                    with contextlib.suppress(ConnectionError):  # the pool has ended: the next poll finds out
-                        self._control.send(f"ended {worker.number} {code} {worker.why or 'itself'}".encode())
+                    with contextlib.suppress(
+                        ConnectionError
+                    ):  # the pool has ended: the next poll finds out
+                        self._control.send(
+                            f"ended {worker.number} {code} {worker.why or 'itself'}".encode()
+                        )
         return any_ended
 
     def _sweep(self, seconds: float) -> None:
@@ -321,7 +348,8 @@ class _Server:
             self._reap()
 
     def _sample(self) -> None:
-        """End workers whose processes are too many or hold too much memory, and whatever is left over."""
+        """End workers whose processes are too many or hold too much memory, and whatever is left
+        over."""
         started = time.process_time()
         children = process_tree.children_by_parent()
         for worker in [pid for pid, one in self._workers.items() if not one.why]:
@@ -339,7 +367,8 @@ class _Server:
 def main() -> None:
     socket_fd, parent, settings_json = sys.argv[1:]
     settings = WorkerSettings.from_json(settings_json)
-    # Sent to all processes of a job by a cluster, by Ctrl-C and by torchrun; only the pool ends this process.
+    # Sent to all processes of a job by a cluster, by Ctrl-C and by torchrun; only the pool ends
+    # this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     # math-verify warns that its time limits are off, and logs what it cannot parse.
@@ -355,7 +384,8 @@ def main() -> None:
             except ValueError as error:
                 control.send(f"failed: {error}".encode()[:2000])
                 return
-            # The user's module may have ignored the ends of its children: then no process could be waited for.
+            # The user's module may have ignored the ends of its children: then no process could be
+            # waited for.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             flush_streams()
         gc.collect()

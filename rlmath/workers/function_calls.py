@@ -1,7 +1,9 @@
-"""Calls of the user's functions in their workers, and what comes back. See `rlmath.workers.hooks` for the kinds.
+"""Calls of the user's functions in their workers, and what comes back.
 
-A reward function returns a number, at most MAX_REWARD, or a number and metrics, which are averaged over a step and
-logged as `reward/own/<name>`; one that takes groups returns a list of these.
+See `rlmath.workers.hooks` for the kinds.
+
+A reward function returns a number, at most MAX_REWARD, or a number and metrics, which are averaged
+over a step and logged as `reward/own/<name>`; one that takes groups returns a list of these.
 """
 
 from __future__ import annotations
@@ -58,15 +60,19 @@ class HookResult:
 
 
 def result_of(reply: Mapping[str, Any]) -> FunctionResult:
-    """The result of a reward function or a scorer as it came from its process, or a failure of that process."""
+    """The result of a reward function or a scorer as it came from its process, or a failure of that
+    process."""
     failure, message = reply["failure"], reply.get("message", "")
     reward, metrics = (0.0, ()) if failure else reply["value"]
     named = tuple((name, value) for name, value in metrics)
-    return FunctionResult(reward, named, failure, message=message, queue_seconds=reply["queue_seconds"])
+    return FunctionResult(
+        reward, named, failure, message=message, queue_seconds=reply["queue_seconds"]
+    )
 
 
 def group_result_of(reply: Mapping[str, Any], count: int) -> list[FunctionResult]:
-    """The results of a reward function for the `count` completions of a group, which have one fate where it fails."""
+    """The results of a reward function for the `count` completions of a group, which have one fate
+    where it fails."""
     if reply["failure"]:
         return [result_of(reply)] * count
     if len(reply["value"]) != count:
@@ -75,7 +81,8 @@ def group_result_of(reply: Mapping[str, Any], count: int) -> list[FunctionResult
 
 
 def hook_result_of(reply: Mapping[str, Any]) -> HookResult:
-    """The result of a function of another kind as it came from its process, or a failure of that process."""
+    """The result of a function of another kind as it came from its process, or a failure of that
+    process."""
     return HookResult(reply.get("value"), reply["failure"], reply.get("message", ""))
 
 
@@ -108,19 +115,23 @@ def call_function(kind: str, function: Callable, arguments: Sequence[Any]) -> di
 
 
 def _with_trace(error: BaseException) -> str:
-    """An exception of the function, and where it was raised, the last line of the function's file included; the call
-    itself is left out."""
+    """An exception of the function, and where it was raised, the last line of the function's file
+    included; the call itself is left out."""
     message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
     frames = traceback.extract_tb(error.__traceback__)[1:]
     last = frames[-MAX_TRACE_FRAMES:]
     of_user = [frame for frame in frames if frame.filename == frames[0].filename][-1:]
     shown = last if of_user and of_user[0] in last else [*of_user, *last[1:]]
-    return "\n".join([message, *"".join(traceback.format_list(shown)).splitlines()])[:MAX_TRACE_CHARS]
+    return "\n".join([message, *"".join(traceback.format_list(shown)).splitlines()])[
+        :MAX_TRACE_CHARS
+    ]
 
 
 def checked_value(kind: str, returned: Any, shape: Sequence[int] = ()) -> Any:
-    """What a function returned, as plain data; an exception where its kind returns something else. `shape` has the
-    lengths of the lists that an advantage returns, or the length of the list that a group's reward returns."""
+    """What a function returned, as plain data; an exception where its kind returns something else.
+
+    `shape` has the lengths of the lists that an advantage returns, or the length of the list that a
+    group's reward returns."""
     if kind == GROUP_REWARD:
         return _group_rewards(returned, *shape)
     if kind in ("reward", "scorer"):
@@ -167,7 +178,9 @@ def _group_rewards(returned: Any, count: int) -> list[tuple[float, list[tuple[st
         raise ValueError("needed: a list of numbers, one for each completion, in their order")
     rewards = list(returned)
     if len(rewards) != count:
-        raise ValueError(f"needed: {count} rewards, one for each completion of the group, got {len(rewards)}")
+        raise ValueError(
+            f"needed: {count} rewards, one for each completion of the group, got {len(rewards)}"
+        )
     return [_reward(reward, with_metrics=True) for reward in rewards]
 
 
@@ -193,7 +206,9 @@ def _check_numbers(reward: float, metrics: Mapping[str, float]) -> None:
         # What can be printed is valid Unicode: no half of a surrogate pair, control or escape.
         if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
             shown = f"{name[:MAX_NAME_CHARS]!a}"
-            raise ValueError(f"the metric name {shown} must be 1 to {MAX_NAME_CHARS} printable characters")
+            raise ValueError(
+                f"the metric name {shown} must be 1 to {MAX_NAME_CHARS} printable characters"
+            )
 
 
 def _are_messages(value: Any) -> bool:

@@ -6,8 +6,8 @@
     def best_only(rewards: list[list[float]], tokens: list[list[int]]) -> list[list[float]]:
         return [[float(one == max(row)) for one in row] for row in rewards]
 
-A setting names a function, "package.module:name" or "path/to/file.py:name", or by the name under which one of
-`run.plugins` registers it. See docs/hooks.md.
+A setting names a function, "package.module:name" or "path/to/file.py:name", or by the name under
+which one of `run.plugins` registers it. See docs/hooks.md.
 
 | kind | setting | type |
 |---|---|---|
@@ -19,8 +19,8 @@ A setting names a function, "package.module:name" or "path/to/file.py:name", or 
 | scorer | validation.scorer | `Scorer` |
 | metric | telemetry.metrics | `Metric` |
 
-All are called in worker processes (`workers.user_functions`), with limits of time and memory: a module of the user's
-is never imported by a rank.
+All are called in worker processes (`workers.user_functions`), with limits of time and memory: a
+module of the user's is never imported by a rank.
 
     python -m rlmath.workers.hooks reward package.module:name reward.function      prints whether it can be loaded
 """
@@ -53,7 +53,8 @@ REWARD_WORDS = ("correctness", "format", "length")
 """Entries of `reward.rewards` that are no functions of the user's."""
 CHECK_SECONDS = 300
 CAN_BE_LOADED = "the function can be loaded"
-"""The last line of a check; a module that ends the process while it is imported does not print it."""
+"""The last line of a check; a module that ends the process while it is imported does not print
+it."""
 NEEDED = '"package.module:name" or "path/to/file.py:name"'
 _SPEC = re.compile(r"(?P<module>[A-Za-z_][\w.]*(?<!\.py)|(?P<file>.+\.py)):(?P<name>[A-Za-z_]\w*)")
 _PLUGIN = re.compile(r"[A-Za-z_][\w.]*(?<!\.py)|(?P<file>.+\.py)")
@@ -78,7 +79,9 @@ class Problem(TypedDict):
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt with its completions and their scores. The lists have an entry for each completion."""
+    """A prompt with its completions and their scores.
+
+    The lists have an entry for each completion."""
 
     row: dict[str, Any]
     """The prompt's row of the data file, as a reward function gets it."""
@@ -92,23 +95,24 @@ class Group:
 
 
 class DataForm(Protocol):
-    """A row of a data file (its columns) to the problem; None leaves the row out, which counts as unusable. So does a
-    row on which it raises, or for which it returns something else; more of them than `data.max_unusable_share` are
-    refused, by file and line."""
+    """A row of a data file (its columns) to the problem; None leaves the row out, which counts as
+    unusable. So does a row on which it raises, or for which it returns something else; more of them
+    than `data.max_unusable_share` are refused, by file and line."""
 
     def __call__(self, row: dict[str, Any], /) -> Problem | None: ...
 
 
 class Template(Protocol):
-    """A problem, and its row (`prompt`, `solutions`, `query_id`, `task`, the chat that the file has as `messages`,
-    further columns), to the text that the model continues, or to messages ({"role": ..., "content": ...}) for the
-    tokenizer's chat template."""
+    """A problem, and its row (`prompt`, `solutions`, `query_id`, `task`, the chat that the file has
+    as `messages`, further columns), to the text that the model continues, or to messages ({"role":
+    ..., "content": ...}) for the tokenizer's chat template."""
 
     def __call__(self, problem: str, row: dict[str, Any], /) -> str | list[dict[str, str]]: ...
 
 
 class Reward(Protocol):
-    """A completion, the prompt's reference answers and its row to the reward, or to the reward and metrics."""
+    """A completion, the prompt's reference answers and its row to the reward, or to the reward and
+    metrics."""
 
     def __call__(
         self, completion: str, solutions: list[str], row: dict[str, Any], /
@@ -116,8 +120,8 @@ class Reward(Protocol):
 
 
 class GroupReward(Protocol):
-    """All completions of a prompt, its reference answers and its row to a reward of each, or a reward and metrics, in
-    the same order: a reward function with `reward.function_takes=group`."""
+    """All completions of a prompt, its reference answers and its row to a reward of each, or a
+    reward and metrics, in the same order: a reward function with `reward.function_takes=group`."""
 
     def __call__(
         self, completions: list[str], solutions: list[str], row: dict[str, Any], /
@@ -125,25 +129,34 @@ class GroupReward(Protocol):
 
 
 class Selection(Protocol):
-    """Whether a group is learned from. The completions that length filters leave out are not in it."""
+    """Whether a group is learned from.
+
+    The completions that length filters leave out are not in it."""
 
     def __call__(self, group: Group, /) -> bool: ...
 
 
 class Advantage(Protocol):
-    """Rewards and lengths (tokens) of all completions that a step learns from, by group, to the advantage of each."""
+    """Rewards and lengths (tokens) of all completions that a step learns from, by group, to the
+    advantage of each."""
 
-    def __call__(self, rewards: list[list[float]], tokens: list[list[int]], /) -> list[list[float]]: ...
+    def __call__(
+        self, rewards: list[list[float]], tokens: list[list[int]], /
+    ) -> list[list[float]]: ...
 
 
 class Scorer(Protocol):
-    """Whether a completion counts as right in validation and evaluation: true, or a number above 0."""
+    """Whether a completion counts as right in validation and evaluation: true, or a number above
+    0."""
 
-    def __call__(self, completion: str, solutions: list[str], row: dict[str, Any], /) -> bool | float: ...
+    def __call__(
+        self, completion: str, solutions: list[str], row: dict[str, Any], /
+    ) -> bool | float: ...
 
 
 class Metric(Protocol):
-    """The groups that a step sampled to a number, logged as `own/<name>`, or to numbers by key, `own/<name>/<key>`."""
+    """The groups that a step sampled to a number, logged as `own/<name>`, or to numbers by key,
+    `own/<name>/<key>`."""
 
     def __call__(self, groups: list[Group], /) -> float | dict[str, float]: ...
 
@@ -179,7 +192,11 @@ class Hook:
 
 def hook_of(kind: str, setting: str, value: str | None, plugins: Iterable[str] = ()) -> Hook | None:
     """The function that a setting's value names; None for a word of ours, and for null."""
-    return None if value is None or value in taken_words(kind) else Hook(kind, value, setting, tuple(plugins))
+    return (
+        None
+        if value is None or value in taken_words(kind)
+        else Hook(kind, value, setting, tuple(plugins))
+    )
 
 
 def as_hook(function: str | Hook) -> Hook:
@@ -189,7 +206,9 @@ def as_hook(function: str | Hook) -> Hook:
 
 def taken_words(kind: str) -> set[str]:
     """Words of the settings that take functions of this kind."""
-    found = {word for one in all_settings().values() if one.takes_function == kind for word in one.words}
+    found = {
+        word for one in all_settings().values() if one.takes_function == kind for word in one.words
+    }
     return found | set(REWARD_WORDS if kind == "reward" else ())
 
 
@@ -205,7 +224,8 @@ def _decorator(kind: str) -> Callable[[str], Callable[[F], F]]:
     def named(name: str) -> Callable[[F], F]:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(
-                f"hooks.{kind}({name!r}): a name is a small letter, then at most 39 small letters, digits and "
+                f"hooks.{kind}({name!r}): a name is a small letter, then at most 39 small "
+                "letters, digits and "
                 "underscores"
             )
         if name in taken_words(kind):
@@ -213,7 +233,9 @@ def _decorator(kind: str) -> Callable[[str], Callable[[F], F]]:
 
         def register(function: F) -> F:
             if name in _registered[kind]:
-                raise ValueError(f"hooks.{kind}({name!r}) is there twice; take another name for one of them")
+                raise ValueError(
+                    f"hooks.{kind}({name!r}) is there twice; take another name for one of them"
+                )
             _registered[kind][name] = function
             return function
 
@@ -235,8 +257,10 @@ metric = _decorator("metric")
 
 
 def load(hook: Hook) -> Callable:
-    """The function of a setting, imported into this process. ValueError if that fails, or if it cannot be called as its
-    kind is; rewards are tried with a completion instead."""
+    """The function of a setting, imported into this process.
+
+    ValueError if that fails, or if it cannot be called as its kind is; rewards are tried with a
+    completion instead."""
     if hook.plugins and not _SPEC.fullmatch(hook.spec):
         plugins_setting = _plugins_setting(hook.setting)
         for plugin in dict.fromkeys(hook.plugins):
@@ -244,7 +268,8 @@ def load(hook: Hook) -> Callable:
         known = _registered[hook.kind]
         if hook.spec not in known:
             raise ValueError(
-                f"{hook.setting} is {hook.spec!r}, and {plugins_setting} registers no such hooks.{hook.kind}; there is "
+                f"{hook.setting} is {hook.spec!r}, and {plugins_setting} registers no such "
+                f"hooks.{hook.kind}; there is "
                 f"{', '.join(known) or 'none'}.{nearest_word(hook.spec, [*known, *taken_words(hook.kind)])}"
             )
         function = known[hook.spec]
@@ -265,13 +290,16 @@ def _check_signature(function: Callable, hook: Hook) -> None:
         signature.bind(*names)
     except TypeError as error:
         raise ValueError(
-            f"{hook.setting}: {hook.spec} cannot be called as it is, with {', '.join(names)} ({error}); it is written "
+            f"{hook.setting}: {hook.spec} cannot be called as it is, with {', '.join(names)} "
+            f"({error}); it is written "
             f"as {signature!s:.200}"
         ) from None
 
 
 def load_function(spec: str, setting: str = "reward.function") -> Callable:
-    """Import the function "package.module:name" or "path/to/file.py:name". Raises ValueError if that fails."""
+    """Import the function "package.module:name" or "path/to/file.py:name".
+
+    Raises ValueError if that fails."""
     found = _SPEC.fullmatch(spec)
     if not found:
         raise ValueError(f"{setting} is {spec!r}; needed: {NEEDED}")
@@ -279,18 +307,23 @@ def load_function(spec: str, setting: str = "reward.function") -> Callable:
     module = _import(module_name, found["file"], setting)
     function = getattr(module, name, None)
     if not callable(function):
-        near = nearest_word(name, [other for other in vars(module) if callable(getattr(module, other))])
+        near = nearest_word(
+            name, [other for other in vars(module) if callable(getattr(module, other))]
+        )
         raise ValueError(f"{setting}: {module_name!r} has no function {name!r}.{near}")
     return function
 
 
 def _plugins_setting(setting: str) -> str:
-    """What names the plugins beside the `setting` of a function: an option of a command has an option beside it."""
+    """What names the plugins beside the `setting` of a function: an option of a command has an
+    option beside it."""
     return "--plugin" if setting.startswith("--") else "run.plugins"
 
 
 def import_plugin(plugin: str, setting: str) -> None:
-    """Import a module or file that `setting` names, for what it registers. Raises ValueError if that fails."""
+    """Import a module or file that `setting` names, for what it registers.
+
+    Raises ValueError if that fails."""
     found = _PLUGIN.fullmatch(plugin)
     if not found:
         raise ValueError(f'{setting} has {plugin!r}; needed: "package.module" or "path/to/file.py"')
@@ -301,26 +334,41 @@ def _import(module_name: str, file: str | None, setting: str) -> ModuleType:
     if file is not None and not os.path.exists(file):
         raise ValueError(f'{setting}: there is no file "{file}".{nearest_path(Path(file))}')
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # the last, so that no file there takes the place of a library's
+        sys.path.append(
+            os.getcwd()
+        )  # the last, so that no file there takes the place of a library's
     try:
         return importlib.import_module(module_name) if file is None else _import_file(Path(file))
-    except (Exception, SystemExit) as error:  # whatever the user's module raises, or a program's sys.exit()
-        where = "; modules are looked for in the current folder and in PYTHONPATH" if file is None else ""
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # whatever the user's module raises, or a program's sys.exit()
+        where = (
+            "; modules are looked for in the current folder and in PYTHONPATH"
+            if file is None
+            else ""
+        )
         line = (error.text or "").strip() if isinstance(error, SyntaxError) else ""
         shown = f": {line}" if line else ""
         raise ValueError(
-            f"{setting}: importing {module_name!r} failed ({type(error).__name__}: {error}{shown}){where}"
+            f"{setting}: importing {module_name!r} failed ({type(error).__name__}: "
+            f"{error}{shown}){where}"
         ) from error
 
 
 def _import_file(path: Path) -> ModuleType:
-    """The module of a file, once, under the file's own name where that is free; it finds modules beside it."""
+    """The module of a file, once, under the file's own name where that is free; it finds modules
+    beside it."""
     for there in list(sys.modules.values()):
         file = getattr(there, "__file__", None)
         if isinstance(file, str) and os.path.exists(file) and path.samefile(file):
             return there
     sys.path.append(str(path.parent.absolute()))
-    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"hooks_{path.stem}"
+    name = (
+        path.stem
+        if path.stem.isidentifier() and path.stem not in sys.modules
+        else f"hooks_{path.stem}"
+    )
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -342,7 +390,8 @@ def hooks_fingerprint(hooks: Iterable[Hook]) -> str:
 
 
 def code_fingerprint(spec: str | None, plugins: Sequence[str] = ()) -> str:
-    """A short name for the contents of a function's file, or of all plugins where it is registered; "" without one."""
+    """A short name for the contents of a function's file, or of all plugins where it is registered;
+    "" without one."""
     if spec is not None and plugins and not _SPEC.fullmatch(spec):
         paths = [_file_of(f"{plugin}:any") for plugin in plugins]
         content = b"".join(b"" if path is None else path.read_bytes() for path in paths)
@@ -352,8 +401,9 @@ def code_fingerprint(spec: str | None, plugins: Sequence[str] = ()) -> str:
 
 
 def is_same_function(there: str | None, here: str | None, code_there: str = "") -> bool:
-    """Whether two spellings (a module or a file, a relative or an absolute path) name one function: of the same file,
-    which may have changed since, or of the same content, of which `code_there` is the first one's fingerprint."""
+    """Whether two spellings (a module or a file, a relative or an absolute path) name one function:
+    of the same file, which may have changed since, or of the same content, of which `code_there` is
+    the first one's fingerprint."""
     names = [found["name"] for spec in (there, here) if (found := _SPEC.fullmatch(spec or ""))]
     if there == here or len(names) < 2 or names[0] != names[1]:
         return there == here
@@ -372,7 +422,11 @@ def _file_of(spec: str | None) -> Path | None:
 
 
 def _module_file(module: str) -> str | None:
-    folders: list[str] | None = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path, os.getcwd()]
+    folders: list[str] | None = [
+        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+        *sys.path,
+        os.getcwd(),
+    ]
     names, file = module.split("."), None
     for depth in range(1, len(names) + 1):
         found = PathFinder.find_spec(".".join(names[:depth]), folders)
@@ -382,7 +436,7 @@ def _module_file(module: str) -> str | None:
     return file
 
 
-# ---------------------------------------------------------------- the check, in a process of its own
+# --------------------------------------------------------------- the check, in a process of its own
 
 
 def function_problem(function: str | Hook) -> str | None:
@@ -392,7 +446,16 @@ def function_problem(function: str | Hook) -> str | None:
     # A file, not a pipe: what the module has started may hold the pipe open for ever.
     with tempfile.TemporaryFile() as errors:
         check = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rlmath.workers.hooks", hook.kind, spec, setting, *hook.plugins],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "rlmath.workers.hooks",
+                hook.kind,
+                spec,
+                setting,
+                *hook.plugins,
+            ],
             env=worker_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -419,7 +482,8 @@ def function_problem(function: str | Hook) -> str | None:
 
 
 def plugin_problem(plugin: str, setting: str = "run.plugins") -> str | None:
-    """Why a plugin that `setting` names cannot be imported, checked in a separate process; None if it can."""
+    """Why a plugin that `setting` names cannot be imported, checked in a separate process; None if
+    it can."""
     return function_problem(Hook("plugin", plugin, setting))
 
 

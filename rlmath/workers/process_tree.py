@@ -1,7 +1,9 @@
-"""The processes that descend from a process: who they are, how much memory they hold, and how they end.
+"""The processes that descend from a process: who they are, how much memory they hold, and how they
+end.
 
-A process that calls `adopt_orphans` becomes the parent of every descendant whose own parent ends (a "subreaper"), so a
-descendant cannot leave the tree, neither by a new session nor by a double fork. Linux only; needs no privileges.
+A process that calls `adopt_orphans` becomes the parent of every descendant whose own parent ends (a
+"subreaper"), so a descendant cannot leave the tree, neither by a new session nor by a double fork.
+Linux only; needs no privileges.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans() -> None:
-    """From now on orphans among this process's descendants become its children. OSError where the kernel refuses."""
+    """From now on orphans among this process's descendants become its children.
+
+    OSError where the kernel refuses."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def children_by_parent() -> dict[int, list[int]]:
-    """All processes of the machine, those that wait to be reaped included; 10 to 40 microseconds each."""
+    """All processes of the machine, those that wait to be reaped included; 10 to 40 microseconds
+    each."""
     children: dict[int, list[int]] = {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         with contextlib.suppress(OSError):
@@ -38,7 +43,8 @@ def children_by_parent() -> dict[int, list[int]]:
 
 
 def descendants(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
-    """All processes below a process, parents before their children; `children` is from `children_by_parent`."""
+    """All processes below a process, parents before their children; `children` is from
+    `children_by_parent`."""
     found = [pid]
     for one in found:
         found += children.get(one, [])
@@ -46,20 +52,26 @@ def descendants(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
 
 
 def memory_above(pids: Iterable[int], limit: int) -> bool:
-    """Whether processes hold more than `limit` bytes together; shared pages count once (proportional set size)."""
+    """Whether processes hold more than `limit` bytes together; shared pages count once
+    (proportional set size)."""
     pids = list(pids)
     return sum(map(_resident_bytes, pids)) > limit and sum(map(_proportional_bytes, pids)) > limit
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process of this machine, without its children (seconds). OSError where it has ended."""
-    return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)  # what clock_getcpuclockid(3) makes of it
+    """Processor time of a process of this machine, without its children (seconds).
+
+    OSError where it has ended."""
+    return time.clock_gettime(
+        ~pid << 3 | _CPUCLOCK_SCHED
+    )  # what clock_getcpuclockid(3) makes of it
 
 
 def kill_trees(roots: Sequence[int], children: Mapping[int, Sequence[int]]) -> None:
-    """SIGKILL for children of this process, their descendants and the process groups of all these; `children` is from
-    `children_by_parent`. What is forked meanwhile outlives it, as an orphan of the process that adopts orphans. A group
-    is killed at once, so one that only forks cannot outrun it."""
+    """SIGKILL for children of this process, their descendants and the process groups of all these;
+    `children` is from `children_by_parent`. What is forked meanwhile outlives it, as an orphan of
+    the process that adopts orphans. A group is killed at once, so one that only forks cannot outrun
+    it."""
     tree = [one for root in roots for one in (root, *descendants(root, children))]
     groups = set()
     for one in tree:
@@ -90,7 +102,8 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _proportional_bytes(pid: int) -> int:
-    """Resident memory, shared pages divided by the number of their users; all of it where the kernel does not know."""
+    """Resident memory, shared pages divided by the number of their users; all of it where the
+    kernel does not know."""
     with contextlib.suppress(OSError, ValueError):
         for line in _read(pid, "smaps_rollup").splitlines():
             if line.startswith(b"Pss:"):

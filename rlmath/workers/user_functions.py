@@ -2,8 +2,8 @@
 
     UserFunction (this process) -> WorkerPool of one worker -> the function
 
-A call that hangs, fills memory, ends its process or leaves others costs that call alone, as with reward functions. The
-functions of rewards and scorers are called by `RewardManager`.
+A call that hangs, fills memory, ends its process or leaves others costs that call alone, as with
+reward functions. The functions of rewards and scorers are called by `RewardManager`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,27 @@ CALL_SECONDS = 60.0
 METRIC_SECONDS = 10.0
 """Time limit of one call of a metric: the other ranks may wait for rank 0 meanwhile."""
 ALL_SECONDS = 600.0
-"""Time limit of all calls of a step, such as those of a selection for every group: the ranks wait for them."""
+"""Time limit of all calls of a step, such as those of a selection for every group: the ranks wait
+for them."""
 AT_ONCE = 1000
 """Calls that wait for the worker at a time: as much of their arguments is held."""
 
 
 class UserFunctionError(Exception):
-    """A user's function that a step needs failed. All ranks raise it, before anything is learned of the step."""
+    """A user's function that a step needs failed.
+
+    All ranks raise it, before anything is learned of the step."""
 
 
 class UserFunction:
-    """One function with its worker. Its text is the setting's value."""
+    """One function with its worker.
+
+    Its text is the setting's value."""
 
     def __init__(self, hook: Hook, seconds: float = CALL_SECONDS) -> None:
-        """Returns at once. `seconds` is the time limit of a call."""
+        """Returns at once.
+
+        `seconds` is the time limit of a call."""
         self.hook = hook
         self._seconds = seconds
         self._pool = WorkerPool(1, seconds, function=hook)
@@ -49,16 +56,22 @@ class UserFunction:
         return self.hook.spec
 
     def map(self, calls: Iterable[Sequence[Any]]) -> Iterator[HookResult]:
-        """The result of each call, by its arguments. ValueError where the function cannot be loaded."""
+        """The result of each call, by its arguments.
+
+        ValueError where the function cannot be loaded."""
         calls = iter(calls)
         try:
             while some := list(itertools.islice(calls, AT_ONCE)):
-                yield from self._pool.results([self._pool.call_hook(arguments) for arguments in some])
+                yield from self._pool.results(
+                    [self._pool.call_hook(arguments) for arguments in some]
+                )
         except RuntimeError as error:
             raise ValueError(f"{self.hook.setting} {self}: {error}") from None
 
     def values(self, calls: Iterable[Sequence[Any]]) -> list[Any]:
-        """What the function returns for each call. UserFunctionError at the first failure, and after ALL_SECONDS."""
+        """What the function returns for each call.
+
+        UserFunctionError at the first failure, and after ALL_SECONDS."""
         values, started = [], time.monotonic()
         for arguments in calls:
             result = next(self.map([arguments]))
@@ -68,16 +81,23 @@ class UserFunction:
             values.append(result.value)
             if time.monotonic() - started > ALL_SECONDS:
                 raise UserFunctionError(
-                    f"{self.hook.setting} {self} failed: its calls of a step took more than {ALL_SECONDS:g} s"
+                    f"{self.hook.setting} {self} failed: its calls of a step took more than "
+                    f"{ALL_SECONDS:g} s"
                 )
         return values
 
     def call(self, *arguments: Any) -> Any:
-        """What the function returns. UserFunctionError where it fails."""
+        """What the function returns.
+
+        UserFunctionError where it fails."""
         return self.values([arguments])[0]
 
     def reason(self, result: HookResult) -> str:
-        return f"it took more than {self._seconds:g} s" if result.failure == "timeout" else result.message
+        return (
+            f"it took more than {self._seconds:g} s"
+            if result.failure == "timeout"
+            else result.message
+        )
 
     def close(self) -> None:
         self._pool.close()
@@ -91,7 +111,8 @@ class UserFunction:
 
 @contextmanager
 def word_or_function(hook: Hook | None, word: str) -> Iterator[str | UserFunction]:
-    """The function that a setting names, with its worker until the end; the setting's word where it names none."""
+    """The function that a setting names, with its worker until the end; the setting's word where it
+    names none."""
     if hook is None:
         yield word
     else:
@@ -114,7 +135,9 @@ def template_hook(config: Config, validation: bool = False) -> Hook | None:
 
 
 def advantage_hook(config: Config) -> Hook | None:
-    return hook_of("advantage", "algorithm.advantage", config.algorithm.advantage, config.run.plugins)
+    return hook_of(
+        "advantage", "algorithm.advantage", config.algorithm.advantage, config.run.plugins
+    )
 
 
 def selection_hook(config: Config) -> Hook | None:

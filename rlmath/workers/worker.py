@@ -1,6 +1,8 @@
-"""A worker: a process that verifies answers, or calls the user's function, one request after the other.
+"""A worker: a process that verifies answers, or calls the user's function, one request after the
+other.
 
-It is forked by `fork_server`, gets JSON requests over its channel from the pool, and answers each with one JSON reply.
+It is forked by `fork_server`, gets JSON requests over its channel from the pool, and answers each
+with one JSON reply.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ from rlmath.workers.function_calls import GROUP_REWARD, call_function
 from rlmath.workers.hooks import Hook
 
 WALL_FACTOR = 10
-"""A check by the verifier is ended after so many times its limit of processor time by the clock: on a busy machine it
-gets a small share of a core. A reward function, which may wait for a network, has the limit by the clock."""
+"""A check by the verifier is ended after so many times its limit of processor time by the clock: on
+a busy machine it gets a small share of a core. A reward function, which may wait for a network, has
+the limit by the clock."""
 GRACE_SECONDS = 5.0
-"""Added to the pool's time limits for the kernel's own limits, which end a worker if the pool cannot."""
+"""Added to the pool's time limits for the kernel's own limits, which end a worker if the pool
+cannot."""
 LENGTH_BYTES = 4
 """Before every message on a worker's channel: its length, big-endian."""
 
@@ -60,13 +64,18 @@ class WorkerSettings:
 
 
 def framed(message: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
-    """A message as it goes over a worker's channel: JSON after its length; `default` as in `json.dumps`."""
+    """A message as it goes over a worker's channel: JSON after its length; `default` as in
+    `json.dumps`."""
     content = json.dumps(message, default=default).encode()
     return len(content).to_bytes(LENGTH_BYTES) + content
 
 
-def run_worker(channel_fd: int, parent: int, settings: WorkerSettings, function: Callable | None) -> NoReturn:
-    """A worker's loop: one request in, one result out, until the channel is closed. `parent` is the server's pid."""
+def run_worker(
+    channel_fd: int, parent: int, settings: WorkerSettings, function: Callable | None
+) -> NoReturn:
+    """A worker's loop: one request in, one result out, until the channel is closed.
+
+    `parent` is the server's pid."""
     try:
         end_with_parent(parent)
         os.setsid()  # a signal that the function sends to its own group reaches nobody else
@@ -75,7 +84,8 @@ def run_worker(channel_fd: int, parent: int, settings: WorkerSettings, function:
         os.set_inheritable(channel_fd, False)
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
-        # What a function prints goes where the fork server's standard output goes: to the pool's log.
+        # What a function prints goes where the fork server's standard output goes: to the pool's
+        # log.
         for stream in (1, 2):
             os.dup2(null if function is None else 1, stream)
         resource.setrlimit(resource.RLIMIT_AS, (settings.memory_bytes, settings.memory_bytes))
@@ -91,11 +101,14 @@ def run_worker(channel_fd: int, parent: int, settings: WorkerSettings, function:
 
 
 def _reset_signals() -> None:
-    """SIGTERM and SIGUSR1, which a cluster sends to a whole job, have no effect here but end what a function starts."""
+    """SIGTERM and SIGUSR1, which a cluster sends to a whole job, have no effect here but end what a
+    function starts."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # a handler of Python's is not inherited by another program
+        signal.signal(
+            number, lambda *_: None
+        )  # a handler of Python's is not inherited by another program
         os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
 
 
@@ -130,14 +143,16 @@ def _call(kind: str, function: Callable, request: Mapping[str, Any]) -> dict[str
 
 
 def flush_streams() -> None:
-    """Print what the function has not ended a line after; it may have closed or replaced the streams."""
+    """Print what the function has not ended a line after; it may have closed or replaced the
+    streams."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
 
 
 def _has_children() -> bool:
-    """Whether processes that the function has started still run; those that have ended are reaped."""
+    """Whether processes that the function has started still run; those that have ended are
+    reaped."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -146,10 +161,13 @@ def _has_children() -> bool:
 
 
 def _limit_request(settings: WorkerSettings) -> None:
-    """Let the kernel end this worker after so much (CPU) time, if the pool does not; a function may use all cores."""
+    """Let the kernel end this worker after so much (CPU) time, if the pool does not; a function may
+    use all cores."""
     # SIGALRM's default action ends the process.
     signal.setitimer(signal.ITIMER_REAL, settings.wall_seconds + GRACE_SECONDS)
     cores = 1 if settings.function is None else os.cpu_count() or 1
     used = resource.getrusage(resource.RUSAGE_SELF)
-    soft = int(used.ru_utime + used.ru_stime + cores * (settings.timeout_seconds + GRACE_SECONDS)) + 1
+    soft = (
+        int(used.ru_utime + used.ru_stime + cores * (settings.timeout_seconds + GRACE_SECONDS)) + 1
+    )
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))

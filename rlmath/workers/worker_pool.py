@@ -1,10 +1,12 @@
-"""Verifies answers and calls the user's functions in worker processes, each with its own time and memory limit.
+"""Verifies answers and calls the user's functions in worker processes, each with its own time and
+memory limit.
 
     WorkerPool (this process, one thread) -- socket --> fork server -- fork --> workers
 
-The time limit of an answer begins when a worker gets it: waiting is never a timeout. A check that hangs or crashes ends
-only its own worker, in whose place the fork server forks another one within milliseconds. A worker
-sends plain JSON of bounded length; one that sends something else is killed. States of a worker:
+The time limit of an answer begins when a worker gets it: waiting is never a timeout. A check that
+hangs or crashes ends only its own worker, in whose place the fork server forks another one within
+milliseconds. A worker sends plain JSON of bounded length; one that sends something else is killed.
+States of a worker:
 
     fork --> STARTING -- it is ready --> IDLE -- request --> BUSY -- reply --> IDLE
                  |                         |                   |
@@ -13,8 +15,8 @@ sends plain JSON of bounded length; one that sends something else is killed. Sta
                  +-- it is not ready in time                   +-- the time limit, nonsense    +-- the fork server says
                      or sends nonsense: killed                     or a last reply: killed         why it ended: gone
 
-When the fork server ends, the pool is dead: all that is asked raises. The fork server is a new program, which inherits
-no thread, process group or device of this one. Linux only.
+When the fork server ends, the pool is dead: all that is asked raises. The fork server is a new
+program, which inherits no thread, process group or device of this one. Linux only.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ CACHE_SIZE = 8192
 MAX_REPLY_BYTES = 2**20
 """Longest message of a worker; its own are far below."""
 MAX_HOOK_REPLY_BYTES = 2**24
-"""Longest message of a worker that calls a function of another kind than rewards, or one for a whole group."""
+"""Longest message of a worker that calls a function of another kind than rewards, or one for a
+whole group."""
 MAX_START_FAILURES = 3
 """Workers that end one after the other before they are ready; then the pool is dead."""
 ENDINGS = {
@@ -104,8 +107,9 @@ class _Job:
     request: bytes
     future: Future[Any]
     as_result: Callable[[Mapping[str, Any]], Any]
-    """Converts a worker's reply, or {"failure": "timeout" or "error"}, to the future's result; both have "seconds" and
-    "queue_seconds". ValueError, TypeError or KeyError for a reply that is none."""
+    """Converts a worker's reply, or {"failure": "timeout" or "error"}, to the future's result; both
+    have "seconds" and "queue_seconds". ValueError, TypeError or KeyError for a reply that is none.
+    """
     queued_at: float
     """time.monotonic()."""
     queue_seconds: float = 0.0
@@ -139,7 +143,8 @@ class _Worker:
 
 
 class WorkerPool:
-    r"""Verifies completions and calls functions: `submit` and `call` from any thread; futures resolve in the pool's.
+    r"""Verifies completions and calls functions: `submit` and `call` from any thread; futures
+    resolve in the pool's.
 
     >>> with WorkerPool(workers=1, timeout_seconds=5.0) as pool:
     ...     pool.submit("\\boxed{\\frac{1}{2}}", ("\\boxed{50\\%}",), "math").result().verdict
@@ -154,14 +159,17 @@ class WorkerPool:
         rules: Rules = STRICT,
         function: str | Hook | None = None,
     ) -> None:
-        """Returns at once; a worker is ready a second later. `timeout_seconds` is the limit of one answer from its
-        start: of processor time where it is verified (by the clock `worker.WALL_FACTOR` times that), and by the clock
-        where the user's `function` is called. Raises ValueError for invalid limits."""
+        """Returns at once; a worker is ready a second later.
+
+        `timeout_seconds` is the limit of one answer from its start: of processor time where it is
+        verified (by the clock `worker.WALL_FACTOR` times that), and by the clock where the user's
+        `function` is called. Raises ValueError for invalid limits."""
         if workers < 1:
             raise ValueError(f"reward.workers is {workers}; it must be at least 1")
         if not 0 < timeout_seconds <= 3600:
             raise ValueError(
-                f"reward.timeout_seconds is {timeout_seconds}; it must be above 0 and at most 3600 seconds"
+                f"reward.timeout_seconds is {timeout_seconds}; it must be above 0 and at most "
+                "3600 seconds"
             )
         self.timeout_seconds = timeout_seconds
         self._size = workers
@@ -190,21 +198,28 @@ class WorkerPool:
     def submit(
         self, completion: str, solutions: Sequence[str], task: str, question: str = ""
     ) -> Future[Verdict]:
-        """Verify a completion; the future is done at once where no parser is needed. `question` is as in
-        `answers.verifier.verify`. RuntimeError where the pool is closed or its fork server has ended."""
+        """Verify a completion; the future is done at once where no parser is needed.
+
+        `question` is as in `answers.verifier.verify`. RuntimeError where the pool is closed or its
+        fork server has ended."""
         assert task in TASKS, task
         started = time.perf_counter()
         rules = self._settings.rules
         answer = extract_answer(completion, rules.answer_from)
         few = are_few(solutions)
-        verdict = verify_by_string(answer, solutions, rules) if few else verdict_without_solutions(answer)
+        verdict = (
+            verify_by_string(answer, solutions, rules) if few else verdict_without_solutions(answer)
+        )
         if verdict is not None:
             done: Future[Verdict] = Future()
             done.set_result(replace(verdict, seconds=time.perf_counter() - started))
             return done
         assert answer is not None
         return self._verify_in_worker(
-            answer.strip(), usable_solutions(solutions), usable_question(question), by_string=not few
+            answer.strip(),
+            usable_solutions(solutions),
+            usable_question(question),
+            by_string=not few,
         )
 
     def call(
@@ -216,18 +231,23 @@ class WorkerPool:
     def call_group(
         self, completions: Sequence[str], solutions: Sequence[str], row: Mapping[str, Any]
     ) -> Future[list[FunctionResult]]:
-        """Call the user's function, which takes groups, on all completions of a prompt; one call has the time limit."""
+        """Call the user's function, which takes groups, on all completions of a prompt; one call
+        has the time limit."""
         as_results = partial(group_result_of, count=len(completions))
         return self._queue({"arguments": [list(completions), list(solutions), row]}, as_results)
 
     def call_hook(self, arguments: Sequence[Any]) -> Future[HookResult]:
-        """Call the user's function, of another kind than rewards. What JSON has no word for is given as its text."""
+        """Call the user's function, of another kind than rewards.
+
+        What JSON has no word for is given as its text."""
         return self._queue({"arguments": arguments}, hook_result_of)
 
     @staticmethod
-    def results(futures: Sequence[Future[T]], on_progress: Callable[[], None] = lambda: None) -> list[T]:
-        """The results of the futures, when all are there: every answer has a time limit of its own, so that ends.
-        `on_progress` is called every second until then."""
+    def results(
+        futures: Sequence[Future[T]], on_progress: Callable[[], None] = lambda: None
+    ) -> list[T]:
+        """The results of the futures, when all are there: every answer has a time limit of its own,
+        so that ends. `on_progress` is called every second until then."""
         late = set(futures)
         while late:
             _, late = wait_for(late, PROGRESS_SECONDS)
@@ -237,7 +257,8 @@ class WorkerPool:
     def _verify_in_worker(
         self, answer: str, solutions: tuple[str, ...], question: str, by_string: bool
     ) -> Future[Verdict]:
-        """Verify in a worker; the same answer to the same question and solutions is verified once."""
+        """Verify in a worker; the same answer to the same question and solutions is verified
+        once."""
         key = (answer, solutions, question)
         with self._lock:
             cached = self._cache.get(key)
@@ -251,10 +272,19 @@ class WorkerPool:
                 raise ValueError(f"{kind!r} is no verdict")
             extracted = split_boxes(answer)[0]
             return Verdict(
-                bool(reply.get("correct")), extracted, kind, reply["seconds"], reply["queue_seconds"]
+                bool(reply.get("correct")),
+                extracted,
+                kind,
+                reply["seconds"],
+                reply["queue_seconds"],
             )
 
-        request = {"answer": answer, "solutions": solutions, "question": question, "strings": by_string}
+        request = {
+            "answer": answer,
+            "solutions": solutions,
+            "question": question,
+            "strings": by_string,
+        }
         future = self._queue(request, as_result)
         with self._lock:
             self._cache[key] = future
@@ -262,10 +292,16 @@ class WorkerPool:
                 self._cache.popitem(last=False)
         return future
 
-    def _queue(self, request: Mapping[str, Any], as_result: Callable[[Mapping[str, Any]], T]) -> Future[T]:
+    def _queue(
+        self, request: Mapping[str, Any], as_result: Callable[[Mapping[str, Any]], T]
+    ) -> Future[T]:
         number = next(self._numbers)
         job = _Job(
-            number, framed({"id": number, **request}, default=str), Future(), as_result, time.monotonic()
+            number,
+            framed({"id": number, **request}, default=str),
+            Future(),
+            as_result,
+            time.monotonic(),
         )
         with self._lock:
             if self._broken:
@@ -277,7 +313,9 @@ class WorkerPool:
         return job.future
 
     def close(self) -> None:
-        """End the workers. Jobs that have not started are cancelled, running ones raise RuntimeError."""
+        """End the workers.
+
+        Jobs that have not started are cancelled, running ones raise RuntimeError."""
         with self._lock:
             self._closing = True
         self._wake()
@@ -304,7 +342,8 @@ class WorkerPool:
     # ---------------------------------------------------------------- the pool's thread
 
     def _run(self) -> None:
-        """Start workers, assign jobs, receive results, replace workers that are late or dead, until the pool closes."""
+        """Start workers, assign jobs, receive results, replace workers that are late or dead, until
+        the pool closes."""
         try:
             self._server.await_ready()
             while not self._closing:
@@ -315,7 +354,9 @@ class WorkerPool:
             self._shut_down("the verifier pool was closed")
         except Exception as error:
             logger.exception("The verifier pool's fork server failed")
-            self._shut_down(f"the verifier pool's fork server is dead ({error}); see its own messages above")
+            self._shut_down(
+                f"the verifier pool's fork server is dead ({error}); see its own messages above"
+            )
 
     def _fork_workers(self) -> None:
         """Have a worker for each job, up to as many as configured."""
@@ -356,7 +397,8 @@ class WorkerPool:
         self._send(worker)
 
     def _receive(self) -> None:
-        """Wait for the fork server, workers, new jobs or the next time limit, and handle what has come."""
+        """Wait for the fork server, workers, new jobs or the next time limit, and handle what has
+        come."""
         times = [worker.deadline for worker in self._workers if worker.state is not State.IDLE]
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
         ready = {key.fileobj: (key.data, mask) for key, mask in self._selector.select(timeout)}
@@ -409,8 +451,8 @@ class WorkerPool:
                 self._handle_nonsense(worker)
 
     def _handle_reply(self, worker: _Worker, reply: dict[str, Any], is_last: bool) -> None:
-        """A worker is replaced after its last reply: when more than a reply has come, when it may be short of memory or
-        stack, and when what the function has started still runs."""
+        """A worker is replaced after its last reply: when more than a reply has come, when it may
+        be short of memory or stack, and when what the function has started still runs."""
         if worker.state is State.STARTING and type(reply["ready"]) is int:
             worker.state, worker.pid = State.IDLE, reply["ready"]
             self._start_failures = 0
@@ -421,14 +463,20 @@ class WorkerPool:
         result = job.result(reply, time.monotonic() - worker.since)
         worker.job, worker.state = None, State.IDLE
         job.future.set_result(result)
-        if is_last or reply.get("left_over") or "error" in (reply.get("verdict"), reply.get("failure")):
+        if (
+            is_last
+            or reply.get("left_over")
+            or "error" in (reply.get("verdict"), reply.get("failure"))
+        ):
             self._kill(worker)
 
     def _handle_nonsense(self, worker: _Worker) -> None:
         if worker.state is State.STARTING:
             self._fail_start(worker, "sent something else than that it is ready")
         else:
-            self._fail(worker, {"failure": "error", "message": "it wrote into the channel of its worker"})
+            self._fail(
+                worker, {"failure": "error", "message": "it wrote into the channel of its worker"}
+            )
 
     def _handle_end(self, ended: Ended) -> None:
         worker = next((one for one in self._workers if one.number == ended.number), None)
@@ -437,7 +485,10 @@ class WorkerPool:
         if worker is None or worker not in self._workers:
             return
         if not worker.pid:
-            what = f"ended before it was ready ({exit_text(ended.exit_code)}); is the memory limit too small?"
+            what = (
+                f"ended before it was ready ({exit_text(ended.exit_code)}); is the memory "
+                "limit too small?"
+            )
             self._fail_start(worker, what)
             return
         message = ENDINGS.get(ended.why, f"its worker ended ({exit_text(ended.exit_code)})")
@@ -446,7 +497,9 @@ class WorkerPool:
 
     def _end_late_workers(self) -> None:
         now = time.monotonic()
-        for worker in [one for one in self._workers if one.state is not State.IDLE and one.deadline <= now]:
+        for worker in [
+            one for one in self._workers if one.state is not State.IDLE and one.deadline <= now
+        ]:
             if worker.state is State.STARTING:
                 self._fail_start(worker, f"was not ready after {START_SECONDS:.0f} s")
             elif worker.state is State.LOST:
@@ -457,7 +510,8 @@ class WorkerPool:
                     self._fail(worker, {"failure": "timeout", "message": "timeout"})
 
     def _extend(self, worker: _Worker, now: float) -> bool:
-        """Whether a worker that verifies has not had its time on the processor yet: then it gets what is left."""
+        """Whether a worker that verifies has not had its time on the processor yet: then it gets
+        what is left."""
         end = worker.since + self._settings.wall_seconds
         left = self.timeout_seconds - worker.cpu_seconds()
         if self._settings.function is not None or now >= end or left <= 0:
@@ -466,17 +520,23 @@ class WorkerPool:
         return True
 
     def _fail(self, worker: _Worker, reply: Mapping[str, Any]) -> None:
-        """End a worker. Its job, if it has one, has this result."""
+        """End a worker.
+
+        Its job, if it has one, has this result."""
         self._kill(worker)
         if worker.job is not None:
             worker.job.future.set_result(worker.job.result(reply, time.monotonic() - worker.since))
 
     def _fail_start(self, worker: _Worker, what: str) -> None:
-        """A worker did not become ready. RuntimeError when that happens too often."""
+        """A worker did not become ready.
+
+        RuntimeError when that happens too often."""
         self._kill(worker)
         self._start_failures += 1
         if self._start_failures >= MAX_START_FAILURES:
-            raise RuntimeError(f"{MAX_START_FAILURES} workers one after the other failed; the last {what}")
+            raise RuntimeError(
+                f"{MAX_START_FAILURES} workers one after the other failed; the last {what}"
+            )
 
     def _kill(self, worker: _Worker) -> None:
         self._server.kill(worker.number)
@@ -515,4 +575,8 @@ def _is_reusable(future: Future[Verdict]) -> bool:
     """Whether a result is pending or decided; a failure may be due to a busy machine."""
     if not future.done():
         return True
-    return not future.cancelled() and not future.exception() and future.result().verdict not in FAILURES
+    return (
+        not future.cancelled()
+        and not future.exception()
+        and future.result().verdict not in FAILURES
+    )

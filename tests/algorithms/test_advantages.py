@@ -52,11 +52,14 @@ def approx(rows: Rows, tolerance: float = 1e-12) -> list:
     ],
 )
 def test_one_right_answer_of_four(kind: AdvantageKind, wanted: list[float]):
-    assert advantages([[5.0, -5.0, -5.0, -5.0]], [[1, 1, 1, 1]], kind, 0.0) == approx([wanted], 1e-7)
+    assert advantages([[5.0, -5.0, -5.0, -5.0]], [[1, 1, 1, 1]], kind, 0.0) == approx(
+        [wanted], 1e-7
+    )
 
 
 def expected_gradient(kind: AdvantageKind, p: float, G: int, k: int = 2) -> float:
-    """By p, of a group whose completions are right with chance p, over all its outcomes; a mean over completions."""
+    """By p, of a group whose completions are right with chance p, over all its outcomes; a mean
+    over completions."""
     total = 0.0
     for outcome in itertools.product((0.0, 1.0), repeat=G):
         (row,) = advantages([list(outcome)], [[1] * G], kind, 0.0, k)
@@ -73,7 +76,9 @@ def test_maxrl_and_pass_at_k_have_the_expected_gradients_that_they_claim(p: floa
         likelihood = sum((1 - p) ** (j - 1) for j in range(1, G))
         assert expected_gradient("maxrl", p, G) == pytest.approx(likelihood, rel=1e-12)
         for k in range(2, G + 1):
-            assert expected_gradient("pass@k", p, G, k) == pytest.approx(k * (1 - p) ** (k - 1), rel=1e-12)
+            assert expected_gradient("pass@k", p, G, k) == pytest.approx(
+                k * (1 - p) ** (k - 1), rel=1e-12
+            )
     assert expected_gradient("rloo", p, 4) == pytest.approx(1.0)
 
 
@@ -84,7 +89,8 @@ def test_maxrl_and_pass_at_k_have_the_expected_gradients_that_they_claim(p: floa
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 @pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
 def test_a_batch_without_contrast_gets_exact_zeros(kind: AdvantageKind, eps: float, reward: float):
-    # Three times 0.1 over 3 is not 0.1 in binary: without the rule rounding would be divided by itself.
+    # Three times 0.1 over 3 is not 0.1 in binary: without the rule rounding would be divided by
+    # itself.
     assert advantages([[reward] * 3, [reward]], [[1, 5, 2], [3]], kind, eps) == [[0.0] * 3, [0.0]]
 
 
@@ -117,12 +123,13 @@ def test_no_groups_and_empty_groups(kind: AdvantageKind):
 
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 def test_a_completion_without_tokens_is_no_contrast_of_the_batch(eps: float):
-    # The only tokens of the batch all have a return of 1 (or 0.1, where rounding would be divided by itself).
+    # The only tokens of the batch all have a return of 1 (or 0.1, where rounding would be divided
+    # by itself).
     assert advantages([[1.0, 0.0]], [[3, 0]], "ppo", eps)[0][0] == 0.0
     assert advantages([[0.1, 0.1, 0.0]], [[3, 2, 0]], "ppo", eps)[0][:2] == [0.0, 0.0]
 
 
-# ---------------------------------------------------------------- any rewards, against the standard library
+# -------------------------------------------------------- any rewards, against the standard library
 
 groups = st.lists(
     st.lists(st.tuples(st.integers(-1000, 1000), st.integers(1, 9)), min_size=1, max_size=6),
@@ -150,11 +157,15 @@ def by_the_book(rewards: Rows, tokens: list[list[int]], kind: str, eps: float) -
             return [(s - rate) / rate if rate else 0.0 for s in right]
         if kind == "pass@k":  # of 2
             return [
-                2 * statistics.fmean(max(r - o, 0) for o in row[:g] + row[g + 1 :]) for g, r in enumerate(row)
+                2 * statistics.fmean(max(r - o, 0) for o in row[:g] + row[g + 1 :])
+                for g, r in enumerate(row)
             ]
         if kind == "rloo":
             return [r - (sum(row) - r) / (len(row) - 1) for r in row]
-        scale = {"grpo": statistics.stdev(row) + eps, "lite_ppo": statistics.stdev(everything) + eps}
+        scale = {
+            "grpo": statistics.stdev(row) + eps,
+            "lite_ppo": statistics.stdev(everything) + eps,
+        }
         scale = scale.get(kind, 1.0)
         return [(r - mean) / scale if len(set(row)) > 1 else 0.0 for r in row]
 
@@ -168,7 +179,9 @@ def by_the_book(rewards: Rows, tokens: list[list[int]], kind: str, eps: float) -
         for _ in range(n)
     ]
     mean, scale = statistics.fmean(of_tokens), statistics.pstdev(of_tokens) + eps
-    return [[(a - mean) / scale if len(set(of_tokens)) > 1 else 0.0 for a in row] for row in by_group]
+    return [
+        [(a - mean) / scale if len(set(of_tokens)) > 1 else 0.0 for a in row] for row in by_group
+    ]
 
 
 @settings(deadline=None, max_examples=60)
@@ -212,7 +225,9 @@ def shaped_by_token(
 @pytest.mark.parametrize("kind", OF_GROUPS)
 def test_kinds_of_groups_take_the_kl_of_the_whole_completion_from_its_reward(kind: AdvantageKind):
     # KL 0.25 + 0.25, 0.25 and 0: rewards 1 - 0.4 x 0.5 = 0.8, 0 - 0.4 x 0.25 = -0.1 and 3
-    got = shaped_by_token([[1.0, 0.0], [3.0]], [[[0.25, 0.25], [0.25]], [[0.0] * 3]], 0.4, kind, 0.5)
+    got = shaped_by_token(
+        [[1.0, 0.0], [3.0]], [[[0.25, 0.25], [0.25]], [[0.0] * 3]], 0.4, kind, 0.5
+    )
     wanted = advantages([[0.8, -0.1], [3.0]], [[2, 1], [3]], kind, 0.5)
     assert got == [
         [approx_row([wanted[0][0]] * 2), approx_row([wanted[0][1]])],
@@ -223,7 +238,9 @@ def test_kinds_of_groups_take_the_kl_of_the_whole_completion_from_its_reward(kin
 def test_pass_at_k_with_kl_counts_the_k_that_it_is_given():
     rewards = [[1.0, 0.0, 0.0, 0.0]]
     for k, best in ((2, 2.0), (3, 3.0)):
-        shaped = kl_shaped_advantages(rewards, [[1] * 4], [[NO_KL] * 4], 0.1, "pass@k", 0.0, pass_k=k)
+        shaped = kl_shaped_advantages(
+            rewards, [[1] * 4], [[NO_KL] * 4], 0.1, "pass@k", 0.0, pass_k=k
+        )
         assert shaped.offsets == [approx_row([best, 0.0, 0.0, 0.0])]
 
 
@@ -244,26 +261,35 @@ def dense_returns(
     rewards: Rows, kls: list[list[list[float]]], kl_coef: float, eps: float
 ) -> list[list[list[float]]]:
     returns = [
-        [[r - kl_coef * math.fsum(one[t:]) for t in range(len(one))] for r, one in zip(*rows, strict=True)]
+        [
+            [r - kl_coef * math.fsum(one[t:]) for t in range(len(one))]
+            for r, one in zip(*rows, strict=True)
+        ]
         for rows in zip(rewards, kls, strict=True)
     ]
     flat = [value for row in returns for one in row for value in one]
     mean, scale = statistics.fmean(flat), statistics.pstdev(flat) + eps
     return [
-        [[(v - mean) / scale if len(set(flat)) > 1 else 0.0 for v in one] for one in row] for row in returns
+        [[(v - mean) / scale if len(set(flat)) > 1 else 0.0 for v in one] for one in row]
+        for row in returns
     ]
 
 
 @settings(deadline=None, max_examples=150)
 @given(
-    batches, st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.sampled_from([0.0, 1e-6, 0.5]), st.none() | eighths
+    batches,
+    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    st.sampled_from([0.0, 1e-6, 0.5]),
+    st.none() | eighths,
 )
 @example([[(0.0, [3.0]), (0.0, [3.0])], [(0.0, [3.0])]], 0.5, 0.0, None)
 @example([[(0.0, [0.0, 0.0, 2.0]), (1.0, [3.0])]], 1.0, 0.0, None)
 def test_ppo_equals_the_normalised_returns_of_all_tokens(
     drawn: list, kl_coef: float, eps: float, same_reward: float | None
 ):
-    rewards = [[reward if same_reward is None else same_reward for reward, _ in row] for row in drawn]
+    rewards = [
+        [reward if same_reward is None else same_reward for reward, _ in row] for row in drawn
+    ]
     kls = [[kl for _, kl in row] for row in drawn]
     got = shaped_by_token(rewards, kls, kl_coef, "ppo", eps)
     for got_row, wanted_row in zip(got, dense_returns(rewards, kls, kl_coef, eps), strict=True):
@@ -286,7 +312,9 @@ def test_ppo_does_not_lose_the_contrast_of_a_large_kl():
 @pytest.mark.parametrize("reward", [5.0, 0.1, 1 / 3])
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 @pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
-def test_before_any_kl_equal_rewards_give_exact_zeros(kind: AdvantageKind, eps: float, reward: float):
+def test_before_any_kl_equal_rewards_give_exact_zeros(
+    kind: AdvantageKind, eps: float, reward: float
+):
     totals = [[NO_KL] * 3, [NO_KL] * 2]
     shaped = kl_shaped_advantages(
         [[reward] * 3, [reward] * 2], [[7, 3, 11], [1, 900]], totals, 0.1, kind, eps
@@ -309,12 +337,13 @@ def test_no_groups_with_kl_in_the_reward(kind: AdvantageKind):
     assert kl_shaped_advantages([], [], [], 0.1, kind, 1e-6).offsets == []
 
 
-# ---------------------------------------------------------------- several rewards, each normalised for itself (GDPO)
+# ----------------------------------------------- several rewards, each normalised for itself (GDPO)
 
 
 def test_gdpo_by_hand():
-    # first reward: mean 2, deviation 1; second: of the two that have it mean 1, deviation sqrt(2). Half of the second
-    # with it: -1, -0.5 / sqrt(2), 1 + 0.5 / sqrt(2). The group of equal rewards has zeros.
+    # first reward: mean 2, deviation 1; second: of the two that have it mean 1, deviation sqrt(2).
+    # Half of the second with it: -1, -0.5 / sqrt(2), 1 + 0.5 / sqrt(2). The group of equal rewards
+    # has zeros.
     half = 0.5 / math.sqrt(2)
     scale = math.sqrt((1 + half**2 + (1 + half) ** 2) / (6 - 1))
     parts = [[(1.0, None), (2.0, 0.0), (3.0, 2.0)], [(7.0, 0.1)] * 3]

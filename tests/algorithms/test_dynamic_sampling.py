@@ -26,14 +26,19 @@ def group(
     lengths: list[int] | None = None,
     truncated: tuple[int, ...] = (),
 ) -> ScoredGroup:
-    """Right is what has a reward above 0, unless `correct` says otherwise; every completion has 5 tokens."""
+    """Right is what has a reward above 0, unless `correct` says otherwise; every completion has 5
+    tokens."""
     lengths = lengths or [5] * len(rewards)
     correct = correct or [reward > 0 for reward in rewards]
     completions = tuple(
-        Completion(g, (1,) * n, (-0.5,) * n, f"{name}-{g}", "length" if g in truncated else "stop", 0)
+        Completion(
+            g, (1,) * n, (-0.5,) * n, f"{name}-{g}", "length" if g in truncated else "stop", 0
+        )
         for g, n in enumerate(lengths)
     )
-    scores = tuple(Score(reward, right, "", "string") for reward, right in zip(rewards, correct, strict=True))
+    scores = tuple(
+        Score(reward, right, "", "string") for reward, right in zip(rewards, correct, strict=True)
+    )
     return ScoredGroup(Prompt(name, "?", (7,), ("2",), "math"), completions, scores)
 
 
@@ -48,12 +53,17 @@ ACCURACY = SelectionRules(dynamic="accuracy")
 def test_where_each_reward_counts_for_itself_a_group_has_contrast_in_any_of_them():
     def with_parts(*parts: tuple[float | None, ...]) -> ScoredGroup:
         made = group("q", [1.0] * len(parts))
-        scores = tuple(replace(score, parts=row) for score, row in zip(made.scores, parts, strict=True))
+        scores = tuple(
+            replace(score, parts=row) for score, row in zip(made.scores, parts, strict=True)
+        )
         return replace(made, scores=scores)
 
     rules = SelectionRules(dynamic="reward", parts=(0, 1))
     assert choose(with_parts((1.0, 0.0, 0.5), (0.0, 1.0, 0.5)), rules).dropped is None
-    assert choose(with_parts((1.0, 0.0), (0.0, 1.0)), SelectionRules(dynamic="reward")).dropped == "uniform"
+    assert (
+        choose(with_parts((1.0, 0.0), (0.0, 1.0)), SelectionRules(dynamic="reward")).dropped
+        == "uniform"
+    )
     # not in one that weighs nothing, and not by one that failed
     assert choose(with_parts((1.0, 0.0, 0.5), (1.0, 0.0, 0.7)), rules).dropped == "uniform"
     assert choose(with_parts((1.0, None), (1.0, 0.0)), rules).dropped == "uniform"
@@ -109,8 +119,12 @@ def test_completions_leave_their_group_by_length(
 def test_contrast_is_looked_for_in_what_the_filters_leave():
     # what is left is right, wrong, right and wrong
     short_right = group("q", [1.0, 1.0, 0.0], lengths=[5, 5, 9])
-    assert choose(short_right, SelectionRules("accuracy", max_tokens=8)) == Chosen((), ("long",), "right")
-    assert choose(short_right, SelectionRules("reward", max_tokens=8)) == Chosen((), ("long",), "uniform")
+    assert choose(short_right, SelectionRules("accuracy", max_tokens=8)) == Chosen(
+        (), ("long",), "right"
+    )
+    assert choose(short_right, SelectionRules("reward", max_tokens=8)) == Chosen(
+        (), ("long",), "uniform"
+    )
     assert choose(short_right, SelectionRules("accuracy", max_tokens=9)) == Chosen((0, 1, 2))
     assert choose(short_right, SelectionRules("accuracy", min_tokens=6)) == Chosen(
         (), ("short",) * 2, "wrong"
@@ -124,14 +138,20 @@ def test_contrast_is_looked_for_in_what_the_filters_leave():
 # ---------------------------------------------------------------- refills
 
 
-def sampler(kept: Iterator[bool] | list[bool]) -> tuple[Callable[[int], list[ScoredGroup]], list[int]]:
-    """Gives groups with contrast where `kept` says so, and writes down how many it was asked for."""
+def sampler(
+    kept: Iterator[bool] | list[bool],
+) -> tuple[Callable[[int], list[ScoredGroup]], list[int]]:
+    """Gives groups with contrast where `kept` says so, and writes down how many it was asked
+    for."""
     supply, asked = iter(kept), []
 
     def sample(n: int) -> list[ScoredGroup]:
         start = sum(asked)
         asked.append(n)
-        return [group(f"q-{start + i}", MIXED if one else RIGHT) for i, one in enumerate(islice(supply, n))]
+        return [
+            group(f"q-{start + i}", MIXED if one else RIGHT)
+            for i, one in enumerate(islice(supply, n))
+        ]
 
     return sample, asked
 
@@ -156,7 +176,9 @@ def pattern(marks: str) -> list[bool]:
         (4, 0, "x...", [4], 1),
         (1, 99, ". .... x..." + "." * 9, [1, 4, 4], 1),
         # share 49/70, missing 21: 21 / 0.7 = 30
-        pytest.param(70, 99, "x" * 49 + "." * 21 + "x" * 21 + "." * 9, [70, 30], 70, id="an exact quotient"),
+        pytest.param(
+            70, 99, "x" * 49 + "." * 21 + "x" * 21 + "." * 9, [70, 30], 70, id="an exact quotient"
+        ),
     ],
 )
 def test_refills_ask_for_as_many_as_should_suffice(
@@ -192,7 +214,12 @@ def test_without_dynamic_sampling_one_call_is_all(rules: SelectionRules):
 
 FILTERED = group("q-0", [1.0, 0.0, 1.0], lengths=[9, 5, 6])
 SOME = select(
-    lambda n: [FILTERED, group("q-1", RIGHT), group("q-2", MIXED, lengths=[9, 9]), group("q-3", MIXED)],
+    lambda n: [
+        FILTERED,
+        group("q-1", RIGHT),
+        group("q-2", MIXED, lengths=[9, 9]),
+        group("q-3", MIXED),
+    ],
     wanted=4,
     max_extra=0,
     rules=SelectionRules("accuracy", max_tokens=8),
@@ -233,7 +260,8 @@ def test_the_line_is_short_where_nothing_is_left_out():
 
 
 drawn_groups = st.lists(
-    st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.booleans()), min_size=1, max_size=4), max_size=40
+    st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.booleans()), min_size=1, max_size=4),
+    max_size=40,
 )
 drawn_rules = st.builds(
     SelectionRules,
@@ -277,7 +305,8 @@ def test_whatever_is_sampled_the_bounds_hold(
     for one in learned:
         assert 0 < len(one.completions) == len(one.scores)
         assert all(
-            rules.min_tokens <= len(c.token_ids) <= (rules.max_tokens or math.inf) for c in one.completions
+            rules.min_tokens <= len(c.token_ids) <= (rules.max_tokens or math.inf)
+            for c in one.completions
         )
     # every learned completion has a number of its own, found again at its place
     names = iter(count(1))

@@ -22,7 +22,9 @@ def test_means_are_taken_over_tokens():
     low = USUAL | {"ratio": 1.0}
     assert discard_reason(low, 0.7, BOUNDS) == "mean importance ratio 0.1 is below 0.2"
     far = USUAL | {"proximal_kl": 0.6}
-    assert discard_reason(far, 0.7, BOUNDS) == "mean approximate KL 0.06 nats per token is above 0.05"
+    assert (
+        discard_reason(far, 0.7, BOUNDS) == "mean approximate KL 0.06 nats per token is above 0.05"
+    )
     assert discard_reason(far | {"tokens": 12.0}, 0.7, BOUNDS) is None
 
 
@@ -55,7 +57,10 @@ def test_each_bound_can_be_left_out_alone(off: str, passes: dict[str, float]):
     [
         ("ratio", "importance ratio"),
         ("loss", "loss"),
-        ("proximal_kl", "approximate KL"),  # a token of probability 0 has a ratio of 0 and an infinite KL
+        (
+            "proximal_kl",
+            "approximate KL",
+        ),  # a token of probability 0 has a ratio of 0 and an infinite KL
         ("tokens", "number of tokens"),
     ],
 )

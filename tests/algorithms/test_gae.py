@@ -1,4 +1,5 @@
-"""GAE, VAPO's lambda, the value loss and explained variance: numbers worked out by hand, and a loop as the oracle."""
+"""GAE, VAPO's lambda, the value loss and explained variance: numbers worked out by hand, and a loop
+as the oracle."""
 
 from __future__ import annotations
 
@@ -18,11 +19,17 @@ def f64(*values: float) -> torch.Tensor:
 def test_advantages_of_two_completions_by_hand() -> None:
     """gamma 0.5, lambda 0.5, so that what follows counts a quarter.
 
-    First: rewards 0, 0, 8 and values 2, 4, 6: d = (0 + 2 - 2, 0 + 3 - 4, 8 - 6) = (0, -1, 2), from the end A = 2,
-    -1 + 0.5 = -0.5, 0 - 0.125. Second, cut off with a value of 4 behind it: d = 1 + 2 - 3 = 0.
+    First: rewards 0, 0, 8 and values 2, 4, 6: d = (0 + 2 - 2, 0 + 3 - 4, 8 - 6) = (0, -1, 2), from
+    the end A = 2, -1 + 0.5 = -0.5, 0 - 0.125. Second, cut off with a value of 4 behind it: d = 1 +
+    2 - 3 = 0.
     """
     found = gae(
-        f64(0, 0, 8, 1), f64(2, 4, 6, 3), f64(0, 4), torch.tensor([3, 1]), gamma=0.5, lambda_S=f64(0.5, 0.5)
+        f64(0, 0, 8, 1),
+        f64(2, 4, 6, 3),
+        f64(0, 4),
+        torch.tensor([3, 1]),
+        gamma=0.5,
+        lambda_S=f64(0.5, 0.5),
     )
     assert found.tolist() == [-0.125, -0.5, 2.0, 0.0]
 
@@ -51,8 +58,10 @@ def test_the_lambda_of_a_completion_grows_with_its_length() -> None:
 
 
 def test_the_value_loss_takes_the_worse_of_value_and_clipped_value() -> None:
-    """Old values 0, returns 1, clip 0.2. Value 0.5 counts as 0.2: half of 0.64, and no gradient. Value -0.5 counts as
-    itself: half of 2.25. The third token is not sampled and is NaN; the fourth is clipped, and not learned."""
+    """Old values 0, returns 1, clip 0.2.
+
+    Value 0.5 counts as 0.2: half of 0.64, and no gradient. Value -0.5 counts as itself: half of
+    2.25. The third token is not sampled and is NaN; the fourth is clipped, and not learned."""
     values = torch.tensor([0.5, -0.5, math.nan, 0.5], requires_grad=True)
     returns = torch.tensor([1.0, 1.0, math.nan, 1.0])
     found = value_loss(
@@ -86,8 +95,8 @@ def test_without_a_clip_the_value_loss_is_half_the_squared_distance() -> None:
 
 
 def test_explained_variance_by_hand() -> None:
-    """Returns 1 and 3, values 1 and 2: errors 0 and 1, whose variance is 1/4 of that of the returns. A constant error
-    costs nothing; returns that are all the same explain nothing."""
+    """Returns 1 and 3, values 1 and 2: errors 0 and 1, whose variance is 1/4 of that of the
+    returns. A constant error costs nothing; returns that are all the same explain nothing."""
     assert explained_variance(2.0, 4.0, 10.0, 1.0, 1.0) == 0.75
     assert explained_variance(2.0, 4.0, 10.0, 10.0, 50.0) == 1.0
     assert explained_variance(2.0, 4.0, 8.0, 2.0, 2.0) == 0.0

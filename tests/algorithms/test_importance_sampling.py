@@ -1,4 +1,5 @@
-"""Weights at their bounds; `test_losses_textbook` compares any rule and its gradients with the papers' formulas."""
+"""Weights at their bounds; `test_losses_textbook` compares any rule and its gradients with the
+papers' formulas."""
 
 import math
 
@@ -21,12 +22,14 @@ def weights(ratios: list[float], rule: Correction, segments: list[int] | None = 
     segments_T = torch.tensor(segments if segments is not None else [0] * len(ratios))
     log_T = torch.tensor(ratios, dtype=torch.float64).log()
     counted_T = torch.ones(len(ratios), dtype=torch.bool)
-    return corrected(log_T, torch.zeros_like(log_T), counted_T, segments_T, int(segments_T.max()) + 1, rule)
+    return corrected(
+        log_T, torch.zeros_like(log_T), counted_T, segments_T, int(segments_T.max()) + 1, rule
+    )
 
 
 def test_interpolated_proximal_log_probs_are_near_those_of_the_step_between():
-    """Of a policy that learns for 2 + 6 steps, what the interpolation makes of the first and the last for the third:
-    much nearer than either, and exact where nothing was learned since."""
+    """Of a policy that learns for 2 + 6 steps, what the interpolation makes of the first and the
+    last for the third: much nearer than either, and exact where nothing was learned since."""
     logits, draw = torch.zeros(50, dtype=torch.float64), torch.Generator().manual_seed(2)
     direction = torch.randn(50, dtype=torch.float64, generator=draw)
     path = [logits.log_softmax(0)]
@@ -40,7 +43,9 @@ def test_interpolated_proximal_log_probs_are_near_those_of_the_step_between():
     assert (
         interpolated_proximal(path[2], path[0], torch.zeros(50).long(), updates=0) - path[2]
     ).abs().max() == 0
-    assert (interpolated_proximal(path[8], path[2], torch.zeros(50).long(), 6) - path[2]).abs().max() == 0
+    assert (
+        interpolated_proximal(path[8], path[2], torch.zeros(50).long(), 6) - path[2]
+    ).abs().max() == 0
 
 
 def test_masks_look_at_the_weight_before_the_cap():

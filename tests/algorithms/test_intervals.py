@@ -1,4 +1,5 @@
-"""Intervals of accuracies and of their differences, against scipy, closed forms and simulated evaluations."""
+"""Intervals of accuracies and of their differences, against scipy, closed forms and simulated
+evaluations."""
 
 from __future__ import annotations
 
@@ -18,11 +19,17 @@ from rlmath.algorithms.intervals import (
 
 @pytest.mark.parametrize("level", [0.8, 0.95, 0.99])
 @pytest.mark.parametrize("problems", [1, 2, 12, 30, 500])
-def test_the_interval_of_single_answers_is_scipys_score_interval(problems: int, level: float) -> None:
+def test_the_interval_of_single_answers_is_scipys_score_interval(
+    problems: int, level: float
+) -> None:
     for right in {0, 1, problems // 3, problems - 1, problems}:
-        theirs = stats.binomtest(right, problems).proportion_ci(confidence_level=level, method="wilson")
+        theirs = stats.binomtest(right, problems).proportion_ci(
+            confidence_level=level, method="wilson"
+        )
         shares = [1.0] * right + [0.0] * (problems - right)
-        assert accuracy_interval(shares, level=level) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+        assert accuracy_interval(shares, level=level) == pytest.approx(
+            (theirs.low, theirs.high), abs=1e-12
+        )
 
 
 def test_the_ends_are_exact_where_all_are_right_or_all_wrong() -> None:
@@ -32,31 +39,43 @@ def test_the_ends_are_exact_where_all_are_right_or_all_wrong() -> None:
 
 
 def test_more_answers_to_the_same_problems_tell_less_than_more_problems() -> None:
-    """Shares of 0 and 1 only: the answers to a problem are one answer. Shares that are all alike: at most all answers
-    are answers to different problems."""
+    """Shares of 0 and 1 only: the answers to a problem are one answer.
+
+    Shares that are all alike: at most all answers are answers to different problems."""
     assert effective_problems([1.0, 0.0, 1.0, 0.0], samples=8) == pytest.approx(4.0)
     assert effective_problems([0.5] * 1000, samples=4) == 4000.0
-    single, several = accuracy_interval([0.5] * 40, samples=2), accuracy_interval([1.0, 0.0] * 20, samples=2)
+    single, several = (
+        accuracy_interval([0.5] * 40, samples=2),
+        accuracy_interval([1.0, 0.0] * 20, samples=2),
+    )
     assert single[1] - single[0] < several[1] - several[0]
     narrower = accuracy_interval([0.0] * 4 + [1.0] * 4, samples=1)
     assert several[1] - several[0] < narrower[1] - narrower[0]
 
 
-def simulated(rng: np.random.Generator, a: float, b: float, problems: int, samples: int) -> list[float]:
-    """Shares of right answers to problems that are drawn from those of a benchmark, beta-distributed in difficulty."""
+def simulated(
+    rng: np.random.Generator, a: float, b: float, problems: int, samples: int
+) -> list[float]:
+    """Shares of right answers to problems that are drawn from those of a benchmark,
+    beta-distributed in difficulty."""
     return list(rng.binomial(samples, rng.beta(a, b, problems)) / samples)
 
 
 @pytest.mark.parametrize(
-    ("a", "b"), [(0.3, 0.7), (2.0, 2.0), (0.1, 2.0), (5.0, 0.2)], ids=["usual", "even", "hard", "easy"]
+    ("a", "b"),
+    [(0.3, 0.7), (2.0, 2.0), (0.1, 2.0), (5.0, 0.2)],
+    ids=["usual", "even", "hard", "easy"],
 )
 @pytest.mark.parametrize(("problems", "samples"), [(12, 1), (12, 4), (30, 32), (200, 4)])
 def test_nineteen_of_twenty_intervals_hold_the_accuracy_on_all_problems(
     a: float, b: float, problems: int, samples: int
 ) -> None:
-    """Of 1,000 simulated evaluations, at least 92.5%; of intervals by bootstrap it is 38% on the easy ones."""
+    """Of 1,000 simulated evaluations, at least 92.5%; of intervals by bootstrap it is 38% on the
+    easy ones."""
     rng, truth = np.random.default_rng(1), a / (a + b)
-    ends = [accuracy_interval(simulated(rng, a, b, problems, samples), samples) for _ in range(1000)]
+    ends = [
+        accuracy_interval(simulated(rng, a, b, problems, samples), samples) for _ in range(1000)
+    ]
     assert sum(low <= truth <= high for low, high in ends) >= 925
     assert all(0 <= low < high <= 1 for low, high in ends)
 

@@ -22,7 +22,8 @@ def test_all_but_k1_are_never_negative(kind: KLKind, d: float):
 
 
 def test_k3_keeps_its_digits_near_equality():
-    # d = 1e-3: d^2 / 2 - d^3 / 6 = 4.998333e-7, which exp(-d) - 1 + d in float32 would miss by a tenth
+    # d = 1e-3: d^2 / 2 - d^3 / 6 = 4.998333e-7, which exp(-d) - 1 + d in float32 would miss by a
+    # tenth
     got = kl_estimate("k3", torch.tensor([1e-3]), torch.zeros(1))
     assert float(got) == pytest.approx(4.998333e-7, rel=1e-3)
 
@@ -33,7 +34,7 @@ def test_a_nan_is_seen(kind: KLKind):
     assert got.isnan().all()
 
 
-# ---------------------------------------------------------------- expected gradients, by enumeration
+# --------------------------------------------------------------- expected gradients, by enumeration
 
 
 def policies(seed: int, *shape: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -44,11 +45,22 @@ def policies(seed: int, *shape: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return logits, logits.log_softmax(-1), *(one.log_softmax(-1) for one in others)
 
 
-def loss_of(logp: Tensor, sampled: Tensor, ref: Tensor | None, advantages: Tensor, **rule: Any) -> Tensor:
-    """The loss of [completion, token]; a completion's chance of being sampled is its tokens' weight."""
+def loss_of(
+    logp: Tensor, sampled: Tensor, ref: Tensor | None, advantages: Tensor, **rule: Any
+) -> Tensor:
+    """The loss of [completion, token]; a completion's chance of being sampled is its tokens'
+    weight."""
     n, length = sampled.shape
     weights, segments = sampled.sum(1).exp(), torch.arange(n).repeat_interleave(length)
-    columns = [logp, 0 * sampled, sampled, sampled, ref, advantages, weights[:, None].expand(n, length)]
+    columns = [
+        logp,
+        0 * sampled,
+        sampled,
+        sampled,
+        ref,
+        advantages,
+        weights[:, None].expand(n, length),
+    ]
     columns += [torch.ones_like(sampled, dtype=torch.bool)] * 2
     flat = [None if one is None else one.flatten() for one in columns]
     return policy_loss(TokenInputs(*flat, segments, n), LossSettings(kl_coef=1.0, **rule)).loss
@@ -65,14 +77,21 @@ def expected_gradients(kind: KLKind) -> dict[str, Tensor]:
         "loss, `kl_ratio`": loss_of(logp, old, ref, none, kl_kind=kind, kl_ratio="token"),
         "reward": loss_of(logp, now, None, -kl_estimate(kind, now[:, 0], ref[:, 0])[:, None]),
     }
-    return {place: torch.autograd.grad(loss, logits, retain_graph=True)[0] for place, loss in losses.items()}
+    return {
+        place: torch.autograd.grad(loss, logits, retain_graph=True)[0]
+        for place, loss in losses.items()
+    }
 
 
 def named_gradients() -> dict[str, Tensor]:
     logits, logp, ref, old = policies(3, 5)
     p, d = logp.exp(), logp - ref
     kl, forward = (p * d).sum(), (ref.exp() * -d).sum()
-    square, twice_tv, absolute = (p * d**2).sum() / 2, (p - ref.exp()).abs().sum(), (p * d.abs()).sum()
+    square, twice_tv, absolute = (
+        (p * d**2).sum() / 2,
+        (p - ref.exp()).abs().sum(),
+        (p * d.abs()).sum(),
+    )
     formulas = {
         "none": 0 * kl,
         "**exact**": kl,
@@ -85,7 +104,10 @@ def named_gradients() -> dict[str, Tensor]:
         "E \\|d\\| - 2 TV": absolute - twice_tv,
         "-KL(old \\|\\| p)": (old.exp() * logp).sum(),
     }
-    return {name: torch.autograd.grad(one, logits, retain_graph=True)[0] for name, one in formulas.items()}
+    return {
+        name: torch.autograd.grad(one, logits, retain_graph=True)[0]
+        for name, one in formulas.items()
+    }
 
 
 WORDS = {
@@ -102,7 +124,11 @@ def test_the_table_of_gradients_in_the_docs_is_that_of_the_enumeration():
     for kind in KL_KINDS:
         cells = [f"`{kind}`", *WORDS[kind]]
         for gradient in expected_gradients(kind).values():
-            fits = [name for name, one in known.items() if torch.allclose(one, gradient, rtol=0, atol=1e-12)]
+            fits = [
+                name
+                for name, one in known.items()
+                if torch.allclose(one, gradient, rtol=0, atol=1e-12)
+            ]
             cells.append(fits[0] if fits else "another")
         lines.append(f"| {' | '.join(cells)} |")
     head = ["estimator", "estimate", "verl's word", *expected_gradients("k1")]
@@ -112,9 +138,11 @@ def test_the_table_of_gradients_in_the_docs_is_that_of_the_enumeration():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_weighed_by_the_ratio_the_gradient_is_that_of_the_kl_of_whole_completions(kind: KLKind, level):
-    """All completions of two tokens out of three, sampled by an older policy: rows 0 to 2 of the second token's
-    distributions are those behind each first token."""
+def test_weighed_by_the_ratio_the_gradient_is_that_of_the_kl_of_whole_completions(
+    kind: KLKind, level
+):
+    """All completions of two tokens out of three, sampled by an older policy: rows 0 to 2 of the
+    second token's distributions are those behind each first token."""
     first, logp1, ref1, old1 = policies(5, 3)
     second, logp2, ref2, old2 = policies(6, 3, 3)
     pairs = torch.cartesian_prod(torch.arange(3), torch.arange(3))
@@ -123,9 +151,15 @@ def test_weighed_by_the_ratio_the_gradient_is_that_of_the_kl_of_whole_completion
         return torch.stack((one[pairs[:, 0]], two[pairs[:, 0], pairs[:, 1]]), 1)
 
     old, ref = of_both(old1, old2), of_both(ref1, ref2)
-    loss = loss_of(of_both(logp1, logp2), old, ref, torch.zeros_like(old), kl_kind=kind, kl_ratio=level)
-    behind = (logp1 if level == "sequence" else old1).exp()  # who samples the first token of the second's KL
-    kl = (logp1.exp() * (logp1 - ref1)).sum() + (behind * (logp2.exp() * (logp2 - ref2)).sum(1)).sum()
+    loss = loss_of(
+        of_both(logp1, logp2), old, ref, torch.zeros_like(old), kl_kind=kind, kl_ratio=level
+    )
+    behind = (
+        logp1 if level == "sequence" else old1
+    ).exp()  # who samples the first token of the second's KL
+    kl = (logp1.exp() * (logp1 - ref1)).sum() + (
+        behind * (logp2.exp() * (logp2 - ref2)).sum(1)
+    ).sum()
     gradients = (torch.autograd.grad(one, [first, second], retain_graph=True) for one in (loss, kl))
     for ours, exact in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)

@@ -19,8 +19,8 @@ from tests.algorithms.test_losses_textbook import SUMS, with_leaves
 
 
 def inputs(logprobs: list[float], **columns: list[float]) -> tuple[Tensor, TokenInputs]:
-    """Tokens in float64, with their log-probs as the leaf of the gradient; by default on-policy, of advantage and
-    weight 1, without reference, all in one segment."""
+    """Tokens in float64, with their log-probs as the leaf of the gradient; by default on-policy, of
+    advantage and weight 1, without reference, all in one segment."""
     leaf = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
 
     def column(name: str, default: list[float]) -> Tensor:
@@ -113,11 +113,15 @@ def test_what_stands_at_tokens_that_are_not_sampled_reaches_neither_value_nor_gr
     def evaluate(poison: float) -> tuple[list[float], list[list[float]]]:
         tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
         tensors[column][1] = poison
-        tokens = TokenInputs(**tensors, weights_T=torch.tensor([1.0, 0.25, 0.5]), **masks("x.x"), **SEGMENTS)
+        tokens = TokenInputs(
+            **tensors, weights_T=torch.tensor([1.0, 0.25, 0.5]), **masks("x.x"), **SEGMENTS
+        )
         tokens, leaves = with_leaves(tokens)
         terms = policy_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
         terms.loss.backward()
-        return [getattr(terms, name).item() for name in SUMS], [leaf.grad.tolist() for leaf in leaves]
+        return [getattr(terms, name).item() for name in SUMS], [
+            leaf.grad.tolist() for leaf in leaves
+        ]
 
     values, (by_logprob, by_entropy) = evaluate(bad)
     assert (values, [by_logprob, by_entropy]) == evaluate(-0.5)
@@ -158,10 +162,14 @@ def test_a_ratio_that_overflows_is_seen(kind: LossKind, advantage: float, shape:
 
 @pytest.mark.parametrize("kind", LOSS_KINDS)
 @pytest.mark.parametrize("correction", LEVELS)
-def test_no_counted_token_gives_zeros_with_a_gradient_of_zeros(kind: LossKind, correction: Correction | None):
+def test_no_counted_token_gives_zeros_with_a_gradient_of_zeros(
+    kind: LossKind, correction: Correction | None
+):
     tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
     weights_T = torch.ones(3)
-    tokens, leaves = with_leaves(TokenInputs(**tensors, weights_T=weights_T, **masks("..."), **SEGMENTS))
+    tokens, leaves = with_leaves(
+        TokenInputs(**tensors, weights_T=weights_T, **masks("..."), **SEGMENTS)
+    )
     terms = policy_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
     terms.loss.backward()
     assert [getattr(terms, name).item() for name in SUMS] == [0.0] * len(SUMS)
@@ -169,9 +177,14 @@ def test_no_counted_token_gives_zeros_with_a_gradient_of_zeros(kind: LossKind, c
 
 
 def test_the_kl_to_a_teacher_has_the_tokens_weights_and_no_ratio():
-    """0.5 x (1 x 0.2 + 0.5 x 0.4) = 0.2 of the loss; metrics have 0.2 + 0.4. What is not sampled may be NaN."""
+    """0.5 x (1 x 0.2 + 0.5 x 0.4) = 0.2 of the loss; metrics have 0.2 + 0.4.
+
+    What is not sampled may be NaN."""
     tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
-    weights_T, kl_T = torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0.2, math.nan, 0.4], requires_grad=True)
+    weights_T, kl_T = (
+        torch.tensor([1.0, 0.0, 0.5]),
+        torch.tensor([0.2, math.nan, 0.4], requires_grad=True),
+    )
     plain = TokenInputs(**tensors, weights_T=weights_T, **masks("x.x"), **SEGMENTS)
     settings = LossSettings(teacher_coef=0.5)
     with_teacher = policy_loss(replace(plain, teacher_kl_T=kl_T), settings)
@@ -196,7 +209,7 @@ def test_shapes_are_checked(column: str):
             TokenInputs(**tensors | {column: wrong}, n_segments=2)
 
 
-# ---------------------------------------------------------------- normalisation: weights and denominator
+# ----------------------------------------------------------- normalisation: weights and denominator
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Every loss of the family against the papers' formulas in float64, token by token, and split in two."""
+"""Every loss of the family against the papers' formulas in float64, token by token, and split in
+two."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -15,7 +16,7 @@ from rlmath.algorithms.losses import LOSS_KINDS, LossSettings, TokenInputs, Toke
 SUMS = tuple(field.name for field in fields(TokenLoss))
 
 
-# ---------------------------------------------------------------- any tokens, against the papers' formulas
+# --------------------------------------------------------- any tokens, against the papers' formulas
 
 
 @dataclass
@@ -30,12 +31,17 @@ class Book:
         return [
             t
             for t in every
-            if self.tokens.sampled_T[t] and (segment is None or self.tokens.segments_T[t] == segment)
+            if self.tokens.sampled_T[t]
+            and (segment is None or self.tokens.segments_T[t] == segment)
         ]
 
     def logprob(self, t: int) -> Tensor:
         """Of the policy; no gradient reaches a token that is not learned."""
-        return self.tokens.logprobs_T[t] if self.tokens.learned_T[t] else self.tokens.logprobs_T[t].detach()
+        return (
+            self.tokens.logprobs_T[t]
+            if self.tokens.learned_T[t]
+            else self.tokens.logprobs_T[t].detach()
+        )
 
     def ratio(self, t: int) -> Tensor:
         return torch.exp(self.logprob(t)) / math.exp(self.tokens.proximal_logprobs_T[t])
@@ -78,7 +84,10 @@ class Book:
         return torch.tensor(low, dtype=torch.float64) if r.item() < low else r
 
     def divergence_masked(self, t: int, A: float) -> tuple[Tensor, bool]:
-        p, q = self.tokens.logprobs_T[t].detach().exp().item(), math.exp(self.tokens.proximal_logprobs_T[t])
+        p, q = (
+            self.tokens.logprobs_T[t].detach().exp().item(),
+            math.exp(self.tokens.proximal_logprobs_T[t]),
+        )
         gap = abs(p - q)
         if self.rule.kind == "dppo_kl":
             at_most_1 = min(p, 1 - 1e-6), min(q, 1 - 1e-6)
@@ -93,7 +102,9 @@ class Book:
         if self.rule.off_policy_mask is None or self.tokens.advantages_T[t] >= 0:
             return False
         own = self.counted(int(self.tokens.segments_T[t]))
-        gaps = [(self.tokens.behaviour_logprobs_T[u] - self.tokens.logprobs_T[u]).item() for u in own]
+        gaps = [
+            (self.tokens.behaviour_logprobs_T[u] - self.tokens.logprobs_T[u]).item() for u in own
+        ]
         return sum(gaps) / len(gaps) > self.rule.off_policy_mask
 
     def masks(self, t: int) -> tuple[bool, bool]:
@@ -104,13 +115,18 @@ class Book:
         own = self.counted(int(self.tokens.segments_T[t]))
         mean = math.prod(self.mismatch(u) for u in own) ** (1 / len(own))
         low, high = rule.geometric_low or 0.0, rule.geometric_high or math.inf
-        p, b = math.exp(self.tokens.proximal_logprobs_T[t]), math.exp(self.tokens.behaviour_logprobs_T[t])
+        p, b = (
+            math.exp(self.tokens.proximal_logprobs_T[t]),
+            math.exp(self.tokens.behaviour_logprobs_T[t]),
+        )
         p, b = min(p, 1 - 1e-6), min(b, 1 - 1e-6)
         kl = p * math.log(p / b) + (1 - p) * math.log((1 - p) / (1 - b))
         return not low <= mean <= high, kl > (rule.binary_kl or math.inf)
 
     def mismatch(self, t: int) -> float:
-        return math.exp(self.tokens.proximal_logprobs_T[t]) / math.exp(self.tokens.behaviour_logprobs_T[t])
+        return math.exp(self.tokens.proximal_logprobs_T[t]) / math.exp(
+            self.tokens.behaviour_logprobs_T[t]
+        )
 
     def correction(self, t: int) -> tuple[float, bool]:
         rule = self.rule.correction
@@ -118,7 +134,9 @@ class Book:
             return 1.0, False
         if any(self.masks(t)):
             return 0.0, True
-        own = {"token": [t], "sequence": self.counted(int(self.tokens.segments_T[t])), None: []}[rule.level]
+        own = {"token": [t], "sequence": self.counted(int(self.tokens.segments_T[t])), None: []}[
+            rule.level
+        ]
         weight = 1.0
         for u in own:
             weight *= self.mismatch(u)
@@ -154,7 +172,9 @@ class Book:
             weight, cut = self.correction(t)
             weight_of_it = 0.0 if self.off_policy(t) else weight
             r, kl, entropy = self.ratio(t).item(), self.kl(t), self.tokens.entropy_T[t]
-            objective = weight_of_it * objective - self.rule.kl_coef * kl + self.rule.entropy_coef * entropy
+            objective = (
+                weight_of_it * objective - self.rule.kl_coef * kl + self.rule.entropy_coef * entropy
+            )
             more = {
                 "loss": -self.tokens.weights_T[t] * objective if self.tokens.learned_T[t] else 0.0,
                 "tokens": 1,
@@ -178,8 +198,8 @@ class Book:
 def drawn_tokens(
     seed: int, lengths: list[int], sampled: float, learned: float, sequence_weights: bool, kl: bool
 ) -> TokenInputs:
-    """A pack of segments of these lengths, in which about a share `sampled` of the tokens is sampled, and of these a
-    share `learned` learned. All others are NaN."""
+    """A pack of segments of these lengths, in which about a share `sampled` of the tokens is
+    sampled, and of these a share `learned` learned. All others are NaN."""
     draw = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     new, drift, mismatch, reference, entropy, advantages = torch.randn(
@@ -262,7 +282,9 @@ def test_all_sums_and_gradients_equal_the_papers_formulas(pack: TokenInputs, rul
     wanted = Book(book_tokens, rule).sums()
     for name in SUMS:
         torch.testing.assert_close(getattr(got, name), wanted[name], rtol=1e-10, atol=1e-10)
-    for ours, theirs in zip(gradients(got.loss, leaves), gradients(wanted["loss"], book_leaves), strict=True):
+    for ours, theirs in zip(
+        gradients(got.loss, leaves), gradients(wanted["loss"], book_leaves), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
@@ -275,7 +297,9 @@ def test_a_pack_split_between_segments_gives_the_same_sums_and_gradients(
     first_T = pack.segments_T < border
 
     def part(of_T: Tensor, first_segment: int, n_segments: int) -> TokenInputs:
-        columns = {name: value[of_T] for name, value in vars(pack).items() if isinstance(value, Tensor)}
+        columns = {
+            name: value[of_T] for name, value in vars(pack).items() if isinstance(value, Tensor)
+        }
         columns["segments_T"] = columns["segments_T"] - first_segment
         return replace(pack, **columns, n_segments=n_segments)
 

@@ -1,4 +1,5 @@
-"""Partial rollouts: what is drawn, carried and learned from, with completions that are nothing but lengths."""
+"""Partial rollouts: what is drawn, carried and learned from, with completions that are nothing but
+lengths."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ RIGHT = Score(1.0, True, "", "string")
 
 @dataclass
 class Engines:
-    """Sample at most `slice_tokens` tokens of each completion; how long it gets is a function of draw and sample."""
+    """Sample at most `slice_tokens` tokens of each completion; how long it gets is a function of
+    draw and sample."""
 
     length: Callable[[int, int], int]
     slice_tokens: int
@@ -50,7 +52,9 @@ class Engines:
                 whole, done = self.length(group.draw, g), len(sample.token_ids)
                 new = min(self.slice_tokens, whole - done)
                 longest = max(longest, new)
-                part = sample.extended((7,) * new, (-1.0,) * new, policy_version=self.step, step=self.step)
+                part = sample.extended(
+                    (7,) * new, (-1.0,) * new, policy_version=self.step, step=self.step
+                )
                 samples.append(part if done + new < whole else finished(g, part))
             after.append(replace(group, samples=tuple(samples)))
         self.rounds.append(longest)
@@ -58,7 +62,9 @@ class Engines:
 
 
 def finished(g: int, part: PartialCompletion) -> ScoredCompletion:
-    return ScoredCompletion(Completion(g, part.token_ids, part.logprobs, "", "stop", 0, part.segments), RIGHT)
+    return ScoredCompletion(
+        Completion(g, part.token_ids, part.logprobs, "", "stop", 0, part.segments), RIGHT
+    )
 
 
 def keep(group: UnfinishedGroup) -> Chosen:
@@ -76,7 +82,9 @@ def run(
     for step in range(steps):
         engines.step = step
         found.append(
-            advance_carry(unfinished, rules, step, steps - step, samples, engines.sample_round, choose)
+            advance_carry(
+                unfinished, rules, step, steps - step, samples, engines.sample_round, choose
+            )
         )
     return found, unfinished
 
@@ -86,20 +94,26 @@ def draws(found: Leaving) -> list[int]:
 
 
 def check_all_left(found: list[Leaving], unfinished: UnfinishedGroups, replaced: int) -> int:
-    """Every group of a run that was drawn left once, and how many did. So many may be in flight still: others took
-    their place when they were dropped, and older ones that were complete only then left before them."""
+    """Every group of a run that was drawn left once, and how many did.
+
+    So many may be in flight still: others took their place when they were dropped, and older ones
+    that were complete only then left before them."""
     left = sorted(d for one in found for d in draws(one))
-    assert sorted([*left, *(group.draw for group in unfinished.groups)]) == list(range(unfinished.next_draw))
+    assert sorted([*left, *(group.draw for group in unfinished.groups)]) == list(
+        range(unfinished.next_draw)
+    )
     assert len(unfinished.groups) <= replaced
     return len(left)
 
 
 def test_short_groups_overtake_long_ones_and_long_ones_are_carried() -> None:
-    # Draws 0 and 3 have 8 tokens, the others 2. A step learns from 2 of at most 4 groups, by slices of 4 tokens.
+    # Draws 0 and 3 have 8 tokens, the others 2. A step learns from 2 of at most 4 groups, by slices
+    # of 4 tokens.
     rules = UnfinishedRules(groups_per_step=2, max_groups=4, max_staleness=1)
     engines = Engines(lambda draw, g: 8 if draw in (0, 3) else 2, slice_tokens=4)
     found, unfinished = run(engines, rules, steps=3, samples=1)
-    # Step 0 draws 0-3 and learns 1 and 2; step 1 draws 4 and 5, finishes 0 and 3, which are older; step 2 has 4 and 5.
+    # Step 0 draws 0-3 and learns 1 and 2; step 1 draws 4 and 5, finishes 0 and 3, which are older;
+    # step 2 has 4 and 5.
     assert [draws(one) for one in found] == [[1, 2], [0, 3], [4, 5]]
     assert unfinished == UnfinishedGroups([], 6)
     assert found[1].groups[0].samples[0].completion.segments == (Segment(4, 0, 0), Segment(4, 1, 1))
@@ -111,7 +125,8 @@ def test_a_step_waits_for_groups_that_are_about_to_be_too_old() -> None:
     rules = UnfinishedRules(groups_per_step=1, max_groups=2, max_staleness=1)
     engines = Engines(lambda draw, g: 12 if draw == 0 else 2, slice_tokens=4)
     found, _ = run(engines, rules, steps=4, samples=1)
-    # Step 1 must learn from it: it has 8 tokens after the round that completes draw 2, and 12 after one more.
+    # Step 1 must learn from it: it has 8 tokens after the round that completes draw 2, and 12 after
+    # one more.
     assert [draws(one) for one in found] == [[1], [0], [2], [3]]
     assert [(one.rounds, one.waits) for one in found] == [(1, 0), (2, 1), (0, 0), (1, 0)]
 
@@ -148,7 +163,8 @@ def test_a_group_that_is_known_to_be_dropped_takes_no_place_of_one_that_is_learn
     def drop_first(group: UnfinishedGroup) -> Chosen:
         return Chosen((), dropped="right") if group.draw == 0 else keep(group)
 
-    # With the first dropped, step 4 takes it and two more, if it may take three; step 5 the last two.
+    # With the first dropped, step 4 takes it and two more, if it may take three; step 5 the last
+    # two.
     assert not too_old(left, UnfinishedRules(2, 6, 2, max_dropped=1), 3, drop_first)
     assert too_old(left, UnfinishedRules(2, 6, 2, max_dropped=0), 3, drop_first)
     assert too_old(left, UnfinishedRules(2, 6, 2, max_dropped=1), 3, keep)
@@ -230,7 +246,8 @@ def test_a_step_replaces_what_was_complete_and_is_dropped() -> None:
 
 @dataclass
 class DeferringEngines:
-    """Sample groups of which nothing is sampled; a short round stops at `slice_tokens` tokens of a completion."""
+    """Sample groups of which nothing is sampled; a short round stops at `slice_tokens` tokens of a
+    completion."""
 
     length: Callable[[int, int], int]
     slice_tokens: int
@@ -258,13 +275,16 @@ def run_deferring(
     for step in range(first, steps):
         engines.step = step
         found.append(
-            advance_defer(unfinished, rules, step, steps - step, samples, engines.sample_round, choose)
+            advance_defer(
+                unfinished, rules, step, steps - step, samples, engines.sample_round, choose
+            )
         )
     return found, unfinished
 
 
 def test_long_groups_are_sampled_anew_in_a_step_of_their_own() -> None:
-    # Every third group is long. Half of them are expected to be short at first: 9 are sampled for the first 2.
+    # Every third group is long. Half of them are expected to be short at first: 9 are sampled for
+    # the first 2.
     assert with_reserve(2, 0.5) == 9
     engines = DeferringEngines(lambda draw, g: 9 if draw % 3 == 2 else 3, slice_tokens=4)
     found, unfinished = run_deferring(engines, UnfinishedRules(2, 10**6, 0), steps=5)
@@ -277,13 +297,16 @@ def test_long_groups_are_sampled_anew_in_a_step_of_their_own() -> None:
         (True, [8, 9]),
     ]
     assert unfinished.groups == [] and unfinished.next_draw == 10
-    assert [segment.step for one in found for g in one.groups for segment in g.parts[0].segments] == [
-        step for step in range(5) for _ in range(2)
-    ], "every token is of the step that learns from it"
+    assert [
+        segment.step for one in found for g in one.groups for segment in g.parts[0].segments
+    ] == [step for step in range(5) for _ in range(2)], (
+        "every token is of the step that learns from it"
+    )
 
 
 def test_what_is_learned_from_was_short_in_every_short_round_or_is_sampled_whole() -> None:
-    """While the weights change, and with them what is long: docs/algorithm.md derives the estimator from this."""
+    """While the weights change, and with them what is long: docs/algorithm.md derives the estimator
+    from this."""
     rules, unfinished, steps, seen = (
         UnfinishedRules(4, 10**6, 0),
         UnfinishedGroups(),
@@ -291,7 +314,8 @@ def test_what_is_learned_from_was_short_in_every_short_round_or_is_sampled_whole
         {"anew": 0, "surplus": 0},
     )
     engines = DeferringEngines(
-        lambda draw, g: random.Random(f"{draw}/{engines.step // 2}").choice([3, 3, 3, 9]), slice_tokens=4
+        lambda draw, g: random.Random(f"{draw}/{engines.step // 2}").choice([3, 3, 3, 9]),
+        slice_tokens=4,
     )
     was_short: dict[int, list[bool]] = {}
     """By draw: whether it fitted, of all its short rounds."""
@@ -327,7 +351,14 @@ def test_what_is_learned_from_was_short_in_every_short_round_or_is_sampled_whole
     resumed_at=st.integers(0, 11),
 )
 @example(
-    seed=51634, per_step=6, samples=1, steps=12, slice_tokens=4, drop_every=3, max_dropped=8, resumed_at=0
+    seed=51634,
+    per_step=6,
+    samples=1,
+    steps=12,
+    slice_tokens=4,
+    drop_every=3,
+    max_dropped=8,
+    resumed_at=0,
 )
 def test_every_deferred_group_leaves_once_and_whole(
     seed: int,
@@ -363,7 +394,9 @@ def test_every_deferred_group_leaves_once_and_whole(
             for g, sample in enumerate(group.samples):
                 assert isinstance(sample, ScoredCompletion)
                 assert sample.completion.segments == (Segment(length(group.draw, g), step, step),)
-                assert group.deferred or one.rounds or len(sample.completion.token_ids) <= slice_tokens
+                assert (
+                    group.deferred or one.rounds or len(sample.completion.token_ids) <= slice_tokens
+                )
     # A checkpoint in between changes nothing.
     middle = min(resumed_at, steps)
     engines, unfinished, again = DeferringEngines(length, slice_tokens), UnfinishedGroups(), []
@@ -372,13 +405,16 @@ def test_every_deferred_group_leaves_once_and_whole(
             unfinished = read_unfinished(write_unfinished(unfinished), samples, 8, lambda *_: "")
         engines.step = step
         again.append(
-            advance_defer(unfinished, rules, step, steps - step, samples, engines.sample_round, choose)
+            advance_defer(
+                unfinished, rules, step, steps - step, samples, engines.sample_round, choose
+            )
         )
     assert [draws(one) for one in again] == [draws(one) for one in found]
 
 
 def test_the_reserve_of_a_short_round() -> None:
-    """By simulation: a step needs a second round in about 1 of 15 cases (1.5 standard deviations: 6.7%)."""
+    """By simulation: a step needs a second round in about 1 of 15 cases (1.5 standard deviations:
+    6.7%)."""
     random_draws, rounds, short = random.Random(7), 20_000, 0
     for _ in range(rounds):
         complete = sum(random_draws.random() < 0.6 for _ in range(with_reserve(32, 0.6)))

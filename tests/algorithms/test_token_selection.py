@@ -12,7 +12,9 @@ from torch import Tensor
 from rlmath.algorithms.token_selection import TokenRules, among_largest, chosen_tokens, covariances
 
 
-def on_ranks(parts: list[Tensor], work: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]) -> Tensor:
+def on_ranks(
+    parts: list[Tensor], work: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
+) -> Tensor:
     """What ranks with these tokens find, each in its thread, laid end to end."""
     barrier, shared, found = threading.Barrier(len(parts)), {}, {}
 
@@ -74,7 +76,11 @@ NUMBERS = {
         (TokenRules(), "xxxx", [0.0] * 4),
         (TokenRules(entropy_share=0.5), ".xx.", [0.0] * 4),
         (TokenRules(entropy_share=0.01), ".x..", [0.0] * 4),
-        (TokenRules(clip_cov=0.25), ".xxx", [0.0] * 4),  # 2 and 3 lie from 1 to 5; 0.9 is drawn, not 0.99
+        (
+            TokenRules(clip_cov=0.25),
+            ".xxx",
+            [0.0] * 4,
+        ),  # 2 and 3 lie from 1 to 5; 0.9 is drawn, not 0.99
         (TokenRules(clip_cov=0.75), "..xx", [0.0] * 4),
         (TokenRules(clip_cov=0.25, clip_high=9.0), "xxx.", [0.0] * 4),
         (TokenRules(kl_cov=0.5, kl_coef=0.25), "xxxx", [0.0, 0.25, 0.0, 0.25]),

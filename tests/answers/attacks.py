@@ -1,4 +1,5 @@
-"""Completions that attack the verifier: to run code, to hang it, to fill memory, or to be rewarded for nothing.
+"""Completions that attack the verifier: to run code, to hang it, to fill memory, or to be rewarded
+for nothing.
 
 MARKER stands for a file that a successful attack would make.
 """
@@ -24,7 +25,8 @@ CODE = [
     f'eval("{_TOUCH}")',
     f"exec(\"open('{MARKER}', 'w')\")",
     f"open('{MARKER}', 'w').write('x')",
-    f"[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'Popen'][0](['touch', '{MARKER}'])",
+    "[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'Popen'][0](['touch', "
+    f"'{MARKER}'])",
     f"lambda: {_TOUCH}",
     f'sympify("{_TOUCH}")',
     f"\\operatorname{{eval}}({_TOUCH})",
@@ -130,13 +132,15 @@ HEAVY = [
     "all integers " * 70,
     "((((((((((((((((((((x+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)",
 ]
-"""Each is heavy for some parser or evaluator; ours decides at once, or hands on what is harmless."""
+"""Each is heavy for some parser or evaluator; ours decides at once, or hands on what is
+harmless."""
 
 HANG_SOLUTIONS = ("\\int_0^1 3x^2 dx",)
 
 
 def hanging(number: int) -> str:
-    """One of many answers that only math-verify reads, and on which sympy works for minutes on any machine."""
+    """One of many answers that only math-verify reads, and on which sympy works for minutes on any
+    machine."""
     return (
         f"\\int_0^1 \\frac{{\\sin(x^{{x^x}})+\\cos(\\ln(x+{number + 1}))}}"
         f"{{e^{{x^x}}+\\tan(x+{number + 1})}} dx"

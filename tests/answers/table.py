@@ -6,8 +6,8 @@ from typing import Any
 
 
 def check_table(function: Callable[..., Any], rows: Iterable[Sequence[Any]]) -> None:
-    """Each row is the arguments of a function, then its result; those with another result, or an exception, are shown
-    together."""
+    """Each row is the arguments of a function, then its result; those with another result, or an
+    exception, are shown together."""
     wrong = []
     for *arguments, expected in rows:
         try:
@@ -19,7 +19,9 @@ def check_table(function: Callable[..., Any], rows: Iterable[Sequence[Any]]) -> 
     assert not wrong, "\n".join(wrong)
 
 
-def check_refused(error: type[Exception], function: Callable[[Any], Any], arguments: Iterable[Any]) -> None:
+def check_refused(
+    error: type[Exception], function: Callable[[Any], Any], arguments: Iterable[Any]
+) -> None:
     """All arguments for which a function does not raise this exception are shown together."""
     taken = []
     for argument in arguments:

@@ -51,7 +51,9 @@ def test_no_attack_runs_code(batch):
 def test_what_hangs_times_out_and_the_rest_does_not(batch):
     attacked = batch[0]
     assert [verdict.verdict for verdict in attacked[-len(HANGS) :]] == ["timeout"] * len(HANGS)
-    assert not [verdict for verdict in attacked[: -len(HANGS)] if verdict.verdict in ("timeout", "error")]
+    assert not [
+        verdict for verdict in attacked[: -len(HANGS)] if verdict.verdict in ("timeout", "error")
+    ]
 
 
 def test_all_others_in_the_batch_come_back_right(batch):

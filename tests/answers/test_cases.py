@@ -1,4 +1,5 @@
-"""The labelled cases: every one is verified as its label says, and no class worse than by math-verify."""
+"""The labelled cases: every one is verified as its label says, and no class worse than by
+math-verify."""
 
 from __future__ import annotations
 
@@ -14,16 +15,17 @@ from tests.selection import matrix
 
 def read_cases(name: str) -> list[dict]:
     return [
-        json.loads(line) for line in (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()
+        json.loads(line)
+        for line in (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()
     ]
 
 
 ROWS = read_cases("cases.jsonl")
 BLIND = read_cases("cases_blind.jsonl")
-"""Written in nine parts by others who had seen neither code nor cases; when the verifier first saw them it was right
-on 97.9%, 92.1%, 89.0%, 90.0%, 96.0%, 95.3%, 97.0%, 94.3% and 96.3% of them, from the third to the eighth with no wrong
-answer taken for right, in the ninth with two. The ninth has questions; earlier cases got one where their answer has a
-unit or noun that the reference lacks."""
+"""Written in nine parts by others who had seen neither code nor cases; when the verifier first saw
+them it was right on 97.9%, 92.1%, 89.0%, 90.0%, 96.0%, 95.3%, 97.0%, 94.3% and 96.3% of them, from
+the third to the eighth with no wrong answer taken for right, in the ninth with two. The ninth has
+questions; earlier cases got one where their answer has a unit or noun that the reference lacks."""
 
 
 def test_the_set_is_large_spread_and_its_ids_are_unique():
@@ -42,7 +44,10 @@ def wrongly_verified(rows: list[dict]) -> list[dict]:
         (
             row,
             verify(
-                row["completion"], row["solutions"], row.get("task", "math"), question=row.get("question", "")
+                row["completion"],
+                row["solutions"],
+                row.get("task", "math"),
+                question=row.get("question", ""),
             ),
         )
         for row in rows
@@ -61,7 +66,10 @@ def shown(rows: list[dict]) -> str:
 def in_parts(rows: list[dict]) -> list:
     """Every fourth row for `make test`, and the others for `make test-matrix`."""
     others = [row for number, row in enumerate(rows) if number % 4]
-    return [pytest.param(rows[::4], id="every fourth"), pytest.param(others, id="the others", marks=matrix)]
+    return [
+        pytest.param(rows[::4], id="every fourth"),
+        pytest.param(others, id="the others", marks=matrix),
+    ]
 
 
 @pytest.mark.parametrize("rows", in_parts(ROWS))
@@ -72,6 +80,7 @@ def test_the_verifier_agrees_with_every_label(rows: list[dict]):
 
 @pytest.mark.parametrize("rows", in_parts(BLIND))
 def test_cases_written_without_sight_of_the_verifier(rows: list[dict]):
-    """What it gets wrong there are habits it does not know, never a wrong answer that it takes for right."""
+    """What it gets wrong there are habits it does not know, never a wrong answer that it takes for
+    right."""
     wrong = wrongly_verified(rows)
     assert all(row["correct"] for row in wrong) and len(wrong) <= 0.01 * len(rows), shown(wrong)

@@ -1,4 +1,10 @@
-from rlmath.answers.extraction import extract_answer, extract_boxed, final_part, has_box, split_boxes
+from rlmath.answers.extraction import (
+    extract_answer,
+    extract_boxed,
+    final_part,
+    has_box,
+    split_boxes,
+)
 from rlmath.answers.string_match import Rules
 from rlmath.answers.verifier import verify
 from tests.answers.table import check_table

@@ -41,7 +41,10 @@ def test_a_shape_that_the_grammar_does_not_read_is_told_apart():
 
 
 def test_reading_has_a_bound_on_its_steps():
-    for text in ("(" * 12 + "5" + (" m" * 6 + ")") * 12, "(" * 11 + "5" + ("\\text{cm per day})" * 11)):
+    for text in (
+        "(" * 12 + "5" + (" m" * 6 + ")") * 12,
+        "(" * 11 + "5" + ("\\text{cm per day})" * 11),
+    ):
         with contextlib.suppress(NotMathematics):  # without a bound: minutes
             parse_answer(text)
 

@@ -1,4 +1,6 @@
-"""Both halves of the verifier, its rules, and what it must never load or run. Labelled cases are in test_cases."""
+"""Both halves of the verifier, its rules, and what it must never load or run.
+
+Labelled cases are in test_cases."""
 
 import os
 import subprocess
@@ -35,7 +37,11 @@ def test_cheap_decisions_need_no_worker():
             ("\\boxed{B}", ["\\text{(C)}"], Verdict(False, "B", "choice")),
             ("\\boxed{The Ellipse}", ["\\text{ellipse}"], Verdict(True, "The Ellipse", "string")),
             ("\\boxed{" + "9" * 999 + "}", ["9" * 998], Verdict(False, "9" * 999, "number")),
-            ("\\boxed{" + "9" * 1001 + "}", ["9" * 1001], Verdict(False, "9" * MAX_ANSWER_CHARS, "too_long")),
+            (
+                "\\boxed{" + "9" * 1001 + "}",
+                ["9" * 1001],
+                Verdict(False, "9" * MAX_ANSWER_CHARS, "too_long"),
+            ),
         ],
     )
 
@@ -48,7 +54,9 @@ def test_the_cheap_half_leaves_what_needs_a_parser():
 
 def test_the_grammar_decides_the_rest():
     assert verify("\\boxed{(x+1)^2}", ["x^2+2x+1"], "math") == Verdict(True, "(x+1)^2", "symbolic")
-    assert verify("\\boxed{\\frac{1}{}}", ["0.5"], "math") == Verdict(False, "\\frac{1}{}", "symbolic")
+    assert verify("\\boxed{\\frac{1}{}}", ["0.5"], "math") == Verdict(
+        False, "\\frac{1}{}", "symbolic"
+    )
 
 
 def test_math_verify_decides_what_the_grammar_does_not_read():
@@ -119,7 +127,8 @@ def test_rows_of_an_unsupported_task_are_refused():
 
 def test_the_cheap_half_loads_neither_sympy_nor_torch():
     code = (
-        "import sys; from rlmath.workers.worker_pool import WorkerPool; from rlmath.answers.verifier import verify;"
+        "import sys; from rlmath.workers.worker_pool import WorkerPool; from "
+        "rlmath.answers.verifier import verify;"
         "verify('\\\\boxed{1}', ['1'], 'math');"
         "print({'sympy', 'torch', 'math_verify', 'mpmath'} & set(sys.modules))"
     )

@@ -1,4 +1,5 @@
-"""Words and units beside a value: which are ignored, which are compared, and where there is no answer."""
+"""Words and units beside a value: which are ignored, which are compared, and where there is no
+answer."""
 
 from __future__ import annotations
 
@@ -45,7 +46,18 @@ def test_a_word_that_is_not_known_to_change_nothing_makes_no_answer():
 
 
 def test_a_word_that_changes_a_value_does_so_where_the_question_has_it():
-    words = ("twice", "thrice", "halved", "nearly", "almost", "never", "except", "under", "minus", "doubled")
+    words = (
+        "twice",
+        "thrice",
+        "halved",
+        "nearly",
+        "almost",
+        "never",
+        "except",
+        "under",
+        "minus",
+        "doubled",
+    )
     question = f"Say {', '.join(words)}. What is left of 10 apples if 3 are sold?"
     texts = [f"{word} 7" for word in words]
     texts += [f"7 {word}" for word in words]
@@ -148,7 +160,12 @@ def test_a_unit_beside_a_bare_reference_stands_in_the_question():
             (MILES, "60", "60 \\text{ km/h}", False),
             ("A car drives at 60 mph. How far does it get in 3 hours?", "180", "180 miles", True),
             ("A square has side 5 cm. What is its area?", "25", "25 \\text{ cm}^2", True),
-            ("A square has side 5 cm. What is its area?", "25", "25 \\text{ square centimeters}", True),
+            (
+                "A square has side 5 cm. What is its area?",
+                "25",
+                "25 \\text{ square centimeters}",
+                True,
+            ),
             ("A square has side 5 cm. What is its area?", "25", "25 \\text{ square inches}", False),
             ("Eggs cost $2 each. What do 9 eggs cost?", "18", "\\$18", True),
             ("Eggs cost $2 each. What do 9 eggs cost?", "18", "$18", True),

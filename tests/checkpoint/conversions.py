@@ -23,13 +23,17 @@ QKV = "decoder.layers.self_attention.linear_qkv.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def to_megatron(source: Path, output: Path, tensor: int = 1, pipeline: int = 1, dtype: Any = None) -> Path:
+def to_megatron(
+    source: Path, output: Path, tensor: int = 1, pipeline: int = 1, dtype: Any = None
+) -> Path:
     """The torch_dist folder of a conversion."""
     hf_to_megatron(source, shape_of(source), output, tensor, pipeline, dtype)
     return find_megatron(output).state
 
 
-def to_hf(state: Path, model: Path, output: Path, dtype: Any = None, shard_bytes: int = LARGE) -> Path:
+def to_hf(
+    state: Path, model: Path, output: Path, dtype: Any = None, shard_bytes: int = LARGE
+) -> Path:
     megatron_to_hf(state, shape_of(model), read_metadata_files(model), output, dtype, shard_bytes)
     return output
 

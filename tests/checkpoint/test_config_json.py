@@ -1,4 +1,6 @@
-"""What config.json may ask for, architecture by architecture. What all have in common is in `test_preflight`."""
+"""What config.json may ask for, architecture by architecture.
+
+What all have in common is in `test_preflight`."""
 
 from __future__ import annotations
 
@@ -86,7 +88,11 @@ MISTRAL_NEMO: dict[str, Any] = COMMON | {
     "vocab_size": 131072,
 }
 QWEN3_30B_A3B: dict[str, Any] = json.loads((PUBLISHED / "Qwen3-30B-A3B.json").read_text()) | COMMON
-LONG_ROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+LONG_ROPE: dict[str, Any] = {
+    "type": "longrope",
+    "short_factor": [1.0] * 48,
+    "long_factor": [2.0] * 48,
+}
 PHI_4_MINI: dict[str, Any] = COMMON | {
     "auto_map": {"AutoConfig": "own.Phi3Config", "AutoModelForCausalLM": "own.Phi3ForCausalLM"},
     "architectures": ["Phi3ForCausalLM"],
@@ -147,7 +153,9 @@ def test_a_fifo_in_the_place_of_weights_is_not_waited_for(tmp_path: Path):
     os.mkfifo(folder / "weights.safetensors")
     index = {"weight_map": {"model.norm.weight": "weights.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert any("are not there: weights.safetensors" in one for one in inspect_model_folder(folder)[1])
+    assert any(
+        "are not there: weights.safetensors" in one for one in inspect_model_folder(folder)[1]
+    )
     with pytest.raises(ValueError, match="1 are not there"):
         HFReader(folder).tensor("model.norm.weight")
 
@@ -159,7 +167,11 @@ def test_a_number_beyond_all_measure_is_told(tmp_path: Path):
 def test_a_llama_has_stretched_rotary_embeddings_and_no_biases(tmp_path: Path):
     found = shape(tmp_path, LLAMA_3_2_1B)
     assert found.rope_scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
-    assert (found.rope_theta, found.max_positions, found.tied_embeddings) == (500000.0, 131072, True)
+    assert (found.rope_theta, found.max_positions, found.tied_embeddings) == (
+        500000.0,
+        131072,
+        True,
+    )
     assert not found.attention_bias and not found.qk_norm
 
 
@@ -191,7 +203,9 @@ def test_a_mistrals_heads_need_not_add_up_to_the_hidden_size(tmp_path: Path):
 def test_a_folder_that_transformers_5_wrote_is_read_as_transformers_reads_it(
     tmp_path: Path, architecture: str
 ):
-    found, problems = inspect_model_folder(make_model_folder(tmp_path / "model", architecture=architecture))
+    found, problems = inspect_model_folder(
+        make_model_folder(tmp_path / "model", architecture=architecture)
+    )
     config = AutoConfig.from_pretrained(tmp_path / "model")
     assert found is not None and not problems
     assert found.architecture == architecture
@@ -199,7 +213,10 @@ def test_a_folder_that_transformers_5_wrote_is_read_as_transformers_reads_it(
     assert found.rope_theta == config.rope_parameters["rope_theta"]
     assert (found.rope_scaling is not None) == (config.rope_parameters["rope_type"] == "llama3")
     if isinstance(found.rope_scaling, Llama3Scaling):
-        assert found.rope_scaling.original_max_positions == LLAMA3_ROPE["original_max_position_embeddings"]
+        assert (
+            found.rope_scaling.original_max_positions
+            == LLAMA3_ROPE["original_max_position_embeddings"]
+        )
 
 
 @pytest.mark.parametrize("newer", [{"rope_theta": 1.0}, {"rope_type": "llama3", "factor": 2.0}])
@@ -220,7 +237,10 @@ def test_the_older_name_of_rotary_settings_hides_the_newer_as_in_transformers(
             {"rope_scaling": rope(low_freq_factor=...)},
             '"low_freq_factor" is missing; needed: a number above 0',
         ),
-        ({"rope_scaling": rope(high_freq_factor=1.0)}, '"high_freq_factor" is 1.0; needed: more than'),
+        (
+            {"rope_scaling": rope(high_freq_factor=1.0)},
+            '"high_freq_factor" is 1.0; needed: more than',
+        ),
         (
             {"rope_scaling": rope(original_max_position_embeddings="8k")},
             "\"original_max_position_embeddings\" is '8k'; needed: a whole number",
@@ -230,13 +250,22 @@ def test_the_older_name_of_rotary_settings_hides_the_newer_as_in_transformers(
             {"rope_scaling": rope(rope_type="yarn", factor=...)},
             '"factor" is missing; needed: a number above 0',
         ),
-        ({"rope_scaling": rope(rope_type="yarn", factor=4.0)}, 'YaRN reaches "factor" 4 x 8192 original'),
-        ({"rope_scaling": rope(rope_type="yarn", beta_fast=0)}, '"beta_fast" is 0; needed: a number above 0'),
+        (
+            {"rope_scaling": rope(rope_type="yarn", factor=4.0)},
+            'YaRN reaches "factor" 4 x 8192 original',
+        ),
+        (
+            {"rope_scaling": rope(rope_type="yarn", beta_fast=0)},
+            '"beta_fast" is 0; needed: a number above 0',
+        ),
         (
             {"rope_scaling": rope(rope_type="yarn"), "rope_theta": 1},
             '"rope_theta" is 1.0; YaRN needs more than 1',
         ),
-        ({"rope_scaling": rope(rope_type="yarn", truncate=1)}, '"truncate" is 1; needed: true or false'),
+        (
+            {"rope_scaling": rope(rope_type="yarn", truncate=1)},
+            '"truncate" is 1; needed: true or false',
+        ),
         (
             {"rope_scaling": {"type": "linear", "factor": 2}},
             '"factor" is 2; vLLM takes it with a point only: 2.0',
@@ -249,15 +278,24 @@ def test_the_older_name_of_rotary_settings_hides_the_newer_as_in_transformers(
             {"rope_scaling": {"type": "longrope"}},
             "asks for 'longrope'; supported of a llama: settings of the type",
         ),
-        ({"rope_scaling": {"full_attention": rope()}}, '"rope_scaling" differs from layer to layer'),
+        (
+            {"rope_scaling": {"full_attention": rope()}},
+            '"rope_scaling" differs from layer to layer',
+        ),
         (
             {"partial_rotary_factor": 0.5},
             '"partial_rotary_factor" is 0.5; of a llama, all of a head is rotated',
         ),
-        ({"attention_bias": True}, '"attention_bias" is True; a LlamaForCausalLM is supported without'),
+        (
+            {"attention_bias": True},
+            '"attention_bias" is True; a LlamaForCausalLM is supported without',
+        ),
         ({"mlp_bias": True}, '"mlp_bias" is True'),
         ({"hidden_act": "gelu"}, '"hidden_act" is \'gelu\'; supported: "silu"'),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.MyForCausalLM"}}, "code of the model's own"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "modeling.MyForCausalLM"}},
+            "code of the model's own",
+        ),
         ({"auto_map": "modeling.MyForCausalLM"}, "code of the model's own"),
         ({"sliding_window": 4096}, '"sliding_window" is 4096; a llama of transformers has none'),
         ({"layer_types": ["sliding_attention"] * 4}, "and there is no sliding window in use"),
@@ -303,7 +341,9 @@ def test_a_qwen3_with_experts_tells_how_many_and_how_large_they_are(tmp_path: Pa
     assert (found.num_experts, found.experts_per_token, found.ffn_size) == (128, 8, 768)
     assert found.norm_topk_prob and found.qk_norm
     # transformers 5 writes the number of experts under another name, and leaves nothing unsaid
-    renamed = shape(tmp_path, QWEN3_30B_A3B, num_experts=..., num_local_experts=64, norm_topk_prob=...)
+    renamed = shape(
+        tmp_path, QWEN3_30B_A3B, num_experts=..., num_local_experts=64, norm_topk_prob=...
+    )
     assert renamed.num_experts == 64 and not renamed.norm_topk_prob
     read = AutoConfig.from_pretrained(tmp_path)
     assert read.num_experts == 64 and not read.norm_topk_prob
@@ -323,13 +363,19 @@ def test_a_qwen3_with_experts_tells_how_many_and_how_large_they_are(tmp_path: Pa
         ({"num_experts_per_tok": 1}, '"num_experts_per_tok" is 1 and "norm_topk_prob" true'),
         ({"moe_intermediate_size": ...}, '"moe_intermediate_size" is missing'),
         (
-            {"use_sliding_window": True, "sliding_window": 4096, "layer_types": ["full_attention"] * 4},
+            {
+                "use_sliding_window": True,
+                "sliding_window": 4096,
+                "layer_types": ["full_attention"] * 4,
+            },
             "a qwen3_moe of transformers has the window in all layers, one of vLLM's not",
         ),
     ],
     ids=str,
 )
-def test_what_a_qwen3_with_experts_may_not_ask_for(tmp_path: Path, changes: dict[str, Any], told: str):
+def test_what_a_qwen3_with_experts_may_not_ask_for(
+    tmp_path: Path, changes: dict[str, Any], told: str
+):
     assert told in problem(tmp_path, QWEN3_30B_A3B, **changes)
 
 
@@ -400,7 +446,11 @@ def test_windows_are_those_of_transformers(
             {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, "truncate": False},
             YarnScaling(4.0, 32.0, 1.0, 40960, 1.5, False),
         ),
-        (PHI_4_MINI, LONG_ROPE, LongRopeScaling((1.0,) * 48, pytest.approx(math.sqrt(1 + 5 / 12)), 131072)),
+        (
+            PHI_4_MINI,
+            LONG_ROPE,
+            LongRopeScaling((1.0,) * 48, pytest.approx(math.sqrt(1 + 5 / 12)), 131072),
+        ),
     ],
     ids=["linear", "yarn", "yarn with mscale", "yarn with factor", "longrope"],
 )
@@ -409,8 +459,15 @@ def test_both_forms_of_rotary_settings_are_read_alike(
 ):
     """transformers 4 has the base beside the settings, transformers 5 among them."""
     older = shape(tmp_path, release, rope_scaling=rope)
-    newer = rope | {key: release[key] for key in ("rope_theta", "partial_rotary_factor") if key in release}
-    changes = {"rope_theta": ..., "partial_rotary_factor": ..., "rope_scaling": ..., "rope_parameters": newer}
+    newer = rope | {
+        key: release[key] for key in ("rope_theta", "partial_rotary_factor") if key in release
+    }
+    changes = {
+        "rope_theta": ...,
+        "partial_rotary_factor": ...,
+        "rope_scaling": ...,
+        "rope_parameters": newer,
+    }
     assert shape(tmp_path, release, **changes) == older
     assert older.rope_scaling == wanted
     config = AutoConfig.from_pretrained(tmp_path)
@@ -429,7 +486,10 @@ def test_a_phi_4_mini_rotates_a_part_of_every_head_within_its_original_positions
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "supported of a phi3: settings of the type"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "supported of a phi3: settings of the type",
+        ),
         (
             {"rope_scaling": {**LONG_ROPE, "short_factor": [1.0]}},
             '"short_factor" is [1.0]; needed: a list of 48',
@@ -438,8 +498,14 @@ def test_a_phi_4_mini_rotates_a_part_of_every_head_within_its_original_positions
             {"rope_scaling": {**LONG_ROPE, "short_factor": [0] * 48}},
             '"short_factor" is 0; needed: a number above 0',
         ),
-        ({"rope_scaling": {**LONG_ROPE, "factor": 8.0}}, '"factor" of longrope is 8.0; vLLM computes 32'),
-        ({"rope_scaling": {**LONG_ROPE, "short_mscale": 1.1}}, '"short_mscale" of longrope is read by vLLM'),
+        (
+            {"rope_scaling": {**LONG_ROPE, "factor": 8.0}},
+            '"factor" of longrope is 8.0; vLLM computes 32',
+        ),
+        (
+            {"rope_scaling": {**LONG_ROPE, "short_mscale": 1.1}},
+            '"short_mscale" of longrope is read by vLLM',
+        ),
         ({"partial_rotary_factor": 0.7}, "needed: an even number of the 128 dims of a head"),
     ],
     ids=str,
@@ -456,9 +522,13 @@ def test_every_fourth_layer_of_a_smollm3_does_not_rotate(tmp_path: Path):
         "rope_scaling": None,
     }
     assert shape(tmp_path, release, tie_word_embeddings=...).no_rope_layers == (3,)
-    assert shape(tmp_path, release, tie_word_embeddings=...).tied_embeddings, "transformers' default"
+    assert shape(tmp_path, release, tie_word_embeddings=...).tied_embeddings, (
+        "transformers' default"
+    )
     assert AutoConfig.from_pretrained(tmp_path).no_rope_layers == [1, 1, 1, 0]
     assert shape(tmp_path, release, no_rope_layers=[0, 1, 0, 1]).no_rope_layers == (0, 2)
-    assert '"no_rope_layers" is [1]; needed: 1 or 0' in problem(tmp_path, release, no_rope_layers=[1])
+    assert '"no_rope_layers" is [1]; needed: 1 or 0' in problem(
+        tmp_path, release, no_rope_layers=[1]
+    )
     windows = {"use_sliding_window": True, "sliding_window": 9}
     assert "a smollm3 of transformers has none" in problem(tmp_path, release, **windows)

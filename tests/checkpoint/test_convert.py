@@ -1,4 +1,5 @@
-"""Between Hugging Face and torch_dist: what is written where, both ways, and what is refused beforehand."""
+"""Between Hugging Face and torch_dist: what is written where, both ways, and what is refused
+beforehand."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ ALL = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("models")
-    return {name: make_model_folder(place / name, tied, architecture=a) for name, (a, tied) in ALL.items()}
+    return {
+        name: make_model_folder(place / name, tied, architecture=a)
+        for name, (a, tied) in ALL.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,9 @@ def source(models: dict[str, Path]) -> Path:
 @pytest.mark.parametrize(
     ("name", "tensor", "pipeline"),
     [
-        pytest.param(name, *layout, marks=() if name == "qwen2" or layout == (2, 3) else pytest.mark.full)
+        pytest.param(
+            name, *layout, marks=() if name == "qwen2" or layout == (2, 3) else pytest.mark.full
+        )
         for name in ALL
         for layout in ((1, 1), (2, 1), (1, 4), (2, 3))
     ],
@@ -70,13 +76,22 @@ def test_there_and_back_is_the_same_model(
     assert_same(weights(to_hf(state, models[name], tmp_path / "hf")), weights(models[name]))
 
 
-def test_query_key_and_value_lie_group_by_group_and_layers_are_stacked(source: Path, tmp_path: Path):
+def test_query_key_and_value_lie_group_by_group_and_layers_are_stacked(
+    source: Path, tmp_path: Path
+):
     state = to_megatron(source, tmp_path / "megatron", tensor=2)
     hf, found = weights(source), torch_reads(state)[QKV]
     heads = {
         x: hf[f"model.layers.3.self_attn.{x}_proj.weight"].split(32) for x in "qkv"
     }  # 4 heads of 32 rows
-    rows = [*heads["q"][:2], heads["k"][0], heads["v"][0], *heads["q"][2:], heads["k"][1], heads["v"][1]]
+    rows = [
+        *heads["q"][:2],
+        heads["k"][0],
+        heads["v"][0],
+        *heads["q"][2:],
+        heads["k"][1],
+        heads["v"][1],
+    ]
     assert tuple(found.shape) == (4, 256, 128)
     assert torch.equal(found[3], torch.cat(rows))
 
@@ -99,7 +114,9 @@ def test_number_formats(source: Path, tmp_path: Path, dtype: torch.dtype):
     wanted = {name: tensor.to(dtype) for name, tensor in weights(source).items()}
     back = to_hf(state, source, tmp_path / "auto")
     assert_same(weights(back), wanted)
-    assert json.loads((back / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert json.loads((back / "config.json").read_text())["dtype"] == str(dtype).removeprefix(
+        "torch."
+    )
     as_float = to_hf(state, source, tmp_path / "float", torch.float32)
     assert_same(weights(as_float), {name: tensor.float() for name, tensor in wanted.items()})
 
@@ -111,7 +128,9 @@ def test_the_way_back_loads_in_transformers_in_several_files(source: Path, tmp_p
     ids = torch.tensor([[5, 6, 7, 8]])
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, back))
     assert torch.equal(before(ids).logits, after(ids).logits)
-    assert AutoTokenizer.from_pretrained(back)("12+3=") == AutoTokenizer.from_pretrained(source)("12+3=")
+    assert AutoTokenizer.from_pretrained(back)("12+3=") == AutoTokenizer.from_pretrained(source)(
+        "12+3="
+    )
 
 
 # ---------------------------------------------------------------- checkpoints of others
@@ -166,7 +185,10 @@ def test_the_optimizers_numbers_are_not_read(source: Path, tmp_path: Path):
             ["1 tensors are unknown", "q_layernorm"],
         ),
         (put("mtp.layers.0.weight", 4), ["unknown to Qwen2ForCausalLM: mtp.layers.0.weight"]),
-        (put(QKV, 5, 256, 128), ["1 tensors have another shape", "(5, 256, 128)", "makes it (4, 256, 128)"]),
+        (
+            put(QKV, 5, 256, 128),
+            ["1 tensors have another shape", "(5, 256, 128)", "makes it (4, 256, 128)"],
+        ),
         (put(EMBEDDING, 100, 128), ["embedding.word_embeddings.weight has shape (100, 128)"]),
         (put(EMBEDDING, 101, 64), ["(101, 64), config.json makes it (101, 128)"]),
     ],
@@ -187,8 +209,16 @@ def test_a_checkpoint_of_another_model_is_refused_with_a_list(
 @pytest.mark.parametrize(
     ("wrong", "dtype", "told"),
     [
-        (torch.int32, torch.float32, "has numbers in float32, int32; needed: float32, bfloat16 or float16"),
-        (torch.bfloat16, None, "has numbers in bfloat16, float32; needed: one format. Choose it by --dtype"),
+        (
+            torch.int32,
+            torch.float32,
+            "has numbers in float32, int32; needed: float32, bfloat16 or float16",
+        ),
+        (
+            torch.bfloat16,
+            None,
+            "has numbers in bfloat16, float32; needed: one format. Choose it by --dtype",
+        ),
     ],
 )
 def test_number_formats_that_are_no_models_or_several_are_told(
@@ -218,7 +248,9 @@ def our_checkpoint(root: Path, state: Path, step: int, model: Path) -> Path:
 
 def test_checkpoints_are_found_by_any_of_their_folders(source: Path, tmp_path: Path):
     state = to_megatron(source, tmp_path / "megatron")
-    older, newer = (our_checkpoint(tmp_path / "run" / "checkpoints", state, n, source) for n in (20, 40))
+    older, newer = (
+        our_checkpoint(tmp_path / "run" / "checkpoints", state, n, source) for n in (20, 40)
+    )
     for given in (tmp_path / "run", tmp_path / "run" / "checkpoints", newer, newer / "state"):
         assert find_megatron(given).state == newer / "state"
         assert find_megatron(given).metadata_files == newer / "hf"

@@ -1,4 +1,5 @@
-"""Between Hugging Face and torch_dist: what is refused beforehand, and what goes wrong in the middle."""
+"""Between Hugging Face and torch_dist: what is refused beforehand, and what goes wrong in the
+middle."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ NORM = "model.layers.0.input_layernorm.weight"
     [
         (drop(NORM), ["tensors are not in the weights", NORM]),
         (put(NORM, 64), [f"{NORM} has shape (64,), config.json makes it (128,)"]),
-        (put("model.layers.4.input_layernorm.weight", 128), ["unknown to Qwen2ForCausalLM: model.layers.4"]),
+        (
+            put("model.layers.4.input_layernorm.weight", 128),
+            ["unknown to Qwen2ForCausalLM: model.layers.4"],
+        ),
         (
             lambda t: t.update({NORM: t[NORM].to(torch.int8)}),
             ["needed: float32, bfloat16", f"{NORM} in", "in I8"],
@@ -69,8 +73,16 @@ def in_norm(*numbers: float) -> Any:
 @pytest.mark.parametrize(
     ("numbers", "dtype", "told"),
     [
-        ((float("nan"), float("inf")), None, "numbers that are NaN, infinite or too large for float32"),
-        ((float("-inf"),), torch.bfloat16, "numbers that are NaN, infinite or too large for bfloat16"),
+        (
+            (float("nan"), float("inf")),
+            None,
+            "numbers that are NaN, infinite or too large for float32",
+        ),
+        (
+            (float("-inf"),),
+            torch.bfloat16,
+            "numbers that are NaN, infinite or too large for bfloat16",
+        ),
         (
             (torch.finfo(torch.float32).max,),
             torch.bfloat16,
@@ -105,7 +117,10 @@ def test_tensors_that_older_releases_wrote_are_passed_over(tmp_path: Path):
     tied = make_model_folder(tmp_path / "tied", tied=True)
     copy = Path(shutil.copytree(tied, tmp_path / "copy"))
     edit(copy, put("model.layers.0.self_attn.rotary_emb.inv_freq", 16))
-    edit(copy, lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}))
+    edit(
+        copy,
+        lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}),
+    )
     state = to_megatron(copy, tmp_path / "out")
     assert_same(weights(to_hf(state, copy, tmp_path / "hf")), weights(tied))
 

@@ -1,4 +1,5 @@
-"""Which checkpoints count as complete, what is wrong with a damaged one, and which ones give way."""
+"""Which checkpoints count as complete, what is wrong with a damaged one, and which ones give
+way."""
 
 from __future__ import annotations
 
@@ -47,7 +48,12 @@ def test_what_is_published_is_found_newest_first_with_every_file(tmp_path: Path)
         make(tmp_path, step)
     found, problems = complete_checkpoints(tmp_path)
     assert [one.step for one in found] == [10, 7, 2] and problems == []
-    assert found[0].files.keys() == {"state/__0_0.distcp", "state/.metadata", "progress.json", "config.yaml"}
+    assert found[0].files.keys() == {
+        "state/__0_0.distcp",
+        "state/.metadata",
+        "progress.json",
+        "config.yaml",
+    }
     assert found[0].files["state/__0_0.distcp"].size == 2560
     assert wrong_contents(found[0], found[0].files) == []
 
@@ -95,12 +101,14 @@ def test_a_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
         '{"format": 99, "step": 1, "kept": false, "files": {}}',
         '{"format": 1, "step": "x", "kept": false, "files": {}}',
         '{"format": 1, "step": 1, "kept": false, "files": []}',
-        '{"format": 1, "step": 1, "kept": false, "files": {"../../etc/passwd": {"size": 1, "sha256": ""}%s}}',
+        '{"format": 1, "step": 1, "kept": false, "files": {"../../etc/passwd": {"size": 1, '
+        '"sha256": ""}%s}}',
         '{"format": 1, "step": 1e999, "kept": false, "files": {}}',
         '{"format": 1, "step": 1, "kept": false, "files": {"a": {"size": 1e999, "sha256": ""}}}',
         '{"format": 1, "step": 1, "kept": false, "files": {}}',
         '{"format": 1, "step": true, "kept": false, "files": {}}',
-        '{"format": 1, "step": 1, "kept": false, "files": {"/etc/passwd": {"size": 1, "sha256": ""}%s}}',
+        '{"format": 1, "step": 1, "kept": false, "files": {"/etc/passwd": {"size": 1, "sha256": '
+        '""}%s}}',
     ],
 )
 def test_a_manifest_that_cannot_be_used_is_told(tmp_path: Path, manifest: str) -> None:
@@ -122,7 +130,9 @@ def test_a_small_file_that_has_become_huge_is_refused_unread(tmp_path: Path, nam
     (folder,) = tmp_path.glob("step-*")
     (folder / name).touch()
     os.truncate(folder / name, 40 * 2**30)
-    with pytest.raises(ValueError, match=f"{name} cannot be read .*has 42949672960 bytes, more than"):
+    with pytest.raises(
+        ValueError, match=f"{name} cannot be read .*has 42949672960 bytes, more than"
+    ):
         read_checkpoint(folder) if name == MANIFEST else read_progress(folder)
     found, (problem,) = complete_checkpoints(tmp_path)
     assert found == [] and "is damaged and is skipped" in problem
@@ -227,7 +237,9 @@ def test_what_was_passed_over_does_not_count_among_the_newest(tmp_path: Path) ->
     make(tmp_path, 2)
     set_superseded_aside(tmp_path, 1, None, learned_step=3)
     assert steps(tmp_path) == [2]
-    assert {"step-000002.damaged", "step-000003.damaged"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"step-000002.damaged", "step-000003.damaged"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
 
 
 def test_a_folder_that_the_disk_refuses_to_look_at_is_not_absent(tmp_path: Path) -> None:
@@ -252,7 +264,9 @@ def test_nothing_is_set_aside_without_a_word_or_over_something_else(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["manifest.json", "progress.json", "state/__0_0.distcp"])
-def test_a_pipe_in_the_place_of_a_file_is_damage_and_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_the_place_of_a_file_is_damage_and_is_not_waited_for(
+    tmp_path: Path, name: str
+) -> None:
     make(tmp_path, 1)
     folder = make(tmp_path, 2)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -263,7 +277,11 @@ def test_a_pipe_in_the_place_of_a_file_is_damage_and_is_not_waited_for(tmp_path:
         (folder / "manifest.json").write_text(json.dumps(manifest))
     found, problems = complete_checkpoints(tmp_path)
     assert [one.step for one in found] == [1]
-    assert len(problems) == 1 and "is a FIFO; needed: a regular file" in problems[0] and name in problems[0]
+    assert (
+        len(problems) == 1
+        and "is a FIFO; needed: a regular file" in problems[0]
+        and name in problems[0]
+    )
 
 
 def save(path: Path, as_stream: bool) -> None:

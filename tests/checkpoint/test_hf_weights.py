@@ -54,7 +54,9 @@ def files_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_an_output_layer_beside_tied_embeddings_is_refused_where_it_is_another(tmp_path: Path) -> None:
+def test_an_output_layer_beside_tied_embeddings_is_refused_where_it_is_another(
+    tmp_path: Path,
+) -> None:
     folder = make_model_folder(tmp_path / "tied", tied=True)
     shape, file = shape_of(folder), folder / "model.safetensors"
     held = load_file(file)
@@ -78,21 +80,33 @@ def test_tensors_that_nobody_expects_are_named(source: Path) -> None:
 def test_one_file_and_an_index_read_alike(tmp_path: Path, make):
     reader = HFReader(make(tmp_path / "model"))
     assert reader.files.keys() == {"a", "b", "c"}
-    assert {name: tuple(reader.tensor(name).shape) for name in "abc"} == {"a": (2, 3), "b": (2,), "c": (4, 4)}
+    assert {name: tuple(reader.tensor(name).shape) for name in "abc"} == {
+        "a": (2, 3),
+        "b": (2,),
+        "c": (4, 4),
+    }
     for name, tensor in WEIGHTS.items():
         assert reader.tensor(name).dtype == tensor.dtype
         assert torch.equal(reader.tensor(name), tensor)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+    with pytest.raises(
+        ValueError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"
+    ):
         HFReader(tmp_path)
 
 
-def test_of_two_sets_of_weights_the_one_that_transformers_reads_is_read(tmp_path: Path, source: Path):
+def test_of_two_sets_of_weights_the_one_that_transformers_reads_is_read(
+    tmp_path: Path, source: Path
+):
     folder = tmp_path / "both"
-    write_hf_folder(stream_of(source), read_metadata_files(source), folder, torch.float32, writes=True)
-    zeros = {name: torch.zeros_like(t) for name, t in load_file(source / "model.safetensors").items()}
+    write_hf_folder(
+        stream_of(source), read_metadata_files(source), folder, torch.float32, writes=True
+    )
+    zeros = {
+        name: torch.zeros_like(t) for name, t in load_file(source / "model.safetensors").items()
+    }
     save_file(zeros, folder / "stale.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(zeros, "stale.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -100,17 +114,27 @@ def test_of_two_sets_of_weights_the_one_that_transformers_reads_is_read(tmp_path
     assert torch.equal(HFReader(folder).tensor("model.norm.weight"), loaded["model.norm.weight"])
 
 
-def test_configuration_and_tokenizer_come_along_and_old_weights_do_not(tmp_path: Path, source: Path):
+def test_configuration_and_tokenizer_come_along_and_old_weights_do_not(
+    tmp_path: Path, source: Path
+):
     for path in source.iterdir():
         if path.suffix == ".json":
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    for name in ("model-00001-of-00009.safetensors", "model.safetensors.index.json", "optimizer.pt"):
+    for name in (
+        "model-00001-of-00009.safetensors",
+        "model.safetensors.index.json",
+        "optimizer.pt",
+    ):
         (tmp_path / name).write_text("stale")
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "merges.txt").write_text("a b")
     (tmp_path / "original").mkdir()
     write_hf_folder(
-        iter(WEIGHTS.items()), read_metadata_files(tmp_path), tmp_path / "out", torch.float32, writes=True
+        iter(WEIGHTS.items()),
+        read_metadata_files(tmp_path),
+        tmp_path / "out",
+        torch.float32,
+        writes=True,
     )
     assert files_in(tmp_path / "out") == {
         "model.safetensors",
@@ -118,10 +142,14 @@ def test_configuration_and_tokenizer_come_along_and_old_weights_do_not(tmp_path:
         "merges.txt",
         *(path.name for path in source.glob("*.json")),
     }
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        source / "tokenizer.json"
+    ).read_bytes()
 
 
-@pytest.mark.parametrize(("dtype", "word"), [(torch.bfloat16, "bfloat16"), (torch.float32, "float32")])
+@pytest.mark.parametrize(
+    ("dtype", "word"), [(torch.bfloat16, "bfloat16"), (torch.float32, "float32")]
+)
 def test_the_number_format_is_that_of_weights_and_config(
     tmp_path: Path, source: Path, dtype: torch.dtype, word: str
 ):
@@ -145,7 +173,9 @@ def test_large_models_are_written_in_several_files(
     monkeypatch.setattr(weights, "SHARD_BYTES", 32)
     tensors = WEIGHTS | {"d": torch.ones(4)}
     output = tmp_path / "deep" / "out"
-    write_hf_folder(iter(tensors.items()), read_metadata_files(source), output, torch.float32, writes=True)
+    write_hf_folder(
+        iter(tensors.items()), read_metadata_files(source), output, torch.float32, writes=True
+    )
     index = json.loads((output / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 24 + 8 + 64 + 16
     parts = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -172,17 +202,24 @@ def test_a_stream_that_breaks_leaves_no_folder_that_looks_whole(
     monkeypatch.setattr(weights, "SHARD_BYTES", 16)
     output = tmp_path / "out"
     with pytest.raises(RuntimeError, match="a rank died"):
-        write_hf_folder(broken_stream(), read_metadata_files(source), output, torch.float32, writes=True)
+        write_hf_folder(
+            broken_stream(), read_metadata_files(source), output, torch.float32, writes=True
+        )
     assert not output.exists()
     assert not any((folder / "config.json").exists() for folder in tmp_path.iterdir())
-    write_hf_folder(iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True)
+    write_hf_folder(
+        iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True
+    )
     assert HFReader(output).files.keys() == {"a", "b", "c"}
     assert files_in(tmp_path) == {"out"}
 
 
 def test_a_disk_that_refuses_is_told_with_the_folder(tmp_path: Path, source: Path):
     output = tmp_path / "model"
-    with files_no_larger_than(4096), pytest.raises(OSError, match=f"File too large: '{output}.partial'"):
+    with (
+        files_no_larger_than(4096),
+        pytest.raises(OSError, match=f"File too large: '{output}.partial'"),
+    ):
         write_hf_folder(
             iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True
         )
@@ -191,18 +228,28 @@ def test_a_disk_that_refuses_is_told_with_the_folder(tmp_path: Path, source: Pat
 
 def test_a_stream_that_breaks_keeps_the_model_that_was_there(tmp_path: Path, source: Path):
     output = tmp_path / "out"
-    write_hf_folder(iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True)
+    write_hf_folder(
+        iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True
+    )
     with pytest.raises(RuntimeError, match="a rank died"):
-        write_hf_folder(broken_stream(), read_metadata_files(source), output, torch.float32, writes=True)
+        write_hf_folder(
+            broken_stream(), read_metadata_files(source), output, torch.float32, writes=True
+        )
     assert HFReader(output).files.keys() == {"a", "b", "c"}
 
 
 def test_a_new_export_replaces_the_old_one_whole(tmp_path: Path, source: Path):
     output = tmp_path / "out"
-    write_hf_folder(iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True)
+    write_hf_folder(
+        iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True
+    )
     (output / "left.txt").write_text("over")
     write_hf_folder(
-        iter({"a": WEIGHTS["c"]}.items()), read_metadata_files(source), output, torch.float32, writes=True
+        iter({"a": WEIGHTS["c"]}.items()),
+        read_metadata_files(source),
+        output,
+        torch.float32,
+        writes=True,
     )
     assert tuple(load_file(output / "model.safetensors")["a"].shape) == (4, 4)
     assert "left.txt" not in files_in(output)
@@ -212,7 +259,9 @@ def test_a_death_while_the_old_model_is_removed_leaves_no_half_of_one(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ):
     output = tmp_path / "out"
-    write_hf_folder(iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True)
+    write_hf_folder(
+        iter(WEIGHTS.items()), read_metadata_files(source), output, torch.float32, writes=True
+    )
 
     def die(folder: Path, **_: object) -> None:
         if folder.is_dir():
@@ -222,7 +271,11 @@ def test_a_death_while_the_old_model_is_removed_leaves_no_half_of_one(
     monkeypatch.setattr(weights, "remove", die)
     with pytest.raises(KeyboardInterrupt):
         write_hf_folder(
-            iter({"a": WEIGHTS["c"]}.items()), read_metadata_files(source), output, torch.float32, writes=True
+            iter({"a": WEIGHTS["c"]}.items()),
+            read_metadata_files(source),
+            output,
+            torch.float32,
+            writes=True,
         )
     assert tuple(load_file(output / "model.safetensors")["a"].shape) == (4, 4)
     assert all(name == "out" or name.endswith(".partial") for name in files_in(tmp_path))
@@ -230,6 +283,8 @@ def test_a_death_while_the_old_model_is_removed_leaves_no_half_of_one(
 
 def test_a_rank_that_does_not_write_consumes_the_stream_alone(tmp_path: Path, source: Path):
     stream = iter(WEIGHTS.items())
-    write_hf_folder(stream, read_metadata_files(source), tmp_path / "out", torch.float32, writes=False)
+    write_hf_folder(
+        stream, read_metadata_files(source), tmp_path / "out", torch.float32, writes=False
+    )
     assert list(stream) == []
     assert files_in(tmp_path) == set()

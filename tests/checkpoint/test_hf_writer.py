@@ -33,7 +33,9 @@ def test_formats_shapes_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = load_file(tmp_path / "model.safetensors")
     assert writer.bytes == 48 + 48 + 48 + 48 + 4 + 0 + 14
     for name, tensor in tensors.items():
-        assert found[name].dtype == formats[name] and torch.equal(found[name], tensor.to(formats[name]))
+        assert found[name].dtype == formats[name] and torch.equal(
+            found[name], tensor.to(formats[name])
+        )
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
 
@@ -46,7 +48,9 @@ def test_wide_numbers_do_not_begin_in_the_middle_of_their_width(tmp_path: Path):
     assert torch.equal(found["wide"], torch.ones(3)) and found["three"].dtype == torch.bfloat16
 
 
-def test_a_header_that_is_full_begins_the_next_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_header_that_is_full_begins_the_next_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(weights, "HEADER_BYTES", 1024)
     names = [f"a.name.of.some.length.{number}" for number in range(40)]
     with SafetensorsWriter(tmp_path, 10**6) as writer:
@@ -81,5 +85,7 @@ def test_a_folder_takes_the_place_of_files_that_have_its_names(tmp_path: Path):
 
 
 def test_an_export_of_adapters_alone_has_no_file_of_weights(tmp_path: Path):
-    write_hf_folder(iter([]), {"adapter/a.json": b"{}"}, tmp_path / "model", torch.float32, writes=True)
+    write_hf_folder(
+        iter([]), {"adapter/a.json": b"{}"}, tmp_path / "model", torch.float32, writes=True
+    )
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["adapter"]

@@ -1,4 +1,5 @@
-"""The index of a torch_dist checkpoint: read as torch reads it where it is honest, refused where it is not."""
+"""The index of a torch_dist checkpoint: read as torch reads it where it is honest, refused where it
+is not."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def test_torchs_own_index_is_read_as_torch_reads_it(saved: Path):
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_an_index_of_any_protocol_with_the_plans_that_megatron_adds_is_read(tmp_path: Path, protocol: int):
+def test_an_index_of_any_protocol_with_the_plans_that_megatron_adds_is_read(
+    tmp_path: Path, protocol: int
+):
     metadata = honest(tmp_path)
     chunk = metadata.state_dict_metadata["t"].chunks[0]
     data = TensorWriteData(chunk, TensorProperties(), torch.Size([2, 3]))
@@ -125,11 +128,15 @@ def test_a_call_is_refused_by_its_name_and_not_made(
 
 def test_a_class_in_the_right_module_that_is_no_part_of_an_index_is_refused(tmp_path: Path):
     content = b"ctorch.distributed.checkpoint.filesystem\nos.system\n."
-    with pytest.raises(ValueError, match=r"names torch\.distributed\.checkpoint\.filesystem\.os\.system"):
+    with pytest.raises(
+        ValueError, match=r"names torch\.distributed\.checkpoint\.filesystem\.os\.system"
+    ):
         read_metadata(write_index(tmp_path, content))
 
 
-@pytest.mark.parametrize("place", ["/etc/passwd", "../outside", "folder/inside", "..", "", "C:\\windows"])
+@pytest.mark.parametrize(
+    "place", ["/etc/passwd", "../outside", "folder/inside", "..", "", "C:\\windows"]
+)
 def test_a_file_outside_of_the_folder_is_refused(tmp_path: Path, place: str):
     metadata = honest(tmp_path / "in")
     (tmp_path / "outside").write_bytes(b"0" * 1000)
@@ -150,7 +157,9 @@ def test_a_file_outside_of_the_folder_is_refused(tmp_path: Path, place: str):
     ],
     ids=str,
 )
-def test_places_that_are_not_in_the_file_are_refused(tmp_path: Path, change: dict[str, Any], told: str):
+def test_places_that_are_not_in_the_file_are_refused(
+    tmp_path: Path, change: dict[str, Any], told: str
+):
     metadata = honest(tmp_path)
     index = MetadataIndex("t", (1, 0))
     metadata.storage_data[index] = replace(metadata.storage_data[index], **change)
@@ -198,7 +207,9 @@ def test_a_part_without_a_place_is_told(tmp_path: Path):
     ],
     ids=lambda x: f"{x[:12]!r}",
 )
-def test_what_is_no_index_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes):
+def test_what_is_no_index_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"\.metadata is (damaged|refused)"):
         read_metadata(write_index(tmp_path, content))
@@ -216,7 +227,9 @@ def test_what_is_no_index_is_refused_at_once(tmp_path: Path, monkeypatch: pytest
     ],
     ids=["LONG_BINPUT", "PUT", "BYTEARRAY8", "a long bytearray", "a long text"],
 )
-def test_a_few_bytes_that_ask_for_much_memory_are_refused(tmp_path: Path, content: bytes, told: str):
+def test_a_few_bytes_that_ask_for_much_memory_are_refused(
+    tmp_path: Path, content: bytes, told: str
+):
     write_index(tmp_path, content)
     before = most_resident_bytes()
     with pytest.raises(ValueError, match=told):

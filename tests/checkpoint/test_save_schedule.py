@@ -24,7 +24,14 @@ from rlmath.checkpoint.save_schedule import (
     most_models,
     output_bytes,
 )
-from rlmath.config.schema import Config, ModelConfig, RunConfig, SaveConfig, StagesConfig, ValidationConfig
+from rlmath.config.schema import (
+    Config,
+    ModelConfig,
+    RunConfig,
+    SaveConfig,
+    StagesConfig,
+    ValidationConfig,
+)
 from rlmath.data.order import PromptOrder, Rollback
 from rlmath.distributed.mesh import Mesh
 from rlmath.run.recovery.checkpointing import Checkpointer
@@ -64,10 +71,16 @@ def test_a_checkpoint_says_where_the_run_stands() -> None:
         actor=SimpleNamespace(learner=SimpleNamespace(updates=31, loss_scale_state=(8.0, 40))),
         weight_syncs_per_step=1,
         mesh=Mesh(3, 8, 2, 2, 1),
-        own_progress=lambda: {"critic_updates": 32, "critic_loss_scale": (16.0, 41), "entropy": (0.42, 43.0)},
+        own_progress=lambda: {
+            "critic_updates": 32,
+            "critic_loss_scale": (16.0, 41),
+            "entropy": (0.42, 43.0),
+        },
         rollbacks=(Rollback(1, 33, 34), Rollback(2, 35, 36)),
     )
-    divergence = SimpleNamespace(discarded_steps=37, learned_step=38, good_step=39, rewards=[0.4, 0.5])
+    divergence = SimpleNamespace(
+        discarded_steps=37, learned_step=38, good_step=39, rewards=[0.4, 0.5]
+    )
     checkpointer = object.__new__(Checkpointer)
     vars(checkpointer).update(
         _trainer=trainer,
@@ -76,13 +89,28 @@ def test_a_checkpoint_says_where_the_run_stands() -> None:
         _model_formats={"": "bfloat16"},
     )
     found = checkpointer._progress(13)
-    assert (found.step, found.epoch, found.position, found.updates, found.syncs) == (13, 2, 12, 31, 13)
+    assert (found.step, found.epoch, found.position, found.updates, found.syncs) == (
+        13,
+        2,
+        12,
+        31,
+        13,
+    )
     assert (found.critic_updates, found.discarded_steps) == (32, 37)
-    assert (found.loss_scale, found.critic_loss_scale, found.entropy) == ((8.0, 40), (16.0, 41), (0.42, 43.0))
+    assert (found.loss_scale, found.critic_loss_scale, found.entropy) == (
+        (8.0, 40),
+        (16.0, 41),
+        (0.42, 43.0),
+    )
     assert (found.learned_step, found.good_step, found.rewards) == (38, 39, (0.4, 0.5))
     assert (found.rollback_steps, found.rollback_draw_steps) == ((33, 35), (34, 36))
     assert (found.layout, found.world_size) == ("TP2 x PP2 x DP2", 8)
-    of = found.model_fingerprint, found.data_fingerprint, found.reward_fingerprint, found.hooks_fingerprint
+    of = (
+        found.model_fingerprint,
+        found.data_fingerprint,
+        found.reward_fingerprint,
+        found.hooks_fingerprint,
+    )
     assert found.model_formats == {"": "bfloat16"}
     assert (*of, found.adapter_fingerprint) == ("model", "data", "reward", "hooks", "adapter")
 
@@ -96,7 +124,9 @@ def test_models_of_stages_and_the_best_one_count_until_they_are_there(
     )
     model = export_bytes(plain, shape)
     assert output_bytes(plain, shape) == model and most_models(plain) == 1
-    staged = replace(plain, stages=StagesConfig(steps=[1, 1, 1]), validation=ValidationConfig(keep_best=True))
+    staged = replace(
+        plain, stages=StagesConfig(steps=[1, 1, 1]), validation=ValidationConfig(keep_best=True)
+    )
     assert output_bytes(staged, shape) == 6 * model and most_models(staged) == 6
     for name in ("models/stage-1", "best_model"):
         (tmp_path / name).mkdir(parents=True)
@@ -139,7 +169,9 @@ def test_what_float16_cannot_hold_is_exported_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tensors = {"fits": torch.tensor([1.0, 65504.0]), "large": torch.tensor([1.0, 70000.0])}
-    write_hf_folder(iter(tensors.items()), {}, tmp_path / "out", TensorFormats("float16"), writes=True)
+    write_hf_folder(
+        iter(tensors.items()), {}, tmp_path / "out", TensorFormats("float16"), writes=True
+    )
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert [written[name].dtype for name in tensors] == [torch.float16, torch.float32]
     assert torch.equal(written["large"], tensors["large"]) and "large has numbers" in caplog.text

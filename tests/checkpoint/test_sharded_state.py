@@ -14,7 +14,9 @@ SHAPES = [(7,), (1,), (4, 5), (1, 6), (6, 1), (3, 4, 5), (2, 1, 3, 2), (1, 1, 4)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rectangles_hold_each_element_of_the_range_once_and_in_order(shape: tuple[int, ...]) -> None:
+def test_rectangles_hold_each_element_of_the_range_once_and_in_order(
+    shape: tuple[int, ...],
+) -> None:
     numbers = torch.arange(math.prod(shape)).view(shape)
     for start in range(numbers.numel() + 1):
         for stop in range(start, numbers.numel() + 1):

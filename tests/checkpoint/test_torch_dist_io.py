@@ -1,4 +1,5 @@
-"""Parts of tensors in the files of a torch_dist checkpoint: written, read by rectangles, and refused where damaged."""
+"""Parts of tensors in the files of a torch_dist checkpoint: written, read by rectangles, and
+refused where damaged."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def test_torch_loads_what_was_written_in_parts(tmp_path: Path):
     assert torch.equal(into["grid"], whole)
 
 
-def test_a_part_takes_its_own_numbers_on_disk_and_not_the_whole_tensor_it_was_cut_from(tmp_path: Path):
+def test_a_part_takes_its_own_numbers_on_disk_and_not_the_whole_tensor_it_was_cut_from(
+    tmp_path: Path,
+):
     tmp_path.joinpath("s").mkdir()
     writer = StateWriter(tmp_path / "s")
     writer.add(0, "t", (0,), (10,), torch.zeros(1_000_000)[:10])

@@ -21,7 +21,12 @@ from rlmath.algorithms.types import (
     ScoredCompletion,
     Segment,
 )
-from rlmath.checkpoint.unfinished_groups import TOKEN_BYTES, read_score, read_unfinished, write_unfinished
+from rlmath.checkpoint.unfinished_groups import (
+    TOKEN_BYTES,
+    read_score,
+    read_unfinished,
+    write_unfinished,
+)
 
 SEGMENTS = (Segment(2, 4, 1), Segment(1, 5, 2))
 
@@ -37,7 +42,8 @@ def partial(*token_ids: int) -> PartialCompletion:
 def finished(*token_ids: int, score: Score) -> ScoredCompletion:
     logprobs = array("f", [-0.25, -1e-7, -30.0])
     return ScoredCompletion(
-        Completion(1, array("i", token_ids), logprobs, text_of(token_ids), "length", 5, SEGMENTS), score
+        Completion(1, array("i", token_ids), logprobs, text_of(token_ids), "length", 5, SEGMENTS),
+        score,
     )
 
 
@@ -48,7 +54,12 @@ UNFINISHED = UnfinishedGroups(
             1,
             (
                 partial(3, 4, 5),
-                finished(6, 7, 99, score=Score(-0.5, False, "\ud800x", "error", True, (("n", 2.5),), 0.25)),
+                finished(
+                    6,
+                    7,
+                    99,
+                    score=Score(-0.5, False, "\ud800x", "error", True, (("n", 2.5),), 0.25),
+                ),
             ),
         ),
         UnfinishedGroup(9, 2, (NOTHING_SAMPLED, NOTHING_SAMPLED), deferred=True),
@@ -60,17 +71,24 @@ UNFINISHED = UnfinishedGroups(
 
 def test_a_token_in_flight_takes_eight_bytes() -> None:
     more = [
-        UnfinishedGroup(d, 0, (PartialCompletion([5] * 1000, [-1.0] * 1000, (Segment(1000, 0, 0),)),) * 2)
+        UnfinishedGroup(
+            d, 0, (PartialCompletion([5] * 1000, [-1.0] * 1000, (Segment(1000, 0, 0),)),) * 2
+        )
         for d in (0, 1)
     ]
     one, two = (len(write_unfinished(UnfinishedGroups(more[:count], 2))) for count in (1, 2))
-    assert 0 < two - one - 2 * 1000 * TOKEN_BYTES < 2 * 200, "beside the header's 200 bytes a completion"
+    assert 0 < two - one - 2 * 1000 * TOKEN_BYTES < 2 * 200, (
+        "beside the header's 200 bytes a completion"
+    )
 
 
 def test_what_is_read_is_what_was_written() -> None:
     found = read_unfinished(write_unfinished(UNFINISHED), 2, 100, text_of)
     assert (found.next_draw, found.short_share) == (12, 1 / 3)
-    assert [(g.draw, g.first_step, g.deferred) for g in found.groups] == [(7, 1, False), (9, 2, True)]
+    assert [(g.draw, g.first_step, g.deferred) for g in found.groups] == [
+        (7, 1, False),
+        (9, 2, True),
+    ]
     first, second = found.groups
     assert first.samples == UNFINISHED.groups[0].samples
     assert second.samples == (NOTHING_SAMPLED, NOTHING_SAMPLED) and second.unfinished == [0, 1]
@@ -94,9 +112,9 @@ def test_log_probs_that_are_not_finite_come_back() -> None:
 
 
 def test_an_empty_flight_keeps_its_place() -> None:
-    assert read_unfinished(write_unfinished(UnfinishedGroups([], 5)), 2, 100, text_of) == UnfinishedGroups(
-        [], 5
-    )
+    assert read_unfinished(
+        write_unfinished(UnfinishedGroups([], 5)), 2, 100, text_of
+    ) == UnfinishedGroups([], 5)
 
 
 def damaged(**changes: object) -> bytes:
@@ -138,7 +156,9 @@ LOGPROBS = np.full(6, -1.0, np.float32)
 def test_the_file_of_these_tests_is_a_good_one() -> None:
     found = read_unfinished(one(finish_reason="stop", score=SCORE), 2, 100, text_of)
     assert found.groups[0].unfinished == [0]
-    assert len(read_unfinished(damaged(tokens=TOKENS, logprobs=LOGPROBS), 2, 100, text_of).groups) == 2
+    assert (
+        len(read_unfinished(damaged(tokens=TOKENS, logprobs=LOGPROBS), 2, 100, text_of).groups) == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,8 +216,12 @@ def _edited(change: Callable[[dict], None]) -> bytes:
     return save(tensors | {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
 
 
-@pytest.mark.parametrize(("verdict", "verified"), [("string", True), ("function", None), ("timeout", None)])
-def test_a_score_of_before_accuracy_was_the_verifiers_is_read(verdict: str, verified: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("verdict", "verified"), [("string", True), ("function", None), ("timeout", None)]
+)
+def test_a_score_of_before_accuracy_was_the_verifiers_is_read(
+    verdict: str, verified: bool | None
+) -> None:
     score = asdict(Score(1.0, True, "7", verdict))
     del score["verified_correct"]
     assert read_score(score).verified_correct is verified

@@ -48,8 +48,9 @@ def shape_of(config: Any) -> ModelShape:
 
 
 def config_of(architecture: str = "Qwen2ForCausalLM", tied: bool = False) -> Any:
-    """8 heads in 4 groups, so that 4 ranks can share them; a vocabulary that 2 and 4 do not divide. Heads of 6 dims do
-    not add up to the hidden size, where an architecture has them."""
+    """8 heads in 4 groups, so that 4 ranks can share them; a vocabulary that 2 and 4 do not divide.
+
+    Heads of 6 dims do not add up to the hidden size, where an architecture has them."""
     settings: dict[str, Any] = {
         "vocab_size": 11,
         "hidden_size": 16,
@@ -80,14 +81,19 @@ def numbered_tensors(config: Any) -> dict[str, Tensor]:
 
 
 def rule_of(hf_name: str) -> Rule:
-    return next(placed.rule for placed in placed_tensors(shape_of(config_of())) if hf_name in placed.hf_names)
+    return next(
+        placed.rule
+        for placed in placed_tensors(shape_of(config_of()))
+        if hf_name in placed.hf_names
+    )
 
 
 QKV_BIAS = rule_of("model.layers.0.self_attn.q_proj.bias")
 GATE_UP = rule_of("model.layers.0.mlp.gate_proj.weight")
 EMBEDDING = rule_of("model.embed_tokens.weight")
 
-# Two groups of two query heads of two dims, hidden size 1, three feed-forward units, a vocabulary of 5.
+# Two groups of two query heads of two dims, hidden size 1, three feed-forward units, a vocabulary
+# of 5.
 BY_HAND = ModelShape(
     "Qwen2ForCausalLM", 1, 1, 4, 2, 2, 3, 5, False, 64, 10000.0, 1e-6, True, torch_dtype="float32"
 )
@@ -100,7 +106,9 @@ V = torch.tensor([100, 101, 200, 201])
 @pytest.mark.parametrize("architecture", DENSE)
 def test_the_table_names_every_tensor_of_transformers_and_no_other(architecture: str, tied: bool):
     config = config_of(architecture, tied)
-    wanted = {name: tuple(parameter.shape) for name, parameter in model_of(config).named_parameters()}
+    wanted = {
+        name: tuple(parameter.shape) for name, parameter in model_of(config).named_parameters()
+    }
     shape = shape_of(config)
     listed = [
         (name, size)
@@ -120,7 +128,10 @@ def test_tensors_are_streamed_from_the_embedding_to_the_head():
 
 def test_fused_qkv_lays_a_groups_queries_before_its_key_and_value():
     fused = to_canonical(QKV_BIAS, [Q, K, V], BY_HAND, tensor=1)
-    assert fused.tolist() == [[[1, 2], [3, 4], [10, 11], [100, 101]], [[5, 6], [7, 8], [20, 21], [200, 201]]]
+    assert fused.tolist() == [
+        [[1, 2], [3, 4], [10, 11], [100, 101]],
+        [[5, 6], [7, 8], [20, 21], [200, 201]],
+    ]
 
 
 def test_each_rank_of_fused_qkv_holds_its_groups():
@@ -146,7 +157,8 @@ def test_a_vocabulary_is_filled_up_with_zeros_and_cut_again():
 
 
 @pytest.mark.parametrize(
-    ("vocab", "tensor", "padded"), [(101, 1, 101), (101, 2, 102), (101, 4, 104), (104, 4, 104), (1, 8, 8)]
+    ("vocab", "tensor", "padded"),
+    [(101, 1, 101), (101, 2, 102), (101, 4, 104), (104, 4, 104), (1, 8, 8)],
 )
 def test_padded_vocabulary(vocab: int, tensor: int, padded: int):
     assert padded_vocab(vocab, tensor) == padded
@@ -165,7 +177,9 @@ def test_every_tensor_survives_fusing_sharding_and_the_way_back(architecture: st
         shards = [shard(rule, full, rank, tensor) for rank in range(tensor)]
         assert {tuple(part.shape) for part in shards} == {shard_shape(rule, shape, tensor)}
         assert torch.equal(join(rule, shards), full)
-        for name, part in zip(placed.hf_names, from_canonical(rule, join(rule, shards), shape), strict=True):
+        for name, part in zip(
+            placed.hf_names, from_canonical(rule, join(rule, shards), shape), strict=True
+        ):
             assert torch.equal(part, tensors[name]), name
             seen.add(name)
     assert seen == tensors.keys()

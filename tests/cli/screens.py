@@ -18,9 +18,25 @@ DEMO = ("--config", "configs/demo.yaml", "run.output_dir=/nowhere/out")
 MISTAKES = (
     ("tarin",),
     ("train", *DEMO, "optimiser.lr=1"),
-    ("train", *DEMO, "model.path=/nowhere/model", "data.train_path=/nowhere/x.jsonl", "data.template=row"),
+    (
+        "train",
+        *DEMO,
+        "model.path=/nowhere/model",
+        "data.train_path=/nowhere/x.jsonl",
+        "data.template=row",
+    ),
     ("sft", "--config", "/nowhere/my.yaml"),
-    ("eval", "--model", "/nowhere/m", "--benchmarks", "tset", "--data-dir", "docs", "--output", "/nowhere/o"),
+    (
+        "eval",
+        "--model",
+        "/nowhere/m",
+        "--benchmarks",
+        "tset",
+        "--data-dir",
+        "docs",
+        "--output",
+        "/nowhere/o",
+    ),
     ("replay", "/nowhere/run"),
     ("convert", "to-hf", "--checkpoint", "/nowhere/run", "--output", "/nowhere/out"),
     ("plan", "--gpu", "H100"),
@@ -42,12 +58,20 @@ def screen(words: tuple[str, ...]) -> str:
             status = ended.code
     lines = output.getvalue().splitlines()
     more = [f"... {len(lines) - ROWS} more lines"] if lines[ROWS:] else []
-    imported = [f"[imports {', '.join(found)}]"] if (found := [x for x in HEAVY if x in sys.modules]) else []
-    shown = "\n".join([f"$ rlmath {' '.join(words)}", *lines[:ROWS], *more, f"[status {status}]", *imported])
+    imported = (
+        [f"[imports {', '.join(found)}]"]
+        if (found := [x for x in HEAVY if x in sys.modules])
+        else []
+    )
+    shown = "\n".join(
+        [f"$ rlmath {' '.join(words)}", *lines[:ROWS], *more, f"[status {status}]", *imported]
+    )
     return "\n".join(line.rstrip() for line in shown.splitlines())
 
 
 if __name__ == "__main__":
     os.environ["COLUMNS"] = "80"
     helps = [(one.name, "--help") for one in COMMANDS]
-    print("\n\n".join(screen(words) for words in [(), *helps, ("train", "--help", "sync"), *MISTAKES]))
+    print(
+        "\n\n".join(screen(words) for words in [(), *helps, ("train", "--help", "sync"), *MISTAKES])
+    )

@@ -49,7 +49,9 @@ def test_both_programs_say_what_they_did_and_import_neither_megatron_nor_transfo
     source: Path, tmp_path: Path
 ):
     megatron, back = tmp_path / "megatron" / "out", tmp_path / "hf" / "out"
-    there = f"to-megatron|--hf|{source}|--output|{megatron}|--tensor-parallel|2|--pipeline-parallel|2"
+    there = (
+        f"to-megatron|--hf|{source}|--output|{megatron}|--tensor-parallel|2|--pipeline-parallel|2"
+    )
     done = run("-c", PROGRAMS, there, f"to-hf|--checkpoint|{megatron}|--output|{back}")
     assert re.fullmatch(rf"{LINE}{LINE}\[\]\n", done.stdout) and done.stderr == ""
     before, after = HFReader(source), HFReader(back)
@@ -76,8 +78,12 @@ def test_a_given_config_counts_before_that_beside_the_checkpoint(
 ):
     assert to_megatron(source, tmp_path / "megatron") == 0
     config = json.loads((source / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "layer_types": None}))
-    status = to_hf(tmp_path / "megatron", tmp_path / "out", "--config", str(tmp_path / "config.json"))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": 3, "layer_types": None})
+    )
+    status = to_hf(
+        tmp_path / "megatron", tmp_path / "out", "--config", str(tmp_path / "config.json")
+    )
     assert status == convert.MISTAKE
     assert "config.json makes it (3, 256, 128)" in capsys.readouterr().err
     assert to_hf(tmp_path / "megatron", tmp_path / "out", "--base", str(source)) == convert.MISTAKE
@@ -94,17 +100,24 @@ def test_formats_and_sizes_are_those_asked_for(source: Path, tmp_path: Path):
 
 
 def run_with_checkpoint(source: Path, tmp_path: Path, settings: str | None = None) -> Path:
-    """The folder of a run from `source` with a checkpoint after step 3; `settings` in place of its own."""
+    """The folder of a run from `source` with a checkpoint after step 3; `settings` in place of its
+    own."""
     assert to_megatron(source, tmp_path / "megatron") == 0
     run_folder = tmp_path / "run"
     partial = open_partial(run_folder / "checkpoints", 3)
     shutil.copytree(tmp_path / "megatron" / "release", partial / "state", dirs_exist_ok=True)
     shutil.copytree(tmp_path / "megatron" / "hf", partial / "hf", dirs_exist_ok=True)
     formats = {"": "bfloat16", "model.norm.weight": "float32"}
-    progress = Progress(3, 0, 24, 6, 3, "TP1", 1, (), (), "model", "data", {}, model_formats=formats)
+    progress = Progress(
+        3, 0, 24, 6, 3, "TP1", 1, (), (), "model", "data", {}, model_formats=formats
+    )
     write_progress(partial, progress)
     if settings is None:
-        overrides = (f"run.output_dir={run_folder}", f"model.path={source}", "data.train_path=t.jsonl")
+        overrides = (
+            f"run.output_dir={run_folder}",
+            f"model.path={source}",
+            "data.train_path=t.jsonl",
+        )
         settings = config_as_yaml(load_config([], overrides))
     (partial / "config.yaml").write_text(settings)
     finish_partial(partial, 3, kept=False, known={})
@@ -118,7 +131,8 @@ def test_a_checkpoint_of_a_run_gets_the_formats_of_the_model_that_it_began_with_
     assert to_hf(run_folder, tmp_path / "out") == 0
     reader, began = HFReader(tmp_path / "out"), HFReader(source)
     assert {name: reader.tensor(name).dtype for name in reader.files} == {
-        name: torch.float32 if name == "model.norm.weight" else torch.bfloat16 for name in began.files
+        name: torch.float32 if name == "model.norm.weight" else torch.bfloat16
+        for name in began.files
     }
     name = "model.embed_tokens.weight"
     assert torch.equal(reader.tensor(name), began.tensor(name).to(torch.bfloat16))
@@ -145,12 +159,16 @@ def test_a_mistake_ends_with_2_and_writes_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
 
-def test_a_size_that_cannot_be_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_size_that_cannot_be_is_told(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert to_megatron(source, tmp_path / "out", "--tensor-parallel", "0") == convert.MISTAKE
     assert "needed: at least 1" in capsys.readouterr().err
 
 
-def test_what_is_no_folder_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_no_folder_is_told(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert to_megatron(tmp_path / "nothing", tmp_path / "out") == convert.MISTAKE
     assert "--hf: there is no folder" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
@@ -171,13 +189,20 @@ def peak_gb(line: str) -> float:
 @pytest.mark.full
 def test_memory_does_not_grow_with_the_model(source: Path, tmp_path: Path):
     # 0.46 GB, of which the largest tensor has 0.025 GB
-    sizes = {"hidden_size": 384, "intermediate_size": 2560, "num_hidden_layers": 30, "vocab_size": 16_000}
+    sizes = {
+        "hidden_size": 384,
+        "intermediate_size": 2560,
+        "num_hidden_layers": 30,
+        "vocab_size": 16_000,
+    }
     make_model_folder(tmp_path / "model", **sizes)
     assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0.4e9
     peaks = {}
     for name, model in (("small", source), ("large", tmp_path / "model")):
         state, back = str(tmp_path / f"{name}-megatron"), str(tmp_path / f"{name}-hf")
-        there = run("-m", "rlmath.cli.convert", "to-megatron", "--hf", str(model), "--output", state)
+        there = run(
+            "-m", "rlmath.cli.convert", "to-megatron", "--hf", str(model), "--output", state
+        )
         again = run("-m", "rlmath.cli.convert", "to-hf", "--checkpoint", state, "--output", back)
         peaks[name] = [peak_gb(there.stdout), peak_gb(again.stdout)]
     assert max(large - small for small, large in zip(*peaks.values(), strict=True)) < 0.1

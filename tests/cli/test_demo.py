@@ -22,7 +22,9 @@ def test_the_demo_pays_every_objective_alike_so_that_published_curves_can_be_mad
     fill_layout(demo, gpus=0)
     given = make_parser("").parse_intermixed_args(training_words(tmp_path, demo))
     reward = load_config(given.config, given.overrides).reward
-    paid = tuple(raw_reward(reward, right, True) * reward_scale(reward, True) for right in (True, False))
+    paid = tuple(
+        raw_reward(reward, right, True) * reward_scale(reward, True) for right in (True, False)
+    )
     assert paid == OTHER_REWARDS.get(name, (5.0, -5.0))
 
 
@@ -55,7 +57,9 @@ def test_ranks_that_are_not_given_fit_the_machine(
         (("--ranks", "3"), 0, "--ranks is 3; needed: a multiple of TP x PP = 2 x 1"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused(words: tuple[str, ...], gpus: int, told: str) -> None:
+def test_a_layout_that_does_not_fit_is_refused(
+    words: tuple[str, ...], gpus: int, told: str
+) -> None:
     with pytest.raises(ValueError) as error:
         fill_layout(parse(words), gpus)
     assert told in str(error.value)

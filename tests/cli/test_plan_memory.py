@@ -1,4 +1,5 @@
-"""rlmath/cli/plan_memory.py: from a config and a model's shape to a table, plain data or a refusal."""
+"""rlmath/cli/plan_memory.py: from a config and a model's shape to a table, plain data or a
+refusal."""
 
 import json
 from pathlib import Path
@@ -45,7 +46,9 @@ def test_what_cannot_fit_ends_with_an_error_and_the_key(capsys: pytest.CaptureFi
     assert 'in the phase "update"' in told.err and "policy.recompute_granularity=full" in told.err
 
 
-def test_settings_that_no_run_could_have_are_told_and_not_planned(capsys: pytest.CaptureFixture[str]):
+def test_settings_that_no_run_could_have_are_told_and_not_planned(
+    capsys: pytest.CaptureFixture[str],
+):
     assert main([MODEL, "parallel.tensor=3", "memory.gpu=H10", "--ranks", "4"]) == 2
     told = capsys.readouterr()
     assert told.out == ""
@@ -60,12 +63,17 @@ def test_without_a_gpu_the_plan_is_for_the_cpu(capsys: pytest.CaptureFixture[str
 def test_the_longest_stage_is_planned_and_its_keys_are_named(capsys: pytest.CaptureFixture[str]):
     assert main(["--config", str(STAGED), "memory.gpu=null", "memory.gpu_gib=20"]) == 2
     told = capsys.readouterr().err
-    assert "Lower policy.max_tokens_per_microbatch (now 27072, at least the longest sequence, 26048)" in told
+    assert (
+        "Lower policy.max_tokens_per_microbatch (now 27072, at least the longest sequence, 26048)"
+        in told
+    )
     assert "(The largest lengths of stages.* count.)" in told
 
 
 def test_the_least_ranks_make_whole_replicas_and_whole_engines():
-    config = Config(parallel=ParallelConfig(tensor=2, pipeline=3), rollout=RolloutConfig(tensor_parallel=4))
+    config = Config(
+        parallel=ParallelConfig(tensor=2, pipeline=3), rollout=RolloutConfig(tensor_parallel=4)
+    )
     assert least_ranks(config) == 12
 
 
@@ -73,8 +81,14 @@ def test_engines_on_ranks_of_their_own_have_a_table(capsys: pytest.CaptureFixtur
     own = (MODEL, *FITS, "rollout.ranks=4", "rollout.tensor_parallel=2", "rollout.max_staleness=0")
     assert main([*own, "--ranks", "12"]) == 0
     out = capsys.readouterr().out
-    assert "TP4 x PP1 x DP2, 2 engines of TP2 on ranks of their own\nranks 0-7 train, ranks 8-11" in out
-    assert "Ranks of pipeline stage 0, from rank 0 on:" in out and "Ranks of engines, from rank 8 on:" in out
+    assert (
+        "TP4 x PP1 x DP2, 2 engines of TP2 on ranks of their own\nranks 0-7 train, ranks 8-11"
+        in out
+    )
+    assert (
+        "Ranks of pipeline stage 0, from rank 0 on:" in out
+        and "Ranks of engines, from rank 8 on:" in out
+    )
     assert (out.count("kv_cache"), out.count("  update: ")) == (1, 1)
     assert main([*own, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -25,7 +25,9 @@ def write_step(run_dir: Path, step: int, **scores_by_id: list[Score]) -> None:
         )
         for prompt_id, scores in scores_by_id.items()
     ]
-    SampleWriter(str(run_dir), 9).write(step, groups, [[0.5] * len(group.scores) for group in groups])
+    SampleWriter(str(run_dir), 9).write(
+        step, groups, [[0.5] * len(group.scores) for group in groups]
+    )
 
 
 @pytest.fixture
@@ -60,14 +62,19 @@ def test_the_last_step_is_shown_whole(run_dir, capsys):
 
 def test_of_a_function_of_ones_own_the_answer_of_the_text_is_shown_if_it_has_one(tmp_path, capsys):
     write_step(
-        tmp_path, 1, own=[Score(0.5, True, "", "function")], judged=[Score(-1.0, False, "", "no_answer")]
+        tmp_path,
+        1,
+        own=[Score(0.5, True, "", "function")],
+        judged=[Score(-1.0, False, "", "no_answer")],
     )
     path = tmp_path / "samples" / "step-000001.jsonl"
     own, judged = path.read_text().splitlines()
     boxed = own.replace("two", "two \\\\boxed{7}")
     path.write_text("\n".join([own, boxed, judged]) + "\n")
     groups = shown(capsys, str(tmp_path)).split("=====")[1:]
-    answers = [[line for line in group.splitlines() if line.startswith("answer")] for group in groups]
+    answers = [
+        [line for line in group.splitlines() if line.startswith("answer")] for group in groups
+    ]
     assert answers == [[], ["answer    | 7"], ["answer    | (none)"]]
     assert all("          | one" in group for group in groups)
 
@@ -78,7 +85,9 @@ def test_a_step_and_a_number_of_groups_can_be_chosen(run_dir, capsys):
     assert text.count("=====") == 1
 
 
-@pytest.mark.parametrize(("kind", "prompt_id"), [("right", "good"), ("wrong", "bad"), ("mixed", "half")])
+@pytest.mark.parametrize(
+    ("kind", "prompt_id"), [("right", "good"), ("wrong", "bad"), ("mixed", "half")]
+)
 def test_only_one_kind_of_group(run_dir, capsys, kind, prompt_id):
     text = shown(capsys, run_dir, "--only", kind)
     assert text.count("=====") == 1
@@ -114,13 +123,17 @@ def test_where_there_is_nothing_to_show_the_cause_is_said(tmp_path, capsys):
     assert "has no samples yet: no GRPO step is done" in told(run)
     (run / "samples").mkdir()
     assert "has no samples yet" in told(run)
-    save_config(load_config([], [*settings, "telemetry.sample_groups_per_step=0"]), run / "config.yaml")
+    save_config(
+        load_config([], [*settings, "telemetry.sample_groups_per_step=0"]), run / "config.yaml"
+    )
     assert "keeps no samples: its telemetry.sample_groups_per_step is 0." in told(run)
 
 
 ROW = (
-    '{"prompt_id": "a", "prompt": "p", "solutions": ["s"], "completions": [{"reward": 1, "advantage": 0, '
-    '"correct": true, "verdict": "string", "extracted": "1", "length": 5, "finish_reason": "stop", "text": "t"}]}'
+    '{"prompt_id": "a", "prompt": "p", "solutions": ["s"], "completions": [{"reward": 1, '
+    '"advantage": 0, '
+    '"correct": true, "verdict": "string", "extracted": "1", "length": 5, "finish_reason": '
+    '"stop", "text": "t"}]}'
 )
 
 

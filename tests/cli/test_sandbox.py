@@ -23,7 +23,11 @@ def test_files_are_calls_of_one_session(tmp_path: Path, capsys: pytest.CaptureFi
     shown = capsys.readouterr()
     assert shown.out.startswith("é\n42\n") and "ZeroDivisionError: division by zero" in shown.out
     lines = [line.split(",")[0] for line in shown.err.splitlines()]
-    assert lines[:2] == ["call 1: ok", "call 2: ok"] and lines[2].startswith("call 3: ") and len(lines) == 3
+    assert (
+        lines[:2] == ["call 1: ok", "call 2: ok"]
+        and lines[2].startswith("call 3: ")
+        and len(lines) == 3
+    )
     assert main([ISOLATION, "--state", "fresh", *files[:2]]) == 1
     assert "NameError" in capsys.readouterr().out
 
@@ -49,7 +53,10 @@ def test_standard_input_is_a_call(
     ],
 )
 def test_mistakes_are_said(
-    words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("1"))
     assert main([ISOLATION, *words]) == 2

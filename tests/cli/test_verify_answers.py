@@ -34,7 +34,9 @@ def rows(path: Path) -> list[dict]:
 
 def test_every_line_gets_its_verdict_in_order(tmp_path):
     source, target = write(tmp_path / "cases.jsonl", *GOOD, b""), tmp_path / "verdicts.jsonl"
-    done = run(*TOOL, "--input", str(source), "--output", str(target), "--workers", "2", "--timeout", "1.5")
+    done = run(
+        *TOOL, "--input", str(source), "--output", str(target), "--workers", "2", "--timeout", "1.5"
+    )
     found = rows(target)
     assert [row["id"] for row in found] == [case["id"] for case in GOOD]
     assert [row["correct"] for row in found] == [True, False, False, False, False, True]
@@ -59,10 +61,16 @@ def test_every_line_gets_its_verdict_in_order(tmp_path):
         (b"[1]", "a JSON object is needed"),
         ({"id": 1, "completion": "x"}, "missing solutions"),
         ({"id": 1, "completion": 5, "solutions": ["x"]}, "completion must be a string"),
-        ({"id": 1, "completion": "x", "solutions": ["x"], "question": 5}, "question must be a string"),
+        (
+            {"id": 1, "completion": "x", "solutions": ["x"], "question": 5},
+            "question must be a string",
+        ),
         ({"id": 1, "completion": "x", "solutions": []}, "it has 0 solutions; needed: 1 to 1000"),
         ({"id": 1, "completion": "x", "solutions": [2]}, "solutions must be a list of strings"),
-        ({"id": 1, "completion": "x", "solutions": ["x"] * 1001}, "it has 1001 solutions; needed: 1 to 1000"),
+        (
+            {"id": 1, "completion": "x", "solutions": ["x"] * 1001},
+            "it has 1001 solutions; needed: 1 to 1000",
+        ),
     ],
 )
 def test_parsing_tells_what_is_broken(line, told):
@@ -80,7 +88,11 @@ def test_broken_lines_are_told_by_number_and_skipped(tmp_path, capsys):
     source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes())
     target = tmp_path / "verdicts.jsonl"
     assert main(["--input", str(source), "--output", str(target), "--workers", "1"]) == 1
-    assert [(row["id"], row["correct"]) for row in rows(target)] == [("c", False), (1, False), (2, True)]
+    assert [(row["id"], row["correct"]) for row in rows(target)] == [
+        ("c", False),
+        (1, False),
+        (2, True),
+    ]
     told = capsys.readouterr().err
     assert "line 2: not JSON" in told
     assert "line 4: missing completion, solutions" in told
@@ -108,9 +120,15 @@ def test_options_reach_the_judge(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--input", "nowhere.jsonl", "--output", "out.jsonl"], "--input nowhere.jsonl: no such file"),
+        (
+            ["--input", "nowhere.jsonl", "--output", "out.jsonl"],
+            "--input nowhere.jsonl: no such file",
+        ),
         (["--input", "setup.py", "--output", "setup.py"], "choose another file"),
-        (["--input", "setup.py", "--output", "outputs.jsonl", "--workers", "0"], "reward.workers is 0"),
+        (
+            ["--input", "setup.py", "--output", "outputs.jsonl", "--workers", "0"],
+            "reward.workers is 0",
+        ),
     ],
 )
 def test_what_cannot_begin_is_told(arguments, told, capsys, monkeypatch):

@@ -1,4 +1,5 @@
-"""Names of other trainers, names without their section, and slips of the hand: what a user is told."""
+"""Names of other trainers, names without their section, and slips of the hand: what a user is
+told."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ GIVEN = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
         ("data.path", "data.train_path"),
     ],
 )
-def test_a_name_of_another_trainer_names_our_setting_and_never_sets_it(written: str, setting: str) -> None:
+def test_a_name_of_another_trainer_names_our_setting_and_never_sets_it(
+    written: str, setting: str
+) -> None:
     with pytest.raises(ValueError, match=f'unknown key "{written}"'.replace("+", r"\+")) as caught:
         load_config([], [*GIVEN, f"{written}=3"])
     told = str(caught.value).partition(f'unknown key "{written}"')[2]
@@ -61,7 +64,9 @@ def test_where_units_differ_the_conversion_is_told() -> None:
 def test_a_name_in_no_or_the_wrong_section_is_found_in_every_section_that_has_it() -> None:
     assert unknown_key_text("lr") == 'unknown key "lr", did you mean "optimizer.lr" or "critic.lr"?'
     assert unknown_key_text("rollout.kl_coef").endswith('did you mean "algorithm.kl_coef"?')
-    assert unknown_key_text("temperature").endswith('"rollout.temperature" or "validation.temperature"?')
+    assert unknown_key_text("temperature").endswith(
+        '"rollout.temperature" or "validation.temperature"?'
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,10 @@ def test_a_slip_of_the_hand_is_guessed(slip: str, key: str) -> None:
 )
 def test_what_is_near_to_nothing_gets_no_guess(key: str) -> None:
     section = key.partition(".")[0]
-    assert unknown_key_text(key) == f'unknown key "{key}". --help {section} lists the settings of {section}.'
+    assert (
+        unknown_key_text(key)
+        == f'unknown key "{key}". --help {section} lists the settings of {section}.'
+    )
 
 
 def test_the_help_of_a_name_shows_our_settings() -> None:
@@ -101,13 +109,18 @@ def test_the_help_of_a_name_shows_our_settings() -> None:
     assert "  rollout.group_size  (int" in help_text("num_generations", 80)
     assert help_text("use_vllm", 80) == "TRL's use_vllm has no key: sampling is always vLLM's."
     assert max(map(len, help_text("per_device_train_batch_size", 80).splitlines())) <= 80
-    with pytest.raises(ValueError, match=r'no setting "group_siz"\. Did you mean "rollout\.group_size"\?'):
+    with pytest.raises(
+        ValueError, match=r'no setting "group_siz"\. Did you mean "rollout\.group_size"\?'
+    ):
         help_text("group_siz")
     with pytest.raises(
-        ValueError, match=r'"group"\. Settings with it in their names: data\.history_groups, rollout'
+        ValueError,
+        match=r'"group"\. Settings with it in their names: data\.history_groups, rollout',
     ):
         help_text("group")
-    with pytest.raises(ValueError, match=r'"nucleus"\. Settings with it in their texts: rollout\.top_p, '):
+    with pytest.raises(
+        ValueError, match=r'"nucleus"\. Settings with it in their texts: rollout\.top_p, '
+    ):
         help_text("nucleus")
     with pytest.raises(ValueError, match=r"rollout\.group_size: without effect in this program"):
         help_text("num_generations", keys=["optimizer.lr"])
@@ -117,13 +130,20 @@ def test_an_option_of_another_trainer_is_answered_too(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         make_parser("").parse_intermixed_args(["--learning_rate", "1e-5", "--nothing_like_it=3"])
     told = capsys.readouterr().err
-    assert "\n--learning_rate: TRL's learning_rate corresponds to optimizer.lr.\nSettings are written" in told
+    assert (
+        "\n--learning_rate: TRL's learning_rate corresponds to optimizer.lr.\nSettings are written"
+        in told
+    )
     assert isinstance(make_parser(""), argparse.ArgumentParser)
     with pytest.raises(SystemExit):
         program_parser().parse_intermixed_args(["--rank", "64", "--dry_run"])
     told = capsys.readouterr().err
-    assert "\n--rank: did you mean --ranks?\n--dry_run: did you mean --dry-run?\nSettings are" in told
-    with pytest.raises(ValueError, match=r"load_config: unknown key \"learning_rate\"\. TRL's learning_rate"):
+    assert (
+        "\n--rank: did you mean --ranks?\n--dry_run: did you mean --dry-run?\nSettings are" in told
+    )
+    with pytest.raises(
+        ValueError, match=r"load_config: unknown key \"learning_rate\"\. TRL's learning_rate"
+    ):
         rlmath.load_config(learning_rate=1e-5)  # pyright: ignore[reportArgumentType]
 
 

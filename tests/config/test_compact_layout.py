@@ -22,7 +22,9 @@ def test_every_letter_names_its_size():
     "word", ["d2x3", "d2-t1", "2d", "d0", "d" + "9" * 5000, "fsdp:d4", "d4+", "d2+d2+d4"]
 )
 def test_a_word_that_is_no_layout_is_told(word: str):
-    with pytest.raises(ValueError, match=r"needed: a layout such as d32t2p1 .* or its keys one by one"):
+    with pytest.raises(
+        ValueError, match=r"needed: a layout such as d32t2p1 .* or its keys one by one"
+    ):
         layout_settings(word)
 
 
@@ -36,11 +38,14 @@ ENGINES = {"rollout.ranks": 24, "rollout.tensor_parallel": 2}
 
 
 @pytest.mark.parametrize(
-    "word", ["d12t2+d4p2", "d12t2p1c1e1+p2d4", "sglang.d12m2p1+d4m1p2", "vllm:d12t2 + megatron:d4p2"]
+    "word",
+    ["d12t2+d4p2", "d12t2p1c1e1+p2d4", "sglang.d12m2p1+d4m1p2", "vllm:d12t2 + megatron:d4p2"],
 )
 def test_two_parts_are_engines_of_their_own_and_training_in_that_order(word: str):
     training = {"data": 4, "tensor": 1, "pipeline": 2, "context": 1, "expert": 1}
-    assert layout_settings(word) == ENGINES | {f"parallel.{name}": size for name, size in training.items()}
+    assert layout_settings(word) == ENGINES | {
+        f"parallel.{name}": size for name, size in training.items()
+    }
 
 
 @pytest.mark.parametrize("word", ["t2+d4", "d2t2p2+d4"])

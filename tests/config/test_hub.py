@@ -165,7 +165,10 @@ def test_a_recorded_commit_is_kept_though_the_branch_has_moved(
 
 def test_settings_are_written_with_the_commit_and_read_again(there: Hub) -> None:
     given = ["run.output_dir=o", "model.path=hf://org/model@main", "critic.path=/a/folder"]
-    given += ["data.train_path=hf://datasets/org/rows/data/train.jsonl", "teacher.path=hf://org/model"]
+    given += [
+        "data.train_path=hf://datasets/org/rows/data/train.jsonl",
+        "teacher.path=hf://org/model",
+    ]
     given += ["data.more_train_paths=[local.jsonl,hf://datasets/org/rows/other.jsonl]"]
     given += ["validation.paths=[hf://datasets/org/rows/other.jsonl]"]
     config = load_config([], given)
@@ -179,7 +182,10 @@ def test_settings_are_written_with_the_commit_and_read_again(there: Hub) -> None
     assert Path(placed.validation.paths[0]).read_bytes() == b"{}\n"
     assert placed.critic.path == "/a/folder" and placed.data.more_train_paths[0] == "local.jsonl"
     text = config_as_yaml(placed)
-    assert f"path: hf://org/model@main#{commit}\n" in text and f"path: hf://org/model#{commit}\n" in text
+    assert (
+        f"path: hf://org/model@main#{commit}\n" in text
+        and f"path: hf://org/model#{commit}\n" in text
+    )
     assert "snapshots" not in text
     assert f"train_path: hf://datasets/org/rows#{rows}/data/train.jsonl\n" in text
     assert text.count(f"- hf://datasets/org/rows#{rows}/other.jsonl\n") == 2
@@ -196,7 +202,11 @@ COMMIT = "1" * 40
         (f"hf://a/b#{COMMIT}", f"hf://a/b#{'2' * 40}", False),
         (f"hf://a/b@main#{COMMIT}", "hf://a/b", False),
         ("hf://a/b", f"hf://a/b#{COMMIT}", False),
-        (["a.jsonl", f"hf://datasets/a/b#{COMMIT}/c.jsonl"], ["a.jsonl", "hf://datasets/a/b/c.jsonl"], True),
+        (
+            ["a.jsonl", f"hf://datasets/a/b#{COMMIT}/c.jsonl"],
+            ["a.jsonl", "hf://datasets/a/b/c.jsonl"],
+            True,
+        ),
         (["a.jsonl"], ["a.jsonl", "hf://datasets/a/b/c.jsonl"], False),
         (f"folder#{COMMIT}", "folder", False),
         (1, 1, True),
@@ -214,20 +224,32 @@ def test_an_id_is_the_same_as_what_was_recorded_of_it(old: object, new: object, 
     ("hub_id", "problem"),
     [
         (model("hf://org/missing"), r"hf://org/missing: the hub refuses it .*status 401.*HF_TOKEN"),
-        (model("hf://org/model@v9"), r"@v9: the hub refuses it .*status 404.*Correct .* the revision"),
-        (data("hf://datasets/org/rows/train.jsonl"), r'org/rows/train.jsonl: there is no file "train.jsonl"'),
-        (model("hf://org/pickles"), r'org/pickles: there is no file "config.json" in it .*correct the id'),
+        (
+            model("hf://org/model@v9"),
+            r"@v9: the hub refuses it .*status 404.*Correct .* the revision",
+        ),
+        (
+            data("hf://datasets/org/rows/train.jsonl"),
+            r'org/rows/train.jsonl: there is no file "train.jsonl"',
+        ),
+        (
+            model("hf://org/pickles"),
+            r'org/pickles: there is no file "config.json" in it .*correct the id',
+        ),
     ],
 )
 def test_what_the_hub_refuses_is_told(there: Hub, hub_id: HubId, problem: str) -> None:
-    there.add("org/pickles").commit({"pytorch_model.bin": b"a pickle", "original/config.json": b"{}"})
+    there.add("org/pickles").commit(
+        {"pytorch_model.bin": b"a pickle", "original/config.json": b"{}"}
+    )
     with pytest.raises(ValueError, match=problem) as error:
         fetched(hub_id)
     assert TOKEN not in str(error.value) and "hostile" not in str(error.value)
 
 
 def test_a_hub_that_is_broken_is_none_and_one_that_refuses_is_obeyed(there: Hub) -> None:
-    """Its status is one that huggingface_hub does not wait for; `tests/test_hub_run.py` has one that it does."""
+    """Its status is one that huggingface_hub does not wait for; `tests/test_hub_run.py` has one
+    that it does."""
     there.status = 505
     with pytest.raises(
         hub.HubFailedError, match=r"status 505\), and what is needed is not, or not whole, in the"
@@ -238,7 +260,9 @@ def test_a_hub_that_is_broken_is_none_and_one_that_refuses_is_obeyed(there: Hub)
     there.status = 505
     assert fetched(model()) == folder
     there.status = 403
-    with pytest.raises(ValueError, match=r"hf://org/another: the hub refuses it .*status 403") as error:
+    with pytest.raises(
+        ValueError, match=r"hf://org/another: the hub refuses it .*status 403"
+    ) as error:
         fetched(model("hf://org/another"))
     assert "hostile" not in str(error.value) and "accept its terms" in str(error.value)
 
@@ -265,7 +289,9 @@ def test_a_client_that_breaks_is_told_with_its_last_line(
 ) -> None:
     (tmp_path / "huggingface_hub.py").write_text("import no_such_module_of_anybody")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(hub.HubFailedError, match=r"the client of the hub ended with 1: .*of_anybody"):
+    with pytest.raises(
+        hub.HubFailedError, match=r"the client of the hub ended with 1: .*of_anybody"
+    ):
         fetched(model())
 
 
@@ -292,7 +318,9 @@ def test_without_hub_and_cache_the_command_is_told(
     cut_off(monkeypatch, how)
     # What the user has set stays, a network comes back.
     kind = ValueError if how == "offline" else hub.HubFailedError
-    with pytest.raises(kind, match=r'Or run "hf download org/rows data/train.jsonl --repo-type dataset"'):
+    with pytest.raises(
+        kind, match=r'Or run "hf download org/rows data/train.jsonl --repo-type dataset"'
+    ):
         fetched(data())
     with pytest.raises(kind, match="is not, or not whole, in the cache") as error:
         fetched(model(), recorded=[pinned])
@@ -318,7 +346,8 @@ def test_the_default_that_keeps_libraries_off_the_network_is_not_the_users(
     program = (
         "import json, os, rlmath\n"
         "from rlmath.config import hub\n"
-        "print(json.dumps([os.environ['HF_HUB_OFFLINE'], hub.client_environment()['HF_HUB_OFFLINE']]))\n"
+        "print(json.dumps([os.environ['HF_HUB_OFFLINE'], "
+        "hub.client_environment()['HF_HUB_OFFLINE']]))\n"
     )
     for given, expected in (
         ({}, ["1", "0"]),
@@ -346,7 +375,9 @@ def test_a_folder_is_pushed_to_a_private_repository(there: Hub, tmp_path: Path) 
     assert pushed == {name: MODEL[name] for name in ("config.json", "model.safetensors")}
 
 
-def test_a_push_that_is_refused_says_why(there: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_is_refused_says_why(
+    there: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     there.refuses_commits = True
     with pytest.raises(ValueError, match="status 403"):
@@ -372,7 +403,11 @@ def test_a_push_that_is_refused_says_why(there: Hub, tmp_path: Path, monkeypatch
     ],
 )
 def test_a_push_that_cannot_be_is_refused_before_the_start(
-    there: Hub, monkeypatch: pytest.MonkeyPatch, settings: list[str], variables: dict[str, str], what: str
+    there: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: list[str],
+    variables: dict[str, str],
+    what: str,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,5 @@
-"""Which step belongs to which stage, with which settings, and what is told of stages that cannot be."""
+"""Which step belongs to which stage, with which settings, and what is told of stages that cannot
+be."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ BUDGETS = "stages.max_tokens_per_microbatch=[10000,20000,30000]"
 
 
 def settings(*overrides: str) -> Config:
-    needed = ["run.output_dir=o", "model.path=m", "data.train_path=t", "data.max_prompt_tokens=1000"]
+    needed = [
+        "run.output_dir=o",
+        "model.path=m",
+        "data.train_path=t",
+        "data.max_prompt_tokens=1000",
+    ]
     return load_config([], [*needed, *overrides])
 
 
@@ -43,8 +49,14 @@ def test_stages_follow_each_other_with_settings_of_their_own():
         (2, 30, 35),
     ]
     assert [stage.config.rollout.max_new_tokens for stage in stages] == [8192, 16384, 24576]
-    assert [stage.config.policy.max_tokens_per_microbatch for stage in stages] == [10000, 20000, 30000]
-    assert all(stage.config.data == config.data and not stage.config.stages.steps for stage in stages)
+    assert [stage.config.policy.max_tokens_per_microbatch for stage in stages] == [
+        10000,
+        20000,
+        30000,
+    ]
+    assert all(
+        stage.config.data == config.data and not stage.config.stages.steps for stage in stages
+    )
     assert [length_stage_at(stages, step).number for step in (0, 9, 10, 29, 30, 34, 35)] == [
         0,
         0,
@@ -75,11 +87,16 @@ def test_engine_and_memory_have_room_for_the_longest():
     shrinking = settings(
         "stages.steps=[1,1]", "stages.max_new_tokens=[400,300]", "rollout.max_new_tokens=9000"
     )
-    assert with_longest_lengths(shrinking).rollout.max_new_tokens == 400 and engine_length(shrinking) == 1400
+    assert (
+        with_longest_lengths(shrinking).rollout.max_new_tokens == 400
+        and engine_length(shrinking) == 1400
+    )
     assert with_longest_lengths(settings(*THREE, BUDGETS)).policy.max_tokens_per_microbatch == 30000
     asked = ("validation.every_steps=5", "validation.max_new_tokens=30000")
     assert engine_length(settings(*THREE, *asked)) == 31000
-    assert engine_length(settings(*THREE, asked[1])) == 25576, "without every_steps nothing is validated"
+    assert engine_length(settings(*THREE, asked[1])) == 25576, (
+        "without every_steps nothing is validated"
+    )
 
 
 def test_every_validation_of_a_run_has_the_same_limit():
@@ -94,9 +111,11 @@ def test_every_validation_of_a_run_has_the_same_limit():
     [
         (THREE[:1], "stages.steps has 3, stages.max_new_tokens has 0"),
         ((*THREE, BUDGETS, "run.total_steps=7"), "run.total_steps is 7 beside stages.steps"),
-        (("stages.steps=[1,0]", "stages.max_new_tokens=[1,1]"), "stages.steps is [1, 0]; needed: at least 1"),
+        (("stages.steps=[1,0]", "stages.max_new_tokens=[1,1]"), "stages.steps is [1, 0]; needed: "
+        "at least 1"),
         ((*THREE, "stages.max_tokens_per_microbatch=[10000,10000,30000]"),
-         "Stage 2 (stages.*): policy.max_tokens_per_microbatch is 10000; the longest sequence (data.max_prompt_tokens "
+         "Stage 2 (stages.*): policy.max_tokens_per_microbatch is 10000; the longest sequence "
+         "(data.max_prompt_tokens "
          "+ rollout.max_new_tokens) has 1000 + 16384 = 17384 tokens"),
         ((*THREE, BUDGETS, "rollout.min_new_tokens=9000"),
          "Stage 1 (stages.*): rollout.min_new_tokens is 9000, above rollout.max_new_tokens 8192"),
@@ -113,7 +132,11 @@ def test_what_the_engine_lacks_for_the_longest_names_its_key():
     short = ("rollout.chunked_prefill=false", "rollout.max_num_batched_tokens=20000")
     assert "least the longest sequence, 25576 tokens" in problems(*THREE, BUDGETS, *short)
     assert not problems(*THREE, BUDGETS, *short[:1], "rollout.max_num_batched_tokens=25576")
-    asked = ("validation.every_steps=5", "validation.paths=[a.jsonl]", "validation.max_new_tokens=30000")
+    asked = (
+        "validation.every_steps=5",
+        "validation.paths=[a.jsonl]",
+        "validation.max_new_tokens=30000",
+    )
     told = problems(*THREE, BUDGETS, *asked, *short[:1], "rollout.max_num_batched_tokens=25576")
     assert "least the longest sequence, 31000 tokens" in told
 
@@ -124,8 +147,14 @@ def test_right_stages_have_no_problems():
 
 def test_what_all_stages_have_alike_is_told_once():
     found = setting_problems(settings(*THREE, "policy.max_tokens_per_microbatch=100"), world_size=1)
-    assert [text.partition(":")[0] for text in found] == [f"Stage {n} (stages.*)" for n in (1, 2, 3)]
-    alike = ("stages.steps=[1,2]", "stages.max_new_tokens=[90,90]", "policy.max_tokens_per_microbatch=100")
+    assert [text.partition(":")[0] for text in found] == [
+        f"Stage {n} (stages.*)" for n in (1, 2, 3)
+    ]
+    alike = (
+        "stages.steps=[1,2]",
+        "stages.max_new_tokens=[90,90]",
+        "policy.max_tokens_per_microbatch=100",
+    )
     (told,) = setting_problems(settings(*alike), world_size=1)
     assert told.startswith("policy.max_tokens_per_microbatch is 100")
 
@@ -133,11 +162,18 @@ def test_what_all_stages_have_alike_is_told_once():
 def test_stages_and_validation_must_fit_the_model(tmp_path: Path):
     shape = shape_of(make_model_folder(tmp_path / "model"))
     staged = ("stages.steps=[1,1]", "stages.max_new_tokens=[200,300]", "data.max_prompt_tokens=50")
-    asked = ("validation.every_steps=1", "validation.paths=[a.jsonl]", "validation.max_new_tokens=207")
-    found = [text for text in shape_problems(settings(*staged, *asked), shape) if "positions" in text]
+    asked = (
+        "validation.every_steps=1",
+        "validation.paths=[a.jsonl]",
+        "validation.max_new_tokens=207",
+    )
+    found = [
+        text for text in shape_problems(settings(*staged, *asked), shape) if "positions" in text
+    ]
     assert len(found) == 2
     assert found[0].startswith(
-        "Stage 2 (stages.*): data.max_prompt_tokens + rollout.max_new_tokens is 50 + 300 = 350; the model has 256"
+        "Stage 2 (stages.*): data.max_prompt_tokens + rollout.max_new_tokens is 50 + 300 = 350; "
+        "the model has 256"
     )
     assert found[1].startswith(
         "validation.max_new_tokens: data.max_prompt_tokens + rollout.max_new_tokens is 50 + 207"
@@ -152,7 +188,8 @@ def test_stages_and_validation_must_fit_the_model(tmp_path: Path):
         (("validation.paths=[a.jsonl]", "validation.samples=4"),
          "validation.paths, validation.samples: no effect without validation.every_steps"),
         (("validation.every_steps=1", "validation.temperature=0", "validation.samples=4"),
-         "validation.samples: no effect with validation.every_steps and with validation.temperature=0"),
+         "validation.samples: no effect with validation.every_steps and with "
+         "validation.temperature=0"),
     ],
 )  # fmt: skip
 def test_settings_without_effect_are_noted(overrides: tuple[str, ...], told: str):

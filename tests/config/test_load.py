@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.config.help import all_settings, help_text, schema_problems, section_classes, setting_values
+from rlmath.config.help import (
+    all_settings,
+    help_text,
+    schema_problems,
+    section_classes,
+    setting_values,
+)
 from rlmath.config.load import config_as_yaml, load_config, make_parser, save_config
 from rlmath.config.schema import Config, ModelConfig, OptimizerConfig
 from rlmath.planning.checks import used_keys
@@ -38,10 +44,16 @@ def problem_in(path: Path, text: str) -> str:
 
 
 def test_later_sources_win(tmp_path: Path):
-    first = written(tmp_path / "a.yaml", "optimizer:\n  lr: 1e-5\n  kind: sgd\nrollout:\n  group_size: 4\n")
+    first = written(
+        tmp_path / "a.yaml", "optimizer:\n  lr: 1e-5\n  kind: sgd\nrollout:\n  group_size: 4\n"
+    )
     second = written(tmp_path / "b.yaml", "optimizer:\n  lr: 2e-5\nrollout:\n  group_size: 8\n")
     config = load_config([first, second], [*GIVEN, "rollout.group_size=2"])
-    assert (config.optimizer.kind, config.optimizer.lr, config.rollout.group_size) == ("sgd", 2e-5, 2)
+    assert (config.optimizer.kind, config.optimizer.lr, config.rollout.group_size) == (
+        "sgd",
+        2e-5,
+        2,
+    )
     assert config.optimizer.adam_beta2 == OptimizerConfig.adam_beta2
     assert isinstance(config, Config) and isinstance(config.model, ModelConfig)
 
@@ -51,14 +63,23 @@ def test_variables_of_a_template_may_be_a_mapping(tmp_path: Path):
     wanted = ["enable_thinking=false", 'effort="low"', "budget=null", 'more={"a": [1, "x"]}']
     text = "{enable_thinking: false, effort: low, budget: null, more: {a: [1, x]}}"
     by_word = load_config([], [*GIVEN, f"data.chat_template_kwargs={text}"])
-    by_file = load_config([written(tmp_path / "a.yaml", f"data:\n  chat_template_kwargs: {text}\n")], GIVEN)
+    by_file = load_config(
+        [written(tmp_path / "a.yaml", f"data:\n  chat_template_kwargs: {text}\n")], GIVEN
+    )
     assert by_word.data.chat_template_kwargs == by_file.data.chat_template_kwargs == wanted
     again = load_config([written(tmp_path / "again.yaml", config_as_yaml(by_word))], [])
     assert again.data.chat_template_kwargs == wanted
     for empty in ("{}", "[]"):
-        assert load_config([], [*GIVEN, f"data.chat_template_kwargs={empty}"]).data.chat_template_kwargs == []
+        assert (
+            load_config(
+                [], [*GIVEN, f"data.chat_template_kwargs={empty}"]
+            ).data.chat_template_kwargs
+            == []
+        )
     for wrong in ("{1: 2}", "{a: .nan}"):
-        assert '"data.chat_template_kwargs" got' in problem_with([f"data.chat_template_kwargs={wrong}"])
+        assert '"data.chat_template_kwargs" got' in problem_with(
+            [f"data.chat_template_kwargs={wrong}"]
+        )
     assert "written {a: 1, b: 2} or [a=1, b=2]" in problem_with(["data.chat_template_kwargs=7"])
 
 
@@ -77,14 +98,23 @@ def test_sections_without_a_line_in_them_are_fine(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("text", "path"),
-    [("007", "007"), ("1e3", "1e3"), ("a=b: c", "a=b: c"), ("[1", "[1"), ("null", "null"), ("'a b'", "a b")],
+    [
+        ("007", "007"),
+        ("1e3", "1e3"),
+        ("a=b: c", "a=b: c"),
+        ("[1", "[1"),
+        ("null", "null"),
+        ("'a b'", "a b"),
+    ],
 )
 def test_text_on_the_command_line_is_taken_as_it_stands(text: str, path: str):
     assert load_config([], [*GIVEN, f"model.path={text}"]).model.path == path
 
 
 def test_null_unsets_what_may_be_null():
-    config = load_config([], [*GIVEN, "algorithm.early_stop_ratio=null", "policy.recompute_method=null"])
+    config = load_config(
+        [], [*GIVEN, "algorithm.early_stop_ratio=null", "policy.recompute_method=null"]
+    )
     assert config.algorithm.early_stop_ratio is None and config.policy.recompute_method is None
 
 
@@ -106,7 +136,8 @@ def test_a_saved_config_reads_back_equal(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "text", ["${x}", "a\\${b}", "\\\\${", "$\\{}\\", "null", "1e3", "[a: #x", "é\n$", "'\"", "2020-01-01"]
+    "text",
+    ["${x}", "a\\${b}", "\\\\${", "$\\{}\\", "null", "1e3", "[a: #x", "é\n$", "'\"", "2020-01-01"],
 )
 def test_any_path_reads_back_equal(tmp_path: Path, text: str):
     config = dataclasses.replace(load_config([], GIVEN), model=ModelConfig(text))
@@ -142,7 +173,10 @@ def test_what_is_from_the_environment_is_written_as_its_value(
 ):
     monkeypatch.setenv("RLMATH_TEST_TEAM", "our/${team}")
     monkeypatch.setenv("RLMATH_TEST_NUMBER", "77")
-    words = ["telemetry.wandb_project=${oc.env:RLMATH_TEST_TEAM}", "run.seed=${oc.env:RLMATH_TEST_NUMBER}"]
+    words = [
+        "telemetry.wandb_project=${oc.env:RLMATH_TEST_TEAM}",
+        "run.seed=${oc.env:RLMATH_TEST_NUMBER}",
+    ]
     config = load_config([], [*GIVEN, *words])
     assert (config.telemetry.wandb_project, config.run.seed) == ("our/${team}", 77)
     save_config(config, tmp_path / "config.yaml")
@@ -152,11 +186,16 @@ def test_what_is_from_the_environment_is_written_as_its_value(
 
 def test_a_variable_that_is_not_set_is_named_with_the_key():
     message = problem_with(["run.output_dir=${oc.env:RLMATH_TEST_UNSET}/a"])
-    assert '"run.output_dir" got' in message and "variable RLMATH_TEST_UNSET is not set; set it" in message
+    assert (
+        '"run.output_dir" got' in message
+        and "variable RLMATH_TEST_UNSET is not set; set it" in message
+    )
     assert "raised while" not in message
 
 
-def test_saved_settings_are_read_without_their_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_saved_settings_are_read_without_their_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     written_as = "${oc.env:RLMATH_TEST_FOLDER}/t"
     path = written(tmp_path / "a.yaml", f"data:\n  train_path: {written_as}\n")
     with pytest.raises(ValueError, match="variable RLMATH_TEST_FOLDER is not set"):
@@ -228,16 +267,28 @@ def test_an_unknown_key_near_to_nothing_lists_the_sections():
             'a.yaml" cannot be read: line 1: a list is not closed; needed: "]", and commas between',
         ),
         ("run: {a: 1\n", 'a.yaml" cannot be read: line 1: a mapping is not closed; needed: "}"'),
-        ("run:\n  a: b\n\tseed: 1\n", 'a.yaml" cannot be read: line 3: a tab indents it; needed: spaces.'),
+        (
+            "run:\n  a: b\n\tseed: 1\n",
+            'a.yaml" cannot be read: line 3: a tab indents it; needed: spaces.',
+        ),
         ("run:\n  a: 1\n  a: 2\n", 'a.yaml" cannot be read: line 3: a stands twice; needed: once.'),
         (
             "run:\n  a: 'b\n",
             'a.yaml" cannot be read: line 2: a quotation mark is not closed; needed: the same mark',
         ),
         ("run:\n  a: b: c\n", 'a.yaml" cannot be read: line 2: ": " stands where no name can be'),
-        ("run:\n  a: *b\n", 'a.yaml" cannot be read: line 2: a value begins with *, which names an anchor'),
-        ("run:\n  a: %b\n", 'a.yaml" cannot be read: line 2: a line or value begins with a character'),
-        ("run:\n  a: !b c\n", 'a.yaml" cannot be read: line 2: the tag !b is unknown; take it out.'),
+        (
+            "run:\n  a: *b\n",
+            'a.yaml" cannot be read: line 2: a value begins with *, which names an anchor',
+        ),
+        (
+            "run:\n  a: %b\n",
+            'a.yaml" cannot be read: line 2: a line or value begins with a character',
+        ),
+        (
+            "run:\n  a: !b c\n",
+            'a.yaml" cannot be read: line 2: the tag !b is unknown; take it out.',
+        ),
         ("run: a\n- b\n", 'a.yaml" cannot be read: line 2: needed: "name: value" in each line'),
         ("base: [a, b]\n", '"base" must be the name of one YAML file'),
     ],
@@ -296,18 +347,31 @@ def test_a_wrong_type_says_what_was_got_and_needed(wrong: str, told: str):
             "run.total_steps=[1",
             'the value in "run.total_steps=[1" cannot be read: a list is not closed; needed: "]"',
         ),
-        ("run.seed=!!bool abc", "cannot be read: a value is none of its tag ('abc'); take the tag out."),
+        (
+            "run.seed=!!bool abc",
+            "cannot be read: a value is none of its tag ('abc'); take the tag out.",
+        ),
         (
             "run.seed=${run.nothing}",
             '"${run.nothing}", which cannot be resolved: unknown key "run.nothing". --help run',
         ),
-        ("run.seed=${_auto_}", 'which cannot be resolved: unknown key "_auto_". The sections are run, '),
-        ("run.seed=${data.train_path}", "which cannot be resolved: it stands for 't.jsonl'; needed: int."),
-        ("run.seed=${run.seed}", "which cannot be resolved: it stands for itself; needed: a value."),
+        (
+            "run.seed=${_auto_}",
+            'which cannot be resolved: unknown key "_auto_". The sections are run, ',
+        ),
+        (
+            "run.seed=${data.train_path}",
+            "which cannot be resolved: it stands for 't.jsonl'; needed: int.",
+        ),
+        (
+            "run.seed=${run.seed}",
+            "which cannot be resolved: it stands for itself; needed: a value.",
+        ),
         ("run.seed=${times:2}", "missing a required argument: 'number'; needed: ${times:2,"),
         (
             "run.seed=${oc.evn:A}",
-            'there is no "${oc.evn:...}"; needed: ${times:2,${data.prompts_per_step}}, two numbers; ',
+            'there is no "${oc.evn:...}"; needed: ${times:2,${data.prompts_per_step}}, two '
+            "numbers; ",
         ),
         ("run.seed=${oc.evn:A}", '${section.name}, another setting. Did you mean "oc.env"?'),
     ],
@@ -326,15 +390,20 @@ def test_all_that_is_missing_is_listed_with_how_to_give_it():
     message = str(error.value)
     assert message.startswith("3 problems with the settings:")
     for key in ("run.output_dir", "model.path", "data.train_path"):
-        assert f'"{key}" must be given' in message and f"Write {key}=... on the command line" in message
+        assert (
+            f'"{key}" must be given' in message
+            and f"Write {key}=... on the command line" in message
+        )
     assert '"model:" and under it "  path: ..."' in message
 
 
 def test_ranges_and_words_are_told_with_the_other_mistakes(tmp_path: Path):
-    """Alone they are left to the checks of a run, which list them with settings that do not go together."""
+    """Alone they are left to the checks of a run, which list them with settings that do not go
+    together."""
     path = written(
         tmp_path / "a.yaml",
-        "run:\n  sed: 1\n  total_epochs: x\noptimizer:\n  lr: -1\n  kind: adamw\nrollout:\n  group_size: 0\n",
+        "run:\n  sed: 1\n  total_epochs: x\noptimizer:\n  lr: -1\n  kind: adamw\nrollout:\n  "
+        "group_size: 0\n",
     )
     overrides = [
         "model.path=m",
@@ -367,7 +436,10 @@ def test_ranges_and_words_are_told_with_the_other_mistakes(tmp_path: Path):
 def test_help_lists_every_setting_with_type_default_and_docstring():
     flat = " ".join(help_text("all", 80).split())
     for key, setting in all_settings().items():
-        assert f"{key} ({setting.type_name}" in flat or f"{key} (one of {', '.join(setting.words)}" in flat
+        assert (
+            f"{key} ({setting.type_name}" in flat
+            or f"{key} (one of {', '.join(setting.words)}" in flat
+        )
         assert setting.doc in flat
     assert "optimizer.lr (float, above 0; default 1e-06)" in flat
     assert "run.total_steps (int or null, at least 1; default null)" in flat
@@ -432,8 +504,9 @@ def test_texts_that_are_no_path_on_any_disk_are_told_together() -> None:
         load_config([], [*fits, "model.path=a/" + "é" * 128, 'validation.paths=["v\\0w"]'])
     assert "2 problems" in str(error.value)
     assert "model.path has 258 bytes: 'a/" in str(error.value)
-    assert "validation.paths has 3 bytes: 'v\\x00w'; needed: UTF-8 without NUL, at most 3500" in str(
-        error.value
+    assert (
+        "validation.paths has 3 bytes: 'v\\x00w'; needed: UTF-8 without NUL, at most 3500"
+        in str(error.value)
     )
     with pytest.raises(ValueError, match=r"data.train_path has 4002 bytes: "):
         load_config([], [*fits, "data.train_path=" + "a/" * 2001])

@@ -42,7 +42,10 @@ def test_every_field_has_a_docstring_right_under_it():
 
 
 def test_docs_are_found_under_fields_only():
-    source = 'class A:\n    """Its own."""\n    x: int = 1\n    """Of\n    x."""\n    y: int = 2\n    3\n'
+    source = (
+        'class A:\n    """Its own."""\n    x: int = 1\n    """Of\n    x."""\n    y: int = '
+        "2\n    3\n"
+    )
     assert field_docs(source) == {("A", "x"): "Of x."}
 
 
@@ -68,12 +71,16 @@ def test_every_number_has_a_range_and_every_word_its_set(key: str):
     assert (setting.range is not None) == kind.startswith(("int", "float"))
     assert bool(setting.words) == (kind.startswith("str") and key not in FREE_TEXTS)
     assert setting.range or setting.words or kind.startswith("bool") or key in FREE_TEXTS
-    assert setting.default == [] if kind != setting.type_name else setting.problem(setting.default) is None
+    assert (
+        setting.default == []
+        if kind != setting.type_name
+        else setting.problem(setting.default) is None
+    )
 
 
 def test_no_type_default_range_or_word_changes_unseen():
-    """settings.txt was written before types, ranges and words stood in one place; whoever changes a setting changes
-    its line there, too."""
+    """settings.txt was written before types, ranges and words stood in one place; whoever changes a
+    setting changes its line there, too."""
     lines = (Path(__file__).parent / "settings.txt").read_text(encoding="utf-8").splitlines()
     assert [table_line(key) for key in all_settings()] == lines[1:]
 

@@ -23,22 +23,24 @@ ONLY_LOOK = (
     "run/early_checks",
     "cli/plan",
 )
-"""Modules that declare settings, check them, or plan with them: a setting that is read nowhere else does nothing."""
+"""Modules that declare settings, check them, or plan with them: a setting that is read nowhere else
+does nothing."""
 FOR_THE_CHECK_ALONE = [
     ("algorithm", "preset"),
     ("memory", "gpu"),
     ("memory", "gpu_gib"),
     ("parallel", "data"),
 ]
-"""A preset is what it sets. The GPU that a run must fit, and the data-parallel replicas that its ranks must make, are
-only compared with."""
+"""A preset is what it sets. The GPU that a run must fit, and the data-parallel replicas that its
+ranks must make, are only compared with."""
 
 
 def sections_of(nodes: Sequence[ast.AST]) -> dict[str, str]:
-    """Names, of variables, arguments and attributes, that a module has for sections: {"save": "save", "how": "run"}.
+    """Names, of variables, arguments and attributes, that a module has for sections: {"save":
+    "save", "how": "run"}.
 
-    A section is what an argument is annotated with (`settings: RunConfig`) and what is taken out of the settings
-    (`save = config.save`, also several at once).
+    A section is what an argument is annotated with (`settings: RunConfig`) and what is taken out of
+    the settings (`save = config.save`, also several at once).
     """
     by_class = {section.__name__: name for name, section in section_classes().items()}
     found = {name: name for name in by_class.values()}
@@ -62,7 +64,9 @@ def _assignments(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
             pairs: Iterable[tuple[ast.expr, ast.expr]] = [(target, node.value)]
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = zip(target.elts, node.value.elts, strict=False)
-            yield from ((ast.unparse(one), last_name(value)) for one, value in pairs if last_name(value))
+            yield from (
+                (ast.unparse(one), last_name(value)) for one, value in pairs if last_name(value)
+            )
 
 
 def settings_read(source: str) -> set[tuple[str, str]]:
@@ -83,6 +87,8 @@ def test_every_setting_is_read_by_code_that_acts_on_it() -> None:
         if not any(part in name for part in ONLY_LOOK):
             read |= settings_read(path.read_text(encoding="utf-8"))
     declared = {
-        (name, field.name) for name, kind in section_classes().items() for field in dataclasses.fields(kind)
+        (name, field.name)
+        for name, kind in section_classes().items()
+        for field in dataclasses.fields(kind)
     }
     assert sorted(declared - read) == FOR_THE_CHECK_ALONE

@@ -1,4 +1,5 @@
-"""Nothing that others wrote reaches a terminal with control characters, by whatever way it gets there."""
+"""Nothing that others wrote reaches a terminal with control characters, by whatever way it gets
+there."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from rlmath.cli import samples
 from tests.programs import run
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x7f\x9b31m\u202e\u2066\ud800\rend"
-RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+RAW = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 WAYS = """
 import argparse, logging, sys, threading, warnings
@@ -41,8 +44,20 @@ raise LookupError("uncaught " + hostile)
 def test_every_way_to_the_terminal_shows_control_characters_as_escapes() -> None:
     done = run("-c", WAYS % HOSTILE, expect=1)
     assert not RAW.search(done.stdout + done.stderr)
-    for way in ("own", "vllm", "transformers", "warned", "ValueError: thread", "--", "uncaught", "written"):
-        assert way + (" " if way != "--" else "") + r"\x1b[2J\x1b]0;owned\x07\x7f\x9b31m\u202e" in done.stderr
+    for way in (
+        "own",
+        "vllm",
+        "transformers",
+        "warned",
+        "ValueError: thread",
+        "--",
+        "uncaught",
+        "written",
+    ):
+        assert (
+            way + (" " if way != "--" else "") + r"\x1b[2J\x1b]0;owned\x07\x7f\x9b31m\u202e"
+            in done.stderr
+        )
     assert done.stdout.startswith(r"\x1b[2J") and done.stdout.endswith("end\n")
     assert done.stderr.count("Traceback (most recent call last):\n") == 3, "lines stay lines"
 

@@ -1,4 +1,5 @@
-"""Chat templates in the manner of published models, written anew, and a tokenizer that has their marks."""
+"""Chat templates in the manner of published models, written anew, and a tokenizer that has their
+marks."""
 
 from __future__ import annotations
 
@@ -7,18 +8,23 @@ from dataclasses import dataclass
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+_SYSTEM = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+)
 _CHATML_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 _ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n"
 _QWEN3 = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set "
+    "ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}{% if m.role != 'assistant' %}"
     + _CHATML_TURN
     + "{% else %}"
-    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '' %}"
+    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in "
+    "m.content else '' %}"
     "{% set thought = thought.strip('\n') %}"
     "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}<|im_start|>assistant\n"
-    "{% if loop.index0 > ns.last and (loop.last or thought) %}<think>\n{{ thought }}\n</think>\n\n{% endif %}"
+    "{% if loop.index0 > ns.last and (loop.last or thought) %}<think>\n{{ thought "
+    "}}\n</think>\n\n{% endif %}"
     "{{ said }}<|im_end|>\n{% endif %}{% endfor %}"
 )
 
@@ -34,15 +40,18 @@ class Chat:
 
 CHATS = {
     "llama3": Chat(
-        "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role "
+        "}}<|end_header_id|>\n\n"
         "{{ m.content | trim }}<|eot_id|>{% endfor %}"
-        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif "
+        "%}",
         "<|eot_id|>",
     ),
     "mistral": Chat(
         "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
         "{% elif m.role == 'assistant' %}"
-        " {{ m.content | trim }}</s>{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}",
+        " {{ m.content | trim }}</s>{% else %}{{ raise_exception('only user and assistant') }}{% "
+        "endif %}{% endfor %}",
         "</s>",
         takes_system=False,
         eos="</s>",
@@ -64,7 +73,8 @@ CHATS = {
     "qwen3": Chat(
         _QWEN3
         + _ASK
-        + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+        + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% "
+        "endif %}"
         "{% endif %}",
         "<|im_end|>",
     ),
@@ -75,22 +85,27 @@ CHATS = {
         "<|end|>",
     ),
     "gemma": Chat(
-        "<bos>{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
-        "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+        "<bos>{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system "
+        "turn') }}{% endif %}"
+        "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim "
+        "}}<end_of_turn>\n"
         "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
         "<end_of_turn>",
         takes_system=False,
     ),
     "r1-distill": Chat(
-        "<｜begin▁of▁sentence｜>{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
-        "{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content.split('</think>')[-1] }}<｜end▁of▁sentence｜>"
+        "<｜begin▁of▁sentence｜>{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ "
+        "m.content }}"
+        "{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content.split('</think>')[-1] "
+        "}}<｜end▁of▁sentence｜>"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}",
         "<｜end▁of▁sentence｜>",
         eos="<｜end▁of▁sentence｜>",
     ),
 }
-"""R1-Distill's takes the thinking out of every answer, so that none of them continues its prompt."""
+"""R1-Distill's takes the thinking out of every answer, so that none of them continues its
+prompt."""
 
 MARKS = [
     *(
@@ -112,14 +127,22 @@ MARKS = [
         "<bos>",
         "<start_of_turn>",
     ),
-    *("<end_of_turn>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+    *(
+        "<end_of_turn>",
+        "<｜begin▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        "<｜User｜>",
+        "<｜Assistant｜>",
+    ),
 ]
 
 
 def chat_tokenizer(name: str, special_thinking: bool = False) -> PreTrainedTokenizerFast:
     """Bytes and marks; `<think>` and `</think>` are special tokens, added ones or text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={one: index for index, one in enumerate(alphabet)}, merges=[]))
+    inner = Tokenizer(
+        models.BPE(vocab={one: index for index, one in enumerate(alphabet)}, merges=[])
+    )
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(mark, normalized=False) for mark in MARKS])

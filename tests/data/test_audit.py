@@ -1,4 +1,5 @@
-"""What a user is told of the data before a run: a rendered prompt, and what is odd about the files."""
+"""What a user is told of the data before a run: a rendered prompt, and what is odd about the
+files."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tests.tiny_models import make_model_folder
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with the demo's tokenizer: one token for every ASCII character, none for others."""
+    """A tiny model with the demo's tokenizer: one token for every ASCII character, none for
+    others."""
     folder = make_model_folder(tmp_path_factory.mktemp("audit") / "model")
     (folder / "tokenizer.json").unlink()
     make_tokenizer().save_pretrained(folder)
@@ -62,7 +64,10 @@ def finding(audit: DataAudit) -> tuple[str, tuple[str, ...]]:
 
 def test_nothing_is_found_in_data_that_are_in_order(model: Path, tmp_path: Path) -> None:
     audit = audited(model, [questions(tmp_path / "train.jsonl", SUMS)])
-    assert audit.findings == audit.warnings() == () and audit.lines() == (*audit.shown, audit.summary)
+    assert audit.findings == audit.warnings() == () and audit.lines() == (
+        *audit.shown,
+        audit.summary,
+    )
     assert "20 prompts" in audit.summary and audit.summary.endswith("nothing odd.")
 
 
@@ -84,7 +89,9 @@ def test_what_the_tokenizer_does_not_know_is_told(model: Path, tmp_path: Path) -
     assert examples == ("'20': Wie groß ist 1+1?",)
 
 
-def test_unknown_tokens_are_counted_by_the_name_that_the_tokenizer_gives_them(tmp_path: Path) -> None:
+def test_unknown_tokens_are_counted_by_the_name_that_the_tokenizer_gives_them(
+    tmp_path: Path,
+) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -99,7 +106,9 @@ def test_unknown_tokens_are_counted_by_the_name_that_the_tokenizer_gives_them(tm
 
 def test_a_tokenizer_that_leaves_out_spaces(model: Path, tmp_path: Path) -> None:
     assert characters_without_token("a b\u00e9\u200d", load_tokenizer(str(model))) == {"\u00e9"}
-    folder = make_model_folder(tmp_path / "spaceless")  # transformers reads its tokenizer with Qwen2's rules
+    folder = make_model_folder(
+        tmp_path / "spaceless"
+    )  # transformers reads its tokenizer with Qwen2's rules
     assert characters_without_token("a b", load_tokenizer(str(folder))) == {" "}
 
 
@@ -111,7 +120,9 @@ def test_problems_that_are_validated_and_trained_on(model: Path, tmp_path: Path)
     held = questions(tmp_path / "held.jsonl", [("what is  3 + 1", "4"), ("What is 7-1?", "6")])
     checked = ("validation.every_steps=2", "validation.max_new_tokens=8")
     text, examples = finding(audited(model, [train], *checked, f"validation.paths=[{held}]"))
-    assert text.startswith(f'1 of the 2 problems of validation "held" are trained on, too, in {train}')
+    assert text.startswith(
+        f'1 of the 2 problems of validation "held" are trained on, too, in {train}'
+    )
     assert examples == ("'0': what is  3 + 1",)
     text, _ = finding(audited(model, [train], *checked, f"validation.paths=[{train}]"))
     assert text.startswith('20 of the 20 problems of validation "train"')
@@ -122,7 +133,8 @@ def test_a_problem_in_two_files(model: Path, tmp_path: Path) -> None:
     more = questions(tmp_path / "more.jsonl", [("What is 3+1?", "4"), ("What is 70+1?", "71")])
     text, examples = finding(audited(model, [train, more]))
     assert (
-        text.startswith(f"1 of the 2 problems of {more} are in an earlier file, too") and len(examples) == 1
+        text.startswith(f"1 of the 2 problems of {more} are in an earlier file, too")
+        and len(examples) == 1
     )
     text, examples = finding(audited(model, [train, questions(tmp_path / "copy.jsonl", SUMS)]))
     assert text.startswith("20 of the 20 problems") and len(examples) == 3
@@ -131,7 +143,12 @@ def test_a_problem_in_two_files(model: Path, tmp_path: Path) -> None:
 def test_problems_are_the_same_whatever_their_template_and_layout() -> None:
     plain = problem_key("What is $47+85$?")
     assert problem_key(FIXED["r1_distill"].render("what is 47 + 85?")) == plain
-    assert len({plain, problem_key("What is 47-85?"), problem_key("What is 4+785?"), problem_key("5!")}) == 4
+    assert (
+        len(
+            {plain, problem_key("What is 47-85?"), problem_key("What is 4+785?"), problem_key("5!")}
+        )
+        == 4
+    )
     assert problem_key("Compute 5!") != problem_key("Compute 5")
 
 
@@ -146,12 +163,15 @@ def test_problems_are_the_same_whatever_their_template_and_layout() -> None:
         ("9" * 1_000_000, "has 1,000,000 characters"),
         ("\\frac{1}{2", "is not accepted as its own answer (no_answer)"),
         (
-            "Since the two triangles are similar the ratio of their sides follows from the first part",
+            "Since the two triangles are similar the ratio of their sides follows from the first "
+            "part",
             "is a sentence, not an answer",
         ),
     ],
 )
-def test_references_that_no_answer_equals(model: Path, tmp_path: Path, answer: str, reason: str) -> None:
+def test_references_that_no_answer_equals(
+    model: Path, tmp_path: Path, answer: str, reason: str
+) -> None:
     path = questions(tmp_path / "train.jsonl", [*SUMS, ("How many?", answer)])
     text, examples = finding(audited(model, [path]))
     assert text.startswith("1 of 21 training prompts have no usable reference")
@@ -162,7 +182,9 @@ def test_good_references_are_not_named(tmp_path: Path) -> None:
     cases = Path(__file__).parents[1] / "answers" / "cases.jsonl"
     rows = [json.loads(line) for line in cases.read_text(encoding="utf-8").splitlines()]
     answers = sorted({row["solutions"][0] for row in rows if row["correct"]})
-    path = questions(tmp_path / "a.jsonl", [(f"Problem {n}", answer) for n, answer in enumerate(answers)])
+    path = questions(
+        tmp_path / "a.jsonl", [(f"Problem {n}", answer) for n, answer in enumerate(answers)]
+    )
     prompts, _ = load_prompts(path, None, 99)
     assert len(prompts) > 100
     assert audit_prompts([("a", prompts)], [], RewardConfig(), None).findings == ()
@@ -185,8 +207,13 @@ def test_rows_are_checkable_where_each_has_a_reference_that_an_answer_could_equa
     assert all_are_checkable([good, Prompt("q2", "?", (1,), solutions, task)], STRICT) is checkable
 
 
-def test_one_good_reference_of_several_is_enough_and_own_functions_are_not_judged(tmp_path: Path) -> None:
-    rows = [{"question": "a", "answer": ["see solution", "3"]}, {"question": "b", "answer": "see solution"}]
+def test_one_good_reference_of_several_is_enough_and_own_functions_are_not_judged(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        {"question": "a", "answer": ["see solution", "3"]},
+        {"question": "b", "answer": "see solution"},
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     prompts, _ = load_prompts(str(tmp_path / "a.jsonl"), None, 99)
     (found,) = audit_prompts([("a", prompts)], [], RewardConfig(), None).findings
@@ -195,7 +222,9 @@ def test_one_good_reference_of_several_is_enough_and_own_functions_are_not_judge
     assert audit_prompts([("a", prompts)], [], own, None).findings == ()
 
 
-def test_data_without_any_reference_that_could_be_answered_are_refused(model: Path, tmp_path: Path) -> None:
+def test_data_without_any_reference_that_could_be_answered_are_refused(
+    model: Path, tmp_path: Path
+) -> None:
     path = questions(tmp_path / "train.jsonl", [(q, "see solution") for q, _ in SUMS])
     with pytest.raises(
         ValueError, match=r"none of the 20 training prompts .* or set reward\.function"
@@ -215,7 +244,7 @@ def test_sentences_as_references_are_warned_of_and_not_refused(tmp_path: Path) -
     assert found.text.startswith("3 of 3 training prompts") and "is a sentence" in found.examples[0]
 
 
-# ---------------------------------------------------------------- supervised training, and refusals that explain
+# --------------------------------------------------- supervised training, and refusals that explain
 
 
 def sft_config(model: Path, path: str, *overrides: str):
@@ -232,7 +261,9 @@ def test_a_sequence_is_shown_with_the_part_that_is_learned(model: Path, tmp_path
     rows = [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(20)]
     path = tmp_path / "sft.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    inputs = load_sft_inputs(sft_config(model, str(path), "sft.held_out_share=0"), read_model_shape(model))
+    inputs = load_sft_inputs(
+        sft_config(model, str(path), "sft.held_out_share=0"), read_model_shape(model)
+    )
     assert inputs.audit.shown[1:] == (
         "  6 tokens, 0 of them unknown; │ ends a token;",
         "  the 2 of lines with * are learned:",
@@ -242,24 +273,35 @@ def test_a_sequence_is_shown_with_the_part_that_is_learned(model: Path, tmp_path
     )
     assert inputs.audit.findings == ()
     copy = shutil.copy(path, tmp_path / "copy.jsonl")
-    same = sft_config(model, str(path), f"sft.held_out_path={path}", f"data.more_train_paths=[{copy}]")
+    same = sft_config(
+        model, str(path), f"sft.held_out_path={path}", f"data.more_train_paths=[{copy}]"
+    )
     again, both = load_sft_inputs(same, read_model_shape(model)).audit.findings
     assert again.text.startswith("20 of the 20 prompts") and both.text.startswith(
         "20 of the 20 held-out sequences"
     )
     assert both.examples == ("0+1=", "1+1=", "2+1=")
     path.write_text("\n".join(json.dumps(row | {"completion": "é"}) for row in rows))
-    (unknown,) = load_sft_inputs(sft_config(model, str(path)), read_model_shape(model)).audit.findings
+    (unknown,) = load_sft_inputs(
+        sft_config(model, str(path)), read_model_shape(model)
+    ).audit.findings
     assert "no token for é" in unknown.text
 
 
-def test_a_refusal_for_too_few_prompts_says_what_became_of_the_rows(model: Path, tmp_path: Path) -> None:
+def test_a_refusal_for_too_few_prompts_says_what_became_of_the_rows(
+    model: Path, tmp_path: Path
+) -> None:
     long = "too long " * 20
     rows = [{"id": "one", "question": "What is 1+1?", "answer": "2"}] * 5
     rows.append({"id": "two", "question": long, "answer": "2"})
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match=r"only 1 prompt is left after filtering") as error:
-        audited(model, [str(tmp_path / "train.jsonl")], "data.max_prompt_tokens=100", "data.template=raw")
+        audited(
+            model,
+            [str(tmp_path / "train.jsonl")],
+            "data.max_prompt_tokens=100",
+            "data.template=raw",
+        )
     assert "4 further rows repeating earlier ones" in str(error.value)
     assert "dropped: 1 longer than data.max_prompt_tokens=100" in str(error.value)
     assert "dropped, too long (180 tokens): 'two'" in str(error.value)

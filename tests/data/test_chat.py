@@ -1,4 +1,5 @@
-"""Conversations in the chat templates of published models: what is learned, what ends it, what the judge sees."""
+"""Conversations in the chat templates of published models: what is learned, what ends it, what the
+judge sees."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from rlmath.algorithms.losses import Normalisation
 from rlmath.answers.verifier import verify
-from rlmath.checkpoint.hf.metadata_files import read_metadata_files, with_chat_template, with_stop_tokens
+from rlmath.checkpoint.hf.metadata_files import (
+    read_metadata_files,
+    with_chat_template,
+    with_stop_tokens,
+)
 from rlmath.checkpoint.hf.weights import write_files
 from rlmath.data.chat import ChatSettings, chat_end, user
 from rlmath.data.packing import pack
@@ -135,7 +140,8 @@ def test_variables_are_looked_for_in_templates_of_every_kind(tmp_path: Path) -> 
         "{% if effort is not defined %}{% set effort = 'low' %}{% endif %}{{ effort }}": True,
         "{% set effort = effort | default('low') %}{{ effort }}": True,
         "{% macro say() %}{{ effort }}{% endmacro %}{{ say() }}": True,
-        "{% generation %}{{ effort }}{% endgeneration %}{% for x in [] %}{% break %}{% endfor %}": True,
+        "{% generation %}{{ effort }}{% endgeneration %}{% for x in [] %}{% break %}{% endfor "
+        "%}": True,
         "{% set effort = 'low' %}{{ effort }}": False,
         "{# effort #}{{ 'effort' }}": False,
     }.items():
@@ -143,9 +149,9 @@ def test_variables_are_looked_for_in_templates_of_every_kind(tmp_path: Path) -> 
         tokenizer.save_pretrained(tmp_path)
         settings = ChatSettings(kwargs=["effort=high"])
         if read:
-            assert render(QUESTION, "chat", load_tokenizer(str(tmp_path), settings=settings)).startswith(
-                "high"
-            )
+            assert render(
+                QUESTION, "chat", load_tokenizer(str(tmp_path), settings=settings)
+            ).startswith("high")
         else:
             with pytest.raises(ValueError, match="reads no such variable"):
                 load_tokenizer(str(tmp_path), settings=settings)
@@ -155,7 +161,9 @@ HOSTILE = "Be brief.\n'%}{{ 7*7 }} \\boxed{é}"
 
 
 @pytest.mark.parametrize("name", [name for name in CHATS if CHATS[name].takes_system])
-def test_a_system_prompt_is_before_every_conversation_without_one(name: str, tmp_path: Path) -> None:
+def test_a_system_prompt_is_before_every_conversation_without_one(
+    name: str, tmp_path: Path
+) -> None:
     plain = chat_tokenizer(name)
     plain.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path), settings=ChatSettings(system_prompt=HOSTILE))
@@ -213,13 +221,19 @@ def test_a_chat_template_has_a_name_or_is_a_file_and_is_exported(tmp_path: Path)
         assert again.chat_template == CHATS[chat].template, "without variables and system prompt"
         assert load_tokenizer(str(exported), settings=ChatSettings("think")).chat_template == _QWEN3
         if name is not None:
-            assert json.loads(files["tokenizer_config.json"])["chat_template"] == again.chat_template
+            assert (
+                json.loads(files["tokenizer_config.json"])["chat_template"] == again.chat_template
+            )
     for name, reason in (
-        ("other", "is 'other'; needed: a chat template of the tokenizer in .* \\('default', 'think'\\)"),
+        (
+            "other",
+            "is 'other'; needed: a chat template of the tokenizer in .* \\('default', 'think'\\)",
+        ),
         ("none.jinja", "'none.jinja' cannot be read \\(.*No such file"),
         (
             str(tmp_path / "broken.jinja"),
-            r"data\.chat_template=.*/broken\.jinja: the chat template cannot take a question: Expected an expression, "
+            r"data\.chat_template=.*/broken\.jinja: the chat template cannot take a question: "
+            r"Expected an expression, "
             r"got 'end of statement block' \(line 2\); correct the file, or leave it out$",
         ),
         (
@@ -231,14 +245,25 @@ def test_a_chat_template_has_a_name_or_is_a_file_and_is_exported(tmp_path: Path)
             load_tokenizer(str(named), settings=ChatSettings(name))
     tokenizer.chat_template = {"think": _QWEN3, "rag": _QWEN3}
     tokenizer.save_pretrained(tmp_path / "no-default")
-    with pytest.raises(ValueError, match=r"'think', 'rag', and no default; name one as data\.chat_template"):
+    with pytest.raises(
+        ValueError, match=r"'think', 'rag', and no default; name one as data\.chat_template"
+    ):
         load_tokenizer(str(tmp_path / "no-default"), settings=ChatSettings())
 
 
-def test_a_template_that_does_not_continue_its_prompt_is_refused_with_both_texts(tmp_path: Path) -> None:
+def test_a_template_that_does_not_continue_its_prompt_is_refused_with_both_texts(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ValueError, match="does not continue the prompt") as error:
-        sequence(tmp_path, chat_tokenizer("r1-distill"), ("user", "1+1?"), ("assistant", "<think>x</think>2"))
-    assert "<think>\\n'" in str(error.value) and "<｜Assistant｜>2<｜end▁of▁sentence｜>" in str(error.value)
+        sequence(
+            tmp_path,
+            chat_tokenizer("r1-distill"),
+            ("user", "1+1?"),
+            ("assistant", "<think>x</think>2"),
+        )
+    assert "<think>\\n'" in str(error.value) and "<｜Assistant｜>2<｜end▁of▁sentence｜>" in str(
+        error.value
+    )
 
 
 def test_turns_between_have_no_weight(tmp_path: Path) -> None:
@@ -262,7 +287,9 @@ def test_what_ends_a_turn_is_taught_and_stops(name: str, tmp_path: Path) -> None
     stops = stop_token_ids(str(tmp_path), tokenizer, 10_000)
     assert stops == tuple(sorted({3, end, tokenizer.eos_token_id}))
     write_files(tmp_path, with_stop_tokens({}, stops))
-    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == list(stops), "an export stops there"
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == list(stops), (
+        "an export stops there"
+    )
     prompt = rendered(tokenizer, [("user", "1+1?")], add_generation_prompt=True)
     for completion in ("2", "2" + chat.end):
         one = load_rows(tmp_path, tokenizer, {"prompt": prompt, "completion": completion})
@@ -288,7 +315,9 @@ def test_the_judge_sees_thinking_marks(
     text = completion_text(tokenizer, token_ids, stopped=True)
     assert text == said
     assert verify(text_to_verify(prompt, text), ["2"]).verdict == verdict
-    assert completion_text(tokenizer, token_ids[:-1], stopped=False) == said, "cut where it is longest"
+    assert completion_text(tokenizer, token_ids[:-1], stopped=False) == said, (
+        "cut where it is longest"
+    )
 
 
 def test_the_judge_sees_all_that_was_said() -> None:
@@ -316,7 +345,9 @@ def test_an_export_stops_where_the_run_did(tmp_path: Path) -> None:
 
 def test_a_template_that_does_not_show_the_answer_has_no_end() -> None:
     tokenizer = chat_tokenizer("qwen2.5")
-    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
     assert chat_end(tokenizer) is None
 
 
@@ -327,7 +358,9 @@ def test_tokens_are_those_of_the_whole_text_where_a_tokenizer_marks_beginnings(
     """As Llama 2's: "▁" before every text, and in the place of spaces."""
     vocab = {chr(code): code - 10 for code in (10, *range(33, 127))} | {"▁": 117, "▁▁": 118}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "▁")]))
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     inner.add_special_tokens([AddedToken(CHATS[name].eos, normalized=False)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=CHATS[name].eos)
     tokenizer.chat_template = CHATS[name].template
@@ -348,6 +381,9 @@ def test_what_would_forge_a_turn_or_does_nothing_is_refused(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="has a template already"):
         load_sequences(str(path), tokenizer, "chat", 200, 0.0)
     tokenizer.save_pretrained(tmp_path)
-    for entry, told in (("enable_thinking=False", "needed: true, false, null"), ("thinkin_on=1", "no such")):
+    for entry, told in (
+        ("enable_thinking=False", "needed: true, false, null"),
+        ("thinkin_on=1", "no such"),
+    ):
         with pytest.raises(ValueError, match=told):
             load_tokenizer(str(tmp_path), settings=ChatSettings(kwargs=[entry]))

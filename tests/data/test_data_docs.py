@@ -11,7 +11,9 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(enco
 
 
 def test_every_form_has_an_example_that_is_read(tmp_path):
-    examples = dict(re.findall(r"^\*\*(\w+)\*\*:.*?```json\n(.*?)\n```", PAGE, re.DOTALL | re.MULTILINE))
+    examples = dict(
+        re.findall(r"^\*\*(\w+)\*\*:.*?```json\n(.*?)\n```", PAGE, re.DOTALL | re.MULTILINE)
+    )
     assert set(examples) == set(FORMS)
     (tmp_path / "id2info.json").write_text(json.dumps({"q1": {"solutions": ["\\boxed{132}"]}}))
     for name, row in examples.items():

@@ -30,7 +30,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     make_model_folder(folder / "model")
     rows = [
-        {"prompt": f"{n}+1=", "task": "math", "query_id": f"q{n}", "solutions": [f"\\boxed{{{n + 1}}}"]}
+        {
+            "prompt": f"{n}+1=",
+            "task": "math",
+            "query_id": f"q{n}",
+            "solutions": [f"\\boxed{{{n + 1}}}"],
+        }
         for n in range(10)
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -57,7 +62,9 @@ def test_prompts_steps_and_stop_tokens(place: Path, config: Config) -> None:
     assert load_inputs(shorter, read_model_shape(place / "model")).total_steps == 5
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(place: Path, config: Config) -> None:
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    place: Path, config: Config
+) -> None:
     shape = replace(read_model_shape(place / "model"), vocab_size=15)
     with pytest.raises(ValueError, match=r"the tokenizer gives token \d+ .*the model has 15"):
         load_inputs(config, shape)
@@ -80,7 +87,12 @@ def test_a_mixture_of_forms_with_weights(tmp_path: Path, place: Path, config: Co
         max_unusable_share=0.2,
     )
     inputs = load_inputs(replace(config, data=data), read_model_shape(place / "model"))
-    assert [prompt.prompt_id for prompt in inputs.prompts[8:12]] == ["q8", "q9", "more/q0", "more/q1"]
+    assert [prompt.prompt_id for prompt in inputs.prompts[8:12]] == [
+        "q8",
+        "q9",
+        "more/q0",
+        "more/q1",
+    ]
     assert inputs.prompts[10].text == "0-1" and inputs.prompts[10].solutions == ("-1",)
     assert inputs.total_steps == 3 * ((10 + 4) // 4)
     assert [row.where for row in inputs.unusable] == [f"{more}, line 9"]
@@ -88,7 +100,7 @@ def test_a_mixture_of_forms_with_weights(tmp_path: Path, place: Path, config: Co
     assert data_fingerprint(inputs.prompts, [10, 8]) != data_fingerprint(inputs.prompts, [9, 9])
 
 
-# ---------------------------------------------------------------- settings reach the prompts and their order
+# ------------------------------------------------------- settings reach the prompts and their order
 
 
 def problems(path: Path, count: int) -> str:
@@ -115,14 +127,21 @@ def mixed(tmp_path: Path, tied_model: Path) -> Config:
 def test_the_order_of_prompts(mixed: Config, tied_model: Path) -> None:
     found = load_inputs(mixed, shape_of(tied_model))
     order = found.order
-    assert (order.n_prompts, order.prompts_per_step, order.seed, order.shuffle) == (17, 4, 77, False)
+    assert (order.n_prompts, order.prompts_per_step, order.seed, order.shuffle) == (
+        17,
+        4,
+        77,
+        False,
+    )
     assert order.shares == (Share(9, 2.0), Share(8, 0.5))
     assert found.total_steps == 6 * ((18 + 4) // 4)
     assert [prompt.prompt_id for prompt in found.prompts] == [
         *(f"a-{n}" for n in range(9)),
         *(f"b-{n}" for n in range(8)),
     ]
-    shuffled = load_inputs(replace(mixed, data=replace(mixed.data, shuffle=True)), shape_of(tied_model)).order
+    shuffled = load_inputs(
+        replace(mixed, data=replace(mixed.data, shuffle=True)), shape_of(tied_model)
+    ).order
     assert shuffled.shuffle and shuffled.batch(0) != order.batch(0)
 
 
@@ -192,7 +211,8 @@ def test_plugins_make_prompts_of_rows_and_validation_has_a_template_of_its_own(
     assert validated() == expected("HH")
     assert validated(template="raw") == expected("")
     assert validated(template=None) == expected("Q")
-    # The context grows with the completions of validation; that template's text is longer than data.max_prompt_tokens.
+    # The context grows with the completions of validation; that template's text is longer than
+    # data.max_prompt_tokens.
     with pytest.raises(ValueError, match="leaves room for 14 new tokens in a context of 21"):
         validated(max_new_tokens=14, template="qwen_boxed")
 
@@ -208,5 +228,8 @@ def test_pass_rates_of_an_earlier_run(tmp_path: Path, mixed: Config, tied_model:
     assert (dict(nothing.history.groups), nothing.history_line) == ({}, "")
     data = replace(mixed.data, history_path=rates, history_groups=2)
     found = load_inputs(replace(mixed, data=data), shape)
-    assert dict(found.history.groups) == {0: ((2, 4),), 12: ((1, 4), (3, 4))} and found.history.keep == 2
+    assert (
+        dict(found.history.groups) == {0: ((2, 4),), 12: ((1, 4), (3, 4))}
+        and found.history.keep == 2
+    )
     assert f"pass rates of 2 of 17 prompts from {rates}" in found.history_line

@@ -7,7 +7,13 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.algorithms.types import Prompt
 from rlmath.data import loader
-from rlmath.data.loader import DroppedPrompt, FilterReport, dropped_share, load_prompts, write_report
+from rlmath.data.loader import (
+    DroppedPrompt,
+    FilterReport,
+    dropped_share,
+    load_prompts,
+    write_report,
+)
 from rlmath.data.order import PromptOrder, Share, permutation
 from rlmath.data.rows import UnusableRow, unusable_lines
 from rlmath.data.tokenizer import FIXED
@@ -17,9 +23,13 @@ from rlmath.evals.benchmarks import load_benchmark
 @pytest.fixture(scope="module")
 def tokenizer():
     """One token per word, and a beginning-of-sequence token (0) that it adds by default."""
-    words = Tokenizer(models.WordLevel({"<bos>": 0, "<unk>": 1, "one": 2, "two": 3}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({"<bos>": 0, "<unk>": 1, "one": 2, "two": 3}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    words.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 0)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", unk_token="<unk>")
 
 
@@ -34,7 +44,9 @@ def write(tmp_path, prompts):
 
 
 def test_prompts_longer_in_tokens_are_dropped_and_counted(tmp_path, tokenizer):
-    path = write(tmp_path, ["one two", "a-single-word-of-many-characters", "one one one", "one two one two"])
+    path = write(
+        tmp_path, ["one two", "a-single-word-of-many-characters", "one one one", "one two one two"]
+    )
     prompts, report = load_prompts(path, tokenizer, max_prompt_tokens=3)
     assert prompts == [
         Prompt("q0", "one two", (0, 2, 3), ("1",), "math"),
@@ -65,7 +77,9 @@ def test_the_question_is_the_problem_without_its_template(tmp_path, tokenizer):
     plain = tmp_path / "plain.jsonl"
     plain.write_text(json.dumps({"question": "How many cows?", "answer": "1"}) + "\n")
     (rendered,), _ = load_prompts(str(plain), tokenizer, max_prompt_tokens=99, template="orz")
-    assert rendered.question == "How many cows?" and rendered.text == FIXED["orz"].render("How many cows?")
+    assert rendered.question == "How many cows?" and rendered.text == FIXED["orz"].render(
+        "How many cows?"
+    )
     benchmark = load_benchmark("plain", plain, tokenizer, "orz")
     assert [problem.question for problem in benchmark.problems] == ["How many cows?"]
 
@@ -74,7 +88,9 @@ def test_prompts_without_any_token_are_dropped_and_counted(tmp_path):
     bare = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.BPE(vocab={"o": 0, "n": 1, "e": 2}, merges=[]))
     )
-    prompts, report = load_prompts(write(tmp_path, ["one", "\u4f60", "\u597d"]), bare, max_prompt_tokens=3)
+    prompts, report = load_prompts(
+        write(tmp_path, ["one", "\u4f60", "\u597d"]), bare, max_prompt_tokens=3
+    )
     assert [prompt.token_ids for prompt in prompts] == [(0, 1, 2)]
     assert report.dropped_empty == 2 and report.dropped_too_long == 0
     assert "2 without any token" in report.line() and "1 kept" in report.line()
@@ -88,7 +104,9 @@ def test_chunks_do_not_change_the_prompts(tmp_path, tokenizer, monkeypatch):
 
 
 def test_a_file_of_which_nothing_is_left_is_refused(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match=r"all 2 prompts are longer than .*=1 tokens \(the longest has 3\)"):
+    with pytest.raises(
+        ValueError, match=r"all 2 prompts are longer than .*=1 tokens \(the longest has 3\)"
+    ):
         load_prompts(write(tmp_path, ["one", "one two"]), tokenizer, max_prompt_tokens=1)
 
 
@@ -115,7 +133,8 @@ def test_draws_are_the_places_of_all_steps_one_behind_the_other():
 
 
 def test_the_permutation_is_that_of_sha256():
-    # sha256sum of 7:0:0 begins with f270, of 7:0:1 with 9ebb, of 7:0:2 with ad5c, of 7:0:3 with 316e
+    # sha256sum of 7:0:0 begins with f270, of 7:0:1 with 9ebb, of 7:0:2 with ad5c, of 7:0:3 with
+    # 316e
     assert permutation(4, 7, 0) == (3, 1, 2, 0)
 
 
@@ -138,7 +157,9 @@ def test_extra_prompts_are_all_the_others_in_an_order_of_the_step():
 
 
 def test_a_template_that_writes_the_beginning_of_sequence_does_not_double_it(tmp_path, tokenizer):
-    prompts, _ = load_prompts(write(tmp_path, ["<bos>one two", "two"]), tokenizer, max_prompt_tokens=3)
+    prompts, _ = load_prompts(
+        write(tmp_path, ["<bos>one two", "two"]), tokenizer, max_prompt_tokens=3
+    )
     assert [prompt.token_ids for prompt in prompts] == [(0, 2, 3), (0, 3)]
 
 
@@ -149,7 +170,8 @@ def test_more_unusable_rows_than_the_share_end_the_run(tmp_path, tokenizer):
     prompts, report = load_prompts(path, tokenizer, 3, max_unusable_share=0.05)
     assert len(prompts) == 19 and [row.where for row in report.unusable] == [f"{path}, line 20"]
     with pytest.raises(
-        ValueError, match=r"1 of 20 rows cannot be used, more than .*=0\.04[^$]*\n    1: not JSON .*line 20"
+        ValueError,
+        match=r"1 of 20 rows cannot be used, more than .*=0\.04[^$]*\n    1: not JSON .*line 20",
     ):
         load_prompts(path, tokenizer, 3, max_unusable_share=0.04)
 
@@ -157,13 +179,21 @@ def test_more_unusable_rows_than_the_share_end_the_run(tmp_path, tokenizer):
 def test_the_report_is_written_with_shares_examples_and_unusable_rows(tmp_path):
     row = UnusableRow("f, line 2", "not JSON (...)", "x")
     example = DroppedPrompt("q", 9, "too long", "one")
-    one = FilterReport(8, 6, 2, 9, 5, path="f", form="boba", repeated=1, unusable=(row,), examples=(example,))
+    one = FilterReport(
+        8, 6, 2, 9, 5, path="f", form="boba", repeated=1, unusable=(row,), examples=(example,)
+    )
     write_report(tmp_path, [one, FilterReport(8, 8, 0, 0, 5, path="g", form="dapo")])
     written = json.loads((tmp_path / "data_report.json").read_text())
     assert (written["prompts"], written["dropped_share"]) == (14, 2 / 16)
     first = written["files"][0]
     assert (first["path"], first["format"], first["rows"]) == ("f", "boba", 10)
-    assert first["shares"] == {"kept": 0.6, "too_long": 0.2, "empty": 0, "repeated": 0.1, "unusable": 0.1}
+    assert first["shares"] == {
+        "kept": 0.6,
+        "too_long": 0.2,
+        "empty": 0,
+        "repeated": 0.1,
+        "unusable": 0.1,
+    }
     assert first["examples_dropped"] == [
         {"prompt_id": "q", "tokens": 9, "reason": "too long", "start": "one"}
     ]
@@ -182,7 +212,10 @@ def test_the_report_is_written_with_shares_examples_and_unusable_rows(tmp_path):
 def test_rows_that_cannot_be_used_are_told_by_kinds_of_reason():
     """Reasons that differ only in what they quote are one kind; the most frequent comes first."""
     rows = [UnusableRow("f, line 1", "not JSON (Expecting value)", "x")]
-    rows += [UnusableRow(f"f, line {n}", f"prompt must be a string, got int '{n}'", "") for n in range(2, 9)]
+    rows += [
+        UnusableRow(f"f, line {n}", f"prompt must be a string, got int '{n}'", "")
+        for n in range(2, 9)
+    ]
     rows += [UnusableRow("f, line 9", "blank", ""), UnusableRow("f, line 10", "too deep", "")]
     assert unusable_lines("f", rows) == [
         "7: prompt must be a string, got int '2' (line 2, line 3, line 4, ...)",

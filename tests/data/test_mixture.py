@@ -18,18 +18,28 @@ SHARES = st.lists(
 
 
 def test_places_are_the_rounded_product_and_at_least_one():
-    assert [Share(10, weight).places for weight in (0.01, 0.25, 0.5, 1.0, 1.25, 2.0)] == [1, 3, 5, 10, 13, 20]
+    assert [Share(10, weight).places for weight in (0.01, 0.25, 0.5, 1.0, 1.25, 2.0)] == [
+        1,
+        3,
+        5,
+        10,
+        13,
+        20,
+    ]
 
 
 @given(SHARES, st.integers(0, 5), st.integers(0, 1000), st.booleans())
-def test_an_epoch_has_every_files_share_and_no_prompt_more_often_than_it_must(shares, epoch, seed, shuffle):
+def test_an_epoch_has_every_files_share_and_no_prompt_more_often_than_it_must(
+    shares, epoch, seed, shuffle
+):
     order = epoch_order(shares, seed, epoch, shuffle)
     counts = Counter(order)
     first = 0
     for share in shares:
         own = [counts[index] for index in range(first, first + share.n_prompts)]
         assert sum(own) == share.places
-        # A window of an endless sequence of permutations: at most one more turn than it has whole ones, and one less.
+        # A window of an endless sequence of permutations: at most one more turn than it has whole
+        # ones, and one less.
         assert max(own) <= -(-share.places // share.n_prompts) + 1
         assert min(own) >= share.places // share.n_prompts - 1
         first += share.n_prompts
@@ -39,7 +49,12 @@ def test_an_epoch_has_every_files_share_and_no_prompt_more_often_than_it_must(sh
 @given(st.integers(1, 20), st.integers(1, 6), st.integers(0, 100))
 def test_a_share_of_one_part_in_k_goes_through_the_file_in_k_epochs(per_epoch, k, seed):
     shares = (Share(3, 1.0), Share(per_epoch * k, 1 / k))
-    seen = [index for epoch in range(k) for index in epoch_order(shares, seed, epoch, True) if index >= 3]
+    seen = [
+        index
+        for epoch in range(k)
+        for index in epoch_order(shares, seed, epoch, True)
+        if index >= 3
+    ]
     assert sorted(seen) == list(range(3, 3 + per_epoch * k))
 
 
@@ -63,7 +78,8 @@ def test_a_weighted_order_is_a_function_of_the_step():
     assert all(epoch[index] == 2 for index in range(10)) and sum(epoch.values()) == 40
     assert "8 of 50 prompts (40 places an epoch by data.train_weights) a step" in order.line()
     with pytest.raises(
-        ValueError, match=r"only 50 prompts are left after filtering, which data\.train_weights makes 40"
+        ValueError,
+        match=r"only 50 prompts are left after filtering, which data\.train_weights makes 40",
     ):
         PromptOrder(50, 41, seed=3, shuffle=True, shares=shares)
 
@@ -87,7 +103,13 @@ def test_names_get_their_files_name_only_where_they_clash():
         ("b/two.jsonl", prompts("1", "2")),
         ("c/two.jsonl", prompts("1")),
     ]
-    assert [prompt.prompt_id for prompt in with_unique_names(files)] == ["0", "1", "two/1", "2", "3:two/1"]
+    assert [prompt.prompt_id for prompt in with_unique_names(files)] == [
+        "0",
+        "1",
+        "two/1",
+        "2",
+        "3:two/1",
+    ]
 
 
 @given(st.lists(st.lists(st.sampled_from("01ab/"), unique=True), max_size=5))

@@ -86,7 +86,9 @@ def test_a_device_takes_every_tensor_from_pinned_memory_while_the_host_goes_on(m
         moves.noted.append(("pin_memory", False))
         return tensor
 
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)  # on CPU vLLM has a function of its own there
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", pin_memory
+    )  # on CPU vLLM has a function of its own there
     with moves:
         assert batch.to(torch.device("cpu")) is batch
         assert moves.noted == []
@@ -115,8 +117,8 @@ def test_an_answer_that_is_empty_has_no_weight(kind, count: int):
 def test_two_masks_say_what_is_sampled_and_what_is_learned(
     normalisation: Normalisation, weight: float, count: int
 ):
-    """Of five tokens others wrote the second and the last, whose numbers are not looked at; of the three that are
-    sampled two are learned. Weights and count are those of the sampled ones."""
+    """Of five tokens others wrote the second and the last, whose numbers are not looked at; of the
+    three that are sampled two are learned. Weights and count are those of the sampled ones."""
     nan = float("nan")
     sample = Sample(
         (4, 5),
@@ -144,7 +146,8 @@ def test_two_masks_say_what_is_sampled_and_what_is_learned(
 )
 def test_a_mask_has_a_value_for_every_token(mask: str, counts: str):
     with pytest.raises(
-        AssertionError, match=f"sample 0: masks need one value per token, 3; got {counts} of learned"
+        AssertionError,
+        match=f"sample 0: masks need one value per token, 3; got {counts} of learned",
     ):
         pack([replace(ONE, **{mask: (True, False)})], [0], 1)
 
@@ -177,11 +180,18 @@ def test_every_sample_is_found_again_between_its_bounds(packed: list[Sample], mu
     n_tokens = sum(len(sample.completion_ids) for sample in packed)
     assert float(batch.loss_weights_T.sum()) == batch.loss_count == n_tokens
     assert (batch.completion_index_T >= 0).equal(batch.loss_weights_T > 0)
-    assert batch.sampled_T.equal(batch.loss_weights_T > 0) and batch.learned_T.equal(batch.sampled_T)
+    assert batch.sampled_T.equal(batch.loss_weights_T > 0) and batch.learned_T.equal(
+        batch.sampled_T
+    )
     assert batch.n_segments == len(lengths)
-    assert batch.segments_T.tolist() == [s for s, length in enumerate(lengths) for _ in range(length)]
+    assert batch.segments_T.tolist() == [
+        s for s, length in enumerate(lengths) for _ in range(length)
+    ]
     for sample, start, end in zip(packed, bounds, bounds[1:], strict=False):
-        assert tuple(batch.token_ids_T[start:end].tolist()) == sample.prompt_ids + sample.completion_ids
+        assert (
+            tuple(batch.token_ids_T[start:end].tolist())
+            == sample.prompt_ids + sample.completion_ids
+        )
         answer = slice(start + len(sample.prompt_ids), end)
         assert tuple(batch.behaviour_logprobs_T[answer].tolist()) == sample.behaviour_logprobs
         assert batch.completion_index_T[answer].tolist() == list(range(len(sample.completion_ids)))

@@ -100,7 +100,9 @@ def test_what_the_tokenizer_adds_and_whole_prompts(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     assert shown_sequence(tmp_path, tokenizer, row, data)[0] == "    template   <s>│[│I│N│S│T│]│ │"
     whole = {"prompt": "<|user|>1+1?", "task": "math", "query_id": "q", "solutions": ["2"]}
-    assert shown_prompt(tmp_path, chat_tokenizer("phi"), whole, data) == ["    row        <|user|>│1│+│1│?│"]
+    assert shown_prompt(tmp_path, chat_tokenizer("phi"), whole, data) == [
+        "    row        <|user|>│1│+│1│?│"
+    ]
     _, report = load_prompts(str(tmp_path / "rows.jsonl"), chat_tokenizer("phi"), 2000)
     assert without_conversation([report], ChatSettings()) == []
     (found,) = without_conversation([report], ChatSettings(system_prompt="x"))
@@ -116,4 +118,7 @@ def test_a_picture_fits_the_console_whatever_the_text_has() -> None:
     assert all(len(line) + line.count("漢") <= WIDTH for line in lines)
     many = picture([Part("row", "x", learned=bool(n % 2)) for n in range(41)], range(42))
     assert len(many) == 15 and many[7] == "    [... 27 parts ...]"
-    assert picture([Part("row", "ab"), Part("end", "c")], [3]) == ("    row        ab", "    end        c│")
+    assert picture([Part("row", "ab"), Part("end", "c")], [3]) == (
+        "    row        ab",
+        "    end        c│",
+    )

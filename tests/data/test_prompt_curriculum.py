@@ -44,7 +44,9 @@ def curriculum(
 
 @cache
 def group(index: int, correct: int, sampled: int = 8) -> ScoredGroup:
-    completions = tuple(Completion(g, (1,), (0.0,), "", "stop", policy_version=0) for g in range(sampled))
+    completions = tuple(
+        Completion(g, (1,), (0.0,), "", "stop", policy_version=0) for g in range(sampled)
+    )
     scores = tuple(Score(1.0, g < correct, "", "string") for g in range(sampled))
     return ScoredGroup(Prompt(f"q{index}", "", (1,), (), "math"), completions, scores)
 
@@ -52,7 +54,8 @@ def group(index: int, correct: int, sampled: int = 8) -> ScoredGroup:
 def make_steps(
     one: PromptCurriculum, steps: range, correct_of: Callable[[int, int], int], extra: int = 0
 ) -> list[list[int]]:
-    """What steps draw, of which `correct_of(step, prompt)` of 8 completions are right; with so many `extra` prompts."""
+    """What steps draw, of which `correct_of(step, prompt)` of 8 completions are right; with so many
+    `extra` prompts."""
     drawn = []
     for step in steps:
         own = one.begin(step).batch(step)
@@ -66,7 +69,9 @@ def make_steps(
 
 
 def test_a_band_passes_over_what_is_too_easy_or_too_hard_and_runs_on_into_the_next_pass() -> None:
-    """Of 0 to 5, 1 is too easy and 4 too hard. Draws 3, 7, 11, ... are the queue's."""
+    """Of 0 to 5, 1 is too easy and 4 too hard.
+
+    Draws 3, 7, 11, ... are the queue's."""
     one = curriculum(6, 2, known={1: RIGHT, 4: WRONG})
     drawn = make_steps(one, range(6), lambda step, index: {1: 8, 4: 0}.get(index, 4))
     #  draw 0: 0; 1: passes over 1, 2 | 2: 3; 3 (floor): 1 | 4: passes over 4, 5; 5: the next pass, 0 | 6: 2, 1 waits;
@@ -80,7 +85,9 @@ def test_a_band_passes_over_what_is_too_easy_or_too_hard_and_runs_on_into_the_ne
 
 def test_what_a_draw_of_the_floor_finds_inside_the_band_is_drawn_in_its_turn_again() -> None:
     one = curriculum(4, 2, known={1: WRONG})
-    drawn = make_steps(one, range(4), lambda step, index: 8 if index == 1 else 4)  # 8 of 16 are right then
+    drawn = make_steps(
+        one, range(4), lambda step, index: 8 if index == 1 else 4
+    )  # 8 of 16 are right then
     assert drawn == [[0, 2], [3, 1], [0, 1], [2, 3]]
     assert one.summary()["skipped_at_the_end"] == {"easy": 0, "hard": 0}
 
@@ -93,7 +100,9 @@ def test_solved_prompts_are_those_of_which_enough_samples_are_all_right() -> Non
     assert one.summary()["skipped_at_the_end"] == {"easy": 2, "hard": 0}
 
 
-def test_a_step_sees_the_pass_rates_of_earlier_steps_only_and_draws_again_the_same_until_it_is_made() -> None:
+def test_a_step_sees_the_pass_rates_of_earlier_steps_only_and_draws_again_the_same_until_it_is_made() -> (
+    None
+):
     one = curriculum(6, 3)
     before = one.file()
     first = one.begin(0).batch(0)
@@ -183,7 +192,9 @@ def test_nothing_starves_and_every_step_is_full(
     one = curriculum(n_prompts, per_step, rules, shuffle=shuffle)
     bound = 2 * n_prompts / (1 - floor) + n_prompts / floor + 2 * per_step
     steps = int(2 * bound / per_step) + 3
-    drawn = make_steps(one, range(steps), lambda step, index: (0, 4, 8)[hash((seed, step // 7, index)) % 3])
+    drawn = make_steps(
+        one, range(steps), lambda step, index: (0, 4, 8)[hash((seed, step // 7, index)) % 3]
+    )
     assert all(len(set(step)) == per_step for step in drawn)
     flat = [index for step in drawn for index in step]
     for index in range(n_prompts):
@@ -205,7 +216,9 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_does(
     def correct_of(step: int, index: int) -> int:
         return (0, 3, 8)[hash((seed, step, index)) % 3]
 
-    whole, cut, resumed = (curriculum(n_prompts, 2, shuffle=True, weights=weights) for _ in range(3))
+    whole, cut, resumed = (
+        curriculum(n_prompts, 2, shuffle=True, weights=weights) for _ in range(3)
+    )
     expected = make_steps(whole, range(24), correct_of, extra)
     begun = make_steps(cut, range(stop), correct_of, extra)
     resumed.resume(cut.file())
@@ -222,7 +235,9 @@ def test_the_floor_has_its_share_of_the_draws(floor: float, draws: int) -> None:
 # ---------------------------------------------------------------- files
 
 
-def test_a_curriculum_goes_on_in_another_order_after_a_rollback_and_loses_no_prompt_of_the_pass() -> None:
+def test_a_curriculum_goes_on_in_another_order_after_a_rollback_and_loses_no_prompt_of_the_pass() -> (
+    None
+):
     order = PromptOrder(40, 4, 1, True)
     one = PromptCurriculum(order, names(40), BAND, PromptHistory(4))
     before = make_steps(one, range(3), lambda step, index: 4)
@@ -242,7 +257,9 @@ def test_a_curriculum_goes_on_in_another_order_after_a_rollback_and_loses_no_pro
 
 
 def write(path: Path, *rows: object) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -278,9 +295,13 @@ def test_pass_rates_of_a_file_and_of_another_run_are_read(tmp_path: Path) -> Non
         ({"query_id": "q0", "correct": 1, "sampled": 2}, "twice"),
     ],
 )
-def test_a_row_that_is_none_is_refused_with_its_line(tmp_path: Path, row: object, told: str) -> None:
+def test_a_row_that_is_none_is_refused_with_its_line(
+    tmp_path: Path, row: object, told: str
+) -> None:
     """Blank lines count."""
-    path = write(tmp_path / "rates.jsonl", "", {"query_id": "q0", "correct": 1, "sampled": 2}, "  ", row)
+    path = write(
+        tmp_path / "rates.jsonl", "", {"query_id": "q0", "correct": 1, "sampled": 2}, "  ", row
+    )
     with pytest.raises(ValueError, match=r"data\.history_path: .*line 4 is no row") as refused:
         read_history(path, names(3), 4)
     assert told in str(refused.value)

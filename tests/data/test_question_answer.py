@@ -45,7 +45,10 @@ def test_answers_are_found_where_benchmarks_have_them(tmp_path, columns, solutio
         ({"answer": {"x": 1}}, "answer must be a string or a number, got dict"),
         ({"answer": float("nan")}, "answer is nan, which is no answer"),
         ({"answer": "thoughts ####  "}, "nothing behind #### in answer"),
-        ({"answer": [str(n) for n in range(1001)]}, "it has 1001 solutions; at most 1000 are compared with"),
+        (
+            {"answer": [str(n) for n in range(1001)]},
+            "it has 1001 solutions; at most 1000 are compared with",
+        ),
     ],
 )
 def test_rows_without_a_usable_answer_are_left_out(tmp_path, columns, reason):

@@ -15,7 +15,9 @@ DEEP = b'{"prompt": "x", "solutions": ' + b"[" * 200_000 + b"\n"
 def write(tmp_path, *lines, name="train.jsonl"):
     path = tmp_path / name
     path.write_bytes(
-        b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
+        b"".join(
+            line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines
+        )
     )
     return str(path)
 
@@ -59,10 +61,19 @@ def test_what_is_not_json_is_named_with_its_line(tmp_path):
             "not JSON (Expecting property name enclosed in double quotes at character 16)",
         ),
         (b"{\xe9}\n", "not UTF-8 (byte 1 is 0xe9)"),
-        (json.dumps({**B, "prompt": "1\0+1"}).encode() + b"\n", "prompt has a NUL character at character 1"),
-        (json.dumps(B).replace("1+1", "1\\ud8001").encode() + b"\n", "half a surrogate pair at character 1"),
+        (
+            json.dumps({**B, "prompt": "1\0+1"}).encode() + b"\n",
+            "prompt has a NUL character at character 1",
+        ),
+        (
+            json.dumps(B).replace("1+1", "1\\ud8001").encode() + b"\n",
+            "half a surrogate pair at character 1",
+        ),
         (b'{"n": ' + b"7" * 5000 + b"}\n", "not JSON (Exceeds the limit"),
-        (b'{"prompt": "x", "solutions": ["1"], "prompt": "y"}\n', "not JSON (the key 'prompt' stands twice)"),
+        (
+            b'{"prompt": "x", "solutions": ["1"], "prompt": "y"}\n',
+            "not JSON (the key 'prompt' stands twice)",
+        ),
         (
             {"prompt": "x", "task": "math", "answer": "3"},
             "missing query_id, solutions; the row has 'prompt', 'task'",
@@ -83,7 +94,9 @@ def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 2**20)
     file = read_prompts(write(tmp_path, GOOD, b"x" * (5 * 2**20) + b"\n", B))
     assert [row.query_id for row in file.rows] == ["a", "b"]
-    assert [(row.where[-6:], row.reason[:17]) for row in file.unusable] == [("line 2", "longer than 1 MiB")]
+    assert [(row.where[-6:], row.reason[:17]) for row in file.unusable] == [
+        ("line 2", "longer than 1 MiB")
+    ]
 
 
 def test_a_line_of_exactly_the_limit_is_read(tmp_path, monkeypatch):
@@ -92,7 +105,9 @@ def test_a_line_of_exactly_the_limit_is_read(tmp_path, monkeypatch):
 
 
 def test_a_file_without_rows_is_refused(tmp_path):
-    assert "has no rows: its lines are blank, or it has none." in refused(write(tmp_path, b"\n  \n"))
+    assert "has no rows: its lines are blank, or it has none." in refused(
+        write(tmp_path, b"\n  \n")
+    )
 
 
 def test_a_file_of_unknown_form_is_refused_with_what_it_has_and_the_forms_there_are(tmp_path):
@@ -108,7 +123,10 @@ def test_a_file_of_unknown_form_is_refused_with_what_it_has_and_the_forms_there_
 @pytest.mark.parametrize(
     ("beginning", "what"),
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "it begins 'version https://git-lfs"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "it begins 'version https://git-lfs",
+        ),
         (gzip.compress(json.dumps(GOOD).encode()), "not UTF-8 (byte 1 is 0x8b), or compressed"),
         (json.dumps(GOOD).encode("utf-16"), "not UTF-8 (byte 0 is 0xff)"),
         (json.dumps([GOOD], indent=1).encode(), "it begins '['"),
@@ -131,7 +149,8 @@ def test_another_form_than_the_one_asked_for_is_refused(tmp_path):
     assert len(read_prompts(path, "boba").rows) == 1
     message = refused(path, "question_answer")
     assert (
-        'has rows of the form "boba"; data.format is "question_answer"' in message and "'query_id'" in message
+        'has rows of the form "boba"; data.format is "question_answer"' in message
+        and "'query_id'" in message
     )
 
 
@@ -153,10 +172,15 @@ def test_a_missing_file_is_named_with_the_nearest_name(tmp_path):
 
 def test_areal_v01_takes_solutions_from_the_file_beside(tmp_path):
     path = write(
-        tmp_path, {"prompt": "p", "query_id": "q1"}, {"prompt": "r", "query_id": "q2"}, name="prompts.jsonl"
+        tmp_path,
+        {"prompt": "p", "query_id": "q1"},
+        {"prompt": "r", "query_id": "q2"},
+        name="prompts.jsonl",
     )
     assert "id2info.json with the solutions is needed beside it" in refused(path)
-    (tmp_path / "id2info.json").write_text(json.dumps({"q1": {"solutions": ["\\boxed{1}"]}, "q3": {}}))
+    (tmp_path / "id2info.json").write_text(
+        json.dumps({"q1": {"solutions": ["\\boxed{1}"]}, "q3": {}})
+    )
     file = read_prompts(path)
     assert file.form == "areal_v01"
     assert file.rows == [PromptRow("p", "math", "q1", ("\\boxed{1}",))]

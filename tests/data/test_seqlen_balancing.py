@@ -80,7 +80,9 @@ def test_the_invariants_of_a_plan(plan: dict):
             assert costs == sorted(costs, reverse=True)
     assert plan_minibatches(**plan) == found
     if not plan["shuffle"]:
-        assert [index for one in found for index in sorted(members(one))] == list(range(len(lengths)))
+        assert [index for one in found for index in sorted(members(one))] == list(
+            range(len(lengths))
+        )
 
 
 @settings(deadline=None, max_examples=50)
@@ -94,7 +96,9 @@ def test_ranks_with_room_differ_by_at_most_the_most_costly_sample(plan: dict):
 
 @settings(deadline=None, max_examples=50)
 @given(plans(), plans())
-def test_which_samples_are_a_minibatch_does_not_depend_on_layout_cost_or_budget(plan: dict, other: dict):
+def test_which_samples_are_a_minibatch_does_not_depend_on_layout_cost_or_budget(
+    plan: dict, other: dict
+):
     layout = {key: other[key] for key in ("data_size", "cost", "count_multiple")}
     changed = plan | layout | {"max_tokens": plan["max_tokens"] + other["max_tokens"]}
     for ours, theirs in zip(plan_minibatches(**plan), plan_minibatches(**changed), strict=True):
@@ -102,13 +106,16 @@ def test_which_samples_are_a_minibatch_does_not_depend_on_layout_cost_or_budget(
 
 
 def test_the_shuffle_is_pinned():
-    # random.Random(5) makes 1 0 3 5 2 4 of 0 to 5: a run that is repeated must meet the same minibatches.
+    # random.Random(5) makes 1 0 3 5 2 4 of 0 to 5: a run that is repeated must meet the same
+    # minibatches.
     plan = plan_minibatches([1] * 6, 3, 1, 10, seed=5)
     assert [sorted(members(minibatch)) for minibatch in plan] == [[0, 1], [3, 5], [2, 4]]
 
 
 def test_a_sample_over_the_budget_is_refused():
-    with pytest.raises(ValueError, match=r"a sample has 9 tokens.*budget of 8.*max_tokens_per_microbatch"):
+    with pytest.raises(
+        ValueError, match=r"a sample has 9 tokens.*budget of 8.*max_tokens_per_microbatch"
+    ):
         plan_minibatches([3, 9], 1, 1, max_tokens=8, seed=0)
 
 
@@ -132,7 +139,8 @@ def test_samples_are_swapped_where_none_can_be_given():
 
 
 def test_ranks_stay_as_they_are_where_the_budget_allows_no_exchange():
-    # 10 against 8 with bins of 5: each bin of 3 + 1 has room for one token more, every exchange brings two or more.
+    # 10 against 8 with bins of 5: each bin of 3 + 1 has room for one token more, every exchange
+    # brings two or more.
     ranks = [[[0], [1]], [[2, 4], [3, 5]]]
     balance_ranks(Budget([5, 5, 3, 3, 1, 1], [5.0, 5.0, 3.0, 3.0, 1.0, 1.0], 5), ranks)
     assert ranks == [[[0], [1]], [[2, 4], [3, 5]]]
@@ -142,7 +150,9 @@ def test_ranks_stay_as_they_are_where_the_budget_allows_no_exchange():
 @pytest.mark.parametrize("data_size", [8, 32])
 def test_lengths_of_long_reasoning_fill_the_budget_and_load_ranks_alike(limit: int, data_size: int):
     lengths = lengths_of_long_reasoning(limit, 2048)
-    for minibatch in plan_minibatches(lengths, 2, data_size, limit + 4096, seed=1, cost=COST_OF_1_5B):
+    for minibatch in plan_minibatches(
+        lengths, 2, data_size, limit + 4096, seed=1, cost=COST_OF_1_5B
+    ):
         tokens = sum(lengths[index] for index in members(minibatch))
         bound = -(-tokens // ((limit + 4096) * data_size))
         assert len(minibatch.microbatches_by_rank[0]) <= 1.02 * bound
@@ -181,7 +191,8 @@ def test_no_two_tight_bins_would_fit_into_one(drawn: tuple[list[int], int]):
 
 
 def by_the_plain_rule(budget: Budget, n_bins: int) -> list[Bin] | None:
-    """The longest sample first, each into the cheapest bin with room: every bin is looked at for every sample."""
+    """The longest sample first, each into the cheapest bin with room: every bin is looked at for
+    every sample."""
     bins: list[Bin] = [[] for _ in range(n_bins)]
     for index in budget.longest_first(range(len(budget.lengths))):
         room = [n for n in range(n_bins) if budget.tokens([*bins[n], index]) <= budget.max_tokens]
@@ -196,7 +207,9 @@ def by_the_plain_rule(budget: Budget, n_bins: int) -> list[Bin] | None:
     n_bins=st.integers(1, 30),
     max_tokens=st.integers(10, 60),
 )
-def test_even_bins_are_those_of_the_plain_rule(lengths: list[int], n_bins: int, max_tokens: int) -> None:
+def test_even_bins_are_those_of_the_plain_rule(
+    lengths: list[int], n_bins: int, max_tokens: int
+) -> None:
     # Whole numbers: sums are exact in any order.
     budget = Budget(lengths, [float(n + n * n) for n in lengths], max_tokens)
     assert pack_evenly(budget, range(len(lengths)), n_bins) == by_the_plain_rule(budget, n_bins)

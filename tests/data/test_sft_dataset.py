@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rlmath.config.schema import Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig, SftConfig
+from rlmath.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    SftConfig,
+)
 from rlmath.data.dataset import load_inputs, load_sft_inputs
 from rlmath.data.sft_sequences import split_held_out
 from tests.tiny_models import shape_of
@@ -87,9 +94,13 @@ def test_weights_belong_to_their_files(tmp_path: Path, config: Config, tied_mode
 
 
 def test_limits_and_template(tmp_path: Path, config: Config, tied_model: Path) -> None:
-    rows = [{"question": f"{n}+1", "solution": "1" * length} for n, length in enumerate((1, 2, 3, 9))]
+    rows = [
+        {"question": f"{n}+1", "solution": "1" * length} for n, length in enumerate((1, 2, 3, 9))
+    ]
     path = write(tmp_path / "q.jsonl", *rows, {"question": "", "solution": "1"})
-    data = replace(config.data, train_path=path, template="raw", prompts_per_step=1, max_unusable_share=0.21)
+    data = replace(
+        config.data, train_path=path, template="raw", prompts_per_step=1, max_unusable_share=0.21
+    )
     sft = replace(config.sft, held_out_share=0.0, max_sequence_tokens=6)
     shape = shape_of(tied_model)
     found = load_sft_inputs(replace(config, data=data, sft=sft), shape)
@@ -106,7 +117,9 @@ def test_limits_and_template(tmp_path: Path, config: Config, tied_model: Path) -
     ]
     assert min(lengths) > 100
     with pytest.raises(ValueError, match="unusable"):
-        load_sft_inputs(replace(config, data=replace(data, max_unusable_share=0.19), sft=sft), shape)
+        load_sft_inputs(
+            replace(config, data=replace(data, max_unusable_share=0.19), sft=sft), shape
+        )
 
 
 def test_a_warm_up_counts_steps(config: Config, tied_model: Path) -> None:
@@ -119,8 +132,8 @@ def test_a_warm_up_counts_steps(config: Config, tied_model: Path) -> None:
 def test_both_programs_end_completions_where_a_turn_does(
     tmp_path: Path, config: Config, tied_model: Path
 ) -> None:
-    """Token 1 ends sequences, 97, a tilde, a turn of the template, and the model's own file names 5. An export of SFT
-    stops where the RL that goes on from it does."""
+    """Token 1 ends sequences, 97, a tilde, a turn of the template, and the model's own file names
+    5. An export of SFT stops where the RL that goes on from it does."""
     model = shutil.copytree(tied_model, tmp_path / "model")
     (model / "generation_config.json").write_text('{"eos_token_id": 5}')
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
@@ -134,5 +147,11 @@ def test_both_programs_end_completions_where_a_turn_does(
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chat = replace(config, model=ModelConfig(path=str(model)))
     solutions = load_sft_inputs(chat, shape_of(model))
-    sampling = replace(chat, data=DataConfig(train_path=f"{tmp_path}/problems.jsonl", prompts_per_step=4))
-    assert solutions.stop_token_ids == load_inputs(sampling, shape_of(model)).stop_token_ids == (1, 5, 97)
+    sampling = replace(
+        chat, data=DataConfig(train_path=f"{tmp_path}/problems.jsonl", prompts_per_step=4)
+    )
+    assert (
+        solutions.stop_token_ids
+        == load_inputs(sampling, shape_of(model)).stop_token_ids
+        == (1, 5, 97)
+    )

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from rlmath.cli.make_tiny_model import make_tokenizer
-from rlmath.data.sft_sequences import WrittenSequence, load_sequences, sequences_fingerprint, split_held_out
+from rlmath.data.sft_sequences import (
+    WrittenSequence,
+    load_sequences,
+    sequences_fingerprint,
+    split_held_out,
+)
 
 PROMPT_FORM = {"prompt": "47+85=", "completion": "\\boxed{132}"}
 
@@ -19,7 +24,9 @@ def tokenizer():
 
 
 def write(path: Path, *rows: object) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -31,7 +38,9 @@ def texts(one: WrittenSequence, tokenizer) -> tuple[str, str]:
     return tokenizer.decode(one.prompt_ids), tokenizer.decode(one.completion_ids)
 
 
-def test_prompt_and_completion_are_taken_as_they_stand_and_closed(tmp_path: Path, tokenizer) -> None:
+def test_prompt_and_completion_are_taken_as_they_stand_and_closed(
+    tmp_path: Path, tokenizer
+) -> None:
     (one,), report = load(write(tmp_path / "a.jsonl", PROMPT_FORM), tokenizer)
     assert texts(one, tokenizer) == ("47+85=", "\\boxed{132}<eos>")
     assert len(one.prompt_ids) == 6 and one.completion_ids[-1] == tokenizer.eos_token_id
@@ -41,7 +50,8 @@ def test_prompt_and_completion_are_taken_as_they_stand_and_closed(tmp_path: Path
 def test_an_end_that_is_written_is_not_doubled(tmp_path: Path, tokenizer) -> None:
     for number, completion in enumerate(("2<eos>", "2<eos>\n")):
         (one,), _ = load(
-            write(tmp_path / f"{number}.jsonl", {"prompt": "1", "completion": completion}), tokenizer
+            write(tmp_path / f"{number}.jsonl", {"prompt": "1", "completion": completion}),
+            tokenizer,
         )
         assert one.completion_ids.count(tokenizer.eos_token_id) == 1
 
@@ -125,6 +135,8 @@ def test_the_fingerprint_tells_sequences_and_their_order_apart() -> None:
         sequences_fingerprint(whole),
         sequences_fingerprint(whole[::-1]),
         sequences_fingerprint(whole[:3]),
-        sequences_fingerprint([WrittenSequence((3, *one.completion_ids[:1]), (1,)) for one in whole]),
+        sequences_fingerprint(
+            [WrittenSequence((3, *one.completion_ids[:1]), (1,)) for one in whole]
+        ),
     }
     assert len(names) == 4 and sequences_fingerprint(numbered(4)) in names

@@ -14,11 +14,13 @@ from rlmath.data.formats import read_prompts
 from rlmath.data.loader import load_prompts
 
 QWEN = (
-    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}\nPlease reason step by step, "
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}\nPlease "
+    "reason step by step, "
     "and put your final answer within \\boxed{{}}.<|im_end|>\n<|im_start|>assistant\n"
 )
 DAPO = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
@@ -30,7 +32,12 @@ def simplerl(index=0, content="What is 1+1?", answer="2", **changes):
         "prompt": [{"content": content, "role": "user"}],
         "ability": "math",
         "reward_model": {"ground_truth": answer, "style": "rule"},
-        "extra_info": {"answer": answer, "index": index, "question": "What is 1+1?", "split": "train"},
+        "extra_info": {
+            "answer": answer,
+            "index": index,
+            "question": "What is 1+1?",
+            "split": "train",
+        },
     } | changes
 
 
@@ -57,7 +64,9 @@ def refused(path):
 
 
 def test_simplerl_prompts_that_hold_a_template_are_whole(tmp_path):
-    file = read_prompts(write(tmp_path / "train.parquet", [simplerl(content=QWEN.format("What is 1+1?"))]))
+    file = read_prompts(
+        write(tmp_path / "train.parquet", [simplerl(content=QWEN.format("What is 1+1?"))])
+    )
     (row,) = file.rows
     assert file.form == "simplerl"
     assert row.whole and row.prompt == QWEN.format("What is 1+1?") and row.messages == ()
@@ -68,7 +77,8 @@ def test_simplerl_prompts_that_hold_a_template_are_whole(tmp_path):
 def test_simplerl_prompts_without_one_keep_their_chat(tmp_path):
     content = "What is 1+1?\nLet's think."
     system = simplerl(
-        index=4, prompt=[{"content": "Be brief.", "role": "system"}, {"content": content, "role": "user"}]
+        index=4,
+        prompt=[{"content": "Be brief.", "role": "system"}, {"content": content, "role": "user"}],
     )
     (row,) = read_prompts(write(tmp_path / "train.parquet", [system])).rows
     assert not row.whole and row.query_id == "4"
@@ -85,7 +95,9 @@ def test_simplerl_answers_stand_in_several_places(tmp_path):
     ]
     file = read_prompts(write(tmp_path / "train.parquet", rows))
     assert [row.solutions for row in file.rows] == [("2",), ("2",), ("5",)]
-    assert file.unusable[0].reason.startswith("no answer in reward_model.ground_truth, extra_info.answer")
+    assert file.unusable[0].reason.startswith(
+        "no answer in reward_model.ground_truth, extra_info.answer"
+    )
     assert file.unusable[0].where.endswith("train.parquet, row 4")
 
 
@@ -122,9 +134,9 @@ def test_a_text_that_is_not_utf8_costs_its_row_only(tmp_path):
     pq.write_table(table, tmp_path / "t.parquet")
     file = read_prompts(str(tmp_path / "t.parquet"))
     assert [row.prompt for row in file.rows] == ["1+1?", "2+2?"]
-    assert "a value that cannot be read" in file.unusable[0].reason and file.unusable[0].where.endswith(
-        "row 2"
-    )
+    assert "a value that cannot be read" in file.unusable[0].reason and file.unusable[
+        0
+    ].where.endswith("row 2")
     assert json.loads(file.rows[0].more_json)["day"] == "2025-01-01"
 
 
@@ -152,7 +164,9 @@ def test_wrong_bytes_anywhere_cost_rows_or_the_file_and_nothing_else(tmp_path, k
 
 def test_an_enormous_batch_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "_MAX_BATCH_BYTES", 2**20)
-    path = write(tmp_path / "t.parquet", [{"question": "x" * 2**16, "answer": str(n)} for n in range(20)])
+    path = write(
+        tmp_path / "t.parquet", [{"question": "x" * 2**16, "answer": str(n)} for n in range(20)]
+    )
     assert "take 0.0 GiB; prompts of a few KiB are needed" in refused(path)
 
 
@@ -229,9 +243,16 @@ def save_to_disk(folder, rows, files=("data-00000-of-00001.arrow",)):
     folder.mkdir(parents=True)
     table, each = pa.Table.from_pylist(rows), -(-len(rows) // len(files))
     for number, name in enumerate(files):
-        with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+        with (
+            pa.OSFile(str(folder / name), "wb") as sink,
+            pa.ipc.new_stream(sink, table.schema) as stream,
+        ):
             stream.write_table(table.slice(number * each, each), max_chunksize=2)
-    state = {"_data_files": [{"filename": name} for name in files], "_split": "train", "_fingerprint": "0"}
+    state = {
+        "_data_files": [{"filename": name} for name in files],
+        "_split": "train",
+        "_fingerprint": "0",
+    }
     (folder / "state.json").write_text(json.dumps(state))
     (folder / "dataset_info.json").write_text("{}")
 
@@ -249,7 +270,10 @@ def test_what_save_to_disk_left_is_read(tmp_path):
 
 def test_arrow_files_are_read_and_damaged_ones_refused(tmp_path):
     table = pa.Table.from_pylist([dapo()])
-    with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as file:
+    with (
+        pa.OSFile(str(tmp_path / "t.arrow"), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as file,
+    ):
         file.write_table(table)
     assert read_prompts(str(tmp_path / "t.arrow")).form == "dapo"
     data = (tmp_path / "t.arrow").read_bytes()
@@ -270,7 +294,11 @@ def test_a_number_is_written_by_the_shortest_text_of_its_own_type(tmp_path):
         pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
         (row,) = read_prompts(str(tmp_path / "rows.parquet")).rows
         assert row.solutions == ("0.1",)
-        assert json.loads(row.more_json) == {"answer": 0.1, "whole": whole, "more": {"rates": [0.3, None]}}
+        assert json.loads(row.more_json) == {
+            "answer": 0.1,
+            "whole": whole,
+            "more": {"rates": [0.3, None]},
+        }
 
 
 def test_columns_of_no_form_are_told_what_to_change(tmp_path):

@@ -16,20 +16,27 @@ from rlmath.data.tokenizer import has_template, prompt_text, usable_prompts
 
 ROW = PromptRow("What is {1}+1?", "math", "q", ("2",), whole=False)
 R1 = (
-    "<｜User｜>\nWhat is {1}+1?\nPlease reason step by step, and put your final answer within \\boxed{}."
+    "<｜User｜>\nWhat is {1}+1?\nPlease reason step by step, and put your final answer within "
+    "\\boxed{}."
     "<｜Assistant｜><think>\n"
 )
 QWEN = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-    "<|im_start|>user\nWhat is {1}+1?\nPlease reason step by step, and put your final answer within \\boxed{}."
+    "<|im_start|>user\nWhat is {1}+1?\nPlease reason step by step, and put your final answer "
+    "within \\boxed{}."
     "<|im_end|>\n<|im_start|>assistant\n"
 )
 ORZ = (
-    "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant "
-    "first thinks about the reasoning process in the mind and then provides the User with the answer. The reasoning "
-    "process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> tags, respectively, "
-    "i.e., <think> reasoning process here </think> <answer> answer here </answer>. User: You must put your answer "
-    "inside <answer> </answer> tags, i.e., <answer> answer here </answer>. And your final answer will be extracted "
+    "A conversation between User and Assistant. The User asks a question, and the Assistant "
+    "solves it. The Assistant "
+    "first thinks about the reasoning process in the mind and then provides the User with the "
+    "answer. The reasoning "
+    "process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> "
+    "tags, respectively, "
+    "i.e., <think> reasoning process here </think> <answer> answer here </answer>. User: You must "
+    "put your answer "
+    "inside <answer> </answer> tags, i.e., <answer> answer here </answer>. And your final answer "
+    "will be extracted "
     "automatically by the \\boxed{} tag.\nThis is the problem:\nWhat is {1}+1?\nAssistant: <think>"
 )
 CHAT = (
@@ -54,7 +61,13 @@ def render(row, template, tokenizer) -> str:
 
 @pytest.mark.parametrize(
     ("template", "text"),
-    [("r1_distill", R1), ("qwen_boxed", QWEN), ("orz", ORZ), ("raw", "What is {1}+1?"), ("auto", QWEN)],
+    [
+        ("r1_distill", R1),
+        ("qwen_boxed", QWEN),
+        ("orz", ORZ),
+        ("raw", "What is {1}+1?"),
+        ("auto", QWEN),
+    ],
 )
 def test_templates_are_the_published_ones(template, text):
     assert render(ROW, template, make_tokenizer()) == text
@@ -72,7 +85,8 @@ def test_whole_prompts_stay_as_they_are():
 def test_a_template_around_another_is_refused():
     row = PromptRow(R1, "math", "q7", ("2",))
     with pytest.raises(
-        ValueError, match="data\\.template is \"qwen_boxed\", and the prompt 'q7' has a template already"
+        ValueError,
+        match="data\\.template is \"qwen_boxed\", and the prompt 'q7' has a template already",
     ):
         render(row, "qwen_boxed", make_tokenizer())
 
@@ -97,7 +111,9 @@ def test_chat_needs_a_chat_template_that_takes_the_messages():
         render(ROW, "chat", make_tokenizer("{{ raise_exception('no such role') }}"))
 
 
-@pytest.mark.parametrize("text", [R1, QWEN, ORZ, "Question:\n1+1?\nAnswer:\nLet's think step by step.\n"])
+@pytest.mark.parametrize(
+    "text", [R1, QWEN, ORZ, "Question:\n1+1?\nAnswer:\nLet's think step by step.\n"]
+)
 def test_known_templates_are_seen(text):
     assert has_template(text)
     assert not has_template("What is 1+1? User: x\nAnswer:")
@@ -105,7 +121,8 @@ def test_known_templates_are_seen(text):
 
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 BALLOON = (
-    "{% set own = namespace(x='xx') %}{% for i in range(40) %}{% set own.x = own.x ~ own.x %}{% endfor %}"
+    "{% set own = namespace(x='xx') %}{% for i in range(40) %}{% set own.x = own.x ~ own.x "
+    "%}{% endfor %}"
 )
 
 
@@ -127,7 +144,9 @@ def test_a_chat_template_that_takes_too_much_is_refused(monkeypatch, template, r
     monkeypatch.setattr(chat, "CHAT_SECONDS", 600.0 if template == BALLOON else 1.0)
     monkeypatch.setattr(chat, "CHAT_BYTES", 2**28)
     before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(ValueError, match=f"chat template cannot take a system turn: {reason}; use another"):
+    with pytest.raises(
+        ValueError, match=f"chat template cannot take a system turn: {reason}; use another"
+    ):
         render(ROW, "chat", make_tokenizer(template))
     assert (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)) == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -141,7 +160,9 @@ def test_a_second_alarm_while_the_first_is_handled_changes_nothing(monkeypatch):
     before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
     try:
         for _ in range(10):
-            with pytest.raises(ValueError, match=r"cannot take a prompt: it takes more than 0\.05 s"):
+            with pytest.raises(
+                ValueError, match=r"cannot take a prompt: it takes more than 0\.05 s"
+            ):
                 chat.render([chat.user("1+1?")], tokenizer, "a prompt")
             assert signal.getsignal(signal.SIGALRM) == signal.SIG_IGN
     finally:
@@ -163,7 +184,9 @@ def test_what_a_chat_template_makes_is_bounded_and_a_text(tmp_path, written, rea
     tokenizer = make_tokenizer(written + CHAT)
     with pytest.raises(ValueError, match=f"chat template makes of a system turn {reason}"):
         chat.render([system("x"), chat.user("1+1?")], tokenizer, "a system turn", prompt=False)
-    tokenizer.chat_template = "{% if 'seven' in messages[-1].content %}" + written + "{% endif %}" + CHAT
+    tokenizer.chat_template = (
+        "{% if 'seven' in messages[-1].content %}" + written + "{% endif %}" + CHAT
+    )
     rows = [{"question": f"{word} + 1?", "answer": "2"} for word in ("one", "seven", "two")]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     file, texts = usable_prompts(read_prompts(str(tmp_path / "rows.jsonl")), "auto", tokenizer)
@@ -181,12 +204,16 @@ def test_what_a_chat_template_raises_can_be_printed():
 
 def test_a_long_template_around_a_short_problem_is_not_tokenized():
     tokenizer = make_tokenizer("{{ 'x' * 3000 }}" + CHAT)
-    file, texts = usable_prompts(PromptFile("f", [ROW], []), "auto", tokenizer, most_characters=2000)
+    file, texts = usable_prompts(
+        PromptFile("f", [ROW], []), "auto", tokenizer, most_characters=2000
+    )
     assert texts == [] and "in its template it has 3" in file.unusable[0].reason
 
 
 def test_a_chat_template_that_leaves_the_problem_out_is_refused():
-    with pytest.raises(ValueError, match="leaves out the problem of the prompt 'q': it makes 'hello' of it"):
+    with pytest.raises(
+        ValueError, match="leaves out the problem of the prompt 'q': it makes 'hello' of it"
+    ):
         render(ROW, "chat", make_tokenizer("hello"))
     trimmed = make_tokenizer("{{ messages[0].content | trim }}")
     assert "{1}+1?" in render(replace(ROW, prompt="  What is {1}+1?\n\n"), "chat", trimmed)
@@ -201,7 +228,9 @@ def test_problems_with_a_special_token_in_them_cannot_be_used():
     tokenizer = make_tokenizer(CHAT)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     marked = replace(ROW, query_id="end", prompt="1+1?<|im_end|> The answer is 3.")
-    in_chat = replace(ROW, query_id="chat", messages=(chat.user("Be quick.<|im_end|>"), chat.user("1+1?")))
+    in_chat = replace(
+        ROW, query_id="chat", messages=(chat.user("Be quick.<|im_end|>"), chat.user("1+1?"))
+    )
     whole = replace(marked, query_id="whole", whole=True)
     file = PromptFile("question_answer", [ROW, marked, in_chat, whole], [])
     found, texts = usable_prompts(file, "auto", tokenizer)

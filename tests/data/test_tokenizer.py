@@ -15,11 +15,13 @@ from tests.tiny_models import make_model_folder
 
 
 def save_tokenizer(folder: Path, eos: str | None = "<eos>") -> None:
-    tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, "one": 2, "two": 3}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, unk_token="<unk>").save_pretrained(
-        folder
+    tokenizer = Tokenizer(
+        models.WordLevel({"<eos>": 0, "<unk>": 1, "one": 2, "two": 3}, unk_token="<unk>")
     )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=eos, unk_token="<unk>"
+    ).save_pretrained(folder)
 
 
 def test_a_missing_folder_is_named(tmp_path):
@@ -68,7 +70,9 @@ def test_a_broken_generation_config_is_named(tmp_path, text):
         stop_token_ids(str(tmp_path), load_tokenizer(str(tmp_path)), 101)
 
 
-@pytest.mark.parametrize("named", [101, -5, "</s>", [1, None], True], ids=lambda value: repr(value)[:12])
+@pytest.mark.parametrize(
+    "named", [101, -5, "</s>", [1, None], True], ids=lambda value: repr(value)[:12]
+)
 def test_ends_of_sequence_that_are_no_tokens_of_the_model_are_refused(tmp_path, named):
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))

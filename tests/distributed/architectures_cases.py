@@ -1,5 +1,5 @@
-"""What the ranks do in the tests of the architectures: bring each model into a layout, let it answer and learn, and
-write it out again."""
+"""What the ranks do in the tests of the architectures: bring each model into a layout, let it
+answer and learn, and write it out again."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ class Found:
     gradients: dict[str, Tensor]
 
 
-def round_trips(folders: list[Path], case: Case, samples: list[Sample], outputs: list[Path]) -> list[Found]:
-    """Logits and gradients of every model in one layout; its folder is written out again unchanged."""
+def round_trips(
+    folders: list[Path], case: Case, samples: list[Sample], outputs: list[Path]
+) -> list[Found]:
+    """Logits and gradients of every model in one layout; its folder is written out again
+    unchanged."""
     from megatron.core import parallel_state
 
     device = open_device("cpu")
@@ -47,7 +50,9 @@ def _export(stage: Stage, folder: Path, output: Path) -> None:
     from rlmath.checkpoint.hf.weights import stream_hf_tensors
 
     stream = stream_hf_tensors(stage.actor.chunks, stage.shape, stage.mesh)
-    write_hf_folder(stream, read_metadata_files(folder), output, torch.float32, writes=stage.mesh.rank == 0)
+    write_hf_folder(
+        stream, read_metadata_files(folder), output, torch.float32, writes=stage.mesh.rank == 0
+    )
 
 
 def _logits(stage: Stage, batches: list[MicroBatch]) -> dict[int, Tensor]:
@@ -66,5 +71,7 @@ def _logits(stage: Stage, batches: list[MicroBatch]) -> dict[int, Tensor]:
 def _gradients(stage: Stage, batches: list[MicroBatch]) -> dict[str, Tensor]:
     learner = stage.actor.learner
     learner.forward_backward.zero_grad()
-    learner.forward_backward.run(batches, partial(learner._loss, None, None, False), forward_only=False)
+    learner.forward_backward.run(
+        batches, partial(learner._loss, None, None, False), forward_only=False
+    )
     return whole_gradients(stage)

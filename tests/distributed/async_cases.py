@@ -1,4 +1,5 @@
-"""What the ranks do in the tests of asynchronous training: some train, the others have engines of their own."""
+"""What the ranks do in the tests of asynchronous training: some train, the others have engines of
+their own."""
 
 from __future__ import annotations
 
@@ -55,13 +56,19 @@ class Run:
     left: list[int] = field(default_factory=list)
     """By step: unfinished completions with tokens in what a checkpoint would hold."""
     scored: list[tuple[list[float], list[float]]] = field(default_factory=list)
-    """By segment of a completion: its log-probs as sampled, and those of the policy of its version on all before."""
+    """By segment of a completion: its log-probs as sampled, and those of the policy of its version
+    on all before."""
 
 
-def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Mapping[str, Any]) -> Run | None:
-    """All steps of a small run. With `rollout.ranks` 0 the same without ranks of the engines' own. "score" in `more`:
-    compute the log-probs of all segments with the weights of their versions; "snapshots": take one after every step;
-    "paced": the engine, the only one, waits for new weights in the middle of the next steps' completions."""
+def run(
+    folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Mapping[str, Any]
+) -> Run | None:
+    """All steps of a small run.
+
+    With `rollout.ranks` 0 the same without ranks of the engines' own. "score" in `more`: compute
+    the log-probs of all segments with the weights of their versions; "snapshots": take one after
+    every step; "paced": the engine, the only one, waits for new weights in the middle of the next
+    steps' completions."""
     for_this = ("score", "snapshots", "paced")
     sections = {name: value for name, value in more.items() if name not in for_this}
     learns = ADAPTERS_LEARN if "lora" in sections else LEARNS
@@ -89,7 +96,8 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, pace
     from rlmath.trainer.rollouts.engines import open_engine_workers
 
     class Paced(EngineLoop):
-        """Samples no further while the trainer has all that it needs for its step, until it gets the next weights."""
+        """Samples no further while the trainer has all that it needs for its step, until it gets
+        the next weights."""
 
         needed = 0
         """Draws that the trainer needs for the step of the weights that it has."""
@@ -111,7 +119,9 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, pace
                 self._handle_messages()
 
         def _is_ahead(self) -> bool:
-            return 0 < self.needed <= self.begun and all(draw >= self.needed for draw in self._groups)
+            return 0 < self.needed <= self.begun and all(
+                draw >= self.needed for draw in self._groups
+            )
 
     config = prepared.config
     mesh = engine_mesh_of(config, world, rank)
@@ -126,7 +136,12 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, pace
 
 
 def _train(
-    prepared: PreparedRun[Any], world: int, rank: int, device: Any, steps: int, more: Mapping[str, Any]
+    prepared: PreparedRun[Any],
+    world: int,
+    rank: int,
+    device: Any,
+    steps: int,
+    more: Mapping[str, Any],
 ) -> Run:
     from rlmath.trainer.grpo import GrpoTrainer
 
@@ -147,7 +162,9 @@ def _train(
             found.metrics.append(record.metrics)
             found.validated.append({} if record.validation is None else record.validation.metrics)
             unfinished = getattr(trainer.rollouts, "_unfinished", None)
-            found.in_flight.append([] if unfinished is None else [group.draw for group in unfinished.groups])
+            found.in_flight.append(
+                [] if unfinished is None else [group.draw for group in unfinished.groups]
+            )
             if more.get("snapshots") and rank == 0:
                 found.left.append(_unfinished_in(trainer.rollouts.files(), prepared))
         trainer.close(7)
@@ -170,7 +187,9 @@ def _unfinished_in(files: dict[str, bytes], prepared: PreparedRun[Any]) -> int:
     unfinished = read_unfinished(
         files[UNFINISHED], config.rollout.group_size, shape.vocab_size, lambda *_: ""
     )
-    return sum(bool(group.parts[g].token_ids) for group in unfinished.groups for g in group.unfinished)
+    return sum(
+        bool(group.parts[g].token_ids) for group in unfinished.groups for g in group.unfinished
+    )
 
 
 @torch.no_grad()
@@ -184,7 +203,9 @@ def _score_segments(
             start, sample = 0, Sample(group.prompt.token_ids, one.token_ids, one.logprobs, 0.0)
             batch = pack([sample], [0], 1)
             for segment in one.segments:
-                for chunk, saved in zip(trainer.actor.chunks, weights[segment.policy_version], strict=True):
+                for chunk, saved in zip(
+                    trainer.actor.chunks, weights[segment.policy_version], strict=True
+                ):
                     for name, tensor in chunk.named_parameters():
                         tensor.copy_(saved[name])
                 (result,) = trainer.actor.forward_backward.logprobs([batch])

@@ -1,9 +1,10 @@
-"""Runs with two worlds of two ranks each, one run of every behaviour beside the others: bridge_program.py
+"""Runs with two worlds of two ranks each, one run of every behaviour beside the others:
+bridge_program.py
 
-Ranks 2 and 3 send messages to 0 and 1; rank 3 closes its mailbox long after rank 2 has ended. With the behaviours
-"breaks off" and "unreadable" the last message of rank 3 breaks off or is none, and ranks 0 and 1 tell what then raises
-what. The program prints a dictionary: by behaviour, what every rank has told. All ranks are forks of one process, which
-has imported torch.
+Ranks 2 and 3 send messages to 0 and 1; rank 3 closes its mailbox long after rank 2 has ended. With
+the behaviours "breaks off" and "unreadable" the last message of rank 3 breaks off or is none, and
+ranks 0 and 1 tell what then raises what. The program prints a dictionary: by behaviour, what every
+rank has told. All ranks are forks of one process, which has imported torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the ranks do in the tests of the checksums: spoil an engine's weights, or a policy's, and ask what differs."""
+"""What the ranks do in the tests of the checksums: spoil an engine's weights, or a policy's, and
+ask what differs."""
 
 from __future__ import annotations
 
@@ -29,11 +30,19 @@ def lose_a_slice(matrix: Tensor) -> None:
     matrix[:2] = 0.0
 
 
-SPOIL: dict[str, Callable[[Tensor], None]] = {"bit": flip_a_bit, "rows": swap_rows, "slice": lose_a_slice}
+SPOIL: dict[str, Callable[[Tensor], None]] = {
+    "bit": flip_a_bit,
+    "rows": swap_rows,
+    "slice": lose_a_slice,
+}
 
 
 def spoiled(
-    folder: Path, case: Case, engine_size: int, dtype: torch.dtype, where: list[tuple[str, str, int]]
+    folder: Path,
+    case: Case,
+    engine_size: int,
+    dtype: torch.dtype,
+    where: list[tuple[str, str, int]],
 ) -> list[list[str]]:
     """By (kind of damage, parameter, rank): what differs then, after nothing did."""
     stage = build(folder, case)
@@ -66,13 +75,16 @@ def differing(one: Target) -> list[str]:
 
 
 def replica_astray(folder: Path, case: Case, engine_size: int, rank: int) -> dict[str, Any]:
-    """One data-parallel replica's weights go astray by one bit: what a checked sync says, and what an unchecked one."""
+    """One data-parallel replica's weights go astray by one bit: what a checked sync says, and what
+    an unchecked one."""
     from rlmath.checkpoint.hf.weight_map import placed_tensors
     from rlmath.checkpoint.hf.weights import local_parameter
 
     stage = build(folder, case)
     one = target(stage, engine_size)
-    (placed,) = [p for p in placed_tensors(stage.shape) if "mlp.down_proj" in p.hf_names[0] and p.layer == 2]
+    (placed,) = [
+        p for p in placed_tensors(stage.shape) if "mlp.down_proj" in p.hf_names[0] and p.layer == 2
+    ]
     parameter = local_parameter(stage.actor.chunks, placed)
     if stage.mesh.rank == rank and parameter is not None:
         flip_a_bit(parameter.data)

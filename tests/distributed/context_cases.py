@@ -1,5 +1,7 @@
-"""What context-parallel ranks do in the tests. Only Transformer Engine's attention works over them, and it needs GPUs;
-on CPU an attention over gathered tokens stands in for it, so that all the rest can be tested."""
+"""What context-parallel ranks do in the tests.
+
+Only Transformer Engine's attention works over them, and it needs GPUs; on CPU an attention over
+gathered tokens stands in for it, so that all the rest can be tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the ranks do in the tests of the converters: Megatron loads what was converted, and saves what is to be."""
+"""What the ranks do in the tests of the converters: Megatron loads what was converted, and saves
+what is to be."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from tests.distributed.store_cases import SETTINGS, open_store, progress
 
 
 def differing(model: Path, state: Path, case: Case) -> tuple[int, list[str]]:
-    """Megatron's own loading of a converted checkpoint into a model that was emptied: how many parameters this rank
-    has, and those that are then not what `load_hf_weights` gave."""
+    """Megatron's own loading of a converted checkpoint into a model that was emptied: how many
+    parameters this rank has, and those that are then not what `load_hf_weights` gave."""
     from megatron.core import dist_checkpointing
 
     count, differ = 0, []
@@ -24,7 +25,9 @@ def differing(model: Path, state: Path, case: Case) -> tuple[int, list[str]]:
         for parameter in chunk.parameters():
             parameter.data.fill_(99.0)
         loaded = dist_checkpointing.load(
-            chunk.sharded_state_dict(), str(state), validate_access_integrity=case.virtual_pipeline == 1
+            chunk.sharded_state_dict(),
+            str(state),
+            validate_access_integrity=case.virtual_pipeline == 1,
         )
         count += len(wanted)
         differ += [name for name, weight in wanted.items() if not torch.equal(loaded[name], weight)]
@@ -32,8 +35,10 @@ def differing(model: Path, state: Path, case: Case) -> tuple[int, list[str]]:
 
 
 def save_plainly(model: Path, folder: Path, case: Case) -> None:
-    """A checkpoint of the model alone, by Megatron's `save`. It asks for the GPU in places that ours does not reach,
-    and starts processes, which those of a rank pool may not."""
+    """A checkpoint of the model alone, by Megatron's `save`.
+
+    It asks for the GPU in places that ours does not reach, and starts processes, which those of a
+    rank pool may not."""
     from megatron.core import dist_checkpointing
 
     chunks = build(model, case).actor.chunks
@@ -51,8 +56,8 @@ def save_plainly(model: Path, folder: Path, case: Case) -> None:
 
 
 def _end_manager() -> None:
-    """End the process that Megatron's `save` starts for a queue and keeps as long as this one lives: it would outlive
-    a rank that is killed."""
+    """End the process that Megatron's `save` starts for a queue and keeps as long as this one
+    lives: it would outlive a rank that is killed."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     queue, filesystem_async._results_queue = filesystem_async._results_queue, None

@@ -1,4 +1,5 @@
-"""What the ranks do in the tests of the critic: a step's updates of policy and critic, and checkpoints of both."""
+"""What the ranks do in the tests of the critic: a step's updates of policy and critic, and
+checkpoints of both."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from torch import Tensor
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.schema import AlgorithmConfig, CriticConfig
 from rlmath.distributed.phase_timers import PhaseTimers
-from tests.distributed.policy_cases import Case, Stage, build, by_sample, microbatches, whole_tensors
+from tests.distributed.policy_cases import (
+    Case,
+    Stage,
+    build,
+    by_sample,
+    microbatches,
+    whole_tensors,
+)
 from tests.distributed.update_cases import _reference
 
 
@@ -25,7 +33,9 @@ class CriticOutcome:
     critic_update: dict[str, Tensor]
 
 
-def with_critic(stage: Stage, critic: CriticConfig, algorithm: AlgorithmConfig) -> tuple[Stage, Any, Any]:
+def with_critic(
+    stage: Stage, critic: CriticConfig, algorithm: AlgorithmConfig
+) -> tuple[Stage, Any, Any]:
     """The stage with these settings, its critic, and the critic's shape."""
     from rlmath.checkpoint.hf.config_json import critic_shape_of
     from rlmath.models.build import build_critic, early_stop, loss_settings
@@ -34,18 +44,28 @@ def with_critic(stage: Stage, critic: CriticConfig, algorithm: AlgorithmConfig) 
     stage.actor.learner.bounds = early_stop(algorithm)
     stage.config = replace(stage.config, algorithm=algorithm, critic=critic)
     shape = critic_shape_of(stage.config, stage.shape)
-    return stage, build_critic(stage.config, shape, stage.mesh, stage.device, total_updates=10), shape
+    return (
+        stage,
+        build_critic(stage.config, shape, stage.mesh, stage.device, total_updates=10),
+        shape,
+    )
 
 
 def critic_tensors(stage: Stage, critic: Any, shape: Any) -> dict[str, Tensor]:
     """The critic's parameters as Hugging Face tensors, whole."""
     from rlmath.checkpoint.hf.weights import stream_hf_tensors
 
-    return {name: tensor.clone() for name, tensor in stream_hf_tensors(critic.chunks, shape, stage.mesh)}
+    return {
+        name: tensor.clone() for name, tensor in stream_hf_tensors(critic.chunks, shape, stage.mesh)
+    }
 
 
 def step(
-    folder: Path, case: Case, groups: list[ScoredGroup], critic: CriticConfig, algorithm: AlgorithmConfig
+    folder: Path,
+    case: Case,
+    groups: list[ScoredGroup],
+    critic: CriticConfig,
+    algorithm: AlgorithmConfig,
 ) -> CriticOutcome | None:
     """The updates of one step."""
     from rlmath.models.offload import training_sets
@@ -65,11 +85,16 @@ def step(
     assert set(offload.offloaded) >= {"critic", "critic_gradients"}
     with offload.on_device("critic"):
         after = whole_tensors(stage), critic_tensors(stage, built, shape)
-    changes = [{name: new[name] - old[name] for name in new} for new, old in zip(after, before, strict=True)]
+    changes = [
+        {name: new[name] - old[name] for name in new}
+        for new, old in zip(after, before, strict=True)
+    ]
     return CriticOutcome(record, *changes) if stage.mesh.rank == 0 else None
 
 
-def values(folder: Path, case: Case, samples: list[Any], critic: CriticConfig) -> dict[int, list[float]]:
+def values(
+    folder: Path, case: Case, samples: list[Any], critic: CriticConfig
+) -> dict[int, list[float]]:
     """Values of completion tokens by sample; empty off the last stage."""
     stage, built, _ = with_critic(build(folder, case), critic, AlgorithmConfig(advantage="gae"))
     batches = microbatches(stage, samples)
@@ -81,8 +106,11 @@ def values(folder: Path, case: Case, samples: list[Any], critic: CriticConfig) -
     return by_sample(batches, [one.values_T for one in found])
 
 
-def save(folder: Path, case: Case, samples: list[Any], critic: CriticConfig, root: Path) -> dict[str, Tensor]:
-    """Two updates of the critic, and a checkpoint of both models; the critic's weights after a third."""
+def save(
+    folder: Path, case: Case, samples: list[Any], critic: CriticConfig, root: Path
+) -> dict[str, Tensor]:
+    """Two updates of the critic, and a checkpoint of both models; the critic's weights after a
+    third."""
     from rlmath.checkpoint.directory import CRITIC
     from rlmath.checkpoint.manager import CheckpointManager, Retention
     from rlmath.checkpoint.sharded_state import SavedModel
@@ -105,7 +133,9 @@ def save(folder: Path, case: Case, samples: list[Any], critic: CriticConfig, roo
     return critic_tensors(stage, built, shape)
 
 
-def load(folder: Path, case: Case, samples: list[Any], critic: CriticConfig, root: Path) -> dict[str, Tensor]:
+def load(
+    folder: Path, case: Case, samples: list[Any], critic: CriticConfig, root: Path
+) -> dict[str, Tensor]:
     """The checkpoint in this layout, and the critic's weights after one more update."""
     from rlmath.checkpoint.directory import CRITIC, complete_checkpoints, read_progress
     from rlmath.checkpoint.manager import load_checkpoint
@@ -129,6 +159,7 @@ def learn(stage: Stage, critic: Any, samples: list[Any]) -> None:
 
     batches = microbatches(stage, samples)
     targets = [
-        ValueTargets(torch.zeros(len(one.token_ids_T)), torch.ones(len(one.token_ids_T))) for one in batches
+        ValueTargets(torch.zeros(len(one.token_ids_T)), torch.ones(len(one.token_ids_T)))
+        for one in batches
     ]
     assert critic.learner.learn(batches, targets).discarded is None

@@ -21,15 +21,16 @@ ROLLOUT = RolloutConfig(
     group_size=3, max_new_tokens=24, temperature=0.8, cpu_kv_cache_gib=0.1, progress_bar=False
 )
 PREFIX_BLOCK = 128
-"""Tokens of a block of vLLM's KV cache on CPU: what of a prompt fills whole blocks is kept for the next one."""
+"""Tokens of a block of vLLM's KV cache on CPU: what of a prompt fills whole blocks is kept for the
+next one."""
 PROMPTS = {"a": (5, 6, 7), "b": (40, 41), "c": (9, 9, 9, 9, 9, 9)}
 
 
 def open_engine(
     folder: Path, engine_size: int, device: Any, rollout: RolloutConfig = ROLLOUT, longest: int = 64
 ) -> Any:
-    """An engine over the ranks of the process group, for sequences of up to `longest` tokens; asleep, as the trainer
-    keeps it."""
+    """An engine over the ranks of the process group, for sequences of up to `longest` tokens;
+    asleep, as the trainer keeps it."""
     from rlmath.rollout.engine import Engine
 
     shape = shape_of(folder)
@@ -87,7 +88,9 @@ def _requests(step: int, min_new_tokens: int, engine_index: int = 0, engines: in
     from rlmath.rollout.sampling import Request, request_seed
 
     return [
-        Request((p, g), tokens, request_seed(1, step, name, g), min_new_tokens, ROLLOUT.max_new_tokens)
+        Request(
+            (p, g), tokens, request_seed(1, step, name, g), min_new_tokens, ROLLOUT.max_new_tokens
+        )
         for p, (name, tokens) in enumerate(PROMPTS.items())
         if p % engines == engine_index
         for g in range(3)
@@ -101,15 +104,17 @@ def _pack_all(samples: list[Sample], mesh: Mesh) -> list[MicroBatch]:
 
 
 def mismatch_after_updates(folder: Path, case: Case, engine_size: int, updates: int) -> list[float]:
-    """Largest difference between the engine's and the policy's log-probs, at the start and after every update; empty
-    off the last stage."""
+    """Largest difference between the engine's and the policy's log-probs, at the start and after
+    every update; empty off the last stage."""
     both = _open(folder, replace(case, lr=1.0), engine_size)
     largest = mismatch(both, case, updates)
     both.engine.close()
     return largest
 
 
-def mismatch_of_layouts(folder: Path, cases: list[Case], engine_size: int, updates: int) -> list[list[float]]:
+def mismatch_of_layouts(
+    folder: Path, cases: list[Case], engine_size: int, updates: int
+) -> list[list[float]]:
     """The same for several layouts of the policy, one after the other, beside one engine."""
     from rlmath.models.megatron import stop_megatron
 
@@ -129,9 +134,11 @@ Sampled = dict[tuple[int, int], tuple[list[int], list[float]]]
 """Tokens and log-probs of completions, by the keys of their requests."""
 
 
-def whole_and_in_slices(engine: Any, requests: list[Any], slice_tokens: int) -> tuple[Sampled, Sampled]:
-    """The completions of an engine that is awake: in one piece, and in slices, each of which the engine prefills with
-    what is sampled so far, without cached blocks of the one before."""
+def whole_and_in_slices(
+    engine: Any, requests: list[Any], slice_tokens: int
+) -> tuple[Sampled, Sampled]:
+    """The completions of an engine that is awake: in one piece, and in slices, each of which the
+    engine prefills with what is sampled so far, without cached blocks of the one before."""
     whole = completions_of(engine, requests)
     parts, left = {one.key: PartialCompletion() for one in requests}, list(requests)
     while left:
@@ -149,8 +156,10 @@ def _tokens(completions: dict[Any, Any]) -> Sampled:
 
 
 def greedy_in_slices(folder: Path, device_kind: str, slice_tokens: int) -> dict[str, Any]:
-    """Greedy completions, whole and in slices. Of those that differ, in "ties", by how much the log-probs of the two
-    tokens differ where the first does (nats), as the engine reads them behind the same tokens."""
+    """Greedy completions, whole and in slices.
+
+    Of those that differ, in "ties", by how much the log-probs of the two tokens differ where the
+    first does (nats), as the engine reads them behind the same tokens."""
     from rlmath.rollout.sampling import Request
 
     stage = build(folder, Case(device=device_kind))
@@ -161,13 +170,16 @@ def greedy_in_slices(folder: Path, device_kind: str, slice_tokens: int) -> dict[
     engine.memory.wake_kv_cache()
     prompts = [(n + 3, 50, 51) for n in range(24)]
     requests = [
-        Request((p, 0), prompt, 0, 0, ROLLOUT.max_new_tokens, 0.0) for p, prompt in enumerate(prompts)
+        Request((p, 0), prompt, 0, 0, ROLLOUT.max_new_tokens, 0.0)
+        for p, prompt in enumerate(prompts)
     ]
     whole, slices = whole_and_in_slices(engine, requests, slice_tokens)
     ties = {}
     for key, (tokens, _) in whole.items():
         others = slices[key][0]
-        first = next((n for n, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), None)
+        first = next(
+            (n for n, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), None
+        )
         if first is not None:
             behind = [*prompts[key[0]], *tokens[:first]]
             a, b = engine.score([[*behind, tokens[first]], [*behind, others[first]]])
@@ -177,8 +189,8 @@ def greedy_in_slices(folder: Path, device_kind: str, slice_tokens: int) -> dict[
 
 
 def engine_settings(folder: Path, device_kind: str) -> dict[str, bool]:
-    """Of one engine: whether it draws the noise of all its requests at once, and whether FlashInfer reduces over its
-    ranks, alone or in one kernel with a norm."""
+    """Of one engine: whether it draws the noise of all its requests at once, and whether FlashInfer
+    reduces over its ranks, alone or in one kernel with a norm."""
     from rlmath.rollout import engine
 
     device = open_device(device_kind)
@@ -200,7 +212,10 @@ def mismatch(both: Pair, case: Case, updates: int) -> list[float]:
     for step in range(updates + 1):
         generated = both.generate(_requests(step, case.min_new_tokens))
         assert all(len(one.token_ids) >= case.min_new_tokens for one in generated.values())
-        samples = [Sample(prompts[p], one.token_ids, one.logprobs, 1.0) for (p, _), one in generated.items()]
+        samples = [
+            Sample(prompts[p], one.token_ids, one.logprobs, 1.0)
+            for (p, _), one in generated.items()
+        ]
         batches = _pack_all(samples, mesh)
         policy = stage.actor.forward_backward.logprobs(batches)
         if mesh.is_last_stage:
@@ -213,17 +228,21 @@ def mismatch(both: Pair, case: Case, updates: int) -> list[float]:
                 )
             )
         if step < updates:
-            learned = stage.actor.learner.learn(_pack_all(make_samples(8, seed=step), mesh), None, None)
+            learned = stage.actor.learner.learn(
+                _pack_all(make_samples(8, seed=step), mesh), None, None
+            )
             assert learned.discarded is None
             assert stage.actor.learner.updates == step + 1 > both.engine.version
     return largest
 
 
 def old_prefixes(folder: Path) -> dict[str, Any]:
-    """A prompt longer than a block of the KV cache, sampled before and after updates of the policy. Prefixes of old
-    weights are dropped by `set_weight_version`, where the engine was awake all the time, and by sleep: the largest
-    difference between the engine's log-probs and the policy's after each, after an update without either, and then by
-    completions that share no blocks with those of older weights."""
+    """A prompt longer than a block of the KV cache, sampled before and after updates of the policy.
+
+    Prefixes of old weights are dropped by `set_weight_version`, where the engine was awake all the
+    time, and by sleep: the largest difference between the engine's log-probs and the policy's after
+    each, after an update without either, and then by completions that share no blocks with those of
+    older weights."""
     from rlmath.rollout.sampling import Request
 
     stage = build(folder, Case(lr=1.0))
@@ -234,7 +253,10 @@ def old_prefixes(folder: Path) -> dict[str, Any]:
     requests = [Request((0, g), prompt, g, 0, ROLLOUT.max_new_tokens) for g in range(2)]
     vllm = engine._llm.llm_engine
     assert vllm.vllm_config.cache_config.enable_prefix_caching
-    report: dict[str, Any] = {"block": vllm.vllm_config.cache_config.block_size, "prompt": len(prompt)}
+    report: dict[str, Any] = {
+        "block": vllm.vllm_config.cache_config.block_size,
+        "prompt": len(prompt),
+    }
 
     def difference(keeps_cache: bool = False) -> float:
         ended = engine.running_completions(keeps_cache=keeps_cache).sample(requests)
@@ -242,11 +264,15 @@ def old_prefixes(folder: Path) -> dict[str, Any]:
         samples = [Sample(prompt, one.token_ids, one.logprobs, 1.0) for one in generated]
         batches = _pack_all(samples, stage.mesh)
         mine = by_sample(batches, stage.actor.forward_backward.logprobs(batches))
-        pairs = [zip(mine[i], sample.behaviour_logprobs, strict=True) for i, sample in enumerate(samples)]
+        pairs = [
+            zip(mine[i], sample.behaviour_logprobs, strict=True) for i, sample in enumerate(samples)
+        ]
         return max(abs(a - b) for row in pairs for a, b in row)
 
     def learn(seed: int) -> None:
-        learned = stage.actor.learner.learn(_pack_all(make_samples(8, seed=seed), stage.mesh), None, None)
+        learned = stage.actor.learner.learn(
+            _pack_all(make_samples(8, seed=seed), stage.mesh), None, None
+        )
         assert learned.discarded is None
 
     engine.memory.wake_weights()

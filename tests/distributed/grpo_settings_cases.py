@@ -1,5 +1,5 @@
-"""What one rank does in the test of a GRPO run from its settings: the run with a real engine, and what was asked of
-whom."""
+"""What one rank does in the test of a GRPO run from its settings: the run with a real engine, and
+what was asked of whom."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ RATE, LEAST, WARM_UP = 0.004, 0.001, 3
 def settings(model: Path, folder: Path) -> Config:
     """No two numbers are alike where one could be taken for the other."""
     return Config(
-        run=RunConfig(output_dir=str(folder / "run"), seed=SEED, device="cpu", max_discarded_steps=8),
+        run=RunConfig(
+            output_dir=str(folder / "run"), seed=SEED, device="cpu", max_discarded_steps=8
+        ),
         model=ModelConfig(path=str(model)),
         data=DataConfig(
             train_path=_rows(folder / "train.jsonl", "t", PROMPTS),
@@ -51,11 +53,18 @@ def settings(model: Path, folder: Path) -> Config:
             shuffle=False,
         ),
         stages=StagesConfig(
-            steps=list(STEPS), max_new_tokens=list(STAGE_TOKENS), max_tokens_per_microbatch=[90, 130]
+            steps=list(STEPS),
+            max_new_tokens=list(STAGE_TOKENS),
+            max_tokens_per_microbatch=[90, 130],
         ),
         policy=PolicyConfig(max_tokens_per_microbatch=77),
         optimizer=OptimizerConfig(
-            kind="sgd", lr=RATE, min_lr=LEAST, warmup_steps=WARM_UP, decay="linear", distributed=False
+            kind="sgd",
+            lr=RATE,
+            min_lr=LEAST,
+            warmup_steps=WARM_UP,
+            decay="linear",
+            distributed=False,
         ),
         rollout=RolloutConfig(
             group_size=GROUP,
@@ -105,14 +114,23 @@ def settings(model: Path, folder: Path) -> Config:
             tensorboard=False, sample_groups_per_step=2, profile_steps=[2], capture_steps=[99]
         ),
         save=SaveConfig(
-            ckpt_freq_secs=None, ckpt_freq_steps=53, save_freq_steps=54, keep_last=13, keep_models=14
+            ckpt_freq_secs=None,
+            ckpt_freq_steps=53,
+            save_freq_steps=54,
+            keep_last=13,
+            keep_models=14,
         ),
     )
 
 
 def _rows(path: Path, name: str, count: int) -> str:
     rows = [
-        {"prompt": f"{n}+1=", "task": "math", "query_id": f"{name}{n}", "solutions": [f"\\boxed{{{n + 1}}}"]}
+        {
+            "prompt": f"{n}+1=",
+            "task": "math",
+            "query_id": f"{name}{n}",
+            "solutions": [f"\\boxed{{{n + 1}}}"],
+        }
         for n in range(count)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -184,22 +202,36 @@ def _built(trainer: Any, on_progress: Any) -> dict[str, Any]:
         "offloaded": trainer.offload.names,
         "monitor": (monitor._threshold, monitor._stop),
         "reward": trainer.engines.collector._reward,
-        "progress": (trainer.engines.engine.on_step == on_progress, policy.on_microbatch == on_progress),
+        "progress": (
+            trainer.engines.engine.on_step == on_progress,
+            policy.on_microbatch == on_progress,
+        ),
         "probe": [len(one) for one in trainer.engines._probe.sequences],
         "probe_temperature": trainer.engines._probe._policy.temperature,
         "updaters": [
-            (one.normalisation, one.config.policy.max_tokens_per_microbatch) for one in trainer.updaters
+            (one.normalisation, one.config.policy.max_tokens_per_microbatch)
+            for one in trainer.updaters
         ],
     }
 
 
 def _watch(trainer: Any) -> dict[str, list[Any]]:
     """Notes what engine, vLLM, sync and learner are asked for, which they do as ever."""
-    asked: dict[str, list[Any]] = {"collected": [], "vllm": [], "checks": [], "probes": [], "learned": []}
+    asked: dict[str, list[Any]] = {
+        "collected": [],
+        "vllm": [],
+        "checks": [],
+        "probes": [],
+        "learned": [],
+    }
     asked |= {"samples": [], "versions": [], "waiting": []}
     engine, collector = trainer.engines.engine, trainer.engines.collector
     take, manage = engine.set_weight_version, collector._reward_manager
-    transfer, probe, learner = trainer.engines._transfer, trainer.engines._probe, trainer.actor.learner
+    transfer, probe, learner = (
+        trainer.engines._transfer,
+        trainer.engines._probe,
+        trainer.actor.learner,
+    )
     core = trainer.engines.engine._llm.llm_engine.engine_core
     collect, add, run = trainer.engines.collector.collect, core.add_request, transfer.run
     ask, learn = probe._policy.logprobs, learner.learn
@@ -213,7 +245,15 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
     def adding(request: Any) -> Any:
         params = request.sampling_params
         if params.prompt_logprobs is None:
-            names = ("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "seed", "logprobs")
+            names = (
+                "temperature",
+                "top_p",
+                "top_k",
+                "max_tokens",
+                "min_tokens",
+                "seed",
+                "logprobs",
+            )
             asked["vllm"].append(
                 (tuple(request.prompt_token_ids), {key: getattr(params, key) for key in names})
             )
@@ -227,7 +267,9 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
         asked["probes"].append(probe._step)
         return ask(batches)
 
-    def learning(batches: Any, old: Any, reference: Any, on_policy: bool = False, *more: Any) -> Any:
+    def learning(
+        batches: Any, old: Any, reference: Any, on_policy: bool = False, *more: Any
+    ) -> Any:
         indices = sorted(index for batch in batches for index in batch.sample_indices)
         weights = sorted({float(w) for batch in batches for w in batch.loss_weights_T if w > 0})
         asked["learned"].append((indices, weights, old is None, reference is None, on_policy))
@@ -257,12 +299,15 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
 
 
 def _rows_of(batch: Any) -> list[tuple[Any, ...]]:
-    """(index, tokens, advantages, log-probs of the engine) of every sample of a micro-batch; the last two of its
-    completion."""
+    """(index, tokens, advantages, log-probs of the engine) of every sample of a micro-batch; the
+    last two of its completion."""
     rows, bounds = [], batch.cu_seqlens_S1.tolist()
     for index, start, end in zip(batch.sample_indices, bounds, bounds[1:], strict=False):
         learned = batch.completion_index_T[start:end] >= 0
-        columns = (batch.advantages_T[start:end][learned], batch.behaviour_logprobs_T[start:end][learned])
+        columns = (
+            batch.advantages_T[start:end][learned],
+            batch.behaviour_logprobs_T[start:end][learned],
+        )
         tokens = batch.token_ids_T[start:end].tolist()
         rows.append((index, tokens, *(column.tolist() for column in columns)))
     return rows

@@ -30,8 +30,8 @@ REWARDS, TOKENS = [[1.0, 0.0], [2.0]], [[3, 4], [5]]
 
 
 def shared(plugin: str) -> dict[str, Any]:
-    """What every rank gets of functions that give something else at each call, that fail, and that end their
-    worker."""
+    """What every rank gets of functions that give something else at each call, that fail, and that
+    end their worker."""
     init_process_group(open_device("cpu"), 120.0)
     rank = dist.get_rank()
     prompt = Prompt("q", "1+1=", (1,), ("2",), "math", '{"level": 3}')
@@ -44,7 +44,9 @@ def shared(plugin: str) -> dict[str, Any]:
         for n in (1, 2, 3)
     ]
 
-    def hooks_of(advantage: str, selection: str | None = None, metrics: tuple[str, ...] = ()) -> StepHooks:
+    def hooks_of(
+        advantage: str, selection: str | None = None, metrics: tuple[str, ...] = ()
+    ) -> StepHooks:
         config = Config(
             run=RunConfig(plugins=[plugin]),
             algorithm=AlgorithmConfig(advantage=advantage),
@@ -95,9 +97,14 @@ def steps(folder: Path, place: Path, plugin: str) -> dict[str, Any]:
             plugins=[plugin],
         ),
         "data": DataConfig(
-            train_path=str(place / "train.jsonl"), prompts_per_step=4, max_prompt_tokens=8, template="raw"
+            train_path=str(place / "train.jsonl"),
+            prompts_per_step=4,
+            max_prompt_tokens=8,
+            template="raw",
         ),
-        "algorithm": AlgorithmConfig(advantage="per_token", n_minibatches=3, epochs=2, early_stop_ratio=None),
+        "algorithm": AlgorithmConfig(
+            advantage="per_token", n_minibatches=3, epochs=2, early_stop_ratio=None
+        ),
         "reward": RewardConfig(function="tests.reward_by_hash:reward", length_penalty=250.0),
         "selection": SelectionConfig(dynamic_sampling="even", max_extra_prompts=2),
         "telemetry": TelemetryConfig(metrics=["lengths"]),
@@ -105,7 +112,9 @@ def steps(folder: Path, place: Path, plugin: str) -> dict[str, Any]:
             every_steps=1, paths=[str(place / "held.jsonl")], max_new_tokens=4, scorer="first_three"
         ),
     }
-    rollout = RolloutConfig(group_size=3, max_new_tokens=12, cpu_kv_cache_gib=0.1, progress_bar=False)
+    rollout = RolloutConfig(
+        group_size=3, max_new_tokens=12, cpu_kv_cache_gib=0.1, progress_bar=False
+    )
     config = partial.config_of(folder, place, 3, rollout, more)
     prepared = partial.prepared_run(config)
     device, mesh = open_device("cpu"), Mesh(0, 1, 1, 1, 1)

@@ -1,4 +1,5 @@
-"""What the ranks do in the invariance tests: one recorded batch, learned from in many splits, with several losses."""
+"""What the ranks do in the invariance tests: one recorded batch, learned from in many splits, with
+several losses."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class Variant:
     def max_tokens(self, samples: list[Sample], data_size: int) -> int:
         total = sum(sample.length for sample in samples)
         longest = max(sample.length for sample in samples)
-        return {"one": total, "two": -(-total * 6 // (10 * data_size)), "many": longest + 20}[self.split]
+        return {"one": total, "two": -(-total * 6 // (10 * data_size)), "many": longest + 20}[
+            self.split
+        ]
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,14 @@ class Outcome:
     """Of every data-parallel rank, those of weight 0 included."""
 
 
-def outcomes(folder: Path, case: Case, samples: list[Sample], variants: list[Variant]) -> list[Outcome]:
-    """Gradients of every variant, and one optimizer step of the case's optimizer from the same weights; from rank 0.
+def outcomes(
+    folder: Path, case: Case, samples: list[Sample], variants: list[Variant]
+) -> list[Outcome]:
+    """Gradients of every variant, and one optimizer step of the case's optimizer from the same
+    weights; from rank 0.
 
-    Adam keeps its state from one variant to the next: give it one variant. Its gradients are left out, since a rank has
-    only its share of them.
+    Adam keeps its state from one variant to the next: give it one variant. Its gradients are left
+    out, since a rank has only its share of them.
     """
     stage = build(folder, case)
     found = []
@@ -95,9 +101,13 @@ def _microbatches(stage: Stage, samples: list[Sample], variant: Variant) -> list
     return [pack(samples, indices, 1, normalisation) for indices in mine]
 
 
-def _gradients(stage: Stage, batches: list[MicroBatch], reference: list[Tensor] | None) -> dict[str, Tensor]:
+def _gradients(
+    stage: Stage, batches: list[MicroBatch], reference: list[Tensor] | None
+) -> dict[str, Tensor]:
     learner = stage.actor.learner
-    learner.forward_backward.run(batches, partial(learner._loss, None, reference, False), forward_only=False)
+    learner.forward_backward.run(
+        batches, partial(learner._loss, None, reference, False), forward_only=False
+    )
     gradients = whole_gradients(stage)
     learner.forward_backward.zero_grad()
     return gradients

@@ -36,7 +36,9 @@ def save(model: Path, case: Case, samples: list[Sample], root: Path) -> Trained:
     )
     store = open_store(stage, root)
     store._metadata_files = read_metadata_files(model)
-    done = replace(progress(2, 2, stage.mesh.world_size), model_fingerprint=model_fingerprint(model))
+    done = replace(
+        progress(2, 2, stage.mesh.world_size), model_fingerprint=model_fingerprint(model)
+    )
     try:
         refused = store.start(done, True, settings)
         assert refused is None, refused

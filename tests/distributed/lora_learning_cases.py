@@ -1,5 +1,5 @@
-"""What the ranks do in the tests of LoRA: learn by given adapters in some layout, and report them whole by PEFT's
-names."""
+"""What the ranks do in the tests of LoRA: learn by given adapters in some layout, and report them
+whole by PEFT's names."""
 
 from __future__ import annotations
 
@@ -41,23 +41,34 @@ class Learned:
     """The adapters merged before the first update, by Hugging Face names."""
 
 
-def learned(folder: Path, case: Case, adapters: dict[str, Tensor], parts: list[list[Sample]]) -> Learned:
+def learned(
+    folder: Path, case: Case, adapters: dict[str, Tensor], parts: list[list[Sample]]
+) -> Learned:
     """Updates with one minibatch after the other."""
     from rlmath.models.build import build_reference
 
     stage = build(folder, case)
     set_adapters(stage, adapters)
     weights, batches = whole_tensors(stage), [microbatches(stage, part) for part in parts]
-    reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor)
+    reference = build_reference(
+        stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor
+    )
     passes = [one.logprobs(batches[0]) for one in (reference, stage.actor.forward_backward)]
-    without, given = (by_sample(batches[0], one) if stage.mesh.is_last_stage else {} for one in passes)
+    without, given = (
+        by_sample(batches[0], one) if stage.mesh.is_last_stage else {} for one in passes
+    )
     learner = stage.actor.learner
-    learner.forward_backward.run(batches[0], partial(learner._loss, None, None, False), forward_only=False)
+    learner.forward_backward.run(
+        batches[0], partial(learner._loss, None, None, False), forward_only=False
+    )
     gradients = whole_gradients(stage)
     learner.forward_backward.zero_grad()
     results = [learner.learn(batch, None, None) for batch in batches]
     assert all(result.discarded is None for result in results), results
-    norms, after = [result.grad_norm for result in results], whole_tensors(stage, adapters_alone=True)
+    norms, after = (
+        [result.grad_norm for result in results],
+        whole_tensors(stage, adapters_alone=True),
+    )
     found = Learned(without, given, gradients, norms, after, weights)
     return found if stage.mesh.rank == 0 else replace(found, gradients={}, adapters={}, weights={})
 

@@ -1,4 +1,5 @@
-"""What the ranks do in the tests of the memory plan: measure the bytes of tensor storages, each counted once."""
+"""What the ranks do in the tests of the memory plan: measure the bytes of tensor storages, each
+counted once."""
 
 from __future__ import annotations
 
@@ -49,23 +50,28 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _objects() -> list[Any]:
-    """Everything that the collector knows; vLLM freezes, and so hides, what is there when an engine has started."""
+    """Everything that the collector knows; vLLM freezes, and so hides, what is there when an engine
+    has started."""
     gc.collect()
     gc.unfreeze()
     return gc.get_objects()
 
 
 class StorageWatch(TorchDispatchMode):
-    """Bytes of the tensor storages that are made while it is on: those alive now, and the most at any time.
+    """Bytes of the tensor storages that are made while it is on: those alive now, and the most at
+    any time.
 
-    Every operation that torch runs passes here, also those of the backward pass; what was there before is not counted.
+    Every operation that torch runs passes here, also those of the backward pass; what was there
+    before is not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         # Held, so that no new storage gets the address of an old one.
         self._before = {
-            t.untyped_storage()._cdata: t.untyped_storage() for t in _objects() if isinstance(t, Tensor)
+            t.untyped_storage()._cdata: t.untyped_storage()
+            for t in _objects()
+            if isinstance(t, Tensor)
         }
         self._alive: dict[int, weakref.ref] = {}
         self.held = 0
@@ -92,7 +98,8 @@ class StorageWatch(TorchDispatchMode):
 
 
 class SavedActivations:
-    """Bytes of the storages that autograd keeps for backward passes: hooks of torch.autograd.graph."""
+    """Bytes of the storages that autograd keeps for backward passes: hooks of
+    torch.autograd.graph."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._excluded = {p.untyped_storage()._cdata for p in parameters}
@@ -135,7 +142,8 @@ def _batches(stage: Stage, layout: Layout) -> list[MicroBatch]:
 
 
 def measure_training(folder: Path, layout: Layout) -> dict[str, Any]:
-    """Measured and planned bytes of this rank; the passes are those of a second step, when Adam's state is there."""
+    """Measured and planned bytes of this rank; the passes are those of a second step, when Adam's
+    state is there."""
     from rlmath.models.build import build_reference
 
     stage = _build(folder, layout)
@@ -157,10 +165,17 @@ def measure_training(folder: Path, layout: Layout) -> dict[str, Any]:
     if layout.microbatches == 1:
         measured["activations"] = _saved_activations(stage, batches, parameters)
     if stage.config.algorithm.kl_coef:
-        other = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor)
-        measured["reference"] = storage_bytes(p for chunk in other.chunks for p in chunk.parameters())
+        other = build_reference(
+            stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor
+        )
+        measured["reference"] = storage_bytes(
+            p for chunk in other.chunks for p in chunk.parameters()
+        )
     plan = plan_rank(stage.config, stage.shape, stage.mesh, CPU)
-    return {"measured": measured, "phases": {name: dict(held) for name, held in plan.phases.items()}}
+    return {
+        "measured": measured,
+        "phases": {name: dict(held) for name, held in plan.phases.items()},
+    }
 
 
 def _optimizer_bytes(optimizer: Any, parameters: list[Tensor]) -> int:
@@ -181,10 +196,13 @@ def _gather_buffer_bytes() -> int:
 
 
 def _saved_activations(stage: Stage, batches: list[MicroBatch], parameters: list[Tensor]) -> int:
-    """Bytes that autograd keeps when the forward pass is over and the logits' own results are still to come."""
+    """Bytes that autograd keeps when the forward pass is over and the logits' own results are still
+    to come."""
     saved, forward_backward, found = SavedActivations(parameters), stage.actor.forward_backward, []
 
-    def look(index: int, batch: MicroBatch, logits_TV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def look(
+        index: int, batch: MicroBatch, logits_TV: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         found.append(saved.alive())
         return logits_TV.sum(), torch.ones((), dtype=torch.int), {}
 
@@ -195,8 +213,8 @@ def _saved_activations(stage: Stage, batches: list[MicroBatch], parameters: list
 
 
 def make_model(folder: Path, tokenizer_of: Path) -> Path:
-    """A model in Hugging Face form, with 4 layers of 3.8 million parameters, in which no part is lost in the others'
-    overheads."""
+    """A model in Hugging Face form, with 4 layers of 3.8 million parameters, in which no part is
+    lost in the others' overheads."""
     import transformers
 
     torch.manual_seed(1)

@@ -1,4 +1,5 @@
-"""What the ranks do in the tests of offloading: learn, let everything leave and come back, learn again."""
+"""What the ranks do in the tests of offloading: learn, let everything leave and come back, learn
+again."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def around_an_offload(stage: Stage, samples: list[Sample]) -> dict[str, Any]:
         "left": {moved.name: moved.bytes for moved in left},
         "back": {moved.name: moved.bytes for moved in back},
         "seconds": [moved.seconds for moved in (*left, *back)],
-        "same": before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before),
+        "same": before.keys() == after.keys()
+        and all(torch.equal(before[n], after[n]) for n in before),
         "gradients not zero": dirty,
         "state": on_cpu(state_of(stage)),
     }
@@ -73,14 +75,19 @@ def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def state_of(stage: Stage) -> dict[str, Tensor]:
-    """Every tensor of parameters, optimizer and scheduler of this rank, and what the optimizer steps."""
-    stepped = {f"stepped {number}": tensor for number, tensor in enumerate(stepped_by_optimizers(stage))}
+    """Every tensor of parameters, optimizer and scheduler of this rank, and what the optimizer
+    steps."""
+    stepped = {
+        f"stepped {number}": tensor for number, tensor in enumerate(stepped_by_optimizers(stage))
+    }
     return policy_state(stage) | {name: tensor.detach().clone() for name, tensor in stepped.items()}
 
 
 def storage_bytes(stage: Stage, tensors: Iterable[Tensor]) -> int:
     """Bytes of the unique storages of those tensors that are on the device."""
-    storages = (tensor.untyped_storage() for tensor in tensors if tensor.device == stage.device.torch_device)
+    storages = (
+        tensor.untyped_storage() for tensor in tensors if tensor.device == stage.device.torch_device
+    )
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
@@ -99,10 +106,13 @@ def stepped_by_optimizers(stage: Stage) -> list[Tensor]:
 
 
 def measured(stage: Stage) -> dict[str, int]:
-    """Bytes on the device of what Megatron and torch hold themselves, found without the code under test."""
+    """Bytes on the device of what Megatron and torch hold themselves, found without the code under
+    test."""
     chunks, optimizers = stage.actor.forward_backward.chunks, megatrons_optimizers(stage)
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
-    state = [value for inner in optimizers for entry in inner.state.values() for value in entry.values()]
+    state = [
+        value for inner in optimizers for entry in inner.state.values() for value in entry.values()
+    ]
     flat = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
     return {
         "gradients": storage_bytes(stage, [buffer.grad_data for buffer in buffers]),
@@ -113,7 +123,8 @@ def measured(stage: Stage) -> dict[str, int]:
 
 
 def gradients_not_zero(stage: Stage) -> list[str]:
-    """Gradients that hold something, in Megatron's buffers, their padding too, or beside the parameters."""
+    """Gradients that hold something, in Megatron's buffers, their padding too, or beside the
+    parameters."""
     found = []
     for number, chunk in enumerate(stage.actor.forward_backward.chunks):
         found += [f"buffer of chunk {number}" for buffer in chunk.buffers if buffer.grad_data.any()]
@@ -131,7 +142,9 @@ def reference_in_and_out(folder: Path, case: Case, samples: list[Sample]) -> dic
     from rlmath.models.offload import training_sets
 
     stage = build(folder, case)
-    reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor)
+    reference = build_reference(
+        stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor
+    )
     sets = training_sets(stage.actor, reference, EVERYTHING, stage.device)
     batches = microbatches(stage, samples)
     wanted = reference.logprobs(batches)
@@ -139,7 +152,10 @@ def reference_in_and_out(folder: Path, case: Case, samples: list[Sample]) -> dic
     def held() -> int:
         return storage_bytes(stage, parameters_of(reference.chunks))
 
-    report: dict[str, Any] = {"here": held(), "left": [moved.bytes for moved in sets.offload("reference")]}
+    report: dict[str, Any] = {
+        "here": held(),
+        "left": [moved.bytes for moved in sets.offload("reference")],
+    }
     report["away"] = held()
     ways, got = [], []
     for _ in range(2):

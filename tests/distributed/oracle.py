@@ -43,14 +43,19 @@ def loss(
     off_policy_mask: float | None = None,
     kl_ratio: str | None = None,
 ) -> Tensor:
-    """The losses of docs/algorithm.md as the papers write them, sample by sample; k3 KL; mean over tokens or over the
-    samples' means. With `kl_ratio` the KL is to the policy that sampled, a tenth of it."""
+    """The losses of docs/algorithm.md as the papers write them, sample by sample; k3 KL; mean over
+    tokens or over the samples' means. With `kl_ratio` the KL is to the policy that sampled, a tenth
+    of it."""
     total, count = torch.zeros(()), 0
     for sample in samples:
         logprobs, entropy = completion_terms(model, sample)
         log_ratio = logprobs - torch.tensor(sample.behaviour_logprobs)
         per_token = _surrogate(kind, logprobs, log_ratio, sample.advantage)
-        if off_policy_mask is not None and sample.advantage < 0 and -log_ratio.mean() > off_policy_mask:
+        if (
+            off_policy_mask is not None
+            and sample.advantage < 0
+            and -log_ratio.mean() > off_policy_mask
+        ):
             per_token = 0.0 * per_token
         per_token = per_token - entropy_coef * entropy
         if reference is not None:
@@ -74,7 +79,9 @@ def _surrogate(kind: str, logprobs: Tensor, log_ratio: Tensor, advantage: float)
     if kind == "dppo_tv":
         now = logprobs.detach().exp()
         moved = now - now / log_ratio.detach().exp()
-        return torch.where((moved * advantage > 0) & (moved.abs() > 0.2), 0.0, -log_ratio.exp() * advantage)
+        return torch.where(
+            (moved * advantage > 0) & (moved.abs() > 0.2), 0.0, -log_ratio.exp() * advantage
+        )
     if kind == "dppo_kl":
         p, q = logprobs.detach().exp(), (logprobs - log_ratio).detach().exp()
         divergence = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()

@@ -1,4 +1,5 @@
-"""What the ranks do in the tests of partial rollouts: a real trainer samples and learns, step by step."""
+"""What the ranks do in the tests of partial rollouts: a real trainer samples and learns, step by
+step."""
 
 from __future__ import annotations
 
@@ -61,14 +62,15 @@ class Run:
     in_flight: list[list[int]]
     """By step, the draws that it left in flight."""
     scored: list[tuple[list[float], list[float]]]
-    """Log-probs of new tokens, as sampled and as the engine gives them when it only reads the tokens, right after the
-    rollout that sampled them."""
+    """Log-probs of new tokens, as sampled and as the engine gives them when it only reads the
+    tokens, right after the rollout that sampled them."""
     validated: list[dict[str, float]]
     """By step, empty where there is no validation."""
 
 
 def uniform_model(source: Path, folder: Path) -> Path:
-    """A model to which all tokens are nearly as likely, the end among them: lengths fall off geometrically."""
+    """A model to which all tokens are nearly as likely, the end among them: lengths fall off
+    geometrically."""
     return with_scaled_logits(source, folder, 0.1)
 
 
@@ -87,7 +89,11 @@ def config_of(
 ) -> Config:
     config = Config(
         run=RunConfig(
-            output_dir=str(place / "run"), total_steps=steps, total_epochs=steps, seed=7, device="cpu"
+            output_dir=str(place / "run"),
+            total_steps=steps,
+            total_epochs=steps,
+            seed=7,
+            device="cpu",
         ),
         model=ModelConfig(path=str(folder)),
         data=DataConfig(train_path=_prompts(place), prompts_per_step=PER_STEP, max_prompt_tokens=8),
@@ -132,14 +138,18 @@ def begin(trainer: Any) -> None:
     trainer.begin(0, checkpointer.export, checkpointer.asked_to_stop)
 
 
-def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Mapping[str, Any]) -> Run:
-    """All steps of a small run, without the life cycle around them; `more` has sections of its settings. With
-    "stop_after" the rollouts begin anew after so many steps, with what a checkpoint would hold of them, with
-    "reward_changed" with another reward function."""
+def run(
+    folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Mapping[str, Any]
+) -> Run:
+    """All steps of a small run, without the life cycle around them; `more` has sections of its
+    settings. With "stop_after" the rollouts begin anew after so many steps, with what a checkpoint
+    would hold of them, with "reward_changed" with another reward function."""
     from rlmath.trainer.grpo import GrpoTrainer
     from rlmath.trainer.rollouts.synchronous import PartialRollouts
 
-    sections = {name: value for name, value in more.items() if name not in ("stop_after", "reward_changed")}
+    sections = {
+        name: value for name, value in more.items() if name not in ("stop_after", "reward_changed")
+    }
     prepared = prepared_run(config := config_of(folder, place, steps, rollout, sections))
     world, parallel = environment_world_size(), config.parallel
     mesh = Mesh(environment_rank(), world, parallel.tensor, 1, rollout.tensor_parallel)
@@ -158,7 +168,9 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
             found.metrics.append(record.metrics)
             found.validated.append({} if record.validation is None else record.validation.metrics)
             rollouts = trainer.rollouts
-            unfinished = rollouts._unfinished.groups if isinstance(rollouts, PartialRollouts) else []
+            unfinished = (
+                rollouts._unfinished.groups if isinstance(rollouts, PartialRollouts) else []
+            )
             found.in_flight.append([group.draw for group in unfinished])
         trainer.close(0)
     return found

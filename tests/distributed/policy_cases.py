@@ -1,5 +1,6 @@
-"""What the ranks do in the parity tests: build the policy in some layout, and report whole tensors by their Hugging
-Face names, so that results of all layouts compare to each other and to transformers."""
+"""What the ranks do in the parity tests: build the policy in some layout, and report whole tensors
+by their Hugging Face names, so that results of all layouts compare to each other and to
+transformers."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ class Case:
     distributed: bool | None = None
     """Data-parallel ranks share the optimizer's state; None: that of Adam."""
     lora: str | None = None
-    """`lora.target` of adapters of LORA_RANK, whose products are multiplied by LORA_ALPHA / LORA_RANK."""
+    """`lora.target` of adapters of LORA_RANK, whose products are multiplied by LORA_ALPHA /
+    LORA_RANK."""
 
     @property
     def ranks(self) -> int:
@@ -92,7 +94,9 @@ class Case:
             *([f"first{self.first_stage_layers}"] if self.first_stage_layers else []),
             *([f"last{self.last_stage_layers}"] if self.last_stage_layers else []),
         ]
-        return f"TP{self.tensor}xPP{self.pipeline}xDP{self.data}-{'-'.join(extras)}-{self.max_tokens}"
+        return (
+            f"TP{self.tensor}xPP{self.pipeline}xDP{self.data}-{'-'.join(extras)}-{self.max_tokens}"
+        )
 
 
 def settings(folder: Path, case: Case) -> Config:
@@ -127,7 +131,9 @@ def settings(folder: Path, case: Case) -> Config:
         ),
         algorithm=AlgorithmConfig(kl_coef=case.kl_coef, early_stop_ratio=case.early_stop_ratio),
         rollout=RolloutConfig(temperature=0.8, min_new_tokens=case.min_new_tokens),
-        lora=LoraConfig(rank=LORA_RANK, alpha=LORA_ALPHA, target=case.lora) if case.lora else LoraConfig(),
+        lora=LoraConfig(rank=LORA_RANK, alpha=LORA_ALPHA, target=case.lora)
+        if case.lora
+        else LoraConfig(),
     )
 
 
@@ -149,7 +155,8 @@ def build(folder: Path, case: Case, **policy: Any) -> Stage:
 
 
 def lay_out(folder: Path, case: Case, device: Any, **policy: Any) -> Stage:
-    """The actor in the layout of `case` over the ranks of the process group; `policy` are settings of that section."""
+    """The actor in the layout of `case` over the ranks of the process group; `policy` are settings
+    of that section."""
     from rlmath.models.build import build_actor
     from rlmath.models.megatron import start_megatron
 
@@ -183,7 +190,9 @@ def microbatches(stage: Stage, samples: list[Sample]) -> list[MicroBatch]:
         count_multiple=mesh.microbatch_multiple,
     )
     multiple = mesh.tensor if config.parallel.sequence else 1
-    return [pack(samples, indices, multiple) for indices in plan.microbatches_by_rank[mesh.data_rank]]
+    return [
+        pack(samples, indices, multiple) for indices in plan.microbatches_by_rank[mesh.data_rank]
+    ]
 
 
 def by_sample(batches: list[MicroBatch], per_token: list[Tensor]) -> dict[int, list[float]]:
@@ -191,7 +200,9 @@ def by_sample(batches: list[MicroBatch], per_token: list[Tensor]) -> dict[int, l
     found = {}
     for batch, values_T in zip(batches, per_token, strict=True):
         bounds = batch.cu_seqlens_S1.tolist()
-        for index, (start, end) in zip(batch.sample_indices, itertools.pairwise(bounds), strict=False):
+        for index, (start, end) in zip(
+            batch.sample_indices, itertools.pairwise(bounds), strict=False
+        ):
             counted = batch.loss_weights_T[start:end] > 0
             found[index] = values_T.cpu()[start:end][counted].tolist()
     return found
@@ -217,7 +228,8 @@ def refusal(folder: Path, case: Case) -> str:
 
 
 def whole_tensors(stage: Stage, adapters_alone: bool = False) -> dict[str, Tensor]:
-    """The actor's parameters as Hugging Face tensors, whole, its adapters merged; or these alone, by PEFT's names."""
+    """The actor's parameters as Hugging Face tensors, whole, its adapters merged; or these alone,
+    by PEFT's names."""
     from rlmath.checkpoint.hf.weight_map import adapter_rules
     from rlmath.checkpoint.hf.weights import stream_hf_tensors
 
@@ -235,14 +247,16 @@ def trained_parameters(stage: Stage) -> list[Tensor]:
 def updates(
     folder: Path, case: Case, samples: list[Sample]
 ) -> tuple[dict[str, Tensor], list[Any], int] | None:
-    """Weights after minibatches of different numbers of micro-batches, the second of which is discarded, the results,
-    and how often an expert got no token, from rank 0."""
+    """Weights after minibatches of different numbers of micro-batches, the second of which is
+    discarded, the results, and how often an expert got no token, from rank 0."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     stage, idle = build(folder, replace(case, early_stop_ratio=5.0)), []
     for module in itertools.chain(*(chunk.modules() for chunk in stage.actor.chunks)):
         if isinstance(module, SequentialMLP):
-            module.register_forward_pre_hook(lambda _, given: idle.append(int((given[1] == 0).sum())))
+            module.register_forward_pre_hook(
+                lambda _, given: idle.append(int((given[1] == 0).sum()))
+            )
     short = [Sample((5,), (6,), (-4.6,), 1.0), Sample((7,), (8,), (-4.6,), -1.0)]
     parts = [samples[:16], _poisoned(samples, "runaway"), short, samples[4:]]
     results = [stage.actor.learner.learn(microbatches(stage, part), None, None) for part in parts]
@@ -259,10 +273,11 @@ def streamed(folder: Path, case: Case) -> dict[str, Tensor] | None:
 
 @torch.no_grad()
 def whole_gradients(stage: Stage) -> dict[str, Tensor]:
-    """The reduced gradients as Hugging Face tensors, of adapters PEFT's: swapped into the parameters, streamed, swapped
-    back.
+    """The reduced gradients as Hugging Face tensors, of adapters PEFT's: swapped into the
+    parameters, streamed, swapped back.
 
-    Without the distributed optimizer: under it a rank only holds the reduced gradient of its share of the buffer.
+    Without the distributed optimizer: under it a rank only holds the reduced gradient of its share
+    of the buffer.
     """
     scale = stage.actor.learner.loss_scale
     parameters = trained_parameters(stage)
@@ -272,7 +287,10 @@ def whole_gradients(stage: Stage) -> dict[str, Tensor]:
     gradients = whole_tensors(stage, adapters_alone=bool(stage.config.lora.rank))
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data.copy_(weight)
-    return {name: gradient.float() / (scale.scale if scale else 1) for name, gradient in gradients.items()}
+    return {
+        name: gradient.float() / (scale.scale if scale else 1)
+        for name, gradient in gradients.items()
+    }
 
 
 def gradients(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Tensor] | None:
@@ -281,7 +299,9 @@ def gradients(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Tens
     batches = microbatches(stage, samples)
     learner = stage.actor.learner
     learner.forward_backward.zero_grad()
-    learner.forward_backward.run(batches, partial(learner._loss, None, None, False), forward_only=False)
+    learner.forward_backward.run(
+        batches, partial(learner._loss, None, None, False), forward_only=False
+    )
     found = whole_gradients(stage)
     return found if stage.mesh.rank == 0 else None
 
@@ -294,7 +314,9 @@ def update(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, T
     batches = microbatches(stage, samples)
     reference = None
     if case.kl_coef:
-        other = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor)
+        other = build_reference(
+            stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor
+        )
         with torch.no_grad():
             for parameter in itertools.chain(*(chunk.parameters() for chunk in other.chunks)):
                 parameter.mul_(1.05)
@@ -305,8 +327,8 @@ def update(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, T
 
 
 def discard(folder: Path, case: Case, samples: list[Sample], poison: str) -> dict[str, Any]:
-    """Learn once, then meet a minibatch that must be discarded; whether every bit of the state stayed, and gradients
-    are zero again."""
+    """Learn once, then meet a minibatch that must be discarded; whether every bit of the state
+    stayed, and gradients are zero again."""
     stage = build(folder, case)
     learner = stage.actor.learner
     first = learner.learn(microbatches(stage, samples), None, None)
@@ -323,14 +345,15 @@ def discard(folder: Path, case: Case, samples: list[Sample], poison: str) -> dic
         "same": all(torch.equal(before[name], after[name]) for name in before),
         "names": sorted(before),
         "cleared": cleared,
-        "goes_on": third.discarded is None and any(not torch.equal(after[n], moved[n]) for n in after),
+        "goes_on": third.discarded is None
+        and any(not torch.equal(after[n], moved[n]) for n in after),
         "lr": (first.learning_rate, second.learning_rate, third.learning_rate),
     }
 
 
 def overflows(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Any]:
-    """The same minibatch until it is learned from: what every try gave, whether each left all bits of the state, and
-    the state in the end."""
+    """The same minibatch until it is learned from: what every try gave, whether each left all bits
+    of the state, and the state in the end."""
     stage, results, same = build(folder, case), [], True
     while not results or (results[-1].discarded and len(results) < 40):
         before = policy_state(stage)
@@ -342,12 +365,17 @@ def overflows(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Any]
                 and before.keys() == after.keys()
                 and all(map(torch.equal, before.values(), after.values()))
             )
-    return {"results": results, "same": same, "state": after, "updates": stage.actor.learner.updates}
+    return {
+        "results": results,
+        "same": same,
+        "state": after,
+        "updates": stage.actor.learner.updates,
+    }
 
 
 def finds_values_that_are_not_finite(folder: Path, case: Case, samples: list[Sample]) -> list[bool]:
-    """What is found on this rank after an update, and with a NaN at the end of a parameter of each chunk, and of a
-    tensor of the optimizer's state for it, one after the other."""
+    """What is found on this rank after an update, and with a NaN at the end of a parameter of each
+    chunk, and of a tensor of the optimizer's state for it, one after the other."""
     from rlmath.checkpoint.sharded_state import held_by
     from rlmath.run.divergence import all_state_finite
 
@@ -386,7 +414,9 @@ def policy_state(stage: Stage) -> dict[str, Tensor]:
         for number, chunk in enumerate(stage.actor.chunks)
         for name, parameter in chunk.named_parameters()
     }
-    chained = getattr(stage.actor.learner.optimizer, "chained_optimizers", [stage.actor.learner.optimizer])
+    chained = getattr(
+        stage.actor.learner.optimizer, "chained_optimizers", [stage.actor.learner.optimizer]
+    )
     for number, optimizer in enumerate(chained):
         stepped = [one for group in optimizer.optimizer.param_groups for one in group["params"]]
         for index, parameter in enumerate(stepped):

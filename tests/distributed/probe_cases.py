@@ -1,5 +1,5 @@
-"""What the ranks do in the tests of the probe and of the checked sync: a real policy and a real engine, which agree, or
-one of which was harmed after the sync."""
+"""What the ranks do in the tests of the probe and of the checked sync: a real policy and a real
+engine, which agree, or one of which was harmed after the sync."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def error_of(action: Callable[[], Any]) -> str:
     return ""
 
 
-def agreement(folder: Path, cases: list[Case], engine_size: int, threshold: float) -> list[dict[str, Any]]:
+def agreement(
+    folder: Path, cases: list[Case], engine_size: int, threshold: float
+) -> list[dict[str, Any]]:
     """What equal weights give, and what the harm of `HARMS` gives in the same layout."""
     found = []
     for both in pairs(folder, cases, engine_size):
@@ -107,7 +109,8 @@ def _probed(both: Pair, settings: SyncConfig) -> dict[str, float]:
 def _harmed(
     both: Pair, harm: Callable[[Checked], Callable[[], None]], settings: SyncConfig
 ) -> dict[str, Any]:
-    """The error under these settings, and what the probe measures where any difference is allowed."""
+    """The error under these settings, and what the probe measures where any difference is
+    allowed."""
     report: dict[str, Any] = {}
 
     def probe(name: str, allowed: SyncConfig) -> None:
@@ -128,14 +131,18 @@ def _parameter_of_the_policy(both: Pair) -> torch.Tensor | None:
     from rlmath.checkpoint.hf.weights import local_parameter
 
     (placed,) = [
-        p for p in placed_tensors(both.stage.shape) if "mlp.down_proj" in p.hf_names[0] and p.layer == 2
+        p
+        for p in placed_tensors(both.stage.shape)
+        if "mlp.down_proj" in p.hf_names[0] and p.layer == 2
     ]
     parameter = local_parameter(both.stage.actor.chunks, placed)
     return None if parameter is None else parameter.data
 
 
 def _change_the_policy(one: Checked, change: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
-    """After the sync; the probe then asks the policy anew. The result undoes it."""
+    """After the sync; the probe then asks the policy anew.
+
+    The result undoes it."""
     parameter = _parameter_of_the_policy(one.both)
     kept = None if parameter is None else parameter.clone()
     if parameter is not None:
@@ -157,7 +164,9 @@ def _policy_is_not_finite(one: Checked) -> Callable[[], None]:
     return _change_the_policy(one, lambda parameter: parameter.view(-1)[:1].fill_(torch.nan))
 
 
-def _change_the_last_engine(one: Checked, change: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
+def _change_the_last_engine(
+    one: Checked, change: Callable[[torch.Tensor], Any]
+) -> Callable[[], None]:
     """Its weights leave with its sleep: nothing to undo."""
     if one.both.mesh.engine_index == one.both.mesh.num_engines - 1:
         change(one.both.engine.weights.matrix(ENGINE_NORM))
@@ -181,7 +190,8 @@ HARMS = {
 
 
 def texts_after_scores(folder: Path) -> dict[str, Any]:
-    """Texts after prompts that fill blocks of vLLM's cache, without and with the same tokens scored before."""
+    """Texts after prompts that fill blocks of vLLM's cache, without and with the same tokens scored
+    before."""
     from rlmath.distributed.mesh import Mesh
     from rlmath.rollout.engine import Engine
     from rlmath.rollout.weight_sync.shard_layouts import engine_shapes

@@ -1,7 +1,7 @@
 """A pool of processes that stand in for torchrun's ranks, shared by all distributed tests.
 
-Importing torch, Megatron and vLLM costs seconds per process, so the processes stay; every `run` gives them a fresh
-process group.
+Importing torch, Megatron and vLLM costs seconds per process, so the processes stay; every `run`
+gives them a fresh process group.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def _serve(connection: Connection, rank: int, parent: int) -> None:
             connection.send((False, traceback.format_exc()))
 
 
-def _run_task(rank: int, world_size: int, port: int, module: str, name: str, args: tuple[Any, ...]) -> Any:
+def _run_task(
+    rank: int, world_size: int, port: int, module: str, name: str, args: tuple[Any, ...]
+) -> Any:
     import torch.distributed as dist
 
     sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
@@ -60,8 +62,8 @@ def _run_task(rank: int, world_size: int, port: int, module: str, name: str, arg
 
 
 def _end_threads_of_old_groups() -> None:
-    """A process group ends its threads when nothing refers to it, and models that did are freed as garbage only. vLLM
-    takes what there is out of the collector's sight when an engine starts."""
+    """A process group ends its threads when nothing refers to it, and models that did are freed as
+    garbage only. vLLM takes what there is out of the collector's sight when an engine starts."""
     if len(os.listdir("/proc/self/task")) > MANY_THREADS:
         gc.unfreeze()
         gc.collect()
@@ -74,7 +76,8 @@ def _free_port() -> int:
 
 
 class RankPool:
-    """Up to `size` processes; `run` calls a module-level function on the first `world_size` of them."""
+    """Up to `size` processes; `run` calls a module-level function on the first `world_size` of
+    them."""
 
     def __init__(self) -> None:
         self._context = mp.get_context("spawn")
@@ -93,7 +96,9 @@ class RankPool:
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 600.0
     ) -> list[Any]:
-        """Results of `function(*args)` by rank. A rank that fails or hangs fails the test with its traceback."""
+        """Results of `function(*args)` by rank.
+
+        A rank that fails or hangs fails the test with its traceback."""
         self._grow(world_size)
         port = _free_port()
         workers = self._workers[:world_size]
@@ -105,7 +110,8 @@ class RankPool:
             ready = wait(open_, timeout)
             if not ready:
                 self._fail(
-                    f"ranks {sorted(set(range(world_size)) - set(results))} gave no result in {timeout} s"
+                    f"ranks {sorted(set(range(world_size)) - set(results))} gave no result in "
+                    f"{timeout} s"
                 )
             for rank, (_, connection) in enumerate(workers):
                 if connection in ready:
@@ -134,7 +140,8 @@ class RankPool:
             connection.close()
         for child in started:
             with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()  # psutil looks at the start time, too: an id that was given again is safe
+                # psutil looks at the start time, too: an id that was given again is safe
+                child.kill()
         psutil.wait_procs(started, timeout=10)
         self._workers.clear()
 

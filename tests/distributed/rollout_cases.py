@@ -1,4 +1,5 @@
-"""What the ranks do in the tests of rollouts: engines with the same random weights, on prompts of their own."""
+"""What the ranks do in the tests of rollouts: engines with the same random weights, on prompts of
+their own."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ from tests.distributed.engine_cases import Sampled, completions_of, whole_and_in
 from tests.tiny_models import shape_of
 
 ROLLOUT = RolloutConfig(
-    group_size=3, max_new_tokens=24, temperature=0.8, max_num_seqs=4, cpu_kv_cache_gib=0.1, progress_bar=False
+    group_size=3,
+    max_new_tokens=24,
+    temperature=0.8,
+    max_num_seqs=4,
+    cpu_kv_cache_gib=0.1,
+    progress_bar=False,
 )
 HASHED = RewardConfig(function="tests.reward_by_hash:reward")
 SEEDS = {"first": (1, 0), "next step": (1, 1), "other run": (2, 0)}
@@ -48,8 +54,9 @@ def _open(folder: Path, engine_size: int) -> tuple[Any, Mesh]:
 
 
 def _write_weights(weights: Any, shapes: dict[str, tuple[int, int]]) -> None:
-    """Random numbers drawn by a parameter's name. vLLM's own for tests are so small that every token is equally likely
-    after any prompt, and a mix-up of prompts or log-probs could not be seen."""
+    """Random numbers drawn by a parameter's name. vLLM's own for tests are so small that every
+    token is equally likely after any prompt, and a mix-up of prompts or log-probs could not be
+    seen."""
     weights.begin({name: rows for name, (rows, _) in shapes.items()})
     for name, shape in shapes.items():
         draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -59,10 +66,10 @@ def _write_weights(weights: Any, shapes: dict[str, tuple[int, int]]) -> None:
 
 
 def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[str, Any]:
-    """The groups of several rollouts by one `Collector`, each on the first so many prompts; and what it leaves in the
-    store. The weights have version 3. Then the rollouts of `SEEDS`, see `_hashed`; where there is one engine, by
-    temperature, completions that are cut, see `_in_slices`; and completions under changing weights, see
-    `_interrupted`."""
+    """The groups of several rollouts by one `Collector`, each on the first so many prompts; and
+    what it leaves in the store. The weights have version 3. Then the rollouts of `SEEDS`, see
+    `_hashed`; where there is one engine, by temperature, completions that are cut, see
+    `_in_slices`; and completions under changing weights, see `_interrupted`."""
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.rewards.reward_manager import open_reward_workers
     from rlmath.rollout.collector import CollectGroups, Collector
@@ -102,7 +109,8 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
 
 
 def _hashed(engine: Any, mesh: Mesh, folder: Path) -> dict[str, list[ScoredGroup]]:
-    """Rollouts at temperature 1 that a hash of text and solutions rewards, by the names of `SEEDS`."""
+    """Rollouts at temperature 1 that a hash of text and solutions rewards, by the names of
+    `SEEDS`."""
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.rewards.reward_manager import open_reward_workers
     from rlmath.rollout.collector import CollectGroups, Collector
@@ -149,8 +157,9 @@ class Interrupted:
 
 
 def _interrupted(engine: Any, mesh: Mesh, folder: Path) -> Interrupted:
-    """Completions of as many prompts as the engine has places: new weights by name, which are the same, behind
-    `KEPT_AFTER` steps, and again, while they are interrupted, behind `INTERRUPTED_AFTER` more."""
+    """Completions of as many prompts as the engine has places: new weights by name, which are the
+    same, behind `KEPT_AFTER` steps, and again, while they are interrupted, behind
+    `INTERRUPTED_AFTER` more."""
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.rollout.running_completions import Weights, _Decoding
     from rlmath.rollout.sampling import RolloutSeed, group_requests, training_sampling

@@ -22,7 +22,9 @@ BETAS = (0.9, 0.95)
 
 
 def make_sequences(count: int, seed: int) -> list[WrittenSequence]:
-    return [WrittenSequence(one.prompt_ids, one.completion_ids) for one in make_samples(count, seed)]
+    return [
+        WrittenSequence(one.prompt_ids, one.completion_ids) for one in make_samples(count, seed)
+    ]
 
 
 def order_of(sequences: Sequence[WrittenSequence]) -> PromptOrder:
@@ -37,7 +39,11 @@ def _config(folder: Path, case: Case) -> Config:
 
 
 def curve(
-    folder: Path, case: Case, sequences: list[WrittenSequence], held_out: list[WrittenSequence], steps: int
+    folder: Path,
+    case: Case,
+    sequences: list[WrittenSequence],
+    held_out: list[WrittenSequence],
+    steps: int,
 ) -> list[dict[str, float]]:
     """The metrics before training and of every step."""
     from rlmath.data.dataset import SftInputs
@@ -48,7 +54,9 @@ def curve(
     device = open_device("cpu")
     init_process_group(device, 120.0)
     sizes = (case.tensor, case.pipeline)
-    mesh = Mesh(dist.get_rank(), dist.get_world_size(), *sizes, 1, virtual_pipeline=case.virtual_pipeline)
+    mesh = Mesh(
+        dist.get_rank(), dist.get_world_size(), *sizes, 1, virtual_pipeline=case.virtual_pipeline
+    )
     inputs = SftInputs(sequences, held_out, order_of(sequences), steps, (), (), (1,))
     origin = Origin(model="", data="")
     prepared = PreparedRun(_config(folder, case), shape_of(folder), inputs, origin, recovery=None)

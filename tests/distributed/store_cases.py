@@ -1,4 +1,5 @@
-"""What the ranks do in the tests of checkpoints: learn, save, learn on; load in some layout, learn on."""
+"""What the ranks do in the tests of checkpoints: learn, save, learn on; load in some layout, learn
+on."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import torch
 from torch import Tensor
 
 from rlmath.algorithms.types import Sample
-from tests.distributed.policy_cases import Case, Stage, build, microbatches, policy_state, whole_tensors
+from tests.distributed.policy_cases import (
+    Case,
+    Stage,
+    build,
+    microbatches,
+    policy_state,
+    whole_tensors,
+)
 
 SETTINGS = "run: {}\n"
 
@@ -101,7 +109,9 @@ def load(folder: Path, case: Case, samples: list[Sample], root: Path) -> Outcome
     return Outcome(state, weights, whole_tensors(stage), numbers)
 
 
-def save_often(folder: Path, case: Case, root: Path, steps: list[tuple[int, bool]], keep_last: int) -> None:
+def save_often(
+    folder: Path, case: Case, root: Path, steps: list[tuple[int, bool]], keep_last: int
+) -> None:
     """Checkpoints of the given (step, kept)."""
     stage = build(folder, case)
     store = open_store(stage, root, keep_last)
@@ -114,7 +124,8 @@ def save_often(folder: Path, case: Case, root: Path, steps: list[tuple[int, bool
 
 
 def signal_the_writers(folder: Path, case: Case, root: Path) -> list[str | None]:
-    """What Slurm sends to all processes of a job arrives when the writers have just been started, and at work."""
+    """What Slurm sends to all processes of a job arrives when the writers have just been started,
+    and at work."""
     from rlmath.distributed.fault_tolerance.preemption import SIGNALS
 
     stage = build(folder, case)

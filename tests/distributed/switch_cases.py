@@ -1,5 +1,5 @@
-"""What the ranks do in the tests of the memory switch: a real policy and a real engine take turns, undisturbed and with
-a failure in every place."""
+"""What the ranks do in the tests of the memory switch: a real policy and a real engine take turns,
+undisturbed and with a failure in every place."""
 
 from __future__ import annotations
 
@@ -17,14 +17,22 @@ from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import MemorySwitch
 from tests.distributed.engine_cases import _pack_all, completions_of, open_engine, pair
 from tests.distributed.offload_cases import EVERYTHING, measured, parameters_of, state_of
-from tests.distributed.policy_cases import Case, Stage, build, by_sample, microbatches, whole_tensors
+from tests.distributed.policy_cases import (
+    Case,
+    Stage,
+    build,
+    by_sample,
+    microbatches,
+    whole_tensors,
+)
 from tests.tiny_models import make_samples
 
 NO_LIMIT = 2**60
 
 
 class Rig:
-    """A policy that has learned once, an engine, and all of the policy's memory in sets that can leave."""
+    """A policy that has learned once, an engine, and all of the policy's memory in sets that can
+    leave."""
 
     def __init__(self, folder: Path, case: Case, engine_size: int) -> None:
         from rlmath.models.offload import training_sets
@@ -60,7 +68,9 @@ class Rig:
         (cache,) = self.engine._llm.collective_rpc(lambda worker: cache_storages(worker))
         (model,) = self.engine._llm.collective_rpc(lambda worker: worker.get_model())
         storages = [*cache, *(parameter.untyped_storage() for parameter in model.parameters())]
-        packed = [module for module in model.modules() if getattr(module, "cpu_linear", None) is not None]
+        packed = [
+            module for module in model.modules() if getattr(module, "cpu_linear", None) is not None
+        ]
         return sum(storage.nbytes() for storage in storages) + len(packed)
 
     def requests(self, step: int) -> list[Any]:
@@ -77,9 +87,11 @@ class Rig:
         return self.engine.running_completions().sample(self.requests(1))
 
     def mismatch(self, generated: dict[Any, Any]) -> float:
-        """Largest difference of log-probs to the policy as it is now (nats); 0 off the last stage."""
+        """Largest difference of log-probs to the policy as it is now (nats); 0 off the last
+        stage."""
         samples = [
-            Sample((5 + p, 6, 7), one.token_ids, one.logprobs, 1.0) for (p, _), one in generated.items()
+            Sample((5 + p, 6, 7), one.token_ids, one.logprobs, 1.0)
+            for (p, _), one in generated.items()
         ]
         batches = _pack_all(samples, self.stage.mesh)
         results = self.stage.actor.forward_backward.logprobs(batches)
@@ -141,7 +153,8 @@ class Trouble(Exception):
 
 
 class FailsOnce:
-    """The real sets; the first time that they come back ends in an error when one of them is here."""
+    """The real sets; the first time that they come back ends in an error when one of them is
+    here."""
 
     def __init__(self, sets: Any) -> None:
         self._sets, self._failed = sets, False
@@ -174,7 +187,9 @@ def _sync_raises(rig: Rig) -> None:
 def _body_raises(rig: Rig) -> None:
     def body() -> None:
         for _ in rig.begun():
-            assert sum(rig.engine._llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts())
+            assert sum(
+                rig.engine._llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts()
+            )
             raise Trouble("with requests still running")
 
     _use(rig.switch(), body)
@@ -198,7 +213,9 @@ def _coming_back_fails(rig: Rig) -> None:
 
 
 def _parameters_cannot_leave(rig: Rig) -> None:
-    """torch cannot give up memory that numpy owns. Half of the parameters have left by then."""
+    """torch cannot give up memory that numpy owns.
+
+    Half of the parameters have left by then."""
     parameters = parameters_of(rig.stage.actor.chunks)
     borrowed = parameters[len(parameters) // 2]
     kept = borrowed.data
@@ -234,7 +251,8 @@ FAILURES = {
 
 
 def failures(folder: Path, case: Case, engine_size: int) -> dict[str, dict[str, Any]]:
-    """After every failure: what is where, what has changed, and whether all goes on with another switch."""
+    """After every failure: what is where, what has changed, and whether all goes on with another
+    switch."""
     rig, found = Rig(folder, case, engine_size), {}
     for name, fail in FAILURES.items():
         before, weights, here = state_of(rig.stage), whole_tensors(rig.stage), rig.look()

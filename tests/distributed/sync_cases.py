@@ -1,5 +1,5 @@
-"""What the ranks do in the tests of the weight sync: bring a plain module, which has the names and shapes of vLLM's, up
-to the policy's weights, and compare it with the policy's whole tensors."""
+"""What the ranks do in the tests of the weight sync: bring a plain module, which has the names and
+shapes of vLLM's, up to the policy's weights, and compare it with the policy's whole tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class Target:
         """Parameters that are not the policy's, bit by bit, padding included."""
         part = self.mesh.rank % self.mesh.engine_size
         size = self.mesh.engine_size
-        whole = merged_on_host(self.stage) if self.stage.config.lora.rank else whole_tensors(self.stage)
+        whole = (
+            merged_on_host(self.stage) if self.stage.config.lora.rank else whole_tensors(self.stage)
+        )
         wanted = engine_parameters(self.stage.shape, whole, size, part)
         found = self.parameters
         assert found.keys() == wanted.keys()
@@ -55,10 +57,16 @@ class Target:
 
 
 def merged_on_host(stage: Stage) -> dict[str, Tensor]:
-    """The tensors of the policy's folder with their adapters, PEFT's formula in float64, rounded once."""
+    """The tensors of the policy's folder with their adapters, PEFT's formula in float64, rounded
+    once."""
     lora, folder = stage.config.lora, Path(stage.config.model.path)
-    adapters = {name: one.double() for name, one in whole_tensors(stage, adapters_alone=True).items()}
-    whole = {n: t.to(stage.device.params_dtype) for n, t in load_file(folder / "model.safetensors").items()}
+    adapters = {
+        name: one.double() for name, one in whole_tensors(stage, adapters_alone=True).items()
+    }
+    whole = {
+        n: t.to(stage.device.params_dtype)
+        for n, t in load_file(folder / "model.safetensors").items()
+    }
     for name in adapters:
         prefix, _, matrix = name.removesuffix(".weight").rpartition(".")
         if matrix == "lora_A":
@@ -79,7 +87,9 @@ def plain_model(shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> to
                 module.add_module(step, torch.nn.Module())
             module = module._modules[step]
         size = (rows,) if cols == 1 else (rows, cols)
-        parameter = torch.nn.Parameter(torch.full(size, torch.nan, dtype=dtype), requires_grad=False)
+        parameter = torch.nn.Parameter(
+            torch.full(size, torch.nan, dtype=dtype), requires_grad=False
+        )
         module.register_parameter(last, parameter)
     return root
 
@@ -95,7 +105,9 @@ def target(
     model = plain_model(shapes, dtype)
     layout = training_layout(stage.shape.num_layers, mesh, parallel)
     weights = EngineWeights(model, shapes)
-    sync = WeightTransfer(stage.actor.chunks, stage.shape, layout, mesh, stage.device, weights, bucket_bytes)
+    sync = WeightTransfer(
+        stage.actor.chunks, stage.shape, layout, mesh, stage.device, weights, bucket_bytes
+    )
     return Target(model, sync, mesh, stage)
 
 
@@ -127,9 +139,14 @@ def learn(stage: Stage, seed: int) -> None:
 
 
 def transfer(
-    folder: Path, cases: list[Case], engine_sizes: tuple[int, ...], dtype: torch.dtype, messages: bool
+    folder: Path,
+    cases: list[Case],
+    engine_sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    messages: bool,
 ) -> list[dict[str, Any]]:
-    """Sync, learn, sync again: what is wrong in the target each time, and what the reports count."""
+    """Sync, learn, sync again: what is wrong in the target each time, and what the reports
+    count."""
     reports = []
     for case, stage in stages_of(folder, cases):
         with no_shared_memory() if messages else nullcontext():
@@ -145,7 +162,11 @@ def transfer(
                 learn(stage, step)
         reports += [_report(case, one, sent) for one in targets]
         reports[-1]["wrong"] = wrong
-        moved = {name for name, old in before.items() if not torch.equal(old, targets[0].parameters[name])}
+        moved = {
+            name
+            for name, old in before.items()
+            if not torch.equal(old, targets[0].parameters[name])
+        }
         reports[-1]["moved"] = moved == {name for name in before if _learns(name, case.lora)}
     return reports
 
@@ -214,29 +235,41 @@ def _bucket_bytes(one: Target) -> int:
 
 
 def into_vllms_own_model(folder: Path, case: Case) -> dict[str, Any]:
-    """Two syncs, with an update between them, into vLLM's model class in bfloat16 as a GPU has it: its parameters are
-    what its layers multiply by, nothing is packed. One engine of all ranks."""
+    """Two syncs, with an update between them, into vLLM's model class in bfloat16 as a GPU has it:
+    its parameters are what its layers multiply by, nothing is packed. One engine of all ranks."""
     from rlmath.rollout.weight_sync.weight_sync import WeightTransfer
 
     stage = build(folder, case)
     mesh = replace(stage.mesh, engine_size=stage.mesh.world_size)
     with _vllm_model(folder, mesh.engine_size) as model:
         model.load_weights(load_file(folder / "model.safetensors").items())
-        of_checkpoint = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
-        before = {name: (id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()}
+        of_checkpoint = {
+            name: parameter.data.clone() for name, parameter in model.named_parameters()
+        }
+        before = {
+            name: (id(parameter), parameter.data_ptr())
+            for name, parameter in model.named_parameters()
+        }
         for parameter in model.parameters():
             parameter.data.fill_(torch.nan)
         layout = training_layout(stage.shape.num_layers, mesh)
         weights = EngineWeights(model, engine_shapes(stage.shape, mesh.engine_size))
-        sync = WeightTransfer(stage.actor.chunks, stage.shape, layout, mesh, stage.device, weights, 40_000)
+        sync = WeightTransfer(
+            stage.actor.chunks, stage.shape, layout, mesh, stage.device, weights, 40_000
+        )
         synced = Target(model, sync, mesh, stage)
         sync.run(check=True)
         unlike = [
-            name for name, data in synced.parameters.items() if not torch.equal(data, of_checkpoint[name])
+            name
+            for name, data in synced.parameters.items()
+            if not torch.equal(data, of_checkpoint[name])
         ]
         learn(stage, 0)
         sync.run(check=True)
-        after = {name: (id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()}
+        after = {
+            name: (id(parameter), parameter.data_ptr())
+            for name, parameter in model.named_parameters()
+        }
         return {
             "parameters": len(before),
             "unlike the checkpoint": unlike,
@@ -247,7 +280,8 @@ def into_vllms_own_model(folder: Path, case: Case) -> dict[str, Any]:
 
 @contextmanager
 def _vllm_model(folder: Path, ranks: int) -> Iterator[torch.nn.Module]:
-    """vLLM's model of a checkpoint in bfloat16, without its weights, on one engine of so many ranks."""
+    """vLLM's model of a checkpoint in bfloat16, without its weights, on one engine of so many
+    ranks."""
     from rlmath.rollout.engine import prepare_environment
 
     prepare_environment("cpu")

@@ -1,4 +1,5 @@
-"""What the ranks do in the tests of a teacher: score samples with it, and report whole gradients and updates."""
+"""What the ranks do in the tests of a teacher: score samples with it, and report whole gradients
+and updates."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from torch import Tensor
 from rlmath.algorithms.types import Sample, ScoredGroup
 from rlmath.config.schema import AlgorithmConfig, TeacherConfig
 from rlmath.distributed.phase_timers import PhaseTimers
-from tests.distributed.policy_cases import Case, Stage, build, microbatches, whole_gradients, whole_tensors
+from tests.distributed.policy_cases import (
+    Case,
+    Stage,
+    build,
+    microbatches,
+    whole_gradients,
+    whole_tensors,
+)
 from tests.distributed.update_cases import StepOutcome
 from tests.tiny_models import shape_of
 
@@ -31,7 +39,8 @@ def _build(folder: Path, case: Case, teacher: TeacherConfig) -> tuple[Stage, Any
 def gradients(
     folder: Path, case: Case, samples: list[Sample], settings: TeacherConfig
 ) -> dict[str, Tensor] | None:
-    """Gradients of one minibatch, from rank 0, with the teacher in the advantages or in the loss."""
+    """Gradients of one minibatch, from rank 0, with the teacher in the advantages or in the
+    loss."""
     from rlmath.trainer.token_advantages import Advantages, add_teacher_advantages
 
     stage, teacher = _build(folder, replace(case, optimizer="sgd"), settings)
@@ -65,14 +74,17 @@ def step(
     settings: TeacherConfig,
     offload: bool = False,
 ) -> tuple[StepOutcome, list[str]] | None:
-    """The updates of one step with a teacher, from rank 0; and the sets that are offloaded afterwards."""
+    """The updates of one step with a teacher, from rank 0; and the sets that are offloaded
+    afterwards."""
     from rlmath.models.build import early_stop, loss_settings
     from rlmath.models.offload import training_sets
     from rlmath.trainer.policy_update import PolicyUpdater
 
     stage, teacher = _build(folder, case, settings)
     config = replace(
-        stage.config, algorithm=algorithm, memory=replace(stage.config.memory, offload_teacher=offload)
+        stage.config,
+        algorithm=algorithm,
+        memory=replace(stage.config.memory, offload_teacher=offload),
     )
     stage.actor.learner.settings = loss_settings(algorithm, settings)
     stage.actor.learner.bounds = early_stop(algorithm)

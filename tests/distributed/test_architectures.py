@@ -16,7 +16,14 @@ from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_engine import check_engines
 from tests.distributed.test_parity import assert_close
 from tests.selection import keeping, matrix
-from tests.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, YARN_ROPE, make_model_folder, make_samples
+from tests.tiny_models import (
+    LINEAR_ROPE,
+    LLAMA3_ROPE,
+    LONG_ROPE,
+    YARN_ROPE,
+    make_model_folder,
+    make_samples,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -49,18 +56,22 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
         {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 128},
     ),
 }
-"""Architecture, whether its embeddings are tied, and its own settings. Qwen2 has its own tests (`test_parity`)."""
+"""Architecture, whether its embeddings are tied, and its own settings. Qwen2 has its own tests
+(`test_parity`)."""
 LAYOUTS = [
     Case(max_tokens=128),
     Case(tensor=2, max_tokens=128),
     Case(tensor=2, pipeline=2, max_tokens=128),
     pytest.param(
-        Case(tensor=2, pipeline=2, sequence=True, recompute=True, max_tokens=128), marks=pytest.mark.full
+        Case(tensor=2, pipeline=2, sequence=True, recompute=True, max_tokens=128),
+        marks=pytest.mark.full,
     ),
     pytest.param(Case(pipeline=2, virtual_pipeline=2, max_tokens=128), marks=pytest.mark.full),
 ]
 SAMPLES = make_samples(8, longest=100)
-assert max(sample.length for sample in SAMPLES) > 2 * LLAMA3_ROPE["original_max_position_embeddings"]
+assert (
+    max(sample.length for sample in SAMPLES) > 2 * LLAMA3_ROPE["original_max_position_embeddings"]
+)
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +90,9 @@ def wanted(folders: dict[str, Path]) -> dict[str, tuple[list[Tensor], dict[str, 
     for name, folder in folders.items():
         model = oracle.load(folder)
         with torch.no_grad():
-            logits = [model(torch.tensor([s.prompt_ids + s.completion_ids])).logits[0] for s in SAMPLES]
+            logits = [
+                model(torch.tensor([s.prompt_ids + s.completion_ids])).logits[0] for s in SAMPLES
+            ]
         oracle.loss(model, SAMPLES).backward()
         found[name] = (logits, oracle.gradients(model))
     return found
@@ -104,7 +117,9 @@ def test_a_model_answers_learns_and_leaves_as_in_transformers(
         on_last_stage = [one.logits for one in found if one.logits]
         assert len(on_last_stage) == case.tensor, name
         for got in on_last_stage:
-            distances = [float((got[index] - expected).abs().max()) for index, expected in enumerate(logits)]
+            distances = [
+                float((got[index] - expected).abs().max()) for index, expected in enumerate(logits)
+            ]
             assert max(distances) <= 1e-4, f"{name}: the logits are off by {max(distances):.2e}"
         for one in found:
             assert_close(one.gradients, gradients, 1e-5)
@@ -119,7 +134,10 @@ def assert_same_weights(one: Path, other: Path) -> None:
         assert torch.equal(before.tensor(name), after.tensor(name)), name
 
 
-ENGINES = [("qwen3", [Case()], 1), *((name, [Case(tensor=2), Case(pipeline=2)], 2) for name in MODELS)]
+ENGINES = [
+    ("qwen3", [Case()], 1),
+    *((name, [Case(tensor=2), Case(pipeline=2)], 2) for name in MODELS),
+]
 
 
 @pytest.mark.full

@@ -63,17 +63,26 @@ def prompts_of(found: Any) -> list[str]:
             marks=pytest.mark.full,
         ),
         pytest.param(3, {"ranks": 1}, {"tensor": 2}, id="TP2 + 1", marks=pytest.mark.full),
-        pytest.param(4, {"ranks": 2, "tensor_parallel": 2}, {"pipeline": 2}, id="PP2 + TP2", marks=matrix),
+        pytest.param(
+            4, {"ranks": 2, "tensor_parallel": 2}, {"pipeline": 2}, id="PP2 + TP2", marks=matrix
+        ),
         pytest.param(4, {"ranks": 2}, {}, id="DP2 + 2 engines", marks=pytest.mark.full),
     ],
 )
 def test_engines_of_their_own_have_the_policys_weights_and_every_prompt_is_learned_once(
-    ranks: RankPool, model: Path, tmp_path: Path, count: int, engine: dict[str, int], layout: dict[str, Any]
+    ranks: RankPool,
+    model: Path,
+    tmp_path: Path,
+    count: int,
+    engine: dict[str, int],
+    layout: dict[str, Any],
 ) -> None:
     steps, rollout = 6, with_engines(**engine)
     found, *others = train(ranks, count, model, tmp_path, steps, rollout, **layout_of(**layout))
     sent = [metrics["sync/sent_gib"] for metrics in found.metrics]
-    assert len(set(sent[1:])) == 1 and (sent[1] < sent[0] if "lora" in layout else sent[1] == sent[0])
+    assert len(set(sent[1:])) == 1 and (
+        sent[1] < sent[0] if "lora" in layout else sent[1] == sent[0]
+    )
     assert all(one.groups == found.groups for one in others)
     assert [len(groups) for groups in found.groups] == [PER_STEP] * steps
     assert set(Counter(prompts_of(found)).values()) == {1}
@@ -81,11 +90,15 @@ def test_engines_of_their_own_have_the_policys_weights_and_every_prompt_is_learn
     for number, metrics in enumerate(found.metrics):
         assert metrics["sync/probe_difference_max"] <= 1e-5
         assert metrics["rollout/staleness_max"] <= min(number, rollout.max_staleness)
-    assert max(metrics["rollout/staleness_max"] for metrics in found.metrics) >= 1  # they did not wait
+    assert (
+        max(metrics["rollout/staleness_max"] for metrics in found.metrics) >= 1
+    )  # they did not wait
 
 
 @pytest.mark.parametrize(
-    "more", [{}, pytest.param(layout_of(lora=ADAPTERS), marks=pytest.mark.full)], ids=["full", "LoRA"]
+    "more",
+    [{}, pytest.param(layout_of(lora=ADAPTERS), marks=pytest.mark.full)],
+    ids=["full", "LoRA"],
 )
 def test_with_staleness_0_a_run_is_the_synchronous_one_bit_by_bit(
     ranks: RankPool, model: Path, tmp_path: Path, more: dict[str, Any]
@@ -94,7 +107,9 @@ def test_with_staleness_0_a_run_is_the_synchronous_one_bit_by_bit(
     (apart,) = train(ranks, 2, model, tmp_path, 2, rollout, **more)
     (together,) = train(ranks, 1, model, tmp_path, 2, with_engines(ranks=0), **more)
     assert apart.groups == together.groups
-    trained = [name for name in together.metrics[0] if name.startswith(("train/", "actor", "advantage"))]
+    trained = [
+        name for name in together.metrics[0] if name.startswith(("train/", "actor", "advantage"))
+    ]
     compared = [name for name in trained if name != "train/mfu"]
     assert len(compared) > 8
     for ours, theirs in zip(apart.metrics, together.metrics, strict=True):
@@ -119,14 +134,17 @@ def test_interrupted_completions_go_on_with_the_new_weights(
     tokenizer = load_tokenizer(str(model))
     for group in (group for step in found.groups for group in step):
         texts = [
-            completion_text(tokenizer, c.token_ids, c.finish_reason == "stop") for c in group.completions
+            completion_text(tokenizer, c.token_ids, c.finish_reason == "stop")
+            for c in group.completions
         ]
         assert [c.text for c in group.completions] == texts
         judged = [hash_of(text, group.prompt.solutions) for text in texts]
         assert group.rewards == pytest.approx(judged), "the whole text has the reward"
     later = [index for c in completions for index, _ in enumerate(c.segments)]
     assert sum(index > 0 for index in later) >= 3, "hardly any completion was interrupted"
-    assert max(found.left[:-1]) > 0 and found.left[-1] == 0, "a checkpoint would have what the engine samples"
+    assert max(found.left[:-1]) > 0 and found.left[-1] == 0, (
+        "a checkpoint would have what the engine samples"
+    )
     largest: dict[bool, float] = {False: 0.0, True: 0.0}
     for index, (sampled, scored) in zip(later, found.scored, strict=True):
         difference = max(abs(a - b) for a, b in zip(sampled, scored, strict=True))
@@ -142,7 +160,9 @@ def test_interrupted_completions_go_on_with_the_new_weights(
 def test_no_engine_begins_more_sequences_than_it_is_told(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
-    """Groups of two: where one of two places is free, nothing begins. Where no engine reports there is no figure."""
+    """Groups of two: where one of two places is free, nothing begins.
+
+    Where no engine reports there is no figure."""
     (found,) = train(ranks, 2, model, tmp_path, 4, with_engines(max_concurrent_sequences=2))
     name = "rollout/sequences_running"
     running = [metrics[name] for metrics in found.metrics[1:] if name in metrics]
@@ -165,13 +185,16 @@ def test_dropped_groups_are_replaced(ranks: RankPool, model: Path, tmp_path: Pat
 def test_a_function_of_whole_groups_is_called_when_an_engine_has_all_of_a_group(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
-    """Also where a snapshot for a checkpoint is taken meanwhile; a validation has groups of its own."""
+    """Also where a snapshot for a checkpoint is taken meanwhile; a validation has groups of its
+    own."""
     held_out = tmp_path / "held_out.jsonl"
     row = {"prompt": "1+1=", "solutions": ["2"], "query_id": "h", "task": "math"}
     held_out.write_text(json.dumps(row) + "\n")
     more = {
         "reward": RewardConfig(function="tests.reward_by_hash:of_group", function_takes="group"),
-        "validation": ValidationConfig(every_steps=2, paths=[str(held_out)], max_new_tokens=8, samples=2),
+        "validation": ValidationConfig(
+            every_steps=2, paths=[str(held_out)], max_new_tokens=8, samples=2
+        ),
     }
     (found,) = train(ranks, 2, model, tmp_path, 4, with_engines(), snapshots=True, **more)
     groups = [group for step in found.groups for group in step]
@@ -201,8 +224,8 @@ def even(completion, solutions, row):
 def test_engines_are_given_every_setting_of_training_and_of_validation(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
-    """Rewards of weights 1 and 3, a scorer by its name in a plugin, two updates a step, two length stages, and lengths
-    and a template of validation's own: as engines of training ranks are."""
+    """Rewards of weights 1 and 3, a scorer by its name in a plugin, two updates a step, two length
+    stages, and lengths and a template of validation's own: as engines of training ranks are."""
     (tmp_path / "own.py").write_text(PLUGIN)
     held_out = tmp_path / "held_out.jsonl"
     rows = [
@@ -221,7 +244,12 @@ def test_engines_are_given_every_setting_of_training_and_of_validation(
         "reward": RewardConfig(rewards=["length", "digits"], weights=[1.0, 3.0], workers=1),
         "algorithm": replace(AlgorithmConfig(), n_minibatches=2, early_stop_ratio=None),
         "validation": ValidationConfig(
-            every_steps=2, paths=[str(held_out)], max_new_tokens=8, samples=3, scorer="even", template="raw"
+            every_steps=2,
+            paths=[str(held_out)],
+            max_new_tokens=8,
+            samples=3,
+            scorer="even",
+            template="raw",
         ),
     }
     stages = StagesConfig(steps=[3, 3], max_new_tokens=[24, LONGEST])
@@ -232,7 +260,9 @@ def test_engines_are_given_every_setting_of_training_and_of_validation(
     assert max(map(max, lengths[:3])) == 24 < max(map(max, lengths[3:]))
     assert apart.in_flight[2] == [] != apart.in_flight[1]
     for limit, step in zip([24] * 3 + [LONGEST] * 3, apart.groups, strict=True):
-        pairs = [pair for group in step for pair in zip(group.completions, group.scores, strict=True)]
+        pairs = [
+            pair for group in step for pair in zip(group.completions, group.scores, strict=True)
+        ]
         for one, score in pairs:
             short, digits = 1 - len(one.token_ids) / limit, sum(map(str.isdigit, one.text)) / 10
             assert score.reward == pytest.approx(1 * short + 3 * digits)

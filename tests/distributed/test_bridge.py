@@ -1,4 +1,5 @@
-"""Messages between ranks that train and ranks of engines: where one is lost, the others do not wait for it."""
+"""Messages between ranks that train and ranks of engines: where one is lost, the others do not wait
+for it."""
 
 from __future__ import annotations
 
@@ -21,13 +22,16 @@ def told() -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("behaviour", ["closes", "closes lazily"])
-def test_messages_come_in_order_however_long_they_take(told: dict[str, list[Any]], behaviour: str) -> None:
+def test_messages_come_in_order_however_long_they_take(
+    told: dict[str, list[Any]], behaviour: str
+) -> None:
     """Lazily: as in a run of many ranks."""
     assert told[behaviour] == [SENT, SENT, [], []]
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "error"), [("breaks off", "RuntimeError"), ("unreadable", "UnreadableMessageError")]
+    ("behaviour", "error"),
+    [("breaks off", "RuntimeError"), ("unreadable", "UnreadableMessageError")],
 )
 def test_what_is_no_whole_message_is_an_error_of_every_method(
     told: dict[str, list[Any]], behaviour: str, error: str

@@ -1,4 +1,5 @@
-"""Plain objects on every rank, whatever their sizes; and groups that connect ranks when they talk."""
+"""Plain objects on every rank, whatever their sizes; and groups that connect ranks when they
+talk."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def test_no_rank_sends_more_than_twice_what_there_is() -> None:
 def test_many_ranks_connect_when_needed(
     world_size: int, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # taken back after the test, whatever becomes of it
+    monkeypatch.setenv(
+        "TORCH_GLOO_LAZY_INIT", ""
+    )  # taken back after the test, whatever becomes of it
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     monkeypatch.setenv("RANK", "3")

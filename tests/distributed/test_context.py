@@ -1,5 +1,5 @@
-"""Context-parallel ranks against transformers, with a stand-in for Transformer Engine's attention (see
-`context_cases`)."""
+"""Context-parallel ranks against transformers, with a stand-in for Transformer Engine's attention
+(see `context_cases`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def test_logprobs_equal_those_of_transformers(ranks: RankPool, untied_model: Pat
 
 
 @matrix
-def test_gradients_equal_those_of_transformers(ranks: RankPool, untied_model: Path, tied_model: Path) -> None:
+def test_gradients_equal_those_of_transformers(
+    ranks: RankPool, untied_model: Path, tied_model: Path
+) -> None:
     check_gradients(ranks, untied_model, CONTEXT, context_cases)
     check_gradients(ranks, tied_model, CONTEXT, context_cases)
 

@@ -1,4 +1,5 @@
-"""The converters against Megatron: it loads what they write in any layout, and they read what it saves in any."""
+"""The converters against Megatron: it loads what they write in any layout, and they read what it
+saves in any."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ LOADS = [
     pytest.param("qwen2", Case(tensor=2, pipeline=2), 2, marks=pytest.mark.full),
     pytest.param("qwen2-tied", Case(tensor=2, pipeline=2), 2, marks=pytest.mark.full),
 ]
-"""Model, layout that loads, --tensor-parallel of the conversion. The vocabulary is odd: that of qwen3 is filled up
-otherwise than Megatron does at TP2, and loads all the same."""
+"""Model, layout that loads, --tensor-parallel of the conversion. The vocabulary is odd: that of
+qwen3 is filled up otherwise than Megatron does at TP2, and loads all the same."""
 LOADED = [
     ("qwen2", Case(tensor=2), 2),
     ("qwen2-tied", Case(pipeline=2), 1),
@@ -89,7 +90,9 @@ def test_what_megatron_saves_is_converted_bit_by_bit(
     model = models[name]
     ranks.run(case.ranks, getattr(convert_cases, way), model, tmp_path / "saved", case)
     source = find_megatron(tmp_path / "saved")
-    megatron_to_hf(source.state, shape_of(model), read_metadata_files(model), tmp_path / "hf", None, 2**20)
+    megatron_to_hf(
+        source.state, shape_of(model), read_metadata_files(model), tmp_path / "hf", None, 2**20
+    )
     before, after = HFReader(model), HFReader(tmp_path / "hf")
     assert before.files.keys() == after.files.keys()
     for tensor in before.files:

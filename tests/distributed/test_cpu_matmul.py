@@ -18,12 +18,16 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_matmul, "ONEDNN_IS_FASTER", True)
 
 
-def tensors(T: int, K: int, N: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def tensors(
+    T: int, K: int, N: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(3)
     return torch.randn(T, K), torch.randn(N, K), torch.randn(N), torch.randn(T, N)
 
 
-@pytest.mark.parametrize("sizes", [LARGE, (3, 4, 5), (1000, 160, 1), (1, 5000, 4000), (2049, 101, 99)])
+@pytest.mark.parametrize(
+    "sizes", [LARGE, (3, 4, 5), (1000, 160, 1), (1, 5000, 4000), (2049, 101, 99)]
+)
 def test_products_equal_those_in_float64(sizes: tuple[int, int, int]) -> None:
     T, K, N = sizes
     x, weight, bias, grad = tensors(*sizes)
@@ -58,7 +62,9 @@ def test_the_same_product_again_has_the_same_bits() -> None:
 
 def test_other_number_formats_are_torchs() -> None:
     x, weight, _, _ = (one.double() for one in tensors(*LARGE))
-    assert not uses_onednn(x, 256) and torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
+    assert not uses_onednn(x, 256) and torch.equal(
+        linear(x, weight), torch.nn.functional.linear(x, weight)
+    )
 
 
 @pytest.mark.parametrize(

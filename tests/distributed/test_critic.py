@@ -1,4 +1,5 @@
-"""The critic on every layout against transformers: values, advantages, and the updates of both models."""
+"""The critic on every layout against transformers: values, advantages, and the updates of both
+models."""
 
 from __future__ import annotations
 
@@ -35,7 +36,12 @@ LAYOUTS = [
     Case(pipeline=2, virtual_pipeline=2, max_tokens=64),
 ]
 ALGORITHM = AlgorithmConfig(
-    advantage="gae", advantage_eps=1e-5, kl_in="reward", kl_estimator="k1", kl_coef=0.5, early_stop_ratio=None
+    advantage="gae",
+    advantage_eps=1e-5,
+    kl_in="reward",
+    kl_estimator="k1",
+    kl_coef=0.5,
+    early_stop_ratio=None,
 )
 GAMMA, VALUE_LAMBDA, ALPHA, CLIP = 0.99, 0.97, 0.2, 0.3
 
@@ -57,7 +63,8 @@ GROUPS = with_cut_off_completions(make_groups((4, 4, 3, 1, 4)))
 
 @pytest.fixture(scope="module")
 def value_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random critic of another shape than the policy, with a value head, and with fewer rows of the embedding."""
+    """A random critic of another shape than the policy, with a value head, and with fewer rows of
+    the embedding."""
     import transformers
 
     torch.manual_seed(9)
@@ -89,7 +96,9 @@ def settings(value_model: Path, **changes: Any) -> CriticConfig:
 def value_oracle(folder: Path) -> torch.nn.Module:
     import transformers
 
-    return transformers.AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    return transformers.AutoModelForTokenClassification.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
 
 
 def values_of(model: torch.nn.Module, sample: Sample) -> Tensor:
@@ -98,7 +107,9 @@ def values_of(model: torch.nn.Module, sample: Sample) -> Tensor:
     return model(ids[None]).logits[0, len(sample.prompt_ids) - 1 :, 0]
 
 
-def slow_gae(rewards: list[float], values: list[float], end: float, gamma: float, lam: float) -> list[float]:
+def slow_gae(
+    rewards: list[float], values: list[float], end: float, gamma: float, lam: float
+) -> list[float]:
     """Token by token, as the papers write it."""
     advantages, behind, after = [0.0] * len(rewards), 0.0, end
     for t in reversed(range(len(rewards))):
@@ -110,7 +121,8 @@ def slow_gae(rewards: list[float], values: list[float], end: float, gamma: float
 def dense_step(
     policy_folder: Path, critic_folder: Path
 ) -> tuple[list[list[float]], dict[str, Tensor], dict[str, Tensor], float]:
-    """Advantages, the updates of policy and critic by SGD, and the critic's loss, in plain torch."""
+    """Advantages, the updates of policy and critic by SGD, and the critic's loss, in plain
+    torch."""
     samples = make_samples(GROUPS, [[0.0] * len(group.completions) for group in GROUPS])
     completions = [one for group in GROUPS for one in group.completions]
     rewards = [reward for group in GROUPS for reward in group.rewards]
@@ -147,7 +159,8 @@ def dense_step(
     )
     (total / tokens).backward()
     loss = sum(
-        0.5 * ((v[:-1] - torch.tensor(row)) ** 2).sum() for v, row in zip(values, returns, strict=True)
+        0.5 * ((v[:-1] - torch.tensor(row)) ** 2).sum()
+        for v, row in zip(values, returns, strict=True)
     )
     (loss / tokens).backward()
     policy_update = {n: -LEARNING_RATE["sgd"] * g for n, g in oracle.gradients(policy).items()}
@@ -162,7 +175,9 @@ def test_a_step_of_policy_and_critic_is_that_of_transformers(
 ) -> None:
     torch.set_num_threads(1)
     critic = settings(value_model)
-    ours = ranks.run(case.ranks, critic_cases.step, untied_model, case, GROUPS, critic, ALGORITHM)[0]
+    ours = ranks.run(case.ranks, critic_cases.step, untied_model, case, GROUPS, critic, ALGORITHM)[
+        0
+    ]
     advantages, policy_update, critic_update, loss = dense_step(untied_model, value_model)
     found = [advantage for row in ours.record.advantages for advantage in row]
     assert found == pytest.approx([sum(row) / len(row) for row in advantages], abs=1e-4)
@@ -183,7 +198,9 @@ def test_without_a_value_head_the_critic_begins_with_values_of_zero(
     found: dict[int, list[float]] = {}
     for part in ranks.run(case.ranks, critic_cases.values, untied_model, case, samples, critic):
         found |= part
-    assert [len(found[i]) for i in range(len(samples))] == [len(one.completion_ids) for one in samples]
+    assert [len(found[i]) for i in range(len(samples))] == [
+        len(one.completion_ids) for one in samples
+    ]
     assert {value for row in found.values() for value in row} == {0.0}
 
 
@@ -195,16 +212,26 @@ BFLOAT16 = replace(ON_TWO, dtype="bfloat16")
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     keeping(
-        [(BFLOAT16, BFLOAT16), (Case(optimizer="adam", tensor=2, pipeline=2), ON_TWO), (ON_TWO, ON_TWO)],
+        [
+            (BFLOAT16, BFLOAT16),
+            (Case(optimizer="adam", tensor=2, pipeline=2), ON_TWO),
+            (ON_TWO, ON_TWO),
+        ],
         (BFLOAT16, BFLOAT16),
     ),
     ids=str,
 )
 def test_a_checkpoint_has_the_critic_and_its_optimizer(
-    ranks: RankPool, untied_model: Path, value_model: Path, tmp_path: Path, saved: Case, loaded: Case
+    ranks: RankPool,
+    untied_model: Path,
+    value_model: Path,
+    tmp_path: Path,
+    saved: Case,
+    loaded: Case,
 ) -> None:
-    """Loaded on the same layout, the next update is bit-equal; on another one it is the same to rounding. In bfloat16,
-    as on GPU, the head is float32 beside it, and the optimizer steps it before the others."""
+    """Loaded on the same layout, the next update is bit-equal; on another one it is the same to
+    rounding. In bfloat16, as on GPU, the head is float32 beside it, and the optimizer steps it
+    before the others."""
     samples = make_samples(GROUPS, [[0.0] * len(group.completions) for group in GROUPS])
     critic = settings(value_model, lr=0.01, warmup_steps=2)
     given = samples, critic, tmp_path / "checkpoints"

@@ -61,7 +61,10 @@ def test_freed_memory_is_kept_until_it_is_released():
 def test_the_most_memory_is_this_programs_own():
     """A large parent does not count; `ru_maxrss` of the child would have it."""
     held = bytearray(os.urandom(1)) * 600_000_000
-    code = "from rlmath.distributed import device as d; print(d.most_resident_bytes(), d.resident_bytes())"
+    code = (
+        "from rlmath.distributed import device as d; print(d.most_resident_bytes(), "
+        "d.resident_bytes())"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     most, now = map(int, done.stdout.split())
     assert now * 0.9 < most < now + 200_000_000 and len(held) == 600_000_000

@@ -35,7 +35,11 @@ OTHERS = [(case, *poison) for case in (STAGES, ADAPTERS) for poison in POISONS]
 
 @pytest.mark.parametrize(
     ("case", "poison", "reason"),
-    keeping([*IN_MATRIX, *POISONED, *(one for one in OTHERS if one not in IN_MATRIX)], *POISONED, others=2),
+    keeping(
+        [*IN_MATRIX, *POISONED, *(one for one in OTHERS if one not in IN_MATRIX)],
+        *POISONED,
+        others=2,
+    ),
     ids=str,
 )
 def test_a_discarded_minibatch_leaves_every_bit_of_the_state(
@@ -53,31 +57,44 @@ def test_a_discarded_minibatch_leaves_every_bit_of_the_state(
 def test_an_overflow_in_float16_halves_the_loss_scale_and_leaves_every_bit_of_the_state(
     ranks: RankPool, untied_model: Path
 ) -> None:
-    """Scaled too much, or as much as it takes, the update is the same to the bit: scales are powers of two. The norm of
-    its gradient is that of float32."""
+    """Scaled too much, or as much as it takes, the update is the same to the bit: scales are powers
+    of two. The norm of its gradient is that of float32."""
     planted = replace(SHARED, dtype="float16", initial_loss_scale=2.0**30)
     reports = ranks.run(planted.ranks, policy_cases.overflows, untied_model, planted, SAMPLES)
     for report in reports:
         *skipped, last = report["results"]
         scales = [result.loss_scale for result in (*skipped, last)]
         assert skipped and scales == [2.0 ** (30 - number) for number in range(len(scales))]
-        assert all(result.overflowed and "overflow at loss scale" in result.discarded for result in skipped)
+        assert all(
+            result.overflowed and "overflow at loss scale" in result.discarded for result in skipped
+        )
         assert not last.overflowed and report["updates"] == 1 and report["same"]
         assert {result.learning_rate for result in report["results"]} == {last.learning_rate}
     right = replace(planted, initial_loss_scale=scales[-1])
     for report, other in zip(
-        reports, ranks.run(right.ranks, policy_cases.overflows, untied_model, right, SAMPLES), strict=True
+        reports,
+        ranks.run(right.ranks, policy_cases.overflows, untied_model, right, SAMPLES),
+        strict=True,
     ):
-        assert [result.grad_norm for result in other["results"]] == [report["results"][-1].grad_norm]
-        assert all(torch.equal(report["state"][name], other["state"][name]) for name in other["state"])
-    plain = ranks.run(SHARED.ranks, policy_cases.overflows, untied_model, SHARED, SAMPLES)[0]["results"][0]
+        assert [result.grad_norm for result in other["results"]] == [
+            report["results"][-1].grad_norm
+        ]
+        assert all(
+            torch.equal(report["state"][name], other["state"][name]) for name in other["state"]
+        )
+    plain = ranks.run(SHARED.ranks, policy_cases.overflows, untied_model, SHARED, SAMPLES)[0][
+        "results"
+    ][0]
     assert last.grad_norm == pytest.approx(plain.grad_norm, rel=0.01)
 
 
 @matrix
 @pytest.mark.parametrize(
     "case",
-    [Case(data=2, optimizer="adam", max_tokens=64), Case(pipeline=2, virtual_pipeline=2, optimizer="adam")],
+    [
+        Case(data=2, optimizer="adam", max_tokens=64),
+        Case(pipeline=2, virtual_pipeline=2, optimizer="adam"),
+    ],
     ids=str,
 )
 def test_a_value_that_is_not_finite_is_found_in_every_chunk(

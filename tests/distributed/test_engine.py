@@ -1,4 +1,5 @@
-"""Engines in the ranks: their weights are the policy's, their text depends on nothing but the seed."""
+"""Engines in the ranks: their weights are the policy's, their text depends on nothing but the
+seed."""
 
 from __future__ import annotations
 
@@ -44,20 +45,34 @@ MATRIX = [
 def _name(value: Any) -> str:
     if isinstance(value, list):
         return f"{value[0].ranks}-ranks-in-{len(value)}-layouts"
-    return {True: "tied", False: "untied"}[value] if isinstance(value, bool) else f"engines-of-{value}"
+    return (
+        {True: "tied", False: "untied"}[value] if isinstance(value, bool) else f"engines-of-{value}"
+    )
 
 
-@pytest.mark.parametrize(("cases", "engine_size", "tied"), keeping(MATRIX, FIRST, others=0), ids=_name)
+@pytest.mark.parametrize(
+    ("cases", "engine_size", "tied"), keeping(MATRIX, FIRST, others=0), ids=_name
+)
 def test_engine_logprobs_equal_the_policys_after_every_update(
-    ranks: RankPool, untied_model: Path, tied_model: Path, tied: bool, cases: list[Case], engine_size: int
+    ranks: RankPool,
+    untied_model: Path,
+    tied_model: Path,
+    tied: bool,
+    cases: list[Case],
+    engine_size: int,
 ) -> None:
     folder = tied_model if tied else untied_model
     check_engines(ranks, folder, cases, engine_size, updates=3)
 
 
-def check_engines(ranks: RankPool, folder: Path, cases: list[Case], engine_size: int, updates: int) -> None:
-    """Log-probs of every layout's engines are the policy's within 1e-5 nats, before and after each update."""
-    by_rank = ranks.run(cases[0].ranks, engine_cases.mismatch_of_layouts, folder, cases, engine_size, updates)
+def check_engines(
+    ranks: RankPool, folder: Path, cases: list[Case], engine_size: int, updates: int
+) -> None:
+    """Log-probs of every layout's engines are the policy's within 1e-5 nats, before and after each
+    update."""
+    by_rank = ranks.run(
+        cases[0].ranks, engine_cases.mismatch_of_layouts, folder, cases, engine_size, updates
+    )
     for case, *found in zip(cases, *by_rank, strict=True):
         measured = [largest for largest in found if largest]
         assert measured and all(len(largest) == updates + 1 for largest in measured), case
@@ -65,9 +80,13 @@ def check_engines(ranks: RankPool, folder: Path, cases: list[Case], engine_size:
 
 
 @matrix
-def test_no_prefix_of_old_weights_is_used_with_new_ones(ranks: RankPool, untied_model: Path) -> None:
-    """A prompt longer than a block of the KV cache is sampled again after updates. The last of them is followed by
-    nothing that empties the cache: the difference is then large, so the others would be seen, too."""
+def test_no_prefix_of_old_weights_is_used_with_new_ones(
+    ranks: RankPool, untied_model: Path
+) -> None:
+    """A prompt longer than a block of the KV cache is sampled again after updates.
+
+    The last of them is followed by nothing that empties the cache: the difference is then large, so
+    the others would be seen, too."""
     (report,) = ranks.run(1, engine_cases.old_prefixes, untied_model)
     assert report["block"] == engine_cases.PREFIX_BLOCK < report["prompt"]
     for name in ("first", "again", "with a new version", "slept", "nothing shared"):

@@ -1,5 +1,5 @@
-"""A whole GRPO run on one rank: what the settings make of every part, and what is asked of the engine, in training and
-in validation, and of the learner."""
+"""A whole GRPO run on one rank: what the settings make of every part, and what is asked of the
+engine, in training and in validation, and of the learner."""
 
 from __future__ import annotations
 
@@ -78,20 +78,43 @@ def test_when_it_diverges_and_which_steps_are_profiled(found: dict[str, Any], fo
 
 
 def test_what_is_saved_and_what_stays(found: dict[str, Any]) -> None:
-    assert found["keeps"] == Retention(keep_last=13, keep_models=14, judged_after=11, always=frozenset({98}))
+    assert found["keeps"] == Retention(
+        keep_last=13, keep_models=14, judged_after=11, always=frozenset({98})
+    )
     assert found["saves"] == (Frequency(None, 53, None), Frequency(None, 54, None))
 
 
 def test_what_is_asked_for_in_training_and_validation(found: dict[str, Any]) -> None:
     training = {"samples": 4, "temperature": 0.8, "top_p": 0.99, "min_new_tokens": 2}
-    validating = {"samples": 2, "temperature": 0.5, "top_p": 0.9, "min_new_tokens": 0, "max_new_tokens": 7}
+    validating = {
+        "samples": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "min_new_tokens": 0,
+        "max_new_tokens": 7,
+    }
     never = {"run_seed": 101, "step": -1}
     assert found["asked"]["collected"] == [
-        (["t0", "t1", "t2"], training | {"max_new_tokens": 24}, {"run_seed": 101, "step": 0}, "step 1/3"),
-        (["t3", "t4", "t5"], training | {"max_new_tokens": 28}, {"run_seed": 101, "step": 1}, "step 2/3"),
+        (
+            ["t0", "t1", "t2"],
+            training | {"max_new_tokens": 24},
+            {"run_seed": 101, "step": 0},
+            "step 1/3",
+        ),
+        (
+            ["t3", "t4", "t5"],
+            training | {"max_new_tokens": 28},
+            {"run_seed": 101, "step": 1},
+            "step 2/3",
+        ),
         (["v0", "v1", "v2"], validating, never, "validation held"),
         (["v3", "v4"], validating, never, "validation held"),
-        (["t6", "t7", "t8"], training | {"max_new_tokens": 28}, {"run_seed": 101, "step": 2}, "step 3/3"),
+        (
+            ["t6", "t7", "t8"],
+            training | {"max_new_tokens": 28},
+            {"run_seed": 101, "step": 2},
+            "step 3/3",
+        ),
         (["v0", "v1", "v2"], validating, never, "validation held"),
         (["v3", "v4"], validating, never, "validation held"),
     ]
@@ -130,7 +153,9 @@ def test_the_engine_knows_the_updates_of_its_weights_and_tells_of_waiting_for_sc
     assert found["asked"]["waiting"] == [True] * len(found["asked"]["collected"])
 
 
-def test_minibatches_are_all_samples_once_an_epoch_and_others_each_step(found: dict[str, Any]) -> None:
+def test_minibatches_are_all_samples_once_an_epoch_and_others_each_step(
+    found: dict[str, Any],
+) -> None:
     learned = found["asked"]["learned"]
     assert len(learned) == UPDATES == found["updates"]
     by_step = [learned[start : start + PER_STEP] for start in range(0, UPDATES, PER_STEP)]
@@ -148,11 +173,16 @@ def test_minibatches_are_all_samples_once_an_epoch_and_others_each_step(found: d
     assert any(order[: cases.MINIBATCHES] != order[cases.MINIBATCHES :] for order in orders)
 
 
-def test_every_sample_is_learned_with_its_own_tokens_log_probs_and_advantage(found: dict[str, Any]) -> None:
+def test_every_sample_is_learned_with_its_own_tokens_log_probs_and_advantage(
+    found: dict[str, Any],
+) -> None:
     seen = Counter()
     for step, index, tokens, advantages, logprobs in found["asked"]["samples"]:
         record = found["records"][step]
-        group, completion = record.groups[index // 4], record.groups[index // 4].completions[index % 4]
+        group, completion = (
+            record.groups[index // 4],
+            record.groups[index // 4].completions[index % 4],
+        )
         assert tokens == [*group.prompt.token_ids, *completion.token_ids]
         assert logprobs == pytest.approx(list(completion.logprobs))
         assert advantages == pytest.approx(

@@ -81,10 +81,12 @@ def test_all_ranks_have_what_rank_0_computes(ranks: RankPool, place: Path) -> No
     assert first["metrics"] == [{"own/lengths/most": 3.0, "own/lengths/groups": 3.0}] * 2
     assert second["metrics"] == [{}, {}], "rank 0 alone logs them"
     assert first["wrong"].startswith(
-        "algorithm.advantage wrong_shape failed: needed: lists of 2, 1 numbers, got 2; it returned [[1.0, 0.0]]"
+        "algorithm.advantage wrong_shape failed: needed: lists of 2, 1 numbers, got 2; it "
+        "returned [[1.0, 0.0]]"
     )
     assert (
-        "selection.dynamic_sampling fails_on_three failed: its worker ended (exit code 7)" in first["fails"]
+        "selection.dynamic_sampling fails_on_three failed: its worker ended (exit code 7)"
+        in first["fails"]
     )
     assert first["after"] == [False, True], "another worker is there for the next call"
     assert first["none"] == (None, None, {})
@@ -95,14 +97,19 @@ def made(ranks: RankPool, untied_model: Path, place: Path) -> dict[str, Any]:
     return ranks.run(1, hook_cases.steps, untied_model, place, f"{place}/step_functions.py")[0]
 
 
-def test_a_step_learns_with_the_advantages_of_the_groups_that_are_selected(made: dict[str, Any]) -> None:
-    """The function gets rewards less the length penalty: 0.25 a token times the share of right ones, at least 1/3."""
+def test_a_step_learns_with_the_advantages_of_the_groups_that_are_selected(
+    made: dict[str, Any],
+) -> None:
+    """The function gets rewards less the length penalty: 0.25 a token times the share of right
+    ones, at least 1/3."""
     for record in (made["first"], made["again"]):
         learned = 0
         for group, row in zip(record.groups, record.advantages, strict=True):
             lengths = [len(one.token_ids) for one in group.completions]
             cost = 0.25 * max(sum(one.correct for one in group.scores), 1) / 3
-            per_token = [(reward - cost * n) / n for reward, n in zip(group.rewards, lengths, strict=True)]
+            per_token = [
+                (reward - cost * n) / n for reward, n in zip(group.rewards, lengths, strict=True)
+            ]
             is_even = int(group.prompt.prompt_id[1:]) % 2 == 0
             kept = is_even and learned < 4
             learned += kept
@@ -122,5 +129,7 @@ def test_validation_counts_as_right_what_the_scorer_says(made: dict[str, Any]) -
 
 
 def test_an_advantage_that_fails_leaves_the_run_as_before_its_step(made: dict[str, Any]) -> None:
-    assert made["failed"].startswith("algorithm.advantage per_token failed: KeyError: 'no such column'")
+    assert made["failed"].startswith(
+        "algorithm.advantage per_token failed: KeyError: 'no such column'"
+    )
     assert made["after"] == made["before"]

@@ -1,5 +1,5 @@
-"""The same samples give the same gradient and the same update on every layout, in every split into micro-batches, and
-in plain torch with transformers."""
+"""The same samples give the same gradient and the same update on every layout, in every split into
+micro-batches, and in plain torch with transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.parity, pytest.mark.distributed]
 
 SAMPLES = make_samples(20, seed=9, longest=240) + make_samples(44, seed=10, longest=12)
 SPLITS = ("one", "two", "many")
-VARIANTS = [Variant(split, normalisation) for normalisation in ("token", "sequence") for split in SPLITS]
+VARIANTS = [
+    Variant(split, normalisation) for normalisation in ("token", "sequence") for split in SPLITS
+]
 OTHER_LOSSES = [
     Variant("many", "sequence", "gspo"),
     Variant("two", "token", "cispo"),
@@ -53,7 +55,8 @@ LAYOUTS = [
 
 
 class Dense(dict[Variant, Outcome]):
-    """What plain torch makes of a loss, by variant with the split left out; computed when it is first asked for."""
+    """What plain torch makes of a loss, by variant with the split left out; computed when it is
+    first asked for."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -63,7 +66,10 @@ class Dense(dict[Variant, Outcome]):
         torch.set_num_threads(1)
         model = oracle.load(self._folder)
         options = {"kind": variant.kind, "normalisation": variant.normalisation}
-        options |= {"entropy_coef": variant.entropy_coef, "off_policy_mask": variant.off_policy_mask}
+        options |= {
+            "entropy_coef": variant.entropy_coef,
+            "off_policy_mask": variant.off_policy_mask,
+        }
         options["kl_ratio"] = variant.kl_ratio
         loss = oracle.loss(model, SAMPLES, **options)
         loss.backward()
@@ -95,7 +101,9 @@ def test_the_recorded_batch_is_long_and_uneven() -> None:
 def test_gradients_and_sgd_updates_do_not_depend_on_layout_and_split(
     ranks: RankPool, untied_model: Path, dense: Dense, case: Case
 ) -> None:
-    ours = ranks.run(case.ranks, invariance_cases.outcomes, untied_model, case, SAMPLES, VARIANTS)[0]
+    ours = ranks.run(case.ranks, invariance_cases.outcomes, untied_model, case, SAMPLES, VARIANTS)[
+        0
+    ]
     check(ours, VARIANTS, dense)
     one, two, many = (outcome.microbatches for outcome in ours[:3])
     assert one == (2 if case.virtual_pipeline > 1 else 1)
@@ -103,9 +111,13 @@ def test_gradients_and_sgd_updates_do_not_depend_on_layout_and_split(
 
 
 @matrix
-@pytest.mark.parametrize("case", [Case(data=2), pytest.param(INTERLEAVED, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(data=2), pytest.param(INTERLEAVED, marks=pytest.mark.full)], ids=str
+)
 def test_so_do_those_of_the_other_losses(
     ranks: RankPool, untied_model: Path, dense: Dense, case: Case
 ) -> None:
-    ours = ranks.run(case.ranks, invariance_cases.outcomes, untied_model, case, SAMPLES, OTHER_LOSSES)[0]
+    ours = ranks.run(
+        case.ranks, invariance_cases.outcomes, untied_model, case, SAMPLES, OTHER_LOSSES
+    )[0]
     check(ours, OTHER_LOSSES, dense)

@@ -1,4 +1,5 @@
-"""Stages of several model chunks (Megatron's interleaved pipeline) and stages of unlike size, against transformers."""
+"""Stages of several model chunks (Megatron's interleaved pipeline) and stages of unlike size,
+against transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ FULL_LAYOUTS = [
 
 
 @pytest.mark.parametrize("case", keeping(LAYOUTS, INTERLEAVED), ids=str)
-def test_one_sgd_update_equals_that_of_torch(ranks: RankPool, untied_model: Path, case: Case) -> None:
+def test_one_sgd_update_equals_that_of_torch(
+    ranks: RankPool, untied_model: Path, case: Case
+) -> None:
     check_update(ranks, untied_model, case, 1e-5)
 
 
@@ -52,7 +55,10 @@ def test_the_stream_gives_back_the_very_tensors_of_the_folder(
     ranks: RankPool, request: pytest.FixtureRequest, model: str, case: Case
 ) -> None:
     folder = request.getfixturevalue(model)
-    streamed, reader = ranks.run(case.ranks, policy_cases.streamed, folder, case)[0], HFReader(folder)
+    streamed, reader = (
+        ranks.run(case.ranks, policy_cases.streamed, folder, case)[0],
+        HFReader(folder),
+    )
     assert streamed.keys() == reader.files.keys()
     assert all(torch.equal(tensor, reader.tensor(name)) for name, tensor in streamed.items())
 
@@ -67,7 +73,12 @@ def test_the_stream_gives_back_the_very_tensors_of_the_folder(
     ],
 )
 def test_all_ranks_refuse_weights_that_are_not_finite_whoever_reads_them(
-    ranks: RankPool, untied_model: Path, tmp_path: Path, name: str, place: tuple[int, ...], number: float
+    ranks: RankPool,
+    untied_model: Path,
+    tmp_path: Path,
+    name: str,
+    place: tuple[int, ...],
+    number: float,
 ) -> None:
     """Each of these tensors is on one of two pipeline stages only."""
     folder = Path(shutil.copytree(untied_model, tmp_path / "model"))
@@ -76,7 +87,8 @@ def test_all_ranks_refuse_weights_that_are_not_finite_whoever_reads_them(
     save_file(tensors, folder / "model.safetensors")
     told = ranks.run(2, policy_cases.refusal, folder, Case(pipeline=2))
     assert (
-        told[0] == told[1] and f"{name} in {folder / 'model.safetensors'} has numbers that are NaN" in told[0]
+        told[0] == told[1]
+        and f"{name} in {folder / 'model.safetensors'} has numbers that are NaN" in told[0]
     )
 
 

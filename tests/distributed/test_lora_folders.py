@@ -1,4 +1,5 @@
-"""LoRA's checkpoints become PEFT's folders and merged models, and a run begins with such a folder."""
+"""LoRA's checkpoints become PEFT's folders and merged models, and a run begins with such a
+folder."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def test_peft_reads_the_adapter_and_computes_what_the_merged_model_does(
 ) -> None:
     place, _ = trained
     merged = logits(place / "merged")
-    torch.testing.assert_close(logits(untied_model, place / "adapter"), merged, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        logits(untied_model, place / "adapter"), merged, atol=1e-5, rtol=1e-5
+    )
     assert (logits(untied_model) - merged).abs().max() > 1e-2
 
 
@@ -82,12 +85,19 @@ def vllm_logprobs(model: str, adapter: str) -> list[float]:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    small = {"max_model_len": 64, "kv_cache_memory_bytes": 2**26, "enforce_eager": True, "dtype": "float32"}
+    small = {
+        "max_model_len": 64,
+        "kv_cache_memory_bytes": 2**26,
+        "enforce_eager": True,
+        "dtype": "float32",
+    }
     llm = LLM(model, enable_lora=True, max_lora_rank=8, skip_tokenizer_init=True, **small)
     asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     lora = LoRARequest("adapter", 1, adapter)
     (found,) = llm.generate([{"prompt_token_ids": list(TOKENS)}], asked, lora_request=lora)
-    return [one[token].logprob for one, token in zip(found.prompt_logprobs[1:], TOKENS[1:], strict=True)]
+    return [
+        one[token].logprob for one, token in zip(found.prompt_logprobs[1:], TOKENS[1:], strict=True)
+    ]
 
 
 @matrix
@@ -125,7 +135,10 @@ def of_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[
 Q_A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 WRONG = [
     (of_config(r=8), '"r" is 8; needed, by lora.rank, lora.alpha and lora.target: 3'),
-    (of_config(lora_alpha=16), '"lora_alpha" is 16; needed, by lora.rank, lora.alpha and lora.target: 5'),
+    (
+        of_config(lora_alpha=16),
+        '"lora_alpha" is 16; needed, by lora.rank, lora.alpha and lora.target: 5',
+    ),
     (of_config(target_modules=["q_proj"]), "\"target_modules\" is ['q_proj']; needed"),
     (of_config(peft_type="IA3"), '"peft_type" is'),
     (of_config(use_rslora=True), '"use_rslora" is true, which is not supported'),
@@ -134,8 +147,14 @@ WRONG = [
     (of_config(modules_to_save=["lm_head"]), '"modules_to_save"'),
     (of_config(rank_pattern={"q_proj": 2}), '"rank_pattern"'),
     (of_config(init_lora_weights="pissa_niter_4"), "changes the weights of the model, too"),
-    (of_tensors(lambda tensors: tensors.pop(Q_A)), f"1 of 56 tensors are not in the weights: {Q_A}"),
-    (of_tensors(lambda tensors: tensors.update({Q_A: torch.zeros(3, 5)})), f"{Q_A} has shape (3, 5)"),
+    (
+        of_tensors(lambda tensors: tensors.pop(Q_A)),
+        f"1 of 56 tensors are not in the weights: {Q_A}",
+    ),
+    (
+        of_tensors(lambda tensors: tensors.update({Q_A: torch.zeros(3, 5)})),
+        f"{Q_A} has shape (3, 5)",
+    ),
     (
         of_tensors(lambda tensors: tensors.update(other=torch.zeros(1))),
         "are no adapters of this model: other",

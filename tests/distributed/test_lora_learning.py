@@ -1,5 +1,5 @@
-"""LoRA on every layout against PEFT: log-probs, gradients, three steps of Adam, merged weights; what frozen weights
-hold."""
+"""LoRA on every layout against PEFT: log-probs, gradients, three steps of Adam, merged weights;
+what frozen weights hold."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def of_peft(folder: Path, target: str) -> tuple[dict[str, Tensor], Learned]:
     base = oracle.load(folder)
     samples = list(enumerate(PARTS[0]))
     with torch.no_grad():
-        reference = {index: oracle.completion_logprobs(base, sample).tolist() for index, sample in samples}
+        reference = {
+            index: oracle.completion_logprobs(base, sample).tolist() for index, sample in samples
+        }
     settings = peft.LoraConfig(
         r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=MODULES[target], init_lora_weights=False
     )
@@ -97,15 +99,23 @@ def of_peft(folder: Path, target: str) -> tuple[dict[str, Tensor], Learned]:
     merged = deepcopy(model).merge_and_unload()
     weights = {name: parameter.detach() for name, parameter in merged.named_parameters()}
     with torch.no_grad():
-        logprobs = {index: oracle.completion_logprobs(model, sample).tolist() for index, sample in samples}
+        logprobs = {
+            index: oracle.completion_logprobs(model, sample).tolist() for index, sample in samples
+        }
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE["adam"], betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        trained, lr=LEARNING_RATE["adam"], betas=(0.9, 0.95), weight_decay=0.0
+    )
     gradients, norms = [], []
     for part in PARTS:
         optimizer.zero_grad()
         oracle.loss(model, part).backward()
-        gradients.append({name.replace(".default", ""): one for name, one in oracle.gradients(model).items()})
-        norms.append(float(torch.cat([one.flatten() for one in gradients[-1].values()]).double().norm()))
+        gradients.append(
+            {name.replace(".default", ""): one for name, one in oracle.gradients(model).items()}
+        )
+        norms.append(
+            float(torch.cat([one.flatten() for one in gradients[-1].values()]).double().norm())
+        )
         optimizer.step()
     return start, Learned(reference, logprobs, gradients[0], norms, adapters_of(model), weights)
 
@@ -129,7 +139,11 @@ def check(
         got = {index: values for one in by_rank for index, values in getattr(one, name).items()}
         for index, values in getattr(wanted, name).items():
             torch.testing.assert_close(
-                torch.tensor(got[index]), torch.tensor(values), atol=exact, rtol=0.0, msg=f"{name} {index}"
+                torch.tensor(got[index]),
+                torch.tensor(values),
+                atol=exact,
+                rtol=0.0,
+                msg=f"{name} {index}",
             )
     assert_close(by_rank[0].gradients, wanted.gradients, exact)
     assert all(one.norms[0] == pytest.approx(wanted.norms[0], rel=exact) for one in by_rank)
@@ -140,7 +154,9 @@ def check(
     assert_close_together(*moves, 3e-3)
     assert by_rank[0].norms == pytest.approx(wanted.norms, rel=1e-3)
     both = by_rank[0].weights.keys() & wanted.weights.keys()  # experts have other names
-    assert_close(*({name: one.weights[name] for name in both} for one in (by_rank[0], wanted)), 1e-6)
+    assert_close(
+        *({name: one.weights[name] for name in both} for one in (by_rank[0], wanted)), 1e-6
+    )
 
 
 @pytest.mark.parametrize("case", keeping(LAYOUTS, TP2_SP, VPP2_RC, others=2), ids=str)
@@ -178,7 +194,9 @@ def test_new_adapters_change_nothing_and_are_the_same_on_every_layout(
 
 
 @matrix
-def test_supervised_training_has_the_same_curve_on_every_layout(ranks: RankPool, untied_model: Path) -> None:
+def test_supervised_training_has_the_same_curve_on_every_layout(
+    ranks: RankPool, untied_model: Path
+) -> None:
     given = (sft_cases.make_sequences(20, seed=1), sft_cases.make_sequences(5, seed=2), 4)
     alone, other = (
         ranks.run(case.ranks, sft_cases.curve, untied_model, case, *given)[0]
@@ -187,12 +205,17 @@ def test_supervised_training_has_the_same_curve_on_every_layout(ranks: RankPool,
     losses = [[row["train/loss"] for row in one[1:]] for one in (alone, other)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert other[-1]["held_out/loss"] == pytest.approx(alone[-1]["held_out/loss"], rel=1e-5)
-    assert abs(alone[-1]["held_out/loss"] - alone[0]["held_out/loss"]) > 0.01, "or nothing would be learned"
+    assert abs(alone[-1]["held_out/loss"] - alone[0]["held_out/loss"]) > 0.01, (
+        "or nothing would be learned"
+    )
 
 
 @matrix
-def test_frozen_weights_have_no_gradient_no_state_and_no_copy(ranks: RankPool, untied_model: Path) -> None:
-    """Where numbers have 16 bits; and what the optimizer and the gradients hold leaves the device and comes back."""
+def test_frozen_weights_have_no_gradient_no_state_and_no_copy(
+    ranks: RankPool, untied_model: Path
+) -> None:
+    """Where numbers have 16 bits; and what the optimizer and the gradients hold leaves the device
+    and comes back."""
     case = Case(optimizer="adam", dtype="bfloat16", lora="all")
     (report,) = ranks.run(1, offload_cases.learn_around_an_offload, untied_model, case, PARTS[0])
     attention = (3 * 128 + 2 * 4 * 32) + (128 + 128)  # columns and rows of A and B: qkv, proj

@@ -1,4 +1,5 @@
-"""The memory plan against measured bytes of tensor storages, on CPU: every part, and every phase's sum."""
+"""The memory plan against measured bytes of tensor storages, on CPU: every part, and every phase's
+sum."""
 
 from __future__ import annotations
 

@@ -6,17 +6,24 @@ from megatron.core.parallel_state import RankGenerator
 from rlmath.distributed.mesh import Mesh
 
 
-def meshes(world_size: int, tensor: int, pipeline: int, engine_size: int = 1, context: int = 1) -> list[Mesh]:
+def meshes(
+    world_size: int, tensor: int, pipeline: int, engine_size: int = 1, context: int = 1
+) -> list[Mesh]:
     return [
-        Mesh(rank, world_size, tensor, pipeline, engine_size, context=context) for rank in range(world_size)
+        Mesh(rank, world_size, tensor, pipeline, engine_size, context=context)
+        for rank in range(world_size)
     ]
 
 
-@pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2))), ids=str)
+@pytest.mark.parametrize(
+    "sizes", list(itertools.product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2))), ids=str
+)
 def test_ranks_are_placed_as_megatron_places_them(sizes: tuple[int, int, int, int]):
     tensor, context, pipeline, data = sizes
     layout = meshes(tensor * context * pipeline * data, tensor, pipeline, context=context)
-    megatron = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp")
+    megatron = RankGenerator(
+        tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp"
+    )
     numbers = {"tp": "tensor_rank", "cp": "context_rank", "dp": "data_rank", "pp": "pipeline_rank"}
     for axis, number in numbers.items():
         for group in megatron.get_ranks(axis):
@@ -75,7 +82,9 @@ def test_experts_go_round_the_ranks_of_a_stage():
 def test_engines_may_have_ranks_of_their_own():
     # 4 ranks train, 6 behind them are 3 engines of 2 ranks
     meshes = [Mesh(rank, 4, 2, 1, engine_size=2, engine_ranks=6) for rank in range(4)]
-    assert {(mesh.data, mesh.num_engines, mesh.is_engine_leader) for mesh in meshes} == {(2, 3, False)}
+    assert {(mesh.data, mesh.num_engines, mesh.is_engine_leader) for mesh in meshes} == {
+        (2, 3, False)
+    }
     assert meshes[0].describe() == "TP2 x PP1 x DP2, 3 engines of TP2 on ranks of their own"
     with pytest.raises(AssertionError, match="part of none"):
         _ = meshes[0].engine_index

@@ -1,5 +1,5 @@
-"""A model with experts, spread over expert-parallel ranks, against transformers: logits, gradients, updates, and the
-way of its weights in and out."""
+"""A model with experts, spread over expert-parallel ranks, against transformers: logits, gradients,
+updates, and the way of its weights in and out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ FULL_LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_folder(tmp_path_factory.mktemp("moe") / "m", architecture="Qwen3MoeForCausalLM")
+    return make_model_folder(
+        tmp_path_factory.mktemp("moe") / "m", architecture="Qwen3MoeForCausalLM"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -84,23 +86,35 @@ def in_files(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     ids=str,
 )
 def test_experts_answer_learn_and_leave_as_in_transformers(
-    ranks: RankPool, folder: Path, wanted: tuple[list[Tensor], dict[str, Tensor]], tmp_path: Path, case: Case
+    ranks: RankPool,
+    folder: Path,
+    wanted: tuple[list[Tensor], dict[str, Tensor]],
+    tmp_path: Path,
+    case: Case,
 ) -> None:
     check_round_trip(ranks, folder, wanted, tmp_path / "out", case)
 
 
 @pytest.mark.parity
 @matrix
-def test_the_weights_of_a_tokens_experts_may_be_left_unscaled(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_weights_of_a_tokens_experts_may_be_left_unscaled(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     unscaled = {"norm_topk_prob": False, "num_experts_per_tok": 3}
     folder = make_model_folder(tmp_path / "m", architecture="Qwen3MoeForCausalLM", **unscaled)
     check_round_trip(ranks, folder, of_transformers(folder), tmp_path / "out", EP2)
 
 
 def check_round_trip(
-    ranks: RankPool, folder: Path, wanted: tuple[list[Tensor], dict[str, Tensor]], output: Path, case: Case
+    ranks: RankPool,
+    folder: Path,
+    wanted: tuple[list[Tensor], dict[str, Tensor]],
+    output: Path,
+    case: Case,
 ) -> None:
-    by_rank = ranks.run(case.ranks, architectures_cases.round_trips, [folder], case, SAMPLES, [output])
+    by_rank = ranks.run(
+        case.ranks, architectures_cases.round_trips, [folder], case, SAMPLES, [output]
+    )
     logits, gradients = wanted
     seen: set[int] = set()
     for (found,) in by_rank:
@@ -161,7 +175,10 @@ def test_experts_shared_by_ranks_are_updated_as_those_of_one_rank(
     assert norm > 0.5, "too small to be clipped"
     assert other.sums == pytest.approx(result.sums, rel=1e-4, abs=1e-4)
     before = HFReader(folder)
-    moves = [{name: weights[name] - before.tensor(name) for name in weights} for weights in (alone, shared)]
+    moves = [
+        {name: weights[name] - before.tensor(name) for name in weights}
+        for weights in (alone, shared)
+    ]
     if optimizer == "adam":
         assert_close_together(moves[1], moves[0], 1e-2)
     else:
@@ -174,12 +191,16 @@ def test_experts_shared_by_ranks_are_updated_as_those_of_one_rank(
 def test_adapters_of_attention_learn_as_those_of_peft_beside_frozen_experts(
     ranks: RankPool, folder: Path, case: Case
 ) -> None:
-    check_adapters(ranks, folder, on(case, optimizer="adam", distributed=False, lora="attention"), 1e-4)
+    check_adapters(
+        ranks, folder, on(case, optimizer="adam", distributed=False, lora="attention"), 1e-4
+    )
 
 
 @matrix
 @pytest.mark.parametrize("case", [EP2, pytest.param(Case(data=2), marks=pytest.mark.full)], ids=str)
-def test_an_overlapped_reduction_waits_for_no_idle_expert(ranks: RankPool, folder: Path, case: Case) -> None:
+def test_an_overlapped_reduction_waits_for_no_idle_expert(
+    ranks: RankPool, folder: Path, case: Case
+) -> None:
     case = replace(case, max_tokens=64, optimizer="adam")
     plain, overlapped = (
         ranks.run(case.ranks, policy_cases.updates, folder, one, SAMPLES)[0]
@@ -190,7 +211,9 @@ def test_an_overlapped_reduction_waits_for_no_idle_expert(ranks: RankPool, folde
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+def saved(
+    ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Outcome]:
     """A checkpoint made by two expert-parallel ranks, and what rank 0 had then and later."""
     root = tmp_path_factory.mktemp("experts")
     case = replace(EP2, optimizer="adam", lr=1e-3)
@@ -199,7 +222,9 @@ def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactor
 
 @matrix
 @pytest.mark.parametrize(
-    "target", [EP2, Case(), pytest.param(Case(pipeline=2, data=2, expert=2), marks=pytest.mark.full)], ids=str
+    "target",
+    [EP2, Case(), pytest.param(Case(pipeline=2, data=2, expert=2), marks=pytest.mark.full)],
+    ids=str,
 )
 def test_a_checkpoint_with_experts_loads_on_this_and_on_other_layouts(
     ranks: RankPool, folder: Path, saved: tuple[Path, Outcome], target: Case
@@ -214,7 +239,10 @@ def test_a_checkpoint_with_experts_loads_on_this_and_on_other_layouts(
 
 @pytest.mark.parametrize(
     ("cases", "engine_size"),
-    [([EP2], 1), pytest.param([EP2, Case(tensor=2, sequence=True, expert=2)], 2, marks=pytest.mark.full)],
+    [
+        ([EP2], 1),
+        pytest.param([EP2, Case(tensor=2, sequence=True, expert=2)], 2, marks=pytest.mark.full),
+    ],
     ids=lambda x: "+".join(map(str, x)) if isinstance(x, list) else x,
 )
 @matrix

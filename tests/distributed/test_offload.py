@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.parity, pytest.mark.distributed]
 
 SAMPLES = make_samples(16, seed=4)
 LAYER = (128 + 2 * 64) * (128 + 1) + 128 * 128 + 3 * 192 * 128 + 2 * 128
-"""Elements of a layer of `make_model_folder`: projections to queries, keys and values with their biases, the one back,
-three matrices of the feed-forward network, two norms."""
+"""Elements of a layer of `make_model_folder`: projections to queries, keys and values with their
+biases, the one back, three matrices of the feed-forward network, two norms."""
 UNTIED = 2 * VOCAB * 128 + 4 * LAYER + 128
 
 LAYOUTS = [
@@ -34,7 +34,11 @@ EVERY = [(case, folder) for case in LAYOUTS for folder in ("untied_model", "tied
 
 @pytest.mark.parametrize(
     ("case", "folder"),
-    keeping([*IN_MATRIX, FIRST, *(one for one in EVERY if one not in (FIRST, *IN_MATRIX))], FIRST, others=2),
+    keeping(
+        [*IN_MATRIX, FIRST, *(one for one in EVERY if one not in (FIRST, *IN_MATRIX))],
+        FIRST,
+        others=2,
+    ),
     ids=str,
 )
 def test_learning_goes_on_bit_by_bit_as_if_nothing_had_left(
@@ -76,9 +80,15 @@ def test_float32_copies_of_bfloat16_parameters_leave_with_the_optimizer(
 
 
 @matrix
-@pytest.mark.parametrize("case", [pytest.param(LAYOUTS[0], marks=pytest.mark.full), LAYOUTS[2]], ids=str)
-def test_the_reference_is_here_only_while_it_computes(ranks: RankPool, tied_model: Path, case: Case) -> None:
-    for report in ranks.run(case.ranks, offload_cases.reference_in_and_out, tied_model, case, SAMPLES):
+@pytest.mark.parametrize(
+    "case", [pytest.param(LAYOUTS[0], marks=pytest.mark.full), LAYOUTS[2]], ids=str
+)
+def test_the_reference_is_here_only_while_it_computes(
+    ranks: RankPool, tied_model: Path, case: Case
+) -> None:
+    for report in ranks.run(
+        case.ranks, offload_cases.reference_in_and_out, tied_model, case, SAMPLES
+    ):
         size = 4 * report["elements"]
         assert report["here"] == report["inside"] == size
         assert report["left"] == [size] and report["passed over"] == []

@@ -35,7 +35,9 @@ OPTIMIZERS = {
         adam_eps=0.02,
         clip_grad=0.3,
     ),
-    "sgd with decay": OptimizerConfig(kind="sgd", lr=0.5, weight_decay=0.3, clip_grad=0.0, distributed=False),
+    "sgd with decay": OptimizerConfig(
+        kind="sgd", lr=0.5, weight_decay=0.3, clip_grad=0.0, distributed=False
+    ),
     "sgd with clipped gradients": OptimizerConfig(
         kind="sgd", lr=0.5, weight_decay=0.0, clip_grad=0.2, distributed=False
     ),
@@ -46,21 +48,30 @@ RATES = {"adam whose rate moves": [0.025, 0.05, 0.03]}
 
 
 @pytest.fixture(scope="module")
-def updates(ranks: RankPool, tied_model: Path) -> dict[str, tuple[list[dict[str, Tensor]], list[float]]]:
+def updates(
+    ranks: RankPool, tied_model: Path
+) -> dict[str, tuple[list[dict[str, Tensor]], list[float]]]:
     optimizers = list(OPTIMIZERS.values())
-    (found,) = ranks.run(1, optimizer_cases.updates, tied_model, optimizers, MINIBATCHES, len(MINIBATCHES))
+    (found,) = ranks.run(
+        1, optimizer_cases.updates, tied_model, optimizers, MINIBATCHES, len(MINIBATCHES)
+    )
     return dict(zip(OPTIMIZERS, found, strict=True))
 
 
 def torch_updates(
     folder: Path, settings: OptimizerConfig, rates: list[float]
 ) -> tuple[list[dict[str, Tensor]], list[float]]:
-    """The same updates in plain torch. As Megatron has it, matrices decay; biases and norms do not."""
+    """The same updates in plain torch.
+
+    As Megatron has it, matrices decay; biases and norms do not."""
     torch.set_num_threads(1)
     model = oracle.load(folder)
     named = dict(model.named_parameters())
     groups = [
-        {"params": [one for one in named.values() if one.ndim > 1], "weight_decay": settings.weight_decay},
+        {
+            "params": [one for one in named.values() if one.ndim > 1],
+            "weight_decay": settings.weight_decay,
+        },
         {"params": [one for one in named.values() if one.ndim == 1], "weight_decay": 0.0},
     ]
     betas = (settings.adam_beta1, settings.adam_beta2)

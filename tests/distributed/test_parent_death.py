@@ -32,7 +32,11 @@ def pid_after_the_parents_death(more: str) -> int:
 
 def test_it_is_killed_with_its_parent() -> None:
     child = pid_after_the_parents_death("")
-    wait_for(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    wait_for(
+        lambda: (
+            not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+        )
+    )
 
 
 def test_it_lives_on_where_it_took_that_back() -> None:
@@ -43,7 +47,10 @@ def test_it_lives_on_where_it_took_that_back() -> None:
 
 
 def test_where_the_parent_is_gone_already_it_ends_at_once() -> None:
-    code = "from rlmath.distributed.process import end_with_parent; end_with_parent(1); print('still here')"
+    code = (
+        "from rlmath.distributed.process import end_with_parent; end_with_parent(1); "
+        "print('still here')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if os.getpid() == 1:
         pytest.skip("this process is the first of all")

@@ -27,21 +27,31 @@ SAMPLES = make_samples(24)
 def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], relative: float) -> None:
     """Every tensor within a relative L2 distance."""
     assert got.keys() == wanted.keys()
-    distances = {name: float((got[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}
+    distances = {
+        name: float((got[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted
+    }
     worst = max(distances, key=lambda name: distances[name])
     assert distances[worst] <= relative, f"{worst} is off by {distances[worst]:.2e}"
 
 
-def assert_close_together(got: dict[str, Tensor], wanted: dict[str, Tensor], relative: float) -> None:
-    """All tensors as one vector. Adam's first step is nearly the gradient's sign, which rounding decides where the
-    gradient is nearly zero; one such element is much in a small tensor and little in the model."""
+def assert_close_together(
+    got: dict[str, Tensor], wanted: dict[str, Tensor], relative: float
+) -> None:
+    """All tensors as one vector.
+
+    Adam's first step is nearly the gradient's sign, which rounding decides where the gradient is
+    nearly zero; one such element is much in a small tensor and little in the model."""
     one, other = (torch.cat([t[name].flatten() for name in sorted(wanted)]) for t in (got, wanted))
     distance = float((one - other).norm() / other.norm())
     assert distance <= relative, f"off by {distance:.2e}"
 
 
 def check_logprobs(
-    ranks: RankPool, folder: Path, case: Case, samples: list[Sample], cases: ModuleType = policy_cases
+    ranks: RankPool,
+    folder: Path,
+    case: Case,
+    samples: list[Sample],
+    cases: ModuleType = policy_cases,
 ) -> None:
     found: dict[int, list[float]] = {}
     for part in ranks.run(case.ranks, cases.logprobs, folder, case, samples):
@@ -50,12 +60,19 @@ def check_logprobs(
     with torch.no_grad():
         for index, sample in enumerate(samples):
             torch.testing.assert_close(
-                torch.tensor(found[index]), oracle.completion_logprobs(model, sample), atol=3e-6, rtol=1e-6
+                torch.tensor(found[index]),
+                oracle.completion_logprobs(model, sample),
+                atol=3e-6,
+                rtol=1e-6,
             )
 
 
 def check_gradients(
-    ranks: RankPool, folder: Path, case: Case, cases: ModuleType = policy_cases, together: float | None = None
+    ranks: RankPool,
+    folder: Path,
+    case: Case,
+    cases: ModuleType = policy_cases,
+    together: float | None = None,
 ) -> None:
     got = ranks.run(case.ranks, cases.gradients, folder, case, SAMPLES)[0]
     model = oracle.load(folder)
@@ -84,23 +101,33 @@ def check_update(
     if case.optimizer == "sgd":
         torch.optim.SGD(model.parameters(), lr=lr).step()
     else:
-        torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0).step()
+        torch.optim.AdamW(
+            model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+        ).step()
     wanted = {name: p.detach() - start[name] for name, p in model.named_parameters()}
     compare = assert_close if case.optimizer == "sgd" else assert_close_together
     compare({name: weights[name] - start[name] for name in wanted}, wanted, relative)
     assert result.sums["loss"] / result.sums["tokens"] == pytest.approx(loss.item(), rel=1e-5)
-    norm = torch.cat([gradient.flatten() for gradient in oracle.gradients(model).values()]).double().norm()
+    norm = (
+        torch.cat([gradient.flatten() for gradient in oracle.gradients(model).values()])
+        .double()
+        .norm()
+    )
     assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
 
 
 @pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2), others=0), ids=str)
-def test_logprobs_equal_those_of_transformers(ranks: RankPool, untied_model: Path, case: Case) -> None:
+def test_logprobs_equal_those_of_transformers(
+    ranks: RankPool, untied_model: Path, case: Case
+) -> None:
     check_logprobs(ranks, untied_model, case, SAMPLES)
 
 
 @matrix
 @pytest.mark.parametrize("case", keeping(TIED_LAYOUTS, Case(pipeline=2), others=0), ids=str)
-def test_tied_embeddings_get_the_gradient_of_both_uses(ranks: RankPool, tied_model: Path, case: Case) -> None:
+def test_tied_embeddings_get_the_gradient_of_both_uses(
+    ranks: RankPool, tied_model: Path, case: Case
+) -> None:
     check_gradients(ranks, tied_model, case)
 
 
@@ -132,12 +159,16 @@ EXACT_HEAD = Case(
 def test_gradients_in_16_bits_are_those_of_float32_but_for_rounding(
     ranks: RankPool, untied_model: Path, case: Case
 ) -> None:
-    """Unscaled: a loss scale that is left in is 128. No token of these stands where the ratio's clip begins."""
+    """Unscaled: a loss scale that is left in is 128.
+
+    No token of these stands where the ratio's clip begins."""
     check_gradients(ranks, untied_model, case, together=0.003 if case.dtype == "float16" else 0.02)
 
 
 @pytest.mark.parametrize("case", keeping(LAYOUTS[::-1], Case(tensor=2), others=1), ids=str)
-def test_one_sgd_update_equals_that_of_torch(ranks: RankPool, untied_model: Path, case: Case) -> None:
+def test_one_sgd_update_equals_that_of_torch(
+    ranks: RankPool, untied_model: Path, case: Case
+) -> None:
     """So are its gradients, of which SGD makes the update."""
     check_update(ranks, untied_model, case, 1e-5)
 
@@ -164,8 +195,11 @@ def test_one_adam_update_equals_that_of_torch(ranks: RankPool, untied_model: Pat
     ),
     ids=str,
 )
-def test_an_overlapped_reduction_gives_the_same_bits(ranks: RankPool, tied_model: Path, case: Case) -> None:
-    """From the second minibatch on: in the first one, Megatron learns which parameters have gradients."""
+def test_an_overlapped_reduction_gives_the_same_bits(
+    ranks: RankPool, tied_model: Path, case: Case
+) -> None:
+    """From the second minibatch on: in the first one, Megatron learns which parameters have
+    gradients."""
     plain, overlapped = (
         ranks.run(case.ranks, policy_cases.updates, tied_model, one, SAMPLES)[0]
         for one in (case, replace(case, overlap_grad_reduce=True))

@@ -1,4 +1,5 @@
-"""Partial rollouts with real engines: cut or whole, the text is the same; nothing is lost, and all is in time."""
+"""Partial rollouts with real engines: cut or whole, the text is the same; nothing is lost, and all
+is in time."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from rlmath.algorithms.types import Completion, ScoredGroup
-from rlmath.config.schema import OptimizerConfig, ParallelConfig, RewardConfig, RolloutConfig, SelectionConfig
+from rlmath.config.schema import (
+    OptimizerConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    SelectionConfig,
+)
 from tests.distributed import partial_rollout_cases as cases
 from tests.distributed.partial_rollout_cases import CARRY, DEFER, GROUP, LONGEST, PER_STEP, Run
 from tests.distributed.rank_pool import RankPool
@@ -36,9 +43,12 @@ def model(untied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def make(ranks: RankPool, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """A run of `STEPS` steps on some ranks, what its first rank reports; the others must report the same."""
+    """A run of `STEPS` steps on some ranks, what its first rank reports; the others must report the
+    same."""
 
-    def made(world: int = 1, rollout: RolloutConfig = CARRY, steps: int = STEPS, **more: object) -> Run:
+    def made(
+        world: int = 1, rollout: RolloutConfig = CARRY, steps: int = STEPS, **more: object
+    ) -> Run:
         place = tmp_path_factory.mktemp("partial")
         reports = ranks.run(world, cases.run, model, place, steps, rollout, more)
         assert all(report.groups == reports[0].groups for report in reports)
@@ -66,7 +76,9 @@ def deferred(make: Make) -> Run:
 def completions_of(run: Run) -> dict[tuple[str, int], Completion]:
     """By prompt and sample."""
     groups = [group for step in run.groups for group in step]
-    found = {(group.prompt.prompt_id, c.sample_index): c for group in groups for c in group.completions}
+    found = {
+        (group.prompt.prompt_id, c.sample_index): c for group in groups for c in group.completions
+    }
     assert len(found) == len(groups) * GROUP, "every prompt comes once in these steps"
     return found
 
@@ -81,7 +93,10 @@ def assert_same_completions(run: Run, other: Run) -> None:
     assert ours.keys() == theirs.keys()
     for key, completion in ours.items():
         assert list(completion.token_ids) == list(theirs[key].token_ids)
-        assert completion.finish_reason == theirs[key].finish_reason and completion.text == theirs[key].text
+        assert (
+            completion.finish_reason == theirs[key].finish_reason
+            and completion.text == theirs[key].text
+        )
         assert list(completion.logprobs) == pytest.approx(list(theirs[key].logprobs), abs=1e-5)
 
 
@@ -94,7 +109,8 @@ def test_cut_or_whole_the_completions_are_the_same(whole: Run, carried: Run) -> 
 
 @matrix
 @pytest.mark.parametrize(
-    ("world", "engine", "slice_tokens"), [pytest.param(2, 1, 12, marks=pytest.mark.full), (2, 2, 17)]
+    ("world", "engine", "slice_tokens"),
+    [pytest.param(2, 1, 12, marks=pytest.mark.full), (2, 2, 17)],
 )
 def test_engines_and_cuts_change_nothing(
     make: Make, whole: Run, carried: Run, world: int, engine: int, slice_tokens: int
@@ -113,23 +129,28 @@ BY_GROUP = RewardConfig(function="tests.reward_by_hash:of_group", function_takes
 def test_a_function_of_whole_groups_pays_what_one_of_single_completions_pays(
     make: Make, carried: Run
 ) -> None:
-    """Whoever sampled what of a group, and in which step: it is called once, with all completions, when all are there;
-    also of a group of which a checkpoint had a part."""
+    """Whoever sampled what of a group, and in which step: it is called once, with all completions,
+    when all are there; also of a group of which a checkpoint had a part."""
     again = make(2, CARRY, reward=BY_GROUP, stop_after=5)
     assert again.groups == carried.groups and again.in_flight == carried.in_flight
-    assert all("reward/own/row" in metrics and metrics["reward/failures"] == 0 for metrics in again.metrics)
+    assert all(
+        "reward/own/row" in metrics and metrics["reward/failures"] == 0 for metrics in again.metrics
+    )
 
 
 @matrix
 def test_log_probs_are_those_of_the_weights_that_sampled(make: Make) -> None:
-    """While the policy changes: each segment's log-probs are the engine's at its time, and those of earlier segments
-    are kept, not computed again."""
+    """While the policy changes: each segment's log-probs are the engine's at its time, and those of
+    earlier segments are kept, not computed again."""
     run = make(1, steps=6, optimizer=LEARNS)
     assert sum(len(sampled) for sampled, _ in run.scored) > 300
     for sampled, read in run.scored:
         assert sampled == pytest.approx(read, abs=1e-5)
     versions = [
-        [s.policy_version for s in c.segments] for step in run.groups for g in step for c in g.completions
+        [s.policy_version for s in c.segments]
+        for step in run.groups
+        for g in step
+        for c in g.completions
     ]
     assert all(of_one == sorted(set(of_one)) for of_one in versions) and max(map(len, versions)) > 1
     assert all(m["train/behaviour_logprob_diff_max"] > 1e-4 for m in run.metrics[2:])
@@ -157,9 +178,12 @@ def test_dynamic_sampling_replaces_dropped_groups_by_further_draws(
     if rollout is DEFER:
         assert any(metrics["rollout/deferred_groups"] > 0 for metrics in run.metrics)
         versions = [
-            {s.step for g in groups for c in g.completions for s in c.segments} for groups in run.groups
+            {s.step for g in groups for c in g.completions for s in c.segments}
+            for groups in run.groups
         ]
-        assert versions == [{step} for step in range(5)], "dropped or not, nothing older is in a step"
+        assert versions == [{step} for step in range(5)], (
+            "dropped or not, nothing older is in a step"
+        )
 
 
 @pytest.mark.full
@@ -169,11 +193,17 @@ def test_groups_that_another_reward_function_has_scored_are_sampled_anew(
     """Those with a finished completion when the run was stopped after its first step."""
     run = make(1, stop_after=1, reward_changed=True)
     assert_same_completions(run, whole)
-    drawn = [group.prompt.prompt_id for step in whole.groups for group in step][: CARRY.max_groups_in_flight]
+    drawn = [group.prompt.prompt_id for step in whole.groups for group in step][
+        : CARRY.max_groups_in_flight
+    ]
 
     def begun_again(one: Run) -> int:
-        left = [group for step in one.groups[1:] for group in step if group.prompt.prompt_id in drawn]
-        return sum(all(s.step >= 1 for c in group.completions for s in c.segments) for group in left)
+        left = [
+            group for step in one.groups[1:] for group in step if group.prompt.prompt_id in drawn
+        ]
+        return sum(
+            all(s.step >= 1 for c in group.completions for s in c.segments) for group in left
+        )
 
     assert begun_again(run) > begun_again(carried) == 0
 
@@ -187,12 +217,16 @@ def test_deferred_or_not_the_completions_are_the_same(whole: Run, deferred: Run)
     for step, groups in enumerate(deferred.groups):
         assert len(groups) == PER_STEP
         for completion in (c for group in groups for c in group.completions):
-            assert [(s.tokens, s.step) for s in completion.segments] == [(len(completion.token_ids), step)]
+            assert [(s.tokens, s.step) for s in completion.segments] == [
+                (len(completion.token_ids), step)
+            ]
     lengths = [
         {len(c.token_ids) > DEFER.slice_tokens for g in step for c in g.completions}
         for step in deferred.groups
     ]
-    assert {False} in lengths and any(True in one for one in lengths), "steps of short groups, and others"
+    assert {False} in lengths and any(True in one for one in lengths), (
+        "steps of short groups, and others"
+    )
     assert deferred.in_flight[-1] == []
 
 

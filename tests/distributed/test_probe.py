@@ -1,4 +1,5 @@
-"""Engines that are asked for the policy's log-probs: equal weights pass on every layout, others end every rank."""
+"""Engines that are asked for the policy's log-probs: equal weights pass on every layout, others end
+every rank."""
 
 from __future__ import annotations
 
@@ -68,18 +69,27 @@ def test_other_weights_end_every_rank_with_the_difference(
         assert len({one["error"] for one in harmed}) == 1
         assert "sync.probe_threshold" in harmed[0]["error"]
         if harm.endswith("not finite"):
-            assert all("sync.probe_threshold" in one["error where anything is allowed"] for one in harmed)
+            assert all(
+                "sync.probe_threshold" in one["error where anything is allowed"] for one in harmed
+            )
             assert "nan" in harmed[0]["error"]
             continue
         (difference,) = {one["sync/probe_difference"] for one in harmed}
-        assert difference > 0.01 and {one["error where anything is allowed"] for one in harmed} == {""}
-        named = [float(number) for number in re.findall(r"\d+\.?\d*(?:e-?\d+)?", harmed[0]["error"])]
+        assert difference > 0.01 and {one["error where anything is allowed"] for one in harmed} == {
+            ""
+        }
+        named = [
+            float(number) for number in re.findall(r"\d+\.?\d*(?:e-?\d+)?", harmed[0]["error"])
+        ]
         assert any(math.isclose(number, difference, rel_tol=0.01) for number in named)
 
 
 @matrix
-def test_scored_tokens_do_not_change_texts_that_go_on_from_them(ranks: RankPool, untied_model: Path) -> None:
-    """The prompts fill blocks of vLLM's prefix cache, which those of the probe do only where blocks are small."""
+def test_scored_tokens_do_not_change_texts_that_go_on_from_them(
+    ranks: RankPool, untied_model: Path
+) -> None:
+    """The prompts fill blocks of vLLM's prefix cache, which those of the probe do only where blocks
+    are small."""
     (found,) = ranks.run(1, probe_cases.texts_after_scores, untied_model)
     assert found["scores"][0] == found["scores"][1]
     assert found["left"] == 0

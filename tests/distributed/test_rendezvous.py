@@ -1,4 +1,5 @@
-"""Ranks as threads at a real key-value store: who is missing, who found a mistake, what an earlier start left."""
+"""Ranks as threads at a real key-value store: who is missing, who found a mistake, what an earlier
+start left."""
 
 from __future__ import annotations
 
@@ -47,16 +48,23 @@ def sign_in(port: int, rank: int, world_size: int = 4) -> Rendezvous:
 
 
 def come(
-    rendezvous: Rendezvous, seconds: float = SECONDS, call: str = "start", problem: str | None = None
+    rendezvous: Rendezvous,
+    seconds: float = SECONDS,
+    call: str = "start",
+    problem: str | None = None,
 ) -> None:
     place = rendezvous.rank_info
     word = RankReport(place.host, place.node, problem)
-    rendezvous.sync(call, word, seconds, lambda said: RendezvousResult(judged(said), is_mistake=True))
+    rendezvous.sync(
+        call, word, seconds, lambda said: RendezvousResult(judged(said), is_mistake=True)
+    )
 
 
 def judged(said: dict[int, RankReport]) -> str | None:
     hosts = [said[rank].host for rank in sorted(said)]
-    return None if hosts == ["host0", "host0", "host1", "host1"][: len(hosts)] else f"wrong: {hosts}"
+    return (
+        None if hosts == ["host0", "host0", "host1", "host1"][: len(hosts)] else f"wrong: {hosts}"
+    )
 
 
 def outcomes(*calls: Callable[[], None]) -> list[BaseException | None]:
@@ -85,13 +93,18 @@ def test_all_come_and_what_they_said_is_judged(port: int) -> None:
 
 
 def test_missing_ranks_are_named_with_their_hosts_on_all_ranks(port: int) -> None:
-    """Rank 2 has signed in and hangs; rank 3 of the same node, and the third node, never started."""
+    """Rank 2 has signed in and hangs; rank 3 of the same node, and the third node, never
+    started."""
     meetings = [sign_in(port, rank, 6) for rank in range(3)]
     found = outcomes(*(lambda one=one: come(one, 1.0) for one in meetings[:2]))
     assert [type(error) for error in found] == [MissingRanksError] * 2
-    told = "2 of 6 ranks are at the start after 1 s (run.start_timeout_seconds). Missing: rank 2 on host1 (started, "
+    told = (
+        "2 of 6 ranks are at the start after 1 s (run.start_timeout_seconds). Missing: rank 2 "
+        "on host1 (started, "
+    )
     told += (
-        "not here yet), rank 3 on host1 (never started), ranks 4-5 of the node with number 2 (never started)."
+        "not here yet), rank 3 on host1 (never started), ranks 4-5 of the node with number 2 "
+        "(never started)."
     )
     assert all(str(error).startswith(told) for error in found), found
 
@@ -114,7 +127,8 @@ def test_a_mistake_of_one_node_is_told_with_its_host_by_all(
         *(lambda one=one: meet_with_mistake(one, mistake, SECONDS) for one in meetings[2:]),
     )
     assert {str(error) for error in found} == {
-        "on host1 (ranks 2-3): no folder /models/a\n2 of the 4 ranks that are here found something wrong."
+        "on host1 (ranks 2-3): no folder /models/a\n2 of the 4 ranks that are here found "
+        "something wrong."
     }
     assert all(isinstance(error, ValueError) for error in found)
 
@@ -136,11 +150,15 @@ def test_a_rank_that_fails_between_two_calls_is_told_at_the_second(
     assert outcomes(*(lambda one=one: come(one) for one in meetings)) == [None] * 2
     meetings[1].report_failure("OSError: no GPU")
     (found,) = outcomes(lambda: come(meetings[0], call="group"))
-    assert isinstance(found, MissingRanksError) and str(found) == "rank 1 on host0 failed: OSError: no GPU"
+    assert (
+        isinstance(found, MissingRanksError)
+        and str(found) == "rank 1 on host0 failed: OSError: no GPU"
+    )
 
 
 def test_what_an_earlier_start_left_is_never_taken_for_this_one(port: int) -> None:
-    """The store stays when torchrun starts the ranks again: rank 1 did come, in the start before."""
+    """The store stays when torchrun starts the ranks again: rank 1 did come, in the start
+    before."""
     earlier = [sign_in(port, rank, 2) for rank in range(2)]
     assert outcomes(*(lambda one=one: come(one) for one in earlier)) == [None] * 2
     earlier[0].group_store(5.0).set("address", "of a process that is gone")
@@ -169,7 +187,9 @@ def test_the_store_of_ranks_on_one_node_outlives_the_launchers_and_is_for_this_n
         assert [address.partition(":")[0] for address in set(listening()) - before] == ["127.0.0.1"]
         launcher.kill()
         launcher.wait()
-        assert all(outcomes(lambda one=one: come(one, 1.0, "later"))[0] is not None for one in meetings)
+        assert all(
+            outcomes(lambda one=one: come(one, 1.0, "later"))[0] is not None for one in meetings
+        )
     second.set("key", "there")
     assert first.get("key") == b"there" and second.add("count", 2) == 2
 
@@ -200,7 +220,12 @@ def test_a_store_that_is_lost_is_told(port: int) -> None:
 def test_a_port_that_another_program_uses_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("0.0.0.0", 0)) as other:
         port = other.getsockname()[1]
-        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        place = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         for name, value in place.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)

@@ -1,4 +1,5 @@
-"""Rollouts by engines that draw their work: the same result whoever drew what, and nothing left behind."""
+"""Rollouts by engines that draw their work: the same result whoever drew what, and nothing left
+behind."""
 
 from __future__ import annotations
 
@@ -70,25 +71,34 @@ def test_what_is_collected_does_not_depend_on_who_drew_it(
         assert report["new_keys"] == 0
 
 
-@pytest.mark.parametrize(("engines", "engine_size"), [(1, 1), (2, 1), pytest.param(1, 2, marks=matrix)])
+@pytest.mark.parametrize(
+    ("engines", "engine_size"), [(1, 1), (2, 1), pytest.param(1, 2, marks=matrix)]
+)
 def test_every_completion_has_its_own_reward_and_its_own_prompts_solutions(
     collected: Collected, untied_model: Path, engines: int, engine_size: int
 ) -> None:
     """The reward is a hash of the text and of the solutions that it was scored against."""
-    tokenizer, found = load_tokenizer(str(untied_model)), collected.by(engines, engine_size)[-1]["hashed"]
+    tokenizer, found = (
+        load_tokenizer(str(untied_model)),
+        collected.by(engines, engine_size)[-1]["hashed"],
+    )
     assert found.keys() == SEEDS.keys()
     rewards = set()
     for groups in found.values():
         assert [group.prompt for group in groups] == PROMPTS
         for group, prompt in zip(groups, PROMPTS, strict=True):
             for completion, score in zip(group.completions, group.scores, strict=True):
-                text = completion_text(tokenizer, completion.token_ids, completion.finish_reason == "stop")
+                text = completion_text(
+                    tokenizer, completion.token_ids, completion.finish_reason == "stop"
+                )
                 assert completion.text == text
                 assert score.reward == hash_of(text, prompt.solutions)
                 assert score.metrics == (("row", hash_of(prompt.prompt_id, prompt.solutions)),)
                 assert (score.verdict, score.correct) == ("function", score.reward > 0)
                 rewards.add(score.reward)
-    assert len(rewards) > 3 * len(PROMPTS) * ROLLOUT.group_size * 0.9, "else a mix-up would not be seen"
+    assert len(rewards) > 3 * len(PROMPTS) * ROLLOUT.group_size * 0.9, (
+        "else a mix-up would not be seen"
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
@@ -117,10 +127,14 @@ def test_completions_go_on_where_they_were_interrupted(
         assert found.ended.keys() == found.whole.keys() and found.left == 0
         assert found.scored == (found.ended if rank == 0 else {})
         tokens = {key: list(completion.token_ids) for key, completion in found.ended.items()}
-        assert tokens == {key: list(completion.token_ids) for key, completion in found.whole.items()}
+        assert tokens == {
+            key: list(completion.token_ids) for key, completion in found.whole.items()
+        }
         assert found.usage.new_tokens == sum(map(len, tokens.values()))
         assert found.usage.steps == max(map(len, tokens.values()))
-        assert found.held == {key: 7 for key in tokens if len(tokens[key]) > 7} and len(found.held) > 1
+        assert (
+            found.held == {key: 7 for key in tokens if len(tokens[key]) > 7} and len(found.held) > 1
+        )
         for key, completion in found.ended.items():
             length, stopped = len(tokens[key]), tokens[key][-1] == tokenizer.eos_token_id
             assert completion.finish_reason == ("stop" if stopped else "length")
@@ -138,7 +152,9 @@ def test_completions_go_on_where_they_were_interrupted(
 @pytest.mark.parametrize(
     ("ranks_in_all", "engine_size"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)]
 )
-def test_the_ranks_of_an_engine_draw_alike(collected: Collected, ranks_in_all: int, engine_size: int) -> None:
+def test_the_ranks_of_an_engine_draw_alike(
+    collected: Collected, ranks_in_all: int, engine_size: int
+) -> None:
     reports = collected.by(ranks_in_all // engine_size, engine_size)
     assert all(report["groups"] == reports[0]["groups"] for report in reports)
     assert reports[0]["groups"][0] == reports[0]["groups"][3]

@@ -19,7 +19,9 @@ def server() -> dist.TCPStore:
     )
 
 
-def test_values_come_back_and_a_key_that_is_not_there_is_not_waited_for(server: dist.TCPStore) -> None:
+def test_values_come_back_and_a_key_that_is_not_there_is_not_waited_for(
+    server: dist.TCPStore,
+) -> None:
     ours, other = RunStore(server, "rlmath/a"), RunStore(server, "rlmath/a")
     ours.set("status/0", {"step": 3, "text": "\x1b é"})
     assert other.get("status/0") == {"step": 3, "text": "\x1b é"} and other.get("status/1") is None

@@ -38,7 +38,9 @@ def curve(ranks: RankPool, folder: Path, case: Case) -> list[dict[str, float]]:
     """Of rank 0; all ranks tell the same."""
     found = ranks.run(case.ranks, sft_cases.curve, folder, case, SEQUENCES, HELD_OUT, STEPS)
     for other in found[1:]:
-        assert [row.get("train/loss") for row in other] == [row.get("train/loss") for row in found[0]]
+        assert [row.get("train/loss") for row in other] == [
+            row.get("train/loss") for row in found[0]
+        ]
     return found[0]
 
 
@@ -47,7 +49,9 @@ def alone(ranks: RankPool, untied_model: Path) -> list[dict[str, float]]:
     return curve(ranks, untied_model, ALONE)
 
 
-def loss_and_hits(model: torch.nn.Module, sequences: list[WrittenSequence]) -> tuple[torch.Tensor, int, int]:
+def loss_and_hits(
+    model: torch.nn.Module, sequences: list[WrittenSequence]
+) -> tuple[torch.Tensor, int, int]:
     """(sum of nats, tokens, tokens that are the likeliest) of completions, sequence by sequence."""
     total, tokens, hits = torch.zeros(()), 0, 0
     for one in sequences:
@@ -65,7 +69,9 @@ def test_the_curve_is_that_of_transformers_with_adamw(
 ) -> None:
     torch.set_num_threads(1)
     model = oracle.load(untied_model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=1e-8, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=BETAS, eps=1e-8, weight_decay=0.0
+    )
     order, found = order_of(SEQUENCES), []
     with torch.no_grad():
         total, tokens, hits = loss_and_hits(model, HELD_OUT)
@@ -80,7 +86,9 @@ def test_the_curve_is_that_of_transformers_with_adamw(
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         found.append((float(total.detach()) / tokens, float(norm)))
-    assert [row["train/loss"] for row in alone[1:]] == pytest.approx([loss for loss, _ in found], rel=1e-5)
+    assert [row["train/loss"] for row in alone[1:]] == pytest.approx(
+        [loss for loss, _ in found], rel=1e-5
+    )
     assert [row["train/grad_norm"] for row in alone[1:]] == pytest.approx(
         [norm for _, norm in found], rel=1e-3
     )
@@ -89,7 +97,9 @@ def test_the_curve_is_that_of_transformers_with_adamw(
     with torch.no_grad():
         total, tokens, hits = loss_and_hits(model, HELD_OUT)
     assert alone[-1]["held_out/loss"] == pytest.approx(float(total) / tokens, rel=1e-5)
-    assert alone[-1]["held_out/perplexity"] == pytest.approx(math.exp(float(total) / tokens), rel=1e-4)
+    assert alone[-1]["held_out/perplexity"] == pytest.approx(
+        math.exp(float(total) / tokens), rel=1e-4
+    )
     assert alone[-1]["held_out/token_accuracy"] == pytest.approx(hits / tokens)
 
 
@@ -111,7 +121,22 @@ def test_every_layout_has_the_curve_of_a_single_rank(
         assert ours.keys() == theirs.keys()
         for name in CURVE:
             if name in theirs:
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-5 if "loss" in name else 1e-3), name
-        for name in ("held_out/token_accuracy", "n_tokens", "n_valid_tokens", "train/learning_rate"):
+                assert ours[name] == pytest.approx(
+                    theirs[name], rel=1e-5 if "loss" in name else 1e-3
+                ), name
+        for name in (
+            "held_out/token_accuracy",
+            "n_tokens",
+            "n_valid_tokens",
+            "train/learning_rate",
+        ):
             assert ours.get(name) == theirs.get(name), name
-    assert ["held_out/loss" in row for row in found] == [True, False, True, False, True, False, True]
+    assert ["held_out/loss" in row for row in found] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]

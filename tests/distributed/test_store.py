@@ -1,4 +1,5 @@
-"""Checkpoints: what is loaded is what was saved, on the same and on other layouts, whatever happened meanwhile."""
+"""Checkpoints: what is loaded is what was saved, on the same and on other layouts, whatever
+happened meanwhile."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ class Saved(dict[Case, tuple[Path, list[Outcome]]]):
 
 
 @pytest.fixture(scope="module")
-def saved_by(ranks: RankPool, untied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved_by(
+    ranks: RankPool, untied_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Saved:
     return Saved(ranks, untied_model, tmp_path_factory.mktemp("saved"))
 
 
@@ -86,13 +89,19 @@ OTHERS = [
     (
         "untied",
         Case(tensor=2, pipeline=2, sequence=True, lora="all"),
-        [Case(lora="all"), Case(data=3, lora="all"), Case(pipeline=2, virtual_pipeline=2, lora="all")],
+        [
+            Case(lora="all"),
+            Case(data=3, lora="all"),
+            Case(pipeline=2, virtual_pipeline=2, lora="all"),
+        ],
     ),
 ]
 
 
 @matrix
-@pytest.mark.parametrize(("model", "made_on", "others"), keeping(OTHERS, OTHERS[0], OTHERS[4], others=0))
+@pytest.mark.parametrize(
+    ("model", "made_on", "others"), keeping(OTHERS, OTHERS[0], OTHERS[4], others=0)
+)
 def test_a_checkpoint_loads_on_other_layouts_and_the_next_update_is_the_same_but_for_rounding(
     ranks: RankPool,
     untied_model: Path,
@@ -121,7 +130,9 @@ def test_recovery_points_give_way_to_newer_ones_and_kept_models_stay(
     assert not problems
     good = (3, False)  # the best rewards were those up to step 3
     assert [(one.step, one.kept) for one in found] == [(5, False), (4, False), good, (2, True)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{n:06d}" for n in range(2, 6)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"step-{n:06d}" for n in range(2, 6)
+    ]
 
 
 @matrix
@@ -134,7 +145,9 @@ def test_signals_that_stop_a_run_do_not_end_its_writers(
 
 
 @matrix
-def test_a_writer_that_dies_costs_one_checkpoint(ranks: RankPool, untied_model: Path, tmp_path: Path) -> None:
+def test_a_writer_that_dies_costs_one_checkpoint(
+    ranks: RankPool, untied_model: Path, tmp_path: Path
+) -> None:
     errors = ranks.run(2, store_cases.lose_a_writer, untied_model, adam(Case(data=2)), tmp_path)
     for first, second in errors:
         assert first is not None and "rank 1" in first and "has ended" in first
@@ -146,11 +159,15 @@ def test_every_file_is_in_the_manifest_and_as_large_as_its_tensors(saved_by: Sav
     root, (saved, *_) = saved_by[adam(Case(data=2))]
     (checkpoint,), _ = complete_checkpoints(root)
     on_disk = {
-        p.relative_to(checkpoint.folder).as_posix() for p in checkpoint.folder.rglob("*") if p.is_file()
+        p.relative_to(checkpoint.folder).as_posix()
+        for p in checkpoint.folder.rglob("*")
+        if p.is_file()
     }
     assert on_disk - {"manifest.json"} == set(checkpoint.files)
     parameters = sum(tensor.nbytes for tensor in saved.weights.values())
-    written = sum(entry.size for name, entry in checkpoint.files.items() if name.endswith(".distcp"))
+    written = sum(
+        entry.size for name, entry in checkpoint.files.items() if name.endswith(".distcp")
+    )
     # Parameters and Adam's two moments of them, and some hundred bytes for each tensor.
     assert 3 * parameters < written < 3.6 * parameters
     assert json.loads((checkpoint.folder / "progress.json").read_text())["optimizer_tensors"] == [

@@ -1,4 +1,5 @@
-"""Training and generation take turns on one memory: what is where, in which order, and what a failure leaves behind."""
+"""Training and generation take turns on one memory: what is where, in which order, and what a
+failure leaves behind."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from tests.selection import matrix
 
 pytestmark = pytest.mark.distributed
 ROUNDING = 2e-5
-"""Difference of the engine's log-probs from the policy's in float32 (nats): which sums are rounded how is the
-processor's. At most 1.2e-5 was seen (a Zen 4; below 1e-5 on others); with one wrong tensor it is 0.3 and more."""
+"""Difference of the engine's log-probs from the policy's in float32 (nats): which sums are rounded
+how is the processor's. At most 1.2e-5 was seen (a Zen 4; below 1e-5 on others); with one wrong
+tensor it is 0.3 and more."""
 
 PHASES = ["offload", "wake", "sync", "wake_kv_cache", "sleep", "restore"]
 GIB = 2**30
@@ -34,12 +36,21 @@ def test_memory_changes_hands_in_order_and_nothing_is_lost(
 ) -> None:
     for reports in ranks.run(case.ranks, switch_cases.cycles, untied_model, case, engine_size, 3):
         for number, report in enumerate(reports):
-            before, sync, body, after = (report[name] for name in ("before", "sync", "body", "after"))
+            before, sync, body, after = (
+                report[name] for name in ("before", "sync", "body", "after")
+            )
             assert report["phases"] == PHASES
             assert (before["away"], before["engine"], before["engine bytes"]) == ((), "asleep", 0)
             assert (sync["away"], sync["engine"]) == (("gradients", "optimizer"), "weights")
-            assert sync["training bytes"] == {**before["training bytes"], "gradients": 0, "optimizer": 0}
-            assert (body["away"], body["engine"]) == (("gradients", "optimizer", "parameters"), "awake")
+            assert sync["training bytes"] == {
+                **before["training bytes"],
+                "gradients": 0,
+                "optimizer": 0,
+            }
+            assert (body["away"], body["engine"]) == (
+                ("gradients", "optimizer", "parameters"),
+                "awake",
+            )
             assert set(body["training bytes"].values()) == {0}
             assert body["version"] == after["version"] == number + 1 > before["version"]
             assert body["engine bytes"] > sync["engine bytes"] > 0
@@ -56,7 +67,10 @@ def test_memory_changes_hands_in_order_and_nothing_is_lost(
 @matrix
 @pytest.mark.parametrize(
     ("case", "engine_size"),
-    [(Case(optimizer="adam"), 1), pytest.param(Case(tensor=2, optimizer="adam"), 2, marks=pytest.mark.full)],
+    [
+        (Case(optimizer="adam"), 1),
+        pytest.param(Case(tensor=2, optimizer="adam"), 2, marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_a_failure_anywhere_leaves_the_policy_whole_and_the_engine_asleep(
@@ -75,7 +89,9 @@ def test_a_failure_anywhere_leaves_the_policy_whole_and_the_engine_asleep(
         assert found.keys() == errors.keys()
         for name, report in found.items():
             assert errors[name] in report["error"], name
-            assert report["next"].startswith("True: generation failed before; this switch is broken"), name
+            assert report["next"].startswith(
+                "True: generation failed before; this switch is broken"
+            ), name
             after = report["after"]
             assert after["away"] == () and after["engine"] == "asleep", name
             assert after["engine bytes"] == 0, name

@@ -39,14 +39,21 @@ FIRST, SECOND = (2, False, torch.float32, SHARED), (2, False, torch.bfloat16, SE
 
 
 def _variant(count: int, tied: bool, dtype: torch.dtype, messages: bool) -> Any:
-    words = (f"{count}-ranks", "tied" if tied else "untied", str(dtype)[6:], "sent" if messages else "shared")
+    words = (
+        f"{count}-ranks",
+        "tied" if tied else "untied",
+        str(dtype)[6:],
+        "sent" if messages else "shared",
+    )
     by_default = {FIRST: (), SECOND: matrix}
     marks = by_default.get((count, tied, dtype, messages), pytest.mark.full)
     return pytest.param(count, tied, dtype, messages, marks=marks, id="-".join(words))
 
 
 FORMATS = (torch.float32, torch.bfloat16)
-MATRIX = [_variant(*each) for each in itertools.product((2, 4), (False, True), FORMATS, (SHARED, SENT))]
+MATRIX = [
+    _variant(*each) for each in itertools.product((2, 4), (False, True), FORMATS, (SHARED, SENT))
+]
 
 
 @pytest.mark.parametrize(("count", "tied", "dtype", "messages"), MATRIX)
@@ -61,7 +68,10 @@ def test_every_engine_has_the_policys_weights_after_every_sync(
 ) -> None:
     """Three syncs with an update of the policy between them, in many rounds, in every layout."""
     folder, cases = (tied_model if tied else untied_model), {2: TWO, 4: FOUR}[count]
-    check_syncs(ranks.run(count, sync_cases.transfer, folder, cases, SIZES[count], dtype, messages), messages)
+    check_syncs(
+        ranks.run(count, sync_cases.transfer, folder, cases, SIZES[count], dtype, messages),
+        messages,
+    )
 
 
 ADAPTED = [
@@ -74,7 +84,8 @@ ADAPTED = [
 
 
 @pytest.mark.parametrize(
-    ("dtype", "messages"), [("float32", SHARED), pytest.param("bfloat16", SENT, marks=pytest.mark.full)]
+    ("dtype", "messages"),
+    [("float32", SHARED), pytest.param("bfloat16", SENT, marks=pytest.mark.full)],
 )
 def test_engines_get_the_base_with_adapters_merged_as_one_process_would(
     ranks: RankPool, tied_model: Path, dtype: str, messages: bool
@@ -116,7 +127,9 @@ def test_vllms_own_model_gets_what_it_would_load_into_the_memory_that_it_has(
 def test_one_rank_that_cannot_share_memory_makes_all_send_messages(
     ranks: RankPool, untied_model: Path
 ) -> None:
-    found = ranks.run(2, sync_cases.without_shared_memory_on_one_rank, untied_model, Case(pipeline=2))
+    found = ranks.run(
+        2, sync_cases.without_shared_memory_on_one_rank, untied_model, Case(pipeline=2)
+    )
     assert found == [("Messages", []), ("Messages", [])]
 
 
@@ -136,8 +149,8 @@ def test_one_rank_that_cannot_share_memory_makes_all_send_messages(
 def test_a_sync_takes_no_more_memory_than_its_buckets(
     ranks: RankPool, untied_model: Path, case: Case, engine_size: int, messages: bool
 ) -> None:
-    """Two to send and two to receive, none of which stay; or two for every rank that are shared and stay, and the byte
-    of a barrier. With LoRA one matrix is merged at a time."""
+    """Two to send and two to receive, none of which stay; or two for every rank that are shared and
+    stay, and the byte of a barrier. With LoRA one matrix is merged at a time."""
     for found in ranks.run(2, sync_cases.extra_bytes, untied_model, case, engine_size, messages):
         assert found["bucket"] <= 40_000 and found["received"] <= 40_000 < found["model"] / 40
         sending, most = 2 * found["bucket"], found["merging"]
@@ -174,7 +187,8 @@ def test_damage_to_an_engines_weights_is_found_and_named(
 def test_a_replica_that_went_astray_ends_every_rank_with_the_tensor_and_the_engine(
     ranks: RankPool, untied_model: Path
 ) -> None:
-    """Engines copy from their own rank's shard; what they are held against is the first replica's."""
+    """Engines copy from their own rank's shard; what they are held against is the first
+    replica's."""
     reports = ranks.run(2, checksum_cases.replica_astray, untied_model, Case(data=2), 1, 1)
     for report in reports:
         assert "1 tensors differ" in report["error"]

@@ -56,10 +56,15 @@ def all_logprobs(model: torch.nn.Module, sample: Sample, common: int) -> Tensor:
 
 
 def dense_loss(
-    model: torch.nn.Module, teacher: torch.nn.Module, samples: list[Sample], loss: str, coef: float = COEF
+    model: torch.nn.Module,
+    teacher: torch.nn.Module,
+    samples: list[Sample],
+    loss: str,
+    coef: float = COEF,
 ) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate with the teacher in the advantages, or with the KL of the whole distributions; and the mean
-    KL, of the sampled tokens or of the whole. The advantages' log-probs are those of the model itself."""
+    """The clipped surrogate with the teacher in the advantages, or with the KL of the whole
+    distributions; and the mean KL, of the sampled tokens or of the whole. The advantages' log-probs
+    are those of the model itself."""
     common = min(model.config.vocab_size, teacher.config.vocab_size)
     total, kl, count = torch.zeros(()), torch.zeros(()), 0
     for sample in samples:
@@ -82,7 +87,12 @@ def dense_loss(
 
 
 def check_gradients(
-    ranks: RankPool, folder: Path, teacher: Path, case: Case, loss: str, samples: list[Sample] = SAMPLES
+    ranks: RankPool,
+    folder: Path,
+    teacher: Path,
+    case: Case,
+    loss: str,
+    samples: list[Sample] = SAMPLES,
 ) -> None:
     settings = TeacherConfig(path=str(teacher), loss=loss, coef=COEF)
     got = ranks.run(case.ranks, teacher_cases.gradients, folder, case, samples, settings)[0]
@@ -136,7 +146,10 @@ def test_a_step_learns_from_the_teacher_alone_or_with_rewards(
 ) -> None:
     """On-policy, ratios are 1; an offloaded teacher gives the same bits."""
     torch.set_num_threads(1)
-    groups, algorithm = make_groups((4, 3, 4)), AlgorithmConfig(advantage="dr_grpo", early_stop_ratio=None)
+    groups, algorithm = (
+        make_groups((4, 3, 4)),
+        AlgorithmConfig(advantage="dr_grpo", early_stop_ratio=None),
+    )
     for with_rewards in (False, True):
         settings = TeacherConfig(str(teachers["more"]), loss, COEF, with_rewards)
         arguments = (untied_model, case, groups, algorithm, settings)
@@ -145,7 +158,9 @@ def test_a_step_learns_from_the_teacher_alone_or_with_rewards(
         assert "teacher" in offloaded and set(offloaded) <= {"teacher", "teacher_head"}
         assert all(torch.equal(moved.update[name], value) for name, value in ours.update.items())
         rewards = [[reward for reward in group.rewards] for group in groups]
-        centred = [[one - sum(row) / len(row) if with_rewards else 0.0 for one in row] for row in rewards]
+        centred = [
+            [one - sum(row) / len(row) if with_rewards else 0.0 for one in row] for row in rewards
+        ]
         model = oracle.load(untied_model)
         samples = [
             Sample(
@@ -175,7 +190,9 @@ def test_a_step_compares_both_over_the_tokens_that_both_know(
         replace(
             group,
             prompt=replace(group.prompt, token_ids=known(group.prompt.token_ids)),
-            completions=tuple(replace(one, token_ids=known(one.token_ids)) for one in group.completions),
+            completions=tuple(
+                replace(one, token_ids=known(one.token_ids)) for one in group.completions
+            ),
         )
         for group in make_groups((4, 3))
     ]

@@ -1,4 +1,5 @@
-"""Storages that leave and come back: what stays valid, what is counted, and what an error leaves behind."""
+"""Storages that leave and come back: what stays valid, what is counted, and what an error leaves
+behind."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ def on_device(tensors: list[Tensor]) -> int:
 
 
 def test_what_is_kept_comes_back_bit_by_bit_in_the_same_tensors() -> None:
-    tensors = [*random_tensors(1000, 1, 333), torch.tensor([7], dtype=torch.int64), torch.ones(3).bfloat16()]
+    tensors = [
+        *random_tensors(1000, 1, 333),
+        torch.tensor([7], dtype=torch.int64),
+        torch.ones(3).bfloat16(),
+    ]
     wanted = [tensor.clone() for tensor in tensors]
     kept = StorageSet("weights", lambda: tensors, keep=True, device=CPU)
     size = (1000 + 1 + 333) * 4 + 8 + 3 * 2
@@ -99,7 +104,12 @@ def test_tensors_made_later_leave_the_next_time() -> None:
 
 @pytest.mark.parametrize(
     ("offset", "size", "cut"),
-    [(0, 10, [10]), (90, 30, [10, 20]), (100, 50, [50]), (20, BLOCK_BYTES + 180, [80, BLOCK_BYTES, 100])],
+    [
+        (0, 10, [10]),
+        (90, 30, [10, 20]),
+        (100, 50, [50]),
+        (20, BLOCK_BYTES + 180, [80, BLOCK_BYTES, 100]),
+    ],
 )
 def test_pieces_of_host_memory_end_where_blocks_end(offset: int, size: int, cut: list[int]) -> None:
     host = HostMemory(pinned=False)
@@ -135,7 +145,10 @@ def test_a_storage_that_cannot_be_given_up_costs_no_other_one_its_content(keep: 
 
 
 def test_want_of_memory_loses_nothing() -> None:
-    code = "import json, tests.distributed.test_tensor_offload as t; print(json.dumps(t.run_out_of_memory()))"
+    code = (
+        "import json, tests.distributed.test_tensor_offload as t; "
+        "print(json.dumps(t.run_out_of_memory()))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
     for moment in ("offload", "onload"):
@@ -147,8 +160,8 @@ def test_want_of_memory_loses_nothing() -> None:
 
 
 def run_out_of_memory() -> dict[str, object]:
-    """Four storages of 64 MiB, where there is room for two more: in a fresh process; elsewhere threads of old process
-    groups may end meanwhile and make room."""
+    """Four storages of 64 MiB, where there is room for two more: in a fresh process; elsewhere
+    threads of old process groups may end meanwhile and make room."""
     tensors = random_tensors(*[16 * MIB] * 4)
     kept = StorageSet("weights", lambda: tensors, keep=True, device=CPU)
     report: dict[str, object] = {}
@@ -165,7 +178,9 @@ def run_out_of_memory() -> dict[str, object]:
     def restore(moment: str) -> None:
         kept.onload()
         wanted = random_tensors(*[16 * MIB] * 4)
-        whole = all(torch.equal(tensor, other) for tensor, other in zip(tensors, wanted, strict=True))
+        whole = all(
+            torch.equal(tensor, other) for tensor, other in zip(tensors, wanted, strict=True)
+        )
         report[f"whole after {moment}"] = whole and not kept.offloaded
 
     fail("offload")

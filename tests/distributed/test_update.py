@@ -24,9 +24,18 @@ pytestmark = [pytest.mark.parity, pytest.mark.distributed]
 
 GROUPS = make_groups((4, 4, 3, 1, 4))
 PPO = AlgorithmConfig(
-    advantage="ppo", advantage_eps=1e-5, kl_in="reward", kl_estimator="k1", kl_coef=0.5, early_stop_ratio=None
+    advantage="ppo",
+    advantage_eps=1e-5,
+    kl_in="reward",
+    kl_estimator="k1",
+    kl_coef=0.5,
+    early_stop_ratio=None,
 )
-LAYOUTS = [Case(max_tokens=128), Case(tensor=2, pipeline=2, max_tokens=64), Case(data=2, max_tokens=64)]
+LAYOUTS = [
+    Case(max_tokens=128),
+    Case(tensor=2, pipeline=2, max_tokens=64),
+    Case(data=2, max_tokens=64),
+]
 
 
 def step(ranks: RankPool, folder: Path, case: Case, algorithm: AlgorithmConfig) -> StepOutcome:
@@ -47,18 +56,24 @@ def normalised(values: list[Tensor], eps: float) -> list[Tensor]:
     return [(value - every.mean()) / (every.std(correction=0) + eps) for value in values]
 
 
-def dense_ppo(folder: Path, samples: list[Sample], algorithm: AlgorithmConfig) -> tuple[list[Tensor], Tensor]:
-    """Advantages per token and loss of AReaL's PPO without a critic, in plain torch; the loss is on-policy."""
+def dense_ppo(
+    folder: Path, samples: list[Sample], algorithm: AlgorithmConfig
+) -> tuple[list[Tensor], Tensor]:
+    """Advantages per token and loss of AReaL's PPO without a critic, in plain torch; the loss is
+    on-policy."""
     model, reference = oracle.load(folder), oracle.load(folder)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.mul_(REFERENCE_FACTOR)
         log_refs = [oracle.completion_logprobs(reference, sample).double() for sample in samples]
     logprobs = [oracle.completion_logprobs(model, sample) for sample in samples]
-    kls = [kl_estimate("k1", p.detach().double(), r) for p, r in zip(logprobs, log_refs, strict=True)]
+    kls = [
+        kl_estimate("k1", p.detach().double(), r) for p, r in zip(logprobs, log_refs, strict=True)
+    ]
     advantages = normalised(returns(GROUPS, kls, algorithm.kl_coef), algorithm.advantage_eps)
     total = sum(
-        -(a.float() * (p - p.detach()).exp()).sum() for a, p in zip(advantages, logprobs, strict=True)
+        -(a.float() * (p - p.detach()).exp()).sum()
+        for a, p in zip(advantages, logprobs, strict=True)
     )
     loss = total / sum(len(p) for p in logprobs)
     loss.backward()
@@ -94,12 +109,14 @@ def test_ppo_with_kl_in_the_reward_is_that_of_plain_torch(
 def test_the_ratio_is_to_the_policy_before_the_steps_first_update(
     ranks: RankPool, untied_model: Path, algorithm: AlgorithmConfig, moved: list[bool | None]
 ) -> None:
-    """Also where one minibatch is learned from again: only the first update has ratio 1, and narrow bounds cut the
-    others. None: it has moved, but wide bounds do not cut."""
+    """Also where one minibatch is learned from again: only the first update has ratio 1, and narrow
+    bounds cut the others. None: it has moved, but wide bounds do not cut."""
     results = step(ranks, untied_model, LAYOUTS[0], algorithm).record.results
     assert len(results) == len(moved)
     for result, has_moved in zip(results, moved, strict=True):
-        ratio, clipped = (result.sums[name] / result.sums["tokens"] for name in ("ratio", "clipped"))
+        ratio, clipped = (
+            result.sums[name] / result.sums["tokens"] for name in ("ratio", "clipped")
+        )
         assert (abs(ratio - 1) > 1e-4) == (has_moved is not False)
         assert (clipped > 0.1) == (has_moved is True)
         assert result.discarded is None
@@ -111,7 +128,9 @@ def test_after_a_discard_the_step_goes_on_or_ends(
     ranks: RankPool, untied_model: Path, action: str, made: int
 ) -> None:
     """The first minibatch has KL 0, and its update takes all others out of the bound."""
-    algorithm = AlgorithmConfig(n_minibatches=2, epochs=2, early_stop_kl=1e-5, early_stop_action=action)
+    algorithm = AlgorithmConfig(
+        n_minibatches=2, epochs=2, early_stop_kl=1e-5, early_stop_action=action
+    )
     record = step(ranks, untied_model, LAYOUTS[2], algorithm).record
     first, *others = record.results
     assert record.passes == made / 2
@@ -123,9 +142,12 @@ def test_after_a_discard_the_step_goes_on_or_ends(
 def test_a_step_without_any_contrast_is_not_learned_from(
     ranks: RankPool, untied_model: Path, entropy_coef: float, skipped: bool
 ) -> None:
-    """Adam's momentum would move the weights, too. The entropy bonus has a gradient of its own."""
+    """Adam's momentum would move the weights, too.
+
+    The entropy bonus has a gradient of its own."""
     alike = [
-        replace(group, scores=tuple(replace(score, reward=5.0) for score in group.scores)) for group in GROUPS
+        replace(group, scores=tuple(replace(score, reward=5.0) for score in group.scores))
+        for group in GROUPS
     ]
     algorithm = AlgorithmConfig(entropy_coef=entropy_coef)
     case = Case(optimizer="adam")
@@ -135,10 +157,17 @@ def test_a_step_without_any_contrast_is_not_learned_from(
 
 
 @matrix
-def test_chosen_tokens_do_not_depend_on_ranks_and_micro_batches(ranks: RankPool, untied_model: Path) -> None:
-    """One rank with large micro-batches, two with small ones: the same tokens lose their advantage or pay."""
+def test_chosen_tokens_do_not_depend_on_ranks_and_micro_batches(
+    ranks: RankPool, untied_model: Path
+) -> None:
+    """One rank with large micro-batches, two with small ones: the same tokens lose their advantage
+    or pay."""
     algorithm = AlgorithmConfig(
-        top_entropy_share=0.3, clip_cov_ratio=0.1, clip_cov_low=-9.0, clip_cov_high=9.0, n_minibatches=2
+        top_entropy_share=0.3,
+        clip_cov_ratio=0.1,
+        clip_cov_low=-9.0,
+        clip_cov_high=9.0,
+        n_minibatches=2,
     )
     for chosen in (algorithm, replace(algorithm, clip_cov_ratio=None, kl_cov_ratio=0.1, epochs=2)):
         one, other = (step(ranks, untied_model, case, chosen) for case in (LAYOUTS[0], LAYOUTS[2]))
@@ -146,7 +175,10 @@ def test_chosen_tokens_do_not_depend_on_ranks_and_micro_batches(ranks: RankPool,
         for ours, theirs in zip(one.record.results, other.record.results, strict=True):
             assert ours.sums == pytest.approx(theirs.sums, rel=1e-3, abs=1e-3)
     plain = step(
-        ranks, untied_model, LAYOUTS[0], replace(algorithm, clip_cov_ratio=None, top_entropy_share=1.0)
+        ranks,
+        untied_model,
+        LAYOUTS[0],
+        replace(algorithm, clip_cov_ratio=None, top_entropy_share=1.0),
     )
     differ = [(one.update[name] - plain.update[name]).abs().max() for name in plain.update]
     assert max(differ) > 1e-2 * max(update.abs().max() for update in plain.update.values())
@@ -161,7 +193,8 @@ def test_interpolated_log_probs_are_the_recomputed_ones_until_the_first_update(
         replace(
             group,
             completions=tuple(
-                replace(one, segments=(Segment(len(one.token_ids), -2, 0),)) for one in group.completions
+                replace(one, segments=(Segment(len(one.token_ids), -2, 0),))
+                for one in group.completions
             ),
         )
         for group in GROUPS
@@ -169,7 +202,10 @@ def test_interpolated_log_probs_are_the_recomputed_ones_until_the_first_update(
     found = {}
     for word in ("recompute", "interpolate", "compare"):
         algorithm = AlgorithmConfig(
-            n_minibatches=2, importance_correction="token", early_stop_ratio=None, proximal_logprobs=word
+            n_minibatches=2,
+            importance_correction="token",
+            early_stop_ratio=None,
+            proximal_logprobs=word,
         )
         outcome = ranks.run(1, update_cases.step, untied_model, LAYOUTS[0], old, algorithm)[0]
         found[word] = [result.sums for result in outcome.record.results]
@@ -177,4 +213,6 @@ def test_interpolated_log_probs_are_the_recomputed_ones_until_the_first_update(
     errors = [one["proximal_error"] / one["tokens"] for one in found["compare"]]
     assert errors[0] < 1e-5 < 1e-3 < errors[1]
     assert found["compare"][1]["ratio"] == pytest.approx(found["recompute"][1]["ratio"], rel=1e-3)
-    assert found["interpolate"][1]["ratio"] != pytest.approx(found["recompute"][1]["ratio"], rel=1e-3)
+    assert found["interpolate"][1]["ratio"] != pytest.approx(
+        found["recompute"][1]["ratio"], rel=1e-3
+    )

@@ -1,4 +1,5 @@
-"""What the ranks do in the tests of a whole step's updates: groups in, new weights and what was told out."""
+"""What the ranks do in the tests of a whole step's updates: groups in, new weights and what was
+told out."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def make_groups(sizes: tuple[int, ...], seed: int = 3) -> list[ScoredGroup]:
         right = [draw.random() < 0.5 for _ in answers]
         scores = tuple(Score(5.0 if one else -5.0, one, "", "string") for one in right)
         groups.append(
-            ScoredGroup(Prompt(f"q{number}", "?", tokens(2, 8), ("1",), "math"), completions, scores)
+            ScoredGroup(
+                Prompt(f"q{number}", "?", tokens(2, 8), ("1",), "math"), completions, scores
+            )
         )
     return groups
 
@@ -74,7 +77,9 @@ def steps(
     config = replace(stage.config, algorithm=algorithm, run=replace(stage.config.run, seed=seed))
     reference = _reference(stage) if algorithm.kl_coef else None
     offload = training_sets(stage.actor, reference, config.memory, stage.device)
-    updater = PolicyUpdater(config, stage.shape, stage.mesh, stage.actor, reference, offload, PhaseTimers())
+    updater = PolicyUpdater(
+        config, stage.shape, stage.mesh, stage.actor, reference, offload, PhaseTimers()
+    )
     made, before = [], whole_tensors(stage)
     for number, groups in enumerate(groups_by_step):
         record, after = updater.update(groups, number), whole_tensors(stage)
@@ -87,7 +92,9 @@ def steps(
 def _reference(stage: Stage) -> Any:
     from rlmath.models.build import build_reference
 
-    reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor)
+    reference = build_reference(
+        stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor
+    )
     with torch.no_grad():
         for chunk in reference.chunks:
             for parameter in chunk.parameters():

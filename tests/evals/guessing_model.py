@@ -1,5 +1,6 @@
-"""A model that guesses: it writes boxes with letters and digits in them, whatever the problem, and is right now and
-then. A bigram table in the weights of a Qwen2: the layers add nothing, so the next token depends on the last one only.
+"""A model that guesses: it writes boxes with letters and digits in them, whatever the problem, and
+is right now and then. A bigram table in the weights of a Qwen2: the layers add nothing, so the next
+token depends on the last one only.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ CHATTER = "abcdefgh "
 
 
 def make_guessing_model(base: Path, folder: Path, positions: int = 2048) -> Path:
-    """`base`: a folder of rlmath.cli.make_tiny_model, `--steps 0`. Every character leads to a box, a box to one letter
-    or digit, that to another digit or the end of the box, and this to chatter, in which it may end."""
+    """`base`: a folder of rlmath.cli.make_tiny_model, `--steps 0`.
+
+    Every character leads to a box, a box to one letter or digit, that to another digit or the end
+    of the box, and this to chatter, in which it may end."""
     shutil.copytree(base, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(
@@ -34,7 +37,9 @@ def make_guessing_model(base: Path, folder: Path, positions: int = 2048) -> Path
         model.model.norm.weight.fill_(1.0)
         model.lm_head.weight.zero_()
         # The norm makes sqrt(size) of the 1 of an embedding.
-        model.lm_head.weight[:, :rows] = bigrams(tokenizer, rows).log().clamp(min=-30.0).T / size**0.5
+        model.lm_head.weight[:, :rows] = (
+            bigrams(tokenizer, rows).log().clamp(min=-30.0).T / size**0.5
+        )
     model.save_pretrained(folder)
     return folder
 

@@ -5,14 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.evals.completions import CompletionRecord, Writer, read_completions, remove_unfinished_lines
+from rlmath.evals.completions import (
+    CompletionRecord,
+    Writer,
+    read_completions,
+    remove_unfinished_lines,
+)
 from rlmath.evals.plan import GREEDY_INDEX, Plan, check_settings, completion_seed, read_settings
 
 
 def record(
     problem_id: str, sample: int = 0, mode: str = "sample", text: str = "so \\boxed{7}"
 ) -> CompletionRecord:
-    return CompletionRecord(problem_id, mode, sample, 11, "abcd", text, 9, "stop", True, "7", "string")
+    return CompletionRecord(
+        problem_id, mode, sample, 11, "abcd", text, 9, "stop", True, "7", "string"
+    )
 
 
 def write(folder: Path, *records: CompletionRecord, rank: int = 0) -> Path:
@@ -60,7 +67,9 @@ def test_a_file_with_nothing_but_a_cut_line_becomes_empty(tmp_path: Path) -> Non
     assert read_completions(tmp_path, "aime24") == {}
 
 
-@pytest.mark.parametrize("line", ["{}", "[1]", "nonsense", "[" * 100_000, '{"problem_id": "60"}', "\x00"])
+@pytest.mark.parametrize(
+    "line", ["{}", "[1]", "nonsense", "[" * 100_000, '{"problem_id": "60"}', "\x00"]
+)
 def test_a_broken_line_is_reported(tmp_path: Path, line: str) -> None:
     path = write(tmp_path, record("60"))
     path.write_text(line + "\n" + path.read_text())
@@ -129,7 +138,12 @@ def test_seeds_differ_by_all_that_a_completion_is(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_plans_are_refused(tmp_path: Path, values: dict, message: str) -> None:
-    given = {"model": tmp_path, "benchmarks": ("aime24",), "data_dir": tmp_path, "output": tmp_path} | values
+    given = {
+        "model": tmp_path,
+        "benchmarks": ("aime24",),
+        "data_dir": tmp_path,
+        "output": tmp_path,
+    } | values
     with pytest.raises(ValueError, match="evaluation") as error:
         Plan(**given)
     assert message in str(error.value)

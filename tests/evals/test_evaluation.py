@@ -24,7 +24,16 @@ from tests.programs import ENVIRONMENT, REPOSITORY, end_family, run
 from tests.selection import matrix
 
 DATA = REPOSITORY.parent / "shared" / "data" / "benchmarks"
-NAMES = ("aime24", "aime25", "amc23", "math_500", "gsm8k", "minerva_math", "olympiadbench", "gpqa_diamond")
+NAMES = (
+    "aime24",
+    "aime25",
+    "amc23",
+    "math_500",
+    "gsm8k",
+    "minerva_math",
+    "olympiadbench",
+    "gpqa_diamond",
+)
 PROGRAM = "launch/evaluate.py"
 BASICS = ["--model", "m", "--benchmarks", "aime24", "--data-dir", "d", "--output", "o"]
 LIMIT, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 3, 8, 48, 700
@@ -40,7 +49,10 @@ def evaluate_in_pool(plan: Plan, max_num_seqs: int = 64, tensor_parallel: int = 
     from rlmath.evals.runner import evaluate
 
     rollout = RolloutConfig(
-        tensor_parallel=tensor_parallel, cpu_kv_cache_gib=0.1, max_num_seqs=max_num_seqs, cuda_graphs=False
+        tensor_parallel=tensor_parallel,
+        cpu_kv_cache_gib=0.1,
+        max_num_seqs=max_num_seqs,
+        cuda_graphs=False,
     )
     try:
         return evaluate(plan, rollout, reward_workers=1, reward_timeout=5.0, device_kind="cpu")
@@ -74,7 +86,9 @@ def options(model: Path, output: Path) -> list[str]:
 def completions(output: Path) -> list[str]:
     """Every line of every file, without who wrote it."""
     return sorted(
-        line for path in output.glob("generations/*/*.jsonl") for line in path.read_text().splitlines()
+        line
+        for path in output.glob("generations/*/*.jsonl")
+        for line in path.read_text().splitlines()
     )
 
 
@@ -103,7 +117,9 @@ def test_every_benchmark_is_evaluated(evaluated: Path) -> None:
     right = {name: sum(p["right"] for p in one["problems"]) for name, one in found.items()}
     assert right["gpqa_diamond"] > 0, "24 guesses, each a letter in 4 of 14 cases"
     assert sum(right.values()) < LIMIT * SAMPLES * len(NAMES) / 2
-    assert 0 < sum(row["too_long"] for row in rows.values()) < LIMIT * len(NAMES), "some prompts are too long"
+    assert 0 < sum(row["too_long"] for row in rows.values()) < LIMIT * len(NAMES), (
+        "some prompts are too long"
+    )
 
 
 @pytest.mark.full
@@ -121,8 +137,8 @@ def test_two_engines_sample_the_same_texts(model: Path, evaluated: Path, ranks: 
 def test_stopped_half_way_twice_and_continued_it_gives_the_same_table(
     model: Path, evaluated: Path, ranks: RankPool
 ) -> None:
-    """Stopped by Ctrl-C and killed as one process, refused with another plan, resumed on two ranks, and started once
-    more."""
+    """Stopped by Ctrl-C and killed as one process, refused with another plan, resumed on two ranks,
+    and started once more."""
     output = model.parent / "stopped"
     command = [*options(model, output), "--max-num-seqs", "2"]
     first, status, told = stop_half_way(command, output, signal.SIGINT)
@@ -143,9 +159,11 @@ def test_stopped_half_way_twice_and_continued_it_gives_the_same_table(
     assert tables(output) == tables(evaluated) and completions(output) == completions(evaluated)
 
 
-def stop_half_way(arguments: list[str], output: Path, number: signal.Signals) -> tuple[list[str], int, str]:
-    """A signal to the program and what it has started, as soon as it has written completions; the whole lines that are
-    there then, its exit status, and what it told."""
+def stop_half_way(
+    arguments: list[str], output: Path, number: signal.Signals
+) -> tuple[list[str], int, str]:
+    """A signal to the program and what it has started, as soon as it has written completions; the
+    whole lines that are there then, its exit status, and what it told."""
     console, before = output.with_suffix(".txt"), written_bytes(output)
     with console.open("w") as file:
         program = subprocess.Popen(
@@ -166,7 +184,9 @@ def stop_half_way(arguments: list[str], output: Path, number: signal.Signals) ->
     finally:
         end_family(program)
     lines = [
-        line for path in output.glob("generations/*/*.jsonl") for line in path.read_text().splitlines(True)
+        line
+        for path in output.glob("generations/*/*.jsonl")
+        for line in path.read_text().splitlines(True)
     ]
     return [line.rstrip("\n") for line in lines if line.endswith("\n")], status, console.read_text()
 
@@ -176,7 +196,9 @@ def written_bytes(output: Path) -> int:
 
 
 @matrix
-def test_prompts_that_do_not_fit_the_model_are_reported(model: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_prompts_that_do_not_fit_the_model_are_reported(
+    model: Path, ranks: RankPool, tmp_path: Path
+) -> None:
     (too_long,) = ranks.run(1, evaluate_in_pool, plan_for(model, tmp_path, max_new_tokens=2000))
     assert "set --max-prompt-tokens 48" in too_long
     assert not (tmp_path / "settings.json").exists()
@@ -189,7 +211,9 @@ def test_a_mistake_ends_with_status_2(capfd: pytest.CaptureFixture[str]) -> None
 
 
 @matrix
-def test_two_evaluations_are_put_side_by_side(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_evaluations_are_put_side_by_side(
+    evaluated: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--compare", str(evaluated), str(evaluated / "results.json")]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if "gpqa_diamond" in line]
     gains, intervals = rows[:2], [row.split("|")[-3:-1] for row in rows[2:]]
@@ -223,7 +247,14 @@ def test_an_output_that_is_a_model_run_or_data_folder_is_refused(
     if file is not None:
         (tmp_path / file).write_text("{}")
     before = sorted(tmp_path.iterdir())
-    given = ["--model", str(tmp_path if file is None else "m"), "--benchmarks", "b", "--data-dir", "d"]
+    given = [
+        "--model",
+        str(tmp_path if file is None else "m"),
+        "--benchmarks",
+        "b",
+        "--data-dir",
+        "d",
+    ]
     assert main([*given, "--output", f"{tmp_path}/../{tmp_path.name}"]) == 2
     assert "Give a folder of its own" in capfd.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
@@ -247,7 +278,9 @@ def test_a_second_start_only_prints_the_table(model: Path, evaluated: Path) -> N
     assert tables(evaluated) == before
     lines = again.stdout.splitlines()
     assert all(len(line) <= 80 for line in lines if line.startswith("|"))
-    first, second = [line.split("|") for line in lines if "num_questions" in line or "pass@2" in line]
+    first, second = [
+        line.split("|") for line in lines if "num_questions" in line or "pass@2" in line
+    ]
     assert [cell.strip() for cell in (*first[1:-1], *second[2:-1])] == [
         "dataset",
         "num_questions",

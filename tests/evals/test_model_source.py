@@ -31,7 +31,9 @@ def test_a_hugging_face_folder_is_used_as_it_is(untied_model: Path, tmp_path: Pa
     assert model_positions(copy) == 256
 
 
-def test_a_checkpoint_is_converted_once(untied_model: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_converted_once(
+    untied_model: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     found = resolve_model(checkpoint, tmp_path)
     assert found.folder == tmp_path / "converted_model"
     assert_same(weights(found.folder), weights(untied_model))
@@ -43,7 +45,9 @@ def test_a_checkpoint_is_converted_once(untied_model: Path, checkpoint: Path, tm
         resolve_model(to_megatron(other, tmp_path / "other_megatron").parent, tmp_path)
 
 
-def test_a_checkpoint_whose_file_has_another_size_is_another(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_whose_file_has_another_size_is_another(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     """Where it has no checksums, and the file has the time that it had."""
     changed = shutil.copytree(checkpoint, tmp_path / "changed")
     resolve_model(changed, tmp_path)
@@ -66,7 +70,8 @@ def test_a_conversion_that_was_killed_is_made_again(checkpoint: Path, tmp_path: 
 def test_a_runs_folder_stands_for_its_newest_model(
     untied_model: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """A run that is done has a summary; without one, its checkpoints are newer than a model that it exported."""
+    """A run that is done has a summary; without one, its checkpoints are newer than a model that it
+    exported."""
     run = tmp_path / "run"
     shutil.copytree(untied_model, run / "hf_model")
     assert resolve_model(run, tmp_path / "out").folder == run / "hf_model"
@@ -91,7 +96,8 @@ def test_adapters_without_their_model_are_refused(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").write_text("{}")
     for given in (adapter, adapter.parent):
         with pytest.raises(
-            ValueError, match=r'adapter" has adapters .* without their model; .* folder of their run'
+            ValueError,
+            match=r'adapter" has adapters .* without their model; .* folder of their run',
         ):
             resolve_model(given, tmp_path / "out")
     with pytest.raises(ValueError, match=r"only its adapters \(save.merged=false\)"):
@@ -121,7 +127,12 @@ def test_benchmarks_are_found_by_name(tmp_path: Path) -> None:
 
 
 def test_heads_that_config_does_not_say_are_not_judged(tmp_path: Path) -> None:
-    for values in ({}, {"hidden_size": 64}, {"hidden_size": 64, "num_attention_heads": 0}, {"head_dim": 64}):
+    for values in (
+        {},
+        {"hidden_size": 64},
+        {"hidden_size": 64, "num_attention_heads": 0},
+        {"head_dim": 64},
+    ):
         (tmp_path / "config.json").write_text(json.dumps(values))
         check_head_dim(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_attention_heads": 4}))
@@ -135,7 +146,9 @@ def test_positions_that_config_does_not_say_are_unknown(tmp_path: Path) -> None:
         assert model_positions(tmp_path) is None
 
 
-def test_a_name_of_the_hub_is_told_how_to_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_name_of_the_hub_is_told_how_to_be_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ValueError, match=r"--local-dir models/Qwen3-0\.6B.*and give --model models/Qwen3-0\.6B"

@@ -1,4 +1,5 @@
-"""An evaluation of small files, by a model that guesses: what is asked of the engine for every completion."""
+"""An evaluation of small files, by a model that guesses: what is asked of the engine for every
+completion."""
 
 from __future__ import annotations
 
@@ -33,10 +34,20 @@ ROWS = {"first": 4, "second": 2}
 """Problems of each file; the last one of the second is too long."""
 
 
-def test_requests_have_the_seeds_the_lengths_and_the_temperatures_of_the_plan(tmp_path: Path) -> None:
-    """The greedy completion has the temperature 0 and the whole distribution, the samples have the plan's."""
+def test_requests_have_the_seeds_the_lengths_and_the_temperatures_of_the_plan(
+    tmp_path: Path,
+) -> None:
+    """The greedy completion has the temperature 0 and the whole distribution, the samples have the
+    plan's."""
     plan = Plan(
-        tmp_path, ("quiz",), tmp_path, tmp_path / "out", temperature=0.7, top_p=0.9, samples=2, seed=SEED
+        tmp_path,
+        ("quiz",),
+        tmp_path,
+        tmp_path / "out",
+        temperature=0.7,
+        top_p=0.9,
+        samples=2,
+        seed=SEED,
     )
     problem = Problem("q", "1+1=", (4, 5), ("2",), "math", benchmark="quiz")
     assert plan.indices == (GREEDY_INDEX, 0, 1)
@@ -49,7 +60,9 @@ def test_requests_have_the_seeds_the_lengths_and_the_temperatures_of_the_plan(tm
     assert [one.seed for one in found] == [
         completion_seed(SEED, "quiz", "q", n) for n in (GREEDY_INDEX, 0, 1)
     ]
-    assert {(one.token_ids, one.min_new_tokens, one.max_new_tokens) for one in found} == {((4, 5), 0, 30)}
+    assert {(one.token_ids, one.min_new_tokens, one.max_new_tokens) for one in found} == {
+        ((4, 5), 0, 30)
+    }
 
 
 def test_every_option_reaches_the_plan_and_the_engines(tmp_path: Path) -> None:
@@ -95,21 +108,33 @@ def test_every_option_reaches_the_plan_and_the_engines(tmp_path: Path) -> None:
             limit=126,
         )
     engines = rollout_of(arguments)
-    assert (engines.tensor_parallel, engines.cpu_kv_cache_gib, engines.kv_cache_gib) == (2, 0.3, 1.5)
+    assert (engines.tensor_parallel, engines.cpu_kv_cache_gib, engines.kv_cache_gib) == (
+        2,
+        0.3,
+        1.5,
+    )
     assert (engines.memory_share, engines.max_num_seqs) == (0.45, 137)
 
 
 def test_an_output_takes_no_completions_of_other_settings(tied_model: Path, tmp_path: Path) -> None:
     row = {"prompt": "1+1=", "solutions": ["2"], "query_id": "q", "task": "math"}
     (tmp_path / "quiz.jsonl").write_text(json.dumps(row) + "\n")
-    output, rollout, no_pool = tmp_path / "out", RolloutConfig(cuda_graphs=True), cast(WorkerPool, None)
+    output, rollout, no_pool = (
+        tmp_path / "out",
+        RolloutConfig(cuda_graphs=True),
+        cast(WorkerPool, None),
+    )
     device = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
     plan = Plan(tied_model, ("quiz",), tmp_path, output, samples=2, seed=SEED, template="raw")
     plan = replace(plan, temperature=0.7, top_p=0.9, max_new_tokens=NEW_TOKENS)
-    assert [one.indices for one in _prepare(plan, rollout, no_pool, device).missing] == [plan.indices]
+    assert [one.indices for one in _prepare(plan, rollout, no_pool, device).missing] == [
+        plan.indices
+    ]
     settings = json.loads((output / "settings.json").read_text())
     assert settings["sampled"] == {"temperature": 0.7, "top_p": 0.9, "seed": SEED}
-    compared = {name: value for name, value in settings["common"].items() if not name.startswith("about_")}
+    compared = {
+        name: value for name, value in settings["common"].items() if not name.startswith("about_")
+    }
     model = resolve_model(tied_model, output).fingerprint
     wanted = {"model": model, "template": "raw", "max_new_tokens": NEW_TOKENS, "cuda_graphs": True}
     assert compared.items() >= wanted.items() and compared["scorer"] is None
@@ -190,7 +215,10 @@ def test_every_problem_has_its_greedy_answer_and_its_samples(plan: Plan, ranks: 
         of_modes = {one["sample"] for one in records if one["mode"] == "sample"}
         assert of_modes == set(range(SAMPLES))
         row = tables[name]["row"]
-        assert (row["num_questions"], row["too_long"]) == (problems + (name == "second"), name == "second")
+        assert (row["num_questions"], row["too_long"]) == (
+            problems + (name == "second"),
+            name == "second",
+        )
     assert len(texts) > SAMPLES
 
 
@@ -199,10 +227,13 @@ def test_every_problem_has_its_greedy_answer_and_its_samples(plan: Plan, ranks: 
 def test_completions_end_where_a_turn_of_the_evaluations_own_template_does(
     plan: Plan, tmp_path: Path, ranks: RankPool
 ) -> None:
-    """The model begins with a box, an added token of its tokenizer, with which this template ends a turn."""
+    """The model begins with a box, an added token of its tokenizer, with which this template ends a
+    turn."""
     template = tmp_path / "boxed.jinja"
     template.write_text("{% for m in messages %}{{ m.content + '\\\\boxed{' }}{% endfor %}")
-    ended = replace(plan, benchmarks=("first",), output=tmp_path / "out", chat_template=str(template))
+    ended = replace(
+        plan, benchmarks=("first",), output=tmp_path / "out", chat_template=str(template)
+    )
     ranks.run(1, evaluate_in_pool, ended)
     rows = [
         json.loads(line)
@@ -227,7 +258,9 @@ def test_a_runs_model_has_the_runs_template(tmp_path: Path, place: str) -> None:
     assert plan_of(parse(words)).template == "orz"
 
 
-def test_a_runs_model_has_the_runs_settings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_runs_model_has_the_runs_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
     words = f"--model {run} --benchmarks a --data-dir d --output {tmp_path / 'out'}".split()
@@ -236,12 +269,20 @@ def test_a_runs_model_has_the_runs_settings(tmp_path: Path, caplog: pytest.LogCa
         found = plan_of(parse(words))
         assert (found.template, found.answer_from) == (template, "boxed")
     assert plan_of(parse([*words, "--template", "orz"])).template == "orz"
-    more = ["reward.answer_from=phrase", "data.chat_template_kwargs=[a=1]", "data.system_prompt=Be brief."]
+    more = [
+        "reward.answer_from=phrase",
+        "data.chat_template_kwargs=[a=1]",
+        "data.system_prompt=Be brief.",
+    ]
     lengths = ["stages.steps=[5]", "stages.max_new_tokens=[200]"]
     saved_settings(run, *more, *lengths)
     found = plan_of(parse(words))
     assert found.chat == ChatSettings(None, ("a=1",), "Be brief.", found.chat.names)
-    assert (found.answer_from, found.max_new_tokens, found.default_new_tokens) == ("phrase", None, 200)
+    assert (found.answer_from, found.max_new_tokens, found.default_new_tokens) == (
+        "phrase",
+        None,
+        200,
+    )
     own = ["--answer-from", "number", "--system-prompt", "", "--chat-template", "think"]
     found = plan_of(parse([*words, *own, "--chat-template-kwarg", "b=2"]))
     assert found.answer_from == "number"

@@ -41,7 +41,9 @@ def test_impossible_counts_are_refused(n: int, correct: int, k: int) -> None:
 
 def majority_by_subsets(votes: list[Vote], blank: int, k: int) -> float:
     """Every subset of k samples votes; answers that are equally frequent share the win."""
-    samples: list[int | None] = [number for number, vote in enumerate(votes) for _ in range(vote.count)]
+    samples: list[int | None] = [
+        number for number, vote in enumerate(votes) for _ in range(vote.count)
+    ]
     samples += [None] * blank
     total, subsets = 0.0, 0
     for subset in itertools.combinations(samples, k):
@@ -61,7 +63,9 @@ def test_majority_is_the_mean_over_all_subsets(data: st.DataObject) -> None:
     ]
     blank = data.draw(st.integers(0 if votes else 1, 3))
     k = data.draw(st.integers(1, sum(vote.count for vote in votes) + blank))
-    assert majority_at_k(votes, blank, k) == pytest.approx(majority_by_subsets(votes, blank, k), abs=1e-12)
+    assert majority_at_k(votes, blank, k) == pytest.approx(
+        majority_by_subsets(votes, blank, k), abs=1e-12
+    )
 
 
 def test_majority_of_the_most_samples_is_a_probability() -> None:

@@ -104,11 +104,16 @@ def test_the_log_has_how_much_all_engines_have_sampled(
     monkeypatch.setattr(collector, "PROGRESS_SECONDS", 0.0)
     monkeypatch.setattr(collector, "COUNT_SECONDS", 0.0)
     store = RunStore(dist.HashStore(), "evaluation")
-    first, second = (SamplingProgress(10, Mesh(rank, 2, 1, 1, 1), store, "step 7/20") for rank in (0, 1))
+    first, second = (
+        SamplingProgress(10, Mesh(rank, 2, 1, 1, 1), store, "step 7/20") for rank in (0, 1)
+    )
     caplog.set_level(logging.INFO)
     first.tick()
     (line,) = caplog.messages
-    assert line.startswith("step 7/20: sampled 0 of 10 completions (0%) in 00:0") and "left" not in line
+    assert (
+        line.startswith("step 7/20: sampled 0 of 10 completions (0%) in 00:0")
+        and "left" not in line
+    )
     for _ in range(3):
         first.add_one()
     for _ in range(2):
@@ -119,7 +124,8 @@ def test_the_log_has_how_much_all_engines_have_sampled(
     first.tick()
     for line in caplog.messages[1:]:  # also when the other engine's count is deleted
         assert re.fullmatch(
-            r"step 7/20: sampled 5 of 10 completions \(50%\) in \d\d:\d\d, about \d\d:\d\d left", line
+            r"step 7/20: sampled 5 of 10 completions \(50%\) in \d\d:\d\d, about \d\d:\d\d left",
+            line,
         )
     assert len(caplog.messages) == 3
 
@@ -155,4 +161,7 @@ def test_the_hash_of_a_problem_is_of_all_that_its_judgement_depends_on() -> None
         Problem("q", "?", (1, 2), ("7",), "choice", benchmark="quiz"),
     ]
     assert len({one.prompt_hash for one in (problem, *others)}) == 4
-    assert Problem("z", "!", (1, 2), ("7",), "math", benchmark="other").prompt_hash == problem.prompt_hash
+    assert (
+        Problem("z", "!", (1, 2), ("7",), "math", benchmark="other").prompt_hash
+        == problem.prompt_hash
+    )

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from rlmath.algorithms.intervals import accuracy_interval, wilson_interval
-from rlmath.evals.benchmarks import Benchmark, LengthLimits, Problem, benchmark_warnings, check_lengths
+from rlmath.evals.benchmarks import (
+    Benchmark,
+    LengthLimits,
+    Problem,
+    benchmark_warnings,
+    check_lengths,
+)
 from rlmath.evals.compare import comparison_text, differences
 from rlmath.evals.completions import CompletionRecord, Key
 from rlmath.evals.plan import GREEDY_INDEX, Plan
@@ -36,7 +42,12 @@ def completion(
 def quiz(folder: Path, **changes: object) -> BenchmarkResult:
     """Three problems, the third with a prompt that is too long."""
     rows = {
-        "a": [completion("7", 2), completion("7"), completion("7.0", verdict="number"), completion("3")],
+        "a": [
+            completion("7", 2),
+            completion("7"),
+            completion("7.0", verdict="number"),
+            completion("3"),
+        ],
         "b": [
             completion("1", 6, truncated=True),
             completion("7"),
@@ -59,7 +70,10 @@ def quiz(folder: Path, **changes: object) -> BenchmarkResult:
 def test_a_row_by_hand(tmp_path: Path) -> None:
     row = quiz(tmp_path).row
     assert (
-        row["num_questions"] == 3 and row["too_long"] == 1 and row["unusable"] == 2 and row["not_judged"] == 1
+        row["num_questions"] == 3
+        and row["too_long"] == 1
+        and row["unusable"] == 2
+        and row["not_judged"] == 1
     )
     assert (
         row["greedy_acc"] == pytest.approx(1 / 3)
@@ -75,9 +89,12 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
     assert row["sample_length"] == pytest.approx((10 + 10 + 10 + 40 + 4 * 10) / 8)
     assert row["sample_truncated"] == pytest.approx(1 / 8)
     # Wilson's of 1 of 3, by hand: (1/3 + z2/6 -+ z sqrt(2/27 + z2/36)) / (1 + z2/3), z2 = 3.8415.
-    assert (row["greedy_acc_low"], row["greedy_acc_high"]) == pytest.approx((0.0615, 0.7923), abs=1e-4)
-    # Samples of one problem are alike: 3 problems tell what 4.07 answers would, and not 12. With two problems more
-    # that are right and two that are wrong, shares vary by 138/784, answers with their mean 11/28 by 187/784.
+    assert (row["greedy_acc_low"], row["greedy_acc_high"]) == pytest.approx(
+        (0.0615, 0.7923), abs=1e-4
+    )
+    # Samples of one problem are alike: 3 problems tell what 4.07 answers would, and not 12. With
+    # two problems more that are right and two that are wrong, shares vary by 138/784, answers with
+    # their mean 11/28 by 187/784.
     assert (row["sample_pass@1_low"], row["sample_pass@1_high"]) == pytest.approx(
         wilson_interval(0.25, 3 * 187 / 138), abs=1e-12
     )
@@ -91,14 +108,19 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
 def test_answers_that_are_all_alike_are_no_certainty(
     tmp_path: Path, right: int, problems: int, low: float, high: float, samples: int
 ) -> None:
-    """Wilson's interval of 0 of n is 0 to z2 / (n + z2), with z2 = 3.8415; more answers to each change nothing."""
+    """Wilson's interval of 0 of n is 0 to z2 / (n + z2), with z2 = 3.8415; more answers to each
+    change nothing."""
     names = [str(number) for number in range(problems)]
     answer = "7" if right else "3"
     records = {
-        (name, index): completion(answer) for name in names for index in (GREEDY_INDEX, *range(samples))
+        (name, index): completion(answer)
+        for name in names
+        for index in (GREEDY_INDEX, *range(samples))
     }
     benchmark = Benchmark("quiz", tuple(map(problem, names)), unusable=0)
-    row = result_of(benchmark, records, plan_for(tmp_path, samples=samples), max_prompt_tokens=50).row
+    row = result_of(
+        benchmark, records, plan_for(tmp_path, samples=samples), max_prompt_tokens=50
+    ).row
     for name in ("greedy_acc", "sample_pass@1"):
         assert row[name] == right / problems
         assert (row[f"{name}_low"], row[f"{name}_high"]) == pytest.approx((low, high), abs=1e-4)
@@ -131,14 +153,16 @@ def test_no_box_is_wider_than_a_terminal_of_80_columns(tmp_path: Path) -> None:
         assert max(map(len, lines)) <= 80
         headers = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[1::5]]
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[3::5]]
-        assert {row[0] for row in rows} == {"olympiadbench"} and {header[0] for header in headers} == {
-            "dataset"
-        }
+        assert {row[0] for row in rows} == {"olympiadbench"} and {
+            header[0] for header in headers
+        } == {"dataset"}
         assert ["dataset", *(name for header in headers for name in header[1:])] == table[0]
         assert ["olympiadbench", *(cell for row in rows for cell in row[1:])] == table[1]
 
 
-def test_what_was_not_sampled_and_problems_that_there_are_none_of_take_no_room(tmp_path: Path) -> None:
+def test_what_was_not_sampled_and_problems_that_there_are_none_of_take_no_room(
+    tmp_path: Path,
+) -> None:
     none = {"too_long": 0, "unusable": 0, "not_judged": 0}
     found = BenchmarkResult(quiz(tmp_path, greedy=False).row | none, ())
     assert "greedy" not in boxed_tables(first_table([found])) + boxed_tables(second_table([found]))
@@ -160,10 +184,15 @@ def test_files_hold_the_table_and_are_the_same_each_time(tmp_path: Path) -> None
     found = json.loads((tmp_path / "one" / "results.json").read_text())["benchmarks"]["quiz"]
     assert found["problems"][1] == {"problem_id": "b", "greedy": False, "right": 1, "samples": 4}
     markdown = (tmp_path / "one" / "results.md").read_text()
-    assert "| quiz | 3 | 4.0 | 13.8 | 33.3 | 25.0 | 44.4 | 66.7 |" in markdown and "\x1b" not in markdown
+    assert (
+        "| quiz | 3 | 4.0 | 13.8 | 33.3 | 25.0 | 44.4 | 66.7 |" in markdown
+        and "\x1b" not in markdown
+    )
 
 
-def results_folder(folder: Path, right: list[int], dataset: str = "quiz", **settings: object) -> Path:
+def results_folder(
+    folder: Path, right: list[int], dataset: str = "quiz", **settings: object
+) -> Path:
     """An evaluation of some problems with 4 samples each, of which so many are right."""
     folder.mkdir()
     problems = [
@@ -183,10 +212,15 @@ def test_a_difference_in_pairs_is_clearer_than_two_intervals(tmp_path: Path) -> 
     """Every problem gains one sample of four: the difference is 25 points without any doubt."""
     before = [0, 1, 2, 3] * 3
     first = read_results(results_folder(tmp_path / "a", before))
-    second = read_results(results_folder(tmp_path / "b", [count + 1 for count in before], about_model="late"))
+    second = read_results(
+        results_folder(tmp_path / "b", [count + 1 for count in before], about_model="late")
+    )
     sampled = next(one for one in differences(first, second) if one.measure == "sample_pass@1")
-    # 12 differences of 1/4, with half a problem more of each of 0, 0, 1 and -1: 3/14 -+ z sqrt(0.0791 / 14).
-    assert sampled.difference == pytest.approx((0.25, 0.0670, 0.3616), abs=1e-4) and sampled.is_clear
+    # 12 differences of 1/4, with half a problem more of each of 0, 0, 1 and -1: 3/14 -+ z
+    # sqrt(0.0791 / 14).
+    assert (
+        sampled.difference == pytest.approx((0.25, 0.0670, 0.3616), abs=1e-4) and sampled.is_clear
+    )
     assert sampled.first[0] == pytest.approx(0.375) and sampled.second[0] == pytest.approx(0.625)
     assert sampled.first[2] > sampled.second[1], "their own intervals overlap"
     same = differences(first, first)[0]
@@ -194,7 +228,9 @@ def test_a_difference_in_pairs_is_clearer_than_two_intervals(tmp_path: Path) -> 
 
 
 def test_a_difference_on_few_problems_is_not_clear(tmp_path: Path) -> None:
-    """Both wrong on the same 12: the difference may be 14 points either way. Two that were won are no proof."""
+    """Both wrong on the same 12: the difference may be 14 points either way.
+
+    Two that were won are no proof."""
     twelve = read_results(results_folder(tmp_path / "twelve", [0] * 12))
     for found in differences(twelve, twelve):
         assert found.difference == pytest.approx((0, -0.14, 0.14), abs=1e-3) and not found.is_clear
@@ -221,7 +257,16 @@ def test_only_common_problems_are_compared_and_differences_are_reported(tmp_path
     assert sampled.second == pytest.approx((0.625, *accuracy_interval([1.0, 0.25], samples=4)))
     cells = [line.strip("| ").split("|") for line in text.splitlines() if "| sample_pass@1" in line]
     assert [[cell.strip() for cell in row] for row in cells] == [
-        ["quiz", "sample_pass@1", "12.5", "62.5", "+50.0", _range(sampled.difference, "+"), "", "2"],
+        [
+            "quiz",
+            "sample_pass@1",
+            "12.5",
+            "62.5",
+            "+50.0",
+            _range(sampled.difference, "+"),
+            "",
+            "2",
+        ],
         ["quiz", "sample_pass@1", _range(sampled.first), _range(sampled.second)],
     ]
 
@@ -282,7 +327,9 @@ def test_lengths_that_do_not_fit_the_model_say_what_to_set() -> None:
         assert check_lengths(problems, positions, given, most_prompt, 77) == wanted
     with pytest.raises(ValueError, match=r"'long'.* has 100") as error:
         check_lengths(problems, 150, 64, None, 77)
-    assert "--max-new-tokens 50" in str(error.value) and "--max-prompt-tokens 86" in str(error.value)
+    assert "--max-new-tokens 50" in str(error.value) and "--max-prompt-tokens 86" in str(
+        error.value
+    )
     with pytest.raises(ValueError, match="--max-prompt-tokens is 90"):
         check_lengths(problems, 150, 64, 90, 77)
     with pytest.raises(ValueError, match="set --max-prompt-tokens 99, and longer"):

@@ -1,4 +1,6 @@
-"""The GPU path: bfloat16, nccl, vLLM's sleep mode. Skips itself without a GPU."""
+"""The GPU path: bfloat16, nccl, vLLM's sleep mode.
+
+Skips itself without a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ from tests.distributed.rank_pool import RankPool
 from tests.models.test_logprobs import dense, loss, random_logits
 from tests.tiny_models import make_samples
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 BF16_NATS = 0.05
 """Most by which log-probs in bfloat16 may differ from those in float32 (nats)."""
@@ -52,13 +57,18 @@ def fresh_ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-LOCAL = not torch.cuda.is_available() or bool(list(transformer_engine_problems("transformer_engine")))
+LOCAL = not torch.cuda.is_available() or bool(
+    list(transformer_engine_problems("transformer_engine"))
+)
 """Transformer Engine cannot be imported."""
 
 
 def layers() -> list[Any]:
     """Local layers, and Transformer Engine's where it can be imported."""
-    return [True, pytest.param(False, marks=pytest.mark.skipif(LOCAL, reason="no Transformer Engine"))]
+    return [
+        True,
+        pytest.param(False, marks=pytest.mark.skipif(LOCAL, reason="no Transformer Engine")),
+    ]
 
 
 @pytest.mark.parametrize("local_layers", layers())
@@ -77,7 +87,9 @@ def test_logprobs_in_bfloat16_are_close_to_transformers(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("V", [151_936, 5_003])
-def test_kernels_give_the_textbooks_logprobs_entropy_and_gradient(dtype: torch.dtype, V: int) -> None:
+def test_kernels_give_the_textbooks_logprobs_entropy_and_gradient(
+    dtype: torch.dtype, V: int
+) -> None:
     pytest.importorskip("triton")
     logits_TV, targets_T = random_logits(12, V)
     masked_T, masked_TN = torch.arange(12) < 4, torch.zeros(12, V - 2, dtype=torch.bool)
@@ -86,8 +98,17 @@ def test_kernels_give_the_textbooks_logprobs_entropy_and_gradient(dtype: torch.d
     wanted = dense(leaf_TV.detach().cpu(), targets_T % 4_000 + 2, 0.7, V - 2, masked_TN)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        given = (leaf_TV, (targets_T % 4_000 + 2).cuda(), 0.7, V - 2, dist.group.WORLD, masked_T.cuda())
-        found = [values_T.cpu() for values_T in vocab_parallel_logprobs(*given, masked_tokens=(1, 4_999))]
+        given = (
+            leaf_TV,
+            (targets_T % 4_000 + 2).cuda(),
+            0.7,
+            V - 2,
+            dist.group.WORLD,
+            masked_T.cuda(),
+        )
+        found = [
+            values_T.cpu() for values_T in vocab_parallel_logprobs(*given, masked_tokens=(1, 4_999))
+        ]
         loss(*found, "logprobs and entropy").backward()
     finally:
         dist.destroy_process_group()
@@ -100,7 +121,9 @@ def test_kernels_give_the_textbooks_logprobs_entropy_and_gradient(dtype: torch.d
 
 
 @pytest.mark.parametrize("local_layers", layers())
-@pytest.mark.parametrize("change", [{"selective": True}, {"recompute": True}, {"overlap_grad_reduce": True}])
+@pytest.mark.parametrize(
+    "change", [{"selective": True}, {"recompute": True}, {"overlap_grad_reduce": True}]
+)
 def test_recomputation_and_overlap_change_no_gradient(
     ranks: RankPool, untied_model: Path, local_layers: bool, change: dict[str, bool]
 ) -> None:
@@ -111,7 +134,9 @@ def test_recomputation_and_overlap_change_no_gradient(
         for case in (plain, replace(plain, **change))
     )
     for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, rtol=0, atol=0.02 * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            found[name], gradient, rtol=0, atol=0.02 * float(gradient.abs().max())
+        )
 
 
 def test_gradients_are_added_up_by_the_product_itself() -> None:
@@ -146,19 +171,26 @@ def test_the_engine_draws_noise_at_once_and_flashinfer_reduces_nothing(
     fresh_ranks: RankPool, untied_model: Path
 ) -> None:
     (found,) = fresh_ranks.run(1, engine_cases.engine_settings, untied_model, "cuda")
-    assert found == {"one kernel": True, "flashinfer reduces": False, "one kernel with a norm": False}
+    assert found == {
+        "one kernel": True,
+        "flashinfer reduces": False,
+        "one kernel with a norm": False,
+    }
 
 
 def test_a_greedy_completion_in_slices_is_the_whole_one(
     fresh_ranks: RankPool, untied_model: Path, tmp_path: Path
 ) -> None:
-    """What a slice continues is prefilled, and was decoded before: in bfloat16 the two differ in the last bits, and
-    two tokens that are about as likely may change places. With larger logits few are."""
+    """What a slice continues is prefilled, and was decoded before: in bfloat16 the two differ in
+    the last bits, and two tokens that are about as likely may change places. With larger logits few
+    are."""
     scale = 4
     model = partial_rollout_cases.with_scaled_logits(untied_model, tmp_path / "model", scale)
     (report,) = fresh_ranks.run(1, engine_cases.greedy_in_slices, model, "cuda", 5)
     whole, slices, ties = (report[name] for name in ("whole", "slices", "ties"))
-    assert whole.keys() == slices.keys() and sum(len(tokens) > 10 for tokens, _ in whole.values()) > 12
+    assert (
+        whole.keys() == slices.keys() and sum(len(tokens) > 10 for tokens, _ in whole.values()) > 12
+    )
     assert all(difference < scale * BF16_NATS for difference in ties.values()), ties
     same = [key for key in whole if key not in ties]
     assert len(same) > len(whole) / 4
@@ -167,26 +199,39 @@ def test_a_greedy_completion_in_slices_is_the_whole_one(
         assert slices[key][1] == pytest.approx(whole[key][1], abs=scale * BF16_NATS)
 
 
-def test_the_engine_follows_the_policy_through_sleep_and_updates(ranks: RankPool, untied_model: Path) -> None:
+def test_the_engine_follows_the_policy_through_sleep_and_updates(
+    ranks: RankPool, untied_model: Path
+) -> None:
     case = Case(device="cuda", local_layers=LOCAL, optimizer="adam")
     (largest,) = ranks.run(1, engine_cases.mismatch_after_updates, untied_model, case, 1, 3)
     assert len(largest) == 4 and max(largest) < BF16_NATS
 
 
-def test_engines_sample_with_the_weights_of_every_sync(fresh_ranks: RankPool, untied_model: Path) -> None:
-    """The engine's CUDA graphs were captured before the first sync, and go on with what the later ones wrote."""
+def test_engines_sample_with_the_weights_of_every_sync(
+    fresh_ranks: RankPool, untied_model: Path
+) -> None:
+    """The engine's CUDA graphs were captured before the first sync, and go on with what the later
+    ones wrote."""
     case = Case(device="cuda", local_layers=LOCAL, optimizer="adam", lr=0.01)
     (reports,) = fresh_ranks.run(1, switch_cases.cycles, untied_model, case, 1, 3)
     assert len(reports) == 3 and all(report["mismatch"] < 2 * BF16_NATS for report in reports)
 
 
-def test_a_discarded_minibatch_leaves_every_bit_on_the_gpu(ranks: RankPool, untied_model: Path) -> None:
-    case = Case(device="cuda", local_layers=LOCAL, optimizer="adam", early_stop_ratio=5.0, max_tokens=64)
-    (report,) = ranks.run(1, policy_cases.discard, untied_model, case, make_samples(16, seed=4), "runaway")
+def test_a_discarded_minibatch_leaves_every_bit_on_the_gpu(
+    ranks: RankPool, untied_model: Path
+) -> None:
+    case = Case(
+        device="cuda", local_layers=LOCAL, optimizer="adam", early_stop_ratio=5.0, max_tokens=64
+    )
+    (report,) = ranks.run(
+        1, policy_cases.discard, untied_model, case, make_samples(16, seed=4), "runaway"
+    )
     assert report["same"] and report["goes_on"]
 
 
-def test_the_policy_leaves_the_gpu_and_comes_back_bit_by_bit(ranks: RankPool, untied_model: Path) -> None:
+def test_the_policy_leaves_the_gpu_and_comes_back_bit_by_bit(
+    ranks: RankPool, untied_model: Path
+) -> None:
     case = Case(device="cuda", local_layers=LOCAL, optimizer="adam", max_tokens=64)
     samples = make_samples(16, seed=4)
     (report,) = ranks.run(1, offload_cases.learn_around_an_offload, untied_model, case, samples)
@@ -214,7 +259,9 @@ def test_what_leaves_gives_gpu_memory_up_and_waits_in_pinned_memory_that_is_used
         kept.onload()
         assert torch.cuda.memory_allocated() - away >= left.bytes
         assert kept._host.nbytes == reserved
-        assert all(torch.equal(tensor.cpu(), other) for tensor, other in zip(tensors, wanted, strict=True))
+        assert all(
+            torch.equal(tensor.cpu(), other) for tensor, other in zip(tensors, wanted, strict=True)
+        )
         kept.offload()
     kept.onload()
     host = HostMemory(pinned=True)

@@ -1,12 +1,13 @@
-"""Several hosts on one machine: network namespaces with addresses, interfaces and host names of their own.
+"""Several hosts on one machine: network namespaces with addresses, interfaces and host names of
+their own.
 
                       bridge (a namespace of its own)
             link0 |          | link1          ...
     node0: eth0 10.77.0.1    node1: ens1 10.77.0.2
 
-Every program runs in the namespaces of its node for network, host name and process ids, so that ranks see no process of
-another node, as on a cluster. Disks are shared. When the first process of a program is killed, the kernel ends all
-others of it. Needs root.
+Every program runs in the namespaces of its node for network, host name and process ids, so that
+ranks see no process of another node, as on a cluster. Disks are shared. When the first process of a
+program is killed, the kernel ends all others of it. Needs root.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def why_not() -> str | None:
     if missing:
         return f"no {', '.join(missing)} (Debian's iproute2 and util-linux)"
     probe = f"{PREFIX}-{os.getpid()}-probe"
-    tries = (["ip", "netns", "add", probe], ["ip", "-n", probe, "link", "add", "probe", "type", "bridge"])
+    tries = (
+        ["ip", "netns", "add", probe],
+        ["ip", "-n", probe, "link", "add", "probe", "type", "bridge"],
+    )
     try:
         for command in tries:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
@@ -68,7 +72,9 @@ class Program:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still there after {seconds} s:\n{self.console[-6000:]}") from None
+            raise AssertionError(
+                f"still there after {seconds} s:\n{self.console[-6000:]}"
+            ) from None
 
     def everyone(self) -> list[psutil.Process]:
         try:
@@ -77,7 +83,9 @@ class Program:
             return []
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """By rank. Processes that a rank has started have its environment, but not its parent."""
+        """By rank.
+
+        Processes that a rank has started have its environment, but not its parent."""
         found = {}
         for one in self.everyone():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -172,7 +180,9 @@ def _connect(node: Node, address: str, hosts: str) -> None:
 
 
 def _remove(space: str) -> None:
-    pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False)
+    pids = subprocess.run(
+        ["ip", "netns", "pids", space], capture_output=True, text=True, check=False
+    )
     for pid in pids.stdout.split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)

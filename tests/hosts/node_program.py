@@ -1,4 +1,5 @@
-"""A small run over several hosts, without a model: it starts as every run does, and makes steps with an all-reduce.
+"""A small run over several hosts, without a model: it starts as every run does, and makes steps
+with an all-reduce.
 
 node_program.py OUTPUT_DIR BEHAVIOUR [start_timeout_seconds=..., other keys of RunConfig]
 """
@@ -31,7 +32,11 @@ HOST = socket.gethostname()
 def facts(behaviour: str) -> dict[str, str]:
     """Of this node; node1 is another one where that is asked for."""
     mine = environment_facts() | {"run.seed": "1"}
-    return mine | {"torch": "2.12.0", "run.seed": "2"} if (behaviour, HOST) == ("differ", "node1") else mine
+    return (
+        mine | {"torch": "2.12.0", "run.seed": "2"}
+        if (behaviour, HOST) == ("differ", "node1")
+        else mine
+    )
 
 
 def gather(rendezvous: Rendezvous, behaviour: str, settings: RunConfig) -> None:

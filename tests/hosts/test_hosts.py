@@ -1,4 +1,5 @@
-"""Runs over several hosts, which are network namespaces: they meet, differ, go missing, are cut off, and go on."""
+"""Runs over several hosts, which are network namespaces: they meet, differ, go missing, are cut
+off, and go on."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ def run_to_the_end(nodes: list[Node], console: Path, *program: str) -> Launch:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nodes: list[Node], arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(
+    nodes: list[Node], arithmetic: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A supervised run on two hosts of two ranks, TP2 in each; its console beside it."""
     output = tmp_path_factory.mktemp("undisturbed") / "run"
     program = (*SFT, *sft_settings(arithmetic, output))
@@ -99,7 +102,10 @@ def test_a_link_that_is_cut_is_found_and_the_run_goes_on_after_it_is_mended(
         assert steps_done(output) < STEPS
         first, second = run.programs
         assert first.ends_within(START_SECONDS) != 0
-        assert "on node1" in first.console.partition("has given no sign of life for")[2].partition("\n")[0]
+        assert (
+            "on node1"
+            in first.console.partition("has given no sign of life for")[2].partition("\n")[0]
+        )
         # The other side knows only that the first node is lost.
         wait_for(lambda: "key-value store of the run at node0:" in second.console)
         assert read_exit_status(output).status == FAILURE
@@ -128,9 +134,14 @@ def test_nodes_that_differ_are_told_by_host_on_both_before_anything_starts(
 
 @full
 def test_a_rank_that_never_comes_is_named_with_its_host(nodes: list[Node], tmp_path: Path) -> None:
-    run = launch(nodes, tmp_path / "hang", SMALL, str(tmp_path / "run"), "hang", "start_timeout_seconds=6")
+    run = launch(
+        nodes, tmp_path / "hang", SMALL, str(tmp_path / "run"), "hang", "start_timeout_seconds=6"
+    )
     assert 0 not in run.end_within(START_SECONDS)
-    told = "3 of 4 ranks are at the start after 6 s (run.start_timeout_seconds). Missing: rank 3 on node1"
+    told = (
+        "3 of 4 ranks are at the start after 6 s (run.start_timeout_seconds). Missing: rank 3 "
+        "on node1"
+    )
     assert all(told in program.console for program in run.programs), run.consoles[-6000:]
 
 
@@ -152,8 +163,11 @@ def test_torchrun_starts_a_run_again_that_lost_a_rank_and_it_goes_on(
 
 @full
 @pytest.mark.timeout(900)
-def test_engines_have_a_host_of_their_own(nodes: list[Node], arithmetic: Path, tmp_path: Path) -> None:
-    """The first host trains, the second samples: weights, prompts, scores and log-probs cross the network."""
+def test_engines_have_a_host_of_their_own(
+    nodes: list[Node], arithmetic: Path, tmp_path: Path
+) -> None:
+    """The first host trains, the second samples: weights, prompts, scores and log-probs cross the
+    network."""
     output = tmp_path / "run"
     settings = (
         "parallel.tensor=1",

@@ -26,7 +26,9 @@ def test_all_nodes_come(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         asked = ("--nnodes=2", f"--endpoint=127.0.0.1:{probe.getsockname()[1]}", "--seconds=300")
-    other = subprocess.Popen([sys.executable, "-c", ANOTHER, *asked], cwd=REPOSITORY, env=ENVIRONMENT)
+    other = subprocess.Popen(
+        [sys.executable, "-c", ANOTHER, *asked], cwd=REPOSITORY, env=ENVIRONMENT
+    )
     try:
         assert main(asked) == 0 and other.wait(60) == 0
     finally:

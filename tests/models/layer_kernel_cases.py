@@ -1,6 +1,8 @@
-"""Run by test_layer_kernels.py in processes that see Triton. As tests, interpreted: the way of a GPU through Megatron's
-local layers on CPU tensors gives what the way of a CPU gives, and its operations are counted; what torch has on GPUs
-only is written out below. As a program it compiles the kernels for GPUs and prints what came of it."""
+"""Run by test_layer_kernels.py in processes that see Triton.
+
+As tests, interpreted: the way of a GPU through Megatron's local layers on CPU tensors gives what
+the way of a CPU gives, and its operations are counted; what torch has on GPUs only is written out
+below. As a program it compiles the kernels for GPUs and prints what came of it."""
 
 # Shape legend: T packed tokens, H heads, D head dim.
 
@@ -44,7 +46,14 @@ ON_GPU = getattr(megatron_layers, LINEAR)
 LENGTHS = (5, 3, 9, 3)
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2"}
 """Operations for whose result the host waits."""
-ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
+ALLOCATIONS = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+}
 
 
 # ---------------------------------------------------------------- kernels
@@ -60,16 +69,22 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def compare(
-    request: pytest.FixtureRequest, function: Callable[..., Any], inputs: list[Tensor], frozen: int = 0
+    request: pytest.FixtureRequest,
+    function: Callable[..., Any],
+    inputs: list[Tensor],
+    frozen: int = 0,
 ) -> None:
-    """Results and gradients by the kernels, fewer programs than tokens, and by torch's operations in float64. Weights
-    have a buffer as Megatron has it, with something in it already; the last `frozen` inputs have neither gradient nor
-    buffer."""
+    """Results and gradients by the kernels, fewer programs than tokens, and by torch's operations
+    in float64. Weights have a buffer as Megatron has it, with something in it already; the last
+    `frozen` inputs have neither gradient nor buffer."""
     found = []
     for exact in (True, False):
         if not exact:
             request.getfixturevalue("kernels")
-        given = [torch.nn.Parameter(one.double() if exact else one, requires_grad=False) for one in inputs]
+        given = [
+            torch.nn.Parameter(one.double() if exact else one, requires_grad=False)
+            for one in inputs
+        ]
         learning = given[: len(given) - frozen]
         for one in learning:
             one.main_grad, one.grad_added_to_main_grad = torch.ones(one.shape), False
@@ -77,12 +92,19 @@ def compare(
         out = function(*given)
         out = out if isinstance(out, tuple) else (out,)
         upstream = [
-            drawn(*one.shape, seed=3 + n).to(inputs[0].dtype).to(one.dtype) for n, one in enumerate(out)
+            drawn(*one.shape, seed=3 + n).to(inputs[0].dtype).to(one.dtype)
+            for n, one in enumerate(out)
         ]
         grads = torch.autograd.grad(out, learning, upstream)
         pairs = zip(learning, grads, strict=True)
         found.append(
-            [*out, *(one.main_grad - 1 if one.grad_added_to_main_grad else grad for one, grad in pairs)]
+            [
+                *out,
+                *(
+                    one.main_grad - 1 if one.grad_added_to_main_grad else grad
+                    for one, grad in pairs
+                ),
+            ]
         )
     for exact, mine in zip(*found, strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=DTYPES[mine.dtype], atol=8e-6)
@@ -95,13 +117,16 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
 
 
 def norm_of(weight: Tensor) -> RMSNorm:
-    norm = RMSNorm(SimpleNamespace(params_dtype=weight.dtype, sequence_parallel=False), len(weight), eps=1e-3)
+    norm = RMSNorm(
+        SimpleNamespace(params_dtype=weight.dtype, sequence_parallel=False), len(weight), eps=1e-3
+    )
     norm.weight = weight
     return norm
 
 
 DTYPES = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-7}
-"""Of a result that is rounded once, relative: the interpreter loses a carry where it rounds to bfloat16."""
+"""Of a result that is rounded once, relative: the interpreter loses a carry where it rounds to
+bfloat16."""
 WEIGHTS = [*((dtype, False) for dtype in DTYPES), (torch.float32, True)]
 """Formats, and whether weights are frozen."""
 
@@ -116,7 +141,11 @@ def test_swiglu(request: pytest.FixtureRequest, shape: tuple[int, ...], dtype: t
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("shape", [(3, 1, 6), (8, 70), (0, 8), (5, 64)])
 def test_residual_and_norm(
-    request: pytest.FixtureRequest, shape: tuple[int, ...], adds: bool, dtype: torch.dtype, frozen: bool
+    request: pytest.FixtureRequest,
+    shape: tuple[int, ...],
+    adds: bool,
+    dtype: torch.dtype,
+    frozen: bool,
 ) -> None:
     """In eighths, whose sums every format has."""
 
@@ -151,7 +180,9 @@ def test_heads(
         norms = [norm_of(one) for one in of_norms] if normed else [None, None]
         return split_heads(x, bias, norms, [angles.cos(), angles.sin()])
 
-    weights = [drawn(G * (R + 2) * D, seed=2)] * biased + [drawn(D, seed=seed) for seed in (3, 4)] * normed
+    weights = [drawn(G * (R + 2) * D, seed=2)] * biased + [
+        drawn(D, seed=seed) for seed in (3, 4)
+    ] * normed
     inputs = [one.to(dtype) for one in (drawn(T, G, R + 2, D), *weights)]
     compare(request, split, inputs, len(weights) * frozen)
 
@@ -179,11 +210,19 @@ def repeated(x: Tensor, query: Tensor) -> Tensor:
 
 
 def flash(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, of_keys: Tensor, *given: Any, **window: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    of_keys: Tensor,
+    *given: Any,
+    **window: Any,
 ) -> tuple[Tensor, ...]:
     most, left = int(bounds.diff().max()), window.get("window_size_left")
     assert (
-        bounds is of_keys and bounds.dtype == torch.int32 and given == (most, most, 0.0, left is None, False)
+        bounds is of_keys
+        and bounds.dtype == torch.int32
+        and given == (most, most, 0.0, left is None, False)
     )
     assert window.get("window_size_right") == (None if left is None else 0)
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1
@@ -218,8 +257,9 @@ for name, function in {
 
 
 class Operations(TorchDispatchMode):
-    """Kernels that a GPU would start while it is on, and what the host would wait for, by where. Views and allocations
-    are no kernels; several tensors at once count as one."""
+    """Kernels that a GPU would start while it is on, and what the host would wait for, by where.
+
+    Views and allocations are no kernels; several tensors at once count as one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,9 +271,16 @@ class Operations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         empty = [one.numel() == 0 for one in tree_iter(out) if isinstance(one, Tensor)]
-        if name in WAITS or (name == "repeat_interleave" and (kwargs or {}).get("output_size") is None):
+        if name in WAITS or (
+            name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        ):
             self.waits[self.place()] += 1
-        elif not (func.namespace != "aten" or func.is_view or name in ALLOCATIONS or (empty and all(empty))):
+        elif not (
+            func.namespace != "aten"
+            or func.is_view
+            or name in ALLOCATIONS
+            or (empty and all(empty))
+        ):
             self.found[self.place()] += 1
         return out
 
@@ -267,7 +314,9 @@ def operations(kernels: None, monkeypatch: pytest.MonkeyPatch) -> Operations:
     monkeypatch.setattr(attention._CPUAttention, "apply", attention.flash_over_segments)
     monkeypatch.setattr(Tensor, "tolist", lambda x, real=Tensor.tolist: found.listed(x, real))
     run = InterpretedFunction.run
-    monkeypatch.setattr(InterpretedFunction, "run", lambda *given, **named: found.count(run, *given, **named))
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda *given, **named: found.count(run, *given, **named)
+    )
     return found
 
 
@@ -287,7 +336,20 @@ def learn(
 ) -> list[float]:
     """Loss and gradient norm of two minibatches of two micro-batches; the second is counted."""
     shape = ModelShape(
-        "Qwen2ForCausalLM", layers, 32, 4, 2, 8, 48, 64, False, 64, 10000.0, 1e-6, True, torch_dtype="float32"
+        "Qwen2ForCausalLM",
+        layers,
+        32,
+        4,
+        2,
+        8,
+        48,
+        64,
+        False,
+        64,
+        10000.0,
+        1e-6,
+        True,
+        torch_dtype="float32",
     )
     shape = replace(shape, **changes)
     config = Config(
@@ -312,7 +374,9 @@ def learn(
     for number, length in enumerate(LENGTHS):
         ids = torch.randint(0, 64, (length,), generator=draw).tolist()
         rest = length - length // 3
-        samples.append(Sample(tuple(ids[:-rest]), tuple(ids[-rest:]), (-4.0,) * rest, (-1.0) ** number))
+        samples.append(
+            Sample(tuple(ids[:-rest]), tuple(ids[-rest:]), (-4.0,) * rest, (-1.0) ** number)
+        )
     batches = [pack(samples, numbers, 1) for numbers in ((0, 1, 2), (3, 2))]
     results = [learner.learn(batches, None, None)]
     if count is None:
@@ -327,7 +391,9 @@ def learn(
 
 CPU = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
 GPU = Device("cuda", torch.device("cpu"), "gloo", torch.float32)
-EVERY_LAYER = PolicyConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+EVERY_LAYER = PolicyConfig(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
 QWEN3 = {"architecture": "Qwen3ForCausalLM", "qk_norm": True, "attention_bias": False}
 MODELS = [
     {"layers": 2},
@@ -352,14 +418,21 @@ def test_a_gpu_learns_what_a_cpu_learns(on_cpu: list[list[float]], operations: O
         assert learn(GPU, **model) == pytest.approx(wanted, rel=2e-5), model
 
 
-def test_few_operations_and_none_to_wait_for(on_cpu: list[list[float]], operations: Operations) -> None:
-    """In bfloat16. Of a layer: 2 norms, one with a residual, 4 products, split heads, attention, SwiGLU, a residual;
-    backward 8 products, the 5 others once, and 3 gradients that no product adds to their buffers."""
+def test_few_operations_and_none_to_wait_for(
+    on_cpu: list[list[float]], operations: Operations
+) -> None:
+    """In bfloat16.
+
+    Of a layer: 2 norms, one with a residual, 4 products, split heads, attention, SwiGLU, a
+    residual; backward 8 products, the 5 others once, and 3 gradients that no product adds to their
+    buffers."""
     counts = []
     for layers in (1, 3):
         learn(replace(GPU, params_dtype=torch.bfloat16), layers, count=operations)
         counts.append(dict(operations.found))
-    a_layer = {where: (counts[1][where] - counts[0][where]) / 4 for where in ("forward", "backward")}
+    a_layer = {
+        where: (counts[1][where] - counts[0][where]) / 4 for where in ("forward", "backward")
+    }
     assert a_layer == {"forward": 10, "backward": 16}
     assert counts[0]["optimizer"] == counts[1]["optimizer"]
     most = {"forward": 340, "backward": 98, "optimizer": 23}
@@ -372,7 +445,8 @@ def test_few_operations_and_none_to_wait_for(on_cpu: list[list[float]], operatio
 
 
 class Layer(NamedTuple):
-    """What is launched for one: of T tokens, hidden size, query heads of a group, head dim, feed-forward units."""
+    """What is launched for one: of T tokens, hidden size, query heads of a group, head dim,
+    feed-forward units."""
 
     T: int
     H: int
@@ -408,15 +482,24 @@ def launch_all(layer: Layer) -> None:
 
     norms = [norm_of(weight(D)) if normed else None for _ in range(2)]
     angles = [torch.empty(T, 1, D // 2) for _ in range(2)]
-    heads = split_heads(empty(T, 2, R + 2, D), None if normed else weight(2 * (R + 2) * D), norms, angles)
-    out = *norm_of(weight(H)).behind(empty(T, 1, H), empty(T, 1, H)), *heads, swiglu(empty(T, 1, 2 * U))
+    heads = split_heads(
+        empty(T, 2, R + 2, D), None if normed else weight(2 * (R + 2) * D), norms, angles
+    )
+    out = (
+        *norm_of(weight(H)).behind(empty(T, 1, H), empty(T, 1, H)),
+        *heads,
+        swiglu(empty(T, 1, 2 * U)),
+    )
     torch.autograd.backward(out, [torch.empty_like(one) for one in out])
 
 
 def main() -> None:
-    """Of each kernel of each layer, on each architecture: what the machine code takes, and uses of a row's number in
-    the 32 bits that it comes in."""
-    from tests.models.logprob_kernel_cases import NoGPU, resources  # which sends tensors on a CPU to kernels
+    """Of each kernel of each layer, on each architecture: what the machine code takes, and uses of
+    a row's number in the 32 bits that it comes in."""
+    from tests.models.logprob_kernel_cases import (
+        NoGPU,
+        resources,
+    )  # which sends tensors on a CPU to kernels
 
     run = triton.JITFunction.run
 

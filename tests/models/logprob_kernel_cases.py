@@ -1,5 +1,7 @@
-"""Run by test_logprob_kernels.py in processes that see Triton. As a plugin of pytest it sends logits on a CPU through
-the kernels, in all test files of the session; as a program it compiles them and prints what came of it."""
+"""Run by test_logprob_kernels.py in processes that see Triton.
+
+As a plugin of pytest it sends logits on a CPU through the kernels, in all test files of the
+session; as a program it compiles them and prints what came of it."""
 
 # Shape legend: T rows, V columns.
 
@@ -31,7 +33,9 @@ GRADIENT_ERROR = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2*
 """Relative. The interpreter loses a carry when it rounds to bfloat16."""
 
 
-def compare(leaf_TV: Tensor, found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], vocab_size: int) -> None:
+def compare(
+    leaf_TV: Tensor, found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], vocab_size: int
+) -> None:
     """Values and gradients of a loss with both, in float64."""
     loss(*found[:2], "logprobs and entropy").backward()
     loss(*wanted[:2], "logprobs and entropy").backward()
@@ -69,14 +73,18 @@ def group() -> Iterator[dist.ProcessGroup]:
 @pytest.mark.parametrize("dtype", GRADIENT_ERROR)
 @pytest.mark.parametrize("V", [1, 2, 31, BLOCKS - 1, BLOCKS, BLOCKS + 3])
 def test_sizes_beside_a_multiple_of_the_blocks(V: int, dtype: torch.dtype) -> None:
-    """Rows lie apart; what is between them stays. In some rows tokens of every block are masked."""
+    """Rows lie apart; what is between them stays.
+
+    In some rows tokens of every block are masked."""
     wide_TV, targets_T = random_logits(5, V + 9)
     wide_TV, targets_T = wide_TV.to(dtype), targets_T % V
     logits_TV = wide_TV[:, 2 : 2 + V]
     masked = tuple(column for column in (0, 7, V // 2, V - 1) if V > 31)
     masked_T = torch.arange(5) % 2 == 0
     masked_TN = torch.zeros(5, V, dtype=torch.bool)
-    masked_TN[masked_T] = masked_TN[masked_T].index_fill(1, torch.tensor(masked, dtype=torch.int64), True)
+    masked_TN[masked_T] = masked_TN[masked_T].index_fill(
+        1, torch.tensor(masked, dtype=torch.int64), True
+    )
     wanted = dense(logits_TV, targets_T, 0.7, V, masked_TN)
     between_TV = wide_TV.clone()
     between_TV[:, 2 : 2 + V] = 0
@@ -91,10 +99,16 @@ def test_sizes_beside_a_multiple_of_the_blocks(V: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", GRADIENT_ERROR)
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
 def test_extreme_logits(dtype: torch.dtype, temperature: float) -> None:
-    """Alternately far apart, far down, far up, all equal, one that towers, and steps up and down from column to column;
-    the padding is minus infinity."""
+    """Alternately far apart, far down, far up, all equal, one that towers, and steps up and down
+    from column to column; the padding is minus infinity."""
     steps_V = torch.arange(90.0)
-    rows = [1e4 * (-1) ** steps_V, -1e4 + steps_V, 1e4 - steps_V, 0 * steps_V - 77, 1e4 * (steps_V == 3)]
+    rows = [
+        1e4 * (-1) ** steps_V,
+        -1e4 + steps_V,
+        1e4 - steps_V,
+        0 * steps_V - 77,
+        1e4 * (steps_V == 3),
+    ]
     logits_TV = torch.stack([*rows, steps_V / 9, -steps_V / 9]).to(dtype)
     logits_TV[:, 88:] = -torch.inf
     targets_T = torch.tensor([0, 87, 1, 5, 3, 87, 0])
@@ -125,7 +139,9 @@ class NoGPU:
         self.get_current_stream = lambda device: 0
 
 
-def launch_all(dtype: torch.dtype, masked_columns: tuple[int, ...], grads: list[Tensor | None]) -> None:
+def launch_all(
+    dtype: torch.dtype, masked_columns: tuple[int, ...], grads: list[Tensor | None]
+) -> None:
     """Both kernels, as a step launches them: one vocabulary's shard, its last columns padding."""
     T, V, columns = 4, 37_984, 37_713
     logits_TV, targets_T1 = torch.empty(T, V, dtype=dtype), torch.zeros(T, 1, dtype=torch.int64)
@@ -140,7 +156,9 @@ def resources(compiled: CompiledKernel) -> dict[str, int]:
     Path("kernel.cubin").write_bytes(compiled.asm["cubin"])
     dump = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "kernel.cubin"]
     told = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
-    found = {name.lower(): int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+    found = {
+        name.lower(): int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)
+    }
     return found | {"wide_loads": compiled.asm["ptx"].count("ld.global.v4")}
 
 
@@ -159,7 +177,11 @@ def main() -> None:
         (torch.bfloat16, (), [None, None], 90),
         (torch.bfloat16, (), [grad_T, grad_T], 80),
         # Triton makes another program for a number that is 1.
-        *((dtype, masked, [grad_T, grad_T], 90) for dtype in GRADIENT_ERROR for masked in ((), (3,), (3, 5))),
+        *(
+            (dtype, masked, [grad_T, grad_T], 90)
+            for dtype in GRADIENT_ERROR
+            for masked in ((), (3,), (3, 5))
+        ),
     ):
         triton.runtime.driver.set_active(NoGPU(case[-1]))
         launch_all(*case[:-1])

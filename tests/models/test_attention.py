@@ -10,7 +10,13 @@ from torch import Tensor
 from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rlmath.config.model_shape import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
+from rlmath.config.model_shape import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+)
 from rlmath.models import attention
 from rlmath.models.attention import (
     BUCKET_FILL,
@@ -36,7 +42,9 @@ def packing(lengths: list[int]) -> PackedSequences:
 def inputs(lengths: list[int], heads: int, groups: int) -> list[Tensor]:
     draw = torch.Generator().manual_seed(sum(lengths))
     shapes = [(sum(lengths), n, D) for n in (heads, groups, groups)]
-    return [torch.randn(shape, dtype=torch.float64, generator=draw).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, dtype=torch.float64, generator=draw).requires_grad_() for shape in shapes
+    ]
 
 
 def attend(lengths: list[int], qkv: list[Tensor], window: int | None = None) -> Tensor:
@@ -44,7 +52,8 @@ def attend(lengths: list[int], qkv: list[Tensor], window: int | None = None) -> 
 
 
 def dense_attention(lengths: list[int], qkv: list[Tensor], window: int | None = None) -> Tensor:
-    """softmax(Q K' / sqrt(D)) V over the whole pack, with a block-diagonal causal mask of `window` diagonals."""
+    """softmax(Q K' / sqrt(D)) V over the whole pack, with a block-diagonal causal mask of `window`
+    diagonals."""
     query, key, value = qkv
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -67,7 +76,9 @@ def test_values_and_gradients_equal_dense_attention(
     qkv = inputs(lengths, heads, groups)
     got, wanted = attend(lengths, qkv, window), dense_attention(lengths, qkv, window)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
-    upstream = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    upstream = torch.randn(
+        wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     ours, theirs = (torch.autograd.grad(out, qkv, upstream) for out in (got, wanted))
     for gradient, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
@@ -124,7 +135,8 @@ def test_nothing_leaks_into_another_segment(poison: float):
     others = [0, 1, 2, 3, *range(9, 16)]
     assert torch.equal(outs[0][others], outs[1][others])
     gradients = [
-        torch.autograd.grad(out[others].sum(), qkv) for out, qkv in zip(outs, (clean, dirty), strict=True)
+        torch.autograd.grad(out[others].sum(), qkv)
+        for out, qkv in zip(outs, (clean, dirty), strict=True)
     ]
     for ours, theirs in zip(*gradients, strict=True):
         assert torch.equal(ours[others], theirs[others])
@@ -155,7 +167,9 @@ def _filled(bucket) -> list[int]:
 
 @settings(deadline=None, max_examples=50)
 @given(segment_lengths, st.integers(1, 3))
-def test_short_segments_are_laid_out_by_segment_and_head_and_come_back(lengths: list[int], heads: int):
+def test_short_segments_are_laid_out_by_segment_and_head_and_come_back(
+    lengths: list[int], heads: int
+):
     packed, T = packing(lengths), sum(lengths)
     segments, others = packed.by_length(heads, heads, D)
     assert packed.by_length(heads, heads, D)[0] is segments, "once for all layers"
@@ -208,14 +222,22 @@ ROPES: dict[str, tuple[RopeScaling, dict[str, Any]]] = {
     "yarn": (YarnScaling(4.0, 32.0, 1.0, 32768, 0.1 * math.log(4.0) + 1.0, True), {}),
     "yarn odd": (YarnScaling(3.0, 7.0, 2.5, 100, 1.5, False), {"rope_theta": 10000.0}),
     "yarn sharp": (YarnScaling(2.0, 1.0, 1.0, 1024, 1.0, False), {"rope_theta": 10000.0}),
-    "longrope": (LongRopeScaling(tuple(1.0 + x / 8 for x in range(32)), math.sqrt(1 + 5 / 12), 131072), {}),
+    "longrope": (
+        LongRopeScaling(tuple(1.0 + x / 8 for x in range(32)), math.sqrt(1 + 5 / 12), 131072),
+        {},
+    ),
 }
 
 
 @pytest.mark.parametrize(("scaling", "changes"), ROPES.values(), ids=ROPES)
-def test_stretched_frequencies_are_those_of_transformers(scaling: RopeScaling, changes: dict[str, Any]):
+def test_stretched_frequencies_are_those_of_transformers(
+    scaling: RopeScaling, changes: dict[str, Any]
+):
     kind = type(scaling).__name__.removesuffix("Scaling").lower()
-    own = {name.replace("max_positions", "max_position_embeddings"): x for name, x in vars(scaling).items()}
+    own = {
+        name.replace("max_positions", "max_position_embeddings"): x
+        for name, x in vars(scaling).items()
+    }
     if isinstance(scaling, LongRopeScaling):
         own = {"short_factor": [*scaling.short_factors], "long_factor": [9.0] * 32}
     rope = {"rope_type": kind, "rope_theta": 500000.0, **own, **changes}

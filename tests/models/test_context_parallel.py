@@ -33,7 +33,9 @@ def test_every_token_is_one_ranks_and_all_have_the_same_number(context: int, mul
     real = split.source_CN[split.source_CN < total]
     assert sorted(real.tolist()) == list(range(total))
     assert split.source_CN.numel() == split.cu_seqlens_S1[-1]
-    assert all(length % (2 * context * multiple) == 0 for length in split.cu_seqlens_S1.diff().tolist())
+    assert all(
+        length % (2 * context * multiple) == 0 for length in split.cu_seqlens_S1.diff().tolist()
+    )
     assert split.source_CN.shape[1] % multiple == 0
 
 
@@ -44,7 +46,9 @@ def test_positions_are_those_that_megatron_rotates_by(context: int):
     positions = torch.cat([torch.arange(length) for length in lengths])
     for rank in range(context):
         rotated_by = [
-            _get_thd_freqs_on_this_cp_rank(rank, context, torch.empty(n // context), torch.arange(n))
+            _get_thd_freqs_on_this_cp_rank(
+                rank, context, torch.empty(n // context), torch.arange(n)
+            )
             for n in lengths
         ]
         assert split.share(positions, rank).tolist() == torch.cat(rotated_by).tolist()

@@ -1,5 +1,5 @@
-"""The three learners' losses of packs in which others wrote tokens, and some sampled ones are not learned: values,
-metrics and gradients by the logits are those of dense formulas in float64."""
+"""The three learners' losses of packs in which others wrote tokens, and some sampled ones are not
+learned: values, metrics and gradients by the logits are those of dense formulas in float64."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def forward_backward() -> ForwardBackward:
     """One whose model has no layers: the logits are given."""
     model = torch.nn.Module()
     model.rotary = None
-    return ForwardBackward([model], Mesh(0, 1, 1, 1, 1), NOTHING, VOCABULARY, temperature=TEMPERATURE)
+    return ForwardBackward(
+        [model], Mesh(0, 1, 1, 1, 1), NOTHING, VOCABULARY, temperature=TEMPERATURE
+    )
 
 
 def random_numbers(seed: int, *shape: int) -> Tensor:
@@ -54,7 +56,9 @@ def make_batch(normalisation: Normalisation) -> MicroBatch:
         Sample(
             (3, 4)[: 2 - number],
             tuple((5 * t + number) % VOCABULARY for t in range(len(marks))),
-            tuple(math.nan if mark == "." else -1.0 - 0.2 * (t % 3) for t, mark in enumerate(marks)),
+            tuple(
+                math.nan if mark == "." else -1.0 - 0.2 * (t % 3) for t, mark in enumerate(marks)
+            ),
             advantage=(0.8, -0.6)[number],
             sampled=[mark != "." for mark in marks],
             learned=[mark == "x" for mark in marks],
@@ -129,7 +133,9 @@ def test_the_loss_of_grpo(kind: LossKind, normalisation: Normalisation) -> None:
         ), name
     mismatch_N = (old_T - batch.behaviour_logprobs_T)[batch.sampled_T].abs()
     assert metrics["mismatch"].item() == pytest.approx(float(mismatch_N.sum()))
-    assert [metrics[name].item() for name in GRPO_MAXIMA] == [pytest.approx(float(mismatch_N.max()))]
+    assert [metrics[name].item() for name in GRPO_MAXIMA] == [
+        pytest.approx(float(mismatch_N.max()))
+    ]
     # Half a step back where the engine's weights are one step older, else the engine's own.
     between_T = batch.behaviour_logprobs_T + 0.5 * batch.lag_T * (
         logprobs_T.detach() - batch.behaviour_logprobs_T

@@ -15,7 +15,9 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def norm_of(width: int, dtype: torch.dtype = torch.float64) -> RMSNorm:
-    config = TransformerConfig(num_layers=1, hidden_size=width, num_attention_heads=1, params_dtype=dtype)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=width, num_attention_heads=1, params_dtype=dtype
+    )
     return RMSNorm(config, width, eps=1e-3)
 
 
@@ -63,14 +65,21 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def test_swiglu_by_hand_and_by_finite_differences():
     x = torch.tensor([[math.log(3.0), 0.0, 2.0, 5.0]], dtype=torch.float64)
     # silu(ln 3) = ln 3 x 3/4, silu(0) = 0
-    torch.testing.assert_close(swiglu(x), torch.tensor([[1.5 * math.log(3.0), 0.0]], dtype=torch.float64))
+    torch.testing.assert_close(
+        swiglu(x), torch.tensor([[1.5 * math.log(3.0), 0.0]], dtype=torch.float64)
+    )
     assert torch.autograd.gradcheck(swiglu, draw(4, 1, 6))
 
 
 def test_a_rotation_by_hand_and_by_finite_differences():
-    quarter = torch.tensor([[[0.0]]], dtype=torch.float64), torch.tensor([[[1.0]]], dtype=torch.float64)
+    quarter = (
+        torch.tensor([[[0.0]]], dtype=torch.float64),
+        torch.tensor([[[1.0]]], dtype=torch.float64),
+    )
     x = torch.tensor([[[2.0, 5.0]]], dtype=torch.float64)
-    torch.testing.assert_close(rotate(x, *quarter), torch.tensor([[[-5.0, 2.0]]], dtype=torch.float64))
+    torch.testing.assert_close(
+        rotate(x, *quarter), torch.tensor([[[-5.0, 2.0]]], dtype=torch.float64)
+    )
     angles = draw(3, 1, 2).detach()
     assert torch.autograd.gradcheck(lambda x: rotate(x, angles.cos(), angles.sin()), draw(3, 2, 4))
     assert torch.autograd.gradcheck(lambda x: rotate(x, angles.cos(), angles.sin()), draw(3, 2, 7))

@@ -1,5 +1,6 @@
-"""The kernels for a GPU, on a machine without one: interpreted against the textbook in float64, and compiled. Triton is
-in an environment of its own (requirements/triton.txt), so this happens in processes that have it on their path."""
+"""The kernels for a GPU, on a machine without one: interpreted against the textbook in float64, and
+compiled. Triton is in an environment of its own (requirements/triton.txt), so this happens in
+processes that have it on their path."""
 
 import json
 import os
@@ -31,25 +32,44 @@ def run(arguments: list[str], folder: Path, **environment: str) -> str:
         "TRITON_CACHE_DIR": str(folder),
     }
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=os.environ | environment, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | environment, cwd=folder, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_what_the_chunks_must_do_the_kernels_do_in_the_interpreter(tmp_path: Path) -> None:
     files = [
-        f"tests/models/{name}.py" for name in ("logprob_kernel_cases", "test_logprobs", "test_teacher_kl")
+        f"tests/models/{name}.py"
+        for name in ("logprob_kernel_cases", "test_logprobs", "test_teacher_kl")
     ]
     # Of rounding to bfloat16, which the interpreter does wrongly; the cases have one of their own.
     left_out = "not gradient_rounded_once"
-    pytest_ = ["-m", "pytest", f"--rootdir={ROOT}", "-p", CASES, "-p", "no:cacheprovider", "-k", left_out]
+    pytest_ = [
+        "-m",
+        "pytest",
+        f"--rootdir={ROOT}",
+        "-p",
+        CASES,
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        left_out,
+    ]
     run([*pytest_, *(str(ROOT / file) for file in files)], tmp_path, TRITON_INTERPRET="1")
 
 
 def test_they_compile_for_gpus_without_spilling_and_load_16_bytes_at_a_time(tmp_path: Path) -> None:
-    """32 to 64 registers a thread leave room for 32 or more warps on a multiprocessor of 64 Ki registers."""
-    found = [json.loads(line) for line in run(["-m", CASES], tmp_path, TRITON_INTERPRET="0").splitlines()]
+    """32 to 64 registers a thread leave room for 32 or more warps on a multiprocessor of 64 Ki
+    registers."""
+    found = [
+        json.loads(line) for line in run(["-m", CASES], tmp_path, TRITON_INTERPRET="0").splitlines()
+    ]
     assert len(found) == 26
     for _, _, grads, _, name, resources in found:
-        assert resources["reg"] <= 64 and resources["stack"] == resources["local"] == 0, (name, resources)
+        assert resources["reg"] <= 64 and resources["stack"] == resources["local"] == 0, (
+            name,
+            resources,
+        )
         assert resources["wide_loads"] > 0 or grads == [None, None], (name, resources)

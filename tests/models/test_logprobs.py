@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlmath.models import logprobs as module
-from rlmath.models.logprobs import MinTokensMask, next_logprobs, shift_to_tokens, vocab_parallel_logprobs
+from rlmath.models.logprobs import (
+    MinTokensMask,
+    next_logprobs,
+    shift_to_tokens,
+    vocab_parallel_logprobs,
+)
 
 # Shape legend: T packed tokens, V columns (real and padded), N real columns.
 
@@ -24,7 +29,11 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def dense(
-    logits_TV: Tensor, targets_T: Tensor, temperature: float, vocab_size: int, masked_TN: Tensor | None = None
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    temperature: float,
+    vocab_size: int,
+    masked_TN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropy and the leaf that gradients arrive at, in float64 and by the textbook."""
     leaf_TN = logits_TV.detach()[:, :vocab_size].double().requires_grad_()
@@ -61,7 +70,8 @@ def random_logits(T: int, V: int, spread: float = 3.0, seed: int = 0) -> tuple[T
 
 
 def halves() -> tuple[Tensor, Tensor]:
-    """The mass of two rows is in different halves of the vocabulary; the last columns are padding."""
+    """The mass of two rows is in different halves of the vocabulary; the last columns are
+    padding."""
     logits_TV, targets_T = random_logits(7, 100)
     logits_TV[:, 97:] = -torch.inf
     logits_TV[1, 70] = 1e4
@@ -71,8 +81,8 @@ def halves() -> tuple[Tensor, Tensor]:
 
 
 def shard_of(rank: int = -1, store: dist.Store | None = None) -> list[Tensor]:
-    """Log-probs, entropy and gradient of one of two ranks with a half of the vocabulary each; without a rank that of
-    the environment."""
+    """Log-probs, entropy and gradient of one of two ranks with a half of the vocabulary each;
+    without a rank that of the environment."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     logits_TV, targets_T = halves()
     leaf_TV = logits_TV.chunk(2, 1)[dist.get_rank()].clone().requires_grad_()
@@ -109,7 +119,9 @@ def test_any_shape_chunk_and_temperature_agrees_with_the_dense_formula(data: st.
     padding = data.draw(st.integers(0, 3))
     parts = data.draw(st.sampled_from(["logprobs", "entropy", "logprobs and entropy"]))
     temperature = data.draw(st.floats(0.2, 3.0))
-    logits_TV, targets_T = random_logits(T, N + padding, data.draw(st.sampled_from([1e-3, 1.0, 20.0])), T + N)
+    logits_TV, targets_T = random_logits(
+        T, N + padding, data.draw(st.sampled_from([1e-3, 1.0, 20.0])), T + N
+    )
     targets_T %= N
     logits_TV += data.draw(st.sampled_from([-300.0, 0.0, 90.0]))
     with pytest.MonkeyPatch.context() as patch:
@@ -126,7 +138,9 @@ def test_any_shape_chunk_and_temperature_agrees_with_the_dense_formula(data: st.
 
 
 def test_flat_rows_have_the_logarithm_of_the_vocabulary_as_entropy() -> None:
-    logprobs_T, entropy_T, leaf_TV = ours(torch.full((2, 151_936), 7.3), torch.tensor([0, 5]), 0.8, 151_665)
+    logprobs_T, entropy_T, leaf_TV = ours(
+        torch.full((2, 151_936), 7.3), torch.tensor([0, 5]), 0.8, 151_665
+    )
     expected_T = torch.full((2,), 151_665.0).double().log()
     torch.testing.assert_close(entropy_T, expected_T.float(), atol=0, rtol=1e-6)
     torch.testing.assert_close(logprobs_T, -expected_T.float(), atol=0, rtol=1e-6)
@@ -149,7 +163,9 @@ def test_a_peaked_row_keeps_its_small_entropy_and_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("padding", [1e4, torch.inf, torch.nan])
-def test_padded_columns_have_no_probability_and_no_gradient_whatever_they_hold(padding: float) -> None:
+def test_padded_columns_have_no_probability_and_no_gradient_whatever_they_hold(
+    padding: float,
+) -> None:
     logits_TV, targets_T = random_logits(6, 50)
     clean = ours(logits_TV, targets_T, 0.9, 50)
     padded = ours(torch.cat((logits_TV, torch.full((6, 5), padding)), 1), targets_T, 0.9, 50)
@@ -197,7 +213,9 @@ def test_masked_tokens_have_no_probability_in_their_rows_even_where_they_tower()
     masked_TN = torch.zeros(8, 38, dtype=torch.bool)
     masked_TN[:5, [33, 35]] = True
     masked = {"masked_T": masked_T, "masked_tokens": (33, 35, 39)}
-    assert torch.all((ours(logits_TV, 0 * targets_T + 33, 0.7, 38, **masked)[0] < -1e29) == masked_T)
+    assert torch.all(
+        (ours(logits_TV, 0 * targets_T + 33, 0.7, 38, **masked)[0] < -1e29) == masked_T
+    )
     found = ours(logits_TV, targets_T, 0.7, 38, **masked)
     wanted = dense(logits_TV, targets_T, 0.7, 38, masked_TN)
     loss(*found[:2], "logprobs and entropy").backward()
@@ -242,7 +260,9 @@ def test_the_gradient_lies_in_the_storage_of_the_logits() -> None:
     seen = []
     activations_TV = leaf_TV * 1.0
     activations_TV.register_hook(lambda grad: seen.append(grad.data_ptr()))
-    logprobs_T, entropy_T = vocab_parallel_logprobs(activations_TV, targets_T, 1.0, 12, dist.group.WORLD)
+    logprobs_T, entropy_T = vocab_parallel_logprobs(
+        activations_TV, targets_T, 1.0, 12, dist.group.WORLD
+    )
     (logprobs_T.sum() + entropy_T.sum()).backward()
     assert seen == [activations_TV.data_ptr()]
     assert torch.equal(activations_TV, leaf_TV.grad)
@@ -318,7 +338,9 @@ def test_the_last_row_of_a_pack_may_hold_anything() -> None:
     logits_TV, token_ids_T = random_logits(4, 6)
     logits_TV[-1] = torch.nan
     leaf_TV = logits_TV.requires_grad_()
-    logprobs_T, entropy_T = packed_logprobs(leaf_TV, token_ids_T, torch.arange(4), 1.0, 6, MinTokensMask())
+    logprobs_T, entropy_T = packed_logprobs(
+        leaf_TV, token_ids_T, torch.arange(4), 1.0, 6, MinTokensMask()
+    )
     assert torch.isfinite(logprobs_T).all() and torch.isfinite(entropy_T).all()
     (logprobs_T.sum() + entropy_T.sum()).backward()
     assert torch.isfinite(leaf_TV.grad).all() and not leaf_TV.grad[-1].any()

@@ -6,7 +6,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.models import logprobs as module
-from rlmath.models.logprobs import MinTokensMask, TeacherRows, next_logprobs, vocab_parallel_logprobs
+from rlmath.models.logprobs import (
+    MinTokensMask,
+    TeacherRows,
+    next_logprobs,
+    vocab_parallel_logprobs,
+)
 
 # Shape legend: T packed tokens, V columns (real and padded), H hidden units of the teacher.
 
@@ -67,7 +72,9 @@ def test_kl_and_its_gradient_are_those_of_the_textbook(
 def test_both_models_lack_the_tokens_that_the_engine_masks() -> None:
     logits_TV, targets_T, teacher = inputs(VOCAB)
     targets_T = targets_T.clamp(min=3)
-    index_T = torch.arange(ROWS) - 4  # the completion begins at row 4; of its tokens the first 6 are masked
+    index_T = (
+        torch.arange(ROWS) - 4
+    )  # the completion begins at row 4; of its tokens the first 6 are masked
     masked_T = (index_T >= 0) & (index_T < 6)
     _, wanted_T, wanted = dense(logits_TV, targets_T, teacher, masked_T)
     leaf_TV = logits_TV.clone().requires_grad_()
@@ -85,8 +92,10 @@ def test_a_row_that_is_not_counted_gets_no_gradient_whatever_it_holds() -> None:
     logits_TV, targets_T, teacher = inputs(VOCAB)
     logits_TV[3] = float("nan")
     leaf_TV = logits_TV.requires_grad_()
-    kl_T = vocab_parallel_logprobs(leaf_TV, targets_T, TEMPERATURE, VOCAB, dist.group.WORLD, teacher=teacher)[
-        2
-    ]
+    kl_T = vocab_parallel_logprobs(
+        leaf_TV, targets_T, TEMPERATURE, VOCAB, dist.group.WORLD, teacher=teacher
+    )[2]
     torch.where(torch.arange(ROWS) == 3, 0.0, kl_T).sum().backward()
-    assert not leaf_TV.grad[3].any() and leaf_TV.grad[4].any() and torch.isfinite(leaf_TV.grad).all()
+    assert (
+        not leaf_TV.grad[3].any() and leaf_TV.grad[4].any() and torch.isfinite(leaf_TV.grad).all()
+    )

@@ -18,7 +18,12 @@ from rlmath.config.load import config_as_yaml, load_config, preset_settings
 from rlmath.config.schema import Config
 from rlmath.config.shipped_files import shipped
 from rlmath.distributed.memory import total_bytes
-from rlmath.planning.checks import algorithm_problems, host_memory_problems, run_problems, value_problems
+from rlmath.planning.checks import (
+    algorithm_problems,
+    host_memory_problems,
+    run_problems,
+    value_problems,
+)
 from rlmath.planning.memory_fit import GIB
 from rlmath.planning.reward_checks import reward_lines, reward_problems
 from rlmath.planning.setting_tables import conflicts
@@ -53,7 +58,10 @@ def test_the_defaults_have_no_problem():
         ["rollout.group_size=1", "algorithm.advantage=ppo", "data.prompts_per_step=4"],
         ["rollout.group_size=1", "algorithm.advantage=gae", "data.prompts_per_step=4"],
         ["algorithm.importance_correction=sequence", "algorithm.importance_cap=2"],
-        ["algorithm.importance_mask_geometric_low=0.9", "algorithm.importance_mask_geometric_high=1.1"],
+        [
+            "algorithm.importance_mask_geometric_low=0.9",
+            "algorithm.importance_mask_geometric_high=1.1",
+        ],
         ["algorithm.importance_correction=token", "algorithm.importance_mask_binary_kl=0.1"],
         ["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=4"],
         ["selection.min_completion_tokens=5", "selection.max_completion_tokens=5"],
@@ -147,7 +155,10 @@ def test_settings_without_effect_are_named(overrides: list[str], told: str):
 @pytest.mark.parametrize(
     ("key", "kinds"),
     [
-        ("algorithm.advantage", typing.Literal[AdvantageKind, "gae"]),  # by the critic, token by token
+        (
+            "algorithm.advantage",
+            typing.Literal[AdvantageKind, "gae"],
+        ),  # by the critic, token by token
         ("algorithm.loss", LossKind),
         ("algorithm.loss_normalisation", NormalisationKind),
         ("algorithm.importance_correction", CorrectionLevel),
@@ -166,11 +177,15 @@ PRESETS = all_settings()["algorithm.preset"].words
 
 
 def test_presets_are_the_files_and_start_without_a_warning():
-    assert list(PRESETS) == sorted(path.stem for path in shipped("configs/algorithms").glob("*.yaml"))
+    assert list(PRESETS) == sorted(
+        path.stem for path in shipped("configs/algorithms").glob("*.yaml")
+    )
     for name in PRESETS:
         needed = {"distill": ["teacher.path=t"], "lora": ["optimizer.lr=1e-5"]}.get(name, [])
         config = load_config([], [*PATHS, f"algorithm.preset={name}", *needed])
-        assert [*algorithm_problems(config), *conflicts(config), *value_problems(config)] == [], name
+        assert [*algorithm_problems(config), *conflicts(config), *value_problems(config)] == [], (
+            name
+        )
         assert config_warnings(config) == [], name
 
 
@@ -202,15 +217,17 @@ PAID = {
     **dict.fromkeys(("critic", "dapo", "top_entropy"), PLUS_MINUS),
     "simplerl": (1.0, -0.5),
 }
-"""What presets pay a right and a wrong answer, where that is not 1 and 0. Those with AReaL's fives are its own, or say
-nothing of rewards."""
+"""What presets pay a right and a wrong answer, where that is not 1 and 0. Those with AReaL's fives
+are its own, or say nothing of rewards."""
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_pays_what_its_paper_pays(name: str):
     reward = load_config([], [*PATHS, f"algorithm.preset={name}"]).reward
     facts = {"verified": True, "length": 8, "limit": 64, "truncated": False}
-    paid = tuple(scaled_reward(reward, raw_reward(reward, right, True), **facts) for right in (True, False))
+    paid = tuple(
+        scaled_reward(reward, raw_reward(reward, right, True), **facts) for right in (True, False)
+    )
     assert paid == PAID.get(name, ZERO_ONE)
 
 
@@ -223,13 +240,17 @@ def test_a_wrong_answer_of_full_length_gets_minus_two_of_dapo():
 
 def test_advantages_of_dr_grpo_are_those_of_its_paper():
     reward = load_config([], [*PATHS, "algorithm.preset=dr_grpo"]).reward
-    rewards = [raw_reward(reward, right, True) * reward_scale(reward, True) for right in (1, 0, 0, 0)]
+    rewards = [
+        raw_reward(reward, right, True) * reward_scale(reward, True) for right in (1, 0, 0, 0)
+    ]
     assert centred(torch.tensor(rewards)).tolist() == [0.75, -0.25, -0.25, -0.25]
 
 
 def test_a_function_of_the_users_is_paid_as_it_says_whatever_the_preset():
     for name in PRESETS:
-        reward = load_config([], [*PATHS, f"algorithm.preset={name}", "reward.function=own:reward"]).reward
+        reward = load_config(
+            [], [*PATHS, f"algorithm.preset={name}", "reward.function=own:reward"]
+        ).reward
         facts = {"verified": False, "length": 8, "limit": 64, "truncated": False}
         assert scaled_reward(reward, 0.25, **facts) == 0.25, name
     told = notes("algorithm.preset=dapo", "reward.rewards=[mine=a.b:c]")
@@ -249,18 +270,22 @@ def test_a_function_of_the_users_is_paid_as_it_says_whatever_the_preset():
 def test_extra_prompts_of_a_preset_are_a_multiple_of_the_batch(name: str, prompts: int, extra: int):
     given = [*PATHS, f"algorithm.preset={name}", f"data.prompts_per_step={prompts}"]
     assert load_config([], given).selection.max_extra_prompts == extra
-    assert load_config([], [*given, "selection.max_extra_prompts=3"]).selection.max_extra_prompts == 3
+    assert (
+        load_config([], [*given, "selection.max_extra_prompts=3"]).selection.max_extra_prompts == 3
+    )
 
 
 def test_a_preset_has_its_multiples_also_where_the_folder_is_named_after_a_setting():
-    """The folder, in which a run may have recorded the preset, is resolved before the preset is read."""
+    """The folder, in which a run may have recorded the preset, is resolved before the preset is
+    read."""
     given = ["run.output_dir=o${run.seed}", *PATHS[1:], "run.seed=7", "data.prompts_per_step=4"]
     config = load_config([], [*given, "algorithm.preset=dapo"])
     assert (config.run.output_dir, config.selection.max_extra_prompts) == ("o7", 8)
 
 
 def test_no_number_of_a_preset_is_a_count_of_prompts_or_tokens():
-    """One that is right for one batch or one length is wrong for the others: it is written as a multiple."""
+    """One that is right for one batch or one length is wrong for the others: it is written as a
+    multiple."""
     counts = (
         "data.",
         "rollout.",
@@ -271,7 +296,9 @@ def test_no_number_of_a_preset_is_a_count_of_prompts_or_tokens():
     )
     for name in PRESETS:
         for key, value in preset_settings(name).items():
-            assert not key.startswith(counts) or not isinstance(value, int) or isinstance(value, bool), (
+            assert (
+                not key.startswith(counts) or not isinstance(value, int) or isinstance(value, bool)
+            ), (
                 name,
                 key,
             )
@@ -306,11 +333,14 @@ def test_a_plan_says_what_is_paid_and_the_largest_penalties(overrides: list[str]
 
 
 def recorded_run(folder: Path, *overrides: str) -> Config:
-    """The settings that a run of before wrote, with AReaL's fives and extra prompts in numbers; it has a checkpoint."""
+    """The settings that a run of before wrote, with AReaL's fives and extra prompts in numbers; it
+    has a checkpoint."""
     (folder / "checkpoints" / "step-000003").mkdir(parents=True)
     paths = [f"run.output_dir={folder}", *PATHS[1:]]
     earlier = ["reward.scheme=correctness", "selection.max_extra_prompts=256", *overrides]
-    recorded = load_config([], [*paths, "algorithm.preset=dapo", "data.prompts_per_step=4", *earlier])
+    recorded = load_config(
+        [], [*paths, "algorithm.preset=dapo", "data.prompts_per_step=4", *earlier]
+    )
     (folder / "config.yaml").write_text(config_as_yaml(recorded))
     return recorded
 
@@ -327,7 +357,8 @@ def test_a_run_that_resumes_keeps_what_it_recorded_of_its_preset(tmp_path: Path)
     assert now == recorded and refused_changes(recorded, now) == []
     assert config_warnings(now) == [
         f"algorithm.preset=dapo: kept as the run in {tmp_path / 'run'} has recorded it: "
-        "selection.max_extra_prompts=256 (the preset has 8), reward.scheme=correctness (the preset has plus_minus_one)"
+        "selection.max_extra_prompts=256 (the preset has 8), reward.scheme=correctness (the "
+        "preset has plus_minus_one)"
     ]
     (line,) = reward_lines(now)
     assert line == "Rewards: -5 to 5 (reward.scheme=correctness: right 5, wrong -5)"
@@ -342,7 +373,9 @@ def test_a_run_that_resumes_keeps_what_it_recorded_of_its_preset(tmp_path: Path)
         "reward.scheme=plus_minus_one",
     ],
 )
-def test_what_is_recorded_counts_for_the_same_preset_and_a_run_that_resumes(tmp_path: Path, override: str):
+def test_what_is_recorded_counts_for_the_same_preset_and_a_run_that_resumes(
+    tmp_path: Path, override: str
+):
     recorded_run(tmp_path / "run")
     given = [f"run.output_dir={tmp_path / 'run'}", *PATHS[1:], "algorithm.preset=dapo", override]
     assert load_config([], given).reward.scheme == "plus_minus_one"
@@ -365,7 +398,9 @@ def test_with_a_preset_a_variable_that_is_not_set_is_named_with_its_key(key: str
         load_config([], [*PATHS, "algorithm.preset=dapo", f"{key}=${{oc.env:NO_SUCH_VARIABLE}}"])
 
 
-def test_a_saved_file_without_a_setting_of_today_has_its_default_and_not_the_presets(tmp_path: Path):
+def test_a_saved_file_without_a_setting_of_today_has_its_default_and_not_the_presets(
+    tmp_path: Path,
+):
     recorded = config_as_yaml(recorded_run(tmp_path / "run"))
     (tmp_path / "old.yaml").write_text(recorded.replace("  scheme: correctness\n", ""))
     assert load_config([tmp_path / "old.yaml"], [], saved=True).reward.scheme == "correctness"
@@ -373,16 +408,26 @@ def test_a_saved_file_without_a_setting_of_today_has_its_default_and_not_the_pre
 
 def test_another_loss_than_the_presets_is_refused():
     (problem,) = problems("algorithm.preset=gspo", "algorithm.loss=clip")
-    assert 'algorithm.preset is "gspo", whose algorithm.loss is "gspo", and yours is "clip"' in problem
+    assert (
+        'algorithm.preset is "gspo", whose algorithm.loss is "gspo", and yours is "clip"' in problem
+    )
 
 
 # ---------------------------------------------------------------- partial rollouts
 
-CARRY = ["rollout.tail=carry", "algorithm.importance_correction=token", "algorithm.importance_mask_high=5"]
+CARRY = [
+    "rollout.tail=carry",
+    "algorithm.importance_correction=token",
+    "algorithm.importance_mask_high=5",
+]
 
 
 def carry_problems(*overrides: str) -> list[str]:
-    return [one for one in run_problems(load_config([], [*PATHS, *overrides]), 1, None) if "rollout." in one]
+    return [
+        one
+        for one in run_problems(load_config([], [*PATHS, *overrides]), 1, None)
+        if "rollout." in one
+    ]
 
 
 @pytest.mark.parametrize(
@@ -390,8 +435,18 @@ def carry_problems(*overrides: str) -> list[str]:
     [
         CARRY,
         [*CARRY[:2], "algorithm.importance_cap=2"],
-        [*CARRY, "data.prompts_per_step=4", "rollout.max_groups_in_flight=12", "rollout.max_staleness=2"],
-        [*CARRY, "data.prompts_per_step=4", "rollout.max_groups_in_flight=4", "rollout.slice_tokens=100"],
+        [
+            *CARRY,
+            "data.prompts_per_step=4",
+            "rollout.max_groups_in_flight=12",
+            "rollout.max_staleness=2",
+        ],
+        [
+            *CARRY,
+            "data.prompts_per_step=4",
+            "rollout.max_groups_in_flight=4",
+            "rollout.slice_tokens=100",
+        ],
         ["rollout.tail=carry", "rollout.max_staleness=0"],
         ["rollout.tail=defer", "algorithm.recompute_logprobs=false"],
         ["rollout.tail=carry", "rollout.max_staleness=0", "algorithm.recompute_logprobs=false"],
@@ -429,7 +484,9 @@ def test_settings_of_partial_rollouts_without_effect_are_told() -> None:
         "rollout.slice_tokens: no effect with rollout.tail=wait.",
     ]
     assert told("rollout.tail=defer", "rollout.slice_tokens=100") == []
-    assert told("rollout.tail=defer", "rollout.max_staleness=3", "rollout.max_groups_in_flight=200") == [
+    assert told(
+        "rollout.tail=defer", "rollout.max_staleness=3", "rollout.max_groups_in_flight=200"
+    ) == [
         "rollout.max_staleness: no effect without rollout.tail=carry and without rollout.ranks.",
         "rollout.max_groups_in_flight: no effect without rollout.tail=carry.",
     ]
@@ -437,10 +494,15 @@ def test_settings_of_partial_rollouts_without_effect_are_told() -> None:
         "some steps have more of the short"
         in told("rollout.tail=defer", "algorithm.advantage=reinforce++")[0]
     )
-    assert "with rollout.max_staleness=1" in told("rollout.tail=defer", "algorithm.advantage=ppo")[0]
+    assert (
+        "with rollout.max_staleness=1" in told("rollout.tail=defer", "algorithm.advantage=ppo")[0]
+    )
     for advantage in ("ppo", "reinforce++"):
         uneven = told(*CARRY, f"algorithm.advantage={advantage}", "rollout.max_staleness=2")
-        assert len(uneven) == 1 and "rollout.max_staleness=2 some steps have more of the short" in uneven[0]
+        assert (
+            len(uneven) == 1
+            and "rollout.max_staleness=2 some steps have more of the short" in uneven[0]
+        )
         assert told(*CARRY, f"algorithm.advantage={advantage}") == []
     assert told(*CARRY, "rollout.max_staleness=2") == []
     assert (
@@ -448,7 +510,9 @@ def test_settings_of_partial_rollouts_without_effect_are_told() -> None:
         in told("rollout.tail=defer", "rollout.max_new_tokens=64", "rollout.slice_tokens=64")[0]
     )
     assert "carries nothing" in told(*CARRY, "rollout.max_staleness=0")[0]
-    clipped = told("rollout.tail=carry", "rollout.max_staleness=2", "algorithm.recompute_logprobs=false")
+    clipped = told(
+        "rollout.tail=carry", "rollout.max_staleness=2", "algorithm.recompute_logprobs=false"
+    )
     assert "the loss clips the ratio to the versions that sampled the tokens" in clipped[0]
     assert told(*CARRY, "rollout.max_new_tokens=64", "rollout.slice_tokens=64") == [], (
         "a step samples for two"
@@ -476,7 +540,12 @@ def own_problems(*overrides: str) -> list[str]:
         ],
         ["rollout.ranks=1", "rollout.max_staleness=0"],
         ["rollout.ranks=1", "rollout.max_staleness=4", "algorithm.recompute_logprobs=false"],
-        ["rollout.ranks=1", "rollout.max_staleness=0", "rollout.on_new_weights=finish", "sync.probe_every=2"],
+        [
+            "rollout.ranks=1",
+            "rollout.max_staleness=0",
+            "rollout.on_new_weights=finish",
+            "sync.probe_every=2",
+        ],
     ],
 )
 def test_asynchronous_runs_that_can_start(overrides: list[str]) -> None:
@@ -512,12 +581,16 @@ def test_settings_without_effect_beside_or_without_ranks_of_the_engines_are_told
         return [one for one in found if "rollout." in one]
 
     assert (
-        told(*OWN_RANKS) == told(*OWN_RANKS, "rollout.max_staleness=3", "rollout.on_new_weights=keep") == []
+        told(*OWN_RANKS)
+        == told(*OWN_RANKS, "rollout.max_staleness=3", "rollout.on_new_weights=keep")
+        == []
     )
     assert told("rollout.on_new_weights=keep", "rollout.max_concurrent_sequences=8") == [
         "rollout.on_new_weights, rollout.max_concurrent_sequences: no effect with rollout.ranks=0."
     ]
-    few = load_config([], [*PATHS, *OWN_RANKS, "rollout.max_groups_in_flight=1", "data.prompts_per_step=4"])
+    few = load_config(
+        [], [*PATHS, *OWN_RANKS, "rollout.max_groups_in_flight=1", "data.prompts_per_step=4"]
+    )
     assert unfinished_rules(few).max_groups == 8, "or the run would wait for ever"
     assert told(*OWN_RANKS, "rollout.slice_tokens=100", "rollout.max_groups_in_flight=300") == [
         "rollout.slice_tokens: no effect with rollout.tail=wait.",
@@ -525,7 +598,8 @@ def test_settings_without_effect_beside_or_without_ranks_of_the_engines_are_told
     ]
     no_turns = told(*OWN_RANKS, "memory.offload_gradients=false", "memory.offload_parameters=true")
     assert no_turns == [
-        "memory.offload_gradients, memory.offload_parameters: no effect with rollout.ranks: no engine takes "
+        "memory.offload_gradients, memory.offload_parameters: no effect with rollout.ranks: no "
+        "engine takes "
         "turns with training on the same memory."
     ]
     assert told(*OWN_RANKS, "memory.offload_reference=true", "algorithm.kl_coef=0.1") == []
@@ -535,7 +609,9 @@ def test_settings_without_effect_beside_or_without_ranks_of_the_engines_are_told
     )
 
 
-def test_only_ranks_with_an_engine_need_a_cache_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_ranks_with_an_engine_need_a_cache_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def told(rank: int, *overrides: str) -> list[str]:
         for name, value in {"RANK": rank, "LOCAL_RANK": rank % 4}.items():
             monkeypatch.setenv(name, str(value))
@@ -548,9 +624,14 @@ def test_only_ranks_with_an_engine_need_a_cache_on_this_machine(monkeypatch: pyt
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert "for each of the 4 ranks" in told(0)[0] and "for each of the 4 ranks" in told(5)[0]
-    assert told(1, "rollout.ranks=3") == told(5, "rollout.ranks=3") == told(2, "rollout.ranks=4") == []
+    assert (
+        told(1, "rollout.ranks=3") == told(5, "rollout.ranks=3") == told(2, "rollout.ranks=4") == []
+    )
     assert "for each of the 4 ranks" in told(6, "rollout.ranks=4")[0]
-    assert "for each of the 4 ranks" in told(4, "rollout.ranks=6")[0] and told(0, "rollout.ranks=6") == []
+    assert (
+        "for each of the 4 ranks" in told(4, "rollout.ranks=6")[0]
+        and told(0, "rollout.ranks=6") == []
+    )
     cache = 1.1 * total_bytes() / GIB
     assert told(0, "rollout.ranks=4") == [] and "Lower it" in told(4, "rollout.ranks=1")[0]
 
@@ -642,6 +723,12 @@ def test_what_has_no_effect_beside_several_rewards_is_noted(overrides: list[str]
 
 
 def test_every_function_of_the_list_is_looked_for():
-    config = load_config([], [*PATHS, "reward.rewards=['a=math:sqrt','b=json:dumbs','c=no_such_module:f']"])
+    config = load_config(
+        [], [*PATHS, "reward.rewards=['a=math:sqrt','b=json:dumbs','c=no_such_module:f']"]
+    )
     told = [one for one in run_problems(config, 1, None) if "reward." in one]
-    assert len(told) == 2 and "'json' has no function 'dumbs'" in told[0] and "no_such_module" in told[1]
+    assert (
+        len(told) == 2
+        and "'json' has no function 'dumbs'" in told[0]
+        and "no_such_module" in told[1]
+    )

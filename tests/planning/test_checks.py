@@ -48,7 +48,11 @@ MODEL_CONFIG: dict[str, Any] = {
 with torch.device("meta"):
     MODEL = Qwen2ForCausalLM(Qwen2Config(**MODEL_CONFIG))
 TENSORS = {name: tuple(parameter.shape) for name, parameter in MODEL.named_parameters()}
-SMALL = ["data.max_prompt_tokens=16", "rollout.max_new_tokens=32", "policy.max_tokens_per_microbatch=64"]
+SMALL = [
+    "data.max_prompt_tokens=16",
+    "rollout.max_new_tokens=32",
+    "policy.max_tokens_per_microbatch=64",
+]
 
 
 @pytest.fixture
@@ -59,7 +63,8 @@ def place(tmp_path: Path) -> Path:
     (model / "config.json").write_text(json.dumps(MODEL_CONFIG))
     (model / "tokenizer.json").write_text("{}")
     save_file(
-        {name: np.zeros(shape, np.float16) for name, shape in TENSORS.items()}, model / "model.safetensors"
+        {name: np.zeros(shape, np.float16) for name, shape in TENSORS.items()},
+        model / "model.safetensors",
     )
     (tmp_path / "train.jsonl").write_text("{}\n")
     return tmp_path
@@ -87,7 +92,9 @@ def problem(place: Path, *overrides: str, world_size: int = 1) -> str:
 
 def change_model(place: Path, **changes: Any) -> None:
     """Rewrite config.json; a value of ... takes the key out."""
-    values = {name: value for name, value in {**MODEL_CONFIG, **changes}.items() if value is not ...}
+    values = {
+        name: value for name, value in {**MODEL_CONFIG, **changes}.items() if value is not ...
+    }
     (place / "model" / "config.json").write_text(json.dumps(values))
 
 
@@ -165,7 +172,9 @@ def test_settings_without_effect_are_noted_and_no_error(place: Path):
     overrides = ["run.output_dir=o", "model.path=m", "data.train_path=t", "parallel.sequence=true"]
     (note,) = config_warnings(load_config([], overrides))
     assert note == "parallel.sequence: no effect with parallel.tensor=1."
-    (note,) = config_warnings(load_config([], [*overrides, "parallel.tensor=2", "optimizer.min_lr=1e-7"]))
+    (note,) = config_warnings(
+        load_config([], [*overrides, "parallel.tensor=2", "optimizer.min_lr=1e-7"])
+    )
     assert "optimizer.min_lr" in note
     assert check(place, "parallel.sequence=true")
 
@@ -181,7 +190,9 @@ def test_a_number_out_of_its_range_is_told_with_the_range(key: str):
     for value in just_outside(limits, whole=kind.removeprefix("list of ").startswith("int")):
         override = f"{key}=[1,{value}]" if kind.startswith("list") else f"{key}={value}"
         told = schema_problems(load_config([], [*paths, override]))
-        finite = "" if value[-1].isdigit() or str(limits) == "a finite number" else "a finite number, "
+        finite = (
+            "" if value[-1].isdigit() or str(limits) == "a finite number" else "a finite number, "
+        )
         needed = f"needed: {finite}{limits}.{_why(limits)}"
         assert any(text.startswith(f"{key} is ") and needed in text for text in told), value
 
@@ -192,7 +203,11 @@ def just_outside(limits: Range, whole: bool) -> list[str]:
     below = limits.low if limits.open_low else limits.low - step
     above = limits.high if limits.open_high else limits.high + step
     finite = [value for value in (below, above) if math.isfinite(value)]
-    return [f"{value:.0f}" for value in finite] if whole else [*map(str, finite), ".inf", "-.inf", ".nan"]
+    return (
+        [f"{value:.0f}" for value in finite]
+        if whole
+        else [*map(str, finite), ".inf", "-.inf", ".nan"]
+    )
 
 
 def _why(limits: Range) -> str:
@@ -202,9 +217,18 @@ def _why(limits: Range) -> str:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("rollout.top_p=0.9", "rollout.top_p is 0.9; needed: 1. The trainer computes the whole distribution"),
-        ("rollout.top_k=50", "rollout.top_k is 50; needed: -1. The trainer computes the whole distribution"),
-        ("algorithm.early_stop_ratio=1", "needed: above 1. Before the first update the ratio is 1."),
+        (
+            "rollout.top_p=0.9",
+            "rollout.top_p is 0.9; needed: 1. The trainer computes the whole distribution",
+        ),
+        (
+            "rollout.top_k=50",
+            "rollout.top_k is 50; needed: -1. The trainer computes the whole distribution",
+        ),
+        (
+            "algorithm.early_stop_ratio=1",
+            "needed: above 1. Before the first update the ratio is 1.",
+        ),
         (
             "optimizer.kind=adamw",
             'optimizer.kind is "adamw"; needed: one of "adam", "sgd". Did you mean "adam"?',
@@ -224,7 +248,8 @@ def test_a_single_wrong_value(place: Path, override: str, told: str):
         (
             ["parallel.tensor=3"],
             3,
-            "parallel.tensor is 3; it must divide the model's 4 key-value heads. Possible: 1, 2, 4.",
+            "parallel.tensor is 3; it must divide the model's 4 key-value heads. Possible: 1, 2, "
+            "4.",
         ),
         (
             ["rollout.tensor_parallel=8"],
@@ -235,24 +260,35 @@ def test_a_single_wrong_value(place: Path, override: str, told: str):
         (
             ["rollout.tensor_parallel=12"],
             12,
-            f"the model's vocabulary of {VOCAB} up to 64 rows and must split them evenly. Possible: 1, 2, 4.",
+            f"the model's vocabulary of {VOCAB} up to 64 rows and must split them evenly. "
+            "Possible: 1, 2, 4.",
         ),
-        (["rollout.min_new_tokens=33"], 1, "rollout.min_new_tokens is 33, above rollout.max_new_tokens 32"),
+        (
+            ["rollout.min_new_tokens=33"],
+            1,
+            "rollout.min_new_tokens is 33, above rollout.max_new_tokens 32",
+        ),
         (["policy.max_tokens_per_microbatch=47"], 1, "has 16 + 32 = 48 tokens and must fit"),
         (
             ["rollout.max_new_tokens=50", "policy.max_tokens_per_microbatch=100"],
             1,
-            "data.max_prompt_tokens + rollout.max_new_tokens is 16 + 50 = 66; the model has 64 positions "
+            "data.max_prompt_tokens + rollout.max_new_tokens is 16 + 50 = 66; the model has 64 "
+            "positions "
             "(max_position_embeddings). Lower the sum by 2.",
         ),
         (["rollout.max_num_batched_tokens=100"], 1, "is 100, below rollout.max_num_seqs 256"),
         (
             ["rollout.max_num_batched_tokens=47", "rollout.max_num_seqs=4"],
             1,
-            "is 47; on CPU vLLM does not split prompts and needs at least the longest sequence, 48 tokens",
+            "is 47; on CPU vLLM does not split prompts and needs at least the longest sequence, "
+            "48 tokens",
         ),
         (
-            ["rollout.max_num_batched_tokens=40", "rollout.max_num_seqs=4", "rollout.chunked_prefill=false"],
+            [
+                "rollout.max_num_batched_tokens=40",
+                "rollout.max_num_seqs=4",
+                "rollout.chunked_prefill=false",
+            ],
             1,
             "without rollout.chunked_prefill vLLM needs at least the longest sequence, 48 tokens",
         ),
@@ -261,8 +297,16 @@ def test_a_single_wrong_value(place: Path, override: str, told: str):
             1,
             "optimizer.min_lr is 1e-05, above optimizer.lr 1e-06",
         ),
-        (["reward.overlong_buffer=33"], 1, "reward.overlong_buffer is 33, above rollout.max_new_tokens 32"),
-        (["reward.scheme=mix", "reward.format_penalty=1"], 1, "reward.format_penalty is 1.0; a right answer"),
+        (
+            ["reward.overlong_buffer=33"],
+            1,
+            "reward.overlong_buffer is 33, above rollout.max_new_tokens 32",
+        ),
+        (
+            ["reward.scheme=mix", "reward.format_penalty=1"],
+            1,
+            "reward.format_penalty is 1.0; a right answer",
+        ),
         (
             ["policy.recompute_granularity=full", "policy.recompute_method=uniform"],
             1,
@@ -286,7 +330,9 @@ def test_a_single_wrong_value(place: Path, override: str, told: str):
         ),
     ],
 )
-def test_values_that_do_not_fit_together(place: Path, overrides: list[str], world_size: int, told: str):
+def test_values_that_do_not_fit_together(
+    place: Path, overrides: list[str], world_size: int, told: str
+):
     assert told in problem(place, *overrides, world_size=world_size)
 
 
@@ -313,10 +359,12 @@ def test_transformer_engine_that_cannot_be_imported(
     monkeypatch.syspath_prepend(tmp_path / "site")
     told = problem(place, "run.device=auto")
     assert (
-        'policy.transformer_impl is "transformer_engine", which cannot be imported here (ImportError: '
-        in told
+        'policy.transformer_impl is "transformer_engine", which cannot be imported here '
+        "(ImportError: " in told
     )
-    assert "libcudart.so.13" in told and "set policy.transformer_impl=local, which is slower." in told
+    assert (
+        "libcudart.so.13" in told and "set policy.transformer_impl=local, which is slower." in told
+    )
     broken.write_text("assert False, 'versions differ'")
     assert "(AssertionError: versions differ). Install it" in problem(place, "run.device=auto")
     assert not list(transformer_engine_problems("local"))
@@ -352,7 +400,9 @@ def test_a_training_file_that_is_not_there_names_the_nearest(place: Path):
         "train.parquet": ' There is "{}".',
     }.items():
         told = problem(place, f"data.train_path={place}/{name}")
-        assert told.endswith(f'there is no file "{place}/{name}".{near.format(place / "train.jsonl")}')
+        assert told.endswith(
+            f'there is no file "{place}/{name}".{near.format(place / "train.jsonl")}'
+        )
 
 
 def test_training_files_that_are_missing_or_empty(place: Path):
@@ -361,7 +411,9 @@ def test_training_files_that_are_missing_or_empty(place: Path):
     odd = " is neither a file nor a folder, nor a link to one. Give one."
     assert problem(place, "data.more_train_paths=[/dev/null]").endswith(f'"/dev/null"{odd}')
     (place / "link.jsonl").symlink_to(place / "unmounted")
-    assert problem(place, f"data.more_train_paths=[{place}/link.jsonl]").endswith(f'/link.jsonl"{odd}')
+    assert problem(place, f"data.more_train_paths=[{place}/link.jsonl]").endswith(
+        f'/link.jsonl"{odd}'
+    )
     (place / "train.jsonl").write_text("")
     assert "is empty" in problem(place)
 
@@ -431,7 +483,10 @@ def test_an_index_that_looks_into_the_wrong_file(place: Path):
     values["weight_map"]["lm_head.weight"] = "b.safetensors"
     index.write_text(json.dumps(values))
     told = problems(place)
-    assert any('a.safetensors" lacks 1 tensors that the index looks for there: model.norm' in t for t in told)
+    assert any(
+        'a.safetensors" lacks 1 tensors that the index looks for there: model.norm' in t
+        for t in told
+    )
 
 
 def test_an_index_that_leaves_a_tensor_out(place: Path):
@@ -453,11 +508,18 @@ def test_weights_that_do_not_belong_to_config_json(place: Path):
     change_model(place, intermediate_size=12, num_hidden_layers=7)
     absent, first, *_ = problems(place)
     assert "12 of 87 tensors are not in the weights: model.layers.6." in absent
-    assert "model.layers.0.mlp.gate_proj.weight has shape (24, 384), config.json makes it (12, 384)" in first
+    assert (
+        "model.layers.0.mlp.gate_proj.weight has shape (24, 384), config.json makes it (12, 384)"
+        in first
+    )
 
 
 def test_tied_embeddings_need_no_output_layer(place: Path):
-    part = {name: np.zeros(shape, np.float16) for name, shape in TENSORS.items() if name != "lm_head.weight"}
+    part = {
+        name: np.zeros(shape, np.float16)
+        for name, shape in TENSORS.items()
+        if name != "lm_head.weight"
+    }
     save_file(part, place / "model" / "model.safetensors")
     assert "lm_head.weight" in problem(place)
     change_model(place, tie_word_embeddings=True)
@@ -479,7 +541,9 @@ def test_an_architecture_that_is_not_supported(place: Path):
     assert '"Qwen2ForCausalLMs" is not supported; supported: ' in told
     assert 'Did you mean "Qwen2ForCausalLM"?' in told
     change_model(place, architectures=["Gemma2ForCausalLM"])
-    assert '"Gemma2ForCausalLM" is not supported (no layer of Megatron\'s has its norms' in problem(place)
+    assert '"Gemma2ForCausalLM" is not supported (no layer of Megatron\'s has its norms' in problem(
+        place
+    )
     for odd in (..., None, [], "Qwen2ForCausalLM", [3]):
         change_model(place, architectures=odd)
         assert '"architectures" is ' in problem(place)
@@ -522,9 +586,15 @@ def test_numbers_that_are_missing_or_odd(place: Path, key: str):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"num_key_value_heads": 5}, '"num_attention_heads" 12 is not a multiple of "num_key_value_heads" 5'),
+        (
+            {"num_key_value_heads": 5},
+            '"num_attention_heads" 12 is not a multiple of "num_key_value_heads" 5',
+        ),
         ({"tie_word_embeddings": "no"}, "\"tie_word_embeddings\" is 'no'; needed: true or false"),
-        ({"torch_dtype": "float8"}, "\"torch_dtype\" is 'float8'; needed: one of float32, bfloat16, float16"),
+        (
+            {"torch_dtype": "float8"},
+            "\"torch_dtype\" is 'float8'; needed: one of float32, bfloat16, float16",
+        ),
         ({"dtype": ["float32"]}, "\"dtype\" is ['float32']"),
         (
             {"quantization_config": {"quant_method": "awq"}},
@@ -569,13 +639,16 @@ def test_a_head_dim_that_the_engine_cannot_run_on_cpu(place: Path):
 
 
 def test_a_kv_cache_that_cannot_hold_one_sequence(place: Path):
-    # 48 tokens: 1 block and one to spare, 6 layers x 2 x 4 heads x 32 x 4 bytes x 256 tokens = 1.5 MiB
+    # 48 tokens: 1 block and one to spare, 6 layers x 2 x 4 heads x 32 x 4 bytes x 256 tokens = 1.5
+    # MiB
     told = problem(place, "rollout.cpu_kv_cache_gib=0.0014")
     assert "one sequence of 48 tokens" in told and "needs 0.00146 GiB" in told
     check(place, "rollout.cpu_kv_cache_gib=0.0015")
 
 
-def test_a_kv_cache_larger_than_the_memory_of_the_machine(place: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_kv_cache_larger_than_the_memory_of_the_machine(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+):
     total = total_bytes() / 2**30
     told = problem(place, "rollout.cpu_kv_cache_gib=5000")
     assert told.startswith(
@@ -592,7 +665,8 @@ def test_a_kv_cache_larger_than_the_memory_of_the_machine(place: Path, monkeypat
 def test_a_reward_function_is_imported_once_for_all_stages(place: Path):
     file = place / "mine.py"
     file.write_text(
-        "from pathlib import Path\nwith Path(__file__).with_name('imports').open('a') as f:\n    f.write('x')\n"
+        "from pathlib import Path\nwith Path(__file__).with_name('imports').open('a') as f:\n    "
+        "f.write('x')\n"
     )
     stages = ("stages.steps=[2,3,4]", "stages.max_new_tokens=[8,12,16]")
     (told,) = problems(place, f"reward.function={file}:reward", *stages)
@@ -600,7 +674,9 @@ def test_a_reward_function_is_imported_once_for_all_stages(place: Path):
     assert (place / "imports").read_text() == "x"
 
 
-def test_a_name_of_the_hub_is_told_how_to_be_downloaded(place: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_name_of_the_hub_is_told_how_to_be_downloaded(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(place)
     told = problem(place, "model.path=Qwen/Qwen2.5-0.5B")
     assert "which is written hf://Qwen/Qwen2.5-0.5B. Give that, or run" in told

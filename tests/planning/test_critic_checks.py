@@ -12,7 +12,11 @@ from rlmath.checkpoint.save_schedule import checkpoint_bytes
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
 from rlmath.data.dataset import check_critic
-from rlmath.planning.model_checks import critic_folder_problems, critic_layout_problems, length_problems
+from rlmath.planning.model_checks import (
+    critic_folder_problems,
+    critic_layout_problems,
+    length_problems,
+)
 from rlmath.planning.setting_tables import conflicts
 from rlmath.planning.warnings import config_warnings
 from tests.tiny_models import VOCAB, make_model_folder, shape_of
@@ -68,14 +72,19 @@ def test_a_critics_config_says_what_it_is(untied_model: Path, tmp_path: Path) ->
     path.write_bytes(critic_config_file(untied_model, shape))
     assert read_critic_shape(path) == shape
     values = json.loads(path.read_text())
-    assert values["architectures"] == ["Qwen2ForTokenClassification"] and values["id2label"] == {"0": "value"}
+    assert values["architectures"] == ["Qwen2ForTokenClassification"] and values["id2label"] == {
+        "0": "value"
+    }
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
         (["critic.pretrain_steps=5"], "critic.pretrain_steps is 5; the run has 5 steps"),
-        (["critic.warmup_steps=10"], "critic.warmup_steps is 10; the critic has 10 optimizer steps"),
+        (
+            ["critic.warmup_steps=10"],
+            "critic.warmup_steps is 10; the critic has 10 optimizer steps",
+        ),
     ],
 )
 def test_a_critic_that_is_never_ready_is_refused(overrides: list[str], told: str) -> None:
@@ -88,7 +97,9 @@ def test_a_critic_that_is_never_ready_is_refused(overrides: list[str], told: str
 def test_settings_without_effect_are_named() -> None:
     (note,) = config_warnings(config_of("critic.gamma=0.9", "memory.offload_critic=true"))
     assert note.startswith("memory.offload_critic, critic.gamma: no effect")
-    (note,) = config_warnings(config_of(GAE, "critic.policy_lambda=0.9", "critic.policy_length_alpha=0.05"))
+    (note,) = config_warnings(
+        config_of(GAE, "critic.policy_lambda=0.9", "critic.policy_length_alpha=0.05")
+    )
     assert note == "critic.policy_lambda: no effect with critic.policy_length_alpha."
     assert list(config_warnings(config_of())) == []
 
@@ -100,6 +111,10 @@ def test_a_value_after_the_end_needs_whole_packs(untied_model: Path) -> None:
 
 def test_a_checkpoint_is_larger_by_the_critic(untied_model: Path) -> None:
     policy = shape_of(untied_model)
-    alone, both = (checkpoint_bytes(config_of("run.device=cpu", *more), policy) for more in ([], [GAE]))
-    head = VOCAB * policy.hidden_size - policy.hidden_size - 1  # a row for each token, or one and a bias
+    alone, both = (
+        checkpoint_bytes(config_of("run.device=cpu", *more), policy) for more in ([], [GAE])
+    )
+    head = (
+        VOCAB * policy.hidden_size - policy.hidden_size - 1
+    )  # a row for each token, or one and a bias
     assert both == 2 * alone - 12 * head

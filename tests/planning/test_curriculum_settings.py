@@ -1,4 +1,5 @@
-"""Settings of the curriculum that make no sense together are refused or told before anything starts."""
+"""Settings of the curriculum that make no sense together are refused or told before anything
+starts."""
 
 from __future__ import annotations
 

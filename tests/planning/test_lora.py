@@ -28,7 +28,8 @@ from tests.planning.test_memory_estimate import (
 )
 
 ADAPTERS = 28 * 32 * (2 * 3584 + 2 * (3584 + 512) + 2 * 3584 + 3 * (3584 + 18944))
-"""Of Qwen2.5-7B at rank 32: query and output, key and value, and the three matrices of the feed-forward network."""
+"""Of Qwen2.5-7B at rank 32: query and output, key and value, and the three matrices of the
+feed-forward network."""
 
 
 def test_adapters_alone_have_gradients_and_an_optimizer_and_the_reference_is_the_policy():
@@ -37,7 +38,9 @@ def test_adapters_alone_have_gradients_and_an_optimizer_and_the_reference_is_the
     assert plan.part("parameters") == 2 * (PARAMETERS + ADAPTERS)
     assert (plan.part("gradients"), plan.part("optimizer")) == (4 * ADAPTERS, 12 * ADAPTERS)
     assert plan.part("reference") == plan.part("dummy_gradients") == 0
-    assert plan.phases["reference"] == plan.phases["logprobs"]  # it takes time, and no memory of its own
+    assert (
+        plan.phases["reference"] == plan.phases["logprobs"]
+    )  # it takes time, and no memory of its own
     # Four tensor-parallel ranks: A of qkv and fc1, and B of proj and fc2, are on all of them.
     whole = 28 * 32 * (3 * 3584 + 3584 + 2 * 3584 + 3584)
     (plan, *_) = plan_ranks(replace(lora, parallel=ParallelConfig(tensor=4)), QWEN_7B, 4, H100)
@@ -47,7 +50,8 @@ def test_adapters_alone_have_gradients_and_an_optimizer_and_the_reference_is_the
 def test_a_critic_has_no_adapters():
     sections = config(algorithm=AlgorithmConfig(advantage="gae"))
     full, lora = (
-        plan_ranks(replace(sections, lora=LoraConfig(rank=rank)), QWEN_7B, 1, H100)[0] for rank in (0, 8)
+        plan_ranks(replace(sections, lora=LoraConfig(rank=rank)), QWEN_7B, 1, H100)[0]
+        for rank in (0, 8)
     )
     for part in ("critic_parameters", "critic_gradients", "critic_optimizer"):
         assert lora.part(part) == full.part(part) > 0
@@ -60,8 +64,9 @@ def test_what_enters_layers_without_adapters_is_not_kept():
         target: layer_elements(ONE_LAYER, work(lora=LoraConfig(rank=2, target=target)))
         for target in ("all", "attention", "mlp")
     }
-    # Products with A: of query, key and value, and of the projection; of gate and up, and of fc2. The rows of B among
-    # zeros are shared out to 10 tokens: 3 x 64 rows of 3 x 2, 512 rows of 2 x 2.
+    # Products with A: of query, key and value, and of the projection; of gate and up, and of fc2.
+    # The rows of B among zeros are shared out to 10 tokens: 3 x 64 rows of 3 x 2, 512 rows of 2 x
+    # 2.
     attention, mlp = (3 + 1) * 2 + -(-192 * 6 // 10), (2 + 1) * 2 + -(-512 * 4 // 10)
     assert found["all"] == full + attention + mlp
     assert found["attention"] == full + attention - 64 - 256
@@ -74,17 +79,22 @@ def test_the_backward_pass_has_half_of_the_products_and_adapters_alone_are_excha
     attention = BATCH.squares * PAIR_FLOPS
     assert update_seconds(inputs(lora, 1, flops=1.0)) == pytest.approx(2 * matrices + 3 * attention)
     done = inputs(lora, 8, node=1.0)
-    # Each of 4 layers has 4 square matrices of 8 and 3 of 8 x 16; scattered in float32, gathered in bfloat16.
+    # Each of 4 layers has 4 square matrices of 8 and 3 of 8 x 16; scattered in float32, gathered in
+    # bfloat16.
     sent = 4 * 2 * (4 * 16 + 3 * 24) * 6 * 7 / 8
     assert gradient_seconds(done, done.mesh, 4) == pytest.approx(sent)
 
 
-@pytest.mark.parametrize(("target", "refused"), [("all", True), ("mlp", True), ("attention", False)])
+@pytest.mark.parametrize(
+    ("target", "refused"), [("all", True), ("mlp", True), ("attention", False)]
+)
 def test_experts_get_no_adapters(target: str, refused: bool):
     given = config(lora=LoraConfig(rank=8, target=target))
     found = [one for one in shape_problems(given, QWEN_30B_A3B) if one.startswith("lora.target")]
     assert bool(found) == refused
-    assert not refused or "has experts, which get no adapters. Set lora.target=attention" in found[0]
+    assert (
+        not refused or "has experts, which get no adapters. Set lora.target=attention" in found[0]
+    )
     assert not [one for one in shape_problems(given, QWEN_7B) if one.startswith("lora.")]
 
 
@@ -108,7 +118,9 @@ def test_a_learning_rate_of_full_training_is_told():
 
 
 def test_settings_without_effect_beside_lora_and_without_it_are_told():
-    assert warnings("lora.alpha=16") == ["lora.alpha: no effect with lora.rank=0: all weights learn."]
+    assert warnings("lora.alpha=16") == [
+        "lora.alpha: no effect with lora.rank=0: all weights learn."
+    ]
     (told,) = warnings(
         "lora.rank=8", "optimizer.lr=1e-5", "algorithm.kl_coef=0.1", "memory.offload_reference=true"
     )
@@ -144,7 +156,9 @@ def test_adapters_of_another_base_model_are_told_with_both_names(
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
     warnings = list(other_base_warnings(str(adapter), str(base)))
     assert len(warnings) == warns
-    assert not warns or (f"trained on {named!r}" in warnings[0] and f'model.path is "{base}"' in warnings[0])
+    assert not warns or (
+        f"trained on {named!r}" in warnings[0] and f'model.path is "{base}"' in warnings[0]
+    )
 
 
 def test_no_adapter_has_no_other_base() -> None:

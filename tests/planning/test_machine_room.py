@@ -17,12 +17,15 @@ def test_a_small_model_may_have_any_usual_layout_on_two_cores(ranks: int) -> Non
 def test_64_ranks_on_two_cores_are_refused_unless_asked_for_by_name() -> None:
     """64 processes of 0.6 GiB are 38.4 GiB, and with 0.25 GiB planned for each 54.4."""
     with pytest.raises(
-        ValueError, match=r"64 ranks on 2 cores: .* above 8 .* Start fewer, or say --oversubscribe\.$"
+        ValueError,
+        match=r"64 ranks on 2 cores: .* above 8 .* Start fewer, or say --oversubscribe\.$",
     ):
         refuse_crowding(64, LAPTOP)
     cores, memory = room_problems(64, LAPTOP, 16 * GIB)
     assert "2 cores" in cores
-    assert memory.startswith("64 ranks need about 54.4 GiB (16.0 planned, 0.6 for the processes of each), ")
+    assert memory.startswith(
+        "64 ranks need about 54.4 GiB (16.0 planned, 0.6 for the processes of each), "
+    )
     assert "this machine has 24.0" in memory
     (alone,) = room_problems(1, LAPTOP, 24 * GIB)
     assert alone.startswith("1 rank needs about 24.6 GiB (24.0 planned, ")
@@ -42,4 +45,6 @@ def test_ranks_that_the_memory_does_not_hold_are_refused_however_many_cores_ther
 def test_every_rank_has_a_gpu_of_its_own() -> None:
     node = Machine(gpus=8, cores=2, memory=GIB)
     assert list(room_problems(8, node)) == [], "cores and memory of the host are no bound of theirs"
-    assert next(room_problems(9, node)).startswith("9 ranks on 8 GPUs: every rank takes a GPU of its own.")
+    assert next(room_problems(9, node)).startswith(
+        "9 ranks on 8 GPUs: every rank takes a GPU of its own."
+    )

@@ -82,15 +82,19 @@ def test_mixed_precision_adam_takes_18_bytes_a_parameter():
 
 
 def test_experts_are_shared_by_expert_parallel_ranks_and_their_optimizer_by_those_that_have_the_same():
-    # Three matrices of 768 x 2048 in each of 128 experts of 48 layers: 28,991,029,248 of 30.5 B parameters.
+    # Three matrices of 768 x 2048 in each of 128 experts of 48 layers: 28,991,029,248 of 30.5 B
+    # parameters.
     experts = 128 * 48 * 3 * 768 * 2048
     assert parameter_count(QWEN_30B_A3B) == 30_532_122_624
     rest = 30_532_122_624 - experts
     plain = OptimizerConfig(distributed=False)
-    (plan,) = plan_ranks(config(parallel=ParallelConfig(expert=8), optimizer=plain), QWEN_30B_A3B, 16, H100)
+    (plan,) = plan_ranks(
+        config(parallel=ParallelConfig(expert=8), optimizer=plain), QWEN_30B_A3B, 16, H100
+    )
     assert plan.part("parameters") == 2 * (rest + experts // 8)
     assert plan.part("gradients") == 4 * (rest + experts // 8)
-    # 16 ranks share what all have, 2 the experts that they have both; every size is a multiple of 128.
+    # 16 ranks share what all have, 2 the experts that they have both; every size is a multiple of
+    # 128.
     (plan,) = plan_ranks(config(parallel=ParallelConfig(expert=8)), QWEN_30B_A3B, 16, H100)
     assert plan.part("optimizer") == pytest.approx(12 * (rest / 16 + experts / 8 / 2), rel=1e-6)
 
@@ -98,17 +102,23 @@ def test_experts_are_shared_by_expert_parallel_ranks_and_their_optimizer_by_thos
 def test_logits_in_float32_take_twice_as_much_as_those_of_a_policy_of_16_bits():
     plain, float16, head = (
         plan_ranks(
-            config(policy=PolicyConfig(dtype=dtype, head_dtype=head)), QWEN_7B, 1, replace(H100, dtype=dtype)
+            config(policy=PolicyConfig(dtype=dtype, head_dtype=head)),
+            QWEN_7B,
+            1,
+            replace(H100, dtype=dtype),
         )[0]
         for dtype, head in (("auto", None), ("float16", None), ("float16", "float32"))
     )
     assert plain.phases == float16.phases
     assert head.part("logits") == 2 * plain.part("logits")
     assert head.part("parameters") == plain.part("parameters")
-    # The output layer's product is no longer added to its buffer by itself: it has a gradient of 152,064 x 3584.
+    # The output layer's product is no longer added to its buffer by itself: it has a gradient of
+    # 152,064 x 3584.
     assert plain.part("dummy_gradients") - head.part("dummy_gradients") == 2 * 152_064 * 3584
     both = PolicyConfig(dtype="float32", head_dtype="float32")
-    of_float32 = [plan_ranks(config(policy=one), QWEN_7B, 1, CPU)[0].phases for one in (both, PolicyConfig())]
+    of_float32 = [
+        plan_ranks(config(policy=one), QWEN_7B, 1, CPU)[0].phases for one in (both, PolicyConfig())
+    ]
     assert of_float32[0] == of_float32[1]
 
 
@@ -125,7 +135,8 @@ def test_the_distributed_optimizer_is_shared_over_data_parallel_ranks():
 
 
 def test_the_distributed_optimizers_buffer_is_padded():
-    # 100 elements, the next parameter starts at 128 and ends at 129; a multiple of 128 and of 3 ranks is 384.
+    # 100 elements, the next parameter starts at 128 and ends at 129; a multiple of 128 and of 3
+    # ranks is 384.
     assert buffer_elements([100, 1], True, 3) == 384
     assert buffer_elements([100, 1], False, 3) == 101
 
@@ -150,7 +161,12 @@ def test_what_is_offloaded_leaves_while_the_engine_generates():
     settings = config(memory=memory, algorithm=AlgorithmConfig(kl_coef=0.1))
     (plan,) = plan_ranks(settings, QWEN_7B, 1, H100)
     assert list(plan.phases) == ["sync", "generate", "logprobs", "reference", "update"]
-    assert set(plan.phases["sync"]) == {"parameters", "dummy_gradients", "engine_weights", "engine_workspace"}
+    assert set(plan.phases["sync"]) == {
+        "parameters",
+        "dummy_gradients",
+        "engine_weights",
+        "engine_workspace",
+    }
     awake = {"dummy_gradients", "engine_weights", "engine_workspace", "kv_cache"}
     assert set(plan.phases["generate"]) == awake
     assert {"parameters", "gradients", "optimizer"} < set(plan.phases["update"])
@@ -190,7 +206,9 @@ def test_a_whole_policy_needs_no_buffers_for_the_sync():
     ("settings_mib", "kind", "ranks", "mib"),
     [(64, "cpu", 2, 16), (4, "cpu", 2, 4), (64, "cpu", 1, 64), (64, "cuda", 2, 64)],
 )
-def test_buckets_are_smaller_where_ranks_share_memory(settings_mib: int, kind: str, ranks: int, mib: int):
+def test_buckets_are_smaller_where_ranks_share_memory(
+    settings_mib: int, kind: str, ranks: int, mib: int
+):
     assert bucket_bytes(settings_mib, kind, ranks) == mib * 2**20
 
 
@@ -218,13 +236,16 @@ def test_a_training_rank_beside_engines_of_their_own_has_training_alone():
     )
     (plan,) = plan_ranks(own_ranks(2, optimizer=plain, memory=memory), QWEN_7B, 3, H100)
     assert list(plan.phases) == ["logprobs", "update"] and plan.name == "rank 0 (pipeline stage 0)"
-    (alone,) = plan_ranks(config(optimizer=plain, rollout=RolloutConfig(cuda_graphs=False)), QWEN_7B, 1, H100)
+    (alone,) = plan_ranks(
+        config(optimizer=plain, rollout=RolloutConfig(cuda_graphs=False)), QWEN_7B, 1, H100
+    )
     # what training alone holds, nothing is offloaded
     assert plan.phases == {phase: alone.phases[phase] for phase in plan.phases}
 
 
 def test_the_ranks_that_the_engines_leave_share_the_model_and_the_optimizer():
-    # 6 ranks, 2 of them an engine's: tensor 2 leaves 2 replicas, that share 3 x 4 bytes a parameter.
+    # 6 ranks, 2 of them an engine's: tensor 2 leaves 2 replicas, that share 3 x 4 bytes a
+    # parameter.
     (plan,) = plan_ranks(own_ranks(2, 2, parallel=ParallelConfig(tensor=2)), QWEN_7B, 6, H100)
     (same,) = plan_ranks(config(parallel=ParallelConfig(tensor=2)), QWEN_7B, 4, H100)
     assert (plan.part("parameters"), plan.part("optimizer")) == (
@@ -254,9 +275,9 @@ def test_an_engine_mesh_counts_from_the_first_rank_of_the_engines():
         (2, 1, True),
         (3, 1, False),
     ]
-    assert {(mesh.world_size, mesh.num_engines, mesh.tensor, mesh.engine_ranks) for mesh in meshes} == {
-        (4, 2, 1, 0)
-    }
+    assert {
+        (mesh.world_size, mesh.num_engines, mesh.tensor, mesh.engine_ranks) for mesh in meshes
+    } == {(4, 2, 1, 0)}
     assert [mesh_of(settings, 6, rank).tensor_rank for rank in range(2)] == [0, 1]
     for of, wrong in ((mesh_of, 2), (engine_mesh_of, 1), (engine_mesh_of, 6)):
         with pytest.raises(AssertionError):
@@ -267,8 +288,9 @@ def test_an_engine_mesh_counts_from_the_first_rank_of_the_engines():
 
 
 def test_transformer_engines_layer_agrees_with_megatrons_formula():
-    """34 s b h bytes without attention scores (arXiv:2205.05198, equation 2) for a plain layer in 16 bits: 2 s b h are
-    dropout masks, which we have none of. Ours has beside: query and key turned (2 h), a gated MLP of 3 F for 2 F."""
+    """34 s b h bytes without attention scores (arXiv:2205.05198, equation 2) for a plain layer in
+    16 bits: 2 s b h are dropout masks, which we have none of. Ours has beside: query and key turned
+    (2 h), a gated MLP of 3 F for 2 F."""
     h = ONE_LAYER.hidden_size
     assert ONE_LAYER.ffn_size == 4 * h
     common = layer_elements(ONE_LAYER, work()) - 2 * h - 4 * h
@@ -276,11 +298,14 @@ def test_transformer_engines_layer_agrees_with_megatrons_formula():
 
 
 def test_a_recomputed_mlp_is_there_once():
-    """Of 4 layers with Transformer Engine's kernels: each keeps its norms' inputs and the first one's output, and its
-    attention; the layer whose turn it is in the backward pass has all."""
+    """Of 4 layers with Transformer Engine's kernels: each keeps its norms' inputs and the first
+    one's output, and its attention; the layer whose turn it is in the backward pass has all."""
     selective = PolicyConfig(recompute_granularity="selective")
     middle = work(chunk_layers=4, has_embedding=False, has_head=False, pipelined=True)
-    whole, kept = layer_elements(ONE_LAYER, middle), layer_elements(ONE_LAYER, middle, selective=True)
+    whole, kept = (
+        layer_elements(ONE_LAYER, middle),
+        layer_elements(ONE_LAYER, middle, selective=True),
+    )
     assert whole - kept == 64 + 3 * 256  # the second norm's output; gate, up and their product
     experts = replace(ONE_LAYER, num_experts=8, experts_per_token=2)
     full, recomputed = (layer_elements(experts, middle, selective) for selective in (False, True))
@@ -295,9 +320,24 @@ def test_a_recomputed_mlp_is_there_once():
     ("policy", "kept"),
     [
         (PolicyConfig(), 4),
-        (PolicyConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=1), 3),
-        (PolicyConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=9), 0),
-        (PolicyConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2), 0),
+        (
+            PolicyConfig(
+                recompute_granularity="full", recompute_method="block", recompute_num_layers=1
+            ),
+            3,
+        ),
+        (
+            PolicyConfig(
+                recompute_granularity="full", recompute_method="block", recompute_num_layers=9
+            ),
+            0,
+        ),
+        (
+            PolicyConfig(
+                recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
+            ),
+            0,
+        ),
     ],
 )
 def test_recomputed_layers_keep_their_inputs_alone(policy: PolicyConfig, kept: int):
@@ -309,7 +349,8 @@ def test_recomputed_layers_keep_their_inputs_alone(policy: PolicyConfig, kept: i
 
 def test_stages_hold_the_micro_batches_of_megatrons_schedules():
     assert [in_flight(1, 0, 1), in_flight(2, 0, 1), in_flight(2, 1, 1)] == [1, 2, 1]
-    # Interleaved on 2 stages of 2 chunks: 2 x 1 + 2 warm-up passes and one more, then 2 and one more.
+    # Interleaved on 2 stages of 2 chunks: 2 x 1 + 2 warm-up passes and one more, then 2 and one
+    # more.
     assert [in_flight(2, stage, 2) for stage in (0, 1)] == [5, 3]
     two = backward_bytes(ONE_LAYER, work(in_flight=2, has_head=False), PolicyConfig())
     one = backward_bytes(ONE_LAYER, work(in_flight=1, has_head=False), PolicyConfig())
@@ -325,11 +366,14 @@ def test_engine_weights_are_the_models_with_a_table_of_angles():
     # On CPU the head is there twice. 152064 is a multiple of 64: nothing is padded.
     stretched = replace(QWEN_7B, rope_scaling=LinearScaling(4.0))
     assert weight_bytes(stretched, 1, 2, packed_head=False) == 2 * PARAMETERS + 4 * angles
-    assert weight_bytes(QWEN_7B, 1, 4, packed_head=True) == 4 * (PARAMETERS + 152064 * 3584) + angles
+    assert (
+        weight_bytes(QWEN_7B, 1, 4, packed_head=True) == 4 * (PARAMETERS + 152064 * 3584) + angles
+    )
 
 
 def test_kv_cache_of_a_token():
-    # 28 layers x key and value x 4 heads x 128 x 2 bytes = 56 KiB; 8 ranks copy heads, and have one each.
+    # 28 layers x key and value x 4 heads x 128 x 2 bytes = 56 KiB; 8 ranks copy heads, and have one
+    # each.
     assert kv_bytes_per_token(QWEN_7B, 1, 2) == 56 * 1024
     assert kv_bytes_per_token(QWEN_7B, 8, 2) == 14 * 1024
     # 17 tokens fill two blocks of 16, and one is spare.
@@ -339,5 +383,7 @@ def test_kv_cache_of_a_token():
 def test_the_engine_takes_its_share_of_the_gpu_and_no_more():
     engine = engine_bytes(QWEN_7B, RolloutConfig(memory_share=0.5), "cuda", 2, 80 * GIB)
     assert engine.weights + engine.workspace + engine.kv_cache == 40 * GIB
-    without = engine_bytes(QWEN_7B, RolloutConfig(memory_share=0.5, cuda_graphs=False), "cuda", 2, 80 * GIB)
+    without = engine_bytes(
+        QWEN_7B, RolloutConfig(memory_share=0.5, cuda_graphs=False), "cuda", 2, 80 * GIB
+    )
     assert without.kv_cache > engine.kv_cache and without.asleep == 0

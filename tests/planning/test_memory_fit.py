@@ -41,7 +41,9 @@ def fitting() -> Config:
     """8 ranks of TP4 with a long budget on H100: recomputed, it fits."""
     return config(
         parallel=ParallelConfig(tensor=4, sequence=True),
-        policy=PolicyConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+        policy=PolicyConfig(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        ),
         memory=MemoryConfig(gpu="H100-80GB", offload_optimizer=True),
     )
 
@@ -124,7 +126,9 @@ def test_of_the_gpu_named_and_the_one_that_is_there_the_smaller_is_planned_for(
 
 def test_a_gpu_whose_memory_cannot_be_read_must_be_named(on_gpu: pytest.MonkeyPatch):
     on_gpu.setenv("CUDA_VISIBLE_DEVICES", "GPU-c")
-    with pytest.raises(ValueError, match=r'by NVML, with "GPU-c" first in CUDA_VISIBLE_DEVICES: Not Found'):
+    with pytest.raises(
+        ValueError, match=r'by NVML, with "GPU-c" first in CUDA_VISIBLE_DEVICES: Not Found'
+    ):
         planned_target(config(run=AUTO))
     on_gpu.setitem(sys.modules, "pynvml", None)
     with pytest.raises(ValueError, match=r"package nvidia-ml-py\. Name it by memory.gpu"):
@@ -135,7 +139,8 @@ def test_a_gpu_whose_memory_cannot_be_read_must_be_named(on_gpu: pytest.MonkeyPa
 
 def test_the_figures_and_the_key_of_the_largest_part_are_told():
     settings = fitting()
-    # 18,944 x 3 / 4 and more elements of 65,536 tokens in 28 layers: far above 80 GiB without recomputation.
+    # 18,944 x 3 / 4 and more elements of 65,536 tokens in 28 layers: far above 80 GiB without
+    # recomputation.
     settings = replace(settings, policy=PolicyConfig(max_tokens_per_microbatch=65536))
     (problem,) = fit_problems(settings, QWEN_7B, 8)
     assert 'phase "update"' in problem and "H100-80GB has 79.10 GiB" in problem
@@ -144,7 +149,8 @@ def test_the_figures_and_the_key_of_the_largest_part_are_told():
 
 
 def test_what_torch_counted_is_told_beside_the_plan_without_the_engine_that_sleeps():
-    """A run of SmolLM2-135M on an H200, whose 82.5 GiB were measured (2026-11-27, with more activations in it)."""
+    """A run of SmolLM2-135M on an H200, whose 82.5 GiB were measured (2026-11-27, with more
+    activations in it)."""
     smol = replace(
         QWEN_7B,
         architecture="LlamaForCausalLM",
@@ -167,16 +173,28 @@ def test_what_torch_counted_is_told_beside_the_plan_without_the_engine_that_slee
     update = plan_ranks(settings, smol, 1, planned_target(settings))[0].held("update") / GIB
     assert 68.63 + update == pytest.approx(82.5, rel=0.03)
     told = measured_line(
-        settings, smol, mesh_of(settings, 1, 0), "grpo", int(82.5 * GIB), int(68.6 * GIB), int(13.25 * GIB)
+        settings,
+        smol,
+        mesh_of(settings, 1, 0),
+        "grpo",
+        int(82.5 * GIB),
+        int(68.6 * GIB),
+        int(13.25 * GIB),
     )
     assert told == (
-        "GPU memory of rank 0 until the end of its first step: beside the engine's weights and KV cache (68.60 GiB, "
-        f"planned 68.63) torch held 13.90 GiB at most, planned {update:.2f} (update); now, with the engine asleep if "
+        "GPU memory of rank 0 until the end of its first step: beside the engine's weights and KV "
+        "cache (68.60 GiB, "
+        f"planned 68.63) torch held 13.90 GiB at most, planned {update:.2f} (update); now, with "
+        "the engine asleep if "
         "there is one, the driver counts 13.25 GiB"
     )
     apart = replace(settings, rollout=replace(settings.rollout, ranks=1))
-    line = measured_line(apart, smol, mesh_of(apart, 2, 0), "grpo", int(13 * GIB), 0, int(13.25 * GIB))
-    assert f"first step: torch held 13.00 GiB at most, planned {update - 1:.2f} (update); now" in line
+    line = measured_line(
+        apart, smol, mesh_of(apart, 2, 0), "grpo", int(13 * GIB), 0, int(13.25 * GIB)
+    )
+    assert (
+        f"first step: torch held 13.00 GiB at most, planned {update - 1:.2f} (update); now" in line
+    )
 
 
 def with_setting(settings: Config, key: str, value: object) -> Config:
@@ -190,8 +208,10 @@ def advice(problem: str) -> list[str]:
 
 
 def taken(settings: Config, sentence: str) -> tuple[Config, int]:
-    """The settings after the advice, and how many times as many ranks they take. Of "this or that" it is this; what is
-    raised is doubled, and what is lowered becomes the least that is told, or nine tenths."""
+    """The settings after the advice, and how many times as many ranks they take.
+
+    Of "this or that" it is this; what is raised is doubled, and what is lowered becomes the least
+    that is told, or nine tenths."""
     for key, value in re.findall(r"([a-z_]+\.[a-z_]+)=([a-z0-9]+)", sentence):
         settings = with_setting(settings, key, yaml.safe_load(value))
     if share := re.search(r"rollout.memory_share to ([0-9.]*[0-9])", sentence):
@@ -205,12 +225,15 @@ def taken(settings: Config, sentence: str) -> tuple[Config, int]:
             continue
         least = re.search(r"at least (?:the longest sequence, )?([0-9.]*[0-9])", sentence)
         lowered = float(least[1]) if least else 0.9 * (value or 16384)
-        settings = with_setting(settings, key, lowered if isinstance(value, float) else int(lowered))
+        settings = with_setting(
+            settings, key, lowered if isinstance(value, float) else int(lowered)
+        )
     return settings, 2 if "Raise parallel." in sentence or "Raise rollout.tensor" in sentence else 1
 
 
 def smaller_after(settings: Config, ranks: int, problem: str) -> list[str]:
-    """The advice of a problem, each part of which was followed and found to make the phase smaller."""
+    """The advice of a problem, each part of which was followed and found to make the phase
+    smaller."""
     found = re.search(r'pipeline stage (\d+)\) .* in the phase "(\w+)"', problem)
     assert found is not None
     stage, phase = int(found[1]), found[2]
@@ -270,12 +293,15 @@ def test_a_kv_cache_of_a_given_size_is_planned_and_must_hold_one_sequence():
 
 
 def test_the_share_that_an_engine_needs_is_told_beside_what_the_gpu_has():
-    """Qwen2.5-72B has 135.4 GiB of weights: 1.7 times an H100, and on 4 ranks half of one with what comes beside."""
-    large = replace(QWEN_7B, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_size=29568)
+    """Qwen2.5-72B has 135.4 GiB of weights: 1.7 times an H100, and on 4 ranks half of one with what
+    comes beside."""
+    large = replace(
+        QWEN_7B, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_size=29568
+    )
     problem = fit_problems(fitting(), large, 4)[0]
     assert (
-        "a share of 1.85, and 0.92 is the largest. Raise it, or raise rollout.tensor_parallel (now 1)"
-        in problem
+        "a share of 1.85, and 0.92 is the largest. Raise it, or raise rollout.tensor_parallel "
+        "(now 1)" in problem
     )
     taken_up = with_setting(fitting(), "rollout.tensor_parallel", 4)
     refused = with_setting(taken_up, "rollout.memory_share", 0.48)
@@ -309,7 +335,10 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(untied_model: Path, t
     )
     with pytest.raises(ValueError, match="the GPU has 2"):
         check_config(settings, world_size=1)
-    assert check_config(replace(settings, memory=MemoryConfig(gpu_gib=16.0)), world_size=1).num_layers == 4
+    assert (
+        check_config(replace(settings, memory=MemoryConfig(gpu_gib=16.0)), world_size=1).num_layers
+        == 4
+    )
 
 
 def test_the_start_tells_every_phase_of_the_largest_rank():
@@ -325,7 +354,9 @@ def test_the_start_tells_every_phase_of_the_largest_rank():
     assert usable_bytes(H100) == pytest.approx((79.1 * 0.96 - 3) * GIB, rel=1e-6)
 
 
-def test_on_cpu_ranks_that_are_more_than_the_machine_holds_are_told_of(monkeypatch: pytest.MonkeyPatch):
+def test_on_cpu_ranks_that_are_more_than_the_machine_holds_are_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+):
     here = replace(fitting(), memory=MemoryConfig(), run=RunConfig(device="cpu"))
     plan, _ = largest(plan_ranks(here, QWEN_7B, 8, planned_target(here)))
     needed = 8 * plan.held(plan.worst) + int(8 * 0.6 * GIB)
@@ -360,7 +391,9 @@ def test_what_fits_on_ranks_of_either_kind_is_not_refused():
 def test_an_engine_rank_that_would_take_too_much_is_named():
     (problem,) = fit_problems(own_ranks(4, memory_share=0.97), QWEN_7B, 12)
     assert problem.startswith("memory: engine rank 8 needs 76.73 GiB (kv_cache ")
-    assert 'in the phase "generate"' in problem and "Lower rollout.memory_share (now 0.97" in problem
+    assert (
+        'in the phase "generate"' in problem and "Lower rollout.memory_share (now 0.97" in problem
+    )
     assert "offload" not in problem and "parallel." not in problem
 
 
@@ -370,10 +403,13 @@ def test_a_training_rank_that_holds_too_much_is_advised_of_what_helps_it_alone()
     assert "rank 0 (pipeline stage 0) needs" in problem and 'phase "update"' in problem
     assert "policy.recompute_granularity=full" in problem
     assert "rollout." not in problem and "offload" not in problem
-    # a model that tensor parallelism cannot split: twice as many ranks that train, which leaves the engine its own
+    # a model that tensor parallelism cannot split: twice as many ranks that train, which leaves the
+    # engine its own
     one_head, alone = replace(QWEN_7B, num_kv_heads=1), ParallelConfig()
     policy = replace(fitting().policy, max_tokens_per_microbatch=17408)
-    small = replace(own_ranks(1, engine=1), memory=MemoryConfig(gpu_gib=60.0), parallel=alone, policy=policy)
+    small = replace(
+        own_ranks(1, engine=1), memory=MemoryConfig(gpu_gib=60.0), parallel=alone, policy=policy
+    )
     (problem,) = [one for one in fit_problems(small, one_head, 2) if 'phase "update"' in one]
     assert "Start more ranks that train, which share the optimizer." in problem
     assert "Raise parallel.tensor (now 1) or parallel.pipeline (now 1)." in problem

@@ -17,9 +17,15 @@ from tests.text_tables import rows
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 
 
-def doubts(*overrides: str, files: list[Path] | None = None, parameters: int | None = None) -> list[str]:
+def doubts(
+    *overrides: str, files: list[Path] | None = None, parameters: int | None = None
+) -> list[str]:
     config = load_config(files or [], [*PATHS, *overrides])
-    return [text for text in config_warnings(config, parameters=parameters) if "hardly what you mean" in text]
+    return [
+        text
+        for text in config_warnings(config, parameters=parameters)
+        if "hardly what you mean" in text
+    ]
 
 
 DOUBTFUL = """
@@ -101,7 +107,9 @@ def test_a_larger_model_takes_a_lower_learning_rate(
         assert f"to {most}" in found[0] and f"{parameters / 1e9:.3g} B parameters" in found[0]
 
 
-@pytest.mark.parametrize("file", sorted(shipped("configs").rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "file", sorted(shipped("configs").rglob("*.yaml")), ids=lambda path: path.stem
+)
 def test_nothing_that_is_shipped_is_doubted(file: Path) -> None:
     assert doubts(files=[file]) == []
 
@@ -129,7 +137,8 @@ def unbounded() -> Iterator[str]:
 
 
 def test_every_number_without_a_bound_has_a_sensible_one() -> None:
-    """But for those of ANY_NUMBER: a new setting is given what is sensible, or a reason why anything is."""
+    """But for those of ANY_NUMBER: a new setting is given what is sensible, or a reason why
+    anything is."""
     lists = {key for key in unbounded() if all_settings()[key].type_name.startswith("list")}
     doubted = {
         key

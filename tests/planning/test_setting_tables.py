@@ -15,19 +15,41 @@ from rlmath.planning.setting_tables import Conflict, Unused
 @pytest.mark.parametrize(
     ("file", "right", "misspelt", "told"),
     [
-        (setting_tables, '["algorithm.pass_k"]', '["algorithm.pas_k"]', 'did you mean "algorithm.pass_k"'),
+        (
+            setting_tables,
+            '["algorithm.pass_k"]',
+            '["algorithm.pas_k"]',
+            'did you mean "algorithm.pass_k"',
+        ),
         (setting_tables, '["critic.", ', '["critics.", ', 'unknown key "critics."'),
         # The second condition of a row, where the first does not hold by default.
-        (setting_tables, "config.parallel.virtual_pipeline > 1", "config.parallel.virtual > 1", "'virtual'"),
-        (setting_tables, "config.teacher.with_rewards", "config.teacher.with_reward", "'with_reward'"),
+        (
+            setting_tables,
+            "config.parallel.virtual_pipeline > 1",
+            "config.parallel.virtual > 1",
+            "'virtual'",
+        ),
+        (
+            setting_tables,
+            "config.teacher.with_rewards",
+            "config.teacher.with_reward",
+            "'with_reward'",
+        ),
         (setting_tables, "{parallel.context}", "{parallel.contexts}", "parallel.contexts"),
         (setting_tables, "{parallel.context}", "{paralel.context}", "paralel"),
-        (setting_tables, "raise parallel.pipeline", "raise parallel.pipelines", "parallel.pipelines"),
+        (
+            setting_tables,
+            "raise parallel.pipeline",
+            "raise parallel.pipelines",
+            "parallel.pipelines",
+        ),
         (sensible_values, '"critic.gamma"', '"critic.gama"', 'did you mean "critic.gamma"'),
         (sensible_values, "config.algorithm.loss in", "config.algorithm.los in", "'los'"),
     ],
 )
-def test_a_misspelt_setting_raises_when_the_tables_are_imported(file, right: str, misspelt: str, told: str):
+def test_a_misspelt_setting_raises_when_the_tables_are_imported(
+    file, right: str, misspelt: str, told: str
+):
     source = Path(file.__file__).read_text(encoding="utf-8")
     assert right in source
     wrong = compile(source.replace(right, misspelt, 1), "wrong.py", "exec")
@@ -39,12 +61,16 @@ def test_a_misspelt_setting_raises_when_the_tables_are_imported(file, right: str
 
 
 def test_a_row_whose_condition_is_no_list_is_refused():
-    with pytest.raises(ValueError, match=r"Conflict\(text='never'\): the condition is 0; needed: a list"):
+    with pytest.raises(
+        ValueError, match=r"Conflict\(text='never'\): the condition is 0; needed: a list"
+    ):
         Conflict(when=lambda config: config.lora.rank and config.lora.alpha > 1, text="never")  # type: ignore
 
 
 def test_a_row_holds_where_all_of_its_conditions_do():
-    row = Unused(["lora.alpha"], when=lambda config: [config.lora.rank == 0, config.run.seed], text="so")
+    row = Unused(
+        ["lora.alpha"], when=lambda config: [config.lora.rank == 0, config.run.seed], text="so"
+    )
     other = Config(lora=LoraConfig(rank=8))
     assert [row.holds(Config()), row.holds(other)] == [True, False]
     doubt = SensibleRange("lora.alpha", 100, when=row.when).doubt

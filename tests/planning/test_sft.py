@@ -44,28 +44,43 @@ def problems(place: list[str], *overrides: str, world_size: int = 4) -> str:
 
 
 def test_settings_without_effect_are_set_back_and_named() -> None:
-    given = Config(rollout=RolloutConfig(group_size=3, temperature=0.5), memory=MemoryConfig(gpu_gib=80.0))
+    given = Config(
+        rollout=RolloutConfig(group_size=3, temperature=0.5), memory=MemoryConfig(gpu_gib=80.0)
+    )
     config, unused = only_used(given)
     assert unused == ["rollout.group_size", "rollout.temperature"]
     assert config == replace(given, rollout=RolloutConfig())
     assert only_used(config) == (config, [])
-    assert config_warnings(config, unused)[0].endswith("training: rollout.group_size, rollout.temperature.")
+    assert config_warnings(config, unused)[0].endswith(
+        "training: rollout.group_size, rollout.temperature."
+    )
     assert config_warnings(config, []) == []
 
 
 def test_every_setting_of_its_own_section_is_used() -> None:
     used = used_keys()
     assert set(used) < set(all_settings())
-    assert {key for key in all_settings() if key.startswith(("sft.", "save.", "optimizer."))} <= set(used)
-    assert not any(key.startswith(("rollout.", "reward.", "critic.", "teacher.", "stages.")) for key in used)
-    chat = {"data.template", "data.chat_template", "data.chat_template_kwargs", "data.system_prompt"}
+    assert {
+        key for key in all_settings() if key.startswith(("sft.", "save.", "optimizer."))
+    } <= set(used)
+    assert not any(
+        key.startswith(("rollout.", "reward.", "critic.", "teacher.", "stages.")) for key in used
+    )
+    chat = {
+        "data.template",
+        "data.chat_template",
+        "data.chat_template_kwargs",
+        "data.system_prompt",
+    }
     assert chat <= set(used)
     of_algorithm = {key for key in used if key.startswith("algorithm.")}
     assert of_algorithm == {"algorithm.rollback", "algorithm.rollback_lr_factor"}
 
 
 def test_nothing_is_wrong_with_a_good_run(place: list[str], untied_model: Path) -> None:
-    shape = check_config(load_config([], [*place, "parallel.tensor=2", "parallel.pipeline=2"]), 4, "sft")
+    shape = check_config(
+        load_config([], [*place, "parallel.tensor=2", "parallel.pipeline=2"]), 4, "sft"
+    )
     assert shape == shape_of(untied_model)
 
 
@@ -78,7 +93,8 @@ def test_nothing_is_wrong_with_a_good_run(place: list[str], untied_model: Path) 
         ),
         (
             ("data.template=raw", "data.system_prompt=Be brief.", "data.chat_template=think"),
-            'data.chat_template, data.system_prompt: data.template is "raw", which makes no conversation.',
+            'data.chat_template, data.system_prompt: data.template is "raw", which makes no '
+            "conversation.",
         ),
         (("data.chat_template=none.jinja",), 'data.chat_template: there is no file "none.jinja"'),
         (
@@ -86,7 +102,10 @@ def test_nothing_is_wrong_with_a_good_run(place: list[str], untied_model: Path) 
             "a sequence of sft.max_sequence_tokens=256 tokens must fit",
         ),
         (("sft.held_out_share=1.0",), "sft.held_out_share is 1.0; needed:"),
-        (("sft.held_out_path=/nowhere/x.jsonl",), 'sft.held_out_path: there is no file "/nowhere/x.jsonl"'),
+        (
+            ("sft.held_out_path=/nowhere/x.jsonl",),
+            'sft.held_out_path: there is no file "/nowhere/x.jsonl"',
+        ),
     ],
 )
 def test_what_cannot_run_is_told(place: list[str], overrides: tuple[str, ...], told: str) -> None:
@@ -95,7 +114,10 @@ def test_what_cannot_run_is_told(place: list[str], overrides: tuple[str, ...], t
 
 @pytest.mark.parametrize(
     ("has_tokenizer", "cause"),
-    [(True, "transformers is not installed, which reads the tokenizer of"), (False, "has no tokenizer here")],
+    [
+        (True, "transformers is not installed, which reads the tokenizer of"),
+        (False, "has no tokenizer here"),
+    ],
 )
 def test_sequences_that_cannot_be_counted_are_told_with_the_cause(
     place: list[str],
@@ -115,21 +137,33 @@ def test_sequences_that_cannot_be_counted_are_told_with_the_cause(
 
 
 def test_memory_is_that_of_training_alone(place: list[str], untied_model: Path) -> None:
-    """A GPU's plan has no engine and no reference in it; one that is too small is refused with what to change."""
+    """A GPU's plan has no engine and no reference in it; one that is too small is refused with what
+    to change."""
     config, shape = load_config([], place), shape_of(untied_model)
     target = Target("cuda", "a GPU", 4 * GIB, local_layers=False)
-    (plan,), (whole,) = plan_ranks(config, shape, 1, target, "sft"), plan_ranks(config, shape, 1, target)
-    assert list(plan.phases) == ["update"] and "engine_workspace" not in plan.phases["update"]
-    assert plan.held("update") == whole.held("update") - whole.phases["update"].get("engine_workspace", 0)
-    assert "parameters" in plan.phases["update"] and start_up_lines(config, shape, 1, "sft")[0].startswith(
-        "Planned memory"
+    (plan,), (whole,) = (
+        plan_ranks(config, shape, 1, target, "sft"),
+        plan_ranks(config, shape, 1, target),
     )
+    assert list(plan.phases) == ["update"] and "engine_workspace" not in plan.phases["update"]
+    assert plan.held("update") == whole.held("update") - whole.phases["update"].get(
+        "engine_workspace", 0
+    )
+    assert "parameters" in plan.phases["update"] and start_up_lines(config, shape, 1, "sft")[
+        0
+    ].startswith("Planned memory")
     assert fit_problems(config, shape, 1, "sft") == []
-    huge = ["sft.max_sequence_tokens=200", "policy.max_tokens_per_microbatch=9000000", "memory.gpu_gib=8"]
+    huge = [
+        "sft.max_sequence_tokens=200",
+        "policy.max_tokens_per_microbatch=9000000",
+        "memory.gpu_gib=8",
+    ]
     assert "Lower policy.max_tokens_per_microbatch (now 9000000" in problems(place, *huge)
 
 
-def test_all_ranks_of_a_supervised_run_train_whatever_its_engines_would_have(place: list[str]) -> None:
+def test_all_ranks_of_a_supervised_run_train_whatever_its_engines_would_have(
+    place: list[str],
+) -> None:
     given = load_config([], [*place, "parallel=d2t2+d4"])
     config, unused = only_used(given)
     assert unused == ["rollout.ranks", "rollout.tensor_parallel"]
@@ -138,4 +172,6 @@ def test_all_ranks_of_a_supervised_run_train_whatever_its_engines_would_have(pla
     assert mesh_of(config, 4, 3).data == 4
     (plan,) = plan_ranks(config, shape_of(Path(config.model.path)), 4, CPU, "sft")
     assert list(plan.phases) == ["update"]
-    assert "engine rank" not in " ".join(start_up_lines(config, shape_of(Path(config.model.path)), 4, "sft"))
+    assert "engine rank" not in " ".join(
+        start_up_lines(config, shape_of(Path(config.model.path)), 4, "sft")
+    )

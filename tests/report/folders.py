@@ -11,11 +11,15 @@ from typing import Any
 from rlmath.config.load import load_config, save_config
 from rlmath.telemetry.metrics_writer import MetricsWriter
 
-HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\u202e\0'&amp;"
+HOSTILE = (
+    "</script><script>document.title='owned'</script><img src=x "
+    "onerror=\"document.title='owned'\">\u202e\0'&amp;"
+)
 
 
 def make_run(folder: Path, steps: int = 12, settings: Sequence[str] = (), **more: float) -> Path:
-    """A run with metrics, settings, a log, samples and the files of its end; `more` are metrics of every step."""
+    """A run with metrics, settings, a log, samples and the files of its end; `more` are metrics of
+    every step."""
     writer = MetricsWriter(str(folder), tensorboard=False)
     for step in range(1, steps + 1):
         writer.write(step, metrics_of(step, steps) | more)
@@ -25,9 +29,12 @@ def make_run(folder: Path, steps: int = 12, settings: Sequence[str] = (), **more
     given = [f"run.output_dir={folder}", "model.path=m", "data.train_path=t.jsonl", *settings]
     save_config(load_config([], given), folder / "config.yaml")
     write_json(
-        folder / "summary.json", {"steps": steps, "layout": "TP1 x PP1 x DP1", "tokens_per_second": 99.5}
+        folder / "summary.json",
+        {"steps": steps, "layout": "TP1 x PP1 x DP1", "tokens_per_second": 99.5},
     )
-    write_json(folder / "exit_status.json", {"status": 0, "message": "all is done", "meaning": "finished"})
+    write_json(
+        folder / "exit_status.json", {"status": 0, "message": "all is done", "meaning": "finished"}
+    )
     write_event(folder, "start", text="Starting")
     write_event(folder, "alert", 2, text="40% of the completions were cut off")
     for step in range(1, min(steps, 5) + 1):
@@ -69,7 +76,12 @@ def group(text: str, correct: Sequence[bool] = (True, False), **more: Any) -> di
         }
         for number, right in enumerate(correct)
     ]
-    return {"prompt_id": "p-1", "prompt": "3+4=", "solutions": ["7"], "completions": completions} | more
+    return {
+        "prompt_id": "p-1",
+        "prompt": "3+4=",
+        "solutions": ["7"],
+        "completions": completions,
+    } | more
 
 
 def write_samples(folder: Path, step: int, groups: Sequence[Any], kind: str = "step") -> None:

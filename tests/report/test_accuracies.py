@@ -62,10 +62,16 @@ def test_validations_of_earlier_releases_have_no_intervals(tmp_path: Path) -> No
 
 
 def test_evaluations_in_and_beside_a_run_are_found(tmp_path: Path) -> None:
-    base, folder = tmp_path / "base", make_run(tmp_path / "a", settings=[f"model.path={tmp_path}/base"])
+    base, folder = (
+        tmp_path / "base",
+        make_run(tmp_path / "a", settings=[f"model.path={tmp_path}/base"]),
+    )
     evaluation(tmp_path / "eval-base", base, [0] * 12)
     evaluation(
-        tmp_path / "eval-20", "x", [2] * 12, about_model_folder=f"{folder}/checkpoints/step-000020/state"
+        tmp_path / "eval-20",
+        "x",
+        [2] * 12,
+        about_model_folder=f"{folder}/checkpoints/step-000020/state",
     )
     evaluation(folder / "eval", folder / "hf_model", [4] * 12)
     evaluation(tmp_path / "eval-other", tmp_path / "b" / "hf_model", [1] * 12)
@@ -75,7 +81,8 @@ def test_evaluations_in_and_beside_a_run_are_found(tmp_path: Path) -> None:
     assert [greedy.by_model[name].value for name in (BEFORE, "step 20", AFTER)] == [0, 0, 1]
     assert greedy.by_model[BEFORE].interval == pytest.approx((0, 0.2425), abs=1e-4)
     assert greedy.change is not None and greedy.change.value == 1
-    # 12 differences of 1, with half a problem more of each of 0, 0, 1 and -1: 12/14 -+ z sqrt(0.194 / 14).
+    # 12 differences of 1, with half a problem more of each of 0, 0, 1 and -1: 12/14 -+ z sqrt(0.194
+    # / 14).
     assert greedy.change.interval == pytest.approx((0.6265, 1.0), abs=1e-4)
     assert sampled.by_model["step 20"].value == 0.5
     assert run_of(folder).notes == []
@@ -115,10 +122,13 @@ def test_a_damaged_evaluation_is_told_where_it_is_the_runs(tmp_path: Path) -> No
         )
     run = run_of(folder)
     assert (
-        run.evaluated == [] and len(run.notes) == 1 and "eval/results.json is no results.json" in run.notes[0]
+        run.evaluated == []
+        and len(run.notes) == 1
+        and "eval/results.json is no results.json" in run.notes[0]
     )
     content = (
-        '{"format": 1, "settings": {}, "benchmarks": {"sums": {"problems": [{"problem_id": 1, "greedy": 7, '
+        '{"format": 1, "settings": {}, "benchmarks": {"sums": {"problems": [{"problem_id": '
+        '1, "greedy": 7, '
     )
     (bad / "results.json").write_text(content + '"right": 9, "samples": 1}]}}}')
     assert run_of(folder).evaluated == [] and "not from 0 to 1" in run_of(folder).notes[0]
@@ -137,7 +147,9 @@ def test_a_damaged_evaluation_is_told_where_it_is_the_runs(tmp_path: Path) -> No
         ("", "", None),
     ],
 )
-def test_a_model_is_known_by_its_place(tmp_path: Path, about: str, base: str, model: str | None) -> None:
+def test_a_model_is_known_by_its_place(
+    tmp_path: Path, about: str, base: str, model: str | None
+) -> None:
     folder = tmp_path / "run"
     settings = {"about_model": about.replace("RUN", str(folder))}
     assert model_of(settings, folder, base) == model

@@ -23,9 +23,12 @@ def test_it_writes_the_page_without_torch_and_without_rests(tmp_path: Path) -> N
     before = {path.name for path in folder.iterdir()}
     program = (
         "import sys; from rlmath.cli.report import main; status = main(sys.argv[1:]); "
-        "print(sorted({'torch', 'vllm', 'megatron', 'numpy', 'pandas'} & set(sys.modules))); sys.exit(status)"
+        "print(sorted({'torch', 'vllm', 'megatron', 'numpy', 'pandas'} & set(sys.modules))); "
+        "sys.exit(status)"
     )
-    done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program, folder], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(rf"Wrote {folder}/report\.html \(4\.\d MiB\)\n\[\]\n", done.stdout)
     assert {path.name for path in folder.iterdir()} == before | {"report.html"}
@@ -33,7 +36,9 @@ def test_it_writes_the_page_without_torch_and_without_rests(tmp_path: Path) -> N
     assert page.count("plotly.js v") == 1 and page.rstrip().endswith("</html>")
 
 
-def test_a_bad_run_is_a_mistake_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_run_is_a_mistake_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = make_run(tmp_path / "a")
     assert main([str(folder), str(tmp_path / "b\x1b[2J")]) == 2
     out, err = capsys.readouterr()
@@ -66,10 +71,14 @@ def test_a_run_ends_with_its_report(tmp_path: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level("INFO"):
         write_run_report(run_config(folder))
     assert (folder / "report.html").is_file()
-    assert [record.getMessage() for record in caplog.records] == [f"The report is in {folder}/report.html"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"The report is in {folder}/report.html"
+    ]
 
 
-def test_a_report_that_fails_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_report_that_fails_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = make_run(tmp_path / "a")
     (folder / "report.html").mkdir()
     (folder / "report.html" / "x").touch()
@@ -86,4 +95,6 @@ def test_without_plotly_a_run_ends_with_one_line(
     with caplog.at_level("INFO"):
         write_run_report(run_config(make_run(tmp_path / "a")))
     (record,) = caplog.records
-    assert record.levelname == "INFO" and record.getMessage().startswith("No report: plotly is not installed")
+    assert record.levelname == "INFO" and record.getMessage().startswith(
+        "No report: plotly is not installed"
+    )

@@ -19,14 +19,19 @@ def written(tmp_path: Path, content: str | bytes) -> Path:
 
 
 def test_an_unfinished_last_line_is_no_row(tmp_path: Path) -> None:
-    path, notes = written(tmp_path, '{"step": 1, "a": 2}\n{"step": 2, "a": 3}\n{"step": 3, "a": 4}'), []
+    path, notes = (
+        written(tmp_path, '{"step": 1, "a": 2}\n{"step": 2, "a": 3}\n{"step": 3, "a": 4}'),
+        [],
+    )
     metrics = read_curves(path, notes)
     assert metrics.curve("a") == Curve([1, 2], [2.0, 3.0])
     assert (metrics.last_step, notes) == (2, [])
 
 
 def test_of_a_step_written_twice_the_later_row_counts(tmp_path: Path) -> None:
-    path = written(tmp_path, '{"step":1,"a":1}\n{"step":2,"a":2,"b":2}\n{"step":3,"a":3}\n{"step":2,"a":9}\n')
+    path = written(
+        tmp_path, '{"step":1,"a":1}\n{"step":2,"a":2,"b":2}\n{"step":3,"a":3}\n{"step":2,"a":9}\n'
+    )
     metrics = read_curves(path, [])
     assert metrics.curve("a") == Curve([1, 2, 3], [1.0, 9.0, 3.0])
     assert "b" not in metrics.curves
@@ -34,7 +39,12 @@ def test_of_a_step_written_twice_the_later_row_counts(tmp_path: Path) -> None:
 
 def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
     bad = ["{", "[1]", '{"a": 1}', '{"step": 2, "a": "x"}', "\xff\0", "[" * 9999]
-    bad += ['{"step": 1, "a": ' + "9" * 5000 + "}", '{"step": 1, "a": [' + "1," * 2**20 + "1]}", "null", '""']
+    bad += [
+        '{"step": 1, "a": ' + "9" * 5000 + "}",
+        '{"step": 1, "a": [' + "1," * 2**20 + "1]}",
+        "null",
+        '""',
+    ]
     path, notes = written(tmp_path, "\n".join([*bad, '{"step": 7, "a": 1}', ""])), []
     assert read_curves(path, notes).curve("a") == Curve([7], [1.0])
     (note,) = notes
@@ -42,7 +52,10 @@ def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
 
 
 def test_values_that_are_not_finite_are_not_drawn_and_told(tmp_path: Path) -> None:
-    rows = '{"step": 1, "a": "NaN"}\n{"step": 2, "a": "Infinity"}\n{"step": 3, "a": 1e300}\n{"step": 4, "a": 5}\n'
+    rows = (
+        '{"step": 1, "a": "NaN"}\n{"step": 2, "a": "Infinity"}\n{"step": 3, "a": '
+        '1e300}\n{"step": 4, "a": 5}\n'
+    )
     path, notes = written(tmp_path, rows), []
     assert read_curves(path, notes).curve("a") == Curve([4], [5.0])
     assert "3 values are NaN, infinite or above" in notes[0]

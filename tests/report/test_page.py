@@ -76,7 +76,9 @@ def run_with(folder: Path, metrics: dict[str, float]) -> Path:
 
 
 def test_a_supervised_run_has_no_figures_of_a_policy(tmp_path: Path) -> None:
-    metrics = dict.fromkeys(("train/loss", "train/grad_norm", "train/learning_rate", "memory_gib"), 0.5)
+    metrics = dict.fromkeys(
+        ("train/loss", "train/grad_norm", "train/learning_rate", "memory_gib"), 0.5
+    )
     page = page_of(run_with(tmp_path / "a", metrics | {"train/skipped_updates": 0.0}))
     assert titles(page) == ["Loss", "Gradient norm", "Learning rate", "Memory after each phase"]
     assert "<h2>Optimizer</h2>" in page and "<h2>Policy</h2>" not in page
@@ -85,13 +87,27 @@ def test_a_supervised_run_has_no_figures_of_a_policy(tmp_path: Path) -> None:
 
 
 def test_an_asynchronous_run_shows_waits_and_staleness(tmp_path: Path) -> None:
-    """In each step of 4 s the trainers wait 1 s; of its tokens 30% are one step old, so they are 0.3 on average."""
-    metrics = {"seconds/step": 4.0, "seconds/wait_for_groups": 1.0, "rollout/trainer_busy_share": 0.75}
-    metrics |= {"rollout/staleness": 0.3, "rollout/staleness_max": 1.0, "rollout/staleness_waits": 0.0}
+    """In each step of 4 s the trainers wait 1 s; of its tokens 30% are one step old, so they are
+    0.3 on average."""
+    metrics = {
+        "seconds/step": 4.0,
+        "seconds/wait_for_groups": 1.0,
+        "rollout/trainer_busy_share": 0.75,
+    }
+    metrics |= {
+        "rollout/staleness": 0.3,
+        "rollout/staleness_max": 1.0,
+        "rollout/staleness_waits": 0.0,
+    }
     page = page_of(
         run_with(tmp_path / "a", metrics | {"rollout/staleness/0": 0.7, "rollout/staleness/1": 0.3})
     )
-    assert titles(page) == ["Seconds by phase", "Idle and busy", "Trainers wait for groups", "Staleness"]
+    assert titles(page) == [
+        "Seconds by phase",
+        "Idle and busy",
+        "Trainers wait for groups",
+        "Staleness",
+    ]
     phases = data_of(page)["figures"][0]
     assert [(one["name"], one["y"][0]) for one in phases["traces"]] == [("wait for groups", 1.0)]
 
@@ -115,8 +131,8 @@ def test_a_run_has_its_figures_and_no_empty_ones(tmp_path: Path) -> None:
 
 
 def test_a_card_names_the_steps_of_its_means(tmp_path: Path) -> None:
-    """Accuracies are twelfths of the step: of 12 steps the last 4 are compared with the first 4, of 3 the last with
-    the first."""
+    """Accuracies are twelfths of the step: of 12 steps the last 4 are compared with the first 4, of
+    3 the last with the first."""
     text = words_of(page_of(make_run(tmp_path / "a")))
     assert "Accuracy 87.5% of the completions in steps 9 to 12; 20.8% in steps 1 to 4 " in text
     assert "Reward 0.2594 mean in steps 9 to 12; 0.06243 in steps 1 to 4 " in text
@@ -124,7 +140,9 @@ def test_a_card_names_the_steps_of_its_means(tmp_path: Path) -> None:
     assert "Training loss 0.5 in step 3; 0.5 in step 1 " in text
 
 
-def test_rewards_above_0_have_a_figure_of_their_own_beside_an_earlier_accuracy(tmp_path: Path) -> None:
+def test_rewards_above_0_have_a_figure_of_their_own_beside_an_earlier_accuracy(
+    tmp_path: Path,
+) -> None:
     """A run that went on in a version which calls them so: both names, each over its steps."""
     folder = tmp_path / "a"
     writer = MetricsWriter(str(folder), tensorboard=False)
@@ -148,7 +166,8 @@ def figure(page: str, title: str) -> dict[str, Any]:
 
 
 def test_groups_that_selection_dropped_teach_nothing(tmp_path: Path) -> None:
-    """All 12 had different rewards, and none was learned from; in the run beside it 3 of 12 were, in one of old."""
+    """All 12 had different rewards, and none was learned from; in the run beside it 3 of 12 were,
+    in one of old."""
     dropped = {"rollout/groups_with_contrast": 1.0, "train/teaching_groups": 0.0}
     shown = figure(page_of(run_with(tmp_path / "a", dropped)), "Groups that teach")
     assert [one["name"] for one in shown["traces"]] == ["different rewards"] and shown["legend"]
@@ -196,21 +215,32 @@ def test_an_axis_of_shares_ends_at_all(
 def test_an_axis_of_rising_shares_has_no_place_beyond_its_ends(tmp_path: Path) -> None:
     folder = run_with(tmp_path / "a", {})
     rows = [{"step": 1, "rollout/accuracy": 0.01}, {"step": 2, "rollout/accuracy": 0.99}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     assert figure(page_of(folder), "Accuracy")["range"] == [0, 1.0196]
 
 
 def test_axes_of_counts_are_whole(tmp_path: Path) -> None:
-    metrics = {"selection/groups_sampled": 12.0, "selection/groups_learned": 2.0, "task_reward": 0.5}
+    metrics = {
+        "selection/groups_sampled": 12.0,
+        "selection/groups_learned": 2.0,
+        "task_reward": 0.5,
+    }
     page = page_of(run_with(tmp_path / "a", metrics))
-    assert figure(page, "Groups sampled and learned from")["whole"] and not figure(page, "Reward")["whole"]
+    assert (
+        figure(page, "Groups sampled and learned from")["whole"]
+        and not figure(page, "Reward")["whole"]
+    )
 
 
 def test_one_validation_file_has_one_curve(tmp_path: Path) -> None:
     folder = run_with(tmp_path / "a", {"task_reward": 1.0})
     row = {"step": 0, "validation/accuracy": 0.5, "validation/sums/accuracy": 0.5}
     (folder / "validation.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    assert [one["name"] for one in figure(page_of(folder), "Validation accuracy")["traces"]] == ["sums"]
+    assert [one["name"] for one in figure(page_of(folder), "Validation accuracy")["traces"]] == [
+        "sums"
+    ]
 
 
 def test_accuracies_before_and_after_are_on_the_page(tmp_path: Path) -> None:
@@ -229,10 +259,15 @@ def test_accuracies_before_and_after_are_on_the_page(tmp_path: Path) -> None:
 
 def test_metrics_of_the_users_have_a_figure_for_each_function(tmp_path: Path) -> None:
     page = page_of(
-        make_run(tmp_path / "a", **{"own/spread/most": 2.0, "own/spread/least": 1.0, "own/best": 0.5})
+        make_run(
+            tmp_path / "a", **{"own/spread/most": 2.0, "own/spread/least": 1.0, "own/best": 0.5}
+        )
     )
     own = [figure for figure in data_of(page)["figures"] if figure["title"] in ("spread", "best")]
-    assert [[one["name"] for one in figure["traces"]] for figure in own] == [["best"], ["least", "most"]]
+    assert [[one["name"] for one in figure["traces"]] for figure in own] == [
+        ["best"],
+        ["least", "most"],
+    ]
     assert "<h2>Your metrics</h2>" in page
 
 
@@ -245,16 +280,23 @@ def test_phases_are_stacked_without_the_whole_step(tmp_path: Path) -> None:
 
 
 def test_hostile_text_is_text_wherever_it_stands(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "<b>name</b>", settings=[f"model.path={HOSTILE.replace(chr(0), '')}"])
+    folder = make_run(
+        tmp_path / "<b>name</b>", settings=[f"model.path={HOSTILE.replace(chr(0), '')}"]
+    )
     hostile = group(HOSTILE, prompt=HOSTILE, solutions=[HOSTILE], prompt_id=HOSTILE)
-    hostile["completions"][0] |= {"verdict": HOSTILE, "extracted": HOSTILE, "finish_reason": HOSTILE}
+    hostile["completions"][0] |= {
+        "verdict": HOSTILE,
+        "extracted": HOSTILE,
+        "finish_reason": HOSTILE,
+    }
     hostile["completions"][0] |= {"rewards": {HOSTILE: 1.0}, "failures": {HOSTILE: HOSTILE}}
     write_samples(folder, 3, [hostile])
     write_samples(folder, 4, [hostile], kind="failure")
     write_event(folder, "error", 4, text=f"{HOSTILE}\nmore {HOSTILE}")
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as metrics:
         metrics.write(
-            json.dumps({"step": 99, f"selection/dropped/{HOSTILE}": 1, f"seconds/{HOSTILE}": 2}) + "\n"
+            json.dumps({"step": 99, f"selection/dropped/{HOSTILE}": 1, f"seconds/{HOSTILE}": 2})
+            + "\n"
         )
     write_json(folder / "exit_status.json", {"status": 1, "message": HOSTILE, "meaning": HOSTILE})
     write_json(folder / "summary.json", {"layout": HOSTILE, "steps": HOSTILE})
@@ -271,18 +313,26 @@ def test_hostile_text_is_text_wherever_it_stands(tmp_path: Path) -> None:
     assert found.text.count("</script><script>document.title='owned'") >= 5
     shown = next(one for one in data_of(page)["samples"][0]["groups"] if one["step"] == 3)
     assert (
-        shown["completions"][0]["text"].startswith("</script><script>") and "\\u202e\\x00" in shown["prompt"]
+        shown["completions"][0]["text"].startswith("</script><script>")
+        and "\\u202e\\x00" in shown["prompt"]
     )
 
 
 def test_only_the_scripts_of_the_page_may_run_and_nothing_is_loaded(tmp_path: Path) -> None:
     found = _Elements(page_of(make_run(tmp_path / "a")))
-    (policy,) = [attributes["content"] for _, attributes in found.tags if "http-equiv" in attributes]
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in found.scripts[1:]]
+    (policy,) = [
+        attributes["content"] for _, attributes in found.tags if "http-equiv" in attributes
+    ]
+    hashes = [
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        for text in found.scripts[1:]
+    ]
     assert policy is not None and policy.startswith("default-src 'none'; ")
     assert f"script-src 'sha256-{hashes[0]}' 'sha256-{hashes[1]}';" in policy
     assert found.scripts[1] == PLOTLY
-    addresses = [value for _, one in found.tags for name, value in one.items() if name in ("src", "href")]
+    addresses = [
+        value for _, one in found.tags for name, value in one.items() if name in ("src", "href")
+    ]
     assert all(value and value.startswith("#") for value in addresses)
 
 
@@ -302,7 +352,10 @@ def test_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> None:
 
 def test_a_run_of_10000_steps_is_a_small_page(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a", steps=20)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     names = [name for name in rows[0] if name != "step"]
     more = [f"selection/dropped/{number}" for number in range(40)]
     lines = (

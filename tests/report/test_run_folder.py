@@ -45,7 +45,10 @@ def test_different_messages_are_bounded(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("rlmath.report.run_folder.MOST_MESSAGES", 2)
     write_two_starts(tmp_path)
     notes: list[str] = []
-    assert [one.kind for one in events_of(tmp_path / "events.jsonl", notes).messages] == ["error", "warning"]
+    assert [one.kind for one in events_of(tmp_path / "events.jsonl", notes).messages] == [
+        "error",
+        "warning",
+    ]
     assert "2 more warnings and errors" in notes[0]
 
 
@@ -69,13 +72,18 @@ def test_restarts_and_rollbacks_are_marked(tmp_path: Path) -> None:
 def test_settings_that_differ(tmp_path: Path) -> None:
     one, other = read_runs(
         [
-            make_run(tmp_path / "a", settings=["optimizer.lr=1e-06", "run.seed=3", "data.shuffle=false"]),
+            make_run(
+                tmp_path / "a", settings=["optimizer.lr=1e-06", "run.seed=3", "data.shuffle=false"]
+            ),
             make_run(tmp_path / "b", settings=["run.seed=4", "data.shuffle=false"]),
         ]
     )
     assert changed(one.settings)["run.seed"] == ("3", "1")
     assert changed(one.settings)["data.shuffle"] == ("false", "true")
-    assert set(differing([one.settings, other.settings])) - {"optimizer.lr"} == {"run.output_dir", "run.seed"}
+    assert set(differing([one.settings, other.settings])) - {"optimizer.lr"} == {
+        "run.output_dir",
+        "run.seed",
+    }
 
 
 def test_a_number_without_a_point_is_a_number(tmp_path: Path) -> None:
@@ -104,7 +112,9 @@ def test_what_is_no_run_is_named_in_one_line(tmp_path: Path, name: str, says: st
     with pytest.raises(NoRunError) as caught:
         require_run(tmp_path / name)
     text = str(caught.value)
-    assert says in text and "needed: the folder of a run (run.output_dir)" in text and "\n" not in text
+    assert (
+        says in text and "needed: the folder of a run (run.output_dir)" in text and "\n" not in text
+    )
 
 
 def test_a_label_is_one_line_and_not_long() -> None:

@@ -10,7 +10,8 @@ from rlmath.rewards.schemes import raw_reward, reward_scale
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 _ROW = re.compile(
-    r"^\| `(?P<gold>[^`]+)` \| `(?P<answer>[^`]+)` \| (?P<right>yes|no) \|(?P<why>[^|]*\|)?$", re.MULTILINE
+    r"^\| `(?P<gold>[^`]+)` \| `(?P<answer>[^`]+)` \| (?P<right>yes|no) \|(?P<why>[^|]*\|)?$",
+    re.MULTILINE,
 )
 _ASKED = re.compile(r"^\| ([^|`]+) \| `([^`]+)` \| `([^`]+)` \| (right|wrong) \|$", re.MULTILINE)
 _SCHEME = re.compile(r"^\| `(\w+)` \((?:AReaL|DAPO|TRL, verl|SimpleRL)\) \| (.*) \|$", re.MULTILINE)
@@ -38,7 +39,8 @@ def test_the_table_of_questions():
     wrong = [
         (question, answer)
         for question, gold, answer, verdict in answers
-        if verify(f"\\boxed{{{answer}}}", [gold], question=question).correct is not (verdict == "right")
+        if verify(f"\\boxed{{{answer}}}", [gold], question=question).correct
+        is not (verdict == "right")
     ]
     assert not wrong, wrong
 
@@ -59,7 +61,9 @@ def test_the_table_of_schemes():
             raw_reward(settings, correct, boxed)
             for correct, boxed in ((True, True), (True, False), (False, True), (False, False))
         ]
-        assert found == [-7.0 if number == "`format_penalty`" else float(number) for number in numbers]
+        assert found == [
+            -7.0 if number == "`format_penalty`" else float(number) for number in numbers
+        ]
         assert reward_scale(settings, verified=True) == float(scaling.split(",")[0])
 
 

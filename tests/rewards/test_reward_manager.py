@@ -35,7 +35,10 @@ def completion(text: str, tokens: int = 10, reason: str = "stop") -> Completion:
 def pool():
     with open_reward_workers(RewardConfig()) as workers:
         assert (
-            workers.by_name["correctness"].submit("\\boxed{\\sqrt{9}}", ("3",), "math").result(60).correct
+            workers.by_name["correctness"]
+            .submit("\\boxed{\\sqrt{9}}", ("3",), "math")
+            .result(60)
+            .correct
         )  # the workers have started
         yield workers
 
@@ -69,13 +72,20 @@ def test_the_question_of_a_prompt_reaches_the_verifier(pool):
 
 
 def test_schemes_and_lengths_reach_the_reward(pool):
-    settings = RewardConfig(scheme="mix", format_penalty=-0.3, overlong_buffer=20, overlong_penalty=1.0)
+    settings = RewardConfig(
+        scheme="mix", format_penalty=-0.3, overlong_buffer=20, overlong_penalty=1.0
+    )
     found = scores(
-        pool, settings, (prompt(), completion("\\boxed{2}", 90)), (prompt(), completion("two", 100, "length"))
+        pool,
+        settings,
+        (prompt(), completion("\\boxed{2}", 90)),
+        (prompt(), completion("two", 100, "length")),
     )
     assert [score.reward for score in found] == [0.5, -1.3]
     masked = RewardConfig(mask_no_eos_with_zero=True)
-    assert scores(pool, masked, (prompt(), completion("\\boxed{2}", 100, "length")))[0].reward == 0.0
+    assert (
+        scores(pool, masked, (prompt(), completion("\\boxed{2}", 100, "length")))[0].reward == 0.0
+    )
 
 
 def test_thoughts_that_the_prompt_opens_do_not_count(pool):
@@ -94,10 +104,13 @@ def test_thoughts_that_the_prompt_opens_do_not_count(pool):
 
 def test_a_function_of_the_users_replaces_verifier_and_scheme(tmp_path, monkeypatch):
     (tmp_path / "rewards_of_mine.py").write_text(
-        "def level(completion, solutions, row):\n    return row['level'] / len(completion), {'n': 1}\n"
+        "def level(completion, solutions, row):\n    return row['level'] / len(completion), {'n': "
+        "1}\n"
     )
     monkeypatch.chdir(tmp_path)
-    settings = RewardConfig(function="rewards_of_mine:level", function_failure=-2.0, output_bias=1.0)
+    settings = RewardConfig(
+        function="rewards_of_mine:level", function_failure=-2.0, output_bias=1.0
+    )
     with open_reward_workers(settings) as workers:
         good, bad = scores(
             workers,
@@ -105,7 +118,12 @@ def test_a_function_of_the_users_replaces_verifier_and_scheme(tmp_path, monkeypa
             (prompt("1+1=<think>\n", more='{"level": 6}'), completion("abc")),
             (prompt(more='{"level": 6}'), completion("")),
         )
-    assert (good.reward, good.verdict, good.metrics, good.correct) == (1.0, "function", (("n", 1.0),), True)
+    assert (good.reward, good.verdict, good.metrics, good.correct) == (
+        1.0,
+        "function",
+        (("n", 1.0),),
+        True,
+    )
     assert (bad.reward, bad.verdict) == (-3.0, "error")
     assert "ZeroDivisionError" in bad.extracted
 
@@ -156,7 +174,9 @@ def try_named(
         ("no_such_column", "KeyError: 'levle'\n    File \""),
     ],
 )
-def test_a_function_that_fails_on_a_row_is_refused_with_the_reason(tmp_path, monkeypatch, name, reason):
+def test_a_function_that_fails_on_a_row_is_refused_with_the_reason(
+    tmp_path, monkeypatch, name, reason
+):
     with pytest.raises(
         ValueError, match=rf"reward.function tried.py:{name} fails on the first row"
     ) as refused:
@@ -166,14 +186,16 @@ def test_a_function_that_fails_on_a_row_is_refused_with_the_reason(tmp_path, mon
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"), [("odd", "error"), ("usual_forms", "0"), ("bonus", "0.5"), ("measured", "0.5")]
+    ("name", "wrong"),
+    [("odd", "error"), ("usual_forms", "0"), ("bonus", "0.5"), ("measured", "0.5")],
 )
 def test_a_function_that_works_on_some_text_is_not(tmp_path, monkeypatch, name, wrong):
     """What it pays is shown; a wrong answer that would count as right is warned of."""
     trial = try_named(tmp_path, monkeypatch, name)
     right = "1.5" if wrong == "0.5" else "1"
     assert trial.lines == (
-        f"reward.function=tried.py:{name} is called with each completion; tried: a right answer gets {right}, a wrong "
+        f"reward.function=tried.py:{name} is called with each completion; tried: a right answer "
+        f"gets {right}, a wrong "
         f"one {wrong}",
     )
     assert len(trial.warnings) == (name == "bonus")
@@ -194,7 +216,9 @@ def test_what_correctness_decides_is_not_warned_of(tmp_path, monkeypatch):
         assert (len(trial.lines), len(trial.warnings)) == (1, warned)
 
 
-def test_a_function_of_completions_that_is_given_groups_is_told_so_with_its_line(tmp_path, monkeypatch):
+def test_a_function_of_completions_that_is_given_groups_is_told_so_with_its_line(
+    tmp_path, monkeypatch
+):
     with pytest.raises(
         ValueError, match=r"It works so with reward\.function_takes: completion\. Set that"
     ) as error:
@@ -277,7 +301,9 @@ def workers_of_groups(tmp_path_factory):
 
 def group_scores(workers: RewardWorkers, reward: RewardConfig, function: str) -> list[Score]:
     manager = RewardManager(workers, reward, LIMIT)
-    group = [completion(text, tokens) for text, tokens in (("aaa", 10), ("b", 100), ("\\boxed{2}", 10))]
+    group = [
+        completion(text, tokens) for text, tokens in (("aaa", 10), ("b", 100), ("\\boxed{2}", 10))
+    ]
     manager.submit_group(prompt(more=f'{{"function": "{function}"}}'), group, key="g")
     manager.wait()
     ((key, found),) = manager.take_finished()
@@ -288,7 +314,9 @@ def group_scores(workers: RewardWorkers, reward: RewardConfig, function: str) ->
 def test_a_function_of_groups_is_called_once_with_all_completions(workers_of_groups):
     workers, reward = workers_of_groups
     found = group_scores(workers, replace(reward, output_bias=1.0, overlong_buffer=20), "ranks")
-    assert [score.reward for score in found] == [0.0, -2.0, 1.0], "less the bias, and less 1 for 100 tokens"
+    assert [score.reward for score in found] == [0.0, -2.0, 1.0], (
+        "less the bias, and less 1 for 100 tokens"
+    )
     assert [score.metrics for score in found] == [(("size", 3.0),)] * 3
     assert [(score.correct, score.verified_correct) for score in found] == [
         (True, False),
@@ -300,14 +328,20 @@ def test_a_function_of_groups_is_called_once_with_all_completions(workers_of_gro
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        ("few", "needed: 3 rewards, one for each completion of the group, got 2; it returned [1.0, 1.0]"),
+        (
+            "few",
+            "needed: 3 rewards, one for each completion of the group, got 2; it returned [1.0, "
+            "1.0]",
+        ),
         ("not_a_number", "the reward must be a number from -1e+30 to 1e+30"),
         ("one_number", "needed: a list of numbers, one for each completion, in their order"),
         ("by_text", "needed: a list of numbers, one for each completion, in their order"),
         ("memory", "MemoryError"),
     ],
 )
-def test_a_group_whose_call_fails_is_paid_as_completions_that_failed(workers_of_groups, function, told):
+def test_a_group_whose_call_fails_is_paid_as_completions_that_failed(
+    workers_of_groups, function, told
+):
     found = group_scores(*workers_of_groups, function)
     assert [(score.reward, score.verdict) for score in found] == [(-2.0, "error")] * 3
     assert all(score.extracted.startswith(told) for score in found), found[0].extracted
@@ -324,9 +358,17 @@ def test_a_group_whose_call_is_late_is_paid_as_completions_that_are(tmp_path):
 
 def test_several_rewards_may_be_functions_of_groups(tmp_path):
     (tmp_path / "of_groups.py").write_text(GROUPS)
-    names = ["correctness", f"rank={tmp_path}/of_groups.py:ranks", f"few={tmp_path}/of_groups.py:few"]
+    names = [
+        "correctness",
+        f"rank={tmp_path}/of_groups.py:ranks",
+        f"few={tmp_path}/of_groups.py:few",
+    ]
     reward = RewardConfig(
-        rewards=names, weights=[1.0, 0.5, 3.0], function_takes="group", output_scaling=1.0, workers=1
+        rewards=names,
+        weights=[1.0, 0.5, 3.0],
+        function_takes="group",
+        output_scaling=1.0,
+        workers=1,
     )
     with open_reward_workers(reward) as workers:
         manager = RewardManager(workers, reward, LIMIT)
@@ -372,7 +414,8 @@ def test_a_function_that_is_late_on_every_call_of_two_steps_ends_the_run():
     with pytest.raises(RewardFunctionError) as ended:
         steps.check(scores_of("timeout", "error"))
     assert str(ended.value) == (
-        "reward.function failed on all completions of two steps in a row: on 1 of 2 it took more than "
+        "reward.function failed on all completions of two steps in a row: on 1 of 2 it took more "
+        "than "
         "reward.timeout_seconds=2.5. Nothing is learned from such a step. Make it faster, or raise "
         "reward.timeout_seconds."
     )
@@ -410,7 +453,10 @@ def test_each_of_several_functions_is_looked_at_by_itself():
 
 
 def scores_of(*kinds: str) -> list[Score]:
-    said = {"error": "KeyError: 'x'\n  File \"mine.py\", line 2, in reward\x1b[2J", "timeout": "timeout"}
+    said = {
+        "error": "KeyError: 'x'\n  File \"mine.py\", line 2, in reward\x1b[2J",
+        "timeout": "timeout",
+    }
     return [Score(0.0, False, said.get(kind, ""), kind) for kind in kinds]
 
 

@@ -18,7 +18,9 @@ SILENT = Verdict(False, "", "no_answer")
 DEFAULT = RewardConfig()
 
 
-def score(result: Verdict | FunctionResult, settings: RewardConfig = DEFAULT, **facts: Any) -> Score:
+def score(
+    result: Verdict | FunctionResult, settings: RewardConfig = DEFAULT, **facts: Any
+) -> Score:
     """The score of a run whose one reward is the verifier's, or a function's."""
     function = "m:f" if isinstance(result, FunctionResult) else None
     settings = replace(settings, function=function, function_failure=-1.0)

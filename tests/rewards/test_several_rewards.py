@@ -1,4 +1,5 @@
-"""Several named rewards: their values by real workers, what one that fails costs, and the sum of the others."""
+"""Several named rewards: their values by real workers, what one that fails costs, and the sum of
+the others."""
 
 import copy
 import pickle
@@ -60,7 +61,9 @@ def pools(module: str) -> Iterator[RewardWorkers]:
     """Workers of every reward of these tests."""
     names = ("steps", "breaks")
     rewards = ["correctness", *(f"{name}={module}:{name}" for name in names)]
-    with open_reward_workers(RewardConfig(rewards=rewards, timeout_seconds=1.5, workers=1)) as workers:
+    with open_reward_workers(
+        RewardConfig(rewards=rewards, timeout_seconds=1.5, workers=1)
+    ) as workers:
         for name in names:
             workers.by_name[name].call("", [], {}).result(60)  # they have started
         yield workers
@@ -82,7 +85,9 @@ def scores(pools: RewardWorkers, reward: RewardConfig, *completions: Completion)
 
 def test_every_reward_has_its_value_and_the_sum_is_scaled_as_the_scheme_says(pools: RewardWorkers):
     reward = RewardConfig(
-        rewards=["correctness", "format", "length", "steps=m:steps"], weights=[1.0, 0.5, 0.2, 0.1], workers=1
+        rewards=["correctness", "format", "length", "steps=m:steps"],
+        weights=[1.0, 0.5, 0.2, 0.1],
+        workers=1,
     )
     right, unboxed, wrong = scores(
         pools,
@@ -93,7 +98,12 @@ def test_every_reward_has_its_value_and_the_sum_is_scaled_as_the_scheme_says(poo
     )
     assert right.parts == (1.0, 1.0, 0.75, 2.0)
     assert right.reward == pytest.approx(5 * (1.0 + 0.5 + 0.2 * 0.75 + 0.1 * 2))
-    assert (right.correct, right.boxed, right.verdict, right.extracted) == (True, True, "string", "2")
+    assert (right.correct, right.boxed, right.verdict, right.extracted) == (
+        True,
+        True,
+        "string",
+        "2",
+    )
     assert unboxed.parts == (-1.0, 0.0, 0.5, 0.0) and not unboxed.correct
     assert wrong.parts == (-1.0, 1.0, 0.0, 1.0) and wrong.failures == ()
     assert dict(wrong.metrics)["steps/correct"] == 1.0  # but the verifier says what is right
@@ -101,7 +111,8 @@ def test_every_reward_has_its_value_and_the_sum_is_scaled_as_the_scheme_says(poo
 
 
 def test_one_reward_of_weight_one_is_what_it_is_without_a_list(pools: RewardWorkers):
-    """Of the verifier, of a scheme and of a function, with bias, scaling, and penalties for length."""
+    """Of the verifier, of a scheme and of a function, with bias, scaling, and penalties for
+    length."""
     texts = (
         completion("step \\boxed{2}"),
         completion("\\boxed{3}", 95),
@@ -121,7 +132,13 @@ def test_one_reward_of_weight_one_is_what_it_is_without_a_list(pools: RewardWork
             scores(pools, RewardConfig(**settings), *texts),
             strict=True,
         ):
-            assert (several.reward, several.correct, several.verdict, several.extracted, several.boxed) == (
+            assert (
+                several.reward,
+                several.correct,
+                several.verdict,
+                several.extracted,
+                several.boxed,
+            ) == (
                 one.reward,
                 one.correct,
                 one.verdict,
@@ -141,7 +158,9 @@ def test_without_correctness_the_first_function_that_tells_says_what_is_right():
     assert correct(FunctionResult(0.5), FunctionResult(-1.0)) and not correct(
         FunctionResult(0.0), FunctionResult(9.0)
     )
-    assert correct(FunctionResult(0.0), told) and correct(told, FunctionResult(-1.0, (("correct", 0.0),)))
+    assert correct(FunctionResult(0.0), told) and correct(
+        told, FunctionResult(-1.0, (("correct", 0.0),))
+    )
     assert correct(failed, told) and not correct(failed, FunctionResult(1.0))
 
 
@@ -156,7 +175,11 @@ def test_a_reward_that_fails_leaves_the_others_as_they_are(pools: RewardWorkers)
         workers=1,
     )
     bad, ended, fine = scores(
-        pools, reward, completion("bad step \\boxed{2}"), completion("end step 3"), completion("\\boxed{2}")
+        pools,
+        reward,
+        completion("bad step \\boxed{2}"),
+        completion("end step 3"),
+        completion("\\boxed{2}"),
     )
     assert bad.parts == (1.0, None, 1.0) and bad.reward == pytest.approx(1.1) and bad.correct
     assert ended.parts == (-1.0, None, 1.0) and ended.reward == pytest.approx(-0.9)
@@ -170,15 +193,23 @@ def test_an_answer_that_cannot_be_verified_is_wrong_and_told():
     results = {"correctness": Verdict(False, "x", "timeout"), "own": FunctionResult(2.0)}
     settings = RewardConfig(rewards=["correctness", "own=m:f"], output_scaling=1.0)
     score = score_of(settings, results, **SHORT)
-    assert (score.parts, score.reward, score.correct, score.verdict) == ((-1.0, 2.0), 1.0, False, "timeout")
+    assert (score.parts, score.reward, score.correct, score.verdict) == (
+        (-1.0, 2.0),
+        1.0,
+        False,
+        "timeout",
+    )
     assert score.failures == (RewardFailure("correctness", "timeout", ""),)
 
 
 def group(*parts: tuple[float | None, ...], reasons: str = "") -> ScoredGroup:
-    """Scores whose rewards are the sums of the first part and twice the second, as far as they are there."""
+    """Scores whose rewards are the sums of the first part and twice the second, as far as they are
+    there."""
     made = []
     for row in parts:
-        failures = tuple(RewardFailure(f"r{k}", "error", "") for k, value in enumerate(row) if value is None)
+        failures = tuple(
+            RewardFailure(f"r{k}", "error", "") for k, value in enumerate(row) if value is None
+        )
         reward = sum(w * v for w, v in zip((1.0, 2.0), row, strict=True) if v is not None)
         made.append(Score(reward, True, "", "function", parts=row, failures=failures))
     kinds = ["length" if c == "l" else "stop" for c in reasons.ljust(len(parts))]
@@ -189,7 +220,9 @@ SUM = RewardConfig(rewards=["correctness", "own=m:f"], weights=[1.0, 2.0], outpu
 
 
 def test_in_a_sum_a_reward_that_failed_counts_as_the_mean_of_its_group():
-    assert summed_rewards(group((1.0, 0.5), (0.0, None), (1.0, 1.0)), SUM) == pytest.approx([2.0, 1.5, 3.0])
+    assert summed_rewards(group((1.0, 0.5), (0.0, None), (1.0, 1.0)), SUM) == pytest.approx(
+        [2.0, 1.5, 3.0]
+    )
     assert summed_rewards(group((None, 0.5), (None, 1.0)), SUM) == [1.0, 2.0]  # no value to take
     assert summed_rewards(group((1.0, 0.5), (0.0, 1.0)), SUM) == [2.0, 2.0]
     scaled = RewardConfig(rewards=SUM.rewards, weights=SUM.weights, output_scaling=10.0)
@@ -224,13 +257,16 @@ def test_a_function_that_failed_on_every_completion_ends_the_step_by_its_name():
                 "",
                 "string",
                 parts=(1.0, None),
-                failures=tuple(RewardFailure(n, k, "KeyError: 'x'\n  mine.py") for n, k in [one] if k),
+                failures=tuple(
+                    RewardFailure(n, k, "KeyError: 'x'\n  mine.py") for n, k in [one] if k
+                ),
             )
             for one in kinds
         ]
 
     with pytest.raises(
-        RewardFunctionError, match=r"reward.rewards: own failed on all of 2 completions: KeyError: 'x'"
+        RewardFunctionError,
+        match=r"reward.rewards: own failed on all of 2 completions: KeyError: 'x'",
     ):
         raise_if_every_call_failed(scored(("own", "error"), ("own", "error")))
     for kinds in (
@@ -247,8 +283,12 @@ def test_a_function_that_failed_on_every_completion_ends_the_step_by_its_name():
 
 
 def test_every_function_is_tried_before_the_start(module: str):
-    listed = RewardConfig(rewards=["correctness", f"steps={module}:steps", f"own={module}:always_breaks"])
-    with pytest.raises(ValueError, match=r"reward.rewards: own=.*always_breaks fails on the first row"):
+    listed = RewardConfig(
+        rewards=["correctness", f"steps={module}:steps", f"own={module}:always_breaks"]
+    )
+    with pytest.raises(
+        ValueError, match=r"reward.rewards: own=.*always_breaks fails on the first row"
+    ):
         try_reward_function(listed, [PROMPT])
 
 

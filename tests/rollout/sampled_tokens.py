@@ -2,7 +2,8 @@
 
     python -m tests.rollout.sampled_tokens MODEL
 
-The engine's cache is too small for all its requests, so that some are preempted and resumed; a third of them is greedy.
+The engine's cache is too small for all its requests, so that some are preempted and resumed; a
+third of them is greedy.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ TEMPERATURE = 0.8
 SETTINGS = RolloutConfig(cpu_kv_cache_gib=1.6 / 1024, max_num_seqs=8)
 REQUESTS = [
     Request(
-        (n, 0), (5, 6, 7 + n % 3), 10**6 * n, NEW_TOKENS, NEW_TOKENS, temperature=TEMPERATURE * (n % 3 > 0)
+        (n, 0),
+        (5, 6, 7 + n % 3),
+        10**6 * n,
+        NEW_TOKENS,
+        NEW_TOKENS,
+        temperature=TEMPERATURE * (n % 3 > 0),
     )
     for n in range(12)
 ]
@@ -33,7 +39,9 @@ REQUESTS = [
 def main(folder: str) -> None:
     torch.set_num_threads(1)
     llm = open_standalone(folder, SETTINGS, MODEL_LENGTH, "cpu")
-    from rlmath.rollout.cpu_worker import noise_seeds  # vLLM reads the environment when it is imported
+    from rlmath.rollout.cpu_worker import (
+        noise_seeds,
+    )  # vLLM reads the environment when it is imported
 
     preemptions, scheduler = 0, llm.llm_engine.engine_core.engine_core.scheduler
     preempt = scheduler._preempt_request
@@ -58,7 +66,9 @@ def main(folder: str) -> None:
         if request.temperature:
             positions_T = prompt + np.arange(len(drawn_T))
             noise_T = noise_seeds(np.full(len(drawn_T), request.seed, np.uint64), positions_T)
-            expected_T = torch.ops._C.fused_gumbel_argmax(logits_TV / TEMPERATURE, torch.from_numpy(noise_T))
+            expected_T = torch.ops._C.fused_gumbel_argmax(
+                logits_TV / TEMPERATURE, torch.from_numpy(noise_T)
+            )
         else:
             expected_T = logits_TV.argmax(-1)
             counts["greedy"] += len(drawn_T)

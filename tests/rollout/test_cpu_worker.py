@@ -10,7 +10,12 @@ prepare_environment("cpu")
 # vLLM reads the environment when it is imported.
 from vllm.v1.sample import sampler  # noqa: E402
 
-from rlmath.rollout.cpu_worker import PAGE_BYTES, _ZeroPages, fill_with_zero_pages, gather_without_ranks  # noqa: E402
+from rlmath.rollout.cpu_worker import (  # noqa: E402
+    PAGE_BYTES,
+    _ZeroPages,
+    fill_with_zero_pages,
+    gather_without_ranks,
+)
 
 
 @pytest.mark.parametrize("size", [0, 5, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES + 7, 8 * 2**20])

@@ -1,5 +1,5 @@
-"""What an engine sets for the device before vLLM is imported, and how it ends, against a stand-in for vLLM. With vLLM
-itself it is tested in tests/distributed/test_engine.py."""
+"""What an engine sets for the device before vLLM is imported, and how it ends, against a stand-in
+for vLLM. With vLLM itself it is tested in tests/distributed/test_engine.py."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def test_on_gpu_flashinfer_reduces_nothing_and_a_program_without_our_logging_hea
     assert torch_log.handlers == [] and torch_log.propagate
 
 
-def test_what_the_user_has_set_stays_and_our_logging_needs_no_level(environment: pytest.MonkeyPatch) -> None:
+def test_what_the_user_has_set_stays_and_our_logging_needs_no_level(
+    environment: pytest.MonkeyPatch,
+) -> None:
     environment.setenv("VLLM_CONFIGURE_LOGGING", "0")
     prepare_environment("cuda")
     assert "VLLM_LOGGING_LEVEL" not in os.environ

@@ -19,7 +19,8 @@ from rlmath.rollout.shared_gpu_worker import SharedGPUWorker, Worker  # noqa: E4
 
 
 def asleep(worker: type[Worker], monkeypatch: pytest.MonkeyPatch, freed: list[int]) -> list[int]:
-    """The levels of the sleeps of a worker whose model is one matrix, while the device has so much free memory."""
+    """The levels of the sleeps of a worker whose model is one matrix, while the device has so much
+    free memory."""
     free, levels = iter(freed), []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (next(free), 100))
@@ -33,14 +34,18 @@ def asleep(worker: type[Worker], monkeypatch: pytest.MonkeyPatch, freed: list[in
     return levels
 
 
-def test_a_sleep_may_free_less_than_other_ranks_on_the_gpu_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sleep_may_free_less_than_other_ranks_on_the_gpu_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert asleep(Worker, monkeypatch, [10, 60]) == [2]
     with pytest.raises(AssertionError, match="Memory usage increased"):
         asleep(Worker, monkeypatch, [60, 10])
     assert asleep(SharedGPUWorker, monkeypatch, [60, 10]) == [2]
 
 
-def test_another_failure_of_a_sleep_is_one_on_a_shared_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_failure_of_a_sleep_is_one_on_a_shared_gpu_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(worker: Worker, level: int) -> None:
         raise AssertionError("the allocator is not available")
 
@@ -49,12 +54,15 @@ def test_another_failure_of_a_sleep_is_one_on_a_shared_gpu_too(monkeypatch: pyte
         asleep(SharedGPUWorker, monkeypatch, [])
 
 
-def test_weights_take_what_the_allocator_holds_beside_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_take_what_the_allocator_holds_beside_the_kv_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Their memory comes in pieces of 2 and 20 MiB: the sum of the parameters is less."""
     allocator = object.__new__(cumem.CuMemAllocator)
     sizes = {"weights": 20 * 2**20, "more weights": 2 * 2**20, "kv_cache": 2**30}
     allocator.pointer_to_data = {
-        number: AllocationData((0, size, number, 0), tag) for number, (tag, size) in enumerate(sizes.items())
+        number: AllocationData((0, size, number, 0), tag)
+        for number, (tag, size) in enumerate(sizes.items())
     }
     monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
     llm = SimpleNamespace(collective_rpc=lambda method: [2**30])

@@ -38,15 +38,16 @@ def test_what_is_planned_is_no_excess(caplog: pytest.LogCaptureFixture) -> None:
 def test_an_excess_over_the_plan_is_logged_once_and_again_with_its_change(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As on a GPU where gradients stay and an engine is larger than planned: after every phase, in every step. In the
-    first cycle, nothing is measured against a plan yet."""
+    """As on a GPU where gradients stay and an engine is larger than planned: after every phase, in
+    every step. In the first cycle, nothing is measured against a plan yet."""
     monitor = warm(offload=1473, generate=1613)
     for _ in range(5):
         cycle(monitor, offload=1473, generate=1613)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        'Memory: cycle 2, rank 3: after "offload" this rank holds 1.438 GiB, 513 MiB more than planned '
+        'Memory: cycle 2, rank 3: after "offload" this rank holds 1.438 GiB, 513 MiB more than '
+        "planned "
         "(memory.leak_threshold_mib is 10)"
     )
     for held in (1620, 1670, 1670):
@@ -71,7 +72,8 @@ def test_the_run_ends_only_where_it_is_asked_to() -> None:
 def test_growth_is_measured_against_the_first_cycle_after_the_warm_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Growth of 4 MiB a cycle is within the threshold each time, and still found when it has added up."""
+    """Growth of 4 MiB a cycle is within the threshold each time, and still found when it has added
+    up."""
     monitor = warm(generate=500)
     for grown in range(4):
         cycle(monitor, generate=500 + 4 * grown)
@@ -93,7 +95,10 @@ def test_growth_is_logged_once_and_further_growth_again(caplog: pytest.LogCaptur
     for held in (500, 600, 600, 605, 700, 700):
         cycle(monitor, generate=held)
     logged = [record.getMessage() for record in caplog.records]
-    assert [("cycle 5" in text, "cycle 8" in text) for text in logged] == [(True, False), (False, True)]
+    assert [("cycle 5" in text, "cycle 8" in text) for text in logged] == [
+        (True, False),
+        (False, True),
+    ]
     assert "100 MiB" in logged[0] and "100 MiB" in logged[1]
 
 
@@ -104,7 +109,9 @@ def test_what_an_earlier_cycle_had_too_much_does_not_end_a_later_one() -> None:
     cycle(monitor, offload=960)
 
 
-def test_a_phase_without_a_plan_is_compared_with_itself_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_phase_without_a_plan_is_compared_with_itself_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     monitor = warm(other=50_000)
     cycle(monitor, other=50_000)
     assert caplog.records == []

@@ -1,4 +1,5 @@
-"""The CPU engine's sampler: noise that follows from seed and position draws from the exact distribution."""
+"""The CPU engine's sampler: noise that follows from seed and position draws from the exact
+distribution."""
 
 # Shape legend: N draws, V vocabulary.
 
@@ -24,7 +25,8 @@ LOGITS_V = torch.linspace(-3.0, 2.0, 24)
 REQUEST_SEEDS = {
     "from 0 on": np.arange(SEEDS, dtype=np.uint64),
     "63 bits": np.random.default_rng(5).integers(0, 2**63, SEEDS, dtype=np.uint64),
-    "a multiple of the hash's step apart": np.arange(SEEDS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15),
+    "a multiple of the hash's step apart": np.arange(SEEDS, dtype=np.uint64)
+    * np.uint64(0x9E3779B97F4A7C15),
 }
 
 
@@ -32,7 +34,9 @@ def draws(seeds: np.ndarray, first_position: int) -> torch.Tensor:
     """A token for each seed and position [SEEDS, POSITIONS]."""
     positions = np.arange(first_position, first_position + POSITIONS)
     noise_N = noise_seeds(np.repeat(seeds, POSITIONS), np.tile(positions, len(seeds)))
-    tokens_N = torch.ops._C.fused_gumbel_argmax(LOGITS_V.repeat(len(noise_N), 1), torch.from_numpy(noise_N))
+    tokens_N = torch.ops._C.fused_gumbel_argmax(
+        LOGITS_V.repeat(len(noise_N), 1), torch.from_numpy(noise_N)
+    )
     return tokens_N.view(len(seeds), POSITIONS)
 
 
@@ -62,12 +66,18 @@ def test_a_million_draws_have_the_exact_distribution_alone_and_in_pairs(name: st
 def test_the_test_sees_a_distribution_that_is_a_little_off() -> None:
     tokens = draws(REQUEST_SEEDS["63 bits"], 7)
     other_V = (LOGITS_V.double() * 1.01).softmax(-1)
-    assert p_value(torch.bincount(tokens.flatten(), minlength=len(other_V)), tokens.numel() * other_V) < 1e-4
+    assert (
+        p_value(torch.bincount(tokens.flatten(), minlength=len(other_V)), tokens.numel() * other_V)
+        < 1e-4
+    )
 
 
 @matrix
-def test_all_tokens_of_an_engine_are_drawn_with_the_noise_of_their_seed_and_position(tmp_path: Path) -> None:
-    """Also those of requests that were preempted; checked with transformers' logits, in a process of its own."""
+def test_all_tokens_of_an_engine_are_drawn_with_the_noise_of_their_seed_and_position(
+    tmp_path: Path,
+) -> None:
+    """Also those of requests that were preempted; checked with transformers' logits, in a process
+    of its own."""
     make_tiny_model.main(["--output", str(tmp_path / "model")])
     command = [sys.executable, "-m", "tests.rollout.sampled_tokens", str(tmp_path / "model")]
     done = subprocess.run(

@@ -1,4 +1,5 @@
-"""vLLM's schedulers, the synchronous one and a GPU's asynchronous one, with our shortcuts and without: alike."""
+"""vLLM's schedulers, the synchronous one and a GPU's asynchronous one, with our shortcuts and
+without: alike."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ LENGTHS = [(5, 11), (8, 8), (3, 30), (6, 2), (7, 9), (4, 20)]
 
 
 def scheduler_of(folder: Path, is_async: bool, blocks: int) -> Scheduler:
-    config = EngineArgs(str(folder), max_model_len=64, max_num_seqs=8, dtype="float32").create_engine_config()
+    config = EngineArgs(
+        str(folder), max_model_len=64, max_num_seqs=8, dtype="float32"
+    ).create_engine_config()
     config.cache_config.num_gpu_blocks, config.scheduler_config.async_scheduling = blocks, is_async
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
     cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
@@ -45,7 +48,8 @@ def scheduler_of(folder: Path, is_async: bool, blocks: int) -> Scheduler:
 
 
 def run(scheduler: Scheduler, is_async: bool, add: Any) -> list[Any]:
-    """What is scheduled, step by step, and what is sampled; then the lengths of which prefixes are cached."""
+    """What is scheduled, step by step, and what is sampled; then the lengths of which prefixes are
+    cached."""
     hash_function = get_hash_fn_by_name("sha256")
     init_none_hash(hash_function)
     hasher = get_request_block_hasher(BLOCK, hash_function)
@@ -67,7 +71,10 @@ def run(scheduler: Scheduler, is_async: bool, add: Any) -> list[Any]:
     told += [(one.token_ids.tolist(), one.logprobs.tolist()) for one in found.values()]
     for n, one in found.items():
         again = Request(
-            f"{n} again", [int(n) + 1] * LENGTHS[int(n)][0] + one.token_ids.tolist() + [99], params, None
+            f"{n} again",
+            [int(n) + 1] * LENGTHS[int(n)][0] + one.token_ids.tolist() + [99],
+            params,
+            None,
         )
         again.block_hashes = hasher(again)
         told.append(scheduler.kv_cache_manager.get_computed_blocks(again)[1])
@@ -82,7 +89,9 @@ def finish(scheduler: Scheduler, scheduled: Any) -> list[Any]:
         for name in names
     ]
     tokens = np.array(rows, np.int32).reshape(-1, 1) % 50 + 3
-    output = ModelRunnerOutput(names, {name: row for row, name in enumerate(names)}, tokens.tolist())
+    output = ModelRunnerOutput(
+        names, {name: row for row, name in enumerate(names)}, tokens.tolist()
+    )
     output.logprobs = LogprobsLists(tokens, -tokens / np.float32(7), np.ones(len(names), np.int64))
     return [
         one

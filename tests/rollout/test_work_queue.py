@@ -1,4 +1,5 @@
-"""Engines that draw their work, played step by step without a model: every sequence gets one token per step."""
+"""Engines that draw their work, played step by step without a model: every sequence gets one token
+per step."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def engine_mesh(engine: int, engines: int) -> Mesh:
 
 
 class PlayedEngine:
-    """Adds what its source gives and makes a token of each of the first `places` sequences per step."""
+    """Adds what its source gives and makes a token of each of the first `places` sequences per
+    step."""
 
     def __init__(self, source: RequestSource, places: int) -> None:
         self.source = source
@@ -76,12 +78,19 @@ def new_store(inner: dist.Store | None = None) -> RunStore:
 
 
 def sharing_engines(
-    lengths_P: Sequence[int], group_size: int, engines: int, places: int, inner: dist.Store | None = None
+    lengths_P: Sequence[int],
+    group_size: int,
+    engines: int,
+    places: int,
+    inner: dist.Store | None = None,
 ) -> list[PlayedEngine]:
     # Ranks know what they have taken, so each has a store object of its own.
     requests_PG, inner = make_requests(lengths_P, group_size), inner or dist.HashStore()
     meshes = [engine_mesh(engine, engines) for engine in range(engines)]
-    return [PlayedEngine(WorkQueue(new_store(inner), requests_PG, mesh, places), places) for mesh in meshes]
+    return [
+        PlayedEngine(WorkQueue(new_store(inner), requests_PG, mesh, places), places)
+        for mesh in meshes
+    ]
 
 
 def one_in_50_is_20_times_longer(prompts: int, seed: int) -> list[int]:
@@ -112,7 +121,8 @@ def test_every_sample_is_drawn_once_whatever_the_pace(
 
 
 def test_an_engine_is_full_while_there_is_work_and_holds_no_more_than_that():
-    # 12 groups of 3 samples, 5 tokens each, 8 places: the last pop may bring 2 remaining samples for one place.
+    # 12 groups of 3 samples, 5 tokens each, 8 places: the last pop may bring 2 remaining samples
+    # for one place.
     (engine,) = sharing_engines([5] * 12, 3, engines=1, places=8)
     play_in_step([engine])
     assert engine.steps == 25, "36 samples of 5 tokens in 8 places: four full rounds and one of 4"
@@ -158,13 +168,17 @@ def test_engines_begin_with_as_many_sequences_where_rows_are_uneven() -> None:
 def test_what_an_engine_did_by_hand() -> None:
     work_queue = WorkQueue(new_store(), make_requests([5] * 5, 1), ONE_ENGINE, 4)
     assert len(work_queue.pop(Load(0, 0))) == 4
-    for load in (Load(4, 0), Load(4, 2)):  # two of them are put off for want of room in the KV cache
+    for load in (
+        Load(4, 0),
+        Load(4, 2),
+    ):  # two of them are put off for want of room in the KV cache
         assert work_queue.pop(load) == []
     work_queue.ended((0, 0), 5)
     assert len(work_queue.pop(Load(3, 0))) == 1
     for load in (Load(4, 1), Load(4, 0), Load(2, 0), Load(1, 0)):
         assert work_queue.pop(load) == []
-    # 4, 2, 3, 3, 4, 2 and 1 sequences in seven steps; in the last three nothing is begun and nothing waits.
+    # 4, 2, 3, 3, 4, 2 and 1 sequences in seven steps; in the last three nothing is begun and
+    # nothing waits.
     assert work_queue.usage(1.5) == EngineUsage(1.5, steps=7, tail_steps=3, fill=19 / (4 * 7))
 
 
@@ -182,7 +196,12 @@ def test_nothing_is_drawn_while_sequences_wait_for_the_kv_cache():
 
 def test_remaining_samples_of_the_longest_first_samples_come_first():
     work_queue = WorkQueue(new_store(), make_requests([1, 1, 1, 1], 2), ONE_ENGINE, 4)
-    assert [request.key for request in work_queue.pop(Load(0, 0))] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert [request.key for request in work_queue.pop(Load(0, 0))] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (3, 0),
+    ]
     for _ in range(5):
         work_queue.pop(Load(4, 0))
     work_queue.ended((1, 0), 2)
@@ -208,7 +227,9 @@ class Passed:
         return self._items.popleft()
 
 
-def engine_of_two(engine: int, inner: dist.Store, requests_PG: list[list[Request]]) -> list[PlayedEngine]:
+def engine_of_two(
+    engine: int, inner: dist.Store, requests_PG: list[list[Request]]
+) -> list[PlayedEngine]:
     passed = Passed()
     meshes = [Mesh(2 * engine + k, 4, 1, 1, 2) for k in range(2)]
     shares = (passed.from_first, passed.to_second)
@@ -234,7 +255,9 @@ def test_no_key_stays_in_the_store(engine_size: int):
     if engine_size == 1:
         played = sharing_engines(lengths, 3, 4, 4, inner)
     else:
-        played = [one for e in range(2) for one in engine_of_two(e, inner, make_requests(lengths, 3))]
+        played = [
+            one for e in range(2) for one in engine_of_two(e, inner, make_requests(lengths, 3))
+        ]
     play_in_step(played)
     assert inner.num_keys() > 0
     for engine in played:
@@ -243,7 +266,9 @@ def test_no_key_stays_in_the_store(engine_size: int):
 
 
 @pytest.mark.parametrize(("engines", "prompts"), [(2, 200), (2, 400), (4, 400), (4, 800)])
-def test_rare_long_answers_idle_at_most_half_as_long_as_with_fixed_shares(engines: int, prompts: int):
+def test_rare_long_answers_idle_at_most_half_as_long_as_with_fixed_shares(
+    engines: int, prompts: int
+):
     ours, fixed = [], []
     for seed in range(10):
         lengths = one_in_50_is_20_times_longer(prompts, seed)

@@ -35,7 +35,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "Add 1 to the number that comes before six hundred, please"
     ]
     lines = [
-        json.dumps({"prompt": text, "task": "math", "query_id": f"q{n}", "solutions": ["\\boxed{1}"]})
+        json.dumps(
+            {"prompt": text, "task": "math", "query_id": f"q{n}", "solutions": ["\\boxed{1}"]}
+        )
         for n, text in enumerate(problems)
     ]
     file.write_text("\n".join(lines), encoding="utf-8")
@@ -47,7 +49,11 @@ def dry(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Exit status, stdout and stderr of a dry run of a recipe with those rows."""
 
     def run(name: str, *arguments: str) -> tuple[int, str, str]:
-        common = [f"data.train_path={rows}", "data.format=boba", f"run.output_dir={tmp_path / 'run'}"]
+        common = [
+            f"data.train_path={rows}",
+            "data.format=boba",
+            f"run.output_dir={tmp_path / 'run'}",
+        ]
         status = main(["--config", str(CONFIGS / name), "--dry-run", *common, *arguments])
         told = capsys.readouterr()
         return status, told.out, told.err
@@ -88,10 +94,15 @@ parallel.data=2 memory.gpu=null run.device=cpu
             ["parallel.data is 8;", "makes 8 ranks, and this run has 16", "parallel.data=null"],
         ),
         (["--ranks", "0"], ["--ranks is 0; needed: at least 1."]),
-        (["data.prompts_per_step=601"], ["data.prompts_per_step is 601, but only 600 prompts are left"]),
+        (
+            ["data.prompts_per_step=601"],
+            ["data.prompts_per_step is 601, but only 600 prompts are left"],
+        ),
     ],
 )
-def test_what_could_not_start_is_refused_with_its_reason(dry, arguments: list[str], reasons: list[str]):
+def test_what_could_not_start_is_refused_with_its_reason(
+    dry, arguments: list[str], reasons: list[str]
+):
     status, out, err = dry(SMALL_R1, *arguments)
     assert (status, out) == (2, "")
     assert [reason for reason in reasons if reason not in err] == []
@@ -100,7 +111,9 @@ def test_what_could_not_start_is_refused_with_its_reason(dry, arguments: list[st
 def test_solutions_that_are_not_beside_areal_v01s_prompts_are_missed(dry, tmp_path: Path):
     prompts = tmp_path / "prompts_for_r1_distilled.jsonl"
     prompts.write_text('{"prompt": "Add 1+1", "query_id": "q1"}\n', encoding="utf-8")
-    status, _, err = dry("areal/v0.1_1.5b_stages.yaml", f"data.train_path={prompts}", "data.format=areal_v01")
+    status, _, err = dry(
+        "areal/v0.1_1.5b_stages.yaml", f"data.train_path={prompts}", "data.format=areal_v01"
+    )
     assert status == 2 and "id2info.json" in err
 
 
@@ -134,13 +147,16 @@ def test_a_broken_model_is_refused_as_by_a_start(dry, tied_model: Path, rows: Pa
     assert str(started.value) == err.removesuffix("\n")
 
 
-def test_a_reward_function_that_takes_too_long_is_worth_knowing(dry, bare_model: Path, tmp_path: Path):
+def test_a_reward_function_that_takes_too_long_is_worth_knowing(
+    dry, bare_model: Path, tmp_path: Path
+):
     (tmp_path / "hangs.py").write_text("import time\ndef reward(*_):\n    time.sleep(600)\n")
     own = (f"reward.function={tmp_path / 'hangs.py'}:reward", "reward.timeout_seconds=0.5")
     status, out, _ = dry(SMALL_R1, *TINY, f"model.path={bare_model}", *own)
     assert status == 0
     assert (
-        "  - reward.function took more than reward.timeout_seconds=0.5" in out.partition("Worth knowing:")[2]
+        "  - reward.function took more than reward.timeout_seconds=0.5"
+        in out.partition("Worth knowing:")[2]
     )
 
 
@@ -156,22 +172,36 @@ def test_a_gpu_that_is_not_here(dry, bare_model: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("dtype", "planned"), [("auto", "float32"), ("bfloat16", "bfloat16")])
-def test_a_plan_for_the_cpu_names_its_number_format(dry, bare_model: Path, dtype: str, planned: str):
+def test_a_plan_for_the_cpu_names_its_number_format(
+    dry, bare_model: Path, dtype: str, planned: str
+):
     settings = ("memory.gpu=null", "run.device=cpu", f"policy.dtype={dtype}")
     status, out, err = dry(SMALL_R1, *TINY, f"model.path={bare_model}", *settings)
     assert status == 0, err
     assert f"the plan is for the CPU, in {planned};" in out
 
 
-def test_lines_for_a_terminal_are_wrapped_between_words(dry, bare_model: Path, rows: Path, tmp_path: Path):
+def test_lines_for_a_terminal_are_wrapped_between_words(
+    dry, bare_model: Path, rows: Path, tmp_path: Path
+):
     told = dry(SMALL_R1, *TINY, f"model.path={bare_model}")[1]
-    arguments = ["--config", str(CONFIGS / SMALL_R1), "--dry-run", *TINY, f"model.path={bare_model}"]
+    arguments = [
+        "--config",
+        str(CONFIGS / SMALL_R1),
+        "--dry-run",
+        *TINY,
+        f"model.path={bare_model}",
+    ]
     data = [f"data.train_path={rows}", "data.format=boba", f"run.output_dir={tmp_path / 'run'}"]
     program = f"from launch.train_grpo import main; main({[*arguments, *data]!r})"
     shown = on_terminal(program, 80).replace("\r\n", "\n")
-    long = [line for line in shown.splitlines() if len(line) > 80 and str(tmp_path.parent) not in line]
+    long = [
+        line for line in shown.splitlines() if len(line) > 80 and str(tmp_path.parent) not in line
+    ]
     assert not long and max(map(len, told.splitlines())) > 80
-    without_seconds = [re.sub(r"\d\.\d s|[\d.]+ GiB free", "", text).split() for text in (shown, told)]
+    without_seconds = [
+        re.sub(r"\d\.\d s|[\d.]+ GiB free", "", text).split() for text in (shown, told)
+    ]
     assert without_seconds[0] == without_seconds[1]
 
 
@@ -191,10 +221,15 @@ def test_the_data_are_looked_at(dry, tied_model: Path, tmp_path: Path):
     status, out, _ = dry(SMALL_R1, *own, *held)
     plan, _, told = out.partition("Worth knowing:")
     assert (
-        status == 0 and "A prompt as the model reads it: '0' of" in plan and "row        0│+│1│?│\n" in plan
+        status == 0
+        and "A prompt as the model reads it: '0' of" in plan
+        and "row        0│+│1│?│\n" in plan
     )
     assert '200 of the 200 problems of validation "sums" are trained on, too' in told
-    found = "2: the reference says that the answer is elsewhere ('1': 'see solution', '2': 'see solution')\n"
+    found = (
+        "2: the reference says that the answer is elsewhere ('1': 'see solution', '2': 'see "
+        "solution')\n"
+    )
     assert told.count(found) == 2, "of training, and of validation"
 
 
@@ -208,7 +243,10 @@ def test_with_a_tokenizer_prompts_are_filtered_by_their_tokens(dry, bare_model: 
 def test_a_warning_where_filters_drop_much(dry, bare_model: Path):
     tight = ("telemetry.warn_dropped=0.001",)
     status, out, _ = dry(SMALL_R1, f"model.path={bare_model}", *TINY, *tight)
-    assert status == 0 and "of the prompts are dropped before the start" in out.partition("Worth knowing:")[2]
+    assert (
+        status == 0
+        and "of the prompts are dropped before the start" in out.partition("Worth knowing:")[2]
+    )
 
 
 def test_the_plan_of_a_recipe(dry):
@@ -216,7 +254,8 @@ def test_the_plan_of_a_recipe(dry):
     assert (status, err) == (0, "")
     sequences, tokens = 512 * 16, 512 * 16 * (1024 + 27648)
     for line in (
-        "Model: /storage/models/DeepSeek-R1-Distill-Qwen-1.5B, 1.78 B parameters, 28 layers, 131072 positions",
+        "Model: /storage/models/DeepSeek-R1-Distill-Qwen-1.5B, 1.78 B parameters, 28 layers, "
+        "131072 positions",
         "Layout: 8 ranks, TP1 x PP1 x DP8, 8 engines of TP1",
         f"Step: 512 prompts x 16 completions = {sequences:,} sequences",
         "4 minibatches x 1 epoch over them: 4 updates a step, 20 in all at most",
@@ -231,7 +270,8 @@ def test_the_plan_of_a_recipe(dry):
 
 
 def test_the_plan_of_a_critic_on_32_gpus(dry):
-    """A 7B critic beside a 7B policy does not fit as the recipe has it, and does where it is offloaded."""
+    """A 7B critic beside a 7B policy does not fit as the recipe has it, and does where it is
+    offloaded."""
     critic = [
         "--config",
         str(CONFIGS / "algorithms" / "critic.yaml"),
@@ -240,13 +280,19 @@ def test_the_plan_of_a_critic_on_32_gpus(dry):
         "memory.gpu=H100-80GB",
     ]
     status, _, told = dry("areal/7b_n4.yaml", *critic)
-    assert status == 2 and 'in the phase "generate"' in told and "Set memory.offload_critic=true." in told
+    assert (
+        status == 2
+        and 'in the phase "generate"' in told
+        and "Set memory.offload_critic=true." in told
+    )
     status, out, told = dry("areal/7b_n4.yaml", *critic, "memory.offload_critic=true")
     assert status == 0, told
     assert "a critic of 7.07 B parameters learns from the same minibatches" in out
     (line,) = (line for line in out.splitlines() if line.startswith("  critic: "))
     assert "critic_gradients 13.17" in line and "critic_optimizer 2.47" in line
-    assert "activations 3.08" in line and "logits" not in line, "a backward pass, to a single output"
+    assert "activations 3.08" in line and "logits" not in line, (
+        "a backward pass, to a single output"
+    )
 
 
 def test_stages_have_lines_of_their_own(dry, rows: Path):
@@ -263,15 +309,24 @@ def test_partial_rollouts_are_told(dry):
     carry = ("rollout.tail=carry", *loss, "algorithm.importance_cap=2")
     status, out, err = dry(SMALL_R1, *carry, "rollout.max_staleness=3")
     assert status == 0, err
-    told = "partial rollouts: slices of 6,912 tokens, at most 2,048 groups in flight, learned from within 3 steps"
+    told = (
+        "partial rollouts: slices of 6,912 tokens, at most 2,048 groups in flight, learned "
+        "from within 3 steps"
+    )
     assert told in " ".join(out.split())
     assert "partial rollouts" not in dry(SMALL_R1)[1]
 
 
 def test_groups_in_flight_count_for_the_disk(dry):
-    """Three checkpoints at most, each with 512 groups x 16 completions x 27,648 tokens x 8 bytes: 1.6875 GiB."""
+    """Three checkpoints at most, each with 512 groups x 16 completions x 27,648 tokens x 8 bytes:
+    1.6875 GiB."""
     loss = ("algorithm.recompute_logprobs=true", "algorithm.importance_correction=token")
-    both = (*loss, "algorithm.importance_cap=2", "save.save_freq_epochs=null", "save.save_freq_steps=null")
+    both = (
+        *loss,
+        "algorithm.importance_cap=2",
+        "save.save_freq_epochs=null",
+        "save.save_freq_steps=null",
+    )
 
     def needed(*overrides: str) -> float:
         out = dry(SMALL_R1, *both, "save.keep_last=2", *overrides)[1]
@@ -296,13 +351,14 @@ def test_asynchronous_runs_are_told(dry):
     assert status == 0, err
     told = " ".join(out.split())
     assert (
-        "Layout: 8 ranks, TP1 x PP1 x DP4, 2 engines of TP2 on ranks of their own ranks 0-3 train, ranks 4-7"
-        in told
+        "Layout: 8 ranks, TP1 x PP1 x DP4, 2 engines of TP2 on ranks of their own ranks 0-3 "
+        "train, ranks 4-7" in told
     )
     assert "1,536 groups at most are begun before the first step, 512 more after each" in told
     assert "learned from within 2 steps of their first token" in told
     assert (
-        "Planned memory of rank 0 (pipeline stage 0)" in out and "Planned memory of engine rank 4 on" in out
+        "Planned memory of rank 0 (pipeline stage 0)" in out
+        and "Planned memory of engine rank 4 on" in out
     )
     colocated = dry(SMALL_R1)[1]
     assert (
@@ -332,7 +388,10 @@ def test_tail_batching_and_its_bias_are_told(dry):
     status, out, err = dry(SMALL_R1, "rollout.tail=defer")
     assert status == 0, err
     told = " ".join(out.split())
-    assert "tail batching: groups with a completion of more than 13,824 tokens are sampled anew" in told
+    assert (
+        "tail batching: groups with a completion of more than 13,824 tokens are sampled anew"
+        in told
+    )
     assert "in steps of their own; what that biases: docs/algorithm.md" in told
     assert "tail batching" not in dry(SMALL_R1)[1]
 
@@ -342,12 +401,21 @@ def test_epochs_that_end_before_the_steps_are_worth_knowing(dry, bare_model: Pat
     words = (f"model.path={bare_model}", *TINY, "run.total_epochs=2")
     status, out, err = dry(V2, *words, "run.total_steps=13")
     assert status == 0, err
-    assert "run.total_steps is 13, and the run ends after 10 steps" in out and "run.total_epochs=3." in out
+    assert (
+        "run.total_steps is 13, and the run ends after 10 steps" in out
+        and "run.total_epochs=3." in out
+    )
     assert "the run ends after" not in dry(V2, *words, "run.total_steps=10")[1]
 
 
 def test_the_verdict_agrees_with_what_is_said_of_too_many_ranks(dry, bare_model: Path) -> None:
-    words = (f"model.path={bare_model}", *TINY, "memory.gpu=null", "run.device=cpu", "parallel.data=null")
+    words = (
+        f"model.path={bare_model}",
+        *TINY,
+        "memory.gpu=null",
+        "run.device=cpu",
+        "parallel.data=null",
+    )
     ranks = 4 * len(os.sched_getaffinity(0)) + 60  # more than four a core
     words = (*words, "--ranks", str(ranks), f"data.prompts_per_step={ranks}")
     status, out, err = dry(SMALL_R1, *words)
@@ -369,20 +437,31 @@ def test_without_a_number_of_ranks_the_least_are_planned(
     status, out, err = dry(
         SMALL_R1, f"model.path={bare_model}", *TINY, "parallel.data=null", "parallel.tensor=2"
     )
-    assert status == 0 and "Layout: 2 ranks" in out and "the least for this layout; --ranks N" in out, err
+    assert (
+        status == 0 and "Layout: 2 ranks" in out and "the least for this layout; --ranks N" in out
+    ), err
 
 
-def test_what_a_start_refuses_to_resume_a_dry_run_refuses(dry, tied_model: Path, tmp_path: Path) -> None:
+def test_what_a_start_refuses_to_resume_a_dry_run_refuses(
+    dry, tied_model: Path, tmp_path: Path
+) -> None:
     """A run that became shorter, another model, other prompts; and what is resumed is told."""
     words = (f"model.path={tied_model}", *TINY)
     output, status = tmp_path / "run", dry(SMALL_R1, *words)[0]
     assert status == 0
-    config = load_config([CONFIGS / SMALL_R1], [f"run.output_dir={output}", "data.train_path=t", *words])
+    config = load_config(
+        [CONFIGS / SMALL_R1], [f"run.output_dir={output}", "data.train_path=t", *words]
+    )
 
     def checkpoint(step: int, data: str) -> None:
-        partial, model = open_partial(output / CHECKPOINTS_FOLDER, step), model_fingerprint(tied_model)
+        partial, model = (
+            open_partial(output / CHECKPOINTS_FOLDER, step),
+            model_fingerprint(tied_model),
+        )
         libraries, versions = ("torch",), {"torch": "2"}
-        progress = Progress(step, 0, 24, 6, 3, "TP1", 1, ("exp_avg",), libraries, model, data, versions)
+        progress = Progress(
+            step, 0, 24, 6, 3, "TP1", 1, ("exp_avg",), libraries, model, data, versions
+        )
         write_progress(partial, progress)
         save_config(config, partial / "config.yaml")
         (partial / "state" / ".metadata").write_text("index")
@@ -393,7 +472,9 @@ def test_what_a_start_refuses_to_resume_a_dry_run_refuses(dry, tied_model: Path,
     _, _, err = dry(SMALL_R1, *words, "run.total_steps=4")
     assert err.startswith("1 problem with this run:") and err.count("cannot resume from") == 1
     assert "8 steps are done there, the run has 4 now" in err and "model.path: what" not in err
-    there = re.search(r"data.train_path: what .* has changed \(fingerprint another there, (\w+) of", err)
+    there = re.search(
+        r"data.train_path: what .* has changed \(fingerprint another there, (\w+) of", err
+    )
     assert there is not None
     checkpoint(9, there[1])
     shutil.rmtree(output / CHECKPOINTS_FOLDER / "step-000008")
@@ -407,7 +488,10 @@ def test_what_a_start_refuses_to_resume_a_dry_run_refuses(dry, tied_model: Path,
         (SaveConfig(), 0),
         (SaveConfig(save_freq_steps=4), 3),
         (SaveConfig(save_freq_epochs=1), 2),
-        (SaveConfig(save_freq_steps=4, save_freq_epochs=1), 5),  # after steps 4, 6, 8 and, counted twice, 12
+        (
+            SaveConfig(save_freq_steps=4, save_freq_epochs=1),
+            5,
+        ),  # after steps 4, 6, 8 and, counted twice, 12
         (SaveConfig(save_freq_steps=4, keep_models=2), 2),
     ],
 )

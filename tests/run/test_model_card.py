@@ -18,7 +18,11 @@ from rlmath.run.recovery.model_card import model_card
 
 
 def config_of(folder: Path, *overrides: str) -> Config:
-    plain = (f"run.output_dir={folder}/run", "model.path=models/tiny", "data.train_path=data/train.jsonl")
+    plain = (
+        f"run.output_dir={folder}/run",
+        "model.path=models/tiny",
+        "data.train_path=data/train.jsonl",
+    )
     return load_config([], [*plain, *overrides])
 
 
@@ -47,7 +51,10 @@ def test_a_card_says_base_data_settings_steps_and_what_was_measured(tmp_path: Pa
     rows(
         tmp_path,
         "metrics.jsonl",
-        *({"step": step, "task_reward": step - 2.5, "rollout/accuracy": step / 8} for step in (1, 2, 3, 4)),
+        *(
+            {"step": step, "task_reward": step - 2.5, "rollout/accuracy": step / 8}
+            for step in (1, 2, 3, 4)
+        ),
     )
     rows(
         tmp_path,
@@ -63,7 +70,9 @@ def test_a_card_says_base_data_settings_steps_and_what_was_measured(tmp_path: Pa
         "pipeline_tag": "text-generation",
         "tags": ["rlmath"],
     }
-    assert f"`tiny` by reinforcement learning with rlmath {rlmath.__version__}: 3 of 4 steps." in card
+    assert (
+        f"`tiny` by reinforcement learning with rlmath {rlmath.__version__}: 3 of 4 steps." in card
+    )
     assert "- `data/train.jsonl`\n" in card
     assert "| mean reward | 1 | -1.5 | 3 | 0.5 |" in card
     assert "| accuracy of sampled answers | 1 | 0.125 | 3 | 0.375 |" in card
@@ -88,9 +97,16 @@ def test_a_card_of_adapters_says_the_same_of_them(tmp_path: Path) -> None:
 def test_a_card_has_the_licence_of_the_base_model(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     config = config_of(tmp_path, f"model.path={tmp_path}/base")
-    (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\ntags: [x]\n---\n# Base\n")
+    (tmp_path / "base" / "README.md").write_text(
+        "---\nlicense: apache-2.0\ntags: [x]\n---\n# Base\n"
+    )
     assert front_of(card_of(config))["license"] == "apache-2.0"
-    for content in ("no front matter", "---\n[\n---\n", "---\nlicense: [1]\n---\n", "---\n- 1\n---\n"):
+    for content in (
+        "no front matter",
+        "---\n[\n---\n",
+        "---\nlicense: [1]\n---\n",
+        "---\n- 1\n---\n",
+    ):
         (tmp_path / "base" / "README.md").write_text(content)
         assert "license" not in front_of(card_of(config))
 
@@ -134,7 +150,9 @@ def test_models_and_data_of_the_hub_have_their_ids_in_a_card(tmp_path: Path) -> 
     ],
 )
 def test_hostile_text_stays_in_its_place(tmp_path: Path, text: str) -> None:
-    config = config_of(tmp_path, f"data.system_prompt={json.dumps(text)}", f"model.path={json.dumps(text)}")
+    config = config_of(
+        tmp_path, f"data.system_prompt={json.dumps(text)}", f"model.path={json.dumps(text)}"
+    )
     card = card_of(config)
     front = front_of(card)
     assert front.keys() == {"base_model", "library_name", "pipeline_tag", "tags"}
@@ -143,5 +161,7 @@ def test_hostile_text_stays_in_its_place(tmp_path: Path, text: str) -> None:
     assert "\x1b" not in card and "\u202e" not in card
     lines = card.splitlines()
     assert [line for line in lines if line.startswith("#")] == [
-        line for line in lines if re.fullmatch(r"# `[^`]*`, trained by rlmath|## (Data|Settings)", line)
+        line
+        for line in lines
+        if re.fullmatch(r"# `[^`]*`, trained by rlmath|## (Data|Settings)", line)
     ]

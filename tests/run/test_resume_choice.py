@@ -83,10 +83,15 @@ def checkpoint(
     changed: Mapping[str, int | str | None] = MappingProxyType({}),
     files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Path:
-    """`changed` are values of its progress, None: one that is not there; `files` are those of its model."""
+    """`changed` are values of its progress, None: one that is not there; `files` are those of its
+    model."""
     partial = open_partial(folder / "checkpoints", step)
     write_progress(partial, replace(PROGRESS, step=step))
-    values = json.loads((partial / "progress.json").read_text()) | changed | {"reward_fingerprint": reward}
+    values = (
+        json.loads((partial / "progress.json").read_text())
+        | changed
+        | {"reward_fingerprint": reward}
+    )
     known = {name: value for name, value in values.items() if value is not None}
     (partial / "progress.json").write_text(json.dumps(known))
     (partial / "config.yaml").write_text(config_as_yaml(config or make_config(folder)))
@@ -118,7 +123,12 @@ def test_the_rollbacks_of_another_run_are_told_before_the_start(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("made_by", "told"),
-    [({}, 0), ({"cpu_sampler": 1}, 1), ({"cpu_sampler": 1, "syncs": 0}, 0), ({"cpu_sampler": None}, 1)],
+    [
+        ({}, 0),
+        ({"cpu_sampler": 1}, 1),
+        ({"cpu_sampler": 1, "syncs": 0}, 0),
+        ({"cpu_sampler": None}, 1),
+    ],
     ids=["this", "another", "another without engines", "one that did not write it"],
 )
 def test_a_checkpoint_of_another_sampler_is_told_on_cpu(
@@ -133,7 +143,8 @@ def test_a_checkpoint_of_another_sampler_is_told_on_cpu(
 def test_another_spelling_of_the_same_reward_function_is_no_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relative or an absolute path, a module or its file, a copy elsewhere; not another function or other code."""
+    """A relative or an absolute path, a module or its file, a copy elsewhere; not another function
+    or other code."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def steps(*_):\n    return 1.0\n")
     (tmp_path / "copy.py").write_text("def steps(*_):\n    return 1.0\n")
@@ -164,7 +175,8 @@ def test_another_spelling_of_the_same_reward_function_is_no_change(
 def test_selection_and_advantages_of_the_users_are_kept_by_a_resumed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another function is refused, another spelling is none, and other code is told; so is that of a plugin."""
+    """Another function is refused, another spelling is none, and other code is told; so is that of
+    a plugin."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text("def best(*_): ...\ndef last(*_): ...\n")
     key = "algorithm.advantage"
@@ -184,7 +196,9 @@ def test_selection_and_advantages_of_the_users_are_kept_by_a_resumed_run(
 
     one, registered = tmp_path / "one", tmp_path / "registered"
     saved(one, f"{key}=own.py:best")
-    assert warnings(one, f"{key}=own.py:best") == warnings(one, f"{key}={tmp_path}/own.py:best") == ()
+    assert (
+        warnings(one, f"{key}=own.py:best") == warnings(one, f"{key}={tmp_path}/own.py:best") == ()
+    )
     for other in ("own.py:last", "grpo"):
         with pytest.raises(ValueError, match=f"{key}: own.py:best there, {other} now"):
             warnings(one, f"{key}={other}")
@@ -193,7 +207,9 @@ def test_selection_and_advantages_of_the_users_are_kept_by_a_resumed_run(
         assert warnings(registered, f"{key}=best", f"run.plugins=[{plugin}]") == ()
     (tmp_path / "own.py").write_text("def best(*_):\n    return 1\n")
     (told,) = warnings(one, f"{key}=own.py:best")
-    assert told.startswith(f"{key}=own.py:best: the code has changed since the checkpoint of step 3")
+    assert told.startswith(
+        f"{key}=own.py:best: the code has changed since the checkpoint of step 3"
+    )
     assert len(warnings(registered, f"{key}=best", "run.plugins=[own.py]")) == 1
 
 
@@ -237,7 +253,8 @@ def plain_file(path: Path) -> None:
     [
         (
             unmounted,
-            'a link to "/mnt/not-mounted/checkpoints", where nothing is (a disk that is not mounted?)',
+            'a link to "/mnt/not-mounted/checkpoints", where nothing is (a disk that is not '
+            "mounted?)",
         ),
         (plain_file, "is not a folder"),
     ],
@@ -260,7 +277,11 @@ def test_what_cannot_be_looked_at_is_not_absent(
 
 @pytest.mark.parametrize(
     "name",
-    ["", "/step-000005", *(f"/step-000005/{x}" for x in ("manifest.json", "progress.json", "config.yaml"))],
+    [
+        "",
+        "/step-000005",
+        *(f"/step-000005/{x}" for x in ("manifest.json", "progress.json", "config.yaml")),
+    ],
 )
 def test_without_permission_nothing_older_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -288,7 +309,10 @@ def test_a_run_that_became_shorter_than_what_is_done_is_refused(tmp_path: Path) 
     with pytest.raises(ValueError, match="20 steps are done there, the run has 19 now") as error:
         find_recovery(make_config(tmp_path), ORIGIN, TOTAL - 1)
     first, *problems, advice = str(error.value).splitlines()
-    assert first == f"The run cannot resume from {tmp_path}/checkpoints/step-000020:" and len(problems) == 1
+    assert (
+        first == f"The run cannot resume from {tmp_path}/checkpoints/step-000020:"
+        and len(problems) == 1
+    )
     assert advice.startswith("To start from the beginning, give another run.output_dir")
 
 
@@ -304,7 +328,9 @@ def test_on_one_rank_the_newest_whole_one_is_chosen_and_without_any_it_ends(tmp_
     chosen = choose_checkpoint(recovery)
     assert chosen is not None and chosen[0].step == 3
     (tmp_path / "checkpoints" / "step-000003" / "state" / ".metadata").unlink()
-    with pytest.raises(ValueError, match=r"no checkpoint is whole: .*step-000005.*step-000003 is damaged"):
+    with pytest.raises(
+        ValueError, match=r"no checkpoint is whole: .*step-000005.*step-000003 is damaged"
+    ):
         choose_checkpoint(recovery)
 
 
@@ -322,16 +348,23 @@ def flip(path: Path) -> None:
         ("reward.rewards=[correctness,format]", "reward.rewards: "),
     ],
 )
-def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path, override: str, told: str) -> None:
+def test_what_makes_it_another_run_is_refused_by_name(
+    tmp_path: Path, override: str, told: str
+) -> None:
     checkpoint(tmp_path, 3)
     with pytest.raises(ValueError, match=told):
         find_recovery(make_config(tmp_path, override), ORIGIN, TOTAL)
 
 
-def test_another_model_and_other_prompts_are_refused_and_their_paths_are_not(tmp_path: Path) -> None:
+def test_another_model_and_other_prompts_are_refused_and_their_paths_are_not(
+    tmp_path: Path,
+) -> None:
     checkpoint(tmp_path, 3)
     moved = make_config(
-        tmp_path, "model.path=elsewhere", "data.train_path=elsewhere.jsonl", "data.more_train_paths=[x]"
+        tmp_path,
+        "model.path=elsewhere",
+        "data.train_path=elsewhere.jsonl",
+        "data.more_train_paths=[x]",
     )
     assert found_steps(moved) == [3]
     with pytest.raises(ValueError, match=r"model.path: what the run started from has changed"):
@@ -350,7 +383,9 @@ def test_another_model_and_other_prompts_are_refused_and_their_paths_are_not(tmp
         ("lora.rank=4", "lora.target=mlp", "lora.target: all there, mlp now"),
     ],
 )
-def test_other_adapters_are_refused_by_name(tmp_path: Path, then: str, override: str, told: str) -> None:
+def test_other_adapters_are_refused_by_name(
+    tmp_path: Path, then: str, override: str, told: str
+) -> None:
     checkpoint(tmp_path, 3, make_config(tmp_path, then))
     assert found_steps(make_config(tmp_path, then)) == [3]
     with pytest.raises(ValueError, match=told):
@@ -368,7 +403,12 @@ def test_the_adapters_that_a_run_began_with_are_compared_by_content(tmp_path: Pa
 
 def test_layout_length_and_what_is_kept_may_change(tmp_path: Path) -> None:
     checkpoint(tmp_path, 3)
-    other = ("parallel.tensor=2", "rollout.tensor_parallel=2", "run.total_steps=9", "save.ckpt_freq_steps=1")
+    other = (
+        "parallel.tensor=2",
+        "rollout.tensor_parallel=2",
+        "run.total_steps=9",
+        "save.ckpt_freq_steps=1",
+    )
     other += ("policy.transformer_impl=local", "optimizer.overlap_grad_reduce=true")
     assert found_steps(make_config(tmp_path, *other)) == [3]
 
@@ -376,7 +416,9 @@ def test_layout_length_and_what_is_kept_may_change(tmp_path: Path) -> None:
 def test_every_entry_of_the_list_is_a_setting() -> None:
     keys = list(setting_values(make_config(Path("x"))))
     for entry in MAY_CHANGE:
-        assert any(key.startswith(entry) if entry.endswith(".") else key == entry for key in keys), entry
+        assert any(
+            key.startswith(entry) if entry.endswith(".") else key == entry for key in keys
+        ), entry
 
 
 def test_a_setting_whose_name_only_begins_like_one_that_may_change_is_refused() -> None:
@@ -397,12 +439,17 @@ def test_fingerprints_tell_contents_and_not_places(tmp_path: Path) -> None:
     prompts = [Prompt("1", "x", (1, 2), ("3",), "math"), Prompt("2", "y", (4,), ("5",), "math")]
     assert data_fingerprint(prompts) == data_fingerprint(list(prompts))
     assert data_fingerprint(prompts) != data_fingerprint(prompts[::-1])
-    assert data_fingerprint(prompts) != data_fingerprint([prompts[0], replace(prompts[1], solutions=("6",))])
+    assert data_fingerprint(prompts) != data_fingerprint(
+        [prompts[0], replace(prompts[1], solutions=("6",))]
+    )
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
-def test_a_fingerprint_sees_the_begin_middle_and_end_of_every_tensor(tmp_path: Path, place: str) -> None:
-    """A file of some 4 MiB, whose tensors in the middle lie in neither its first nor its last MiB."""
+def test_a_fingerprint_sees_the_begin_middle_and_end_of_every_tensor(
+    tmp_path: Path, place: str
+) -> None:
+    """A file of some 4 MiB, whose tensors in the middle lie in neither its first nor its last
+    MiB."""
     tensors = {f"t{number}": torch.ones(64, 2048) for number in range(8)}
     fingerprints = []
     for name in ("a", "b"):
@@ -427,7 +474,9 @@ def test_a_checkpoint_of_an_older_release_compares_by_its_own_rule(tmp_path: Pat
     assert found_steps(make_config(run, f"model.path={model}"), origin) == [3]
     (model / "config.json").write_text("{ }")
     with pytest.raises(ValueError, match=r"model\.path: what the run started from has changed"):
-        found_steps(make_config(run, f"model.path={model}"), replace(origin, model=model_fingerprint(model)))
+        found_steps(
+            make_config(run, f"model.path={model}"), replace(origin, model=model_fingerprint(model))
+        )
 
 
 def edit_json(path: Path, change: Callable[[dict], object]) -> None:
@@ -445,7 +494,11 @@ def swapped(content: dict) -> None:
     ("name", "change", "told"),
     [
         ("tokenizer.json", swapped, "2 tokens have other ids, '1' 20 there and 21 now"),
-        ("tokenizer_config.json", lambda c: c.update(pad_token="<bos>"), "pad_token_id is 0 there and 2 now"),
+        (
+            "tokenizer_config.json",
+            lambda c: c.update(pad_token="<bos>"),
+            "pad_token_id is 0 there and 2 now",
+        ),
         (
             "generation_config.json",
             lambda c: c.update(eos_token_id=[1, 50]),
@@ -496,7 +549,9 @@ def test_the_models_tokenizer_is_read_once_for_all_checkpoints(tmp_path: Path) -
 
 @contextmanager
 def opened_files() -> Iterator[list[str]]:
-    """The files that Python opens meanwhile. An audit hook cannot be removed: it stops adding."""
+    """The files that Python opens meanwhile.
+
+    An audit hook cannot be removed: it stops adding."""
     opened: list[str] = []
     listens = True
 
@@ -531,11 +586,16 @@ def test_stages_that_have_not_begun_may_change(tmp_path: Path, now: tuple[str, .
 @pytest.mark.parametrize(
     ("now", "told"),
     [
-        (("stages.steps=[2,9]", "stages.max_new_tokens=[8,17]"), "step 3, which is done, had at most 16 new"),
+        (
+            ("stages.steps=[2,9]", "stages.max_new_tokens=[8,17]"),
+            "step 3, which is done, had at most 16 new",
+        ),
         ((), "step 1, which is done, had at most 8 new tokens there, 16384 now"),
     ],
 )
-def test_lengths_of_steps_that_are_done_are_kept(tmp_path: Path, now: tuple[str, ...], told: str) -> None:
+def test_lengths_of_steps_that_are_done_are_kept(
+    tmp_path: Path, now: tuple[str, ...], told: str
+) -> None:
     checkpoint(tmp_path, 3, make_config(tmp_path, *STAGED))
     with pytest.raises(ValueError, match="cannot resume from") as error:
         find_recovery(make_config(tmp_path, *now), ORIGIN, TOTAL)
@@ -583,7 +643,8 @@ def test_a_run_may_get_stages_when_the_first_is_what_it_was(tmp_path: Path) -> N
                 "stages.max_new_tokens=[8,17]",
                 "stages.max_tokens_per_microbatch=[100,400]",
             ),
-            "stages.steps=[2,1,8] stages.max_new_tokens=[8,16,17] stages.max_tokens_per_microbatch=[100,400,400]",
+            "stages.steps=[2,1,8] stages.max_new_tokens=[8,16,17] "
+            "stages.max_tokens_per_microbatch=[100,400,400]",
         ),
     ],
 )
@@ -599,7 +660,9 @@ def test_another_length_is_refused_with_the_stages_that_resume(
     assert found_steps(resumed) == [3]
 
 
-def test_without_a_known_end_the_stages_that_resume_leave_the_last_number_open(tmp_path: Path) -> None:
+def test_without_a_known_end_the_stages_that_resume_leave_the_last_number_open(
+    tmp_path: Path,
+) -> None:
     checkpoint(tmp_path, 3, make_config(tmp_path, "rollout.max_new_tokens=8"))
     (change,) = changes_since_newest(make_config(tmp_path, "rollout.max_new_tokens=9")) or []
     assert change == (
@@ -614,7 +677,9 @@ def test_the_same_lengths_in_other_stages_are_no_change(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_is_too_short_for_the_groups_in_flight_is_a_problem(tmp_path: Path) -> None:
-    """Steps learn from two; three are done. The last stage may leave some."""
+    """Steps learn from two; three are done.
+
+    The last stage may leave some."""
 
     def problem(ends: str, wanted: int) -> str | None:
         lengths = "[8,16]" if "," in ends else "[8]"
@@ -623,8 +688,9 @@ def test_a_stage_that_is_too_short_for_the_groups_in_flight_is_a_problem(tmp_pat
         return unfinished_problem(config, 8, 3, wanted)
 
     assert problem("5,4", 4) is None and problem("4", 5) is None
-    assert "has 4 groups in flight, which need 2 steps of data.prompts_per_step=2 groups; " in problem(
-        "4,4", 4
+    assert (
+        "has 4 groups in flight, which need 2 steps of data.prompts_per_step=2 groups; "
+        in problem("4,4", 4)
     )
     found = problem("5,4", 5)
     assert "stage 1 ends after step 5" in found and "after step 6 or later" in found
@@ -637,15 +703,22 @@ def test_without_a_checkpoint_all_stages_are_compared(tmp_path: Path) -> None:
     assert told.startswith("stages.steps: [2, 4, 6] there, [2, 4, 7] now")
 
 
-def test_the_split_of_ranks_may_change_but_not_whether_engines_have_their_own(tmp_path: Path) -> None:
+def test_the_split_of_ranks_may_change_but_not_whether_engines_have_their_own(
+    tmp_path: Path,
+) -> None:
     colocated, own = make_config(tmp_path), make_config(tmp_path, "rollout.ranks=2")
     more = make_config(
-        tmp_path, "rollout.ranks=4", "rollout.max_concurrent_sequences=8", "rollout.tensor_parallel=2"
+        tmp_path,
+        "rollout.ranks=4",
+        "rollout.max_concurrent_sequences=8",
+        "rollout.tensor_parallel=2",
     )
     assert refused_changes(own, more) == []
     assert refused_changes(colocated, own) == ["rollout.ranks: 0 there, 2 now"]
     assert refused_changes(own, colocated) == ["rollout.ranks: 2 there, 0 now"]
-    older = make_config(tmp_path, "rollout.ranks=2", "rollout.max_staleness=3", "rollout.on_new_weights=keep")
+    older = make_config(
+        tmp_path, "rollout.ranks=2", "rollout.max_staleness=3", "rollout.on_new_weights=keep"
+    )
     assert refused_changes(own, older) == [
         "rollout.max_staleness: 1 there, 3 now",
         "rollout.on_new_weights: recompute there, keep now",
@@ -669,7 +742,9 @@ def test_the_files_of_all_listed_functions_are_what_a_run_is_made_of(tmp_path: P
     assert reward_fingerprint(RewardConfig(function=function)) == code_fingerprint(function) != ""
 
 
-def test_data_that_a_release_before_named_without_the_ends_of_files_is_the_same(tmp_path: Path) -> None:
+def test_data_that_a_release_before_named_without_the_ends_of_files_is_the_same(
+    tmp_path: Path,
+) -> None:
     """Where there are as many files: of two, the order of sequences is another than of one."""
     checkpoint(tmp_path, 3)
     now = Origin("model-1", "data-2", older_data="data-1")

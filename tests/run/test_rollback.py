@@ -1,4 +1,5 @@
-"""Rollbacks: the list on the disk, which checkpoints it rules out, other orders and seeds, and collapsed rewards."""
+"""Rollbacks: the list on the disk, which checkpoints it rules out, other orders and seeds, and
+collapsed rewards."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.planning.checks import run_problems
 from rlmath.run.divergence import NO_STEP, DivergedError, DivergenceCheck, RewardRule, best_rewards
 from rlmath.run.loop import reward_rule
-from rlmath.run.recovery.rollback import read_rollbacks, rollbacks_of, superseded_by, write_rollbacks
+from rlmath.run.recovery.rollback import (
+    read_rollbacks,
+    rollbacks_of,
+    superseded_by,
+    write_rollbacks,
+)
 from tests.checkpoint.test_directory import make as make_checkpoint
 
 RECORDS = [Rollback(1, 20, 20, 23, "values"), Rollback(2, 10, 12, 31, "rewards")]
@@ -32,7 +38,20 @@ RECORDS = [Rollback(1, 20, 20, 23, "values"), Rollback(2, 10, 12, 31, "rewards")
 def progress(step: int, *rollbacks: Rollback) -> Progress:
     steps, draws = tuple(one.step for one in rollbacks), tuple(one.draw_step for one in rollbacks)
     return Progress(
-        step, 0, 0, step, step, "", 1, (), (), "", "", {}, rollback_steps=steps, rollback_draw_steps=draws
+        step,
+        0,
+        0,
+        step,
+        step,
+        "",
+        1,
+        (),
+        (),
+        "",
+        "",
+        {},
+        rollback_steps=steps,
+        rollback_draw_steps=draws,
     )
 
 
@@ -54,8 +73,10 @@ def test_the_list_of_rollbacks_comes_back_as_it_was_written(tmp_path: Path) -> N
         "[]",
         '{"version": 2, "rollbacks": []}',
         '{"version": 1, "rollbacks": [{"step": 1}]}',
-        '{"version": 1, "rollbacks": [{"step": -1, "draw_step": 1, "diverged_step": 1, "reason": ""}]}',
-        '{"version": 1, "rollbacks": [{"step": 1e99, "draw_step": 1, "diverged_step": 1, "reason": ""}]}',
+        '{"version": 1, "rollbacks": [{"step": -1, "draw_step": 1, "diverged_step": 1, "reason": '
+        '""}]}',
+        '{"version": 1, "rollbacks": [{"step": 1e99, "draw_step": 1, "diverged_step": 1, '
+        '"reason": ""}]}',
     ],
 )
 def test_a_list_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
@@ -130,11 +151,17 @@ def test_seeds_and_orders_follow_from_the_rollbacks_that_still_count() -> None:
     assert order.rollbacks == (Rollback(2, 5, 6),)
     assert [order.seed_at(step) for step in (5, 6, 30)] == [7, seed_after(7, 2), seed_after(7, 2)]
     order.roll_back([Rollback(1, 5, 5), Rollback(2, 12, 12)])
-    assert [order.seed_at(step) for step in (4, 5, 11, 12)] == [7, *[seed_after(7, 1)] * 2, seed_after(7, 2)]
+    assert [order.seed_at(step) for step in (4, 5, 11, 12)] == [
+        7,
+        *[seed_after(7, 1)] * 2,
+        seed_after(7, 2),
+    ]
     assert len({seed_after(7, number) for number in range(100)}) == 100
     first_only = PromptOrder(40, 4, 7, True)
     first_only.roll_back([Rollback(1, 5, 5)])
-    assert [order.batch(step) for step in range(12)] == [first_only.batch(step) for step in range(12)]
+    assert [order.batch(step) for step in range(12)] == [
+        first_only.batch(step) for step in range(12)
+    ]
     assert order.batch(12) != first_only.batch(12)
     as_in_the_file = PromptOrder(40, 4, 7, shuffle=False)
     as_in_the_file.roll_back([Rollback(1, 1, 1)])
@@ -147,7 +174,9 @@ def test_seeds_and_orders_follow_from_the_rollbacks_that_still_count() -> None:
 RULE = RewardRule(drop=0.5, steps=2)
 
 
-def test_rewards_have_collapsed_where_they_lost_the_share_of_their_gain_and_three_deviations() -> None:
+def test_rewards_have_collapsed_where_they_lost_the_share_of_their_gain_and_three_deviations() -> (
+    None
+):
     assert best_rewards([0.0, 0.0, 1.0], RULE) is None
     found = best_rewards([0.0, 0.0, 1.0, 1.0, 0.6, 0.6], RULE)  # lost 0.4 of a gain of 1
     assert found is not None and (found.mean, found.end, found.collapsed) == (1.0, 4, None)
@@ -178,7 +207,9 @@ def test_a_check_raises_at_the_collapse_and_names_what_is_good_from_before() -> 
     without = DivergenceCheck(None, 1, None)  # pyright: ignore
     without.after_step(1, [], 1.0)
     assert without.rewards == [] and without.good_step == NO_STEP
-    overflow = MinibatchResult({}, {}, math.inf, 0.1, "too large a loss scale", 8.0, overflowed=True)
+    overflow = MinibatchResult(
+        {}, {}, math.inf, 0.1, "too large a loss scale", 8.0, overflowed=True
+    )
     without.after_step(2, [overflow, overflow])
     assert without.discarded_steps == 0 and without.learned_step == 0, "the policy is as it was"
 
@@ -193,7 +224,8 @@ def test_a_reward_that_is_always_the_same_has_not_collapsed(value: float) -> Non
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 8, 10])
 def test_a_checkpoint_from_before_a_collapse_is_there(tmp_path: Path, every: int) -> None:
-    """Rewards rise until step 60, and fall: whatever is between two checkpoints, a good one stays, and few do."""
+    """Rewards rise until step 60, and fall: whatever is between two checkpoints, a good one stays,
+    and few do."""
     rule, keep_last, rewards = RewardRule(drop=0.5, steps=10), 2, []
     for step in range(1, 100):
         rewards.append(step / 60 if step <= 60 else 0.0)

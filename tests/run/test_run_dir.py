@@ -52,7 +52,10 @@ def test_a_new_folder_is_made_with_the_config_in_it(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("mode", "why"),
-    [("auto", "there is no checkpoint in checkpoints/"), ("disabled", 'run.recover_mode is "disabled"')],
+    [
+        ("auto", "there is no checkpoint in checkpoints/"),
+        ("disabled", 'run.recover_mode is "disabled"'),
+    ],
 )
 def test_what_is_moved_aside_is_logged_with_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str, why: str
@@ -83,7 +86,11 @@ def test_a_repeated_run_moves_aside_what_was_there(tmp_path: Path):
     for number, text in (("001", "first"), ("002", "second"), ("003", "third")):
         aside = folder / "earlier" / number
         assert names(aside) == ["config.yaml", "metrics.jsonl", "samples"]
-        assert (aside / "metrics.jsonl").read_text() == (aside / "samples" / ".hidden").read_text() == text
+        assert (
+            (aside / "metrics.jsonl").read_text()
+            == (aside / "samples" / ".hidden").read_text()
+            == text
+        )
         assert load_config([aside / "config.yaml"], []) == config
 
 
@@ -120,7 +127,9 @@ def test_a_folder_of_another_run_names_the_keys_that_differ(tmp_path: Path):
     claim_run_folder(tmp_path, make_config(tmp_path))
     message = refusal(tmp_path, make_config(tmp_path, "optimizer.lr=1e-5", "run.seed=7"))
     assert "run.seed: 1 there, 7 now; optimizer.lr: 1e-06 there, 1e-05 now" in message
-    assert "Give a new run.output_dir" in message and f"--config {tmp_path / 'config.yaml'}" in message
+    assert (
+        "Give a new run.output_dir" in message and f"--config {tmp_path / 'config.yaml'}" in message
+    )
     assert names(tmp_path) == ["config.yaml"]
 
 
@@ -174,7 +183,12 @@ def test_a_run_that_goes_on_keeps_files_and_folders_of_the_user(tmp_path: Path):
     files = ("notes.tmp", ".mine.tmp", "samples/notes.tmp", "samples/mine-7.jsonl")
     for name in files:
         (tmp_path / name).write_text("mine")
-    folders = ("work.tmp", "samples/work.tmp", ".metrics.jsonl.0123abcd.tmp", "samples/step-000009.jsonl")
+    folders = (
+        "work.tmp",
+        "samples/work.tmp",
+        ".metrics.jsonl.0123abcd.tmp",
+        "samples/step-000009.jsonl",
+    )
     for name in folders:
         (tmp_path / name).mkdir()
     claim_run_folder(tmp_path, make_config(tmp_path), steps_done=1)
@@ -220,10 +234,14 @@ def test_a_file_in_the_way_is_named(tmp_path: Path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for folder in (tmp_path / "link", tmp_path / "link" / "run"):
         told = refusal(folder)
-        assert f'"{tmp_path}/link" is not a folder' in told and "a disk that is not mounted?" in told
+        assert (
+            f'"{tmp_path}/link" is not a folder' in told and "a disk that is not mounted?" in told
+        )
     (tmp_path / "loop").symlink_to("loop")
     for folder in (tmp_path / "loop", tmp_path / "loop" / "run"):
-        assert f'"{folder}" cannot be looked at (Too many levels of symbolic links)' in refusal(folder)
+        assert f'"{folder}" cannot be looked at (Too many levels of symbolic links)' in refusal(
+            folder
+        )
     assert "cannot be looked at (File name too long)" in refusal(tmp_path / ("x" * 300) / "run")
 
 
@@ -248,12 +266,16 @@ def test_the_trained_model_must_fit_on_the_disk(tmp_path: Path, monkeypatch: pyt
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 3 * 2**30))
     check_output_folder(tmp_path / "run", make_config(tmp_path), needed_bytes=2 * 2**30)
-    with pytest.raises(ValueError, match=r"at least 3\.50 GiB, of which 2\.50 GiB for the trained model"):
+    with pytest.raises(
+        ValueError, match=r"at least 3\.50 GiB, of which 2\.50 GiB for the trained model"
+    ):
         check_output_folder(tmp_path / "run", make_config(tmp_path), needed_bytes=5 * 2**29)
 
 
 def test_inputs_inside_the_folder_are_refused(tmp_path: Path):
-    config = make_config(tmp_path, f"model.path={tmp_path}/base", f"data.train_path={tmp_path}/../x.jsonl")
+    config = make_config(
+        tmp_path, f"model.path={tmp_path}/base", f"data.train_path={tmp_path}/../x.jsonl"
+    )
     message = refusal(tmp_path, config)
     assert "model.path" in message and "lies in it" in message and "data.train_path" not in message
     more = make_config(tmp_path, f"data.more_train_paths=[x.jsonl,{tmp_path}/y.jsonl]")
@@ -272,8 +294,11 @@ def test_a_write_that_fails_is_a_users_error(tmp_path: Path, monkeypatch: pytest
 # ---------------------------------------------------------------- other ranks
 
 
-def test_the_check_passes_at_every_moment_of_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A late rank checks after every file operation of rank 0, at the first claim and at a repeated one."""
+def test_the_check_passes_at_every_moment_of_a_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A late rank checks after every file operation of rank 0, at the first claim and at a repeated
+    one."""
     folder, checks = tmp_path / "run", []
     config = make_config(folder)
 
@@ -286,7 +311,13 @@ def test_the_check_passes_at_every_moment_of_a_claim(tmp_path: Path, monkeypatch
 
         return call
 
-    for owner, name in ((os, "mkdir"), (os, "fsync"), (os, "replace"), (os, "rename"), (shutil, "copy2")):
+    for owner, name in (
+        (os, "mkdir"),
+        (os, "fsync"),
+        (os, "replace"),
+        (os, "rename"),
+        (shutil, "copy2"),
+    ):
         monkeypatch.setattr(owner, name, checked(getattr(owner, name)))
     claim_run_folder(folder, config)
     assert checks == ["mkdir", "fsync", "replace"]
@@ -314,15 +345,22 @@ def test_a_claim_between_two_looks_of_a_late_rank(tmp_path: Path, monkeypatch: p
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path):
     with sole_user(tmp_path / "run"):
-        with pytest.raises(ValueError, match="another run is working in"), sole_user(tmp_path / "run"):
+        with (
+            pytest.raises(ValueError, match="another run is working in"),
+            sole_user(tmp_path / "run"),
+        ):
             pass
     with sole_user(tmp_path / "run"):
         claim_run_folder(tmp_path / "run", make_config(tmp_path / "run"))
     assert names(tmp_path / "run") == [".lock", "config.yaml"]
 
 
-@pytest.mark.parametrize(("umask", "modes"), [(0o077, (0o600, 0o600, 0o700)), (0o002, (0o664, 0o664, 0o775))])
-def test_what_a_start_writes_follows_the_umask(tmp_path: Path, umask: int, modes: tuple[int, int, int]):
+@pytest.mark.parametrize(
+    ("umask", "modes"), [(0o077, (0o600, 0o600, 0o700)), (0o002, (0o664, 0o664, 0o775))]
+)
+def test_what_a_start_writes_follows_the_umask(
+    tmp_path: Path, umask: int, modes: tuple[int, int, int]
+):
     folder, before = tmp_path / "run", os.umask(umask)
     try:
         with sole_user(folder):
@@ -336,18 +374,25 @@ def test_what_a_start_writes_follows_the_umask(tmp_path: Path, umask: int, modes
 def test_starting_anew_takes_other_settings_and_keeps_what_was_there(tmp_path: Path):
     claim_run_folder(tmp_path, make_config(tmp_path))
     (tmp_path / "checkpoints").mkdir()
-    claim_run_folder(tmp_path, make_config(tmp_path, "rollout.group_size=4", "run.recover_mode=disabled"))
+    claim_run_folder(
+        tmp_path, make_config(tmp_path, "rollout.group_size=4", "run.recover_mode=disabled")
+    )
     assert names(tmp_path) == ["config.yaml", "earlier"]
     assert names(tmp_path / "earlier" / "001") == ["checkpoints", "config.yaml"]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "validation.jsonl", "summary.json", "exit_status.json"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "validation.jsonl", "summary.json", "exit_status.json"]
+)
 def test_what_is_no_file_in_the_place_of_one_is_refused(tmp_path: Path, name: str) -> None:
-    """Opening a FIFO would wait for ever, and a folder could not be replaced; also where the run resumes."""
+    """Opening a FIFO would wait for ever, and a folder could not be replaced; also where the run
+    resumes."""
     config = make_config(tmp_path / "run")
     claim_run_folder(tmp_path / "run", config)
     os.mkfifo(tmp_path / "run" / name)
-    with pytest.raises(ValueError, match=f'{name}" is a FIFO; needed: a regular file. Move it away'):
+    with pytest.raises(
+        ValueError, match=f'{name}" is a FIFO; needed: a regular file. Move it away'
+    ):
         check_output_folder(tmp_path / "run", config, resumes=True)
     (tmp_path / "run" / name).unlink()
     (tmp_path / "run" / name).mkdir()
@@ -364,7 +409,9 @@ def test_a_run_that_starts_anew_is_another_one_to_wandb(tmp_path: Path):
 
 
 @pytest.mark.parametrize("steps_done", [None, 3])
-def test_halves_of_models_that_a_killed_run_left_are_removed(tmp_path: Path, steps_done: int | None):
+def test_halves_of_models_that_a_killed_run_left_are_removed(
+    tmp_path: Path, steps_done: int | None
+):
     config = make_config(tmp_path)
     claim_run_folder(tmp_path, config)
     for name in ("best_model.partial", "best_model.before.partial", "models/stage-1.partial"):

@@ -31,7 +31,9 @@ def said(facts: dict[str, str], nodes: int = 3, ranks_per_node: int = 2, **chang
     for rank in range(nodes * ranks_per_node):
         node, local_rank = divmod(rank, ranks_per_node)
         mine = facts | changes.get(f"host{node}", {}) if local_rank == 0 else {}
-        words[rank] = RankReport(f"host{node}", node, facts=mine, address=f"10.0.0.{node} (eth{node})")
+        words[rank] = RankReport(
+            f"host{node}", node, facts=mine, address=f"10.0.0.{node} (eth{node})"
+        )
     return words
 
 
@@ -50,7 +52,9 @@ def test_equal_nodes_are_in_order_and_are_told_with_ranks_and_addresses() -> Non
 
 def test_every_difference_is_told_with_its_hosts_in_one_error() -> None:
     facts = {"torch": "2.13.0", "rlmath's code (hash)": "aa", "run.seed": "1"}
-    words = said(facts, host1={"torch": "2.12.0"}, host2={"rlmath's code (hash)": "bb", "run.seed": "2"})
+    words = said(
+        facts, host1={"torch": "2.12.0"}, host2={"rlmath's code (hash)": "bb", "run.seed": "2"}
+    )
     decision = _compare_nodes(words)
     assert decision.is_mistake
     assert (decision.error or "").splitlines() == [
@@ -77,15 +81,26 @@ def test_nodes_with_one_name_are_told_apart_by_their_numbers() -> None:
 def test_ranks_that_read_other_prompts_than_rank_0_are_told() -> None:
     """Also on one node, whose ranks a function of the user's or a template may give something
     else."""
-    words = {rank: RankReport("host0", 0, facts={"torch": "2"} if rank == 0 else {}) for rank in range(4)}
+    words = {
+        rank: RankReport("host0", 0, facts={"torch": "2"} if rank == 0 else {}) for rank in range(4)
+    }
     assert _compare_nodes(words).error is None
-    read = {rank: replace(word, data="b" if rank in (1, 3) else "a") for rank, word in words.items()}
+    read = {
+        rank: replace(word, data="b" if rank in (1, 3) else "a") for rank, word in words.items()
+    }
     decision = _compare_nodes(read)
-    assert decision.is_mistake and "ranks 1, 3 read other prompts than rank 0" in (decision.error or "")
-    makers = data_makers(load_config([], ["data.template=chat", "data.chat_template=own.jinja", *GIVEN]))
+    assert decision.is_mistake and "ranks 1, 3 read other prompts than rank 0" in (
+        decision.error or ""
+    )
+    makers = data_makers(
+        load_config([], ["data.template=chat", "data.chat_template=own.jinja", *GIVEN])
+    )
     named = {rank: replace(report, data_makers=makers) for rank, report in read.items()}
     assert "clocks: data.chat_template=own.jinja" in (_compare_nodes(named).error or "")
-    assert _compare_nodes({rank: replace(word, data="a") for rank, word in words.items()}).error is None
+    assert (
+        _compare_nodes({rank: replace(word, data="a") for rank, word in words.items()}).error
+        is None
+    )
 
 
 def test_a_first_node_whose_name_means_itself_is_told_unless_all_nodes_are_one_machine() -> None:
@@ -102,7 +117,9 @@ def test_a_first_node_whose_name_means_itself_is_told_unless_all_nodes_are_one_m
     assert _compare_nodes(everywhere).error is None
 
 
-def test_gloo_listens_where_others_come_in_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_listens_where_others_come_in_unless_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "set, so that it is taken back")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     prefer_for_gloo(Route("127.0.0.1", "lo"))
@@ -120,7 +137,9 @@ def test_the_way_to_a_host_is_found_without_sending_anything() -> None:
     assert route_to("no-such-host.invalid") is None
 
 
-def test_the_hash_of_the_code_changes_with_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hash_of_the_code_changes_with_any_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "somecode"
     (package / "sub").mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -152,25 +171,37 @@ def test_the_exit_status_keeps_the_list_of_mistakes(tmp_path: Path) -> None:
 
 
 def test_a_start_without_torchrun_is_refused(tied_model: Path, tmp_path: Path) -> None:
-    """Before torch is imported, and anything started or written, but for the exit status of a folder that is there;
-    after other mistakes, of which it may be the cause."""
+    """Before torch is imported, and anything started or written, but for the exit status of a
+    folder that is there; after other mistakes, of which it may be the cause."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("")
     inputs = (f"model.path={tied_model}", f"data.train_path={rows}")
     (tmp_path / "2").mkdir()
     starts = [
-        [f"launch/{program}.py", "--config", f"configs/{config}.yaml", *inputs, f"parallel.tensor={size}"]
+        [
+            f"launch/{program}.py",
+            "--config",
+            f"configs/{config}.yaml",
+            *inputs,
+            f"parallel.tensor={size}",
+        ]
         for program, config in (("train_grpo", "demo"), ("train_sft", "demo_sft"))
         for size in (1, 2)
     ]
-    starts = [[*words, f"run.output_dir={tmp_path / str(place)}"] for place, words in enumerate(starts)]
+    starts = [
+        [*words, f"run.output_dir={tmp_path / str(place)}"] for place, words in enumerate(starts)
+    ]
     starts.append(["launch/train_grpo.py", "--config", "nothing.yaml"])
     starts.append(["rlmath/trainer/__main__.py", "replay", "nowhere"])
     told = start_without_torch(starts)
-    assert ["does not divide the 1 rank" in text for text in told] == 2 * [False, True] + 2 * [False]
+    assert ["does not divide the 1 rank" in text for text in told] == 2 * [False, True] + 2 * [
+        False
+    ]
     assert "nothing.yaml" in told[4] and '"nowhere" has no capture' in told[5]
     for (program, *_), text in zip(starts, told, strict=True):
-        assert text.count("started without torchrun: RANK, WORLD_SIZE") == 1 and f"N {program}" in text
+        assert (
+            text.count("started without torchrun: RANK, WORLD_SIZE") == 1 and f"N {program}" in text
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "rows.jsonl"]
     assert "started without torchrun" in read_exit_status(tmp_path / "2").message
 
@@ -217,12 +248,18 @@ def test_a_start_shows_a_prompt_and_what_is_odd_about_the_data(
         "data.max_prompt_tokens=64",
         "rollout.max_new_tokens=16",
     )
-    paths = (f"model.path={tied_model}", f"data.train_path={file}", f"run.output_dir={tmp_path / 'run'}")
+    paths = (
+        f"model.path={tied_model}",
+        f"data.train_path={file}",
+        f"run.output_dir={tmp_path / 'run'}",
+    )
     held = ("validation.every_steps=1", f"validation.paths=[{file}]")
     config = load_config([], [*paths, *small, *held, "run.device=cpu"])
     prepared = prepare_grpo(config)
     told = "\n".join((*prepared.lines, *prepared.warnings))
-    assert "A prompt as the model reads it: '0' of" in told and "\n    row        0│+│1│=│\n" in told
+    assert (
+        "A prompt as the model reads it: '0' of" in told and "\n    row        0│+│1│=│\n" in told
+    )
     assert '8 of the 8 problems of validation "sums" are trained on, too' in told
     assert "1 of 8 training prompts have no usable reference" in told
     assert "1: the reference says that the answer is elsewhere ('2': 'see solution')" in told
@@ -234,8 +271,14 @@ def test_a_start_shows_a_prompt_and_what_is_odd_about_the_data(
 
 def test_a_supervised_start_shows_what_is_learned(tied_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "sft.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": f"{n}+1=", "completion": "2"}) for n in range(8)))
-    paths = (f"model.path={tied_model}", f"data.train_path={file}", f"run.output_dir={tmp_path / 'run'}")
+    file.write_text(
+        "\n".join(json.dumps({"prompt": f"{n}+1=", "completion": "2"}) for n in range(8))
+    )
+    paths = (
+        f"model.path={tied_model}",
+        f"data.train_path={file}",
+        f"run.output_dir={tmp_path / 'run'}",
+    )
     small = (
         "data.prompts_per_step=4",
         "sft.max_sequence_tokens=64",
@@ -245,8 +288,8 @@ def test_a_supervised_start_shows_what_is_learned(tied_model: Path, tmp_path: Pa
     prepared = prepare_sft(load_config([], [*paths, *small]))
     told = "\n".join((*prepared.lines, *prepared.warnings))
     assert (
-        "the 2 of lines with * are learned:\n    row        0│+│1│=│\n  * row        2│\n  * end        <eos>│"
-        in told
+        "the 2 of lines with * are learned:\n    row        0│+│1│=│\n  * row        2│\n  * end  "
+        "      <eos>│" in told
     )
     assert "8 of the 8 held-out sequences have a prompt that is trained on, too" in told
 

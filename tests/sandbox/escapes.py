@@ -1,4 +1,5 @@
-"""Programs that try to leave the sandbox, to outlive it, or to deceive the server, and what each may end as.
+"""Programs that try to leave the sandbox, to outlive it, or to deceive the server, and what each
+may end as.
 
 python -m tests.sandbox.escapes        runs all and prints a line of JSON for each; needs the standard library only
 """
@@ -44,9 +45,13 @@ class Escape:
 
 
 def syscall(*arguments: object) -> str:
-    """Code that makes a system call by its number on x86-64 and prints what it returns and the error's number."""
+    """Code that makes a system call by its number on x86-64 and prints what it returns and the
+    error's number."""
     words = ", ".join(map(str, arguments))
-    return f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nprint(libc.syscall({words}), ctypes.get_errno())"
+    return (
+        "import ctypes\nlibc = ctypes.CDLL(None, "
+        f"use_errno=True)\nprint(libc.syscall({words}), ctypes.get_errno())"
+    )
 
 
 def denied_syscall(*arguments: object) -> Escape:
@@ -112,7 +117,9 @@ ESCAPES: dict[str, Escape] = {
     # files
     "read a secret": Escape(f"open({str(SECRET_FILE)!r}).read()"),
     "read passwd": Escape("open('/etc/passwd').read()"),
-    "read shadow by descriptor": Escape("import os; os.read(os.open('/etc/shadow', os.O_RDONLY), 99)"),
+    "read shadow by descriptor": Escape(
+        "import os; os.read(os.open('/etc/shadow', os.O_RDONLY), 99)"
+    ),
     "read a home": Escape("import os; os.listdir('/root')"),
     "list the root": Escape("import os; os.listdir('/')"),
     "find files": Escape("import glob; glob.glob('/tmp/*') + glob.glob('/home/*')", ("ok",), "[]"),
@@ -121,7 +128,9 @@ ESCAPES: dict[str, Escape] = {
     "temporary file": Escape("import tempfile; tempfile.NamedTemporaryFile()", ("error", "denied")),
     "write beside the library": Escape("import os; open(os.__file__ + '.x', 'w')"),
     "append to the library": Escape("import os; open(os.__file__, 'a')"),
-    "truncate by a reading open": Escape("import os; os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)"),
+    "truncate by a reading open": Escape(
+        "import os; os.open(os.__file__, os.O_RDONLY | os.O_TRUNC)"
+    ),
     "truncate": Escape("import os; os.truncate(os.__file__, 0)"),
     "remove": Escape("import os; os.unlink(os.__file__)"),
     "rename": Escape("import os; os.rename(os.__file__, os.__file__ + 'x')"),
@@ -152,7 +161,9 @@ ESCAPES: dict[str, Escape] = {
     "where the parent is": Escape("import os; os.readlink(f'/proc/{os.getppid()}/cwd')"),
     "a device": Escape("open('/dev/zero', 'rb')"),
     "pickled program": Escape(
-        "import pickle\npickle.loads(b\"cos\\nsystem\\n(S'id > /tmp/rlmath-id'\\ntR.\")", ("ok",), "32512"
+        "import pickle\npickle.loads(b\"cos\\nsystem\\n(S'id > /tmp/rlmath-id'\\ntR.\")",
+        ("ok",),
+        "32512",
     ),
     # network
     "TCP": Escape("import socket; socket.create_connection(('127.0.0.1', 22))"),
@@ -161,7 +172,9 @@ ESCAPES: dict[str, Escape] = {
     "pair of sockets": Escape("import socket; socket.socketpair()"),
     "netlink": Escape("import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)"),
     "HTTP": Escape(
-        "import urllib.request; urllib.request.urlopen('http://127.0.0.1:1')", ("error",), "not permitted"
+        "import urllib.request; urllib.request.urlopen('http://127.0.0.1:1')",
+        ("error",),
+        "not permitted",
     ),
     "socket by number": denied_syscall(41, 2, 1, 0),
     "channel as a socket": Escape("import socket; socket.socket(fileno=3)"),
@@ -177,7 +190,9 @@ ESCAPES: dict[str, Escape] = {
     "multiprocessing": Escape(
         "import multiprocessing as m; m.get_context('fork').Process(target=print).start()"
     ),
-    "pool of processes": Escape("import multiprocessing; multiprocessing.Pool(2)", ("denied", "error")),
+    "pool of processes": Escape(
+        "import multiprocessing; multiprocessing.Pool(2)", ("denied", "error")
+    ),
     "clone": denied_syscall(56, 17, 0, 0, 0, 0),
     "clone of a namespace": denied_syscall(56, 0x10000000 | 17, 0, 0, 0, 0),
     "clone3": Escape(syscall(435, "bytes(88)", 88), ("ok",), "-1 38\n"),
@@ -191,13 +206,17 @@ ESCAPES: dict[str, Escape] = {
     "kill everybody": Escape("import os; os.kill(-1, 9)"),
     "kill the group": Escape("import os; os.killpg(os.getpgrp(), 9)"),
     "kill as the machine would": Escape("import os; os.kill(os.getpid(), 9)"),
-    "kill by thread": denied_syscall(234, "__import__('os').getpid()", "__import__('os').getpid()", 9),
+    "kill by thread": denied_syscall(
+        234, "__import__('os').getpid()", "__import__('os').getpid()", 9
+    ),
     "kill by a descriptor's owner": Escape(SIGKILL_EVERYBODY),
     "kill by a process descriptor": Escape("import os; os.pidfd_open(os.getppid())"),
     "kill by a timer": denied_syscall(222, 0, "bytes(64)", "bytes(8)"),
     "queue a signal": denied_syscall(129, "__import__('os').getppid()", 9, "bytes(128)"),
     "outlive the parent": denied_syscall(157, 1, 0, 0, 0, 0),
-    "new limits": Escape("import resource as r; r.setrlimit(r.RLIMIT_CPU, (9, 9))", ("denied", "error")),
+    "new limits": Escape(
+        "import resource as r; r.setrlimit(r.RLIMIT_CPU, (9, 9))", ("denied", "error")
+    ),
     "limits of the parent": Escape(
         "import os, resource as r; r.prlimit(os.getppid(), r.RLIMIT_NOFILE, (1, 1))"
     ),
@@ -225,7 +244,9 @@ ESCAPES: dict[str, Escape] = {
     # time
     "loop": Escape("while True: pass", LATE, "0.3 s of CPU time"),
     "loop that catches everything": Escape(SWALLOWED_SIGNALS, LATE),
-    "loop in repr": Escape("class A:\n    def __repr__(self):\n        while True: pass\nA()", LATE),
+    "loop in repr": Escape(
+        "class A:\n    def __repr__(self):\n        while True: pass\nA()", LATE
+    ),
     "loop in str of an error": Escape(
         "class E(Exception):\n    def __str__(self):\n        while True: pass\nraise E", LATE
     ),
@@ -236,7 +257,8 @@ ESCAPES: dict[str, Escape] = {
         "class A:\n    def __del__(self):\n        while True: pass\nx = A()\ndel x", LATE
     ),
     "loop of threads": Escape(
-        "import threading\ndef f():\n    while True: pass\nfor _ in range(3): threading.Thread(target=f).start()\nf()",
+        "import threading\ndef f():\n    while True: pass\nfor _ in range(3): "
+        "threading.Thread(target=f).start()\nf()",
         LATE,
     ),
     "huge power": Escape("x = 10 ** 10 ** 9", ("timeout", "memory")),
@@ -271,7 +293,9 @@ ESCAPES: dict[str, Escape] = {
     "a long value": Escape("'y' * 10 ** 7", ("ok",), "characters left out"),
     "a long error": Escape("raise ValueError('z' * 10 ** 6)", ("error",), "characters left out"),
     "output by the descriptor": Escape("import os; os.write(1, b'x' * 9)", ("ok",), "9\n"),
-    "escape codes": Escape("print('\\x1b[31mred\\x1b[0m\\x07\\x1b]0;title\\x07.')", ("ok",), "red."),
+    "escape codes": Escape(
+        "print('\\x1b[31mred\\x1b[0m\\x07\\x1b]0;title\\x07.')", ("ok",), "red."
+    ),
     "long recursion": Escape("def f(n): return f(n + 1)\nf(0)", ("error",), "RecursionError"),
     "recursion without a limit": Escape(
         "import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(n): return f(n + 1)\nf(0)",
@@ -288,20 +312,30 @@ ESCAPES: dict[str, Escape] = {
     "crash": Escape("import ctypes; ctypes.string_at(0)", OVER, "Segmentation fault"),
     "alarm": Escape("import signal, time; signal.alarm(1); time.sleep(9)", (*OVER, *LATE)),
     "at exit": Escape(
-        f"import atexit\natexit.register(lambda: open({str(WRITTEN)!r}, 'w'))\nraise SystemExit", ("ok",)
+        f"import atexit\natexit.register(lambda: open({str(WRITTEN)!r}, 'w'))\nraise SystemExit",
+        ("ok",),
     ),
     "destructor at the end": Escape(
-        f"class A:\n    def __del__(self): open({str(WRITTEN)!r}, 'w')\nimport sys\nsys.a = A()", ("ok",)
+        f"class A:\n    def __del__(self): open({str(WRITTEN)!r}, 'w')\nimport sys\nsys.a = A()",
+        ("ok",),
     ),
     # the channel and the program around the code
-    "closed descriptors": Escape("import os; os.closerange(0, 99)\nwhile True: pass", (*OVER, *LATE)),
+    "closed descriptors": Escape(
+        "import os; os.closerange(0, 99)\nwhile True: pass", (*OVER, *LATE)
+    ),
     "closed channel": Escape("import os; os.close(3)\nimport time; time.sleep(9)", OVER),
     "nonsense on the channel": Escape(on_channel("b'what is this?' * 99"), OVER, "channel"),
     "a huge frame": Escape(on_channel("b'\\x7f\\xff\\xff\\xff' + b'x' * 999"), OVER, "channel"),
-    "a flood": Escape("import os\nwhile True: os.write(3, b'\\0\\0\\0\\x20' + b'x' * 32)", OVER, "channel"),
-    "broken text": Escape(on_channel("struct.pack('>IIBQ', 15, 0, 0, 0) + b'\\xff\\xfe'"), OVER, "channel"),
+    "a flood": Escape(
+        "import os\nwhile True: os.write(3, b'\\0\\0\\0\\x20' + b'x' * 32)", OVER, "channel"
+    ),
+    "broken text": Escape(
+        on_channel("struct.pack('>IIBQ', 15, 0, 0, 0) + b'\\xff\\xfe'"), OVER, "channel"
+    ),
     "a status of its own": Escape(on_channel("struct.pack('>IIBQ', 13, 0, 9, 0)"), OVER, "channel"),
-    "an answer to the next call": Escape(on_channel("struct.pack('>IIBQ', 13, 1, 0, 0)"), OVER, "channel"),
+    "an answer to the next call": Escape(
+        on_channel("struct.pack('>IIBQ', 13, 1, 0, 0)"), OVER, "channel"
+    ),
     "two answers": Escape(on_channel("2 * struct.pack('>IIBQ', 13, 0, 0, 0)"), OVER, "channel"),
     "half an answer, then sleep": Escape(
         on_channel("b'\\0\\0'") + "import time; time.sleep(9)", LATE, sleeps=True
@@ -309,21 +343,28 @@ ESCAPES: dict[str, Escape] = {
     "dropped characters that it made up": Escape(
         on_channel("struct.pack('>IIBQ', 13, 0, 0, 2 ** 63)"), OVER, "channel"
     ),
-    "write replaced": Escape("import os\nos.write = os.read = None\nprint('here')", ("ok",), "here"),
-    "json replaced": Escape("import json\njson.dumps = json.loads = None\nprint('here')", ("ok",), "here"),
+    "write replaced": Escape(
+        "import os\nos.write = os.read = None\nprint('here')", ("ok",), "here"
+    ),
+    "json replaced": Escape(
+        "import json\njson.dumps = json.loads = None\nprint('here')", ("ok",), "here"
+    ),
     "seed replaced": Escape("import random\nrandom.seed = None\nprint('here')", ("ok",), "here"),
     "print replaced": Escape("import builtins\nbuiltins.print = None\n1 + 1", ("ok",), "2"),
     "no builtins": Escape("import builtins\nbuiltins.__dict__.clear()", ("ok", "error", "ended")),
     "length replaced": Escape(
         "import builtins\nbuiltins.len = lambda x: 10 ** 9\n'here'", ("ok", "error", "ended")
     ),
-    "standard output replaced": Escape("import sys\nsys.stdout = None\nprint('x')\n'here'", ("ok",), "here"),
+    "standard output replaced": Escape(
+        "import sys\nsys.stdout = None\nprint('x')\n'here'", ("ok",), "here"
+    ),
     "more output by the harness's variables": Escape(
         HARNESS_OUTPUT + "print('x' * 10 ** 5)", ("ok", "ended")
     ),
     "modules removed": Escape("import sys\nsys.modules.clear()\n'here'", ("ok", "error", "ended")),
     "a text with a length of its own": Escape(
-        "class S(str):\n    def __len__(self): return -1\n    def __getitem__(self, _): return self\n"
+        "class S(str):\n    def __len__(self): return -1\n    def __getitem__(self, _): return "
+        "self\n"
         "import sys\nsys.stdout.write(S('x' * 10 ** 5))",
         ("ok", "error", "ended"),
     ),
@@ -337,10 +378,12 @@ ESCAPES: dict[str, Escape] = {
         "class A:\n    def __repr__(self): return 7\nA()", ("error",), "TypeError"
     ),
     "all subclasses": Escape(
-        "import subprocess\n[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'Popen'][0]('id')"
+        "import subprocess\n[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == "
+        "'Popen'][0]('id')"
     ),
     "all objects": Escape(
-        "import gc\nfor x in gc.get_objects():\n    if type(x).__name__ == 'socket': x.detach()\nprint('here')",
+        "import gc\nfor x in gc.get_objects():\n    if type(x).__name__ == 'socket': "
+        "x.detach()\nprint('here')",
         ("ok",),
         "here",
     ),

@@ -23,7 +23,9 @@ NEEDS_LANDLOCK = pytest.mark.skipif(
 )
 pytestmark = [
     NEEDS_LANDLOCK,
-    pytest.mark.skipif(os.uname().machine != "x86_64", reason="system calls are written as x86-64's numbers"),
+    pytest.mark.skipif(
+        os.uname().machine != "x86_64", reason="system calls are written as x86-64's numbers"
+    ),
 ]
 
 
@@ -47,10 +49,16 @@ def results_of_a_user() -> dict[str, CallResult]:
     """As nobody, in an interpreter that he can execute."""
     if os.getuid() != 0:
         pytest.skip("the tests are an ordinary user's already")
-    python = next((path for path in (sys.executable, "/usr/bin/python3") if nobody_can_run(path)), None)
+    python = next(
+        (path for path in (sys.executable, "/usr/bin/python3") if nobody_can_run(path)), None
+    )
     if python is None:
-        pytest.skip("no interpreter that nobody can execute, 3.11 or newer, and reads the repository with")
-    done = subprocess.run([python, "-m", "tests.sandbox.escapes"], **as_nobody(), timeout=300, check=True)
+        pytest.skip(
+            "no interpreter that nobody can execute, 3.11 or newer, and reads the repository with"
+        )
+    done = subprocess.run(
+        [python, "-m", "tests.sandbox.escapes"], **as_nobody(), timeout=300, check=True
+    )
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     return {row.pop("name"): CallResult(**row) for row in rows}
 
@@ -61,7 +69,11 @@ def as_nobody() -> dict:
         "group": NOBODY,
         "extra_groups": [],
         "cwd": "/",
-        "env": {"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
+        "env": {
+            "PYTHONPATH": str(REPOSITORY),
+            "PATH": "/usr/bin:/bin",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
         "capture_output": True,
         "text": True,
     }
@@ -80,7 +92,9 @@ def check(name: str, outcome: CallResult) -> None:
     assert outcome.status in escape.statuses, outcome
     assert escape.text in outcome.text, outcome
     assert SECRET not in outcome.text and "\x1b" not in outcome.text
-    assert len(outcome.text) < 1100, "an output of 1,000 characters, and the line that says what was left out"
+    assert len(outcome.text) < 1100, (
+        "an output of 1,000 characters, and the line that says what was left out"
+    )
 
 
 @pytest.mark.parametrize("name", ESCAPES)

@@ -1,4 +1,5 @@
-"""The seccomp filter, by a small machine for its instructions, on both architectures and for any arguments."""
+"""The seccomp filter, by a small machine for its instructions, on both architectures and for any
+arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ NAMES = {"x86_64": "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "asm-generic/u
 
 
 def verdict(program: bytes, number: int, *arguments: int, code: int) -> int:
-    """What the kernel returns for a call: its rules for classic BPF, as far as the filter uses them."""
+    """What the kernel returns for a call: its rules for classic BPF, as far as the filter uses
+    them."""
     words = [*arguments, *[0] * (6 - len(arguments))]
     memory = struct.pack("<IIQ6Q", number, code, 0, *(word % 2**64 for word in words))
     position, accumulator = 0, 0
@@ -55,22 +57,39 @@ def test_only_listed_calls_pass_and_their_arguments_decide(name: str) -> None:
     assert {verdict(program, number, code=machine.audit_code) for number in unlisted} == {DENY}
     plain = [rule.number for rule in rules if not rule.checks and not rule.is_missing]
     assert len(plain) > 70
-    assert {verdict(program, number, *[2**64 - 1] * 6, code=machine.audit_code) for number in plain} == {
-        ALLOW
-    }
+    assert {
+        verdict(program, number, *[2**64 - 1] * 6, code=machine.audit_code) for number in plain
+    } == {ALLOW}
     assert of("clone3") == NO_CALL
     threads = 0x3D0F00
     assert of("clone", threads) == ALLOW and of("clone", signal.SIGCHLD) == DENY
     assert of("clone", 0x4000 | 0x100 | signal.SIGCHLD) == DENY  # vfork
     assert of("openat", -100, 0, os.O_RDONLY | os.O_CLOEXEC) == ALLOW
-    for flag in (os.O_WRONLY, os.O_RDWR, os.O_CREAT, os.O_TRUNC, os.O_APPEND, 0x400000, os.O_DIRECT):
+    for flag in (
+        os.O_WRONLY,
+        os.O_RDWR,
+        os.O_CREAT,
+        os.O_TRUNC,
+        os.O_APPEND,
+        0x400000,
+        os.O_DIRECT,
+    ):
         assert of("openat", -100, 0, os.O_CLOEXEC | flag) == DENY
     assert of("kill", PID, signal.SIGTERM) == ALLOW and of("kill", PID, 0) == ALLOW
-    for target, number in ((PID, signal.SIGKILL), (PID - 1, signal.SIGTERM), (-1, signal.SIGTERM), (0, 15)):
+    for target, number in (
+        (PID, signal.SIGKILL),
+        (PID - 1, signal.SIGTERM),
+        (-1, signal.SIGTERM),
+        (0, 15),
+    ):
         assert of("kill", target, number) == DENY and of("tgkill", target, PID, number) == DENY
     assert of("tgkill", PID, PID + 1, signal.SIGABRT) == ALLOW
     assert [of("fcntl", 5, command) for command in (8, 10, 15, 1026, 1031)] == [DENY] * 5
-    assert of("fcntl", 5, 1) == ALLOW and of("ioctl", 0, 0x5401) == ALLOW and of("ioctl", 0, 0x5412) == DENY
+    assert (
+        of("fcntl", 5, 1) == ALLOW
+        and of("ioctl", 0, 0x5401) == ALLOW
+        and of("ioctl", 0, 0x5412) == DENY
+    )
     assert of("prlimit64", 0, 7, 0, 0x7FFD1234) == ALLOW
     assert of("prlimit64", 0, 7, 0x7FFD1234) == DENY and of("prlimit64", 0, 7, 5 << 32) == DENY
     assert of("madvise", 0, 4096, 4) == ALLOW and of("madvise", 0, 4096, 21) == DENY
@@ -80,8 +99,13 @@ def test_only_listed_calls_pass_and_their_arguments_decide(name: str) -> None:
 def test_calls_of_another_architecture_end_the_process(name: str) -> None:
     machine = ARCHITECTURES[name]
     program = kernel.filter_program(rules_of(machine, PID, may_open_files=True), machine)
-    others = [0x40000003, *(other.audit_code for other in ARCHITECTURES.values() if other is not machine)]
-    assert {verdict(program, number, code=code) for code in others for number in range(600)} == {KILL}
+    others = [
+        0x40000003,
+        *(other.audit_code for other in ARCHITECTURES.values() if other is not machine),
+    ]
+    assert {verdict(program, number, code=code) for code in others for number in range(600)} == {
+        KILL
+    }
     of_x32 = verdict(program, 0x40000000 + 39, code=machine.audit_code)
     assert of_x32 == (KILL if name == "x86_64" else DENY)
 
@@ -89,7 +113,9 @@ def test_calls_of_another_architecture_end_the_process(name: str) -> None:
 def test_nothing_is_opened_with_preloaded_modules_alone() -> None:
     machine = ARCHITECTURES["x86_64"]
     program = kernel.filter_program(rules_of(machine, PID, may_open_files=False), machine)
-    assert [verdict(program, number, code=machine.audit_code) for number in (2, 257, 437)] == [DENY] * 3
+    assert [verdict(program, number, code=machine.audit_code) for number in (2, 257, 437)] == [
+        DENY
+    ] * 3
 
 
 @pytest.mark.parametrize(("column", "name"), [*enumerate(NAMES)])
@@ -98,7 +124,10 @@ def test_numbers_are_those_of_the_kernel_headers(column: int, name: str) -> None
     if not header.is_file():
         pytest.skip(f"{header} is not installed")
     source = header.read_text(encoding="utf-8")
-    numbers = {call: int(number) for call, number in re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", source)}
+    numbers = {
+        call: int(number)
+        for call, number in re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", source)
+    }
     numbers.setdefault("newfstatat", numbers.get("fstatat", -1))
     table = {**system_calls._PLAIN, **system_calls._CHECKED}
     ours = {call: pair[column] for call, pair in table.items() if pair[column] is not None}

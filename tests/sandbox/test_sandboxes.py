@@ -18,7 +18,9 @@ from rlmath.sandbox.server import PRELOADED, _Sandbox
 from tests.programs import wait_for
 
 ISOLATION = kernel.best_isolation()
-LIMITS = Limits(call_cpu_seconds=1.0, wall_factor=300.0, memory_bytes=256 * 2**20, output_characters=1000)
+LIMITS = Limits(
+    call_cpu_seconds=1.0, wall_factor=300.0, memory_bytes=256 * 2**20, output_characters=1000
+)
 
 
 def make(**settings: object) -> Sandboxes:
@@ -41,7 +43,9 @@ def call(
     return outcome
 
 
-def conversation(sandboxes: Sandboxes, key: str, codes: Sequence[str], seed: int = 1) -> list[CallResult]:
+def conversation(
+    sandboxes: Sandboxes, key: str, codes: Sequence[str], seed: int = 1
+) -> list[CallResult]:
     """The results of a completion's calls, one after the other."""
     past: list[PastCall] = []
     results = []
@@ -76,7 +80,8 @@ SHOWN = [
     ("ok", ""),
     (
         "error",
-        "  File \"<cell 2>\", line 1, in <module>\n    x.append(double(4)); raise KeyError('half done')\n"
+        '  File "<cell 2>", line 1, in <module>\n    x.append(double(4)); raise KeyError(\'half '
+        "done')\n"
         "KeyError: 'half done'\n",
     ),
     ("ok", "2\n8\n"),
@@ -98,25 +103,31 @@ SHOWN = [
         ("2 # shown;", "ok", "2\n"),
         ("'é;'", "ok", "'é;'\n"),
         ("for i in range(2): print(i)", "ok", "0\n1\n"),
-        ("import sys; print('a'); print('b', file=sys.stderr); sys.stdout.buffer.write(b'c\\n');", "ok", "a\nb\nc\n"),
+        ("import sys; print('a'); print('b', file=sys.stderr); "
+        "sys.stdout.buffer.write(b'c\\n');", "ok", "a\nb\nc\n"),
         ("print('a\\r\\nb\\x1b[1mc\\x07')", "ok", "a\nbc\n"),
         ("object()", "ok", "<object object at 0x...>\n"),
         ("def f():\n    g()\ndef g():\n    return [][1]\nf()", "error",
-         '  File "<cell 1>", line 4, in g\n    return [][1]\nIndexError: list index out of range\n'),
+         '  File "<cell 1>", line 4, in g\n    return [][1]\nIndexError: list index out of '
+         'range\n'),
         ("import json\njson.loads('{')", "error",
-         '  File "<cell 1>", line 2, in <module>\n    json.loads(\'{\')\njson.decoder.JSONDecodeError: Expecting '
+         '  File "<cell 1>", line 2, in <module>\n    '
+         'json.loads(\'{\')\njson.decoder.JSONDecodeError: Expecting '
          "property name enclosed in double quotes: line 1 column 2 (char 1)\n"),
         ("x = (", "error",
          "  File \"<cell 1>\", line 1\n    x = (\n        ^\nSyntaxError: '(' was never closed\n"),
         ("print('before')\nraise SystemExit", "ok", "before\n"),
-        ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A: x: int\nA(1)",
+        ("from __future__ import annotations\nfrom dataclasses import "
+        "dataclass\n@dataclass\nclass A: x: int\nA(1)",
          "ok", "A(x=1)\n"),
         ("__name__", "ok", "'__main__'\n"),
         ("print('a\\rb')", "ok", "a\nb\n"),
         ("", "ok", ""),
     ],
 )  # fmt: skip
-def test_a_call_shows_what_a_notebook_would(sandboxes: Sandboxes, code: str, status: str, text: str) -> None:
+def test_a_call_shows_what_a_notebook_would(
+    sandboxes: Sandboxes, code: str, status: str, text: str
+) -> None:
     outcome = call(sandboxes, "shown", code)
     sandboxes.release("shown")
     assert (outcome.status, outcome.text) == (status, text)
@@ -186,7 +197,10 @@ def test_a_completion_has_a_limit_of_cpu_time_for_all_its_calls(sandboxes: Sandb
     )
     past = [*spent, outcome.as_past_call("while True: pass")]
     outcome = call(sandboxes, "spent", "x", [*past, PastCall("y", kept=False, cpu_seconds=0.2)])
-    assert outcome.status == "refused" and outcome.text == "all 30 s of CPU time for calls have been used\n"
+    assert (
+        outcome.status == "refused"
+        and outcome.text == "all 30 s of CPU time for calls have been used\n"
+    )
 
 
 def test_a_process_that_ends_itself_is_charged_what_it_used(sandboxes: Sandboxes) -> None:
@@ -210,7 +224,11 @@ def test_least_recently_used_sessions_are_evicted() -> None:
             seen.add(key)
         once, twice = [PastCall("x = 0")], [PastCall("x = 0")] * 2
         past = (("c", once), ("a", twice), ("b", once))
-        assert [call(sandboxes, key, "x", earlier).rebuilt_calls for key, earlier in past] == [0, 0, 1]
+        assert [call(sandboxes, key, "x", earlier).rebuilt_calls for key, earlier in past] == [
+            0,
+            0,
+            1,
+        ]
 
 
 def test_sessions_that_hold_much_memory_are_evicted() -> None:
@@ -231,7 +249,9 @@ def test_nothing_of_a_session_runs_between_its_calls(sandboxes: Sandboxes) -> No
     stopped: list[psutil.Process] = []
 
     def is_stopped() -> bool:
-        stopped[:] = [child for child in children_of(sandboxes) if child.status() == psutil.STATUS_STOPPED]
+        stopped[:] = [
+            child for child in children_of(sandboxes) if child.status() == psutil.STATUS_STOPPED
+        ]
         return any(child.num_threads() == 2 for child in stopped)
 
     wait_for(is_stopped, 20.0)
@@ -250,14 +270,19 @@ RANDOM = (
 )
 HASHES = (
     "import sympy\nx, y = sympy.symbols('x y')\n"
-    "{'x', 'y', 'z'}, hash('abc'), {x + y, x * y, x / y}, [f.__name__ for f in {len, print, sum, max, min}]"
+    "{'x', 'y', 'z'}, hash('abc'), {x + y, x * y, x / y}, [f.__name__ for f in {len, print, sum, "
+    "max, min}]"
 )
 
 
 def test_equal_code_shows_equal_text_in_any_sandbox_of_any_server(sandboxes: Sandboxes) -> None:
     with make(cores=1, preload=PRELOADED) as others:
         for code in (RANDOM, HASHES, "object(), len, [lambda: 1]"):
-            texts = [call(place, f"{code} {n}", code).text for place in (sandboxes, others) for n in range(3)]
+            texts = [
+                call(place, f"{code} {n}", code).text
+                for place in (sandboxes, others)
+                for n in range(3)
+            ]
             assert len(set(texts)) == 1 and "Error" not in texts[0], texts
 
 
@@ -269,11 +294,15 @@ def test_seeds_depend_on_the_completion_and_the_call(sandboxes: Sandboxes) -> No
     assert again.text == first[1].text
 
 
-def test_the_environment_is_made_from_nothing(sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_made_from_nothing(
+    sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "x")
     with make(cores=1) as others:
         text = call(
-            others, "environment", "import os; sorted(os.environ), os.environ['PYTHONHASHSEED'], os.getcwd()"
+            others,
+            "environment",
+            "import os; sorted(os.environ), os.environ['PYTHONHASHSEED'], os.getcwd()",
         ).text
     names = [
         "LANG",
@@ -301,7 +330,10 @@ def test_only_the_channel_is_open(sandboxes: Sandboxes) -> None:
 
 
 def test_powers_are_given_up_even_where_nothing_else_is_denied() -> None:
-    code = "sorted(line.split()[1] for line in open('/proc/self/status') if line.startswith(('CapEff', 'NoNew')))"
+    code = (
+        "sorted(line.split()[1] for line in open('/proc/self/status') if "
+        "line.startswith(('CapEff', 'NoNew')))"
+    )
     with make(cores=1, isolation="none") as sandboxes:
         assert call(sandboxes, "powers", code).text == "['0000000000000000', '1']\n"
 
@@ -317,7 +349,9 @@ def test_calls_queue_for_the_cores_in_their_order() -> None:
         finished = []
         while sandboxes.pending:
             finished += sandboxes.wait()
-    assert [(key, outcome.text) for key, outcome in finished] == [(str(n), f"{n}\n") for n in range(20)]
+    assert [(key, outcome.text) for key, outcome in finished] == [
+        (str(n), f"{n}\n") for n in range(20)
+    ]
     assert finished[-1][1].queue_seconds > finished[0][1].queue_seconds
 
 
@@ -337,7 +371,9 @@ def test_cancelled_calls_have_no_result_and_take_no_core() -> None:
         sandboxes.cancel("waiting")
         sandboxes.cancel("running")
         sandboxes.cancel("unknown")
-        assert [(key, outcome.text) for key, outcome in sandboxes.wait(60.0)] == [("last", "'here'\n")]
+        assert [(key, outcome.text) for key, outcome in sandboxes.wait(60.0)] == [
+            ("last", "'here'\n")
+        ]
         assert sandboxes.pending == 0
 
 
@@ -355,7 +391,9 @@ def test_wrong_settings_are_refused_before_anything_starts(settings: dict, messa
         make(**settings)
 
 
-@pytest.mark.parametrize("name", ["call_cpu_seconds", "memory_bytes", "threads", "output_characters"])
+@pytest.mark.parametrize(
+    "name", ["call_cpu_seconds", "memory_bytes", "threads", "output_characters"]
+)
 def test_limits_must_be_above_0(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0; it must be above 0"):
         Limits(**{name: 0})
@@ -413,7 +451,8 @@ WORK = "import time\nwhile time.process_time() < 0.2: pass\ntime.sleep({})"
 
 
 def test_a_sandbox_that_is_killed_from_outside_is_no_fault_of_the_code() -> None:
-    """As the kernel does where the machine has no memory; tried again, then reported, while the server lives on."""
+    """As the kernel does where the machine has no memory; tried again, then reported, while the
+    server lives on."""
     with make(cores=1) as sandboxes:
         sandboxes.submit("a", WORK.format(600), seed=1)
         server = sandboxes.server_pid
@@ -452,7 +491,8 @@ def test_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_starving_is_the_machines_fault_and_sleeping_the_codes() -> None:
-    """A sandbox that the machine never gives a core, which a stop of another process's stands for, never sleeps."""
+    """A sandbox that the machine never gives a core, which a stop of another process's stands for,
+    never sleeps."""
     process = psutil.Popen([sys.executable, "-c", "while True: pass"])
     try:
         sandbox = _Sandbox(process.pid, None, None)  # type: ignore[arg-type]
@@ -469,7 +509,10 @@ def test_an_interpreter_that_cannot_start_is_said(tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\nexit 7\n", encoding="utf-8")
     broken.chmod(0o755)
-    with make(python=str(broken)) as sandboxes, pytest.raises(RuntimeError, match="before it was ready"):
+    with (
+        make(python=str(broken)) as sandboxes,
+        pytest.raises(RuntimeError, match="before it was ready"),
+    ):
         sandboxes.await_ready()
 
 
@@ -507,5 +550,7 @@ def test_many_calls_leave_no_process_descriptor_or_file(calls: int) -> None:
                 sandboxes.release(key)
         wait_for(lambda: len(children_of(sandboxes)) == 3, 20.0)
         assert (server.num_fds(), len(os.listdir("/proc/self/fd"))) == before[:2]
-        assert [name for name in os.listdir("/tmp") if "rlmath" in name and name not in before[2]] == []
+        assert [
+            name for name in os.listdir("/tmp") if "rlmath" in name and name not in before[2]
+        ] == []
         assert server.memory_info().rss < memory + 16 * 2**20

@@ -1,7 +1,9 @@
-"""A Slurm of a test's own on this machine: munge, the controller and emulated nodes, all in one folder.
+"""A Slurm of a test's own on this machine: munge, the controller and emulated nodes, all in one
+folder.
 
-Nothing of it is in /etc or at Slurm's usual ports, it needs no other user and no root, and its processes end with the
-test's (see `keeper`). Two nodes of one machine have one address and one host name; else they are two machines to Slurm.
+Nothing of it is in /etc or at Slurm's usual ports, it needs no other user and no root, and its
+processes end with the test's (see `keeper`). Two nodes of one machine have one address and one host
+name; else they are two machines to Slurm.
 """
 
 from __future__ import annotations
@@ -24,7 +26,17 @@ import psutil
 from tests.programs import REPOSITORY
 
 NODES = ("n1", "n2")
-COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo", "squeue", "scancel")
+COMMANDS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "srun",
+    "sbatch",
+    "scontrol",
+    "sinfo",
+    "squeue",
+    "scancel",
+)
 ANSWER_SECONDS = 60.0
 
 CONF = """
@@ -90,7 +102,9 @@ class Cluster:
             self.start("slurmctld", "-D")
             for node in NODES:
                 self.start_node(node)
-            self.wait_for(lambda: self._states() == {node: "idle" for node in NODES}, ANSWER_SECONDS)
+            self.wait_for(
+                lambda: self._states() == {node: "idle" for node in NODES}, ANSWER_SECONDS
+            )
         except BaseException:
             self.__exit__()
             raise
@@ -104,7 +118,9 @@ class Cluster:
 
     def start(self, *command: str) -> None:
         """A daemon, in the foreground; it ends with the cluster."""
-        self._keeper.stdin.write(json.dumps([shutil.which(command[0], path=PATH), *command[1:]]) + "\n")
+        self._keeper.stdin.write(
+            json.dumps([shutil.which(command[0], path=PATH), *command[1:]]) + "\n"
+        )
         self._keeper.stdin.flush()
 
     def start_node(self, node: str) -> None:
@@ -113,7 +129,12 @@ class Cluster:
     def ask(self, *command: str) -> str:
         """What one of Slurm's commands prints; CalledProcessError where it fails."""
         done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=True
+            command,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_SECONDS,
+            check=True,
         )
         return done.stdout
 
@@ -128,7 +149,8 @@ class Cluster:
         self.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=power lost")
 
     def kill_node(self, node: str) -> None:
-        """Everything that runs on a node: its daemon, the daemons of its steps, and the steps' processes."""
+        """Everything that runs on a node: its daemon, the daemons of its steps, and the steps'
+        processes."""
         tasks = self.processes(lambda environment: environment.get("SLURMD_NODENAME") == node)
         steps = [step for task in tasks if (step := step_daemon_of(task)) is not None]
         for process in {*self._daemons_of(node), *steps, *tasks}:
@@ -150,15 +172,21 @@ class Cluster:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 environment = process.environ()
-                if environment.get("SLURM_CONF") == self.environment["SLURM_CONF"] and chosen(environment):
+                if environment.get("SLURM_CONF") == self.environment["SLURM_CONF"] and chosen(
+                    environment
+                ):
                     found.append(process)
         return found
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float, log: Path | None = None) -> None:
+    def wait_for(
+        self, condition: Callable[[], bool], seconds: float, log: Path | None = None
+    ) -> None:
         """Fails with the end of `log`, or of the daemons' logs."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"nothing within {seconds} s\n{self._last_words(log)}"
+            assert time.monotonic() < deadline, (
+                f"nothing within {seconds} s\n{self._last_words(log)}"
+            )
             time.sleep(0.2)
 
     # ------------------------------------------------------------ how it is made
@@ -207,7 +235,9 @@ class Cluster:
 
     def _last_words(self, log: Path | None) -> str:
         paths = [log] if log is not None else sorted(self.folder.glob("*.log"))
-        return "\n".join(f"== {path}\n{path.read_text()[-3000:]}" for path in paths if path.exists())
+        return "\n".join(
+            f"== {path}\n{path.read_text()[-3000:]}" for path in paths if path.exists()
+        )
 
 
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin"])
@@ -228,7 +258,8 @@ def step_daemon_of(task: psutil.Process) -> psutil.Process | None:
 
 
 def free_ports(count: int) -> tuple[int, int]:
-    """The first and the last of so many ports in a row that nobody uses, below those that the kernel hands out."""
+    """The first and the last of so many ports in a row that nobody uses, below those that the
+    kernel hands out."""
     for _ in range(200):
         first = 10000 + secrets.randbelow(20000)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):

@@ -1,8 +1,9 @@
 """Keeps the processes of a test's cluster together, and lets none of them live on.
 
-Every line of its input is a command (a JSON list of words), which it starts; at the end of its input, that is when the
-test's process ends or closes the pipe, however that comes, all processes that came of them are killed. Slurm's step
-daemons leave their parents and live on without them; as Linux's "child subreaper" the keeper inherits them.
+Every line of its input is a command (a JSON list of words), which it starts; at the end of its
+input, that is when the test's process ends or closes the pipe, however that comes, all processes
+that came of them are killed. Slurm's step daemons leave their parents and live on without them; as
+Linux's "child subreaper" the keeper inherits them.
 """
 
 from __future__ import annotations

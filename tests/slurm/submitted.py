@@ -64,10 +64,14 @@ class Submitted:
         return self.state(link)
 
     def wait_for_requeue(self, restarts: int) -> None:
-        """The job is in the queue again. What Slurm has it wait for, two minutes, is cut to a few seconds (not to none:
-        in the second of its end the nodes would still take it for the start that ended)."""
+        """The job is in the queue again.
+
+        What Slurm has it wait for, two minutes, is cut to a few seconds (not to none: in the second
+        of its end the nodes would still take it for the start that ended)."""
         self.cluster.wait_for(
-            lambda: self.cluster.job(self.jobs[0], "Restarts") == str(restarts), END_SECONDS, self.log
+            lambda: self.cluster.job(self.jobs[0], "Restarts") == str(restarts),
+            END_SECONDS,
+            self.log,
         )
         self.wait_for_state("PENDING", "RUNNING")
         self.cluster.ask("scontrol", "update", f"JobId={self.jobs[0]}", "StartTime=now+3seconds")

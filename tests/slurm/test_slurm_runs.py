@@ -1,4 +1,5 @@
-"""Runs over two nodes of a real Slurm: they train, are disturbed, and go on as if nothing had been."""
+"""Runs over two nodes of a real Slurm: they train, are disturbed, and go on as if nothing had
+been."""
 
 from __future__ import annotations
 
@@ -70,7 +71,11 @@ def test_a_run_trains_across_both_nodes_and_the_later_links_of_its_chain_end_at_
 
     assert run.wait_for_state(*ENDED, link=1) == "COMPLETED"
     said = run.said(link=1)
-    assert "link 2 of 2" in said and "the start before: status 0" in said and "nothing is left to do" in said
+    assert (
+        "link 2 of 2" in said
+        and "the start before: status 0" in said
+        and "nothing is left to do" in said
+    )
     assert list((run.logs / run.jobs[1]).iterdir()) == []
 
 
@@ -144,7 +149,16 @@ def test_an_evaluation_that_is_stopped_goes_on(
 ) -> None:
     output = tmp_path / "eval"
     own = ("--model", f"{inputs}/base", "--data-dir", f"{inputs}/data", "--output", str(output))
-    what = ("--benchmarks", "heldout", "--samples", "300", "--max-new-tokens", "32", "--max-num-seqs", "16")
+    what = (
+        "--benchmarks",
+        "heldout",
+        "--samples",
+        "300",
+        "--max-new-tokens",
+        "32",
+        "--max-num-seqs",
+        "16",
+    )
     options = ("--program=evaluate", *TWO_NODES, "--requeue")
     run = submitter.submit(output, *options, "--", *own, *what, "--cpu-kv-cache-gib", "0.1")
     slurm.wait_for(lambda: len(completions(output)) > 0, START_SECONDS, run.log)
@@ -162,4 +176,6 @@ def test_an_evaluation_that_is_stopped_goes_on(
 def completions(output: Path) -> list[str]:
     """Whole lines only: one may be cut off by the end of its process."""
     texts = [path.read_text() for path in output.glob("generations/heldout/*.jsonl")]
-    return [line for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        line for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")
+    ]

@@ -1,4 +1,5 @@
-"""What launch/slurm/submit.py queues, and what it refuses to queue, with a Slurm and without one."""
+"""What launch/slurm/submit.py queues, and what it refuses to queue, with a Slurm and without
+one."""
 
 from __future__ import annotations
 
@@ -52,7 +53,10 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             'There is no partition "shor"; there are: short, one, closed. Did you mean "short"?',
         ),
         (["--partition=closed"], '--partition "closed" is not up. These are: short, one.'),
-        (["--nodes=3", "--partition=one", "parallel.tensor=1"], '--nodes is 3; the partition "one" has 1.'),
+        (
+            ["--nodes=3", "--partition=one", "parallel.tensor=1"],
+            '--nodes is 3; the partition "one" has 1.',
+        ),
         (["--time=61"], '--time is 61 minutes; the partition "short" allows 60.'),
         (["--gpus-per-node=8"], 'in the partition "short" 0 of 2 nodes have as many'),
         (
@@ -83,7 +87,9 @@ def test_a_second_run_of_the_same_name_or_folder_is_not_queued(
     status, _, err = submitter.call(*run, "run.output_dir=elsewhere/run")
     assert status == 2 and "is named" in err and "is what another job writes" not in err
     assert submitter.queue() == [held]
-    assert submitter.call(*run, "--name=another", "run.output_dir=elsewhere/run", "--dry-run")[0] == 0
+    assert (
+        submitter.call(*run, "--name=another", "run.output_dir=elsewhere/run", "--dry-run")[0] == 0
+    )
 
 
 @slurm_only
@@ -127,12 +133,21 @@ def test_a_slurm_that_does_not_answer_is_told_and_a_dry_run_does_without(
         (["--gpus-per-node=1", "--ranks-per-node=2"], "every rank needs a GPU of its own"),
         (["--requeue", "run.recover_mode=disabled"], "every start of this job would begin anew"),
         (["--program=sft", "sft.held_out_path=nowhere"], "sft.held_out_path: "),
-        (["--runtime=docker", "--container=image", "--mount=/"], "--mount / would hide the image itself"),
+        (
+            ["--runtime=docker", "--container=image", "--mount=/"],
+            "--mount / would hide the image itself",
+        ),
         (["--chain=0"], "--chain is 0; needed: from 1 to 100"),
         (["--name=a b"], '--name is "a b"'),
         (["--sbatch=account"], '--sbatch is "account"'),
-        (["--sbatch=--nodes 9"], '--sbatch is "--nodes 9"; needed: one option of sbatch without spaces'),
-        (["--runtime=docker", "--container=--privileged"], '--container is "--privileged"; needed: the name'),
+        (
+            ["--sbatch=--nodes 9"],
+            '--sbatch is "--nodes 9"; needed: one option of sbatch without spaces',
+        ),
+        (
+            ["--runtime=docker", "--container=--privileged"],
+            '--container is "--privileged"; needed: the name',
+        ),
         (["--container=image"], "a container needs an image and --runtime pyxis or docker"),
         (["--runtime=pyxis", "--container=image"], "is outside of what the container sees"),
         ([], "there is no sbatch here"),
@@ -159,7 +174,9 @@ def test_mistakes_are_told_before_anything_is_queued(
         "open-mode=truncate",
     ],
 )
-def test_options_that_the_script_relies_on_are_refused_also_abbreviated(run: list[str], option: str) -> None:
+def test_options_that_the_script_relies_on_are_refused_also_abbreviated(
+    run: list[str], option: str
+) -> None:
     told = called(*run, "--dry-run", f"--sbatch=--{option}")[2]
     assert f'--sbatch is "--{option}", which the script sets itself or cannot have' in told
 
@@ -173,7 +190,8 @@ def test_the_environment_does_not_win_over_the_script(monkeypatch: pytest.Monkey
 
 
 def test_other_options_of_sbatch_are_passed_on(run: list[str], alone: Path) -> None:
-    """Also those that have a reserved one's name as their beginning, and those for parts of nodes."""
+    """Also those that have a reserved one's name as their beginning, and those for parts of
+    nodes."""
     more = ("--account=math", "--mem=64G", "--exclusive=user", "--time-min=90", "--nodelist=n[1-2]")
     status, out, err = called(*run, "--dry-run", *(f"--sbatch={option}" for option in more))
     assert status == 0, err
@@ -188,12 +206,18 @@ def test_an_evaluation_takes_its_own_options(arithmetic: Path, alone: Path) -> N
     assert status == 0, err
     assert "launch/evaluate.py\n" in out and "work_files=(generations '*.jsonl')" in out
     assert called(*EVALUATION, "--dry-run", "--", *own)[2].startswith("--benchmarks must be given")
-    split = called(*EVALUATION, "--dry-run", "--", *own, "--benchmarks", "heldout", "--tensor-parallel", "3")
+    split = called(
+        *EVALUATION, "--dry-run", "--", *own, "--benchmarks", "heldout", "--tensor-parallel", "3"
+    )
     assert "--tensor-parallel is 3, which does not divide the 2 ranks" in split[2]
     outside = called(*EVALUATION, "--dry-run", "--", *own, "--benchmarks", "heldout,../../x")
     assert outside[0] == 2 and "--benchmarks: '../../x' is no name of a benchmark" in outside[2]
     wrong = called(*EVALUATION, "--dry-run", "--", *own, "--benchmarks", "held_out")
-    assert wrong[0] == 2 and "has no held_out.jsonl" in wrong[2] and 'Did you mean "heldout"?' in wrong[2]
+    assert (
+        wrong[0] == 2
+        and "has no held_out.jsonl" in wrong[2]
+        and 'Did you mean "heldout"?' in wrong[2]
+    )
     assert "no --config and no overrides" in called(*EVALUATION, config("demo.yaml"))[2]
 
 
@@ -204,12 +228,16 @@ def test_the_script_has_no_mistakes_that_shellcheck_knows(
 ) -> None:
     """Whatever the settings hold stays one word of the run's command line."""
     image = (
-        () if runtime == "none" else (f"--container=a/b:1 '$(touch {tmp_path}/hit)", f"--mount={arithmetic}")
+        ()
+        if runtime == "none"
+        else (f"--container=a/b:1 '$(touch {tmp_path}/hit)", f"--mount={arithmetic}")
     )
     evil = f"telemetry.wandb_name=it's `touch {tmp_path}/hit` $HOME"
     run = (*small_run(arithmetic, Path("run")), "sft.max_sequence_tokens=64")
     arguments = (config("demo.yaml"), *TWO_NODES, *run, "--dry-run")
-    status, out, err = called(*arguments, f"--program={program}", f"--runtime={runtime}", *image, evil)
+    status, out, err = called(
+        *arguments, f"--program={program}", f"--runtime={runtime}", *image, evil
+    )
     assert status == 0, err
     path = tmp_path / "job.sh"
     path.write_text(out)
@@ -237,13 +265,18 @@ def test_the_signal_leaves_the_run_its_grace(run: list[str], alone: Path) -> Non
     ("nodes", "word", "told"),
     [
         (3, "d8+d16", "nodes 1-2 train, node 3 generates"),
-        (3, "d6t2+d12", "node 1 trains, node 2 does both (4 of its 8 ranks train), node 3 generates"),
+        (
+            3,
+            "d6t2+d12",
+            "node 1 trains, node 2 does both (4 of its 8 ranks train), node 3 generates",
+        ),
         (1, "d2t2+d4", "node 1 does both (4 of its 8 ranks train)"),
         (3, "d5t4+d4t1", "node 1 does both (4 of its 8 ranks train), nodes 2-3 generate"),
         (
             2,
             "d2t5+d6",
-            "node 1 does both (6 of its 8 ranks train), node 2 generates, some engines have ranks on two nodes",
+            "node 1 does both (6 of its 8 ranks train), node 2 generates, some engines have ranks "
+            "on two nodes",
         ),
         (2, "d16", ""),
     ],
@@ -268,7 +301,14 @@ def test_the_roles_of_nodes_stand_in_the_script(run: list[str], alone: Path) -> 
 
 
 def test_slurms_times_are_read() -> None:
-    times = {"90": 5400, "1:30": 90, "12:00:00": 43200, "2-00": 172800, "1-12:30": 131400, "1-0:0:1": 86401}
+    times = {
+        "90": 5400,
+        "1:30": 90,
+        "12:00:00": 43200,
+        "2-00": 172800,
+        "1-12:30": 131400,
+        "1-0:0:1": 86401,
+    }
     assert {time: seconds_of(time) for time in times} == times
     assert seconds_of("infinite") == float("inf")
     for wrong in ("", "1-", "1:2:3:4", "-5", "1h"):
@@ -315,7 +355,9 @@ def test_the_script_reads_how_a_run_ended_as_the_program_does(tmp_path: Path) ->
     found = both()
     assert found[0] == found[1] and found[0][0] == FAILURE
     for status in MEANINGS:
-        write_exit_status(tmp_path, status, 'run.output_dir "a\\b": stopped after step 3 $(touch x)')
+        write_exit_status(
+            tmp_path, status, 'run.output_dir "a\\b": stopped after step 3 $(touch x)'
+        )
         found = both()
         assert found[0] == found[1] and found[0][0] == status
     (tmp_path / "exit_status.json").write_text("{")
@@ -330,7 +372,9 @@ def test_what_a_start_would_go_on_from_may_be_queued(
     output = tmp_path / "run"
     settings = [*small_run(arithmetic, output), "run.seed=3", "sft.max_sequence_tokens=64"]
     queued = (f"--program={program}", *TWO_NODES, config("demo.yaml"), "--dry-run")
-    then = load_config([REPOSITORY / "configs" / "demo.yaml"], [*settings, "model.path=/elsewhere/base"])
+    then = load_config(
+        [REPOSITORY / "configs" / "demo.yaml"], [*settings, "model.path=/elsewhere/base"]
+    )
     then = only_used(then)[0] if program == "sft" else then
     output.mkdir()
     save_config(then, output / "config.yaml")
@@ -343,7 +387,10 @@ def test_what_a_start_would_go_on_from_may_be_queued(
     finish_partial(partial, 3, False, {})
     assert called(*queued, *settings)[0] == 0
     status, _, err = called(*queued, *settings, "run.seed=4", "data.shuffle=false")
-    assert status == 2 and "cannot go on with other settings: run.seed: 3 there, 4 now; data.shuffle" in err
+    assert (
+        status == 2
+        and "cannot go on with other settings: run.seed: 3 there, 4 now; data.shuffle" in err
+    )
     assert err.count("cannot go on") == 1, "one problem, however many settings"
 
 
@@ -359,5 +406,7 @@ def test_a_shipped_config_is_given_to_the_job_by_its_place(arithmetic: Path, alo
 def test_the_nodes_wait_for_an_upload(arithmetic: Path, alone: Path) -> None:
     settings = small_run(arithmetic, alone / "run")
     plain = training("grpo", [], settings, 2).wait_seconds
-    pushed = training("grpo", [], [*settings, "save.push_to_hub=org/name", "run.hub_timeout_seconds=1000"], 2)
+    pushed = training(
+        "grpo", [], [*settings, "save.push_to_hub=org/name", "run.hub_timeout_seconds=1000"], 2
+    )
     assert pushed.wait_seconds == plain + 1000

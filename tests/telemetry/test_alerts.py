@@ -1,4 +1,5 @@
-"""Every sign on rows made by hand: it is told once, not below its limit, and not again when a run goes on."""
+"""Every sign on rows made by hand: it is told once, not below its limit, and not again when a run
+goes on."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def told(rows, limits=LIMITS, **more):
     alerts = Alerts(limits, **more)
     found = [(step, text) for step, row in enumerate(rows, start=1) for text in alerts.check(row)]
     for step, text in found:
-        assert all(len(line) <= 80 for line in f"12:00:00 WARNING: step {step}: {text}".split("\n")), text
+        assert all(
+            len(line) <= 80 for line in f"12:00:00 WARNING: step {step}: {text}".split("\n")
+        ), text
         assert text.count("\n") == 1
         assert "ew run" in text or not settings_that_a_resume_refuses(text), text
     return found
@@ -60,7 +63,10 @@ def test_truncated_completions_are_told_of_once_with_share_and_key():
 
 def test_the_key_of_the_length_is_that_of_the_stages_where_there_are_any():
     ((_, text),) = told(rows("no_eos_ratio", [0.23]), length_key="stages.max_new_tokens")
-    assert "Resume with a larger stages.max_new_tokens" in text and "rollout.max_new_tokens" not in text
+    assert (
+        "Resume with a larger stages.max_new_tokens" in text
+        and "rollout.max_new_tokens" not in text
+    )
 
 
 def test_truncated_share_is_the_mean_of_five_steps():
@@ -71,12 +77,17 @@ def test_truncated_share_is_the_mean_of_five_steps():
     assert told(rows("no_eos_ratio", [0.05] * 20)) == []
 
 
-@pytest.mark.parametrize(("share", "is_told"), [(0.05, False), (0.051, True), (0.83, True), (0.0, False)])
+@pytest.mark.parametrize(
+    ("share", "is_told"), [(0.05, False), (0.051, True), (0.83, True), (0.0, False)]
+)
 def test_dropped_prompts(share, is_told):
     text = dropped_alert(share, LIMITS)
     assert (text is not None) == is_told
     if text is not None:
-        assert text.startswith(f"{100 * share:.3g}% of the prompts") and "data.max_prompt_tokens" in text
+        assert (
+            text.startswith(f"{100 * share:.3g}% of the prompts")
+            and "data.max_prompt_tokens" in text
+        )
         assert "unusable_rows.jsonl" in text and "rows" not in str(
             dropped_alert(share, LIMITS, is_written=False)
         )
@@ -86,7 +97,9 @@ def test_every_sign_has_a_limit_of_its_own():
     limits = TelemetryConfig(warn_truncated=0.3, warn_dropped=0.6, warn_importance_weight=0.9)
     assert dropped_alert(0.5, limits) is None and dropped_alert(0.7, limits) is not None
     for name, below, above in (("no_eos_ratio", 0.2, 0.4), ("importance_weight", 1.8, 2.0)):
-        assert told(rows(name, [below]), limits) == [] and len(told(rows(name, [above]), limits)) == 1
+        assert (
+            told(rows(name, [below]), limits) == [] and len(told(rows(name, [above]), limits)) == 1
+        )
 
 
 @pytest.mark.parametrize("values", [[1.11], [0.89], [0.8, 1.2], [math.nan]])
@@ -117,7 +130,8 @@ def test_flat_rewards_are_told_of_when_the_window_is_full():
 
 
 def test_a_rise_is_measured_against_the_scatter_of_both_halves():
-    # Halves (0, 2, 0, 2) and the same plus d: variances 4/3 each, standard error sqrt(2 * 4/3 / 4) = 0.8165.
+    # Halves (0, 2, 0, 2) and the same plus d: variances 4/3 each, standard error sqrt(2 * 4/3 / 4)
+    # = 0.8165.
     base = [0.0, 2.0, 0.0, 2.0]
     assert len(told(rows("task_reward", base + [v + 0.81 for v in base]), flat_limits(8))) == 1
     assert told(rows("task_reward", base + [v + 0.82 for v in base]), flat_limits(8)) == []
@@ -131,7 +145,8 @@ def test_a_reward_that_can_hardly_rise_is_not_flat():
 
 
 def test_entropy_that_falls_without_the_errors_is_told_of():
-    # first steps 0.5; mean of five at step 9: (0.5 + 4 * 0.01) / 5 = 0.108 = 21.6%; at step 10: 0.01 = 2%
+    # first steps 0.5; mean of five at step 9: (0.5 + 4 * 0.01) / 5 = 0.108 = 21.6%; at step 10:
+    # 0.01 = 2%
     ((step, text),) = told(rows("train/entropy_loss", [0.5] * 5 + [0.01] * 9))
     assert step == 10
     assert "fell to 2% of its start" in text
@@ -150,7 +165,8 @@ def test_entropy_that_falls_as_the_errors_do_is_learning():
     """The course of the laptop demo: errors from 53% to 2%, entropy from 0.19 to 0.014."""
     errors = [0.53] * 5 + [0.53 * 0.9**step for step in range(40)]
     assert told(learning([0.36 * error for error in errors], [1 - error for error in errors])) == []
-    # Half as far as the errors is the edge: 10% of the first entropy, 21% and 19% of the first errors.
+    # Half as far as the errors is the edge: 10% of the first entropy, 21% and 19% of the first
+    # errors.
     entropy = [0.4] * 5 + [0.04] * 5
     assert len(told(learning(entropy, [0.5] * 5 + [1 - 0.5 * 0.21] * 5))) == 1
     assert told(learning(entropy, [0.5] * 5 + [1 - 0.5 * 0.19] * 5)) == []
@@ -182,7 +198,9 @@ def test_a_run_that_goes_on_tells_what_an_unbroken_one_tells_from_there(bad, sto
     alerts = Alerts(limits)
     for row in bad[:stopped_after]:
         alerts.check(row)
-    later = [(n, text) for n, row in enumerate(bad, 1) if n > stopped_after for text in alerts.check(row)]
+    later = [
+        (n, text) for n, row in enumerate(bad, 1) if n > stopped_after for text in alerts.check(row)
+    ]
     assert later == [(step, text) for step, text in whole if step > stopped_after]
 
 
@@ -231,7 +249,9 @@ def test_long_waits_for_reward_workers_name_the_setting():
 
 
 def test_rewards_that_are_all_alike_within_groups_are_told_of_after_two_steps():
-    alike = [{**GOOD, "rollout/groups_with_contrast": 0.0, "task_reward": 1.0, "train/minibatches": 0.0}] * 6
+    alike = [
+        {**GOOD, "rollout/groups_with_contrast": 0.0, "task_reward": 1.0, "train/minibatches": 0.0}
+    ] * 6
     ((step, text),) = told([alike[0], GOOD, *alike])
     assert step == 4
     assert text.startswith("No group had different rewards") and "last 2 steps" in text
@@ -268,7 +288,9 @@ def test_dynamic_sampling_that_discards_almost_all_groups_is_told_of_with_its_re
     assert text.startswith("94.8% of groups dropped as all right (last step)")
     assert "Rewards do differ. In a new run: selection.dynamic_sampling=reward" in text
     ((_, text),) = told([dropped(96, 2, 92, contrast=0.02)])
-    assert "dropped as all wrong" in text and "In a new run take problems it sometimes solves" in text
+    assert (
+        "dropped as all wrong" in text and "In a new run take problems it sometimes solves" in text
+    )
     ((_, text),) = told([dropped(96, 0, 0, uniform=95, contrast=0.01)])
     assert "dropped as all alike" in text and "dynamic_sampling=reward" not in text
 

@@ -26,7 +26,10 @@ METRICS = {
 
 
 def test_a_metric_that_is_not_a_number_is_said_and_a_missing_one_left_out():
-    assert step_line(*THIRD_OF_38, {"task_reward": math.nan}) == "step  3/38 reward nan 1.23s left 1:10"
+    assert (
+        step_line(*THIRD_OF_38, {"task_reward": math.nan})
+        == "step  3/38 reward nan 1.23s left 1:10"
+    )
 
 
 def test_the_line_on_the_console_has_what_matters_first():
@@ -35,14 +38,21 @@ def test_the_line_on_the_console_has_what_matters_first():
 
 
 def test_the_line_of_a_run_without_an_accuracy_says_how_many_rewards_are_positive():
-    metrics = {name.replace("accuracy", "reward_positive"): value for name, value in METRICS.items()}
+    metrics = {
+        name.replace("accuracy", "reward_positive"): value for name, value in METRICS.items()
+    }
     line = "step  3/38 reward -0.300 pos 0.250 len 7908 cut 0.12 1.23s left 1:10"
     assert step_line(*THIRD_OF_38, metrics) == line
 
 
 def test_the_line_on_the_console_fits_whatever_the_numbers_are():
-    """Metrics are left out before it gets too long: the last ones first, never the time that is left."""
-    metrics = METRICS | {"task_reward": -12_345.678, "train/loss": 123.45678, "held_out/loss": 123.45678}
+    """Metrics are left out before it gets too long: the last ones first, never the time that is
+    left."""
+    metrics = METRICS | {
+        "task_reward": -12_345.678,
+        "train/loss": 123.45678,
+        "held_out/loss": 123.45678,
+    }
     line = step_line(99_999, 100_000, 86_399.0, 35_999.0, metrics)
     assert len("00:00:00 ") + len(line) <= COLUMNS and "cut" not in line and "len" not in line
     assert line.startswith("step  99999/100000 reward -12345.678 acc 0.250 ") and line.endswith(
@@ -55,12 +65,17 @@ def test_the_time_that_is_left_is_not_told_before_the_second_step():
     line = step_line(3, 38, 1.2344, None, METRICS)
     assert line == "step  3/38 reward -0.300 acc 0.250 len 7908 cut 0.12 1.23s"
     ends = [70.0, 72.0, 74.0, 86.0, 90.0]
-    assert remaining_seconds(ends, 15) == 15 * 5.0, "a validation or a save counts for as often as it comes"
+    assert remaining_seconds(ends, 15) == 15 * 5.0, (
+        "a validation or a save counts for as often as it comes"
+    )
 
 
 def test_long_lines_are_wrapped_between_words_and_paths_stay_whole():
     path = "/a/very/long/" + "path/" * 20
-    text = f"12:00:00 WARNING: The file {path} cannot be read, and the run continues without it.\n  as it was"
+    text = (
+        f"12:00:00 WARNING: The file {path} cannot be read, and the run continues without "
+        "it.\n  as it was"
+    )
     lines = wrapped(text, 60).split("\n")
     assert f"  {path}" in lines and lines[-1] == "  as it was"
     assert all(len(line) <= 60 for line in lines if path not in line)
@@ -99,11 +114,15 @@ FOR_THE_FILE = (
 def logged(rank: int, folder: Path, **variables: str) -> str:
     # Without what engines of other tests have set in this process.
     kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "TRANSFORMERS_"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("VLLM_", "TRANSFORMERS_"))
     }
     environment = kept | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
     command = [sys.executable, "-c", LIBRARIES, str(rank), str(folder)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stderr
 
 
 def test_of_libraries_the_console_has_errors_and_the_log_file_warnings(tmp_path: Path):
@@ -148,9 +167,13 @@ def test_the_log_file_has_all_lines_with_date_and_level_and_no_control_character
     for _ in range(2):
         done = write_logs(tmp_path)
     assert "before there is a file" in done.stderr and "alone" not in done.stderr
-    assert f"news of many words {'news of many words ' * 7}\n" in done.stderr, "no line of a log is wrapped"
+    assert f"news of many words {'news of many words ' * 7}\n" in done.stderr, (
+        "no line of a log is wrapped"
+    )
     lines = (tmp_path / LOG_FILE).read_text().splitlines()
-    assert [re.sub(r"^\d{8}-\d\d:\d\d:\d\d\.\d{3} ", "", line)[:30].rstrip() for line in lines] == 2 * [
+    assert [
+        re.sub(r"^\d{8}-\d\d:\d\d:\d\d\.\d{3} ", "", line)[:30].rstrip() for line in lines
+    ] == 2 * [
         "INFO: before there is a file",
         r"DEBUG: for the file \x1b[31malone"[:30],
         "INFO: news of many words news o"[:30].rstrip(),
@@ -275,9 +298,17 @@ except PeerFailedError:
     lines = second.splitlines()
     assert lines[-1].endswith("ERROR: rank 0 ends: rank 1 has died") and len(lines) == 1
     log = (tmp_path / "run.log").read_text()
-    assert "RuntimeError: Read error: Connection reset by peer" in log and "PeerFailedError: rank 1" in log
+    assert (
+        "RuntimeError: Read error: Connection reset by peer" in log
+        and "PeerFailedError: rank 1" in log
+    )
 
 
 def test_several_rewards_are_in_the_lines_of_a_step() -> None:
-    metrics = {"task_reward": 1.5, "reward/steps": 0.25, "reward/steps/failures": 0.0, "reward/boxed": 1.0}
+    metrics = {
+        "task_reward": 1.5,
+        "reward/steps": 0.25,
+        "reward/steps/failures": 0.0,
+        "reward/boxed": 1.0,
+    }
     assert step_line(*THIRD_OF_38, metrics) == "step  3/38 reward 1.500 steps 0.25 1.23s left 1:10"

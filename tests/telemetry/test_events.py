@@ -24,7 +24,10 @@ def log(tmp_path: Path) -> Iterator[logging.Logger]:
 
 
 def rows(folder: Path) -> list[tuple]:
-    found = [json.loads(line) for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    found = [
+        json.loads(line)
+        for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return [(row["kind"], row["step"], row["text"]) for row in found]
 
 
@@ -40,7 +43,11 @@ def test_warnings_and_lines_with_a_kind_are_events(log: logging.Logger, tmp_path
         log.exception("failed")
     start, slow, alert, failed = rows(tmp_path)
     assert start == ("start", None, "Starting") and alert == ("alert", 4, "cut")
-    assert slow[:2] == ("warning", 3) and slow[2].startswith("slow disk\\x1b[2J xxx") and len(slow[2]) == 1500
+    assert (
+        slow[:2] == ("warning", 3)
+        and slow[2].startswith("slow disk\\x1b[2J xxx")
+        and len(slow[2]) == 1500
+    )
     assert failed[:2] == ("error", 3) and "OSError: lost" in failed[2]
 
 
@@ -62,12 +69,17 @@ def test_a_resumed_run_keeps_what_was_until_its_step(log: logging.Logger, tmp_pa
 
 
 def test_events_are_bounded_and_a_disk_that_refuses_is_told_once(
-    log: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    log: logging.Logger,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with files_no_larger_than(1):
         log.warning("one")
         log.warning("two")
-    assert [one.getMessage() for one in caplog.records if "cannot be written" in one.getMessage()] != []
+    assert [
+        one.getMessage() for one in caplog.records if "cannot be written" in one.getMessage()
+    ] != []
     log.warning("three")
     assert not any("three" in line for line in (tmp_path / "events.jsonl").read_text().splitlines())
     monkeypatch.setattr(events, "MOST_EVENTS", 2)

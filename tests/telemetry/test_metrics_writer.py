@@ -37,7 +37,9 @@ def test_values_that_are_not_finite_stay_json_and_come_back(tmp_path):
 
 
 def test_a_resumed_run_goes_on_after_the_last_whole_line_and_replaces_steps(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a": 2.0}\n{"step": 3, "a"')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "a": 1.0}\n{"step": 2, "a": 2.0}\n{"step": 3, "a"'
+    )
     assert [row["a"] for row in read_metrics(str(tmp_path))] == [1.0, 2.0]
     writer = MetricsWriter(str(tmp_path), tensorboard=False)
     writer.write(2, {"a": 20.0})
@@ -81,7 +83,9 @@ def test_rows_wait_for_room_and_are_written_in_order(tmp_path, caplog):
             writer.write_validation(step, {"long": 1.0, "name": 2.0})
             assert (tmp_path / "metrics.jsonl").read_bytes() == whole, "no half line"
         assert writer.lost() == {"metrics.jsonl": 3, "validation.jsonl": 3}
-        refused = [one for one in caplog.messages if one.startswith("metrics.jsonl cannot be written: ")]
+        refused = [
+            one for one in caplog.messages if one.startswith("metrics.jsonl cannot be written: ")
+        ]
         assert len(refused) == 1 and "File too large" in refused[0]
     writer.write(5, {"a": 0.5})
     assert [row["step"] for row in read_metrics(str(tmp_path))] == [1, 2, 3, 4, 5]
@@ -115,7 +119,9 @@ def test_tensorboard_that_is_refused_is_off_and_counted(tmp_path, caplog):
     writer.close()
     assert writer.lost() == {"TensorBoard": 4}
     (warning,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
-    assert warning.startswith("metrics.jsonl cannot be written: "), "one warning for a disk that is full"
+    assert warning.startswith("metrics.jsonl cannot be written: "), (
+        "one warning for a disk that is full"
+    )
     assert [row["step"] for row in read_metrics(str(tmp_path))] == [1, 2, 3, 4, 5]
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -134,7 +140,9 @@ def test_lines_that_cannot_be_read_are_dropped_when_a_run_resumes(tmp_path, capl
         b'{"step": 4}',
     ]
     path.write_bytes(b"\n".join([*lines, b'{"step": 5']))
-    with pytest.raises(ValueError, match=r"line 2: not a line of metrics .* A resumed run drops such lines"):
+    with pytest.raises(
+        ValueError, match=r"line 2: not a line of metrics .* A resumed run drops such lines"
+    ):
         read_metrics(str(tmp_path))
     assert keep_metrics(tmp_path, 3) == 2
     assert [row["step"] for row in read_metrics(str(tmp_path))] == [1, 3]

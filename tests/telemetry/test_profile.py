@@ -36,12 +36,16 @@ def test_a_profiled_step_leaves_a_trace_with_its_phases_and_a_table(tmp_path: Pa
     table = (tmp_path / "profile" / names[1]).read_text()
     assert "# Step 2, rank 1" in table
     phases, operations = table.split("## Operations")
-    assert phases.index("phase: update") < phases.index("phase: pack"), "the longest phase comes first"
+    assert phases.index("phase: update") < phases.index("phase: pack"), (
+        "the longest phase comes first"
+    )
     assert re.search(r"^ +phase: update .* 1 *$", phases, re.MULTILINE)
     assert re.search(r"^ +aten::mm .* 7 *$", operations, re.MULTILINE)
 
 
-def test_what_the_disk_refuses_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_disk_refuses_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "profile").write_text("a file")
     with StepProfiler([1], tmp_path, 0, on_gpu=False).step(1):
         work(PhaseTimers())

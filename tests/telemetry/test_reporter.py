@@ -28,7 +28,9 @@ def resumed(folder: Path, rows: list[dict[str, float]]) -> Reporter:
 
 
 def test_a_resumed_run_counts_what_earlier_starts_did(tmp_path: Path) -> None:
-    timed = [{"step": step, "seconds/step": 1000.0 * step, "seconds/save": 100.0} for step in range(1, 5)]
+    timed = [
+        {"step": step, "seconds/step": 1000.0 * step, "seconds/save": 100.0} for step in range(1, 5)
+    ]
     counted = ({"n_valid_tokens": 7.0 * step, "no_eos_ratio": 0.01 * step} for step in range(1, 5))
     rows = [one | other for one, other in zip(timed, counted, strict=True)]
     reporter = resumed(tmp_path, rows)

@@ -63,14 +63,17 @@ def test_only_the_first_groups_of_a_step_are_kept(tmp_path):
     groups = [group(f"q{number}") for number in range(5)]
     write(tmp_path, groups, [[0.0, 0.0]] * 5, groups_per_step=2, step=12)
     rows = [
-        json.loads(line) for line in (tmp_path / "samples" / "step-000012.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (tmp_path / "samples" / "step-000012.jsonl").read_text().splitlines()
     ]
     assert [row["prompt_id"] for row in rows] == ["q0", "q1"]
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-000012.jsonl"]
 
 
 def test_a_group_that_could_not_be_judged_is_kept_whatever_its_place(tmp_path):
-    late = ScoredGroup(group("late").prompt, group().completions, (Score(-5.0, False, "x", "timeout"),) * 2)
+    late = ScoredGroup(
+        group("late").prompt, group().completions, (Score(-5.0, False, "x", "timeout"),) * 2
+    )
     path = SampleWriter(str(tmp_path), 0).write_failure(3, [group("q0"), late], [[0.0, 0.0]] * 2)
     assert path == tmp_path / "samples" / "failure-000003.jsonl"
     (line,) = path.read_text().splitlines()
@@ -105,7 +108,9 @@ def test_an_advantage_that_is_not_finite_does_not_break_the_file(tmp_path):
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
-    row = json.loads((tmp_path / "samples" / "step-000001.jsonl").read_text(), parse_constant=refuse)
+    row = json.loads(
+        (tmp_path / "samples" / "step-000001.jsonl").read_text(), parse_constant=refuse
+    )
     assert [completion["advantage"] for completion in row["completions"]] == ["NaN", "Infinity"]
     assert "advantage +nan" in completion_facts(row["completions"][0])
 

@@ -1,4 +1,5 @@
-"""The offline log is read back from its own file; what disturbs W&B's process is a program of its own."""
+"""The offline log is read back from its own file; what disturbs W&B's process is a program of its
+own."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from rlmath.config.schema import Config, RunConfig, TelemetryConfig
 from rlmath.telemetry.metrics_writer import open_metrics, read_metrics
 from rlmath.telemetry.wandb import run_id, wandb_problems
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs rlmath[wandb]")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="needs rlmath[wandb]"
+)
 
 PROGRAM = """
     import dataclasses, logging, os, sys, time
@@ -79,8 +82,9 @@ def program(folder: Path, then: str) -> subprocess.CompletedProcess:
 
 
 def records(path: Path):
-    """The records of a .wandb file: a 7-byte head, then a LevelDB log of 32 KiB blocks whose pieces have 7-byte heads
-    (crc, length, and whether it is a whole record, or the first, middle or last part of one)."""
+    """The records of a .wandb file: a 7-byte head, then a LevelDB log of 32 KiB blocks whose pieces
+    have 7-byte heads (crc, length, and whether it is a whole record, or the first, middle or last
+    part of one)."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, record = path.read_bytes(), 7, b""
@@ -109,7 +113,10 @@ def history(path: Path) -> list[dict]:
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
             rows.append(
-                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+                {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in items
+                }
             )
     return rows
 
@@ -126,7 +133,9 @@ def service_processes_of(folder: Path) -> list[psutil.Process]:
 def test_offline_files_have_the_numbers_of_metrics_jsonl_and_the_config(tmp_path: Path):
     writer = open_metrics(config_of(tmp_path / "first", wandb_project="sums"))
     for step in range(1, 4):
-        writer.write(step, {"task_reward": step / 3, "train/entropy_loss": 0.1 * step, "n_seqs": 8.0})
+        writer.write(
+            step, {"task_reward": step / 3, "train/entropy_loss": 0.1 * step, "n_seqs": 8.0}
+        )
     writer.write_validation(3, {"validation/aime24/accuracy": 0.25})
     writer.write(4, {"task_reward": math.nan, "train/entropy_loss": 1e-30})
     writer.close()
@@ -139,9 +148,16 @@ def test_offline_files_have_the_numbers_of_metrics_jsonl_and_the_config(tmp_path
         mine.pop("step")
         assert kept == pytest.approx(mine, nan_ok=True, rel=0, abs=0)
     (run,) = [record.run for record in records(path) if record.WhichOneof("record_type") == "run"]
-    assert (run.run_id, run.project, run.display_name) == (run_id(tmp_path / "first"), "sums", "first")
+    assert (run.run_id, run.project, run.display_name) == (
+        run_id(tmp_path / "first"),
+        "sums",
+        "first",
+    )
     sent = {item.key: json.loads(item.value_json) for item in run.config.update}
-    assert sent["optimizer"]["lr"] == Config().optimizer.lr and sent["telemetry"]["wandb_project"] == "sums"
+    assert (
+        sent["optimizer"]["lr"] == Config().optimizer.lr
+        and sent["telemetry"]["wandb_project"] == "sums"
+    )
 
 
 def test_nothing_but_numbers_and_settings_is_written(tmp_path: Path):
@@ -149,7 +165,11 @@ def test_nothing_but_numbers_and_settings_is_written(tmp_path: Path):
     writer.write(1, {"task_reward": 1.0})
     print("a line of the console")
     writer.close()
-    kinds = {record.WhichOneof("record_type") for path in wandb_files(tmp_path) for record in records(path)}
+    kinds = {
+        record.WhichOneof("record_type")
+        for path in wandb_files(tmp_path)
+        for record in records(path)
+    }
     assert not kinds & {"output", "output_raw", "stats", "artifact", "environment", "files"}
     names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert not names & {"wandb-metadata.json", "requirements.txt", "output.log", "diff.patch"}
@@ -158,7 +178,8 @@ def test_nothing_but_numbers_and_settings_is_written(tmp_path: Path):
 
 def test_off_does_not_even_import_wandb(tmp_path: Path):
     source = (
-        "import sys, rlmath.telemetry.metrics_writer as m, rlmath.config.schema as c, dataclasses as d\n"
+        "import sys, rlmath.telemetry.metrics_writer as m, rlmath.config.schema as c, dataclasses "
+        "as d\n"
         "config = d.replace(c.Config(), run=c.RunConfig(output_dir=sys.argv[1]),"
         " telemetry=c.TelemetryConfig(tensorboard=False))\n"
         "w = m.open_metrics(config); w.write(1, {'a': 1.0}); w.close()\n"
@@ -168,7 +189,9 @@ def test_off_does_not_even_import_wandb(tmp_path: Path):
     assert not (tmp_path / "wandb").exists()
 
 
-def test_its_process_ends_with_a_run_that_breaks_off_and_the_file_can_be_read(tmp_path: Path, monkeypatch):
+def test_its_process_ends_with_a_run_that_breaks_off_and_the_file_can_be_read(
+    tmp_path: Path, monkeypatch
+):
     monkeypatch.setenv("RLMATH_TEST", str(tmp_path))
     done = program(tmp_path, "os._exit(7)")
     assert done.returncode == 7, done.stdout
@@ -239,7 +262,8 @@ def no_account(tmp_path: Path, monkeypatch):
 
 
 def problems_of(*environments: dict[str, str]) -> list[list[str]]:
-    """Of a run that is online, by these variables: each in a process of its own, as wandb keeps what it once read."""
+    """Of a run that is online, by these variables: each in a process of its own, as wandb keeps
+    what it once read."""
     source = """
 import json, os, sys
 from rlmath.config.schema import TelemetryConfig
@@ -264,7 +288,9 @@ for environment in json.loads(sys.argv[1]):
 
 
 @pytest.mark.usefixtures("no_account")
-def test_a_key_is_found_in_the_environment_and_in_netrc_and_none_or_a_short_one_is_refused(tmp_path: Path):
+def test_a_key_is_found_in_the_environment_and_in_netrc_and_none_or_a_short_one_is_refused(
+    tmp_path: Path,
+):
     netrc = tmp_path / ".netrc"
     netrc.write_text(f"machine 127.0.0.1:9 login user password {'0' * 40}\n")
     netrc.chmod(0o600)
@@ -273,7 +299,10 @@ def test_a_key_is_found_in_the_environment_and_in_netrc_and_none_or_a_short_one_
     of_environment, short, of_netrc, missing = problems_of(*keys, {}, nowhere)
     assert of_environment == of_netrc == []
     assert "cannot be used" in short[0] and "wandb login" in short[0] and len(short) == 1
-    assert "no API key for http://127.0.0.1:9" in missing[0] and "telemetry.wandb=offline" in missing[0]
+    assert (
+        "no API key for http://127.0.0.1:9" in missing[0]
+        and "telemetry.wandb=offline" in missing[0]
+    )
 
 
 def test_a_missing_package_is_told_with_how_to_install_it(tmp_path: Path, monkeypatch):

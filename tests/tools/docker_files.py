@@ -1,4 +1,5 @@
-"""What a Dockerfile and a .dockerignore say: instructions by stage, and the files that an image may copy.
+"""What a Dockerfile and a .dockerignore say: instructions by stage, and the files that an image may
+copy.
 
 Only what the Dockerfile of this repository uses: https://docs.docker.com/reference/dockerfile/
 """
@@ -23,7 +24,9 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Stage:
-    """A FROM and the instructions below it. `base` is an image or the name of an earlier stage."""
+    """A FROM and the instructions below it.
+
+    `base` is an image or the name of an earlier stage."""
 
     name: str
     base: str
@@ -31,7 +34,8 @@ class Stage:
 
 
 def read_instructions(text: str) -> list[Instruction]:
-    """Instructions in their order, without comments and empty lines, also those between joined lines."""
+    """Instructions in their order, without comments and empty lines, also those between joined
+    lines."""
     lines = [line.strip() for line in text.splitlines()]
     kept = [line for line in lines if line and not line.startswith("#")]
     joined = re.sub(r"\s*\\\n", " ", "\n".join(kept))
@@ -55,18 +59,24 @@ def read_stages(text: str) -> dict[str, Stage]:
 
 def context_files(context: Path) -> set[str]:
     """The files below `context`, relative to it, that its .dockerignore lets into an image."""
-    lines = [line.strip() for line in (context / ".dockerignore").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        line.strip()
+        for line in (context / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    ]
     patterns = [line for line in lines if line and not line.startswith("#")]
     kept = set()
     for folder, folders, files in os.walk(context):
         here = Path(folder).relative_to(context)
         folders[:] = [name for name in folders if not _is_ignored(here / name, patterns)]
-        kept |= {(here / name).as_posix() for name in files if not _is_ignored(here / name, patterns)}
+        kept |= {
+            (here / name).as_posix() for name in files if not _is_ignored(here / name, patterns)
+        }
     return kept
 
 
 def _is_ignored(path: Path, patterns: list[str]) -> bool:
-    """The last line that matches the path, or a folder above it, decides; a line with `!` takes it in again."""
+    """The last line that matches the path, or a folder above it, decides; a line with `!` takes it
+    in again."""
     ignored = False
     for pattern in patterns:
         if _expression(pattern.removeprefix("!").strip("/")).fullmatch(path.as_posix()):

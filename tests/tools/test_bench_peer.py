@@ -47,4 +47,6 @@ def test_questions_are_asked_alike_and_answers_boxed(tmp_path: Path) -> None:
 def test_a_gpu_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--device", "cuda"])
-    assert "torch finds no CUDA device. Use --device=cpu, or a GPU machine" in capsys.readouterr().err
+    assert (
+        "torch finds no CUDA device. Use --device=cpu, or a GPU machine" in capsys.readouterr().err
+    )

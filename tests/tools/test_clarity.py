@@ -44,7 +44,14 @@ def test_each_count_of_a_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "filler_share", "wide_share", "positional_calls", "splatted_calls", "tuple_assignments"),
+    (
+        "folder",
+        "filler_share",
+        "wide_share",
+        "positional_calls",
+        "splatted_calls",
+        "tuple_assignments",
+    ),
     [("rlmath", 0.075, 0.086, 210, 105, 725), ("tools", 0.10, 0.07, 95, 22, 70)],
 )
 def test_the_counts_do_not_grow(
@@ -55,7 +62,9 @@ def test_the_counts_do_not_grow(
     splatted_calls: int,
     tuple_assignments: int,
 ) -> None:
-    """A little above what there is. Whoever lowers a count lowers its bound."""
+    """A little above what there is.
+
+    Whoever lowers a count lowers its bound."""
     counts = clarity_of(REPOSITORY / folder)
     assert counts.filler_names <= filler_share * counts.assigned_names
     assert counts.wide_lines <= wide_share * counts.lines

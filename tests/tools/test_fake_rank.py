@@ -17,8 +17,21 @@ def counted(
     config: str, ranks: int, rank: int, *settings: str
 ) -> dict[tuple[str, str], tuple[float | None, int]]:
     """(planned, counted) bytes by phase and part, or by operation of what is sent."""
-    command = ["tools/fake_rank.py", "--config", config, "--ranks", str(ranks), "--rank", str(rank), "--json"]
-    rows = [json.loads(line) for line in run(*command, *settings).stdout.splitlines() if line.startswith("{")]
+    command = [
+        "tools/fake_rank.py",
+        "--config",
+        config,
+        "--ranks",
+        str(ranks),
+        "--rank",
+        str(rank),
+        "--json",
+    ]
+    rows = [
+        json.loads(line)
+        for line in run(*command, *settings).stdout.splitlines()
+        if line.startswith("{")
+    ]
     return {(row["phase"], row["part"]): (row["planned"], row["counted"]) for row in rows}
 
 
@@ -88,5 +101,13 @@ def test_a_rank_holds_what_the_plan_says(
 
 
 def test_a_rank_that_a_run_has_not_is_refused() -> None:
-    command = ["tools/fake_rank.py", "--config", "configs/areal/7b_n4.yaml", "--ranks", "32", "--rank", "40"]
+    command = [
+        "tools/fake_rank.py",
+        "--config",
+        "configs/areal/7b_n4.yaml",
+        "--ranks",
+        "32",
+        "--rank",
+        "40",
+    ]
     assert "--rank is 40; needed: 0 to 31" in run(*command, expect=2).stderr

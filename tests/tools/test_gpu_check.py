@@ -1,4 +1,5 @@
-"""The GPU check tells what ran, what did not and why; a stage that fails or hangs does not end it."""
+"""The GPU check tells what ran, what did not and why; a stage that fails or hangs does not end
+it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ BY_NAME = {stage.name: stage for stage in STAGES}
 EVERYTHING = Found(dict.fromkeys(gpu_check.PACKAGES, "1.0"), {}, (), None)
 
 
-def stage_of(stage: Stage, found: Found, folder: Path, seconds_left: float = 600.0) -> gpu_check.Outcome:
+def stage_of(
+    stage: Stage, found: Found, folder: Path, seconds_left: float = 600.0
+) -> gpu_check.Outcome:
     return gpu_check.check(stage, found, True, seconds_left, folder, os.environ)
 
 
@@ -36,7 +39,10 @@ def test_without_a_gpu_it_says_so_and_names_what_is_missing(tmp_path: Path) -> N
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     transformer_engine, machine = report["stages"]  # in the order that was asked for
     assert machine["status"] == "ran" and machine["figures"][0]["value"] > 1
-    assert (transformer_engine["status"], transformer_engine["reason"]) == ("not run", "needs a GPU")
+    assert (transformer_engine["status"], transformer_engine["reason"]) == (
+        "not run",
+        "needs a GPU",
+    )
     assert transformer_engine["figures"] == []
     assert {"vllm", "trl"}.isdisjoint(report["packages"]), "none of these stages uses them"
     table = (tmp_path / "gpu_check.md").read_text()
@@ -49,16 +55,22 @@ def test_without_a_gpu_it_says_so_and_names_what_is_missing(tmp_path: Path) -> N
     [
         pytest.param(("policy", "step", "engine"), 8, marks=matrix),
         pytest.param(
-            ("ranks",), 11, marks=[pytest.mark.full, pytest.mark.distributed, pytest.mark.timeout(1300)]
+            ("ranks",),
+            11,
+            marks=[pytest.mark.full, pytest.mark.distributed, pytest.mark.timeout(1300)],
         ),
     ],
 )
-def test_what_the_cpu_can_run_is_as_expected(tmp_path: Path, stages: tuple[str, ...], figures: int) -> None:
+def test_what_the_cpu_can_run_is_as_expected(
+    tmp_path: Path, stages: tuple[str, ...], figures: int
+) -> None:
     run("tools/gpu_check.py", "--output", str(tmp_path), "--stages", *stages, timeout=1250)
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     for stage in report["stages"]:
         assert stage["status"] == "ran", stage["reason"]
-    checked = [figure for stage in report["stages"] for figure in stage["figures"] if figure["expected"]]
+    checked = [
+        figure for stage in report["stages"] for figure in stage["figures"] if figure["expected"]
+    ]
     assert len(checked) == figures and all(figure["holds"] for figure in checked)
 
 
@@ -78,7 +90,8 @@ def test_a_layout_that_is_not_as_one_rank_is_told(
     names = [name for name, *_ in gpu_runs.COMPARED.values()] + ["train/behaviour_logprob_diff"]
     row = dict(zip(names, (0.5, 0.0, 2.0, 4.6, 0.0), strict=True))
     one, other = (
-        gpu_runs.Found([row | more], {"w": torch.tensor(w)}) for more, w in (({}, [3.0, 4.0]), (metric, end))
+        gpu_runs.Found([row | more], {"w": torch.tensor(w)})
+        for more, w in (({}, [3.0, 4.0]), (metric, end))
     )
     gpu_runs.tell_found("TP2", gpu_runs.LAYOUTS["TP2"], other, one, {"w": torch.zeros(2)}, "cpu")
     told = json.loads(capsys.readouterr().out)
@@ -149,7 +162,9 @@ def test_ranks_in_sessions_of_their_own_are_killed_with_their_stage(tmp_path: Pa
 
 @matrix
 def test_a_package_that_breaks_at_its_import_hides_no_other(tmp_path: Path) -> None:
-    """It is no missing one: the check fails. One that needs torch's libraries, as apex's kernel does, finds them."""
+    """It is no missing one: the check fails.
+
+    One that needs torch's libraries, as apex's kernel does, finds them."""
     for name, text in {
         "fused_weight_gradient_mlp_cuda": "import sys; assert 'torch' in sys.modules",
         "vllm": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
@@ -181,8 +196,15 @@ def test_a_figure_that_is_not_as_expected_is_a_failure_of_its_stage(tmp_path: Pa
 
 def test_it_runs_where_nothing_is_installed(tmp_path: Path) -> None:
     """A new environment, as before the first installation."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "new")], check=True)
-    command = [str(tmp_path / "new" / "bin" / "python"), "tools/gpu_check.py", "--output", str(tmp_path)]
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "new")], check=True
+    )
+    command = [
+        str(tmp_path / "new" / "bin" / "python"),
+        "tools/gpu_check.py",
+        "--output",
+        str(tmp_path),
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, cwd=gpu_check.REPOSITORY
     )

@@ -1,4 +1,5 @@
-"""What our code uses of the GPU lock's packages is listed, and a package that has changed is found by reading it."""
+"""What our code uses of the GPU lock's packages is listed, and a package that has changed is found
+by reading it."""
 
 from __future__ import annotations
 
@@ -89,7 +90,9 @@ def test_signatures_are_found_behind_imports_and_in_base_classes() -> None:
         ("mixin", "seed: int = 1", "seed: int = 2", "    seed: int = 2"),
     ],
 )
-def test_another_name_or_default_changes_the_list(module: str, old: str, new: str, line: str) -> None:
+def test_another_name_or_default_changes_the_list(
+    module: str, old: str, new: str, line: str
+) -> None:
     changed = listed(USES, sources(**{module: (old, new)})).splitlines()
     assert [one for one in changed if one not in EXPECTED.splitlines()] == [line]
 
@@ -109,10 +112,15 @@ def test_what_our_code_uses_is_listed(
 
 
 def test_a_use_that_is_not_listed_is_told(
-    uses: list[Use], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    uses: list[Use],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "rlmath" / "rollout").mkdir(parents=True)
-    (tmp_path / "rlmath" / "rollout" / "engine.py").write_text("def f(llm): llm.pause_generation()\n")
+    (tmp_path / "rlmath" / "rollout" / "engine.py").write_text(
+        "def f(llm): llm.pause_generation()\n"
+    )
     found = [*uses, *uses_of_repository(tmp_path)]
     monkeypatch.setattr(gpu_lock, "uses_of_repository", lambda: found)
     assert gpu_lock.main(["--only-names"]) == 1

@@ -22,12 +22,15 @@ double user(double x) { puts(""); return perhaps ? base() : sin(x); }
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of libbase.so.1, libuser.so, which names it as needed, and what looks like a library and is none."""
+    """Of libbase.so.1, libuser.so, which names it as needed, and what looks like a library and is
+    none."""
     place = tmp_path_factory.mktemp("wheel")
     for name, source in (("base", BASE), ("user", USER)):
         (place / f"{name}.c").write_text(source)
     shared = ["gcc", "-shared", "-fPIC", "-o"]
-    subprocess.run([*shared, "libbase.so.1", "base.c", "-Wl,-soname,libbase.so.1"], cwd=place, check=True)
+    subprocess.run(
+        [*shared, "libbase.so.1", "base.c", "-Wl,-soname,libbase.so.1"], cwd=place, check=True
+    )
     subprocess.run([*shared, "libuser.so", "user.c", "libbase.so.1", "-lm"], cwd=place, check=True)
     (place / "script.so").write_text("INPUT(libuser.so)")
     with zipfile.ZipFile(place / "pack-1-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as archive:
@@ -38,7 +41,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_tables_of_real_libraries(wheel: Path) -> None:
     base, user = tables_of_wheel(wheel, "pack==1")
-    assert (base.path, base.soname) == ("pack/libbase.so.1", "libbase.so.1") and "base" in base.defined
+    assert (base.path, base.soname) == (
+        "pack/libbase.so.1",
+        "libbase.so.1",
+    ) and "base" in base.defined
     assert set(user.needed) <= {"libbase.so.1", *SYSTEM} and "libbase.so.1" in user.needed
     assert "perhaps" not in user.undefined and user.undefined["base"] == ""
     assert user.undefined["sin"] == "libm.so.6" and user.undefined["puts"] == "libc.so.6"
@@ -70,20 +76,30 @@ def test_a_symbol_is_looked_for_where_the_loader_would() -> None:
     deep, loaded = table("c.so", defined="f"), table("b.so", "c.so", undefined="malloc PyList_New")
     assert lacking(deep, loaded, table("a.so", "b.so", undefined="f")) == []
     assert lacking(deep, table("a.so", undefined="f")) == ["pack==1: a.so", "    f: only in c.so"]
-    assert lacking(table("a.so", "gone.so libc.so.6")) == ["pack==1: a.so", "    gone.so is in no wheel"]
+    assert lacking(table("a.so", "gone.so libc.so.6")) == [
+        "pack==1: a.so",
+        "    gone.so is in no wheel",
+    ]
     # what brings b.so along has brought c.so, too
     assert lacking(deep, table("b.so", undefined="f"), table("a.so", "b.so c.so")) == []
 
 
 def test_symbols_of_the_driver_are_for_those_that_name_it() -> None:
     assert lacking(table("a.so", "libcuda.so.1", undefined="cuInit")) == []
-    assert lacking(table("a.so", undefined="cuInit")) == ["pack==1: a.so", "    cuInit: nothing exports it"]
+    assert lacking(table("a.so", undefined="cuInit")) == [
+        "pack==1: a.so",
+        "    cuInit: nothing exports it",
+    ]
     other = lacking(table("a.so", "libcuda.so.1", undefined="custom"))
     assert other == ["pack==1: a.so", "    custom: nothing exports it"]
 
 
-def test_transformer_engine_finds_what_it_loads_before_and_an_exception_is_told_when_it_is_needless() -> None:
-    engine = table("transformer_engine/wheel_lib/libtransformer_engine.so", undefined="nvrtcVersion")
+def test_transformer_engine_finds_what_it_loads_before_and_an_exception_is_told_when_it_is_needless() -> (
+    None
+):
+    engine = table(
+        "transformer_engine/wheel_lib/libtransformer_engine.so", undefined="nvrtcVersion"
+    )
     compiler = table("libnvrtc.so.13", defined="nvrtcVersion")
     assert lacking(engine, compiler) == []
     assert problems([engine], set(), ("transformer_engine/*",)) == []

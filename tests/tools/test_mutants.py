@@ -19,7 +19,15 @@ import pytest
 from tests.programs import ENVIRONMENT, REPOSITORY
 from tests.selection import matrix
 from tools import mutants
-from tools.mutant_judge import COUNTED, Judge, Record, affordable, applied, record_tests, write_source
+from tools.mutant_judge import (
+    COUNTED,
+    Judge,
+    Record,
+    affordable,
+    applied,
+    record_tests,
+    write_source,
+)
 from tools.mutant_sessions import VARIABLE, Sessions, make_copy
 from tools.mutants import attributes_beside, candidates_of
 
@@ -152,7 +160,8 @@ OUTCOMES = {
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with a package and its tests, whose sessions import no plugins of pytest that are installed."""
+    """A repository with a package and its tests, whose sessions import no plugins of pytest that
+    are installed."""
     for name, setting in NO_PLUGINS.items():
         monkeypatch.setenv(name, setting)
     for name, text in (
@@ -165,7 +174,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     author = ("-c", "user.name=Nobody", "-c", "user.email=nobody@example.org")
-    for command in (("init", "--quiet"), ("add", "."), (*author, "commit", "--quiet", "--message", "Made")):
+    for command in (
+        ("init", "--quiet"),
+        ("add", "."),
+        (*author, "commit", "--quiet", "--message", "Made"),
+    ):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     return tmp_path
 
@@ -274,7 +287,10 @@ def test_a_mutant_meets_the_tests_that_see_its_line_also_in_a_process_that_ends_
             row = judge.judge(mutant, record.tests_of(mutant), 100.0)
             return row["outcome"], row.get("test")
 
-        assert outcome("wired_in_child", "high") == ("noticed", "tests/test_wiring.py::test_in_child")
+        assert outcome("wired_in_child", "high") == (
+            "noticed",
+            "tests/test_wiring.py::test_in_child",
+        )
         assert outcome("name", "high") == ("noticed", "tests/test_wiring.py::test_all")
         assert outcome("bound", "count >= 3") == ("survived", None)
         assert outcome("nobody_asks", "high") == ("not covered", None)
@@ -349,7 +365,11 @@ def test_no_process_is_left_of_a_session_that_hangs(sessions: Sessions, forked: 
     status = sessions.run(["tests/test_picky.py::test_endless"], forked, hangs=begun.exists)
     assert status is None and begun.exists()
     marked = {VARIABLE: str(sessions.folder)}.items()
-    left = [p.pid for p in psutil.process_iter(["environ"]) if marked <= (p.info["environ"] or {}).items()]
+    left = [
+        p.pid
+        for p in psutil.process_iter(["environ"])
+        if marked <= (p.info["environ"] or {}).items()
+    ]
     assert len(left) == 1, "the server alone"
     assert sessions.run(["tests/test_wiring.py::test_all"], forked) == 0
 
@@ -382,7 +402,12 @@ def test_tests_come_in_the_order_in_which_they_are_worth_their_time(tmp_path: Pa
     record = Record(tmp_path, [file])
 
     def names(line: int, end_line: int, statement_line: int) -> list[str]:
-        mutant = {"file": file, "line": line, "end_line": end_line, "statement_line": statement_line}
+        mutant = {
+            "file": file,
+            "line": line,
+            "end_line": end_line,
+            "statement_line": statement_line,
+        }
         return [row["test"] for row in record.tests_of(mutant)]
 
     all_tests = [
@@ -422,7 +447,9 @@ def test_a_test_that_is_too_long_leaves_the_time_to_others() -> None:
 def run_tool(project: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
     """The JSON lines that it prints, and the table."""
     command = [sys.executable, str(REPOSITORY / "tools/mutants.py"), *arguments]
-    done = subprocess.run(command, cwd=project, env=ENVIRONMENT | NO_PLUGINS, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=project, env=ENVIRONMENT | NO_PLUGINS, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return rows, done.stdout[done.stdout.find("| package") :]
@@ -445,7 +472,9 @@ def refused(
     return refuse
 
 
-def test_a_name_without_python_files_is_refused_in_a_line(refused: Callable[..., str], project: Path) -> None:
+def test_a_name_without_python_files_is_refused_in_a_line(
+    refused: Callable[..., str], project: Path
+) -> None:
     (project / "made/new.py").write_text("")
     for name in ("made/nofile.py", "made/new.py", "build"):
         line = f'mutants.py: "{name}" is no Python file of HEAD, and no folder with one\n'
@@ -491,12 +520,19 @@ def test_the_tool_tells_what_is_noticed_and_goes_on_where_it_was_stopped(project
     survivor = next(row for row in kept if row["outcome"] == "survived")
     (project / "tools").mkdir()
     equal = {name: survivor[name] for name in ("file", "function", "kind", "old", "new")}
-    (project / mutants.EQUAL).write_text(json.dumps(equal | {"reason": "the bound is never met"}) + "\n")
+    (project / mutants.EQUAL).write_text(
+        json.dumps(equal | {"reason": "the bound is never met"}) + "\n"
+    )
     again, table = run_tool(project, *arguments)
     unclocked = [
-        {name: cell for name, cell in row.items() if name != "seconds"} for row in (*again, *stopped)
+        {name: cell for name, cell in row.items() if name != "seconds"}
+        for row in (*again, *stopped)
     ]
     assert sorted(unclocked[:3], key=str) == sorted(unclocked[3:], key=str)
     noticed = sum(row["outcome"] in ("noticed", "limit") for row in rows)
     cells = [cell.strip() for cell in table.splitlines()[2].split("|")]
-    assert cells[1] == "made/wiring.py" and cells[-6] == f"{noticed}/{len(rows) - 1}" and cells[-2] == "1"
+    assert (
+        cells[1] == "made/wiring.py"
+        and cells[-6] == f"{noticed}/{len(rows) - 1}"
+        and cells[-2] == "1"
+    )

@@ -1,4 +1,5 @@
-"""What trainers tell engines on ranks of their own, what a checkpoint has of what these sample, and their reports."""
+"""What trainers tell engines on ranks of their own, what a checkpoint has of what these sample, and
+their reports."""
 
 from __future__ import annotations
 
@@ -24,13 +25,27 @@ from rlmath.algorithms.types import (
 )
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 from rlmath.config.length_curriculum import length_stages
-from rlmath.config.schema import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig, StagesConfig
+from rlmath.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    StagesConfig,
+)
 from rlmath.data.dataset import load_inputs
 from rlmath.data.order import Rollback, seed_after
 from rlmath.distributed.bridge import Bridge, Mailbox
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.collector import CollectGroups, Rollout
-from rlmath.rollout.engine_loop import Admit, Continue, GroupDone, Snapshot, TakeSnapshot, WeightsTaken
+from rlmath.rollout.engine_loop import (
+    Admit,
+    Continue,
+    GroupDone,
+    Snapshot,
+    TakeSnapshot,
+    WeightsTaken,
+)
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings, request_seed, training_sampling
 from rlmath.trainer.rollouts.asynchronous import (
     AsynchronousRollouts,
@@ -60,11 +75,18 @@ def report(seconds: float, busy: float, tokens: int, latency: float) -> EngineRe
 
 def test_rates_are_over_time_and_not_over_reports() -> None:
     """One of two engines has reported twice, over times that differ."""
-    reports = [report(1.0, 0.5, 100, 0.2), report(9.0, 8.5, 4500, 0.4), report(10.0, 9.0, 5400, 0.9)]
+    reports = [
+        report(1.0, 0.5, 100, 0.2),
+        report(9.0, 8.5, 4500, 0.4),
+        report(10.0, 9.0, 5400, 0.9),
+    ]
     found = engine_report_metrics(reports, engines=2)
     assert found["tokens_per_second/rollout"] == pytest.approx(1000.0)
     assert found["rollout/engine_busy_share"] == pytest.approx(0.9)
-    assert found["rollout/interrupted_sequences"] == 6 and found["rollout/prefilled_again_tokens"] == 30
+    assert (
+        found["rollout/interrupted_sequences"] == 6
+        and found["rollout/prefilled_again_tokens"] == 30
+    )
     assert found["sync/latency_s"] == pytest.approx(0.5) and found["sync/latency_s_max"] == 0.9
 
 
@@ -79,7 +101,8 @@ PER_STEP, GROUP, STALENESS = 3, 2, 1
 
 @pytest.fixture
 def ends(process_group: None) -> Iterator[tuple[Mailbox, Mailbox]]:
-    """The mailboxes of a trainer, whose process group is there, and of an engine, over a bridge of the two."""
+    """The mailboxes of a trainer, whose process group is there, and of an engine, over a bridge of
+    the two."""
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
         bridges = list(threads.map(lambda rank: Bridge(store, rank, 2, 1, 60.0), range(2)))
@@ -89,11 +112,14 @@ def ends(process_group: None) -> Iterator[tuple[Mailbox, Mailbox]]:
 
 
 def done(draw: int, step: int) -> GroupDone:
-    """A group that an engine has sampled with the weights of a step, of as many tokens as its draw and one more."""
+    """A group that an engine has sampled with the weights of a step, of as many tokens as its draw
+    and one more."""
     tokens, logprobs = (5,) * (draw + 1), (-0.5,) * (draw + 1)
     samples = tuple(
         ScoredCompletion(
-            Completion(g, tokens, logprobs, "", "stop", 2 * step, (Segment(draw + 1, 2 * step, step),)),
+            Completion(
+                g, tokens, logprobs, "", "stop", 2 * step, (Segment(draw + 1, 2 * step, step),)
+            ),
             Score(float(g), bool(g), "", "string"),
         )
         for g in range(GROUP)
@@ -124,9 +150,13 @@ def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> A
     config = Config(
         run=RunConfig(seed=7),
         model=ModelConfig(path=str(model)),
-        data=DataConfig(train_path=str(file), template="raw", prompts_per_step=PER_STEP, shuffle=False),
+        data=DataConfig(
+            train_path=str(file), template="raw", prompts_per_step=PER_STEP, shuffle=False
+        ),
         stages=StagesConfig(steps=[1, 4], max_new_tokens=[40, 50]),
-        rollout=RolloutConfig(ranks=1, group_size=GROUP, max_staleness=STALENESS, max_new_tokens=60),
+        rollout=RolloutConfig(
+            ranks=1, group_size=GROUP, max_staleness=STALENESS, max_new_tokens=60
+        ),
     )
     shape = shape_of(model)
     inputs = load_inputs(config, shape)
@@ -137,7 +167,8 @@ def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> A
 def test_a_group_that_is_carried_keeps_the_seed_of_the_step_that_drew_it(
     tmp_path: Path, tied_model: Path
 ) -> None:
-    """The run went back to step 1, and has other seeds from step 2 on: draws 3 to 5 are of step 1."""
+    """The run went back to step 1, and has other seeds from step 2 on: draws 3 to 5 are of step
+    1."""
     unused: Any = None
     given = asynchronous(tmp_path, tied_model, unused)
     rollouts = PartialRollouts(given._config, given._inputs, unused, given._vocab_size)
@@ -151,10 +182,13 @@ def test_a_group_that_is_carried_keeps_the_seed_of_the_step_that_drew_it(
 
 
 def drawn(files: dict[str, bytes]) -> dict[int, list[tuple[int, int]]]:
-    """What a checkpoint has: tokens and steps of the last segment of every sample, by draw; steps -1 where none is."""
+    """What a checkpoint has: tokens and steps of the last segment of every sample, by draw; steps
+    -1 where none is."""
     unfinished = read_unfinished(files[UNFINISHED], GROUP, 101, lambda *_: "")
     return {
-        group.draw: [(len(part.token_ids), *(s.step for s in part.segments[-1:])) for part in group.parts]
+        group.draw: [
+            (len(part.token_ids), *(s.step for s in part.segments[-1:])) for part in group.parts
+        ]
         for group in unfinished.groups
     }
 
@@ -162,7 +196,8 @@ def drawn(files: dict[str, bytes]) -> dict[int, list[tuple[int, int]]]:
 def test_a_checkpoint_has_what_is_done_what_waits_and_what_is_sampled(
     tmp_path: Path, tied_model: Path, ends: tuple[Mailbox, Mailbox]
 ) -> None:
-    """Step 2 takes the draws 3 to 5 and leaves 6, which is done; meanwhile 8 becomes done, 7 is being sampled."""
+    """Step 2 takes the draws 3 to 5 and leaves 6, which is done; meanwhile 8 becomes done, 7 is
+    being sampled."""
     trainer, engine = ends[0], Engine(ends[1])
     connection = EngineConnection(Mesh(0, 1, 1, 1, 1, engine_ranks=1), trainer, lambda: None)
     rollouts = asynchronous(tmp_path, tied_model, connection)
@@ -181,7 +216,9 @@ def test_a_checkpoint_has_what_is_done_what_waits_and_what_is_sampled(
     sample([4, 5, 3, 6], 1)
     second = rollouts.step(1, stages[1])
     rollouts.commit()
-    assert engine.next() == Admit(0, 3 + PER_STEP * (STALENESS + 1), 1), "of the second length stage"
+    assert engine.next() == Admit(0, 3 + PER_STEP * (STALENESS + 1), 1), (
+        "of the second length stage"
+    )
     assert [one.prompt.prompt_id for one in second.selection.learned] == ["q3", "q4", "q5"]
     part = PartialCompletion((5,) * 9, (-0.5,) * 9, (Segment(9, 2, 1),))
     sample([8], 1)
@@ -216,7 +253,9 @@ def test_what_is_asked_of_the_engines_for_validation_is_what_they_are_sent(
 ) -> None:
     trainer, engine = ends[0], Engine(ends[1])
     connection = EngineConnection(Mesh(0, 1, 1, 1, 1, engine_ranks=1), trainer, lambda: None)
-    asked = CollectGroups([], SamplingSettings(2, 0.5, 0.9, 3, 7), RolloutSeed(8, -1), "validation own", True)
+    asked = CollectGroups(
+        [], SamplingSettings(2, 0.5, 0.9, 3, 7), RolloutSeed(8, -1), "validation own", True
+    )
     wanted = Rollout([], [])
     engine.send(done(4, 0))
     engine.send(wanted)

@@ -22,7 +22,9 @@ def trainer() -> GrpoTrainer:
     """Without models: what holds the weight alone."""
     made = object.__new__(GrpoTrainer)
     made.config = Config(algorithm=AlgorithmConfig(entropy_target=0.2, entropy_delta=0.005))
-    made.actor = Actor(GrpoLearner(None, None, None, LossSettings(entropy_coef=0.01), EarlyStop()), [])
+    made.actor = Actor(
+        GrpoLearner(None, None, None, LossSettings(entropy_coef=0.01), EarlyStop()), []
+    )
     made.entropy, made.critic, made.reference = EntropyControl(0.01, 0.01), None, None
     return made
 
@@ -35,11 +37,17 @@ def update(*entropies: float) -> UpdateRecord:
 
 def test_it_follows_the_mean_over_tokens_and_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
     run = trainer()
-    assert run.control_entropy(update(0.29, 0.1)) == {"train/entropy_coef": 0.01}  # 4 / 21 is below 0.2
+    assert run.control_entropy(update(0.29, 0.1)) == {
+        "train/entropy_coef": 0.01
+    }  # 4 / 21 is below 0.2
     assert run.actor.learner.settings.entropy_coef == pytest.approx(0.015)
     assert run.control_entropy(update(0.3)) == {"train/entropy_coef": pytest.approx(0.015)}
-    assert run.actor.learner.settings.entropy_coef == 0.0 and run.entropy.coef == pytest.approx(0.01)
-    bad = MinibatchResult({"entropy": math.nan, "tokens": 9.0}, {}, 1.0, 0.1, "the loss is not finite")
+    assert run.actor.learner.settings.entropy_coef == 0.0 and run.entropy.coef == pytest.approx(
+        0.01
+    )
+    bad = MinibatchResult(
+        {"entropy": math.nan, "tokens": 9.0}, {}, 1.0, 0.1, "the loss is not finite"
+    )
     run.control_entropy(UpdateRecord([bad], [], None))  # a step without an update tells nothing
     assert run.own_progress() == {"entropy": (pytest.approx(0.01), 0.0)}
     state = Progress(1, 0, 4, 2, 1, "TP1", 1, (), (), "m", "d", {}, **run.own_progress())

@@ -40,7 +40,9 @@ def test_advantages_must_fit_the_groups(advantages: list[list[float]]):
 
 
 @pytest.mark.parametrize(("drawn", "step"), [(12, 7), (28, 7), (29, 8), (32, 8)])
-def test_other_seeds_begin_with_the_first_step_of_which_nothing_is_drawn(drawn: int, step: int) -> None:
+def test_other_seeds_begin_with_the_first_step_of_which_nothing_is_drawn(
+    drawn: int, step: int
+) -> None:
     """Seven steps of 4 draws are done."""
     trainer: Any = SimpleNamespace(
         rollouts=SimpleNamespace(next_draw=drawn), order=SimpleNamespace(prompts_per_step=4)

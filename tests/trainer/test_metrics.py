@@ -88,7 +88,10 @@ def test_means_of_finite_numbers_are_finite():
 
 def test_accuracy_is_what_the_verifier_says_and_not_that_a_reward_is_above_0():
     """A length bonus pays every completion a little; one of four is right, another only says so."""
-    paid = [Score(0.1, True, "", "function", verified_correct=right) for right in (True, False, False, False)]
+    paid = [
+        Score(0.1, True, "", "function", verified_correct=right)
+        for right in (True, False, False, False)
+    ]
     metrics = rollout_metrics(with_scores(*paid))
     assert metrics["rollout/accuracy"] == 0.25
     assert "rollout/reward_positive" not in metrics
@@ -143,9 +146,21 @@ def test_shares_of_engine_steps_weigh_an_engine_by_its_steps() -> None:
     assert found["rollout/batch_fill"] == pytest.approx((0.5 * 30 + 0.9 * 10) / 40)
 
 
-def minibatch(tokens: float, scale: float, norm: float, lr: float, why: str | None = None) -> MinibatchResult:
-    """A minibatch whose sums are `scale` times 1, 2, 3, ..., with twice as many tokens as its loss is divided by."""
-    names = ("loss", "ratio", "clipped", "approx_kl", "proximal_kl", "reference_kl", "entropy", "mismatch")
+def minibatch(
+    tokens: float, scale: float, norm: float, lr: float, why: str | None = None
+) -> MinibatchResult:
+    """A minibatch whose sums are `scale` times 1, 2, 3, ..., with twice as many tokens as its loss
+    is divided by."""
+    names = (
+        "loss",
+        "ratio",
+        "clipped",
+        "approx_kl",
+        "proximal_kl",
+        "reference_kl",
+        "entropy",
+        "mismatch",
+    )
     names += ("correction", "correction_cut", "masked_geometric", "masked_binary_kl")
     sums = {name: scale * number for number, name in enumerate(names, start=1)}
     sums |= {"tokens": tokens, "denominator": tokens / 2}
@@ -184,7 +199,9 @@ RESULTS = [
 )
 def test_update_metrics_are_means_over_the_tokens_that_were_learned_from(name: str, value: float):
     record = UpdateRecord(RESULTS, ADVANTAGES, None)
-    assert update_metrics(record, GROUPS, 2.0, AlgorithmConfig(kl_coef=0.1))[name] == pytest.approx(value)
+    assert update_metrics(record, GROUPS, 2.0, AlgorithmConfig(kl_coef=0.1))[name] == pytest.approx(
+        value
+    )
 
 
 def test_kl_inside_of_the_reward_is_part_of_the_final_reward_of_a_completion():
@@ -201,7 +218,9 @@ def test_the_correction_is_told_where_there_is_one():
     assert metrics["train/importance_correction"] == pytest.approx(7 * 9 / 30)
     assert metrics["train/importance_correction_cut"] == pytest.approx(7 * 10 / 30)
     assert "train/importance_masked_geometric" not in metrics
-    assert "train/importance_correction" not in update_metrics(record, GROUPS, 2.0, AlgorithmConfig())
+    assert "train/importance_correction" not in update_metrics(
+        record, GROUPS, 2.0, AlgorithmConfig()
+    )
     metrics = update_metrics(record, GROUPS, 2.0, AlgorithmConfig(importance_mask_binary_kl=0.1))
     assert metrics["train/importance_correction_cut"] == pytest.approx(7 * 10 / 30)
     assert metrics["train/importance_masked_geometric"] == pytest.approx(7 * 11 / 30)
@@ -211,7 +230,9 @@ def test_the_correction_is_told_where_there_is_one():
 def test_a_step_whose_minibatches_were_all_discarded_has_their_gradient_norm():
     def of(*norms: float) -> dict[str, float]:
         results = [replace(RESULTS[1], grad_norm=norm) for norm in norms]
-        return update_metrics(UpdateRecord(results, ADVANTAGES, None), GROUPS, 2.0, AlgorithmConfig())
+        return update_metrics(
+            UpdateRecord(results, ADVANTAGES, None), GROUPS, 2.0, AlgorithmConfig()
+        )
 
     metrics = of(9.0, 3.0)
     assert metrics["train/grad_norm"] == 6.0
@@ -226,7 +247,9 @@ def test_a_step_whose_minibatches_were_all_discarded_has_their_gradient_norm():
 def test_minibatches_that_overflow_their_loss_scale_are_not_stopped_early():
     too_large = replace(RESULTS[1], loss_scale=8.0, overflowed=True)
     results = [too_large, replace(RESULTS[1], loss_scale=4.0), replace(RESULTS[2], loss_scale=4.0)]
-    metrics = update_metrics(UpdateRecord(results, ADVANTAGES, None), GROUPS, 2.0, AlgorithmConfig())
+    metrics = update_metrics(
+        UpdateRecord(results, ADVANTAGES, None), GROUPS, 2.0, AlgorithmConfig()
+    )
     assert (metrics["train/loss_scale"], metrics["train/overflowed_minibatches"]) == (4.0, 1.0)
     assert metrics["train/early_stopped_minibatches"] == 1.0 and metrics["train/grad_norm"] == 1.5
 
@@ -240,12 +263,16 @@ def test_a_step_without_anything_to_learn_from_has_only_its_counts():
 def test_groups_that_teach_are_those_that_moved_the_policy():
     """Of twelve sampled groups three were kept; the middle one has no advantage but 0."""
     kept = UpdateRecord(RESULTS, ADVANTAGES, None)
-    assert teaching_metrics(kept, sampled=12, every_group=False) == {"train/teaching_groups": 2 / 12}
+    assert teaching_metrics(kept, sampled=12, every_group=False) == {
+        "train/teaching_groups": 2 / 12
+    }
     assert teaching_metrics(kept, sampled=12, every_group=True) == {"train/teaching_groups": 3 / 12}
     dropped = UpdateRecord([], [], None)
     assert teaching_metrics(dropped, sampled=12, every_group=True) == {"train/teaching_groups": 0.0}
     discarded = UpdateRecord([replace(one, discarded="ratio") for one in RESULTS], ADVANTAGES, None)
-    assert teaching_metrics(discarded, sampled=12, every_group=True) == {"train/teaching_groups": 0.0}
+    assert teaching_metrics(discarded, sampled=12, every_group=True) == {
+        "train/teaching_groups": 0.0
+    }
 
 
 def test_selection_metrics_count_groups_and_completions():
@@ -260,9 +287,11 @@ def test_selection_metrics_count_groups_and_completions():
         "selection/filtered/short": 1.0,
         "selection/filtered/long": 1.0,
     }
-    assert {"selection/dropped/wrong", "selection/dropped/surplus", "selection/filtered/truncated"} <= set(
-        metrics
-    )
+    assert {
+        "selection/dropped/wrong",
+        "selection/dropped/surplus",
+        "selection/filtered/truncated",
+    } <= set(metrics)
 
 
 def test_the_mismatch_over_all_minibatches_and_over_the_first():
@@ -278,7 +307,8 @@ def test_the_mismatch_over_all_minibatches_and_over_the_first():
 
 def test_phases_are_paced_by_the_tokens_they_work_on():
     seconds = {"sync": 0.5, "rollout": 2.0, "update": 4.0, "reference": 0.0, "step": 8.0}
-    # 40 tokens were sampled, 64 with their prompts; the first group has 2 x 3 + 6 tokens, read in two epochs
+    # 40 tokens were sampled, 64 with their prompts; the first group has 2 x 3 + 6 tokens, read in
+    # two epochs
     assert pace_metrics(seconds, 40, GROUPS, GROUPS[:1], passes=2) == {
         "seconds/sync": 0.5,
         "seconds/rollout": 2.0,
@@ -293,15 +323,23 @@ def test_phases_are_paced_by_the_tokens_they_work_on():
 
 
 def test_mfu_counts_the_models_own_arithmetic() -> None:
-    seconds, costs = {"rollout": 2.0, "update": 4.0}, (Cost(linear=3.0, quadratic=1.0), Cost(8.0, 2.0))
+    seconds, costs = (
+        {"rollout": 2.0, "update": 4.0},
+        (Cost(linear=3.0, quadratic=1.0), Cost(8.0, 2.0)),
+    )
     found = mfu_metrics(seconds, 6, GROUPS[:1], GROUPS[:1], 2, *costs, peak_flops=1_000.0)
-    prompt, answers = len(GROUPS[0].prompt.token_ids), [len(one.token_ids) for one in GROUPS[0].completions]
+    prompt, answers = (
+        len(GROUPS[0].prompt.token_ids),
+        [len(one.token_ids) for one in GROUPS[0].completions],
+    )
     whole = [3.0 * (prompt + n) + (prompt + n) ** 2 for n in answers]
     read_again = (len(answers) - 1) * (3.0 * prompt + prompt**2)
     trained = sum(8.0 * (prompt + n) + 2 * (prompt + n) ** 2 for n in answers)
     assert found["train/mfu"] == pytest.approx(2 * trained / 4_000.0)
     assert found["rollout/mfu"] == pytest.approx((sum(whole) - read_again) / 2_000.0)
-    assert "train/mfu" not in mfu_metrics({"rollout": 2.0}, 40, GROUPS, [], 0, *costs, peak_flops=1.0)
+    assert "train/mfu" not in mfu_metrics(
+        {"rollout": 2.0}, 40, GROUPS, [], 0, *costs, peak_flops=1.0
+    )
     # Of a step that sampled half as many tokens as the groups that it learns from have.
     half = mfu_metrics(seconds, 3, GROUPS[:1], GROUPS[:1], 2, *costs, peak_flops=1_000.0)
     assert half["rollout/mfu"] == pytest.approx(found["rollout/mfu"] / 2)
@@ -309,9 +347,13 @@ def test_mfu_counts_the_models_own_arithmetic() -> None:
 
 
 def test_the_kl_to_a_teacher_is_exact_or_estimated() -> None:
-    """Over the whole vocabulary the sums of the minibatches that were learned from, (1 + 2) / 30 tokens."""
+    """Over the whole vocabulary the sums of the minibatches that were learned from, (1 + 2) / 30
+    tokens."""
     kls = (1.0, 50.0, 2.0)
-    results = [replace(one, sums=one.sums | {"teacher_kl": kl}) for one, kl in zip(RESULTS, kls, strict=True)]
+    results = [
+        replace(one, sums=one.sums | {"teacher_kl": kl})
+        for one, kl in zip(RESULTS, kls, strict=True)
+    ]
     assert teacher_metrics(UpdateRecord(results, ADVANTAGES, None)) == {"train/teacher_kl": 0.1}
     estimated = UpdateRecord(results, ADVANTAGES, None, teacher_kl=0.25)
     assert teacher_metrics(estimated) == {"train/teacher_kl": 0.25}

@@ -1,4 +1,5 @@
-"""How the two trainers pack their samples: budget, padding, number of micro-batches, seed, order, normalisation."""
+"""How the two trainers pack their samples: budget, padding, number of micro-batches, seed, order,
+normalisation."""
 
 from __future__ import annotations
 
@@ -60,7 +61,13 @@ def rl_packs(folder: Path, rank: int, number: int, config: Config) -> list[list[
 def updater(folder: Path, mesh: Mesh, config: Config) -> PolicyUpdater:
     """One without models, which packing does not need."""
     return PolicyUpdater(
-        config, shape_of(folder), mesh, actor=NOTHING, reference=None, offload=NOTHING, timers=PhaseTimers()
+        config,
+        shape_of(folder),
+        mesh,
+        actor=NOTHING,
+        reference=None,
+        offload=NOTHING,
+        timers=PhaseTimers(),
     )
 
 
@@ -81,20 +88,28 @@ def assert_same(found: list[MicroBatch], wanted: list[MicroBatch]) -> None:
             assert same, field.name
 
 
-def plan(folder: Path, samples: list[Sample], minibatches: int, seed: int, **how: Any) -> list[MinibatchPlan]:
+def plan(
+    folder: Path, samples: list[Sample], minibatches: int, seed: int, **how: Any
+) -> list[MinibatchPlan]:
     lengths = [one.length for one in samples]
     given = {"cost": training_cost(shape_of(folder)), "count_multiple": 2, "shuffle": True} | how
-    return plan_minibatches(lengths, minibatches, data_size=2, max_tokens=BUDGET, seed=seed, **given)
+    return plan_minibatches(
+        lengths, minibatches, data_size=2, max_tokens=BUDGET, seed=seed, **given
+    )
 
 
 @pytest.mark.parametrize("number", [0, 1, 5])
 @pytest.mark.parametrize("data_rank", [0, 1])
-def test_a_step_of_rl_is_packed_as_the_settings_say(tied_model: Path, data_rank: int, number: int) -> None:
+def test_a_step_of_rl_is_packed_as_the_settings_say(
+    tied_model: Path, data_rank: int, number: int
+) -> None:
     found = rl_packs(tied_model, 2 * data_rank, number, settings(loss_normalisation="constant"))
     step_seed = SEED * 1_000_003 + number
     for ours, planned in zip(found, plan(tied_model, SAMPLES, 2, step_seed), strict=True):
         mine = planned.microbatches_by_rank[data_rank]
-        assert_same(ours, [pack(SAMPLES, indices, 2, Normalisation("constant", 603)) for indices in mine])
+        assert_same(
+            ours, [pack(SAMPLES, indices, 2, Normalisation("constant", 603)) for indices in mine]
+        )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +120,8 @@ def test_only_log_probs_between_two_versions_need_the_versions_of_tokens(
     tied_model: Path, proximal: Any, recompute: bool, lag: list[int] | None
 ) -> None:
     config = replace(
-        settings(proximal_logprobs=proximal, recompute_logprobs=recompute), parallel=ParallelConfig()
+        settings(proximal_logprobs=proximal, recompute_logprobs=recompute),
+        parallel=ParallelConfig(),
     )
     actor: Any = SimpleNamespace(learner=SimpleNamespace(updates=5))
     segments = Segment(1, 2, 0), Segment(1, 4, 1)
@@ -157,9 +173,12 @@ def sft_packs(folder: Path, rank: int, config: Config) -> list[MicroBatch]:
 
 
 @pytest.mark.parametrize("data_rank", [0, 1])
-def test_a_supervised_step_is_one_minibatch_with_a_loss_per_token(tied_model: Path, data_rank: int) -> None:
+def test_a_supervised_step_is_one_minibatch_with_a_loss_per_token(
+    tied_model: Path, data_rank: int
+) -> None:
     written = [
-        replace(one, behaviour_logprobs=(0.0,) * len(one.completion_ids), advantage=0.0) for one in SAMPLES
+        replace(one, behaviour_logprobs=(0.0,) * len(one.completion_ids), advantage=0.0)
+        for one in SAMPLES
     ]
     (planned,) = plan(tied_model, written, 1, seed=0, shuffle=False)
     # Settings of RL have no effect here.
@@ -175,7 +194,9 @@ def test_micro_batches_are_as_full_as_the_budget_lets_them(
     tied_model: Path, budget: int, fewest: int
 ) -> None:
     """All samples have 1262 tokens, the longest one 523."""
-    config = replace(settings(sequence=False), policy=PolicyConfig(max_tokens_per_microbatch=budget))
+    config = replace(
+        settings(sequence=False), policy=PolicyConfig(max_tokens_per_microbatch=budget)
+    )
     config = replace(config, algorithm=AlgorithmConfig(n_minibatches=1))
     (packed,) = updater(tied_model, ALONE, config).pack_minibatches(SAMPLES, 0)
     for batches in (packed, sft_trainer(tied_model, ALONE, config).pack(SEQUENCES)):

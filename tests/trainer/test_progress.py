@@ -18,11 +18,15 @@ from rlmath.trainer.policy_update import PolicyTrainer
 
 
 def trainer(policy_scale: LossScale, critic_scale: LossScale) -> GrpoTrainer:
-    """Without models: what holds the schedules alone. The rate falls by a tenth with every update."""
+    """Without models: what holds the schedules alone.
+
+    The rate falls by a tenth with every update."""
     settings = OptimizerConfig(lr=1.0, warmup_steps=0, decay="linear", min_lr=0.0)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     scheduler = build_scheduler(settings, optimizer, total_updates=10)
-    policy = GrpoLearner(None, optimizer, scheduler, LossSettings(), EarlyStop(), loss_scale=policy_scale)
+    policy = GrpoLearner(
+        None, optimizer, scheduler, LossSettings(), EarlyStop(), loss_scale=policy_scale
+    )
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     scheduler = build_scheduler(settings, optimizer, total_updates=10)
     critic = CriticLearner(None, optimizer, scheduler, clip=None, loss_scale=critic_scale)
@@ -35,7 +39,8 @@ def trainer(policy_scale: LossScale, critic_scale: LossScale) -> GrpoTrainer:
 
 
 def test_the_critic_goes_on_with_its_own_loss_scale_and_schedule(tmp_path: Path) -> None:
-    """In float16 the scales of policy and critic differ: each halves where its own gradients overflow."""
+    """In float16 the scales of policy and critic differ: each halves where its own gradients
+    overflow."""
     before = trainer(LossScale(64.0, 100, clean_updates=7), LossScale(8.0, 100, clean_updates=3))
     before.actor.learner.restore_schedule(5)
     before.critic.learner.restore_schedule(2)

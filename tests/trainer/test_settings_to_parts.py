@@ -1,4 +1,5 @@
-"""What the settings make of the parts of a run: whole objects, from settings of which no two are alike."""
+"""What the settings make of the parts of a run: whole objects, from settings of which no two are
+alike."""
 
 from __future__ import annotations
 
@@ -69,8 +70,12 @@ from tests.distinct_settings import DISTINCT
 from tests.tiny_models import make_samples, shape_of
 
 CPU = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
-SHAPE = ModelShape("Qwen2ForCausalLM", 2, 64, 2, 2, 32, 64, 10, False, 64, 1e4, 1e-6, True, "float32")
-GPU = Device("cuda", torch.device("cuda", 0), "cpu:gloo,cuda:nccl", torch.bfloat16, local_layers=False)
+SHAPE = ModelShape(
+    "Qwen2ForCausalLM", 2, 64, 2, 2, 32, 64, 10, False, 64, 1e4, 1e-6, True, "float32"
+)
+GPU = Device(
+    "cuda", torch.device("cuda", 0), "cpu:gloo,cuda:nccl", torch.bfloat16, local_layers=False
+)
 
 
 def values(config: Config) -> Iterator[tuple[str, Any, Any]]:
@@ -107,7 +112,9 @@ def test_what_is_in_flight() -> None:
         max_dropped=DISTINCT.selection.max_extra_prompts,
     )
     assert slice_tokens(DISTINCT.rollout) == 2701
-    default = replace(DISTINCT, rollout=RolloutConfig(max_new_tokens=10), selection=SelectionConfig())
+    default = replace(
+        DISTINCT, rollout=RolloutConfig(max_new_tokens=10), selection=SelectionConfig()
+    )
     assert unfinished_rules(default) == UnfinishedRules(109, 218, 1, 0)
     assert slice_tokens(default.rollout) == 5
     older = replace(default, rollout=replace(default.rollout, max_staleness=3))
@@ -209,9 +216,9 @@ def test_the_reward_workers() -> None:
 
 def test_what_the_functions_of_rewards_take() -> None:
     assert [hook.takes for hook in reward_hooks(DISTINCT.reward)] == ["group"]
-    assert [hook.takes for hook in reward_hooks(replace(DISTINCT.reward, function_takes="completion"))] == [
-        "completion"
-    ]
+    assert [
+        hook.takes for hook in reward_hooks(replace(DISTINCT.reward, function_takes="completion"))
+    ] == ["completion"]
     assert takes_groups(ONE_REWARD) and not takes_groups(replace(ONE_REWARD, function=None))
 
 
@@ -243,10 +250,13 @@ def test_what_functions_of_the_users_see_of_a_group() -> None:
 def test_a_run_knows_the_code_of_functions_that_plugins_register(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other code of a reward is another reward, other code of a selection or an advantage other hooks."""
+    """Other code of a reward is another reward, other code of a selection or an advantage other
+    hooks."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text(
-        "".join(json.dumps({"question": f"{n}+1", "answer": n, "id": f"q{n}"}) + "\n" for n in range(4))
+        "".join(
+            json.dumps({"question": f"{n}+1", "answer": n, "id": f"q{n}"}) + "\n" for n in range(4)
+        )
     )
     source = "from rlmath.workers import hooks\n" + "".join(
         f"@hooks.{kind}('own_{kind}')\ndef {kind}(*given): return {kind!r}\n"
@@ -305,7 +315,9 @@ def test_the_layout() -> None:
 
 def test_what_megatron_is_given_of_the_layout(tied_model: Path) -> None:
     shape = replace(shape_of(tied_model), num_layers=11)
-    parallel = ParallelConfig(tensor=2, pipeline=4, first_stage_layers=4, last_stage_layers=3, sequence=True)
+    parallel = ParallelConfig(
+        tensor=2, pipeline=4, first_stage_layers=4, last_stage_layers=3, sequence=True
+    )
     mesh = Mesh(0, 8, 2, 4, 1)
     recompute = Recompute("full", "block", 5)
 
@@ -373,7 +385,9 @@ def test_windows_layers_that_do_not_rotate_and_yarns_factor_as_megatron_takes_th
         assert found.window_size == (6, 0) and windows == [True, False, True, False]
         assert found.no_rope_freq == [0, 0, 1, 0]
         scale = given(device, head_dim=4, rope_scaling=yarn).softmax_scale
-        assert scale == (None if device is CPU else 1.5**2 / 2), "query and key are multiplied by it"
+        assert scale == (None if device is CPU else 1.5**2 / 2), (
+            "query and key are multiplied by it"
+        )
 
 
 def test_what_is_one_function_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +397,9 @@ def test_what_is_one_function_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())
 
     def given(device: Device) -> tuple[bool, ...]:
-        found = transformer_config(SHAPE, Mesh(0, 1, 1, 1, 1), device, ParallelConfig(), Recompute())
+        found = transformer_config(
+            SHAPE, Mesh(0, 1, 1, 1, 1), device, ParallelConfig(), Recompute()
+        )
         swiglu = found.bias_activation_fusion, found.use_te_activation_func
         return *swiglu, found.apply_rope_fusion, found.gradient_accumulation_fusion
 
@@ -432,7 +448,8 @@ def test_what_an_engine_is_given_for_the_device() -> None:
 
 
 def test_the_formats_of_a_run_and_its_loss_scale() -> None:
-    """A power of two under 65,536 over what the tokens of a micro-batch weigh together, the longest stage's."""
+    """A power of two under 65,536 over what the tokens of a micro-batch weigh together, the longest
+    stage's."""
     device = run_device(DISTINCT)
     assert (device.params_dtype, device.head_dtype) == (torch.float16, torch.float32)
     assert build_loss_scale(DISTINCT, device) == LossScale(0.273, 274)
@@ -521,11 +538,15 @@ def test_engines_get_all_weights_first_and_later_those_whose_adapters_learn(
 
 
 def groups_of(*parts_PGK: list[tuple[float, ...]]) -> list[ScoredGroup]:
-    """Groups whose completions have these rewards, and as many tokens as they have places in the group."""
+    """Groups whose completions have these rewards, and as many tokens as they have places in the
+    group."""
     return [
         ScoredGroup(
             Prompt(f"q{number}", "?", (1,), ("2",), "math"),
-            tuple(Completion(g, (5,) * (g + 1), (0.0,) * (g + 1), "", "stop", 0) for g in range(len(rows))),
+            tuple(
+                Completion(g, (5,) * (g + 1), (0.0,) * (g + 1), "", "stop", 0)
+                for g in range(len(rows))
+            ),
             tuple(Score(sum(row), True, "", "string", parts=row) for row in rows),
         )
         for number, rows in enumerate(parts_PGK)
@@ -535,12 +556,16 @@ def groups_of(*parts_PGK: list[tuple[float, ...]]) -> list[ScoredGroup]:
 def test_advantages_are_of_the_kind_the_weights_and_the_eps_that_are_set(tied_model: Path) -> None:
     """The first reward is right where the second is wrong: their weights decide."""
     groups = groups_of([(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)], [(1.0, 0.0), (0.0, 1.0)])
-    reward = RewardConfig(rewards=["a=package.one:f", "b=package.two:f"], weights=[1.0, 3.0], combine="gdpo")
+    reward = RewardConfig(
+        rewards=["a=package.one:f", "b=package.two:f"], weights=[1.0, 3.0], combine="gdpo"
+    )
     config = replace(DISTINCT, reward=reward, teacher=TeacherConfig())
 
     def given(config: Config, teacher: Any = None) -> list[list[float]]:
         one = replace(updater(config, tied_model), teacher=teacher)
-        return one.reward_advantages(groups, [group.rewards for group in groups], [[1, 2, 3], [1, 2]])
+        return one.reward_advantages(
+            groups, [group.rewards for group in groups], [[1, 2, 3], [1, 2]]
+        )
 
     assert given(config) == gdpo_advantages(
         [[score.parts for score in group.scores] for group in groups], [1.0, 3.0], 0.00163
@@ -562,25 +587,40 @@ def test_advantages_are_of_the_kind_the_weights_and_the_eps_that_are_set(tied_mo
 
 
 def test_what_the_updates_take_from_the_settings(tied_model: Path) -> None:
-    """Seeds from the run's, orders of minibatches for each epoch, the whole budget of tokens, padding where sequences
-    are cut; the critic's numbers from its section, the others from the algorithm's."""
+    """Seeds from the run's, orders of minibatches for each epoch, the whole budget of tokens,
+    padding where sequences are cut; the critic's numbers from its section, the others from the
+    algorithm's."""
     any_part: Any = object()
     gae = replace(DISTINCT, algorithm=replace(DISTINCT.algorithm, advantage="gae"))
     one = PolicyUpdater(
-        gae, shape_of(tied_model), Mesh(0, 1, 1, 1, 1), any_part, any_part, any_part, PhaseTimers(), any_part
+        gae,
+        shape_of(tied_model),
+        Mesh(0, 1, 1, 1, 1),
+        any_part,
+        any_part,
+        any_part,
+        PhaseTimers(),
+        any_part,
     )
     (of_critic,) = one.parts(0)
     assert (of_critic.critic, of_critic.config, of_critic.kl_in_reward) == (any_part, gae, True)
     parallel = replace(DISTINCT.parallel, sequence=True)
     policy = replace(DISTINCT.policy, max_tokens_per_microbatch=24)
-    few = replace(DISTINCT, parallel=parallel, policy=policy, algorithm=AlgorithmConfig(n_minibatches=3))
+    few = replace(
+        DISTINCT, parallel=parallel, policy=policy, algorithm=AlgorithmConfig(n_minibatches=3)
+    )
     cut = replace(updater(few, tied_model), mesh=Mesh(0, 4, 4, 1, 1))
     samples = make_samples(12, seed=1)
     packed = cut.pack_minibatches(samples, number=5)
     found = [[batch.sample_indices for batch in minibatch] for minibatch in packed]
-    assert len(found) == 3 and sorted(i for row in found for batch in row for i in batch) == list(range(12))
+    assert len(found) == 3 and sorted(i for row in found for batch in row for i in batch) == list(
+        range(12)
+    )
     for batch in (batch for minibatch in packed for batch in minibatch):
-        assert sum(samples[i].length for i in batch.sample_indices) <= 24 and len(batch.token_ids_T) % 4 == 0
+        assert (
+            sum(samples[i].length for i in batch.sample_indices) <= 24
+            and len(batch.token_ids_T) % 4 == 0
+        )
     again = [cut.pack_minibatches(samples, number=n) for n in (5, 6)]
     other = replace(cut, config=replace(few, run=replace(few.run, seed=102)))
     dealt = [
@@ -605,7 +645,11 @@ def test_the_pass_for_log_probs_is_spared_only_where_one_minibatch_is_learned_fr
 ) -> None:
     plain = Config(algorithm=AlgorithmConfig(**changed))
     assert plain.on_policy is shortcut
-    for part in ({"kl_in": "reward", "kl_coef": 0.1}, {"top_entropy_share": 0.5}, {"kl_cov_ratio": 0.1}):
+    for part in (
+        {"kl_in": "reward", "kl_coef": 0.1},
+        {"top_entropy_share": 0.5},
+        {"kl_cov_ratio": 0.1},
+    ):
         assert not Config(algorithm=AlgorithmConfig(**part, **changed)).on_policy
     assert not replace(plain, teacher=TeacherConfig(path="t", loss="advantage")).on_policy
     assert replace(plain, teacher=TeacherConfig(path="t", loss="full")).on_policy is shortcut

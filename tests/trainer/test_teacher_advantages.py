@@ -33,7 +33,13 @@ def test_every_token_gets_its_own_difference_and_unknown_ones_nothing(recomputed
     policy = [engine + 0.25] if recomputed else None
     shift = 0.25 if recomputed else 0.0
     found = add_teacher_advantages(
-        Advantages([batch], [[0.5, -0.25]]), policy, [teacher], [[2, 2]], coef=2.0, vocab_size=98, mesh=ALONE
+        Advantages([batch], [[0.5, -0.25]]),
+        policy,
+        [teacher],
+        [[2, 2]],
+        coef=2.0,
+        vocab_size=98,
+        mesh=ALONE,
     )
     # log teacher - log q: 0.5 and -0.5 of the first, 0.5 of the second, each less the shift
     first, second = [0.5 - shift, -0.5 - shift], [0.5 - shift]
@@ -44,12 +50,17 @@ def test_every_token_gets_its_own_difference_and_unknown_ones_nothing(recomputed
 
 
 @pytest.mark.parametrize("split", [[[0, 1]], [[1], [0]]])
-def test_tokens_of_low_entropy_lose_their_advantage_and_prompts_never_count(split: list[list[int]]) -> None:
-    """Tokens 5 6 7 8 | 5 9 98; entropies 9 9 0.5 0.1 | 9 0.2 0.4, of which the upper half is 0.5 and 0.4. Log-probs -1
-    -2 | -1.5 -0.5 with advantages 0.5 0.5 | -0.25 -0.25: covariances 0.094 -0.281 | 0.094 -0.281."""
+def test_tokens_of_low_entropy_lose_their_advantage_and_prompts_never_count(
+    split: list[list[int]],
+) -> None:
+    """Tokens 5 6 7 8 | 5 9 98; entropies 9 9 0.5 0.1 | 9 0.2 0.4, of which the upper half is 0.5
+    and 0.4. Log-probs -1 -2 | -1.5 -0.5 with advantages 0.5 0.5 | -0.25 -0.25: covariances 0.094
+    -0.281 | 0.094 -0.281."""
     entropies = {0: [9.0, 9.0, 0.5, 0.1], 1: [9.0, 0.2, 0.4]}
     batches = [pack(SAMPLES, indices, 1) for indices in split]
-    entropy = [torch.tensor([one for index in indices for one in entropies[index]]) for indices in split]
+    entropy = [
+        torch.tensor([one for index in indices for one in entropies[index]]) for indices in split
+    ]
     packed = PackedStep(ScoredStep(0, [], [], []), batches, (slice(0, len(batches)),), seed=1)
     rules = TokenRules(entropy_share=0.5, kl_cov=0.25, kl_coef=2.0)
     part = TokensThatCount(rules, ALONE)
@@ -61,18 +72,30 @@ def test_tokens_of_low_entropy_lose_their_advantage_and_prompts_never_count(spli
 
 
 def test_tokens_count_by_the_advantages_that_the_parts_before_have_made() -> None:
-    """Tokens 5 6 7 8 with an advantage of 0.5, to which the teacher adds -2 and 2; the upper half of the entropies is
-    the first completion token's."""
+    """Tokens 5 6 7 8 with an advantage of 0.5, to which the teacher adds -2 and 2; the upper half
+    of the entropies is the first completion token's."""
     batch = pack(SAMPLES, [0], 1)
     plain = Advantages([batch], [[0.5]])
     packed = PackedStep(ScoredStep(0, [], [], []), [batch], (slice(0, 1),), seed=1)
     engine = batch.behaviour_logprobs_T
     teacher = engine + torch.tensor([0.0, 0.0, -2.0, 2.0])
-    taught = add_teacher_advantages(plain, None, [teacher], [[2]], coef=1.0, vocab_size=99, mesh=ALONE)
+    taught = add_teacher_advantages(
+        plain, None, [teacher], [[2]], coef=1.0, vocab_size=99, mesh=ALONE
+    )
     part = TokensThatCount(TokenRules(entropy_share=0.5), ALONE)
     logprobs = StepLogprobs(None, None, [torch.tensor([9.0, 9.0, 0.5, 0.1])])
-    assert part.apply(packed, logprobs, taught).batches[0].advantages_T.tolist() == [0.0, 0.0, -1.5, 0.0]
-    assert part.apply(packed, logprobs, plain).batches[0].advantages_T.tolist() == [0.0, 0.0, 0.5, 0.0]
+    assert part.apply(packed, logprobs, taught).batches[0].advantages_T.tolist() == [
+        0.0,
+        0.0,
+        -1.5,
+        0.0,
+    ]
+    assert part.apply(packed, logprobs, plain).batches[0].advantages_T.tolist() == [
+        0.0,
+        0.0,
+        0.5,
+        0.0,
+    ]
 
 
 def _of_sample(batch: MicroBatch, index: int) -> tuple[list[float], list[float]]:

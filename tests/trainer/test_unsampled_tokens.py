@@ -1,5 +1,6 @@
-"""Tokens that others wrote inside of a completion: nothing counts them, whatever stands there. Sampled tokens that are
-not learned count, and get no gradient."""
+"""Tokens that others wrote inside of a completion: nothing counts them, whatever stands there.
+
+Sampled tokens that are not learned count, and get no gradient."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ NOTHING: Any = None
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 
 MARKS = [["xxx..xox", "xx", "x...xxx."], ["oo.x", "xxxx", "xxxxx..x"]]
-"""The completions of two prompts: "x" is learned, "o" sampled and not learned, "." what others wrote."""
+"""The completions of two prompts: "x" is learned, "o" sampled and not learned, "." what others
+wrote."""
 REWARDS = [[1.0, 0.0, 0.5], [0.0, 1.0, 1.0]]
 LENGTHS = [[sum(mark != "." for mark in marks) for marks in row] for row in MARKS]
 TOTAL = sum(map(sum, LENGTHS))
@@ -70,10 +72,13 @@ def make_group(number: int, dense: bool) -> ScoredGroup:
     for index, marks in enumerate(MARKS[number]):
         marks = marks.replace(".", "") if dense else marks
         runs = [
-            (sampled, len(list(run))) for sampled, run in itertools.groupby(marks, lambda mark: mark != ".")
+            (sampled, len(list(run)))
+            for sampled, run in itertools.groupby(marks, lambda mark: mark != ".")
         ]
         ranks = itertools.count()
-        logprobs = [math.nan if mark == "." else -0.5 - 0.1 * ((next(ranks) + index) % 5) for mark in marks]
+        logprobs = [
+            math.nan if mark == "." else -0.5 - 0.1 * ((next(ranks) + index) % 5) for mark in marks
+        ]
         segments = tuple(Segment(tokens, 4, 1, sampled=sampled) for sampled, tokens in runs)
         completions.append(Completion(index, (7,) * len(marks), logprobs, "", "stop", 4, segments))
         reward = REWARDS[number][index]
@@ -108,7 +113,8 @@ def packed_samples(
 
 
 def column(batch: MicroBatch, seed: int) -> Tensor:
-    """Numbers from -2 to 0 at sampled tokens, the same wherever they lie, and NaN elsewhere; float32."""
+    """Numbers from -2 to 0 at sampled tokens, the same wherever they lie, and NaN elsewhere;
+    float32."""
     draw = torch.Generator().manual_seed(seed)
     numbers_T = torch.full(batch.token_ids_T.shape, math.nan)
     numbers_T[batch.sampled_T] = -2 * torch.rand(int(batch.sampled_T.sum()), generator=draw)
@@ -119,7 +125,8 @@ def by_completion(batch: MicroBatch, values_T: Tensor) -> list[list[float]]:
     """The values of sampled tokens, sample after sample; what is elsewhere must be 0."""
     assert not values_T[~batch.sampled_T].any(), values_T
     return [
-        values_T[batch.sampled_T & (batch.segments_T == s)].tolist() for s in range(len(batch.sample_indices))
+        values_T[batch.sampled_T & (batch.segments_T == s)].tolist()
+        for s in range(len(batch.sample_indices))
     ]
 
 
@@ -142,7 +149,13 @@ def learn(folder: Path, config: Config, dense: bool) -> Learned:
     """A step with these settings, without models: log-probs, entropies and values are given."""
     algorithm, groups = config.algorithm, make_groups(dense)
     updater = PolicyUpdater(
-        config, shape_of(folder), ALONE, actor=NOTHING, reference=None, offload=NOTHING, timers=PhaseTimers()
+        config,
+        shape_of(folder),
+        ALONE,
+        actor=NOTHING,
+        reference=None,
+        offload=NOTHING,
+        timers=PhaseTimers(),
     )
     scored = updater.score(groups, 0)
     means_PG = updater.reward_advantages(groups, scored.rewards_PG, scored.tokens_PG)
@@ -198,7 +211,9 @@ def dense_loss(learned: Learned, config: Config) -> Tensor:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_learns_as_if_the_tokens_of_others_were_not_there(tied_model: Path, preset: str) -> None:
+def test_every_preset_learns_as_if_the_tokens_of_others_were_not_there(
+    tied_model: Path, preset: str
+) -> None:
     needed = {"distill": ["teacher.path=t"], "lora": ["optimizer.lr=1e-5"]}.get(preset, [])
     config = load_config([], [*PATHS, f"algorithm.preset={preset}", *needed])
     gaps, dense = (learn(tied_model, config, is_dense) for is_dense in (False, True))
@@ -234,7 +249,10 @@ def by_hand(kind: str, rewards: list[list[float]], k: int) -> list[list[float]]:
     if kind == "dr_grpo":
         return centred
     if kind == "rloo":
-        return [[r - statistics.mean(row[:g] + row[g + 1 :]) for g, r in enumerate(row)] for row in rewards]
+        return [
+            [r - statistics.mean(row[:g] + row[g + 1 :]) for g, r in enumerate(row)]
+            for row in rewards
+        ]
     if kind == "lite_ppo":
         return [[value / statistics.stdev(flat) for value in row] for row in centred]
     if kind == "opo":
@@ -243,7 +261,9 @@ def by_hand(kind: str, rewards: list[list[float]], k: int) -> list[list[float]]:
         return [[reward - mean for reward in row] for row, mean in zip(rewards, means, strict=True)]
     if kind == "maxrl":
         passes = [sum(reward > 0 for reward in row) / len(row) for row in rewards]
-        return [[(float(r > 0) - p) / p for r in row] for row, p in zip(rewards, passes, strict=True)]
+        return [
+            [(float(r > 0) - p) / p for r in row] for row, p in zip(rewards, passes, strict=True)
+        ]
     if kind == "pass@k":
         best = [
             [
@@ -265,17 +285,27 @@ def by_hand(kind: str, rewards: list[list[float]], k: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.25])
 @pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
-def test_every_advantage_is_that_of_the_sampled_tokens(tied_model: Path, kind: Any, kl_coef: float) -> None:
-    """With KL in the reward each token has the KL to go, old minus reference, of the sampled tokens from it on."""
+def test_every_advantage_is_that_of_the_sampled_tokens(
+    tied_model: Path, kind: Any, kl_coef: float
+) -> None:
+    """With KL in the reward each token has the KL to go, old minus reference, of the sampled tokens
+    from it on."""
     algorithm = AlgorithmConfig(
-        advantage=kind, pass_k=2, advantage_eps=0.0, kl_coef=kl_coef, kl_in="reward", kl_estimator="k1"
+        advantage=kind,
+        pass_k=2,
+        advantage_eps=0.0,
+        kl_coef=kl_coef,
+        kl_in="reward",
+        kl_estimator="k1",
     )
     learned = learn(tied_model, Config(algorithm=algorithm), dense=False)
     batch = learned.batch
     old, reference = (by_completion(batch, column(batch, seed).nan_to_num(0.0)) for seed in (0, 1))
     to_go = [
         [sum(kl[t:]) for t in range(len(kl))]
-        for kl in ([a - b for a, b in zip(*rows, strict=True)] for rows in zip(old, reference, strict=True))
+        for kl in (
+            [a - b for a, b in zip(*rows, strict=True)] for rows in zip(old, reference, strict=True)
+        )
     ]
     totals = iter([kl_coef * row[0] for row in to_go])
     if kind == "ppo" and kl_coef:
@@ -299,14 +329,20 @@ def test_every_advantage_is_that_of_the_sampled_tokens(tied_model: Path, kind: A
     if kl_coef:
         assert not batch.advantages_T[~batch.sampled_T].any()
         assert learned.advantages.reward_kl is not None
-        assert learned.advantages.reward_kl.per_token == pytest.approx(sum(row[0] for row in to_go) / TOTAL)
+        assert learned.advantages.reward_kl.per_token == pytest.approx(
+            sum(row[0] for row in to_go) / TOTAL
+        )
 
 
 def estimated(
     config: Config, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
 ) -> tuple[Advantages, list[Any]]:
-    """Advantages and returns by a critic whose values are given: column 5, and 2 after each completion's end."""
-    values = [TokenValues(column(batch, 5), torch.full((batch.n_segments,), 2.0)) for batch in packed.batches]
+    """Advantages and returns by a critic whose values are given: column 5, and 2 after each
+    completion's end."""
+    values = [
+        TokenValues(column(batch, 5), torch.full((batch.n_segments,), 2.0))
+        for batch in packed.batches
+    ]
     critic: Any = SimpleNamespace(learner=SimpleNamespace(values=lambda batches: values))
     part = CriticInAdvantages(
         critic,
@@ -321,7 +357,8 @@ def estimated(
 
 @pytest.mark.parametrize("alpha", [None, 0.5])
 def test_a_step_of_gae_goes_from_a_sampled_token_to_the_next_one(alpha: float | None) -> None:
-    """The token after a gap follows the one before it, and the reward is the last sampled token's."""
+    """The token after a gap follows the one before it, and the reward is the last sampled
+    token's."""
     gamma, lam, value_lambda, kl_coef = 0.9, 0.8, 0.95, 0.25
     config = Config(
         algorithm=AlgorithmConfig(
@@ -343,7 +380,9 @@ def test_a_step_of_gae_goes_from_a_sampled_token_to_the_next_one(alpha: float | 
     packed = PackedStep(scored, [batch], (slice(0, 1),), seed=1)
     logprobs = StepLogprobs([column(batch, 0)], [column(batch, 1)])
     found, targets = estimated(config, packed, logprobs, Advantages([batch], [[0.0] * 3] * 2))
-    old, reference, values = (by_completion(batch, column(batch, seed).nan_to_num(0.0)) for seed in (0, 1, 5))
+    old, reference, values = (
+        by_completion(batch, column(batch, seed).nan_to_num(0.0)) for seed in (0, 1, 5)
+    )
 
     def discounted(s: int, factor: float) -> list[float]:
         row, behind, after = [0.0] * len(values[s]), 0.0, 2.0 if s == 2 else 0.0
@@ -389,16 +428,21 @@ def test_a_teacher_is_asked_of_sampled_tokens_alone() -> None:
     per_sample = gap_T.split([length for row in LENGTHS for length in row])
     means = [mean for row in found.means_PG for mean in row]
     rewards = [reward for row in REWARDS for reward in row]
-    assert means == pytest.approx([r + 2 * float(n.mean()) for r, n in zip(rewards, per_sample, strict=True)])
+    assert means == pytest.approx(
+        [r + 2 * float(n.mean()) for r, n in zip(rewards, per_sample, strict=True)]
+    )
 
 
 def test_a_share_of_tokens_is_one_of_all_that_are_sampled() -> None:
-    """The upper 0.4 of the entropies of 25 tokens are 10 of them, learned or not; of those that are learned 8."""
+    """The upper 0.4 of the entropies of 25 tokens are 10 of them, learned or not; of those that are
+    learned 8."""
     batch = packed_samples(make_groups(dense=False), [[1.0] * 3] * 2)
     entropy_T = column(batch, 2)
     packed = PackedStep(ScoredStep(0, [], [], []), [batch], (slice(0, 1),), seed=1)
     part = TokensThatCount(TokenRules(entropy_share=0.4), ALONE)
-    found = part.apply(packed, StepLogprobs(None, None, [entropy_T]), Advantages([batch], [])).batches[0]
+    found = part.apply(
+        packed, StepLogprobs(None, None, [entropy_T]), Advantages([batch], [])
+    ).batches[0]
     least = sorted(entropy_T[batch.sampled_T].tolist())[-10]
     wanted_T = (entropy_T >= least)[batch.sampled_T].float()
     assert found.advantages_T[batch.sampled_T].tolist() == wanted_T.tolist()
@@ -420,7 +464,9 @@ def test_a_completion_is_as_long_as_what_was_sampled_of_it(tmp_path: Path) -> No
         assert group_for_hooks(ours) == group_for_hooks(theirs)
     result = MinibatchResult(dict.fromkeys(GRPO_SUMS, 1.0), {}, 1.0, 0.1, discarded=None)
     update = UpdateRecord([result], [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], None)
-    ours, theirs = (update_metrics(update, groups, 0.0, AlgorithmConfig()) for groups in (gaps, dense))
+    ours, theirs = (
+        update_metrics(update, groups, 0.0, AlgorithmConfig()) for groups in (gaps, dense)
+    )
     assert ours == theirs
     paces = [
         pace_metrics({"step": 1.0}, TOTAL, sampled=groups, learned=groups, passes=1.0)

@@ -27,7 +27,12 @@ ASKED = ("validation.every_steps=3", "validation.keep_best=true", "validation.pa
 
 
 def settings(folder: Path, *overrides: str) -> Config:
-    needed = [f"run.output_dir={folder}", "model.path=m", "data.train_path=t", "data.max_prompt_tokens=20"]
+    needed = [
+        f"run.output_dir={folder}",
+        "model.path=m",
+        "data.train_path=t",
+        "data.max_prompt_tokens=20",
+    ]
     return load_config([], [*needed, "rollout.max_new_tokens=30", *overrides])
 
 
@@ -46,7 +51,10 @@ def test_problems_that_are_too_long_count_and_unusable_rows_are_told(
     long, no_answer = row(2, "y" * 31), row(3, "z", solutions=[])
     file = write_rows(tmp_path / "own.jsonl", row(1, "x" * 30), long, no_answer)
     config = settings(
-        tmp_path, "validation.every_steps=1", f"validation.paths=[{file}]", "validation.max_new_tokens=20"
+        tmp_path,
+        "validation.every_steps=1",
+        f"validation.paths=[{file}]",
+        "validation.max_new_tokens=20",
     )
     tokenizer = load_tokenizer(str(tied_model))
     (found,) = load_validation(config, tokenizer, 101)
@@ -75,7 +83,10 @@ def group(*completions: tuple[int, bool, str]) -> ScoredGroup:
 
 
 def test_accuracy_is_over_all_problems_and_lengths_over_what_was_sampled() -> None:
-    groups = [group((2, True, "stop"), (4, False, "length")), group((6, True, "stop"), (8, True, "stop"))]
+    groups = [
+        group((2, True, "stop"), (4, False, "length")),
+        group((6, True, "stop"), (8, True, "stop")),
+    ]
     file = ValidationFile("own", [one.prompt for one in groups], 2, ())
     metrics = file_metrics(file, groups, samples=2)
     low, high = accuracy_interval([0.5, 1.0, 0.0, 0.0], samples=2)
@@ -121,10 +132,14 @@ def test_what_a_validation_measures_is_decided_once(
     assert best(tmp_path) == (3, 0.5)
 
 
-def test_an_accuracy_by_a_functions_rule_is_not_compared_with_one_by_the_verifier(tmp_path: Path) -> None:
+def test_an_accuracy_by_a_functions_rule_is_not_compared_with_one_by_the_verifier(
+    tmp_path: Path,
+) -> None:
     """What an earlier version kept as the best, by the function's rule."""
     own = "reward.function=own:paid"
-    validator(tmp_path, Exports(), own).keep_if_best(ValidationResult(3, {"validation/reward_positive": 0.9}))
+    validator(tmp_path, Exports(), own).keep_if_best(
+        ValidationResult(3, {"validation/reward_positive": 0.9})
+    )
     files = [ValidationFile("own", [Prompt("q", "?", (1,), ("7",), "math")], 0, ())]
     validator(tmp_path, Exports(), own, steps_done=3, files=files).keep_if_best(measured(6, 0.4))
     assert best(tmp_path) == (6, 0.4)
@@ -154,7 +169,9 @@ def validator(
 ) -> Validator:
     """One that needs no engine: nothing is sampled."""
     config, mesh = settings(folder, *ASKED, *overrides), Mesh(0, 1, 1, 1, 1)
-    return Validator(config, mesh, None, PhaseTimers(), files, steps_done, 10, export, asked_to_stop)
+    return Validator(
+        config, mesh, None, PhaseTimers(), files, steps_done, 10, export, asked_to_stop
+    )
 
 
 def best(folder: Path) -> tuple[int, float]:

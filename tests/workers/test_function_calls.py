@@ -81,7 +81,11 @@ def test_what_is_no_reward_is_a_failure(folder):
             ("not_a_number", "x", "it returned nan"),
             ("greedy", "x", "MemoryError"),
             ("leaves", "x", "SystemExit: no licence"),
-            ("huge", "1e308", "the reward must be a number from -1e+30 to 1e+30; it returned (1e+308,"),
+            (
+                "huge",
+                "1e308",
+                "the reward must be a number from -1e+30 to 1e+30; it returned (1e+308,",
+            ),
         ):
             said = pool.call(completion, ["6"], ROW | {"function": name}).result(60)
             assert said.failure == "error", name
@@ -93,7 +97,8 @@ def test_a_failure_has_the_last_lines_of_its_traceback(folder):
         first, *trace = pool.call("x", [], ROW).result(60).message.splitlines()
     assert first == "KeyError: 'levle'"
     assert [line.strip() for line in trace if "File" in line] == [
-        f'File "{folder}/my_rewards.py", line {SOURCE[: SOURCE.index(text)].count(chr(10)) + 1}, in {name}'
+        f'File "{folder}/my_rewards.py", line {SOURCE[: SOURCE.index(text)].count(chr(10)) + 1}, '
+        f"in {name}"
         for text, name in (("return helper", "deep"), ('return row["levle"]', "helper"))
     ]
 
@@ -117,7 +122,9 @@ def test_what_a_function_prints_is_logged_bounded_and_without_control_characters
 
 def test_a_function_that_prints_without_end_is_ended_by_its_limit(folder, caplog):
     caplog.set_level("INFO")
-    (folder / "chatty.py").write_text("def reward(*_):\n    while True:\n        print('x' * 1000)\n")
+    (folder / "chatty.py").write_text(
+        "def reward(*_):\n    while True:\n        print('x' * 1000)\n"
+    )
     with WorkerPool(1, 1.0, function="chatty:reward") as pool:
         assert pool.call("x", [], ROW).result(60).failure == "timeout"
     assert len(caplog.records) <= MAX_PRINTED_LINES + 1
@@ -146,9 +153,9 @@ def test_the_fingerprint_is_that_of_the_functions_file_and_imports_nothing(folde
     assert code_fingerprint("my_rewards:plain") not in ("", before)
     (folder / "package" / "inner.py").write_text("def f(): return 1\n")
     assert code_fingerprint("package.inner:f") != before
-    assert [code_fingerprint(spec) for spec in (None, "no_such:f", "no.py:f", "breaks.at:f", "nonsense")] == [
-        ""
-    ] * 5
+    assert [
+        code_fingerprint(spec) for spec in (None, "no_such:f", "no.py:f", "breaks.at:f", "nonsense")
+    ] == [""] * 5
     assert "package" not in sys.modules
 
 
@@ -205,7 +212,8 @@ def test_a_wrong_file_name_and_a_line_that_is_no_python_are_named(folder):
 def test_what_a_module_starts_does_not_hold_the_check_up(folder):
     """A thread that is no daemon, and a process that inherits the streams."""
     started = (
-        "import subprocess, threading, time\nthreading.Thread(target=time.sleep, args=(9999,)).start()\n"
+        "import subprocess, threading, time\nthreading.Thread(target=time.sleep, "
+        "args=(9999,)).start()\n"
     )
     started += "open('pid', 'w').write(str(subprocess.Popen(['sleep', '9999']).pid))\n"
     (folder / "starts.py").write_text(started + SOURCE)
@@ -216,7 +224,8 @@ def test_what_a_module_starts_does_not_hold_the_check_up(folder):
 
 def test_a_module_that_ignores_the_ends_of_its_children_is_served(folder):
     source = (
-        "import os, signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\ndef dies(*_):\n    os._exit(3)\n"
+        "import os, signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\ndef dies(*_):\n   "
+        " os._exit(3)\n"
     )
     (folder / "ignores.py").write_text(source)
     with WorkerPool(1, 30.0, function="ignores:dies") as pool:

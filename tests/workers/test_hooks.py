@@ -1,4 +1,5 @@
-"""Functions of the user's, of all kinds: how they are named, loaded and checked, and what workers make of them."""
+"""Functions of the user's, of all kinds: how they are named, loaded and checked, and what workers
+make of them."""
 
 from __future__ import annotations
 
@@ -94,7 +95,9 @@ def registers(monkeypatch: pytest.MonkeyPatch) -> None:
         (hooks.scorer, "a:b", "a name is a small letter"),
     ],
 )
-def test_a_name_that_is_a_word_already_or_none_is_refused(register: Callable, name: str, told: str) -> None:
+def test_a_name_that_is_a_word_already_or_none_is_refused(
+    register: Callable, name: str, told: str
+) -> None:
     with pytest.raises(ValueError, match=told):
         register(name)(len)
     assert not any(hooks._registered.values())
@@ -112,12 +115,17 @@ def test_a_name_may_be_there_once_for_each_kind() -> None:
 @pytest.mark.parametrize(
     ("spec", "told"),
     [
-        ("one_argument", "cannot be called as it is, with rewards, tokens (too many positional arguments)"),
+        (
+            "one_argument",
+            "cannot be called as it is, with rewards, tokens (too many positional arguments)",
+        ),
         ("keyword", "written as (a, *, b)"),
         ("keywrd", 'Did you mean "keyword"?'),
     ],
 )
-def test_a_function_that_does_not_fit_its_kind_is_refused(folder: Path, spec: str, told: str) -> None:
+def test_a_function_that_does_not_fit_its_kind_is_refused(
+    folder: Path, spec: str, told: str
+) -> None:
     with pytest.raises(ValueError, match=r"^algorithm.advantage: ") as refused:
         hooks.load(Hook("advantage", f"own.py:{spec}", "algorithm.advantage"))
     assert told in str(refused.value)
@@ -127,7 +135,10 @@ def test_a_function_that_does_not_fit_its_kind_is_refused(folder: Path, spec: st
 def test_a_registered_name_is_found_by_its_kind(folder: Path) -> None:
     assert hooks.load(Hook("advantage", "ranked", "s", ("own.py",))).__name__ == "ranked"
     (folder / "another.py").write_text("")
-    told = "s is 'rankd', and run.plugins registers no such hooks.advantage; there is ranked. Did you mean"
+    told = (
+        "s is 'rankd', and run.plugins registers no such hooks.advantage; there is ranked. Did "
+        "you mean"
+    )
     with pytest.raises(ValueError, match=told):
         hooks.load(Hook("advantage", "rankd", "s", ("another.py",)))
 
@@ -151,7 +162,9 @@ def test_the_check_in_a_process_of_its_own(folder: Path) -> None:
 
 def test_a_commands_plugins_are_named_by_its_option(folder: Path) -> None:
     """`rlmath eval --plugin`, which has no run.plugins."""
-    assert (plugin_problem("owm.py", "--plugin") or "").startswith('--plugin: there is no file "owm.py"')
+    assert (plugin_problem("owm.py", "--plugin") or "").startswith(
+        '--plugin: there is no file "owm.py"'
+    )
     hook = Hook("scorer", "fare", "--scorer", ("own.py",))
     told = "--scorer is 'fare', and --plugin registers no such hooks.scorer"
     assert (function_problem(hook) or "").startswith(told)
@@ -224,9 +237,13 @@ def test_an_advantage_that_changes_its_lists_is_held_to_what_it_was_given() -> N
 
 
 def test_rows_of_a_data_form_and_what_each_failure_costs(folder: Path) -> None:
-    """A row that ends, fills or hangs its worker costs that row alone; those it leaves out are unusable, as others."""
+    """A row that ends, fills or hangs its worker costs that row alone; those it leaves out are
+    unusable, as others."""
     kinds = ["", "ends", "odd", "fills", "starts", "text", "left out", "hangs", ""]
-    rows = [{"kind": kind, "text": f"{n}+1=", "result": n + 1, "number": n} for n, kind in enumerate(kinds)]
+    rows = [
+        {"kind": kind, "text": f"{n}+1=", "result": n + 1, "number": n}
+        for n, kind in enumerate(kinds)
+    ]
     lines = [json.dumps(row) for row in rows]
     lines.insert(1, "no JSON")
     lines.insert(2, json.dumps({"kind": ""}))
@@ -268,9 +285,14 @@ def test_a_template_makes_texts_and_messages(folder: Path, tied_model: Path) -> 
     )
     with UserFunction(Hook("template", "own.py:ask", "data.template")) as ask:
         file = read_prompts("rows.jsonl")
-        assert list(rendered(file.rows, ask, tokenizer)) == [PromptText("1+1 3?"), PromptText("2+2 4?")]
+        assert list(rendered(file.rows, ask, tokenizer)) == [
+            PromptText("1+1 3?"),
+            PromptText("2+2 4?"),
+        ]
         blank = [file.rows[0], replace(file.rows[1], query_id="blank")]
-        with pytest.raises(ValueError, match=r"data.template own.py:ask of the prompt 'blank' is blank"):
+        with pytest.raises(
+            ValueError, match=r"data.template own.py:ask of the prompt 'blank' is blank"
+        ):
             list(rendered(blank, ask, tokenizer))
         tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         chat = replace(file.rows[0], messages=({"role": "user", "content": "1+1"},))
@@ -293,7 +315,7 @@ def test_a_function_that_cannot_be_loaded_or_fails_says_so(folder: Path) -> None
             two.call([[1e31]], [[3]])
 
 
-# ---------------------------------------------------------------- the page of the docs, and a dry run
+# -------------------------------------------------------------- the page of the docs, and a dry run
 
 
 def test_the_functions_of_the_docs_are_what_a_dry_run_takes(
@@ -325,7 +347,8 @@ def test_the_functions_of_the_docs_are_what_a_dry_run_takes(
     lines = "\n".join(plan_lines(plan_run(load_config([Path("run.yaml")], []), 1)))
     assert (
         "Functions of yours: data.format=homework; data.template=brief; reward.function=digits; "
-        "selection.dynamic_sampling=not_all_right; algorithm.advantage=best_only; validation.scorer=exact; "
+        "selection.dynamic_sampling=not_all_right; algorithm.advantage=best_only; "
+        "validation.scorer=exact; "
         "telemetry.metrics: spread=spread; telemetry.metrics: long=own.py:share_of_long"
     ) in lines
     assert "4 rows cannot be used" in lines and "4: homework leaves it out" in lines
@@ -370,7 +393,11 @@ def test_what_is_wrong_is_told_by_its_setting(folder: Path) -> None:
             "def f(rewards, tokens):\n    return [[1.0]]\n",
             "needed: lists of 4, 4 numbers, got 1",
         ),
-        ("telemetry.metrics", "def f(groups):\n    return groups[0].length\n", "has no attribute 'length'"),
+        (
+            "telemetry.metrics",
+            "def f(groups):\n    return groups[0].length\n",
+            "has no attribute 'length'",
+        ),
     ],
 )
 def test_a_wrong_result_of_a_trial_call_ends_the_start(
@@ -392,15 +419,30 @@ def test_a_reward_that_a_plugin_registers_stands_in_the_list_by_its_name() -> No
         ("digits", "digits"),
         ("long", "own.py:steps"),
     ]
-    paths = ("run.output_dir=o", "model.path=m", "data.train_path=t", "reward.rewards=[correctness,digits]")
+    paths = (
+        "run.output_dir=o",
+        "model.path=m",
+        "data.train_path=t",
+        "reward.rewards=[correctness,digits]",
+    )
     (told,) = reward_problems(load_config([], [*paths]))
-    assert "reward.rewards has 'digits'; needed: correctness, format, length, or a function of yours" in told
+    assert (
+        "reward.rewards has 'digits'; needed: correctness, format, length, or a function of yours"
+        in told
+    )
     assert list(reward_problems(load_config([], [*paths, "run.plugins=[own.py]"]))) == []
 
 
 def test_settings_that_do_not_go_with_an_advantage_of_the_users(folder: Path) -> None:
-    paths = ("run.output_dir=o", "model.path=m", "data.train_path=t", "algorithm.advantage=own.py:two")
+    paths = (
+        "run.output_dir=o",
+        "model.path=m",
+        "data.train_path=t",
+        "algorithm.advantage=own.py:two",
+    )
     alone = load_config([], [*paths, "rollout.group_size=1"])
     assert list(algorithm_problems(alone)) == []
-    (told,) = algorithm_problems(load_config([], [*paths, "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"]))
+    (told,) = algorithm_problems(
+        load_config([], [*paths, "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"])
+    )
     assert "these are of own.py:two" in told

@@ -1,4 +1,5 @@
-"""Reward functions that damage what they run in: each spoils its own answer, and leaves no process behind."""
+"""Reward functions that damage what they run in: each spoils its own answer, and leaves no process
+behind."""
 
 from __future__ import annotations
 
@@ -107,7 +108,9 @@ def bomb(text):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[Path]:
-    """The current folder, with hostile_rewards.py in it. What is started from now on carries MARK."""
+    """The current folder, with hostile_rewards.py in it.
+
+    What is started from now on carries MARK."""
     place = tmp_path_factory.mktemp("hostile")
     (place / "hostile_rewards.py").write_text(SOURCE)
     before = os.getcwd()
@@ -136,7 +139,8 @@ def naps() -> list[int]:
 
 
 def those_with(file: str, text: str) -> list[int]:
-    """The processes whose file in /proc has this between two zero bytes; those that have ended have nothing there."""
+    """The processes whose file in /proc has this between two zero bytes; those that have ended have
+    nothing there."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -150,7 +154,9 @@ def failures_among_others(said: list, hostile: int) -> list:
     return [one for index, one in enumerate(said) if index != hostile and one.failure is not None]
 
 
-@pytest.mark.parametrize("name", ["garbage", "huge_length", "wrong_number", "close_all", "kill_group"])
+@pytest.mark.parametrize(
+    "name", ["garbage", "huge_length", "wrong_number", "close_all", "kill_group"]
+)
 def test_who_breaks_the_channel_breaks_its_own_answer_only(pool, name):
     servers = children(os.getpid())
     said = ask(pool, "one", "three", f"{name} now", "eleven", "fourteen")
@@ -170,14 +176,17 @@ def test_processes_end_with_the_answer_that_started_them(pool, name):
 def test_what_the_module_starts_lives_as_long_as_the_pool(folder):
     helper = f"import os, subprocess\nhelper = subprocess.Popen(['sleep', '{NAP}'])\n"
     (folder / "helped.py").write_text(
-        f"{helper}def reward(text, *_):\n    return 1.0, {{'helper': helper.pid, 'worker': os.getpid()}}\n"
+        f"{helper}def reward(text, *_):\n    return 1.0, {{'helper': helper.pid, 'worker': "
+        f"os.getpid()}}\n"
     )
     with WorkerPool(1, 30.0, function="helped:reward") as pool:
         first = dict(ask(pool, "x")[0].metrics)
         os.kill(
             int(first["worker"]), signal.SIGKILL
         )  # after which the fork server looks for what is left over
-        again = dict(ask(pool, "x", "x")[1].metrics)  # the first may have gone to the one that was killed
+        again = dict(
+            ask(pool, "x", "x")[1].metrics
+        )  # the first may have gone to the one that was killed
         assert again["worker"] != first["worker"] and len(naps()) == 1
     assert not naps()
 

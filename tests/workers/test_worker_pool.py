@@ -1,4 +1,6 @@
-"""The pool with real workers. Equal questions are asked once, so hanging ones differ."""
+"""The pool with real workers.
+
+Equal questions are asked once, so hanging ones differ."""
 
 import os
 import signal
@@ -27,7 +29,8 @@ HALF = ("\\boxed{\\frac{1}{2}+0}", "\\int_0^1 3x^2 dx")
 
 
 def children(parent: int) -> list[int]:
-    """Process ids of the live direct children; a process that is only waiting to be reaped does not count."""
+    """Process ids of the live direct children; a process that is only waiting to be reaped does not
+    count."""
     return [child.pid for child in psutil.Process(parent).children() if is_alive(child.pid)]
 
 
@@ -61,8 +64,8 @@ def pool():
 
 
 def warm(pool: WorkerPool) -> None:
-    """Wait until both workers have imported the verifier and verified a wrong answer, the first of which takes
-    most of a second; on a busy machine that alone may take a limit."""
+    """Wait until both workers have imported the verifier and verified a wrong answer, the first of
+    which takes most of a second; on a busy machine that alone may take a limit."""
     both = ("\\boxed{0.71}", "\\boxed{0.72}")
 
     def verified() -> bool:
@@ -80,7 +83,9 @@ def test_cheap_answers_are_there_at_once(pool):
 
 
 def test_the_rest_is_decided_by_a_worker(pool):
-    assert pool.submit("\\boxed{ 0.5 }", HALF, "math").result(60) == Verdict(True, "0.5", "symbolic")
+    assert pool.submit("\\boxed{ 0.5 }", HALF, "math").result(60) == Verdict(
+        True, "0.5", "symbolic"
+    )
     assert pool.submit("\\boxed{0.6}", HALF, "math").result(60) == Verdict(False, "0.6", "symbolic")
 
 
@@ -88,17 +93,23 @@ def test_strange_characters_reach_the_worker(pool):
     text = "\u221a\u202e(\u0663)"
     verdict = pool.submit(f"\\boxed{{{text}}}", HALF, "math").result(60)
     assert (verdict.correct, verdict.extracted, verdict.verdict) == (False, text, "symbolic")
-    assert pool.submit("\\boxed{\x00\ud800}", HALF, "math").result() == Verdict(False, "\x00\ud800", "string")
+    assert pool.submit("\\boxed{\x00\ud800}", HALF, "math").result() == Verdict(
+        False, "\x00\ud800", "string"
+    )
 
 
 def test_a_stuck_check_times_out_and_delays_nobody_else(pool):
     finished = []
     stuck = pool.submit(HANG, HALF, "math")
     stuck.add_done_callback(lambda _: finished.append("stuck"))
-    others = [pool.submit(f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}", HALF, "math") for n in range(1, 31)]
+    others = [
+        pool.submit(f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}", HALF, "math") for n in range(1, 31)
+    ]
     for other in others:
         other.add_done_callback(lambda _: finished.append("other"))
-    assert all(other.result(60) == Verdict(True, other.result().extracted, "symbolic") for other in others)
+    assert all(
+        other.result(60) == Verdict(True, other.result().extracted, "symbolic") for other in others
+    )
     assert stuck.result(60) == Verdict(False, HANG[7:-1], "timeout")
     assert pool.submit(HANG, HALF, "math") is not stuck, "a check that failed is not kept"
     assert finished.count("other") == 30
@@ -150,7 +161,9 @@ def test_an_answer_to_another_question_is_another_check(pool):
     )
     assert first.result(60).correct and not second.result(60).correct
     assert pool.submit("\\boxed{3 apples}", ("3",), "math", apples) is first
-    hostile = pool.submit("\\boxed{3 apples}", ("3",), "math", "\ud800\0 apples " + "x" * 10_000_000)
+    hostile = pool.submit(
+        "\\boxed{3 apples}", ("3",), "math", "\ud800\0 apples " + "x" * 10_000_000
+    )
     assert hostile.result(60).correct
 
 
@@ -209,7 +222,9 @@ def test_a_fork_server_that_is_killed_is_an_error_in_words():
         family = [fork_server, *children(fork_server)]
         os.kill(fork_server, signal.SIGKILL)
         for future in (running, waiting):
-            with pytest.raises(RuntimeError, match=r"dead \(process \d+ has ended, ended by signal 9"):
+            with pytest.raises(
+                RuntimeError, match=r"dead \(process \d+ has ended, ended by signal 9"
+            ):
                 future.result(60)
         wait_for(lambda: not any(map(is_alive, family)))
         with pytest.raises(RuntimeError, match="dead"):
@@ -219,7 +234,10 @@ def test_a_fork_server_that_is_killed_is_an_error_in_words():
 
 def test_many_solutions_are_compared_in_a_worker_under_its_limit(pool):
     wrong = tuple(f"\\frac{{{n}}}{{7}} + {n}" for n in range(1, 1000))
-    right = [pool.submit(f"\\boxed{{{answer}}}", (*wrong, "1/2"), "math") for answer in ("0.5", "1/2", "2/4")]
+    right = [
+        pool.submit(f"\\boxed{{{answer}}}", (*wrong, "1/2"), "math")
+        for answer in ("0.5", "1/2", "2/4")
+    ]
     assert [future.result(60).correct for future in right] == [True, True, True]
     many = tuple(f"\\sqrt{{{n}}}+x" for n in range(200_000))
     assert pool.submit("\\boxed{0.7}", many, "math").result(60).verdict == "timeout"

@@ -21,20 +21,27 @@ from rlmath.config.schema import Config
 
 
 def lora_run(reader: StateReader) -> Config | None:
-    """The settings of the run whose checkpoint has adapters; None: it has none. ValueError where they are missing."""
+    """The settings of the run whose checkpoint has adapters; None: it has none.
+
+    ValueError where they are missing."""
     if not any(".adapter." in key for key in reader.tensors):
         return None
     settings = reader.folder.parent / SETTINGS
     if not settings.is_file():
-        raise ValueError(f"{reader.folder} has adapters (LoRA), and no {SETTINGS} of its run beside it.")
+        raise ValueError(
+            f"{reader.folder} has adapters (LoRA), and no {SETTINGS} of its run beside it."
+        )
     return load_config([settings], [], saved=True)
 
 
 def base_model(reader: StateReader, run: Config, shape: ModelShape, given: Path | None) -> Path:
-    """The folder of the adapters' model, `given` or the run's `model.path`; ValueError where it is missing or wrong."""
+    """The folder of the adapters' model, `given` or the run's `model.path`; ValueError where it is
+    missing or wrong."""
     needed = read_progress(reader.folder.parent).model_fingerprint
     folder = given or local_folder(run.model.path, "model.path")
-    change = "Name it by rlmath convert to-hf --base." if given is None else "Name another by --base."
+    change = (
+        "Name it by rlmath convert to-hf --base." if given is None else "Name another by --base."
+    )
     if not (folder / "config.json").is_file():
         raise ValueError(
             f'{reader.folder} has adapters (LoRA) for a model that is not in "{folder}". {change}'
@@ -43,7 +50,8 @@ def base_model(reader: StateReader, run: Config, shape: ModelShape, given: Path 
     found = fingerprint_to_compare(needed, model_fingerprint(folder), folder)
     if found != needed:
         raise ValueError(
-            f'{reader.folder} has adapters (LoRA) for another model than that in "{folder}" (fingerprint {needed} '
+            f'{reader.folder} has adapters (LoRA) for another model than that in "{folder}" '
+            f"(fingerprint {needed} "
             f"there, {found} here). {change}"
         )
     return folder

@@ -1,7 +1,9 @@
-"""Converts between a Hugging Face folder and a Megatron-Core torch_dist checkpoint, in one process, without Megatron.
+"""Converts between a Hugging Face folder and a Megatron-Core torch_dist checkpoint, in one process,
+without Megatron.
 
-Tensors are converted one by one: memory holds the current tensor (for fused ones also its parts), never the model.
-All is checked before anything is written, into a partial folder that is renamed when it is complete.
+Tensors are converted one by one: memory holds the current tensor (for fused ones also its parts),
+never the model. All is checked before anything is written, into a partial folder that is renamed
+when it is complete.
 """
 
 from __future__ import annotations
@@ -58,7 +60,12 @@ from rlmath.config.schema import Config
 from rlmath.distributed.device import most_resident_bytes
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 """Values of --dtype."""
 
 
@@ -73,19 +80,28 @@ class Converted:
         """One line for people, with this process's largest memory so far."""
         numbers = str(self.dtype).removeprefix("torch.")
         return (
-            f"Wrote {output}: {self.tensors} tensors in {numbers}, {self.bytes / 1e9:.3f} GB, in {seconds:.1f} s; "
+            f"Wrote {output}: {self.tensors} tensors in {numbers}, {self.bytes / 1e9:.3f} GB, in "
+            f"{seconds:.1f} s; "
             f"peak memory {most_resident_bytes() / 1e9:.3f} GB"
         )
 
 
 def hf_to_megatron(
-    source: Path, shape: ModelShape, output: Path, tensor: int, pipeline: int, dtype: torch.dtype | None
+    source: Path,
+    shape: ModelShape,
+    output: Path,
+    tensor: int,
+    pipeline: int,
+    dtype: torch.dtype | None,
 ) -> Converted:
-    """Write the checkpoint `output`/release, loadable in any layout, Megatron-LM's file that names it, and the model's
-    metadata files under `output`/hf. The vocabulary is filled up to a multiple of `tensor`, and tensors are spread over
-    `pipeline` files by their layers. `dtype` None: as in the source. ValueError for a mistake."""
+    """Write the checkpoint `output`/release, loadable in any layout, Megatron-LM's file that names
+    it, and the model's metadata files under `output`/hf. The vocabulary is filled up to a multiple
+    of `tensor`, and tensors are spread over `pipeline` files by their layers. `dtype` None: as in
+    the source. ValueError for a mistake."""
     held, problems = tensor_headers(source)
-    unknown = listed(f"tensors are unknown to {shape.architecture}", unexpected_tensors(shape, held))
+    unknown = listed(
+        f"tensors are unknown to {shape.architecture}", unexpected_tensors(shape, held)
+    )
     problems += [] if problems else [*tensor_problems(source, shape, held), *unknown]
     raise_problems(f"converting {source}", problems)
     reader, names = HFReader(source), hf_tensors(shape)
@@ -103,7 +119,13 @@ def hf_to_megatron(
             if placed.layer is not None:
                 stage = placed.layer * pipeline // shape.num_layers
             for key in written_keys(stored, shape):
-                writer.add(stage, key, (*stored.lead, *(0 for _ in stored.shape)), stored.global_shape, rows)
+                writer.add(
+                    stage,
+                    key,
+                    (*stored.lead, *(0 for _ in stored.shape)),
+                    stored.global_shape,
+                    rows,
+                )
         for key in object_keys(shape):
             writer.add_object(0, key)
         writer.close()
@@ -123,10 +145,11 @@ def megatron_to_hf(
     model: str = "",
     base: Path | None = None,
 ) -> Converted:
-    """Write a model of a torch_dist folder as safetensors of up to `shard_bytes` each, beside its metadata files. Only
-    the model's tensors are read: the policy's, or those whose keys begin with `model` and a point. `dtype` may be one
-    of each tensor; None: as in the checkpoint; of a bfloat16 critic, whose head is float32, bfloat16. Adapters are
-    merged into the model in `base`, by default that of their run's `model.path`. ValueError for a mistake."""
+    """Write a model of a torch_dist folder as safetensors of up to `shard_bytes` each, beside its
+    metadata files. Only the model's tensors are read: the policy's, or those whose keys begin with
+    `model` and a point. `dtype` may be one of each tensor; None: as in the checkpoint; of a
+    bfloat16 critic, whose head is float32, bfloat16. Adapters are merged into the model in `base`,
+    by default that of their run's `model.path`. ValueError for a mistake."""
     reader = StateReader(state, f"{model}." if model else "")
     if model and not reader.tensors:
         raise ValueError(
@@ -146,19 +169,25 @@ def megatron_to_hf(
         tensors = merged_tensors(dict(tensors), run, shape, base, stored_dtype)
     finite = ((name, _finite(name, weight, written_dtype, state)) for name, weight in tensors)
     formats = formats or as_formats(written_dtype)
-    return _write_hf(finite, shape, metadata_files, output=output, formats=formats, shard_bytes=shard_bytes)
+    return _write_hf(
+        finite, shape, metadata_files, output=output, formats=formats, shard_bytes=shard_bytes
+    )
 
 
 def begun_model_to_hf(
     run: Config, shape: ModelShape, output: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
 ) -> Converted:
-    """Write the model that a run with `model.adapter_path` begins with in `dtype`. ValueError for a mistake."""
+    """Write the model that a run with `model.adapter_path` begins with in `dtype`.
+
+    ValueError for a mistake."""
     base, reader = Path(run.model.path), HFReader(run.model.adapter_path or "", ADAPTER_FILE)
     rules = adapter_rules(shape.architecture, run.lora.rank, run.lora.target)
     adapters = {name: reader.tensor(name).to(dtype) for name in hf_tensors(shape, rules)}
     tensors, metadata = merged_tensors(adapters, run, shape, base, dtype), read_metadata_files(base)
     formats = as_formats(dtype)
-    return _write_hf(tensors, shape, metadata, output=output, formats=formats, shard_bytes=shard_bytes)
+    return _write_hf(
+        tensors, shape, metadata, output=output, formats=formats, shard_bytes=shard_bytes
+    )
 
 
 def _write_hf(
@@ -171,7 +200,9 @@ def _write_hf(
     shard_bytes: int,
 ) -> Converted:
     names, dtype = hf_tensors(shape), getattr(torch, formats.most)
-    size = sum(math.prod(axes) * getattr(torch, formats.of(name)).itemsize for name, axes in names.items())
+    size = sum(
+        math.prod(axes) * getattr(torch, formats.of(name)).itemsize for name, axes in names.items()
+    )
     with _fresh_folder(output, size) as folder:
         with SafetensorsWriter(folder, shard_bytes) as writer:
             for name, weight in tensors:
@@ -181,14 +212,20 @@ def _write_hf(
 
 
 def adapters_to_hf(
-    state: Path, shape: ModelShape, output: Path, dtype: torch.dtype | None, card: Mapping[str, bytes]
+    state: Path,
+    shape: ModelShape,
+    output: Path,
+    dtype: torch.dtype | None,
+    card: Mapping[str, bytes],
 ) -> Converted:
-    """Write the adapters of a LoRA run's checkpoint as a folder of PEFT's, with the file of their `card`, if any.
-    ValueError for a mistake."""
+    """Write the adapters of a LoRA run's checkpoint as a folder of PEFT's, with the file of their
+    `card`, if any. ValueError for a mistake."""
     reader = StateReader(state)
     run = lora_run(reader)
     if run is None:
-        raise ValueError(f"{state} has no adapters: it is not of a run with lora.rank. Leave --adapter out.")
+        raise ValueError(
+            f"{state} has no adapters: it is not of a run with lora.rank. Leave --adapter out."
+        )
     found, _, dtype = _found_in(reader, shape, run, dtype)
     tensors = {
         name: _finite(name, weight, dtype, state).to(dtype).contiguous()
@@ -200,15 +237,17 @@ def adapters_to_hf(
     return Converted(len(tensors), size, dtype)
 
 
-def _tensors(reader: StateReader, found: Iterable[Found], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    reader: StateReader, found: Iterable[Found], shape: ModelShape
+) -> Iterator[tuple[str, Tensor]]:
     return (named for one in found for named in one.tensors(reader, shape))
 
 
 def _found_in(
     reader: StateReader, shape: ModelShape, run: Config | None, dtype: torch.dtype | None
 ) -> tuple[list[Found], torch.dtype, torch.dtype]:
-    """What a checkpoint has of the model, or of the adapters of a LoRA `run`, the number format that it has, and the
-    one to write."""
+    """What a checkpoint has of the model, or of the adapters of a LoRA `run`, the number format
+    that it has, and the one to write."""
     state, rules = reader.folder, None
     if run is not None:
         rules = adapter_rules(shape.architecture, run.lora.rank, run.lora.target)
@@ -219,7 +258,9 @@ def _found_in(
     if not formats <= set(_DTYPES.values()):
         raise ValueError(f"{state} has numbers in {words}; needed: float32, bfloat16 or float16.")
     if dtype is None and len(formats) > 1:
-        raise ValueError(f"{state} has numbers in {words}; needed: one format. Choose it by --dtype.")
+        raise ValueError(
+            f"{state} has numbers in {words}; needed: one format. Choose it by --dtype."
+        )
     stored = next(iter(formats))
     return found, stored, dtype or stored
 
@@ -227,7 +268,8 @@ def _found_in(
 def _finite(name: str, weight: Tensor, dtype: torch.dtype, state: Path) -> Tensor:
     if not all_finite(weight, dtype):
         raise ValueError(
-            f"{state}: {name} has numbers that are NaN, infinite or too large for {dtype}. Convert an earlier "
+            f"{state}: {name} has numbers that are NaN, infinite or too large for {dtype}. "
+            "Convert an earlier "
             "checkpoint of that run."
         )
     return weight
@@ -236,7 +278,9 @@ def _finite(name: str, weight: Tensor, dtype: torch.dtype, state: Path) -> Tenso
 # ---------------------------------------------------------------- from Hugging Face
 
 
-def _rows(reader: HFReader, stored: Stored, shape: ModelShape, tensor: int, dtype: torch.dtype) -> Tensor:
+def _rows(
+    reader: HFReader, stored: Stored, shape: ModelShape, tensor: int, dtype: torch.dtype
+) -> Tensor:
     """One tensor as it is stored, with its leading axes."""
     weights = [reader.tensor(name) for name in stored.placed.hf_names]
     for name, weight in zip(stored.placed.hf_names, weights, strict=True):
@@ -251,7 +295,9 @@ def _rows(reader: HFReader, stored: Stored, shape: ModelShape, tensor: int, dtyp
 
 @contextmanager
 def _fresh_folder(output: Path, needed: int) -> Iterator[Path]:
-    """A partial folder that is renamed to `output` at the end and removed on an error. `needed`: bytes on disk."""
+    """A partial folder that is renamed to `output` at the end and removed on an error.
+
+    `needed`: bytes on disk."""
     check_output(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(output.parent).free

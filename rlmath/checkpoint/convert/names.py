@@ -1,9 +1,10 @@
-"""Where a torch_dist checkpoint has a model's tensors: the keys and shapes of every tensor, whatever the layout was,
-and which of them a given checkpoint has.
+"""Where a torch_dist checkpoint has a model's tensors: the keys and shapes of every tensor,
+whatever the layout was, and which of them a given checkpoint has.
 
-Layers are stacked: "decoder.layers.self_attention.linear_proj.weight" has an axis of layers before its own, and an
-expert's weights have one of experts after it. (Models whose layers differ have a key for each layer, with its number.)
-A canonical form of `weight_map` becomes rows by merging its first axes:
+Layers are stacked: "decoder.layers.self_attention.linear_proj.weight" has an axis of layers before
+its own, and an expert's weights have one of experts after it. (Models whose layers differ have a
+key for each layer, with its number.) A canonical form of `weight_map` becomes rows by merging its
+first axes:
 
     plain     [rows, ...]              unchanged
     vocab     [vocabulary + padding, E]
@@ -29,12 +30,14 @@ from rlmath.config.model_shape import ModelShape
 _MERGED = {"plain": 1, "vocab": 1, "qkv": 3, "gate_up": 2}
 """How many of a canonical form's first axes are rows here."""
 _NOT_THE_MODEL = tuple(
-    "optimizer. critic. reference. chained_ random. rng_state opt_param_scheduler rerun_state".split()
+    "optimizer. critic. reference. chained_ random. rng_state opt_param_scheduler "
+    "rerun_state".split()
 )
 """How the names begin of what a training run keeps beside the model."""
 _NAMES_IN_ERRORS = 8
 _MOST_PADDING = 2**14
-"""More rows beyond the vocabulary are no padding: that reaches a multiple of 128 times the tensor-parallel size."""
+"""More rows beyond the vocabulary are no padding: that reaches a multiple of 128 times the
+tensor-parallel size."""
 
 
 # ---------------------------------------------------------------- in any checkpoint
@@ -63,7 +66,8 @@ class Stored:
 
 
 def stored_adapters(shape: ModelShape, rules: tuple[Rule, ...]) -> Iterator[Stored]:
-    """The adapters of a model, in streaming order: in their canonical form, each layer's by itself."""
+    """The adapters of a model, in streaming order: in their canonical form, each layer's by
+    itself."""
     for placed in placed_tensors(shape, rules):
         canonical = weight_map.canonical_shape(placed.rule, shape, 1)
         keys = (placed.adapter_key,)
@@ -71,7 +75,8 @@ def stored_adapters(shape: ModelShape, rules: tuple[Rule, ...]) -> Iterator[Stor
 
 
 def stored_tensors(shape: ModelShape, tensor: int = 1) -> Iterator[Stored]:
-    """Every tensor of a model in streaming order, the vocabulary filled up to a multiple of `tensor`."""
+    """Every tensor of a model in streaming order, the vocabulary filled up to a multiple of
+    `tensor`."""
     for placed in placed_tensors(shape):
         canonical = weight_map.canonical_shape(placed.rule, shape, tensor)
         merged = _MERGED[placed.rule.form]
@@ -102,8 +107,11 @@ def _key(name: str, layer: int | None = None) -> str:
 
 
 def written_keys(stored: Stored, shape: ModelShape) -> tuple[str, ...]:
-    """The keys under which a tensor is written. Transformer Engine's layers and Megatron's local ones ask for the same
-    ones, those of Transformer Engine's parameters; but for the norm before experts, which is written under both."""
+    """The keys under which a tensor is written.
+
+    Transformer Engine's layers and Megatron's local ones ask for the same ones, those of
+    Transformer Engine's parameters; but for the norm before experts, which is written under both.
+    """
     return (
         stored.keys
         if weight_map.has_experts(shape.architecture) and len(stored.keys) > 1
@@ -112,8 +120,9 @@ def written_keys(stored: Stored, shape: ModelShape) -> tuple[str, ...]:
 
 
 def object_keys(shape: ModelShape) -> list[str]:
-    """The keys of the empty objects that Megatron's modules keep beside their weights ("_extra_state"), and does not
-    load without: its local layers ask for those of the linear modules, Transformer Engine's for those of all."""
+    """The keys of the empty objects that Megatron's modules keep beside their weights
+    ("_extra_state"), and does not load without: its local layers ask for those of the linear
+    modules, Transformer Engine's for those of all."""
     found: dict[str, None] = {}
     for stored in stored_tensors(shape):
         modules = [key.rpartition(".")[0] for key in written_keys(stored, shape)]
@@ -124,7 +133,9 @@ def object_keys(shape: ModelShape) -> list[str]:
         lead = ".".join(map(str, stored.lead or (0,)))
         lead_shape = ".".join(map(str, stored.lead_shape or (1,)))
         experts = [module for module in modules if ".experts." in module]
-        found |= dict.fromkeys(f"{one}._extra_state/shard_{lead}_{lead_shape}" for one in experts or modules)
+        found |= dict.fromkeys(
+            f"{one}._extra_state/shard_{lead}_{lead_shape}" for one in experts or modules
+        )
     return list(found)
 
 
@@ -148,8 +159,11 @@ class Found:
         yield from zip(placed.hf_names, from_canonical(placed.rule, canonical, shape), strict=True)
 
 
-def find_all(reader: StateReader, shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> list[Found]:
-    """The places of the tensors of the model, or of `rules` (its adapters); ValueError that lists what is wrong."""
+def find_all(
+    reader: StateReader, shape: ModelShape, rules: tuple[Rule, ...] | None = None
+) -> list[Found]:
+    """The places of the tensors of the model, or of `rules` (its adapters); ValueError that lists
+    what is wrong."""
     found, missing, wrong, known = [], [], [], set()
     for stored in stored_tensors(shape) if rules is None else stored_adapters(shape, rules):
         for key in (*stored.keys, *stored.numbered):
@@ -161,7 +175,9 @@ def find_all(reader: StateReader, shape: ModelShape, rules: tuple[Rule, ...] | N
             missing.append(f"{stored.keys[-1]} {list(stored.lead)}".removesuffix(" []"))
         else:
             wrong.append(place)
-    unknown = [key for key in reader.tensors if key not in known and not key.startswith(_NOT_THE_MODEL)]
+    unknown = [
+        key for key in reader.tensors if key not in known and not key.startswith(_NOT_THE_MODEL)
+    ]
     # Older checkpoints have these frequencies, which follow from config.json.
     unknown = [key for key in unknown if not key.endswith("rotary_pos_emb.inv_freq")]
     problems = [
@@ -169,18 +185,27 @@ def find_all(reader: StateReader, shape: ModelShape, rules: tuple[Rule, ...] | N
         *listed(f"tensors are unknown to {shape.architecture}", unknown),
         *listed("tensors have another shape", list(dict.fromkeys(wrong))),
     ]
-    raise_problems(f"{reader.folder} as a checkpoint of the model that config.json describes", problems)
+    raise_problems(
+        f"{reader.folder} as a checkpoint of the model that config.json describes", problems
+    )
     return found
 
 
 def _find(reader: StateReader, stored: Stored) -> Found | str | None:
     """Where a tensor is; an error text where its shape is wrong; None where it is missing."""
     name = next(
-        (key for key in (*reversed(stored.keys), *reversed(stored.numbered)) if key in reader.tensors), None
+        (
+            key
+            for key in (*reversed(stored.keys), *reversed(stored.numbered))
+            if key in reader.tensors
+        ),
+        None,
     )
     if name is None:
         return None
-    lead, lead_shape = (x if name in stored.keys else x[1:] for x in (stored.lead, stored.lead_shape))
+    lead, lead_shape = (
+        x if name in stored.keys else x[1:] for x in (stored.lead, stored.lead_shape)
+    )
     wanted, size = (*lead_shape, *stored.shape), tuple(reader.tensors[name].size)
     is_vocab = stored.placed.rule.form == "vocab"
     filled_up = is_vocab and 0 <= size[0] - wanted[0] <= _MOST_PADDING and size[1:] == wanted[1:]

@@ -1,4 +1,6 @@
-"""The checkpoint to convert, ours or Megatron's, by any folder of it, and where the result may go. Needs no torch."""
+"""The checkpoint to convert, ours or Megatron's, by any folder of it, and where the result may go.
+
+Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from rlmath.config.run_files import CHECKPOINTS_FOLDER
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron-LM's file that names the checkpoint of a folder to load: an iteration, or "release"."""
 RELEASE = "release"
-"""Megatron-LM's name for a checkpoint of weights alone. Of one with an iteration it also loads the optimizer."""
+"""Megatron-LM's name for a checkpoint of weights alone. Of one with an iteration it also loads the
+optimizer."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,13 @@ class MegatronSource:
 
 
 def find_megatron(folder: Path) -> MegatronSource:
-    """The checkpoint in a folder: our own, or the newest of a run of ours, or a torch_dist folder, or the one that
-    Megatron-LM would load. ValueError where there is none, or where files of it are missing."""
+    """The checkpoint in a folder: our own, or the newest of a run of ours, or a torch_dist folder,
+    or the one that Megatron-LM would load. ValueError where there is none, or where files of it are
+    missing."""
     if not folder.exists():
         raise ValueError(
-            f'there is no folder "{folder}".{nearest_path(folder)} Give that of a checkpoint or a run.'
+            f'there is no folder "{folder}".{nearest_path(folder)} Give that of a checkpoint or a '
+            "run."
         )
     if (folder / INDEX).is_file():
         return _with_metadata_files(folder, folder, folder.parent)
@@ -45,8 +50,10 @@ def find_megatron(folder: Path) -> MegatronSource:
     found, problems = directory.complete_checkpoints(root if root.is_dir() else folder)
     if not found:
         raise ValueError(
-            f"{folder} is no checkpoint; needed: one of this program (step-...), a run's output folder, a torch_dist "
-            f"folder (with {INDEX}), or a Megatron-LM folder (with {TRACKER}). {' '.join(problems)}".rstrip()
+            f"{folder} is no checkpoint; needed: one of this program (step-...), a run's output "
+            "folder, a torch_dist "
+            f"folder (with {INDEX}), or a Megatron-LM folder (with {TRACKER}). "
+            f"{' '.join(problems)}".rstrip()
         )
     return _with_metadata_files(found[0].state, found[0].folder)
 
@@ -59,7 +66,8 @@ def _tracked(folder: Path) -> Path:
     state = folder / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
     if not (state / INDEX).is_file():
         raise ValueError(
-            f"{folder / TRACKER} names {state.name}, which is no torch_dist folder: it has no {INDEX}. Only "
+            f"{folder / TRACKER} names {state.name}, which is no torch_dist folder: it has no "
+            f"{INDEX}. Only "
             "torch_dist checkpoints are read (Megatron-LM: --ckpt-format torch_dist)."
         )
     return state
@@ -67,10 +75,14 @@ def _tracked(folder: Path) -> Path:
 
 def _with_metadata_files(state: Path, *places: Path) -> MegatronSource:
     beside = (place / directory.METADATA_FILES for place in places)
-    return MegatronSource(state, next((path for path in beside if (path / "config.json").is_file()), None))
+    return MegatronSource(
+        state, next((path for path in beside if (path / "config.json").is_file()), None)
+    )
 
 
 def check_output(output: Path) -> None:
     """ValueError where `output` exists and is not an empty folder."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"--output {output} is there already and is not an empty folder; name a new one.")
+        raise ValueError(
+            f"--output {output} is there already and is not an empty folder; name a new one."
+        )

@@ -1,4 +1,5 @@
-"""Reads and writes torch_dist checkpoints: parts of tensors, saved by torch, concatenated; one in memory at a time."""
+"""Reads and writes torch_dist checkpoints: parts of tensors, saved by torch, concatenated; one in
+memory at a time."""
 
 from __future__ import annotations
 
@@ -30,14 +31,16 @@ FORMAT = {
 }
 """What Megatron expects in metadata.json."""
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
-"""What Megatron-LM expects in common.pt: for versions before 2 it would reorder the rows of query, key and value."""
+"""What Megatron-LM expects in common.pt: for versions before 2 it would reorder the rows of query,
+key and value."""
 
 _OVERHEAD_BYTES = 2**16
 """Most of a saved part that is not its numbers: names and shapes."""
 
 
 class StateReader:
-    """The tensors of a torch_dist folder under `prefix`, by the rest of the key; any rectangle is read on demand."""
+    """The tensors of a torch_dist folder under `prefix`, by the rest of the key; any rectangle is
+    read on demand."""
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
         self.folder, self._prefix = folder, prefix
@@ -52,7 +55,9 @@ class StateReader:
         }
 
     def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
-        """A rectangle of a tensor; where one part has all of it, that part uncopied. ValueError for a damaged file."""
+        """A rectangle of a tensor; where one part has all of it, that part uncopied.
+
+        ValueError for a damaged file."""
         entry = self.tensors[key]
         near = replace(entry, chunks=self._chunks_near(key, offset, size))
         wanted = dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
@@ -64,20 +69,27 @@ class StateReader:
             piece = part[_slices(item.storage_offsets, item.lengths)]
             if piece.shape == whole.shape:
                 return piece
-            bounds = [(start, start + n) for start, n in zip(item.dest_offsets, item.lengths, strict=True)]
+            bounds = [
+                (start, start + n) for start, n in zip(item.dest_offsets, item.lengths, strict=True)
+            ]
             if any(_overlap(bounds, other) for other in found):
-                raise ValueError(f"{self.folder / INDEX}: parts of {key} overlap. Save or copy it again.")
+                raise ValueError(
+                    f"{self.folder / INDEX}: parts of {key} overlap. Save or copy it again."
+                )
             found.append(bounds)
             whole[_slices(item.dest_offsets, item.lengths)] = piece
             numbers += piece.numel()
         if numbers != whole.numel():
-            raise ValueError(f"{self.folder / INDEX}: {key} is not stored whole. Save or copy it again.")
+            raise ValueError(
+                f"{self.folder / INDEX}: {key} is not stored whole. Save or copy it again."
+            )
         return whole
 
     def _chunks_near(
         self, key: str, offset: Sequence[int], size: Sequence[int]
     ) -> list[dcp.ChunkStorageMetadata]:
-        """The parts that a rectangle may overlap: a few, where a model with experts has many thousands."""
+        """The parts that a rectangle may overlap: a few, where a model with experts has many
+        thousands."""
         chunks = self.tensors[key].chunks
         if not size or size[0] != 1:
             return chunks
@@ -111,12 +123,16 @@ class StateReader:
             raise
         except Exception as error:  # of any other kind: whatever the file holds
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{path} is damaged where {key} is stored ({reason}). Copy it again.") from error
+            raise ValueError(
+                f"{path} is damaged where {key} is stored ({reason}). Copy it again."
+            ) from error
         return part
 
 
 def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
+    return tuple(
+        slice(start, start + length) for start, length in zip(offsets, lengths, strict=True)
+    )
 
 
 def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> bool:
@@ -124,7 +140,9 @@ def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -
 
 
 class StateWriter:
-    """Writes a torch_dist folder part by part, into numbered files. It is a checkpoint only after `close`."""
+    """Writes a torch_dist folder part by part, into numbered files.
+
+    It is a checkpoint only after `close`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -134,9 +152,15 @@ class StateWriter:
         """Written so far."""
 
     def add(
-        self, number: int, key: str, offset: Sequence[int], global_shape: Sequence[int], part: Tensor
+        self,
+        number: int,
+        key: str,
+        offset: Sequence[int],
+        global_shape: Sequence[int],
+        part: Tensor,
     ) -> None:
-        """Write a part of the tensor `key`, of as many axes as the tensor, into the file `number`."""
+        """Write a part of the tensor `key`, of as many axes as the tensor, into the file
+        `number`."""
         whole = torch.Size(global_shape)
         properties = dcp.TensorProperties(dtype=part.dtype)
         entry = self._entries.setdefault(key, dcp.TensorStorageMetadata(properties, whole, []))
@@ -155,7 +179,9 @@ class StateWriter:
         """Write the index and the small files beside it."""
         (self._folder / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
         torch.save(COMMON, self._folder / "common.pt")
-        metadata = dcp.Metadata(self._entries, None, self._places, dcp.StorageMeta(), version="1.0.0")
+        metadata = dcp.Metadata(
+            self._entries, None, self._places, dcp.StorageMeta(), version="1.0.0"
+        )
         with (self._folder / INDEX).open("wb") as file:
             pickle.dump(metadata, file)
 
@@ -170,6 +196,8 @@ class StateWriter:
 
 
 def _alone(part: Tensor) -> Tensor:
-    """The tensor alone in its storage, as torch saves whole storages. Copies only what is not contiguous."""
+    """The tensor alone in its storage, as torch saves whole storages.
+
+    Copies only what is not contiguous."""
     flat = part.detach().contiguous().view(-1).view(torch.uint8)
     return torch.from_numpy(flat.numpy()).view(part.dtype).view(part.shape)

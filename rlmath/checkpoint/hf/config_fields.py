@@ -36,7 +36,8 @@ class Fields:
         values: dict[str, Any] | None = None,
         least: int = 1,
     ) -> int:
-        """A number of things in `values`, in the file's own without them; null is as good as missing."""
+        """A number of things in `values`, in the file's own without them; null is as good as
+        missing."""
         given = (self.values if values is None else values).get(key)
         value = default if given is None else given
         if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
@@ -44,11 +45,18 @@ class Fields:
         self.note(f'"{key}" is {shown(value)}; needed: a whole number from {least} to {most}')
         return 1
 
-    def positive(self, key: str, values: dict[str, Any] | None = None, default: float | None = None) -> float:
-        """A number above 0 in `values`, in the file's own without them; null is as good as missing."""
+    def positive(
+        self, key: str, values: dict[str, Any] | None = None, default: float | None = None
+    ) -> float:
+        """A number above 0 in `values`, in the file's own without them; null is as good as
+        missing."""
         given = (self.values if values is None else values).get(key)
         value = default if given is None else given
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and 0 < value <= sys.float_info.max
+        ):
             return float(value)
         self.note(f'"{key}" is {shown(value)}; needed: a number above 0')
         return 1.0

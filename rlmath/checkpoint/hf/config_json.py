@@ -1,9 +1,11 @@
-"""The shape of a model by its Hugging Face config.json, and everything in it that is missing, odd or not supported.
+"""The shape of a model by its Hugging Face config.json, and everything in it that is missing, odd
+or not supported.
 
-The file is somebody else's: nothing in it is trusted to be there, of the right type or of a sane size. Where a
-field may be left out, its value is the one that transformers takes. transformers' own AutoConfig is not used: it has a
-default for nearly every field (a config.json without "vocab_size" or "num_attention_heads" gets those of another
-model), takes sizes of 0 and unknown kinds of rotary scaling, and stops at the first field of a wrong type.
+The file is somebody else's: nothing in it is trusted to be there, of the right type or of a sane
+size. Where a field may be left out, its value is the one that transformers takes. transformers' own
+AutoConfig is not used: it has a default for nearly every field (a config.json without "vocab_size"
+or "num_attention_heads" gets those of another model), takes sizes of 0 and unknown kinds of rotary
+scaling, and stops at the first field of a wrong type.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ _WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".gguf")
 
 _NOT_BUILT = {
     "Gemma": "no layer of Megatron's has its norms behind attention and network, nor its scalings",
-    "Olmo": "no layer of Megatron's has its norms, behind attention and network alone and over all heads",
+    "Olmo": "no layer of Megatron's has its norms, behind attention and network alone and over "
+    "all heads",
     "Phi3Small": "its attention is sparse by blocks",
     "PhiMoE": "its router is another one",
 }
@@ -59,14 +62,15 @@ PUBLISHED = shipped("configs/models")
 
 
 TIED_BY_DEFAULT = ("SmolLM3ForCausalLM",)
-"""Models whose output layer is the embedding where config.json does not say; transformers' defaults."""
+"""Models whose output layer is the embedding where config.json does not say; transformers'
+defaults."""
 
 
 def read_shape(
     folder: Path, option: str = "model.path", known: Collection[str] = tuple(TABLES)
 ) -> tuple[ModelShape | None, list[str]]:
-    """The shape that a folder's config.json gives, None where it gives none, and what is wrong with the file; `known`
-    are the architectures that may be."""
+    """The shape that a folder's config.json gives, None where it gives none, and what is wrong with
+    the file; `known` are the architectures that may be."""
     path = folder / "config.json"
     if not path.is_file():
         text = f'"{folder}" has no config.json. {option} needs the folder of a Hugging Face model.'
@@ -74,7 +78,10 @@ def read_shape(
         if (inside / "config.json").is_file():
             text += f' It is the folder of a run: give "{inside}".'
         if (adapter := adapter_alone(folder)) is not None:
-            text += f' Give the adapters (LoRA) in "{adapter}" as model.adapter_path, beside their model.'
+            text += (
+                f' Give the adapters (LoRA) in "{adapter}" as model.adapter_path, beside '
+                "their model."
+            )
         return None, [text]
     return read_shape_file(path, known)
 
@@ -82,26 +89,36 @@ def read_shape(
 def read_shape_file(
     path: Path, known: Collection[str] = tuple(TABLES)
 ) -> tuple[ModelShape | None, list[str]]:
-    """The shape that a config.json of any name gives, and what is wrong with it, as `read_shape` of a folder."""
+    """The shape that a config.json of any name gives, and what is wrong with it, as `read_shape` of
+    a folder."""
     try:
         values = read_json_object(path)
     except ValueError as error:
         return None, [str(error)]
     names = values.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        problem = f'{path}: "architectures" is {names!r}; needed: a list such as ["{next(iter(TABLES))}"].'
+        problem = (
+            f'{path}: "architectures" is {names!r}; needed: a list such as '
+            f'["{next(iter(TABLES))}"].'
+        )
         return None, [problem]
     architecture = names[0]
     if architecture not in known:
         listed, hint = ", ".join(known), nearest_word(architecture, known)
-        why = next((f" ({text})" for name, text in _NOT_BUILT.items() if architecture.startswith(name)), "")
+        why = next(
+            (f" ({text})" for name, text in _NOT_BUILT.items() if architecture.startswith(name)), ""
+        )
         problem = (
-            f'{path}: the architecture "{architecture}" is not supported{why}; supported: {listed}.{hint}'
+            f'{path}: the architecture "{architecture}" is not supported{why}; supported: '
+            f"{listed}.{hint}"
         )
         return None, [problem]
     fields = Fields(path, values)
     shape = _shape_from(architecture, fields)
-    return (None if fields.problems else shape), [*fields.problems, *_unsupported(path, values, shape)]
+    return (None if fields.problems else shape), [
+        *fields.problems,
+        *_unsupported(path, values, shape),
+    ]
 
 
 def _shape_from(architecture: str, fields: Fields) -> ModelShape:
@@ -116,7 +133,8 @@ def _shape_from(architecture: str, fields: Fields) -> ModelShape:
         num_kv_heads = fields.whole("num_key_value_heads")
     if num_heads % num_kv_heads:
         fields.note(
-            f'"num_attention_heads" {num_heads} is not a multiple of "num_key_value_heads" {num_kv_heads}'
+            f'"num_attention_heads" {num_heads} is not a multiple of "num_key_value_heads" '
+            f"{num_kv_heads}"
         )
     num_layers = fields.whole("num_hidden_layers", most=_MAX_LAYERS)
     return ModelShape(
@@ -126,7 +144,9 @@ def _shape_from(architecture: str, fields: Fields) -> ModelShape:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        ffn_size=fields.whole("moe_intermediate_size" if has_experts(architecture) else "intermediate_size"),
+        ffn_size=fields.whole(
+            "moe_intermediate_size" if has_experts(architecture) else "intermediate_size"
+        ),
         vocab_size=fields.whole("vocab_size"),
         tied_embeddings=fields.flag("tie_word_embeddings", default=architecture in TIED_BY_DEFAULT)
         and not has_value_head(architecture),
@@ -147,7 +167,9 @@ def _experts_from(fields: Fields) -> dict[str, Any]:
     picked = fields.whole("num_experts_per_tok", most=_MAX_EXPERTS)
     scaled = fields.flag("norm_topk_prob")
     if picked == 1 and scaled and not fields.problems:
-        fields.note('"num_experts_per_tok" is 1 and "norm_topk_prob" true: the router could learn nothing')
+        fields.note(
+            '"num_experts_per_tok" is 1 and "norm_topk_prob" true: the router could learn nothing'
+        )
     return {"num_experts": experts, "experts_per_token": picked, "norm_topk_prob": scaled}
 
 
@@ -155,12 +177,16 @@ def _unsupported(path: Path, values: dict[str, Any], shape: ModelShape) -> Itera
     """What config.json asks for and this program does not compute."""
     wanted = model_type(shape.architecture)
     if values.get("model_type") != wanted:
-        yield f'{path}: "model_type" is {values.get("model_type")!r}; {shape.architecture} needs "{wanted}".'
+        yield (
+            f'{path}: "model_type" is {values.get("model_type")!r}; {shape.architecture} needs '
+            f'"{wanted}".'
+        )
     auto_map = values.get("auto_map") or {}
     own_code = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else auto_map
     if own_code is not None and str(own_code).rpartition(".")[2] != shape.architecture:
         yield (
-            f'{path}: "auto_map" asks for code of the model\'s own, {shown(own_code)}, which is never run. Take it out '
+            f'{path}: "auto_map" asks for code of the model\'s own, {shown(own_code)}, which is '
+            "never run. Take it out "
             f"where the model is a {shape.architecture} of transformers."
         )
     if values.get("hidden_act", "silu") != "silu":
@@ -169,31 +195,40 @@ def _unsupported(path: Path, values: dict[str, Any], shape: ModelShape) -> Itera
     for key in ("mlp_bias",) if shape.attention_bias else ("attention_bias", "mlp_bias"):
         if values.get(key) not in (None, False):
             yield (
-                f'{path}: "{key}" is {values[key]!r}; a {shape.architecture} is supported without such biases only.'
+                f'{path}: "{key}" is {values[key]!r}; a {shape.architecture} is supported without '
+                "such biases only."
             )
     for key in ("dual_chunk_attention_config", "llama_4_scaling", "logit_scale"):
         if values.get(key) is not None:
-            yield f'{path}: "{key}" is read by vLLM, and not by transformers or this program. Take it out.'
+            yield (
+                f'{path}: "{key}" is read by vLLM, and not by transformers or this program. '
+                "Take it out."
+            )
     if values.get("quantization_config") is not None:
         yield (
-            f'{path}: "quantization_config" says that the weights are quantized; training needs plain ones. '
+            f'{path}: "quantization_config" says that the weights are quantized; training needs '
+            "plain ones. "
             "Use the model's float32, bfloat16 or float16 release."
         )
-    # Every layer must have experts. Nothing balances their load: "router_aux_loss_coef" is for pretraining.
+    # Every layer must have experts. Nothing balances their load: "router_aux_loss_coef" is for
+    # pretraining.
     for key, allowed in (("mlp_only_layers", (None, [])), ("decoder_sparse_step", (1,))):
         value = values.get(key, allowed[-1])
         if shape.num_experts and value not in allowed:
             yield (
-                f'{path}: "{key}" is {value!r}; supported are models whose layers all have experts: needed is '
+                f'{path}: "{key}" is {value!r}; supported are models whose layers all have '
+                "experts: needed is "
                 f"{allowed[-1]}."
             )
 
 
-# ---------------------------------------------------------------- the folder: config.json, weights, tokenizer
+# ------------------------------------------------------ the folder: config.json, weights, tokenizer
 
 
 def read_model_shape(folder: Path, option: str = "model.path") -> ModelShape:
-    """The shape that config.json gives; ValueError that lists what is wrong with it. `option` names the folder."""
+    """The shape that config.json gives; ValueError that lists what is wrong with it.
+
+    `option` names the folder."""
     if not os.path.exists(folder):
         raise ValueError(missing_folder_problem(folder, option))
     return _sound(f'the model "{folder}"', *read_shape(folder, option))
@@ -206,25 +241,33 @@ def _sound(what: str, shape: ModelShape | None, problems: Sequence[str]) -> Mode
     return shape
 
 
-def inspect_model_folder(folder: Path, option: str = "model.path") -> tuple[ModelShape | None, list[str]]:
-    """The shape, None where config.json does not give one, and what is wrong with the folder, which `option` names."""
+def inspect_model_folder(
+    folder: Path, option: str = "model.path"
+) -> tuple[ModelShape | None, list[str]]:
+    """The shape, None where config.json does not give one, and what is wrong with the folder, which
+    `option` names."""
     shape, problems = _inspected(folder, option, tuple(TABLES))
     return shape, [*problems, *(_tokenizer_problems(folder) if folder.is_dir() else ())]
 
 
-def _inspected(folder: Path, option: str, known: Collection[str]) -> tuple[ModelShape | None, list[str]]:
+def _inspected(
+    folder: Path, option: str, known: Collection[str]
+) -> tuple[ModelShape | None, list[str]]:
     """The shape, and what is wrong with config.json and weights."""
     if not os.path.exists(folder):
         return None, [missing_folder_problem(folder, option)]
     if not folder.is_dir():
-        return None, [f'{option}: "{folder}" is not a folder. Give the folder that holds config.json.']
+        return None, [
+            f'{option}: "{folder}" is not a folder. Give the folder that holds config.json.'
+        ]
     shape, problems = read_shape(folder, option, known)
     return shape, [*problems, *weight_problems(folder, shape)]
 
 
 def critic_shape(start: ModelShape, policy: ModelShape) -> ModelShape:
-    """The shape of the critic that starts from a model of shape `start`: a value head in place of the output layer, and
-    a row of the embedding for every token that the policy has; rows that `start` lacks are zeros."""
+    """The shape of the critic that starts from a model of shape `start`: a value head in place of
+    the output layer, and a row of the embedding for every token that the policy has; rows that
+    `start` lacks are zeros."""
     return replace(
         start,
         architecture=value_architecture(start.architecture),
@@ -234,10 +277,14 @@ def critic_shape(start: ModelShape, policy: ModelShape) -> ModelShape:
 
 
 def critic_shape_of(config: Config, policy: ModelShape) -> ModelShape | None:
-    """The shape of a run's critic, None where it has none. ValueError where its config.json cannot be used."""
+    """The shape of a run's critic, None where it has none.
+
+    ValueError where its config.json cannot be used."""
     if config.algorithm.advantage != "gae":
         return None
-    return critic_shape(policy if config.critic.path is None else _critic_start(config.critic.path), policy)
+    return critic_shape(
+        policy if config.critic.path is None else _critic_start(config.critic.path), policy
+    )
 
 
 @lru_cache(maxsize=8)
@@ -268,14 +315,16 @@ def critic_config_file(folder: Path, shape: ModelShape) -> bytes:
 
 
 def inspect_critic_folder(folder: Path, policy: ModelShape) -> tuple[ModelShape | None, list[str]]:
-    """`critic_shape` of the model in a folder, with or without a value head, and what is wrong with the folder."""
+    """`critic_shape` of the model in a folder, with or without a value head, and what is wrong with
+    the folder."""
     start, problems = _inspected(folder, "critic.path", (*TABLES, *VALUE_TABLES))
     return (None if start is None else critic_shape(start, policy)), problems
 
 
 def check_loadable(folder: Path) -> None:
-    """ValueError that lists what is wrong with the weights and the tokenizer of a folder with a config.json. The model
-    may be of a kind that this program does not train: then the shapes of its tensors are not known."""
+    """ValueError that lists what is wrong with the weights and the tokenizer of a folder with a
+    config.json. The model may be of a kind that this program does not train: then the shapes of its
+    tensors are not known."""
     shape, unsupported = read_shape(folder)
     problems = weight_problems(folder, None if unsupported else shape)
     raise_problems(f'the model "{folder}"', [*problems, *_tokenizer_problems(folder)])
@@ -291,26 +340,31 @@ def _tokenizer_problems(folder: Path) -> Iterator[str]:
 
 
 def missing_folder_problem(folder: Path, option: str = "model.path") -> str:
-    """What to do where the folder that `option` names is missing: for a name of the hub, how it is downloaded."""
+    """What to do where the folder that `option` names is missing: for a name of the hub, how it is
+    downloaded."""
     name = hub_name(folder)
     if name is None:
         return f'{option}: there is no folder "{folder}".{nearest_path(folder)}'
     place = f"models/{folder.name}"
     return (
-        f'{option}: there is no folder "{folder}". It looks like a name of the Hugging Face hub, which is written '
-        f'{PREFIX}{name}. Give that, or run "hf download {name} --local-dir {place}" and give {option} {place}.'
+        f'{option}: there is no folder "{folder}". It looks like a name of the Hugging Face hub, '
+        "which is written "
+        f'{PREFIX}{name}. Give that, or run "hf download {name} --local-dir {place}" and give '
+        f"{option} {place}."
     )
 
 
 def hub_name(folder: Path) -> str | None:
-    """The name on the hub that a missing path must be, such as Qwen/Qwen2.5-0.5B; None where it may be a folder."""
+    """The name on the hub that a missing path must be, such as Qwen/Qwen2.5-0.5B; None where it may
+    be a folder."""
     name = str(folder)
     is_one = _HUB_NAME.fullmatch(name) and folder.parts[0].lower() not in _OWN_FOLDERS
     return name if is_one and not os.path.exists(folder.parent) else None
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder is more than the config.json, and perhaps the tokenizer, of a model that lies elsewhere."""
+    """Whether a folder is more than the config.json, and perhaps the tokenizer, of a model that
+    lies elsewhere."""
     names = os.listdir(folder) if os.access(folder, os.R_OK) else []
     return any(name.endswith(_WEIGHT_SUFFIXES) or ".safetensors" in name for name in names)
 
@@ -329,8 +383,9 @@ class PlannedShape:
 
 
 def planned_shape(model_path: str, option: str = "model.path") -> PlannedShape:
-    """The shape of the folder's config.json, or the published one where there is no such folder. Weights and tokenizer
-    need not be there. `option` names the folder."""
+    """The shape of the folder's config.json, or the published one where there is no such folder.
+
+    Weights and tokenizer need not be there. `option` names the folder."""
     folder = Path(model_path)
     if os.path.exists(folder):
         return PlannedShape(*read_shape(folder, option), "")
@@ -342,7 +397,11 @@ def planned_shape(model_path: str, option: str = "model.path") -> PlannedShape:
             f"configs/models/{file.name}."
         )
         return PlannedShape(*read_shape_file(file), note)
-    names = f" Shapes are known of {', '.join(known)}.{nearest_word(folder.name, known)}" if known else ""
+    names = (
+        f" Shapes are known of {', '.join(known)}.{nearest_word(folder.name, known)}"
+        if known
+        else ""
+    )
     problem = f'{option}: there is no folder "{folder}".{nearest_path(folder)}{names}'
     return PlannedShape(None, [problem], "")
 
@@ -354,8 +413,8 @@ def required_shape(model_path: str) -> tuple[ModelShape, str]:
 
 
 def teacher_shape_of(config: Config) -> ModelShape | None:
-    """The shape of the model in `teacher.path`, read as `planned_shape` reads it; None without a teacher. ValueError
-    that lists what is wrong with it."""
+    """The shape of the model in `teacher.path`, read as `planned_shape` reads it; None without a
+    teacher. ValueError that lists what is wrong with it."""
     if config.teacher.path is None:
         return None
     found = planned_shape(config.teacher.path, "teacher.path")

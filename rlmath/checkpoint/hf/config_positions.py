@@ -1,7 +1,9 @@
-"""Positions by a config.json: its rotary embeddings, how they are stretched for longer texts, and its sliding windows.
+"""Positions by a config.json: its rotary embeddings, how they are stretched for longer texts, and
+its sliding windows.
 
-Both forms are read, "rope_parameters" of transformers 5 and "rope_theta" with "rope_scaling" of transformers 4. What
-transformers and vLLM read differently is refused: the engine would not sample from the model that is trained.
+Both forms are read, "rope_parameters" of transformers 5 and "rope_theta" with "rope_scaling" of
+transformers 4. What transformers and vLLM read differently is refused: the engine would not sample
+from the model that is trained.
 """
 
 from __future__ import annotations
@@ -11,13 +13,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlmath.checkpoint.hf.config_fields import Fields, shown
-from rlmath.config.model_shape import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
+from rlmath.config.model_shape import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+)
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def positions(model_type: str, fields: Fields, num_layers: int, head_dim: int) -> dict[str, Any]:
-    """What `ModelShape` has of positions, by name; what is odd or not supported is noted in `fields`."""
+    """What `ModelShape` has of positions, by name; what is odd or not supported is noted in
+    `fields`."""
     max_positions = fields.whole("max_position_embeddings")
     rotary_dim = _rotary_dim(model_type, fields, head_dim)
     scaling = _rope_scaling(model_type, fields, rotary_dim or head_dim)
@@ -38,11 +47,14 @@ def positions(model_type: str, fields: Fields, num_layers: int, head_dim: int) -
 
 _KINDS = ("default", "linear", "llama3", "yarn")
 _PHI3_KINDS = ("default", "longrope")
-_DYNAMIC = " While a text grows, transformers changes the angles of all its tokens, and vLLM never does."
+_DYNAMIC = (
+    " While a text grows, transformers changes the angles of all its tokens, and vLLM never does."
+)
 
 
 def _rope_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """The rotary settings that count: those under the older name hide those under the newer, as in transformers."""
+    """The rotary settings that count: those under the older name hide those under the newer, as in
+    transformers."""
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(values.get(key), dict) and values[key]:
             return values[key]
@@ -66,12 +78,16 @@ def _rope_scaling(model_type: str, fields: Fields, rotary_dim: int) -> RopeScali
         kind = _rope_kind(rope)
         if kind is not None and kind not in (kinds if isinstance(rope, dict) else ("default",)):
             fields.note(
-                f'"{key}" asks for {shown(kind)}; supported of a {model_type}: settings of the type '
-                f"{', '.join(kinds)}.{_DYNAMIC if kind == 'dynamic' else ''} Set it to null to train within the "
+                f'"{key}" asks for {shown(kind)}; supported of a {model_type}: settings of the '
+                "type "
+                f"{', '.join(kinds)}.{_DYNAMIC if kind == 'dynamic' else ''} Set it to null to "
+                "train within the "
                 "original positions, or take another type"
             )
         if isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values()):
-            fields.note(f'"{key}" differs from layer to layer; supported are settings that all layers share')
+            fields.note(
+                f'"{key}" differs from layer to layer; supported are settings that all layers share'
+            )
     rope = _rope_settings(fields.values)
     match None if fields.problems else _rope_kind(rope):
         case "linear":
@@ -86,7 +102,8 @@ def _rope_scaling(model_type: str, fields: Fields, rotary_dim: int) -> RopeScali
 
 
 def _original_positions(fields: Fields) -> int:
-    """Longest sequence before rotary embeddings were stretched: beside the rotary settings (Phi-3), or among them."""
+    """Longest sequence before rotary embeddings were stretched: beside the rotary settings (Phi-3),
+    or among them."""
     key, values, default = "original_max_position_embeddings", fields.values, 4096
     if key not in values and values.get("model_type") != "phi3":
         default, values = values.get("max_position_embeddings"), _rope_settings(values)
@@ -112,7 +129,9 @@ def _llama3(fields: Fields, rope: dict[str, Any]) -> Llama3Scaling:
 def _yarn(fields: Fields, rope: dict[str, Any]) -> YarnScaling:
     factor, original = fields.positive("factor", rope), _original_positions(fields)
     fast, slow = fields.positive("beta_fast", rope, 32.0), fields.positive("beta_slow", rope, 1.0)
-    scales = [fields.positive(name, rope) for name in ("mscale", "mscale_all_dim") if rope.get(name)]
+    scales = [
+        fields.positive(name, rope) for name in ("mscale", "mscale_all_dim") if rope.get(name)
+    ]
     if rope.get("attention_factor") is not None:
         magnitude = fields.positive("attention_factor", rope)
     elif len(scales) == 2:
@@ -122,7 +141,8 @@ def _yarn(fields: Fields, rope: dict[str, Any]) -> YarnScaling:
     longest, theta = fields.whole("max_position_embeddings"), _rope_theta(fields)
     if longest > factor * original and not fields.problems:
         fields.note(
-            f'"max_position_embeddings" is {longest}; YaRN reaches "factor" {factor:g} x {original} original '
+            f'"max_position_embeddings" is {longest}; YaRN reaches "factor" {factor:g} x '
+            f"{original} original "
             "positions, and so far goes vLLM's table. Lower it, or raise the factor"
         )
     if theta <= 1 and not fields.problems:
@@ -138,16 +158,24 @@ def _yarn_magnitude(factor: float, scale: float) -> float:
 def _longrope(fields: Fields, rope: dict[str, Any], rotary_dim: int) -> LongRopeScaling:
     original, longest = _original_positions(fields), fields.whole("max_position_embeddings")
     factor = max(1.0, longest / original)
-    magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+    magnitude = (
+        math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+    )
     for key, vllms in (("factor", factor), ("attention_factor", magnitude)):
-        if rope.get(key) is not None and not math.isclose(fields.positive(key, rope), vllms, rel_tol=1e-6):
+        if rope.get(key) is not None and not math.isclose(
+            fields.positive(key, rope), vllms, rel_tol=1e-6
+        ):
             fields.note(f'"{key}" of longrope is {rope[key]}; vLLM computes {vllms:g}. Take it out')
     for key in ("short_mscale", "long_mscale"):
         if rope.get(key) is not None:
-            fields.note(f'"{key}" of longrope is read by vLLM, and not by transformers. Take it out')
+            fields.note(
+                f'"{key}" of longrope is read by vLLM, and not by transformers. Take it out'
+            )
     factors = rope.get("short_factor")
     if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
-        fields.note(f'"short_factor" is {shown(factors)}; needed: a list of {rotary_dim // 2} numbers')
+        fields.note(
+            f'"short_factor" is {shown(factors)}; needed: a list of {rotary_dim // 2} numbers'
+        )
         factors = []
     numbers = tuple(fields.positive("short_factor", {"short_factor": factor}) for factor in factors)
     return LongRopeScaling(numbers, magnitude, longest)
@@ -161,7 +189,9 @@ def _rotary_dim(model_type: str, fields: Fields, head_dim: int) -> int | None:
     if share == 1.0:
         return None
     if model_type != "phi3":
-        fields.note(f'"{key}" is {shown(share)}; of a {model_type}, all of a head is rotated: needed is 1.0')
+        fields.note(
+            f'"{key}" is {shown(share)}; of a {model_type}, all of a head is rotated: needed is 1.0'
+        )
         return None
     dim = int(head_dim * min(1.0, fields.positive(key, {key: share})))
     if not fields.problems and (dim % 2 or not 0 < dim < head_dim):
@@ -175,8 +205,14 @@ def _no_rope_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     if flags is None:
         every = fields.whole("no_rope_layer_interval", default=4)
         return tuple(range(every - 1, num_layers, every))
-    if not isinstance(flags, list) or len(flags) != num_layers or not all(flag in (0, 1) for flag in flags):
-        fields.note(f'"no_rope_layers" is {shown(flags)}; needed: 1 or 0 for each of {num_layers} layers')
+    if (
+        not isinstance(flags, list)
+        or len(flags) != num_layers
+        or not all(flag in (0, 1) for flag in flags)
+    ):
+        fields.note(
+            f'"no_rope_layers" is {shown(flags)}; needed: 1 or 0 for each of {num_layers} layers'
+        )
         return ()
     return tuple(layer for layer, flag in enumerate(flags) if not flag)
 
@@ -208,7 +244,9 @@ _NO_WINDOWS = _Windows(None)
 """Models of other types: those of transformers have none."""
 
 
-def _windows(model_type: str, fields: Fields, num_layers: int, max_positions: int) -> dict[str, Any]:
+def _windows(
+    model_type: str, fields: Fields, num_layers: int, max_positions: int
+) -> dict[str, Any]:
     """The window, where it is shorter than the longest text, and the layers without one."""
     how, kinds = _WINDOWS.get(model_type, _NO_WINDOWS), _layer_kinds(fields, num_layers)
     is_off = (how.has_switch or model_type == "smollm3") and not fields.flag("use_sliding_window")
@@ -220,18 +258,22 @@ def _windows(model_type: str, fields: Fields, num_layers: int, max_positions: in
     is_shorter = window < max_positions
     if is_shorter and how is _NO_WINDOWS:
         fields.note(
-            f'"sliding_window" is {window}; a {model_type} of transformers has none, and one of vLLM\'s would. Needed: '
+            f'"sliding_window" is {window}; a {model_type} of transformers has none, and one of '
+            "vLLM's would. Needed: "
             f"null, or as many as there are positions ({max_positions})"
         )
     if is_shorter and not how.by_layer and kinds and _FULL in kinds:
         fields.note(
-            f'"layer_types" has "{_FULL}" beside "sliding_window" {window}: a {model_type} of transformers has the '
+            f'"layer_types" has "{_FULL}" beside "sliding_window" {window}: a {model_type} of '
+            "transformers has the "
             "window in all layers, one of vLLM's not. Take out one of the two"
         )
     if how.by_layer and kinds is None:
         first = fields.whole("max_window_layers", default=28, least=0)
         kinds = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
-    full = tuple(layer for layer in range(num_layers) if how.by_layer and kinds and kinds[layer] == _FULL)
+    full = tuple(
+        layer for layer in range(num_layers) if how.by_layer and kinds and kinds[layer] == _FULL
+    )
     if len(full) == num_layers:
         return {}
     return {"sliding_window": window if is_shorter else None, "full_attention_layers": full}
@@ -242,9 +284,14 @@ def _layer_kinds(fields: Fields, num_layers: int) -> list[str] | None:
     kinds = fields.values.get("layer_types")
     if kinds is None:
         return None
-    if isinstance(kinds, list) and len(kinds) == num_layers and all(k in (_FULL, _SLIDING) for k in kinds):
+    if (
+        isinstance(kinds, list)
+        and len(kinds) == num_layers
+        and all(k in (_FULL, _SLIDING) for k in kinds)
+    ):
         return kinds
     fields.note(
-        f'"layer_types" is {shown(kinds)}; needed: "{_FULL}" or "{_SLIDING}" for each of {num_layers} layers'
+        f'"layer_types" is {shown(kinds)}; needed: "{_FULL}" or "{_SLIDING}" for each of '
+        f"{num_layers} layers"
     )
     return None

@@ -1,5 +1,6 @@
-"""Which tensors a Hugging Face folder has: the headers of its safetensors files, and the index; and fingerprints
-of their contents. No tensor is read whole but an output layer beside tied embeddings, and for `content_digests`."""
+"""Which tensors a Hugging Face folder has: the headers of its safetensors files, and the index; and
+fingerprints of their contents. No tensor is read whole but an output layer beside tied embeddings,
+and for `content_digests`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from rlmath.config.model_shape import ModelShape
 
 FORMATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Number formats that a model may have: torch's name by the name in safetensors headers."""
-NEEDED_FORMATS = "needed: float32, bfloat16 or float16 (F32, BF16, F16). Save the model in one of them"
+NEEDED_FORMATS = (
+    "needed: float32, bfloat16 or float16 (F32, BF16, F16). Save the model in one of them"
+)
 SINGLE_FILE, ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
 MAX_INDEX_BYTES = 64 * 2**20
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -67,7 +70,9 @@ class TensorFormats:
 
 
 def formats_from_json(values: Mapping[str, str]) -> TensorFormats | None:
-    """The inverse of `TensorFormats.as_json`; None for nothing. ValueError for words that are no formats."""
+    """The inverse of `TensorFormats.as_json`; None for nothing.
+
+    ValueError for words that are no formats."""
     if not values:
         return None
     others = {str(name): str(word) for name, word in values.items()}
@@ -95,7 +100,9 @@ def source_formats(folder: Path) -> TensorFormats | None:
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """All tensors of a safetensors file, by name. ValueError where it is no whole one."""
+    """All tensors of a safetensors file, by name.
+
+    ValueError where it is no whole one."""
     try:
         require_regular(path)
         with safe_open(path, framework="np") as opened:
@@ -111,13 +118,15 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
 
 
 def weight_problems(folder: Path, shape: ModelShape | None) -> list[str]:
-    """What is wrong with the weights of a folder whose config.json gives `shape`; None: it is not known."""
+    """What is wrong with the weights of a folder whose config.json gives `shape`; None: it is not
+    known."""
     tensors, problems = tensor_headers(folder)
     return problems if problems or shape is None else list(tensor_problems(folder, shape, tensors))
 
 
 def tensor_headers(folder: Path) -> tuple[dict[str, TensorHeader], list[str]]:
-    """Shape and number format by name of every tensor in the folder's safetensors files, from their headers."""
+    """Shape and number format by name of every tensor in the folder's safetensors files, from their
+    headers."""
     files, problems = weight_files(folder)
     headers: dict[str, TensorHeader] = {}
     for file, promised in files.items():
@@ -127,24 +136,29 @@ def tensor_headers(folder: Path) -> tuple[dict[str, TensorHeader], list[str]]:
             problems.append(str(error))
             continue
         # Where there is an index, a tensor that it does not name is never read.
-        headers |= {name: held[name] for name in held if name in promised or file.name == SINGLE_FILE}
+        headers |= {
+            name: held[name] for name in held if name in promised or file.name == SINGLE_FILE
+        }
         absent = sorted(promised - held.keys())
         if absent:
             problems.append(
-                f'"{file}" lacks {len(absent)} tensors that the index looks for there: {", ".join(absent[:3])}. '
+                f'"{file}" lacks {len(absent)} tensors that the index looks for there: '
+                f"{', '.join(absent[:3])}. "
                 "Copy or download the folder again."
             )
     return headers, problems
 
 
 def weight_files(folder: Path, name: str = SINGLE_FILE) -> tuple[dict[Path, set[str]], list[str]]:
-    """The safetensors files, each with the tensors that an index promises in it; `name` is that of the only one."""
+    """The safetensors files, each with the tensors that an index promises in it; `name` is that of
+    the only one."""
     single, index = folder / name, folder / f"{name}.index.json"
     if single.is_file():
         return {single: set()}, []
     if not index.is_file():
         return {}, [
-            f'"{folder}" has neither {name} nor {index.name}. Save the model as safetensors (save_pretrained) there.'
+            f'"{folder}" has neither {name} nor {index.name}. Save the model as safetensors '
+            "(save_pretrained) there."
         ]
     try:
         weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
@@ -155,12 +169,14 @@ def weight_files(folder: Path, name: str = SINGLE_FILE) -> tuple[dict[Path, set[
     names = sorted({str(name) for name in weight_map.values()})
     if any(Path(name).name != name for name in names):
         return {}, [
-            f"{index} names files outside of its folder ({names[0]!r}, ...); needed: plain file names."
+            f"{index} names files outside of its folder ({names[0]!r}, ...); needed: plain file "
+            "names."
         ]
     absent = [name for name in names if not os.path.isfile(folder / name)]
     if absent:
         return {}, [
-            f"{index} names {len(names)} files, {len(absent)} are not there: {', '.join(absent[:5])}. "
+            f"{index} names {len(names)} files, {len(absent)} are not there: "
+            f"{', '.join(absent[:5])}. "
             "Copy or download them."
         ]
     promised: dict[Path, set[str]] = {folder / name: set() for name in names}
@@ -170,33 +186,47 @@ def weight_files(folder: Path, name: str = SINGLE_FILE) -> tuple[dict[Path, set[
 
 
 def tensor_problems(
-    folder: Path, shape: ModelShape, found: dict[str, TensorHeader], rules: tuple[Rule, ...] | None = None
+    folder: Path,
+    shape: ModelShape,
+    found: dict[str, TensorHeader],
+    rules: tuple[Rule, ...] | None = None,
 ) -> Iterator[str]:
-    """Tensors that config.json makes one expect, of the model or of other `rules` (its adapters), and that are not
-    there, have another shape, or are not in floating-point numbers."""
+    """Tensors that config.json makes one expect, of the model or of other `rules` (its adapters),
+    and that are not there, have another shape, or are not in floating-point numbers."""
     expected = hf_tensors(shape, rules)
     absent = [name for name in expected if name not in found]
     if absent:
         names = ", ".join(absent[:3])
-        yield f'"{folder}": {len(absent)} of {len(expected)} tensors are not in the weights: {names}.'
+        yield (
+            f'"{folder}": {len(absent)} of {len(expected)} tensors are not in the weights: {names}.'
+        )
     odd = [name for name in expected if name in found and found[name].shape != expected[name]]
     for name in odd[:3]:
-        yield f'"{folder}": {name} has shape {found[name].shape}, config.json makes it {expected[name]}.'
+        yield (
+            f'"{folder}": {name} has shape {found[name].shape}, config.json makes it '
+            f"{expected[name]}."
+        )
     odd = [name for name in expected if name in found and found[name].dtype_name not in FORMATS]
     more = f" {len(odd) - 1} tensors more are like that." if len(odd) > 1 else ""
     for name in odd[:1]:
-        yield f"{name} in {found[name].file} has numbers in {found[name].dtype_name}; {NEEDED_FORMATS}.{more}"
+        yield (
+            f"{name} in {found[name].file} has numbers in {found[name].dtype_name}; "
+            f"{NEEDED_FORMATS}.{more}"
+        )
     tied = shape.tied_embeddings and HEAD in found and EMBEDDING in found
     if tied and not _are_equal(found[EMBEDDING], found[HEAD], EMBEDDING, HEAD):
         yield (
-            f'"{folder}": config.json says "tie_word_embeddings": true, and {HEAD} is another tensor than {EMBEDDING}; '
-            f'transformers takes it as it is. Set "tie_word_embeddings": false, or remove {HEAD} from the weights.'
+            f'"{folder}": config.json says "tie_word_embeddings": true, and {HEAD} is another '
+            f"tensor than {EMBEDDING}; "
+            f'transformers takes it as it is. Set "tie_word_embeddings": false, or remove {HEAD} '
+            "from the weights."
         )
 
 
 def unexpected_tensors(shape: ModelShape, names: Iterable[str]) -> list[str]:
-    """Tensors of a folder that nothing of the model is filled with; not tables of positions, which old folders have,
-    and not an output layer, which may be tied or have a value head in its place."""
+    """Tensors of a folder that nothing of the model is filled with; not tables of positions, which
+    old folders have, and not an output layer, which may be tied or have a value head in its place.
+    """
     others = {*names} - {*hf_tensors(shape), HEAD}
     return sorted(name for name in others if not name.endswith("rotary_emb.inv_freq"))
 
@@ -219,8 +249,9 @@ def _chunks(path: Path, name: str) -> Iterator[bytes]:
 
 
 def _header(file: BinaryIO) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The header of a safetensors file as it stands, and where each tensor begins and ends in the file, by name. An
-    8-byte length, the header, all tensors one behind the other. ValueError where it is none."""
+    """The header of a safetensors file as it stands, and where each tensor begins and ends in the
+    file, by name. An 8-byte length, the header, all tensors one behind the other. ValueError where
+    it is none."""
     size = int.from_bytes(file.read(8), "little")
     if size > _MAX_HEADER_BYTES:
         raise ValueError(f"its header has {size} bytes")
@@ -242,9 +273,10 @@ def _header(file: BinaryIO) -> tuple[bytes, dict[str, tuple[int, int]]]:
 
 
 def model_fingerprint(folder: str | Path, config: str = "config.json") -> str:
-    """Of a Hugging Face folder: its config.json (`config`: its name, of adapters), and of its safetensors files names,
-    headers, and the first, middle and last 4 KiB of every tensor; of a file without a header all bytes. It is the same
-    for the same model in another place, and another one after training. Begins with FINGERPRINT_FORM."""
+    """Of a Hugging Face folder: its config.json (`config`: its name, of adapters), and of its
+    safetensors files names, headers, and the first, middle and last 4 KiB of every tensor; of a
+    file without a header all bytes. It is the same for the same model in another place, and another
+    one after training. Begins with FINGERPRINT_FORM."""
     digest = hashlib.sha256(read_regular(Path(folder) / config, MAX_JSON_BYTES))
     for path in sorted(Path(folder).glob("*.safetensors")):
         with open_regular(path) as file:
@@ -270,7 +302,8 @@ def _sampled_bytes(file: BinaryIO) -> Iterator[bytes]:
 
 
 def older_model_fingerprint(folder: str | Path, config: str = "config.json") -> str:
-    """As `model_fingerprint` was before it had a form: of weights the first and last MiB of every file."""
+    """As `model_fingerprint` was before it had a form: of weights the first and last MiB of every
+    file."""
     digest = hashlib.sha256(read_regular(Path(folder) / config, MAX_JSON_BYTES))
     for path in sorted(Path(folder).glob("*.safetensors")):
         size = path.stat().st_size
@@ -282,9 +315,11 @@ def older_model_fingerprint(folder: str | Path, config: str = "config.json") -> 
     return digest.hexdigest()[:16]
 
 
-def fingerprint_to_compare(recorded: str, now: str, folder: str | Path, config: str = "config.json") -> str:
-    """The fingerprint of a folder that may be compared with a recorded one: `now`, its `model_fingerprint`, or the
-    older form where that was recorded."""
+def fingerprint_to_compare(
+    recorded: str, now: str, folder: str | Path, config: str = "config.json"
+) -> str:
+    """The fingerprint of a folder that may be compared with a recorded one: `now`, its
+    `model_fingerprint`, or the older form where that was recorded."""
     is_older = recorded != "" and not recorded.startswith(FINGERPRINT_FORM)
     if is_older and now.startswith(FINGERPRINT_FORM):
         return older_model_fingerprint(folder, config)
@@ -292,8 +327,9 @@ def fingerprint_to_compare(recorded: str, now: str, folder: str | Path, config: 
 
 
 def content_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of all bytes of every tensor in the folder's safetensors files, by its name. ValueError where one cannot
-    be read."""
+    """SHA-256 of all bytes of every tensor in the folder's safetensors files, by its name.
+
+    ValueError where one cannot be read."""
     headers, problems = tensor_headers(folder)
     if problems:
         raise ValueError(" ".join(problems))

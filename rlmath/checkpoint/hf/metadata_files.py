@@ -1,5 +1,5 @@
-"""The small files beside a model's weights, configuration and tokenizer: read, and given the chat template and stop
-tokens of a run."""
+"""The small files beside a model's weights, configuration and tokenizer: read, and given the chat
+template and stop tokens of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ MAX_METADATA_BYTES = 2**29
 
 
 def read_metadata_files(source: str | Path) -> dict[str, bytes]:
-    """Configuration and tokenizer files of a Hugging Face folder, by path in it. Small: some MB at most."""
+    """Configuration and tokenizer files of a Hugging Face folder, by path in it.
+
+    Small: some MB at most."""
     folder = Path(source)
     return {
         str(file.relative_to(folder)): read_regular(file, MAX_METADATA_BYTES)
@@ -29,9 +31,12 @@ def read_metadata_files(source: str | Path) -> dict[str, bytes]:
     }
 
 
-def with_chat_template(metadata_files: Mapping[str, bytes], template: str | None) -> dict[str, bytes]:
-    """The files of an export whose default chat template is `template` (None: as they are), where releases of
-    transformers look for it: in a file of its own, earlier ones in tokenizer_config.json."""
+def with_chat_template(
+    metadata_files: Mapping[str, bytes], template: str | None
+) -> dict[str, bytes]:
+    """The files of an export whose default chat template is `template` (None: as they are), where
+    releases of transformers look for it: in a file of its own, earlier ones in
+    tokenizer_config.json."""
     if template is None:
         return dict(metadata_files)
     config = json.loads(metadata_files.get(TOKENIZER_CONFIG, b"{}")) | {"chat_template": template}
@@ -42,9 +47,11 @@ def with_chat_template(metadata_files: Mapping[str, bytes], template: str | None
     }
 
 
-def with_stop_tokens(metadata_files: Mapping[str, bytes], stop_token_ids: Sequence[int]) -> dict[str, bytes]:
-    """The files of an export, whose generation_config.json says which tokens end a completion: vLLM and transformers
-    stop at those that the run stopped at. Unchanged where it says so already."""
+def with_stop_tokens(
+    metadata_files: Mapping[str, bytes], stop_token_ids: Sequence[int]
+) -> dict[str, bytes]:
+    """The files of an export, whose generation_config.json says which tokens end a completion: vLLM
+    and transformers stop at those that the run stopped at. Unchanged where it says so already."""
     content = metadata_files.get(GENERATION_CONFIG, b"{}")
     config = json.loads(content)
     said = config.get("eos_token_id")

@@ -1,4 +1,5 @@
-"""LoRA's adapters as folders of PEFT's have them: adapter_config.json and adapter_model.safetensors."""
+"""LoRA's adapters as folders of PEFT's have them: adapter_config.json and
+adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlmath.checkpoint.hf.headers import ADAPTER_FILE, model_fingerprint, read_header, tensor_problems
+from rlmath.checkpoint.hf.headers import (
+    ADAPTER_FILE,
+    model_fingerprint,
+    read_header,
+    tensor_problems,
+)
 from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors
 from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_path
@@ -28,7 +34,8 @@ auto_mapping base_model_name_or_path eva_config exclude_modules inference_mode i
 layers_to_transform lora_alpha lora_dropout megatron_core peft_type peft_version qalora_group_size r revision
 runtime_config target_modules task_type
 """.split()
-"""Fields whose value changes nothing of what the tensors mean, or is compared; any other must be off."""
+"""Fields whose value changes nothing of what the tensors mean, or is compared; any other must be
+off."""
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """How values of `init_lora_weights` begin that make other weights of the base, too."""
 
@@ -36,8 +43,8 @@ _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 def adapter_files(
     tensors: Mapping[str, Tensor], lora: LoraConfig, shape: ModelShape, base: str
 ) -> dict[str, bytes]:
-    """The files of a folder with the adapters that `lora` makes for a model, by name; `base` is its `model.path`, or
-    its id on the hub."""
+    """The files of a folder with the adapters that `lora` makes for a model, by name; `base` is its
+    `model.path`, or its id on the hub."""
     from safetensors.torch import save
 
     hub = parse_hub_id(base, "model.path") if is_hub_id(base) else None
@@ -64,13 +71,18 @@ def _modules(lora: LoraConfig, shape: ModelShape) -> set[str]:
 
 
 def adapter_problems(folder: Path, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
-    """Why the folder that `model.adapter_path` names cannot be begun with. Reads headers, no tensor."""
+    """Why the folder that `model.adapter_path` names cannot be begun with.
+
+    Reads headers, no tensor."""
     setting = f'model.adapter_path "{folder}"'
     if not folder.is_dir():
         yield f"{setting}: there is no such folder.{nearest_path(folder)}"
         return
     if not (folder / ADAPTER_FILE).is_file():
-        yield f"{setting} has no {ADAPTER_FILE}. Give a folder that PEFT's save_pretrained wrote (no pickle, .bin)."
+        yield (
+            f"{setting} has no {ADAPTER_FILE}. Give a folder that PEFT's save_pretrained wrote "
+            "(no pickle, .bin)."
+        )
         return
     try:
         config, held = read_json_object(folder / ADAPTER_CONFIG), read_header(folder / ADAPTER_FILE)
@@ -83,14 +95,16 @@ def adapter_problems(folder: Path, lora: LoraConfig, shape: ModelShape) -> Itera
         problems += tensor_problems(folder, shape, held, rules)
         if others := sorted({*held} - {*hf_tensors(shape, rules)}):
             more = ", ".join(others[:3])
-            problems.append(f"{len(others)} tensors of {ADAPTER_FILE} are no adapters of this model: {more}.")
+            problems.append(
+                f"{len(others)} tensors of {ADAPTER_FILE} are no adapters of this model: {more}."
+            )
     for problem in problems:
         yield f"{setting}: {problem}"
 
 
 def other_base_warnings(adapter: str | None, model: str) -> Iterator[str]:
-    """Where the folder `adapter`, that of `model.adapter_path`, names another base model than `model`, which is
-    `model.path`, and that one is not known to be a copy of it."""
+    """Where the folder `adapter`, that of `model.adapter_path`, names another base model than
+    `model`, which is `model.path`, and that one is not known to be a copy of it."""
     if adapter is None:
         return
     try:
@@ -105,13 +119,16 @@ def other_base_warnings(adapter: str | None, model: str) -> Iterator[str]:
         if is_here and model_fingerprint(folder) == model_fingerprint(model):
             return
     yield (
-        f'model.adapter_path "{adapter}" has adapters that were trained on {visible(named)!r:.200}, and model.path is '
-        f'"{model}": on another model of the same shapes they mean nothing. Go on only where both are the same model.'
+        f'model.adapter_path "{adapter}" has adapters that were trained on '
+        f"{visible(named)!r:.200}, and model.path is "
+        f'"{model}": on another model of the same shapes they mean nothing. Go on only where both '
+        "are the same model."
     )
 
 
 def _names_of(model: str) -> set[str]:
-    """Names that a model has by its path or its id on the hub: the last part, of a place in the hub's cache the id's.
+    """Names that a model has by its path or its id on the hub: the last part, of a place in the
+    hub's cache the id's.
 
     >>> sorted(_names_of("/home/me/models--Qwen--Qwen3-8B/snapshots/0123/")), _names_of("hf://Qwen/qwen3-8b@main")
     (['0123', 'qwen3-8b'], {'qwen3-8b'})
@@ -132,13 +149,20 @@ def _config_problems(config: dict[str, Any], lora: LoraConfig, shape: ModelShape
         ("target_modules", sorted(names), sorted(needed)),
     ):
         if found != ours:
-            yield f'"{field}" is {found!r}; needed, by lora.rank, lora.alpha and lora.target: {ours!r}.'
+            yield (
+                f'"{field}" is {found!r}; needed, by lora.rank, lora.alpha and lora.target: '
+                f"{ours!r}."
+            )
     for field, value in sorted(config.items()):
         if value and value != "none" and field not in _SAME_MODEL:
-            yield f'"{field}" is {json.dumps(value):.80}, which is not supported: needed is an adapter without it.'
+            yield (
+                f'"{field}" is {json.dumps(value):.80}, which is not supported: needed is an '
+                "adapter without it."
+            )
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(_CHANGED_BASE):
         yield (
-            f'"init_lora_weights" is "{start}", which changes the weights of the model, too: needed is an adapter for '
+            f'"init_lora_weights" is "{start}", which changes the weights of the model, too: '
+            "needed is an adapter for "
             "the model as it is."
         )

@@ -1,8 +1,9 @@
-"""How each architecture's Hugging Face tensors are made of Megatron's: the one table that import, export, conversion,
-weight sync and the memory estimate read.
+"""How each architecture's Hugging Face tensors are made of Megatron's: the one table that import,
+export, conversion, weight sync and the memory estimate read.
 
-A Megatron tensor has a canonical form, one full tensor in which the tensor-parallel shards are plain chunks along one
-axis. With G key-value groups, R query heads per group, D head dim, F feed-forward size and E hidden size:
+A Megatron tensor has a canonical form, one full tensor in which the tensor-parallel shards are
+plain chunks along one axis. With G key-value groups, R query heads per group, D head dim, F
+feed-forward size and E hidden size:
 
     plain     the Hugging Face tensor itself
     vocab     the same, rows filled up with zeros to a multiple of the tensor-parallel size
@@ -10,10 +11,12 @@ axis. With G key-value groups, R query heads per group, D head dim, F feed-forwa
     gate_up   [2, F, ...]         gate, then up; split on axis 1
     stacked   [P, ...]            P Hugging Face tensors of one shape
 
-"qkv" and "gate_up" are made of three and two Hugging Face tensors, or of one that has all their rows, as Phi-3's.
+"qkv" and "gate_up" are made of three and two Hugging Face tensors, or of one that has all their
+rows, as Phi-3's.
 
-LoRA's adapters are tensors of the same kind (`adapter_rules`): B has the rows of the matrix that it is added to, and A
-is stacked, [P, rank, columns], for the P Hugging Face matrices of a Megatron one.
+LoRA's adapters are tensors of the same kind (`adapter_rules`): B has the rows of the matrix that it
+is added to, and A is stacked, [P, rank, columns], for the P Hugging Face matrices of a Megatron
+one.
 """
 
 from __future__ import annotations
@@ -31,33 +34,48 @@ STACKED: tuple[Form, ...] = ("gate_up", "stacked")
 """Forms whose first axis counts tensors of one shape."""
 PipelineOwner = Literal["first", "layer", "expert", "last"]
 Size = Literal[
-    "vocab", "hidden", "head", "query", "group", "heads_per_group_and_2", "two", "one", "ffn", "experts"
+    "vocab",
+    "hidden",
+    "head",
+    "query",
+    "group",
+    "heads_per_group_and_2",
+    "two",
+    "one",
+    "ffn",
+    "experts",
 ]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron tensor, and the Hugging Face tensors that it is made of. `{m}` in a name stands for the layer's
-    number in its model chunk (Megatron), `{n}` for that in the model; `{x}` for an expert's number among those of its
-    rank (Megatron), `{e}` for that in the layer."""
+    """One Megatron tensor, and the Hugging Face tensors that it is made of.
+
+    `{m}` in a name stands for the layer's number in its model chunk (Megatron), `{n}` for that in
+    the model; `{x}` for an expert's number among those of its rank (Megatron), `{e}` for that in
+    the layer."""
 
     megatron: tuple[str, ...]
-    """The tensor's names: in Megatron's local layers, and in Transformer Engine's where that differs."""
+    """The tensor's names: in Megatron's local layers, and in Transformer Engine's where that
+    differs."""
     hf: tuple[str, ...]
     sizes: tuple[Size | int, ...]
     """Axes of the canonical form: numbers, or names of `canonical_shape`."""
     owner: PipelineOwner
-    """The pipeline stage that owns it: the first, the last, or that of its layer. "expert": of that stage, only the
-    ranks that have the expert, and `split_axis` is shared by the ranks of `Mesh.expert_tensor`."""
+    """The pipeline stage that owns it: the first, the last, or that of its layer. "expert": of that
+    stage, only the ranks that have the expert, and `split_axis` is shared by the ranks of
+    `Mesh.expert_tensor`."""
     split_axis: int | None = None
-    """Axis of the canonical form that tensor-parallel ranks share; None: every rank has all of it."""
+    """Axis of the canonical form that tensor-parallel ranks share; None: every rank has all of
+    it."""
     form: Form = "plain"
 
 
 def _of_decoder(
     megatron: str, hf: str, sizes: str, split_axis: int | None = None, form: Form = "plain"
 ) -> Rule:
-    """A rule for the decoder's layers; names (relative to the layer) and sizes are separated by spaces."""
+    """A rule for the decoder's layers; names (relative to the layer) and sizes are separated by
+    spaces."""
     return Rule(
         tuple(f"decoder.layers.{{m}}.{name}" for name in megatron.split()),
         tuple(f"model.layers.{{n}}.{name}" for name in hf.split()),
@@ -85,9 +103,12 @@ _VALUE_HEAD = (
     Rule(("output_layer.weight",), ("score.weight",), ("one", "hidden"), "last"),
     Rule(("output_layer.bias",), ("score.bias",), ("one",), "last"),
 )
-"""In place of `_HEAD`: one number for each token, as transformers' ...ForTokenClassification with one label has it."""
+"""In place of `_HEAD`: one number for each token, as transformers' ...ForTokenClassification with
+one label has it."""
 _INPUT_NORM = _of_decoder(
-    "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "hidden"
+    "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight",
+    "input_layernorm.weight",
+    "hidden",
 )
 _ATTENTION = (
     _INPUT_NORM,
@@ -112,12 +133,18 @@ _QK_NORM = (
     _of_decoder("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head"),
 )
 _MLP_NORM = _of_decoder(
-    "pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", "hidden"
+    "pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight",
+    "post_attention_layernorm.weight",
+    "hidden",
 )
 _GATED_MLP = (
     _MLP_NORM,
     _of_decoder(
-        "mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", "two ffn hidden", 1, "gate_up"
+        "mlp.linear_fc1.weight",
+        "mlp.gate_proj.weight mlp.up_proj.weight",
+        "two ffn hidden",
+        1,
+        "gate_up",
     ),
     _of_decoder("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden ffn", 1),
 )
@@ -167,7 +194,10 @@ TABLES: dict[str, tuple[Rule, ...]] = {
 _CAUSAL = "ForCausalLM"
 
 VALUE_TABLES: dict[str, tuple[Rule, ...]] = {
-    name.replace(_CAUSAL, VALUE_HEAD): (*(rule for rule in rules if rule not in _HEAD), *_VALUE_HEAD)
+    name.replace(_CAUSAL, VALUE_HEAD): (
+        *(rule for rule in rules if rule not in _HEAD),
+        *_VALUE_HEAD,
+    )
     for name, rules in TABLES.items()
 }
 """The same models with a value head: critics."""
@@ -234,8 +264,9 @@ MERGED_BLOCK_BYTES = 64 * 2**20
 
 
 def adapter_rules(architecture: str, rank: int, target: str) -> tuple[Rule, ...]:
-    """The rules of LoRA's adapters of a rank, A and B of every adapted matrix, with PEFT's names; none of rank 0. Of a
-    matrix whose columns are split A is split alike, and B where rows are. Experts have none."""
+    """The rules of LoRA's adapters of a rank, A and B of every adapted matrix, with PEFT's names;
+    none of rank 0. Of a matrix whose columns are split A is split alike, and B where rows are.
+    Experts have none."""
     if not rank:
         return ()
     rules = []
@@ -262,7 +293,9 @@ def adapted_rules(architecture: str, target: str) -> tuple[Rule, ...]:
     groups = ADAPTED_MODULES if target == "all" else (target,)
     ends = tuple(f".{name}.weight" for group in groups for name in ADAPTED_MODULES[group])
     rules = rules_of(architecture)
-    return tuple(rule for rule in rules if rule.owner == "layer" and rule.megatron[0].endswith(ends))
+    return tuple(
+        rule for rule in rules if rule.owner == "layer" and rule.megatron[0].endswith(ends)
+    )
 
 
 def _adapter(rule: Rule, module: str, matrix: str) -> Rule:
@@ -280,8 +313,9 @@ def adapter_name(weight: str, matrix: str) -> str:
 
 
 def merging_bytes(rows: int, columns: int, low: int, itemsize: int) -> int:
-    """What is held beside a matrix of a rank's shard while it is merged with an adapter whose A has `low` rows: the
-    merged matrix, B among zeros, and in float64 A, that B, and two blocks of rows. A weight sync has one at a time."""
+    """What is held beside a matrix of a rank's shard while it is merged with an adapter whose A has
+    `low` rows: the merged matrix, B among zeros, and in float64 A, that B, and two blocks of rows.
+    A weight sync has one at a time."""
     block = 8 * columns * min(rows, max(1, MERGED_BLOCK_BYTES // (8 * columns)))
     return itemsize * rows * (columns + low) + 8 * low * (rows + columns) + 2 * block
 
@@ -302,7 +336,8 @@ class Placed:
 
 
 def placed_tensors(shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> Iterator[Placed]:
-    """Every tensor of the model, or of other `rules` (its adapters), in streaming order: embedding, layers, head."""
+    """Every tensor of the model, or of other `rules` (its adapters), in streaming order: embedding,
+    layers, head."""
     rules = rules_of(shape.architecture) if rules is None else rules
     for rule in rules:
         if rule.owner == "first":
@@ -313,7 +348,9 @@ def placed_tensors(shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> 
                 yield Placed(rule, layer, tuple(name.format(n=layer) for name in rule.hf))
         for expert, rule in itertools.product(range(shape.num_experts), rules):
             if rule.owner == "expert":
-                yield Placed(rule, layer, tuple(name.format(n=layer, e=expert) for name in rule.hf), expert)
+                yield Placed(
+                    rule, layer, tuple(name.format(n=layer, e=expert) for name in rule.hf), expert
+                )
     for rule in rules:
         tied_head = shape.tied_embeddings and rule.megatron == ("output_layer.weight",)
         if rule.owner == "last" and not tied_head:
@@ -321,7 +358,8 @@ def placed_tensors(shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> 
 
 
 def padded_vocab(vocab_size: int, tensor: int) -> int:
-    """Rows of the embedding in Megatron: the vocabulary filled up to a multiple of the tensor-parallel size."""
+    """Rows of the embedding in Megatron: the vocabulary filled up to a multiple of the
+    tensor-parallel size."""
     return -(-vocab_size // tensor) * tensor
 
 
@@ -343,8 +381,8 @@ def canonical_shape(rule: Rule, shape: ModelShape, tensor: int) -> tuple[int, ..
 
 
 def part_rows(rule: Rule, shape: ModelShape) -> list[int]:
-    """Rows of the Hugging Face tensors that a rule's form joins, each a tensor or a part of the only one: of query, key
-    and value, or of gate and up; of other forms all rows."""
+    """Rows of the Hugging Face tensors that a rule's form joins, each a tensor or a part of the
+    only one: of query, key and value, or of gate and up; of other forms all rows."""
     canonical = canonical_shape(rule, shape, tensor=1)
     if rule.form == "qkv":
         D = canonical[2]
@@ -359,8 +397,11 @@ def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
     return [(n, *columns) for n in (rows if len(rule.hf) == len(rows) else [sum(rows)])]
 
 
-def hf_tensors(shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> dict[str, tuple[int, ...]]:
-    """Shape by name of all Hugging Face tensors of a model, or of other `rules` (its adapters), in streaming order."""
+def hf_tensors(
+    shape: ModelShape, rules: tuple[Rule, ...] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Shape by name of all Hugging Face tensors of a model, or of other `rules` (its adapters), in
+    streaming order."""
     return {
         name: size
         for placed in placed_tensors(shape, rules)
@@ -369,7 +410,8 @@ def hf_tensors(shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> dict
 
 
 def parameter_count(shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> int:
-    """Parameters of the whole model, or of other `rules` (its adapters); a tied embedding counts once."""
+    """Parameters of the whole model, or of other `rules` (its adapters); a tied embedding counts
+    once."""
     return sum(map(math.prod, hf_tensors(shape, rules).values()))
 
 

@@ -1,8 +1,10 @@
-"""Hugging Face weights: loaded into a sharded Megatron model, streamed from one, and written as safetensors files.
+"""Hugging Face weights: loaded into a sharded Megatron model, streamed from one, and written as
+safetensors files.
 
-Every direction passes tensor by tensor, by the rules of `weight_map`: at most one tensor is whole at a time. The writer
-writes each as it comes, block by block, and the header last, into space reserved at the start of the file: its memory
-is one block (safetensors' own `save_file` needs all tensors of a file at once).
+Every direction passes tensor by tensor, by the rules of `weight_map`: at most one tensor is whole
+at a time. The writer writes each as it comes, block by block, and the header last, into space
+reserved at the start of the file: its memory is one block (safetensors' own `save_file` needs all
+tensors of a file at once).
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ from rlmath.checkpoint.hf.headers import (
     unexpected_tensors,
     weight_files,
 )
-from rlmath.checkpoint.hf.weight_map import MERGED_BLOCK_BYTES, Placed, Rule, canonical_shape, placed_tensors
+from rlmath.checkpoint.hf.weight_map import (
+    MERGED_BLOCK_BYTES,
+    Placed,
+    Rule,
+    canonical_shape,
+    placed_tensors,
+)
 from rlmath.config.files import require_regular
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.collectives import all_gather_objects
@@ -39,8 +47,11 @@ from rlmath.distributed.mesh import Mesh
 SHARD_BYTES = 4 * 2**30
 """Most bytes of one exported safetensors file."""
 HEADER_BYTES = 2**18
-"""Space for the header of one file, some 2,000 tensors; then the next file begins. Spaces pad it, as is allowed."""
-DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, dtype): name for name, dtype in FORMATS.items()}
+"""Space for the header of one file, some 2,000 tensors; then the next file begins. Spaces pad it,
+as is allowed."""
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    getattr(torch, dtype): name for name, dtype in FORMATS.items()
+}
 """Names of number formats in safetensors headers."""
 logger = logging.getLogger(__name__)
 
@@ -54,7 +65,8 @@ _BLOCK = 2**22
 
 
 class HFReader:
-    """Random access to the tensors of a Hugging Face folder: one safetensors file of this name, or an index."""
+    """Random access to the tensors of a Hugging Face folder: one safetensors file of this name, or
+    an index."""
 
     def __init__(self, folder: str | Path, name: str = SINGLE_FILE) -> None:
         self.folder = Path(folder)
@@ -62,12 +74,16 @@ class HFReader:
         if problems:
             raise ValueError(problems[0])
         self.files = {
-            name: file.name for file, names in promised.items() for name in names or read_header(file)
+            name: file.name
+            for file, names in promised.items()
+            for name in names or read_header(file)
         }
         """The file of every tensor, by the tensor's name."""
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, read from disk now. ValueError where it is not there or has no floating-point numbers."""
+        """One tensor, read from disk now.
+
+        ValueError where it is not there or has no floating-point numbers."""
         path = self.folder / self.files[name]
         require_regular(path)
         try:
@@ -82,8 +98,9 @@ class HFReader:
 
 
 def all_finite(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Whether there is neither NaN nor infinity in it, also when it is rounded to `dtype`: one bool on its device. One
-    pass without a copy, a tenth of the time of isfinite; the extremes of a tensor with a NaN are NaN."""
+    """Whether there is neither NaN nor infinity in it, also when it is rounded to `dtype`: one bool
+    on its device. One pass without a copy, a tenth of the time of isfinite; the extremes of a
+    tensor with a NaN are NaN."""
     if tensor.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     extremes = torch.stack(torch.aminmax(tensor))
@@ -147,23 +164,29 @@ def load_hf_weights(
     option: str = "model.path",
     rules: tuple[Rule, ...] | None = None,
 ) -> None:
-    """Fill this rank's shard of a Megatron model from a Hugging Face folder, which the setting `option` names, tensor
-    by tensor; with the `rules` of its adapters, these from PEFT's. A value head that the folder does not have stays as
-    it is. Of an embedding with more rows than `shape` has the first are taken; missing ones are 0. A collective.
-    ValueError, on all ranks alike, where any of them finds a tensor that cannot be read or has a number that is not
-    finite, in the file or in the model's own format."""
+    """Fill this rank's shard of a Megatron model from a Hugging Face folder, which the setting
+    `option` names, tensor by tensor; with the `rules` of its adapters, these from PEFT's. A value
+    head that the folder does not have stays as it is. Of an embedding with more rows than `shape`
+    has the first are taken; missing ones are 0. A collective. ValueError, on all ranks alike, where
+    any of them finds a tensor that cannot be read or has a number that is not finite, in the file
+    or in the model's own format."""
     problems: list[str] = []
     try:
         reader = HFReader(folder, SINGLE_FILE if rules is None else ADAPTER_FILE)
         for placed in placed_tensors(shape, rules):
-            if not weight_map.is_value_head(placed.rule) or reader.files.keys() >= {*placed.hf_names}:
+            if not weight_map.is_value_head(placed.rule) or reader.files.keys() >= {
+                *placed.hf_names
+            }:
                 problems += _fill(local_parameter(chunks, placed), reader, placed, shape, mesh)
         if rules is None and shape.tied_embeddings and mesh.is_last_stage and mesh.pipeline > 1:
             embedding = next(iter(placed_tensors(shape)))
             problems += _fill(chunks[-1].output_layer.weight, reader, embedding, shape, mesh)
         others = unexpected_tensors(shape, reader.files) if rules is None and mesh.rank == 0 else []
         if others:
-            text = "%s: %d tensors are no part of the model that config.json describes and are left out: %s"
+            text = (
+                "%s: %d tensors are no part of the model that config.json describes and are "
+                "left out: %s"
+            )
             logger.warning(text, option, len(others), ", ".join(others[:3]))
     except (OSError, ValueError) as error:
         problems.append(str(error))
@@ -171,7 +194,8 @@ def load_hf_weights(
     if found:
         more = f"; and {len(found) - _MOST_SHOWN} tensors more" if len(found) > _MOST_SHOWN else ""
         raise ValueError(
-            f"the weights in {option} cannot be used: {'; '.join(list(found)[:_MOST_SHOWN])}{more}. "
+            f"the weights in {option} cannot be used: "
+            f"{'; '.join(list(found)[:_MOST_SHOWN])}{more}. "
             "Copy or download the model again, or give another."
         )
 
@@ -179,7 +203,9 @@ def load_hf_weights(
 def _fill(
     parameter: Tensor | None, reader: HFReader, placed: Placed, shape: ModelShape, mesh: Mesh
 ) -> Iterator[str]:
-    """Fill this rank's parameter, if it has one. Sentences about tensors that are not finite in this rank's shard."""
+    """Fill this rank's parameter, if it has one.
+
+    Sentences about tensors that are not finite in this rank's shard."""
     if parameter is None:
         return
     tensors = [reader.tensor(name) for name in placed.hf_names]
@@ -187,10 +213,14 @@ def _fill(
     mine = shard(placed.rule, full, *sharing_ranks(placed, mesh))
     parameter.copy_(mine.reshape(parameter.shape))
     if not all_finite(parameter):
-        yield from not_finite(reader, dict(zip(placed.hf_names, tensors, strict=True)), parameter.dtype)
+        yield from not_finite(
+            reader, dict(zip(placed.hf_names, tensors, strict=True)), parameter.dtype
+        )
 
 
-def not_finite(reader: HFReader, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[str]:
+def not_finite(
+    reader: HFReader, tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> Iterator[str]:
     """A sentence for each of the tensors that has NaN or infinity, or gets one as `dtype`."""
     for name, tensor in tensors.items():
         if not all_finite(tensor, dtype):
@@ -210,18 +240,22 @@ def local_parameter(chunks: Sequence[torch.nn.Module], placed: Placed) -> Tensor
 
 
 def local_weight(chunks: Sequence[torch.nn.Module], placed: Placed) -> Tensor | None:
-    """What the model multiplies by: `local_parameter`, or with its adapter merged (`models.lora.Adapter.merged`)."""
+    """What the model multiplies by: `local_parameter`, or with its adapter merged
+    (`models.lora.Adapter.merged`)."""
     parameter, adapter = local_parameter(chunks, placed), local_adapter(chunks, placed)
     return parameter if parameter is None or adapter is None else adapter.merged(parameter)
 
 
 def local_adapter(chunks: Sequence[torch.nn.Module], placed: Placed) -> Any:
-    """The adapter (`models.lora.Adapter`) of this rank's parameter for a placed tensor; None where it has none."""
+    """The adapter (`models.lora.Adapter`) of this rank's parameter for a placed tensor; None where
+    it has none."""
     module, name = _local_owner(chunks, placed) or (None, "")
     return getattr(module, "adapter", None) if name == "weight" else None
 
 
-def _local_owner(chunks: Sequence[torch.nn.Module], placed: Placed) -> tuple[torch.nn.Module, str] | None:
+def _local_owner(
+    chunks: Sequence[torch.nn.Module], placed: Placed
+) -> tuple[torch.nn.Module, str] | None:
     """The module of this rank that has a placed tensor, and its name there."""
     for chunk in chunks:
         numbers = _numbers_in(chunk, placed)
@@ -237,7 +271,8 @@ def _local_owner(chunks: Sequence[torch.nn.Module], placed: Placed) -> tuple[tor
 
 
 def _numbers_in(chunk: torch.nn.Module, placed: Placed) -> dict[str, int] | None:
-    """What `{m}` and `{x}` stand for in a chunk's names, None where it has not the layer, or not the expert."""
+    """What `{m}` and `{x}` stand for in a chunk's names, None where it has not the layer, or not
+    the expert."""
     if placed.layer is None:
         return {}
     layers = held_layers(chunk)
@@ -260,11 +295,15 @@ def sharing_ranks(placed: Placed, mesh: Mesh) -> tuple[int, int]:
 
 
 def merged_weight(weight_MK: Tensor, b_MR: Tensor, a_RK: Tensor, scale: float) -> Tensor:
-    """W + scale B A of a LoRA adapter, in W's number format. Summed in float64 and rounded once, so that it does not
-    depend on the layout or the device; some rows at a time."""
+    """W + scale B A of a LoRA adapter, in W's number format.
+
+    Summed in float64 and rounded once, so that it does not depend on the layout or the device; some
+    rows at a time."""
     b, a, merged = b_MR.double(), a_RK.double(), torch.empty_like(weight_MK)
     rows = max(1, MERGED_BLOCK_BYTES // (8 * weight_MK.shape[1]))
-    for out, weight, block in zip(merged.split(rows), weight_MK.split(rows), b.split(rows), strict=True):
+    for out, weight, block in zip(
+        merged.split(rows), weight_MK.split(rows), b.split(rows), strict=True
+    ):
         out.copy_(torch.addmm(weight.double(), block, a, alpha=scale))
     return merged
 
@@ -274,11 +313,14 @@ def merged_weight(weight_MK: Tensor, b_MR: Tensor, a_RK: Tensor, scale: float) -
 
 @torch.no_grad()
 def stream_hf_tensors(
-    chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh, rules: tuple[Rule, ...] | None = None
+    chunks: Sequence[torch.nn.Module],
+    shape: ModelShape,
+    mesh: Mesh,
+    rules: tuple[Rule, ...] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor of a sharded model, its adapters merged, whole, on every rank, one after the other;
-    with the `rules` of its adapters, these. A collective: all ranks must consume it to its end. At most one tensor is
-    whole at a time."""
+    """Every Hugging Face tensor of a sharded model, its adapters merged, whole, on every rank, one
+    after the other; with the `rules` of its adapters, these. A collective: all ranks must consume
+    it to its end. At most one tensor is whole at a time."""
     from megatron.core import parallel_state  # conversions do without
 
     pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -289,9 +331,13 @@ def stream_hf_tensors(
         owner = {"first": 0, "last": mesh.pipeline - 1}.get(placed.rule.owner)
         owner = stages[placed.layer] if placed.layer is not None else owner
         if owner == mesh.pipeline_rank:
-            full = _gather(local_weight(chunks, placed), any_parameter, placed, shape=shape, mesh=mesh)
+            full = _gather(
+                local_weight(chunks, placed), any_parameter, placed, shape=shape, mesh=mesh
+            )
         else:
-            full = any_parameter.new_empty(weight_map.canonical_shape(placed.rule, shape, mesh.tensor))
+            full = any_parameter.new_empty(
+                weight_map.canonical_shape(placed.rule, shape, mesh.tensor)
+            )
         if mesh.pipeline > 1:
             dist.broadcast(full, src=pipeline_ranks[owner], group=pipeline)
         yield from zip(placed.hf_names, from_canonical(placed.rule, full, shape), strict=True)
@@ -300,12 +346,17 @@ def stream_hf_tensors(
 def _gather(
     parameter: Tensor | None, any_parameter: Tensor, placed: Placed, shape: ModelShape, mesh: Mesh
 ) -> Tensor:
-    """A whole tensor, on all ranks of the stage that owns it; only an expert may lie on some of them."""
+    """A whole tensor, on all ranks of the stage that owns it; only an expert may lie on some of
+    them."""
     from megatron.core import parallel_state
 
     _, size = sharing_ranks(placed, mesh)
     part_shape = weight_map.shard_shape(placed.rule, shape, size)
-    mine = any_parameter.new_empty(part_shape) if parameter is None else parameter.data.reshape(part_shape)
+    mine = (
+        any_parameter.new_empty(part_shape)
+        if parameter is None
+        else parameter.data.reshape(part_shape)
+    )
     mine = mine.contiguous()
     if placed.expert is not None and mesh.expert > 1:
         owner = placed.expert // (shape.num_experts // mesh.expert)
@@ -344,10 +395,11 @@ def write_hf_folder(
     dtype: torch.dtype | TensorFormats,
     writes: bool,
 ) -> None:
-    """Write a Hugging Face model: the streamed weights as safetensors beside its `metadata_files`, in one format or
-    that of each tensor; what float16 cannot hold stays as it is. All ranks consume
-    the stream; the one with `writes` writes, into a partial folder that is renamed when complete. Files hold up to
-    SHARD_BYTES. OSError on that rank on a disk error; the stream is still consumed, and the partial folder removed."""
+    """Write a Hugging Face model: the streamed weights as safetensors beside its `metadata_files`,
+    in one format or that of each tensor; what float16 cannot hold stays as it is. All ranks consume
+    the stream; the one with `writes` writes, into a partial folder that is renamed when complete.
+    Files hold up to SHARD_BYTES. OSError on that rank on a disk error; the stream is still
+    consumed, and the partial folder removed."""
     if not writes:
         for _ in tensors:
             pass
@@ -377,20 +429,30 @@ def write_hf_folder(
 
 def as_formats(dtype: torch.dtype | TensorFormats) -> TensorFormats:
     """One format of all tensors, where it is one."""
-    return dtype if isinstance(dtype, TensorFormats) else TensorFormats(str(dtype).removeprefix("torch."))
+    return (
+        dtype
+        if isinstance(dtype, TensorFormats)
+        else TensorFormats(str(dtype).removeprefix("torch."))
+    )
 
 
 def fitting_dtype(name: str, tensor: Tensor, formats: TensorFormats) -> torch.dtype:
-    """The format to write a tensor in; its own one where float16 cannot hold all its numbers, which is logged."""
+    """The format to write a tensor in; its own one where float16 cannot hold all its numbers, which
+    is logged."""
     dtype = getattr(torch, formats.of(name))
     if dtype == torch.float16 != tensor.dtype and not all_finite(tensor, dtype):
-        logger.warning("%s has numbers that are too large for float16, and is exported as it is", name)
+        logger.warning(
+            "%s has numbers that are too large for float16, and is exported as it is", name
+        )
         return tensor.dtype
     return dtype
 
 
-def write_metadata_files(folder: Path, metadata_files: Mapping[str, bytes], dtype: torch.dtype) -> None:
-    """Write a model's configuration and tokenizer files, with the weights' number format in config.json, if there."""
+def write_metadata_files(
+    folder: Path, metadata_files: Mapping[str, bytes], dtype: torch.dtype
+) -> None:
+    """Write a model's configuration and tokenizer files, with the weights' number format in
+    config.json, if there."""
     write_files(folder, metadata_files)
     path = folder / "config.json"
     if path.name not in metadata_files:
@@ -408,7 +470,8 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 class SafetensorsWriter:
-    """Writes a model's weights into a folder, in bounded files named as on the Hub; complete when its `with` ends."""
+    """Writes a model's weights into a folder, in bounded files named as on the Hub; complete when
+    its `with` ends."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self._folder, self._shard_bytes = folder, shard_bytes
@@ -443,7 +506,11 @@ class SafetensorsWriter:
         count = len(self._files)
         file_of = {}
         for number, names in enumerate(self._files):
-            name = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+            name = (
+                f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+                if count > 1
+                else "model.safetensors"
+            )
             (self._folder / f"part-{number}").rename(self._folder / name)
             file_of |= dict.fromkeys(names, name)
         if count > 1:
@@ -475,7 +542,8 @@ class _File:
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
         entry = self._entry(tensor, dtype)
         for block in tensor.detach().contiguous().view(-1).split(_BLOCK):
-            # A copy: `numpy` makes a storage impossible to resize, which offloading a parameter on CPU needs.
+            # A copy: `numpy` makes a storage impossible to resize, which offloading a parameter on
+            # CPU needs.
             host = block.to("cpu", dtype, copy=True)
             _write(self.file, memoryview(host.view(torch.uint8).numpy()))
         self._header[name] = entry

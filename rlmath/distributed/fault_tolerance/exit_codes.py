@@ -1,7 +1,9 @@
-"""The exit codes of a run, the file that holds the last one, and what torchrun prints of a rank that failed.
+"""The exit codes of a run, the file that holds the last one, and what torchrun prints of a rank
+that failed.
 
-torchrun exits with 1 whatever its ranks exited with, and Slurm's srun with the highest code of all nodes, also of those
-that it killed. So a run writes its code to `<output_dir>/exit_status.json`; `launch/exit_status.py` reads it.
+torchrun exits with 1 whatever its ranks exited with, and Slurm's srun with the highest code of all
+nodes, also of those that it killed. So a run writes its code to `<output_dir>/exit_status.json`;
+`launch/exit_status.py` reads it.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ MISTAKE = 2
 NOTHING_COMPARED = 3
 """A replay of a step that has nothing to compare, such as one that made no update."""
 SAVED_AND_STOPPED = 75
-"""A signal stopped the run, which saved first unless it had made no step. Start it again to resume (EX_TEMPFAIL)."""
+"""A signal stopped the run, which saved first unless it had made no step. Start it again to resume
+(EX_TEMPFAIL)."""
 NOT_SAVED_IN_TIME = 76
 """A signal stopped the run, and saving was not complete `run.stop_grace_seconds` later."""
 DIVERGED = 77
-"""The policy can no longer be trained (`run.divergence`): the same command would end in the same way."""
+"""The policy can no longer be trained (`run.divergence`): the same command would end in the same
+way."""
 
 MEANINGS = {
     FINISHED: "finished",
@@ -80,7 +84,9 @@ def again_text(saved_step: int | None) -> str:
 
 
 def write_exit_status(output_dir: str | Path, status: int, message: str) -> None:
-    """Write the exit status. Any rank may; the last one counts. On a full disk it is written into the file that
+    """Write the exit status.
+
+    Any rank may; the last one counts. On a full disk it is written into the file that
     `reserve_exit_status` made, or over an earlier status; what is refused even then is logged."""
     folder = Path(output_dir)
     scratch, target = folder / f".{EXIT_STATUS_FILE}.{os.getpid()}.tmp", folder / EXIT_STATUS_FILE
@@ -130,7 +136,8 @@ def _overwrite(path: Path, content: bytes) -> None:
 
 
 def reserve_exit_status(output_dir: str | Path) -> None:
-    """Before a run starts, for the folder's only user: remove an earlier status, and reserve space for this run's."""
+    """Before a run starts, for the folder's only user: remove an earlier status, and reserve space
+    for this run's."""
     folder = Path(output_dir)
     clear_exit_status(folder)
     for left in folder.iterdir():
@@ -143,12 +150,14 @@ def reserve_exit_status(output_dir: str | Path) -> None:
 
 
 def clear_exit_status(output_dir: str | Path) -> None:
-    """Remove the status of an earlier run: a run that is killed must not show the status of the one before."""
+    """Remove the status of an earlier run: a run that is killed must not show the status of the one
+    before."""
     (Path(output_dir) / EXIT_STATUS_FILE).unlink(missing_ok=True)
 
 
 def read_exit_status(output_dir: str | Path) -> ExitStatus:
-    """How the last run in this folder ended; FAILURE where there is no status, or an unreadable one."""
+    """How the last run in this folder ended; FAILURE where there is no status, or an unreadable
+    one."""
     path = Path(output_dir) / EXIT_STATUS_FILE
     try:
         values = read_json(path)
@@ -157,7 +166,9 @@ def read_exit_status(output_dir: str | Path) -> ExitStatus:
         if not path.parent.is_dir():
             why = "the run has not made it, or the path is another one"
             return ExitStatus(FAILURE, f'there is no folder "{path.parent}": {why}')
-        return ExitStatus(FAILURE, f"no {path}: the run was killed, or did not get as far as its settings")
+        return ExitStatus(
+            FAILURE, f"no {path}: the run was killed, or did not get as far as its settings"
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         return ExitStatus(FAILURE, f"{path} cannot be read: {error}")
     if found.status not in MEANINGS:
@@ -169,7 +180,9 @@ def read_exit_status(output_dir: str | Path) -> ExitStatus:
 
 
 def report_to_torchrun(message: str) -> None:
-    """Let torchrun name the cause in its report of a failed rank, the last that it prints. Without torchrun nothing."""
+    """Let torchrun name the cause in its report of a failed rank, the last that it prints.
+
+    Without torchrun nothing."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -177,13 +190,17 @@ def report_to_torchrun(message: str) -> None:
     details = {"py_callstack": text, "timestamp": str(int(time.time()))}
     partial = Path(f"{path}.tmp")  # torchrun raises on half a file
     with suppress(OSError):
-        partial.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8")
+        partial.write_text(
+            json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8"
+        )
         partial.replace(path)
 
 
 def wait_for_torchrun(seconds: float) -> None:
-    """Wait so long; if torchrun ends this rank meanwhile, exit with 0. For a rank whose error another one reports: of
-    each rank that fails, or that a signal ends, torchrun prints seven lines more."""
+    """Wait so long; if torchrun ends this rank meanwhile, exit with 0.
+
+    For a rank whose error another one reports: of each rank that fails, or that a signal ends,
+    torchrun prints seven lines more."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):
@@ -193,12 +210,18 @@ def wait_for_torchrun(seconds: float) -> None:
 
 
 def wait_for_waiting_ranks(seconds: float) -> None:
-    """For the first rank of a node under torchrun, before it ends with an error: until its other ranks are in
-    `wait_for_torchrun`, at most so long."""
-    path, ranks = os.environ.get("TORCHELASTIC_ERROR_FILE"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """For the first rank of a node under torchrun, before it ends with an error: until its other
+    ranks are in `wait_for_torchrun`, at most so long."""
+    path, ranks = (
+        os.environ.get("TORCHELASTIC_ERROR_FILE"),
+        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
     if not path:
         return
-    folder, deadline = Path(path).parents[1], time.monotonic() + seconds  # with a folder of each rank
+    folder, deadline = (
+        Path(path).parents[1],
+        time.monotonic() + seconds,
+    )  # with a folder of each rank
     while not all((folder / str(rank) / WAITS_NAME).exists() for rank in range(1, ranks)):
         if time.monotonic() > deadline:
             return

@@ -1,5 +1,5 @@
-"""Why a run ends: what every rank publishes about itself, the failures that the ranks detect, and the shutdown after
-one. `heartbeat` exchanges these records over the run's key-value store."""
+"""Why a run ends: what every rank publishes about itself, the failures that the ranks detect, and
+the shutdown after one. `heartbeat` exchanges these records over the run's key-value store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from typing import Literal, NoReturn
 import torch.distributed as dist
 
 from rlmath.config.run_files import EXIT_STATUS_FILE
-from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, report_to_torchrun, write_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    FAILURE,
+    report_to_torchrun,
+    write_exit_status,
+)
 from rlmath.distributed.process import innermost_call, stacks_path, write_stacks
 from rlmath.distributed.run_store import RunStore, record_of
 
@@ -37,12 +41,14 @@ class RankStatus:
     """Identifies the machine and its space of process ids: only there `pid` means this process."""
     pid: int
     process_start: str
-    """When the process started, by the kernel's clock; distinguishes it from a later one with the same id."""
+    """When the process started, by the kernel's clock; distinguishes it from a later one with the
+    same id."""
     phase: str
     phase_seconds: float
     """How long it has been in that phase (seconds)."""
     entries: int
-    """Phases entered so far: of ranks that walk the same phases, the one with the fewest is behind."""
+    """Phases entered so far: of ranks that walk the same phases, the one with the fewest is
+    behind."""
     step: int
     beats: int
     left: bool
@@ -61,7 +67,8 @@ def pid_namespace() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """When the process started (clock ticks since boot); None if it does not exist, or is a zombie."""
+    """When the process started (clock ticks since boot); None if it does not exist, or is a
+    zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -72,8 +79,11 @@ def process_start(pid: int) -> str | None:
 
 
 def has_died(status: RankStatus, own_namespace: str) -> bool:
-    """Whether that rank's process is known to have ended; on other machines that cannot be known."""
-    return status.pid_namespace == own_namespace and process_start(status.pid) != status.process_start
+    """Whether that rank's process is known to have ended; on other machines that cannot be
+    known."""
+    return (
+        status.pid_namespace == own_namespace and process_start(status.pid) != status.process_start
+    )
 
 
 # ---------------------------------------------------------------- failures
@@ -90,7 +100,9 @@ class Failure:
 
 
 def first_line(error: BaseException) -> str:
-    """ "ValueError: the first line of its text". The kernel's word for a full disk names none: shared memory is one."""
+    """ "ValueError: the first line of its text".
+
+    The kernel's word for a full disk names none: shared memory is one."""
     text = str(error).strip().split("\n")[0]
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         text += "; no file is named: look for a full disk with df and df -i, among them /dev/shm"
@@ -102,7 +114,8 @@ class PeerFailedError(Exception):
 
 
 def may_be_caused_by_peer(error: BaseException) -> bool:
-    """Whether the error may only mean that another rank has ended: gloo and NCCL raise RuntimeError for that."""
+    """Whether the error may only mean that another rank has ended: gloo and NCCL raise RuntimeError
+    for that."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
@@ -116,11 +129,14 @@ class Shutdown:
         self._output_dir, self._rank, self._world_size = output_dir, rank, world_size
 
     def report_and_exit(self, failure: Failure, store: RunStore, own: RankStatus) -> NoReturn:
-        """Log the failure, write the exit status, end the process; in a thread, as the main one may hang for ever."""
+        """Log the failure, write the exit status, end the process; in a thread, as the main one may
+        hang for ever."""
         try:
             if failure.kind == "hang":
                 self._report_hang(failure, store, own)
-            is_error = self._rank in (0, failure.reporter) or os.environ.get("LOCAL_RANK", "0") == "0"
+            is_error = (
+                self._rank in (0, failure.reporter) or os.environ.get("LOCAL_RANK", "0") == "0"
+            )
             log = logger.error if is_error else logger.info
             log("rank %d on %s ends: %s", self._rank, own.host, failure.message)
             self.write_exit_status(failure)
@@ -131,15 +147,20 @@ class Shutdown:
             self.exit_now()
 
     def write_exit_status(self, failure: Failure) -> None:
-        """On the rank that reported the failure. A rank that lost the store does not know why, and does not replace the
-        status that another rank has written."""
+        """On the rank that reported the failure.
+
+        A rank that lost the store does not know why, and does not replace the status that another
+        rank has written."""
         # `Path.exists` raises where a network disk does not answer.
-        is_known = failure.kind == "store" and os.path.exists(f"{self._output_dir}/{EXIT_STATUS_FILE}")
+        is_known = failure.kind == "store" and os.path.exists(
+            f"{self._output_dir}/{EXIT_STATUS_FILE}"
+        )
         if self._rank == failure.reporter and not is_known:
             write_exit_status(self._output_dir, FAILURE, failure.message)
 
     def exit_now(self) -> NoReturn:
-        """Without clean-up: threads and process groups of a failed run may wait for peers that wait for this rank."""
+        """Without clean-up: threads and process groups of a failed run may wait for peers that wait
+        for this rank."""
         logging.shutdown()
         os._exit(FAILURE)
 
@@ -147,7 +168,10 @@ class Shutdown:
         """The last status of every rank that published one."""
         # All ranks may ask at once: two requests each, if all ranks have published.
         keys = {f"status/{rank}": rank for rank in range(self._world_size)}
-        found = {keys[key]: record_of(RankStatus, value) for key, value in store.get_all(list(keys)).items()}
+        found = {
+            keys[key]: record_of(RankStatus, value)
+            for key, value in store.get_all(list(keys)).items()
+        }
         return {rank: status for rank, status in found.items() if status is not None}
 
     def _report_hang(self, failure: Failure, store: RunStore, own: RankStatus) -> None:
@@ -156,7 +180,9 @@ class Shutdown:
         store.set(f"stacks/{self._rank}", innermost_call())
         logged = "stacks/logged"
         deadline = time.monotonic() + STACKS_SECONDS
-        waits_for = [f"stacks/{rank}" for rank in range(self._world_size)] if self._rank == 0 else [logged]
+        waits_for = (
+            [f"stacks/{rank}" for rank in range(self._world_size)] if self._rank == 0 else [logged]
+        )
         while not store.all_there(waits_for) and time.monotonic() < deadline:
             time.sleep(0.2)
         if self._rank == 0:

@@ -1,4 +1,5 @@
-"""Every rank publishes that it lives, watches its next neighbours, and ends with the others when one fails.
+"""Every rank publishes that it lives, watches its next neighbours, and ends with the others when
+one fails.
 
     main thread   sets the phase, its progress, its failure: plain attributes, never waits for the network
     beat thread   once a second, over a connection of its own to torchrun's key-value store: writes this rank's status,
@@ -6,11 +7,12 @@
                   request to stop on to rank 0
     watch thread  checks that the beat thread gets answers, and that the launcher is alive
 
-The rank that detects a failure (a rank that died, raised or stopped beating; no progress on any rank) writes it to the
-store, where the first one stays. All ranks read it with their next beat, log it and exit. The work of a rank does not
-grow with the number of ranks.
+The rank that detects a failure (a rank that died, raised or stopped beating; no progress on any
+rank) writes it to the store, where the first one stays. All ranks read it with their next beat, log
+it and exit. The work of a rank does not grow with the number of ranks.
 
-Silence is counted in beats of the watching rank, not by the clock: a run that was suspended as a whole continues.
+Silence is counted in beats of the watching rank, not by the clock: a run that was suspended as a
+whole continues.
 """
 
 from __future__ import annotations
@@ -38,7 +40,12 @@ from rlmath.distributed.fault_tolerance.failure import (
     Shutdown,
     first_line,
 )
-from rlmath.distributed.fault_tolerance.preemption import LAUNCHER_ENDED, REASONS, StopRequest, under_torchrun
+from rlmath.distributed.fault_tolerance.preemption import (
+    LAUNCHER_ENDED,
+    REASONS,
+    StopRequest,
+    under_torchrun,
+)
 from rlmath.distributed.ranks import this_rank
 from rlmath.distributed.run_store import RunStore, record_of
 
@@ -46,11 +53,13 @@ logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
 NEIGHBOURS = 2
-"""Ranks that each rank watches. One would find every loss; two find it also when a watcher's own thread is stuck."""
+"""Ranks that each rank watches. One would find every loss; two find it also when a watcher's own
+thread is stuck."""
 RECONNECT_SECONDS = 5.0
 """How long a reconnection to the store may take."""
 PEER_SECONDS = 3.0
-"""How long a rank whose collective failed looks for the rank that caused it, before it reports itself."""
+"""How long a rank whose collective failed looks for the rank that caused it, before it reports
+itself."""
 REPORT_SECONDS = 10.0
 """How long a rank that failed waits until its failure is in the store."""
 FAILURE_KEY = "failure"
@@ -58,7 +67,8 @@ STOP_KEY, DONE_KEY = "stop", "done"
 
 
 def watched(rank: int, world_size: int, ranks_per_node: int) -> list[int]:
-    """The ranks that a rank watches: the next ones, and of its own node's the next, which it sees die at once.
+    """The ranks that a rank watches: the next ones, and of its own node's the next, which it sees
+    die at once.
 
     >>> watched(7, 16, 8)
     [8, 9, 0]
@@ -70,7 +80,9 @@ def watched(rank: int, world_size: int, ranks_per_node: int) -> list[int]:
 
 
 class Heartbeat:
-    """One per rank, for the life of the run. In the program of every rank, after the process group is there:
+    """One per rank, for the life of the run.
+
+    In the program of every rank, after the process group is there:
 
     stop.install()
     with Heartbeat(config.run, rank, world_size, output_dir, stop) as heartbeat:
@@ -78,8 +90,8 @@ class Heartbeat:
         ...
         heartbeat.step = number
 
-    An exception that leaves the block is reported to the other ranks, which exit too. Where it follows from the end of
-    another rank, a PeerFailedError that names this one takes its place.
+    An exception that leaves the block is reported to the other ranks, which exit too. Where it
+    follows from the end of another rank, a PeerFailedError that names this one takes its place.
     """
 
     def __init__(
@@ -147,21 +159,27 @@ class Heartbeat:
         self._progress += 1
 
     def report_progress(self) -> None:
-        """A long phase advances: an engine step, a micro-batch. Costs nothing."""
+        """A long phase advances: an engine step, a micro-batch.
+
+        Costs nothing."""
         self._progress += 1
 
     def slowest_answer(self) -> float:
-        """The longest time that the store took to answer this rank since the last call (seconds)."""
+        """The longest time that the store took to answer this rank since the last call
+        (seconds)."""
         slowest, self._slowest_answer = self._slowest_answer, 0.0
         return slowest
 
     def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks why this one ends; returns when that is done, or after REPORT_SECONDS. The caller
-        ends the process then, else the beat thread does REPORT_SECONDS later."""
+        """Report to the other ranks why this one ends; returns when that is done, or after
+        REPORT_SECONDS. The caller ends the process then, else the beat thread does REPORT_SECONDS
+        later."""
         if self._failure is None:
             self._failure = error
             self._wake.set()
-            if not self._reported.wait(REPORT_SECONDS):  # the store is lost, too: write the file at least
+            if not self._reported.wait(
+                REPORT_SECONDS
+            ):  # the store is lost, too: write the file at least
                 self._shutdown.write_exit_status(self._own_failure(first_line(error)))
 
     # ------------------------------------------------------------ the beat thread
@@ -202,8 +220,8 @@ class Heartbeat:
         self._unanswered = 0.0
 
     def _share_stop(self) -> None:
-        """A request to stop that any rank got is rank 0's, too: ranks that have only engines are not asked after a
-        step. They learn from rank 0 that all is saved."""
+        """A request to stop that any rank got is rank 0's, too: ranks that have only engines are
+        not asked after a step. They learn from rank 0 that all is saved."""
         stop = self._stop
         if self._rank == 0:
             if stop.requested is None and (reason := self._store.get(STOP_KEY)) in REASONS[1:]:
@@ -228,21 +246,26 @@ class Heartbeat:
             if now.left:
                 return
             if self._has_died(now):
-                why = "killed by a signal, by the kernel for want of memory (see dmesg), or by the launcher"
+                why = (
+                    "killed by a signal, by the kernel for want of memory (see dmesg), or by "
+                    "the launcher"
+                )
                 died = f"has died: its process ended without reporting an error ({why})"
                 self._report(Failure("gone", f"{now} at its last beat, {died}", self._rank))
         has_beaten = now is not None and (before is None or now.beats > before.beats)
         self._silence[rank] = 0.0 if has_beaten else self._silence[rank] + passed
         if (seconds := self._silence[rank]) > self._settings.heartbeat_timeout_seconds:
             text = (
-                f"rank {rank} has given no sign of life for {seconds:.0f} s (run.heartbeat_timeout_seconds)"
+                f"rank {rank} has given no sign of life for {seconds:.0f} s "
+                "(run.heartbeat_timeout_seconds)"
             )
             last = f"its last heartbeat: {now}" if now else "it never sent one"
             self._report(Failure("silent", f"{text}; {last}", self._rank))
 
     def _has_died(self, status: RankStatus) -> bool:
-        """Whether the rank's process is gone and has not said that it leaves. It says so before it ends, and may have
-        done both since `status` was read."""
+        """Whether the rank's process is gone and has not said that it leaves.
+
+        It says so before it ends, and may have done both since `status` was read."""
         if not failures.has_died(status, self._namespace):
             return False
         now = record_of(RankStatus, self._store.get(f"status/{status.rank}"))
@@ -261,15 +284,20 @@ class Heartbeat:
             self._report(Failure("hang", text, self._rank))
 
     def _report(self, failure: Failure) -> None:
-        """Write the failure, unless there is one already; exit with the one that is in the store."""
-        self._end(record_of(Failure, self._store.set_first(FAILURE_KEY, asdict(failure))) or failure)
+        """Write the failure, unless there is one already; exit with the one that is in the
+        store."""
+        self._end(
+            record_of(Failure, self._store.set_first(FAILURE_KEY, asdict(failure))) or failure
+        )
 
     def _end(self, failure: Failure) -> None:
         if self._failure is None:
             self._shutdown.report_and_exit(failure, self._store, self._status())
         # The main thread logs its own error itself.
         if failure.reporter != self._rank or failure.kind != "failed":
-            logger.error("rank %d on %s ends: %s", self._rank, socket.gethostname(), failure.message)
+            logger.error(
+                "rank %d on %s ends: %s", self._rank, socket.gethostname(), failure.message
+            )
             if failures.may_be_caused_by_peer(self._failure):
                 self._cause = failure
         self._shutdown.write_exit_status(failure)
@@ -278,7 +306,8 @@ class Heartbeat:
         self._shutdown.exit_now()
 
     def _report_own_failure(self, error: BaseException) -> None:
-        """Write this rank's failure; if another rank may have caused it, name that one or let others do so."""
+        """Write this rank's failure; if another rank may have caused it, name that one or let
+        others do so."""
         reason = first_line(error)
         if not failures.may_be_caused_by_peer(error):
             self._report(self._own_failure(reason))
@@ -331,19 +360,22 @@ class Heartbeat:
             self._store_lost(first_line(error))
 
     def _store_lost(self, reason: str) -> None:
-        """Exit, unless the run is stopping anyway: saving needs no store, and the stop has a deadline of its own."""
+        """Exit, unless the run is stopping anyway: saving needs no store, and the stop has a
+        deadline of its own."""
         self._check_launcher()
         if self._left or (self._stop.requested and self._failure is None):
             return
         text = (
-            "the key-value store of the run at {}:{} is lost ({}); it lives in the launcher of the first node: that "
+            "the key-value store of the run at {}:{} is lost ({}); it lives in the launcher of "
+            "the first node: that "
             "launcher or its node has ended, or the network to it is cut"
         )
         self._end(Failure("store", text.format(*self._address, reason), self._rank))
 
     def _check_launcher(self) -> None:
-        """Where torchrun was killed the ranks save and stop: on a single node they need nothing of it. Of several nodes
-        the first one's launcher holds the store, and the others end when they have missed it for some seconds."""
+        """Where torchrun was killed the ranks save and stop: on a single node they need nothing of
+        it. Of several nodes the first one's launcher holds the store, and the others end when they
+        have missed it for some seconds."""
         if not under_torchrun() or os.getppid() == self._launcher:
             return
         with self._launcher_lock:  # two threads look
@@ -357,7 +389,9 @@ class Heartbeat:
                 else ""
             )
             if place.is_node_leader:
-                logger.error("torchrun (pid %d) on %s has ended%s", self._launcher, place.host, more)
+                logger.error(
+                    "torchrun (pid %d) on %s has ended%s", self._launcher, place.host, more
+                )
             self._stop.request(LAUNCHER_ENDED)
 
     def _watch(self) -> None:

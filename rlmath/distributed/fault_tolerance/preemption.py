@@ -1,9 +1,10 @@
 """SIGINT (Ctrl-C), SIGTERM and SIGUSR1 make a run save and stop; a second Ctrl-C ends it at once.
 
-Slurm sends SIGTERM or SIGUSR1 before it takes a job's nodes away, a terminal sends SIGINT to torchrun, and torchrun
-forwards those that it handles (`launcher_advice`) to its ranks, which are in sessions of their own. A request is only
-recorded; the trainer reads it once a step, so that all ranks save after the same step. The main thread may be inside a
-long call when a signal arrives: Python's wake-up descriptor wakes a thread of ours at once (`on_signals`).
+Slurm sends SIGTERM or SIGUSR1 before it takes a job's nodes away, a terminal sends SIGINT to
+torchrun, and torchrun forwards those that it handles (`launcher_advice`) to its ranks, which are in
+sessions of their own. A request is only recorded; the trainer reads it once a step, so that all
+ranks save after the same step. The main thread may be inside a long call when a signal arrives:
+Python's wake-up descriptor wakes a thread of ours at once (`on_signals`).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ LAUNCHER_ENDED = "the end of the launcher"
 REASONS = (None, "SIGTERM", "SIGUSR1", LAUNCHER_ENDED, INTERRUPT)
 """What can request a stop; ranks agree on an index into this list."""
 EXIT_SECONDS = 15.0
-"""By how much longer than its ranks may save torchrun waits for them: a rank that is too late writes its status and its
-stacks before it ends."""
+"""By how much longer than its ranks may save torchrun waits for them: a rank that is too late
+writes its status and its stacks before it ends."""
 WANTED_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 
 
@@ -59,10 +60,13 @@ class StopRequest:
         self.in_steps = False
         """Whether steps have begun in this process; before that there is nothing new to save."""
         self.saved_step: int | None = None
-        """Steps done in the newest complete checkpoint, for the last line of a run that is ended at once."""
+        """Steps done in the newest complete checkpoint, for the last line of a run that is ended at
+        once."""
 
     def install(self) -> None:
-        """Install the signal handlers; from the main thread, once. Child processes get the defaults."""
+        """Install the signal handlers; from the main thread, once.
+
+        Child processes get the defaults."""
         on_signals(SIGNALS, self._arrived)
         threading.Thread(target=self._enforce_deadline, name="stop-deadline", daemon=True).start()
 
@@ -72,7 +76,9 @@ class StopRequest:
         return self._requested
 
     def request(self, reason: str) -> None:
-        """Request a stop as a signal does; `reason` is one of REASONS. From any thread."""
+        """Request a stop as a signal does; `reason` is one of REASONS.
+
+        From any thread."""
         self._requested = self._requested or reason
         self._asked.set()
 
@@ -88,7 +94,8 @@ class StopRequest:
         # torchrun sends SIGINT at the first Ctrl-C, and SIGTERM at the second.
         if self._interrupted and number in (signal.SIGINT, signal.SIGTERM):
             self._end_at_once()
-        # Another rank's request may have come before this rank's own signal: that is no second Ctrl-C.
+        # Another rank's request may have come before this rank's own signal: that is no second
+        # Ctrl-C.
         if number == signal.SIGINT and self._requested in (None, INTERRUPT):
             self._interrupted = True
         self.request(INTERRUPT if number == signal.SIGINT else signal.Signals(number).name)
@@ -101,7 +108,10 @@ class StopRequest:
             return
         seconds, more = self._granted_seconds(), ""
         if seconds < self._grace:
-            more = f" (not run.stop_grace_seconds, {self._grace:g}: torchrun kills the ranks soon after)"
+            more = (
+                f" (not run.stop_grace_seconds, {self._grace:g}: torchrun kills the ranks soon "
+                "after)"
+            )
         if self._requested == INTERRUPT:
             more += "; Ctrl-C again ends it at once"
         if self._requested == "SIGTERM" and under_torchrun():
@@ -109,12 +119,15 @@ class StopRequest:
         what = "saves after this step and stops" if self.in_steps else "stops before its next step"
         text = "%s: the run %s, within %g s%s"
         shown = self._leads_other_node and self._requested == INTERRUPT
-        logger.log(logging.WARNING if shown else logging.INFO, text, self._requested, what, seconds, more)
+        logger.log(
+            logging.WARNING if shown else logging.INFO, text, self._requested, what, seconds, more
+        )
         if not self._done.wait(seconds):
             self._exit_unsaved(seconds)
 
     def _granted_seconds(self) -> float:
-        """How long this rank may save: what the settings say, but it ends before torchrun kills it."""
+        """How long this rank may save: what the settings say, but it ends before torchrun kills
+        it."""
         if not under_torchrun() or self._requested == LAUNCHER_ENDED:
             return self._grace
         patience = _torchrun_patience()
@@ -122,8 +135,10 @@ class StopRequest:
 
     def _exit_unsaved(self, seconds: float) -> None:
         message = (
-            f"rank {self._rank} is still there {seconds:g} s after {self._requested} (run.stop_grace_seconds is "
-            f"{self._grace:g}), in {innermost_call()}; what was done since the newest checkpoint is lost, "
+            f"rank {self._rank} is still there {seconds:g} s after {self._requested} "
+            "(run.stop_grace_seconds is "
+            f"{self._grace:g}), in {innermost_call()}; what was done since the newest checkpoint "
+            "is lost, "
             f"{again_text(self.saved_step)}"
         )
         try:
@@ -155,8 +170,9 @@ class StopRequest:
 
 
 def on_signals(numbers: Iterable[int], react: Callable[[int], None]) -> None:
-    """From now on `react` is called with the number of each of these signals that arrives, in a thread of ours: at
-    once, also while the main thread is inside a long call. From the main thread; replaces what was called before."""
+    """From now on `react` is called with the number of each of these signals that arrives, in a
+    thread of ours: at once, also while the main thread is inside a long call. From the main thread;
+    replaces what was called before."""
     woken, waker = os.pipe()
     os.set_blocking(waker, False)
     numbers = frozenset(numbers)
@@ -174,11 +190,15 @@ def on_signals(numbers: Iterable[int], react: Callable[[int], None]) -> None:
 
 
 def end_at_interrupt(rank: int) -> None:
-    """Until a `StopRequest` is installed: Ctrl-C ends this process at once, without a traceback. In the main thread."""
+    """Until a `StopRequest` is installed: Ctrl-C ends this process at once, without a traceback.
+
+    In the main thread."""
 
     def end(_number: int) -> None:
         if rank == 0:
-            logger.warning("%s before the first step: the same command starts the run again", INTERRUPT)
+            logger.warning(
+                "%s before the first step: the same command starts the run again", INTERRUPT
+            )
             logging.shutdown()
         os._exit(FAILURE)
 
@@ -193,8 +213,9 @@ def under_torchrun() -> bool:
 
 
 def launcher_advice(grace_seconds: float) -> str | None:
-    """The options that torchrun needs so that a run can save and stop; None if it has them. torchrun exits on signals
-    that it does not handle without forwarding them, and kills ranks alive some seconds (30) after it forwarded one."""
+    """The options that torchrun needs so that a run can save and stop; None if it has them.
+    torchrun exits on signals that it does not handle without forwarding them, and kills ranks alive
+    some seconds (30) after it forwarded one."""
     if not under_torchrun():
         return None
     handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
@@ -208,13 +229,18 @@ def launcher_advice(grace_seconds: float) -> str | None:
         why.append(f"kills the ranks {patience:g} s after a signal, Ctrl-C too")
     if not wanted:
         return None
-    return f"torchrun {', and '.join(why)}. To save whatever a step takes, start it with {' '.join(wanted)}"
+    return (
+        f"torchrun {', and '.join(why)}. To save whatever a step takes, start it with "
+        f"{' '.join(wanted)}"
+    )
 
 
 def _torchrun_patience() -> float:
     """How long the parent, torchrun, waits before it kills its ranks (seconds)."""
     try:
-        command = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace")
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_text(
+            encoding="utf-8", errors="replace"
+        )
     except OSError:
         command = ""
     if flag := re.search(r"--shutdown[-_]timeout(?:=|\0)(\d+)", command):

@@ -1,10 +1,11 @@
 """Names the ranks that slow the others down.
 
-Ranks wait for each other in every collective, so the seconds of whole phases are the same on all. Compared are the
-seconds in which a rank computes on its own (`ForwardBackward.pop_busy_seconds`: until the gradients of all are summed),
-and how long the run's key-value store takes to answer it, which measures its network. Work is balanced by FLOPs, so a
-rank that needs longer than those of its pipeline stage is slower. Ranks of one model replica wait for each other: with
-a slow one among them, all of them need longer. One gather of two numbers per rank and step.
+Ranks wait for each other in every collective, so the seconds of whole phases are the same on all.
+Compared are the seconds in which a rank computes on its own (`ForwardBackward.pop_busy_seconds`:
+until the gradients of all are summed), and how long the run's key-value store takes to answer it,
+which measures its network. Work is balanced by FLOPs, so a rank that needs longer than those of its
+pipeline stage is slower. Ranks of one model replica wait for each other: with a slow one among
+them, all of them need longer. One gather of two numbers per rank and step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 RECENT_STEPS = 5
 """A rank is slow if it was slow in most of so many steps: one step may be chance."""
 SLOW_FACTOR, SLOW_SECONDS = 1.5, 0.5
-"""A slow rank takes more than so many times the usual seconds of its pipeline stage, and so many seconds more."""
+"""A slow rank takes more than so many times the usual seconds of its pipeline stage, and so many
+seconds more."""
 ANSWER_FACTOR, ANSWER_SECONDS = 4.0, 0.25
 """A slow answer of the store takes more than so many times the usual, and so many seconds."""
 REPEAT_STEPS = 100
@@ -35,7 +37,9 @@ REPEAT_STEPS = 100
 
 
 class StragglerDetector:
-    """On every rank; rank 0 logs. The constructor is a collective."""
+    """On every rank; rank 0 logs.
+
+    The constructor is a collective."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -46,8 +50,10 @@ class StragglerDetector:
         self._logged_at: dict[str, int] = {}
 
     def after_step(self, alone: float, answer: float) -> dict[str, float]:
-        """Metrics on rank 0, {} elsewhere; logs warnings. A collective of all ranks after every step. `alone` are the
-        seconds that this rank computed on its own in the step, `answer` the longest wait for the store."""
+        """Metrics on rank 0, {} elsewhere; logs warnings.
+
+        A collective of all ranks after every step. `alone` are the seconds that this rank computed
+        on its own in the step, `answer` the longest wait for the store."""
         world_size = self._mesh.world_size
         if world_size == 1:
             return {}
@@ -82,36 +88,53 @@ def usual(values: Sequence[float]) -> float:
 def slow_texts(
     steps: Sequence[Sequence[tuple[float, float]]], hosts: Sequence[str], mesh: Mesh
 ) -> list[tuple[str, str]]:
-    """(who, warning) of the recent steps, each by rank (seconds alone, seconds until the store answered)."""
+    """(who, warning) of the recent steps, each by rank (seconds alone, seconds until the store
+    answered)."""
     if len(steps) < RECENT_STEPS:
         return []
     alone, answers = ([[row[column] for row in step] for step in steps] for column in (0, 1))
     stage, texts = mesh.world_size // mesh.pipeline, []
-    if slow := _slow_ranks(alone, stage, lambda usual: max(SLOW_FACTOR * usual, usual + SLOW_SECONDS)):
-        text = f"compute longer in a step than others and hold them up: {_seconds(alone, slow, hosts)}. Look for "
+    if slow := _slow_ranks(
+        alone, stage, lambda usual: max(SLOW_FACTOR * usual, usual + SLOW_SECONDS)
+    ):
+        text = (
+            "compute longer in a step than others and hold them up: "
+            f"{_seconds(alone, slow, hosts)}. Look for "
+        )
         texts.append((f"alone {slow}", f"Slow ranks {text}other programs, heat and clocks there"))
     if slow := _slow_ranks(
         answers, mesh.world_size, lambda usual: max(ANSWER_FACTOR * usual, ANSWER_SECONDS)
     ):
-        text = f"get later answers from the run's key-value store than others: {_seconds(answers, slow, hosts)}. Look "
+        text = (
+            "get later answers from the run's key-value store than others: "
+            f"{_seconds(answers, slow, hosts)}. Look "
+        )
         texts.append((f"answer {slow}", f"Ranks on a slow network or host {text}at their links"))
     return texts
 
 
-def _slow_ranks(steps: Sequence[Sequence[float]], alike: int, bound: Callable[[float], float]) -> list[int]:
-    """The ranks above the bound in most of the steps and on average; compared are `alike` consecutive ones."""
+def _slow_ranks(
+    steps: Sequence[Sequence[float]], alike: int, bound: Callable[[float], float]
+) -> list[int]:
+    """The ranks above the bound in most of the steps and on average; compared are `alike`
+    consecutive ones."""
     means = [statistics.mean(values) for values in zip(*steps, strict=True)]
 
     def above(seconds: Sequence[float]) -> set[int]:
-        limits = [bound(usual(seconds[first : first + alike])) for first in range(0, len(seconds), alike)]
+        limits = [
+            bound(usual(seconds[first : first + alike])) for first in range(0, len(seconds), alike)
+        ]
         return {rank for rank, one in enumerate(seconds) if one > limits[rank // alike]}
 
     found = [above(seconds) for seconds in steps]
-    return sorted(rank for rank in above(means) if 2 * sum(rank in one for one in found) > len(steps))
+    return sorted(
+        rank for rank in above(means) if 2 * sum(rank in one for one in found) > len(steps)
+    )
 
 
 def _seconds(steps: Sequence[Sequence[float]], slow: Sequence[int], hosts: Sequence[str]) -> str:
-    """ "rank 3 on node1 2.40 s, rank 2 on node1 2.00 s; usual are 1.10 s (over 5 steps)", the slowest first."""
+    """ "rank 3 on node1 2.40 s, rank 2 on node1 2.00 s; usual are 1.10 s (over 5 steps)", the
+    slowest first."""
     means = [statistics.mean(values) for values in zip(*steps, strict=True)]
     slowest = sorted(slow, key=means.__getitem__, reverse=True)
     named = hosts_text([f"rank {rank} on {hosts[rank]} {means[rank]:.2f} s" for rank in slowest])

@@ -1,4 +1,5 @@
-"""The cluster that a run is planned for, and the seconds that one of its ranks takes for work of one kind."""
+"""The cluster that a run is planned for, and the seconds that one of its ranks takes for work of
+one kind."""
 
 from __future__ import annotations
 
@@ -15,16 +16,19 @@ CPU = "CPU"
 RANKS_PER_NODE = 8
 """GPUs of a server, where nothing else is given."""
 CPU_CORE = Machine(CPU, "cpu", flops=50e9, memory=10e9, node=2e9, network=1e9, host=10e9)
-"""A rank on a core of its own, in float32. Round figures of a server's core with AVX-512 and of messages through its
-memory."""
+"""A rank on a core of its own, in float32. Round figures of a server's core with AVX-512 and of
+messages through its memory."""
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What no data sheet has. Shares are of what `Machine` can do at most; a machine may be faster than its figures."""
+    """What no data sheet has.
+
+    Shares are of what `Machine` can do at most; a machine may be faster than its figures."""
 
     flops_share: float
-    """Of the device's FLOP/s, in training with all that it reads and writes, in log-probs and in prefill."""
+    """Of the device's FLOP/s, in training with all that it reads and writes, in log-probs and in
+    prefill."""
     memory_share: float
     """Of the bandwidth of the device's memory."""
     link_share: float
@@ -67,7 +71,8 @@ COEFFICIENTS = {
         step_seconds=30e-3,
     ),
 }
-"""By kind of device. Sources, and which of them are estimated and not measured: docs/planning.md."""
+"""By kind of device. Sources, and which of them are estimated and not measured:
+docs/planning.md."""
 
 
 RETIRED = "switch_seconds"
@@ -75,20 +80,29 @@ RETIRED = "switch_seconds"
 
 
 def read_coefficients(file: Path, kind: str) -> tuple[Coefficients, list[str]]:
-    """Coefficients of a JSON file {"kind": "cuda", "coefficients": {name: number}}, what it leaves out as in the table;
-    and warnings. ValueError for another kind of device, for an unknown name, and for what is no number above 0."""
+    """Coefficients of a JSON file {"kind": "cuda", "coefficients": {name: number}}, what it leaves
+    out as in the table; and warnings. ValueError for another kind of device, for an unknown name,
+    and for what is no number above 0."""
     data, names = read_json_object(file), [field.name for field in fields(Coefficients)]
     values = data.get("coefficients")
     if data.get("kind") != kind or not isinstance(values, dict):
         raise ValueError(
-            f'{file}; needed: {{"kind": "{kind}", "coefficients": {{name: number}}}} (docs/planning.md)'
+            f'{file}; needed: {{"kind": "{kind}", "coefficients": {{name: number}}}} '
+            "(docs/planning.md)"
         )
     for name, value in values.items():
         if name not in (*names, RETIRED):
-            raise ValueError(f'{file}: there is no coefficient "{name}".{nearest_word(name, names)}')
+            raise ValueError(
+                f'{file}: there is no coefficient "{name}".{nearest_word(name, names)}'
+            )
         if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise ValueError(f"{file}: the coefficient {name} is {value!r}; needed: a number above 0")
-    old = f"{file}: the coefficient {RETIRED} is ignored; step_seconds has the switch of an engine, too."
+            raise ValueError(
+                f"{file}: the coefficient {name} is {value!r}; needed: a number above 0"
+            )
+    old = (
+        f"{file}: the coefficient {RETIRED} is ignored; step_seconds has the switch of an "
+        "engine, too."
+    )
     warnings = [old] if values.pop(RETIRED, None) is not None else []
     return replace(COEFFICIENTS[kind], **values), warnings
 
@@ -135,11 +149,15 @@ class Cluster:
         return size / self.machine.host / self.coefficients.link_share
 
     def link_seconds(self, size: float, messages: float, span: int, beside: int = 1) -> float:
-        """For a rank that sends `size` bytes in so many messages to others of its block of `span` ranks in a row; where
-        that is on several nodes, the network cards of `beside` ranks of a node share the bytes."""
+        """For a rank that sends `size` bytes in so many messages to others of its block of `span`
+        ranks in a row; where that is on several nodes, the network cards of `beside` ranks of a
+        node share the bytes."""
         inside = self.nodes == 1 or self.ranks_per_node % span == 0
         link = self.machine.node if inside else self.machine.network * beside
-        return size / link / self.coefficients.link_share + messages * self.coefficients.message_seconds
+        return (
+            size / link / self.coefficients.link_share
+            + messages * self.coefficients.message_seconds
+        )
 
     def describe(self) -> str:
         per_node = f"{self.ranks_per_node} {self.machine.name}"
@@ -158,18 +176,20 @@ def on_gpu(config: Config, name: str | None) -> Config:
 
 
 def machine_of(config: Config, target: Target, network_gbps: float | None = None) -> Machine:
-    """The device that a run is planned for; `network_gbps` (Gbit/s for each device) in place of the table's. ValueError
-    for a GPU whose speed is not known, or a network that carries nothing."""
+    """The device that a run is planned for; `network_gbps` (Gbit/s for each device) in place of the
+    table's. ValueError for a GPU whose speed is not known, or a network that carries nothing."""
     if network_gbps is not None and not network_gbps > 0:
         raise ValueError(
-            f"the network has {network_gbps:g}; needed: above 0 (Gbit/s for each GPU, --network-gbps)"
+            f"the network has {network_gbps:g}; needed: above 0 (Gbit/s for each GPU, "
+            "--network-gbps)"
         )
     found, name = CPU_CORE, config.memory.gpu or ""
     if target.kind != "cpu":
         if name not in GPUS:
             which = f'of the GPU "{name}"' if name else "of a GPU that has no name"
             raise ValueError(
-                f"the speed {which} is not known; name it by --gpu or memory.gpu, one of {', '.join(GPUS)}."
+                f"the speed {which} is not known; name it by --gpu or memory.gpu, one of "
+                f"{', '.join(GPUS)}."
                 f"{nearest_word(name, GPUS)}"
             )
         found = GPUS[name]
@@ -179,12 +199,15 @@ def machine_of(config: Config, target: Target, network_gbps: float | None = None
 def cluster_of(
     machine: Machine, ranks: int, nodes: int | None = None, ranks_per_node: int | None = None
 ) -> Cluster:
-    """The nodes that so many ranks take, or those that are given. ValueError where the ranks do not fill them."""
+    """The nodes that so many ranks take, or those that are given.
+
+    ValueError where the ranks do not fill them."""
     if nodes is None:
         per_node = min(ranks, RANKS_PER_NODE) if ranks_per_node is None else ranks_per_node
         if per_node < 1 or ranks % per_node:
             raise ValueError(
-                f"{counted(ranks, 'rank', 'do')} not fill nodes of {per_node}; give those of a node (--gpus-per-node)"
+                f"{counted(ranks, 'rank', 'do')} not fill nodes of {per_node}; give those of a "
+                "node (--gpus-per-node)"
             )
         nodes, ranks_per_node = ranks // per_node, per_node
     per_node = RANKS_PER_NODE if ranks_per_node is None else ranks_per_node

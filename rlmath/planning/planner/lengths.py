@@ -1,4 +1,5 @@
-"""How long the completions of a step are: a log-normal distribution, cut off at the longest length that is allowed."""
+"""How long the completions of a step are: a log-normal distribution, cut off at the longest length
+that is allowed."""
 
 from __future__ import annotations
 
@@ -7,14 +8,16 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 SPREAD = 0.78
-"""Standard deviation of the logarithm of a length that is not cut off. From the one step log in the documents of AReaL
-(7B, six steps of 16,384 completions, longest 16,384 tokens): mean 7,834, 12.4% cut off."""
+"""Standard deviation of the logarithm of a length that is not cut off. From the one step log in the
+documents of AReaL (7B, six steps of 16,384 completions, longest 16,384 tokens): mean 7,834, 12.4%
+cut off."""
 _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Completions of at most `longest` tokens; exp(N(log(median), spread)) before they are cut off."""
+    """Completions of at most `longest` tokens; exp(N(log(median), spread)) before they are cut
+    off."""
 
     median: float
     spread: float
@@ -22,7 +25,9 @@ class Lengths:
 
     def at(self, share: float) -> float:
         """The length that a share of all completions does not exceed (tokens); 0 < share < 1."""
-        return max(1.0, min(self.longest, self.median * math.exp(self.spread * _NORMAL.inv_cdf(share))))
+        return max(
+            1.0, min(self.longest, self.median * math.exp(self.spread * _NORMAL.inv_cdf(share)))
+        )
 
     @property
     def truncated(self) -> float:
@@ -46,7 +51,9 @@ class Lengths:
 
 
 def lengths_with_mean(mean: float, longest: int, spread: float = SPREAD) -> Lengths:
-    """The distribution whose mean, with what is cut off, is `mean` tokens. ValueError where no lengths have that mean.
+    """The distribution whose mean, with what is cut off, is `mean` tokens.
+
+    ValueError where no lengths have that mean.
 
     >>> round(lengths_with_mean(8000, 16384).truncated, 2)
     0.13

@@ -1,4 +1,5 @@
-"""The seconds of sampling: prefill, decoding with all places of the engines taken, and the tail of the longest."""
+"""The seconds of sampling: prefill, decoding with all places of the engines taken, and the tail of
+the longest."""
 
 from __future__ import annotations
 
@@ -6,7 +7,12 @@ import math
 from dataclasses import dataclass
 
 from rlmath.data.seqlen_balancing import forward_cost
-from rlmath.planning.memory_formulas import BLOCK_TOKENS, EngineBytes, engine_bytes, kv_bytes_per_token
+from rlmath.planning.memory_formulas import (
+    BLOCK_TOKENS,
+    EngineBytes,
+    engine_bytes,
+    kv_bytes_per_token,
+)
 from rlmath.planning.planner.training import StepInputs
 
 
@@ -26,10 +32,11 @@ class PlannedRollout:
 
 
 def plan_rollout(inputs: StepInputs) -> PlannedRollout:
-    """The rollout of a step, by engines on all ranks of the cluster, or on its `rollout.ranks` last ones. With all
-    places taken an engine needs mean x requests / places steps. What waits for every completion of its step takes as
-    many more as the longest has more tokens than the mean. Partial rollouts, tail batching and engines on ranks of
-    their own spread that over the steps that a completion may take, and have those of as many steps in their places."""
+    """The rollout of a step, by engines on all ranks of the cluster, or on its `rollout.ranks` last
+    ones. With all places taken an engine needs mean x requests / places steps. What waits for every
+    completion of its step takes as many more as the longest has more tokens than the mean. Partial
+    rollouts, tail batching and engines on ranks of their own spread that over the steps that a
+    completion may take, and have those of as many steps in their places."""
     rollout, batch, lengths = inputs.config.rollout, inputs.batch, inputs.batch.lengths
     engines = max(1, (rollout.ranks or inputs.cluster.ranks) // rollout.tensor_parallel)
     requests = -(-batch.sequences // engines)
@@ -60,26 +67,33 @@ def steps_of_a_completion(inputs: StepInputs) -> int:
 
 
 def slots_of(inputs: StepInputs, requests: int) -> int:
-    """Sequences that an engine decodes at a time: as many as its KV cache holds of the mean length of a running one.
-    That is more than half of the mean: a long one runs long, and is half done on average."""
+    """Sequences that an engine decodes at a time: as many as its KV cache holds of the mean length
+    of a running one. That is more than half of the mean: a long one runs long, and is half done on
+    average."""
     rollout, lengths = inputs.config.rollout, inputs.batch.lengths
     most = (rollout.max_concurrent_sequences if rollout.ranks else None) or rollout.max_num_seqs
     running = inputs.batch.prompt_tokens + lengths.moment(2) / (2 * lengths.mean)
     token = kv_bytes_per_token(inputs.shape, rollout.tensor_parallel, inputs.target.itemsize)
     return max(
-        1, min(most, rollout.max_num_seqs, requests, int(engine_of(inputs).kv_cache / token / running))
+        1,
+        min(
+            most, rollout.max_num_seqs, requests, int(engine_of(inputs).kv_cache / token / running)
+        ),
     )
 
 
 def engine_of(inputs: StepInputs) -> EngineBytes:
     """The memory of an engine rank."""
     target = inputs.target
-    return engine_bytes(inputs.shape, inputs.config.rollout, target.kind, target.itemsize, target.total_bytes)
+    return engine_bytes(
+        inputs.shape, inputs.config.rollout, target.kind, target.itemsize, target.total_bytes
+    )
 
 
 def _token_seconds(inputs: StepInputs, engines: int) -> float:
-    """Of a rank, for the tokens of its engine: every one passes through the model and reads the keys and values of all
-    before it, and the host handles it. A group's prompt is computed once, as far as it fills blocks of the KV cache."""
+    """Of a rank, for the tokens of its engine: every one passes through the model and reads the
+    keys and values of all before it, and the host handles it. A group's prompt is computed once, as
+    far as it fills blocks of the KV cache."""
     batch, cluster, ranks = inputs.batch, inputs.cluster, inputs.config.rollout.tensor_parallel
     count = max(1.0, batch.sequences / engines)
     tokens, prompt = count * batch.lengths.mean, batch.prompt_tokens

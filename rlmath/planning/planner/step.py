@@ -1,4 +1,5 @@
-"""A step of a run on a cluster, predicted: its seconds, phase by phase, on one layout or on every one."""
+"""A step of a run on a cluster, predicted: its seconds, phase by phase, on one layout or on every
+one."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.dataset import critic_epochs
 from rlmath.distributed.mesh import Mesh
-from rlmath.planning.checks import device_problems, memory_problems, setting_problems, shape_problems
+from rlmath.planning.checks import (
+    device_problems,
+    memory_problems,
+    setting_problems,
+    shape_problems,
+)
 from rlmath.planning.memory_estimate import Target, largest, mesh_of, plan_ranks, without_adapters
 from rlmath.planning.parallelism import divisors
 from rlmath.planning.planner.cluster import Cluster
@@ -18,11 +24,22 @@ from rlmath.planning.planner.lengths import Batch, lengths_with_mean
 from rlmath.planning.planner.rollout import PlannedRollout, engine_of, plan_rollout
 from rlmath.planning.planner.training import StepInputs, logprobs_seconds, update_seconds
 
-PHASES = ("switch", "sync", "rollout", "logprobs", "reference", "critic", "teacher", "update", "other")
-"""In the order of a step; the switch is both ways. Where engines have no ranks of their own, phases take turns on the
-same memory, none runs beside another."""
+PHASES = (
+    "switch",
+    "sync",
+    "rollout",
+    "logprobs",
+    "reference",
+    "critic",
+    "teacher",
+    "update",
+    "other",
+)
+"""In the order of a step; the switch is both ways. Where engines have no ranks of their own, phases
+take turns on the same memory, none runs beside another."""
 TYPICAL_SHARE = 0.3
-"""Mean completion as a share of the longest, where not given: 0.29 to 0.31 for R1 models and 27,648 tokens."""
+"""Mean completion as a share of the longest, where not given: 0.29 to 0.31 for R1 models and 27,648
+tokens."""
 TYPICAL_PROMPT = 128
 """Mean prompt (tokens) where not given; AReaL's step log has 108."""
 
@@ -59,31 +76,47 @@ class StepPlan:
         return max(sides) if self.overlaps else sum(sides)
 
 
-def batch_of(config: Config, mean_response: float | None = None, mean_prompt: float | None = None) -> Batch:
-    """The sequences of a step with completions and prompts of these mean lengths (tokens), or of typical ones.
-    ValueError for lengths that the settings do not allow."""
+def batch_of(
+    config: Config, mean_response: float | None = None, mean_prompt: float | None = None
+) -> Batch:
+    """The sequences of a step with completions and prompts of these mean lengths (tokens), or of
+    typical ones. ValueError for lengths that the settings do not allow."""
     longest, longest_prompt = config.rollout.max_new_tokens, config.data.max_prompt_tokens
     mean = max(1.0, TYPICAL_SHARE * longest) if mean_response is None else mean_response
     prompt = float(min(TYPICAL_PROMPT, longest_prompt)) if mean_prompt is None else mean_prompt
     if not 1 <= prompt <= longest_prompt:
-        problem = f"the mean prompt is {prompt:g} tokens; needed: from 1 to data.max_prompt_tokens, {longest_prompt}"
+        problem = (
+            f"the mean prompt is {prompt:g} tokens; needed: from 1 to "
+            f"data.max_prompt_tokens, {longest_prompt}"
+        )
         raise ValueError(f"{problem} (--mean-prompt-tokens)")
     group = config.rollout.group_size
-    return Batch(config.data.prompts_per_step * group, group, prompt, lengths_with_mean(mean, longest))
+    return Batch(
+        config.data.prompts_per_step * group, group, prompt, lengths_with_mean(mean, longest)
+    )
 
 
 def step_inputs(
     config: Config, shape: ModelShape, target: Target, cluster: Cluster, batch: Batch
 ) -> StepInputs:
-    """With one stage's settings, on the whole cluster. The layout has no problems (`planning.parallelism`)."""
+    """With one stage's settings, on the whole cluster.
+
+    The layout has no problems (`planning.parallelism`)."""
     return StepInputs(
-        config, shape, target=target, cluster=cluster, batch=batch, mesh=mesh_of(config, cluster.ranks, 0)
+        config,
+        shape,
+        target=target,
+        cluster=cluster,
+        batch=batch,
+        mesh=mesh_of(config, cluster.ranks, 0),
     )
 
 
 def plan_step(inputs: StepInputs) -> StepPlan:
-    """A step and its seconds. With engines on ranks of their own trainers are the first ranks, and nothing is switched
-    or offloaded for engines; what it takes to send them weights is left out."""
+    """A step and its seconds.
+
+    With engines on ranks of their own trainers are the first ranks, and nothing is switched or
+    offloaded for engines; what it takes to send them weights is left out."""
     config, cluster, of = inputs.config, inputs.cluster, inputs.cluster.coefficients
     own, rollout = config.rollout.ranks, plan_rollout(inputs)
     training = replace(inputs, cluster=cluster.first(cluster.ranks - own))
@@ -105,8 +138,10 @@ def plan_step(inputs: StepInputs) -> StepPlan:
 
 
 def _training_phases(training: StepInputs) -> dict[str, float]:
-    """From log-probs to the update; those that the run has. What it takes to bring an offloaded reference, critic or
-    teacher is left out, and the output layer that a loss on the whole vocabulary computes again."""
+    """From log-probs to the update; those that the run has.
+
+    What it takes to bring an offloaded reference, critic or teacher is left out, and the output
+    layer that a loss on the whole vocabulary computes again."""
     config, seconds = training.config, {}
     if recomputes_logprobs(config):
         seconds["logprobs"] = logprobs_seconds(training)
@@ -119,19 +154,22 @@ def _training_phases(training: StepInputs) -> dict[str, float]:
         seconds["critic"] = logprobs_seconds(values) + update_seconds(values)
     if (teacher := teacher_shape_of(config)) is not None:
         rows = training.shape.vocab_size  # of its embedding, as the policy's
-        seconds["teacher"] = logprobs_seconds(replace(training, shape=replace(teacher, vocab_size=rows)))
+        seconds["teacher"] = logprobs_seconds(
+            replace(training, shape=replace(teacher, vocab_size=rows))
+        )
     return seconds | {"update": update_seconds(training)}
 
 
 def recomputes_logprobs(config: Config) -> bool:
-    """Whether a step has a pass for the policy's own log-probs: not where its one minibatch gives them itself
-    (`Config.on_policy`)."""
+    """Whether a step has a pass for the policy's own log-probs: not where its one minibatch gives
+    them itself (`Config.on_policy`)."""
     algorithm = config.algorithm
     return algorithm.selects_tokens or (algorithm.recomputes and not config.on_policy)
 
 
 def sync_seconds(inputs: StepInputs) -> float:
-    """Every engine rank's weights are copied; where the layouts differ, other ranks have sent them, all at most."""
+    """Every engine rank's weights are copied; where the layouts differ, other ranks have sent them,
+    all at most."""
     mesh, cluster, weights = inputs.mesh, inputs.cluster, engine_of(inputs).weights
     is_own = mesh.pipeline == mesh.expert == 1 and mesh.tensor == mesh.engine_size
     return cluster.memory_seconds(2 * weights) + cluster.link_seconds(
@@ -140,10 +178,13 @@ def sync_seconds(inputs: StepInputs) -> float:
 
 
 def switch_seconds(inputs: StepInputs) -> float:
-    """What is offloaded while the engine samples goes to the host and comes back; gradients hold nothing then."""
+    """What is offloaded while the engine samples goes to the host and comes back; gradients hold
+    nothing then."""
     config, cluster = inputs.config, inputs.cluster
     plan, _ = largest(plan_ranks(config, inputs.shape, cluster.ranks, inputs.target))
-    names = [name for name in ("optimizer", "parameters") if getattr(config.memory, f"offload_{name}")]
+    names = [
+        name for name in ("optimizer", "parameters") if getattr(config.memory, f"offload_{name}")
+    ]
     return cluster.host_seconds(2.0 * sum(map(plan.part, names)))
 
 
@@ -161,10 +202,16 @@ class Comparison:
 
 
 def with_layout(config: Config, tensor: int, pipeline: int, engine: int) -> Config:
-    """The settings with another layout; data-parallel ranks are what remains. Chunks and uneven stages belong to the
-    layout that the settings have, and are left out of another."""
+    """The settings with another layout; data-parallel ranks are what remains.
+
+    Chunks and uneven stages belong to the layout that the settings have, and are left out of
+    another."""
     same = tensor == config.parallel.tensor and pipeline == config.parallel.pipeline
-    stages = {} if same else {"virtual_pipeline": 1, "first_stage_layers": None, "last_stage_layers": None}
+    stages = (
+        {}
+        if same
+        else {"virtual_pipeline": 1, "first_stage_layers": None, "last_stage_layers": None}
+    )
     parallel = replace(config.parallel, data=None, tensor=tensor, pipeline=pipeline, **stages)
     rollout = replace(config.rollout, tensor_parallel=engine)
     return replace(config, parallel=parallel, rollout=rollout)

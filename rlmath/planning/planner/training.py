@@ -35,7 +35,8 @@ class StepInputs:
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches of one minibatch on a data-parallel rank: as few as hold its tokens, in the needed multiple."""
+        """Micro-batches of one minibatch on a data-parallel rank: as few as hold its tokens, in the
+        needed multiple."""
         tokens = self.batch.tokens / self.config.algorithm.n_minibatches / self.mesh.data
         multiple = self.mesh.microbatch_multiple
         least = math.ceil(tokens / self.config.policy.max_tokens_per_microbatch)
@@ -43,8 +44,8 @@ class StepInputs:
 
     @property
     def idle_factor(self) -> float:
-        """Seconds of a pipeline over those of its work: (m + (p - 1) / v) / m of m micro-batches, p stages and v
-        chunks (Megatron-LM, arXiv:2104.04473, section 2.2)."""
+        """Seconds of a pipeline over those of its work: (m + (p - 1) / v) / m of m micro-batches, p
+        stages and v chunks (Megatron-LM, arXiv:2104.04473, section 2.2)."""
         mesh, count = self.mesh, self.microbatches
         return (count + (mesh.pipeline - 1) / mesh.virtual_pipeline) / count
 
@@ -71,8 +72,9 @@ LOGPROBS = Passes(1.0, 1.0)
 
 
 def update_passes(shape: ModelShape, config: Config, layers: int) -> Passes:
-    """Forward and backward, and what of `layers` of a chunk is recomputed: all ("full"), the first ones of a chunk
-    ("block"), or their MLPs ("selective"). With LoRA the backward pass has no products for gradients of the weights."""
+    """Forward and backward, and what of `layers` of a chunk is recomputed: all ("full"), the first
+    ones of a chunk ("block"), or their MLPs ("selective"). With LoRA the backward pass has no
+    products for gradients of the weights."""
     policy, matrices, again = config.policy, 2.0 if config.lora.rank else 3.0, 0.0
     if policy.recompute_granularity == "full":
         again = 1.0
@@ -106,28 +108,38 @@ def _pass_seconds(inputs: StepInputs, mesh: Mesh, passes: Passes) -> float:
     shape, batch = inputs.shape, inputs.batch
     layers = own_layers(inputs.config, shape, mesh)
     cost, share = forward_cost(shape), layers / shape.num_layers
-    head = 2.0 * shape.hidden_size * shape.outputs  # FLOPs of the output layer for one token, forwards
+    head = (
+        2.0 * shape.hidden_size * shape.outputs
+    )  # FLOPs of the output layer for one token, forwards
     flops = batch.tokens * share * (cost.linear - head) * passes.matrices
     flops += batch.squares * share * cost.quadratic * passes.attention
     if mesh.is_last_stage:
         flops += batch.tokens * head * (passes.matrices - passes.recomputed)
-    runs = inputs.microbatches * inputs.config.algorithm.n_minibatches * passes.runs * mesh.virtual_pipeline
+    runs = (
+        inputs.microbatches
+        * inputs.config.algorithm.n_minibatches
+        * passes.runs
+        * mesh.virtual_pipeline
+    )
     seconds = inputs.cluster.compute_seconds(flops / inputs.parts / mesh.tensor)
     seconds += runs * inputs.cluster.coefficients.microbatch_seconds
     return seconds * inputs.idle_factor + exchange_seconds(inputs, mesh, layers, passes)
 
 
 def exchange_seconds(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes) -> float:
-    """Between the ranks of a micro-batch: two sums of hidden states a layer over tensor-parallel ranks, every token to
-    its experts and back, and hidden states to the next stage. What the embedding, the output layer and adapters send is
-    left out, and messages of context parallelism."""
+    """Between the ranks of a micro-batch: two sums of hidden states a layer over tensor-parallel
+    ranks, every token to its experts and back, and hidden states to the next stage. What the
+    embedding, the output layer and adapters send is left out, and messages of context parallelism.
+    """
     shape, cluster, config = inputs.shape, inputs.cluster, inputs.config
     state = inputs.batch.tokens / inputs.parts * shape.hidden_size * inputs.target.itemsize
     split = mesh.tensor if config.parallel.sequence else 1
     count = inputs.microbatches * config.algorithm.n_minibatches
     runs, found = passes.runs + passes.recomputed, 0.0
     if mesh.tensor > 1:
-        sums = layers * runs * (1 if shape.num_experts else 2)  # experts get their tokens from others
+        sums = (
+            layers * runs * (1 if shape.num_experts else 2)
+        )  # experts get their tokens from others
         found += cluster.link_seconds(
             state * sums * 2 * (mesh.tensor - 1) / mesh.tensor, count * sums, mesh.tensor
         )
@@ -144,13 +156,17 @@ def exchange_seconds(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes
 
 
 def gradient_seconds(inputs: StepInputs, mesh: Mesh, layers: int) -> float:
-    """One minibatch's gradients in float32 among the ranks that have the same parameters: scattered, and the new
-    parameters gathered; or summed on all ranks. The network cards of a node share what its ranks send to others."""
+    """One minibatch's gradients in float32 among the ranks that have the same parameters:
+    scattered, and the new parameters gathered; or summed on all ranks. The network cards of a node
+    share what its ranks send to others."""
     distributed = inputs.config.optimizer.distributed
     ways = FLOAT32_BYTES + (inputs.target.itemsize if distributed else FLOAT32_BYTES)
     per_node, seconds = inputs.cluster.ranks_per_node, 0.0
     for sizes, ranks, stride in gradient_buffers(inputs.config, inputs.shape, mesh, layers):
-        sent, beside = sum(sizes) * ways * (ranks - 1) / ranks, max(1, min(ranks, per_node // stride))
+        sent, beside = (
+            sum(sizes) * ways * (ranks - 1) / ranks,
+            max(1, min(ranks, per_node // stride)),
+        )
         if ranks > 1:
             seconds += inputs.cluster.link_seconds(sent, 2, stride * ranks, beside)
     return seconds

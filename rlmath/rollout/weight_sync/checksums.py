@@ -1,8 +1,9 @@
-"""Checks that the engines have the policy's weights: checksums of every Hugging Face tensor, on both sides.
+"""Checks that the engines have the policy's weights: checksums of every Hugging Face tensor, on
+both sides.
 
-The checksum of a tensor is the sum over its elements of a hash of the element's bits, in the engine's number format,
-and of its position: a wrong value, a missing one, and a right one in the wrong place all change it. Sums over the ranks
-that share a tensor give that of the whole tensor.
+The checksum of a tensor is the sum over its elements of a hash of the element's bits, in the
+engine's number format, and of its position: a wrong value, a missing one, and a right one in the
+wrong place all change it. Sums over the ranks that share a tensor give that of the whole tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def rectangle_checksum(values: Tensor, row: int, col: int, width: int) -> int:
-    """Checksum of a rectangle [rows, columns] that lies at (row, col) of a tensor with `width` columns."""
+    """Checksum of a rectangle [rows, columns] that lies at (row, col) of a tensor with `width`
+    columns."""
     total, step = 0, max(1, _AT_ONCE // values.shape[1])
     columns = torch.arange(col, col + values.shape[1], device=values.device)
     for start in range(0, values.shape[0], step):
@@ -51,17 +53,21 @@ def rectangle_checksum(values: Tensor, row: int, col: int, width: int) -> int:
 
 
 def _mixed(bits: Tensor, places: Tensor) -> Tensor:
-    """A hash of every element with its position, int64, in which each bit of both changes about half of all bits:
-    multiply and shift, as in splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """A hash of every element with its position, int64, in which each bit of both changes about
+    half of all bits: multiply and shift, as in splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     mixed = bits * 0x1F123BB5 + places * 0x61C8864680B583EB
     mixed = (mixed ^ (mixed >> 32)) * 0x2545F4914F6CDD1D
     return mixed ^ (mixed >> 29)
 
 
 class SyncChecksums:
-    """Compares the two sides of one sync. Every rank makes one for the sync, adds both sides, and calls `differing`."""
+    """Compares the two sides of one sync.
 
-    def __init__(self, shape: ModelShape, layout: TrainingLayout, mesh: Mesh, device: Device) -> None:
+    Every rank makes one for the sync, adds both sides, and calls `differing`."""
+
+    def __init__(
+        self, shape: ModelShape, layout: TrainingLayout, mesh: Mesh, device: Device
+    ) -> None:
         self._mesh, self._device = mesh, device
         part = mesh.rank % mesh.engine_size
         self._widths = {block.tensor: block.cols for block in engine_blocks(shape, 1, 0)}
@@ -90,7 +96,8 @@ class SyncChecksums:
             self._sums[side][block.tensor] += checksum
 
     def differing(self) -> list[str]:
-        """Tensors that differ between the policy and some engine, with the engines; the same on all ranks."""
+        """Tensors that differ between the policy and some engine, with the engines; the same on all
+        ranks."""
         mesh = self._mesh
         table = torch.zeros(1 + mesh.num_engines, len(self._names), dtype=torch.int64)
         table[0] = torch.tensor(
@@ -110,21 +117,27 @@ class SyncChecksums:
 
 
 def _copies(shape: ModelShape, engine_size: int) -> dict[str, int]:
-    """How often an engine has each element of a tensor: its ranks may split it, or each hold all of it."""
+    """How often an engine has each element of a tensor: its ranks may split it, or each hold all of
+    it."""
     held: Counter[str] = Counter()
     for part in range(engine_size):
         for block in engine_blocks(shape, engine_size, part):
             held[block.tensor] += block.elements
-    return {block.tensor: held[block.tensor] // block.elements for block in engine_blocks(shape, 1, 0)}
+    return {
+        block.tensor: held[block.tensor] // block.elements for block in engine_blocks(shape, 1, 0)
+    }
 
 
 def _counted(shape: ModelShape, layout: TrainingLayout, mesh: Mesh) -> list[Block]:
-    """The blocks whose rectangle no earlier rank of this rank's stage holds: every element is counted once."""
+    """The blocks whose rectangle no earlier rank of this rank's stage holds: every element is
+    counted once."""
     first = mesh.pipeline_rank * (mesh.world_size // mesh.pipeline)
     before = {coordinates(replace(mesh, rank=rank)) for rank in range(first, mesh.rank)}
     if coordinates(mesh) in before:
         return []
-    held = [b for b in training_blocks(shape, layout, coordinates(mesh)) if b.parameter != TIED_HEAD]
+    held = [
+        b for b in training_blocks(shape, layout, coordinates(mesh)) if b.parameter != TIED_HEAD
+    ]
     rectangle = attrgetter("tensor", "row", "col", "rows", "cols")
     seen = {rectangle(block) for at in before for block in training_blocks(shape, layout, at)}
     return [block for block in held if rectangle(block) not in seen]

@@ -1,17 +1,18 @@
-"""New weights for engines on ranks of their own: trainers offer a version, and every engine takes it when it can.
+"""New weights for engines on ranks of their own: trainers offer a version, and every engine takes
+it when it can.
 
     trainer   offer(): copies its parameters, tells nobody, trains on
               its thread serves one engine after the other from that copy
     engine    take(): draws a turn, asks all trainers, receives its parts in rounds, writes them in place
 
-Trainers serve engines in the order of their turns, which is the same on all of them: two engines that wait for each
-other's senders cannot happen. Weights are offered when all engines have those before, and every engine takes all that
-are offered, so that both sides count them alike. (Versions would not do: where a step learned nothing, the next one
-offers the same.)
+Trainers serve engines in the order of their turns, which is the same on all of them: two engines
+that wait for each other's senders cannot happen. Weights are offered when all engines have those
+before, and every engine takes all that are offered, so that both sides count them alike. (Versions
+would not do: where a step learned nothing, the next one offers the same.)
 
-The plan (`reshard_plan.plan_sync`) is the same for every engine but for its ranks. Buckets travel over the
-bridge, through the memory of the hosts. These engines never sleep: after the first offer only what learns is copied and
-sent, with LoRA the merged matrices.
+The plan (`reshard_plan.plan_sync`) is the same for every engine but for its ranks. Buckets travel
+over the bridge, through the memory of the hosts. These engines never sleep: after the first offer
+only what learns is copied and sent, with LoRA the merged matrices.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class WeightsWanted:
 
 
 class WeightSender:
-    """A training rank's side: holds the offered weights, and sends them to the engines that ask for them."""
+    """A training rank's side: holds the offered weights, and sends them to the engines that ask for
+    them."""
 
     def __init__(
         self,
@@ -97,8 +99,8 @@ class WeightSender:
 
     @torch.no_grad()
     def offer(self) -> float:
-        """Take a copy of the parameters, once all engines have the one before; how long that took to wait for
-        (seconds). RuntimeError where the thread has failed."""
+        """Take a copy of the parameters, once all engines have the one before; how long that took
+        to wait for (seconds). RuntimeError where the thread has failed."""
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._to_serve == 0 or self._error is not None)
@@ -119,13 +121,17 @@ class WeightSender:
         """From the next offer on, send by this plan; copies that it does not read are freed."""
         self._rounds = rank_rounds(plan, self._mesh.rank)
         self._runs = [runs_of_round(round_) for round_ in self._rounds]
-        read = {c.source_parameter for r in self._rounds for copies in r.sends.values() for c in copies}
+        read = {
+            c.source_parameter for r in self._rounds for copies in r.sends.values() for c in copies
+        }
         self._copies = {name: copy for name, copy in self._copies.items() if name in read}
         self.bytes_sent = plan.bytes_sent(self._mesh.rank) * self._mesh.num_engines
         """What this rank sends of an offer to all engines (bytes)."""
 
     def close(self) -> None:
-        """End the thread. Call it when no engine asks any more."""
+        """End the thread.
+
+        Call it when no engine asks any more."""
         self._wanted.put(None)
 
     def _serve(self) -> None:
@@ -157,7 +163,9 @@ class WeightSender:
         shift = engine * self._mesh.engine_size
 
         def exchange(sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list:
-            return self._bridge.exchange([(rank + shift, bucket) for rank, bucket in sends], receives)
+            return self._bridge.exchange(
+                [(rank + shift, bucket) for rank, bucket in sends], receives
+            )
 
         transport = Messages(self._rounds, self._pack, self._dtype, HOST, exchange)
         run_rounds(transport, len(self._rounds), lambda number, wait: wait())
@@ -179,8 +187,9 @@ class WeightReceiver:
         mailbox: Mailbox | None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`mesh` is that of the engines' world; the first rank of an engine has the `mailbox`. `on_progress` is called
-        for every round."""
+        """`mesh` is that of the engines' world; the first rank of an engine has the `mailbox`.
+
+        `on_progress` is called for every round."""
         self._weights, self._mesh, self._device = weights, mesh, device
         self._bridge, self._mailbox, self._on_progress = bridge, mailbox, on_progress
         self._plans = plans
@@ -189,11 +198,15 @@ class WeightReceiver:
 
     @torch.no_grad()
     def take(self) -> float:
-        """All of the engine's weights become the next offer's; the seconds that took. All its ranks call it."""
+        """All of the engine's weights become the next offer's; the seconds that took.
+
+        All its ranks call it."""
         started = time.perf_counter()
         self._taken += 1
         if self._mailbox is not None:
-            wanted = WeightsWanted(self._store.fetch_add("turns"), self._mesh.engine_index, self._taken)
+            wanted = WeightsWanted(
+                self._store.fetch_add("turns"), self._mesh.engine_index, self._taken
+            )
             for rank in range(self._bridge.training_ranks):
                 self._mailbox.send(rank, wanted)
         synchronize(self._device)  # what still computes with the old ones
@@ -203,7 +216,11 @@ class WeightReceiver:
         elif self._taken == 2:
             self._follow(self._plans.later)
         transport = Messages(
-            self._rounds, lambda number, peer, bucket: None, self._weights.dtype, HOST, self._bridge.exchange
+            self._rounds,
+            lambda number, peer, bucket: None,
+            self._weights.dtype,
+            HOST,
+            self._bridge.exchange,
         )
         run_rounds(transport, len(self._rounds), self._write)
         self._weights.end()

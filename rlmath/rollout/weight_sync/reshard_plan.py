@@ -1,18 +1,23 @@
-"""Which rank sends which part of the weights to which rank's engine, and in which round. Pure arithmetic.
+"""Which rank sends which part of the weights to which rank's engine, and in which round.
 
-    training layout + engine layout -> overlaps of their blocks -> local copies, and copies that travel -> rounds
+Pure arithmetic.
+
+    training layout + engine layout -> overlaps of their blocks -> local copies, and copies that
+    travel -> rounds
 
 Invariants, which the tests assert:
 
 - every element that an engine needs is written exactly once per sync;
-- a rank copies locally whatever its own shard holds; only what it lacks travels, which no plan can avoid;
+- a rank copies locally whatever its own shard holds; only what it lacks travels, which no plan can
+  avoid;
 - in no round does a rank send or receive more than one bucket, unless a single row is larger;
 - the ranks that hold an element share the sending of it evenly, those of the receiver's node first;
 - all ranks derive the same plan from the settings, without a message.
 
-The layout repeats itself: so many ranks further on in a pipeline stage, a rank holds the same weights and has the same
-place in its engine and on its node. One such period of every stage is a *cell*. A cell holds everything that its
-engines need, and all cells are alike, so that a rank plans its own cell only, however many ranks there are.
+The layout repeats itself: so many ranks further on in a pipeline stage, a rank holds the same
+weights and has the same place in its engine and on its node. One such period of every stage is a
+*cell*. A cell holds everything that its engines need, and all cells are alike, so that a rank plans
+its own cell only, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -42,7 +47,8 @@ SHARED_BUCKET_BYTES = 16 * 2**20
 
 
 def bucket_bytes(settings_mib: float, device_kind: str, world_size: int) -> int:
-    """Size of a bucket where `sync.bucket_mib` is `settings_mib`: several ranks on CPU share memory, in smaller ones.
+    """Size of a bucket where `sync.bucket_mib` is `settings_mib`: several ranks on CPU share
+    memory, in smaller ones.
 
     >>> bucket_bytes(64, "cpu", 2) // 2**20, bucket_bytes(64, "cuda", 2) // 2**20
     (16, 64)
@@ -55,7 +61,8 @@ def bucket_bytes(settings_mib: float, device_kind: str, world_size: int) -> int:
 
 
 class Copy(NamedTuple):
-    """A rectangle of a Hugging Face tensor, copied from a rank's parameter into a parameter of a rank's engine."""
+    """A rectangle of a Hugging Face tensor, copied from a rank's parameter into a parameter of a
+    rank's engine."""
 
     source: int
     target: int
@@ -99,7 +106,9 @@ class SyncPlan:
         return self.element_bytes * sum(sent)
 
     def bytes_received(self, rank: int) -> int:
-        received = (copy.elements for copies in self.rounds for copy in copies if copy.target == rank)
+        received = (
+            copy.elements for copies in self.rounds for copy in copies if copy.target == rank
+        )
         return self.element_bytes * sum(received)
 
     @property
@@ -128,19 +137,25 @@ def plan_sync(
     ranks_per_node: int | None = None,
     only: Collection[str] | None = None,
 ) -> SyncPlan:
-    """The plan for the cell of `mesh.rank`; None: all ranks are on one node. Where engines have ranks of their own, it
-    is that for the first engine, behind all training ranks, those of `mesh`: every element travels once to each rank
-    that needs it. `only`: the policy's parameters that are copied, by `parameter_key`; None: all."""
+    """The plan for the cell of `mesh.rank`; None: all ranks are on one node.
+
+    Where engines have ranks of their own, it is that for the first engine, behind all training
+    ranks, those of `mesh`: every element travels once to each rank that needs it. `only`: the
+    policy's parameters that are copied, by `parameter_key`; None: all."""
     if mesh.engine_ranks:
         ranks: Sequence[int] = range(mesh.world_size)
         parts = {mesh.world_size + part: part for part in range(mesh.engine_size)}
-        ranks_per_node = mesh.world_size + mesh.engine_size  # nodes make no difference: engines have others
+        ranks_per_node = (
+            mesh.world_size + mesh.engine_size
+        )  # nodes make no difference: engines have others
     else:
         ranks = cell_of(mesh, ranks_per_node)
         parts = {rank: rank % mesh.engine_size for rank in ranks}
     coordinates_of = {rank: coordinates(replace(mesh, rank=rank)) for rank in ranks}
     senders = Senders(coordinates_of, ranks_per_node or mesh.world_size)
-    held = by_region({at: training_blocks(shape, layout, at) for at in sorted(set(coordinates_of.values()))})
+    held = by_region(
+        {at: training_blocks(shape, layout, at) for at in sorted(set(coordinates_of.values()))}
+    )
     overlaps_of_part = [
         [
             overlap
@@ -154,7 +169,9 @@ def plan_sync(
     local: dict[int, list[Copy]] = {rank: [] for rank in parts}
     travelling: list[Copy] = []
     # In the model's order, and within it by rank: all engines are then filled side by side.
-    ordered = sorted((number, rank) for rank, overlaps in needed.items() for number in range(len(overlaps)))
+    ordered = sorted(
+        (number, rank) for rank, overlaps in needed.items() for number in range(len(overlaps))
+    )
     for number, rank in ordered:
         overlap = needed[rank][number]
         own = overlap.sources.get(coordinates_of[rank]) if rank in coordinates_of else None
@@ -166,7 +183,9 @@ def plan_sync(
             rows = min(step, overlap.target.rows - start)
             source = senders.choose(rank, overlap.sources, rows * overlap.target.cols)
             held_there = overlap.sources[coordinates_of[source]]
-            travelling.append(_copy((source, rank), held_there, overlap.target, start=start, rows=rows))
+            travelling.append(
+                _copy((source, rank), held_there, overlap.target, start=start, rows=rows)
+            )
     return SyncPlan(
         local={rank: tuple(mine) for rank, mine in local.items()},
         rounds=_in_rounds(travelling, {*coordinates_of, *parts}, budget),
@@ -185,7 +204,8 @@ def plan_sync(
 def _copy(
     ranks: tuple[int, int], held: Block, needed: Block, start: int = 0, rows: int | None = None
 ) -> Copy:
-    """From one rank to another: `rows` rows of what is needed, from `start` on; None: all of them."""
+    """From one rank to another: `rows` rows of what is needed, from `start` on; None: all of
+    them."""
     return Copy(
         *ranks,
         tensor=needed.tensor,
@@ -206,7 +226,9 @@ def _copy(
 
 
 def cells(mesh: Mesh, ranks_per_node: int | None = None) -> list[tuple[int, ...]]:
-    """The ranks of every cell, in order. One cell, where periods do not fill a stage. None: all ranks are on one node.
+    """The ranks of every cell, in order.
+
+    One cell, where periods do not fill a stage. None: all ranks are on one node.
 
     >>> cells(Mesh(0, 8, 2, 2, 1))
     [(0, 1, 4, 5), (2, 3, 6, 7)]
@@ -218,7 +240,9 @@ def cells(mesh: Mesh, ranks_per_node: int | None = None) -> list[tuple[int, ...]
         return [tuple(range(mesh.world_size))]
     return [
         tuple(
-            first + start + offset for first in range(0, mesh.world_size, stage) for offset in range(period)
+            first + start + offset
+            for first in range(0, mesh.world_size, stage)
+            for offset in range(period)
         )
         for start in range(0, stage, period)
     ]
@@ -229,7 +253,7 @@ def cell_of(mesh: Mesh, ranks_per_node: int | None = None) -> tuple[int, ...]:
     return next(cell for cell in cells(mesh, ranks_per_node) if mesh.rank in cell)
 
 
-# ---------------------------------------------------------------- overlaps of what is held and what is needed
+# ------------------------------------------------------ overlaps of what is held and what is needed
 
 
 @dataclass(frozen=True)
@@ -245,7 +269,8 @@ Regions = Mapping[str, Mapping[tuple[int, int, int, int], Mapping[Coordinates, B
 
 
 def by_region(held: Mapping[Coordinates, Iterable[Block]]) -> Regions:
-    """What the shards at some coordinates hold: any two hold the same rectangle, or rectangles without overlap."""
+    """What the shards at some coordinates hold: any two hold the same rectangle, or rectangles
+    without overlap."""
     found: dict[str, dict[tuple[int, int, int, int], dict[Coordinates, Block]]] = defaultdict(dict)
     for at, blocks in held.items():
         for block in blocks:
@@ -266,7 +291,9 @@ def intersections(needed: Iterable[Block], held: Regions) -> list[Overlap]:
             common = {at: _common(block, need) for at, block in holders.items()}
             overlaps.append(Overlap(target, {at: block for at, block in common.items() if block}))
             covered += target.elements
-        assert covered == need.elements, f"{covered} of {need.elements} elements of {need} are held by a rank"
+        assert covered == need.elements, (
+            f"{covered} of {need.elements} elements of {need} are held by a rank"
+        )
     return overlaps
 
 
@@ -297,8 +324,8 @@ class Senders:
         """By holders and node."""
 
     def choose(self, target: int, holders: Iterable[Coordinates], elements: int) -> int:
-        """The rank with least to send so far of those at `holders`, of the target's node where there is one; it is
-        then counted as sending `elements` more."""
+        """The rank with least to send so far of those at `holders`, of the target's node where
+        there is one; it is then counted as sending `elements` more."""
         key = tuple(holders), target // self._ranks_per_node
         if key not in self._candidates:
             ranks = [rank for at in holders for rank in self._ranks_at[at]]
@@ -312,7 +339,9 @@ class Senders:
 # ---------------------------------------------------------------- rounds
 
 
-def _in_rounds(copies: Sequence[Copy], ranks: Iterable[int], budget: int) -> tuple[tuple[Copy, ...], ...]:
+def _in_rounds(
+    copies: Sequence[Copy], ranks: Iterable[int], budget: int
+) -> tuple[tuple[Copy, ...], ...]:
     """Every copy in the first round in which both its ends have room left of `budget` elements."""
     sent, received = _Fill(ranks, budget), _Fill(ranks, budget)
     rounds: list[list[Copy]] = []
@@ -339,7 +368,8 @@ class _Fill:
         self._filled: dict[int, list[int]] = {rank: [] for rank in ranks}
 
     def room_from(self, number: int, rank: int, elements: int) -> int:
-        """The first round from `number` on that has room for so many: empty, or all of them within the budget."""
+        """The first round from `number` on that has room for so many: empty, or all of them within
+        the budget."""
         filled = self._filled[rank]
         while number < len(filled) and filled[number] and filled[number] + elements > self._budget:
             number += 1
@@ -358,14 +388,17 @@ class _Fill:
 
 @dataclass(frozen=True)
 class RankRound:
-    """What one rank does in one round. Both ends list a pair's copies in the same order."""
+    """What one rank does in one round.
+
+    Both ends list a pair's copies in the same order."""
 
     sends: dict[int, tuple[Copy, ...]]
     """By receiving rank."""
     receives: dict[int, tuple[Copy, ...]]
     """By sending rank."""
     offsets: dict[int, int]
-    """By sending rank: where its part for this rank starts among all that it sends in this round (elements)."""
+    """By sending rank: where its part for this rank starts among all that it sends in this round
+    (elements)."""
     local: tuple[Copy, ...]
     """To be done while the others travel."""
     complete: tuple[str, ...]
@@ -373,10 +406,14 @@ class RankRound:
 
 
 def rank_rounds(plan: SyncPlan, rank: int) -> list[RankRound]:
-    """One rank's part, at least one round. A parameter's local copies go with the last of its others; parameters
-    without others are spread over the rounds."""
+    """One rank's part, at least one round.
+
+    A parameter's local copies go with the last of its others; parameters without others are spread
+    over the rounds."""
     rounds = plan.rounds or ((),)
-    last = {c.target_parameter: n for n, copies in enumerate(rounds) for c in copies if c.target == rank}
+    last = {
+        c.target_parameter: n for n, copies in enumerate(rounds) for c in copies if c.target == rank
+    }
     own_copies = plan.local.get(rank, ())
     own = list(dict.fromkeys(copy.target_parameter for copy in own_copies))
     alone = [name for name in own if name not in last]

@@ -1,11 +1,13 @@
-"""Which parts of the model each rank holds for training, and which parts its engine needs: rectangles of the Hugging
-Face tensors, from the architecture's table (`weight_map`) and the two layouts alone. Pure arithmetic.
+"""Which parts of the model each rank holds for training, and which parts its engine needs:
+rectangles of the Hugging Face tensors, from the architecture's table (`weight_map`) and the two
+layouts alone. Pure arithmetic.
 
     training_blocks(shape, layout, coordinates): what Megatron's parameters of a rank hold
     engine_blocks(shape, engine_size, part): what vLLM's parameters of a rank need
 
-A vector counts as a matrix of one column. With a gate projection of 8 x 4 and two tensor-parallel ranks, rank 1 holds
-rows 4 to 7 of it, at row 0 of its own fused tensor, and the same rows of the up projection from row 4 on.
+A vector counts as a matrix of one column. With a gate projection of 8 x 4 and two tensor-parallel
+ranks, rank 1 holds rows 4 to 7 of it, at row 0 of its own fused tensor, and the same rows of the up
+projection from row 4 on.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rlmath.checkpoint.hf.weight_map import Placed, canonical_shape, hf_shapes, padded_vocab, placed_tensors
+from rlmath.checkpoint.hf.weight_map import (
+    Placed,
+    canonical_shape,
+    hf_shapes,
+    padded_vocab,
+    placed_tensors,
+)
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.mesh import Mesh
@@ -28,7 +36,8 @@ TIED_HEAD = "tied head"
 """Key of the last stage's copy of a tied embedding."""
 
 _FUSED_NAMES = {"qkv": ("q_proj", "qkv_proj"), "gate_up": ("gate_proj", "gate_up_proj")}
-"""By the form of a rule: the projection that vLLM's fused parameter is named after, and that name."""
+"""By the form of a rule: the projection that vLLM's fused parameter is named after, and that
+name."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +45,11 @@ class Block:
     """A rectangle of a Hugging Face tensor, and where it lies in a parameter of one rank."""
 
     tensor: str
-    """Name of the Hugging Face tensor; of a part of it, with the part's number: each of query, key and value, and of
-    gate and up, counts as a tensor."""
+    """Name of the Hugging Face tensor; of a part of it, with the part's number: each of query, key
+    and value, and of gate and up, counts as a tensor."""
     parameter: str
-    """Training side: the first Hugging Face name of the Megatron tensor (`parameter_key`). Engine: vLLM's name."""
+    """Training side: the first Hugging Face name of the Megatron tensor (`parameter_key`). Engine:
+    vLLM's name."""
     rows: int
     cols: int
     row: int = 0
@@ -63,7 +73,8 @@ class TrainingLayout:
 
 
 class Coordinates(NamedTuple):
-    """Coordinates of a rank in the training layout: ranks that agree in all of them hold the same weights."""
+    """Coordinates of a rank in the training layout: ranks that agree in all of them hold the same
+    weights."""
 
     tensor: int
     stage: int
@@ -72,10 +83,14 @@ class Coordinates(NamedTuple):
 
 
 def coordinates(mesh: Mesh) -> Coordinates:
-    return Coordinates(mesh.tensor_rank, mesh.pipeline_rank, mesh.expert_rank, mesh.expert_tensor_rank)
+    return Coordinates(
+        mesh.tensor_rank, mesh.pipeline_rank, mesh.expert_rank, mesh.expert_tensor_rank
+    )
 
 
-def training_layout(layers: int, mesh: Mesh, parallel: ParallelConfig = EVEN_STAGES) -> TrainingLayout:
+def training_layout(
+    layers: int, mesh: Mesh, parallel: ParallelConfig = EVEN_STAGES
+) -> TrainingLayout:
     """The layout that Megatron makes of the settings, which `planning.parallelism` has checked."""
     first, last = parallel.first_stage_layers, parallel.last_stage_layers
     stages = stage_layers(layers, mesh.pipeline, mesh.virtual_pipeline, first, last)
@@ -85,14 +100,18 @@ def training_layout(layers: int, mesh: Mesh, parallel: ParallelConfig = EVEN_STA
 def stage_layers(
     layers: int, pipeline: int, virtual: int = 1, first: int | None = None, last: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Layers by pipeline stage. Chunks are assigned to the stages in turn: all first chunks, then all second ones.
+    """Layers by pipeline stage.
+
+    Chunks are assigned to the stages in turn: all first chunks, then all second ones.
 
     >>> stage_layers(8, pipeline=2, virtual=2)
     ((0, 1, 4, 5), (2, 3, 6, 7))
     >>> stage_layers(5, pipeline=2, first=2)
     ((0, 1), (2, 3, 4))
     """
-    given = {stage: size for stage, size in {0: first, pipeline - 1: last}.items() if size is not None}
+    given = {
+        stage: size for stage, size in {0: first, pipeline - 1: last}.items() if size is not None
+    }
     others = pipeline - len(given)
     even = (layers - sum(given.values())) // others if others else 0
     chunk_sizes = [given.get(stage, even) // virtual for stage in range(pipeline)]
@@ -112,7 +131,9 @@ def parameter_key(placed: Placed) -> str:
 
 
 def training_blocks(shape: ModelShape, layout: TrainingLayout, at: Coordinates) -> Iterator[Block]:
-    """What a rank holds. With tied embeddings the last stage has a copy of the embedding (`TIED_HEAD`)."""
+    """What a rank holds.
+
+    With tied embeddings the last stage has a copy of the embedding (`TIED_HEAD`)."""
     last = len(layout.stages) - 1
     for placed in placed_tensors(shape):
         owner = {"first": 0, "last": last}.get(placed.rule.owner)
@@ -123,7 +144,9 @@ def training_blocks(shape: ModelShape, layout: TrainingLayout, at: Coordinates) 
                     placed, shape, layout.expert_tensor, at.expert_tensor, parameter_key(placed)
                 )
         elif mine:
-            yield from _megatron_blocks(placed, shape, layout.tensor, at.tensor, parameter_key(placed))
+            yield from _megatron_blocks(
+                placed, shape, layout.tensor, at.tensor, parameter_key(placed)
+            )
         elif shape.tied_embeddings and placed.rule.form == "vocab" and at.stage == last:
             yield from _megatron_blocks(placed, shape, layout.tensor, at.tensor, TIED_HEAD)
 
@@ -159,7 +182,8 @@ def _qkv_groups(
 
 
 def _parts(placed: Placed, count: int) -> tuple[str, ...]:
-    """Names of the tensors that a rule joins; where Hugging Face has joined them already, of its parts."""
+    """Names of the tensors that a rule joins; where Hugging Face has joined them already, of its
+    parts."""
     names = placed.hf_names
     return names if len(names) == count else tuple(f"{names[0]}[{part}]" for part in range(count))
 
@@ -173,7 +197,9 @@ def _stacked(
         yield Block(name, parameter, rows, cols, row=part * rows, at_row=at_row + number * rows)
 
 
-def _vocab_rows(placed: Placed, shape: ModelShape, share: int, part: int, parameter: str) -> Iterator[Block]:
+def _vocab_rows(
+    placed: Placed, shape: ModelShape, share: int, part: int, parameter: str
+) -> Iterator[Block]:
     """The part's rows that belong to tokens; the last parts may hold padding, or only padding."""
     start, stop = part * share, min((part + 1) * share, shape.vocab_size)
     if start < stop:
@@ -195,7 +221,9 @@ def _columns(placed: Placed, shape: ModelShape) -> int:
 
 
 def engine_blocks(shape: ModelShape, engine_size: int, part: int) -> Iterator[Block]:
-    """What rank `part` of an engine of `engine_size` ranks needs. A tied head is the embedding itself."""
+    """What rank `part` of an engine of `engine_size` ranks needs.
+
+    A tied head is the embedding itself."""
     for placed in placed_tensors(shape):
         name, form = engine_name(placed), placed.rule.form
         # The part of one expert stands below the parts of the experts before it.
@@ -216,7 +244,8 @@ def engine_blocks(shape: ModelShape, engine_size: int, part: int) -> Iterator[Bl
 
 
 def engine_name(placed: Placed) -> str:
-    """vLLM's name of the parameter that a rule's tensors are fused into; all experts of a layer are in one."""
+    """vLLM's name of the parameter that a rule's tensors are fused into; all experts of a layer are
+    in one."""
     if placed.expert is not None:
         mlp, _, _ = placed.hf_names[0].rpartition(".experts.")
         matrix = "w13_weight" if placed.rule.form == "gate_up" else "w2_weight"
@@ -234,11 +263,16 @@ def engine_vocab_rows(shape: ModelShape, engine_size: int) -> int:
 def _engine_qkv(
     placed: Placed, shape: ModelShape, engine_size: int, part: int, parameter: str
 ) -> Iterator[Block]:
-    """The part's queries, keys and values; with more ranks than key-value heads, several ranks have the same heads."""
+    """The part's queries, keys and values; with more ranks than key-value heads, several ranks have
+    the same heads."""
     D, cols = shape.head_dim, _columns(placed, shape)
     copies = max(1, engine_size // shape.num_kv_heads)
     kv_heads = max(1, shape.num_kv_heads // engine_size)
-    spans = ((part, shape.num_heads // engine_size), (part // copies, kv_heads), (part // copies, kv_heads))
+    spans = (
+        (part, shape.num_heads // engine_size),
+        (part // copies, kv_heads),
+        (part // copies, kv_heads),
+    )
     at = 0
     for name, (index, heads) in zip(_parts(placed, 3), spans, strict=True):
         yield Block(name, parameter, heads * D, cols, row=index * heads * D, at_row=at)
@@ -246,7 +280,8 @@ def _engine_qkv(
 
 
 def engine_shapes(shape: ModelShape, engine_size: int) -> dict[str, tuple[int, int]]:
-    """Rows and columns of every parameter on one rank of an engine, padding included; alike on all its ranks."""
+    """Rows and columns of every parameter on one rank of an engine, padding included; alike on all
+    its ranks."""
     sizes: dict[str, tuple[int, int]] = {}
     for block in engine_blocks(shape, engine_size, part=0):
         rows, _ = sizes.get(block.parameter, (0, 0))

@@ -1,5 +1,5 @@
-"""How buckets of weights travel between ranks: by sends and receives, or, between processes of one machine that compute
-on CPU, through memory that they share, without the network stack."""
+"""How buckets of weights travel between ranks: by sends and receives, or, between processes of one
+machine that compute on CPU, through memory that they share, without the network stack."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def run_rounds(
     rounds: int,
     on_round: Callable[[int, Callable[[], dict[int, Tensor]]], None],
 ) -> None:
-    """Carry out so many rounds, the next one on its way meanwhile: `on_round` gets the number of one, and what waits
-    for its buckets and returns them by their senders."""
+    """Carry out so many rounds, the next one on its way meanwhile: `on_round` gets the number of
+    one, and what waits for its buckets and returns them by their senders."""
     transport.start(0)
     for number in range(rounds):
         if number + 1 < rounds:
@@ -45,7 +45,9 @@ Exchange = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]]
 """Starts sends and receives, each with the rank at the other end."""
 
 
-def exchange_in_world(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Waits:
+def exchange_in_world(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+) -> Waits:
     """Over the default process group, in one group of operations."""
     operations = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sends]
     operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in receives]
@@ -53,8 +55,10 @@ def exchange_in_world(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tu
 
 
 class Messages:
-    """Grouped sends and receives, double-buffered: while one bucket is unpacked, the next travels. `start` of the next
-    round may be called before `finish` of this one, which gives, by sending rank, its copies one after the other."""
+    """Grouped sends and receives, double-buffered: while one bucket is unpacked, the next travels.
+
+    `start` of the next round may be called before `finish` of this one, which gives, by sending
+    rank, its copies one after the other."""
 
     def __init__(
         self,
@@ -102,8 +106,10 @@ def _segments(by_peer: dict[int, tuple[Copy, ...]], buffer: Tensor) -> list[tupl
 
 
 class SharedBuckets:
-    """Every rank packs into memory of its own, which the others read. With two buckets, a barrier per round suffices:
-    all have read a bucket before it is written again, since all have passed the barrier of the round between."""
+    """Every rank packs into memory of its own, which the others read.
+
+    With two buckets, a barrier per round suffices: all have read a bucket before it is written
+    again, since all have passed the barrier of the round between."""
 
     def __init__(
         self,
@@ -138,8 +144,10 @@ class SharedBuckets:
 
 
 def share_memory(size: int) -> list[torch.UntypedStorage] | None:
-    """By rank, `size` bytes (each may give another number), mapped by every rank. A collective. None, on all ranks,
-    where that is impossible: ranks on several machines or in several containers, another user, no memory left."""
+    """By rank, `size` bytes (each may give another number), mapped by every rank.
+
+    A collective. None, on all ranks, where that is impossible: ranks on several machines or in
+    several containers, another user, no memory left."""
     fd, name = -1, f"rlmath-{uuid.uuid4().hex}"
     try:
         fd = os.memfd_create(name)
@@ -162,7 +170,8 @@ def _map(offers: list[tuple[int, int, str, int] | None]) -> list[torch.UntypedSt
             return None
         pid, fd, name, size = offer
         try:
-            # In another container, or on another machine, the same numbers are another process's file, or none.
+            # In another container, or on another machine, the same numbers are another process's
+            # file, or none.
             path = f"/proc/{pid}/fd/{fd}"
             if not os.readlink(path).startswith(f"/memfd:{name}"):
                 return None

@@ -2,9 +2,9 @@
 
     WeightTransfer.run -> engine parameters written -> checksums, where they are due
 
-`WeightTransfer` carries out a plan (`reshard_plan`) round by round: a rank copies what its own shard holds and sends
-only what other ranks lack, in buckets. No rank ever holds a whole model beside its shard, its engine's weights and the
-buckets.
+`WeightTransfer` carries out a plan (`reshard_plan`) round by round: a rank copies what its own
+shard holds and sends only what other ranks lack, in buckets. No rank ever holds a whole model
+beside its shard, its engine's weights and the buckets.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class SyncReport:
     bytes_received: int
 
     def metrics(self) -> dict[str, float]:
-        """What the sync moved on this rank (GiB), and the seconds of it that vLLM spent packing matrices."""
+        """What the sync moved on this rank (GiB), and the seconds of it that vLLM spent packing
+        matrices."""
         return {
             "sync/copied_gib": self.bytes_copied / 2**30,
             "sync/sent_gib": self.bytes_sent / 2**30,
@@ -55,7 +56,9 @@ class SyncReport:
 
 
 class WeightTransfer:
-    """Writes the policy's weights into one engine, again and again. Building it is a collective, and so is `run`."""
+    """Writes the policy's weights into one engine, again and again.
+
+    Building it is a collective, and so is `run`."""
 
     def __init__(
         self,
@@ -71,7 +74,8 @@ class WeightTransfer:
         self._weights = weights
         self._device = device
         if device.kind == "cuda":
-            # The first call of an NCCL group must be one that all its ranks make; not all of them send.
+            # The first call of an NCCL group must be one that all its ranks make; not all of them
+            # send.
             dist.all_reduce(torch.zeros(1, device=device.torch_device))
         plan = plan_sync(
             shape,
@@ -101,8 +105,9 @@ class WeightTransfer:
 
     @torch.no_grad()
     def run(self, check: bool = False) -> SyncReport:
-        """Every element of the engine's weights becomes the policy's, in the engine's number format. With `check` both
-        sides are compared by checksums. RuntimeError on all ranks where they differ."""
+        """Every element of the engine's weights becomes the policy's, in the engine's number
+        format. With `check` both sides are compared by checksums. RuntimeError on all ranks where
+        they differ."""
         started = time.perf_counter()
         checksums = self._new_checksums() if check else None
         self._weights.begin(self._planned_rows)
@@ -113,8 +118,10 @@ class WeightTransfer:
             checksums.add_policy(self._sources.matrix, self._weights.dtype)
             if wrong := checksums.differing():
                 raise RuntimeError(
-                    f"after a weight sync {len(wrong)} tensors differ between the policy and the engines: "
-                    f"{'; '.join(wrong[:5])}. What is sampled from them is worthless; please report this"
+                    f"after a weight sync {len(wrong)} tensors differ between the policy and the "
+                    "engines: "
+                    f"{'; '.join(wrong[:5])}. What is sampled from them is worthless; please "
+                    "report this"
                 )
         synchronize(self._device)
         return SyncReport(
@@ -149,7 +156,9 @@ class WeightTransfer:
             if name in awaited:
                 self._complete(name, local[name], checksums)
 
-    def _complete(self, name: str, runs: Sequence[TensorRun], checksums: SyncChecksums | None) -> None:
+    def _complete(
+        self, name: str, runs: Sequence[TensorRun], checksums: SyncChecksums | None
+    ) -> None:
         matrix = self._weights.matrix(name)
         self._sources.copy(runs, [run.target(matrix) for run in runs])
         if checksums is not None:
@@ -165,8 +174,8 @@ class WeightTransfer:
 
 @dataclass(frozen=True)
 class TensorRun:
-    """Copies of one tensor that are made in one operation: equal rectangles at equal distances, as the heads of a
-    layer's queries lie in Megatron's matrix."""
+    """Copies of one tensor that are made in one operation: equal rectangles at equal distances, as
+    the heads of a layer's queries lie in Megatron's matrix."""
 
     first: Copy
     count: int
@@ -180,11 +189,15 @@ class TensorRun:
 
     def source(self, matrix: Tensor) -> Tensor:
         """[count, rows, cols], a view of the policy's `matrix`."""
-        return self._rectangles(matrix, self.first.source_row, self.first.source_col, self.source_step)
+        return self._rectangles(
+            matrix, self.first.source_row, self.first.source_col, self.source_step
+        )
 
     def target(self, matrix: Tensor) -> Tensor:
         """[count, rows, cols], a view of the engine's parameter `matrix`."""
-        return self._rectangles(matrix, self.first.target_row, self.first.target_col, self.target_step)
+        return self._rectangles(
+            matrix, self.first.target_row, self.first.target_col, self.target_step
+        )
 
     def _rectangles(self, matrix: Tensor, row: int, col: int, step: int) -> Tensor:
         of, (high, wide) = self.first, matrix.stride()
@@ -201,7 +214,10 @@ def runs_of(copies: Sequence[Copy]) -> list[TensorRun]:
     while start < len(copies):
         first, stop = copies[start], start + 1
         steps = None
-        while stop < len(copies) and (next_steps := _steps(copies[stop - 1], copies[stop])) is not None:
+        while (
+            stop < len(copies)
+            and (next_steps := _steps(copies[stop - 1], copies[stop])) is not None
+        ):
             if steps is not None and next_steps != steps:
                 break
             steps, stop = next_steps, stop + 1
@@ -211,9 +227,15 @@ def runs_of(copies: Sequence[Copy]) -> list[TensorRun]:
 
 
 def _steps(one: Copy, following: Copy) -> tuple[int, int] | None:
-    """Rows from a rectangle to the following one in source and target, where one operation can copy both."""
-    source_step, target_step = following.source_row - one.source_row, following.target_row - one.target_row
-    moved = one._replace(row=following.row, source_row=following.source_row, target_row=following.target_row)
+    """Rows from a rectangle to the following one in source and target, where one operation can copy
+    both."""
+    source_step, target_step = (
+        following.source_row - one.source_row,
+        following.target_row - one.target_row,
+    )
+    moved = one._replace(
+        row=following.row, source_row=following.source_row, target_row=following.target_row
+    )
     # One view has rectangles in ascending order that do not overlap.
     apart = min(source_step, target_step) >= one.rows
     return (source_step, target_step) if moved == following and apart else None
@@ -263,13 +285,14 @@ def unpack(bucket: Tensor, runs: Sequence[TensorRun], weights: EngineWeights) ->
 def _bucket_parts(bucket: Tensor, runs: Sequence[TensorRun]) -> list[Tensor]:
     parts = bucket.split([run.elements for run in runs])
     return [
-        part.view(run.count, run.first.rows, run.first.cols) for part, run in zip(parts, runs, strict=True)
+        part.view(run.count, run.first.rows, run.first.cols)
+        for part, run in zip(parts, runs, strict=True)
     ]
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Into each target, its source: one operation for all pairs without gaps, and one for each other pair: among them a
-    single pair with gaps would make torch copy all one by one."""
+    """Into each target, its source: one operation for all pairs without gaps, and one for each
+    other pair: among them a single pair with gaps would make torch copy all one by one."""
     dense_targets, dense_sources = [], []
     for target, source in pairs:
         if target.is_contiguous() and source.is_contiguous():
@@ -283,7 +306,8 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 @dataclass(frozen=True)
 class SourceMatrices:
-    """What this rank's shard multiplies by, as matrices by the plan's names; adapters are merged in at each reading."""
+    """What this rank's shard multiplies by, as matrices by the plan's names; adapters are merged in
+    at each reading."""
 
     parameters: Mapping[str, Tensor]
     """Views that stay valid: Megatron updates parameters in place."""
@@ -295,8 +319,10 @@ class SourceMatrices:
         return matrix if adapter is None else adapter.merged(matrix)
 
     def copy(self, runs: Sequence[TensorRun], targets: Sequence[Tensor]) -> None:
-        """The sources of runs into `targets`. One merged matrix is held at a time; runs that read the same one should
-        follow one another."""
+        """The sources of runs into `targets`.
+
+        One merged matrix is held at a time; runs that read the same one should follow one another.
+        """
         plain: list[tuple[Tensor, Tensor]] = []
         pairs = zip(runs, targets, strict=True)
         for name, group in groupby(pairs, lambda pair: pair[0].first.source_parameter):

@@ -18,9 +18,11 @@ logger = logging.getLogger(__name__)
 def choose_checkpoint(
     recovery: Recovery | None, on_progress: Callable[[], None] = lambda: None
 ) -> CheckpointToResume | None:
-    """The newest candidate of rank 0's whose files are all as they were written. A collective: each rank reads a share
-    of the files, and calls `on_progress` for every few MiB of them. ValueError on all ranks where one cannot read what
-    is there, and where no candidate is whole."""
+    """The newest candidate of rank 0's whose files are all as they were written.
+
+    A collective: each rank reads a share of the files, and calls `on_progress` for every few MiB of
+    them. ValueError on all ranks where one cannot read what is there, and where no candidate is
+    whole."""
     recovery = broadcast_from_rank_zero(recovery)
     if recovery is None:
         return None
@@ -36,12 +38,15 @@ def choose_checkpoint(
         if environment_rank() == 0:
             logger.warning("%s", damaged[-1])
     raise ValueError(
-        f"no checkpoint is whole: {'. '.join([*recovery.notes, *damaged])}. {START_OVER.capitalize()}."
+        f"no checkpoint is whole: {'. '.join([*recovery.notes, *damaged])}. "
+        f"{START_OVER.capitalize()}."
     )
 
 
 def _damage(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | None:
-    """What all ranks together find wrong. What another rank than 0 cannot read is not lost: it may lack the disk."""
+    """What all ranks together find wrong.
+
+    What another rank than 0 cannot read is not lost: it may lack the disk."""
     rank, ranks = environment_rank(), environment_world_size()
     wrong, refused = [], None
     for name in sorted(checkpoint.files)[rank::ranks]:

@@ -1,4 +1,5 @@
-"""Checkpoints and models of a run: what is saved after a step, and whether the run stops there; alike on all ranks."""
+"""Checkpoints and models of a run: what is saved after a step, and whether the run stops there;
+alike on all ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +13,19 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint import save_schedule
-from rlmath.checkpoint.directory import Checkpoint, Progress, complete_checkpoints, remove, sound_checkpoints
+from rlmath.checkpoint.directory import (
+    Checkpoint,
+    Progress,
+    complete_checkpoints,
+    remove,
+    sound_checkpoints,
+)
 from rlmath.checkpoint.hf.headers import source_formats
-from rlmath.checkpoint.hf.metadata_files import read_metadata_files, with_chat_template, with_stop_tokens
+from rlmath.checkpoint.hf.metadata_files import (
+    read_metadata_files,
+    with_chat_template,
+    with_stop_tokens,
+)
 from rlmath.checkpoint.hf.peft import adapter_files
 from rlmath.checkpoint.hf.weight_map import adapter_rules
 from rlmath.checkpoint.hf.weights import stream_hf_tensors, write_hf_folder
@@ -43,7 +54,9 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves between steps, and decides there whether the run stops. All ranks call it alike."""
+    """Saves between steps, and decides there whether the run stops.
+
+    All ranks call it alike."""
 
     def __init__(
         self,
@@ -92,7 +105,9 @@ class Checkpointer:
         self.steps_done = 0
 
     def after_step(self, step: int, is_last: bool) -> str | None:
-        """Save what is due. The reason, if any rank was asked to stop: the save is then on disk, or has failed."""
+        """Save what is due.
+
+        The reason, if any rank was asked to stop: the save is then on disk, or has failed."""
         started = time.perf_counter()
         self.steps_done = step
         with self._trainer.timers.phase("save"):
@@ -102,7 +117,9 @@ class Checkpointer:
             agreed = self._agree(kept, point)
             reason = REASONS[int(agreed["stop"])]
             ends = is_last or reason is not None
-            wanted = (agreed["kept"] + agreed["point"] > 0 or reason is not None) and self.newest != step
+            wanted = (
+                agreed["kept"] + agreed["point"] > 0 or reason is not None
+            ) and self.newest != step
             if self._store.busy and (wanted or ends or not agreed["writing"]):
                 self._finish()
             if wanted:
@@ -126,22 +143,28 @@ class Checkpointer:
             self._store.wait_for_removals()
 
     def finish(self) -> None:
-        """Complete the save that is being written, if there is one. A collective."""
+        """Complete the save that is being written, if there is one.
+
+        A collective."""
         if self._store.busy:
             self._finish()
 
     def sound(self) -> list[Checkpoint]:
-        """The checkpoints whose weights learned in a later step, and are no worse than the best, the newest first.
-        Reads the disk; ValueError where it cannot."""
+        """The checkpoints whose weights learned in a later step, and are no worse than the best,
+        the newest first. Reads the disk; ValueError where it cannot."""
         found, _ = complete_checkpoints(self._folder / CHECKPOINTS_FOLDER)
         return sound_checkpoints(found, self._divergence.sound_before)
 
     def asked_to_stop(self) -> str | None:
-        """The reason if any rank was asked to stop, without saving. Collective: all ranks call it."""
+        """The reason if any rank was asked to stop, without saving.
+
+        Collective: all ranks call it."""
         return REASONS[int(self._agree(False, False)["stop"])]
 
     def _agree(self, kept: bool, point: bool) -> dict[str, float]:
-        """What all ranks act on: rank 0's clock, any rank's signal, any rank's unfinished writing. Collective."""
+        """What all ranks act on: rank 0's clock, any rank's signal, any rank's unfinished writing.
+
+        Collective."""
         is_clock = self._trainer.mesh.rank == 0
         mine = {
             "stop": float(REASONS.index(self._stop.requested)),
@@ -152,22 +175,27 @@ class Checkpointer:
         return reduce_over_ranks({}, mine)[1]
 
     def export(self, folder: Path, more: Mapping[str, bytes] | None = None) -> None:
-        """Write the model in Hugging Face form, with some files `more`, and its adapters in ADAPTER_FOLDER there. A
-        collective. OSError on rank 0 where the disk refuses, DivergedError where it is not finite."""
+        """Write the model in Hugging Face form, with some files `more`, and its adapters in
+        ADAPTER_FOLDER there. A collective. OSError on rank 0 where the disk refuses, DivergedError
+        where it is not finite."""
         self._divergence.raise_if_not_finite()
         trainer, stream = self._trainer, iter(())
         writes = trainer.mesh.rank == 0
         files = self._adapter_files(getattr(torch, save_schedule.adapter_format(trainer.config)))
         files |= dict(more or {})
         if save_schedule.exports_merged(trainer.config):
-            stream = self._with_progress(stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh))
+            stream = self._with_progress(
+                stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh)
+            )
             files |= self._metadata_files
             if writes:
                 files[CARD_FILE] = self._card(is_adapter=False)
         write_hf_folder(stream, files, folder, save_schedule.export_formats(trainer.config), writes)
 
     def _adapter_files(self, dtype: torch.dtype) -> dict[str, bytes]:
-        """The adapters as a folder of PEFT's, on rank 0; none of full training. A collective."""
+        """The adapters as a folder of PEFT's, on rank 0; none of full training.
+
+        A collective."""
         trainer, lora = self._trainer, self._trainer.config.lora
         rules = adapter_rules(trainer.shape.architecture, lora.rank, lora.target)
         if not rules:
@@ -187,10 +215,14 @@ class Checkpointer:
 
     def _card(self, is_adapter: bool) -> bytes:
         trainer = self._trainer
-        return model_card(trainer.config, self.steps_done, trainer.total_steps, is_adapter=is_adapter)
+        return model_card(
+            trainer.config, self.steps_done, trainer.total_steps, is_adapter=is_adapter
+        )
 
     def export_final_model(self) -> str | None:
-        """Write the trained model in Hugging Face form; why the disk refuses it, else None. A collective."""
+        """Write the trained model in Hugging Face form; why the disk refuses it, else None.
+
+        A collective."""
         folder, refused, trainer = self._folder / EXPORT_FOLDER, None, self._trainer
         needed = save_schedule.export_bytes(trainer.config, trainer.shape)
         try:
@@ -200,7 +232,11 @@ class Checkpointer:
             free = shutil.disk_usage(self._folder).free
             refused = f"{error} ({free / 2**30:.3f} GiB free, {needed / 2**30:.3f} needed)"
         refused = broadcast_from_rank_zero(refused)
-        if trainer.mesh.rank == 0 and refused is None and save_schedule.exports_merged(trainer.config):
+        if (
+            trainer.mesh.rank == 0
+            and refused is None
+            and save_schedule.exports_merged(trainer.config)
+        ):
             size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             note = save_schedule.export_note(trainer.config, size)
             logger.info("The trained model is in %s%s", folder, note)
@@ -209,8 +245,9 @@ class Checkpointer:
         return refused
 
     def export_length_stage(self, step: int, even_if_there: bool) -> None:
-        """Export the model to models/stage-N where a length stage ends with `step` steps done; a run that resumes there
-        exports what was cut off. A collective. If the disk is full the model is not kept, and the run continues."""
+        """Export the model to models/stage-N where a length stage ends with `step` steps done; a
+        run that resumes there exports what was cut off. A collective. If the disk is full the model
+        is not kept, and the run continues."""
         config = self._trainer.config
         ended = next((stage for stage in self._length_stages if stage.end == step), None)
         if ended is None or not has_length_stages(config):
@@ -229,7 +266,8 @@ class Checkpointer:
             logger.info("The model of stage %d is in %s", ended.number + 1, folder)
 
     def rewrite_card(self) -> None:
-        """Write the cards of the final model and its adapters again, with what was measured since; on rank 0."""
+        """Write the cards of the final model and its adapters again, with what was measured since;
+        on rank 0."""
         model = self._folder / EXPORT_FOLDER
         for folder in (model, model / ADAPTER_FOLDER):
             card = folder / CARD_FILE
@@ -244,12 +282,16 @@ class Checkpointer:
         self._store.close()
 
     def _export_kept(self, step: int) -> None:
-        """A kept model more, and one less where they are too many. The run does not end for it."""
+        """A kept model more, and one less where they are too many.
+
+        The run does not end for it."""
         models = self._folder / MODELS_FOLDER
         try:
             self.export(models / f"step-{step:06d}")
         except OSError as error:
-            logger.warning("The model of step %d was not exported: %s. The run continues", step, error)
+            logger.warning(
+                "The model of step %d was not exported: %s. The run continues", step, error
+            )
         keep = self._trainer.config.save.keep_models
         if keep is not None and self._trainer.mesh.rank == 0:
             for old in sorted(models.glob("step-" + "[0-9]" * 6))[:-keep]:
@@ -282,7 +324,11 @@ class Checkpointer:
 
     def _log_failure(self, step: int, error: str) -> None:
         if self._trainer.mesh.rank == 0:
-            last = "there is none yet" if self.newest is None else f"the newest is that of step {self.newest}"
+            last = (
+                "there is none yet"
+                if self.newest is None
+                else f"the newest is that of step {self.newest}"
+            )
             text = "The checkpoint of step %d was not saved: %s. The run continues; %s"
             logger.warning(text, step, error, last)
 

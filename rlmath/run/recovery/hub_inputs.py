@@ -1,11 +1,13 @@
-"""What a run names by ids of the Hugging Face hub: in the cache of every node before anything is started.
+"""What a run names by ids of the Hugging Face hub: in the cache of every node before anything is
+started.
 
     rank 0               downloads every id at the commit that the run in the folder has, else at the hub's
     all ranks meet       and have rank 0's commits
     a node's first rank  downloads them where they are not, or not whole, in the cache that it sees; the others wait
     all ranks meet
 
-Where a single rank runs it does all of it by itself. Settings without ids come back as they are, and no rank waits.
+Where a single rank runs it does all of it by itself. Settings without ids come back as they are,
+and no rank waits.
 """
 
 from __future__ import annotations
@@ -37,14 +39,17 @@ class SharedMistakeError(ValueError):
 
 
 def fetch_inputs(config: Config, rendezvous: Rendezvous | None, weights: bool = True) -> Config:
-    """The settings with places in this node's cache for ids of the hub, of models without their weights where those
-    are not needed. All ranks call it; `rendezvous` is None where there is one rank. ValueError for what is wrong,
-    SharedMistakeError where another rank says so, HubFailedError where the hub or the network fails, MissingRanksError
-    where ranks are missing or the hub has failed another one."""
+    """The settings with places in this node's cache for ids of the hub, of models without their
+    weights where those are not needed. All ranks call it; `rendezvous` is None where there is one
+    rank. ValueError for what is wrong, SharedMistakeError where another rank says so,
+    HubFailedError where the hub or the network fails, MissingRanksError where ranks are missing or
+    the hub has failed another one."""
     ids = hub.hub_ids(config)
     if not ids:
         return config
-    raise_problems("this run", schema_problems(config))  # they are found before hours of downloading
+    raise_problems(
+        "this run", schema_problems(config)
+    )  # they are found before hours of downloading
     recorded = recorded_ids(config) if environment_rank() == 0 else ()
     limits = config.run.hub_timeout_seconds, config.run.start_timeout_seconds
     pins = fetch_ids(ids, *limits, rendezvous=rendezvous, recorded=recorded, weights=weights)
@@ -60,8 +65,9 @@ def fetch_ids(
     recorded: Collection[HubId] = (),
     weights: bool = True,
 ) -> dict[HubId, HubId]:
-    """Every id with its commit, which is in this node's cache. Errors and arguments: as `fetch_inputs`; `recorded` is
-    rank 0's."""
+    """Every id with its commit, which is in this node's cache.
+
+    Errors and arguments: as `fetch_inputs`; `recorded` is rank 0's."""
     logger.info("Looking for what is named by ids of the Hugging Face hub ...")
     if rendezvous is None:
         return hub.fetch(ids, seconds, recorded, weights=weights)
@@ -71,10 +77,13 @@ def fetch_ids(
         pins = hub.fetch(wanted, seconds, recorded, weights=weights)
         return {str(hub_id): pinned.commit for hub_id, pinned in pins.items()}
 
-    commits = _sync(rendezvous, "hub commits", limit, lambda: commits_of(ids if rank.rank == 0 else ()))
+    commits = _sync(
+        rendezvous, "hub commits", limit, lambda: commits_of(ids if rank.rank == 0 else ())
+    )
     if unknown := {*map(str, ids)} - {*commits}:
         raise ValueError(
-            f"the settings of this rank name {min(unknown)}, those of rank 0 do not. Give all the same."
+            f"the settings of this rank name {min(unknown)}, those of rank 0 do not. Give all the "
+            "same."
         )
     pins = {hub_id: replace(hub_id, commit=commits[str(hub_id)]) for hub_id in ids}
     leads = rank.is_node_leader and rank.rank != 0
@@ -85,7 +94,9 @@ def fetch_ids(
 def _sync(
     rendezvous: Rendezvous, name: str, seconds: float, work: Callable[[], Mapping[str, str]]
 ) -> Mapping[str, str]:
-    """What `work` gives on rank 0; where it fails on a rank, all ranks raise. A collective."""
+    """What `work` gives on rank 0; where it fails on a rank, all ranks raise.
+
+    A collective."""
     rank, values = rendezvous.rank_info, {}
     report = RankReport(rank.host, rank.node)
     try:
@@ -93,13 +104,17 @@ def _sync(
     except (ValueError, HubFailedError) as error:
         report = replace(report, problem=str(error), may_pass=isinstance(error, HubFailedError))
     try:
-        return rendezvous.sync(name, report, seconds, lambda reports: RendezvousResult(values=values))
+        return rendezvous.sync(
+            name, report, seconds, lambda reports: RendezvousResult(values=values)
+        )
     except ValueError as error:
         raise SharedMistakeError(str(error)) from None
 
 
 def recorded_ids(config: Config) -> list[HubId]:
-    """What the run in the folder was made of, as its config.yaml says. Empty where it starts from the beginning."""
+    """What the run in the folder was made of, as its config.yaml says.
+
+    Empty where it starts from the beginning."""
     if config.run.recover_mode == "disabled":
         return []
     with suppress(OSError, ValueError):
@@ -113,7 +128,9 @@ def download_lines(config: Config) -> Iterator[str]:
         line = f"Hub: {pinned}"
         if not pinned.file and (size := hub.missing_weights(pinned)) is not None:
             line += (
-                f": a start downloads {size / 1e9:.3f} GB of weights" if size else ": no weights are missing"
+                f": a start downloads {size / 1e9:.3f} GB of weights"
+                if size
+                else ": no weights are missing"
             )
         yield line
 
@@ -122,7 +139,9 @@ def download_lines(config: Config) -> Iterator[str]:
 
 
 def push_model(config: Config, steps: int) -> None:
-    """Upload the model if set, on rank 0 when no rank waits for it. A failure is logged, and changes no exit status."""
+    """Upload the model if set, on rank 0 when no rank waits for it.
+
+    A failure is logged, and changes no exit status."""
     name = config.save.push_to_hub
     if name is None:
         return
@@ -135,7 +154,10 @@ def push_model(config: Config, steps: int) -> None:
     except (ValueError, OSError, HubFailedError) as error:
         command = f"hf upload {name} {folder}"
         logger.error(
-            'The model was not uploaded to %s: %s Run "%s", or the same command again', name, error, command
+            'The model was not uploaded to %s: %s Run "%s", or the same command again',
+            name,
+            error,
+            command,
         )
     else:
         logger.info("The model is uploaded to %s%s", name, f", commit {commit}" if commit else "")

@@ -1,6 +1,8 @@
-"""The model card of an export, README.md: from what and how the model was trained, and what was measured.
+"""The model card of an export, README.md: from what and how the model was trained, and what was
+measured.
 
-It is read by strangers: folders of this machine are left out of it, and no text of settings can leave its place.
+It is read by strangers: folders of this machine are left out of it, and no text of settings can
+leave its place.
 """
 
 from __future__ import annotations
@@ -44,15 +46,19 @@ def model_card(
     output_dir: Path | None = None,
     is_adapter: bool = False,
 ) -> bytes:
-    """The card of the model, or of its adapters alone, after so many steps, of `total_steps` where they are known;
-    metrics are those in `output_dir` (None: the run's)."""
+    """The card of the model, or of its adapters alone, after so many steps, of `total_steps` where
+    they are known; metrics are those in `output_dir` (None: the run's)."""
     shown = shown_values(config)
     base = base_name(shown["model.path"])
     library = "peft" if is_adapter else "transformers"
     front = {"base_model": base, "library_name": library, "pipeline_tag": "text-generation"}
     front |= _licence(Path(config.model.path)) | {"tags": ["rlmath"]}
     kind = "supervised training" if _is_supervised(config, output_dir) else "reinforcement learning"
-    steps = counted(steps_done, "step") if total_steps is None else f"{steps_done} of {total_steps} steps"
+    steps = (
+        counted(steps_done, "step")
+        if total_steps is None
+        else f"{steps_done} of {total_steps} steps"
+    )
     data = [shown["data.train_path"], *shown["data.more_train_paths"]]
     sections = [
         f"---\n{_yaml(front)}---",
@@ -116,7 +122,9 @@ def _licence(model: Path) -> dict[str, str]:
         front = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
         values = yaml.safe_load(front[1]) if front else None
         if isinstance(values, dict):
-            return {name: values[name] for name in _LICENCE_FIELDS if isinstance(values.get(name), str)}
+            return {
+                name: values[name] for name in _LICENCE_FIELDS if isinstance(values.get(name), str)
+            }
     return {}
 
 
@@ -146,7 +154,13 @@ def _measured(output_dir: Path, steps_done: int) -> Iterator[str]:
         if name.endswith("accuracy"):
             first = next(row for row in validated if name in row)
             lines.append(
-                (_code(name), first["step"], first[name], validated[-1]["step"], validated[-1][name])
+                (
+                    _code(name),
+                    first["step"],
+                    first[name],
+                    validated[-1]["step"],
+                    validated[-1][name],
+                )
             )
     if lines:
         yield "## Measured"

@@ -1,8 +1,9 @@
 """Whether a run resumes from a checkpoint, and from which.
 
-`find_recovery` runs on every rank before anything is started: it reads manifests and small files, and refuses a
-checkpoint of another run. With the process group there, `checkpoint_choice` reads the candidates' files, each rank a
-share of them. What a run is made of (model, data) is compared by fingerprint, not by path.
+`find_recovery` runs on every rank before anything is started: it reads manifests and small files,
+and refuses a checkpoint of another run. With the process group there, `checkpoint_choice` reads the
+candidates' files, each rank a share of them. What a run is made of (model, data) is compared by
+fingerprint, not by path.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 
 def data_fingerprint(prompts: Sequence[Prompt], sizes: Sequence[int] = ()) -> str:
-    """Of the prompts that are used, in order: tokens, solutions, names; and of each file's number of prompts."""
+    """Of the prompts that are used, in order: tokens, solutions, names; and of each file's number
+    of prompts."""
     digest = hashlib.sha256()
     for prompt in prompts:
         row = (prompt.prompt_id, prompt.token_ids, prompt.solutions, prompt.task, prompt.more_json)
@@ -65,8 +67,8 @@ rollout.max_num_batched_tokens rollout.chunked_prefill rollout.cuda_graphs rollo
 rollout.max_groups_in_flight rollout.max_concurrent_sequences stages.max_tokens_per_microbatch sync. memory. validation.
 reward.timeout_seconds reward.workers reward.max_failure_share sft.eval_every_steps telemetry. save.
 """.split()
-"""Settings, or whole sections, that may differ in a resumed run: where and how it computes, what it keeps and measures,
-how long it is. Of length stages what is not done yet (`refused_changes`)."""
+"""Settings, or whole sections, that may differ in a resumed run: where and how it computes, what it
+keeps and measures, how long it is. Of length stages what is not done yet (`refused_changes`)."""
 
 
 BY_CONTENT = tuple(
@@ -94,16 +96,19 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run is made of, by fingerprint; "" where it is not known, as in a dry run without weights."""
+    """What a run is made of, by fingerprint; "" where it is not known, as in a dry run without
+    weights."""
 
     model: str
     data: str
     reward: str = ""
     """The files of the user's reward functions; they may change, with a warning."""
     hooks: str = ""
-    """The files of the functions that select groups and give advantages; they may change, with a warning."""
+    """The files of the functions that select groups and give advantages; they may change, with a
+    warning."""
     older_data: str = ""
-    """The fingerprint without the places where files end, as checkpoints before November 27, 2026 have it."""
+    """The fingerprint without the places where files end, as checkpoints before November 27, 2026
+    have it."""
     adapter: str = ""
     """What `model.adapter_path` holds; "" where it names nothing."""
     stop_token_ids: tuple[int, ...] | None = None
@@ -127,7 +132,8 @@ def adapter_fingerprint(config: Config) -> str:
 
 
 def learning_hooks(config: Config) -> list[Hook]:
-    """Functions of the user's that decide what is learned: those that select groups and give advantages."""
+    """Functions of the user's that decide what is learned: those that select groups and give
+    advantages."""
     return [hook for hook in (selection_hook(config), advantage_hook(config)) if hook is not None]
 
 
@@ -135,12 +141,16 @@ def reward_fingerprint(reward: RewardConfig, plugins: Sequence[str] = ()) -> str
     """Of the files of the user's reward functions; "" where there is none."""
     if not reward.rewards:
         return code_fingerprint(reward.function, plugins)
-    codes = {setting: code_fingerprint(one, plugins) for setting, one in functions_of(reward).items()}
+    codes = {
+        setting: code_fingerprint(one, plugins) for setting, one in functions_of(reward).items()
+    }
     return hashlib.sha256(json.dumps(codes).encode()).hexdigest()[:16] if codes else ""
 
 
 def sft_origin_of(config: Config, inputs: SftInputs, has_weights: bool = True) -> Origin:
-    """Of a supervised run; what is held out is no part of it, but decides what is left. It matters where files end."""
+    """Of a supervised run; what is held out is no part of it, but decides what is left.
+
+    It matters where files end."""
     sequences = iter(inputs.sequences)
     files = [list(itertools.islice(sequences, share.n_prompts)) for share in inputs.order.shares]
     return Origin(
@@ -153,10 +163,12 @@ def sft_origin_of(config: Config, inputs: SftInputs, has_weights: bool = True) -
 
 
 def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery | None:
-    """What the run resumes from; None for a start from the beginning. Reads manifests, sizes and small files only.
-    ValueError where the newest checkpoint belongs to another run (batch size, group size, data, model, ...) or is
-    beyond its `total_steps`, where the folder's rollbacks are those of another run, where all are damaged, where it
-    cannot be known what there is (a link to a disk that is not mounted, no permission), and, with run.recover_mode
+    """What the run resumes from; None for a start from the beginning.
+
+    Reads manifests, sizes and small files only. ValueError where the newest checkpoint belongs to
+    another run (batch size, group size, data, model, ...) or is beyond its `total_steps`, where the
+    folder's rollbacks are those of another run, where all are damaged, where it cannot be known
+    what there is (a link to a disk that is not mounted, no permission), and, with run.recover_mode
     "resume", where there is none."""
     if config.run.recover_mode == "disabled":
         return None
@@ -174,16 +186,22 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
         problems = list(_other_run(then, config, progress, origin, total_steps))
         if origin.stop_token_ids is not None:
             model = Path(config.model.path)
-            problems += tokenizer_changes(model, model_files, checkpoint.folder, origin.stop_token_ids)
+            problems += tokenizer_changes(
+                model, model_files, checkpoint.folder, origin.stop_token_ids
+            )
         if problems:
             what = [*(f"  - {problem}" for problem in problems), f"{START_OVER.capitalize()}."]
             raise ValueError("\n".join([f"The run cannot resume from {checkpoint.folder}:", *what]))
-        rollbacks_of(config.run.output_dir, progress, rollbacks)  # raises where the file is another run's
+        rollbacks_of(
+            config.run.output_dir, progress, rollbacks
+        )  # raises where the file is another run's
         candidates.append((checkpoint, progress))
     if candidates:
         return Recovery(candidates, notes, tuple(_changed_code(config, candidates[0], origin)))
     if notes:
-        raise ValueError(f"no checkpoint in {root} is whole: {'. '.join(notes)}. {START_OVER.capitalize()}.")
+        raise ValueError(
+            f"no checkpoint in {root} is whole: {'. '.join(notes)}. {START_OVER.capitalize()}."
+        )
     if config.run.recover_mode == "resume":
         raise ValueError(
             f'run.recover_mode is "resume", and {root} has no checkpoint to resume from. '
@@ -193,9 +211,10 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
 
 
 def changes_since_newest(config: Config) -> list[str] | None:
-    """What the newest whole checkpoint in the run's folder refuses of the settings, but for what it compares by
-    contents, as `find_recovery` does; None where the run would start from the beginning. Reads manifests and small
-    files only. ValueError where it cannot be known what there is."""
+    """What the newest whole checkpoint in the run's folder refuses of the settings, but for what it
+    compares by contents, as `find_recovery` does; None where the run would start from the
+    beginning. Reads manifests and small files only. ValueError where it cannot be known what there
+    is."""
     if config.run.recover_mode == "disabled":
         return None
     for _, progress, then in _readable_checkpoints(config, []):
@@ -206,11 +225,17 @@ def changes_since_newest(config: Config) -> list[str] | None:
 START_OVER = "to start from the beginning, give another run.output_dir or run.recover_mode=disabled"
 
 
-def _readable_checkpoints(config: Config, notes: list[str]) -> Iterator[tuple[Checkpoint, Progress, Config]]:
-    """Those in the run's folder with their small files, newest first. What is wrong with the others is added to
-    `notes`. ValueError where it cannot be known what there is."""
+def _readable_checkpoints(
+    config: Config, notes: list[str]
+) -> Iterator[tuple[Checkpoint, Progress, Config]]:
+    """Those in the run's folder with their small files, newest first.
+
+    What is wrong with the others is added to `notes`. ValueError where it cannot be known what
+    there is."""
     try:
-        found, damaged = directory.complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS_FOLDER)
+        found, damaged = directory.complete_checkpoints(
+            Path(config.run.output_dir) / CHECKPOINTS_FOLDER
+        )
         notes += damaged
         for checkpoint in found:
             try:
@@ -218,7 +243,9 @@ def _readable_checkpoints(config: Config, notes: list[str]) -> Iterator[tuple[Ch
             except directory.OutOfReachError:
                 raise
             except (OSError, ValueError) as error:
-                notes.append(f"the checkpoint {checkpoint.folder} is damaged and is skipped: {error}")
+                notes.append(
+                    f"the checkpoint {checkpoint.folder} is damaged and is skipped: {error}"
+                )
             else:
                 yield checkpoint, progress, then
     except ValueError as error:
@@ -227,7 +254,8 @@ def _readable_checkpoints(config: Config, notes: list[str]) -> Iterator[tuple[Ch
 
 def out_of_reach_text(error: ValueError) -> str:
     return (
-        f"what the run can resume from cannot be known: {error}. Mount the disk, correct the link or the permissions, "
+        f"what the run can resume from cannot be known: {error}. Mount the disk, correct the link "
+        "or the permissions, "
         f"or move it away; {START_OVER}."
     )
 
@@ -251,7 +279,10 @@ def _other_run(
 ) -> Iterator[str]:
     if progress.step > total_steps:
         keys = "stages.steps" if has_length_stages(now) else "run.total_steps, run.total_epochs"
-        yield f"{keys}: {counted(progress.step, 'step', 'are')} done there, the run has {total_steps} now"
+        yield (
+            f"{keys}: {counted(progress.step, 'step', 'are')} done there, the run has "
+            f"{total_steps} now"
+        )
     yield from _changed_settings(then, now, progress, total_steps)
     as_many_files = len(then.data.more_train_paths) == len(now.data.more_train_paths)
     data = progress.data_fingerprint
@@ -272,7 +303,8 @@ def _other_run(
         is_known = is_now or (key == "model.adapter_path" and origin.model)
         if is_known and was != is_now:
             yield (
-                f"{key}: what the run started from has changed (fingerprint {was or 'none'} there, {is_now or 'none'} "
+                f"{key}: what the run started from has changed (fingerprint {was or 'none'} "
+                f"there, {is_now or 'none'} "
                 f"of {path} now)"
             )
 
@@ -281,14 +313,18 @@ def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) ->
     checkpoint, progress = newest
     changed = []
     if progress.reward_fingerprint not in ("", origin.reward):
-        changed += [f"{setting}={function}" for setting, function in functions_of(config.reward).items()]
+        changed += [
+            f"{setting}={function}" for setting, function in functions_of(config.reward).items()
+        ]
         changed = changed or ["reward.function"]
     if progress.hooks_fingerprint not in ("", origin.hooks):
         changed += [f"{hook.setting}={hook}" for hook in learning_hooks(config)]
     if changed:
         yield (
-            f"{', '.join(changed)}: the code has changed since the checkpoint of step {checkpoint.step}. The run "
-            "continues with it as it is now: what was measured before and after may not be comparable; groups in "
+            f"{', '.join(changed)}: the code has changed since the checkpoint of step "
+            f"{checkpoint.step}. The run "
+            "continues with it as it is now: what was measured before and after may not be "
+            "comparable; groups in "
             "flight that a reward function has scored a part of are sampled anew"
         )
     if (
@@ -297,8 +333,10 @@ def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) ->
         and resolve_kind(config.run.device) == "cpu"
     ):
         yield (
-            f"The checkpoint of step {checkpoint.step} is from a version whose engines drew other tokens from the same "
-            "seeds on CPU: the completions from here on are others than they would have been, as good as those"
+            f"The checkpoint of step {checkpoint.step} is from a version whose engines drew other "
+            "tokens from the same "
+            "seeds on CPU: the completions from here on are others than they would have been, as "
+            "good as those"
         )
 
 
@@ -316,9 +354,11 @@ def refused_changes(
     reward_code: str = "",
     total_steps: int | None = None,
 ) -> list[str]:
-    """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep. `reward_code` is the
-    fingerprint of its reward function: another spelling of the same function is no change. Of stages it must keep the
-    lengths of the `steps_done` (None: all stages). `total_steps` of the run are now planned; None: not known."""
+    """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep.
+
+    `reward_code` is the fingerprint of its reward function: another spelling of the same function
+    is no change. Of stages it must keep the lengths of the `steps_done` (None: all stages).
+    `total_steps` of the run are now planned; None: not known."""
     there, here = setting_values(then), setting_values(now)
     was, is_now = shown_values(then), shown_values(now)
     staged = has_length_stages(then) or has_length_stages(now)
@@ -328,7 +368,10 @@ def refused_changes(
         may_change = (*may_change, "stages.")
     own_ranks = then.rollout.ranks > 0, now.rollout.ranks > 0
     if all(own_ranks):
-        may_change = (*may_change, "rollout.ranks")  # but not to or from 0: what is in flight is another
+        may_change = (
+            *may_change,
+            "rollout.ranks",
+        )  # but not to or from 0: what is in flight is another
     elif not any(own_ranks):
         may_change = (*may_change, "rollout.on_new_weights")
         if then.rollout.tail == now.rollout.tail != "carry":
@@ -343,11 +386,16 @@ def refused_changes(
         for key in here
         if not is_same(was[key], is_now[key]) and not is_among(key, may_change)
     ]
-    if steps_done is None or (not staged and then.rollout.max_new_tokens == now.rollout.max_new_tokens):
+    if steps_done is None or (
+        not staged and then.rollout.max_new_tokens == now.rollout.max_new_tokens
+    ):
         return changes
     lengths = _stage_changes(then, now, steps_done) if staged else ()
     way = _stages_that_resume(then, now, steps_done, total_steps)
-    return [f"{change}{way}" if change.startswith(_LENGTH) else change for change in (*changes, *lengths)]
+    return [
+        f"{change}{way}" if change.startswith(_LENGTH) else change
+        for change in (*changes, *lengths)
+    ]
 
 
 _LENGTH = ("rollout.max_new_tokens: ", "stages: ")
@@ -355,7 +403,8 @@ _LENGTH = ("rollout.max_new_tokens: ", "stages: ")
 
 
 def _stages_that_resume(then: Config, now: Config, steps_done: int, total_steps: int | None) -> str:
-    """With which stages the run resumes: the steps that are done keep their lengths, the others have those of `now`."""
+    """With which stages the run resumes: the steps that are done keep their lengths, the others
+    have those of `now`."""
     if list(stage_list_problems(now)):
         return ""
     staged = has_length_stages(now)
@@ -366,7 +415,9 @@ def _stages_that_resume(then: Config, now: Config, steps_done: int, total_steps:
     old, new = length_stages(then, steps_done), length_stages(now, last)
     rows = []
     for step in range(last):
-        length = length_stage_at(old if step < steps_done else new, step).config.rollout.max_new_tokens
+        length = length_stage_at(
+            old if step < steps_done else new, step
+        ).config.rollout.max_new_tokens
         rows.append((length, length_stage_at(new, step).config.policy.max_tokens_per_microbatch))
     runs = [(row, sum(1 for _ in steps)) for row, steps in itertools.groupby(rows)]
     counts = [str(count) for _, count in runs]
@@ -392,5 +443,8 @@ def _stage_changes(then: Config, now: Config, steps_done: int) -> Iterator[str]:
         stages = length_stage_at(there, step), length_stage_at(here, step)
         old, new = (stage.config.rollout.max_new_tokens for stage in stages)
         if old != new:
-            yield f"stages: step {step + 1}, which is done, had at most {old} new tokens there, {new} now"
+            yield (
+                f"stages: step {step + 1}, which is done, had at most {old} new tokens there, "
+                f"{new} now"
+            )
             return

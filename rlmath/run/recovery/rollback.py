@@ -1,12 +1,13 @@
-"""Rollbacks of a run (`algorithm.rollback`): back to the last good checkpoint, with other seeds and a smaller rate.
+"""Rollbacks of a run (`algorithm.rollback`): back to the last good checkpoint, with other seeds and
+a smaller rate.
 
     divergence -> last good checkpoint -> weights, optimizer, draws from there -> rollbacks.json
                -> newer checkpoints and rows set aside -> the steps again
 
-rollbacks.json is on the disk before anything else in the run's folder is changed: a run that is killed at any moment
-resumes with it, and never makes more rollbacks than `algorithm.rollback`. Checkpoints have the list, too, for a folder
-that was copied without the file. One that was made before a rollback, and is newer than where that one went back to, is
-never resumed from.
+rollbacks.json is on the disk before anything else in the run's folder is changed: a run that is
+killed at any moment resumes with it, and never makes more rollbacks than `algorithm.rollback`.
+Checkpoints have the list, too, for a folder that was copied without the file. One that was made
+before a rollback, and is newer than where that one went back to, is never resumed from.
 """
 
 from __future__ import annotations
@@ -26,24 +27,31 @@ _MOST_BYTES = 2**20
 
 
 def read_rollbacks(output_dir: str | Path) -> list[Rollback]:
-    """The rollbacks of the run in a folder; none where there is no file. ValueError where the file cannot be used."""
+    """The rollbacks of the run in a folder; none where there is no file.
+
+    ValueError where the file cannot be used."""
     path = Path(output_dir) / ROLLBACKS_FILE
     try:
         values = parse_json(read_regular(path, _MOST_BYTES).decode())
         if values["version"] != VERSION:
             raise ValueError(f"its form is version {values['version']!r}; needed: {VERSION}")
-        return [_read_rollback(number, row) for number, row in enumerate(values["rollbacks"], start=1)]
+        return [
+            _read_rollback(number, row) for number, row in enumerate(values["rollbacks"], start=1)
+        ]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
-            f"{path}, the list of the run's rollbacks, cannot be read ({type(error).__name__}: {error}). Restore it; "
+            f"{path}, the list of the run's rollbacks, cannot be read ({type(error).__name__}: "
+            f"{error}). Restore it; "
             "without it, moved away, the run resumes with the rollbacks that its checkpoints know"
         ) from error
 
 
 def _read_rollback(number: int, row: dict) -> Rollback:
-    step, draw_step, diverged = numbers = [row[name] for name in ("step", "draw_step", "diverged_step")]
+    step, draw_step, diverged = numbers = [
+        row[name] for name in ("step", "draw_step", "diverged_step")
+    ]
     if any(type(one) is not int or not 0 <= one < 2**63 for one in numbers):
         raise ValueError(f"{numbers} are no steps")
     return Rollback(number, step, draw_step, diverged, str(row["reason"]))
@@ -52,7 +60,9 @@ def _read_rollback(number: int, row: dict) -> Rollback:
 def write_rollbacks(output_dir: str | Path, rollbacks: Sequence[Rollback]) -> None:
     """On the disk when it returns, or OSError and the file is as before."""
     path = Path(output_dir) / ROLLBACKS_FILE
-    rows = [{name: value for name, value in vars(one).items() if name != "number"} for one in rollbacks]
+    rows = [
+        {name: value for name, value in vars(one).items() if name != "number"} for one in rollbacks
+    ]
     write_whole(path, json.dumps({"version": VERSION, "rollbacks": rows}, indent=1) + "\n")
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
@@ -64,9 +74,9 @@ def write_rollbacks(output_dir: str | Path, rollbacks: Sequence[Rollback]) -> No
 def rollbacks_of(
     output_dir: str | Path, progress: Progress | None, there: list[Rollback] | None = None
 ) -> list[Rollback]:
-    """The rollbacks of a run that stands at `progress`: those of the folder's file, or where it has fewer, those of the
-    checkpoint. `there` is what the file has, where it is read already. ValueError where the file cannot be used, or is
-    that of another run."""
+    """The rollbacks of a run that stands at `progress`: those of the folder's file, or where it has
+    fewer, those of the checkpoint. `there` is what the file has, where it is read already.
+    ValueError where the file cannot be used, or is that of another run."""
     there = read_rollbacks(output_dir) if there is None else there
     if progress is None:
         return there
@@ -76,14 +86,17 @@ def rollbacks_of(
         return known
     if [one.step for one in there[: len(known)]] != list(progress.rollback_steps):
         raise ValueError(
-            f"{Path(output_dir) / ROLLBACKS_FILE} has rollbacks to the steps {[one.step for one in there]}, the "
-            f"checkpoint of step {progress.step} those to {list(progress.rollback_steps)}: the file is that of another "
+            f"{Path(output_dir) / ROLLBACKS_FILE} has rollbacks to the steps "
+            f"{[one.step for one in there]}, the "
+            f"checkpoint of step {progress.step} those to {list(progress.rollback_steps)}: the "
+            "file is that of another "
             "run. Restore it, or move it away"
         )
     return there
 
 
 def superseded_by(rollbacks: Sequence[Rollback], progress: Progress) -> Rollback | None:
-    """The rollback that went back to before a checkpoint which was made before it; None where there is none."""
+    """The rollback that went back to before a checkpoint which was made before it; None where there
+    is none."""
     later = rollbacks[len(progress.rollback_steps) :]
     return next((one for one in later if one.step < progress.step), None)

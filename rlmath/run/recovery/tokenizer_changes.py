@@ -1,4 +1,5 @@
-"""Whether the model's folder still has the tokenizer and the stop tokens that a checkpoint was made with."""
+"""Whether the model's folder still has the tokenizer and the stop tokens that a checkpoint was made
+with."""
 
 from __future__ import annotations
 
@@ -31,9 +32,10 @@ _ANY_TOKEN = 2**31
 def tokenizer_changes(
     model: Path, model_files: Mapping[str, bytes], checkpoint: Path, stops: Sequence[int]
 ) -> Iterator[str]:
-    """What differs between the tokenizer in the folder `model`, whose metadata files are `model_files`, with the run's
-    `stops`, and the checkpoint's own files. What changes no token, such as how a file is indented or its chat template,
-    is no difference; a checkpoint without a tokenizer is not compared. Only files whose bytes differ are parsed."""
+    """What differs between the tokenizer in the folder `model`, whose metadata files are
+    `model_files`, with the run's `stops`, and the checkpoint's own files. What changes no token,
+    such as how a file is indented or its chat template, is no difference; a checkpoint without a
+    tokenizer is not compared. Only files whose bytes differ are parsed."""
     own = checkpoint / METADATA_FILES
     files = read_metadata_files(own) if own.is_dir() else {}
     if not any(name in files for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
@@ -42,14 +44,18 @@ def tokenizer_changes(
     if _say_other_tokenizers(files, model_files):
         then, now = load_tokenizer(str(own), "the checkpoint"), load_tokenizer(str(model))
         if difference := _difference(then, now):
-            yield f"model.path: its tokenizer is another than the checkpoint's own: {difference}. {restore}"
+            yield (
+                f"model.path: its tokenizer is another than the checkpoint's own: {difference}. "
+                f"{restore}"
+            )
             return
     if _said_stops(files) != {*stops}:
         tokenizer = load_tokenizer(str(own), "the checkpoint")
         then = stop_token_ids(str(own), tokenizer, _ANY_TOKEN)
         if {*then} != {*stops}:
             yield (
-                f"model.path: completions ended with the tokens {_listed(then)} there, and do with {_listed(stops)} "
+                f"model.path: completions ended with the tokens {_listed(then)} there, and do "
+                f"with {_listed(stops)} "
                 f"now ({GENERATION_CONFIG}, or the chat template). {restore}"
             )
 
@@ -66,7 +72,8 @@ def _say_other_tokenizers(then: Mapping[str, bytes], now: Mapping[str, bytes]) -
 
 
 def _parsed(name: str, files: Mapping[str, bytes]) -> Any:
-    """What a file says of the tokenizer; the bytes of a file that is no JSON, and None for one that is not there."""
+    """What a file says of the tokenizer; the bytes of a file that is no JSON, and None for one that
+    is not there."""
     content = files.get(name)
     if content is None or not name.endswith(".json"):
         return content

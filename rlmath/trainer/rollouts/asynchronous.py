@@ -1,12 +1,15 @@
-"""Asynchronous rollouts: engines on ranks of their own sample all the time, and a step learns from complete groups.
+"""Asynchronous rollouts: engines on ranks of their own sample all the time, and a step learns from
+complete groups.
 
-    admit draws -> engines sample and score -> groups arrive -> enough, and none too old soon -> the step's groups
+    admit draws -> engines sample and score -> groups arrive -> enough, and none too old soon -> the
+    step's groups
 
-Which draws may begin, and which groups a step takes, follows the rules of `algorithms/partial_rollouts.py`. At step v
-at most (max_staleness + v + 1) x prompts_per_step groups have begun, those that selection dropped not counted (AReaL,
-arXiv:2505.24298, section 5.1). Of the complete ones a step takes those that were drawn first; it waits where one that
-it leaves behind could not be learned in time. When groups arrive depends on the clock, and with it which of them a step
-takes. With max_staleness 0 nothing does.
+Which draws may begin, and which groups a step takes, follows the rules of
+`algorithms/partial_rollouts.py`. At step v at most (max_staleness + v + 1) x prompts_per_step
+groups have begun, those that selection dropped not counted (AReaL, arXiv:2505.24298, section 5.1).
+Of the complete ones a step takes those that were drawn first; it waits where one that it leaves
+behind could not be learned in time. When groups arrive depends on the clock, and with it which of
+them a step takes. With max_staleness 0 nothing does.
 
 Rank 0 has the connection to the engines; every rank computes the same from what it gives them.
 """
@@ -46,7 +49,11 @@ from rlmath.rollout.engine_loop import (
     TakeSnapshot,
     WeightsTaken,
 )
-from rlmath.trainer.rollouts.synchronous import RolloutsWithUnfinished, StepRollout, staleness_metrics
+from rlmath.trainer.rollouts.synchronous import (
+    RolloutsWithUnfinished,
+    StepRollout,
+    staleness_metrics,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +61,8 @@ WAIT_SECONDS = 0.2
 """How long rank 0 waits in one look for messages."""
 
 SHARE_SECONDS = 60.0
-"""After so long rank 0 tells the other ranks that it still waits: their collective ends at a timeout."""
+"""After so long rank 0 tells the other ranks that it still waits: their collective ends at a
+timeout."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +71,21 @@ class EngineReport:
 
     taken: WeightsTaken
     latency_seconds: float
-    """Time from the end of the step that made the weights to an engine's first token with them, as rank 0 sees it."""
+    """Time from the end of the step that made the weights to an engine's first token with them, as
+    rank 0 sees it."""
 
 
 Samples = tuple[PartialCompletion | ScoredCompletion, ...]
 
 
 class EngineConnection:
-    """The trainers' side of engines on other ranks. All ranks call it alike, but `snapshot`; rank 0 has the mailbox."""
+    """The trainers' side of engines on other ranks.
 
-    def __init__(self, mesh: Mesh, mailbox: Mailbox | None, on_progress: Callable[[], None]) -> None:
+    All ranks call it alike, but `snapshot`; rank 0 has the mailbox."""
+
+    def __init__(
+        self, mesh: Mesh, mailbox: Mailbox | None, on_progress: Callable[[], None]
+    ) -> None:
         self._mesh, self._mailbox, self._on_progress = mesh, mailbox, on_progress
         self.leaders = range(mesh.world_size, mesh.world_size + mesh.engine_ranks, mesh.engine_size)
         """First ranks of the engines."""
@@ -89,7 +102,9 @@ class EngineConnection:
             self._mailbox.send(leader, message)
 
     def groups(self) -> list[GroupDone]:
-        """The groups that are done and were not returned yet; waits for at least one. A collective."""
+        """The groups that are done and were not returned yet; waits for at least one.
+
+        A collective."""
         while True:
             until = time.monotonic() + SHARE_SECONDS
             while self._mesh.rank == 0 and not self._done and time.monotonic() < until:
@@ -105,7 +120,9 @@ class EngineConnection:
         return found
 
     def snapshot(self) -> dict[int, Samples]:
-        """What is in flight in the engines, by draw, and the groups that are done and not returned. On rank 0 only."""
+        """What is in flight in the engines, by draw, and the groups that are done and not returned.
+
+        On rank 0 only."""
         self.send(TakeSnapshot())
         found: dict[int, Samples] = {}
         for one in self._answers(Snapshot, len(self.leaders)):
@@ -113,17 +130,23 @@ class EngineConnection:
         return found | {one.draw: one.samples for one in self._done}
 
     def collect(self, what: CollectGroups) -> Rollout:
-        """As `Collector.collect`, by the engines, with the weights that were offered last. A collective."""
+        """As `Collector.collect`, by the engines, with the weights that were offered last.
+
+        A collective."""
         self.send(what)
         return self._shared_answers(Rollout, 1)[0]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
-        """By engine: log-probs of every token but the first of each sequence (nats). A collective."""
+        """By engine: log-probs of every token but the first of each sequence (nats).
+
+        A collective."""
         self.send(ScoreTokens(sequences))
         return {one.engine: one.logprobs for one in self._shared_answers(Scored, len(self.leaders))}
 
     def _shared_answers(self, kind: type, count: int) -> list:
-        """`_answers` of rank 0, on all ranks. A collective."""
+        """`_answers` of rank 0, on all ranks.
+
+        A collective."""
         answers: list = []
         while len(answers) < count:
             if self._mesh.rank == 0:
@@ -132,7 +155,8 @@ class EngineConnection:
         return answers
 
     def _answers(self, kind: type, count: int, seconds: float = math.inf) -> list:
-        """Messages of a kind, fewer where they do not come within `seconds`; what else comes meanwhile is kept."""
+        """Messages of a kind, fewer where they do not come within `seconds`; what else comes
+        meanwhile is kept."""
         answers: list = []
         until = time.monotonic() + seconds
         while len(answers) < count and time.monotonic() < until:
@@ -190,12 +214,18 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
         return replace(taken, metrics=metrics)
 
     def files(self) -> dict[str, bytes]:
-        """With what the engines are sampling. On rank 0 only."""
+        """With what the engines are sampling.
+
+        On rank 0 only."""
         if not self._begun:
             return super().files()
         at = self._engines.snapshot()
-        groups = [replace(one, samples=at.get(one.draw, one.samples)) for one in self._unfinished.groups]
-        return super().files() | {UNFINISHED: write_unfinished(replace(self._unfinished, groups=groups))}
+        groups = [
+            replace(one, samples=at.get(one.draw, one.samples)) for one in self._unfinished.groups
+        ]
+        return super().files() | {
+            UNFINISHED: write_unfinished(replace(self._unfinished, groups=groups))
+        }
 
     # ------------------------------------------------------------ parts of a step
 
@@ -233,7 +263,9 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
         return replace(found, waits=waits)
 
     def _keep(self, unfinished: UnfinishedGroups, arrived: Sequence[GroupDone]) -> None:
-        """Groups that engines have done. RuntimeError for one that none of them should have sampled."""
+        """Groups that engines have done.
+
+        RuntimeError for one that none of them should have sampled."""
         done = {one.draw: one.samples for one in arrived}
         expected = {group.draw for group in unfinished.groups if not group.is_complete}
         if len(done) < len(arrived) or not done.keys() <= expected:
@@ -246,15 +278,21 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
 
 
 def engine_report_metrics(reports: Sequence[EngineReport], engines: int) -> dict[str, float]:
-    """What the engines did between two versions: tokens per second of all together, sums of what is counted, means of
-    the rest. The reports need not be one of each engine."""
+    """What the engines did between two versions: tokens per second of all together, sums of what is
+    counted, means of the rest. The reports need not be one of each engine."""
     if not reports:
         return {}
-    n, taken, latency = len(reports), [one.taken for one in reports], [one.latency_seconds for one in reports]
+    n, taken, latency = (
+        len(reports),
+        [one.taken for one in reports],
+        [one.latency_seconds for one in reports],
+    )
     seconds = sum(one.seconds for one in taken)
     per_second = engines / seconds if seconds else 0.0
     return {
-        "rollout/engine_busy_share": sum(one.busy_seconds for one in taken) / seconds if seconds else 0.0,
+        "rollout/engine_busy_share": sum(one.busy_seconds for one in taken) / seconds
+        if seconds
+        else 0.0,
         "tokens_per_second/rollout": sum(one.new_tokens for one in taken) * per_second,
         "rollout/sequences_running": sum(one.running for one in taken) / n,
         "rollout/interrupted_sequences": float(sum(one.interrupted for one in taken)),

@@ -1,5 +1,5 @@
-"""The engines as the trainer sees them: in the training ranks, where they take turns with training on the same memory,
-or on ranks of their own (`rollout.ranks`).
+"""The engines as the trainer sees them: in the training ranks, where they take turns with training
+on the same memory, or on ranks of their own (`rollout.ranks`).
 
     engines = open_engines(...)                   # before the models: an engine measures what memory is free
     engines.connect(actor, offload)
@@ -57,7 +57,8 @@ class Engines(ABC):
     collector: GroupCollector
     rollouts: StepRollouts
     phase: ClassVar[str]
-    """What a step's time for rollouts is called: "rollout", or "wait_for_groups" where it only waits."""
+    """What a step's time for rollouts is called: "rollout", or "wait_for_groups" where it only
+    waits."""
 
     def __init__(self, context: RankContext[Inputs], timers: PhaseTimers) -> None:
         self._config, self._shape = context.config, context.shape
@@ -69,8 +70,9 @@ class Engines(ABC):
 
     @contextmanager
     def generating(self, version: int, step: int) -> Iterator[None]:
-        """Inside, the engines generate for step `step` (from 0) with the policy's weights of that version. A function
-        of the user's that fails inside is raised when the engines have left their phase."""
+        """Inside, the engines generate for step `step` (from 0) with the policy's weights of that
+        version. A function of the user's that fails inside is raised when the engines have left
+        their phase."""
         failed = None
         with self._generating(version, step):
             try:
@@ -86,8 +88,8 @@ class Engines(ABC):
 
     @abstractmethod
     def probe(self) -> dict[str, float]:
-        """Metrics of the comparison of both sides' log-probs, where it is due; called inside of `generating`.
-        RuntimeError on all ranks where they differ too much."""
+        """Metrics of the comparison of both sides' log-probs, where it is due; called inside of
+        `generating`. RuntimeError on all ranks where they differ too much."""
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
@@ -103,15 +105,19 @@ def open_engine_workers(
     mesh: Mesh,
     measured: MeasuredRows = MeasuredRows(),  # noqa: B008
 ) -> AbstractContextManager[RewardWorkers | None]:
-    """The reward workers of an engine's first rank; to be opened before process groups and engines."""
+    """The reward workers of an engine's first rank; to be opened before process groups and
+    engines."""
     if not mesh.is_engine_leader:
         return nullcontext()
     return open_reward_workers(config.reward, config.run.plugins, measured)
 
 
-def open_engines(context: RankContext[Inputs], timers: PhaseTimers, keep: Keep | None = None) -> Engines:
-    """The engines as `rollout.ranks` says: the context's bridge leads to engines on ranks of their own, else its
-    workers score completions. `keep` is a function of the user's that selects groups."""
+def open_engines(
+    context: RankContext[Inputs], timers: PhaseTimers, keep: Keep | None = None
+) -> Engines:
+    """The engines as `rollout.ranks` says: the context's bridge leads to engines on ranks of their
+    own, else its workers score completions. `keep` is a function of the user's that selects groups.
+    """
     if context.bridge is None:
         return ColocatedEngines(context, timers, keep)
     return SeparateEngines(context, context.bridge, timers, keep)
@@ -122,7 +128,9 @@ class ColocatedEngines(Engines):
 
     phase = "rollout"
 
-    def __init__(self, context: RankContext[Inputs], timers: PhaseTimers, keep: Keep | None) -> None:
+    def __init__(
+        self, context: RankContext[Inputs], timers: PhaseTimers, keep: Keep | None
+    ) -> None:
         """Builds the engine; it sleeps afterwards."""
         super().__init__(context, timers)
         config, shape, inputs, mesh = context.config, context.shape, context.inputs, context.mesh
@@ -139,7 +147,8 @@ class ColocatedEngines(Engines):
         )
         if config.rollout.tail == "carry" and not self.engine.continues_noise:
             raise ValueError(
-                'rollout.tail is "carry", and vLLM takes its first model runner (its log says why), whose noise begins '
+                'rollout.tail is "carry", and vLLM takes its first model runner (its log says '
+                "why), whose noise begins "
                 "anew in every slice of a completion. Set rollout.tail=wait"
             )
         self.engine.memory.sleep()
@@ -179,7 +188,12 @@ class ColocatedEngines(Engines):
             CPU_COMPARES_EVERY if device.kind == "cpu" and not config.memory.stop_on_leak else 1,
         )
         self.switch = MemorySwitch(
-            self.engine, offload, sync=self._sync, monitor=monitor, timers=self._timers, device=device
+            self.engine,
+            offload,
+            sync=self._sync,
+            monitor=monitor,
+            timers=self._timers,
+            device=device,
         )
 
     def _generating(self, version: int, step: int) -> AbstractContextManager[None]:
@@ -193,14 +207,17 @@ class ColocatedEngines(Engines):
         return self._report.metrics() | self.switch.metrics()
 
     def _sync(self, step: int) -> None:
-        """Write the weights that step `step` (from 0) samples with; with all steps done, those of the last validation.
-        RuntimeError on all ranks where a checksum was due and differs."""
+        """Write the weights that step `step` (from 0) samples with; with all steps done, those of
+        the last validation. RuntimeError on all ranks where a checksum was due and differs."""
         self._report = self._transfer.run(check=is_due(self._config.sync.checksum_every, step))
         self._probe.score_policy(step)
 
     def _engine_scores(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
         by_rank = all_gather_objects(self.engine.score(sequences))
-        return {engine: by_rank[engine * self._mesh.engine_size] for engine in range(self._mesh.num_engines)}
+        return {
+            engine: by_rank[engine * self._mesh.engine_size]
+            for engine in range(self._mesh.num_engines)
+        }
 
     def close(self, status: int) -> None:
         self.engine.close()
@@ -247,7 +264,8 @@ class SeparateEngines(Engines):
 
     @contextmanager
     def _generating(self, version: int, step: int) -> Iterator[None]:
-        """The engines take the weights when they can; the trainers do not wait for that, but for the version before."""
+        """The engines take the weights when they can; the trainers do not wait for that, but for
+        the version before."""
         self._step, learned_at = step, time.monotonic()
         with self._timers.phase("sync"):
             self._waited = self._sender.offer()
@@ -270,17 +288,23 @@ class SeparateEngines(Engines):
         self._sender.close()
 
 
-# ---------------------------------------------------------------- what both sides derive from the settings
+# --------------------------------------------------------- what both sides derive from the settings
 
 
 def validation_scorer(config: Config, mesh: Mesh) -> RewardWorkers | None:
-    """The workers of `validation.scorer`, on the first rank of every engine of a run that validates."""
-    hook = scorer_hook(config) if length_curriculum.validates(config) and mesh.is_engine_leader else None
+    """The workers of `validation.scorer`, on the first rank of every engine of a run that
+    validates."""
+    hook = (
+        scorer_hook(config)
+        if length_curriculum.validates(config) and mesh.is_engine_leader
+        else None
+    )
     return None if hook is None else open_scorer(hook, config.reward)
 
 
 def offer_plans(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -> OfferPlans:
-    """How weights come from the training ranks, those of `mesh`, to the first engine on ranks of its own."""
+    """How weights come from the training ranks, those of `mesh`, to the first engine on ranks of
+    its own."""
     buckets = bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size + mesh.engine_ranks)
     layout = training_layout(shape.num_layers, mesh, config.parallel)
     plan = partial(plan_sync, shape, layout, mesh, device.params_dtype.itemsize, buckets)
@@ -292,7 +316,9 @@ def offer_plans(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -
 
 
 def probe_length(config: Config) -> int:
-    """Most tokens of a probe's sequence: the first length stage's, and without validation, since they are the same in
-    all and with any."""
-    first = length_curriculum.without_validation(length_curriculum.length_stages(config, None)[0].config)
+    """Most tokens of a probe's sequence: the first length stage's, and without validation, since
+    they are the same in all and with any."""
+    first = length_curriculum.without_validation(
+        length_curriculum.length_stages(config, None)[0].config
+    )
     return length_curriculum.engine_length(first)

@@ -1,11 +1,13 @@
 """What a step samples, and which groups it learns from: `rollout.tail`.
 
 - "wait" (`WholeRollouts`): the step's own prompts, every completion to its end.
-- "carry" (`PartialRollouts`): rounds of a slice of every completion in flight, until enough groups are complete; the
-  others are carried into the next step.
-- "defer" (`PartialRollouts`): groups with completions longer than a slice are sampled anew in steps of their own.
+- "carry" (`PartialRollouts`): rounds of a slice of every completion in flight, until enough groups
+  are complete; the others are carried into the next step.
+- "defer" (`PartialRollouts`): groups with completions longer than a slice are sampled anew in steps
+  of their own.
 
-The rules of the last two are in `algorithms/partial_rollouts.py`. Every rank computes the same, from what is gathered.
+The rules of the last two are in `algorithms/partial_rollouts.py`. Every rank computes the same,
+from what is gathered.
 """
 
 from __future__ import annotations
@@ -29,14 +31,25 @@ from rlmath.algorithms.partial_rollouts import (
 )
 from rlmath.algorithms.types import PartialCompletion, Score, ScoredCompletion, ScoredGroup
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished, write_unfinished
-from rlmath.config.length_curriculum import LengthStage, length_stage_at, length_stages, unfinished_problem
+from rlmath.config.length_curriculum import (
+    LengthStage,
+    length_stage_at,
+    length_stages,
+    unfinished_problem,
+)
 from rlmath.config.schema import Config, RewardConfig, RolloutConfig, SelectionConfig
 from rlmath.data.dataset import Inputs
 from rlmath.data.prompt_curriculum import HISTORY, PromptCurriculum, rules_of
 from rlmath.data.tokenizer import completion_text
 from rlmath.rewards.several_rewards import compared_rewards, takes_groups
 from rlmath.rollout.collector import CollectGroups, Collector, Work
-from rlmath.rollout.sampling import Key, RolloutSeed, SamplingSettings, requests_of, training_sampling
+from rlmath.rollout.sampling import (
+    Key,
+    RolloutSeed,
+    SamplingSettings,
+    requests_of,
+    training_sampling,
+)
 from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules
 from rlmath.rollout.work_queue import EngineUsage
 
@@ -65,7 +78,8 @@ Keep = Callable[[Sequence[ScoredGroup]], list[bool]]
 def selection_rules(
     settings: SelectionConfig, reward: RewardConfig, keep: Keep | None = None
 ) -> SelectionRules:
-    """Which groups and completions are learned from; `keep` is the function of selection.dynamic_sampling, if any."""
+    """Which groups and completions are learned from; `keep` is the function of
+    selection.dynamic_sampling, if any."""
     word = settings.dynamic_sampling
     return SelectionRules(
         word if word in (None, "accuracy", "reward") else "function",
@@ -84,7 +98,12 @@ class StepRollouts(ABC):
     """Draws of the run so far."""
 
     def __init__(
-        self, config: Config, inputs: Inputs, engines: Any, vocab_size: int, keep: Keep | None = None
+        self,
+        config: Config,
+        inputs: Inputs,
+        engines: Any,
+        vocab_size: int,
+        keep: Keep | None = None,
     ) -> None:
         """`engines` is what asks them: a `Collector`, or an `EngineConnection`."""
         self._config, self._inputs, self._total_steps = config, inputs, inputs.total_steps
@@ -98,11 +117,13 @@ class StepRollouts(ABC):
 
     @abstractmethod
     def step(self, number: int, stage: LengthStage) -> StepRollout:
-        """Sample for step `number`, counted from 0, of a length stage. A collective."""
+        """Sample for step `number`, counted from 0, of a length stage.
+
+        A collective."""
 
     def commit(self) -> dict[str, float]:
-        """Take what the last step left as the state, and count what it sampled in the prompts' history, whose metrics
-        are returned. A step that fails before leaves the state as it was."""
+        """Take what the last step left as the state, and count what it sampled in the prompts'
+        history, whose metrics are returned. A step that fails before leaves the state as it was."""
         return self.curriculum.commit(self._sampled)
 
     def files(self) -> dict[str, bytes]:
@@ -110,13 +131,17 @@ class StepRollouts(ABC):
         return {HISTORY: self.curriculum.file()}
 
     def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
-        """Continue from a checkpoint; older ones have no history, and begin without. `reward_changed`: the reward
-        function is another one since. ValueError where the checkpoint's file is damaged."""
+        """Continue from a checkpoint; older ones have no history, and begin without.
+
+        `reward_changed`: the reward function is another one since. ValueError where the
+        checkpoint's file is damaged."""
         try:
             content = (folder / HISTORY).read_bytes()
         except FileNotFoundError as error:
             if self.curriculum.draws_by_rates:
-                raise ValueError(f"{folder}: there is no {HISTORY}, which data.curriculum needs") from error
+                raise ValueError(
+                    f"{folder}: there is no {HISTORY}, which data.curriculum needs"
+                ) from error
             self.curriculum.forget()
             return
         except OSError as error:
@@ -136,7 +161,10 @@ class WholeRollouts(StepRollouts):
     def step(self, number: int, stage: LengthStage) -> StepRollout:
         """The step's own prompts, and then those that dynamic sampling asks for."""
         order = self._inputs.order
-        sampling, seed = training_sampling(stage.config.rollout), RolloutSeed(order.seed_at(number), number)
+        sampling, seed = (
+            training_sampling(stage.config.rollout),
+            RolloutSeed(order.seed_at(number), number),
+        )
         own = self.curriculum.begin(number).batch(number)
         indices = chain(own, self.curriculum.extra(number))
         rounds: list[list[EngineUsage]] = []
@@ -178,7 +206,12 @@ class RolloutsWithUnfinished(StepRollouts):
     """The state of ways to sample that leave groups in flight between steps."""
 
     def __init__(
-        self, config: Config, inputs: Inputs, engines: Any, vocab_size: int, keep: Keep | None = None
+        self,
+        config: Config,
+        inputs: Inputs,
+        engines: Any,
+        vocab_size: int,
+        keep: Keep | None = None,
     ) -> None:
         super().__init__(config, inputs, engines, vocab_size, keep)
         self._limits = unfinished_rules(config)
@@ -195,7 +228,9 @@ class RolloutsWithUnfinished(StepRollouts):
         self._unfinished = self._after
         complete = {group.draw for group in self._unfinished.groups if group.is_complete}
         self._choices = {draw: one for draw, one in self._choices.items() if draw in complete}
-        return self.curriculum.commit(self._sampled, {group.draw for group in self._unfinished.groups})
+        return self.curriculum.commit(
+            self._sampled, {group.draw for group in self._unfinished.groups}
+        )
 
     def files(self) -> dict[str, bytes]:
         return super().files() | {UNFINISHED: write_unfinished(self._unfinished)}
@@ -212,7 +247,8 @@ class RolloutsWithUnfinished(StepRollouts):
         if reward_changed:
             unfinished.groups = [unscored(group, steps_done) for group in unfinished.groups]
         wanted = sum(
-            not group.is_complete or self._choose(group).dropped is None for group in unfinished.groups
+            not group.is_complete or self._choose(group).dropped is None
+            for group in unfinished.groups
         )
         if problem := unfinished_problem(self._config, self._total_steps, steps_done, wanted):
             raise ValueError(problem)
@@ -227,20 +263,33 @@ class RolloutsWithUnfinished(StepRollouts):
             self._vocab_size,
             lambda token_ids, stopped: completion_text(tokenizer, token_ids, stopped),
         )
-        self.curriculum.require_draws(unfinished.next_draw, [group.draw for group in unfinished.groups])
-        # Engines on ranks of their own may have begun to sample with the weights of the checkpoint already.
+        self.curriculum.require_draws(
+            unfinished.next_draw, [group.draw for group in unfinished.groups]
+        )
+        # Engines on ranks of their own may have begun to sample with the weights of the checkpoint
+        # already.
         latest = steps_done if rollout.ranks > 0 else steps_done - 1
         for group in unfinished.groups:
-            steps = [group.first_step, *(segment.step for part in group.parts for segment in part.segments)]
+            steps = [
+                group.first_step,
+                *(segment.step for part in group.parts for segment in part.segments),
+            ]
             if min(steps) < group.first_step or max(steps) > latest:
                 raise ValueError(
                     f"draw {group.draw} was sampled in steps {sorted(set(steps))} of {steps_done}"
                 )
-            if any(len(group.parts[g].token_ids) >= rollout.max_new_tokens for g in group.unfinished):
-                raise ValueError(f"draw {group.draw} has an unfinished completion of the greatest length")
-        if rollout.tail != "defer" and too_old(unfinished.groups, self._limits, steps_done - 1, self._choose):
+            if any(
+                len(group.parts[g].token_ids) >= rollout.max_new_tokens for g in group.unfinished
+            ):
+                raise ValueError(
+                    f"draw {group.draw} has an unfinished completion of the greatest length"
+                )
+        if rollout.tail != "defer" and too_old(
+            unfinished.groups, self._limits, steps_done - 1, self._choose
+        ):
             raise ValueError(
-                f"groups are older than rollout.max_staleness, {rollout.max_staleness} steps, allows"
+                f"groups are older than rollout.max_staleness, {rollout.max_staleness} steps, "
+                "allows"
             )
         return unfinished
 
@@ -253,10 +302,14 @@ class RolloutsWithUnfinished(StepRollouts):
         return self._choices[group.draw]
 
     def _take(self, number: int, found: Leaving, left: UnfinishedGroups) -> StepRollout:
-        """What step `number` learns from, with `rollout/groups_in_flight` as its only metric; `left` stays."""
+        """What step `number` learns from, with `rollout/groups_in_flight` as its only metric;
+        `left` stays."""
         self._sampled = sampled = [self._scored(group) for group in found.groups]
         if number + 1 == self._total_steps and left.groups:
-            text = "%d groups that were drawn are not learned from: the run has fewer steps than when it drew them"
+            text = (
+                "%d groups that were drawn are not learned from: the run has fewer steps than "
+                "when it drew them"
+            )
             logger.warning(text, len(left.groups))
         return StepRollout(
             Selection(sampled, found.chosen, self._limits.groups_per_step),
@@ -268,8 +321,9 @@ class RolloutsWithUnfinished(StepRollouts):
 
 
 class PartialRollouts(RolloutsWithUnfinished):
-    """Groups that a step does not complete stay in flight: "carry" continues their completions in the next step, with
-    the weights of that step; "defer" samples them anew, together with others like them."""
+    """Groups that a step does not complete stay in flight: "carry" continues their completions in
+    the next step, with the weights of that step; "defer" samples them anew, together with others
+    like them."""
 
     _engines: Collector
 
@@ -282,13 +336,17 @@ class PartialRollouts(RolloutsWithUnfinished):
         taken = self._take(number, found, unfinished)
         metrics = taken.metrics | {"rollout/rounds": float(found.rounds)}
         if self._config.rollout.tail == "carry":
-            metrics |= carry_metrics(unfinished, taken.selection.learned, number, self._limits.max_staleness)
+            metrics |= carry_metrics(
+                unfinished, taken.selection.learned, number, self._limits.max_staleness
+            )
             metrics["rollout/staleness_waits"] = float(found.waits)
             metrics["rollout/prefilled_again_tokens"] = float(rounds.prefilled_again)
         else:
             longest = slice_tokens(stage.config.rollout)
             metrics |= defer_metrics(unfinished, found.groups, rounds.new_tokens, longest)
-        return replace(taken, rounds=rounds.usages, sampled_tokens=rounds.new_tokens, metrics=metrics)
+        return replace(
+            taken, rounds=rounds.usages, sampled_tokens=rounds.new_tokens, metrics=metrics
+        )
 
     def _advance(
         self, unfinished: UnfinishedGroups, number: int, stage: LengthStage, rounds: Rounds
@@ -307,16 +365,24 @@ class PartialRollouts(RolloutsWithUnfinished):
             )
 
         def sample_round(groups: list[UnfinishedGroup], whole: bool) -> list[UnfinishedGroup]:
-            return self._round(groups, rollout.max_new_tokens if whole else length, number, stage, rounds)
+            return self._round(
+                groups, rollout.max_new_tokens if whole else length, number, stage, rounds
+            )
 
         return advance_defer(unfinished, self._limits, *step, sample_round, self._choose)
 
     # ------------------------------------------------------------ parts of a step
 
     def _round(
-        self, groups: list[UnfinishedGroup], length: int, number: int, stage: LengthStage, rounds: Rounds
+        self,
+        groups: list[UnfinishedGroup],
+        length: int,
+        number: int,
+        stage: LengthStage,
+        rounds: Rounds,
     ) -> list[UnfinishedGroup]:
-        """The groups after at most `length` new tokens of every unfinished completion, those begun earlier first."""
+        """The groups after at most `length` new tokens of every unfinished completion, those begun
+        earlier first."""
         sampling = training_sampling(stage.config.rollout)
         rows: list[list[Work]] = []
         keys: list[dict[int, Key]] = []
@@ -333,26 +399,35 @@ class PartialRollouts(RolloutsWithUnfinished):
         after = [
             replace(
                 group,
-                samples=tuple(sampled[own[g]] if g in own else one for g, one in enumerate(group.samples)),
+                samples=tuple(
+                    sampled[own[g]] if g in own else one for g, one in enumerate(group.samples)
+                ),
             )
             for group, own in zip(groups, keys, strict=True)
         ]
         after = self._score_complete(groups, after, sampling.max_new_tokens)
         rounds.usages.append(usages)
         rounds.new_tokens += sum(map(tokens_of, after)) - sum(map(tokens_of, groups))
-        rounds.prefilled_again += sum(len(work.request.so_far.token_ids) for row in rows for work in row)
+        rounds.prefilled_again += sum(
+            len(work.request.so_far.token_ids) for row in rows for work in row
+        )
         return after
 
     def _score_complete(
         self, before: Sequence[UnfinishedGroup], after: list[UnfinishedGroup], max_new_tokens: int
     ) -> list[UnfinishedGroup]:
-        """The groups after a round; those that it made complete have scores, also of functions that take groups."""
+        """The groups after a round; those that it made complete have scores, also of functions that
+        take groups."""
         if not takes_groups(self._config.reward):
             return after
         places = [
-            place for place, group in enumerate(after) if group.is_complete and not before[place].is_complete
+            place
+            for place, group in enumerate(after)
+            if group.is_complete and not before[place].is_complete
         ]
-        scored = self._engines.score_groups([self._scored(after[place]) for place in places], max_new_tokens)
+        scored = self._engines.score_groups(
+            [self._scored(after[place]) for place in places], max_new_tokens
+        )
         for place, group in zip(places, scored, strict=True):
             samples = map(ScoredCompletion, group.completions, group.scores)
             after[place] = replace(after[place], samples=tuple(samples))
@@ -361,15 +436,21 @@ class PartialRollouts(RolloutsWithUnfinished):
     def _rows(
         self, group: UnfinishedGroup, sampling: SamplingSettings, length: int, first: int
     ) -> list[list[Work]]:
-        """A group's requests of a round, the first row's number being `first`: one row where nothing is sampled yet,
-        as the completions share their prompt, else a row for each completion."""
+        """A group's requests of a round, the first row's number being `first`: one row where
+        nothing is sampled yet, as the completions share their prompt, else a row for each
+        completion."""
         if group.is_complete:
             return []
         step, index, times = self.curriculum.drawn(group.draw)
-        prompt, seed = self._inputs.prompts[index], RolloutSeed(self._inputs.order.seed_at(step), step)
+        prompt, seed = (
+            self._inputs.prompts[index],
+            RolloutSeed(self._inputs.order.seed_at(step), step),
+        )
         requests = requests_of(prompt, 0, sampling, seed, times)
         work = []
-        begun = any(not isinstance(one, PartialCompletion) or one.token_ids for one in group.samples)
+        begun = any(
+            not isinstance(one, PartialCompletion) or one.token_ids for one in group.samples
+        )
         for g in group.unfinished:
             so_far = group.samples[g]
             assert isinstance(so_far, PartialCompletion)
@@ -380,7 +461,8 @@ class PartialRollouts(RolloutsWithUnfinished):
 
 
 def unscored(group: UnfinishedGroup, steps_done: int) -> UnfinishedGroup:
-    """The group, of which nothing is sampled where another reward function has scored a part of it."""
+    """The group, of which nothing is sampled where another reward function has scored a part of
+    it."""
     if len(group.unfinished) == len(group.samples):
         return group
     return replace(group.nothing_sampled(group.deferred), first_step=steps_done)
@@ -397,14 +479,18 @@ def carry_metrics(
     """`staleness_metrics`, and tokens and unfinished sequences in flight behind the step."""
     metrics = {
         "rollout/carried_tokens": float(sum(map(tokens_of, unfinished.groups))),
-        "rollout/sequences_in_flight": float(sum(len(group.unfinished) for group in unfinished.groups)),
+        "rollout/sequences_in_flight": float(
+            sum(len(group.unfinished) for group in unfinished.groups)
+        ),
     }
     return metrics | staleness_metrics(learned, number, max_staleness)
 
 
-def staleness_metrics(learned: Sequence[ScoredGroup], number: int, max_staleness: int) -> dict[str, float]:
-    """How old the tokens are that step `number` learns from (steps since the one whose weights sampled them: mean,
-    most, and the share of each age)."""
+def staleness_metrics(
+    learned: Sequence[ScoredGroup], number: int, max_staleness: int
+) -> dict[str, float]:
+    """How old the tokens are that step `number` learns from (steps since the one whose weights
+    sampled them: mean, most, and the share of each age)."""
     ages = dict.fromkeys(range(max_staleness + 1), 0)
     for segment in (s for group in learned for c in group.completions for s in c.segments):
         ages[number - segment.step] += segment.tokens if segment.sampled else 0
@@ -419,11 +505,14 @@ def staleness_metrics(learned: Sequence[ScoredGroup], number: int, max_staleness
 
 
 def defer_metrics(
-    unfinished: UnfinishedGroups, found: Sequence[UnfinishedGroup], new_tokens: int, slice_length: int
+    unfinished: UnfinishedGroups,
+    found: Sequence[UnfinishedGroup],
+    new_tokens: int,
+    slice_length: int,
 ) -> dict[str, float]:
-    """Groups that wait for a whole round, what was sampled in vain, and, of the deferred groups that a step has sampled
-    whole, the share that would have fitted a short round after all: by the change of the weights, since the noise is
-    the same."""
+    """Groups that wait for a whole round, what was sampled in vain, and, of the deferred groups
+    that a step has sampled whole, the share that would have fitted a short round after all: by the
+    change of the weights, since the noise is the same."""
     metrics = {
         "rollout/deferred_groups": float(sum(group.deferred for group in unfinished.groups)),
         "rollout/discarded_tokens": float(new_tokens - sum(map(tokens_of, found))),
@@ -431,6 +520,8 @@ def defer_metrics(
     }
     whole = [group for group in found if group.deferred]
     if whole:
-        now_short = [all(len(part.token_ids) <= slice_length for part in group.parts) for group in whole]
+        now_short = [
+            all(len(part.token_ids) <= slice_length for part in group.parts) for group in whole
+        ]
         metrics["rollout/deferred_now_short"] = sum(now_short) / len(whole)
     return metrics

@@ -1,4 +1,6 @@
-"""A small run under the guard: steps with a gloo all-reduce, no model. Started by torchrun from the tests.
+"""A small run under the guard: steps with a gloo all-reduce, no model.
+
+Started by torchrun from the tests.
 
 rank_program.py OUTPUT_DIR BEHAVIOUR [stop_grace_seconds=..., other keys of RunConfig]
 """
@@ -18,7 +20,11 @@ import torch.distributed as dist
 
 from rlmath.config.schema import RunConfig
 from rlmath.distributed.collectives import reduce_over_ranks
-from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, SAVED_AND_STOPPED, write_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    FAILURE,
+    SAVED_AND_STOPPED,
+    write_exit_status,
+)
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest, launcher_advice
 from rlmath.distributed.phase_timers import PhaseTimers

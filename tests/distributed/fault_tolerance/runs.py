@@ -50,13 +50,15 @@ class Run:
         everyone = self.family()
         started = time.monotonic()
         status = self.launcher.wait(seconds)
-        _, alive = psutil.wait_procs(everyone, timeout=max(1.0, started + seconds - time.monotonic()))
+        _, alive = psutil.wait_procs(
+            everyone, timeout=max(1.0, started + seconds - time.monotonic())
+        )
         assert not alive, self.console()
         return status
 
     def family(self) -> list[psutil.Process]:
-        """What the launcher has started, and the ranks: one that was killed is not their parent any more, also while it
-        is still listed."""
+        """What the launcher has started, and the ranks: one that was killed is not their parent any
+        more, also while it is still listed."""
         found = set(family(self.launcher.pid))
         for path in self.folder.glob("pid-*"):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -69,7 +71,13 @@ def running(
     folder: Path, behaviour: str, *settings: str, ranks: int = 2, options: tuple[str, ...] = ()
 ) -> Iterator[Run]:
     """The small run, from its start; killed at the end of the block."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *options)
+    launcher = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        *options,
+    )
     command = [
         sys.executable,
         *launcher,
@@ -80,7 +88,9 @@ def running(
     ]
     console = folder.with_suffix(".console.txt")
     with console.open("w") as output:
-        process = subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=output, stderr=output
+        )
     run, everyone = Run(process, folder, console), []
     try:
         wait_for(lambda: run.step() >= 2 or process.poll() is not None)

@@ -16,7 +16,13 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     reserve_exit_status,
     write_exit_status,
 )
-from tests.disks import an_ordinary_user, files_no_larger_than, small_disk, use_up_inodes, use_up_space
+from tests.disks import (
+    an_ordinary_user,
+    files_no_larger_than,
+    small_disk,
+    use_up_inodes,
+    use_up_space,
+)
 
 
 def names(folder: Path) -> set[str]:
@@ -27,7 +33,9 @@ def test_without_trouble_the_status_alone_is_left(tmp_path: Path) -> None:
     (tmp_path / EXIT_STATUS_FILE).write_text("of an earlier run")
     (tmp_path / f".{EXIT_STATUS_FILE}.4711.tmp").write_text("of a killed one")
     reserve_exit_status(tmp_path)
-    assert EXIT_STATUS_FILE not in names(tmp_path) and f".{EXIT_STATUS_FILE}.4711.tmp" not in names(tmp_path)
+    assert EXIT_STATUS_FILE not in names(tmp_path) and f".{EXIT_STATUS_FILE}.4711.tmp" not in names(
+        tmp_path
+    )
     assert read_exit_status(tmp_path).status == FAILURE
     write_exit_status(tmp_path, FINISHED, "all 3 steps are done")
     assert read_exit_status(tmp_path).status == FINISHED and names(tmp_path) == {EXIT_STATUS_FILE}
@@ -45,7 +53,9 @@ def test_on_a_full_disk_the_last_status_is_there(tmp_path: Path, use_up) -> None
         write_exit_status(disk, SAVED_AND_STOPPED, "short")
         write_exit_status(disk, FINISHED, "longer " * 100)
         assert read_exit_status(disk).message == "longer " * 100
-        assert {name for name in names(disk) - before if not name.startswith("inode")} == {EXIT_STATUS_FILE}
+        assert {name for name in names(disk) - before if not name.startswith("inode")} == {
+            EXIT_STATUS_FILE
+        }
 
 
 def test_in_a_folder_that_may_not_be_written_the_status_is_replaced_in_place(

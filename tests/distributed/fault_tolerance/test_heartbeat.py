@@ -31,14 +31,16 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
         victim = run.pid(1)
         os.kill(victim, signal.SIGKILL)
         assert run.ends_within(END_SECONDS) != 0
-        assert told(rf"rank 1 on \S+ \(pid {victim}\), step \d+, in \S.* has died", run.console()), (
-            run.console()
-        )
+        assert told(
+            rf"rank 1 on \S+ \(pid {victim}\), step \d+, in \S.* has died", run.console()
+        ), run.console()
         ends = rf"PeerFailedError: rank 1 on \S+ \(pid {victim}\), .* has died"
         assert told(ends, run.console()), "the error of rank 0 that follows from it names it, too"
         assert run.status().status == FAILURE
         assert "rank 1" in run.status().message
-        assert run.saved_steps() == [], "torchrun's SIGTERM to the others is no reason to save without a peer"
+        assert run.saved_steps() == [], (
+            "torchrun's SIGTERM to the others is no reason to save without a peer"
+        )
 
 
 @matrix
@@ -46,7 +48,8 @@ def test_a_raising_rank_tells_its_reason_and_phase(tmp_path: Path) -> None:
     with running(tmp_path / "run", "raise") as run:
         assert run.ends_within(END_SECONDS) != 0
         reason = (
-            r"rank 1 on \S+ \(pid \d+\), step 3, in rollout for \d+ s failed: LookupError: no such prompt"
+            r"rank 1 on \S+ \(pid \d+\), step 3, in rollout for \d+ s failed: LookupError: "
+            r"no such prompt"
         )
         assert told(r"rank 0 on \S+ ends: " + reason, run.console()), run.console()
         assert "more of it" not in run.status().message and "LookupError" in run.status().message
@@ -58,7 +61,8 @@ def test_a_frozen_rank_is_found_silent(tmp_path: Path) -> None:
         os.kill(run.pid(2), signal.SIGSTOP)
         wait_for(lambda: "has given no sign of life" in run.console(), END_SECONDS)
         assert told(
-            r"rank 2 has given no sign of life for \d+ s .*; its last heartbeat: rank 2 on", run.console()
+            r"rank 2 has given no sign of life for \d+ s .*; its last heartbeat: rank 2 on",
+            run.console(),
         )
         os.kill(run.pid(2), signal.SIGCONT)
         assert run.ends_within(END_SECONDS) != 0
@@ -72,9 +76,13 @@ def test_a_hang_is_told_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
         assert "waits_for_ever" in stacks[1]
         console = run.console()
         assert told(r"rank 0 on .*, in update for \d+ s: all_reduce .*\n", console), console
-        assert told(r"rank 1 on .*, in rollout for \d+ s: waits_for_ever .*<- BEHIND", console), console
+        assert told(r"rank 1 on .*, in rollout for \d+ s: waits_for_ever .*<- BEHIND", console), (
+            console
+        )
         report = console[console.index("Root Cause") :]
-        assert "no rank has made progress for" in report, "torchrun's report, its last lines, has the cause"
+        assert "no rank has made progress for" in report, (
+            "torchrun's report, its last lines, has the cause"
+        )
         assert run.status().status == FAILURE
 
 
@@ -83,15 +91,21 @@ def test_a_lost_store_is_told(tmp_path: Path) -> None:
     """The launcher stands for a node that is gone: its ranks are frozen, not told to end."""
     with running(tmp_path / "run", "walk", "heartbeat_timeout_seconds=5") as run:
         os.kill(run.launcher.pid, signal.SIGSTOP)
-        wait_for(lambda: told(r"key-value store of the run at \S+:\d+ is lost", run.console()), END_SECONDS)
+        wait_for(
+            lambda: told(r"key-value store of the run at \S+:\d+ is lost", run.console()),
+            END_SECONDS,
+        )
         wait_for(lambda: not any(alive(run.pid(rank)) for rank in (0, 1)), END_SECONDS)
         os.kill(run.launcher.pid, signal.SIGCONT)
         assert run.ends_within(END_SECONDS) != 0
 
 
 @pytest.fixture
-def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Heartbeat, dist.TCPStore]]:
-    """Rank 0 of two, whose neighbour's values the test writes, and the store; its threads do not run."""
+def lonely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Heartbeat, dist.TCPStore]]:
+    """Rank 0 of two, whose neighbour's values the test writes, and the store; its threads do not
+    run."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
@@ -141,7 +155,9 @@ def test_a_request_of_another_rank_reaches_rank_zero_which_tells_at_its_end_that
     stops = [StopRequest(60.0, str(tmp_path), rank) for rank in (0, 1)]
     first, second = (
         Heartbeat(lonely[0]._settings, rank, 2, str(tmp_path), stops[rank], broadcast)
-        for rank, broadcast in enumerate((lambda mine: sent.append(mine) or mine, lambda mine: sent.pop(0)))
+        for rank, broadcast in enumerate(
+            (lambda mine: sent.append(mine) or mine, lambda mine: sent.pop(0))
+        )
     )
     stops[1].request("SIGTERM")
     for heartbeat in (second, first, second):

@@ -1,4 +1,5 @@
-"""SIGINT, SIGTERM and SIGUSR1, however they come, lead to a saved checkpoint and a status that says so."""
+"""SIGINT, SIGTERM and SIGUSR1, however they come, lead to a saved checkpoint and a status that says
+so."""
 
 from __future__ import annotations
 
@@ -31,11 +32,15 @@ pytestmark = pytest.mark.distributed
 
 
 def assert_saved(run: Run) -> None:
-    assert run.ends_within(END_SECONDS) != 0, "torchrun has no other status for ranks that ended with one"
+    assert run.ends_within(END_SECONDS) != 0, (
+        "torchrun has no other status for ranks that ended with one"
+    )
     first, second = run.saved_steps()
     assert first == second, "both ranks save after the same step"
     assert run.status().status == SAVED_AND_STOPPED, run.console()
-    assert json.loads((run.folder / EXIT_STATUS_FILE).read_text())["meaning"] == "stopped on request"
+    assert (
+        json.loads((run.folder / EXIT_STATUS_FILE).read_text())["meaning"] == "stopped on request"
+    )
 
 
 def test_sigterm_to_a_plain_torchrun_saves(tmp_path: Path) -> None:
@@ -43,8 +48,13 @@ def test_sigterm_to_a_plain_torchrun_saves(tmp_path: Path) -> None:
         run.launcher.send_signal(signal.SIGTERM)
         assert_saved(run)
         assert "--shutdown-timeout=315" in run.console(), "the options that torchrun should have"
-        assert "stops, within 22.5 s (not run.stop_grace_seconds, 300: torchrun kills" in run.console()
-        assert "if torchrun sent it because another rank has ended, nothing can be saved" in run.console()
+        assert (
+            "stops, within 22.5 s (not run.stop_grace_seconds, 300: torchrun kills" in run.console()
+        )
+        assert (
+            "if torchrun sent it because another rank has ended, nothing can be saved"
+            in run.console()
+        )
 
 
 @matrix
@@ -53,7 +63,10 @@ def test_control_c_saves_and_a_second_one_ends_all_at_once(tmp_path: Path) -> No
     with running(tmp_path / "first", "walk") as run:
         run.launcher.send_signal(signal.SIGINT)
         assert_saved(run)
-        assert "SIGINT (Ctrl-C): the run saves after this step and stops, within 22.5 s" in run.console()
+        assert (
+            "SIGINT (Ctrl-C): the run saves after this step and stops, within 22.5 s"
+            in run.console()
+        )
         assert "KeyboardInterrupt" not in run.console()
     with running(tmp_path / "second", "slow save") as run:
         everyone = family(run.launcher.pid)
@@ -94,7 +107,9 @@ def test_control_c_while_a_program_starts_ends_it_without_a_traceback() -> None:
             process.send_signal(signal.SIGINT)
             _, told = process.communicate(timeout=END_SECONDS)
             assert process.returncode == FAILURE
-            assert told.count("\n") == told.count("the same command starts the run again\n") == lines
+            assert (
+                told.count("\n") == told.count("the same command starts the run again\n") == lines
+            )
     finally:
         for process in ranks:
             end_family(process)
@@ -183,18 +198,33 @@ time.sleep(600)
 
 
 def test_control_c_on_another_node_is_logged_there_by_its_first_rank(tmp_path: Path) -> None:
-    for place, lines in (({"RANK": "2", "LOCAL_RANK": "0"}, 2), ({"RANK": "3", "LOCAL_RANK": "1"}, 0)):
-        command = [sys.executable, "-c", INTERRUPTED_TWICE, str(tmp_path / place["RANK"]), "in steps"]
+    for place, lines in (
+        ({"RANK": "2", "LOCAL_RANK": "0"}, 2),
+        ({"RANK": "3", "LOCAL_RANK": "1"}, 0),
+    ):
+        command = [
+            sys.executable,
+            "-c",
+            INTERRUPTED_TWICE,
+            str(tmp_path / place["RANK"]),
+            "in steps",
+        ]
         variables = ENVIRONMENT | place
         done = subprocess.run(
-            command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, check=False, timeout=300
+            command,
+            cwd=REPOSITORY,
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
         )
         assert done.returncode == FAILURE and done.stderr.count("\n") == lines, done.stderr
         if lines:
             first, second = done.stderr.splitlines()
             assert (
-                "rank 2 WARNING: SIGINT (Ctrl-C): the run saves after this step and stops, within 60 s"
-                in first
+                "rank 2 WARNING: SIGINT (Ctrl-C): the run saves after this step and stops, within "
+                "60 s" in first
             )
             assert "rank 2 WARNING: The run was ended at once by a second Ctrl-C" in second
             assert second.endswith("the same command resumes after step 3")
@@ -204,16 +234,26 @@ def test_control_c_before_the_first_step_speaks_of_no_step(tmp_path: Path) -> No
     command = [sys.executable, "-c", INTERRUPTED_TWICE, str(tmp_path)]
     variables = ENVIRONMENT | {"RANK": "2", "LOCAL_RANK": "0"}
     done = subprocess.run(
-        command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, check=False, timeout=300
+        command,
+        cwd=REPOSITORY,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     first, second = done.stderr.splitlines()
     assert "the run stops before its next step, within 60 s" in first
     assert second.endswith("the same command starts from the beginning")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)]
+)
 @matrix
-def test_a_signal_to_one_rank_saves_on_all_and_a_second_one_does_no_harm(tmp_path: Path, number: int) -> None:
+def test_a_signal_to_one_rank_saves_on_all_and_a_second_one_does_no_harm(
+    tmp_path: Path, number: int
+) -> None:
     with running(tmp_path / "run", "walk") as run:
         os.kill(run.pid(1), number)
         os.kill(run.pid(1), signal.SIGTERM)
@@ -237,12 +277,20 @@ def test_a_killed_torchrun_leaves_ranks_that_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_killed_torchrun_of_the_first_of_two_nodes_lets_short_steps_be_saved(tmp_path: Path) -> None:
+def test_a_killed_torchrun_of_the_first_of_two_nodes_lets_short_steps_be_saved(
+    tmp_path: Path,
+) -> None:
     """The other node ends when it has missed the store for RECONNECT_SECONDS."""
     folder, console = tmp_path / "run", tmp_path / "console.txt"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    launcher = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--master-port={port}"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        f"--master-port={port}",
+    ]
     program = ["tests/distributed/fault_tolerance/rank_program.py", str(folder), "walk"]
     with console.open("w") as output:
         places = {"cwd": REPOSITORY, "env": ENVIRONMENT, "stdout": output, "stderr": output}
@@ -262,7 +310,9 @@ def test_a_killed_torchrun_of_the_first_of_two_nodes_lets_short_steps_be_saved(t
     run, told = Run(nodes[0], folder, console), console.read_text()
     first, second = run.saved_steps()
     assert run.status().status == SAVED_AND_STOPPED and first == second, told
-    assert told.count("the run's store with it: other nodes may end before the step is saved") == 1, told
+    assert (
+        told.count("the run's store with it: other nodes may end before the step is saved") == 1
+    ), told
     assert told.count("saves after this step") == 1, told
 
 
@@ -278,13 +328,22 @@ def test_a_save_that_takes_too_long_is_ended_and_tells_where_it_is(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("left", "expected"),
-    [('{"status": 75, "message": "step 3"}', 75), ('{"status": 0, "message": ""}', 0), (None, 1), ("{", 1)],
+    [
+        ('{"status": 75, "message": "step 3"}', 75),
+        ('{"status": 0, "message": ""}', 0),
+        (None, 1),
+        ("{", 1),
+    ],
 )
-def test_the_status_program_ends_as_the_run_did(tmp_path: Path, left: str | None, expected: int) -> None:
+def test_the_status_program_ends_as_the_run_did(
+    tmp_path: Path, left: str | None, expected: int
+) -> None:
     if left is not None:
         (tmp_path / EXIT_STATUS_FILE).write_text(left)
     command = [sys.executable, "launch/exit_status.py", str(tmp_path)]
-    done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, check=False)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, check=False
+    )
     assert done.returncode == expected, done.stderr
     nowhere = [*command[:2], str(tmp_path / "runs")]
     done = subprocess.run(

@@ -1,4 +1,5 @@
-"""A rank that computes longer than its like, or hears later from the store, is named; chance and layout are not."""
+"""A rank that computes longer than its like, or hears later from the store, is named; chance and
+layout are not."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
 
 def test_a_slow_network_is_named_by_the_answers_of_the_store() -> None:
     (text,) = texts([[1.0] * 4] * RECENT_STEPS, answers=[0.002, 0.003, 0.7, 0.9])
-    assert text.startswith("Ranks on a slow network or host get later answers from the run's key-value store")
+    assert text.startswith(
+        "Ranks on a slow network or host get later answers from the run's key-value store"
+    )
     assert "rank 3 on node1 0.90 s, rank 2 on node1 0.70 s; usual" in text
     assert texts([[1.0] * 4] * RECENT_STEPS, answers=[0.5, 0.6, 0.7, 0.9]) == [], "all wait alike"
 
@@ -65,7 +68,9 @@ def test_half_of_the_ranks_does_not_make_itself_the_measure() -> None:
 @pytest.mark.full
 @pytest.mark.distributed
 def test_the_first_rank_warns_once_of_a_slow_rank_and_a_slow_network(ranks: RankPool) -> None:
-    (messages, metrics), *others = ranks.run(3, straggler_cases.steps_with_a_slow_last_rank, 3.0, 2.0)
+    (messages, metrics), *others = ranks.run(
+        3, straggler_cases.steps_with_a_slow_last_rank, 3.0, 2.0
+    )
     assert sorted(one.partition(" ")[0] for one in messages) == ["Ranks", "Slow"]
     assert all("rank 2 on " in one for one in messages)
     assert metrics == 2 * RECENT_STEPS * [

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 from rlmath.config.gpu_specs import Machine
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, DataConfig, ModelConfig, PolicyConfig, RolloutConfig, RunConfig
+from rlmath.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from rlmath.planning.memory_estimate import Target
 from rlmath.planning.planner.cluster import Cluster, Coefficients
 from rlmath.planning.planner.lengths import Batch, Lengths
@@ -34,7 +41,8 @@ LAYER_FLOPS = 2 * (4 * 8 * 8 + 3 * 8 * 16)
 """Of one token forwards: four square matrices of attention, three of the feed-forward network."""
 HEAD_FLOPS = 2 * 8 * 32
 PAIR_FLOPS = 4 * 4 * 8 / 2
-"""Of attention forwards, times the square of a sequence's length: 4 x layers x query size, half of it masked."""
+"""Of attention forwards, times the square of a sequence's length: 4 x layers x query size, half of
+it masked."""
 GPU = Target("cuda", "H100-80GB", 79 * 2**30, local_layers=False)
 FREE = Coefficients(1.0, 1.0, 1.0, *(0.0,) * 6)
 """All of a machine's speed, and nothing on top: seconds are work over speed."""

@@ -1,4 +1,5 @@
-"""Lengths of completions: the moments against a plain sum over many quantiles, and the log that the spread is from."""
+"""Lengths of completions: the moments against a plain sum over many quantiles, and the log that the
+spread is from."""
 
 import pytest
 
@@ -28,7 +29,8 @@ def test_a_mean_that_no_completions_have_is_refused(mean: float):
 
 
 def test_the_spread_is_that_of_the_log():
-    """AReaL's tutorial, six steps of 16,384 sequences of a 7B model: 7941.9 tokens, of which 107.8 are the prompt's."""
+    """AReaL's tutorial, six steps of 16,384 sequences of a 7B model: 7941.9 tokens, of which 107.8
+    are the prompt's."""
     assert lengths_with_mean(7941.9 - 107.8, 16384).truncated == pytest.approx(0.1238, rel=1e-2)
 
 

@@ -1,4 +1,5 @@
-"""Step times that AReaL has published, and what is predicted for them with the default coefficients."""
+"""Step times that AReaL has published, and what is predicted for them with the default
+coefficients."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +22,8 @@ LENGTHS = lengths_with_mean(7941.9 - 107.8, 16384)
 
 @dataclass(frozen=True)
 class Row:
-    """A step on nodes of 8 H800, sampling and training on halves of the GPUs, one after the other (AReaL v0.2, the
-    hardware table of its tutorial; layouts from its examples/configs)."""
+    """A step on nodes of 8 H800, sampling and training on halves of the GPUs, one after the other
+    (AReaL v0.2, the hardware table of its tutorial; layouts from its examples/configs)."""
 
     recipe: str
     nodes: int
@@ -44,12 +45,16 @@ TABLE = (
 
 
 def predicted(row: Row) -> float:
-    config = with_layout(load_config([RECIPES / row.recipe], []), row.tensor, row.pipeline, row.engine)
+    config = with_layout(
+        load_config([RECIPES / row.recipe], []), row.tensor, row.pipeline, row.engine
+    )
     config = replace(config, rollout=replace(config.rollout, max_num_seqs=row.running))
     shape, _ = required_shape(config.model.path)
     target = planned_target(config)
     group, longest = config.rollout.group_size, config.rollout.max_new_tokens
-    batch = Batch(config.data.prompts_per_step * group, group, 107.8, replace(LENGTHS, longest=longest))
+    batch = Batch(
+        config.data.prompts_per_step * group, group, 107.8, replace(LENGTHS, longest=longest)
+    )
     half = cluster_of(machine_of(config, target), 4 * row.nodes)
     inputs = step_inputs(config, shape, target, half, batch)
     to_engines = half.link_seconds(engine_of(inputs).weights, 0, 2 * half.ranks)

@@ -48,10 +48,14 @@ def test_engine_steps_of_completions_that_are_alike():
 def test_the_last_steps_are_those_of_the_longest():
     lengths = lengths_with_mean(100, 1000)
     few, many = (
-        plan_rollout(with_rollout(inputs(CONFIG, 16, batch=Batch(n, 1, 6.0, lengths)), max_num_seqs=64))
+        plan_rollout(
+            with_rollout(inputs(CONFIG, 16, batch=Batch(n, 1, 6.0, lengths)), max_num_seqs=64)
+        )
         for n in (16 * 64, 16 * 512)
     )
-    assert few.slots == many.slots == 64 and few.steps == pytest.approx(lengths.at(1 - 0.5 / 1024), abs=1)
+    assert few.slots == many.slots == 64 and few.steps == pytest.approx(
+        lengths.at(1 - 0.5 / 1024), abs=1
+    )
     assert many.steps == pytest.approx(512 * 100 / 64 - 100 + 1000, abs=1)
 
 
@@ -61,9 +65,9 @@ def test_work_of_decoding_is_that_of_every_token():
     flops = 30 * TOKEN_FLOPS + 2 * PAIR_FLOPS * read + 3 * 6 * (TOKEN_FLOPS + 6 * PAIR_FLOPS)
     three = alike(3, 3)
     cluster, fast = three.cluster, replace(three.cluster.machine, flops=1.0)
-    assert plan_rollout(replace(three, cluster=replace(cluster, machine=fast))).seconds == pytest.approx(
-        flops, rel=0.01
-    )
+    assert plan_rollout(
+        replace(three, cluster=replace(cluster, machine=fast))
+    ).seconds == pytest.approx(flops, rel=0.01)
     weights = engine_bytes(TINY, CONFIG.rollout, "cuda", 2, GPU.total_bytes).weights
     fast = replace(cluster.machine, memory=1.0)
     found = plan_rollout(replace(three, cluster=replace(cluster, machine=fast))).seconds
@@ -77,7 +81,9 @@ def test_as_many_sequences_as_settings_requests_and_the_cache_allow():
     one = alike(8, 4)
     assert slots_of(one, requests=8) == 4
     assert slots_of(one, requests=3) == 3
-    rollout = replace(CONFIG.rollout, max_num_seqs=200, max_num_batched_tokens=256, memory_share=0.5)
+    rollout = replace(
+        CONFIG.rollout, max_num_seqs=200, max_num_batched_tokens=256, memory_share=0.5
+    )
     engine = engine_bytes(TINY, rollout, "cuda", 2, GPU.total_bytes)
     cache = 100.5 * RUNNING * KV_BYTES
     small = replace(GPU, total_bytes=round(2 * (cache + engine.weights + engine.workspace)))
@@ -93,16 +99,22 @@ def test_more_engines_have_less_to_do_until_only_the_longest_is_left():
 
 def test_ranks_of_an_engine_share_its_work_and_sum_hidden_states():
     two = replace(CONFIG, rollout=replace(CONFIG.rollout, tensor_parallel=2))
-    alone, split = (plan_rollout(inputs(config, n, flops=1.0)) for config, n in ((CONFIG, 1), (two, 2)))
+    alone, split = (
+        plan_rollout(inputs(config, n, flops=1.0)) for config, n in ((CONFIG, 1), (two, 2))
+    )
     assert split.seconds == pytest.approx(alone.seconds / 2)
-    assert plan_rollout(inputs(two, 2, node=1.0)).seconds == pytest.approx(8 * 10 * 8 * 2 * 2 * 4, rel=1e-3)
+    assert plan_rollout(inputs(two, 2, node=1.0)).seconds == pytest.approx(
+        8 * 10 * 8 * 2 * 2 * 4, rel=1e-3
+    )
 
 
 def test_a_prompt_is_read_once_for_its_group_where_whole_blocks_hold_it():
     def prefill(prompt: float) -> float:
         alone, pair = (
             plan_rollout(
-                inputs(CONFIG, 1, batch=replace(BATCH, prompt_tokens=prompt, group=group), flops=1.0)
+                inputs(
+                    CONFIG, 1, batch=replace(BATCH, prompt_tokens=prompt, group=group), flops=1.0
+                )
             )
             for group in (1, 2)
         )
@@ -125,7 +137,9 @@ LARGE = with_rollout(
 def test_engines_of_their_own_wait_for_the_longest_where_steps_may_not_overlap(on_new_weights: str):
     """512 completions of 300 tokens on 2 engines of 64 places are 1,200 steps without a tail."""
     turns = plan_rollout(with_rollout(LARGE, ranks=2, max_staleness=0))
-    ahead = plan_rollout(with_rollout(LARGE, ranks=2, max_staleness=4, on_new_weights=on_new_weights))
+    ahead = plan_rollout(
+        with_rollout(LARGE, ranks=2, max_staleness=4, on_new_weights=on_new_weights)
+    )
     assert turns.steps == pytest.approx(1200 - 300 + 1000, abs=1)
     if on_new_weights == "finish":
         assert ahead == turns

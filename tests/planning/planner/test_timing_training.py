@@ -10,7 +10,12 @@ from rlmath.config.schema import PolicyConfig
 from rlmath.data.seqlen_balancing import forward_cost, training_cost
 from rlmath.planning.memory_estimate import plan_ranks
 from rlmath.planning.planner.cluster import COEFFICIENTS, read_coefficients
-from rlmath.planning.planner.step import plan_step, recomputes_logprobs, switch_seconds, sync_seconds
+from rlmath.planning.planner.step import (
+    plan_step,
+    recomputes_logprobs,
+    switch_seconds,
+    sync_seconds,
+)
 from rlmath.planning.planner.training import gradient_seconds, logprobs_seconds, update_seconds
 from tests.planning.planner.shapes import (
     BATCH,
@@ -59,9 +64,13 @@ def test_a_forward_pass_is_a_third_of_what_the_schedule_balances():
 
 
 def test_all_experts_of_a_token_count():
-    moe = replace(TINY, architecture="Qwen3MoeForCausalLM", num_experts=8, experts_per_token=2, qk_norm=True)
+    moe = replace(
+        TINY, architecture="Qwen3MoeForCausalLM", num_experts=8, experts_per_token=2, qk_norm=True
+    )
     more = forward_cost(moe).linear - forward_cost(TINY).linear
-    assert more == 4 * 2 * (3 * 8 * 16 + 8 * 8)  # one more expert, and the router, in each of 4 layers
+    assert more == 4 * 2 * (
+        3 * 8 * 16 + 8 * 8
+    )  # one more expert, and the router, in each of 4 layers
 
 
 def test_recomputation_adds_the_forward_pass_of_what_is_recomputed():
@@ -77,14 +86,18 @@ def test_recomputation_adds_the_forward_pass_of_what_is_recomputed():
 def test_ranks_share_the_flops():
     one = update_seconds(inputs(CONFIG, 1, flops=1.0))
     assert update_seconds(inputs(CONFIG, 4, flops=1.0)) == pytest.approx(one / 4)
-    assert update_seconds(inputs(with_ranks(CONFIG, tensor=2), 4, flops=1.0)) == pytest.approx(one / 4)
+    assert update_seconds(inputs(with_ranks(CONFIG, tensor=2), 4, flops=1.0)) == pytest.approx(
+        one / 4
+    )
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
     # 128 tokens on one data-parallel rank, 33 in a micro-batch.
     piped = inputs(with_ranks(CONFIG, pipeline=2), 2, flops=1.0)
     assert piped.microbatches == 4 and piped.idle_factor == pytest.approx((4 + 1) / 4)
-    assert inputs(with_ranks(CONFIG, pipeline=2, virtual_pipeline=2), 2).idle_factor == pytest.approx(4.5 / 4)
+    assert inputs(
+        with_ranks(CONFIG, pipeline=2, virtual_pipeline=2), 2
+    ).idle_factor == pytest.approx(4.5 / 4)
     # The last stage has two layers and the head.
     last = BATCH.tokens * (2 * LAYER_FLOPS + HEAD_FLOPS) + BATCH.squares * PAIR_FLOPS / 2
     assert update_seconds(piped) == pytest.approx(3 * last * 5 / 4)
@@ -119,11 +132,15 @@ def test_data_parallel_ranks_scatter_gradients_and_gather_parameters():
     plain = replace(CONFIG, optimizer=replace(CONFIG.optimizer, distributed=False))
     assert update_seconds(inputs(plain, 4, node=1.0)) == pytest.approx(held * (4 + 4) * 3 / 4)
     # Between nodes the cards of a node share a group's bytes.
-    assert update_seconds(inputs(CONFIG, 8, nodes=2, network=1.0)) == pytest.approx(held * 6 * 7 / 8 / 4)
+    assert update_seconds(inputs(CONFIG, 8, nodes=2, network=1.0)) == pytest.approx(
+        held * 6 * 7 / 8 / 4
+    )
 
 
 def test_experts_share_gradients_with_the_ranks_that_have_the_same():
-    moe = replace(TINY, architecture="Qwen3MoeForCausalLM", num_experts=8, experts_per_token=2, qk_norm=True)
+    moe = replace(
+        TINY, architecture="Qwen3MoeForCausalLM", num_experts=8, experts_per_token=2, qk_norm=True
+    )
     config = with_ranks(CONFIG, expert=4)
     experts = 4 * 2 * 3 * 8 * 16  # layers, experts of a rank, matrices
     for ranks, shared in ((4, 0), (8, experts / 2)):
@@ -171,7 +188,9 @@ def usual(config, ranks: int, nodes: int = 1):
     """With the coefficients of GPUs."""
     speeds = {"flops": 1e9, "memory": 1e9, "node": 1e9, "network": 1e9, "host": 1e9}
     done = inputs(config, ranks, nodes, **speeds)
-    return plan_step(replace(done, cluster=replace(done.cluster, coefficients=COEFFICIENTS["cuda"])))
+    return plan_step(
+        replace(done, cluster=replace(done.cluster, coefficients=COEFFICIENTS["cuda"]))
+    )
 
 
 def test_a_step_is_its_phases_one_after_the_other():
@@ -193,7 +212,10 @@ def test_a_step_is_its_phases_one_after_the_other():
     ],
 )
 def test_log_probs_are_recomputed_where_the_update_does(changes: dict, expected: bool):
-    assert recomputes_logprobs(replace(CONFIG, algorithm=replace(CONFIG.algorithm, **changes))) == expected
+    assert (
+        recomputes_logprobs(replace(CONFIG, algorithm=replace(CONFIG.algorithm, **changes)))
+        == expected
+    )
 
 
 def test_a_reference_has_a_pass_of_its_own():
@@ -206,7 +228,9 @@ def test_an_asynchronous_step_is_as_long_as_its_slower_side():
     plan = usual(replace(CONFIG, rollout=replace(CONFIG.rollout, ranks=2, max_staleness=2)), 4)
     assert list(plan.seconds) == ["rollout", "update", "other"]
     assert plan.step_seconds == pytest.approx(max(plan.trainer_seconds, plan.seconds["rollout"]))
-    turns = replace(plan, config=replace(plan.config, rollout=replace(plan.config.rollout, max_staleness=0)))
+    turns = replace(
+        plan, config=replace(plan.config, rollout=replace(plan.config.rollout, max_staleness=0))
+    )
     assert turns.step_seconds == pytest.approx(sum(plan.seconds.values()))
 
 
@@ -235,10 +259,13 @@ def test_wrong_coefficients_are_refused(tmp_path: Path, values: dict | None, tol
 
 def test_coefficients_of_a_file_take_the_place_of_the_defaults(tmp_path: Path):
     file = tmp_path / "c.json"
-    file.write_text(json.dumps({"kind": "cpu", "coefficients": {"step_seconds": 2}}), encoding="utf-8")
+    file.write_text(
+        json.dumps({"kind": "cpu", "coefficients": {"step_seconds": 2}}), encoding="utf-8"
+    )
     assert read_coefficients(file, "cpu") == (replace(COEFFICIENTS["cpu"], step_seconds=2), [])
     file.write_text(
-        '{"kind": "cpu", "coefficients": {"switch_seconds": 1, "step_seconds": 2}}', encoding="utf-8"
+        '{"kind": "cpu", "coefficients": {"switch_seconds": 1, "step_seconds": 2}}',
+        encoding="utf-8",
     )
     found, (told,) = read_coefficients(file, "cpu")
     assert found.step_seconds == 2 and "switch_seconds is ignored" in told

@@ -1,5 +1,6 @@
-"""What every rank holds for training and what its engine should get, cut from whole numbered tensors: the oracle of the
-plan. The training side is cut by `hf_tables`, the engine's by vLLM's own definitions, written down here."""
+"""What every rank holds for training and what its engine should get, cut from whole numbered
+tensors: the oracle of the plan. The training side is cut by `hf_tables`, the engine's by vLLM's own
+definitions, written down here."""
 
 from __future__ import annotations
 
@@ -17,12 +18,31 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, cells, plan_sync
-from rlmath.rollout.weight_sync.shard_layouts import TIED_HEAD, TrainingLayout, parameter_key, training_layout
+from rlmath.rollout.weight_sync.shard_layouts import (
+    TIED_HEAD,
+    TrainingLayout,
+    parameter_key,
+    training_layout,
+)
 
 SMALL = ModelShape(
-    "Qwen2ForCausalLM", 4, 5, 8, 4, 2, 16, 101, False, 64, 10000.0, 1e-6, True, torch_dtype="float32"
+    "Qwen2ForCausalLM",
+    4,
+    5,
+    8,
+    4,
+    2,
+    16,
+    101,
+    False,
+    64,
+    10000.0,
+    1e-6,
+    True,
+    torch_dtype="float32",
 )
-"""4 layers, hidden size 5, 8 heads of 2 dims in 4 groups, 16 feed-forward units, a vocabulary that nothing divides."""
+"""4 layers, hidden size 5, 8 heads of 2 dims in 4 groups, 16 feed-forward units, a vocabulary that
+nothing divides."""
 EXPERTS = replace(
     SMALL,
     architecture="Qwen3MoeForCausalLM",
@@ -88,12 +108,16 @@ def whole_tensors(shape: ModelShape) -> dict[str, Tensor]:
 def training_parameters(
     shape: ModelShape, whole: Mapping[str, Tensor], layout: Layout, rank: int
 ) -> dict[str, Tensor]:
-    """A rank's Megatron tensors as matrices, by the plan's names. Rows of padding are 0."""
+    """A rank's Megatron tensors as matrices, by the plan's names.
+
+    Rows of padding are 0."""
     place = replace(layout.mesh(1), rank=rank)
     last = len(layout.stages) - 1
     parameters = {}
     for placed in placed_tensors(shape):
-        full = to_canonical(placed.rule, [whole[name] for name in placed.hf_names], shape, layout.tensor)
+        full = to_canonical(
+            placed.rule, [whole[name] for name in placed.hf_names], shape, layout.tensor
+        )
         sharing = (place.tensor_rank, layout.tensor)
         if placed.expert is not None:
             each = shape.num_experts // layout.expert
@@ -121,12 +145,16 @@ def as_matrix(canonical: Tensor, form: str) -> Tensor:
 def engine_parameters(
     shape: ModelShape, whole: Mapping[str, Tensor], engine_size: int, part: int
 ) -> dict[str, Tensor]:
-    """A rank's parameters in vLLM, by vLLM's names, from its definitions: `VocabParallelEmbedding` fills up to 64 rows
-    and splits, `QKVParallelLinear` copies key-value heads where there are more ranks than those,
-    `MergedColumnParallelLinear` splits each of its parts, `RowParallelLinear` splits columns, and `RoutedExperts` does
-    as the last two for every expert, one below the other."""
+    """A rank's parameters in vLLM, by vLLM's names, from its definitions: `VocabParallelEmbedding`
+    fills up to 64 rows and splits, `QKVParallelLinear` copies key-value heads where there are more
+    ranks than those, `MergedColumnParallelLinear` splits each of its parts, `RowParallelLinear`
+    splits columns, and `RoutedExperts` does as the last two for every expert, one below the other.
+    """
     found = {}
-    for name in ("model.embed_tokens.weight", *([] if shape.tied_embeddings else ["lm_head.weight"])):
+    for name in (
+        "model.embed_tokens.weight",
+        *([] if shape.tied_embeddings else ["lm_head.weight"]),
+    ):
         missing = -shape.vocab_size % 64
         padded = torch.nn.functional.pad(whole[name], (0, 0, 0, missing))
         found[name] = padded.chunk(engine_size)[part]
@@ -141,7 +169,9 @@ def engine_parameters(
             mine = [q.chunk(engine_size)[part]]
             mine += [x.chunk(engine_size // copies)[part // copies] for x in (k, v)]
             found[f"{at}.self_attn.qkv_proj.{kind}"] = torch.cat(mine)
-        networks = [f"{at}.mlp.experts.{number}" for number in range(shape.num_experts)] or [f"{at}.mlp"]
+        networks = [f"{at}.mlp.experts.{number}" for number in range(shape.num_experts)] or [
+            f"{at}.mlp"
+        ]
         first = [
             matrix.chunk(engine_size)[part]
             for one in networks
@@ -152,13 +182,16 @@ def engine_parameters(
                 (shape.ffn_size, shape.ffn_size),
             )
         ]
-        second = [whole[f"{one}.down_proj.weight"].chunk(engine_size, dim=1)[part] for one in networks]
+        second = [
+            whole[f"{one}.down_proj.weight"].chunk(engine_size, dim=1)[part] for one in networks
+        ]
         names = ("gate_up_proj.weight", "down_proj.weight")
         if shape.num_experts:
             names = ("experts.routed_experts.w13_weight", "experts.routed_experts.w2_weight")
             found[f"{at}.mlp.gate.weight"] = whole[f"{at}.mlp.gate.weight"]
         found |= {
-            f"{at}.mlp.{name}": torch.cat(parts) for name, parts in zip(names, (first, second), strict=True)
+            f"{at}.mlp.{name}": torch.cat(parts)
+            for name, parts in zip(names, (first, second), strict=True)
         }
         out = f"{at}.self_attn.o_proj.weight"
         found[out] = whole[out].chunk(engine_size, dim=1)[part]
@@ -166,7 +199,9 @@ def engine_parameters(
         for name in ("input_layernorm", "post_attention_layernorm", *head_norms):
             found[f"{at}.{name}.weight"] = whole[f"{at}.{name}.weight"]
     found["model.norm.weight"] = whole["model.norm.weight"]
-    return {name: tensor if tensor.dim() == 2 else tensor[:, None] for name, tensor in found.items()}
+    return {
+        name: tensor if tensor.dim() == 2 else tensor[:, None] for name, tensor in found.items()
+    }
 
 
 def _parts(
@@ -186,12 +221,16 @@ def plan_of_all(
 ) -> SyncPlan:
     """The plans of all cells, side by side in each round."""
     plans = [
-        plan_sync(shape, layout, replace(mesh, rank=cell[0]), element_bytes, bucket_bytes, ranks_per_node)
+        plan_sync(
+            shape, layout, replace(mesh, rank=cell[0]), element_bytes, bucket_bytes, ranks_per_node
+        )
         for cell in cells(mesh, ranks_per_node)
     ]
     return SyncPlan(
         local={rank: copies for plan in plans for rank, copies in plan.local.items()},
-        rounds=tuple(tuple(chain(*rounds)) for rounds in zip(*(plan.rounds for plan in plans), strict=True)),
+        rounds=tuple(
+            tuple(chain(*rounds)) for rounds in zip(*(plan.rounds for plan in plans), strict=True)
+        ),
         missing={rank: count for plan in plans for rank, count in plan.missing.items()},
         element_bytes=element_bytes,
     )

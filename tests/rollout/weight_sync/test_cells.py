@@ -24,7 +24,8 @@ NODES = {"nodes of two replicas": 4}
 
 
 def test_cells_by_hand() -> None:
-    # Stages of 8 ranks, TP2: with engines of 4 the pattern repeats after 4 ranks, with nodes of 8 after 8.
+    # Stages of 8 ranks, TP2: with engines of 4 the pattern repeats after 4 ranks, with nodes of 8
+    # after 8.
     mesh = Mesh(0, 16, 2, 2, 4)
     assert cells(mesh) == [(0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)]
     assert cells(mesh, ranks_per_node=8) == [tuple(range(16))]
@@ -54,10 +55,15 @@ def test_cells_are_alike_and_all_ranks_of_one_make_the_same_plan(name: str) -> N
     how, nodes = (shape, training_layout(4, mesh)), NODES.get(name)
     found, sizes = cells(mesh, nodes), set()
     for cell in found:
-        plans = [plan_sync(*how, replace(mesh, rank=rank), 4, BUCKET, nodes) for rank in (cell[0], cell[-1])]
+        plans = [
+            plan_sync(*how, replace(mesh, rank=rank), 4, BUCKET, nodes)
+            for rank in (cell[0], cell[-1])
+        ]
         assert plans[0] == plans[1] and tuple(plans[0].local) == tuple(plans[0].missing) == cell
         places = {rank: place for place, rank in enumerate(cell)}
-        sizes.add(tuple((places[c.source], places[c.target], c[2:]) for c in chain(*plans[0].rounds)))
+        sizes.add(
+            tuple((places[c.source], places[c.target], c[2:]) for c in chain(*plans[0].rounds))
+        )
     assert len(sizes) == 1
 
 
@@ -66,7 +72,9 @@ def test_a_rank_plans_no_more_with_more_ranks() -> None:
     for ranks in (16, 32, 64, 128, 256, 512):
         mesh = Mesh(ranks - 1, ranks, 2, 2, 1)
         plan = plan_sync(SMALL, training_layout(4, mesh), mesh, 4, BUCKET, ranks_per_node=8)
-        planned.append((sum(map(len, plan.rounds)), sum(map(len, plan.local.values())), len(plan.rounds)))
+        planned.append(
+            (sum(map(len, plan.rounds)), sum(map(len, plan.local.values())), len(plan.rounds))
+        )
         rounds = rank_rounds(plan, mesh.rank)
         peers.append(len({peer for one in rounds for peer in (*one.sends, *one.receives)}))
     assert len(set(planned)) == len(set(peers)) == 1
@@ -74,7 +82,8 @@ def test_a_rank_plans_no_more_with_more_ranks() -> None:
 
 
 def test_sending_is_shared_where_all_ranks_are_one_cell() -> None:
-    """Stages of 60 ranks on nodes of 8; the holders of a node come first, and are shared as evenly as the others."""
+    """Stages of 60 ranks on nodes of 8; the holders of a node come first, and are shared as evenly
+    as the others."""
     mesh = Mesh(0, 120, 2, 2, 2)
     plan = plan_sync(SMALL, training_layout(4, mesh), mesh, 4, BUCKET, ranks_per_node=8)
     assert len(plan.local) == 120

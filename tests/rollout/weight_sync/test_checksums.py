@@ -92,7 +92,8 @@ def test_swapped_rows_show_at_any_distance(dtype: torch.dtype, distance: int) ->
     for seed in range(20):
         rows = random_matrix(2, width, torch.bfloat16, seed).to(dtype)
         right, wrong = (
-            sum(rectangle_checksum(values[n : n + 1], n * distance, 0, width) for n in range(2)) & MASK
+            sum(rectangle_checksum(values[n : n + 1], n * distance, 0, width) for n in range(2))
+            & MASK
             for values in (rows, swapped(rows, 0, 1))
         )
         assert right != wrong, f"seed {seed}"

@@ -1,7 +1,9 @@
-"""What the ranks of a GPU run send each other in a weight sync, in the order in which NCCL is told of it.
+"""What the ranks of a GPU run send each other in a weight sync, in the order in which NCCL is told
+of it.
 
-NCCL runs the groups of operations of a rank one after the other: a group ends when every operation in it has met its
-other end, and a rank whose group waits for one that another rank has behind a waiting group hangs for ever.
+NCCL runs the groups of operations of a rank one after the other: a group ends when every operation
+in it has met its other end, and a rank whose group waits for one that another rank has behind a
+waiting group hangs for ever.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def told(name: str) -> dict[int, list[Group]]:
     for rank in range(mesh.world_size):
         plan = plan_sync(shape, layout, replace(mesh, rank=rank), 2, BUCKET)
         rounds, recorder = rank_rounds(plan, rank), Recorder()
-        transport = Messages(rounds, lambda *_: None, torch.bfloat16, torch.device("meta"), recorder)
+        transport = Messages(
+            rounds, lambda *_: None, torch.bfloat16, torch.device("meta"), recorder
+        )
         transport.start(0)
         for number in range(len(rounds)):
             if number + 1 < len(rounds):
@@ -104,4 +108,7 @@ def test_ranks_that_wait_for_each_other_are_found() -> None:
     assert left_waiting({0: [[send, receive]], 1: [[forth, back]]}) == {}
     assert left_waiting({0: [[send], [receive]], 1: [[back], [forth]]}) == {}
     assert left_waiting({0: [[send], [receive]], 1: [[forth], [back]]}) == {0: [send], 1: [forth]}
-    assert left_waiting({0: [[send]], 1: [[("receive", 0, 4)]]}) == {0: [send], 1: [("receive", 0, 4)]}
+    assert left_waiting({0: [[send]], 1: [[("receive", 0, 4)]]}) == {
+        0: [send],
+        1: [("receive", 0, 4)],
+    }

@@ -49,7 +49,9 @@ LAYOUTS = (
 MODELS = {
     "untied": SMALL,
     "tied": replace(SMALL, tied_embeddings=True),
-    "qwen3": replace(SMALL, architecture="Qwen3ForCausalLM", head_dim=4, attention_bias=False, qk_norm=True),
+    "qwen3": replace(
+        SMALL, architecture="Qwen3ForCausalLM", head_dim=4, attention_bias=False, qk_norm=True
+    ),
     "llama": replace(SMALL, architecture="LlamaForCausalLM", attention_bias=False),
     "phi3": replace(SMALL, architecture="Phi3ForCausalLM", attention_bias=False),
     "one rank of padding": replace(SMALL, vocab_size=30),
@@ -76,7 +78,11 @@ def bytes_of(elements: int) -> int:
 
 @functools.cache
 def plan_of(
-    shape: ModelShape, layout: Layout, engine_size: int, bucket: int = 150, ranks_per_node: int | None = None
+    shape: ModelShape,
+    layout: Layout,
+    engine_size: int,
+    bucket: int = 150,
+    ranks_per_node: int | None = None,
 ) -> SyncPlan:
     """`bucket` in elements."""
     mesh = layout.mesh(engine_size)
@@ -98,7 +104,9 @@ whole = functools.lru_cache(maxsize=8)(whole_tensors)
 
 
 def numbers_in(parameters: dict[str, Tensor]) -> frozenset[int]:
-    return frozenset(itertools.chain(*(matrix.flatten().tolist() for matrix in parameters.values()))) - {0}
+    return frozenset(
+        itertools.chain(*(matrix.flatten().tolist() for matrix in parameters.values()))
+    ) - {0}
 
 
 @functools.cache
@@ -130,10 +138,12 @@ class Simulation:
         self.wanted = [needed_by(shape, engine_size, rank % engine_size) for rank in ranks]
         sizes = engine_shapes(shape, engine_size)
         self.engines = [
-            {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()} for _ in ranks
+            {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()}
+            for _ in ranks
         ]
         self.writes = [
-            {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()} for _ in ranks
+            {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()}
+            for _ in ranks
         ]
         self.completed: list[list[str]] = [[] for _ in ranks]
         self.rounds = [rank_rounds(plan, rank) for rank in ranks]
@@ -152,16 +162,24 @@ class Simulation:
             for peer, copies in round_.receives.items():
                 at = round_.offsets[peer]
                 for copy in copies:
-                    self._write(rank, copy, buckets[peer][at : at + copy.elements].view(copy.rows, copy.cols))
+                    self._write(
+                        rank,
+                        copy,
+                        buckets[peer][at : at + copy.elements].view(copy.rows, copy.cols),
+                    )
                     at += copy.elements
             for copy in round_.local:
                 self._write(rank, copy, source_of(copy, self.held[rank]))
             for name in round_.complete:
-                assert torch.equal(self.engines[rank][name], self.wanted[rank][name]), f"{name} of {rank}"
+                assert torch.equal(self.engines[rank][name], self.wanted[rank][name]), (
+                    f"{name} of {rank}"
+                )
                 self.completed[rank].append(name)
 
     def _write(self, rank: int, copy: Copy, values: Tensor) -> None:
-        assert copy.target_parameter not in self.completed[rank], f"{copy} comes after its parameter is done"
+        assert copy.target_parameter not in self.completed[rank], (
+            f"{copy} comes after its parameter is done"
+        )
         for kind, content in ((self.engines, values), (self.writes, 1)):
             matrix = kind[rank][copy.target_parameter]
             part = matrix[copy.target_row :, copy.target_col :][: copy.rows, : copy.cols]
@@ -173,7 +191,9 @@ class Simulation:
             assert self.engines[rank].keys() == wanted.keys()
             for name, matrix in wanted.items():
                 assert torch.equal(self.engines[rank][name], matrix), f"{name} of rank {rank}"
-                assert torch.equal(self.writes[rank][name], (matrix != 0).long()), f"{name} of rank {rank}"
+                assert torch.equal(self.writes[rank][name], (matrix != 0).long()), (
+                    f"{name} of rank {rank}"
+                )
             with_content = [name for name, matrix in wanted.items() if matrix.any()]
             assert Counter(self.completed[rank]) == Counter(with_content)
 
@@ -183,7 +203,9 @@ def test_every_engine_gets_each_element_once_and_in_its_place(
     layout: Layout, engine_size: int, model: str
 ) -> None:
     """A parameter is completed once, when all of it is written, and never written after that."""
-    Simulation(MODELS[model], layout, engine_size, plan_of(MODELS[model], layout, engine_size)).check()
+    Simulation(
+        MODELS[model], layout, engine_size, plan_of(MODELS[model], layout, engine_size)
+    ).check()
 
 
 @pytest.mark.parametrize(("layout", "engine_size", "model"), MODEL_MATRIX)
@@ -223,7 +245,9 @@ def test_no_rank_sends_or_receives_more_than_a_bucket_in_a_round(
 
 
 @pytest.mark.parametrize(("layout", "engine_size"), MATRIX)
-def test_both_ends_of_a_pair_list_the_same_copies_in_the_same_order(layout: Layout, engine_size: int) -> None:
+def test_both_ends_of_a_pair_list_the_same_copies_in_the_same_order(
+    layout: Layout, engine_size: int
+) -> None:
     plan = plan_of(SMALL, layout, engine_size)
     by_rank = [rank_rounds(plan, rank) for rank in range(layout.ranks)]
     for rounds in zip(*by_rank, strict=True):
@@ -239,7 +263,9 @@ def test_both_ends_of_a_pair_list_the_same_copies_in_the_same_order(layout: Layo
 
 
 @pytest.mark.parametrize(("layout", "engine_size", "model"), MODEL_MATRIX)
-def test_ranks_that_hold_the_same_share_the_sending(layout: Layout, engine_size: int, model: str) -> None:
+def test_ranks_that_hold_the_same_share_the_sending(
+    layout: Layout, engine_size: int, model: str
+) -> None:
     """To within one slice, the unit in which they take turns."""
     plan = plan_of(MODELS[model], layout, engine_size)
     slices = [bytes_of(copy.elements) for copies in plan.rounds for copy in copies]
@@ -257,7 +283,9 @@ def test_ranks_that_hold_the_same_share_the_sending(layout: Layout, engine_size:
     [Layout(data=2, tensor=2), Layout(data=4, tensor=2), Layout(tensor=2, stages=PP2, data=2)],
     ids=str,
 )
-def test_what_the_own_node_holds_never_comes_from_another(layout: Layout, ranks_per_node: int) -> None:
+def test_what_the_own_node_holds_never_comes_from_another(
+    layout: Layout, ranks_per_node: int
+) -> None:
     shape = MODELS["untied"]
     plan = plan_of(shape, layout, 1, ranks_per_node=ranks_per_node)
     across = 0
@@ -317,7 +345,13 @@ def test_any_layout_fills_every_engine(
     bucket=st.integers(1, 2000),
 )
 def test_experts_on_any_ranks_fill_every_engine(
-    tensor: int, pipeline: int, data: int, expert: int, expert_tensor: int, engine_size: int, bucket: int
+    tensor: int,
+    pipeline: int,
+    data: int,
+    expert: int,
+    expert_tensor: int,
+    engine_size: int,
+    bucket: int,
 ) -> None:
     assume(tensor * data % (expert * expert_tensor) == 0)
     layout = Layout(
@@ -337,7 +371,20 @@ def test_experts_on_any_ranks_fill_every_engine(
 @pytest.mark.parametrize("engine_size", [8, pytest.param(4, marks=pytest.mark.full)])
 def test_a_model_of_32_billion_parameters_is_planned_for_128_ranks(engine_size: int) -> None:
     shape = ModelShape(
-        "Qwen2ForCausalLM", 64, 5120, 40, 8, 128, 27648, 152064, False, 32768, 1e6, 1e-6, True, "bfloat16"
+        "Qwen2ForCausalLM",
+        64,
+        5120,
+        40,
+        8,
+        128,
+        27648,
+        152064,
+        False,
+        32768,
+        1e6,
+        1e-6,
+        True,
+        "bfloat16",
     )
     mesh = Mesh(127, 128, 8, 4, engine_size)
     bucket = 64 * 2**20

@@ -12,7 +12,13 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.rollout.weight_sync.reshard_plan import Copy
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from rlmath.rollout.weight_sync.weight_sync import runs_of
-from tests.rollout.weight_sync.oracle import EXPERTS, SMALL, Layout, engine_parameters, training_parameters
+from tests.rollout.weight_sync.oracle import (
+    EXPERTS,
+    SMALL,
+    Layout,
+    engine_parameters,
+    training_parameters,
+)
 from tests.rollout.weight_sync.oracle import whole_tensors as whole
 from tests.rollout.weight_sync.test_reshard_plan import MATRIX, plan_of, source_of
 
@@ -24,7 +30,9 @@ def test_runs_read_what_the_copies_read(layout: Layout, engine_size: int) -> Non
         held = training_parameters(SMALL, whole(SMALL), layout, rank)
         sent = (copy for copy in itertools.chain(*plan.rounds) if copy.source == rank)
         copies = [*plan.local[rank], *sent]
-        read = torch.cat([run.source(held[run.first.source_parameter]).flatten() for run in runs_of(copies)])
+        read = torch.cat(
+            [run.source(held[run.first.source_parameter]).flatten() for run in runs_of(copies)]
+        )
         assert torch.equal(read, torch.cat([source_of(copy, held).flatten() for copy in copies]))
 
 
@@ -37,7 +45,8 @@ def test_runs_write_a_whole_engine(shape: ModelShape, tensor: int) -> None:
     for rank in range(layout.ranks):
         held = training_parameters(shape, whole(shape), layout, rank)
         engine = {
-            name: torch.zeros(size, dtype=torch.int64) for name, size in engine_shapes(shape, tensor).items()
+            name: torch.zeros(size, dtype=torch.int64)
+            for name, size in engine_shapes(shape, tensor).items()
         }
         for run in runs_of(plan.local[rank]):
             source = run.source(held[run.first.source_parameter])
@@ -58,5 +67,13 @@ def test_what_is_not_equal_or_not_evenly_spread_is_apart() -> None:
     def copy(source_row: int, target_row: int, rows: int = 2) -> Copy:
         return Copy(0, 0, "t", source_row, 0, rows, 3, "p", source_row, 0, "e", target_row, 0)
 
-    rows = [copy(0, 0), copy(4, 2), copy(8, 4), copy(11, 6), copy(15, 8), copy(19, 10, 1), copy(2, 11)]
+    rows = [
+        copy(0, 0),
+        copy(4, 2),
+        copy(8, 4),
+        copy(11, 6),
+        copy(15, 8),
+        copy(19, 10, 1),
+        copy(2, 11),
+    ]
     assert [run.count for run in runs_of(rows)] == [3, 2, 1, 1]

@@ -1,4 +1,6 @@
-"""Which layers each stage holds. What ranks hold and need of them is in `test_reshard_plan`."""
+"""Which layers each stage holds.
+
+What ranks hold and need of them is in `test_reshard_plan`."""
 
 from __future__ import annotations
 

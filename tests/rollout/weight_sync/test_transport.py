@@ -1,4 +1,5 @@
-"""Memory that ranks share: what one writes the others read, nothing stays behind, and where it cannot be, all know."""
+"""Memory that ranks share: what one writes the others read, nothing stays behind, and where it
+cannot be, all know."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def open_files() -> int:
 
 
 def share_where_one_rank_may_not(limited: int) -> tuple[bool, int]:
-    """Whether this rank got memory, where one may make no file of more than a page; and what stays open."""
+    """Whether this rank got memory, where one may make no file of more than a page; and what stays
+    open."""
     import torch.distributed as dist
 
     from rlmath.rollout.weight_sync.transport import share_memory
@@ -58,7 +60,9 @@ def in_a_container(*command: str) -> list[str]:
 
 def can_be_contained() -> bool:
     try:
-        return subprocess.run(in_a_container("true"), capture_output=True, check=False).returncode == 0
+        return (
+            subprocess.run(in_a_container("true"), capture_output=True, check=False).returncode == 0
+        )
     except OSError:
         return False
 
@@ -66,7 +70,8 @@ def can_be_contained() -> bool:
 @pytest.mark.skipif(not can_be_contained(), reason="needs unshare, and user namespaces")
 @matrix
 def test_ranks_in_containers_of_their_own_share_nothing() -> None:
-    """Both are process 1 of their container, with the same files open: neither may take its own for the other's."""
+    """Both are process 1 of their container, with the same files open: neither may take its own for
+    the other's."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -76,7 +81,12 @@ def test_ranks_in_containers_of_their_own_share_nothing() -> None:
             program,
             cwd=programs.REPOSITORY,
             env=programs.ENVIRONMENT
-            | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            | {
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
