@@ -283,13 +283,13 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
 
     def managing(*given: Any) -> Any:
         manager = manage(*given)
-        score = manager.collect
+        wait = manager.wait
 
-        def scoring(*on_progress: Any) -> Any:
+        def waiting(*on_progress: Any) -> None:
             asked["waiting"].append(on_progress == (engine.on_step,))
-            return score(*on_progress)
+            wait(*on_progress)
 
-        manager.collect = scoring
+        manager.wait = waiting
         return manager
 
     engine.set_weight_version, collector._reward_manager = taking, managing
