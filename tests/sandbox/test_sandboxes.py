@@ -549,7 +549,9 @@ def test_many_calls_leave_no_process_descriptor_or_file(calls: int) -> None:
                 assert outcome.status in ("ok", "error", "ended")
                 sandboxes.release(key)
         wait_for(lambda: len(children_of(sandboxes)) == 3, 20.0)
-        assert (server.num_fds(), len(os.listdir("/proc/self/fd"))) == before[:2]
+        # The end of the first session's process may have been seen only after the first count.
+        assert server.num_fds() <= before[0]
+        assert len(os.listdir("/proc/self/fd")) == before[1]
         assert [
             name for name in os.listdir("/tmp") if "rlmath" in name and name not in before[2]
         ] == []
