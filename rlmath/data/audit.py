@@ -80,7 +80,9 @@ class DataAudit:
 
     def warnings(self, examples: int = 1) -> tuple[str, ...]:
         """The findings, each with its first examples below it."""
-        return tuple("\n  ".join([one.text, *one.examples[:examples]]) for one in self.findings)
+        return tuple(
+            "\n  ".join([finding.text, *finding.examples[:examples]]) for finding in self.findings
+        )
 
 
 # ---------------------------------------------------------------- one prompt, as the model reads it
@@ -114,12 +116,12 @@ def sequence_lines(
     """The first sequence of a file for the console."""
     if report.example is None:
         return ()
-    text, one = report.example
+    text, sequence = report.example
     return (
         f"A sequence as it is learned, of {report.path} (data.template={data.template}),",
-        f"  {_tokens(text.prompt.text, one.prompt_ids + one.completion_ids, tokenizer)}; │ ends a "
+        f"  {_tokens(text.prompt.text, sequence.prompt_ids + sequence.completion_ids, tokenizer)}; │ ends a "
         "token;",
-        f"  the {one.n_learned} of lines with * are learned:",
+        f"  the {sequence.n_learned} of lines with * are learned:",
         *sequence_picture(
             text.pieces,
             text.row,
@@ -127,14 +129,15 @@ def sequence_lines(
             text.template,
             tokenizer,
             system_prompt=data.system_prompt,
-            prompt_ids=one.prompt_ids,
-            last_token=one.completion_ids[-1],
+            prompt_ids=sequence.prompt_ids,
+            last_token=sequence.completion_ids[-1],
         ),
     )
 
 
 def _tokens(text: str, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> str:
-    unknown, lost = unknown_token_ids(tokenizer), characters_without_token(text, tokenizer)
+    unknown = unknown_token_ids(tokenizer)
+    lost = characters_without_token(text, tokenizer)
     left_out = f", no token for {_characters(lost)}" if lost else ""
     return (
         f"{len(token_ids)} tokens, {sum(token in unknown for token in token_ids)} of them "
@@ -143,7 +146,10 @@ def _tokens(text: str, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerF
 
 
 def _characters(characters: Iterable[str]) -> str:
-    return excerpt(" ".join("(space)" if one == " " else one for one in sorted(characters)), 40)
+    return excerpt(
+        " ".join("(space)" if character == " " else character for character in sorted(characters)),
+        40,
+    )
 
 
 # ---------------------------------------------------------------- GRPO: prompts and validation
@@ -161,19 +167,21 @@ def audit_prompts(
     function of the user's, references are not judged. ValueError where no training prompt has a
     reference that an answer could equal."""
     started = time.monotonic()
-    n_validated = sum(len(found) for _, found in validation)
-    prompts = [prompt for _, found in training for prompt in found]
+    n_validated = sum(len(problems) for _, problems in validation)
+    prompts = [prompt for _, prompts_of_file in training for prompt in prompts_of_file]
     findings = [*more, *_unknown_in(prompts, tokenizer)]
     if tokenizer is not None:
-        for name, found in (*training, *validation):
-            findings += ends_and_beginnings(name, found, tokenizer)
+        for name, prompts_of_file in (*training, *validation):
+            findings += ends_and_beginnings(name, prompts_of_file, tokenizer)
     findings += _overlaps(training, validation)
-    findings += _in_earlier_file(training, "problems", lambda one: one.problem_key, _named)
+    findings += _in_earlier_file(training, "problems", lambda prompt: prompt.problem_key, _named)
     compared = f"{len(prompts)} prompts and {n_validated} of validation compared"
     if is_verified(reward):
         rules = Rules(reward.answer_from, protocol=not reward.strict)
-        for _, held in validation:
-            findings += _reference_findings(_unanswerable(held, rules), len(held), "validation")
+        for _, problems in validation:
+            findings += _reference_findings(
+                _unanswerable(problems, rules), len(problems), "validation"
+            )
         wrong = _unanswerable(prompts, rules)
         findings += _reference_findings(wrong, len(prompts), "training")
         _raise_if_none_is_usable(prompts, wrong)
@@ -195,8 +203,10 @@ def audit_benchmarks(
 
 
 def _summary(compared: str, findings: Sequence[Finding], started: float) -> str:
-    found = f"{len(findings)} warning{'s' * (len(findings) != 1)}." if findings else "nothing odd."
-    return f"Data audit ({time.monotonic() - started:.1f} s): {compared}: {found}"
+    outcome = (
+        f"{len(findings)} warning{'s' * (len(findings) != 1)}." if findings else "nothing odd."
+    )
+    return f"Data audit ({time.monotonic() - started:.1f} s): {compared}: {outcome}"
 
 
 def _unknown_in(
@@ -208,15 +218,18 @@ def _unknown_in(
     characters: set[str] = set()
     for prompt in prompts:
         characters.update(prompt.text)
-    lost, unknown = characters_without_token(characters, tokenizer), unknown_token_ids(tokenizer)
-    odd = [
+    lost = characters_without_token(characters, tokenizer)
+    unknown = unknown_token_ids(tokenizer)
+    unreadable = [
         prompt
         for prompt in prompts
         if not unknown.isdisjoint(prompt.token_ids) or (lost and not lost.isdisjoint(prompt.text))
     ]
-    if odd:
-        what = f"parts of {len(odd)} of {len(prompts)} prompts, which the model cannot read."
-        yield _unknown(what, lost, _named(odd))
+    if unreadable:
+        parts = (
+            f"parts of {len(unreadable)} of {len(prompts)} prompts, which the model cannot read."
+        )
+        yield _unknown(parts, lost, _named(unreadable))
 
 
 def _unknown(what: str, lost: Collection[str], examples: tuple[str, ...]) -> Finding:
@@ -300,22 +313,22 @@ def _in_earlier_file(
 ) -> Iterator[Finding]:
     """Prompts that an earlier file has, too, by their keys."""
     before: set[Hashable] = set()
-    for path, found in files:
-        again = [one for one in found if key(one) in before]
-        before.update(map(key, found))
-        if again:
+    for path, prompts in files:
+        repeated = [prompt for prompt in prompts if key(prompt) in before]
+        before.update(map(key, prompts))
+        if repeated:
             yield Finding(
-                f"{len(again)} of the {len(found)} {noun} of {path} are in an earlier file, too, "
+                f"{len(repeated)} of the {len(prompts)} {noun} of {path} are in an earlier file, too, "
                 "and come more often "
                 "than data.train_weights says. Take them out of one of the files.",
-                shown(again),
+                shown(repeated),
             )
 
 
 def _named(prompts: Sequence[Prompt]) -> tuple[str, ...]:
     return tuple(
-        f"{excerpt(one.prompt_id, 40)!r}: {excerpt(without_template(one.text), 60)}"
-        for one in prompts[:EXAMPLES]
+        f"{excerpt(prompt.prompt_id, 40)!r}: {excerpt(without_template(prompt.text), 60)}"
+        for prompt in prompts[:EXAMPLES]
     )
 
 
@@ -364,22 +377,26 @@ def _raise_if_none_is_usable(
 
 def _by_reason(wrong: Sequence[tuple[Prompt, str]]) -> tuple[str, ...]:
     named = (
-        f"{excerpt(one.prompt_id, 40)!r}: {excerpt(one.solutions[0], 40)!r}" for one, _ in wrong
+        f"{excerpt(prompt.prompt_id, 40)!r}: {excerpt(prompt.solutions[0], 40)!r}"
+        for prompt, _ in wrong
     )
     return tuple(
-        grouped((f"the reference {why}", name) for (_, why), name in zip(wrong, named, strict=True))
+        grouped(
+            (f"the reference {reason}", name)
+            for (_, reason), name in zip(wrong, named, strict=True)
+        )
     )
 
 
 def _unanswerable(prompts: Iterable[Prompt], rules: Rules) -> list[tuple[Prompt, str]]:
     """Prompts without any reference that an answer could equal, each with the reason of the
     first."""
-    found: list[tuple[Prompt, str]] = []
+    unanswerable: list[tuple[Prompt, str]] = []
     for prompt in prompts:
         reasons = [_reason(solution, rules) for solution in prompt.solutions]
         if all(reasons):
-            found.append((prompt, reasons[0]))
-    return found
+            unanswerable.append((prompt, reasons[0]))
+    return unanswerable
 
 
 def all_are_checkable(prompts: Iterable[Prompt], rules: Rules) -> bool:
@@ -424,27 +441,30 @@ def audit_sequences(
 ) -> DataAudit:
     """What is odd about sequences, by file; two with the same tokens of the prompt have the same
     problem."""
-    started, total = time.monotonic(), sum(len(sequences) for _, sequences in training)
+    started = time.monotonic()
+    total = sum(len(sequences) for _, sequences in training)
     findings = [*more]
     lost = characters_without_token(
-        frozenset().union(*(one.characters for one in reports)), tokenizer
+        frozenset().union(*(report.characters for report in reports)), tokenizer
     )
     unknown = unknown_token_ids(tokenizer)
-    odd = [
-        one
+    unreadable = [
+        sequence
         for _, sequences in training
-        for one in sequences
-        if not (unknown.isdisjoint(one.prompt_ids) and unknown.isdisjoint(one.completion_ids))
+        for sequence in sequences
+        if not (
+            unknown.isdisjoint(sequence.prompt_ids) and unknown.isdisjoint(sequence.completion_ids)
+        )
     ]
-    if odd or lost:
-        what = f"all of the texts: {len(odd)} of {total} sequences have unknown tokens."
-        findings.append(_unknown(what, lost, _decoded(odd, tokenizer)))
+    if unreadable or lost:
+        parts = f"all of the texts: {len(unreadable)} of {total} sequences have unknown tokens."
+        findings.append(_unknown(parts, lost, _decoded(unreadable, tokenizer)))
     decoded = functools.partial(_decoded, tokenizer=tokenizer)
     for path, sequences in (*training, ("what is held out", held_out)):
         findings += _ends_and_beginnings(path, sequences, _prompt_ids, decoded, tokenizer)
-    findings += _in_earlier_file(training, "prompts", lambda one: one.prompt_ids, decoded)
-    trained = {one.prompt_ids for _, sequences in training for one in sequences}
-    both = [one for one in held_out if one.prompt_ids in trained]
+    findings += _in_earlier_file(training, "prompts", lambda sequence: sequence.prompt_ids, decoded)
+    trained = {sequence.prompt_ids for _, sequences in training for sequence in sequences}
+    both = [sequence for sequence in held_out if sequence.prompt_ids in trained]
     if both:
         findings.append(
             Finding(
@@ -467,5 +487,6 @@ def _decoded(
     sequences: Sequence[WrittenSequence], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[str, ...]:
     return tuple(
-        excerpt(str(tokenizer.decode(list(one.prompt_ids))), 60) for one in sequences[:EXAMPLES]
+        excerpt(str(tokenizer.decode(list(sequence.prompt_ids))), 60)
+        for sequence in sequences[:EXAMPLES]
     )

@@ -109,16 +109,16 @@ class ChatSettings:
         "{%- set x = False %}{%- set effort = 'high' +%}"
         """
         lines = []
-        for entry in self.kwargs:
-            name, equals, written = entry.partition("=")
+        for assignment in self.kwargs:
+            name, equals, written = assignment.partition("=")
             if not name.isidentifier() or not equals:
                 raise ValueError(
-                    f'{self.names[1]} has {entry!r}; needed: "name=value", such as '
+                    f'{self.names[1]} has {assignment!r}; needed: "name=value", such as '
                     "enable_thinking=false"
                 )
             if written in _NOT_JSON:
                 raise ValueError(
-                    f"{self.names[1]} has {entry!r}; needed: true, false, null, or a text in quotes"
+                    f"{self.names[1]} has {assignment!r}; needed: true, false, null, or a text in quotes"
                 )
             try:
                 value = json.loads(written, parse_constant=str)
@@ -159,9 +159,11 @@ def set_template(tokenizer: PreTrainedTokenizerFast, settings: ChatSettings, fol
     template = _named_template(tokenizer.chat_template, settings, folder)
     if template is None:
         if settings.given:
-            given = f"{' and '.join(settings.given)} {'are' if settings.given[1:] else 'is'} given"
+            given_settings = (
+                f"{' and '.join(settings.given)} {'are' if settings.given[1:] else 'is'} given"
+            )
             raise ValueError(
-                f"{given}, and the model's tokenizer has no chat template; leave it out"
+                f"{given_settings}, and the model's tokenizer has no chat template; leave it out"
             )
         return
     is_file = settings.template is not None and settings.template.endswith(".jinja")
@@ -171,8 +173,11 @@ def set_template(tokenizer: PreTrainedTokenizerFast, settings: ChatSettings, fol
     tokenizer.chat_template = settings.head + template
     if settings.template is None and settings.system_prompt is None:
         return
-    asked, given = settings.system_prompt or "", " with ".join(settings.given[::2])
-    given = given.replace(settings.names[0], f"{settings.names[0]}={settings.template}")
+    asked = settings.system_prompt or ""
+    given_settings = " with ".join(settings.given[::2])
+    given_settings = given_settings.replace(
+        settings.names[0], f"{settings.names[0]}={settings.template}"
+    )
     change = "correct the file" if is_file else CHANGE
     try:
         text = render([user("6 x 7?")], tokenizer, "a question")
@@ -180,7 +185,7 @@ def set_template(tokenizer: PreTrainedTokenizerFast, settings: ChatSettings, fol
             raise _left_out("its system turn", text)
     except ValueError as error:
         raise ValueError(
-            f"{given}: {str(error).removesuffix(CHANGE)}{change}, or leave it out"
+            f"{given_settings}: {str(error).removesuffix(CHANGE)}{change}, or leave it out"
         ) from error
 
 
@@ -197,7 +202,7 @@ def _check_variables(template: str, settings: ChatSettings, source: str) -> None
     from jinja2.defaults import DEFAULT_NAMESPACE
 
     setting = settings.names[1]
-    names = [entry.partition("=")[0] for entry in settings.kwargs]
+    names = [assignment.partition("=")[0] for assignment in settings.kwargs]
     assert settings.head, "each entry is a variable"
     try:
         undeclared = _limited(lambda: meta.find_undeclared_variables(_parsed(template)))
@@ -261,21 +266,22 @@ def role_names(template: str) -> frozenset[str]:
 def _named_template(held: Any, settings: ChatSettings, folder: str) -> str | None:
     """`held` is what the tokenizer has: a template, several by name, or none."""
     named: dict[str, str] = held if isinstance(held, dict) else {"default": held} if held else {}
-    there = ", ".join(map(repr, named)) or "none"
-    setting, name = settings.names[0], settings.template or "default"
+    available = ", ".join(map(repr, named)) or "none"
+    setting = settings.names[0]
+    name = settings.template or "default"
     if name in named:
         return named[name]
     if settings.template is None:
         if named:
             raise ValueError(
-                f"the tokenizer in {folder!r} has the chat templates {there}, and no default; "
+                f"the tokenizer in {folder!r} has the chat templates {available}, and no default; "
                 f"name one as {setting}"
             )
         return None
     if not name.endswith(".jinja"):
         raise ValueError(
             f"{setting} is {name!r}; needed: a chat template of the tokenizer in {folder!r} "
-            f"({there}), or the path of "
+            f"({available}), or the path of "
             "a .jinja file"
         )
     try:
@@ -486,20 +492,22 @@ def _chat_end(tokenizer: PreTrainedTokenizerFast, template: str) -> int | None:
         text = render([user("6 x 7?"), assistant(answer)], tokenizer, "an answer", prompt=False)
     except ValueError:
         return None
-    _, shown, rest = text.rpartition(answer)
-    behind = tokenizer(rest.lstrip(), add_special_tokens=False)["input_ids"] if shown else []
+    _, shown, behind_answer = text.rpartition(answer)
+    behind = (
+        tokenizer(behind_answer.lstrip(), add_special_tokens=False)["input_ids"] if shown else []
+    )
     return behind[0] if behind and behind[0] in added.values() else None
 
 
 def _behind_common(first: str, second: str) -> str:
     """What `second` has where it begins to differ from `first`, and 20 characters before."""
-    same = sum(
+    common_length = sum(
         1
         for _ in itertools.takewhile(
             lambda pair: pair[0] == pair[1], zip(first, second, strict=False)
         )
     )
-    return second[max(0, same - 20) :][:80]
+    return second[max(0, common_length - 20) :][:80]
 
 
 class _OutOfTime(BaseException):

@@ -68,8 +68,8 @@ class PromptFiles:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        told = (line for report in self.reports for line in report.lines())
-        return (*told, self.order.line(), *filter(None, [self.history_line]))
+        report_lines = (line for report in self.reports for line in report.lines())
+        return (*report_lines, self.order.line(), *filter(None, [self.history_line]))
 
     @property
     def prompts_of_files(self) -> list[tuple[str, list[Prompt]]]:
@@ -125,19 +125,22 @@ def load_inputs(config: Config, shape: ModelShape) -> Inputs:
     """ValueError for unreadable data, too few prompts for one step, or tokens that the model does
     not know."""
     tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
-    found = load_prompt_files(config, tokenizer)
-    sequences = [*(prompt.token_ids for prompt in found.prompts), (tokenizer.eos_token_id,)]
+    prompt_files = load_prompt_files(config, tokenizer)
+    sequences = [*(prompt.token_ids for prompt in prompt_files.prompts), (tokenizer.eos_token_id,)]
     check_vocabulary(sequences, tokenizer, shape.vocab_size, "data.train_path")
     stops = stop_token_ids(config.model.path, tokenizer, shape.vocab_size)
     named = chat_settings(config.data).named_template(tokenizer)
-    return Inputs(**vars(found), tokenizer=tokenizer, stop_token_ids=stops, chat_template=named)
+    return Inputs(
+        **vars(prompt_files), tokenizer=tokenizer, stop_token_ids=stops, chat_template=named
+    )
 
 
 def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None) -> PromptFiles:
     """The prompts of all training files; without a tokenizer they are only counted.
 
     Errors: as `load_inputs`."""
-    data, paths = config.data, train_paths(config.data)
+    data = config.data
+    paths = train_paths(config.data)
     with (
         word_or_function(form_hook(config), data.format) as form,
         word_or_function(template_hook(config), data.template) as template,
@@ -154,14 +157,17 @@ def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None)
             for path in paths
         ]
     prompts = loader.with_unique_names(
-        [(path, found) for path, (found, _) in zip(paths, files, strict=True)]
+        [(path, prompts_of_file) for path, (prompts_of_file, _) in zip(paths, files, strict=True)]
     )
     reports = tuple(report for _, report in files)
     if is_verified(config.reward):
         check_tasks(prompt.task for prompt in prompts)
     with _explained(line for report in reports for line in report.lines()):
-        order, total_steps = _prompt_steps(config, [len(found) for found, _ in files])
-    history, history_line = PromptHistory(data.history_groups), ""
+        order, total_steps = _prompt_steps(
+            config, [len(prompts_of_file) for prompts_of_file, _ in files]
+        )
+    history = PromptHistory(data.history_groups)
+    history_line = ""
     if data.history_path is not None:
         ids = [prompt.prompt_id for prompt in prompts]
         history, history_line = read_history(data.history_path, ids, data.history_groups)
@@ -181,10 +187,8 @@ def _prompt_steps(config: Config, counts: Sequence[int]) -> tuple[PromptOrder, i
     ValueError where the prompts are too few."""
     order = order_of(config, counts)
     total_steps = length_curriculum.planned_steps(config, order.steps_per_epoch)
-    extra, spare = (
-        config.selection.max_extra_prompts,
-        max(0, order.n_prompts - order.prompts_per_step),
-    )
+    extra = config.selection.max_extra_prompts
+    spare = max(0, order.n_prompts - order.prompts_per_step)
     if config.selection.dynamic_sampling is not None and extra > spare:
         raise ValueError(
             f"selection.max_extra_prompts is {extra}; beyond a step's {order.prompts_per_step} "
@@ -192,9 +196,9 @@ def _prompt_steps(config: Config, counts: Sequence[int]) -> tuple[PromptOrder, i
             f"{spare}; lower it, or give more prompts"
         )
     algorithm = config.algorithm
-    alone = config.critic.pretrain_steps if algorithm.advantage == "gae" else 0
+    pretrain_steps = config.critic.pretrain_steps if algorithm.advantage == "gae" else 0
     counted = (
-        f"{total_steps - alone} steps x {algorithm.n_minibatches} minibatches x "
+        f"{total_steps - pretrain_steps} steps x {algorithm.n_minibatches} minibatches x "
         f"{algorithm.epochs} epochs"
     )
     counted += " over them"
@@ -210,7 +214,9 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     """ValueError for unreadable data, too few sequences for one step, or tokens that the model does
     not know."""
     tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
-    data, sft, paths = config.data, config.sft, train_paths(config.data)
+    data = config.data
+    sft = config.sft
+    paths = train_paths(config.data)
     held_out_paths = [] if sft.held_out_path is None else [sft.held_out_path]
     with word_or_function(template_hook(config), data.template) as template:
         files = [
@@ -220,14 +226,19 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
             for path in (*paths, *held_out_paths)
         ]
     if sft.held_out_path is None:
-        split = [split_held_out(found, sft.held_out_share, config.run.seed) for found, _ in files]
+        split = [
+            split_held_out(sequences_of_file, sft.held_out_share, config.run.seed)
+            for sequences_of_file, _ in files
+        ]
     else:
-        split = [(found, []) for found, _ in files[:-1]]
+        split = [(sequences_of_file, []) for sequences_of_file, _ in files[:-1]]
         split.append(([], files[-1][0]))
-    sequences = [one for train, _ in split for one in train]
-    held_out = [one for _, held in split for one in held]
+    sequences = [sequence for train, _ in split for sequence in train]
+    held_out = [sequence for _, held_out_of_file in split for sequence in held_out_of_file]
     token_ids = [
-        ids for one in (*sequences, *held_out) for ids in (one.prompt_ids, one.completion_ids)
+        ids
+        for sequence in (*sequences, *held_out)
+        for ids in (sequence.prompt_ids, sequence.completion_ids)
     ]
     check_vocabulary(token_ids, tokenizer, shape.vocab_size, "data.train_path")
     reports = tuple(report for _, report in files)
@@ -246,8 +257,8 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
         shown,
         without_conversation(reports, chat_settings(data)),
     )
-    told = (line for report in reports for line in report.lines())
-    lines = (*told, order.line(), f"Held out: {len(held_out)} sequences.")
+    report_lines = (line for report in reports for line in report.lines())
+    lines = (*report_lines, order.line(), f"Held out: {len(held_out)} sequences.")
     return SftInputs(
         sequences,
         evaluated,
@@ -270,8 +281,8 @@ def _explained(lines: Iterable[str]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        told = "".join(f"\n    {line.strip()}" for line in lines)
-        raise ValueError(f"{error}. What became of the rows:{told}") from error
+        explanation = "".join(f"\n    {line.strip()}" for line in lines)
+        raise ValueError(f"{error}. What became of the rows:{explanation}") from error
 
 
 def train_paths(data: DataConfig) -> list[str]:
@@ -299,11 +310,11 @@ def check_vocabulary(
     """ValueError for a token that the model does not know.
 
     `sequences` have at least one token each."""
-    found = max(map(max, sequences))
-    if found >= vocab_size:
+    highest_token = max(map(max, sequences))
+    if highest_token >= vocab_size:
         raise ValueError(
-            f"{source}: the tokenizer gives token {found} "
-            f"({tokenizer.convert_ids_to_tokens(found)!r}), the model has "
+            f"{source}: the tokenizer gives token {highest_token} "
+            f"({tokenizer.convert_ids_to_tokens(highest_token)!r}), the model has "
             f"{vocab_size} (vocab_size in config.json); use the tokenizer that belongs to the model"
         )
 
@@ -326,7 +337,8 @@ def critic_epochs(config: Config) -> int:
 
 def check_critic(config: Config, total_steps: int) -> None:
     """ValueError for a critic whose pretraining or warm-up is as long as the run."""
-    critic, updates = config.critic, most_critic_updates(config, total_steps)
+    critic = config.critic
+    updates = most_critic_updates(config, total_steps)
     if config.algorithm.advantage != "gae":
         return
     if critic.pretrain_steps >= total_steps:
@@ -406,10 +418,8 @@ def _load_validation_file(
     name: str, path: str, config: Config, tokenizer: PreTrainedTokenizerFast | None, vocab_size: int
 ) -> ValidationFile:
     prompts: list[Prompt] = []
-    context, new_tokens = (
-        length_curriculum.engine_length(config),
-        length_curriculum.validation_tokens(config),
-    )
+    context = length_curriculum.engine_length(config)
+    new_tokens = length_curriculum.validation_tokens(config)
     most_characters = CHARACTERS_PER_TOKEN * context
     file = read_prompts(path, most_characters=most_characters)
     texts = [row.prompt for row in file.rows]
@@ -417,8 +427,9 @@ def _load_validation_file(
     if tokenizer is not None:
         word = config.validation.template or config.data.template
         with word_or_function(template_hook(config, validation=True), word) as template:
-            file, found = usable_prompts(file, template, tokenizer, most_characters)
-        texts, tokens = [prompt.text for prompt in found], prompt_tokens(found, tokenizer)
+            file, prompt_texts = usable_prompts(file, template, tokenizer, most_characters)
+        texts = [prompt.text for prompt in prompt_texts]
+        tokens = prompt_tokens(prompt_texts, tokenizer)
     for row, text, token_ids in zip(file.rows, texts, tokens, strict=True):
         if tokenizer is None or 0 < len(token_ids) <= context - new_tokens:
             prompts.append(loader.as_prompt(row, text, token_ids))
@@ -469,6 +480,8 @@ def audit_inputs(
     shown: tuple[str, ...] = ()
     if tokenizer is not None:
         shown = prompt_lines(inputs.prompts[0], inputs.reports[0], config.data, tokenizer)
-    held = [(file.name, file.prompts) for file in validation]
-    odd = without_conversation(inputs.reports, chat_settings(config.data))
-    return audit_prompts(inputs.prompts_of_files, held, config.reward, tokenizer, shown, odd)
+    problems_of_files = [(file.name, file.prompts) for file in validation]
+    findings = without_conversation(inputs.reports, chat_settings(config.data))
+    return audit_prompts(
+        inputs.prompts_of_files, problems_of_files, config.reward, tokenizer, shown, findings
+    )

@@ -65,8 +65,8 @@ def files_of_folder(folder: Path) -> list[Path]:
             )
         return files_of_folder(folder / (_SPLIT if _SPLIT in splits else splits[0]))
     for place in (folder, folder / "data", folder / _SPLIT):
-        if found := _files(place):
-            return _one_split(place, found)
+        if files_in_place := _files(place):
+            return _one_split(place, files_in_place)
     # Data sets of several configurations have folders with prompts below.
     files = [*_files(folder, "*/"), *_files(folder, "*/*/")]
     names = sorted({str(file.parent.relative_to(folder)) for file in files})
@@ -86,19 +86,19 @@ def folder_line(path: str) -> str:
     if not folder.is_dir():
         return ""
     names = [str(file.relative_to(folder)) for file in files_of_folder(folder)]
-    more = f" and {len(names) - 5} more" if names[5:] else ""
-    return f"{path} is a folder; read: {', '.join(names[:5])}{more}."
+    further = f" and {len(names) - 5} more" if names[5:] else ""
+    return f"{path} is a folder; read: {', '.join(names[:5])}{further}."
 
 
 def _files(place: Path, below: str = "") -> list[Path]:
     """Files of rows in `place`, or in folders `below` it (a pattern), in the order of their names;
     no hidden ones."""
-    found = (
+    paths = (
         path for path in place.glob(f"{below}*") if path.suffix in _SUFFIXES and path.is_file()
     )
     return sorted(
         path
-        for path in found
+        for path in paths
         if not any(part.startswith(".") for part in path.relative_to(place).parts)
     )
 
@@ -107,10 +107,10 @@ def _saved_files(folder: Path) -> list[Path]:
     """The data files that state.json names."""
     entries = read_json_object(folder / "state.json").get("_data_files")
     listed = entries if isinstance(entries, list) else []
-    found = [entry.get("filename") for entry in listed if isinstance(entry, dict)]
-    names = [name for name in found if isinstance(name, str) and Path(name).name == name]
+    filenames = [data_file.get("filename") for data_file in listed if isinstance(data_file, dict)]
+    names = [name for name in filenames if isinstance(name, str) and Path(name).name == name]
     missing = [name for name in names if not (folder / name).is_file()]
-    if not names or missing or len(names) != len(found):
+    if not names or missing or len(names) != len(filenames):
         raise ValueError(
             f"{folder / 'state.json'} does not name the data files (_data_files), or they are not "
             "there "
@@ -193,16 +193,16 @@ def _rows_of_file(file: Path) -> Iterator[RawRow]:
 def _json_rows(file: Path) -> Iterator[RawRow]:
     with open_regular(file) as stream:
         for number, line in enumerate(_lines(stream), start=1):
-            where = f"{file}, line {number}"
+            location = f"{file}, line {number}"
             if line is not None and number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line is None:
                 reason = (
                     f"longer than {MAX_LINE_BYTES // 2**20} MiB; one JSON object per line is needed"
                 )
-                yield RawRow(where, None, reason)
+                yield RawRow(location, None, reason)
             elif line.strip():
-                yield _parsed(where, line)
+                yield _parsed(location, line)
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:

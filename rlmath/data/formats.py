@@ -86,11 +86,11 @@ def answer_text(value: object, name: str) -> str:
 def id_of(columns: dict, keys: Collection[str], number: int) -> str:
     """The first of the columns that names the row; its number, from 0, where none does."""
     for key in keys:
-        value = columns.get(key)
-        if isinstance(value, str) and value.strip():
-            return checked_text(value, key)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return answer_text(value, key)
+        name = columns.get(key)
+        if isinstance(name, str) and name.strip():
+            return checked_text(name, key)
+        if isinstance(name, int) and not isinstance(name, bool):
+            return answer_text(name, key)
     return str(number - 1)
 
 
@@ -98,7 +98,7 @@ def further_columns(columns: dict, used: Collection[str]) -> str:
     """The others as a JSON object; what JSON has no word for, such as a date, as its text."""
     try:
         return json.dumps(
-            {key: value for key, value in columns.items() if key not in used}, default=str
+            {key: column for key, column in columns.items() if key not in used}, default=str
         )
     except (TypeError, ValueError, RecursionError) as error:
         raise RowError(
@@ -142,7 +142,7 @@ def _areal_row(columns: dict, solutions: object) -> PromptRow:
     query_id = text_of(columns, "query_id")
     if not isinstance(solutions, list) or not solutions:
         raise RowError(f"solutions must be a list of at least one string, got {short(solutions)}")
-    texts = tuple(checked_text(one, "each of solutions") for one in solutions)
+    texts = tuple(checked_text(solution, "each of solutions") for solution in solutions)
     return PromptRow(prompt, task, query_id, texts, further_columns(columns, _BOBA_COLUMNS))
 
 
@@ -158,10 +158,10 @@ def _v01_reader(place: Path) -> Reader:
 
     def read(columns: dict, number: int) -> PromptRow:
         query_id = text_of(columns, "query_id")
-        info = known.get(query_id)
-        if not isinstance(info, dict):
+        problem = known.get(query_id)
+        if not isinstance(problem, dict):
             raise RowError(f"{SOLUTIONS_FILE} has no solutions of query_id {query_id[:60]!r}")
-        return _areal_row(columns, info.get("solutions"))
+        return _areal_row(columns, problem.get("solutions"))
 
     return read
 
@@ -197,18 +197,19 @@ _DAPO_SOURCE = "math_dapo"
 
 
 def _chat_solutions(columns: dict) -> tuple[str, ...]:
-    extra, reward = columns_of(columns.get("extra_info")), columns_of(columns.get("reward_model"))
+    extra = columns_of(columns.get("extra_info"))
+    reward = columns_of(columns.get("reward_model"))
     places = {
         "reward_model.ground_truth": reward.get("ground_truth"),
         "extra_info.answer": extra.get("answer"),
         "gt_answer": columns.get("gt_answer"),
         "answer": columns.get("answer"),
     }
-    for name, value in places.items():
-        if isinstance(value, list) and value:
-            return tuple(answer_text(one, f"each of {name}") for one in value)
-        if value is not None and value != "":
-            return (answer_text(value, name),)
+    for name, ground_truth in places.items():
+        if isinstance(ground_truth, list) and ground_truth:
+            return tuple(answer_text(answer, f"each of {name}") for answer in ground_truth)
+        if ground_truth is not None and ground_truth != "":
+            return (answer_text(ground_truth, name),)
     raise RowError(f"no answer in {', '.join(places)}")
 
 
@@ -298,9 +299,9 @@ def _plain_row(columns: dict, number: int) -> PromptRow:
         None,
     )
     if key is None:
-        given = next((key for key in _PROBLEM if key in columns), _PROBLEM[0])
+        problem_column = next((key for key in _PROBLEM if key in columns), _PROBLEM[0])
         raise RowError(
-            f"{given} must be a string that is not blank, got {short(columns.get(given))}"
+            f"{problem_column} must be a string that is not blank, got {short(columns.get(problem_column))}"
         )
     problem = text_of(columns, key)
     context = columns.get("context")
@@ -308,7 +309,7 @@ def _plain_row(columns: dict, number: int) -> PromptRow:
         problem = f"{text_of(columns, 'context')}\n{problem}"
     solutions = _plain_solutions(columns)
     choice = isinstance(columns.get("options"), list) and all(
-        re.fullmatch("[A-J]", one) for one in solutions
+        re.fullmatch("[A-J]", solution) for solution in solutions
     )
     return PromptRow(
         prompt=problem,
@@ -326,8 +327,8 @@ def _plain_solutions(columns: dict) -> tuple[str, ...]:
     if columns.get("answer") is not None:
         return _answers(columns["answer"], "answer")
     if columns.get("final_answer") is not None:
-        found = _answers(columns["final_answer"], "final_answer")
-        return (", ".join(found),) if columns.get("is_multiple_answer") is True else found
+        answers = _answers(columns["final_answer"], "final_answer")
+        return (", ".join(answers),) if columns.get("is_multiple_answer") is True else answers
     if isinstance(columns.get("solution"), str):
         boxed = extract_boxed(columns["solution"])
         if boxed is None or not boxed.strip():
@@ -340,7 +341,7 @@ def _answers(value: object, name: str) -> tuple[str, ...]:
     if isinstance(value, list):
         if not value:
             raise RowError(f"{name} is an empty list")
-        return tuple(_final(answer_text(one, f"each of {name}"), name) for one in value)
+        return tuple(_final(answer_text(answer, f"each of {name}"), name) for answer in value)
     return (_final(answer_text(value, name), name),)
 
 
@@ -382,37 +383,39 @@ def _own_rows(
     late = before = 0
     rows = iter(raw)
     while some := list(itertools.islice(rows, _AT_ONCE)):
-        found: list[PromptRow | RowError | None] = [None] * len(some)
+        parsed_rows: list[PromptRow | RowError | None] = [None] * len(some)
         calls: dict[int, tuple[dict]] = {}
-        for place, one in enumerate(some):
-            if one.columns is None:
-                found[place] = RowError(one.reason)
+        for place, raw_row in enumerate(some):
+            if raw_row.columns is None:
+                parsed_rows[place] = RowError(raw_row.reason)
                 continue
             try:
-                calls[place] = (json.loads(json.dumps(one.columns, default=str)),)
+                calls[place] = (json.loads(json.dumps(raw_row.columns, default=str)),)
             except (TypeError, ValueError, RecursionError) as error:
-                found[place] = RowError(
+                parsed_rows[place] = RowError(
                     f"its columns cannot be written as JSON ({str(error)[:100]})"
                 )
-        for place, result in zip(calls, function.map(calls.values()), strict=True):
-            late += result.failure == "timeout"
+        for place, outcome in zip(calls, function.map(calls.values()), strict=True):
+            late += outcome.failure == "timeout"
             if late > _MOST_LATE:
                 raise ValueError(
-                    f"{function.hook.setting} {function}: {function.reason(result)} on each of "
+                    f"{function.hook.setting} {function}: {function.reason(outcome)} on each of "
                     f"{late} rows; the last "
                     f"is {some[place].where}. Make it faster"
                 )
             try:
-                if result.failure is not None:
+                if outcome.failure is not None:
                     raise RowError(
-                        f"{function.hook.setting} {function} failed: {function.reason(result)}"
+                        f"{function.hook.setting} {function} failed: {function.reason(outcome)}"
                     )
-                found[place] = _own_row(function, result.value, calls[place][0], before + place + 1)
+                parsed_rows[place] = _own_row(
+                    function, outcome.value, calls[place][0], before + place + 1
+                )
             except RowError as error:
-                found[place] = error
-        for one, row in zip(some, found, strict=True):
+                parsed_rows[place] = error
+        for raw_row, row in zip(some, parsed_rows, strict=True):
             assert row is not None
-            yield one, row
+            yield raw_row, row
         before += len(some)
 
 
@@ -436,7 +439,7 @@ def _own_row(
         prompt=text_of(returned, "prompt"),
         task=task,
         query_id=id_of(returned, ("query_id",), number),
-        solutions=tuple(answer_text(one, "each of solutions") for one in solutions),
+        solutions=tuple(answer_text(solution, "each of solutions") for solution in solutions),
         more_json=further_columns(columns, ()),
         whole=False,
     )
@@ -480,21 +483,23 @@ def read_prompts(
         first.append(row)
         if len(first) == _LOOKED_AT or (row.columns is not None and form_of(row.columns)):
             break
-    found = _checked_form(path, form, first)
-    read = _rows_of(found.reader_of(Path(path)), itertools.chain(first, rows))
-    return _collected(path, found.name, found.columns, read, most_characters)
+    file_form = _checked_form(path, form, first)
+    read = _rows_of(file_form.reader_of(Path(path)), itertools.chain(first, rows))
+    return _collected(path, file_form.name, file_form.columns, read, most_characters)
 
 
 def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
     """The form that the first rows have; ValueError where it is none, or not the one that `form`
     names."""
     forms = [form_of(row.columns) for row in first if row.columns is not None]
-    found = next(filter(None, forms), None)
-    if form != "auto" and (found is FORMS[form] or (found is None and forms)):
+    first_form = next(filter(None, forms), None)
+    if form != "auto" and (first_form is FORMS[form] or (first_form is None and forms)):
         return FORMS[form]
-    if form == "auto" and found is not None:
-        return found
-    known = "".join(f'\n    "{one.name}": {one.columns}' for one in FORMS.values())
+    if form == "auto" and first_form is not None:
+        return first_form
+    known = "".join(
+        f'\n    "{known_form.name}": {known_form.columns}' for known_form in FORMS.values()
+    )
     needed = (
         "Needed: JSON lines, parquet or Arrow with one problem a row. Rename its columns, or give "
         "data.format=my_rows.py:function, a function of yours that reads them (docs/data.md). "
@@ -509,22 +514,22 @@ def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
         )
     assert row.columns is not None
     shown = f"it has the columns {', '.join(map(repr, list(row.columns)[:20])) or 'none'}"
-    what = f'of the form "{found.name}"' if found else "of an unknown form"
+    description = f'of the form "{first_form.name}"' if first_form else "of an unknown form"
     raise ValueError(
-        f'{path} has rows {what}; data.format is "{form}". {row.where}: {shown}. {needed}{known}'
+        f'{path} has rows {description}; data.format is "{form}". {row.where}: {shown}. {needed}{known}'
     )
 
 
 def _rows_of(read: Reader, raw: Iterable[RawRow]) -> Iterator[tuple[RawRow, PromptRow | RowError]]:
-    for number, one in enumerate(raw, start=1):
+    for number, raw_row in enumerate(raw, start=1):
         try:
-            if one.columns is None:
-                raise RowError(one.reason)
-            yield one, read(one.columns, number)
+            if raw_row.columns is None:
+                raise RowError(raw_row.reason)
+            yield raw_row, read(raw_row.columns, number)
         except RowError as error:
-            yield one, error
+            yield raw_row, error
         except RecursionError:
-            yield one, RowError("nested too deep")
+            yield raw_row, RowError("nested too deep")
 
 
 def _collected(
@@ -539,7 +544,7 @@ def _collected(
     unusable: list[UnusableRow] = []
     repeated = 0
     first_of_id: dict[str, tuple[int, str]] = {}
-    for one, row in found:
+    for raw_row, row in found:
         try:
             if isinstance(row, RowError):
                 raise row
@@ -550,17 +555,17 @@ def _collected(
                     "with"
                 )
             if row.query_id not in first_of_id:
-                first_of_id[row.query_id] = len(rows), one.where
+                first_of_id[row.query_id] = len(rows), raw_row.where
                 rows.append(row)
                 continue
-            index, where = first_of_id[row.query_id]
+            index, earlier_place = first_of_id[row.query_id]
             if _contents(rows[index]) != _contents(row):
                 raise RowError(
-                    f"query_id {row.query_id[:60]!r} is already used in {where} with other contents"
+                    f"query_id {row.query_id[:60]!r} is already used in {earlier_place} with other contents"
                 )
             repeated += 1
         except RowError as error:
-            unusable.append(UnusableRow(one.where, str(error), one.start))
+            unusable.append(UnusableRow(raw_row.where, str(error), raw_row.start))
     if not rows:
         reasons = "".join(f"\n    {line}" for line in unusable_lines(path, unusable))
         raise ValueError(

@@ -109,9 +109,9 @@ class FilterReport:
     def lines(self) -> tuple[str, ...]:
         form = (f'{self.path} has the form "{self.form}".',) if self.form else ()
         shown = tuple(
-            f"  dropped, {one.reason} ({one.tokens} tokens): {one.prompt_id!r}, which begins "
-            f"{one.start!r}"
-            for one in self.examples
+            f"  dropped, {example.reason} ({example.tokens} tokens): {example.prompt_id!r}, which begins "
+            f"{example.start!r}"
+            for example in self.examples
         )
         lines = [*filter(None, [self.files]), *form, self.line(), *shown]
         if self.repeated:
@@ -141,7 +141,7 @@ class FilterReport:
             "shares": {name: count / self.rows for name, count in counts.items()},
             self.setting.partition(".")[2]: self.most_tokens,
             "longest_dropped_tokens": self.longest_dropped_tokens,
-            "examples_dropped": [asdict(one) for one in self.examples],
+            "examples_dropped": [asdict(example) for example in self.examples],
         }
 
 
@@ -190,21 +190,25 @@ def load_prompts(
     check_unusable(path, file.unusable, rows, max_unusable_share)
     prompts: list[Prompt] = []
     dropped: list[DroppedPrompt] = []
-    first_template, first_row = "", None
+    first_template = ""
+    first_row = None
     for row, text, ids in _tokenized(file.rows, texts, tokenizer):
         if tokenizer is None or 0 < len(ids) <= max_prompt_tokens:
             prompts.append(as_prompt(row, text, ids))
             if len(prompts) == 1 and tokenizer is not None:
-                first_template, first_row = template_of(row, template, tokenizer), row
+                first_template = template_of(row, template, tokenizer)
+                first_row = row
         else:
             reason = "too long" if ids else "empty"
             dropped.append(DroppedPrompt(row.query_id, len(ids), reason, row.prompt[:_START_CHARS]))
-    empty = sum(one.reason == "empty" for one in dropped)
+    empty = sum(dropped_prompt.reason == "empty" for dropped_prompt in dropped)
     report = FilterReport(
         read=len(file.rows),
         kept=len(prompts),
         dropped_too_long=len(dropped) - empty,
-        longest_dropped_tokens=max((one.tokens for one in dropped), default=0),
+        longest_dropped_tokens=max(
+            (dropped_prompt.tokens for dropped_prompt in dropped), default=0
+        ),
         most_tokens=None if tokenizer is None else max_prompt_tokens,
         dropped_empty=empty,
         path=path,
@@ -294,17 +298,17 @@ def with_unique_names(files: Sequence[tuple[str, Sequence[Prompt]]]) -> list[Pro
     """The prompts of all (path, prompts); a name that an earlier file has, too, gets its file's
     name before it."""
     used: set[str] = set()
-    found: list[Prompt] = []
+    renamed: list[Prompt] = []
     for number, (path, prompts) in enumerate(files, start=1):
-        own = {prompt.prompt_id for prompt in prompts}
+        names_of_file = {prompt.prompt_id for prompt in prompts}
         for prompt in prompts:
             name = prompt.prompt_id
             if name in used:
                 name = f"{Path(path).stem}/{name}"
-                if name in used or name in own:
+                if name in used or name in names_of_file:
                     name = f"{number}:{name}"
-                while name in used or name in own:
+                while name in used or name in names_of_file:
                     name += "'"
             used.add(name)
-            found.append(prompt if name == prompt.prompt_id else replace(prompt, prompt_id=name))
-    return found
+            renamed.append(prompt if name == prompt.prompt_id else replace(prompt, prompt_id=name))
+    return renamed

@@ -36,7 +36,7 @@ class Share:
 
 def shares_of(counts: Sequence[int], weights: Sequence[float]) -> tuple[Share, ...]:
     """One for each file; without weights all prompts come once."""
-    return tuple(Share(*one) for one in zip(counts, weights or [1.0] * len(counts), strict=True))
+    return tuple(Share(*pair) for pair in zip(counts, weights or [1.0] * len(counts), strict=True))
 
 
 def shuffled_range(n: int, name: str) -> tuple[int, ...]:
@@ -58,7 +58,8 @@ def epoch_order(shares: tuple[Share, ...], seed: int, epoch: int, shuffle: bool)
     first = 0
     for number, share in enumerate(shares):
         n = share.n_prompts
-        start, stop = epoch * share.places, (epoch + 1) * share.places
+        start = epoch * share.places
+        stop = (epoch + 1) * share.places
         for turn in range(start // n, (stop - 1) // n + 1):
             order = shuffled_range(n, f"{seed}:file{number}:{turn}") if shuffle else range(n)
             indices += (
@@ -196,13 +197,18 @@ class PromptOrder:
         later epochs: no prompt of the discarded steps is lost, each is drawn again in what is left
         of the epoch. Samples have another seed (`seed_at`). Without `shuffle` the order stays."""
         self.rollbacks = ()
-        for one in rollbacks:
-            before = tuple(other for other in self.rollbacks if other.draw_step < one.draw_step)
-            self.rollbacks = (*before, one)
+        for rollback in rollbacks:
+            before = tuple(
+                other for other in self.rollbacks if other.draw_step < rollback.draw_step
+            )
+            self.rollbacks = (*before, rollback)
 
     def seed_at(self, step: int) -> int:
         """The seed of what a step samples: `run.seed`, until the run goes back to a checkpoint."""
-        number = max((one.number for one in self.rollbacks if one.draw_step <= step), default=0)
+        number = max(
+            (rollback.number for rollback in self.rollbacks if rollback.draw_step <= step),
+            default=0,
+        )
         return seed_after(self.seed, number)
 
     def batch(self, step: int) -> tuple[int, list[int]]:
@@ -213,9 +219,9 @@ class PromptOrder:
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         first = step_in_epoch * per_step
         reseeds = []
-        for one in self.rollbacks:
-            changed, within = divmod(one.draw_step, self.steps_per_epoch)
-            reseeds.append(Reseed(changed * self.n_places + within * per_step, one.number))
+        for rollback in self.rollbacks:
+            changed, within = divmod(rollback.draw_step, self.steps_per_epoch)
+            reseeds.append(Reseed(changed * self.n_places + within * per_step, rollback.number))
         order_K = self._epoch(epoch, reseeds, self.steps_per_epoch * per_step)
         return epoch, [order_K[position] for position in range(first, first + per_step)]
 
@@ -229,10 +235,11 @@ class PromptOrder:
         """K prompt indices of an epoch, of which the first `used` are used."""
         if not self.shuffle:
             return self.first_order(epoch)
-        first, end = epoch * self.n_places, (epoch + 1) * self.n_places
-        earlier = [Reseed(first, one.rollback) for one in reseeds if one.place < first]
-        now = [one for one in reseeds if first <= one.place < end]
-        return _reordered(self, epoch, (*earlier[-1:], *now), used)
+        first = epoch * self.n_places
+        end = (epoch + 1) * self.n_places
+        earlier = [Reseed(first, reseed.rollback) for reseed in reseeds if reseed.place < first]
+        within_epoch = [reseed for reseed in reseeds if first <= reseed.place < end]
+        return _reordered(self, epoch, (*earlier[-1:], *within_epoch), used)
 
     def first_order(self, epoch: int) -> Sequence[int]:
         """K prompt indices of an epoch before any rollback."""
@@ -257,7 +264,8 @@ class PromptOrder:
         from (seed, step), of heavier files earlier: what dynamic sampling takes for dropped groups.
         They keep their turn in the epochs."""
         taken = set(self.batch(step)[1] if own is None else own)
-        name, shares = f"{self.seed_at(step)}:extra:{step}", self.shares
+        name = f"{self.seed_at(step)}:extra:{step}"
+        shares = self.shares
         order_N = (
             weighted_permutation(shares, name) if shares else shuffled_range(self.n_prompts, name)
         )
@@ -290,11 +298,11 @@ def _reordered(
     """An epoch's order in which each of `reseeds` has shuffled anew what lies between its place and
     `used`."""
     order_K = order.first_order(epoch)
-    for one in reseeds:
-        place = one.place - epoch * order.n_places
-        rest = order_K[place:used]
+    for reseed in reseeds:
+        place = reseed.place - epoch * order.n_places
+        remaining = order_K[place:used]
         shuffled = shuffled_range(
-            len(rest), f"{seed_after(order.seed, one.rollback)}:{epoch}:from {place}"
+            len(remaining), f"{seed_after(order.seed, reseed.rollback)}:{epoch}:from {place}"
         )
-        order_K = (*order_K[:place], *(rest[index] for index in shuffled), *order_K[used:])
+        order_K = (*order_K[:place], *(remaining[index] for index in shuffled), *order_K[used:])
     return order_K

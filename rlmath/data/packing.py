@@ -69,11 +69,11 @@ class MicroBatch:
         goes on."""
         if device.type == "cpu":
             return self
-        tensors = ((one.name, getattr(self, one.name)) for one in fields(self))
+        attributes = ((field.name, getattr(self, field.name)) for field in fields(self))
         moved = {
-            name: value.pin_memory().to(device, non_blocking=True)
-            for name, value in tensors
-            if isinstance(value, torch.Tensor)
+            name: attribute.pin_memory().to(device, non_blocking=True)
+            for name, attribute in attributes
+            if isinstance(attribute, torch.Tensor)
         }
         return replace(self, **moved)
 
@@ -86,7 +86,8 @@ class MicroBatch:
     def segments_T(self) -> torch.Tensor:
         """int64, the segment of every token."""
         # With the size given, a GPU need not be waited for.
-        lengths_S, tokens = self.cu_seqlens_S1.diff().long(), len(self.token_ids_T)
+        lengths_S = self.cu_seqlens_S1.diff().long()
+        tokens = len(self.token_ids_T)
         return torch.repeat_interleave(lengths_S, output_size=tokens)
 
 
@@ -114,10 +115,12 @@ def pack(
     advantages: list[float] = []
     logprobs: list[float] = []
     lags: list[int] = []
-    bounds, loss_count = [0], 0
+    bounds = [0]
+    loss_count = 0
     for index in indices:
         sample = samples[index]
-        n_prompt, n_completion = len(sample.prompt_ids), len(sample.completion_ids)
+        n_prompt = len(sample.prompt_ids)
+        n_completion = len(sample.completion_ids)
         assert len(sample.behaviour_logprobs) == n_completion, (
             f"sample {index}: one log-prob per token is needed"
         )

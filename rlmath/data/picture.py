@@ -78,23 +78,30 @@ def _rows(text: str, ends: Collection[int]) -> list[str]:
     cut = len(text) - most // 2
     first = list(_wrapped(text[: most // 2], 0, marked))[:_ROWS_AT_END]
     last = list(_wrapped(text[cut:], cut, marked))[-_ROWS_AT_END:]
-    begin, end = sum(size for size, _ in first), len(text) - sum(size for size, _ in last)
-    tokens = sum(begin < one <= end for one in ends)
+    begin = sum(size for size, _ in first)
+    end = len(text) - sum(size for size, _ in last)
+    tokens = sum(begin < token_end <= end for token_end in ends)
     between = f"[... {end - begin:,} characters, {tokens:,} tokens ...]"
     return [*(row for _, row in first), between, *(row for _, row in last)]
 
 
 def _wrapped(text: str, start: int, ends: frozenset[int]) -> Iterator[tuple[int, str]]:
     """(characters of the text, line) of every line."""
-    row, size, width = "", 0, 0
+    row = ""
+    size = 0
+    width = 0
     for index, char in enumerate(text, start=start + 1):
         shown = _SIGNS.get(char) or visible(char)
         shown += "│" * (index in ends)
-        columns = sum(2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in shown)
+        columns = sum(2 if unicodedata.east_asian_width(symbol) in "WF" else 1 for symbol in shown)
         if width + columns > _TEXT_WIDTH:
             yield size, row
-            row, size, width = "", 0, 0
-        row, size, width = row + shown, size + 1, width + columns
+            row = ""
+            size = 0
+            width = 0
+        row = row + shown
+        size = size + 1
+        width = width + columns
     if row:
         yield size, row
 
@@ -135,7 +142,7 @@ def sequence_picture(
     end = str(tokenizer.convert_ids_to_tokens(last_token))
     if not pieces[-1].text.endswith(end):  # the tokens have it, the text does not
         pieces = [*pieces[:-1], Piece(pieces[-1].text + end, True)]
-    prompt = "".join(one.text for one in pieces[:-1])
+    prompt = "".join(piece.text for piece in pieces[:-1])
     generation = ""
     if template == "chat":
         generation = generation_prompt(asked(row), prompt, tokenizer, row.tools)
@@ -173,7 +180,8 @@ def _parts(
     and before the `end` of what is learned. Contents are looked for from the last one on: a
     template's own text, such as a date, comes before them."""
     labels: dict[tuple[int, int], str] = {}
-    text, starts = "", []
+    text = ""
+    starts = []
     for piece in pieces:
         mark, label = (end, "end") if piece.learned else (generation, "generation")
         inner = piece.text.removesuffix(mark)
@@ -182,10 +190,10 @@ def _parts(
         labels[starts[-1] + len(inner), len(text)] = label
     before = len(text)
     for label, content in reversed(contents):
-        found = text.rfind(content.strip(), 0, before) if content.strip() else -1
-        if found >= 0:
-            labels[found, found + len(content.strip())] = label
-            before = found
+        position = text.rfind(content.strip(), 0, before) if content.strip() else -1
+        if position >= 0:
+            labels[position, position + len(content.strip())] = label
+            before = position
     parts = []
     for piece, start in zip(pieces, starts, strict=True):
         stop = start + len(piece.text)

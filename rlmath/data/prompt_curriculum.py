@@ -124,7 +124,8 @@ class PromptCurriculum:
     ) -> None:
         """`history` is that of an earlier run; it is copied."""
         assert len(prompt_ids) == order.n_prompts
-        self._order, self._rules = order, rules
+        self._order = order
+        self._rules = rules
         self._ids = list(prompt_ids)
         self._indices = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
         self._state = self._after = DrawState()
@@ -155,7 +156,7 @@ class PromptCurriculum:
 
         What it draws is forgotten if it fails before `commit`."""
         self._after = self._state.copy()
-        known = max((one.rollback for one in self._after.reseeds), default=0)
+        known = max((reseed.rollback for reseed in self._after.reseeds), default=0)
         for rollback in self._order.rollbacks:
             if rollback.step <= step and rollback.number > known:
                 self._after.reseeds.append(Reseed(self._after.cursor, rollback.number))
@@ -174,10 +175,10 @@ class PromptCurriculum:
         if not self.draws_by_rates:
             yield from self._order.extra(step)
             return
-        own = set(self._after.batch)
-        others = list(self._order.extra(step, own))
-        yield from (index for index in others if index not in self._verdicts)
-        yield from (index for index in others if index in self._verdicts)
+        step_prompts = set(self._after.batch)
+        other_prompts = list(self._order.extra(step, step_prompts))
+        yield from (index for index in other_prompts if index not in self._verdicts)
+        yield from (index for index in other_prompts if index in self._verdicts)
 
     def drawn(self, draw: int) -> Draw:
         """A place of all steps' prompts, counted from 0 over the whole run.
@@ -192,7 +193,8 @@ class PromptCurriculum:
 
     def _draw(self, state: DrawState) -> None:
         if state.next_draw % self._order.prompts_per_step == 0:
-            state.batch, state.looked_at = [], 0
+            state.batch = []
+            state.looked_at = 0
         taken = set(state.batch)
         index = self._next(state, taken)
         state.queue.pop(index, None)
@@ -239,17 +241,23 @@ class PromptCurriculum:
         """The step is made: count its `groups`, all that it sampled and that leave, in their order,
         and keep the draws `in_flight`. Returns metrics; `history/drift` is the mean change of a
         prompt's pass rate by its new group."""
-        before, state = self._state, self._after
+        before = self._state
+        state = self._after
         drift: list[float] = []
         for group in groups:
             index = self._indices[group.prompt.prompt_id]
-            correct, sampled = sum(score.correct for score in group.scores), len(group.scores)
-            then, of = self._history.totals(index)
-            if of and sampled:
-                drift.append(correct / sampled - then / of)
+            correct = sum(score.correct for score in group.scores)
+            sampled = len(group.scores)
+            correct_before, sampled_before = self._history.totals(index)
+            if sampled_before and sampled:
+                drift.append(correct / sampled - correct_before / sampled_before)
             self._history.record(index, correct, sampled)
             self._update_verdict(index)
-        state.in_flight = {draw: one for draw, one in state.in_flight.items() if draw in in_flight}
+        state.in_flight = {
+            draw: prompt_and_times
+            for draw, prompt_and_times in state.in_flight.items()
+            if draw in in_flight
+        }
         self._state = state
         n_prompts = self._order.n_prompts
         metrics = {
@@ -271,10 +279,11 @@ class PromptCurriculum:
 
     def summary(self) -> dict[str, Any]:
         """For the end of the run: prompts by pass rate, what is passed over, and why."""
-        found: dict[str, Any] = {"prompts": self._history.buckets(self._order.n_prompts)}
+        summary: dict[str, Any] = {"prompts": self._history.buckets(self._order.n_prompts)}
         if self.draws_by_rates:
-            state, verdicts = self._state, list(self._verdicts.values())
-            found |= {
+            state = self._state
+            verdicts = list(self._verdicts.values())
+            summary |= {
                 "curriculum": self._rules.kind,
                 "skipped_at_the_end": {kind: verdicts.count(kind) for kind in ("easy", "hard")},
                 "places_passed_over": {"easy": state.passed_easy, "hard": state.passed_hard},
@@ -282,27 +291,28 @@ class PromptCurriculum:
                 "draws_from_skipped": state.floor_draws + state.filled_draws,
                 "passes": round(state.cursor / self._order.n_places, 3),
             }
-        return found
+        return summary
 
     def lines(self) -> tuple[str, ...]:
-        found = self.summary()
+        summary = self.summary()
         shown = ", ".join(
-            f"{name.replace('_', ' ')}: {size}" for name, size in found["prompts"].items()
+            f"{name.replace('_', ' ')}: {size}" for name, size in summary["prompts"].items()
         )
         lines = [f"Prompts by pass rate (%) of their last {self._history.keep} groups: {shown}"]
         if self.draws_by_rates:
-            rules, passed = self._rules, found["places_passed_over"]
-            easy, hard = found["skipped_at_the_end"].values()
-            why = f"above {rules.high:g}: {easy}, below {rules.low:g}: {hard}"
+            rules = self._rules
+            passed = summary["places_passed_over"]
+            easy, hard = summary["skipped_at_the_end"].values()
+            reason = f"above {rules.high:g}: {easy}, below {rules.low:g}: {hard}"
             if rules.kind == "skip_solved":
-                why = f"all of at least {rules.solved_samples} samples right: {easy}"
+                reason = f"all of at least {rules.solved_samples} samples right: {easy}"
             lines.append(
                 f'Curriculum "{rules.kind}": {easy + hard} of {self._order.n_prompts} prompts are '
-                f"skipped now ({why}). "
-                f"In {found['draws']} draws {sum(passed.values())} places of the order were "
+                f"skipped now ({reason}). "
+                f"In {summary['draws']} draws {sum(passed.values())} places of the order were "
                 "passed over, "
                 f"{passed['easy']} as too easy and {passed['hard']} as too hard; "
-                f"{found['draws_from_skipped']} draws "
+                f"{summary['draws_from_skipped']} draws "
                 "took a skipped prompt"
             )
         return tuple(lines)
@@ -315,14 +325,17 @@ class PromptCurriculum:
         if self.draws_by_rates:
             header["draws"] = asdict(self._state) | {
                 "queue": list(self._state.queue),
-                "in_flight": [[draw, *one] for draw, one in self._state.in_flight.items()],
-                "reseeds": [[one.place, one.rollback] for one in self._state.reseeds],
+                "in_flight": [
+                    [draw, *prompt_and_times]
+                    for draw, prompt_and_times in self._state.in_flight.items()
+                ],
+                "reseeds": [[reseed.place, reseed.rollback] for reseed in self._state.reseeds],
             }
         rows = (
             {"query_id": self._ids[index], "groups": groups}
             for index, groups in sorted(self._history.groups.items())
         )
-        return "".join(json.dumps(one) + "\n" for one in (header, *rows)).encode()
+        return "".join(json.dumps(row) + "\n" for row in (header, *rows)).encode()
 
     def forget(self) -> None:
         """Continue without any history."""
@@ -412,7 +425,7 @@ def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[Promp
     none of the prompts."""
     indices = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
     groups: dict[int, tuple[Counts, ...]] = {}
-    others = 0
+    other_rows = 0
     try:
         with open_regular(path) as file:
             lines = file.read().splitlines()
@@ -436,16 +449,16 @@ def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[Promp
                 '{"query_id": "...", "correct": 3, "sampled": 8}, or a file that a run wrote'
             ) from error
         if index is None:
-            others += 1
+            other_rows += 1
         else:
             groups[index] = counts
     if not groups:
         raise ValueError(
-            f"data.history_path: {path} has none of the {len(prompt_ids)} prompts ({others} rows "
+            f"data.history_path: {path} has none of the {len(prompt_ids)} prompts ({other_rows} rows "
             "of others); rows are "
             "found by query_id. Give the history of this data, or leave data.history_path null"
         )
-    left_out = f"; {others} rows of other prompts are left out" if others else ""
+    left_out = f"; {other_rows} rows of other prompts are left out" if other_rows else ""
     return PromptHistory(keep, groups), (
         f"History: pass rates of {len(groups)} of {len(prompt_ids)} prompts from {path}{left_out}."
     )

@@ -84,14 +84,14 @@ def grouped(reasons: Iterable[tuple[str, str]], most: int = 3) -> list[str]:
         kinds.setdefault(kind, []).append((reason, example))
     by_size = sorted(kinds.values(), key=len, reverse=True)
     lines = []
-    for found in by_size[:most]:
-        more = ", ..." if len(found) > most else ""
+    for reasons_of_kind in by_size[:most]:
+        ellipsis = ", ..." if len(reasons_of_kind) > most else ""
         lines.append(
-            f"{len(found)}: {found[0][0]} "
-            f"({', '.join(example for _, example in found[:most])}{more})"
+            f"{len(reasons_of_kind)}: {reasons_of_kind[0][0]} "
+            f"({', '.join(example for _, example in reasons_of_kind[:most])}{ellipsis})"
         )
-    if others := sum(map(len, by_size[most:])):
-        lines.append(f"{others} for other reasons")
+    if other_reasons := sum(map(len, by_size[most:])):
+        lines.append(f"{other_reasons} for other reasons")
     return lines
 
 

@@ -69,7 +69,8 @@ def training_cost(shape: ModelShape, frozen: bool = False) -> Cost:
     arXiv:2104.04473, section 5.1. They do not take the half of causal attention; kernels such as
     FlashAttention do.
     """
-    query_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    query_size = shape.num_heads * shape.head_dim
+    kv_size = shape.num_kv_heads * shape.head_dim
     attention = shape.hidden_size * (2 * query_size + 2 * kv_size)
     mlp = 3 * shape.hidden_size * shape.ffn_size
     if shape.num_experts:
@@ -199,7 +200,8 @@ def pack_tightly(budget: Budget, members: Sequence[int]) -> list[Bin]:
         length = budget.lengths[index]
         place = bisect.bisect_left(rooms, (length, 0))
         if place == len(rooms):
-            room, number = budget.max_tokens, len(bins)
+            room = budget.max_tokens
+            number = len(bins)
             bins.append([])
         else:
             room, number = rooms.pop(place)
@@ -216,7 +218,8 @@ def pack_evenly(budget: Budget, members: Sequence[int], n_bins: int) -> list[Bin
     [[0, 1], [2, 3]]
     """
     bins: list[Bin] = [[] for _ in range(n_bins)]
-    rooms, costs = [budget.max_tokens] * n_bins, [0.0] * n_bins
+    rooms = [budget.max_tokens] * n_bins
+    costs = [0.0] * n_bins
     open_: list[
         tuple[float, int]
     ] = []  # a heap of (cost, number): bins with room for the sample at hand
@@ -305,10 +308,10 @@ def _work(budget: Budget, rank: Sequence[Bin]) -> float:
 def _exchange(budget: Budget, heavy: list[Bin], light: list[Bin], gap: float) -> bool:
     """Swap two samples, or move one, so that the costs come closest, where there is room; False if
     nothing helps."""
-    given = [(bin_, index) for bin_ in heavy for index in bin_][:_MOST_CANDIDATES]
-    taken = [(bin_, part) for bin_ in light for part in (None, *bin_)][:_MOST_CANDIDATES]
-    costs_H = [budget.costs[index] for _, index in given]
-    costs_K = [0.0 if part is None else budget.costs[part] for _, part in taken]
+    heavy_samples = [(bin_, index) for bin_ in heavy for index in bin_][:_MOST_CANDIDATES]
+    light_samples = [(bin_, part) for bin_ in light for part in (None, *bin_)][:_MOST_CANDIDATES]
+    costs_H = [budget.costs[index] for _, index in heavy_samples]
+    costs_K = [0.0 if part is None else budget.costs[part] for _, part in light_samples]
     rooms = [budget.max_tokens - budget.tokens(bin_) for bin_ in light]
     freed_by = zip(light, rooms, strict=True)
     room_K = [
@@ -317,12 +320,12 @@ def _exchange(budget: Budget, heavy: list[Bin], light: list[Bin], gap: float) ->
         for length in (0, *(budget.lengths[i] for i in bin_))
     ]
     moved_HK = np.subtract.outer(costs_H, costs_K)
-    tokens_H = [budget.lengths[index] for _, index in given]
+    tokens_H = [budget.lengths[index] for _, index in heavy_samples]
     moved_HK[np.greater.outer(tokens_H, room_K[:_MOST_CANDIDATES])] = 0.0
-    h, k = divmod(int(np.abs(moved_HK - gap / 2).argmin()), len(taken))
+    h, k = divmod(int(np.abs(moved_HK - gap / 2).argmin()), len(light_samples))
     if not 0 < moved_HK[h, k] < gap:
         return False
-    (from_bin, to_light), (to_bin, to_heavy) = given[h], taken[k]
+    (from_bin, to_light), (to_bin, to_heavy) = heavy_samples[h], light_samples[k]
     from_bin.remove(to_light)
     if to_heavy is not None:
         to_bin.remove(to_heavy)

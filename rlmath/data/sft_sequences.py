@@ -113,7 +113,7 @@ def load_sequences(
 
     ValueError for a file that cannot be read, where too many rows are unusable, and where nothing
     is left."""
-    kept: list[WrittenSequence] = []
+    sequences: list[WrittenSequence] = []
     example: tuple[_Texts, WrittenSequence] | None = None
     characters: set[str] = set()
     unusable: list[UnusableRow] = []
@@ -121,20 +121,21 @@ def load_sequences(
     rows = raw_rows(path)
     while chunk := list(itertools.islice(rows, _CHUNK)):
         texts = _texts(chunk, template, tokenizer, unusable, CHARACTERS_PER_TOKEN * limit)
-        for row, one in zip(texts, _tokenized(texts, tokenizer), strict=True):
-            if not one.prompt_ids:
+        for row, sequence in zip(texts, _tokenized(texts, tokenizer), strict=True):
+            if not sequence.prompt_ids:
                 unusable.append(
                     UnusableRow(row.where, "its prompt has no token", row.prompt.text[:60])
                 )
-            elif one.length > limit:
-                too_long, longest = too_long + 1, max(longest, one.length)
+            elif sequence.length > limit:
+                too_long = too_long + 1
+                longest = max(longest, sequence.length)
             else:
-                kept.append(one)
-                example = example or (row, one)
+                sequences.append(sequence)
+                example = example or (row, sequence)
                 characters.update(*(piece.text for piece in row.pieces))
     report = SequenceReport(
-        read=len(kept) + too_long,
-        kept=len(kept),
+        read=len(sequences) + too_long,
+        kept=len(sequences),
         dropped_too_long=too_long,
         longest_dropped_tokens=longest,
         most_tokens=limit,
@@ -147,7 +148,7 @@ def load_sequences(
         characters=frozenset(characters),
     )
     _check(report, max_unusable_share)
-    return kept, report
+    return sequences, report
 
 
 def split_held_out(
@@ -157,18 +158,20 @@ def split_held_out(
     out."""
     count = min(max(1, round(share * len(sequences))), len(sequences) - 1) if share > 0 else 0
     # The order of epoch -1, which is never trained on.
-    held = set(permutation(len(sequences), seed, -1)[:count])
-    train = [one for index, one in enumerate(sequences) if index not in held]
-    return train, [sequences[index] for index in sorted(held)]
+    held_out = set(permutation(len(sequences), seed, -1)[:count])
+    train = [sequence for index, sequence in enumerate(sequences) if index not in held_out]
+    return train, [sequences[index] for index in sorted(held_out)]
 
 
 def sequences_fingerprint(*groups: Sequence[WrittenSequence]) -> str:
     """A short name for sequences in their groups and order."""
     digest = hashlib.sha256()
     for group in groups:
-        for one in group:
-            learned = () if one.learned is None else (one.learned,)
-            digest.update(json.dumps((one.prompt_ids, one.completion_ids, *learned)).encode())
+        for sequence in group:
+            learned = () if sequence.learned is None else (sequence.learned,)
+            digest.update(
+                json.dumps((sequence.prompt_ids, sequence.completion_ids, *learned)).encode()
+            )
         digest.update(b"end")
     return digest.hexdigest()[:16]
 
@@ -216,13 +219,13 @@ def _texts(
     ]
     ends = tuple(map(str, tokenizer.convert_ids_to_tokens(known)))
     parsed = [_parsed(raw, template, tokenizer, ends, most_characters) for raw in rows]
-    others = [
+    rows_outside_chat = [
         row
         for _, row in parsed
         if not isinstance(row, RowError) and not _in_chat(row.prompt, template, tokenizer)
     ]
-    prompts = rendered([row.prompt for row in others], template, tokenizer)
-    found: list[_Texts] = []
+    prompts = rendered([row.prompt for row in rows_outside_chat], template, tokenizer)
+    usable: list[_Texts] = []
     for raw, row in parsed:
         try:
             if isinstance(row, RowError):
@@ -235,10 +238,10 @@ def _texts(
                     f"{most_characters}; it is not "
                     "tokenized"
                 )
-            found.append(texts)
+            usable.append(texts)
         except RowError as error:
             unusable.append(_unusable(raw, error))
-    return found
+    return usable
 
 
 @dataclass(frozen=True)
@@ -349,10 +352,8 @@ def _parse(columns: dict, where: str) -> _Row:
     RowError for a row of none of the forms."""
     for first, second, whole in (("prompt", "completion", True), ("question", "solution", False)):
         if first in columns and second in columns:
-            prompt, completion = (
-                checked_text(columns[first], first),
-                checked_text(columns[second], second),
-            )
+            prompt = checked_text(columns[first], first)
+            completion = checked_text(columns[second], second)
             row = PromptRow(prompt, "math", where, (completion,), whole=whole)
             return _Row(row, assistant(completion))
     if "messages" in columns:
@@ -382,16 +383,20 @@ def _tokenized(
     alone or, of a tokenizer that begins every text with a mark of its own, as in the whole text."""
     if not texts:
         return
-    prompts = prompt_tokens([one.prompt for one in texts], tokenizer)
-    parts = [piece for one in texts for piece in one.pieces[1:]]
+    prompts = prompt_tokens([row_texts.prompt for row_texts in texts], tokenizer)
+    parts = [piece for row_texts in texts for piece in row_texts.pieces[1:]]
     tokens = iter(token_ids_of([piece.text for piece in parts], tokenizer))
-    of_turn, of_sequence = chat_end(tokenizer), tokenizer.eos_token_id
+    of_turn = chat_end(tokenizer)
+    of_sequence = tokenizer.eos_token_id
     marks_beginnings = _marks_beginnings(tokenizer)
-    for one, prompt in zip(texts, prompts, strict=True):
-        completion, learned = [], []
-        alone = list(itertools.islice(tokens, len(one.pieces) - 1))
-        of_pieces = (_in_whole_text(one.pieces, tokenizer) if marks_beginnings else None) or alone
-        for piece, ids in zip(one.pieces[1:], of_pieces, strict=True):
+    for row_texts, prompt in zip(texts, prompts, strict=True):
+        completion = []
+        learned = []
+        tokenized_apart = list(itertools.islice(tokens, len(row_texts.pieces) - 1))
+        of_pieces = (
+            _in_whole_text(row_texts.pieces, tokenizer) if marks_beginnings else None
+        ) or tokenized_apart
+        for piece, ids in zip(row_texts.pieces[1:], of_pieces, strict=True):
             completion += ids
             learned += [piece.learned] * len(ids)
         if not completion or completion[-1] not in (of_turn, of_sequence):
@@ -405,10 +410,10 @@ def _tokenized(
 def _marks_beginnings(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether a text has other tokens at the beginning than behind a line's end: Llama 2's begin
     with "▁"."""
-    line, both, alone = (
+    newline_ids, both_ids, digit_ids = (
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("\n", "\n2", "2")
     )
-    return both != line + alone
+    return both_ids != newline_ids + digit_ids
 
 
 def _in_whole_text(
@@ -421,7 +426,8 @@ def _in_whole_text(
         "".join(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
     prompt = tokenizer(texts[0], add_special_tokens=False, verbose=False)["input_ids"]
-    ids, stops = whole["input_ids"], [stop for _, stop in whole["offset_mapping"]]
+    ids = whole["input_ids"]
+    stops = [stop for _, stop in whole["offset_mapping"]]
     borders = list(itertools.accumulate(map(len, texts)))
     cuts = [bisect.bisect_right(stops, border) for border in borders]
     whole_pieces = all(

@@ -21,7 +21,8 @@ def table_rows(file: Path, is_parquet: bool) -> Iterator[RawRow]:
     """All rows of a parquet file, or of one of Arrow's.
 
     ValueError for a file that is neither, or damaged."""
-    number, batches = 0, _parquet_batches(file) if is_parquet else _arrow_batches(file)
+    number = 0
+    batches = _parquet_batches(file) if is_parquet else _arrow_batches(file)
     try:
         for batch in batches:
             if batch.nbytes > _MAX_BATCH_BYTES:
@@ -89,8 +90,8 @@ def _shortest(value: Any, kind: pa.DataType) -> Any:
     if pa.types.is_float32(kind) or pa.types.is_float16(kind):
         return value if value.is_integer() else float(str(kind.to_pandas_dtype()(value)))
     if pa.types.is_struct(kind):
-        return {one.name: _shortest(value[one.name], one.type) for one in kind}
-    return [_shortest(one, kind.value_type) for one in value] if _is_list(kind) else value
+        return {field.name: _shortest(value[field.name], field.type) for field in kind}
+    return [_shortest(member, kind.value_type) for member in value] if _is_list(kind) else value
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -118,5 +119,5 @@ def _without_nulls(value: Any) -> Any:
 
 def _start(columns: dict) -> str:
     """The first characters of the row's first text."""
-    texts = (value for value in columns.values() if isinstance(value, str))
+    texts = (column for column in columns.values() if isinstance(column, str))
     return next(texts, str(list(columns))[:START_CHARS])[:START_CHARS]

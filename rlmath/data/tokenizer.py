@@ -137,10 +137,10 @@ def rendered(
     """The prompt of every row, or why it has none of at most so many characters; `template` may be
     a function of the user's. ValueError where that fails on one, and for a chat template that is
     none or takes too long or too much memory."""
-    made: Iterable[str | list[dict] | None] = itertools.repeat(None)
+    written_prompts: Iterable[str | list[dict] | None] = itertools.repeat(None)
     if isinstance(template, UserFunction):
-        made = _made_by(template, rows)
-    for row, written in zip(rows, made, strict=False):
+        written_prompts = _made_by(template, rows)
+    for row, written in zip(rows, written_prompts, strict=False):
         try:
             prompt = _prompt_of(row, template, tokenizer, written)
             if len(prompt.text) > most_characters:
@@ -179,27 +179,29 @@ def _made_by(template: UserFunction, rows: Sequence[PromptRow]) -> Iterator[str 
 
     ValueError where it fails on one."""
     calls = ((row.prompt, _row_for_template(row)) for row in rows)
-    for row, result in zip(rows, template.map(calls), strict=True):
-        made = f"{template.hook.setting} {template} of the prompt {row.query_id[:60]!r}"
-        if result.failure is not None:
-            raise ValueError(f"{made} failed: {template.reason(result)}. Correct the function")
-        problem = text_problem(result.value) if isinstance(result.value, str) else None
+    for row, outcome in zip(rows, template.map(calls), strict=True):
+        prompt_name = f"{template.hook.setting} {template} of the prompt {row.query_id[:60]!r}"
+        if outcome.failure is not None:
+            raise ValueError(
+                f"{prompt_name} failed: {template.reason(outcome)}. Correct the function"
+            )
+        problem = text_problem(outcome.value) if isinstance(outcome.value, str) else None
         if problem is not None:
             raise ValueError(
-                f"{made} {problem}; needed: a text that can be tokenized. Correct the function"
+                f"{prompt_name} {problem}; needed: a text that can be tokenized. Correct the function"
             )
-        yield result.value
+        yield outcome.value
 
 
 def _row_for_template(row: PromptRow) -> dict[str, Any]:
-    own = {
+    row_columns = {
         "prompt": row.prompt,
         "task": row.task,
         "query_id": row.query_id,
         "solutions": list(row.solutions),
         "messages": for_template(row.messages),
     }
-    return json.loads(row.more_json) | own
+    return json.loads(row.more_json) | row_columns
 
 
 def check_row(
@@ -217,7 +219,8 @@ def check_row(
     if isinstance(given, UserFunction):
         if row.whole or has_template(row.prompt):
             return  # the function knows what it is given
-        messages, written = (*row.messages, chat.user(row.prompt)), None
+        messages = (*row.messages, chat.user(row.prompt))
+        written = None
     else:
         if not row.messages:
             _refuse_second_template(row, given)
@@ -295,9 +298,9 @@ def _chat(
     """Messages in the tokenizer's chat template; `function_of` is the setting whose function wrote
     them."""
     if not tokenizer.chat_template:
-        given = f"{function_of} returns messages" if function_of else 'data.template is "chat"'
+        cause = f"{function_of} returns messages" if function_of else 'data.template is "chat"'
         raise ValueError(
-            f"{given}, and the model's tokenizer has no chat template; "
+            f"{cause}, and the model's tokenizer has no chat template; "
             + ("return a text" if function_of else 'use "qwen_boxed", "r1_distill", "orz" or "raw"')
         )
     name = f"the prompt {row.query_id[:60]!r}"
@@ -358,7 +361,7 @@ def _ends_in_config(folder: Path) -> tuple[Path, Any]:
     """The file that counts of the two, and its "eos_token_id" as it stands; None where there is
     neither."""
     files = (folder / "generation_config.json", folder / "config.json")
-    file = next((one for one in files if one.is_file()), None)
+    file = next((path for path in files if path.is_file()), None)
     if file is None:
         return folder, None
     return file, read_json_object(file).get("eos_token_id")
@@ -370,12 +373,12 @@ def prompt_tokens(
     """Tokens of prompts: of a chat its text's alone, as transformers' `apply_chat_template` and
     servers have them; any other begins as the tokenizer begins a text, once. What a tokenizer puts
     behind a text, an end, is never there."""
-    found = token_ids_of([prompt.text for prompt in prompts], tokenizer)
+    token_ids = token_ids_of([prompt.text for prompt in prompts], tokenizer)
     beginning = _beginning(tokenizer)
     for number, prompt in enumerate(prompts):
-        if not prompt.is_chat and found[number][: len(beginning)] != beginning:
-            found[number] = beginning + found[number]
-    return found
+        if not prompt.is_chat and token_ids[number][: len(beginning)] != beginning:
+            token_ids[number] = beginning + token_ids[number]
+    return token_ids
 
 
 def _beginning(tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -392,14 +395,15 @@ def _beginning(tokenizer: PreTrainedTokenizerFast) -> list[int]:
 def token_ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
     """Tokens of texts, without any that the tokenizer adds, some million characters at a time: a
     tokenizer takes hundreds of bytes of memory for each of them."""
-    found: list[list[int]] = []
+    token_ids: list[list[int]] = []
     start = 0
     while start < len(texts):
-        stop, size = start + 1, len(texts[start])
+        stop = start + 1
+        size = len(texts[start])
         while stop < len(texts) and size + len(texts[stop]) <= _CHARACTERS_AT_ONCE:
             size += len(texts[stop])
             stop += 1
-        found += tokenizer(
+        token_ids += tokenizer(
             list(texts[start:stop]),
             add_special_tokens=False,
             return_attention_mask=False,
@@ -407,7 +411,7 @@ def token_ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> li
             verbose=False,
         )["input_ids"]
         start = stop
-    return found
+    return token_ids
 
 
 def completion_text(
@@ -417,19 +421,19 @@ def completion_text(
     wrote them, without the stop token that is its last where it `stopped` by itself. Nothing pads a
     completion, so the tokenizer's padding token is a text like others; other special tokens are,
     too: `<think>` is one for some."""
-    said = list(token_ids)[:-1] if stopped else list(token_ids)
-    return str(tokenizer.decode(said, clean_up_tokenization_spaces=False))
+    text_ids = list(token_ids)[:-1] if stopped else list(token_ids)
+    return str(tokenizer.decode(text_ids, clean_up_tokenization_spaces=False))
 
 
 def unknown_token_ids(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
     """The token for what the tokenizer does not know, by each of its names; none where it has no
     such token."""
     named = getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
-    found = [
+    candidates = [
         tokenizer.unk_token_id,
         None if named is None else tokenizer.convert_tokens_to_ids(named),
     ]
-    return frozenset(token for token in found if isinstance(token, int))
+    return frozenset(token for token in candidates if isinstance(token, int))
 
 
 def characters_without_token(
@@ -439,11 +443,17 @@ def characters_without_token(
 
     Of white space only the space is looked at, between letters; marks and what shows nothing are
     not, which many tokenizers normalise."""
-    given = set(characters)
-    looked_at = sorted(one for one in given if unicodedata.category(one)[0] not in "CMZ")
+    distinct = set(characters)
+    looked_at = sorted(
+        character for character in distinct if unicodedata.category(character)[0] not in "CMZ"
+    )
     ids = token_ids_of([*looked_at, "a b", "ab"], tokenizer)
-    lost = {one for one, found in zip(looked_at, ids, strict=False) if not found}
-    return frozenset(lost | ({" "} & given if ids[-1] == ids[-2] else set()))
+    lost = {
+        character
+        for character, character_ids in zip(looked_at, ids, strict=False)
+        if not character_ids
+    }
+    return frozenset(lost | ({" "} & distinct if ids[-1] == ids[-2] else set()))
 
 
 def stop_token_ids(
@@ -452,9 +462,10 @@ def stop_token_ids(
     """Tokens that end a completion: the tokenizer's end of sequence, what ends a turn in its chat
     template, and what generation_config.json, else config.json, names. ValueError for what is no
     token of the model."""
-    end, of_turn = tokenizer.eos_token_id, chat.chat_end(tokenizer)
+    end = tokenizer.eos_token_id
+    of_turn = chat.chat_end(tokenizer)
     assert isinstance(end, int), end  # `load_tokenizer` refuses others
-    found = {end} if of_turn is None else {end, of_turn}
+    stop_ids = {end} if of_turn is None else {end, of_turn}
     file, named = _ends_in_config(Path(path))
     also = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(token) is int and 0 <= token < vocab_size for token in also):
@@ -463,4 +474,4 @@ def stop_token_ids(
             "numbers from 0 "
             f"to {vocab_size - 1}, or null"
         )
-    return tuple(sorted(found.union(also)))
+    return tuple(sorted(stop_ids.union(also)))

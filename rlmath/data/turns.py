@@ -101,17 +101,20 @@ def _marks_of_turns(
 
     Of its tags, such as `<think>`, those alone whose partner is around another turn: thinking is
     opened and closed within an answer."""
-    question, answer = "6 x 7 = ?", "forty-two"
+    question = "6 x 7 = ?"
+    answer = "forty-two"
     tokens = _pattern(added)
     conversation = [user(question), assistant(answer), user(question)]
     marks = _in_system_turn(tokenizer, tokens)
     try:
         text = render(conversation, tokenizer, "a question", prompt=False)
-        before, shown, rest = text.partition(question)
-        header, answered, rest = rest.partition(answer)
-        behind = rest if shown and answered else ""
+        before, shown, remainder = text.partition(question)
+        header, answered, remainder = remainder.partition(answer)
+        behind = remainder if shown and answered else ""
     except RowError:
-        before, header, behind = "", template, ""
+        before = ""
+        header = template
+        behind = ""
     around = set(_found(f"{before}\n{behind}", tokens))
     for mark in _found(header, tokens):
         tag = _TAG.fullmatch(mark)
@@ -123,13 +126,14 @@ def _marks_of_turns(
 
 def _in_system_turn(tokenizer: PreTrainedTokenizerFast, tokens: re.Pattern[str]) -> set[str]:
     """What the template writes between a system's turn and a user's."""
-    told, question = "Be brief, please.", "6 x 7 = ?"
+    instruction = "Be brief, please."
+    question = "6 x 7 = ?"
     try:
-        messages = [{"role": "system", "content": told}, user(question)]
+        messages = [{"role": "system", "content": instruction}, user(question)]
         text = render(messages, tokenizer, "a system turn", prompt=False)
     except RowError:
         return set()
-    return set(_found(text.partition(told)[2].partition(question)[0], tokens))
+    return set(_found(text.partition(instruction)[2].partition(question)[0], tokens))
 
 
 def _found(text: str, tokens: re.Pattern[str]) -> Iterator[str]:
@@ -159,11 +163,11 @@ def check_turns(messages: Sequence[Message], tools: Sequence[Message], marks: Ma
 def _check_texts(texts: Iterable[str], pattern: re.Pattern[str], marks: Marks, part: str) -> None:
     normalizer = marks.tokenizer.backend_tokenizer.normalizer
     for text in texts:
-        found = pattern.search(text)
-        if found is None and normalizer is not None:
-            found = pattern.search(normalizer.normalize_str(text))
-        if found is not None:
-            kind = "tokenizer's special token" if found[0] in marks.tokens else "template's mark"
+        match = pattern.search(text)
+        if match is None and normalizer is not None:
+            match = pattern.search(normalizer.normalize_str(text))
+        if match is not None:
+            kind = "tokenizer's special token" if match[0] in marks.tokens else "template's mark"
             raise RowError(
-                f"its {part} would end or change the turn, as it has the {kind} {found[0]!r}"
+                f"its {part} would end or change the turn, as it has the {kind} {match[0]!r}"
             )
