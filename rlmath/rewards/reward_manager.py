@@ -37,14 +37,16 @@ def open_reward_workers(
     Start them before process groups, CUDA and engines. `plugins` register functions of the user's
     by name."""
     hooks: dict[str, Hook | None] = {}
-    for one in rewards_of(reward):
-        if one.function is not None:
-            setting = f"reward.rewards: {one.name}" if one.name else "reward.function"
-            hooks[one.name] = Hook(
-                "reward", one.function, setting, tuple(plugins), reward.function_takes
+    for named_reward in rewards_of(reward):
+        if named_reward.function is not None:
+            setting = (
+                f"reward.rewards: {named_reward.name}" if named_reward.name else "reward.function"
             )
-        elif one.name == "correctness":
-            hooks[one.name] = None
+            hooks[named_reward.name] = Hook(
+                "reward", named_reward.function, setting, tuple(plugins), reward.function_takes
+            )
+        elif named_reward.name == "correctness":
+            hooks[named_reward.name] = None
     return RewardWorkers(hooks, reward, measured)
 
 
@@ -147,7 +149,8 @@ def try_scorer(hook: Hook, reward: RewardConfig, prompts: Sequence[Prompt]) -> T
 
 def _trial_of(hook: Hook, reward: RewardConfig, prompt: Prompt) -> Trial:
     """Call one function on completions that are made up, until it has an answer or is late."""
-    setting, named = hook.setting, f"{hook.setting} {hook.spec}"
+    setting = hook.setting
+    named = f"{hook.setting} {hook.spec}"
     outcome = "Such answers get reward.function_failure."
     if hook.kind == "scorer":
         outcome = "Such answers count as wrong."
@@ -251,9 +254,9 @@ def raise_if_every_call_failed(scores: Sequence[Score]) -> None:
         )
     for setting, messages in called.items():
         if len(messages) == len(scores):
-            what, _, trace = _indented(messages[0]).strip().partition("\n")
+            first_line, _, trace = _indented(messages[0]).strip().partition("\n")
             raise RewardFunctionError(
-                f"{setting} failed on all of {len(scores)} completions: {what}\n{trace}".strip()
+                f"{setting} failed on all of {len(scores)} completions: {first_line}\n{trace}".strip()
             )
 
 
@@ -279,12 +282,12 @@ class FailedSteps:
         failed = frozenset(
             setting for setting, failures in kinds.items() if len(failures) == len(scores)
         )
-        again = sorted(failed & self._before)
+        failed_again = sorted(failed & self._before)
         self._before = failed
-        if again:
-            late = kinds[again[0]].count("timeout")
+        if failed_again:
+            late = kinds[failed_again[0]].count("timeout")
             raise RewardFunctionError(
-                f"{again[0]} failed on all completions of two steps in a row: on {late} of "
+                f"{failed_again[0]} failed on all completions of two steps in a row: on {late} of "
                 f"{len(scores)} it took more "
                 f"than reward.timeout_seconds={self._timeout_seconds:g}. Nothing is learned from "
                 "such a step. Make it "
@@ -315,10 +318,10 @@ def first_function_failure(groups: Sequence[ScoredGroup]) -> str | None:
 def _function_errors(scores: Sequence[Score]) -> Iterator[tuple[str, str]]:
     """(name, message) of every error of a function of `reward.rewards`, or of `reward.function`,
     which has no name."""
-    for one in scores:
-        if one.verdict == "error" and not one.parts:
-            yield "", one.extracted
-        for failure in one.failures:
+    for score in scores:
+        if score.verdict == "error" and not score.parts:
+            yield "", score.extracted
+        for failure in score.failures:
             if failure.kind == "error" and failure.name != "correctness":
                 yield failure.name, failure.message
 

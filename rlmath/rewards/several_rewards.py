@@ -79,8 +79,10 @@ def named_rewards(reward: RewardConfig) -> tuple[NamedReward, ...]:
 def rewards_of(reward: RewardConfig) -> tuple[NamedReward, ...]:
     """The list, or the one reward of a run without a list: "correctness", or a function without a
     name."""
-    alone = NamedReward("correctness" if reward.function is None else "", 1.0, reward.function)
-    return named_rewards(reward) or (alone,)
+    only_reward = NamedReward(
+        "correctness" if reward.function is None else "", 1.0, reward.function
+    )
+    return named_rewards(reward) or (only_reward,)
 
 
 def listed_functions(reward: RewardConfig) -> dict[str, str]:
@@ -106,8 +108,8 @@ def functions_of(reward: RewardConfig) -> dict[str, str]:
 def reward_hooks(reward: RewardConfig, plugins: Sequence[str] = ()) -> list[Hook]:
     """The user's functions, to be loaded."""
     return [
-        Hook("reward", one, setting, tuple(plugins), reward.function_takes)
-        for setting, one in functions_of(reward).items()
+        Hook("reward", function, setting, tuple(plugins), reward.function_takes)
+        for setting, function in functions_of(reward).items()
     ]
 
 
@@ -130,7 +132,7 @@ def is_verified(reward: RewardConfig) -> bool:
 def compared_rewards(reward: RewardConfig) -> tuple[int, ...]:
     """Positions of the rewards that count, where there are several: a group has contrast where one
     of them differs."""
-    return tuple(k for k, one in enumerate(named_rewards(reward)) if one.weight)
+    return tuple(k for k, named_reward in enumerate(named_rewards(reward)) if named_reward.weight)
 
 
 # ---------------------------------------------------------------- workers
@@ -234,7 +236,9 @@ def score_of(
     measured = results.get("correctness", results.get(MEASURED))
     results = {name: result for name, result in results.items() if name != MEASURED}
     rewards = rewards_of(settings)
-    values = tuple(_value(one, settings, results, boxed, length, limit) for one in rewards)
+    values = tuple(
+        _value(named_reward, settings, results, boxed, length, limit) for named_reward in rewards
+    )
     failures = tuple(
         RewardFailure(name, result.failure or "error", result.message)
         if isinstance(result, FunctionResult)
@@ -245,7 +249,9 @@ def score_of(
     verdict = results.get("correctness")
     failed = 0.0 if settings.rewards else settings.function_failure
     known = [failed if value is None else value for value in values]
-    number = sum(one.weight * value for one, value in zip(rewards, known, strict=True))
+    number = sum(
+        named_reward.weight * value for named_reward, value in zip(rewards, known, strict=True)
+    )
     reward = scaled_reward(settings, number, verdict is not None, length, limit, truncated)
     called = {
         name: result for name, result in results.items() if isinstance(result, FunctionResult)
@@ -256,7 +262,9 @@ def score_of(
         for metric, value in result.metrics
     )
     if isinstance(verdict, Verdict):
-        correct, extracted, kind = verdict.correct, verdict.extracted, verdict.verdict
+        correct = verdict.correct
+        extracted = verdict.extracted
+        kind = verdict.verdict
     else:
         all_failed = len(failures) == len(called)
         kind, extracted = (
@@ -307,11 +315,15 @@ def _value(
 def is_right(results: Sequence[FunctionResult]) -> bool:
     """What functions of the user's say of a completion: by the first metric "correct", else the
     first one's reward."""
-    there = [result for result in results if result.failure is None]
-    said = [
-        dict(result.metrics)["correct"] for result in there if "correct" in dict(result.metrics)
+    successes = [result for result in results if result.failure is None]
+    correct_metrics = [
+        dict(result.metrics)["correct"] for result in successes if "correct" in dict(result.metrics)
     ]
-    return said[0] > 0 if said else results[0].failure is None and results[0].reward > 0
+    return (
+        correct_metrics[0] > 0
+        if correct_metrics
+        else results[0].failure is None and results[0].reward > 0
+    )
 
 
 def summed_rewards(group: ScoredGroup, reward: RewardConfig) -> list[float]:
@@ -324,7 +336,7 @@ def summed_rewards(group: ScoredGroup, reward: RewardConfig) -> list[float]:
         return rewards
     tokens = [completion.n_sampled for completion in group.completions]
     return length_penalised(
-        rewards, tokens, [one.correct for one in group.scores], reward.length_penalty
+        rewards, tokens, [score.correct for score in group.scores], reward.length_penalty
     )
 
 
@@ -346,13 +358,13 @@ def _without_failures(group: ScoredGroup, reward: RewardConfig) -> list[float]:
         return group.rewards
     scale = reward_scale(reward, is_verified(reward))
     filled = group.rewards
-    for k, one in enumerate(named_rewards(reward)):
-        there = [value for score in group.scores if (value := score.parts[k]) is not None]
-        if not there or len(there) == len(filled):
+    for k, named_reward in enumerate(named_rewards(reward)):
+        values = [value for score in group.scores if (value := score.parts[k]) is not None]
+        if not values or len(values) == len(filled):
             continue
-        mean = there[0] if len(set(there)) == 1 else sum(value / len(there) for value in there)
+        mean = values[0] if len(set(values)) == 1 else sum(value / len(values) for value in values)
         for g, score in enumerate(group.scores):
             masked = reward.mask_no_eos_with_zero and group.completions[g].finish_reason == "length"
             if score.parts[k] is None and not masked:
-                filled[g] += one.weight * mean * scale
+                filled[g] += named_reward.weight * mean * scale
     return filled

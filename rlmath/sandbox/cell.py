@@ -95,7 +95,9 @@ class Session:
     def execute(self, number: int, seed: int, code: str) -> Reply:
         """Execute a call's code; whatever it raises is text."""
         printed = Printed(self._output_characters)
-        sys.stdin, sys.stdout, sys.stderr = io.StringIO(), printed, printed
+        sys.stdin = io.StringIO()
+        sys.stdout = printed
+        sys.stderr = printed
         status = "ok"
         try:
             set_seeds(seed, number)
@@ -134,8 +136,8 @@ def _has_semicolon(code: str, statement: ast.Expr) -> bool:
     """Whether a statement is followed by a semicolon, which hides its value as in a notebook."""
     assert statement.end_lineno is not None
     lines = code.encode("utf-8", "surrogatepass").split(b"\n")
-    rest = lines[statement.end_lineno - 1][statement.end_col_offset :]
-    return rest.lstrip().startswith(b";")
+    following = lines[statement.end_lineno - 1][statement.end_col_offset :]
+    return following.lstrip().startswith(b";")
 
 
 def set_seeds(seed: int, number: int) -> None:
@@ -156,16 +158,20 @@ def status_of(error: BaseException) -> str:
 def error_text(error: BaseException) -> str:
     """The last frame within a cell, the error's type and its message."""
     try:
-        frame, line = None, 0
+        frame = None
+        line = 0
         step = error.__traceback__
         while step is not None:
             if step.tb_frame.f_code.co_filename.startswith("<cell "):
-                frame, line = step.tb_frame.f_code, step.tb_lineno
+                frame = step.tb_frame.f_code
+                line = step.tb_lineno
             step = step.tb_next
-        where = ""
+        location = ""
         if frame is not None:
             source = linecache.getline(frame.co_filename, line).strip()
-            where = f'  File "{frame.co_filename}", line {line}, in {frame.co_name}\n    {source}\n'
-        return where + "".join(_format_exception_only(type(error), error))
+            location = (
+                f'  File "{frame.co_filename}", line {line}, in {frame.co_name}\n    {source}\n'
+            )
+        return location + "".join(_format_exception_only(type(error), error))
     except BaseException:
         return f"{type(error).__name__}\n"

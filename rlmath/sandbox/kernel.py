@@ -33,16 +33,26 @@ _SECCOMP_GET_ACTION_AVAIL = 2
 _SECCOMP_RET_KILL_PROCESS = 0x80000000
 _SECCOMP_RET_ERRNO = 0x00050000
 _SECCOMP_RET_ALLOW = 0x7FFF0000
-_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
+_LANDLOCK_CREATE_RULESET = 444
+_LANDLOCK_ADD_RULE = 445
+_LANDLOCK_RESTRICT_SELF = 446
 _LANDLOCK_CREATE_RULESET_VERSION = 1
 _LANDLOCK_RULE_PATH_BENEATH = 1
 _LANDLOCK_ACCESS_VERSION_1 = (1 << 13) - 1
-_LANDLOCK_READ_FILE, _LANDLOCK_READ_DIR = 1 << 2, 1 << 3
+_LANDLOCK_READ_FILE = 1 << 2
+_LANDLOCK_READ_DIR = 1 << 3
 _CAPABILITY_VERSION_3 = 0x20080522
 _ADDR_NO_RANDOMIZE = 0x0040000
-_EPERM, _ENOSYS = 1, 38
-_LOAD_WORD, _AND, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
-_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENTS_OFFSET = 0, 4, 16
+_EPERM = 1
+_ENOSYS = 38
+_LOAD_WORD = 0x20
+_AND = 0x54
+_JUMP_EQUAL = 0x15
+_JUMP_GREATER_EQUAL = 0x35
+_RETURN = 0x06
+_NUMBER_OFFSET = 0
+_ARCHITECTURE_OFFSET = 4
+_ARGUMENTS_OFFSET = 16
 _X32_BIT = 0x40000000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -169,13 +179,13 @@ def _check_instructions(check: Check) -> list[bytes]:
     parts = [_instruction(_LOAD_WORD, offset), _instruction(_AND, check.mask)]
     count = len(check.numbers)
     for index, number in enumerate(check.numbers):
-        rest = count - 1 - index
+        comparisons_left = count - 1 - index
         # Behind the comparisons: the denial, unless a match denies; then it is what a match must
         # not jump over.
         if check.excludes:
             parts += [_instruction(_JUMP_EQUAL, number, if_false=1), deny]
         else:
-            parts.append(_instruction(_JUMP_EQUAL, number, if_true=rest + 1))
+            parts.append(_instruction(_JUMP_EQUAL, number, if_true=comparisons_left + 1))
     return parts if check.excludes else [*parts, deny]
 
 

@@ -110,6 +110,6 @@ def _read_bytes(count: int) -> bytes:
 
 
 def _write_bytes(content: bytes) -> None:
-    rest = memoryview(content)
-    while rest:
-        rest = rest[_write(CHANNEL, rest) :]
+    unsent = memoryview(content)
+    while unsent:
+        unsent = unsent[_write(CHANNEL, unsent) :]

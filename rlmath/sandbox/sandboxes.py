@@ -169,7 +169,8 @@ class Sandboxes:
         self._receive()
         self._retry()
         self._check_silence()
-        finished, self._done = self._done, []
+        finished = self._done
+        self._done = []
         for key, _ in finished:
             self._forget(key)
         return finished
@@ -298,9 +299,9 @@ class Sandboxes:
         self._done.append((pending.key, outcome))
 
     def _retry(self) -> None:
-        now = time.monotonic()
+        time_now = time.monotonic()
         for pending in self._pending.values():
-            if pending.retry_at is not None and pending.retry_at <= now:
+            if pending.retry_at is not None and pending.retry_at <= time_now:
                 pending.retry_at = None
                 self._send({"call": pending.message})
 
@@ -308,18 +309,18 @@ class Sandboxes:
 
     def _start_server(self) -> None:
         """Start a server, and send it the pending calls that are not to be tried later."""
-        self._socket, theirs = socket.socketpair()
+        self._socket, server_end = socket.socketpair()
         self._socket.setblocking(False)
         self._received = FrameBuffer(MOST_MESSAGE_BYTES)
         self._unsent = bytearray()
         self._is_ready = False
         self._heard_at = time.monotonic()
         self._asked_at: float | None = None
-        with theirs:
-            settings = json.dumps({**self._settings, "socket": theirs.fileno()})
+        with server_end:
+            settings = json.dumps({**self._settings, "socket": server_end.fileno()})
             self._process = subprocess.Popen(
                 [self._python, "-s", "-P", "-B", "-c", BOOTSTRAP, FOLDER, settings],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=ENVIRONMENT,
@@ -352,7 +353,8 @@ class Sandboxes:
             if not part:
                 self._lose_server("has ended")
                 return
-            self._heard_at, self._asked_at = time.monotonic(), None
+            self._heard_at = time.monotonic()
+            self._asked_at = None
             self._received.add(part)
             while (message := self._received.take()) is not None:
                 self._handle_message(json.loads(message))
@@ -361,15 +363,15 @@ class Sandboxes:
 
     def _check_silence(self) -> None:
         """Ask a server that says nothing whether it lives; one that does not answer is replaced."""
-        now = time.monotonic()
+        time_now = time.monotonic()
         if not self._pending or self._socket is None:
-            self._heard_at = now
+            self._heard_at = time_now
             return
         limit = ANSWER_SECONDS if self._is_ready else START_SECONDS
-        if self._asked_at is None and now - self._heard_at > SILENCE_SECONDS:
-            self._asked_at = now
+        if self._asked_at is None and time_now - self._heard_at > SILENCE_SECONDS:
+            self._asked_at = time_now
             self._send({"ping": 1})
-        elif self._asked_at is not None and now - self._asked_at > limit:
+        elif self._asked_at is not None and time_now - self._asked_at > limit:
             self._lose_server(f"has said nothing for {limit:.0f} s")
 
     def _lose_server(self, what: str) -> None:

@@ -382,13 +382,14 @@ class Server:
         return sandbox, list(call.past)
 
     def _start_step(self, sandbox: _Sandbox, execution: _Execution) -> None:
-        step, now = execution.steps[0], time.monotonic()
+        step = execution.steps[0]
+        started = time.monotonic()
         rebuilding = 2 * self._limits.call_cpu_seconds
         execution.cpu_limit = rebuilding if execution.is_rebuilding else execution.call.cpu_seconds
         execution.wall_limit = self._limits.wall_factor * execution.cpu_limit
         execution.cpu_before = sandbox.cpu_seconds()
-        execution.step_started = now
-        execution.look_at = now + min(SAMPLE_SECONDS, execution.cpu_limit)
+        execution.step_started = started
+        execution.look_at = started + min(SAMPLE_SECONDS, execution.cpu_limit)
         execution.looks = execution.looks_asleep = 0
         sandbox.unsent = framed(encoded_request(step.number, step.seed, step.code))
         self._send_request(sandbox)
@@ -503,27 +504,25 @@ class Server:
         if execution is not None:
             if execution.is_rebuilding:
                 step = execution.steps[0].number + 1
-                status, text = (
-                    "lost",
-                    f"the session cannot be rebuilt: call {step}, executed again: {text}",
-                )
+                status = "lost"
+                text = f"the session cannot be rebuilt: call {step}, executed again: {text}"
             self._finish(sandbox, execution, status, text)
         self._kill(sandbox)
 
     # ---------------------------------------------------------------- limits
 
     def _look_at_limits(self) -> None:
-        now = time.monotonic()
+        time_now = time.monotonic()
         for sandbox in [*self._running.values()]:
             execution = sandbox.execution
-            if execution is not None and sandbox.lost_at is None and execution.look_at <= now:
-                self._look_at(sandbox, execution, now)
+            if execution is not None and sandbox.lost_at is None and execution.look_at <= time_now:
+                self._look_at(sandbox, execution, time_now)
         for sandbox in [*self._ending.values()]:
             # It has closed its channel and lives: its code did that.
             if (
                 not sandbox.was_killed
                 and sandbox.lost_at is not None
-                and sandbox.lost_at + END_SECONDS <= now
+                and sandbox.lost_at + END_SECONDS <= time_now
             ):
                 sandbox.was_killed = True
                 os.kill(sandbox.pid, signal.SIGKILL)
@@ -583,20 +582,22 @@ class Server:
 
     def _fork(self) -> _Sandbox:
         """OSError where the machine has no memory or process for it."""
-        ours, theirs = socket.socketpair()
+        server_end, sandbox_end = socket.socketpair()
         try:
             pid = os.fork()
         except OSError:
-            ours.close()
-            theirs.close()
+            server_end.close()
+            sandbox_end.close()
             raise
         if pid == 0:
-            run_sandbox(theirs, self._pid, self._confinement)
-        theirs.close()
-        ours.setblocking(False)
-        sandbox = _Sandbox(pid, ours, FrameBuffer(most_reply_bytes(self._limits.output_characters)))
-        self._open[ours.fileno()] = sandbox
-        self._poll.register(ours, select.POLLIN)
+            run_sandbox(sandbox_end, self._pid, self._confinement)
+        sandbox_end.close()
+        server_end.setblocking(False)
+        sandbox = _Sandbox(
+            pid, server_end, FrameBuffer(most_reply_bytes(self._limits.output_characters))
+        )
+        self._open[server_end.fileno()] = sandbox
+        self._poll.register(server_end, select.POLLIN)
         return sandbox
 
     def _evict(self) -> None:
@@ -665,22 +666,23 @@ class Server:
         """
         execution = sandbox.execution
         assert execution is not None
-        status, text = "ended", "the code ended its own process; what it had defined is lost\n"
+        status = "ended"
+        text = "the code ended its own process; what it had defined is lost\n"
         if exit_code == -signal.SIGKILL and not sandbox.was_killed:
             if used >= self._limits.whole_cpu_seconds:
-                status, text = "timeout", _timeout_text("the completion's CPU time")
+                status = "timeout"
+                text = _timeout_text("the completion's CPU time")
             else:
-                status, text = (
-                    "lost",
-                    "the sandbox was killed from outside: is the machine out of memory?",
-                )
+                status = "lost"
+                text = "the sandbox was killed from outside: is the machine out of memory?"
         elif exit_code < 0 and not sandbox.was_killed:
             text = (
                 f"the code crashed its own process ({signal.strsignal(-exit_code)}); what it "
                 "had defined is lost\n"
             )
         if execution.is_rebuilding:
-            status, text = "lost", f"the session cannot be rebuilt: {text.strip()}"
+            status = "lost"
+            text = f"the session cannot be rebuilt: {text.strip()}"
         self._finish(sandbox, execution, status, text, used=used)
 
     def _end_all(self) -> None:

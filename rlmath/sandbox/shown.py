@@ -35,7 +35,8 @@ def shown_text(text: str, dropped_characters: int, most_characters: int) -> tupl
     ('ab\\n[... 4 characters left out ...]\\ngh', 4)
     """
     if dropped_characters:
-        head, tail = cleaned(text[:most_characters]), cleaned(text[most_characters:])
+        head = cleaned(text[:most_characters])
+        tail = cleaned(text[most_characters:])
     else:
         head = cleaned(text)
         if len(head) <= most_characters:

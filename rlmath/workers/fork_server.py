@@ -98,18 +98,18 @@ class ForkServer:
 
     def __init__(self, settings: WorkerSettings) -> None:
         """Starts the process; `await_ready` waits for it."""
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._printed: threading.Thread | None = None
-        arguments = [str(theirs.fileno()), str(os.getpid()), settings.as_json()]
+        arguments = [str(server_end.fileno()), str(os.getpid()), settings.as_json()]
         output = (
             subprocess.DEVNULL
             if settings.function is None
             else self._log_printed(settings.function.setting)
         )
-        with theirs:
+        with server_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rlmath.workers.fork_server", *arguments],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 env=hooks.worker_environment(),
@@ -125,10 +125,10 @@ class ForkServer:
     def _log_printed(self, setting: str) -> int:
         """The end of a pipe for the server's standard output, whose lines are logged until nobody
         has it."""
-        ours, theirs = os.pipe()
-        self._printed = threading.Thread(target=log_printed, args=(ours, setting), daemon=True)
+        read_end, write_end = os.pipe()
+        self._printed = threading.Thread(target=log_printed, args=(read_end, setting), daemon=True)
         self._printed.start()
-        return theirs
+        return write_end
 
     def await_ready(self) -> None:
         """RuntimeError where the reward function cannot be loaded."""
@@ -156,15 +156,15 @@ class ForkServer:
 
     def ended_workers(self) -> list[Ended]:
         """The workers that have ended since the last call."""
-        found = []
+        ended = []
         while select.select([self._socket], [], [], 0)[0]:
             message = self._receive()
             try:
-                _, number, code, why = message.decode("ascii").split()
-                found.append(Ended(int(number), int(code), why))
+                _, number, code, reason = message.decode("ascii").split()
+                ended.append(Ended(int(number), int(code), reason))
             except ValueError:
                 raise self._lost(f"sent {message[:100]!r}") from None
-        return found
+        return ended
 
     def _receive(self) -> bytes:
         try:
@@ -201,17 +201,22 @@ def log_printed(pipe: int, setting: str) -> None:
     """Log the lines that come from a pipe, as those of a setting's function, until its other end is
     closed: bounded, on one line each, with control characters made visible. All is read at once, so
     that nobody who prints waits."""
-    printed, started, rest, more = 0, time.monotonic(), b"", True
+    printed = 0
+    started = time.monotonic()
+    unfinished_line = b""
+    is_open = True
     with open(pipe, "rb", buffering=0) as stream:
-        while more:
+        while is_open:
             part = stream.read(2**16)
-            more = bool(part)
+            is_open = bool(part)
             if time.monotonic() - started > PRINTED_SECONDS:
                 _tell_left_out(printed, setting)
-                printed, started = 0, time.monotonic()
-            *lines, rest = (rest + part).split(b"\n")
-            if len(rest) > 2**16 or (rest and not more):
-                lines, rest = [*lines, rest], b""
+                printed = 0
+                started = time.monotonic()
+            *lines, unfinished_line = (unfinished_line + part).split(b"\n")
+            if len(unfinished_line) > 2**16 or (unfinished_line and not is_open):
+                lines = [*lines, unfinished_line]
+                unfinished_line = b""
             for line in lines[: max(0, MAX_PRINTED_LINES - printed)]:
                 logger.info("%s prints: %s", setting, excerpt(line, MAX_PRINTED_CHARS))
             printed += len(lines)
@@ -298,7 +303,7 @@ class _Server:
             self._fork(int(number), fds[0])
         else:
             worker = next(
-                (pid for pid, one in self._workers.items() if one.number == int(number)), None
+                (pid for pid, child in self._workers.items() if child.number == int(number)), None
             )
             if worker is not None:
                 self._kill(worker, "asked", process_tree.children_by_parent())
@@ -352,7 +357,7 @@ class _Server:
         over."""
         started = time.process_time()
         children = process_tree.children_by_parent()
-        for worker in [pid for pid, one in self._workers.items() if not one.why]:
+        for worker in [pid for pid, child in self._workers.items() if not child.why]:
             tree = [worker, *process_tree.descendants(worker, children)]
             if len(tree) > MAX_PROCESSES:
                 self._kill(worker, "processes", children)

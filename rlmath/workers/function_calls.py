@@ -62,7 +62,8 @@ class HookResult:
 def result_of(reply: Mapping[str, Any]) -> FunctionResult:
     """The result of a reward function or a scorer as it came from its process, or a failure of that
     process."""
-    failure, message = reply["failure"], reply.get("message", "")
+    failure = reply["failure"]
+    message = reply.get("message", "")
     reward, metrics = (0.0, ()) if failure else reply["value"]
     named = tuple((name, value) for name, value in metrics)
     return FunctionResult(
@@ -91,16 +92,18 @@ def hook_result_of(reply: Mapping[str, Any]) -> HookResult:
 
 def call_function(kind: str, function: Callable, arguments: Sequence[Any]) -> dict[str, Any]:
     """Call a function, of a kind of `hooks` or a GROUP_REWARD; the reply to the pool."""
-    given = [Group(**one) for one in arguments] if kind == "selection" else list(arguments)
+    call_arguments = (
+        [Group(**group) for group in arguments] if kind == "selection" else list(arguments)
+    )
     if kind == "metric":
-        given = [[Group(**group) for group in arguments[0]]]
+        call_arguments = [[Group(**group) for group in arguments[0]]]
     shape: list[int] = []  # now, as the function may change its lists
     if kind == "advantage":
         shape = [len(row) for row in arguments[0]]
     elif kind == GROUP_REWARD:
         shape = [len(arguments[0])]
     try:
-        returned = function(*given)
+        returned = function(*call_arguments)
     except (Exception, SystemExit) as error:
         return {"failure": "error", "message": _with_trace(error)}
     try:
@@ -167,8 +170,10 @@ def _reward(returned: Any, with_metrics: bool) -> tuple[float, list[tuple[str, f
         numbers = {str(name): float(value) for name, value in list(metrics.items())[:MAX_METRICS]}
         reward = float(reward)
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{what}; needed: a number, or a number and a dict of numbers") from error
+        description = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{description}; needed: a number, or a number and a dict of numbers"
+        ) from error
     _check_numbers(reward, numbers)
     return reward, list(numbers.items())
 
@@ -188,10 +193,10 @@ def _advantages(returned: Any, shape: list[int]) -> list[list[float]]:
     groups = None if isinstance(returned, UNORDERED) else list(returned)
     if groups is None or any(isinstance(row, UNORDERED) for row in groups):
         raise ValueError("needed: a list of lists of numbers, in the order of the rewards")
-    rows = [[float(one) for one in row] for row in groups]
+    rows = [[float(number) for number in row] for row in groups]
     if (lengths := [len(row) for row in rows]) != shape:
         raise ValueError(f"needed: lists of {_lengths(shape)} numbers, got {_lengths(lengths)}")
-    if not all(abs(one) <= MAX_REWARD for row in rows for one in row):
+    if not all(abs(number) <= MAX_REWARD for row in rows for number in row):
         raise ValueError(f"needed: numbers from -{MAX_REWARD:g} to {MAX_REWARD:g}")
     return rows
 
@@ -216,10 +221,10 @@ def _are_messages(value: Any) -> bool:
         isinstance(value, list)
         and bool(value)
         and all(
-            isinstance(one, dict)
-            and {"role", "content"} <= one.keys()
-            and all(isinstance(one[key], str) for key in ("role", "content"))
-            for one in value
+            isinstance(message, dict)
+            and {"role", "content"} <= message.keys()
+            and all(isinstance(message[key], str) for key in ("role", "content"))
+            for message in value
         )
     )
 

@@ -206,10 +206,13 @@ def as_hook(function: str | Hook) -> Hook:
 
 def taken_words(kind: str) -> set[str]:
     """Words of the settings that take functions of this kind."""
-    found = {
-        word for one in all_settings().values() if one.takes_function == kind for word in one.words
+    words = {
+        word
+        for setting in all_settings().values()
+        if setting.takes_function == kind
+        for word in setting.words
     }
-    return found | set(REWARD_WORDS if kind == "reward" else ())
+    return words | set(REWARD_WORDS if kind == "reward" else ())
 
 
 # ---------------------------------------------------------------- names
@@ -300,11 +303,12 @@ def load_function(spec: str, setting: str = "reward.function") -> Callable:
     """Import the function "package.module:name" or "path/to/file.py:name".
 
     Raises ValueError if that fails."""
-    found = _SPEC.fullmatch(spec)
-    if not found:
+    match = _SPEC.fullmatch(spec)
+    if not match:
         raise ValueError(f"{setting} is {spec!r}; needed: {NEEDED}")
-    module_name, name = found["module"], found["name"]
-    module = _import(module_name, found["file"], setting)
+    module_name = match["module"]
+    name = match["name"]
+    module = _import(module_name, match["file"], setting)
     function = getattr(module, name, None)
     if not callable(function):
         near = nearest_word(
@@ -324,10 +328,10 @@ def import_plugin(plugin: str, setting: str) -> None:
     """Import a module or file that `setting` names, for what it registers.
 
     Raises ValueError if that fails."""
-    found = _PLUGIN.fullmatch(plugin)
-    if not found:
+    match = _PLUGIN.fullmatch(plugin)
+    if not match:
         raise ValueError(f'{setting} has {plugin!r}; needed: "package.module" or "path/to/file.py"')
-    _import(plugin, found["file"], setting)
+    _import(plugin, match["file"], setting)
 
 
 def _import(module_name: str, file: str | None, setting: str) -> ModuleType:
@@ -343,7 +347,7 @@ def _import(module_name: str, file: str | None, setting: str) -> ModuleType:
         Exception,
         SystemExit,
     ) as error:  # whatever the user's module raises, or a program's sys.exit()
-        where = (
+        hint = (
             "; modules are looked for in the current folder and in PYTHONPATH"
             if file is None
             else ""
@@ -352,17 +356,17 @@ def _import(module_name: str, file: str | None, setting: str) -> ModuleType:
         shown = f": {line}" if line else ""
         raise ValueError(
             f"{setting}: importing {module_name!r} failed ({type(error).__name__}: "
-            f"{error}{shown}){where}"
+            f"{error}{shown}){hint}"
         ) from error
 
 
 def _import_file(path: Path) -> ModuleType:
     """The module of a file, once, under the file's own name where that is free; it finds modules
     beside it."""
-    for there in list(sys.modules.values()):
-        file = getattr(there, "__file__", None)
+    for loaded_module in list(sys.modules.values()):
+        file = getattr(loaded_module, "__file__", None)
         if isinstance(file, str) and os.path.exists(file) and path.samefile(file):
-            return there
+            return loaded_module
     sys.path.append(str(path.parent.absolute()))
     name = (
         path.stem
@@ -404,7 +408,7 @@ def is_same_function(there: str | None, here: str | None, code_there: str = "") 
     """Whether two spellings (a module or a file, a relative or an absolute path) name one function:
     of the same file, which may have changed since, or of the same content, of which `code_there` is
     the first one's fingerprint."""
-    names = [found["name"] for spec in (there, here) if (found := _SPEC.fullmatch(spec or ""))]
+    names = [match["name"] for spec in (there, here) if (match := _SPEC.fullmatch(spec or ""))]
     if there == here or len(names) < 2 or names[0] != names[1]:
         return there == here
     files = _file_of(there), _file_of(here)
@@ -414,10 +418,10 @@ def is_same_function(there: str | None, here: str | None, code_there: str = "") 
 
 
 def _file_of(spec: str | None) -> Path | None:
-    found = _SPEC.fullmatch(spec or "")
-    if found is None:
+    match = _SPEC.fullmatch(spec or "")
+    if match is None:
         return None
-    path = Path(found["file"] or _module_file(found["module"]) or "")
+    path = Path(match["file"] or _module_file(match["module"]) or "")
     return path if path.is_file() else None
 
 
@@ -427,12 +431,14 @@ def _module_file(module: str) -> str | None:
         *sys.path,
         os.getcwd(),
     ]
-    names, file = module.split("."), None
+    names = module.split(".")
+    file = None
     for depth in range(1, len(names) + 1):
-        found = PathFinder.find_spec(".".join(names[:depth]), folders)
-        if found is None:
+        module_spec = PathFinder.find_spec(".".join(names[:depth]), folders)
+        if module_spec is None:
             return None
-        file, folders = found.origin, found.submodule_search_locations
+        file = module_spec.origin
+        folders = module_spec.submodule_search_locations
     return file
 
 
@@ -442,7 +448,8 @@ def _module_file(module: str) -> str | None:
 def function_problem(function: str | Hook) -> str | None:
     """Why a function cannot be loaded, checked in a separate process; None if it can."""
     hook = as_hook(function)
-    setting, spec = hook.setting, hook.spec
+    setting = hook.setting
+    spec = hook.spec
     # A file, not a pipe: what the module has started may hold the pipe open for ever.
     with tempfile.TemporaryFile() as errors:
         check = subprocess.Popen(

@@ -45,10 +45,10 @@ def children_by_parent() -> dict[int, list[int]]:
 def descendants(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
     """All processes below a process, parents before their children; `children` is from
     `children_by_parent`."""
-    found = [pid]
-    for one in found:
-        found += children.get(one, [])
-    return found[1:]
+    pids = [pid]
+    for parent in pids:
+        pids += children.get(parent, [])
+    return pids[1:]
 
 
 def memory_above(pids: Iterable[int], limit: int) -> bool:
@@ -72,17 +72,17 @@ def kill_trees(roots: Sequence[int], children: Mapping[int, Sequence[int]]) -> N
     `children` is from `children_by_parent`. What is forked meanwhile outlives it, as an orphan of
     the process that adopts orphans. A group is killed at once, so one that only forks cannot outrun
     it."""
-    tree = [one for root in roots for one in (root, *descendants(root, children))]
+    tree = [pid for root in roots for pid in (root, *descendants(root, children))]
     groups = set()
-    for one in tree:
+    for pid in tree:
         with contextlib.suppress(ProcessLookupError):
-            groups.add(os.getpgid(one))
+            groups.add(os.getpgid(pid))
     for group in groups - {os.getpgrp()}:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
-    for one in tree:
+    for pid in tree:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(one, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 def _parent_of(pid: int) -> int:

@@ -72,7 +72,8 @@ class UserFunction:
         """What the function returns for each call.
 
         UserFunctionError at the first failure, and after ALL_SECONDS."""
-        values, started = [], time.monotonic()
+        values = []
+        started = time.monotonic()
         for arguments in calls:
             result = next(self.map([arguments]))
             self.was_late = result.failure == "timeout"
@@ -129,9 +130,11 @@ def form_hook(config: Config) -> Hook | None:
 
 def template_hook(config: Config, validation: bool = False) -> Hook | None:
     """The function of `data.template`, or of `validation.template`."""
-    own = config.validation.template if validation else None
-    setting = "data.template" if own is None else "validation.template"
-    return hook_of("template", setting, own or config.data.template, config.run.plugins)
+    validation_template = config.validation.template if validation else None
+    setting = "data.template" if validation_template is None else "validation.template"
+    return hook_of(
+        "template", setting, validation_template or config.data.template, config.run.plugins
+    )
 
 
 def advantage_hook(config: Config) -> Hook | None:
@@ -141,8 +144,8 @@ def advantage_hook(config: Config) -> Hook | None:
 
 
 def selection_hook(config: Config) -> Hook | None:
-    value = config.selection.dynamic_sampling
-    return hook_of("selection", "selection.dynamic_sampling", value, config.run.plugins)
+    dynamic_sampling = config.selection.dynamic_sampling
+    return hook_of("selection", "selection.dynamic_sampling", dynamic_sampling, config.run.plugins)
 
 
 def scorer_hook(config: Config) -> Hook | None:
@@ -151,21 +154,22 @@ def scorer_hook(config: Config) -> Hook | None:
 
 def metric_hooks(config: Config) -> dict[str, Hook]:
     """The functions of `telemetry.metrics`, by the metric's name."""
-    found = {}
+    hooks = {}
     for entry in config.telemetry.metrics:
         name, equals, spec = entry.partition("=")
-        setting, plugins = f"telemetry.metrics: {name}", tuple(config.run.plugins)
-        found[name] = Hook("metric", spec if equals else name, setting, plugins)
-    return found
+        setting = f"telemetry.metrics: {name}"
+        plugins = tuple(config.run.plugins)
+        hooks[name] = Hook("metric", spec if equals else name, setting, plugins)
+    return hooks
 
 
 def group_for_hooks(group: ScoredGroup) -> dict[str, Any]:
     """The fields of a `hooks.Group`."""
     return {
         "row": group.prompt.row,
-        "texts": [one.text for one in group.completions],
+        "texts": [completion.text for completion in group.completions],
         "tokens": [completion.n_sampled for completion in group.completions],
         "rewards": group.rewards,
         "correct": [score.correct for score in group.scores],
-        "truncated": [one.finish_reason == "length" for one in group.completions],
+        "truncated": [completion.finish_reason == "length" for completion in group.completions],
     }

@@ -129,7 +129,8 @@ def _serve(channel: socket.socket, settings: WorkerSettings, function: Callable 
 
 
 def _verify(request: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
-    answer, solutions = request["answer"], request["solutions"]
+    answer = request["answer"]
+    solutions = request["solutions"]
     verdict = verify_by_string(answer, solutions, rules) if request["strings"] else None
     verdict = verdict or verify_by_parser(answer, solutions, rules, request["question"])
     return {"correct": verdict.correct, "verdict": verdict.verdict}

@@ -365,13 +365,13 @@ class WorkerPool:
             self._fork_worker()
 
     def _fork_worker(self) -> None:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        worker = _Worker(next(self._numbers), ours, time.monotonic() + START_SECONDS)
-        self._selector.register(ours, selectors.EVENT_READ, worker)
+        pool_end, worker_end = socket.socketpair()
+        pool_end.setblocking(False)
+        worker = _Worker(next(self._numbers), pool_end, time.monotonic() + START_SECONDS)
+        self._selector.register(pool_end, selectors.EVENT_READ, worker)
         self._workers.append(worker)
-        with theirs:
-            self._server.fork(worker.number, theirs.fileno())
+        with worker_end:
+            self._server.fork(worker.number, worker_end.fileno())
 
     def _assign_jobs(self) -> None:
         for worker in [worker for worker in self._workers if worker.state is State.IDLE]:
@@ -387,10 +387,12 @@ class WorkerPool:
         return None
 
     def _assign(self, worker: _Worker, job: _Job) -> None:
-        now = time.monotonic()
-        job.queue_seconds = now - job.queued_at
-        worker.state, worker.job, worker.since = State.BUSY, job, now
-        worker.deadline = now + self.timeout_seconds
+        assigned_at = time.monotonic()
+        job.queue_seconds = assigned_at - job.queued_at
+        worker.state = State.BUSY
+        worker.job = job
+        worker.since = assigned_at
+        worker.deadline = assigned_at + self.timeout_seconds
         worker.cpu_before = 0.0
         worker.cpu_before = worker.cpu_seconds()
         worker.unsent = memoryview(job.request)
@@ -443,10 +445,11 @@ class WorkerPool:
         if end > self._most_reply_bytes:
             self._handle_nonsense(worker)
         elif len(worker.received) >= end:
-            message, more = bytes(worker.received[LENGTH_BYTES:end]), worker.received[end:]
+            message = bytes(worker.received[LENGTH_BYTES:end])
+            surplus = worker.received[end:]
             worker.received.clear()
             try:
-                self._handle_reply(worker, json.loads(message), is_last=bool(more))
+                self._handle_reply(worker, json.loads(message), is_last=bool(surplus))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 self._handle_nonsense(worker)
 
@@ -454,14 +457,16 @@ class WorkerPool:
         """A worker is replaced after its last reply: when more than a reply has come, when it may
         be short of memory or stack, and when what the function has started still runs."""
         if worker.state is State.STARTING and type(reply["ready"]) is int:
-            worker.state, worker.pid = State.IDLE, reply["ready"]
+            worker.state = State.IDLE
+            worker.pid = reply["ready"]
             self._start_failures = 0
             return
         job = worker.job
         if job is None or reply["id"] != job.number:
             raise ValueError("an answer that nobody asked for")
         result = job.result(reply, time.monotonic() - worker.since)
-        worker.job, worker.state = None, State.IDLE
+        worker.job = None
+        worker.state = State.IDLE
         job.future.set_result(result)
         if (
             is_last
@@ -479,26 +484,30 @@ class WorkerPool:
             )
 
     def _handle_end(self, ended: Ended) -> None:
-        worker = next((one for one in self._workers if one.number == ended.number), None)
+        worker = next(
+            (candidate for candidate in self._workers if candidate.number == ended.number), None
+        )
         if worker is not None and worker.state is not State.LOST:
             self._receive_reply(worker)  # what it sent before its end counts
         if worker is None or worker not in self._workers:
             return
         if not worker.pid:
-            what = (
+            problem = (
                 f"ended before it was ready ({exit_text(ended.exit_code)}); is the memory "
                 "limit too small?"
             )
-            self._fail_start(worker, what)
+            self._fail_start(worker, problem)
             return
         message = ENDINGS.get(ended.why, f"its worker ended ({exit_text(ended.exit_code)})")
         reply = {"failure": "error", "message": message}
         self._fail(worker, reply)
 
     def _end_late_workers(self) -> None:
-        now = time.monotonic()
+        time_now = time.monotonic()
         for worker in [
-            one for one in self._workers if one.state is not State.IDLE and one.deadline <= now
+            worker
+            for worker in self._workers
+            if worker.state is not State.IDLE and worker.deadline <= time_now
         ]:
             if worker.state is State.STARTING:
                 self._fail_start(worker, f"was not ready after {START_SECONDS:.0f} s")
@@ -506,7 +515,7 @@ class WorkerPool:
                 self._fail(worker, {"failure": "error", "message": ENDINGS["asked"]})
             else:
                 self._receive_reply(worker)  # a result that was sent in time counts
-                if worker.state is State.BUSY and not self._extend(worker, now):
+                if worker.state is State.BUSY and not self._extend(worker, time_now):
                     self._fail(worker, {"failure": "timeout", "message": "timeout"})
 
     def _extend(self, worker: _Worker, now: float) -> bool:
