@@ -58,14 +58,18 @@ def answers_equal(answer: str, gold: str, rules: Rules, question: Question) -> b
 
     May hang or take gigabytes in math-verify, and raises what that raises."""
     gold = gold.replace(":=", "=")
-    ours, theirs = plain_answer(answer), plain_answer(gold)
-    if ours is None or theirs is None:
+    answer_plain = plain_answer(answer)
+    gold_plain = plain_answer(gold)
+    if answer_plain is None or gold_plain is None:
         return False
     if (
-        theirs.choice is not None and theirs.choice.rest
+        gold_plain.choice is not None and gold_plain.choice.rest
     ):  # a choice's text without its letter is accepted
         return answers_equal(
-            ours.choice.rest if ours.choice else answer, theirs.choice.rest, rules, question
+            answer_plain.choice.rest if answer_plain.choice else answer,
+            gold_plain.choice.rest,
+            rules,
+            question,
         )
     name, marked, value = answer.partition(NAMED_BEFORE)
     if marked and ("(" in name or "_" in name):  # a function before the box
@@ -74,18 +78,20 @@ def answers_equal(answer: str, gold: str, rules: Rules, question: Question) -> b
         )
     if ":=" in answer:
         return answers_equal(answer.replace(":=", "="), gold, rules, question)
-    special = same_special(theirs.key, ours.key)
+    special = same_special(gold_plain.key, answer_plain.key)
     if special is not None:
         return special
-    for same in (same_objects, same_integers):
-        if (decided := same(theirs.key, ours.key)) is not None:
+    for is_same in (same_objects, same_integers):
+        if (decided := is_same(gold_plain.key, answer_plain.key)) is not None:
             return decided
-    said = plain_sentences(theirs.key, ours.key)
-    if said != (None, None) and _said_equal(said[0] or gold, said[1] or answer, rules, question):
+    sentences = plain_sentences(gold_plain.key, answer_plain.key)
+    if sentences != (None, None) and _said_equal(
+        sentences[0] or gold, sentences[1] or answer, rules, question
+    ):
         return True
-    if says_order(theirs.key) or says_order(ours.key):
+    if says_order(gold_plain.key) or says_order(answer_plain.key):
         return False  # "in any order", "and its permutations": as they are written only
-    chains = split_chain(theirs.key), split_chain(ours.key)
+    chains = split_chain(gold_plain.key), split_chain(answer_plain.key)
     if chains[0] is not None and chains[1] is not None and chains[0][1] == chains[1][1]:
         sides = zip(chains[0][0], chains[1][0], strict=True)
         if all(
@@ -93,27 +99,26 @@ def answers_equal(answer: str, gold: str, rules: Rules, question: Question) -> b
             for gold_side, answer_side in sides
         ):
             return True
-    labelled = split_parts(theirs.key), split_parts(ours.key)
+    labelled = split_parts(gold_plain.key), split_parts(answer_plain.key)
     if labelled != (None, None):
         count = len(labelled[0] or labelled[1] or ())
-        golds = labelled[0] or bare_parts(theirs.key, count)
-        answers = labelled[1] or bare_parts(ours.key, count)
+        golds = labelled[0] or bare_parts(gold_plain.key, count)
+        answers = labelled[1] or bare_parts(answer_plain.key, count)
         if None not in labelled and len(golds or ()) != len(answers or ()):
             return False
         if golds is not None and answers is not None and len(golds) == len(answers):
-            same = all(
-                answers_equal(one, other, rules, question)
-                for other, one in zip(golds, answers, strict=True)
+            is_same = all(
+                answers_equal(answer_part, gold_part, rules, question)
+                for gold_part, answer_part in zip(golds, answers, strict=True)
             )
-            if same or labelled[0] is not None:  # (1)/(2) has no labels
-                return same
-    answer, gold = _PARTIAL_DERIVATIVE.sub("", answer), _PARTIAL_DERIVATIVE.sub("", gold)
+            if is_same or labelled[0] is not None:  # (1)/(2) has no labels
+                return is_same
+    answer = _PARTIAL_DERIVATIVE.sub("", answer)
+    gold = _PARTIAL_DERIVATIVE.sub("", gold)
     declared: tuple[str, ...] = ()
     if (match := DECLARED.search(answer)) is not None:
-        answer, declared = (
-            answer[: match.start()],
-            tuple(re.findall(r"[a-dkm]", match[1] or match[2])),
-        )
+        answer = answer[: match.start()]
+        declared = tuple(re.findall(r"[a-dkm]", match[1] or match[2]))
     try:
         return equal_by_grammar(answer, gold, rules, question, declared)
     except Unsupported:
@@ -123,21 +128,22 @@ def answers_equal(answer: str, gold: str, rules: Rules, question: Question) -> b
 
 
 def _said_equal(gold: str, answer: str, rules: Rules, question: Question) -> bool:
-    one, two = plain_answer(gold), plain_answer(answer)
+    gold_plain = plain_answer(gold)
+    answer_plain = plain_answer(answer)
     return (
-        one is not None
-        and two is not None
-        and (one.key == two.key or answers_equal(answer, gold, rules, question))
+        gold_plain is not None
+        and answer_plain is not None
+        and (gold_plain.key == answer_plain.key or answers_equal(answer, gold, rules, question))
     )
 
 
 def boxes_equal(boxes: list[str], gold: str, rules: Rules, question: Question) -> bool:
     """Whether the contents of several boxes are the parts of the gold answer, which has as many."""
-    theirs = plain_answer(gold)
-    if theirs is None or any(plain_answer(box) is None for box in boxes):
+    gold_plain = plain_answer(gold)
+    if gold_plain is None or any(plain_answer(box) is None for box in boxes):
         return False
-    parts = split_parts(theirs.key) or split_list(theirs.key)
-    count = 2 if theirs.key.count("\\pm") == 1 else len(parts)
+    parts = split_parts(gold_plain.key) or split_list(gold_plain.key)
+    count = 2 if gold_plain.key.count("\\pm") == 1 else len(parts)
     return count == len(boxes) and answers_equal("; ".join(boxes), gold, rules, question)
 
 
@@ -148,26 +154,26 @@ def equal_by_grammar(
 
     Raises NotMathematics or Unsupported."""
     with_remark = _REMARK.search(gold) is not None
-    ours = _readings(_without_working(answer), False, known_words(answer, gold, question))
+    answers = _readings(_without_working(answer), False, known_words(answer, gold, question))
     golds = _readings(_without_working(gold), with_remark, None)
-    if _repeats_question(ours[0], golds[0]) and not _leaves_work(golds[0]):
+    if _repeats_question(answers[0], golds[0]) and not _leaves_work(golds[0]):
         return False  # the question repeated
     if (
-        isinstance(ours[0], Unsupported)
+        isinstance(answers[0], Unsupported)
         and _UNEVALUATED.search(answer)
         and not _UNEVALUATED.search(gold)
     ):
         return False
-    unparsed = [reading for reading in (golds[0], ours[0]) if isinstance(reading, Exception)]
+    unparsed = [reading for reading in (golds[0], answers[0]) if isinstance(reading, Exception)]
     if unparsed:
         raise next((error for error in unparsed if isinstance(error, NotMathematics)), unparsed[0])
     refused: list[Exception] = []
-    for one, other in itertools.product(golds, ours):
+    for gold_reading, answer_reading in itertools.product(golds, answers):
         # Digits in groups, read as a list, are no list of solutions.
-        grouped = one is not golds[0] or other is not ours[0]
+        grouped = gold_reading is not golds[0] or answer_reading is not answers[0]
         try:
             equivalence = Equivalence(rules.protocol, repeats=not grouped, question=question)
-            if _same_answer(one, other, equivalence, declared):
+            if _same_answer(gold_reading, answer_reading, equivalence, declared):
                 return True
         except (NotMathematics, Unsupported) as error:
             refused.append(error)
@@ -182,14 +188,19 @@ def _same_answer(
     """Whether two parsed answers are equal.
 
     Raises NotMathematics or Unsupported if that cannot be decided."""
-    one, other = interpret(gold), interpret(answer)
-    if equivalence.same(one, other):
+    interpreted_gold = interpret(gold)
+    interpreted_answer = interpret(answer)
+    if equivalence.same(interpreted_gold, interpreted_answer):
         return True
-    if one.scalar is None or other.scalar is None or not names_agree(one.name, other.name):
+    if (
+        interpreted_gold.scalar is None
+        or interpreted_answer.scalar is None
+        or not names_agree(interpreted_gold.name, interpreted_answer.name)
+    ):
         return False
-    exprs = one.scalar.expr, other.scalar.expr
-    if other.family is not None and other.family[0] in ("R", "C"):
-        declared = (*declared, *other.family[1])
+    exprs = interpreted_gold.scalar.expr, interpreted_answer.scalar.expr
+    if interpreted_answer.family is not None and interpreted_answer.family[0] in ("R", "C"):
+        declared = (*declared, *interpreted_answer.family[1])
     if same_antiderivative(*exprs) or same_up_to_constants(*exprs, declared):
         return True
     return same_up_to_renaming(*exprs, declared)
@@ -200,14 +211,16 @@ def _without_working(text: str) -> str:
     1`."""
     if "=" not in text or not (_WORKING.search(text) or _UNEVALUATED.search(text)):
         return text
-    depth, cut = 0, None
+    depth = 0
+    cut = None
     for at, char in enumerate(text):
         depth += (char in "{(") - (char in "})")
         if char == "=" and depth == 0:
             cut = at
     if cut is None:
         return text
-    front, last = text[:cut], text[cut + 1 :]
+    front = text[:cut]
+    last = text[cut + 1 :]
     is_work = _UNEVALUATED.search(front) or _WORKING.search(front)
     return last if is_work and not _UNEVALUATED.search(last) else text
 
@@ -265,7 +278,8 @@ def _readings(text: str, with_remark: bool, known_words: KnownWords | None) -> t
         ways.append(replace(plainly, with_remark=False, e_is_exponent=False))
     if known_words is not None and known_words.counted:
         ways.append(replace(plainly, known_words=replace(known_words, counted=frozenset())))
-    trees, errors = [], []
+    trees = []
+    errors = []
     for way in ways:
         try:
             trees.append(parse_answer(plain, way))
@@ -327,5 +341,5 @@ def warm_up_math_verify() -> None:
         (r"\frac{3}{7}", r"\sum_{k=1}^{n} k"),
         ("2", r"\lim_{x\to 0} \frac{\sin x}{x}"),
     )
-    found = [_equal_by_math_verify(answer, gold) for answer, gold in examples]
-    assert not any(found), found
+    equal = [_equal_by_math_verify(answer, gold) for answer, gold in examples]
+    assert not any(equal), equal

@@ -167,10 +167,12 @@ def _checked_value(expr: Expr, context: Context) -> ApproximateValue:
 
 
 def _agree(one: ApproximateValue, other: ApproximateValue) -> bool:
-    a, b = one.value, other.value
+    a = one.value
+    b = other.value
     if type(a) is Fraction and type(b) is Fraction:
         return a == b
-    x, y = to_mp(a), to_mp(b)
+    x = to_mp(a)
+    y = to_mp(b)
     if MP.isinf(x) or MP.isinf(y):
         return x == y
     difference = abs(x - y)
@@ -190,12 +192,13 @@ def same_expression(one: Expr, other: Expr) -> bool:
     about_i = mentions(one, _IMAGINARY) or mentions(other, _IMAGINARY)
     if not both:
         try:
-            a, b = value_of(one, complex_numbers=about_i), value_of(other, complex_numbers=about_i)
+            a = value_of(one, complex_numbers=about_i)
+            b = value_of(other, complex_numbers=about_i)
         except NotMathematics:
             residues = [(_residue(one, prime), _residue(other, prime)) for prime in _PRIMES]
             if any(None in pair for pair in residues):
                 raise
-            return all(ours == theirs for ours, theirs in residues)
+            return all(residue == other_residue for residue, other_residue in residues)
         return a is not None and b is not None and _agree(a, b)
     whole = any(mentions(expr, _STEPWISE) or _whole_only(expr) for expr in (one, other))
     steps_of_reals = whole and any(name[:1] in _REAL_LETTERS for name in both)
@@ -232,11 +235,11 @@ def _reach(expr: Expr) -> int:
     """The product of the sizes of all numbers in an expression, rounded up."""
     if isinstance(expr, Call) and symbols(expr):
         return min(math.prod(map(_reach, expr.args)), _MOST_REACH)
-    found = None if isinstance(expr, Sym) else value_of(expr, complex_numbers=True)
+    approximation = None if isinstance(expr, Sym) else value_of(expr, complex_numbers=True)
     return (
         1
-        if found is None or not is_finite(found.value)
-        else min(int(abs(found.value)) + 1, _MOST_REACH)
+        if approximation is None or not is_finite(approximation.value)
+        else min(int(abs(approximation.value)) + 1, _MOST_REACH)
     )
 
 
@@ -337,9 +340,15 @@ def _whole_only(expr: Expr) -> bool:
 
 def is_constant(expr: Expr) -> bool:
     """Whether an expression has the same value at all fixed points where it is defined."""
-    found = [seen for point in range(_REAL_POINTS) if (seen := value_of(expr, point)) is not None]
-    found += [far for far, _ in _far_values(expr, expr)]
-    return len(found) >= 2 and all(_agree(found[0], other) for other in found[1:])
+    approximations = [
+        approximation
+        for point in range(_REAL_POINTS)
+        if (approximation := value_of(expr, point)) is not None
+    ]
+    approximations += [far for far, _ in _far_values(expr, expr)]
+    return len(approximations) >= 2 and all(
+        _agree(approximations[0], other) for other in approximations[1:]
+    )
 
 
 def are_proportional(one: Expr, other: Expr) -> bool:
@@ -370,28 +379,31 @@ def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
     """
     if same_expression(gold, answer):
         return True
-    a, b = value_of(gold), value_of(answer)
+    a = value_of(gold)
+    b = value_of(answer)
     if a is None or b is None:
         return False
-    x, y = to_mp(a.value), to_mp(b.value)
+    x = to_mp(a.value)
+    y = to_mp(b.value)
     if any(isinstance(value, mpc) or MP.isinf(value) for value in (x, y)):
         return False
-    one, other = _decimal(gold), _decimal(answer)
+    gold_decimal = _decimal(gold)
+    answer_decimal = _decimal(answer)
     if protocol:
         if abs(x - y) <= PROTOCOL_TOLERANCE * max(abs(x), abs(y)):
             return True
-        pairs = ((one, b.value), (other, a.value))
+        pairs = ((gold_decimal, b.value), (answer_decimal, a.value))
         return any(d is not None and _places(d) >= 2 and rounds_to(d, value) for d, value in pairs)
-    if one is None:
+    if gold_decimal is None:
         return False
-    if _represents(one, b.value):
+    if _represents(gold_decimal, b.value):
         return True
-    has_more_digits = other is None or _places(other) > _places(one)
-    if not (has_more_digits and _rounded_reference(one)):
+    has_more_digits = answer_decimal is None or _places(answer_decimal) > _places(gold_decimal)
+    if not (has_more_digits and _rounded_reference(gold_decimal)):
         return False
-    half = Fraction(1, 2 * 10 ** _places(one))
+    half = Fraction(1, 2 * 10 ** _places(gold_decimal))
     if type(b.value) is Fraction:
-        return abs(one.value - b.value) < half
+        return abs(gold_decimal.value - b.value) < half
     return abs(x - y) < to_mp(half)
 
 
@@ -420,7 +432,8 @@ def _represents(decimal: Num, value: Value) -> bool:
         if not _is_short(value, decimal):
             return False
         tolerance = ROUNDING
-    number, target = to_mp(decimal.value), to_mp(value)
+    number = to_mp(decimal.value)
+    target = to_mp(value)
     if (decimal.digits or 0) < MIN_DIGITS:
         return False
     return abs(number - target) <= tolerance * abs(target) * (1 + AGREE)

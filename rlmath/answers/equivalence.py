@@ -116,10 +116,13 @@ class Equivalence:
         ):
             return False
         if gold.pairs is not None and answer.pairs is not None and gold.name == answer.name:
-            names, others = [name for name, _ in gold.pairs], [name for name, _ in answer.pairs]
-            pairs = zip(gold.pairs, answer.pairs, strict=True) if names == others else ()
-            same = bool(pairs) and all(self.same(one, two) for (_, one), (_, two) in pairs)
-            return same or (names == others and _same_line(gold, answer))
+            gold_names = [name for name, _ in gold.pairs]
+            answer_names = [name for name, _ in answer.pairs]
+            pairs = zip(gold.pairs, answer.pairs, strict=True) if gold_names == answer_names else ()
+            all_same = bool(pairs) and all(
+                self.same(gold_value, answer_value) for (_, gold_value), (_, answer_value) in pairs
+            )
+            return all_same or (gold_names == answer_names and _same_line(gold, answer))
         if self._same_scalar(gold.scalar, answer.scalar) or self._same_row(gold, answer):
             return True
         if self._same_members(gold, answer) or self._same_angles(gold, answer):
@@ -145,13 +148,20 @@ class Equivalence:
             (gold.residue, answer.residue, _same_residue),
             (gold.named_set, answer.named_set, eq),
         ]
-        return any(a is not None and b is not None and same(a, b) for a, b, same in same_kinds)
+        return any(
+            a is not None and b is not None and compare(a, b) for a, b, compare in same_kinds
+        )
 
     def _same_angles(self, gold: Interpretations, answer: Interpretations) -> bool:
         """Whether two families of angles over all integers are the same set; of one its set may be
         left out."""
-        ours, theirs = _angles(gold), _angles(answer)
-        return ours is not None and theirs is not None and same_progressions(*ours, *theirs)
+        gold_angles = _angles(gold)
+        answer_angles = _angles(answer)
+        return (
+            gold_angles is not None
+            and answer_angles is not None
+            and same_progressions(*gold_angles, *answer_angles)
+        )
 
     def _same_relation(self, gold: Interpretations, answer: Interpretations) -> bool:
         if gold.equations is not None and answer.equations is not None:
@@ -160,11 +170,11 @@ class Equivalence:
             return False
         if gold.name is not None and gold.scalar is not None and not symbols(gold.scalar.expr):
             # x = 2 needs a value, not 2x + 3 = 7; x - 2 = 0 is one
-            value = None if answer.name is not None else _solved_to_zero(answer.difference)
+            solution = None if answer.name is not None else _solved_to_zero(answer.difference)
             return (
-                value is not None
-                and value[0] == gold.name
-                and same_expression(gold.scalar.expr, value[1])
+                solution is not None
+                and solution[0] == gold.name
+                and same_expression(gold.scalar.expr, solution[1])
             )
         if symbols(gold.difference) != symbols(answer.difference):
             return False
@@ -180,7 +190,8 @@ class Equivalence:
         )
 
     def _same_quantity(self, gold: Scalar, answer: Scalar) -> bool:
-        gold, answer = _whole_unit(gold), _whole_unit(answer)
+        gold = _whole_unit(gold)
+        answer = _whole_unit(answer)
         if gold.unit is None and answer.unit is None:
             return self._same_expr(gold.expr, answer.expr)
         if gold.unit is None or answer.unit is None:
@@ -243,7 +254,10 @@ class Equivalence:
             return False  # an interval is no list
         if len(kinds) == 2 and not kinds & {"matrix", ""}:
             return False
-        if all(self.same(one, other) for one, other in zip(gold.row, answer.row, strict=True)):
+        if all(
+            self.same(gold_part, answer_part)
+            for gold_part, answer_part in zip(gold.row, answer.row, strict=True)
+        ):
             return True
         return _same_line(gold, answer)
 
@@ -251,32 +265,40 @@ class Equivalence:
         self, gold: Sequence[Interpretations], answer: Sequence[Interpretations]
     ) -> bool:
         """Whether all sides are in proportion, and of neither all are zero."""
-        ours, theirs = plain_exprs(gold), plain_exprs(answer)
-        if len(ours) != len(theirs) or any(all(map(_is_zero, sides)) for sides in (ours, theirs)):
+        gold_sides = plain_exprs(gold)
+        answer_sides = plain_exprs(answer)
+        if len(gold_sides) != len(answer_sides) or any(
+            all(map(_is_zero, sides)) for sides in (gold_sides, answer_sides)
+        ):
             return False
         return all(
             same_expression(Call("mul", (a, d)), Call("mul", (b, c)))
-            for (a, c), (b, d) in combinations(zip(ours, theirs, strict=True), 2)
+            for (a, c), (b, d) in combinations(zip(gold_sides, answer_sides, strict=True), 2)
         )
 
     def _same_members(self, gold: Interpretations, answer: Interpretations) -> bool:
         if gold.members is None and answer.members is None:
             return False
-        ours = gold.members if gold.members is not None else single_member(gold)
-        theirs = answer.members if answer.members is not None else single_member(answer)
-        if ours is None or theirs is None:
+        gold_members = gold.members if gold.members is not None else single_member(gold)
+        answer_members = answer.members if answer.members is not None else single_member(answer)
+        if gold_members is None or answer_members is None:
             return False
         is_set = gold.is_set or answer.is_set
-        if not is_set and (len(ours) == len(theirs) or not self.repeats):
-            return _can_be_paired(ours, theirs, self._same_member)
+        if not is_set and (len(gold_members) == len(answer_members) or not self.repeats):
+            return _can_be_paired(gold_members, answer_members, self._same_member)
         alike = all(
-            any(self._same_member(one, other) for other in others)
-            for members, others in ((ours, theirs), (theirs, ours))
-            for one in members
+            any(self._same_member(member, other) for other in other_members)
+            for members, other_members in (
+                (gold_members, answer_members),
+                (answer_members, gold_members),
+            )
+            for member in members
         )
         if is_set or not alike:
             return alike
-        shorter = min(ours, theirs, key=len)  # a solution that only the longer list repeats
+        shorter = min(
+            gold_members, answer_members, key=len
+        )  # a solution that only the longer list repeats
         return not any(self._same_member(*pair) for pair in combinations(shorter, 2))
 
     def _same_member(self, one: Interpretations, other: Interpretations) -> bool:
@@ -287,12 +309,12 @@ class Equivalence:
         if len(gold.rows) != len(answer.rows) or len(gold.rows[0]) != len(answer.rows[0]):
             return False
         pairs = zip(chain(*gold.rows), chain(*answer.rows), strict=True)
-        return all(self._same_expr(one, other) for one, other in pairs)
+        return all(self._same_expr(gold_entry, answer_entry) for gold_entry, answer_entry in pairs)
 
 
 def _same_line(gold: Interpretations, answer: Interpretations) -> bool:
     """Whether two points with one parameter each are the same points together."""
-    exprs = [plain_exprs(one.row or ()) for one in (gold, answer)]
+    exprs = [plain_exprs(point.row or ()) for point in (gold, answer)]
     return len(exprs[0]) == len(exprs[1]) > 1 and same_line(*exprs, of_reals=gold.line)
 
 
@@ -332,7 +354,9 @@ def _is_zero(expr: Expr) -> bool:
 def plain_exprs(values: Sequence[Interpretations]) -> tuple[Expr, ...]:
     """The expressions of values without units; none where one of the values is something else."""
     exprs = [
-        one.scalar.expr for one in values if one.scalar is not None and one.scalar.unit is None
+        value.scalar.expr
+        for value in values
+        if value.scalar is not None and value.scalar.unit is None
     ]
     return tuple(exprs) if len(exprs) == len(values) else ()
 
@@ -352,11 +376,11 @@ def _can_be_paired(
     if len(ours) != len(theirs):
         return False
     left = list(theirs)
-    for one in ours:
-        found = next((index for index, other in enumerate(left) if same(one, other)), None)
-        if found is None:
+    for member in ours:
+        position = next((index for index, other in enumerate(left) if same(member, other)), None)
+        if position is None:
             return False
-        del left[found]
+        del left[position]
     return True
 
 
@@ -378,13 +402,15 @@ _FIRST = {"N": (0, 1), "Z0": (0,), "Z+": (1,)}
 def _same_family(gold: Family, answer: Family) -> bool:
     """Whether the values can be paired, with the parameter shifted by an integer or negated."""
     letter = Sym("the parameter")
-    turns, steps = (1,), {0}
+    turns = (1,)
+    steps = {0}
     if len(gold[1]) != len(answer[1]):
         return False
     if len(gold[1]) != 1:
         return gold[0] == answer[0] and _same_renamed(gold, answer)
     if gold[0] == answer[0] == "Z":
-        turns, steps = (1, -1), set(range(-3, 4))
+        turns = (1, -1)
+        steps = set(range(-3, 4))
     elif gold[0] in _FIRST and answer[0] in _FIRST:
         steps = {low - first for first in _FIRST[gold[0]] for low in _FIRST[answer[0]]}
         steps = {0} if gold[0] == answer[0] else steps
@@ -395,18 +421,18 @@ def _same_family(gold: Family, answer: Family) -> bool:
         for turn in turns
         for step in sorted(steps)
     ]
-    ours = [tuple(substituted(expr, gold[1][0], letter) for expr in row) for row in gold[2]]
+    gold_rows = [tuple(substituted(expr, gold[1][0], letter) for expr in row) for row in gold[2]]
 
     def same(one: tuple[Expr, ...], other: tuple[Expr, ...]) -> bool:
         return len(one) == len(other) and any(
             all(
-                same_expression(mine, substituted(theirs, answer[1][0], shifted))
-                for mine, theirs in zip(one, other, strict=True)
+                same_expression(gold_expr, substituted(answer_expr, answer[1][0], shifted))
+                for gold_expr, answer_expr in zip(one, other, strict=True)
             )
             for shifted in shifts
         )
 
-    return _can_be_paired(ours, answer[2], same)
+    return _can_be_paired(gold_rows, answer[2], same)
 
 
 def _fits_family(gold: Family, answer: Interpretations) -> bool:
@@ -416,7 +442,7 @@ def _fits_family(gold: Family, answer: Interpretations) -> bool:
         answer.row if answer.row is not None and answer.scalar is None else (answer,)
     )
     letters = frozenset().union(*(symbols(expr) for expr in exprs))
-    known = frozenset().union(*(symbols(expr) for one in gold[2] for expr in one)) - set(gold[1])
+    known = frozenset().union(*(symbols(expr) for row in gold[2] for expr in row)) - set(gold[1])
     known |= set((answer.name or "").partition("(")[2])  # the x of f(x)
     if not exprs or len(letters - known) != len(gold[1]) or not gold[1]:
         return False
@@ -432,8 +458,8 @@ def _same_renamed(gold: Family, answer: Family) -> bool:
     return any(
         len(gold[2][0]) == len(answer[2][0])
         and all(
-            same_expression(one, renamed(other, answer[1], order))
-            for one, other in zip(gold[2][0], answer[2][0], strict=True)
+            same_expression(gold_expr, renamed(answer_expr, answer[1], order))
+            for gold_expr, answer_expr in zip(gold[2][0], answer[2][0], strict=True)
         )
         for order in permutations(gold[1])
     )
@@ -456,15 +482,15 @@ def classes_of(family: Family, name: str | None) -> Residue | None:
     """`5k + 2` for all integers k as congruence classes; None for other families."""
     named_set, letters, values = family
     classes = []
-    for value in values:
+    for row in values:
         if (
             named_set != "Z"
             or len(letters) != 1
-            or len(value) != 1
-            or symbols(value[0]) != set(letters)
+            or len(row) != 1
+            or symbols(row[0]) != set(letters)
         ):
             return None
-        line = linear_in(value[0], letters[0])
+        line = linear_in(row[0], letters[0])
         if line is None or line[1].denominator != 1 or line[1] == 0:
             return None
         classes.append((Num(line[0]), Num(abs(line[1]))))
@@ -477,29 +503,35 @@ _INDICES = frozenset("ijkmn")
 def _same_function(gold: Interpretations, answer: Interpretations) -> bool:
     """Whether two functions of one name are the same, of `x` or of `t`."""
     mark = "_" if "_" in (gold.name or "") else "("
-    (head, _, ours), (other, _, theirs) = (
-        (one.name or "").partition(mark) for one in (gold, answer)
+    (gold_head, _, gold_letter), (answer_head, _, answer_letter) = (
+        (function.name or "").partition(mark) for function in (gold, answer)
     )
-    ours, theirs = ours.removesuffix(")"), theirs.removesuffix(")")
-    if mark == "_" and not {ours, theirs} <= _INDICES:
+    gold_letter = gold_letter.removesuffix(")")
+    answer_letter = answer_letter.removesuffix(")")
+    if mark == "_" and not {gold_letter, answer_letter} <= _INDICES:
         return False
     if (
-        head != other
-        or len(ours) != 1
-        or len(theirs) != 1
+        gold_head != answer_head
+        or len(gold_letter) != 1
+        or len(answer_letter) != 1
         or gold.scalar is None
         or answer.scalar is None
     ):
         return False
-    if ours in symbols(answer.scalar.expr):
+    if gold_letter in symbols(answer.scalar.expr):
         return False
-    return same_expression(gold.scalar.expr, substituted(answer.scalar.expr, theirs, Sym(ours)))
+    return same_expression(
+        gold.scalar.expr, substituted(answer.scalar.expr, answer_letter, Sym(gold_letter))
+    )
 
 
 def _same_branches(gold: Branches, answer: Branches) -> bool:
     return len(gold) == len(answer) == len({condition for _, condition in answer}) and all(
-        any(condition == other and same_expression(value, one) for one, other in answer)
-        for value, condition in gold
+        any(
+            gold_condition == answer_condition and same_expression(gold_value, answer_value)
+            for answer_value, answer_condition in answer
+        )
+        for gold_value, gold_condition in gold
     )
 
 
@@ -511,17 +543,20 @@ def _same_residue(gold: Residue, answer: Residue) -> bool:
     """Whether two congruences have the same left side, if both have one, and the same classes."""
     if gold[0] is not None and answer[0] is not None and gold[0] != answer[0]:
         return False
-    ours, theirs = _whole_classes(gold), _whole_classes(answer)
-    if ours is None or theirs is None:
+    gold_classes = _whole_classes(gold)
+    answer_classes = _whole_classes(answer)
+    if gold_classes is None or answer_classes is None:
         return _can_be_paired(
-            gold[1], answer[1], lambda one, other: all(map(same_expression, one, other))
+            gold[1],
+            answer[1],
+            lambda gold_class, answer_class: all(map(same_expression, gold_class, answer_class)),
         )
-    common = math.lcm(*(modulus for _, modulus in (*ours, *theirs)))
+    common = math.lcm(*(modulus for _, modulus in (*gold_classes, *answer_classes)))
     if common > MAX_MODULUS:
-        return ours == theirs
+        return gold_classes == answer_classes
     spread = [
-        {number for value, modulus in classes for number in range(value, common, modulus)}
-        for classes in (ours, theirs)
+        {number for residue, modulus in classes for number in range(residue, common, modulus)}
+        for classes in (gold_classes, answer_classes)
     ]
     return spread[0] == spread[1]
 
@@ -530,9 +565,11 @@ def _whole_classes(residue: Residue) -> set[tuple[int, int]] | None:
     """(least residue, modulus) of each class, None if they are not whole numbers."""
     classes = set()
     for pair in residue[1]:
-        found = [value_of(expr) for expr in pair if not symbols(expr)]
+        approximations = [value_of(expr) for expr in pair if not symbols(expr)]
         numbers = [
-            one.value for one in found if one is not None and isinstance(one.value, Fraction)
+            approximation.value
+            for approximation in approximations
+            if approximation is not None and isinstance(approximation.value, Fraction)
         ]
         if (
             len(numbers) < 2

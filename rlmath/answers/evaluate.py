@@ -25,7 +25,8 @@ unknown."""
 MP = MPContext()
 """A separate context: other users of mpmath in this process keep their precision."""
 MP.dps = MORE_DIGITS
-mpf, mpc = MP.mpf, MP.mpc
+mpf = MP.mpf
+mpc = MP.mpc
 MAX_BITS = 65_536
 """Largest number that is computed (bits of numerator and denominator, or of the integer part):
 2^65536."""
@@ -147,7 +148,8 @@ def _root(base: Fraction, exponent: Fraction, context: Context) -> Value:
             raise Undefined
         sign = -1 if exponent.numerator % 2 else 1
         base = -base
-    above, below = _whole_root(base.numerator, index), _whole_root(base.denominator, index)
+    above = _whole_root(base.numerator, index)
+    below = _whole_root(base.denominator, index)
     if above is not None and below is not None:
         return sign * power(Fraction(above, below), Fraction(exponent.numerator), context)
     return sign * MP.power(to_mp(base), to_mp(exponent))
@@ -307,7 +309,8 @@ def evaluate(expr: Expr, context: Context) -> Value:
 def _apply(name: str, args: list[Value], context: Context) -> Value:
     if name in _ONE_ARGUMENT:
         return _ONE_ARGUMENT[name](args[0], context)
-    a, b = args[0], args[-1]
+    a = args[0]
+    b = args[-1]
     if name in _TWO_ARGUMENTS:
         return _TWO_ARGUMENTS[name](a, b)
     if name == "pow":

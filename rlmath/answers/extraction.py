@@ -184,32 +184,32 @@ def _boxes_apart(text: str, boxes: list[_Box]) -> tuple[str, bool] | None:
     """(contents of the last box and of those before it that only some text is between, `3; 7`;
     whether that text says that they are several solutions); None if there is none, or if that text
     or what follows takes one of them back."""
-    found = [boxes[-1]]
+    apart = [boxes[-1]]
     for box in reversed(boxes[:-1]):
-        between = text[box.end : found[0].start]
+        between = text[box.end : apart[0].start]
         in_words = len(between) <= _LONGEST_TEXT_BETWEEN and _WORD.search(between)
         if not in_words or not _only_leads_on(between):
             break
-        found.insert(0, box)
-    if len(found) < 2:
+        apart.insert(0, box)
+    if len(apart) < 2:
         return None
-    after = text[found[-1].end : found[-1].end + _LONGEST_TEXT_BETWEEN]
+    after = text[apart[-1].end : apart[-1].end + _LONGEST_TEXT_BETWEEN]
     before = _SENTENCE_END.split(
-        text[max(0, found[0].start - _LONGEST_TEXT_BETWEEN) : found[0].start]
+        text[max(0, apart[0].start - _LONGEST_TEXT_BETWEEN) : apart[0].start]
     )[-1]
     if _OTHER_PURPOSE.search(after) or _TAKEN_BACK.search(after) or _TAKEN_BACK.search(before):
         return None
     contents = [
-        ("" if "=" in box.content else _label(text, box)) + box.content.strip() for box in found
+        ("" if "=" in box.content else _label(text, box)) + box.content.strip() for box in apart
     ]
     every = BOX_SEPARATOR.join(contents)
     if (
         len(every) > _LONGEST_ALL
         or ALL_BOXES in every
-        or not all(box.content.strip() for box in found)
+        or not all(box.content.strip() for box in apart)
     ):
         return None
-    return every, _OTHER_SOLUTION.search(text, found[0].end, found[-1].start) is not None
+    return every, _OTHER_SOLUTION.search(text, apart[0].end, apart[-1].start) is not None
 
 
 def _only_leads_on(between: str) -> bool:
@@ -242,7 +242,8 @@ class _Box:
 
 def _joined(text: str, boxes: deque[_Box]) -> tuple[str, _Box]:
     """(contents of the last box and of those that are joined to it, the first of these)."""
-    answer, after = boxes[-1].content, boxes[-1]
+    answer = boxes[-1].content
+    after = boxes[-1]
     parts = {answer.strip()}
     next_label = ""
     for box in list(boxes)[-2::-1]:
@@ -269,8 +270,8 @@ def _in_context(text: str, box: _Box) -> str:
     after it."""
     answer = box.content
     near = text[box.end : box.end + 60]
-    if ("constant" in near or "\\in" in near) and (found := _CONSTANTS.match(text, box.end)):
-        answer = f"{answer} for arbitrary constants {found[1] or found[2] or found[3]}"
+    if ("constant" in near or "\\in" in near) and (match := _CONSTANTS.match(text, box.end)):
+        answer = f"{answer} for arbitrary constants {match[1] or match[2] or match[3]}"
     named = (
         _FUNCTION.search(text, max(0, box.start - 20), box.start)
         if "=" in text[box.start - 5 : box.start]
@@ -341,7 +342,8 @@ def _label(text: str, box: _Box) -> str:
 
 def _last_tag(part: str) -> tuple[str, int] | None:
     """(content of the last complete <answer>...</answer>, where it ends)."""
-    start, best = None, None
+    start = None
+    best = None
     for match in _TAG.finditer(part):
         if match.group(1):
             if start is not None:

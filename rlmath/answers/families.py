@@ -66,16 +66,16 @@ def _without_constant(expr: Expr) -> Expr | None:
     coefficient."""
     terms = _summands(expr)
     constants = [term for term in terms if term in (Sym("C"), Sym("c"))]
-    others = frozenset().union(*(symbols(term) for term in terms)) - {"C", "c"}
-    variables = others & _VARIABLES
-    if len(constants) != 1 or not variables or others & _COEFFICIENTS:
+    letters = frozenset().union(*(symbols(term) for term in terms)) - {"C", "c"}
+    variables = letters & _VARIABLES
+    if len(constants) != 1 or not variables or letters & _COEFFICIENTS:
         return None
-    if constants == [Sym("c")] and len(others) > 1:
+    if constants == [Sym("c")] and len(letters) > 1:
         return None
-    rest = [term for term in terms if term not in constants]
-    if any({"C", "c"} & symbols(term) for term in rest):
+    function_terms = [term for term in terms if term not in constants]
+    if any({"C", "c"} & symbols(term) for term in function_terms):
         return None
-    return reduce(lambda total, term: Call("add", (total, term)), rest, Num(Fraction(0)))
+    return reduce(lambda total, term: Call("add", (total, term)), function_terms, Num(Fraction(0)))
 
 
 def _summands(expr: Expr) -> list[Expr]:
@@ -96,20 +96,21 @@ MAX_CONSTANTS = 3
 def same_up_to_constants(gold: Expr, answer: Expr, declared: Sequence[str] = ()) -> bool:
     """Whether both are the same but for the order of C_1, C_2, or with other letters: capitals or
     declared ones."""
-    ours = sorted(name for name in symbols(gold) if _ARBITRARY.fullmatch(name))
-    if not ours and any(_ARBITRARY.fullmatch(name) for name in symbols(answer)):
-        ours = sorted(
+    gold_letters = sorted(name for name in symbols(gold) if _ARBITRARY.fullmatch(name))
+    if not gold_letters and any(_ARBITRARY.fullmatch(name) for name in symbols(answer)):
+        gold_letters = sorted(
             symbols(gold) & (_ARBITRARY_LETTERS - {"c"})
         )  # A e^x + B, answered with C_1 and C_2
-    theirs = sorted(
+    answer_letters = sorted(
         name
-        for name in symbols(answer) - (symbols(gold) - set(ours))
+        for name in symbols(answer) - (symbols(gold) - set(gold_letters))
         if _ARBITRARY.fullmatch(name) or name in _ARBITRARY_LETTERS or name in declared
     )
-    if not 2 <= len(ours) == len(theirs) <= MAX_CONSTANTS:
+    if not 2 <= len(gold_letters) == len(answer_letters) <= MAX_CONSTANTS:
         return False
     return any(
-        same_expression(gold, renamed(answer, theirs, order)) for order in permutations(ours)
+        same_expression(gold, renamed(answer, answer_letters, order))
+        for order in permutations(gold_letters)
     )
 
 
@@ -123,19 +124,21 @@ _FREE = frozenset(("C", "C_1", "c_1", "K"))
 def same_up_to_renaming(gold: Expr, answer: Expr, declared: Sequence[str]) -> bool:
     """Whether both are one function with other letters of its constants: `Ce^x` and `Ae^x`,
     declared `cx` and `kx`."""
-    ours, theirs = symbols(gold) - symbols(answer), symbols(answer) - symbols(gold)
+    gold_letters = symbols(gold) - symbols(answer)
+    answer_letters = symbols(answer) - symbols(gold)
     if (
-        not 1 <= len(ours) == len(theirs) <= MAX_CONSTANTS
+        not 1 <= len(gold_letters) == len(answer_letters) <= MAX_CONSTANTS
         or not symbols(gold) & symbols(answer) & _VARIABLES
     ):
         return False
-    if not theirs <= _RENAMED or not (
-        ours <= _FREE or (theirs <= set(declared) and ours <= _RENAMED)
+    if not answer_letters <= _RENAMED or not (
+        gold_letters <= _FREE or (answer_letters <= set(declared) and gold_letters <= _RENAMED)
     ):
         return False
-    names = sorted(theirs)
+    names = sorted(answer_letters)
     return any(
-        same_expression(gold, renamed(answer, names, order)) for order in permutations(sorted(ours))
+        same_expression(gold, renamed(answer, names, order))
+        for order in permutations(sorted(gold_letters))
     )
 
 
@@ -143,10 +146,11 @@ def same_line(gold: Sequence[Expr], answer: Sequence[Expr], of_reals: bool) -> b
     """Whether two points, linear in one parameter, are the same line; unless the gold parameter is
     `of_reals`, only with the same step, from another of its points: `(1 + 3t, 2t)`, `(4 + 3s, 2 +
     2s)`."""
-    ours, theirs = _line(gold), _line(answer)
-    if ours is None or theirs is None or len(gold) != len(answer):
+    gold_line = _line(gold)
+    answer_line = _line(answer)
+    if gold_line is None or answer_line is None or len(gold) != len(answer):
         return False
-    (start, step), (other, turn) = ours, theirs
+    (start, step), (other, turn) = gold_line, answer_line
     ratio = next(b / a for a, b in zip(step, turn, strict=True) if a) if any(step) else 0
     if ratio == 0 or (not of_reals and abs(ratio) != 1):
         return False
@@ -180,11 +184,16 @@ def linear_in(expr: Expr, letter: str) -> tuple[Fraction, Fraction] | None:
     if not symbols(expr) <= {letter}:
         return None
     points = (0, 1, 2, 7, -30)
-    found = [value_of(substituted(expr, letter, Num(Fraction(at)))) for at in points]
-    values = [one.value for one in found if one is not None and isinstance(one.value, Fraction)]
+    approximations = [value_of(substituted(expr, letter, Num(Fraction(at)))) for at in points]
+    values = [
+        approximation.value
+        for approximation in approximations
+        if approximation is not None and isinstance(approximation.value, Fraction)
+    ]
     if len(values) < len(points):
         return None
-    start, slope = values[0], values[1] - values[0]
+    start = values[0]
+    slope = values[1] - values[0]
     return (start, slope) if values == [start + at * slope for at in points] else None
 
 
@@ -219,19 +228,20 @@ def same_progressions(
 ) -> bool:
     """Whether two unions of progressions are the same set: `(-1)^k a + k\\pi` and `a + 2k\\pi, \\pi
     - a + 2k\\pi`."""
-    ours, theirs = _progressions(gold, letter), _progressions(answer, other)
-    if ours is None or theirs is None:
+    gold_progressions = _progressions(gold, letter)
+    answer_progressions = _progressions(answer, other)
+    if gold_progressions is None or answer_progressions is None:
         return False
-    period = _common_step([step for _, step in (*ours, *theirs)])
+    period = _common_step([step for _, step in (*gold_progressions, *answer_progressions)])
     if period is None:
         return False
-    return _classes(ours, period) == _classes(theirs, period)
+    return _classes(gold_progressions, period) == _classes(answer_progressions, period)
 
 
 def _progressions(exprs: Sequence[Expr], letter: str) -> list[Progression] | None:
     """The progressions of values at k = 0, 1, 2, ...; None if they are not linear in k, or in k of
     one parity."""
-    found: list[Progression] = []
+    progressions: list[Progression] = []
     for expr in exprs:
         if symbols(expr) != {letter}:
             return None
@@ -247,10 +257,10 @@ def _progressions(exprs: Sequence[Expr], letter: str) -> list[Progression] | Non
         ):
             return None
         if abs(values[1] - values[0] - steps[0] / 2) <= _TINY * abs(steps[0]):
-            found.append((values[0], abs(steps[0]) / 2))
+            progressions.append((values[0], abs(steps[0]) / 2))
         else:
-            found += [(values[0], abs(steps[0])), (values[1], abs(steps[0]))]
-    return found
+            progressions += [(values[0], abs(steps[0])), (values[1], abs(steps[0]))]
+    return progressions
 
 
 _TINY = mpf(10) ** -40
@@ -303,11 +313,11 @@ def repeated(name: str, letter: str, low: Expr, high: Expr, body: Expr) -> Expr:
 
 def operands(expr: Expr, operation: str) -> list[Expr]:
     """The terms of a sum, or the factors of a product, in their order."""
-    found: list[Expr] = []
+    last_first: list[Expr] = []
     while isinstance(expr, Call) and expr.name == operation:
-        found.append(expr.args[1])
+        last_first.append(expr.args[1])
         expr = expr.args[0]
-    return [expr, *reversed(found)]
+    return [expr, *reversed(last_first)]
 
 
 def explained(before: Sequence[Expr], after: Sequence[Expr], operation: str) -> Expr:
@@ -317,10 +327,10 @@ def explained(before: Sequence[Expr], after: Sequence[Expr], operation: str) -> 
     if len(before) < 2 or not after or len(before) > _MAX_WRITTEN or len(after) > _MAX_WRITTEN:
         raise Unevaluated("dots between too few terms")
     name = "sum" if operation == "add" else "prod"
-    found = _by_last_term(before, after, name)
-    if found is None:
+    series = _by_last_term(before, after, name)
+    if series is None:
         raise Unevaluated("dots without a pattern")
-    return found
+    return series
 
 
 def _by_last_term(before: Sequence[Expr], after: Sequence[Expr], name: str) -> Expr | None:

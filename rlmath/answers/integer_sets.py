@@ -60,7 +60,7 @@ class _Described:
         self.period = lcm(self.period, period)
 
     def members(self, least: int | None = None) -> frozenset[int]:
-        low = max(one for one in (WINDOW[0], self.least, least) if one is not None)
+        low = max(bound for bound in (WINDOW[0], self.least, least) if bound is not None)
         numbers = range(low, WINDOW[-1] + 1)
         return frozenset(n for n in numbers if all(condition(n) for condition in self.conditions))
 
@@ -76,16 +76,16 @@ def same_integers(gold: str, answer: str) -> bool | None:
     readings = [_in_words(text) for text in (gold, answer)]
     if readings == [None, None] and "of the form" not in both:
         return None  # two formulas are compared by the grammar
-    same = None
+    is_same = None
     for start in (1, 0):  # of the natural numbers
-        ours, theirs = (
+        gold_set, answer_set = (
             reading or _by_formula(text, start)
             for reading, text in zip(readings, (gold, answer), strict=True)
         )
-        if ours is None or theirs is None:
+        if gold_set is None or answer_set is None:
             return None
-        same = same or _same_members(ours, theirs)
-    return same
+        is_same = is_same or _same_members(gold_set, answer_set)
+    return is_same
 
 
 def _same_members(ours: _Described, theirs: _Described) -> bool | None:
@@ -118,37 +118,42 @@ _QUANTIFIER = re.compile(r"(?:all|any|every|each) ", re.IGNORECASE)
 def _in_words(text: str) -> _Described | None:
     """The numbers that meet all conditions of a text; None where others are meant: `not odd
     multiples of 3`."""
-    said = " ".join(_TOKEN.findall(text.replace("non-", "non"))) + " "
-    found = _Described()
-    at, negated, spoken = 0, False, False
+    spaced = " ".join(_TOKEN.findall(text.replace("non-", "non"))) + " "
+    described = _Described()
+    at = 0
+    negated = False
+    spoken = False
     in_list = False  # behind a comma, or a condition that is denied
-    while at < len(said):
-        if match := _DENIED.match(said, at):
-            negated, at = True, match.end()
+    while at < len(spaced):
+        if match := _DENIED.match(spaced, at):
+            negated = True
+            at = match.end()
             continue
-        if negated and _QUANTIFIER.match(said, at):
+        if negated and _QUANTIFIER.match(spaced, at):
             return None
-        matches = ((take, pattern.match(said, at)) for pattern, take in _PARTS)
+        matches = ((take, pattern.match(spaced, at)) for pattern, take in _PARTS)
         match = next(
-            (match for take, match in matches if match and take(found, match, negated)), None
+            (match for take, match in matches if match and take(described, match, negated)), None
         )
         if match is not None:
             if match.re in (_KIND, _DIVISOR, _DIVIDES, _CONGRUENCE):
                 if in_list and not (negated or "\\n" in match[0]):
                     return None
                 in_list = negated
-            spoken, negated, at = True, False, match.end()
+            spoken = True
+            negated = False
+            at = match.end()
             continue
-        token, _, after = said[at:].partition(" ")
+        token, _, after = spaced[at:].partition(" ")
         if token.lower() not in _FILLERS and token not in _LETTERS:
             return None
         in_list = (
-            in_list or (token in (",", ".", ":") and bool(found.conditions))
+            in_list or (token in (",", ".", ":") and bool(described.conditions))
         ) and token not in _OPENINGS
         if not after.startswith("\\equiv"):  # n \equiv 1 stands for a class, whatever its letter
-            found.letters |= {token} & (_LETTERS - _FILLERS)
+            described.letters |= {token} & (_LETTERS - _FILLERS)
         at += len(token) + 1
-    return found if spoken and found.conditions and not negated else None
+    return described if spoken and described.conditions and not negated else None
 
 
 def _whole_numbers(text: str) -> list[int]:
@@ -165,7 +170,8 @@ def _take_domain(found: _Described, match: re.Match[str], negated: bool) -> bool
         match[1].lower(), found.least
     )
     if not negated:
-        found.least, found.is_open = least, False
+        found.least = least
+        found.is_open = False
     return not negated
 
 
@@ -221,7 +227,7 @@ def _take_congruence(found: _Described, match: re.Match[str], negated: bool) -> 
     if modulus < 2:
         return False
     signs = (1, -1) if match["both"] else (1,)
-    residues = {sign * one % modulus for one in classes for sign in signs}
+    residues = {sign * number % modulus for number in classes for sign in signs}
     found.add(lambda n: n % modulus in residues, bool(match["differs"]) or negated, modulus)
     return True
 
@@ -280,16 +286,21 @@ def _by_formula(text: str, natural: int) -> _Described | None:
     with `natural`."""
     form = _OF_THE_FORM.match(text)
     try:
-        found = interpret(parse_answer(text[form.end() :] if form else text))
+        interpreted = interpret(parse_answer(text[form.end() :] if form else text))
     except (NotMathematics, Unsupported):
         return None
-    named_set, letters, rows = found.family or ("", (), ())
-    if found.family is None and found.scalar is not None and found.scalar.unit is None:
-        letters, rows = tuple(symbols(found.scalar.expr)), ((found.scalar.expr,),)
+    named_set, letters, rows = interpreted.family or ("", (), ())
+    if (
+        interpreted.family is None
+        and interpreted.scalar is not None
+        and interpreted.scalar.unit is None
+    ):
+        letters = tuple(symbols(interpreted.scalar.expr))
+        rows = ((interpreted.scalar.expr,),)
     if named_set not in _LEASTS or len(letters) != 1 or len(rows) != 1:
         return None
-    (letter,), (expr, *more) = letters, rows[0]
-    if more or symbols(expr) != {letter}:
+    (letter,), (expr, *further_exprs) = letters, rows[0]
+    if further_exprs or symbols(expr) != {letter}:
         return None
     values = set()
     for k in range(_LEASTS[named_set] + natural * (named_set == "N"), WINDOW[-1] + 1):
@@ -305,8 +316,9 @@ def _by_formula(text: str, natural: int) -> _Described | None:
             return None
         if k > 1 and abs(value) > WINDOW[-1]:
             break
-    names = {found.name} if found.name else set()
+    names = {interpreted.name} if interpreted.name else set()
     described = _Described(is_open=not named_set, letters=names, conditions=[lambda n: n in values])
     if form and form[1]:
-        described.least, described.is_open = int(form[1] == "positive"), False
+        described.least = int(form[1] == "positive")
+        described.is_open = False
     return described

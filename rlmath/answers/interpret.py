@@ -201,8 +201,8 @@ def _interval(group: Group) -> RealSet | None:
     low, high = (bound_of(item) for item in group.items)
     if low is None or high is None:
         return None
-    found = interval(low, group.opening == "[", high, group.closing == "]")
-    return None if found.is_empty else found
+    reals = interval(low, group.opening == "[", high, group.closing == "]")
+    return None if reals.is_empty else reals
 
 
 def _points(items: Sequence[Answer]) -> RealSet | None:
@@ -218,9 +218,13 @@ def expanded_members(items: Sequence[Answer]) -> tuple[Interpretations, ...]:
         raise NotMathematics(f"more than {MAX_ITEMS} items")
     members: list[Interpretations] = []
     for item in items:
-        found = interpret(item)
+        interpreted = interpret(item)
         with_signs = isinstance(item, (Scalar, Group))
-        members.extend(found.members if with_signs and found.members is not None else (found,))
+        members.extend(
+            interpreted.members
+            if with_signs and interpreted.members is not None
+            else (interpreted,)
+        )
     return tuple(members)
 
 
@@ -239,7 +243,8 @@ def _filled(items: Sequence[Answer]) -> Sequence[Answer]:
     ]
     if len(numbers) < 3 or len(around) < 3 or at + 1 == len(items):
         return items
-    step, last = numbers[1] - numbers[0], numbers[2]
+    step = numbers[1] - numbers[0]
+    last = numbers[2]
     count = (last - numbers[1]) / step - 1 if step else Fraction(-1)
     if count.denominator != 1 or not 0 <= count <= MAX_ITEMS:
         return items
@@ -318,43 +323,58 @@ def _interpret_equation(relation: Relation) -> Interpretations:
             return Interpretations(difference=difference, sign="=", asked=asked)
         raise NotMathematics("sides that differ")
     rounded = interpret(sides[-1]) if relation.ops[-1] == "~" and len(sides) > 1 else None
-    found = interpret(value)
-    if len(names) > 1 and found.scalar is not None:  # x = y = 0
-        pairs = tuple((str(one), found) for one in sorted(map(str, names)))
-        found = replace(found, pairs=pairs, row=(found,) * len(pairs), brackets="()")
+    interpreted = interpret(value)
+    if len(names) > 1 and interpreted.scalar is not None:  # x = y = 0
+        pairs = tuple(
+            (str(assigned_name), interpreted) for assigned_name in sorted(map(str, names))
+        )
+        interpreted = replace(
+            interpreted, pairs=pairs, row=(interpreted,) * len(pairs), brackets="()"
+        )
     return replace(
-        found, name=name, difference=difference, sign="=", rounded=rounded, equations=equations
+        interpreted,
+        name=name,
+        difference=difference,
+        sign="=",
+        rounded=rounded,
+        equations=equations,
     )
 
 
 def _curves(relations: Sequence[Relation]) -> tuple[Interpretations, ...] | None:
     """The equations of several curves, with both signs of each plus-minus sign; None if all are
     values of names."""
-    found = []
+    curves = []
     for relation in relations:
         exprs = [relation_side(side) for side in relation.sides]
         if len(exprs) != 2 or exprs[0] is None or exprs[1] is None:
             return None
         both = [expr for expr in exprs if expr is not None]
         for left, right in expansions(both) if mention_signs(both) else [both]:
-            found.append(
+            curves.append(
                 interpret(Relation((named_side(relation.sides[0], left), Scalar(right)), ("=",)))
             )
-    if len(found) < 2 or all(
-        one.name and one.scalar and not symbols(one.scalar.expr) for one in found
+    if len(curves) < 2 or all(
+        curve.name and curve.scalar and not symbols(curve.scalar.expr) for curve in curves
     ):
         return None
-    return tuple(found) if all(one.difference is not None for one in found) else None
+    return tuple(curves) if all(curve.difference is not None for curve in curves) else None
 
 
 def _common_value(sides: Sequence[Answer], ops: Sequence[str]) -> Answer | None:
     """The value of all sides; None if they differ, as in `1 = 2`."""
     comparison = Equivalence(protocol=False)
     for other, op in zip(sides[1:], ops[len(ops) - len(sides) + 1 :], strict=True):
-        one, two = interpret(sides[0]), interpret(other)
-        if op == "=" and comparison.same(one, two):
+        first = interpret(sides[0])
+        second = interpret(other)
+        if op == "=" and comparison.same(first, second):
             continue
-        if not (op == "~" and one.scalar and two.scalar and near(one.scalar.expr, two.scalar.expr)):
+        if not (
+            op == "~"
+            and first.scalar
+            and second.scalar
+            and near(first.scalar.expr, second.scalar.expr)
+        ):
             return None
     return sides[0] if "~" in ops else sides[-1]
 
@@ -380,7 +400,9 @@ def _interpret_inequality(relation: Relation) -> Interpretations:
 def _interpret_listing(listing: Listing) -> Interpretations:
     relations = [item for item in listing.items if isinstance(item, Relation)]
     memberships = [
-        one for one in relations if one.ops == ("in",) and isinstance(one.sides[1], NamedSet)
+        relation
+        for relation in relations
+        if relation.ops == ("in",) and isinstance(relation.sides[1], NamedSet)
     ]
     if memberships:  # `letter in set of numbers`
         return _parametrised(listing, memberships)
@@ -411,26 +433,30 @@ def _listed_union(items: Sequence[Interpretations]) -> RealSet | None:
     """The union of intervals in a list, `(-\\\\infty, 2) or (3, \\\\infty)`; None for points and
     other items."""
     sets = [item.real_set for item in items if item.real_set is not None and item.row is not None]
-    endless = any(one.has[0] or one.has[-1] for one in sets)
+    endless = any(real_set.has[0] or real_set.has[-1] for real_set in sets)
     return RealSet.union(sets) if endless and len(sets) == len(items) else None
 
 
 def _parametrised(listing: Listing, memberships: Sequence[Relation]) -> Interpretations:
     """Answers with a parameter, `x = a + k b, k in Z`; a real parameter is ignored."""
-    rest = tuple(item for item in listing.items if item not in memberships)
+    other_items = tuple(item for item in listing.items if item not in memberships)
     sets = {side.sides[1] for side in memberships}
-    if not rest or len(sets) > 1:
+    if not other_items or len(sets) > 1:
         raise Unsupported("several parameters")
-    inner = interpret(rest[0] if len(rest) == 1 else Listing(rest, listing.joiner))
+    inner = interpret(
+        other_items[0] if len(other_items) == 1 else Listing(other_items, listing.joiner)
+    )
     named_set = memberships[0].sides[1]
-    letters = tuple(name for one in memberships if (name := name_of(one.sides[0])) is not None)
+    letters = tuple(
+        name for membership in memberships if (name := name_of(membership.sides[0])) is not None
+    )
     assert isinstance(named_set, NamedSet)
     if len(letters) < len(memberships) or inner.residue is not None:
         return inner
     members = inner.members if inner.members is not None else single_member(inner)
     rows = tuple(
-        plain_exprs((one,) if one.scalar is not None else one.row or (one,))
-        for one in members or ()
+        plain_exprs((member,) if member.scalar is not None else member.row or (member,))
+        for member in members or ()
     )
     if not rows or not all(rows):
         if named_set.name in ("R", "C"):
@@ -449,13 +475,17 @@ def _with_counted_letter(listing: Listing) -> Listing | None:
     *first, last = listing.items
     if not first or not isinstance(last, Relation) or len(last.sides) != 2:
         return None
-    letter, op, low = name_of(last.sides[0]), last.ops[0], last.sides[1]
+    letter = name_of(last.sides[0])
+    op = last.ops[0]
+    low = last.sides[1]
     start = low.expr if isinstance(low, Scalar) else None
     if letter is None or op not in (">", ">=") or start not in (Num(Fraction(0)), Num(Fraction(1))):
         return None
     least = int(start.value) + (op == ">")
-    one = first[-1]
-    value = one.sides[-1] if isinstance(one, Relation) and one.ops == ("=",) else one
+    formula = first[-1]
+    value = (
+        formula.sides[-1] if isinstance(formula, Relation) and formula.ops == ("=",) else formula
+    )
     if least > 1 or not isinstance(value, Scalar) or letter not in symbols(value.expr):
         return None
     membership = Relation((Scalar(Sym(letter)), NamedSet("Z+" if least else "Z0")), ("in",))
@@ -475,7 +505,7 @@ def _several_residues(items: Sequence[Interpretations], joiner: str) -> Interpre
     system."""
     residues = [item.residue for item in items if item.residue is not None]
     letters = {residue[0] for residue in residues}
-    classes = tuple(one for residue in residues for one in residue[1])
+    classes = tuple(residue_class for residue in residues for residue_class in residue[1])
     if len(letters) == 1 and (joiner == "or" or len({modulus for _, modulus in classes}) == 1):
         return Interpretations(residue=(residues[0][0], classes))
     return Interpretations(members=tuple(items))
@@ -498,7 +528,9 @@ def _several_equations(items: tuple[Interpretations, ...]) -> Interpretations:
         for item in items
     )
     if len(set(names)) == 1:
-        members = chain.from_iterable(one.members or (one,) for one in bare)  # x = 0 or x = \\pm 2
+        members = chain.from_iterable(
+            solution.members or (solution,) for solution in bare
+        )  # x = 0 or x = \\pm 2
         return Interpretations(members=tuple(members), name=names[0])
     pairs = tuple(
         sorted(zip((str(name) for name in names), bare, strict=True), key=lambda pair: pair[0])

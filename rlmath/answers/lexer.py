@@ -84,38 +84,48 @@ def tokenize(text: str, reading: Reading = AS_WRITTEN) -> list[Token]:
 
     Raises NotMathematics for characters that are not notation."""
     tokens: list[Token] = []
-    position, space, prose_until = 0, False, -1
+    position = 0
+    space = False
+    prose_until = -1
     while position < len(text):
         char = text[position]
         prose = position < prose_until
         if char.isspace():
-            space, position = True, position + 1
+            space = True
+            position = position + 1
             continue
         if position == prose_until - 1 and char == "}":
-            space, position = True, position + 1
+            space = True
+            position = position + 1
             continue
-        token, position_after = None, position
+        token = None
+        position_after = position
         if char in _DIGITS or (char == "." and text[position + 1 : position + 2] in _DIGITS):
             token, position_after = _number(text, position, reading)
         elif char == "\\":
             if not prose and (opening := _TEXT_COMMAND.match(text, position)):
                 prose_until = _closing_brace(text, opening.end()) + 1
-                space, position = True, opening.end()
+                space = True
+                position = opening.end()
                 continue
             command = _COMMAND.match(text, position)
             if command is None:
                 raise NotMathematics("a backslash at the end")
             name = command.group()
             name = _ALIASES.get(name, name)
-            token, position_after = Token("word" if name == "j" else "command", name), command.end()
+            token = Token("word" if name == "j" else "command", name)
+            position_after = command.end()
         elif char.isascii() and char.isalpha():
             run = _WORD.match(text, position)
             assert run is not None
-            token, position_after = Token("word", run.group()), run.end()
+            token = Token("word", run.group())
+            position_after = run.end()
         elif text.startswith("...", position):
-            token, position_after = Token("command", "\\ldots"), position + 3
+            token = Token("command", "\\ldots")
+            position_after = position + 3
         elif char in _SIGNS:
-            token, position_after = Token("sign", char), position + 1
+            token = Token("sign", char)
+            position_after = position + 1
         if token is None:
             raise NotMathematics(f"character {char!r}")
         if space or prose:
@@ -128,7 +138,8 @@ def tokenize(text: str, reading: Reading = AS_WRITTEN) -> list[Token]:
                 digits=token.digits,
             )
         tokens.append(token)
-        space, position = False, position_after
+        space = False
+        position = position_after
     return tokens
 
 
@@ -152,13 +163,16 @@ def _number(text: str, position: int, reading: Reading) -> tuple[Token, int]:
     if grouped and "," in grouped.group() and text[position - 1 : position] in ("(", "["):
         grouped = None  # (1,234) is a point
     if grouped and (reading.commas_group or "," not in grouped.group().replace("{,}", "")):
-        digits, end = re.sub(r"[^0-9]", "", grouped.group()), grouped.end()
+        digits = re.sub(r"[^0-9]", "", grouped.group())
+        end = grouped.end()
         if tail := re.compile(r"\.[0-9]+").match(text, end):
-            digits, end = digits + tail.group(), tail.end()
+            digits = digits + tail.group()
+            end = tail.end()
     else:
         decimal = _DECIMAL.match(text, position)
         assert decimal is not None
-        digits, end = decimal.group(), decimal.end()
+        digits = decimal.group()
+        end = decimal.end()
     if len(digits) > MAX_DIGITS:
         raise NotMathematics(f"a number of more than {MAX_DIGITS} digits")
     value = Fraction(digits.rstrip("."))
@@ -189,15 +203,15 @@ def _repeated(digits: str) -> Fraction | None:
     if not point or len(decimals) > 60:
         return None
     for start in range(len(decimals)):
-        rest = decimals[start:]
-        for period in range(1, len(rest) // 2 + 1):
-            times = len(rest) // period
+        tail = decimals[start:]
+        for period in range(1, len(tail) // 2 + 1):
+            times = len(tail) // period
             if (
-                times * period == len(rest)
-                and rest[:period] * times == rest
+                times * period == len(tail)
+                and tail[:period] * times == tail
                 and (period > 1 or times > 2)
             ):
-                return _periodic(whole, decimals[:start], rest[:period])
+                return _periodic(whole, decimals[:start], tail[:period])
     return None
 
 

@@ -234,7 +234,9 @@ def other_notation(text: str) -> str:
     if "C" in text:
         text = _COMBINATIONS.sub(_as_binomial, text)
     if ("than" in text or "at " in text) and (match := _BOUND.fullmatch(text)):
-        sign, letter, bound = _BOUND_SIGNS[match[2]], match[1], match[3]
+        sign = _BOUND_SIGNS[match[2]]
+        letter = match[1]
+        bound = match[3]
         if letter:
             return f"{letter} {sign} {bound}"
         closed = "=" in sign

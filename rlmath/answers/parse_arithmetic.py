@@ -136,7 +136,8 @@ class Arithmetic(ABC):
                         first, vector_times(Num(Fraction(-1)), term) if sign == "-" else term
                     )
                     continue
-                right, left = as_expr(term), as_expr(first)
+                right = as_expr(term)
+                left = as_expr(first)
                 if sign == "-":
                     right = Call("neg", (right,))
                 first = Scalar(Call("add" if sign in "+-" else sign[1:], (left, right)))
@@ -171,7 +172,8 @@ class Arithmetic(ABC):
                 return Scalar(Num(-inner.value, inner.digits))
             return Scalar(Call("neg", (inner,)))
         if self.peek() in ("\\pm", "\\mp"):
-            sign, term = self.take().text[1:], self.term()
+            sign = self.take().text[1:]
+            term = self.term()
             return Scalar(Call(sign, (Num(Fraction(0)), as_expr(term))))
         return self.term()
 
@@ -236,7 +238,9 @@ class Arithmetic(ABC):
 
     def _plain_mixed(self, left: Answer) -> Answer | None:
         """`3 1/2`, else None."""
-        above, slash, below = self.token(), self.peek(1), self.token(2)
+        above = self.token()
+        slash = self.peek(1)
+        below = self.token(2)
         if (
             above is None
             or below is None
@@ -399,8 +403,10 @@ class Arithmetic(ABC):
         if len(text) == 1 or text in GREEK:
             return Scalar(self._symbol(text))
         following = self.token()
-        alone = (token.space or (following is not None and following.space)) and self.peek() != "^"
-        if token.prose or len(text) > 3 or (alone and text.lower() in lexer.PLAIN_WORDS):
+        is_apart = (
+            token.space or (following is not None and following.space)
+        ) and self.peek() != "^"
+        if token.prose or len(text) > 3 or (is_apart and text.lower() in lexer.PLAIN_WORDS):
             raise NotMathematics(f"the word {text!r}")
         self.position -= 1
         self._split_word(token)

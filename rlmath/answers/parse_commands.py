@@ -50,7 +50,8 @@ class Commands(Arithmetic):
         raise NotMathematics(f"{text!r} is not expected")
 
     def _group(self, opening: str) -> Answer:
-        bars, self.in_bars = self.in_bars, 0
+        bars = self.in_bars
+        self.in_bars = 0
         closings = lexer.CLOSING[opening]
         if opening == "[" and self.peek() == "[":
             return self._nested_matrix()
@@ -104,7 +105,8 @@ class Commands(Arithmetic):
         raise NotMathematics(f"the command {text}")
 
     def _frac(self) -> Answer:
-        above, below = self._argument(), self._argument()
+        above = self._argument()
+        below = self._argument()
         first = below.args[0] if isinstance(below, Call) and below.name == "mul" else None
         if above == first == Sym("d"):
             raise Unevaluated("a derivative")
@@ -132,7 +134,8 @@ class Commands(Arithmetic):
         """Steps over (index, its first value, its last value) of a sum."""
         high = self._exponent() if self.skip("^") else None
         self.expect("_", "{")
-        letter, relation = self.take(), self.take().text
+        letter = self.take()
+        relation = self.take().text
         if letter.kind != "word" or len(letter.text) != 1:
             raise NotMathematics("an index of other than one letter")
         low = as_expr(self.sum())
@@ -298,14 +301,14 @@ class Commands(Arithmetic):
         if name == "cis" and base is None and power is None:
             return Scalar(direction(argument))
         if name == "log" and base is not None:
-            result = Call("logbase", (argument, base))
+            call = Call("logbase", (argument, base))
         elif base is not None:
             raise Unsupported(f"{name} with a subscript")
         elif power == Num(Fraction(-1)) and name in ("sin", "cos", "tan"):
             return Scalar(Call("arc" + name, (argument,)))
         else:
-            result = Call(name, (argument,))
-        return Scalar(result if power is None else Call("pow", (result, power)))
+            call = Call(name, (argument,))
+        return Scalar(call if power is None else Call("pow", (call, power)))
 
     def _arguments(self) -> tuple[Expr, ...]:
         if not self.skip("(", "\\{"):
@@ -322,16 +325,16 @@ class Commands(Arithmetic):
                 return as_expr(self.factor())
             if self.skip("-"):
                 return Call("neg", (self.function_argument(),))
-            result = as_expr(self.factor())
+            argument = as_expr(self.factor())
             while self._begins_factor() and self.peek() not in ("(", "["):
                 if self.peek().removeprefix("\\") in lexer.FUNCTIONS:
                     break
-                result = Call("mul", (result, as_expr(self.factor())))
+                argument = Call("mul", (argument, as_expr(self.factor())))
             divisor = self.token(1)
             if self.peek() == "/" and divisor is not None and divisor.kind == "number":
                 self.position += 1
-                result = Call("div", (result, as_expr(self.factor())))
-            return result
+                argument = Call("div", (argument, as_expr(self.factor())))
+            return argument
 
 
 _HANDLERS: dict[str, Callable[[Commands], Answer]] = {

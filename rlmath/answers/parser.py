@@ -100,17 +100,17 @@ def _set_in_words(tokens: list[Token], reading: Reading) -> Answer | None:
     """`all real numbers except 2`, `all odd integers` or `multiples of 6`, else None."""
     if len(tokens) < 2:
         return None
-    found = split_set(tokens)
-    if found is None:
+    set_and_size = split_set(tokens)
+    if set_and_size is None:
         return None
-    named, size = found
-    rest = tokens[size:]
-    if not rest:
+    named, size = set_and_size
+    remaining = tokens[size:]
+    if not remaining:
         return named
-    if rest[0].text.lower() not in ("except", "excluding") or len(rest) < 2:
+    if remaining[0].text.lower() not in ("except", "excluding") or len(remaining) < 2:
         return None
-    after = 2 if rest[1].text == "for" and len(rest) > 2 else 1
-    excluded = _Parser(rest[after:], reading=reading).whole()
+    after = 2 if remaining[1].text == "for" and len(remaining) > 2 else 1
+    excluded = _Parser(remaining[after:], reading=reading).whole()
     points = excluded.items if isinstance(excluded, Listing) else (excluded,)
     return SetOperation("without", (named, SetOf(tuple(map(_value_of_name, points)))))
 
@@ -144,12 +144,13 @@ class _Parser(Commands):
 
     def listing(self, ends: frozenset[str]) -> Answer:
         with self:
-            items, joiners = [self.item(ends)], []
+            items = [self.item(ends)]
+            joiners = []
             while self.token() is not None and self.peek() not in ends:
-                found = self._joiner()
-                if found is None:
+                joiner = self._joiner()
+                if joiner is None:
                     break
-                joiners.append(found)
+                joiners.append(joiner)
                 if self.token() is None or self.peek() in ends:
                     raise NotMathematics("an item is missing")
                 items.append(self.item(ends))
@@ -158,14 +159,14 @@ class _Parser(Commands):
     def _joiner(self) -> str | None:
         """Steps over the separator of two items: a comma, "and", "or", or a comma and one of
         them."""
-        found = None
+        joiner = None
         if self.peek() in (",", ";"):
-            found = self.take().text
+            joiner = self.take().text
         word = self.peek().lower()
         if word in ("and", "or", "\\land", "\\lor", "&"):
             self.position += 1
-            found = {"\\land": "and", "\\lor": "or", "&": "and"}.get(word, word)
-        return found
+            joiner = {"\\land": "and", "\\lor": "or", "&": "and"}.get(word, word)
+        return joiner
 
     def item(self, ends: frozenset[str]) -> Answer:
         """One item; words at its end are a unit."""
@@ -305,19 +306,26 @@ class _Parser(Commands):
         starts = [index for index in range(start, end) if self.tokens[index].kind == "number"]
         if len(starts) < 2 or len(starts) > 4 or starts[0] != start:
             return None
-        total, first, smallest = Fraction(0), None, None
+        total = Fraction(0)
+        first = None
+        smallest = None
         for begin, stop in zip(starts, [*starts[1:], end], strict=True):
             number = self.tokens[begin]
-            rest = [
+            unit_tokens = [
                 token for token in self.tokens[begin + 1 : stop] if token.text not in (",", "and")
             ]
-            marks = PARTS_OF_DEGREE.get("".join(token.text for token in rest))
+            marks = PARTS_OF_DEGREE.get("".join(token.text for token in unit_tokens))
             is_part = marks is not None and first == DEGREE
-            unit = replace(DEGREE, factor=marks) if is_part else read_unit(rest, self.known_words)
+            unit = (
+                replace(DEGREE, factor=marks)
+                if is_part
+                else read_unit(unit_tokens, self.known_words)
+            )
             if unit is None or not unit.dimensions or unit.nouns or number.value is None:
                 return None
             if any(
-                token.kind == "sign" and token.text not in ("^", "{", "}", "'") for token in rest
+                token.kind == "sign" and token.text not in ("^", "{", "}", "'")
+                for token in unit_tokens
             ):
                 return None
             first = first or unit
@@ -347,7 +355,8 @@ class _Parser(Commands):
         ops: list[str] = []
         self.skip("\\approx", "\\simeq", "=", ":")
         if (label := self._label()) is not None:
-            sides, ops = [label], ["="]
+            sides = [label]
+            ops = ["="]
         left = len(self.tokens) - end
         has_sign = any(token.text in RELATIONS for token in self.tokens[self.position : end])
         while True:
@@ -437,7 +446,8 @@ class _Parser(Commands):
         None."""
         start = self.position
         words = self._name_tokens()
-        after, following = self.position, self.peek()
+        after = self.position
+        following = self.peek()
         self.position = start
         relation = RELATIONS.get(following)
         if not words or not (
@@ -518,11 +528,12 @@ class _Parser(Commands):
         return []
 
     def side(self) -> Answer:
-        parts, op = [self.sum()], None
-        while (found := SET_OPERATIONS.get(self.peek())) is not None:
-            if op not in (None, found):
+        parts = [self.sum()]
+        op = None
+        while (operation := SET_OPERATIONS.get(self.peek())) is not None:
+            if op not in (None, operation):
                 raise Unsupported("mixed set operations")
-            op = found
+            op = operation
             self.position += 1
             parts.append(self.sum())
         return SetOperation(op, tuple(parts)) if op else parts[0]
@@ -533,7 +544,8 @@ def _listing(items: list[Answer], joiners: list[str]) -> Answer:
     kinds = set(joiners)
     outer = "or" if "or" in kinds else ";"
     if outer in kinds and kinds & {",", "and"} and all(map(_is_equation, items)):
-        groups, start = [], 0
+        groups = []
+        start = 0
         for index in [*(i + 1 for i, joiner in enumerate(joiners) if joiner == outer), len(items)]:
             group = items[start:index]
             groups.append(group[0] if len(group) == 1 else Listing(tuple(group), "and"))
@@ -562,11 +574,11 @@ def _with_modulus(items: list[Answer]) -> tuple[Answer, ...]:
     letter = (
         first.sides[:1] if isinstance(first, Relation) and first.ops == ("==",) else last.sides[:-2]
     )
-    found: list[Answer] = []
+    congruences: list[Answer] = []
     for item in items:
         value = item.sides[-1 - (item is last)] if isinstance(item, Relation) else item
-        found.append(Relation((*letter, value, last.sides[-1]), ("mod",)))
-    return tuple(found)
+        congruences.append(Relation((*letter, value, last.sides[-1]), ("mod",)))
+    return tuple(congruences)
 
 
 def _part_of_name(token: Token) -> bool:

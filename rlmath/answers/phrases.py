@@ -50,26 +50,26 @@ _MOST_NUMBER_WORDS = 12
 def with_numbers(tokens: list[Token]) -> list[Token]:
     """The tokens with number words as numbers: `twenty-one`, `minus two thirds`, `one and a
     half`."""
-    found: list[Token] = []
+    with_digits: list[Token] = []
     position = 0
     while position < len(tokens):
         number = _number(tokens, position)
         if number is None and _is_sign_in_words(tokens, position):
-            found.append(Token("sign", "-", tokens[position].space, tokens[position].prose))
+            with_digits.append(Token("sign", "-", tokens[position].space, tokens[position].prose))
             position += 1
             continue
         if number is None:
-            found.append(tokens[position])
+            with_digits.append(tokens[position])
             position += 1
             continue
         value, after = number
         first = tokens[position]
         if value < 0:
-            found.append(Token("sign", "-", first.space, first.prose))
+            with_digits.append(Token("sign", "-", first.space, first.prose))
         text = str(abs(value))
-        found.append(Token("number", text, first.space, first.prose, abs(value)))
+        with_digits.append(Token("number", text, first.space, first.prose, abs(value)))
         position = after
-    return found
+    return with_digits
 
 
 _BEFORE_SIGN = word_set("= : , ; and or is to equals ( \\approx")
@@ -107,8 +107,8 @@ def _number(tokens: Sequence[Token], start: int) -> tuple[Fraction, int] | None:
         article = words[0] in ("a", "an") and len(words) > 1 and words[1] in _PARTS
         if words[0] == "a" and len(words) > 1 and words[1] in _COUNTED and start == 0:
             return Fraction(_COUNTED[words[1]]), start + 2
-        alone = words[0] == "half" and (start == 0 or before in _MINUS)
-        if article or alone:
+        is_half = words[0] == "half" and (start == 0 or before in _MINUS)
+        if article or is_half:
             return Fraction(1, _PARTS[words[article]]), start + 1 + article
         return None
     assert whole is not None
@@ -143,7 +143,8 @@ def _cardinal(words: Sequence[str]) -> tuple[Fraction | None, int]:
             number = NUMBER_WORDS[word]
             if not (last >= 100 or (20 <= last < 100 and 0 < number < 10)):
                 break
-            current, last = current + number, number
+            current = current + number
+            last = number
         elif word in _POWERS and position > 0 and current > 0:
             power = _POWERS[word]
             if power == 100 <= current:
@@ -209,15 +210,15 @@ def split_qualifiers(
             break
         for start in range(max(1, len(tokens) - _LONGEST_QUALIFIER), len(tokens)):
             if tokens[start].text.lower() in _PREPOSITIONS or tokens[start].text in (",", "("):
-                found = _qualifier(tokens[start:], known_words)
-                if found is not None:
-                    kept, membership = found
-                    tokens = [*tokens[:start], *kept]
+                qualifier = _qualifier(tokens[start:], known_words)
+                if qualifier is not None:
+                    tokens_to_read, membership = qualifier
+                    tokens = [*tokens[:start], *tokens_to_read]
                     memberships += membership
                     break
         else:
             break
-        if kept:
+        if tokens_to_read:
             break
     return tokens, memberships
 
@@ -286,7 +287,8 @@ def is_equation_of_letter(tokens: Sequence[Token]) -> bool:
 def _set_in_words(tokens: Sequence[Token], at: int) -> tuple[str, int]:
     """(name of the set that is described here, position after it): `nonnegative integers` is "Z0";
     "" for none."""
-    start, words = at, []
+    start = at
+    words = []
     while at < len(tokens) and tokens[at].kind == "word":
         word = tokens[at].text.lower()
         if word not in _ADJECTIVES and word.removesuffix("s") not in _NOUNS:

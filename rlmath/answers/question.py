@@ -65,8 +65,13 @@ def _read(text: str) -> Question:
 
 def known_words(answer: str, gold: str, question: Question) -> KnownWords:
     """The words of an answer that are known by its reference or question."""
-    ours, theirs = (frozenset(map(singular, _WORD.findall(text))) for text in (answer, gold))
-    return KnownWords(ours & (theirs | question.words), counted=(ours & question.counted) - theirs)
+    answer_words, gold_words = (
+        frozenset(map(singular, _WORD.findall(text))) for text in (answer, gold)
+    )
+    return KnownWords(
+        answer_words & (gold_words | question.words),
+        counted=(answer_words & question.counted) - gold_words,
+    )
 
 
 _COUNTED = re.compile(

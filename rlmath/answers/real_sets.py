@@ -34,14 +34,14 @@ class RealSet:
 
     @staticmethod
     def union(sets: Sequence[RealSet]) -> RealSet:
-        return reduce(lambda one, other: one._combined(other, or_), sets, EMPTY)
+        return reduce(lambda left, right: left._combined(right, or_), sets, EMPTY)
 
     @staticmethod
     def intersection(sets: Sequence[RealSet]) -> RealSet:
-        return reduce(lambda one, other: one._combined(other, and_), sets, LINE)
+        return reduce(lambda left, right: left._combined(right, and_), sets, LINE)
 
     def complement(self) -> RealSet:
-        return RealSet(self.cuts, tuple(not one for one in self.has))
+        return RealSet(self.cuts, tuple(not inside for inside in self.has))
 
     def same(self, other: RealSet) -> bool:
         return self.has == other.has and not any(map(compare, self.cuts, other.cuts))
@@ -55,7 +55,8 @@ class RealSet:
             order = order or compare(self.cuts[i], other.cuts[j])
             cut = self.cuts[i] if order <= 0 else other.cuts[j]
             at = join(self.has[2 * i + (order <= 0)], other.has[2 * j + (order >= 0)])
-            i, j = i + (order <= 0), j + (order >= 0)
+            i = i + (order <= 0)
+            j = j + (order >= 0)
             above = join(self.has[2 * i], other.has[2 * j])
             if not has[-1] == at == above:
                 cuts.append(cut)
@@ -87,7 +88,8 @@ def compare(a: Bound, b: Bound) -> int:
         return (a > b) - (a < b)
     if isinstance(a, mpc) or isinstance(b, mpc):
         raise NotMathematics("an order among complex numbers")
-    x, y = to_mp(a), to_mp(b)
+    x = to_mp(a)
+    y = to_mp(b)
     finite = not (MP.isinf(x) or MP.isinf(y))
     if x == y or (finite and abs(x - y) <= AGREE * max(abs(x), abs(y))):
         return 0

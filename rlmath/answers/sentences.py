@@ -85,11 +85,11 @@ def plain_sentences(gold: str, answer: str) -> tuple[str | None, str | None]:
             conditions[0] == conditions[1] or (conditions[1 - at] is None and _holds(end))
         ):
             texts[at] = texts[at][: end.start("where")].rstrip(" ,")
-    said = [
+    plain_texts = [
         text if text and text != key else None
         for text, key in zip(texts, (gold, answer), strict=True)
     ]
-    return said[0], said[1]
+    return plain_texts[0], plain_texts[1]
 
 
 def _without_remarks(key: str) -> str:
@@ -107,20 +107,22 @@ def _lead(text: str) -> re.Match[str] | None:
 def _without_lead(text: str, lead: re.Match[str] | None) -> str:
     if lead is None:
         return text
-    rest, letter = text[lead.end() :], _ASKED_LETTER.search(lead[0])
-    return rest if letter is None or _NAMED.match(rest) else f"{letter[1]}={rest}"
+    sentence = text[lead.end() :]
+    letter = _ASKED_LETTER.search(lead[0])
+    return sentence if letter is None or _NAMED.match(sentence) else f"{letter[1]}={sentence}"
 
 
 def _labels_agree(texts: list[str], leads: list[re.Match[str] | None]) -> bool:
     """Whether the labels of two texts, `The maximum value is` and `x =`, do not contradict each
     other."""
-    one, other = (
+    gold_label, answer_label = (
         _label(lead or _SHORT_LEAD.match(text)) for text, lead in zip(texts, leads, strict=True)
     )
-    if one and other:
-        return one == other
-    for at, label in enumerate((one, other)):
-        lead, named = leads[at], _NAMED.match(texts[1 - at])
+    if gold_label and answer_label:
+        return gold_label == answer_label
+    for at, label in enumerate((gold_label, answer_label)):
+        lead = leads[at]
+        named = _NAMED.match(texts[1 - at])
         if not label or lead is None or named is None or "solution" in label:
             continue
         if _NAMED.match(texts[at][lead.end() :]) is None and not any(

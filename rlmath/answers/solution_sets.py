@@ -82,18 +82,20 @@ def half_line(left: Answer, op: str, right: Answer) -> tuple[str, RealSet] | Non
     None."""
     if bound_of(left) is not None:
         left, op, right = right, FLIPPED[op], left
-    expr, bound = relation_side(left), bound_of(right)
+    expr = relation_side(left)
+    bound = bound_of(right)
     if expr is None or bound is None or (op == "!=" and not is_finite(bound)):
         return None
     if isinstance(expr, Sym):
         return expr.name, _beyond(op, bound)
     if isinstance(expr, Call) and expr.name == "abs" and is_finite(bound):
-        found = linear(expr.args[0])
-        if found is None:
+        linear_form = linear(expr.args[0])
+        if linear_form is None:
             return None
-        letter, slope, start = found
+        letter, slope, start = linear_form
         join = RealSet.intersection if op in ("<", "<=", "!=") else RealSet.union
-        high, low = divided(bound - start, slope), divided(-bound - start, slope)
+        high = divided(bound - start, slope)
+        low = divided(-bound - start, slope)
         above, below = (op, FLIPPED[op]) if slope > 0 else (FLIPPED[op], op)
         return letter, join([_beyond(above, high), _beyond(below, low)])
     return None
@@ -112,7 +114,8 @@ def linear(expr: Expr) -> tuple[str, Fraction, Fraction] | None:
 
 def whole_numbers(reals: RealSet) -> tuple[int | None, int | None]:
     """The least and the greatest whole number of an interval, None where it has no end."""
-    has, cuts = reals.has, list(reals.cuts)
+    has = reals.has
+    cuts = list(reals.cuts)
     if has[0] + has[-1] + len(cuts) != 2 or (len(cuts) == 2 and not has[2]):
         raise NotMathematics("whole numbers of several intervals")
     low = None if has[0] else int(MP.ceil(to_mp(cuts[0])))
@@ -152,7 +155,8 @@ def value_of_expression(sides: Sequence[Answer]) -> tuple[Answer, ...]:
     else nothing."""
     if len(sides) != 2:
         return ()
-    expr, value = relation_side(sides[0]), sides[1]
+    expr = relation_side(sides[0])
+    value = sides[1]
     if not isinstance(expr, Call) or not isinstance(value, Scalar) or value.unit is not None:
         return ()
     number = bound_of(value)

@@ -70,25 +70,28 @@ def same_special(gold: str, answer: str) -> bool | None:
     digits in the same base."""
     if _POLITE.sub("", gold) == _POLITE.sub("", answer):
         return True
-    time, other = _clock(gold), _clock(answer)
+    time = _clock(gold)
+    other = _clock(answer)
     if time is not None and other is not None:
         if time[0] == other[0] or time[1] == other[1]:
             return time[0] == other[0]
         without_half = other if time[1] else time
         return without_half[0] < 13 * 3600 and time[0] % 43200 == other[0] % 43200
-    one, two = (text if "\\" in text else text.casefold() for text in (gold, answer))
-    if (counts := _same_count(one, two)) is not None:
+    folded_gold, folded_answer = (
+        text if "\\" in text else text.casefold() for text in (gold, answer)
+    )
+    if (counts := _same_count(folded_gold, folded_answer)) is not None:
         return counts
-    if _titled(one, two) or _same_meaning(one, two):
+    if _titled(folded_gold, folded_answer) or _same_meaning(folded_gold, folded_answer):
         return True
     reasoned = _REASONED.fullmatch(gold)
-    said = (
-        _YES_NO.fullmatch(reasoned[1].casefold() if reasoned else one),
-        _YES_NO.fullmatch(_DENIED.sub("no", two)),
+    yes_or_no = (
+        _YES_NO.fullmatch(reasoned[1].casefold() if reasoned else folded_gold),
+        _YES_NO.fullmatch(_DENIED.sub("no", folded_answer)),
     )
-    if said[0] is not None and said[1] is not None:
-        return said[0][1] == said[1][1]
-    dates = _date(one), _date(two)
+    if yes_or_no[0] is not None and yes_or_no[1] is not None:
+        return yes_or_no[0][1] == yes_or_no[1][1]
+    dates = _date(folded_gold), _date(folded_answer)
     if None not in dates:
         return dates[0] == dates[1]
     bases = _numeral(gold), _numeral(answer)
@@ -149,9 +152,12 @@ def _same_meaning(gold: str, answer: str) -> bool:
         return False
     if len(gold) > 80 or len(answer) > 80 or "\\" in gold + answer:
         return False
-    one, two = _meaning(gold), _meaning(answer)
-    return one == two and (
-        one in _MEANINGS or one in ("odd", "even") or _PLAIN_WORDS.fullmatch(one) is not None
+    gold_meaning = _meaning(gold)
+    answer_meaning = _meaning(answer)
+    return gold_meaning == answer_meaning and (
+        gold_meaning in _MEANINGS
+        or gold_meaning in ("odd", "even")
+        or _PLAIN_WORDS.fullmatch(gold_meaning) is not None
     )
 
 
@@ -159,8 +165,8 @@ _PLAIN_WORDS = re.compile(r"[a-z]{4,}(?: [a-z]{2,})*")
 
 
 def _meaning(text: str) -> str:
-    said = _SUBJECT.sub("", text.rstrip("."))
-    return _MEANING.get(said) or _LAST_NOUN.sub("", said)
+    statement = _SUBJECT.sub("", text.rstrip("."))
+    return _MEANING.get(statement) or _LAST_NOUN.sub("", statement)
 
 
 _LABEL_SETS = (tuple("abcdefgh"), ("i", "ii", "iii", "iv", "v"), tuple("123456"))
@@ -188,13 +194,14 @@ def split_parts(text: str) -> list[str] | None:
     labels = next((labels for labels in _LABEL_SETS if start and labels[0] == start[1]), None)
     if start is None or labels is None or not (start.group()[-1] == ")" or low.startswith("part")):
         return None
-    cuts, at = [(0, start.end())], start.end()
+    cuts = [(0, start.end())]
+    at = start.end()
     for label in labels[1:]:
-        found = _NEXT_LABELS[label].search(low, at)
-        if found is None:
+        label_match = _NEXT_LABELS[label].search(low, at)
+        if label_match is None:
             break
-        cuts.append(found.span())
-        at = found.end()
+        cuts.append(label_match.span())
+        at = label_match.end()
     parts = _between(text, cuts)
     return parts if len(parts) > 1 and all(parts) else None
 
@@ -238,7 +245,8 @@ def split_chain(text: str) -> tuple[list[str], list[str]] | None:
     if not ("<" in text or ">" in text or "\\l" in text or "\\g" in text):
         return None
     pieces = _ORDER.split(text)
-    sides, signs = [side.strip() for side in pieces[::2]], pieces[1::2]
+    sides = [side.strip() for side in pieces[::2]]
+    signs = pieces[1::2]
     if (
         not 1 <= len(signs) <= _MAX_PARTS
         or not all(sides)
@@ -276,7 +284,10 @@ def split_list(
 ) -> list[str]:
     """The items of a list, at separators and words outside all brackets; without the brackets
     around all."""
-    parts, depth, start, cuts = [], 0, 0, 0
+    parts = []
+    depth = 0
+    start = 0
+    cuts = 0
     closing = _CLOSING.get(text[: 1 + text.startswith("\\{")])
     enclosed = closing is not None and text.endswith(closing)
     for match in _LIST_TOKEN.finditer(text):
@@ -289,7 +300,8 @@ def split_list(
                 enclosed = False
         elif depth == 0 and (token in separators or token in words) and cuts < _MAX_PARTS:
             parts.append(text[start : match.start()].strip())
-            start, cuts = match.end(), cuts + 1
+            start = match.end()
+            cuts = cuts + 1
     parts.append(text[start:].strip())
     parts = [part for part in parts if part]
     if len(parts) == 1 and enclosed and depth == 0:
@@ -329,10 +341,11 @@ def _how_many(text: str) -> str | None:
 
 def _titled(gold: str, answer: str) -> bool:
     """Whether two texts are the same name, with the same title or one without."""
-    one, two = _TITLED.fullmatch(gold), _TITLED.fullmatch(answer)
-    if one is None or two is None or one[2] != two[2]:
+    gold_match = _TITLED.fullmatch(gold)
+    answer_match = _TITLED.fullmatch(answer)
+    if gold_match is None or answer_match is None or gold_match[2] != answer_match[2]:
         return False
-    titles = {_SHORT_TITLES.get(match[1], match[1]) for match in (one, two)}
+    titles = {_SHORT_TITLES.get(match[1], match[1]) for match in (gold_match, answer_match)}
     return len(titles - {None}) == 1
 
 
@@ -341,12 +354,12 @@ def _date(text: str) -> tuple[str | None, ...] | None:
     match = _DATE.fullmatch(text) if text[:1].isalnum() and text[-1:].isalnum() else None
     if match is None:
         return None
-    found = {name.rstrip("12"): value for name, value in match.groupdict().items() if value}
+    parts = {name.rstrip("12"): value for name, value in match.groupdict().items() if value}
     return (
-        str(_MONTHS.index(found["month"][:3])),
-        str(int(found["day"])),
-        found.get("year"),
-        found.get("weekday"),
+        str(_MONTHS.index(parts["month"][:3])),
+        str(int(parts["day"])),
+        parts.get("year"),
+        parts.get("weekday"),
     )
 
 
@@ -382,7 +395,8 @@ def _numeral(text: str) -> tuple[str, int] | None:
     match = _BASED.fullmatch(text.replace("\\", "").replace(" ", ""))
     if match is None or not any(character.isdigit() for character in match.group(1)):
         return None
-    digits, base = match.group(1).upper(), match.group(2).lower()
+    digits = match.group(1).upper()
+    base = match.group(2).lower()
     number = int(base) if base.isdigit() else _BASES.get(base)
     if number is None or (not digits[0].isdigit() and number <= 10):
         return None
@@ -420,17 +434,25 @@ def same_objects(gold: str, answer: str) -> bool | None:
     """Whether two texts name the same geometric object, in words or signs; None if one does not."""
     if len(gold) > 100 or len(answer) > 100:
         return None
-    one, two = _object(gold), _object(answer)
-    if one is None or two is None or (one[0] is None and two[0] is None and gold != answer):
+    gold_object = _object(gold)
+    answer_object = _object(answer)
+    if (
+        gold_object is None
+        or answer_object is None
+        or (gold_object[0] is None and answer_object[0] is None and gold != answer)
+    ):
         return None
-    if one[0] != two[0]:
+    if gold_object[0] != answer_object[0]:
         return (
-            {one[0], two[0]} in ({"segment", None}, {"triangle", None}) and one[1] == two[1]
+            {gold_object[0], answer_object[0]} in ({"segment", None}, {"triangle", None})
+            and gold_object[1] == answer_object[1]
         ) or None
-    if one[1] == two[1]:
+    if gold_object[1] == answer_object[1]:
         return True
-    turned = one[0] in ("segment", "line", "angle") and one[1] == two[1][::-1]
-    return turned if one[0] is not None else None
+    turned = (
+        gold_object[0] in ("segment", "line", "angle") and gold_object[1] == answer_object[1][::-1]
+    )
+    return turned if gold_object[0] is not None else None
 
 
 def _object(text: str) -> tuple[str | None, list[str]] | None:

@@ -65,8 +65,10 @@ def compare_plain(ours: Plain, gold: Plain, rules: Rules) -> tuple[bool, str] | 
         return ours.key.upper() == gold.choice.letter, "choice"
     if gold.words is not None and ours.words is not None:
         unordered = " and " in gold.key
-        same = sorted(ours.words) == sorted(gold.words) if unordered else ours.words == gold.words
-        return same, "string"
+        same_words = (
+            sorted(ours.words) == sorted(gold.words) if unordered else ours.words == gold.words
+        )
+        return same_words, "string"
     if gold.letters is not None and ours.letters is not None:
         return _same_letters(
             gold.letters, ours.letters, separated=ours.key != ours.letters
@@ -189,18 +191,19 @@ def choice_of(key: str) -> Choice | None:
     >>> choice_of("(C) 12").letter
     'C'
     """
-    alone = _CHOICE_IN_WORDS.fullmatch(key)
-    if alone is not None and len(key) > 3:
-        return Choice(alone["bare"].upper(), "") if alone["bare"].isupper() else None
+    letter_alone = _CHOICE_IN_WORDS.fullmatch(key)
+    if letter_alone is not None and len(key) > 3:
+        return Choice(letter_alone["bare"].upper(), "") if letter_alone["bare"].isupper() else None
     match = _CHOICE.fullmatch(key)
     if match is None:
         return None
-    letter, rest = match["inside"] or match["bare"], (match["rest"] or "").strip()
-    if not rest:
+    letter = match["inside"] or match["bare"]
+    text = (match["rest"] or "").strip()
+    if not text:
         return Choice(letter.upper(), "")
-    if letter not in _WITH_TEXT or rest.startswith(_CONTINUES) or _ANOTHER.search(rest):
+    if letter not in _WITH_TEXT or text.startswith(_CONTINUES) or _ANOTHER.search(text):
         return None
-    return Choice(letter, rest)
+    return Choice(letter, text)
 
 
 def _same_letters(gold: str, answer: str, separated: bool) -> bool:

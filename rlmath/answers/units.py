@@ -218,11 +218,17 @@ def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) ->
     `apples`. Nouns are `known_words`; None: any."""
     dimensions: dict[str, int] = {}
     parts: set[Known] = set()
-    factor, nouns, sign, pending, position, multiplier = Fraction(1), [], 1, 1, 0, 1
+    factor = Fraction(1)
+    nouns = []
+    sign = 1
+    pending = 1
+    position = 0
+    multiplier = 1
     while position < len(tokens):
         text = tokens[position].text
         lower = text.lower()
-        step, exponent = 1, 1
+        step = 1
+        exponent = 1
         known = _known(tokens, position)
         if known is None and known_words is not None and singular(lower) in known_words.counted:
             nouns.append(singular(lower))
@@ -258,10 +264,10 @@ def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) ->
             parts |= over.parts
         elif known is not None:
             known, size = known
-            exponent, more = _exponent(tokens, position + size)
+            exponent, exponent_size = _exponent(tokens, position + size)
             step = (
                 size
-                + more
+                + exponent_size
                 + (lower == "percentage" and _text(tokens, position + 1).startswith("point"))
             )
             if lower == "ms" and exponent < 0:  # m s^{-2}
@@ -271,7 +277,8 @@ def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) ->
             parts |= _WRITTEN_WITH.get(known, {known})
             factor *= known[1] ** (sign * pending * exponent)
             _multiply(dimensions, known[0], sign * pending * exponent)
-            sign, pending = 1, 1
+            sign = 1
+            pending = 1
         elif (
             times := _MULTIPLIERS.get(lower) or _MULTIPLIERS.get(lower.removesuffix("s"))
         ) is not None:
@@ -303,14 +310,15 @@ def _text(tokens: Sequence[Token], position: int) -> str:
 def _known(tokens: Sequence[Token], position: int) -> tuple[Known, int] | None:
     """(known unit, number of tokens) of the unit at a position, else None."""
     token = tokens[position]
-    text, following = token.text, tokens[position + 1].text if position + 1 < len(tokens) else ""
+    text = token.text
+    following = tokens[position + 1].text if position + 1 < len(tokens) else ""
     if text == "\\mu" and token.kind == "command":
         micro = _SYMBOLS.get(f"\\mu {following}")
         return (micro, 2) if micro is not None else None
     if following == "\\Omega" and text in ("k", "M", "m", "G"):
         return _SYMBOLS[f"{text}\\Omega"], 2
-    found = _unit_of_word(token, behind_slash=position > 0 and tokens[position - 1].text == "/")
-    return (found, 1) if found is not None else None
+    known = _unit_of_word(token, behind_slash=position > 0 and tokens[position - 1].text == "/")
+    return (known, 1) if known is not None else None
 
 
 def _unit_of_word(token: Token, behind_slash: bool) -> Known | None:
@@ -347,11 +355,13 @@ def unit_of_symbol(symbol: str) -> frozenset[Known]:
 
 def _quotient(tokens: Sequence[Token], position: int) -> tuple[Unit, int] | None:
     """(unit, number of tokens) of `\\frac{m}{s^2}`, else None."""
-    at, parts = position + 1, []
+    at = position + 1
+    parts = []
     for _ in range(2):
         if at >= len(tokens) or tokens[at].text != "{":
             return None
-        depth, stop = 0, at
+        depth = 0
+        stop = at
         while stop < len(tokens):
             depth += (tokens[stop].text == "{") - (tokens[stop].text == "}")
             if depth == 0:
@@ -449,5 +459,6 @@ def compatible(one: Unit, other: Unit) -> bool:
         and all(u.dimensions or u.nouns for u in (one, other))
     ):
         return False
-    nouns, others = set(one.nouns), set(other.nouns)
-    return nouns <= others or others <= nouns
+    one_nouns = set(one.nouns)
+    other_nouns = set(other.nouns)
+    return one_nouns <= other_nouns or other_nouns <= one_nouns

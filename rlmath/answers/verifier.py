@@ -144,15 +144,15 @@ def verify_by_string(
         return wrong
     assert answer is not None
     extracted, every_box = split_boxes(answer.strip())
-    ours = plain_answer(extracted)
-    assert ours is not None
+    answer_plain = plain_answer(extracted)
+    assert answer_plain is not None
     undecided = bool(every_box) and any(map(_SEVERAL_PARTS.search, solutions))
     kind = "string"
     for solution in usable_solutions(solutions):
         if _is_one_where_answer_is_two(solution, extracted):
             continue
         gold = plain_answer(gold_answer(solution))
-        decided = None if gold is None else compare_plain(ours, gold, rules)
+        decided = None if gold is None else compare_plain(answer_plain, gold, rules)
         if decided is None:
             undecided = True
         elif decided[0]:
@@ -179,8 +179,8 @@ def _is_one_where_answer_is_two(solution: str, answer: str) -> bool:
         return _TWO_NUMBERS.search(answer) is not None
     if not _INTERVAL.fullmatch(gold.key) or not {"[", "]"} & {gold.key[0], gold.key[-1]}:
         return False
-    ours = plain_answer(answer)
-    return ours is not None and not _HAS_BOUNDS.search(ours.key)
+    answer_plain = plain_answer(answer)
+    return answer_plain is not None and not _HAS_BOUNDS.search(answer_plain.key)
 
 
 _HAS_BOUNDS = re.compile(r"[\[\](<>{|≤≥]|\\(?:in|[lg]eq?|[lg]t)(?![a-z])|between|to")
