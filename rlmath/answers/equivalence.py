@@ -480,9 +480,9 @@ def _open_classes(answer: Interpretations, residue: Residue) -> Residue | None:
 
 def classes_of(family: Family, name: str | None) -> Residue | None:
     """`5k + 2` for all integers k as congruence classes; None for other families."""
-    named_set, letters, values = family
+    named_set, letters, rows = family
     classes = []
-    for row in values:
+    for row in rows:
         if (
             named_set != "Z"
             or len(letters) != 1

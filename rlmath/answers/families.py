@@ -150,16 +150,16 @@ def same_line(gold: Sequence[Expr], answer: Sequence[Expr], of_reals: bool) -> b
     answer_line = _line(answer)
     if gold_line is None or answer_line is None or len(gold) != len(answer):
         return False
-    (start, step), (other, turn) = gold_line, answer_line
-    ratio = next(b / a for a, b in zip(step, turn, strict=True) if a) if any(step) else 0
+    (start, step), (answer_start, answer_step) = gold_line, answer_line
+    ratio = next(b / a for a, b in zip(step, answer_step, strict=True) if a) if any(step) else 0
     if ratio == 0 or (not of_reals and abs(ratio) != 1):
         return False
-    shift = next((b - a) / c for a, b, c in zip(start, other, step, strict=True) if c)
+    shift = next((b - a) / c for a, b, c in zip(start, answer_start, step, strict=True) if c)
     if not of_reals and shift.denominator != 1:
         return False
     return all(
         d == ratio * c and b - a == shift * c
-        for a, b, c, d in zip(start, other, step, turn, strict=True)
+        for a, b, c, d in zip(start, answer_start, step, answer_step, strict=True)
     )
 
 
