@@ -1,5 +1,4 @@
-"""What a user should see of the data before a run: one rendered prompt, and what is odd about the
-files.
+"""Data audit: what a user should see before a run, a rendered prompt and problems of the files.
 
 Nothing here ends a run, except that no training prompt has a reference that could be answered.
 References are looked at as strings, without the parser: 100,000 take some two seconds.
@@ -59,7 +58,7 @@ PromptsOfFile = tuple[str, Sequence[Prompt]]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something odd: what and how much of it, what it does to the run, and what to change."""
+    """A problem of the data: its kind and extent, its effect on the run, and what to change."""
 
     text: str
     examples: tuple[str, ...]
@@ -68,7 +67,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class DataAudit:
-    """What was looked at, and found."""
+    """The prompt shown, a summary of what was compared, and the findings."""
 
     shown: tuple[str, ...] = ()
     """A prompt as the model reads it, or a sequence as it is learned, in lines for the console."""
@@ -163,9 +162,10 @@ def audit_prompts(
     shown: tuple[str, ...] = (),
     more: Sequence[Finding] = (),
 ) -> DataAudit:
-    """What is odd about prompts, by file, beside what is found already (`more`); with a reward
-    function of the user's, references are not judged. ValueError where no training prompt has a
-    reference that an answer could equal."""
+    """Audit the prompts of all files, beside the findings that there are already (`more`).
+
+    With a reward function of the user's, references are not judged. ValueError where no training
+    prompt has a reference that an answer could equal."""
     started = time.monotonic()
     n_validated = sum(len(problems) for _, problems in validation)
     prompts = [prompt for _, prompts_of_file in training for prompt in prompts_of_file]
@@ -192,8 +192,10 @@ def audit_prompts(
 def audit_benchmarks(
     files: Sequence[PromptsOfFile], tokenizer: PreTrainedTokenizerFast, verified: bool
 ) -> tuple[str, ...]:
-    """Warnings about prompts that end before the answer or begin twice, and, where they are
-    `verified`, that have no reference which an answer could equal, with the default settings."""
+    """Warnings about prompts that end before the answer begins, or begin twice.
+
+    Where the prompts are `verified`, also about those without a reference that an answer could
+    equal, with the default settings."""
     findings: list[Finding] = []
     for name, prompts in files:
         findings += ends_and_beginnings(name, prompts, tokenizer)
@@ -212,7 +214,7 @@ def _summary(compared: str, findings: Sequence[Finding], started: float) -> str:
 def _unknown_in(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast | None
 ) -> Iterator[Finding]:
-    """Texts of which the tokenizer does not know a part."""
+    """A finding where the tokenizer does not know a part of the prompts' texts."""
     if tokenizer is None:
         return
     characters: set[str] = set()
@@ -256,6 +258,7 @@ def _ends_and_beginnings(
     shown: Callable[[Sequence[T]], tuple[str, ...]],
     tokenizer: PreTrainedTokenizerFast,
 ) -> Iterator[Finding]:
+    """Findings about prompts that end with the mark of an end, or begin a sequence twice."""
     ends = {
         token for token in (chat_end(tokenizer), tokenizer.eos_token_id) if isinstance(token, int)
     }
@@ -290,6 +293,7 @@ def _last_token(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) ->
 def _overlaps(
     training: Sequence[PromptsOfFile], validation: Sequence[PromptsOfFile]
 ) -> Iterator[Finding]:
+    """Findings about validation problems that are trained on, too."""
     for name, problems in validation:
         keys = {prompt.problem_key for prompt in problems}
         for path, prompts in training:
@@ -389,8 +393,7 @@ def _by_reason(wrong: Sequence[tuple[Prompt, str]]) -> tuple[str, ...]:
 
 
 def _unanswerable(prompts: Iterable[Prompt], rules: Rules) -> list[tuple[Prompt, str]]:
-    """Prompts without any reference that an answer could equal, each with the reason of the
-    first."""
+    """Prompts that no answer could equal, each with the reason of its first reference."""
     unanswerable: list[tuple[Prompt, str]] = []
     for prompt in prompts:
         reasons = [_reason(solution, rules) for solution in prompt.solutions]
@@ -400,8 +403,9 @@ def _unanswerable(prompts: Iterable[Prompt], rules: Rules) -> list[tuple[Prompt,
 
 
 def all_are_checkable(prompts: Iterable[Prompt], rules: Rules) -> bool:
-    """Whether the verifier can say of every prompt's answer whether it is right: each has a
-    reference that an answer could equal."""
+    """Whether the verifier can tell for every prompt whether an answer is right.
+
+    For that each prompt needs a reference that an answer could equal."""
     return all(
         prompt.task in TASKS and not all(_reason(solution, rules) for solution in prompt.solutions)
         for prompt in prompts
@@ -439,8 +443,9 @@ def audit_sequences(
     shown: tuple[str, ...] = (),
     more: Sequence[Finding] = (),
 ) -> DataAudit:
-    """What is odd about sequences, by file; two with the same tokens of the prompt have the same
-    problem."""
+    """Audit the sequences of all files.
+
+    Two sequences with the same tokens of the prompt have the same problem."""
     started = time.monotonic()
     total = sum(len(sequences) for _, sequences in training)
     findings = [*more]

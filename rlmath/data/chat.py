@@ -46,8 +46,9 @@ destructor."""
 CHAT_BYTES = 2**30
 """Most memory that it may take meanwhile (bytes)."""
 TEMPLATE_DATE = date(2024, 7, 26)
-"""What a chat template takes for today, as Llama 3's does by itself: a run resumed later has the
-same prompts."""
+"""The date that a chat template takes for today, as Llama 3's does by itself.
+
+So a run that is resumed later has the same prompts."""
 MAX_TEMPLATE_BYTES = 2**20
 CHATML_END = "<|im_end|>"
 
@@ -74,7 +75,7 @@ class Piece:
 
     text: str
     learned: bool
-    """What the assistant's turn adds, with the mark that ends it."""
+    """Whether the piece is learned: what the assistant's turn adds, with the mark that ends it."""
 
 
 _NOT_JSON = ("None", "True", "yes", "on", "False", "no", "off")
@@ -83,7 +84,7 @@ _NOT_JSON = ("None", "True", "yes", "on", "False", "no", "off")
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """What a run says of its conversations, beside data.template."""
+    """A run's settings of conversations, beside data.template."""
 
     template: str | None = None
     """Name of one of the tokenizer's chat templates, or path of a .jinja file; None: the
@@ -97,13 +98,13 @@ class ChatSettings:
         "data.chat_template_kwargs",
         "data.system_prompt",
     )
-    """What the three are called in errors."""
+    """Names of the three settings in errors."""
 
     @property
     def head(self) -> str:
-        """What is set before the first line of the template.
+        """Statements that are set before the first line of the template.
 
-        ValueError for what is no variable.
+        ValueError for an assignment that is none.
 
         >>> ChatSettings(kwargs=["x=false", "effort=high"]).head
         "{%- set x = False %}{%- set effort = 'high' +%}"
@@ -134,8 +135,9 @@ class ChatSettings:
         )  # else a line's end behind it would go
 
     def named_template(self, tokenizer: PreTrainedTokenizerFast) -> str | None:
-        """What `template` names, of a tokenizer that `set_template` gave these settings; None where
-        it names none."""
+        """The template that `template` names; None where it names none.
+
+        The tokenizer is one that `set_template` gave these settings."""
         return (
             str(tokenizer.chat_template).removeprefix(self.head)
             if self.template is not None
@@ -144,6 +146,7 @@ class ChatSettings:
 
     @property
     def given(self) -> list[str]:
+        """Names of the settings that are set."""
         values = (self.template is not None, bool(self.kwargs), self.system_prompt is not None)
         return [name for name, is_given in zip(self.names, values, strict=True) if is_given]
 
@@ -153,9 +156,10 @@ def chat_settings(data: DataConfig) -> ChatSettings:
 
 
 def set_template(tokenizer: PreTrainedTokenizerFast, settings: ChatSettings, folder: str) -> None:
-    """Give the tokenizer of `folder` the one chat template that the settings name, with their
-    variables and system prompt. ValueError where there is none, and for one that refuses or leaves
-    out the system turn."""
+    """Give the tokenizer of `folder` the one chat template that the settings name.
+
+    It comes with their variables and system prompt. ValueError where there is no such template, and
+    for one that refuses or leaves out the system turn."""
     template = _named_template(tokenizer.chat_template, settings, folder)
     if template is None:
         if settings.given:
@@ -196,8 +200,10 @@ _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
 def _check_variables(template: str, settings: ChatSettings, source: str) -> None:
-    """ValueError for a variable that the template of `source`, a folder or file, does not read,
-    that the program gives, or that is given twice."""
+    """ValueError for a variable of the settings that cannot be given to the template of `source`.
+
+    The template does not read it, the program gives it already, or it is given twice. `source` is a
+    folder or file."""
     from jinja2 import meta
     from jinja2.defaults import DEFAULT_NAMESPACE
 
@@ -264,7 +270,9 @@ def role_names(template: str) -> frozenset[str]:
 
 
 def _named_template(held: Any, settings: ChatSettings, folder: str) -> str | None:
-    """`held` is what the tokenizer has: a template, several by name, or none."""
+    """The template that the settings name, or the default; None where the tokenizer has none.
+
+    `held` is what the tokenizer has: a template, several by name, or none."""
     named: dict[str, str] = held if isinstance(held, dict) else {"default": held} if held else {}
     available = ", ".join(map(repr, named)) or "none"
     setting = settings.names[0]
@@ -301,8 +309,9 @@ def render(
     prompt: bool = True,
     tools: Sequence[Message] = (),
 ) -> str:
-    """The messages, with all their keys and the tools, in the tokenizer's chat template; a `prompt`
-    ends where the answer begins, and has the text of every turn but the assistant's.
+    """The text of messages in the tokenizer's chat template, with all their keys and the tools.
+
+    A `prompt` ends where the answer begins, and has the text of every turn but the assistant's.
 
     Errors, in which `name` is the messages': RowError where the template refuses them, leaves a
     part out, or makes what is no text; ValueError where it is no template at all, takes too long or
@@ -357,8 +366,9 @@ def generation_prompt(
     tokenizer: PreTrainedTokenizerFast,
     tools: Sequence[Message] = (),
 ) -> str:
-    """What the template writes behind the messages for an answer to begin; "" where `text` does not
-    begin with them."""
+    """The text that the template writes after the messages for an answer to begin.
+
+    "" where `text` does not begin with the messages."""
     try:
         without = render(messages, tokenizer, "the prompt", prompt=False, tools=tools)
     except ValueError:
@@ -372,8 +382,10 @@ def generation_prompt(
 def _require_turns(
     messages: Sequence[Message], tools: Sequence[Message], text: str, name: str
 ) -> None:
-    """RowError for a prompt without one of its turns, the assistant's apart: a template may take
-    thinking out of these. What a tool has answered may be there as JSON."""
+    """RowError for a prompt without the text of one of its turns or of a tool's name.
+
+    The assistant's turns are left out of this check: a template may take thinking out of them. The
+    answer of a tool may be there as JSON."""
     squeezed = _squeezed(text)
     for number, message in enumerate(messages, start=1):
         content = message.get("content")
@@ -421,11 +433,14 @@ def conversation(
     name: str,
     tools: Sequence[Message] = (),
 ) -> list[Piece]:
-    """The template's own text of a conversation whose last turn is the assistant's, cut behind the
-    mark that ends the last turn that is learned. The assistant's turns are, each from where its
-    generation begins, but not those of weight 0, nor earlier ones that the template changes, as
-    Qwen3's, which takes their thinking out. RowError where the text does not begin with the last
-    turn's prompt, and where no turn is left to learn; other errors: as `render`."""
+    """The template's text of a conversation that ends with the assistant's turn, cut into pieces.
+
+    The text ends with the mark that ends the last learned turn. An assistant's turn is learned from
+    where its generation begins, unless it has weight 0, or is an earlier one that the template
+    changes: Qwen3's takes the thinking out.
+
+    RowError where the text does not begin with the last turn's prompt, and where no turn is left to
+    learn; other errors: as `render`."""
     token = chat_end(tokenizer)
     end = "" if token is None else str(tokenizer.convert_ids_to_tokens(token))
     ends = tuple(filter(None, (end, str(tokenizer.eos_token or ""))))
@@ -464,8 +479,9 @@ def conversation(
 
 
 def without_end(message: Message, ends: tuple[str, ...]) -> Message:
-    """An assistant's turn without the marks of an end that its row writes out, as the template
-    writes one; other turns as they are."""
+    """An assistant's turn without the marks of an end that its row writes out; others as they are.
+
+    The template writes such a mark itself."""
     content = message.get("content")
     if message["role"] != "assistant" or not isinstance(content, str):
         return message
@@ -475,15 +491,19 @@ def without_end(message: Message, ends: tuple[str, ...]) -> Message:
 
 
 def chat_end(tokenizer: PreTrainedTokenizerFast) -> int | None:
-    """The token that ends the assistant's turn in the chat template: what stands behind an answer,
-    where that is one of the tokenizer's added tokens. A tokenizer without a template, whose prompts
-    are Qwen's, has `<|im_end|>` or none."""
+    """The token that ends the assistant's turn in the chat template.
+
+    It is the token after an answer, where that is one of the tokenizer's added tokens. A tokenizer
+    without a template, whose prompts are Qwen's, has `<|im_end|>` or none."""
     return _chat_end(tokenizer, str(tokenizer.chat_template or ""))
 
 
 @lru_cache(maxsize=4)
 def _chat_end(tokenizer: PreTrainedTokenizerFast, template: str) -> int | None:
-    """`template` is the tokenizer's, which may be given another."""
+    """The token of `chat_end`.
+
+    `template` is the tokenizer's; it is a key of the cache, as the tokenizer may be given
+    another."""
     added = tokenizer.added_tokens_encoder
     if not template:
         return added.get(CHATML_END)
@@ -500,7 +520,7 @@ def _chat_end(tokenizer: PreTrainedTokenizerFast, template: str) -> int | None:
 
 
 def _behind_common(first: str, second: str) -> str:
-    """What `second` has where it begins to differ from `first`, and 20 characters before."""
+    """The text of `second` from 20 characters before it begins to differ from `first`."""
     common_length = sum(
         1
         for _ in itertools.takewhile(
@@ -511,12 +531,13 @@ def _behind_common(first: str, second: str) -> str:
 
 
 class _OutOfTime(BaseException):
-    """Raised where a template takes too long; no Exception, of which Jinja and templates swallow
-    some."""
+    """Raised where a template takes too long.
+
+    It is no Exception, as Jinja and templates swallow some of these."""
 
 
 def _limited(call: Callable[[], T]) -> T:
-    """What a call returns.
+    """The result of a call that is limited in time and memory.
 
     TimeoutError or MemoryError where it takes more than CHAT_SECONDS or CHAT_BYTES; main thread
     only."""

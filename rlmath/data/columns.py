@@ -21,8 +21,9 @@ _WEIGHT = "weight"
 
 
 def checked_text(value: object, name: str) -> str:
-    """A text with something in it that can be tokenized; RowError, in which `name` is its column,
-    for others."""
+    """The value as a text that can be tokenized and is not blank.
+
+    RowError, in which `name` is its column, for other values."""
     if not isinstance(value, str) or not value.strip():
         raise RowError(f"{name} must be a string that is not blank, got {short(value)}")
     if len(value) > MAX_LINE_BYTES:
@@ -33,8 +34,9 @@ def checked_text(value: object, name: str) -> str:
 
 
 def text_problem(text: str) -> str | None:
-    """Why a text that a template or a function of the user's made cannot be tokenized; None where
-    it can.
+    """The reason why a text cannot be tokenized; None where it can.
+
+    Such texts come from a template or a function of the user's.
 
     >>> text_problem("1+1?"), text_problem(" ")
     (None, 'is blank')
@@ -61,14 +63,16 @@ def _character_problem(text: str) -> str | None:
 
 
 def messages_of(value: object, name: str) -> tuple[Message, ...]:
-    """The messages of a chat, which the column `name` has, with all their keys but those that are
-    null. RowError for what is no chat of texts."""
+    """The messages of a chat in the column `name`, with all their keys but those that are null.
+
+    RowError for a value that is no chat of texts."""
     if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
         raise RowError(f"{name} must be a list of 1 to {MAX_MESSAGES} messages, got {short(value)}")
     return tuple(_message_of(message, name) for message in value)
 
 
 def _message_of(value: object, name: str) -> Message:
+    """One checked message of the column `name`, without the keys that are null."""
     if not isinstance(value, dict) or value.get("role") is None:
         raise RowError(f"each message of {name} needs role and content, got {short(value)}")
     message = {key: part for key, part in value.items() if part is not None or key == "content"}
@@ -92,9 +96,10 @@ def _message_of(value: object, name: str) -> Message:
 
 
 def weight_of(message: Message) -> int:
-    """Whether a turn is learned, 1, or not, 0: its "weight", where it has one; else an assistant's
-    turn is. RowError for other weights, and for a 1 of a turn that is not the assistant's, which is
-    never learned."""
+    """The weight of a turn: 1 where it is learned, else 0.
+
+    That is its "weight", where it has one; else an assistant's turn has 1. RowError for other
+    weights, and for a 1 of a turn that is not the assistant's, which is never learned."""
     is_answer = message["role"] == "assistant"
     weight = message.get(_WEIGHT, int(is_answer))
     if isinstance(weight, bool) or weight not in (0, 1):
@@ -113,8 +118,9 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def tools_of(value: object) -> tuple[Message, ...]:
-    """The tools of a row's column, JSON schemas of functions: a list, or the JSON text of one, as
-    tables have it."""
+    """The tools of a row's column, JSON schemas of functions.
+
+    The column is a list, or the JSON text of one, as tables have it."""
     if isinstance(value, str) and value.strip():
         try:
             value = parse_json(value)

@@ -1,5 +1,4 @@
-"""All data that a run reads before it starts: tokenizer, training prompts or sequences, validation
-problems.
+"""All data that a run reads before it starts: tokenizer, prompts or sequences, validation problems.
 
 GRPO reads prompts (`load_inputs`, `load_validation`), supervised training reads sequences
 (`load_sft_inputs`); a dry run without a tokenizer counts prompts (`load_prompt_files`).
@@ -60,14 +59,15 @@ class PromptFiles:
     total_steps: int
     """Steps of the whole run."""
     reports: tuple[loader.FilterReport, ...]
-    """What became of the rows, file by file."""
+    """Reports of the rows, file by file."""
     history: PromptHistory
-    """How often an earlier run has solved them."""
+    """Counts of an earlier run: how often it solved each prompt."""
     history_line: str
-    """For the console; "" where there is none."""
+    """A line for the console; "" where there is no history."""
 
     @property
     def lines(self) -> tuple[str, ...]:
+        """Lines for the console: reports of the files, the order, and the history."""
         report_lines = (line for report in self.reports for line in report.lines())
         return (*report_lines, self.order.line(), *filter(None, [self.history_line]))
 
@@ -93,22 +93,22 @@ class PromptFiles:
 
 @dataclass(frozen=True)
 class Inputs(PromptFiles):
-    """What GRPO trains on."""
+    """The training data of GRPO."""
 
     tokenizer: PreTrainedTokenizerFast
     stop_token_ids: tuple[int, ...]
     """Tokens that end a completion."""
     chat_template: str | None = None
-    """What data.chat_template names; None where it names none."""
+    """The template that data.chat_template names; None where it names none."""
 
 
 @dataclass(frozen=True)
 class SftInputs:
-    """What supervised training trains on: the sequences that are left after filtering."""
+    """The training data of supervised training: the sequences that are left after filtering."""
 
     sequences: list[WrittenSequence]
     held_out: list[WrittenSequence]
-    """Only evaluated on; empty where nothing is evaluated."""
+    """Sequences that are only evaluated on; empty where nothing is evaluated."""
     order: PromptOrder
     total_steps: int
     lines: tuple[str, ...]
@@ -122,8 +122,10 @@ class SftInputs:
 
 
 def load_inputs(config: Config, shape: ModelShape) -> Inputs:
-    """ValueError for unreadable data, too few prompts for one step, or tokens that the model does
-    not know."""
+    """Read tokenizer and training prompts for GRPO.
+
+    ValueError for unreadable data, too few prompts for one step, or tokens that the model does not
+    know."""
     tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
     prompt_files = load_prompt_files(config, tokenizer)
     sequences = [*(prompt.token_ids for prompt in prompt_files.prompts), (tokenizer.eos_token_id,)]
@@ -211,7 +213,9 @@ def _prompt_steps(config: Config, counts: Sequence[int]) -> tuple[PromptOrder, i
 
 
 def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
-    """ValueError for unreadable data, too few sequences for one step, or tokens that the model does
+    """Read tokenizer and sequences for supervised training.
+
+    ValueError for unreadable data, too few sequences for one step, or tokens that the model does
     not know."""
     tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
     data = config.data
@@ -277,7 +281,7 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
 
 @contextmanager
 def _explained(lines: Iterable[str]) -> Iterator[None]:
-    """Where too little data is left inside, the ValueError says what became of the rows, too."""
+    """Add what became of the rows to a ValueError that is raised inside for too little data."""
     try:
         yield
     except ValueError as error:
@@ -295,7 +299,7 @@ def train_paths(data: DataConfig) -> list[str]:
 
 
 def order_of(config: Config, counts: Sequence[int]) -> PromptOrder:
-    """The order of use of files that have so many prompts or sequences left."""
+    """The order of use of files with these counts of prompts or sequences."""
     data = config.data
     shares = shares_of(counts, data.train_weights)
     return PromptOrder(sum(counts), data.prompts_per_step, config.run.seed, data.shuffle, shares)
@@ -356,8 +360,9 @@ def check_critic(config: Config, total_steps: int) -> None:
 
 
 def check_warmup(config: Config, updates: int, counted: str) -> None:
-    """ValueError for a warm-up as long as the run; `counted` says where its `updates` optimizer
-    steps come from."""
+    """ValueError for a warm-up that is as long as the run.
+
+    `counted` says where its `updates` optimizer steps come from."""
     warmup = config.optimizer.warmup_steps
     if updates <= warmup:
         raise ValueError(
@@ -373,7 +378,7 @@ def check_warmup(config: Config, updates: int, counted: str) -> None:
 @dataclass(frozen=True)
 class ValidationFile:
     name: str
-    """As its metrics are named: the file's name without its ending."""
+    """The file's name without its ending, as its metrics are named."""
     prompts: list[Prompt]
     too_long: int
     """Problems that leave no room for a whole completion; they count as wrong."""
@@ -382,10 +387,11 @@ class ValidationFile:
 
     @property
     def problems(self) -> int:
-        """All that accuracy is a share of."""
+        """Number of problems that accuracy is a share of."""
         return len(self.prompts) + self.too_long
 
     def lines(self) -> tuple[str, ...]:
+        """Lines for the console: counts, and rows that cannot be used."""
         text = f"Validation {self.name}: {self.problems} problems"
         if self.too_long:
             text += f", {self.too_long} of them too long for the context, which count as wrong"
@@ -402,9 +408,10 @@ class ValidationFile:
 def load_validation(
     config: Config, tokenizer: PreTrainedTokenizerFast | None, vocab_size: int
 ) -> tuple[ValidationFile, ...]:
-    """What `validation.paths` hold, if the run validates; without a tokenizer problems are only
-    counted. ValueError for a file that cannot be read or has no problem to sample, and for tokens
-    that the model does not know."""
+    """The problems of `validation.paths`, if the run validates.
+
+    Without a tokenizer problems are only counted. ValueError for a file that cannot be read or has
+    no problem to sample, and for tokens that the model does not know."""
     if not length_curriculum.validates(config):
         return ()
     paths = config.validation.paths
@@ -417,6 +424,7 @@ def load_validation(
 def _load_validation_file(
     name: str, path: str, config: Config, tokenizer: PreTrainedTokenizerFast | None, vocab_size: int
 ) -> ValidationFile:
+    """The problems of one file that leave room for a completion; errors: as `load_validation`."""
     prompts: list[Prompt] = []
     context = length_curriculum.engine_length(config)
     new_tokens = length_curriculum.validation_tokens(config)
@@ -452,7 +460,7 @@ def _load_validation_file(
 def measured_rows(
     config: Config, prompts: Sequence[Prompt], validation: Sequence[ValidationFile]
 ) -> MeasuredRows:
-    """Whose accuracy the verifier measures, where functions of the user's alone give the
+    """The rows whose accuracy the verifier measures, where the user's functions give all
     rewards."""
     if is_verified(config.reward):
         return MeasuredRows()
@@ -474,7 +482,7 @@ def audit_inputs(
     validation: Sequence[ValidationFile],
     tokenizer: PreTrainedTokenizerFast | None,
 ) -> DataAudit:
-    """A rendered prompt, and what is odd about the problems: some seconds, for one rank.
+    """The data audit of a GRPO run, with a rendered prompt: some seconds, for one rank.
 
     Errors: as `audit_prompts`."""
     shown: tuple[str, ...] = ()

@@ -51,9 +51,9 @@ def existing_place(path: str) -> Path:
 
 
 def files_of_folder(folder: Path) -> list[Path]:
-    """Its training rows' files, in the order of their names.
+    """The files with a folder's training rows, in the order of their names.
 
-    ValueError where that is not clear."""
+    ValueError where it is not clear which they are."""
     if (folder / "state.json").is_file():
         return _saved_files(folder)
     if (folder / "dataset_dict.json").is_file():
@@ -81,7 +81,7 @@ def files_of_folder(folder: Path) -> list[Path]:
 
 
 def folder_line(path: str) -> str:
-    """Which of a folder's files are read, for the console; "" for a file."""
+    """A line for the console that names the files of a folder that are read; "" for a file."""
     folder = Path(path)
     if not folder.is_dir():
         return ""
@@ -91,8 +91,9 @@ def folder_line(path: str) -> str:
 
 
 def _files(place: Path, below: str = "") -> list[Path]:
-    """Files of rows in `place`, or in folders `below` it (a pattern), in the order of their names;
-    no hidden ones."""
+    """Files of rows in `place`, or in folders `below` it (a pattern), in the order of their names.
+
+    Hidden files are left out."""
     paths = (
         path for path in place.glob(f"{below}*") if path.suffix in _SUFFIXES and path.is_file()
     )
@@ -165,6 +166,7 @@ def raw_rows(path: str) -> Iterator[RawRow]:
 
 
 def _rows_of_file(file: Path) -> Iterator[RawRow]:
+    """The rows of one file: JSON lines, or a table of parquet or Arrow."""
     try:
         with open_regular(file) as stream:
             magic = stream.read(6)
@@ -191,6 +193,7 @@ def _rows_of_file(file: Path) -> Iterator[RawRow]:
 
 
 def _json_rows(file: Path) -> Iterator[RawRow]:
+    """The rows of a file of JSON lines; blank lines are left out."""
     with open_regular(file) as stream:
         for number, line in enumerate(_lines(stream), start=1):
             location = f"{file}, line {number}"
@@ -217,6 +220,7 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
 
 
 def _parsed(where: str, line: bytes) -> RawRow:
+    """The row of one line, or the reason why the line is none."""
     start = line[: 4 * START_CHARS].decode("utf-8", "replace").strip()[:START_CHARS]
     try:
         row = parse_json(line.decode("utf-8"), unique_keys=True)

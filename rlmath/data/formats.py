@@ -1,5 +1,4 @@
-"""The forms in which prompts are published: how each is recognised, what its rows mean, and reading
-a file of them.
+"""The forms in which prompts are published: how each is recognised and read.
 
 boba              AReaL-boba and ORZ: a whole prompt with its solutions
 areal_v01         AReaL v0.1: a whole prompt; the solutions are in id2info.json beside
@@ -47,7 +46,7 @@ class Form:
     name: str
     """Its word of data.format."""
     columns: str
-    """What its rows have, for people."""
+    """Description of its rows' columns, for people."""
     fits: Callable[[dict], bool]
     """Whether a row is of this form, as far as its columns show."""
     reader_of: Callable[[Path], Reader]
@@ -95,7 +94,9 @@ def id_of(columns: dict, keys: Collection[str], number: int) -> str:
 
 
 def further_columns(columns: dict, used: Collection[str]) -> str:
-    """The others as a JSON object; what JSON has no word for, such as a date, as its text."""
+    """The columns that are not `used`, as a JSON object.
+
+    Values that JSON lacks, such as dates, become their text."""
     try:
         return json.dumps(
             {key: column for key, column in columns.items() if key not in used}, default=str
@@ -117,7 +118,7 @@ def check_length(row: PromptRow, most_characters: int) -> None:
 
 
 def columns_of(value: object) -> dict:
-    """A column of columns; an empty one where it is something else."""
+    """A value that is a dict of columns; an empty dict where it is something else."""
     return value if isinstance(value, dict) else {}
 
 
@@ -137,6 +138,7 @@ def _boba_row(columns: dict, number: int) -> PromptRow:
 
 
 def _areal_row(columns: dict, solutions: object) -> PromptRow:
+    """A row of AReaL's forms, whose prompt is whole."""
     prompt = text_of(columns, "prompt")
     task = text_of(columns, "task") if "task" in columns else "math"
     query_id = text_of(columns, "query_id")
@@ -147,6 +149,7 @@ def _areal_row(columns: dict, solutions: object) -> PromptRow:
 
 
 def _v01_reader(place: Path) -> Reader:
+    """The reader for AReaL v0.1, whose solutions are in a file beside the prompts."""
     file = (place if place.is_dir() else place.parent) / SOLUTIONS_FILE
     if not file.is_file():
         raise ValueError(
@@ -197,6 +200,7 @@ _DAPO_SOURCE = "math_dapo"
 
 
 def _chat_solutions(columns: dict) -> tuple[str, ...]:
+    """The answers of a chat's row, from the first of its columns that has any."""
     extra = columns_of(columns.get("extra_info"))
     reward = columns_of(columns.get("reward_model"))
     places = {
@@ -214,7 +218,7 @@ def _chat_solutions(columns: dict) -> tuple[str, ...]:
 
 
 def _chat_problem(columns: dict, last: str) -> str:
-    """The problem without what the chat asks beside it, where the row has it so."""
+    """The problem without the text that the chat wraps it in, where the row shows it."""
     wrapped = _DAPO_TEXT.fullmatch(last)
     if wrapped and wrapped["problem"].strip():
         return wrapped["problem"]
@@ -227,6 +231,7 @@ def _chat_problem(columns: dict, last: str) -> str:
 
 
 def _chat_row(columns: dict, number: int) -> PromptRow:
+    """A row of verl's forms; a chat of one message with a template is a whole prompt."""
     messages = messages_of(columns.get("prompt"), "prompt")
     role = messages[-1]["role"]
     if role != "user":
@@ -289,11 +294,12 @@ DAPO = Form(
 _PROBLEM = ("problem", "question", "prompt")
 _ANSWER = ("answer", "final_answer", "solution")
 _WORKED = "####"
-"""What GSM8K's worked solutions have before the answer."""
+"""The mark before the answer in GSM8K's worked solutions."""
 _GROUPED = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 
 
 def _plain_row(columns: dict, number: int) -> PromptRow:
+    """A row of the plain form, with its context before the problem."""
     key = next(
         (key for key in _PROBLEM if isinstance(columns.get(key), str) and columns[key].strip()),
         None,
@@ -322,8 +328,9 @@ def _plain_row(columns: dict, number: int) -> PromptRow:
 
 
 def _plain_solutions(columns: dict) -> tuple[str, ...]:
-    """Answers in `answer`; else in `final_answer` (OlympiadBench); else of the box in `solution`
-    (Minerva)."""
+    """The answers of a plain row: `answer`, else `final_answer`, else the box in `solution`.
+
+    `final_answer` is OlympiadBench's, the box Minerva's."""
     if columns.get("answer") is not None:
         return _answers(columns["answer"], "answer")
     if columns.get("final_answer") is not None:
@@ -346,8 +353,7 @@ def _answers(value: object, name: str) -> tuple[str, ...]:
 
 
 def _final(text: str, name: str) -> str:
-    """Behind GSM8K's mark, without the commas of thousands, and without dollars around all of
-    it."""
+    """The answer after GSM8K's mark, without commas of thousands and surrounding dollars."""
     if _WORKED in text:
         text = text.rpartition(_WORKED)[2].strip()
         if not text:
@@ -379,7 +385,7 @@ _PROBLEM_KEYS = ("prompt", "solutions", "query_id", "task")
 def _own_rows(
     function: UserFunction, raw: Iterable[RawRow]
 ) -> Iterator[tuple[RawRow, PromptRow | RowError]]:
-    """What a data form of the user's makes of the rows."""
+    """Each raw row with the row that the user's data form makes of it, or the error."""
     late = before = 0
     rows = iter(raw)
     while some := list(itertools.islice(rows, _AT_ONCE)):
@@ -422,6 +428,7 @@ def _own_rows(
 def _own_row(
     function: UserFunction, returned: dict | None, columns: dict, number: int
 ) -> PromptRow:
+    """The row that a data form of the user's `returned`; RowError where it cannot be used."""
     if returned is None:
         raise RowError(f"{function} leaves it out")
     unknown = [key for key in returned if key not in _PROBLEM_KEYS]
@@ -462,18 +469,19 @@ def form_of(columns: dict) -> Form | None:
 
 
 _LOOKED_AT = 100
-"""Rows in which the form is looked for."""
+"""Rows that are read to find the form."""
 _contents = attrgetter("prompt", "task", "solutions", "messages", "tools")
-"""What rows of one query_id must have in common."""
+"""The fields that rows with one query_id must have in common."""
 
 
 def read_prompts(
     path: str, form: str | UserFunction = "auto", most_characters: int = MAX_TEXT_CHARACTERS
 ) -> PromptFile:
-    """All rows of a file or folder of prompts, in its order; `form` is a word of data.format, or a
-    function. Rows that cannot be used, as of more than `most_characters`, are listed with their
-    reasons, and repeated ones counted. ValueError where the file cannot be read, has another form
-    or none, or has no row that can be used."""
+    """All rows of a file or folder of prompts, in its order.
+
+    `form` is a word of data.format, or a function. Rows that cannot be used, such as those of more
+    than `most_characters`, are listed with their reasons, and repeated ones are counted. ValueError
+    where the file cannot be read, has another form or none, or has no row that can be used."""
     rows = raw_rows(path)
     if isinstance(form, UserFunction):
         about = f"what {form} makes of its rows"
@@ -489,8 +497,9 @@ def read_prompts(
 
 
 def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
-    """The form that the first rows have; ValueError where it is none, or not the one that `form`
-    names."""
+    """The form of the first rows.
+
+    ValueError where they have none, or not the one that `form` names."""
     forms = [form_of(row.columns) for row in first if row.columns is not None]
     first_form = next(filter(None, forms), None)
     if form != "auto" and (first_form is FORMS[form] or (first_form is None and forms)):
@@ -521,6 +530,7 @@ def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
 
 
 def _rows_of(read: Reader, raw: Iterable[RawRow]) -> Iterator[tuple[RawRow, PromptRow | RowError]]:
+    """Each raw row with the row that the reader makes of it, or the error."""
     for number, raw_row in enumerate(raw, start=1):
         try:
             if raw_row.columns is None:

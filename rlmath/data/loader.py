@@ -1,4 +1,4 @@
-"""Prompts of the files of a run: which rows are kept, and what became of the others."""
+"""Prompts of a run's files: which rows are kept, and what became of the others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DroppedPrompt:
 
 @dataclass(frozen=True)
 class FilterReport:
-    """What became of the rows of one file, of prompts or of sequences.
+    """The counts of one file's rows that were kept and dropped, of prompts or of sequences.
 
     Lengths are tokens, never characters."""
 
@@ -65,7 +65,7 @@ class FilterReport:
     """Prompts of which the tokenizer makes no token at all."""
     path: str = ""
     files: str = ""
-    """Which files of a folder were read (`files.folder_line`)."""
+    """A line with the files of a folder that were read (`files.folder_line`)."""
     form: str = ""
     """A word of data.format, or a function of the user's."""
     repeated: int = 0
@@ -73,11 +73,11 @@ class FilterReport:
     unusable: tuple[UnusableRow, ...] = ()
     examples: tuple[DroppedPrompt, ...] = ()
     template: str = ""
-    """What is around the first prompt that is kept (`tokenizer.template_of`)."""
+    """The template around the first prompt that is kept (`tokenizer.template_of`)."""
     first_row: PromptRow | None = None
     """The row of that prompt."""
     setting: str = "data.max_prompt_tokens"
-    """What bounds the tokens."""
+    """The setting that bounds the tokens."""
 
     @property
     def dropped(self) -> int:
@@ -107,6 +107,7 @@ class FilterReport:
         return "Sequences" if self.setting.startswith("sft.") else "Prompts"
 
     def lines(self) -> tuple[str, ...]:
+        """All lines for the console: form, counts, dropped prompts, and unusable rows."""
         form = (f'{self.path} has the form "{self.form}".',) if self.form else ()
         shown = tuple(
             f"  dropped, {example.reason} ({example.tokens} tokens): {example.prompt_id!r}, which begins "
@@ -146,15 +147,16 @@ class FilterReport:
 
 
 def dropped_share(reports: Sequence[FilterReport]) -> float:
-    """Share of the prompts that could be used and that a filter dropped (0 to 1)."""
+    """Share (0 to 1) that a filter dropped of the prompts that could be used."""
     return sum(report.dropped for report in reports) / max(
         1, sum(report.read for report in reports)
     )
 
 
 def write_report(folder: str | Path, reports: Sequence[FilterReport]) -> None:
-    """data_report.json and unusable_rows.jsonl (empty where all rows are used) in a folder that is
-    there."""
+    """Write data_report.json and unusable_rows.jsonl into a folder that exists.
+
+    unusable_rows.jsonl is empty where all rows are used."""
     whole = {
         "prompts": sum(report.kept for report in reports),
         "dropped_share": dropped_share(reports),
@@ -176,9 +178,11 @@ def load_prompts(
     template: str | UserFunction = "auto",
     max_unusable_share: float = 0.01,
 ) -> tuple[list[Prompt], FilterReport]:
-    """Prompts of the file or folder that have at most `max_prompt_tokens` tokens, in its order;
-    all, and no tokens, without a tokenizer, as for a dry run. ValueError for a file that cannot be
-    read, for more rows that cannot be used than the share, and when no prompt is left."""
+    """Prompts of a file or folder that have at most `max_prompt_tokens` tokens, in its order.
+
+    Without a tokenizer, as for a dry run, all prompts are kept and have no tokens. ValueError for a
+    file that cannot be read, for a larger share of unusable rows than `max_unusable_share`, and
+    when no prompt is left."""
     if max_prompt_tokens < 1:
         raise ValueError(f"data.max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
     most_characters = CHARACTERS_PER_TOKEN * max_prompt_tokens
@@ -249,8 +253,9 @@ def as_prompt(row: PromptRow, text: str, token_ids: Sequence[int]) -> Prompt:
 
 
 def problem_key(problem: str) -> int:
-    """A number above 0, equal for texts that differ only in white space, case, dollars, a last mark
-    or our templates.
+    """A number above 0 that is equal for texts that differ only in details of writing.
+
+    These are white space, case, dollars, a last mark and our templates.
 
     >>> problem_key("What is $47 + 85$?") == problem_key("what is 47+85") != problem_key("What is 47-85?")
     True
@@ -262,7 +267,9 @@ def problem_key(problem: str) -> int:
 def _tokenized(
     rows: list[PromptRow], texts: list[PromptText], tokenizer: PreTrainedTokenizerFast | None
 ) -> Iterator[tuple[PromptRow, str, list[int]]]:
-    """(row, text, tokens) of every row; without a tokenizer as it stands, and no tokens."""
+    """(row, text, tokens) of every row.
+
+    Without a tokenizer the text is the problem as it stands, and there are no tokens."""
     if tokenizer is None:
         yield from ((row, row.prompt, []) for row in rows)
         return
@@ -295,8 +302,9 @@ def check_weights(paths: Sequence[str], weights: Sequence[float]) -> None:
 
 
 def with_unique_names(files: Sequence[tuple[str, Sequence[Prompt]]]) -> list[Prompt]:
-    """The prompts of all (path, prompts); a name that an earlier file has, too, gets its file's
-    name before it."""
+    """The prompts of all files, given as (path, prompts), under unique names.
+
+    A name that an earlier file has, too, gets its file's name before it."""
     used: set[str] = set()
     renamed: list[Prompt] = []
     for number, (path, prompts) in enumerate(files, start=1):

@@ -1,5 +1,6 @@
-"""Which prompts a step uses, and how files are mixed by weights: a function of the step and of the
-run's rollbacks."""
+"""The prompts of each step, and the mixture of files by weights.
+
+Both are functions of the step and of the run's rollbacks."""
 
 # Shape legend: P prompts of one step, N prompts kept in all, K places of one epoch.
 
@@ -25,17 +26,18 @@ class Share:
 
     n_prompts: int
     weight: float
-    """How often its prompts come in one epoch: 1 once, 0.5 half of them, 2 twice."""
+    """The number of times that its prompts come in one epoch: 1 once, 0.5 half of them, 2 twice."""
 
     @property
     def places(self) -> int:
-        """Prompts that it gives to every epoch: weight x prompts, rounded up from a half on, at
-        least 1."""
+        """Prompts that the file gives to every epoch.
+
+        They are weight x prompts, rounded up from a half on, at least 1."""
         return max(1, math.floor(self.weight * self.n_prompts + 0.5))
 
 
 def shares_of(counts: Sequence[int], weights: Sequence[float]) -> tuple[Share, ...]:
-    """One for each file; without weights all prompts come once."""
+    """One share for each file; without weights all prompts come once."""
     return tuple(Share(*pair) for pair in zip(counts, weights or [1.0] * len(counts), strict=True))
 
 
@@ -102,8 +104,7 @@ class Rollback:
 
 
 def seed_after(run_seed: int, rollbacks: int) -> int:
-    """The seed that takes the place of `run.seed` after so many rollbacks: 31 bits of the SHA-256
-    of both.
+    """The seed in place of `run.seed` after so many rollbacks: 31 bits of the SHA-256 of both.
 
     >>> seed_after(1, 0), seed_after(1, 1) != seed_after(1, 2)
     (1, True)
@@ -121,7 +122,7 @@ class Draw(NamedTuple):
     prompt: int
     """Its index among the prompts."""
     times: int
-    """How often the same prompt comes before it in that step."""
+    """The number of times that the same prompt comes before it in that step."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,7 @@ class Reseed:
 
 
 class PromptOrder:
-    """Which prompts a step uses: a pure function of the step, so that resuming needs no cursor but
-    the step.
+    """The prompts of each step, a pure function of the step: resuming needs no other cursor.
 
     Each epoch has its own order, a permutation drawn from (seed, epoch), of K = N places; with
     weights K is another number, and a prompt may come more than once (see `epoch_order`). Only
@@ -155,8 +155,9 @@ class PromptOrder:
         shuffle: bool,
         shares: tuple[Share, ...] = (),
     ) -> None:
-        """`shares` are the files that the prompts come from; without them every prompt comes once
-        an epoch. Raises ValueError when a step asks for more prompts than an epoch has."""
+        """`shares` are the files that the prompts come from; without them each comes once an epoch.
+
+        Raises ValueError when a step asks for more prompts than an epoch has."""
         assert not shares or sum(share.n_prompts for share in shares) == n_prompts, (
             shares,
             n_prompts,
@@ -212,8 +213,7 @@ class PromptOrder:
         return seed_after(self.seed, number)
 
     def batch(self, step: int) -> tuple[int, list[int]]:
-        """(epoch, P prompt indices) of a step; both step and epoch count from 0 over the whole
-        run."""
+        """(epoch, P prompt indices) of a step; both count from 0 over the whole run."""
         assert step >= 0, step
         per_step = self.prompts_per_step
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
@@ -226,8 +226,9 @@ class PromptOrder:
         return epoch, [order_K[position] for position in range(first, first + per_step)]
 
     def place(self, number: int, reseeds: Sequence[Reseed] = ()) -> int:
-        """The prompt of a place of the endless order, from 0 over all epochs; `reseeds` come by
-        rising place."""
+        """The prompt of a place of the endless order, counted from 0 over all epochs.
+
+        `reseeds` come by rising place."""
         epoch, within = divmod(number, self.n_places)
         return self._epoch(epoch, reseeds, self.n_places)[within]
 
@@ -260,9 +261,10 @@ class PromptOrder:
         return Draw(step, indices[place], indices[:place].count(indices[place]))
 
     def extra(self, step: int, own: Collection[int] | None = None) -> Iterator[int]:
-        """All prompts that are not the step's `own` (None: those of `batch`), in an order drawn
-        from (seed, step), of heavier files earlier: what dynamic sampling takes for dropped groups.
-        They keep their turn in the epochs."""
+        """All prompts but the step's `own` (None: those of `batch`), drawn from (seed, step).
+
+        Those of heavier files come earlier. Dynamic sampling takes them for dropped groups. They
+        keep their turn in the epochs."""
         taken = set(self.batch(step)[1] if own is None else own)
         name = f"{self.seed_at(step)}:extra:{step}"
         shares = self.shares
@@ -295,8 +297,9 @@ def permutation(n: int, seed: int, epoch: int) -> tuple[int, ...]:
 def _reordered(
     order: PromptOrder, epoch: int, reseeds: tuple[Reseed, ...], used: int
 ) -> Sequence[int]:
-    """An epoch's order in which each of `reseeds` has shuffled anew what lies between its place and
-    `used`."""
+    """An epoch's order after `reseeds`.
+
+    Each of them has shuffled anew what lies between its place and `used`."""
     order_K = order.first_order(epoch)
     for reseed in reseeds:
         place = reseed.place - epoch * order.n_places

@@ -45,8 +45,8 @@ class MicroBatch:
     loss_weights_T: torch.Tensor
     """float32, of the sampled tokens, else 0."""
     loss_count: int
-    """What these samples add to the denominator of the loss: their sampled tokens, or their
-    number."""
+    """The amount that these samples add to the denominator of the loss: their sampled tokens, or
+    their number."""
     advantages_T: torch.Tensor
     """float32, of the sampled tokens, else 0."""
     behaviour_logprobs_T: torch.Tensor
@@ -58,15 +58,16 @@ class MicroBatch:
     bounds: tuple[int, ...]
     """`cu_seqlens_S1` on the host."""
     sample_indices: tuple[int, ...]
-    """Which samples of the step's list these segments are; padding segments are not named."""
+    """Indices of these segments' samples in the step's list; padding segments have none."""
     lag_T: torch.Tensor | None = None
     """int64, `Sample.lag` of completion tokens, else 0; None: not asked for."""
     penalty_T: torch.Tensor | None = None
     """float32, weight of abs(log policy - log proximal) in the loss; None: nowhere."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same with its tensors on a device; a GPU takes them from pinned memory while the host
-        goes on."""
+        """A copy with its tensors on a device.
+
+        A GPU takes them from pinned memory while the host goes on."""
         if device.type == "cpu":
             return self
         attributes = ((field.name, getattr(self, field.name)) for field in fields(self))

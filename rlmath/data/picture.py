@@ -1,5 +1,6 @@
-"""A prompt or a sequence as a picture: where its text comes from, where its tokens end, and what of
-it is learned.
+"""A prompt or a sequence as a picture.
+
+It shows where the text comes from, where its tokens end, and what of it is learned.
 
       template   <|im_start|>│user│↵│
       row        1│+│1│?│
@@ -41,18 +42,19 @@ _SIGNS = {"\n": "↵", "\t": "⇥", "│": "\\u2502", "↵": "\\u21b5", "⇥": "
 @dataclass(frozen=True)
 class Part:
     label: str
-    """Where it is from: "row"; "system" (data.system_prompt); "request" (for a box); "template";
-    "rewritten", by the template of the row; "generation" (what the template writes before an
-    answer); "end" (what ends it); "tokenizer"."""
+    """The source of the text: "row"; "system" (data.system_prompt); "request" (for a box);
+    "template"; "rewritten", by the template of the row; "generation" (what the template writes
+    before an answer); "end" (what ends it); "tokenizer"."""
     text: str
     learned: bool = False
     """Whether its tokens have weight in the loss."""
 
 
 def picture(parts: Sequence[Part], ends: Collection[int]) -> tuple[str, ...]:
-    """Lines of at most WIDTH columns, without control characters; long parts, and many, are cut in
-    the middle. `ends` are the numbers of characters of the whole text behind which a token ends,
-    one for each token."""
+    """Lines of at most WIDTH columns, without control characters.
+
+    Long parts, and many parts, are cut in the middle. `ends` are the numbers of characters of the
+    whole text after which a token ends, one for each token."""
     lines: list[str] = []
     hidden = range(_MOST_PARTS // 2, len(parts) - _MOST_PARTS // 2)
     start = 0
@@ -137,8 +139,9 @@ def sequence_picture(
     prompt_ids: Sequence[int],
     last_token: int,
 ) -> tuple[str, ...]:
-    """A sequence whose prompt has these tokens, and that ends with `last_token`; the `answer` is
-    what is learned."""
+    """A sequence whose prompt has these tokens, and that ends with `last_token`.
+
+    The `answer` is what is learned."""
     end = str(tokenizer.convert_ids_to_tokens(last_token))
     if not pieces[-1].text.endswith(end):  # the tokens have it, the text does not
         pieces = [*pieces[:-1], Piece(pieces[-1].text + end, True)]
@@ -153,7 +156,7 @@ def sequence_picture(
 def _contents(
     prompt: str, row: PromptRow, template: str, system_prompt: str | None
 ) -> list[tuple[str, str]]:
-    """(label, text) of what is put into the template."""
+    """(label, text) of the contents that are put into the template."""
     if template == "raw":
         return [("row", prompt)]
     if template != "chat":
@@ -168,7 +171,7 @@ def _contents(
 
 
 def _of_turn(message: Message) -> list[tuple[str, str]]:
-    """(label, text) of what a template writes of a turn, in the order in which it does."""
+    """(label, text) of the parts of a turn that a template writes, in that order."""
     texts = [message.get(key) for key in ("reasoning_content", "content")]
     return [("row", text) for text in texts if isinstance(text, str)]
 
@@ -176,9 +179,11 @@ def _of_turn(message: Message) -> list[tuple[str, str]]:
 def _parts(
     pieces: Sequence[Piece], contents: Sequence[tuple[str, str]], generation: str, end: str
 ) -> list[list[Part]]:
-    """The parts of every piece: cut where a content begins or ends, before a prompt's `generation`,
-    and before the `end` of what is learned. Contents are looked for from the last one on: a
-    template's own text, such as a date, comes before them."""
+    """The parts of every piece.
+
+    A piece is cut where a content begins or ends, before a prompt's `generation`, and before the
+    `end` of what is learned. Contents are searched from the last one on, because a template's own
+    text, such as a date, comes before them."""
     labels: dict[tuple[int, int], str] = {}
     text = ""
     starts = []
@@ -216,8 +221,9 @@ def _parts(
 def _drawn(
     pieces: Sequence[Sequence[Part]], tokenizer: PreTrainedTokenizerFast, prompt_ids: Sequence[int]
 ) -> tuple[str, ...]:
-    """The picture of pieces that are tokenized apart; the first has `prompt_ids`, with what the
-    tokenizer put before its text."""
+    """The picture of pieces that are tokenized apart.
+
+    The first piece has `prompt_ids`, with what the tokenizer put before its text."""
     shown: list[Part] = []
     ends: list[int] = []
     start = 0

@@ -1,5 +1,6 @@
-"""Which prompts a run draws next, where that depends on how often it solved them
-(`data.curriculum`).
+"""The prompts that a run draws next, where that depends on how often it solved them.
+
+This is `data.curriculum`.
 
     base order: place 0, 1, 2, ... -> prompts inside the curriculum are drawn
                                    -> the others wait in a queue; a share of the draws (the floor) takes its oldest
@@ -55,8 +56,9 @@ def rules_of(data: DataConfig) -> CurriculumRules:
 
 
 def is_floor_draw(draw: int, floor: float) -> bool:
-    """Whether a draw, counted from 0 over the run, is one of the queue's: evenly spread, `floor` of
-    all.
+    """Whether a draw, counted from 0 over the run, takes from the queue.
+
+    `floor` of all draws do, evenly spread.
 
     >>> [draw for draw in range(12) if is_floor_draw(draw, 0.25)]
     [3, 7, 11]
@@ -66,13 +68,13 @@ def is_floor_draw(draw: int, floor: float) -> bool:
 
 @dataclass
 class DrawState:
-    """What is carried from draw to draw."""
+    """The state that is carried from draw to draw."""
 
     next_draw: int = 0
     cursor: int = 0
-    """Places of the base order that were looked at."""
+    """Places of the base order that were examined."""
     looked_at: int = 0
-    """Of them, those for the step's prompts that are being drawn: at most 2 K, which have every
+    """The examined places since the current step's first draw: at most 2 K, which have every
     prompt of a pass."""
     batch: list[int] = field(default_factory=list)
     """Prompts that are drawn already of the P of a step."""
@@ -170,8 +172,9 @@ class PromptCurriculum:
         return [self.drawn(draw)[1] for draw in range(step * per_step, (step + 1) * per_step)]
 
     def extra(self, step: int) -> Iterator[int]:
-        """All prompts but the step's own, as `PromptOrder.extra`, those passed over last; they keep
-        their turn."""
+        """All prompts but the step's own, as `PromptOrder.extra`, those passed over last.
+
+        They keep their turn."""
         if not self.draws_by_rates:
             yield from self._order.extra(step)
             return
@@ -192,6 +195,7 @@ class PromptCurriculum:
         return Draw(draw // self._order.prompts_per_step, *state.in_flight[draw])
 
     def _draw(self, state: DrawState) -> None:
+        """Draw the next prompt into the state, as one of its step's batch."""
         if state.next_draw % self._order.prompts_per_step == 0:
             state.batch = []
             state.looked_at = 0
@@ -203,6 +207,11 @@ class PromptCurriculum:
         state.next_draw += 1
 
     def _next(self, state: DrawState, taken: Collection[int]) -> int:
+        """The prompt of the next draw that is not `taken`, if there is one.
+
+        A floor draw takes the oldest of the queue. Others take the next prompt of the base order
+        inside the curriculum, and queue those that they pass over. After two passes the queue's
+        oldest is taken."""
         if is_floor_draw(state.next_draw, self._rules.floor):
             for index in state.queue:
                 if index not in taken:
@@ -238,9 +247,10 @@ class PromptCurriculum:
     def commit(
         self, groups: Iterable[ScoredGroup], in_flight: Collection[int] = ()
     ) -> dict[str, float]:
-        """The step is made: count its `groups`, all that it sampled and that leave, in their order,
-        and keep the draws `in_flight`. Returns metrics; `history/drift` is the mean change of a
-        prompt's pass rate by its new group."""
+        """Count the step's `groups` and keep the draws `in_flight`: the step is made.
+
+        `groups` are all that it sampled and that leave, in their order. Returns metrics;
+        `history/drift` is the mean change of a prompt's pass rate by its new group."""
         before = self._state
         state = self._after
         drift: list[float] = []
@@ -278,7 +288,7 @@ class PromptCurriculum:
         return metrics
 
     def summary(self) -> dict[str, Any]:
-        """For the end of the run: prompts by pass rate, what is passed over, and why."""
+        """Counts for the end of the run: prompts by pass rate, and what was passed over."""
         summary: dict[str, Any] = {"prompts": self._history.buckets(self._order.n_prompts)}
         if self.draws_by_rates:
             state = self._state
@@ -294,6 +304,7 @@ class PromptCurriculum:
         return summary
 
     def lines(self) -> tuple[str, ...]:
+        """The summary in lines for the console."""
         summary = self.summary()
         shown = ", ".join(
             f"{name.replace('_', ' ')}: {size}" for name, size in summary["prompts"].items()
@@ -320,7 +331,7 @@ class PromptCurriculum:
     # ------------------------------------------------------------ the file
 
     def file(self) -> bytes:
-        """What a checkpoint keeps."""
+        """The content of the file that a checkpoint keeps."""
         header: dict[str, Any] = {"version": VERSION}
         if self.draws_by_rates:
             header["draws"] = asdict(self._state) | {
@@ -420,9 +431,10 @@ def _read_counts(group: Any) -> Counts:
 
 
 def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[PromptHistory, str]:
-    """The pass rates of these prompts that a file has, and a line for the console; rows of others
-    are left out. ValueError that names the line where the file cannot be used, and where it has
-    none of the prompts."""
+    """The pass rates of these prompts that a file has, and a line for the console.
+
+    Rows of other prompts are left out. ValueError that names the line where the file cannot be
+    used, and where it has none of the prompts."""
     indices = {prompt_id: index for index, prompt_id in enumerate(prompt_ids)}
     groups: dict[int, tuple[Counts, ...]] = {}
     other_rows = 0

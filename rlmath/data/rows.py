@@ -20,7 +20,7 @@ class RawRow:
     """A row as it lies in its file, before its form is known."""
 
     where: str
-    """Such as "train.jsonl, line 17", counted from 1."""
+    """Its place, such as "train.jsonl, line 17", counted from 1."""
     columns: dict | None
     """None where it cannot be read at all."""
     reason: str = ""
@@ -35,11 +35,11 @@ class PromptRow:
     prompt: str
     """The problem; the text that the model continues, template included, where `whole`."""
     task: str
-    """How its answer is checked: "math", or "choice" for a letter of the question's options."""
+    """The check of its answer: "math", or "choice" for a letter of the question's options."""
     query_id: str
     """Unique in the file."""
     solutions: tuple[str, ...]
-    """At least one reference answer."""
+    """Reference answers, at least one."""
     more_json: str = "{}"
     """The row's further columns, a JSON object."""
     whole: bool = True
@@ -52,15 +52,17 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class UnusableRow:
+    """A row that is left out, and why."""
+
     where: str
-    """Such as "train.jsonl, line 17" or "train.parquet, row 17", counted from 1."""
+    """Its place, such as "train.jsonl, line 17" or "train.parquet, row 17", counted from 1."""
     reason: str
     start: str
 
 
 @dataclass(frozen=True)
 class PromptFile:
-    """What a file or folder of prompts holds."""
+    """The rows of a file or folder of prompts."""
 
     form: str
     """A word of data.format."""
@@ -96,15 +98,16 @@ def grouped(reasons: Iterable[tuple[str, str]], most: int = 3) -> list[str]:
 
 
 def unusable_lines(path: str, unusable: Iterable[UnusableRow]) -> list[str]:
-    """What is wrong with a file's rows that are left out, by kinds of reason."""
+    """Lines about a file's rows that are left out, by kinds of reason."""
     return grouped((row.reason, row.where.removeprefix(f"{path}, ")) for row in unusable)
 
 
 def check_unusable(
     path: str, unusable: Collection[UnusableRow], rows: int, most: float, needed: str = ""
 ) -> None:
-    """ValueError where more of a file's `rows` cannot be used than the share `most` (0 to 1) of
-    them."""
+    """ValueError where too many of a file's `rows` are unusable.
+
+    Allowed is the share `most` (0 to 1) of them."""
     if len(unusable) / max(1, rows) <= most:
         return
     reasons = "".join(f"\n    {line}" for line in unusable_lines(path, unusable))

@@ -1,4 +1,4 @@
-"""From the lengths of a step's samples to minibatches, data-parallel ranks and micro-batches.
+"""Assignment of a step's samples to minibatches, data-parallel ranks and micro-batches, by lengths.
 
 Pure and deterministic.
 
@@ -44,9 +44,9 @@ class Cost:
     """
 
     linear: float
-    """Per token: the matrix multiplications with parameters."""
+    """Cost per token: the matrix multiplications with parameters."""
     quadratic: float
-    """Per pair of tokens: attention."""
+    """Cost per pair of tokens: attention."""
 
     def of(self, length: int) -> float:
         return self.linear * length + self.quadratic * length * length
@@ -93,8 +93,7 @@ def forward_cost(shape: ModelShape) -> Cost:
 
 @dataclass(frozen=True)
 class MinibatchPlan:
-    """One optimizer step: for every data-parallel rank its micro-batches, each a tuple of sample
-    indices."""
+    """One optimizer step: every data-parallel rank's micro-batches, as tuples of sample indices."""
 
     microbatches_by_rank: tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -109,8 +108,9 @@ def plan_minibatches(
     count_multiple: int = 1,
     shuffle: bool = True,
 ) -> list[MinibatchPlan]:
-    """Cut samples into minibatches and spread each over `data_size` ranks, `max_tokens` at most in
-    a micro-batch.
+    """Cut samples into minibatches and spread each over `data_size` ranks.
+
+    A micro-batch has `max_tokens` at most.
 
     `lengths` are tokens of each sample; `cost` is what is balanced. `count_multiple` is the
     pipeline size under an interleaved pipeline schedule, which needs a multiple of it; more
@@ -150,6 +150,7 @@ def cut_minibatches(n_samples: int, n_minibatches: int, seed: int | None) -> lis
 def _plan_one(
     budget: Budget, members: list[int], data_size: int, count_multiple: int
 ) -> MinibatchPlan:
+    """The plan of one minibatch with the samples `members`."""
     tight = pack_tightly(budget, members)
     count = -(-len(tight) // (data_size * count_multiple)) * count_multiple
     bins = pack_evenly(budget, members, data_size * count)
@@ -188,8 +189,9 @@ class Budget:
 
 
 def pack_tightly(budget: Budget, members: Sequence[int]) -> list[Bin]:
-    """As few bins as best-fit decreasing finds: the longest sample first, each into the fullest bin
-    with room.
+    """Bins as few as best-fit decreasing finds.
+
+    The longest sample comes first, and each goes into the fullest bin with room.
 
     >>> pack_tightly(Budget([4, 6, 3, 7], [4.0, 6.0, 3.0, 7.0], 10), range(4))
     [[3, 2], [1, 0]]
@@ -211,8 +213,9 @@ def pack_tightly(budget: Budget, members: Sequence[int]) -> list[Bin]:
 
 
 def pack_evenly(budget: Budget, members: Sequence[int], n_bins: int) -> list[Bin] | None:
-    """`n_bins` bins of about equal cost: the longest sample first, each into the cheapest with
-    room; None if none has.
+    """`n_bins` bins of about equal cost; None if a sample finds no bin with room.
+
+    The longest sample comes first, and each goes into the cheapest bin with room.
 
     >>> pack_evenly(Budget([5, 1, 4, 2], [5.0, 1.0, 4.0, 2.0], 9), range(4), 2)
     [[0, 1], [2, 3]]
@@ -260,9 +263,10 @@ _MOST_CANDIDATES = 1024
 
 
 def assign_bins(budget: Budget, bins: Sequence[Bin], n_ranks: int) -> list[list[Bin]]:
-    """Bins by rank, assigned in rounds of one to each: the most costly bins that are left, the most
-    costly of them to the rank with the least work so far. The number of bins is a multiple of
-    `n_ranks`.
+    """Bins by rank, assigned in rounds of one bin to each rank.
+
+    A round takes the most costly bins that are left, and the most costly of them goes to the rank
+    with the least work so far. The number of bins is a multiple of `n_ranks`.
 
     >>> assign_bins(Budget([5, 4, 3, 1], [5.0, 4.0, 3.0, 1.0], 9), [[0], [1], [2], [3]], 2)
     [[[0], [3]], [[1], [2]]]
@@ -279,8 +283,9 @@ def assign_bins(budget: Budget, bins: Sequence[Bin], n_ranks: int) -> list[list[
 
 
 def balance_ranks(budget: Budget, ranks: list[list[Bin]]) -> None:
-    """Exchange samples between ranks in place until costs are within tolerance or nothing helps;
-    then sort the bins."""
+    """Exchange samples between ranks in place, then sort the bins.
+
+    It ends when costs are within tolerance or nothing helps."""
     lightest_first = sorted((_work(budget, rank), number) for number, rank in enumerate(ranks))
     close_enough = _TOLERANCE * sum(work for work, _ in lightest_first) / len(ranks)
     tries = _TRIES_PER_RANK * len(ranks)
@@ -306,8 +311,9 @@ def _work(budget: Budget, rank: Sequence[Bin]) -> float:
 
 
 def _exchange(budget: Budget, heavy: list[Bin], light: list[Bin], gap: float) -> bool:
-    """Swap two samples, or move one, so that the costs come closest, where there is room; False if
-    nothing helps."""
+    """Swap two samples, or move one, so that the costs come closest, where there is room.
+
+    False if nothing helps."""
     heavy_samples = [(bin_, index) for bin_ in heavy for index in bin_][:_MOST_CANDIDATES]
     light_samples = [(bin_, part) for bin_ in light for part in (None, *bin_)][:_MOST_CANDIDATES]
     costs_H = [budget.costs[index] for _, index in heavy_samples]

@@ -65,11 +65,11 @@ class WrittenSequence:
     """A prompt and the completion that is to be learned."""
 
     prompt_ids: tuple[int, ...]
-    """At least one: the model predicts the first token of the completion from it."""
+    """At least one token: the model predicts the first token of the completion from it."""
     completion_ids: tuple[int, ...]
-    """What ends a turn or a sequence is the last."""
+    """Tokens to be learned; the last one ends a turn or a sequence."""
     learned: tuple[bool, ...] | None = None
-    """By token of the completion; None: all of them. A conversation's other turns between the
+    """Whether each token of the completion is learned; None: all are. Other turns between the
     assistant's are not."""
 
     @property
@@ -83,7 +83,7 @@ class WrittenSequence:
         return len(self.completion_ids) if self.learned is None else sum(self.learned)
 
     def sample(self) -> Sample:
-        """As it is packed: what is learned takes the place of what a model samples.
+        """The sequence as it is packed: what is learned takes the place of what a model samples.
 
         It has no advantage."""
         logprobs = (0.0,) * len(self.completion_ids)
@@ -94,10 +94,10 @@ class WrittenSequence:
 
 @dataclass(frozen=True)
 class SequenceReport(FilterReport):
-    """What became of a file's rows, and what the data audit shows and looks at."""
+    """The counts of a file's rows, and the texts that the data audit shows and examines."""
 
     example: tuple[_Texts, WrittenSequence] | None = None
-    """The first that is kept, as text and as tokens. None where nothing is kept."""
+    """The first sequence that is kept, as text and as tokens; None where nothing is kept."""
     characters: frozenset[str] = frozenset()
     """Characters of all texts that are kept."""
 
@@ -154,8 +154,9 @@ def load_sequences(
 def split_held_out(
     sequences: Sequence[WrittenSequence], share: float, seed: int
 ) -> tuple[list[WrittenSequence], list[WrittenSequence]]:
-    """(to train on, to evaluate on), each in the file's order; a share above 0 holds at least one
-    out."""
+    """(sequences to train on, sequences to evaluate on), each in the file's order.
+
+    A share above 0 holds at least one out."""
     count = min(max(1, round(share * len(sequences))), len(sequences) - 1) if share > 0 else 0
     # The order of epoch -1, which is never trained on.
     held_out = set(permutation(len(sequences), seed, -1)[:count])
@@ -181,13 +182,15 @@ def sequences_fingerprint(*groups: Sequence[WrittenSequence]) -> str:
 
 @dataclass(frozen=True)
 class _Texts:
+    """A row's texts in its template."""
+
     row: PromptRow
     answer: Message
-    """What is learned: the assistant's last turn."""
+    """The message that is learned: the assistant's last turn."""
     template: str
-    """What is around it (`tokenizer.template_of`)."""
+    """The template around it (`tokenizer.template_of`)."""
     pieces: Sequence[Piece]
-    """In their order; the first is the prompt, the last is learned."""
+    """The pieces in their order; the first is the prompt, the last is learned."""
     is_chat: bool
     """Whether the tokenizer's chat template wrote the prompt."""
 
@@ -212,8 +215,9 @@ def _texts(
     unusable: list[UnusableRow],
     most_characters: int,
 ) -> list[_Texts]:
-    """What can be used; the others, among them rows of more than `most_characters`, are added to
-    `unusable`."""
+    """The texts of the rows that can be used; the others are added to `unusable`.
+
+    Unusable are also rows of more than `most_characters`."""
     known = [
         token for token in (chat_end(tokenizer), tokenizer.eos_token_id) if isinstance(token, int)
     ]
@@ -246,6 +250,8 @@ def _texts(
 
 @dataclass(frozen=True)
 class _Row:
+    """The prompt and the answer of a row."""
+
     prompt: PromptRow
     answer: Message
 
@@ -277,8 +283,9 @@ def _written(
     prompt: PromptText | RowError | None,
     ends: tuple[str, ...],
 ) -> _Texts:
-    """The texts of a row; `prompt` is what another template than the tokenizer's chat template made
-    of it. RowError where the template cannot take it."""
+    """The texts of a row; RowError where the template cannot take it.
+
+    `prompt` is what another template than the tokenizer's chat template made of it."""
     if isinstance(prompt, RowError):
         raise prompt
     word = template_of(row.prompt, template, tokenizer)
@@ -306,8 +313,7 @@ def _in_chat(
 def _check_messages(
     row: PromptRow, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """RowError for messages where neither a chat template nor a function of the user's takes
-    them."""
+    """RowError for messages that neither a chat template nor a function of the user's takes."""
     if (
         row.messages
         and not isinstance(template, UserFunction)
@@ -379,8 +385,10 @@ def _parse(columns: dict, where: str) -> _Row:
 def _tokenized(
     texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[WrittenSequence]:
-    """The prompt as GRPO has it; the rest without special tokens of the tokenizer's, each piece
-    alone or, of a tokenizer that begins every text with a mark of its own, as in the whole text."""
+    """The sequences of texts: the prompt as GRPO has it, then the pieces.
+
+    Pieces have no special tokens of the tokenizer's. Each is tokenized alone; where a tokenizer
+    begins every text with a mark of its own, they have the tokens of the whole text."""
     if not texts:
         return
     prompts = prompt_tokens([row_texts.prompt for row_texts in texts], tokenizer)
@@ -408,8 +416,9 @@ def _tokenized(
 
 
 def _marks_beginnings(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether a text has other tokens at the beginning than behind a line's end: Llama 2's begin
-    with "▁"."""
+    """Whether a text has other tokens at the beginning than after a line's end.
+
+    Llama 2's begin with "▁"."""
     newline_ids, both_ids, digit_ids = (
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("\n", "\n2", "2")
     )
@@ -419,8 +428,9 @@ def _marks_beginnings(tokenizer: PreTrainedTokenizerFast) -> bool:
 def _in_whole_text(
     pieces: Sequence[Piece], tokenizer: PreTrainedTokenizerFast
 ) -> list[list[int]] | None:
-    """Tokens of every piece behind the prompt as the whole text has them; None where the prompt
-    alone has others, or one goes over the border of two pieces."""
+    """Tokens of every piece after the prompt, as the whole text has them.
+
+    None where the prompt alone has others, or one goes over the border of two pieces."""
     texts = [piece.text for piece in pieces]
     whole = tokenizer(
         "".join(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False
@@ -439,6 +449,7 @@ def _in_whole_text(
 
 
 def _check(report: SequenceReport, max_unusable_share: float) -> None:
+    """ValueError where too many rows are unusable, and where no sequence is left."""
     check_unusable(
         report.path, report.unusable, report.rows, max_unusable_share, f" Needed: {FORMS}."
     )

@@ -49,7 +49,7 @@ def _parquet_batches(file: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
-    """Of both of Arrow's formats: `save_to_disk` writes streams."""
+    """Batches of a file in either of Arrow's formats: `save_to_disk` writes streams."""
     with pa.memory_map(str(file)) as source:
         if source.read(6) == b"ARROW1":
             reader = pa.ipc.open_file(source)
@@ -65,8 +65,10 @@ def _arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
 def _columns_of(
     batch: pa.RecordBatch, at_once: int = _BATCH_ROWS
 ) -> Iterator[tuple[dict | None, str]]:
-    """Row by row where a piece as a whole has a value that Python does not take, such as text that
-    is not UTF-8."""
+    """(columns of a row, reason why it has none) of every row of a batch.
+
+    Where a piece as a whole has a value that Python does not take, such as text that is not UTF-8,
+    its rows are read one by one."""
     narrow = [field for field in batch.schema if "float" in str(field.type)]
     lists = [field.name for field in batch.schema if _has_structs(field.type)]
     for start in range(0, batch.num_rows, at_once):
@@ -83,8 +85,9 @@ def _columns_of(
 
 
 def _shortest(value: Any, kind: pa.DataType) -> Any:
-    """The value with the numbers that its shortest text says: 0.1 of a column of float32, not
-    0.10000000149011612."""
+    """The value with the numbers that its shortest text says.
+
+    0.1 of a column of float32 is 0.1, not 0.10000000149011612."""
     if value is None:
         return None
     if pa.types.is_float32(kind) or pa.types.is_float16(kind):

@@ -1,5 +1,4 @@
-"""From a problem to token ids: the templates around it, and the tokenizer of a Hugging Face model
-folder.
+"""From a problem to token ids: templates, and the tokenizer of a Hugging Face model folder.
 
 Each template is written as its source has it:
 - r1_distill: AReaL-boba's prompts for DeepSeek-R1-Distill models.
@@ -34,7 +33,7 @@ _BOXED = "\nPlease reason step by step, and put your final answer within \\boxed
 
 @dataclass(frozen=True)
 class Template:
-    """What stands before and behind a problem."""
+    """The texts before and after a problem."""
 
     head: str
     tail: str
@@ -43,8 +42,9 @@ class Template:
         return self.head + problem + self.tail
 
     def is_around(self, text: str) -> bool:
-        """Whether a text has it already; some of AReaL's prompts have a space where others have a
-        line's end."""
+        """Whether a text has the template already.
+
+        Some of AReaL's prompts have a space where others have a line's end."""
         return text.startswith(self.head) and text.endswith(self.tail.lstrip())
 
 
@@ -93,7 +93,7 @@ def has_template(text: str) -> bool:
 
 @dataclass(frozen=True)
 class PromptText:
-    """What the model continues."""
+    """A text that the model continues."""
 
     text: str
     is_chat: bool = False
@@ -108,8 +108,10 @@ def usable_prompts(
     most_characters: int = MAX_LINE_BYTES,
     limit: int | None = None,
 ) -> tuple[PromptFile, list[PromptText]]:
-    """The file without rows that the template cannot take, which are unusable, and the prompts of
-    the others; with a `limit` no more rows than so many that can be used. Errors: as `rendered`."""
+    """The file without rows that the template cannot take, and the prompts of its rows.
+
+    The rows that it cannot take are unusable; with a `limit` no more than so many usable rows are
+    read. Errors: as `rendered`."""
     rows: list[PromptRow] = []
     prompts: list[PromptText] = []
     unusable = list(file.unusable)
@@ -134,9 +136,10 @@ def rendered(
     tokenizer: PreTrainedTokenizerFast,
     most_characters: int = MAX_LINE_BYTES,
 ) -> Iterator[PromptText | RowError]:
-    """The prompt of every row, or why it has none of at most so many characters; `template` may be
-    a function of the user's. ValueError where that fails on one, and for a chat template that is
-    none or takes too long or too much memory."""
+    """The prompt of every row, or the reason why it has none of at most `most_characters`.
+
+    `template` may be a function of the user's. ValueError where that fails on a row, and for a chat
+    template that is none or takes too long or too much memory."""
     written_prompts: Iterable[str | list[dict] | None] = itertools.repeat(None)
     if isinstance(template, UserFunction):
         written_prompts = _made_by(template, rows)
@@ -175,9 +178,9 @@ def _prompt_of(
 
 
 def _made_by(template: UserFunction, rows: Sequence[PromptRow]) -> Iterator[str | list[dict]]:
-    """What a function of the user's makes of every row.
+    """The texts or messages that a function of the user's makes of the rows.
 
-    ValueError where it fails on one."""
+    ValueError where it fails on a row."""
     calls = ((row.prompt, _row_for_template(row)) for row in rows)
     for row, outcome in zip(rows, template.map(calls), strict=True):
         prompt_name = f"{template.hook.setting} {template} of the prompt {row.query_id[:60]!r}"
@@ -194,6 +197,7 @@ def _made_by(template: UserFunction, rows: Sequence[PromptRow]) -> Iterator[str 
 
 
 def _row_for_template(row: PromptRow) -> dict[str, Any]:
+    """The row as a function of the user's gets it, with its further columns."""
     row_columns = {
         "prompt": row.prompt,
         "task": row.task,
@@ -210,9 +214,10 @@ def check_row(
     tokenizer: PreTrainedTokenizerFast,
     answer: Message | None = None,
 ) -> None:
-    """RowError for a row whose text, or whose `answer` that is to be learned, would make turns in
-    the template, and for one that has a template already. Texts that stay as they stand may have
-    what they like."""
+    """RowError for a row whose texts would make turns, or that has a template already.
+
+    Its texts are those of the prompt and of an `answer` that is to be learned. Texts that stay as
+    they stand may have any marks."""
     word = template_of(row, given, tokenizer)
     if word == "raw" or _is_around(word, row):
         return
@@ -271,7 +276,7 @@ def asked(row: PromptRow) -> tuple[Message, ...]:
 def template_of(
     row: PromptRow, template: str | UserFunction, tokenizer: PreTrainedTokenizerFast
 ) -> str:
-    """What "auto" stands for; other words and functions are themselves.
+    """The template that "auto" stands for; other words and functions are themselves.
 
     "raw": the text as it stands."""
     if template != "auto":
@@ -295,8 +300,9 @@ def _chat(
     tokenizer: PreTrainedTokenizerFast,
     function_of: str | None = None,
 ) -> str:
-    """Messages in the tokenizer's chat template; `function_of` is the setting whose function wrote
-    them."""
+    """The text of messages in the tokenizer's chat template.
+
+    `function_of` is the setting whose function wrote them."""
     if not tokenizer.chat_template:
         cause = f"{function_of} returns messages" if function_of else 'data.template is "chat"'
         raise ValueError(
@@ -313,9 +319,10 @@ def _chat(
 def load_tokenizer(
     path: str, option: str = "model.path", settings: chat.ChatSettings | None = None
 ) -> PreTrainedTokenizerFast:
-    """The fast tokenizer in folder `path`, never from the network or by the folder's code, with the
-    chat template of `settings` (None: its own). ValueError, in which `option` names the folder,
-    where there is none, or no fast one."""
+    """The fast tokenizer in folder `path`, never from the network or by the folder's code.
+
+    It has the chat template of `settings` (None: its own). ValueError, in which `option` names the
+    folder, where there is no tokenizer, or no fast one."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(
@@ -358,8 +365,9 @@ def load_tokenizer(
 
 
 def _ends_in_config(folder: Path) -> tuple[Path, Any]:
-    """The file that counts of the two, and its "eos_token_id" as it stands; None where there is
-    neither."""
+    """(the file that counts of the two, its "eos_token_id" as it stands).
+
+    The second is None where there is neither file."""
     files = (folder / "generation_config.json", folder / "config.json")
     file = next((path for path in files if path.is_file()), None)
     if file is None:
@@ -370,9 +378,11 @@ def _ends_in_config(folder: Path) -> tuple[Path, Any]:
 def prompt_tokens(
     prompts: Sequence[PromptText], tokenizer: PreTrainedTokenizerFast
 ) -> list[list[int]]:
-    """Tokens of prompts: of a chat its text's alone, as transformers' `apply_chat_template` and
-    servers have them; any other begins as the tokenizer begins a text, once. What a tokenizer puts
-    behind a text, an end, is never there."""
+    """Tokens of prompts.
+
+    A chat has the tokens of its text alone, as in transformers' `apply_chat_template` and in
+    servers. Any other prompt begins as the tokenizer begins a text, once. An end that a tokenizer
+    puts after a text is never there."""
     token_ids = token_ids_of([prompt.text for prompt in prompts], tokenizer)
     beginning = _beginning(tokenizer)
     for number, prompt in enumerate(prompts):
@@ -393,8 +403,10 @@ def _beginning(tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
 
 def token_ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    """Tokens of texts, without any that the tokenizer adds, some million characters at a time: a
-    tokenizer takes hundreds of bytes of memory for each of them."""
+    """Tokens of texts, without any that the tokenizer adds.
+
+    Some million characters are tokenized at a time: a tokenizer takes hundreds of bytes of memory
+    for each of them."""
     token_ids: list[list[int]] = []
     start = 0
     while start < len(texts):
@@ -417,17 +429,17 @@ def token_ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> li
 def completion_text(
     tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], stopped: bool
 ) -> str:
-    """The text of a completion as it is judged and shown: all that the model said, spaces as it
-    wrote them, without the stop token that is its last where it `stopped` by itself. Nothing pads a
-    completion, so the tokenizer's padding token is a text like others; other special tokens are,
-    too: `<think>` is one for some."""
+    """The text of a completion as it is judged and shown: all tokens that the model sampled.
+
+    Spaces are as the model wrote them. The stop token, the last one where the completion `stopped`
+    by itself, is left out. Nothing pads a completion, so the tokenizer's padding token is a text
+    like others; so are other special tokens: `<think>` is one for some tokenizers."""
     text_ids = list(token_ids)[:-1] if stopped else list(token_ids)
     return str(tokenizer.decode(text_ids, clean_up_tokenization_spaces=False))
 
 
 def unknown_token_ids(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
-    """The token for what the tokenizer does not know, by each of its names; none where it has no
-    such token."""
+    """The token for unknown text, by each of its names; none where there is no such token."""
     named = getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
     candidates = [
         tokenizer.unk_token_id,
@@ -441,8 +453,8 @@ def characters_without_token(
 ) -> frozenset[str]:
     """Characters that the tokenizer leaves out: alone, they give no token at all.
 
-    Of white space only the space is looked at, between letters; marks and what shows nothing are
-    not, which many tokenizers normalise."""
+    The only white space that is examined is the space, between letters. Marks and characters that
+    show nothing are not examined: many tokenizers normalise them."""
     distinct = set(characters)
     looked_at = sorted(
         character for character in distinct if unicodedata.category(character)[0] not in "CMZ"
@@ -459,9 +471,11 @@ def characters_without_token(
 def stop_token_ids(
     path: str, tokenizer: PreTrainedTokenizerFast, vocab_size: int
 ) -> tuple[int, ...]:
-    """Tokens that end a completion: the tokenizer's end of sequence, what ends a turn in its chat
-    template, and what generation_config.json, else config.json, names. ValueError for what is no
-    token of the model."""
+    """Tokens that end a completion.
+
+    These are the tokenizer's end of sequence, the end of a turn in its chat template, and those
+    that generation_config.json, else config.json, names. ValueError for an id that is no token of
+    the model."""
     end = tokenizer.eos_token_id
     of_turn = chat.chat_end(tokenizer)
     assert isinstance(end, int), end  # `load_tokenizer` refuses others

@@ -1,5 +1,4 @@
-"""What the turns of a row may be: roles that the chat template knows, and texts that do not end a
-turn or begin another.
+"""Checks of a row's turns: roles that the chat template knows, and texts that make no other turns.
 
     marks_of(tokenizer, None) -> Marks       what makes turns in the template of this tokenizer
     check_turns(messages, tools, marks)      RowError for a row that would make other turns
@@ -36,7 +35,7 @@ _TAG = re.compile(r"<(?P<closes>/?)(?P<name>[^<>|｜/]+)>")
 
 @dataclass(frozen=True)
 class Marks:
-    """What makes turns."""
+    """The texts that make turns."""
 
     in_prompts: re.Pattern[str]
     """Finds it in a system's, a user's or a tool's turn: marks of turns, and every special
@@ -51,8 +50,9 @@ class Marks:
 
 
 def marks_of(tokenizer: PreTrainedTokenizerFast, written: str | None) -> Marks:
-    """The marks of a tokenizer and of what is `written` around a problem; None: its chat
-    template."""
+    """The marks of a tokenizer and of the text `written` around a problem.
+
+    `written` is None for the tokenizer's chat template."""
     return _marks_of(tokenizer, str(tokenizer.chat_template or ""), written, len(tokenizer))
 
 
@@ -60,6 +60,7 @@ def marks_of(tokenizer: PreTrainedTokenizerFast, written: str | None) -> Marks:
 def _marks_of(
     tokenizer: PreTrainedTokenizerFast, template: str, written: str | None, _vocabulary: int
 ) -> Marks:
+    """The marks of `marks_of`; template and size of the vocabulary are keys of the cache."""
     added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
     names = {token.content for token in added}
     if written is not None:
@@ -97,7 +98,7 @@ def _pattern(marks: Collection[str]) -> re.Pattern[str]:
 def _marks_of_turns(
     tokenizer: PreTrainedTokenizerFast, template: str, added: Collection[str]
 ) -> set[str]:
-    """What the chat template writes around turns.
+    """The marks that the chat template writes around turns.
 
     Of its tags, such as `<think>`, those alone whose partner is around another turn: thinking is
     opened and closed within an answer."""
@@ -125,7 +126,7 @@ def _marks_of_turns(
 
 
 def _in_system_turn(tokenizer: PreTrainedTokenizerFast, tokens: re.Pattern[str]) -> set[str]:
-    """What the template writes between a system's turn and a user's."""
+    """The marks that the template writes between a system's turn and a user's."""
     instruction = "Be brief, please."
     question = "6 x 7 = ?"
     try:
@@ -145,8 +146,9 @@ def _found(text: str, tokens: re.Pattern[str]) -> Iterator[str]:
 
 
 def check_turns(messages: Sequence[Message], tools: Sequence[Message], marks: Marks) -> None:
-    """RowError for a role that the template does not know, and for a mark in any text of a message
-    or a tool."""
+    """RowError for an unknown role, and for a mark in any text of a message or a tool.
+
+    Known are the roles of the template, and ROLES."""
     for message in messages:
         role = message["role"]
         if role not in marks.roles:
@@ -161,6 +163,7 @@ def check_turns(messages: Sequence[Message], tools: Sequence[Message], marks: Ma
 
 
 def _check_texts(texts: Iterable[str], pattern: re.Pattern[str], marks: Marks, part: str) -> None:
+    """RowError for a text that has a mark, as it stands or normalised."""
     normalizer = marks.tokenizer.backend_tokenizer.normalizer
     for text in texts:
         match = pattern.search(text)

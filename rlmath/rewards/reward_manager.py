@@ -51,13 +51,14 @@ def open_reward_workers(
 
 
 def open_scorer(hook: Hook, reward: RewardConfig) -> RewardWorkers:
-    """The workers of a function that says what is right in validation, with the limits of
+    """The workers of a function that says what is right in validation; limits are those of
     rewards."""
     return RewardWorkers({"": hook}, reward)
 
 
 def scorer_settings(reward: RewardConfig) -> RewardConfig:
-    """How such a function makes a score: right where it returns more than 0."""
+    """The settings by which a scorer's result becomes a score: right where it returns more than
+    0."""
     return RewardConfig(
         function="scorer", workers=reward.workers, timeout_seconds=reward.timeout_seconds
     )
@@ -84,7 +85,8 @@ CALL_NEEDED = {
     "(docs/rewards.md)",
 }
 UNSCORED = Score(0.0, False, extracted="", verdict="unscored")
-"""Of a completion that waits for the others of its group, with functions that take groups."""
+"""The score of a completion that waits for the others of its group, with functions that take
+groups."""
 
 
 class RewardFunctionError(UserFunctionError):
@@ -95,14 +97,14 @@ class RewardFunctionError(UserFunctionError):
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of calling functions of the user's before a run."""
+    """The outcome of calling functions of the user's before a run."""
 
     lines: tuple[str, ...] = ()
-    """What each returned, for the console."""
+    """For the console: the return value of each function."""
     warnings: tuple[str, ...] = ()
     wrong_answers: tuple[FunctionResult, ...] = ()
-    """What each made of a wrong answer; nothing of one that failed, or where no answer is known to
-    be wrong."""
+    """The result of each function for a wrong answer; none of one that failed, or where no
+    answer is known to be wrong."""
 
     def __add__(self, other: Trial) -> Trial:
         return Trial(
@@ -142,8 +144,7 @@ def try_reward_function(
 
 
 def try_scorer(hook: Hook, reward: RewardConfig, prompts: Sequence[Prompt]) -> Trial:
-    """Call a function that says what is right in validation on the first of the prompts; see
-    `try_reward_function`."""
+    """Call a scorer for validation on the first of the prompts; see `try_reward_function`."""
     return _trial_of(hook, reward, prompts[0]) if prompts else Trial()
 
 
@@ -195,7 +196,7 @@ def _tried_line(hook: Hook, right: FunctionResult, wrong: FunctionResult | None)
 
 
 def _change(hook: Hook, reward: RewardConfig, prompt: Prompt) -> str:
-    """What to change where a function fails: what it takes, where it works so."""
+    """A sentence on what to change where a function fails: what it takes, where it works so."""
     takes = "completion" if hook.takes == "group" else "group"
     if hook.kind == "reward":
         other = replace(hook, takes=takes)
@@ -212,8 +213,9 @@ def _change(hook: Hook, reward: RewardConfig, prompt: Prompt) -> str:
 def _tried(
     pool: WorkerPool, hook: Hook, completion: str, prompt: Prompt
 ) -> tuple[FunctionResult, FunctionResult | None]:
-    """The results of trial calls on a completion and on a wrong one, where something is known to be
-    wrong; both are in one group where the function takes groups."""
+    """The results of trial calls on a completion and, where one is known, on a wrong one.
+
+    Both are in one group where the function takes groups."""
     asked = [completion]
     if prompt.solutions and not any(WRONG in solution for solution in prompt.solutions):
         asked.append(_written(WRONG))
@@ -230,13 +232,15 @@ WRONG = "987654321"
 
 
 def _made_up_completions(prompt: Prompt) -> tuple[str, ...]:
-    """What a model may write, right, in the usual forms; several texts, since a function may well
-    fail on one."""
+    """Right completions in the usual forms that a model may write.
+
+    They are several, since a function may well fail on one."""
     answer = prompt.solutions[0] if prompt.solutions else "1"
     return _written(answer), _written(answer) + " ", answer
 
 
 def _written(answer: str) -> str:
+    """A completion with thinking, tags and a box around the answer."""
     boxed = answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
     return (
         f"<think>\nLet us see.\n</think>\n<answer>\nThe answer is {boxed}.\n</answer>\n#### "
@@ -245,8 +249,9 @@ def _written(answer: str) -> str:
 
 
 def raise_if_every_call_failed(scores: Sequence[Score]) -> None:
-    """RewardFunctionError where a user's function failed on every completion of a step; a late one
-    did not fail."""
+    """RewardFunctionError where a user's function raised on every completion of a step.
+
+    A late call did not fail."""
     called: dict[str, list[str]] = {}
     for name, message in _function_errors(scores):
         called.setdefault(f"reward.rewards: {name}" if name else "reward.function", []).append(
@@ -261,7 +266,7 @@ def raise_if_every_call_failed(scores: Sequence[Score]) -> None:
 
 
 class FailedSteps:
-    """Looks whether a function of the user's gives a run anything to learn from."""
+    """Checks whether the user's functions give a run anything to learn from."""
 
     def __init__(self, timeout_seconds: float) -> None:
         """`timeout_seconds` is the limit of a call."""
@@ -270,9 +275,10 @@ class FailedSteps:
         """Settings whose every call failed in the step before."""
 
     def check(self, scores: Sequence[Score]) -> None:
-        """RewardFunctionError where a function raised on every completion of a step, or failed on
-        every completion of two steps in a row, also by being late. All ranks call it with the
-        scores of every step."""
+        """RewardFunctionError where a function raised on every completion of a step.
+
+        Also where it failed on every completion of two steps in a row, be it by being late. All
+        ranks call it with the scores of every step."""
         raise_if_every_call_failed(scores)
         kinds: dict[str, list[str]] = {}
         for name, kind in _failures(scores):
@@ -296,8 +302,9 @@ class FailedSteps:
 
 
 def _failures(scores: Sequence[Score]) -> Iterator[tuple[str, str]]:
-    """(name, "error" or "timeout") of every call of a function that failed, as `_function_errors`
-    names it."""
+    """(name, "error" or "timeout") of every call of a function that failed.
+
+    Names are those of `_function_errors`."""
     for score in scores:
         if score.verdict in ("error", "timeout") and not score.parts:
             yield "", score.verdict
@@ -307,8 +314,9 @@ def _failures(scores: Sequence[Score]) -> Iterator[tuple[str, str]]:
 
 
 def first_function_failure(groups: Sequence[ScoredGroup]) -> str | None:
-    """Message and traceback of the first failure of a user's function, indented; None where it only
-    took too long."""
+    """Message and traceback of the first error of a user's function, indented.
+
+    None where functions only took too long."""
     errors = _function_errors([score for group in groups for score in group.scores])
     return next(
         (_indented(f"{name}: {message}" if name else message) for name, message in errors), None
@@ -316,8 +324,9 @@ def first_function_failure(groups: Sequence[ScoredGroup]) -> str | None:
 
 
 def _function_errors(scores: Sequence[Score]) -> Iterator[tuple[str, str]]:
-    """(name, message) of every error of a function of `reward.rewards`, or of `reward.function`,
-    which has no name."""
+    """(name, message) of every error of a function of `reward.rewards`.
+
+    The function of `reward.function` has no name."""
     for score in scores:
         if score.verdict == "error" and not score.parts:
             yield "", score.extracted
@@ -332,7 +341,7 @@ def _indented(message: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Submitted:
-    """A completion, or with functions that take groups all of a prompt."""
+    """A completion; with functions that take groups, all completions of a prompt."""
 
     completions: tuple[Completion, ...]
     boxed: tuple[bool, ...]
@@ -341,7 +350,8 @@ class _Submitted:
     group_futures: dict[str, Future[list[FunctionResult]]]
     """Lists of results to come, by the name of the reward."""
     was_known: tuple[frozenset[str], ...]
-    """By completion, futures that were done at once: the answer waited for no worker."""
+    """Names of the futures of each completion that were done at once: the answer waited for no
+    worker."""
     key: Any
 
     @property
@@ -355,8 +365,9 @@ class _Submitted:
 
 
 class RewardManager:
-    """Scores completions while others are still sampled: `submit` each, then `collect` all, or
-    `take_finished` ones."""
+    """Scores completions while others are still sampled.
+
+    `submit` each, then `collect` all, or `take_finished` ones."""
 
     def __init__(
         self,
@@ -389,8 +400,9 @@ class RewardManager:
     def submit_group(
         self, prompt: Prompt, completions: Sequence[Completion], key: Any = None
     ) -> None:
-        """Queue all completions of a prompt for the workers; `key` is what `take_finished` calls
-        them."""
+        """Queue all completions of a prompt for the workers.
+
+        `key` is what `take_finished` calls them."""
         texts = [text_to_verify(prompt.text, completion.text) for completion in completions]
         futures = [
             self._workers.submit(text, prompt, completion, self._validates)
@@ -413,13 +425,15 @@ class RewardManager:
 
     def collect(self, on_progress: Callable[[], None] = lambda: None) -> list[Score]:
         """The scores of all completions submitted since the last call, in that order, when all are
-        there: answers time out one by one, each after `reward.timeout_seconds` of its own.
-        `on_progress` is called every second."""
+        there.
+
+        Answers time out one by one, each after `reward.timeout_seconds` of its own. `on_progress`
+        is called every second."""
         self.wait(on_progress)
         return [score for _, scores in self.take_finished() for score in scores]
 
     def wait(self, on_progress: Callable[[], None] = lambda: None) -> None:
-        """Until all that is submitted has its scores; as `collect`."""
+        """Wait until all that is submitted has its scores; as `collect`."""
         futures = [future for submitted in self._submitted for future in submitted.all_futures]
         WorkerPool.results(futures, on_progress)
 
@@ -433,7 +447,7 @@ class RewardManager:
         return [(submitted.key, self._scores(submitted)) for submitted in taken]
 
     def _scores(self, submitted: _Submitted) -> list[Score]:
-        """By completion."""
+        """The scores of what was submitted, by completion."""
         by_group = {name: future.result() for name, future in submitted.group_futures.items()}
         scores = []
         for g, completion in enumerate(submitted.completions):

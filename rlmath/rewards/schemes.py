@@ -10,7 +10,7 @@ WRONG_ANSWER = {"correctness": -1.0, "plus_minus_one": -1.0, "zero_one": 0.0}
 
 
 def raw_reward(settings: RewardConfig, correct: bool, boxed: bool) -> float:
-    """What `reward.scheme` gives, before bias and scaling (docs/rewards.md has the table)."""
+    """The reward by `reward.scheme`, before bias and scaling (docs/rewards.md has the table)."""
     if settings.scheme in WRONG_ANSWER:
         return 1.0 if correct else WRONG_ANSWER[settings.scheme]
     if boxed:
@@ -19,7 +19,7 @@ def raw_reward(settings: RewardConfig, correct: bool, boxed: bool) -> float:
 
 
 def reward_scale(settings: RewardConfig, verified: bool) -> float:
-    """What a raw reward is multiplied by; `verified`: correctness is a part of it."""
+    """The factor of a raw reward; `verified`: correctness is a part of it."""
     if settings.output_scaling is not None:
         return settings.output_scaling
     return 5.0 if verified and settings.scheme == "correctness" else 1.0
@@ -28,8 +28,9 @@ def reward_scale(settings: RewardConfig, verified: bool) -> float:
 def scaled_reward(
     settings: RewardConfig, raw: float, verified: bool, length: int, limit: int, truncated: bool
 ) -> float:
-    """The reward of a completion of `length` tokens, of at most `limit`: (raw - bias) * scaling -
-    overlong penalty.
+    """The reward of a completion of `length` tokens, of at most `limit`.
+
+    It is (raw - bias) * scaling - overlong penalty.
 
     `raw` is what `raw_reward` or the user's function gives, or a weighted sum; `verified` is as in
     `reward_scale`.
@@ -46,8 +47,9 @@ def scaled_reward(
 
 
 def overlong_share(length: int, limit: int, buffer: int) -> float:
-    """The used share (0 to 1) of the last `buffer` tokens before the limit (DAPO, arXiv:2503.14476,
-    section 3.4).
+    """The used share (0 to 1) of the last `buffer` tokens before the limit.
+
+    Source: DAPO, arXiv:2503.14476, section 3.4.
 
     >>> overlong_share(length=90, limit=100, buffer=20)
     0.5

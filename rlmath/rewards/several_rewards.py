@@ -45,7 +45,7 @@ TAKEN = (
     "queue_wait_s",
     "queue_wait_s_max",
 )
-"""What stands behind `reward/` in the names of other metrics."""
+"""Names after `reward/` that other metrics have."""
 MEASURED = "(verifier)"
 """Name of the verifier's result where it is no part of the reward, but gives the accuracy; no
 reward is called so."""
@@ -77,8 +77,9 @@ def named_rewards(reward: RewardConfig) -> tuple[NamedReward, ...]:
 
 
 def rewards_of(reward: RewardConfig) -> tuple[NamedReward, ...]:
-    """The list, or the one reward of a run without a list: "correctness", or a function without a
-    name."""
+    """The list of rewards; of a run without a list its one reward.
+
+    That is "correctness", or a function without a name."""
     only_reward = NamedReward(
         "correctness" if reward.function is None else "", 1.0, reward.function
     )
@@ -86,8 +87,9 @@ def rewards_of(reward: RewardConfig) -> tuple[NamedReward, ...]:
 
 
 def listed_functions(reward: RewardConfig) -> dict[str, str]:
-    """The user's functions of the list, by the reward's name; one that a plugin registers has that
-    name."""
+    """The user's functions of the list, by the reward's name.
+
+    A function that a plugin registers has the name of its reward."""
     parted = [entry.partition("=") for entry in reward.rewards]
     return {
         name: function or name
@@ -114,13 +116,12 @@ def reward_hooks(reward: RewardConfig, plugins: Sequence[str] = ()) -> list[Hook
 
 
 def takes_groups(reward: RewardConfig) -> bool:
-    """Whether rewards are functions of the user's that are called once for all completions of a
-    prompt."""
+    """Whether the user's functions are called once for all completions of a prompt."""
     return reward.function_takes == "group" and bool(functions_of(reward))
 
 
 def rules_of(reward: RewardConfig) -> Rules:
-    """How the verifier finds and compares answers."""
+    """The rules by which the verifier finds and compares answers."""
     return Rules(reward.answer_from, protocol=not reward.strict)
 
 
@@ -130,8 +131,9 @@ def is_verified(reward: RewardConfig) -> bool:
 
 
 def compared_rewards(reward: RewardConfig) -> tuple[int, ...]:
-    """Positions of the rewards that count, where there are several: a group has contrast where one
-    of them differs."""
+    """Positions of the rewards that count, where there are several.
+
+    A group has contrast where one of them differs."""
     return tuple(k for k, named_reward in enumerate(named_rewards(reward)) if named_reward.weight)
 
 
@@ -140,17 +142,19 @@ def compared_rewards(reward: RewardConfig) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MeasuredRows:
-    """Whose accuracy is what the verifier says, in a run whose rewards are functions of the user's
-    alone: rows that all have a solution which an answer could equal. Decided once, before the run.
-    """
+    """The rows whose accuracy the verifier measures, where the user's functions give all rewards.
+
+    These rows all have a solution which an answer could equal. It is decided once, before the
+    run."""
 
     training: bool = False
     validation: bool = False
 
 
 class RewardWorkers:
-    """The workers of the verifier, where correctness counts or is measured, and of every function
-    of the user's."""
+    """The workers of the verifier and of every function of the user's.
+
+    The verifier has workers where correctness counts or is measured."""
 
     def __init__(
         self,
@@ -181,8 +185,10 @@ class RewardWorkers:
     def submit(
         self, text: str, prompt: Prompt, completion: Completion, validates: bool = False
     ) -> dict[str, Future[Any]]:
-        """Queue a completion, of a validation or of training, for every reward that needs a worker,
-        and for the verifier where it measures; `text` is what is verified."""
+        """Queue a completion for every reward that needs a worker, and for the verifier where it
+        measures.
+
+        The completion is one of a validation or of training; `text` is what is verified."""
         is_measured = self.measured.validation if validates else self.measured.training
         return {
             name: pool.submit(text, prompt.solutions, prompt.task, question=prompt.question)
@@ -195,8 +201,9 @@ class RewardWorkers:
     def submit_group(
         self, prompt: Prompt, completions: Sequence[Completion]
     ) -> dict[str, Future[list[FunctionResult]]]:
-        """Queue all completions of a prompt for every function that takes groups; results are in
-        their order."""
+        """Queue all completions of a prompt for every function that takes groups.
+
+        Results are in the order of the completions."""
         texts = [completion.text for completion in completions]
         return {
             name: self.by_name[name].call_group(texts, prompt.solutions, prompt.row)
@@ -225,13 +232,13 @@ def score_of(
     limit: int,
     truncated: bool,
 ) -> Score:
-    """The score of a completion from what verifier and functions found.
+    """The score of a completion from the results of verifier and functions.
 
     Its reward is (weighted sum of the rewards that did not fail - bias) * scaling, with the
     settings about length. Without a list of rewards the score has no parts, and a function that
-    failed counts as `reward.function_failure`. Right is what the verifier says where it is a part
-    of the reward; without it what the first metric "correct" of a function says, else the first
-    function's reward: above 0."""
+    failed counts as `reward.function_failure`. The completion is right where the verifier says so,
+    if it is a part of the reward; without it where the first metric "correct" of a function, else
+    the first function's reward, is above 0."""
     waited = max((result.queue_seconds for result in results.values()), default=0.0)
     measured = results.get("correctness", results.get(MEASURED))
     results = {name: result for name, result in results.items() if name != MEASURED}
@@ -286,6 +293,7 @@ def score_of(
 
 
 def _failed(result: Verdict | FunctionResult) -> bool:
+    """Whether verifier or function came to no result."""
     return (
         (result.failure is not None)
         if isinstance(result, FunctionResult)
@@ -301,6 +309,7 @@ def _value(
     length: int,
     limit: int,
 ) -> float | None:
+    """The value of one reward of the list; None where its function failed."""
     if one.name == "format":
         return float(boxed)
     if one.name == "length":
@@ -313,8 +322,9 @@ def _value(
 
 
 def is_right(results: Sequence[FunctionResult]) -> bool:
-    """What functions of the user's say of a completion: by the first metric "correct", else the
-    first one's reward."""
+    """Whether the user's functions call a completion right: their value is above 0.
+
+    The value is the first metric "correct", else the first function's reward."""
     successes = [result for result in results if result.failure is None]
     correct_metrics = [
         dict(result.metrics)["correct"] for result in successes if "correct" in dict(result.metrics)
@@ -327,10 +337,12 @@ def is_right(results: Sequence[FunctionResult]) -> bool:
 
 
 def summed_rewards(group: ScoredGroup, reward: RewardConfig) -> list[float]:
-    """The rewards that advantages of weighted sums are made of: those of the scores, where a reward
-    that failed counts as the mean of what it gave the others of the group, so that it moves
-    nothing; without one it adds nothing. A completion that `mask_no_eos_with_zero` sets to 0 stays
-    there. All less `reward.length_penalty`."""
+    """The rewards of a group that advantages of weighted sums are made of, less the length penalty.
+
+    They are the rewards of the scores, where a reward that failed counts as the mean of its values
+    for the others of the group, so that it moves nothing; where it has no value for any, it adds
+    nothing. A completion that `mask_no_eos_with_zero` sets to 0 stays there. The penalty is
+    `reward.length_penalty`."""
     rewards = _without_failures(group, reward)
     if not reward.length_penalty:
         return rewards
@@ -343,8 +355,9 @@ def summed_rewards(group: ScoredGroup, reward: RewardConfig) -> list[float]:
 def length_penalised(
     rewards: Sequence[float], tokens: Sequence[int], correct: Sequence[bool], penalty: float
 ) -> list[float]:
-    """Rewards less `penalty` per 1,000 tokens times the share of right ones, at least 1 / G (ALP,
-    arXiv:2506.05256).
+    """Rewards less `penalty` per 1,000 tokens times the share of right ones, at least 1 / G.
+
+    Source: ALP, arXiv:2506.05256.
 
     >>> length_penalised([1.0, 0.0], [1000, 500], [True, False], penalty=0.5)
     [0.75, -0.125]
@@ -354,6 +367,7 @@ def length_penalised(
 
 
 def _without_failures(group: ScoredGroup, reward: RewardConfig) -> list[float]:
+    """The group's rewards with the mean of a reward in the place of its failures."""
     if not reward.rewards or not any(score.failures for score in group.scores):
         return group.rewards
     scale = reward_scale(reward, is_verified(reward))

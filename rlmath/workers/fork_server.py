@@ -56,8 +56,8 @@ CLOSE_SECONDS = 10.0
 SWEEP_SECONDS = 1.0
 """Longest sweep over left-over processes before requests are looked at again."""
 SAMPLE_SECONDS = 0.05
-"""Between two looks for workers that have ended, and at the processes that functions have
-started."""
+"""Interval between two looks for workers that have ended, and at the processes that functions
+have started."""
 MAX_SAMPLE_SECONDS = 1.0
 SAMPLE_SHARE = 0.05
 """Most of one core that the looks at processes take; they become rarer on a machine of many
@@ -80,12 +80,14 @@ class ServerLost(Exception):
 
 @dataclass(frozen=True)
 class Ended:
+    """The end of a worker."""
+
     number: int
     exit_code: int
     """Negative: the signal that ended it."""
     why: str
-    """Who ended it: "itself", "asked" (the pool), "memory" or "processes" (the fork server: a
-    limit)."""
+    """The cause of its end: "itself", "asked" (the pool), "memory" or "processes" (the fork
+    server: a limit)."""
 
 
 # ---------------------------------------------------------------- in the pool's process
@@ -123,8 +125,9 @@ class ForkServer:
         return self._socket.fileno()
 
     def _log_printed(self, setting: str) -> int:
-        """The end of a pipe for the server's standard output, whose lines are logged until nobody
-        has it."""
+        """The end of a pipe for the server's standard output.
+
+        Its lines are logged until no process has it open."""
         read_end, write_end = os.pipe()
         self._printed = threading.Thread(target=log_printed, args=(read_end, setting), daemon=True)
         self._printed.start()
@@ -198,9 +201,11 @@ class ForkServer:
 
 
 def log_printed(pipe: int, setting: str) -> None:
-    """Log the lines that come from a pipe, as those of a setting's function, until its other end is
-    closed: bounded, on one line each, with control characters made visible. All is read at once, so
-    that nobody who prints waits."""
+    """Log the lines that come from a pipe, as those of a setting's function, until its end is
+    closed.
+
+    They are bounded, on one line each, with control characters made visible. All is read at once,
+    so that nobody who prints waits."""
     printed = 0
     started = time.monotonic()
     unfinished_line = b""
@@ -224,6 +229,7 @@ def log_printed(pipe: int, setting: str) -> None:
 
 
 def _tell_left_out(printed: int, setting: str) -> None:
+    """Log how many printed lines were left out, if any."""
     if printed > MAX_PRINTED_LINES:
         text = (
             "%s prints: %d more lines, which are left out (at most %d lines in %.0f s are logged)"
@@ -245,6 +251,8 @@ def exit_text(code: int) -> str:
 
 @dataclass
 class _Child:
+    """A worker as the fork server knows it."""
+
     number: int
     why: str = ""
     """Why it is being ended; "" while it is not."""
@@ -271,8 +279,9 @@ class _Server:
         self._sample_at = 0.0
 
     def serve(self) -> None:
-        """Until the pool has closed its end or has ended; then all that descends from this process
-        has ended too."""
+        """Serve until the pool has closed its end or has ended.
+
+        Then all that descends from this process has ended too."""
         process_tree.adopt_orphans()
         self._of_module.update(process_tree.children_by_parent().get(os.getpid(), []))
         try:
@@ -310,6 +319,7 @@ class _Server:
         return True
 
     def _fork(self, number: int, channel: int) -> None:
+        """Fork a worker that gets this file descriptor as its channel."""
         server = os.getpid()
         child = os.fork()
         if child == 0:
@@ -319,6 +329,7 @@ class _Server:
         self._workers[child] = _Child(number)
 
     def _kill(self, worker: int, why: str, children: Mapping[int, list[int]]) -> None:
+        """End a worker's processes; the first reason is kept."""
         self._workers[worker].why = self._workers[worker].why or why
         process_tree.kill_trees([worker], children)
 
@@ -353,7 +364,7 @@ class _Server:
             self._reap()
 
     def _sample(self) -> None:
-        """End workers whose processes are too many or hold too much memory, and whatever is left
+        """End workers whose processes are too many or hold too much memory, and processes left
         over."""
         started = time.process_time()
         children = process_tree.children_by_parent()
@@ -370,6 +381,7 @@ class _Server:
 
 
 def main() -> None:
+    """Load what workers need, report to the pool, and serve it until it ends."""
     socket_fd, parent, settings_json = sys.argv[1:]
     settings = WorkerSettings.from_json(settings_json)
     # Sent to all processes of a job by a cluster, by Ctrl-C and by torchrun; only the pool ends

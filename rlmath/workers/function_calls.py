@@ -46,7 +46,7 @@ class FunctionResult:
     message: str = ""
     """The error message of a failure, and the last lines of its traceback."""
     queue_seconds: float = 0.0
-    """How long the answer waited for a worker."""
+    """Time for which the answer waited for a worker."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ class HookResult:
 
 
 def result_of(reply: Mapping[str, Any]) -> FunctionResult:
-    """The result of a reward function or a scorer as it came from its process, or a failure of that
-    process."""
+    """The result of a reward function or a scorer, or a failure of its process.
+
+    `reply` is as it came from that process."""
     failure = reply["failure"]
     message = reply.get("message", "")
     reward, metrics = (0.0, ()) if failure else reply["value"]
@@ -72,8 +73,9 @@ def result_of(reply: Mapping[str, Any]) -> FunctionResult:
 
 
 def group_result_of(reply: Mapping[str, Any], count: int) -> list[FunctionResult]:
-    """The results of a reward function for the `count` completions of a group, which have one fate
-    where it fails."""
+    """The results of a reward function for the `count` completions of a group.
+
+    Where the function fails, all of them have the failure."""
     if reply["failure"]:
         return [result_of(reply)] * count
     if len(reply["value"]) != count:
@@ -82,8 +84,7 @@ def group_result_of(reply: Mapping[str, Any], count: int) -> list[FunctionResult
 
 
 def hook_result_of(reply: Mapping[str, Any]) -> HookResult:
-    """The result of a function of another kind as it came from its process, or a failure of that
-    process."""
+    """The result of a function of another kind, or a failure of its process."""
     return HookResult(reply.get("value"), reply["failure"], reply.get("message", ""))
 
 
@@ -118,8 +119,9 @@ def call_function(kind: str, function: Callable, arguments: Sequence[Any]) -> di
 
 
 def _with_trace(error: BaseException) -> str:
-    """An exception of the function, and where it was raised, the last line of the function's file
-    included; the call itself is left out."""
+    """The message of an exception of the function, with the last lines of its traceback.
+
+    The last line of the function's own file is among them; the call itself is left out."""
     message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
     frames = traceback.extract_tb(error.__traceback__)[1:]
     last = frames[-MAX_TRACE_FRAMES:]
@@ -131,7 +133,9 @@ def _with_trace(error: BaseException) -> str:
 
 
 def checked_value(kind: str, returned: Any, shape: Sequence[int] = ()) -> Any:
-    """What a function returned, as plain data; an exception where its kind returns something else.
+    """The value that a function returned, as plain data.
+
+    Raises an exception where its kind returns something else.
 
     `shape` has the lengths of the lists that an advantage returns, or the length of the list that a
     group's reward returns."""
@@ -163,6 +167,7 @@ def checked_value(kind: str, returned: Any, shape: Sequence[int] = ()) -> Any:
 
 
 def _reward(returned: Any, with_metrics: bool) -> tuple[float, list[tuple[str, float]]]:
+    """(reward, metrics) as plain numbers; an exception where they are none."""
     reward, metrics = returned if isinstance(returned, tuple) else (returned, {})
     if metrics and not with_metrics:
         raise ValueError("needed: true, false or a number; it returned metrics, too")
@@ -190,6 +195,7 @@ def _group_rewards(returned: Any, count: int) -> list[tuple[float, list[tuple[st
 
 
 def _advantages(returned: Any, shape: list[int]) -> list[list[float]]:
+    """The lists of advantages as plain numbers; ValueError for lists of another shape."""
     groups = None if isinstance(returned, UNORDERED) else list(returned)
     if groups is None or any(isinstance(row, UNORDERED) for row in groups):
         raise ValueError("needed: a list of lists of numbers, in the order of the rewards")

@@ -65,16 +65,16 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 class Problem(TypedDict):
-    """What a data form makes of a row."""
+    """The problem that a data form makes of a row."""
 
     prompt: str
     """The problem; `data.template` is put around it."""
     solutions: Sequence[str | int | float]
-    """At least one reference answer; a completion that equals any of them is right."""
+    """Reference answers, at least one; a completion that equals any of them is right."""
     query_id: NotRequired[str | int]
     """Unique in the file. Without it, the row's number, from 0."""
     task: NotRequired[str]
-    """How answers are checked: "math" (without it) or "choice"."""
+    """The check of answers: "math" (without it) or "choice"."""
 
 
 @dataclass(frozen=True)
@@ -95,24 +95,29 @@ class Group:
 
 
 class DataForm(Protocol):
-    """A row of a data file (its columns) to the problem; None leaves the row out, which counts as
-    unusable. So does a row on which it raises, or for which it returns something else; more of them
-    than `data.max_unusable_share` are refused, by file and line."""
+    """Maps a row of a data file (its columns) to the problem; None leaves the row out.
+
+    A row that is left out counts as unusable. So does a row on which it raises, or for which it
+    returns something else; more of them than `data.max_unusable_share` are refused, by file and
+    line."""
 
     def __call__(self, row: dict[str, Any], /) -> Problem | None: ...
 
 
 class Template(Protocol):
-    """A problem, and its row (`prompt`, `solutions`, `query_id`, `task`, the chat that the file has
-    as `messages`, further columns), to the text that the model continues, or to messages ({"role":
-    ..., "content": ...}) for the tokenizer's chat template."""
+    """Maps a problem and its row to the text that the model continues, or to messages.
+
+    The row has `prompt`, `solutions`, `query_id`, `task`, the chat that the file has as `messages`,
+    and further columns. Messages ({"role": ..., "content": ...}) are for the tokenizer's chat
+    template."""
 
     def __call__(self, problem: str, row: dict[str, Any], /) -> str | list[dict[str, str]]: ...
 
 
 class Reward(Protocol):
-    """A completion, the prompt's reference answers and its row to the reward, or to the reward and
-    metrics."""
+    """Maps a completion, the prompt's reference answers and its row to the reward.
+
+    It may return metrics, too."""
 
     def __call__(
         self, completion: str, solutions: list[str], row: dict[str, Any], /
@@ -120,8 +125,10 @@ class Reward(Protocol):
 
 
 class GroupReward(Protocol):
-    """All completions of a prompt, its reference answers and its row to a reward of each, or a
-    reward and metrics, in the same order: a reward function with `reward.function_takes=group`."""
+    """Maps all completions of a prompt, its reference answers and its row to a reward of each.
+
+    Each may be a reward and metrics; they are in the order of the completions. It is a reward
+    function with `reward.function_takes=group`."""
 
     def __call__(
         self, completions: list[str], solutions: list[str], row: dict[str, Any], /
@@ -129,7 +136,7 @@ class GroupReward(Protocol):
 
 
 class Selection(Protocol):
-    """Whether a group is learned from.
+    """Decides whether a group is learned from.
 
     The completions that length filters leave out are not in it."""
 
@@ -137,8 +144,9 @@ class Selection(Protocol):
 
 
 class Advantage(Protocol):
-    """Rewards and lengths (tokens) of all completions that a step learns from, by group, to the
-    advantage of each."""
+    """Maps rewards and lengths (tokens), by group, to the advantage of each completion.
+
+    The groups are those of all completions that a step learns from."""
 
     def __call__(
         self, rewards: list[list[float]], tokens: list[list[int]], /
@@ -146,8 +154,9 @@ class Advantage(Protocol):
 
 
 class Scorer(Protocol):
-    """Whether a completion counts as right in validation and evaluation: true, or a number above
-    0."""
+    """Decides whether a completion counts as right in validation and evaluation.
+
+    It does where the function returns true, or a number above 0."""
 
     def __call__(
         self, completion: str, solutions: list[str], row: dict[str, Any], /
@@ -155,8 +164,9 @@ class Scorer(Protocol):
 
 
 class Metric(Protocol):
-    """The groups that a step sampled to a number, logged as `own/<name>`, or to numbers by key,
-    `own/<name>/<key>`."""
+    """Maps the groups that a step sampled to a number, or to numbers by key.
+
+    They are logged as `own/<name>`, or as `own/<name>/<key>`."""
 
     def __call__(self, groups: list[Group], /) -> float | dict[str, float]: ...
 
@@ -180,11 +190,11 @@ class Hook:
     spec: str
     """ "package.module:name", "path/to/file.py:name", or a name that one of `plugins` registers."""
     setting: str
-    """What messages call it, "algorithm.advantage"."""
+    """Its name in messages, "algorithm.advantage"."""
     plugins: tuple[str, ...] = ()
     """Modules and files that register functions."""
     takes: Literal["completion", "group"] = "completion"
-    """Of a reward: what one call is about."""
+    """The argument of one call, for a reward."""
 
     def __str__(self) -> str:
         return self.spec
@@ -224,6 +234,8 @@ F = TypeVar("F", bound=Callable)
 
 
 def _decorator(kind: str) -> Callable[[str], Callable[[F], F]]:
+    """The decorator that registers functions of a kind by name."""
+
     def named(name: str) -> Callable[[F], F]:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(
@@ -284,6 +296,7 @@ def load(hook: Hook) -> Callable:
 
 
 def _check_signature(function: Callable, hook: Hook) -> None:
+    """ValueError for a function that cannot be called with the arguments of its kind."""
     names = _ARGUMENTS[hook.kind]
     try:
         signature = inspect.signature(function)
@@ -319,8 +332,9 @@ def load_function(spec: str, setting: str = "reward.function") -> Callable:
 
 
 def _plugins_setting(setting: str) -> str:
-    """What names the plugins beside the `setting` of a function: an option of a command has an
-    option beside it."""
+    """The name of the plugins' setting beside the `setting` of a function.
+
+    An option of a command has an option beside it."""
     return "--plugin" if setting.startswith("--") else "run.plugins"
 
 
@@ -335,6 +349,7 @@ def import_plugin(plugin: str, setting: str) -> None:
 
 
 def _import(module_name: str, file: str | None, setting: str) -> ModuleType:
+    """The module, or the file's module; ValueError where importing it fails."""
     if file is not None and not os.path.exists(file):
         raise ValueError(f'{setting}: there is no file "{file}".{nearest_path(Path(file))}')
     if os.getcwd() not in sys.path:
@@ -361,8 +376,9 @@ def _import(module_name: str, file: str | None, setting: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """The module of a file, once, under the file's own name where that is free; it finds modules
-    beside it."""
+    """The module of a file, imported once, under the file's own name where that is free.
+
+    It finds modules beside it."""
     for loaded_module in list(sys.modules.values()):
         file = getattr(loaded_module, "__file__", None)
         if isinstance(file, str) and os.path.exists(file) and path.samefile(file):
@@ -394,8 +410,9 @@ def hooks_fingerprint(hooks: Iterable[Hook]) -> str:
 
 
 def code_fingerprint(spec: str | None, plugins: Sequence[str] = ()) -> str:
-    """A short name for the contents of a function's file, or of all plugins where it is registered;
-    "" without one."""
+    """A short name for the contents of a function's file, or of all plugins where it is registered.
+
+    "" without a function."""
     if spec is not None and plugins and not _SPEC.fullmatch(spec):
         paths = [_file_of(f"{plugin}:any") for plugin in plugins]
         content = b"".join(b"" if path is None else path.read_bytes() for path in paths)
@@ -405,9 +422,10 @@ def code_fingerprint(spec: str | None, plugins: Sequence[str] = ()) -> str:
 
 
 def is_same_function(there: str | None, here: str | None, code_there: str = "") -> bool:
-    """Whether two spellings (a module or a file, a relative or an absolute path) name one function:
-    of the same file, which may have changed since, or of the same content, of which `code_there` is
-    the first one's fingerprint."""
+    """Whether two spellings name one function: a module or a file, a relative or an absolute path.
+
+    They do where the file is the same, which may have changed since, or the content is the same;
+    `code_there` is the first one's fingerprint."""
     names = [match["name"] for spec in (there, here) if (match := _SPEC.fullmatch(spec or ""))]
     if there == here or len(names) < 2 or names[0] != names[1]:
         return there == here
@@ -418,6 +436,7 @@ def is_same_function(there: str | None, here: str | None, code_there: str = "") 
 
 
 def _file_of(spec: str | None) -> Path | None:
+    """The file of a function; None where there is none."""
     match = _SPEC.fullmatch(spec or "")
     if match is None:
         return None
@@ -426,6 +445,7 @@ def _file_of(spec: str | None) -> Path | None:
 
 
 def _module_file(module: str) -> str | None:
+    """The file of a module, found without importing it; None where there is none."""
     folders: list[str] | None = [
         *os.environ.get("PYTHONPATH", "").split(os.pathsep),
         *sys.path,
@@ -489,8 +509,9 @@ def function_problem(function: str | Hook) -> str | None:
 
 
 def plugin_problem(plugin: str, setting: str = "run.plugins") -> str | None:
-    """Why a plugin that `setting` names cannot be imported, checked in a separate process; None if
-    it can."""
+    """The reason why a plugin that `setting` names cannot be imported; None if it can.
+
+    It is checked in a separate process."""
     return function_problem(Hook("plugin", plugin, setting))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 SWEEP_PAUSE_SECONDS = 0.001
-"""Between two passes over processes that are ending."""
+"""Pause between two passes over processes that are ending."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CPUCLOCK_SCHED = 2
@@ -25,7 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans() -> None:
-    """From now on orphans among this process's descendants become its children.
+    """Make the orphans among this process's descendants its children from now on.
 
     OSError where the kernel refuses."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -33,8 +33,9 @@ def adopt_orphans() -> None:
 
 
 def children_by_parent() -> dict[int, list[int]]:
-    """All processes of the machine, those that wait to be reaped included; 10 to 40 microseconds
-    each."""
+    """All processes of the machine by their parents, those that wait to be reaped included.
+
+    It takes 10 to 40 microseconds for each."""
     children: dict[int, list[int]] = {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         with contextlib.suppress(OSError):
@@ -43,8 +44,9 @@ def children_by_parent() -> dict[int, list[int]]:
 
 
 def descendants(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
-    """All processes below a process, parents before their children; `children` is from
-    `children_by_parent`."""
+    """All processes below a process, parents before their children.
+
+    `children` is from `children_by_parent`."""
     pids = [pid]
     for parent in pids:
         pids += children.get(parent, [])
@@ -52,8 +54,9 @@ def descendants(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
 
 
 def memory_above(pids: Iterable[int], limit: int) -> bool:
-    """Whether processes hold more than `limit` bytes together; shared pages count once
-    (proportional set size)."""
+    """Whether processes hold more than `limit` bytes together.
+
+    Shared pages count once (proportional set size)."""
     pids = list(pids)
     return sum(map(_resident_bytes, pids)) > limit and sum(map(_proportional_bytes, pids)) > limit
 
@@ -68,7 +71,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def kill_trees(roots: Sequence[int], children: Mapping[int, Sequence[int]]) -> None:
-    """SIGKILL for children of this process, their descendants and the process groups of all these;
+    """SIGKILL for children of this process, their descendants and the process groups of all these.
+
     `children` is from `children_by_parent`. What is forked meanwhile outlives it, as an orphan of
     the process that adopts orphans. A group is killed at once, so one that only forks cannot outrun
     it."""
@@ -86,7 +90,7 @@ def kill_trees(roots: Sequence[int], children: Mapping[int, Sequence[int]]) -> N
 
 
 def _parent_of(pid: int) -> int:
-    """OSError where it has ended."""
+    """The parent of a process; OSError where it has ended."""
     return int(_read(pid, "stat").rpartition(b")")[2].split(None, 2)[1])
 
 
@@ -102,8 +106,9 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _proportional_bytes(pid: int) -> int:
-    """Resident memory, shared pages divided by the number of their users; all of it where the
-    kernel does not know."""
+    """Resident memory, with shared pages divided by the number of their users.
+
+    All of the resident memory where the kernel does not know."""
     with contextlib.suppress(OSError, ValueError):
         for line in _read(pid, "smaps_rollup").splitlines():
             if line.startswith(b"Pss:"):

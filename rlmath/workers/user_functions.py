@@ -69,7 +69,7 @@ class UserFunction:
             raise ValueError(f"{self.hook.setting} {self}: {error}") from None
 
     def values(self, calls: Iterable[Sequence[Any]]) -> list[Any]:
-        """What the function returns for each call.
+        """The return values of the function for all calls.
 
         UserFunctionError at the first failure, and after ALL_SECONDS."""
         values = []
@@ -88,12 +88,13 @@ class UserFunction:
         return values
 
     def call(self, *arguments: Any) -> Any:
-        """What the function returns.
+        """The return value of the function for one call.
 
         UserFunctionError where it fails."""
         return self.values([arguments])[0]
 
     def reason(self, result: HookResult) -> str:
+        """The reason of a failure, for messages."""
         return (
             f"it took more than {self._seconds:g} s"
             if result.failure == "timeout"
@@ -112,8 +113,9 @@ class UserFunction:
 
 @contextmanager
 def word_or_function(hook: Hook | None, word: str) -> Iterator[str | UserFunction]:
-    """The function that a setting names, with its worker until the end; the setting's word where it
-    names none."""
+    """The function that a setting names, with its worker until the end.
+
+    Where it names none, the setting's word."""
     if hook is None:
         yield word
     else:

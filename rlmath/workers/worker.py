@@ -34,11 +34,13 @@ GRACE_SECONDS = 5.0
 """Added to the pool's time limits for the kernel's own limits, which end a worker if the pool
 cannot."""
 LENGTH_BYTES = 4
-"""Before every message on a worker's channel: its length, big-endian."""
+"""Size of the length before every message on a worker's channel, big-endian."""
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
+    """The settings that a worker starts with."""
+
     memory_bytes: int
     """Address space of every process of a worker, and memory of all of them together."""
     timeout_seconds: float
@@ -64,8 +66,9 @@ class WorkerSettings:
 
 
 def framed(message: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
-    """A message as it goes over a worker's channel: JSON after its length; `default` as in
-    `json.dumps`."""
+    """A message as it goes over a worker's channel: JSON after its length.
+
+    `default` is as in `json.dumps`."""
     content = json.dumps(message, default=default).encode()
     return len(content).to_bytes(LENGTH_BYTES) + content
 
@@ -101,8 +104,9 @@ def run_worker(
 
 
 def _reset_signals() -> None:
-    """SIGTERM and SIGUSR1, which a cluster sends to a whole job, have no effect here but end what a
-    function starts."""
+    """Set handlers so that signals to a whole job have no effect here.
+
+    These are SIGTERM and SIGUSR1, which a cluster sends; they end what a function starts."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -113,6 +117,7 @@ def _reset_signals() -> None:
 
 
 def _serve(channel: socket.socket, settings: WorkerSettings, function: Callable | None) -> None:
+    """Answer requests from the channel until it is closed."""
     channel.sendall(framed({"ready": os.getpid()}))
     requests = channel.makefile("rb")
     while size := requests.read(LENGTH_BYTES):
@@ -129,6 +134,7 @@ def _serve(channel: socket.socket, settings: WorkerSettings, function: Callable 
 
 
 def _verify(request: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
+    """The verdict on the answer of a request, as a reply."""
     answer = request["answer"]
     solutions = request["solutions"]
     verdict = verify_by_string(answer, solutions, rules) if request["strings"] else None
@@ -144,8 +150,9 @@ def _call(kind: str, function: Callable, request: Mapping[str, Any]) -> dict[str
 
 
 def flush_streams() -> None:
-    """Print what the function has not ended a line after; it may have closed or replaced the
-    streams."""
+    """Print text of the function that no line end follows.
+
+    The function may have closed or replaced the streams."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -162,8 +169,9 @@ def _has_children() -> bool:
 
 
 def _limit_request(settings: WorkerSettings) -> None:
-    """Let the kernel end this worker after so much (CPU) time, if the pool does not; a function may
-    use all cores."""
+    """Let the kernel end this worker after so much (CPU) time, if the pool does not.
+
+    A function may use all cores."""
     # SIGALRM's default action ends the process.
     signal.setitimer(signal.ITIMER_REAL, settings.wall_seconds + GRACE_SECONDS)
     cores = 1 if settings.function is None else os.cpu_count() or 1

@@ -70,7 +70,7 @@ LOOK_SECONDS = 0.02
 LOST_SECONDS = 2.0
 """Time for a worker that has closed its channel to end by itself."""
 PROGRESS_SECONDS = 1.0
-"""Between two reports of progress while results are awaited."""
+"""Interval between two reports of progress while results are awaited."""
 CACHE_SIZE = 8192
 """Results kept, one per answer, solutions and question."""
 MAX_REPLY_BYTES = 2**20
@@ -92,7 +92,7 @@ T = TypeVar("T")
 
 
 class State(enum.Enum):
-    """What a worker is doing; the module's docstring has the diagram."""
+    """The state of a worker; the module's docstring has the diagram."""
 
     STARTING = enum.auto()
     IDLE = enum.auto()
@@ -103,6 +103,8 @@ class State(enum.Enum):
 
 @dataclass
 class _Job:
+    """A request that is queued or executed."""
+
     number: int
     request: bytes
     future: Future[Any]
@@ -120,10 +122,13 @@ class _Job:
 
 @dataclass(eq=False)
 class _Worker:
+    """A worker as the pool knows it."""
+
     number: int
     channel: socket.socket
     deadline: float
-    """When it is killed if it is not ready or has not finished its job (time.monotonic)."""
+    """Time at which it is killed if it is not ready or has not finished its job
+    (time.monotonic)."""
     state: State = State.STARTING
     pid: int = 0
     job: _Job | None = None
@@ -143,8 +148,9 @@ class _Worker:
 
 
 class WorkerPool:
-    r"""Verifies completions and calls functions: `submit` and `call` from any thread; futures
-    resolve in the pool's.
+    r"""Verifies completions and calls functions in worker processes.
+
+    `submit` and `call` may be used from any thread; futures resolve in the pool's.
 
     >>> with WorkerPool(workers=1, timeout_seconds=5.0) as pool:
     ...     pool.submit("\\boxed{\\frac{1}{2}}", ("\\boxed{50\\%}",), "math").result().verdict
@@ -231,8 +237,9 @@ class WorkerPool:
     def call_group(
         self, completions: Sequence[str], solutions: Sequence[str], row: Mapping[str, Any]
     ) -> Future[list[FunctionResult]]:
-        """Call the user's function, which takes groups, on all completions of a prompt; one call
-        has the time limit."""
+        """Call the user's function, which takes groups, on all completions of a prompt.
+
+        The time limit is that of the one call."""
         as_results = partial(group_result_of, count=len(completions))
         return self._queue({"arguments": [list(completions), list(solutions), row]}, as_results)
 
@@ -246,8 +253,10 @@ class WorkerPool:
     def results(
         futures: Sequence[Future[T]], on_progress: Callable[[], None] = lambda: None
     ) -> list[T]:
-        """The results of the futures, when all are there: every answer has a time limit of its own,
-        so that ends. `on_progress` is called every second until then."""
+        """The results of the futures, when all are there.
+
+        That ends, as every answer has a time limit of its own. `on_progress` is called every second
+        until then."""
         late = set(futures)
         while late:
             _, late = wait_for(late, PROGRESS_SECONDS)
@@ -257,8 +266,9 @@ class WorkerPool:
     def _verify_in_worker(
         self, answer: str, solutions: tuple[str, ...], question: str, by_string: bool
     ) -> Future[Verdict]:
-        """Verify in a worker; the same answer to the same question and solutions is verified
-        once."""
+        """Verify in a worker.
+
+        The same answer to the same question and solutions is verified once."""
         key = (answer, solutions, question)
         with self._lock:
             cached = self._cache.get(key)
@@ -295,6 +305,7 @@ class WorkerPool:
     def _queue(
         self, request: Mapping[str, Any], as_result: Callable[[Mapping[str, Any]], T]
     ) -> Future[T]:
+        """Queue a request for the workers and wake the pool's thread."""
         number = next(self._numbers)
         job = _Job(
             number,
@@ -342,8 +353,8 @@ class WorkerPool:
     # ---------------------------------------------------------------- the pool's thread
 
     def _run(self) -> None:
-        """Start workers, assign jobs, receive results, replace workers that are late or dead, until
-        the pool closes."""
+        """Run the pool until it closes: assign jobs, receive results, replace late or dead
+        workers."""
         try:
             self._server.await_ready()
             while not self._closing:
@@ -365,6 +376,7 @@ class WorkerPool:
             self._fork_worker()
 
     def _fork_worker(self) -> None:
+        """Have the fork server fork a worker, with one end of a new channel."""
         pool_end, worker_end = socket.socketpair()
         pool_end.setblocking(False)
         worker = _Worker(next(self._numbers), pool_end, time.monotonic() + START_SECONDS)
@@ -387,6 +399,7 @@ class WorkerPool:
         return None
 
     def _assign(self, worker: _Worker, job: _Job) -> None:
+        """Send a job to an idle worker; its time limit begins."""
         assigned_at = time.monotonic()
         job.queue_seconds = assigned_at - job.queued_at
         worker.state = State.BUSY
@@ -399,8 +412,8 @@ class WorkerPool:
         self._send(worker)
 
     def _receive(self) -> None:
-        """Wait for the fork server, workers, new jobs or the next time limit, and handle what has
-        come."""
+        """Wait for the fork server, workers, new jobs or the next time limit, and handle what
+        came."""
         times = [worker.deadline for worker in self._workers if worker.state is not State.IDLE]
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
         ready = {key.fileobj: (key.data, mask) for key, mask in self._selector.select(timeout)}
@@ -429,6 +442,7 @@ class WorkerPool:
         self._selector.modify(worker.channel, events, worker)
 
     def _receive_reply(self, worker: _Worker) -> None:
+        """Read from a worker's channel and handle its reply when that is complete."""
         try:
             part = worker.channel.recv(2**16)
         except BlockingIOError:
@@ -454,8 +468,10 @@ class WorkerPool:
                 self._handle_nonsense(worker)
 
     def _handle_reply(self, worker: _Worker, reply: dict[str, Any], is_last: bool) -> None:
-        """A worker is replaced after its last reply: when more than a reply has come, when it may
-        be short of memory or stack, and when what the function has started still runs."""
+        """Resolve the job's future, and replace the worker after its last reply.
+
+        A reply is the last one when more than a reply has come, when the worker may be short of
+        memory or stack, and when what the function has started still runs."""
         if worker.state is State.STARTING and type(reply["ready"]) is int:
             worker.state = State.IDLE
             worker.pid = reply["ready"]
@@ -484,6 +500,7 @@ class WorkerPool:
             )
 
     def _handle_end(self, ended: Ended) -> None:
+        """Fail the job of a worker that has ended."""
         worker = next(
             (candidate for candidate in self._workers if candidate.number == ended.number), None
         )
@@ -503,6 +520,8 @@ class WorkerPool:
         self._fail(worker, reply)
 
     def _end_late_workers(self) -> None:
+        """End the workers whose deadline has passed, and give those that verify the rest of
+        their time."""
         time_now = time.monotonic()
         for worker in [
             worker
@@ -519,8 +538,7 @@ class WorkerPool:
                     self._fail(worker, {"failure": "timeout", "message": "timeout"})
 
     def _extend(self, worker: _Worker, now: float) -> bool:
-        """Whether a worker that verifies has not had its time on the processor yet: then it gets
-        what is left."""
+        """Whether a worker that verifies has processor time left; then its deadline is moved."""
         end = worker.since + self._settings.wall_seconds
         left = self.timeout_seconds - worker.cpu_seconds()
         if self._settings.function is not None or now >= end or left <= 0:
@@ -529,15 +547,13 @@ class WorkerPool:
         return True
 
     def _fail(self, worker: _Worker, reply: Mapping[str, Any]) -> None:
-        """End a worker.
-
-        Its job, if it has one, has this result."""
+        """End a worker; its job, if it has one, gets this reply as its result."""
         self._kill(worker)
         if worker.job is not None:
             worker.job.future.set_result(worker.job.result(reply, time.monotonic() - worker.since))
 
     def _fail_start(self, worker: _Worker, what: str) -> None:
-        """A worker did not become ready.
+        """End a worker that did not become ready.
 
         RuntimeError when that happens too often."""
         self._kill(worker)
@@ -559,11 +575,13 @@ class WorkerPool:
             worker.state = State.LOST
 
     def _lose(self, worker: _Worker) -> None:
-        """Its channel is closed: the fork server reports why, or it is killed."""
+        """Close a worker's channel and wait for the fork server to report why it ended, else
+        kill it."""
         self._close_channel(worker)
         worker.deadline = time.monotonic() + LOST_SECONDS
 
     def _shut_down(self, reason: str) -> None:
+        """Cancel or fail all jobs and forget the workers."""
         with self._lock:
             self._broken = None if self._closing else reason
             pending = list(self._pending)
