@@ -460,8 +460,7 @@ def _load_validation_file(
 def measured_rows(
     config: Config, prompts: Sequence[Prompt], validation: Sequence[ValidationFile]
 ) -> MeasuredRows:
-    """The rows whose accuracy the verifier measures, where the user's functions give all
-    rewards."""
+    """The rows whose accuracy the verifier measures, where rewards are the user's functions."""
     if is_verified(config.reward):
         return MeasuredRows()
     rules = rules_of(config.reward)

@@ -51,14 +51,14 @@ def open_reward_workers(
 
 
 def open_scorer(hook: Hook, reward: RewardConfig) -> RewardWorkers:
-    """The workers of a function that says what is right in validation; limits are those of
-    rewards."""
+    """The workers of a function that says what is right in validation.
+
+    Its limits are those of rewards."""
     return RewardWorkers({"": hook}, reward)
 
 
 def scorer_settings(reward: RewardConfig) -> RewardConfig:
-    """The settings by which a scorer's result becomes a score: right where it returns more than
-    0."""
+    """The settings by which a scorer's result becomes a score: right where it is above 0."""
     return RewardConfig(
         function="scorer", workers=reward.workers, timeout_seconds=reward.timeout_seconds
     )
@@ -424,11 +424,10 @@ class RewardManager:
         )
 
     def collect(self, on_progress: Callable[[], None] = lambda: None) -> list[Score]:
-        """The scores of all completions submitted since the last call, in that order, when all are
-        there.
+        """The scores of all completions submitted since the last call, when all are there.
 
-        Answers time out one by one, each after `reward.timeout_seconds` of its own. `on_progress`
-        is called every second."""
+        They are in the order of submission. Answers time out one by one, each after
+        `reward.timeout_seconds` of its own. `on_progress` is called every second."""
         self.wait(on_progress)
         return [score for _, scores in self.take_finished() for score in scores]
 

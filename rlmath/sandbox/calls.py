@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 
 ISOLATIONS = ("landlock", "preloaded", "none")
-"""What confines the code: "landlock" reads the interpreter's own files and no others; "preloaded"
-opens no file at all, for kernels without Landlock; "none" has limits, but neither a filter nor
-Landlock."""
+"""Kinds of confinement of the code. "landlock" reads the interpreter's own files and no others;
+"preloaded" opens no file at all, for kernels without Landlock; "none" has limits, but neither a
+filter nor Landlock."""
 STATES = ("session", "fresh")
 """Whether names live on between the calls of a completion."""
 STATUSES = ("ok", "error", "denied", "memory", "timeout", "ended", "refused", "lost")
@@ -24,7 +24,7 @@ LEAST_OUTPUT = 64
 
 @dataclass(frozen=True)
 class Limits:
-    """What a call may use.
+    """The limits of a call.
 
     ValueError for a limit that is not above 0."""
 
@@ -59,8 +59,9 @@ class Limits:
 
     @property
     def whole_cpu_seconds(self) -> float:
-        """CPU time after which the kernel itself ends a sandbox: the completion's, and as much for
-        rebuilding."""
+        """CPU time after which the kernel itself ends a sandbox.
+
+        It is the completion's, and as much for rebuilding."""
         return 2 * self.completion_cpu_seconds + 2 * self.call_cpu_seconds
 
 
@@ -82,7 +83,7 @@ class PastCall:
 
 @dataclass(frozen=True)
 class CallResult:
-    """What came of a call.
+    """The outcome of a call.
 
     >>> CallResult("ok", "1\\n", cpu_seconds=0.001, wall_seconds=0.002, queue_seconds=0.0).kept
     True
@@ -91,13 +92,13 @@ class CallResult:
     status: str
     """One of STATUSES."""
     text: str
-    """What the model is shown; of a lost call the reason, for the log."""
+    """The text that the model is shown; of a lost call the reason, for the log."""
     cpu_seconds: float
     """CPU time of this call alone, measured from outside."""
     wall_seconds: float
-    """From its start to its end, earlier calls that were executed again included."""
+    """Time from its start to its end, earlier calls that were executed again included."""
     queue_seconds: float
-    """From `submit` to its start."""
+    """Time from `submit` to its start."""
     left_out_characters: int = 0
     """Characters of its output that are not in `text`."""
     rebuilt_calls: int = 0

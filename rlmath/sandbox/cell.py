@@ -27,8 +27,9 @@ _sha256 = hashlib.sha256
 
 
 class Printed(io.TextIOBase):
-    """Standard output and error of a call: keeps the first and the last `most_characters`, counts
-    those between."""
+    """Standard output and error of a call.
+
+    It keeps the first and the last `most_characters`, and counts those between."""
 
     def __init__(self, most_characters: int) -> None:
         self._most = most_characters
@@ -46,6 +47,7 @@ class Printed(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
+        """Keep what there is room for, and count all."""
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         length = len(text)
@@ -117,8 +119,9 @@ class Session:
         return printed.reply(number, status)
 
     def _evaluate(self, code: str, number: int) -> object:
-        """Execute the statements; the value of the last one, where it is an expression without a
-        semicolon."""
+        """Execute the statements of a call.
+
+        Returns the value of the last one, where that is an expression without a semicolon."""
         name = CELL_NAME.format(number + 1)
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         tree = ast.parse(code, name)
@@ -141,7 +144,7 @@ def _has_semicolon(code: str, statement: ast.Expr) -> bool:
 
 
 def set_seeds(seed: int, number: int) -> None:
-    """Seed the global generators of Python and of numpy, where that is loaded, for one call of a
+    """Seed Python's and, where it is loaded, numpy's global generator for one call of a
     completion."""
     digest = _sha256(f"{seed} {number}".encode()).digest()
     _seed_python(int.from_bytes(digest[:8], "big"))
@@ -150,6 +153,7 @@ def set_seeds(seed: int, number: int) -> None:
 
 
 def status_of(error: BaseException) -> str:
+    """The status of a call that raised this error."""
     if isinstance(error, MemoryError):
         return "memory"
     return "denied" if isinstance(error, PermissionError) else "error"

@@ -58,7 +58,7 @@ class FrameBuffer:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a sandbox says of a call, all of which its code could have made up.
+    """A sandbox's reply to a call, all of which its code could have made up.
 
     >>> decoded_reply(encoded_reply(Reply(3, "ok", 0, "1")), most_characters=10)
     Reply(number=3, status='ok', dropped_characters=0, text='1')
@@ -71,7 +71,7 @@ class Reply:
     dropped_characters: int
     """Characters that the sandbox did not keep, between the first half of `text` and the second."""
     text: str
-    """What was printed; where characters were dropped the first and the last
+    """The printed text; where characters were dropped, the first and the last
     `Limits.output_characters`."""
 
 
@@ -81,7 +81,9 @@ def encoded_reply(reply: Reply) -> bytes:
 
 
 def decoded_reply(payload: bytes, most_characters: int) -> Reply:
-    """ValueError for anything that is no reply with a text of at most twice as many characters."""
+    """The reply in a payload.
+
+    ValueError for anything that is no reply with a text of at most twice as many characters."""
     if len(payload) < _REPLY.size:
         raise ValueError(f"a reply of {len(payload)} bytes")
     number, status, dropped = _REPLY.unpack_from(payload)
@@ -104,6 +106,6 @@ def encoded_request(number: int, seed: int, code: str) -> bytes:
 
 
 def decoded_request(payload: bytes) -> tuple[int, int, str]:
-    """(number, seed, code)."""
+    """(number, seed, code) of a request's payload."""
     number, seed = _REQUEST.unpack_from(payload)
     return number, seed, payload[_REQUEST.size :].decode("utf-8", "surrogatepass")

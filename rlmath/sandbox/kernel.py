@@ -1,5 +1,6 @@
-"""What the kernel denies to a process: Landlock's rules, a seccomp filter, capabilities and
-resource limits, by ctypes.
+"""The kernel's confinement of a process: Landlock, seccomp, capabilities and resource limits.
+
+It uses ctypes.
 
 Sources: landlock(7), seccomp(2), capabilities(7), <linux/landlock.h>, <linux/seccomp.h>,
 <linux/filter.h>. All of it works for an ordinary user, and for root, who loses his capabilities.
@@ -68,7 +69,7 @@ def landlock_version() -> int:
 
 
 def architecture() -> Architecture | None:
-    """This machine's, None where no filter is written for it."""
+    """This machine's architecture, None where no filter is written for it."""
     return ARCHITECTURES.get(platform.machine()) if sys.platform == "linux" else None
 
 
@@ -82,8 +83,9 @@ def has_filters() -> bool:
 
 
 def lacking(isolation: str) -> str | None:
-    """What this machine lacks for an isolation, as a sentence that says what to set; None where it
-    lacks nothing. ValueError for a word that is no isolation."""
+    """A sentence on what this machine lacks for an isolation and what to set; None if nothing.
+
+    ValueError for a word that is no isolation."""
     if isolation not in ISOLATIONS:
         raise ValueError(f'isolation is "{isolation}"; it must be one of {", ".join(ISOLATIONS)}')
     if isolation == "none":
@@ -126,8 +128,9 @@ def readable_paths() -> list[str]:
 
 
 def make_ruleset(paths: Sequence[str]) -> int:
-    """A descriptor of Landlock rules: everything is denied but reading files and folders beneath
-    `paths`. OSError where the kernel refuses."""
+    """A descriptor of Landlock rules that deny all but reading files and folders beneath `paths`.
+
+    OSError where the kernel refuses."""
     handled = struct.pack("Q", _LANDLOCK_ACCESS_VERSION_1)
     ruleset = _checked(
         _libc.syscall(_LANDLOCK_CREATE_RULESET, handled, len(handled), 0), "landlock"
@@ -172,8 +175,9 @@ def filter_program(rules: Sequence[Rule], machine: Architecture) -> bytes:
 
 
 def _check_instructions(check: Check) -> list[bytes]:
-    """Deny unless the masked half of an argument is one of the check's numbers (or is none of
-    them)."""
+    """Instructions that deny unless an argument passes a check.
+
+    The masked half of the argument must be one of the check's numbers, or none of them."""
     offset = _ARGUMENTS_OFFSET + 8 * check.argument + (4 if check.upper_half else 0)
     deny = _instruction(_RETURN, _SECCOMP_RET_ERRNO | _EPERM)
     parts = [_instruction(_LOAD_WORD, offset), _instruction(_AND, check.mask)]
@@ -203,9 +207,11 @@ class _Program(ctypes.Structure):
 
 
 def fix_addresses() -> bool:
-    """Whether this process must be executed anew to have the same addresses every time; False where
-    it has them, or where the kernel refuses (some containers): then sets of the libraries' classes
-    and functions, which have no hash of their own, have another order in every server."""
+    """Whether this process must be executed anew to have the same addresses every time.
+
+    False where it has them, or where the kernel refuses (some containers): then sets of the
+    libraries' classes and functions, which have no hash of their own, have another order in every
+    server."""
     current = _libc.personality(0xFFFFFFFF)
     if current < 0 or current & _ADDR_NO_RANDOMIZE:
         return False
@@ -273,6 +279,7 @@ def confine(ruleset: int | None, instructions: bytes | None) -> None:
 
 
 def _checked(returned: int, name: str) -> int:
+    """A system call's result; OSError where it failed."""
     if returned < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")

@@ -24,14 +24,14 @@ CHANNEL = 3
 """The channel's descriptor."""
 WARM_UP = "print(1)\n1 + 1"
 FIRST_COPY = 16
-"""Where copies of descriptors are put before they get their places."""
+"""Lowest descriptor for copies that wait for their places."""
 _read = os.read
 _write = os.write
 
 
 @dataclass(frozen=True)
 class Confinement:
-    """What the server prepares once for all sandboxes."""
+    """The parts of the confinement that the server prepares once for all sandboxes."""
 
     limits: Limits
     ruleset: int | None
@@ -45,8 +45,9 @@ class Confinement:
 
 
 def run_sandbox(channel: socket.socket, server: int, confinement: Confinement) -> NoReturn:
-    """Confine this process and execute calls until the channel is closed; `server` is the process
-    id of its parent."""
+    """Confine this process and execute calls until the channel is closed.
+
+    `server` is the process id of its parent."""
     try:
         try:
             _enter(channel.fileno(), server, confinement)
@@ -83,8 +84,10 @@ def _enter(channel: int, server: int, confinement: Confinement) -> None:
 
 
 def _keep_descriptors(channel: int, confinement: Confinement) -> int | None:
-    """Close all descriptors but the channel, which becomes CHANNEL, the standard streams, which
-    become /dev/null, and Landlock's rules, whose new descriptor is returned."""
+    """Close all descriptors but the channel, the standard streams and Landlock's rules.
+
+    The channel becomes CHANNEL, and the standard streams become /dev/null. Returns the new
+    descriptor of the rules."""
     # Copies first: a descriptor may be one of those that others become.
     sources = [confinement.null, channel]
     if confinement.ruleset is not None:
@@ -99,6 +102,7 @@ def _keep_descriptors(channel: int, confinement: Confinement) -> int | None:
 
 
 def _read_bytes(count: int) -> bytes:
+    """Read so many bytes from the channel; the process ends where it is closed."""
     parts = []
     while count:
         part = _read(CHANNEL, min(count, 2**16))

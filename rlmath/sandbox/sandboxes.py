@@ -28,9 +28,9 @@ from rlmath.sandbox.frames import FrameBuffer, framed
 from rlmath.sandbox.server import ENVIRONMENT, MOST_MESSAGE_BYTES, PRELOADED, READ_BYTES
 
 ATTEMPTS = 3
-"""How often a call is tried in all, where it meets a fault of the infrastructure."""
+"""Attempts at a call in all, where it meets a fault of the infrastructure."""
 RETRY_SECONDS = 0.2
-"""Before a call is tried again; each time twice as long."""
+"""Pause before a call is tried again; each time twice as long."""
 START_SECONDS = 120.0
 """Time limit for the start of the server, on a busy machine."""
 SILENCE_SECONDS = 10.0
@@ -56,7 +56,7 @@ class _Pending:
     message: dict[str, Any]
     attempts: int = 1
     retry_at: float | None = None
-    """When it is tried again (time.monotonic); None while the server has it."""
+    """Time at which it is tried again (time.monotonic); None while the server has it."""
 
 
 class Sandboxes:
@@ -129,8 +129,9 @@ class Sandboxes:
     # ---------------------------------------------------------------- the face
 
     def submit(self, key: str, code: str, seed: int, earlier: Sequence[PastCall] = ()) -> None:
-        """Queue a call of the completion `key`, whose earlier calls are these in order; `seed` is
-        the completion's, of 64 bits. ValueError where the completion has a call already,
+        """Queue a call of the completion `key`, whose earlier calls are these in order.
+
+        `seed` is the completion's, of 64 bits. ValueError where the completion has a call already,
         RuntimeError where the server cannot start."""
         if key in self._ids:
             raise ValueError(
@@ -176,7 +177,7 @@ class Sandboxes:
         return finished
 
     def wait(self, seconds: float | None = None) -> list[tuple[str, CallResult]]:
-        """As `poll`, but waits until there is a result, no call is pending, or the time is over."""
+        """Wait until there is a result, no call is pending, or the time is over; then as `poll`."""
         end = None if seconds is None else time.monotonic() + seconds
         while True:
             finished = self.poll()
@@ -194,8 +195,9 @@ class Sandboxes:
             select.select(readers, writers, [], min(left, until_retry, 1.0))
 
     def cancel(self, key: str) -> None:
-        """Drop the completion's pending call, if it has one: it has no result, and what it did is
-        undone with its session."""
+        """Drop the completion's pending call, if it has one.
+
+        The call has no result, and what it did is undone with its session."""
         self._done = [(other, result) for other, result in self._done if other != key]
         number = self._forget(key)
         if number is not None:
@@ -273,6 +275,7 @@ class Sandboxes:
         return number
 
     def _handle_message(self, message: Mapping[str, Any]) -> None:
+        """Handle a message of the server."""
         if "ready" in message:
             self._is_ready = True
         elif "failed" in message:
@@ -343,6 +346,7 @@ class Sandboxes:
                 del self._unsent[: self._socket.send(self._unsent)]
 
     def _receive(self) -> None:
+        """Read from the server and handle its messages, without waiting."""
         while self._socket is not None:
             try:
                 part = self._socket.recv(READ_BYTES)
@@ -375,7 +379,9 @@ class Sandboxes:
             self._lose_server(f"has said nothing for {limit:.0f} s")
 
     def _lose_server(self, what: str) -> None:
-        """Every call that the server had is tried again, by another one, or has failed."""
+        """Replace a server that is lost.
+
+        Every call that it had is tried again, by another one, or has failed."""
         was_ready = self._is_ready
         self._end_server(0.0)
         code = self._process.returncode
@@ -393,6 +399,7 @@ class Sandboxes:
             self._failure = f"{reason} before it was ready"
 
     def _end_server(self, seconds: float) -> None:
+        """Close the channel and wait so long for the server to end, then kill it."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -74,10 +74,10 @@ PRELOADED: Sequence[str] = (
 ).split()
 """Modules that sandboxes have from the start, where they are installed."""
 SAMPLE_SECONDS = 0.05
-"""Between two looks at a call's time and threads."""
+"""Interval between two looks at a call's time and threads."""
 QUIET_SECONDS = 0.003
-"""Where no call waits, a sandbox is forked ahead after so long a time in which none ended: forking
-takes as long as a short call, whose end would be seen late."""
+"""Time without the end of a call after which a sandbox is forked ahead, where no call waits:
+forking takes as long as a short call, whose end would be seen late."""
 END_SECONDS = 0.2
 """Time for a sandbox that has closed its channel to end by itself."""
 MOST_FAILED_SPARES = 8
@@ -166,10 +166,10 @@ class _Execution:
     wall_limit: float = 0.0
     step_started: float = 0.0
     look_at: float = 0.0
-    """When its time and threads are looked at next."""
+    """Time at which its CPU time and threads are checked next."""
     looks: int = 0
     looks_asleep: int = 0
-    """How often its sandbox slept of its own will."""
+    """Number of looks at which its sandbox slept of its own will."""
 
     @property
     def is_rebuilding(self) -> bool:
@@ -189,7 +189,7 @@ class _Sandbox:
     execution: _Execution | None = None
     unsent: bytes = b""
     lost_at: float | None = None
-    """When it closed its channel."""
+    """Time at which it closed its channel."""
     was_killed: bool = False
     memory_bytes: int = 0
     """Resident after its last call, beyond what the server has."""
@@ -205,8 +205,9 @@ class _Sandbox:
         return 1
 
     def is_asleep(self) -> bool:
-        """Whether its main thread waits or has stopped of its own will, rather than for a core or a
-        disk."""
+        """Whether its main thread waits or has stopped of its own will.
+
+        Waiting for a core or a disk is not of its own will."""
         with contextlib.suppress(OSError):
             with open(f"/proc/{self.pid}/stat", "rb", buffering=0) as file:
                 return file.readall().rpartition(b")")[2].split()[0] in b"STt"
@@ -243,7 +244,7 @@ class Server:
         """Sandboxes that ended one after the other before they had a call."""
 
     def serve(self) -> None:
-        """Until the leader closes its end."""
+        """Serve until the leader closes its end."""
         wake, wake_sender = socket.socketpair()
         for end in (wake, wake_sender, self._control):
             end.setblocking(False)
@@ -274,7 +275,7 @@ class Server:
             self._end_all()
 
     def _trial_problem(self) -> str | None:
-        """Why a call cannot be executed, None where one was."""
+        """The reason why a call cannot be executed; None where one was."""
         sandbox = self._fork()
         self._spares.append(sandbox)
         sandbox.channel.settimeout(TRIAL_SECONDS)
@@ -313,6 +314,7 @@ class Server:
         return True
 
     def _handle_message(self, message: Mapping[str, Any]) -> None:
+        """Handle a message of the leader."""
         if "call" in message:
             call = Call.from_json(message["call"])
             self._waiting[call.id] = call
@@ -382,6 +384,7 @@ class Server:
         return sandbox, list(call.past)
 
     def _start_step(self, sandbox: _Sandbox, execution: _Execution) -> None:
+        """Send a step to its sandbox and set its limits."""
         step = execution.steps[0]
         started = time.monotonic()
         rebuilding = 2 * self._limits.call_cpu_seconds
@@ -407,6 +410,7 @@ class Server:
         self._poll.modify(sandbox.channel, events)
 
     def _handle_channel(self, descriptor: int, event: int) -> None:
+        """Handle an event of a sandbox's channel."""
         sandbox = self._open.get(descriptor)
         if sandbox is None:
             return
@@ -416,6 +420,7 @@ class Server:
             self._receive(sandbox)
 
     def _receive(self, sandbox: _Sandbox) -> None:
+        """Read from a sandbox's channel and handle its reply; anything else ends the sandbox."""
         try:
             part = sandbox.channel.recv(READ_BYTES)
         except BlockingIOError:
@@ -446,8 +451,9 @@ class Server:
         self._handle_reply(sandbox, execution, reply)
 
     def _handle_reply(self, sandbox: _Sandbox, execution: _Execution, reply: Reply) -> None:
-        """Go on with the next step, or report the call's result and stop the sandbox until the next
-        call."""
+        """Go on with the next step, or report the call's result.
+
+        The sandbox is stopped until its next call."""
         sandbox.history.append(execution.steps[0].digest())
         if execution.is_rebuilding:
             execution.steps.popleft()
@@ -475,8 +481,9 @@ class Server:
         left_out: int = 0,
         used: float | None = None,
     ) -> None:
-        """Report a call that a sandbox executes no longer; `used` is the CPU time of one that has
-        ended."""
+        """Report a call that a sandbox executes no longer.
+
+        `used` is the CPU time of a sandbox that has ended."""
         total = sandbox.cpu_seconds() if used is None else used
         cpu = 0.0 if execution.is_rebuilding else max(0.0, total - execution.cpu_before)
         sandbox.execution = None
@@ -499,7 +506,7 @@ class Server:
     def _end(self, sandbox: _Sandbox, status: str, text: str) -> None:
         """Kill a sandbox.
 
-        Its call, if it executes one, has this result, unless it was rebuilding."""
+        Its call, if it executes one, has this result; while rebuilding it is lost."""
         execution = sandbox.execution
         if execution is not None:
             if execution.is_rebuilding:
@@ -512,6 +519,8 @@ class Server:
     # ---------------------------------------------------------------- limits
 
     def _look_at_limits(self) -> None:
+        """Check the calls that are due, and kill sandboxes that have closed their channel and
+        live."""
         time_now = time.monotonic()
         for sandbox in [*self._running.values()]:
             execution = sandbox.execution
@@ -528,8 +537,9 @@ class Server:
                 os.kill(sandbox.pid, signal.SIGKILL)
 
     def _look_at(self, sandbox: _Sandbox, execution: _Execution, now: float) -> None:
-        """End a call that is above a limit; wall time that it did not sleep through is the
-        machine's fault."""
+        """End a call that is above a limit.
+
+        Wall time that it did not sleep through is the machine's fault."""
         used = sandbox.cpu_seconds() - execution.cpu_before
         execution.looks += 1
         execution.looks_asleep += sandbox.is_asleep()
@@ -555,6 +565,7 @@ class Server:
             )
 
     def _seconds_to_wait(self) -> float:
+        """Time until the next look, or until a sandbox should be forked ahead."""
         if self._wants_spare():
             return QUIET_SECONDS if self._running and not self._waiting else 0.0
         times = [
@@ -581,7 +592,9 @@ class Server:
                 self._spares.append(self._fork())
 
     def _fork(self) -> _Sandbox:
-        """OSError where the machine has no memory or process for it."""
+        """Fork a sandbox.
+
+        OSError where the machine has no memory or process for it."""
         server_end, sandbox_end = socket.socketpair()
         try:
             pid = os.fork()
@@ -601,7 +614,7 @@ class Server:
         return sandbox
 
     def _evict(self) -> None:
-        """End the sessions that were used longest ago, down to as many as are kept, and to as much
+        """End the sessions that were used longest ago, down to the limits of their number and
         memory."""
         memory = sum(sandbox.memory_bytes for sandbox in self._sessions.values())
         for sandbox in [*self._sessions.values()]:
@@ -613,7 +626,7 @@ class Server:
                 self._kill(sandbox)
 
     def _forget(self, sandbox: _Sandbox) -> None:
-        """Close its channel; no call is handed to it any more."""
+        """Close a sandbox's channel, so that it gets no further call."""
         if sandbox.channel.fileno() >= 0:
             self._poll.unregister(sandbox.channel)
             del self._open[sandbox.channel.fileno()]
@@ -634,9 +647,11 @@ class Server:
         os.kill(sandbox.pid, signal.SIGKILL)
 
     def _lose(self, sandbox: _Sandbox) -> None:
-        """Its channel is closed: it ends, or is killed in a moment; how it ended says whose fault
-        that is. RuntimeError where sandboxes end that have executed nothing, one after the other.
-        """
+        """Close the channel of a sandbox that closed it: it ends by itself, or is killed in a
+        moment.
+
+        How it ended says whose fault that is. RuntimeError where sandboxes end that have executed
+        nothing, one after the other."""
         if sandbox in self._spares:
             self._failed_spares += 1
             if self._failed_spares >= MOST_FAILED_SPARES:
@@ -658,8 +673,9 @@ class Server:
                 self._report_ended(sandbox, os.waitstatus_to_exitcode(status), used)
 
     def _report_ended(self, sandbox: _Sandbox, exit_code: int, used: float) -> None:
-        """Report the call of a process that has ended by itself, with the CPU time that it has used
-        in all.
+        """Report the call of a process that has ended by itself.
+
+        `used` is the CPU time that it has used in all.
 
         Code cannot send SIGKILL; the kernel does, to a process that has used all of its CPU time,
         or for want of memory.
@@ -766,15 +782,15 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _be_killed_first() -> None:
-    """Where the machine runs out of memory, the largest sandbox is killed rather than the trainer;
-    sandboxes inherit this from the server."""
+    """Have the largest sandbox killed, not the trainer, where the machine runs out of memory.
+
+    Sandboxes inherit this from the server."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
 
 def preload(names: Iterable[str]) -> None:
-    """Import modules, those of packages that are installed, and use sympy once, so that its caches
-    are filled."""
+    """Import modules that are installed, and use sympy once, so that its caches are filled."""
     with (
         warnings.catch_warnings()
     ):  # what libraries set of filters would show what a notebook does not
@@ -790,7 +806,7 @@ def preload(names: Iterable[str]) -> None:
 
 
 def prepare_confinement(settings: ServerSettings) -> Confinement:
-    """OSError where the kernel refuses Landlock's rules."""
+    """The confinement of all sandboxes; OSError where the kernel refuses Landlock's rules."""
     uses_landlock = settings.isolation == "landlock"
     with open("/proc/self/statm", "rb") as file:
         pages = int(file.read().split()[0])

@@ -8,11 +8,12 @@ ESCAPE_CODES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1
 """Sequences that colour text or move a terminal's cursor."""
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 ADDRESSES = re.compile(r"\bat 0x[0-9A-Fa-f]{6,16}\b")
-"""As in `<object object at 0x7f3c2a1b4e50>`."""
+"""Addresses, such as that of `<object object at 0x7f3c2a1b4e50>`."""
 LIBRARY_FOLDERS = re.compile(
     r"(?<![\w/])/[^\s:\"']*?/(?:site-packages|dist-packages|python3\.\d+)/"
 )
-"""As in warnings and tracebacks of libraries: where they are installed is the machine's affair."""
+"""Folders of libraries in warnings and tracebacks: where they are installed is the machine's
+affair."""
 
 
 def cleaned(text: str) -> str:

@@ -150,7 +150,7 @@ class Architecture:
     """A machine's numbers."""
 
     column: int
-    """In the tables above."""
+    """Its column in the tables above."""
     audit_code: int
     """AUDIT_ARCH_... of <linux/audit.h>."""
     seccomp: int
@@ -168,7 +168,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Check:
-    """What an argument must be: its lower or upper 32 bits, masked, one of the numbers."""
+    """A condition on an argument: its lower or upper 32 bits, masked, are one of the numbers."""
 
     argument: int
     numbers: tuple[int, ...]
@@ -191,8 +191,9 @@ class Rule:
 
 
 def rules_of(machine: Architecture, pid: int, may_open_files: bool) -> list[Rule]:
-    """The rules of a process with this id; with `may_open_files` it opens files for reading where
-    Landlock lets it."""
+    """The rules of a process with this id.
+
+    With `may_open_files` it opens files for reading where Landlock lets it."""
     to_itself = Check(argument=0, numbers=(pid,))
     checks = {
         "open": (Check(argument=1, numbers=(0,), mask=_WRITING | _SLOW),),

@@ -201,8 +201,7 @@ class ForkServer:
 
 
 def log_printed(pipe: int, setting: str) -> None:
-    """Log the lines that come from a pipe, as those of a setting's function, until its end is
-    closed.
+    """Log the lines that come from a pipe, as those of a setting's function, until it ends.
 
     They are bounded, on one line each, with control characters made visible. All is read at once,
     so that nobody who prints waits."""
@@ -364,8 +363,7 @@ class _Server:
             self._reap()
 
     def _sample(self) -> None:
-        """End workers whose processes are too many or hold too much memory, and processes left
-        over."""
+        """End workers with too many processes or too much memory, and processes left over."""
         started = time.process_time()
         children = process_tree.children_by_parent()
         for worker in [pid for pid, child in self._workers.items() if not child.why]:

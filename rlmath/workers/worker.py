@@ -159,8 +159,9 @@ def flush_streams() -> None:
 
 
 def _has_children() -> bool:
-    """Whether processes that the function has started still run; those that have ended are
-    reaped."""
+    """Whether processes that the function has started still run.
+
+    Those that have ended are reaped."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -353,8 +353,7 @@ class WorkerPool:
     # ---------------------------------------------------------------- the pool's thread
 
     def _run(self) -> None:
-        """Run the pool until it closes: assign jobs, receive results, replace late or dead
-        workers."""
+        """Assign jobs, receive results and replace late or dead workers until the pool closes."""
         try:
             self._server.await_ready()
             while not self._closing:
@@ -412,7 +411,7 @@ class WorkerPool:
         self._send(worker)
 
     def _receive(self) -> None:
-        """Wait for the fork server, workers, new jobs or the next time limit, and handle what
+        """Wait for the fork server, workers, new jobs or the next deadline, and handle what
         came."""
         times = [worker.deadline for worker in self._workers if worker.state is not State.IDLE]
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
@@ -520,8 +519,7 @@ class WorkerPool:
         self._fail(worker, reply)
 
     def _end_late_workers(self) -> None:
-        """End the workers whose deadline has passed, and give those that verify the rest of
-        their time."""
+        """End the workers whose deadline has passed and that have no time left."""
         time_now = time.monotonic()
         for worker in [
             worker
@@ -575,8 +573,9 @@ class WorkerPool:
             worker.state = State.LOST
 
     def _lose(self, worker: _Worker) -> None:
-        """Close a worker's channel and wait for the fork server to report why it ended, else
-        kill it."""
+        """Close a worker's channel.
+
+        The fork server reports why the worker ended, or it is killed."""
         self._close_channel(worker)
         worker.deadline = time.monotonic() + LOST_SECONDS
 
