@@ -128,6 +128,7 @@ def answers_equal(answer: str, gold: str, rules: Rules, question: Question) -> b
 
 
 def _said_equal(gold: str, answer: str, rules: Rules, question: Question) -> bool:
+    """Whether two texts in plain notation are equal, as strings or as answers."""
     gold_plain = plain_answer(gold)
     answer_plain = plain_answer(answer)
     return (
@@ -207,8 +208,9 @@ def _same_answer(
 
 
 def _without_working(text: str) -> str:
-    """The last side of an equation whose first sides are not evaluated: `1` of `\\int_0^1 2x dx =
-    1`."""
+    """The last side of an equation whose first sides are not evaluated.
+
+    `1` of `\\int_0^1 2x dx = 1`."""
     if "=" not in text or not (_WORKING.search(text) or _UNEVALUATED.search(text)):
         return text
     depth = 0
@@ -232,8 +234,9 @@ def _leaves_work(reading: object) -> bool:
 
 
 def _repeats_question(answer: object, gold: object) -> bool:
-    """Whether an answer leaves work that the gold answer does not, but for sums and products up to
-    a letter of the gold answer."""
+    """Whether an answer leaves work that the gold answer does not.
+
+    Sums and products up to a letter of the gold answer are no such work."""
     if isinstance(answer, Unevaluated):
         return True
     series = [part for expr in _expressions(answer) for part in _series(expr)]
@@ -255,6 +258,7 @@ def _letters(reading: object) -> frozenset[str]:
 
 
 def _expressions(reading: object) -> Iterator[Expr]:
+    """All expressions in a parsed answer."""
     if isinstance(reading, (Num, Sym, Call)):
         yield reading
     elif isinstance(reading, tuple):
@@ -267,8 +271,10 @@ def _expressions(reading: object) -> Iterator[Expr]:
 
 @lru_cache(maxsize=2048)
 def _readings(text: str, with_remark: bool, known_words: KnownWords | None) -> tuple:
-    """The syntax trees of a text, one per reading of its ambiguous digits and of words that the
-    question counts, which may also multiply; an exception if it has none."""
+    """The syntax trees of a text, one per reading; an exception if it has none.
+
+    Readings differ in ambiguous digits and in words that the question counts, which may also
+    multiply."""
     plain = other_notation(without_layout(plain_unicode(text)))
     plainly = Reading(with_remark=with_remark, known_words=known_words)
     ways = [plainly]
@@ -289,8 +295,9 @@ def _readings(text: str, with_remark: bool, known_words: KnownWords | None) -> t
 
 
 def _is_bounded(answer: str) -> bool:
-    """Whether all numbers that our grammar parses of an answer are within our limits, before
-    math-verify computes."""
+    """Whether all numbers that our grammar parses of an answer are within our limits.
+
+    It is asked before math-verify computes."""
     try:
         for reading in _readings(answer, False, None):
             if not isinstance(reading, Exception):
@@ -301,8 +308,9 @@ def _is_bounded(answer: str) -> bool:
 
 
 def _check_size(answer: object) -> None:
-    """Raises NotMathematics if a number in an answer is beyond our limits, or undefined, such as
-    1/0."""
+    """Raises NotMathematics if a number in an answer is beyond our limits, or undefined.
+
+    1/0 is undefined."""
     for expr in _expressions(answer):
         has_series = mentions(expr, FINITE | INFINITE)
         if value_of(expr, complex_numbers=True) is None and not symbols(expr) and not has_series:
@@ -334,8 +342,9 @@ _parse_gold = lru_cache(maxsize=512)(_parse_by_math_verify)
 
 
 def warm_up_math_verify() -> None:
-    """Load math-verify and have it compare what differs: most of a second that the first answer
-    would pay otherwise."""
+    """Load math-verify and have it compare answers that differ.
+
+    It takes most of a second, which the first answer would pay otherwise."""
     examples = (
         ("0.5", r"\int_0^1 3x^2 dx"),
         (r"\frac{3}{7}", r"\sum_{k=1}^{n} k"),

@@ -61,10 +61,9 @@ class ApproximateValue:
 _REAL_POINTS = 12
 _WHOLE_POINTS = 14
 _POSITIVE_POINTS = 4
-"""At the first of the real points all letters are positive."""
+"""Number of the first real points at which all letters are positive."""
 _FAR_POINTS = (4, 5, 6, 8)
-"""Of the real points, those that are looked at once more, far out: every letter has both signs
-there."""
+"""Real points that are evaluated once more, far out: every letter has both signs there."""
 _MOST_REACH = 10**40
 _SIZES = (
     Fraction(7, 10),
@@ -84,6 +83,7 @@ _REAL_LETTERS = frozenset("xyztuvw")
 
 @lru_cache(maxsize=4096)
 def symbols(expr: Expr) -> frozenset[str]:
+    """Names of the letters in an expression, but for indices of sums."""
     if isinstance(expr, Sym):
         return frozenset(() if expr.name.startswith(INDEX) else (expr.name,))
     if isinstance(expr, Num):
@@ -101,7 +101,9 @@ def mentions(expr: Expr, names: frozenset[str]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _letter_value(name: str, point: int, whole: bool) -> Fraction:
-    """The value of a letter at a point: of all sizes and both signs, different for every letter."""
+    """The value of a letter at a point.
+
+    Values have all sizes and both signs, and are different for every letter."""
     seed = zlib.crc32(name.encode())
     if whole:
         if point >= len(_WHOLE_SIZES):
@@ -155,6 +157,7 @@ def value_of(
 
 
 def _checked_value(expr: Expr, context: Context) -> ApproximateValue:
+    """The value with a bound of its error; NotMathematics where rounding loses too many digits."""
     value = evaluate(expr, context)
     if type(value) is Fraction or not is_finite(value):
         return ApproximateValue(value, mpf(0))
@@ -167,6 +170,7 @@ def _checked_value(expr: Expr, context: Context) -> ApproximateValue:
 
 
 def _agree(one: ApproximateValue, other: ApproximateValue) -> bool:
+    """Whether two values are equal up to rounding."""
     a = one.value
     b = other.value
     if type(a) is Fraction and type(b) is Fraction:
@@ -216,9 +220,10 @@ def same_expression(one: Expr, other: Expr) -> bool:
 def _far_values(
     one: Expr, other: Expr, whole: bool = False, complex_numbers: bool = False
 ) -> Iterator[tuple[ApproximateValue, ApproximateValue]]:
-    """Values of both beyond all numbers in them, where `\\max(x, -1000)` is not x; only where both
-    are defined, and neither is an inexact 0, of which no digit is known: `1 - 1/(1 + e^{-x})` far
-    out."""
+    """Values of both beyond all numbers in them, where `\\max(x, -1000)` is not x.
+
+    They are left out where one is undefined, and where one is an inexact 0, of which no digit is
+    known: `1 - 1/(1 + e^{-x})` far out."""
     scale = 10 * min(_reach(one) * _reach(other), _MOST_REACH)
     for point in _FAR_POINTS:
         a, b = (value_of(expr, point, whole, complex_numbers, scale=scale) for expr in (one, other))
@@ -246,8 +251,9 @@ def _reach(expr: Expr) -> int:
 def _agree_wherever_defined(
     pairs: Iterable[tuple[ApproximateValue | None, ApproximateValue | None]], least: int
 ) -> bool:
-    """Whether both values of each pair agree, at `least` pairs or more, and seldom one alone is
-    undefined (None)."""
+    """Whether both values of each pair agree, at `least` pairs or more.
+
+    A pair in which one alone is undefined (None) must be rare."""
     met = missed = 0
     for a, b in pairs:
         if a is None or b is None:
@@ -305,8 +311,10 @@ _MOST_EXPONENT_BITS = 512
 
 
 def _residue(expr: Expr, prime: int) -> int | None:
-    """A number that is too large to be computed, modulo a prime; None if it is not of rationals and
-    whole powers. Numbers with the same residues are equal, up to a chance that is negligible."""
+    """A number that is too large to be computed, modulo a prime.
+
+    None if it is not of rationals and whole powers. Numbers with the same residues are equal, up to
+    a chance that is negligible."""
     if isinstance(expr, Num):
         return expr.value.numerator * pow(expr.value.denominator, -1, prime) % prime
     if not isinstance(expr, Call) or expr.name not in ("add", "neg", "mul", "div", "pow"):
@@ -418,8 +426,9 @@ def _places(decimal: Num) -> int:
 
 
 def _rounded_reference(decimal: Num) -> bool:
-    """Whether a decimal looks rounded: three digits or more, the last not zero, and no multiple of
-    1/16."""
+    """Whether a decimal looks rounded.
+
+    It has three digits or more, the last not zero, and is no multiple of 1/16."""
     digits = decimal.digits or 0
     scaled = abs(decimal.value) * 10 ** _places(decimal)
     written = scaled.denominator == 1 and len(str(int(scaled))) == digits
@@ -427,6 +436,7 @@ def _rounded_reference(decimal: Num) -> bool:
 
 
 def _represents(decimal: Num, value: Value) -> bool:
+    """Whether a decimal of many digits stands for an exact value."""
     tolerance = RELATIVE_TOLERANCE
     if isinstance(value, Fraction) and _finite(value):
         if not _is_short(value, decimal):
@@ -440,8 +450,9 @@ def _represents(decimal: Num, value: Value) -> bool:
 
 
 def _is_short(value: Fraction, decimal: Num) -> bool:
-    """Whether a finite decimal, 0.3, has so few digits that the rounding of a computer explains
-    0.30000000000000004."""
+    """Whether a finite decimal has so few digits that a computer's rounding explains the other one.
+
+    0.3 explains 0.30000000000000004."""
     digits = str(abs(value) * 10 ** _places(Num(value))).strip("0")
     return len(digits) + _SPARE_DIGITS <= (decimal.digits or 0)
 

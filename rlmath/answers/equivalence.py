@@ -1,5 +1,6 @@
-"""Compares the interpretations of two answers: they are equal if one kind of interpretation is
-equal in both."""
+"""Compares the interpretations of two answers.
+
+They are equal if one kind of interpretation is equal in both."""
 
 from __future__ import annotations
 
@@ -47,11 +48,11 @@ class Interpretations:
 
     scalar: Scalar | None = None
     name: str | None = None
-    """What its value is assigned to: "x" in x = 5."""
+    """The name that its value is assigned to: "x" in x = 5."""
     row: tuple[Interpretations, ...] | None = None
     """Ordered items: a point, a vector, the sides of a ratio."""
     brackets: str = ""
-    """Of the row: "()", "[)", ..., "::" for a ratio, "matrix", or "" for a bare list."""
+    """Brackets of the row: "()", "[)", ..., "::" for a ratio, "matrix", or "" for a bare list."""
     members: tuple[Interpretations, ...] | None = None
     """Unordered items."""
     is_set: bool = False
@@ -60,7 +61,7 @@ class Interpretations:
     difference: Expr | None = None
     """Left side minus right side of an equation."""
     sign: str = ""
-    """Of the relation: "=", or "solved x" for an inequality in x."""
+    """Sign of the relation: "=", or "solved x" for an inequality in x."""
     matrix: MatrixOf | None = None
     named_set: str | None = None
     family: Family | None = None
@@ -85,6 +86,8 @@ class Interpretations:
 
 @dataclass(frozen=True)
 class Equivalence:
+    """The comparison of interpretations, with its rules."""
+
     protocol: bool
     repeats: bool = True
     """Whether a value that one of two lists repeats counts once."""
@@ -153,8 +156,9 @@ class Equivalence:
         )
 
     def _same_angles(self, gold: Interpretations, answer: Interpretations) -> bool:
-        """Whether two families of angles over all integers are the same set; of one its set may be
-        left out."""
+        """Whether two families of angles over all integers are the same set.
+
+        One of them may leave out its set."""
         gold_angles = _angles(gold)
         answer_angles = _angles(answer)
         return (
@@ -164,6 +168,7 @@ class Equivalence:
         )
 
     def _same_relation(self, gold: Interpretations, answer: Interpretations) -> bool:
+        """Whether two equations, or several of each, say the same."""
         if gold.equations is not None and answer.equations is not None:
             return _can_be_paired(gold.equations, answer.equations, self.same)
         if gold.sign != answer.sign or gold.difference is None or answer.difference is None:
@@ -190,6 +195,7 @@ class Equivalence:
         )
 
     def _same_quantity(self, gold: Scalar, answer: Scalar) -> bool:
+        """Whether two values, with a unit or without one, are the same."""
         gold = _whole_unit(gold)
         answer = _whole_unit(answer)
         if gold.unit is None and answer.unit is None:
@@ -231,6 +237,7 @@ class Equivalence:
         return not (is_large and is_bare) and self._same_expr(*sides)
 
     def _same_expr(self, gold: Expr, answer: Expr) -> bool:
+        """Whether two expressions are the same; with the protocol also a factor of 100 off."""
         if symbols(gold) or symbols(answer):
             return same_expression(gold, answer)
         if same_number(gold, answer, self.protocol):
@@ -243,6 +250,7 @@ class Equivalence:
         )
 
     def _same_row(self, gold: Interpretations, answer: Interpretations) -> bool:
+        """Whether two rows of ordered items, such as points, are the same."""
         if gold.row is None or answer.row is None or len(gold.row) != len(answer.row):
             return False
         kinds = {gold.brackets, answer.brackets}
@@ -277,6 +285,7 @@ class Equivalence:
         )
 
     def _same_members(self, gold: Interpretations, answer: Interpretations) -> bool:
+        """Whether two sets or lists without order have the same members."""
         if gold.members is None and answer.members is None:
             return False
         gold_members = gold.members if gold.members is not None else single_member(gold)
@@ -371,8 +380,9 @@ def single_member(value: Interpretations) -> tuple[Interpretations, ...] | None:
 def _can_be_paired(
     ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, Any], bool]
 ) -> bool:
-    """Whether each of ours is the same as a different one of theirs, and all are used; the first
-    match is taken."""
+    """Whether each of ours is the same as a different one of theirs, and all are used.
+
+    The first match is taken."""
     if len(ours) != len(theirs):
         return False
     left = list(theirs)
@@ -385,8 +395,9 @@ def _can_be_paired(
 
 
 def _angles(value: Interpretations) -> tuple[Sequence[Expr], str] | None:
-    """(expressions, their letter) of a family over all integers, or of angles with an index; None
-    for other values."""
+    """(expressions, their letter) of a family over all integers, or of angles with an index.
+
+    None for other values."""
     if value.family is not None:
         named_set, letters, rows = value.family
         plain = named_set == "Z" and len(letters) == 1 and all(len(row) == 1 for row in rows)
@@ -436,8 +447,9 @@ def _same_family(gold: Family, answer: Family) -> bool:
 
 
 def _fits_family(gold: Family, answer: Interpretations) -> bool:
-    """Whether an answer is the reference's family with another letter, without its set; a letter
-    alone is no family."""
+    """Whether an answer is the reference's family with another letter, without its set.
+
+    A letter alone is no family."""
     exprs = plain_exprs(
         answer.row if answer.row is not None and answer.scalar is None else (answer,)
     )

@@ -1,5 +1,6 @@
-"""The value of an expression at a point: exact fractions where possible, else 100 digits by mpmath;
-sizes are bounded.
+"""The value of an expression at a point: exact fractions where possible, else 100 digits by mpmath.
+
+Sizes are bounded.
 
 Arithmetic comes first, then the functions, then `evaluate`.
 """
@@ -39,7 +40,7 @@ MAX_FACTORIAL = 5000
 MAX_TERMS = 1500
 """Most terms of all sums together, at one point."""
 INDEX = "index "
-"""Before the letter of a sum's index."""
+"""Prefix of the letter of a sum's index."""
 FINITE = frozenset(("sum", "prod"))
 INFINITE = frozenset(("series", "infinite product"))
 REPEATED = FINITE | INFINITE
@@ -48,17 +49,20 @@ Value = Any
 
 
 class Undefined(Exception):
-    """There is no real (or, with i, complex) value: a division by zero, the root of a negative
-    number."""
+    """Raised where an expression has no real (or, with i, complex) value.
+
+    Examples are a division by zero and the root of a negative number."""
 
 
 @dataclass
 class Context:
+    """The point at which an expression is evaluated, and limits."""
+
     values: Mapping[str, Fraction]
     complex_numbers: bool
     """Whether roots and logarithms of negative numbers are defined."""
     series_terms: int = 0
-    """How many terms of an infinite sum stand for it; 0 where it is undefined."""
+    """Number of terms of an infinite sum that stand for it; 0 where it is undefined."""
     terms_left: int = MAX_TERMS
 
 
@@ -67,6 +71,7 @@ def to_mp(value: Value) -> Any:
 
 
 def bounded(value: Value) -> Value:
+    """The value; NotMathematics where it is too large to be compared, Undefined if infinite."""
     if type(value) is Fraction:
         if value.numerator.bit_length() > MAX_BITS or value.denominator.bit_length() > MAX_BITS:
             raise NotMathematics("a number too large to be compared")
@@ -109,6 +114,7 @@ def is_whole(value: Value) -> bool:
 
 
 def power(base: Value, exponent: Value, context: Context) -> Value:
+    """base ** exponent, exact where that is possible."""
     if type(base) is Fraction and type(exponent) is Fraction:
         if base == 0:
             if exponent <= 0:
@@ -172,8 +178,9 @@ def _sqrt(value: Value, context: Context) -> Value:
 def _real_function(
     function: Callable, domain: Callable[[Any], bool] = lambda _: True
 ) -> Callable[[Value, Context], Value]:
-    """A function of mpmath, undefined for real arguments outside its domain unless complex numbers
-    are allowed."""
+    """A function of mpmath that is undefined for real arguments outside its domain.
+
+    Where complex numbers are allowed, it is defined there, too."""
 
     def evaluate(value: Value, context: Context) -> Value:
         number = to_mp(value)
@@ -198,6 +205,7 @@ _whole_factorial = lru_cache(maxsize=64)(math.factorial)
 
 
 def _factorial(value: Value, context: Context) -> Value:
+    """The factorial, exact for whole numbers up to MAX_FACTORIAL."""
     if is_whole(value):
         number = int(value)
         if number < 0:
@@ -224,6 +232,7 @@ def _binomial(n: Value, k: Value) -> Value:
 
 
 def _floor(value: Value, up: bool) -> Value:
+    """The whole number below, or above with `up`; Undefined where the value is too large."""
     if type(value) is Fraction:
         return Fraction(-(-value // 1) if up else value // 1)
     number = to_real(value)
@@ -307,6 +316,7 @@ def evaluate(expr: Expr, context: Context) -> Value:
 
 
 def _apply(name: str, args: list[Value], context: Context) -> Value:
+    """The value of an operation with finite arguments."""
     if name in _ONE_ARGUMENT:
         return _ONE_ARGUMENT[name](args[0], context)
     a = args[0]

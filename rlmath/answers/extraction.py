@@ -1,5 +1,4 @@
-"""Finds the final answer in a completion, in one pass over the text: the last box, with those
-joined to it."""
+"""Finds the final answer in a completion, in one pass: the last box, with those joined to it."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ _UNBRACED = (
     r"[+-]?(?:[0-9][0-9,]{0,60}(?:\.[0-9]{1,60})?(?:/[0-9]{1,60})?|[A-Za-z](?![A-Za-z])"
     rf"|\\[dt]?frac(?:{_GROUP}{_GROUP}|\s?[0-9]{{2}})|\\sqrt(?:{_GROUP}|\s?[0-9])|\\pi(?![A-Za-z]))"
 )
-"""What may follow `\\boxed` without braces: a number, a letter, a fraction or a root."""
+"""Contents that may follow `\\boxed` without braces: a number, a letter, a fraction or a root."""
 _BRACES = re.compile(
     rf"\\f?box(?:ed)?\s*\{{|\\boxed(?:\s{{1,3}}|(?=\\))(?P<unbraced>{_UNBRACED})"
     r"|\\(?!\\?f?boxe?d?)[\s\S]|[{}]"
@@ -29,7 +28,7 @@ _JOINER = re.compile(
     r"(?P<word>[,;]|[,;]?\s?(?:and also|as well as|and|or|or else)|=|\\approx|≈)?"
     r"\s?(?P<label>[A-Za-z](?:_ ?[A-Za-z0-9]{1,9})? ?=)?"
 )
-"""What joins two boxes, without its layout: `, `, `or`, `and y =`."""
+"""Joiners of two boxes, without their layout: `, `, `or`, `and y =`."""
 _BULLET = re.compile(r"[-•]|[b-h]|[2-9][.]?|i{2,3}")
 _LABEL = re.compile(
     r"(?:^|(?<=[\s$(,;:]))([A-Za-z](?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]{1,9}\}))?)\s{0,3}=[\s$]{0,3}$"
@@ -42,7 +41,7 @@ _PART = re.compile(
 _NEXT_PART = ", "
 """The joiner of parts with labels or bullets; two of them may be the same."""
 NAMED_BEFORE = " := "
-"""Between the function that is named before a box and the box's content: `f(n) := n+1`."""
+"""Separator between the function that is named before a box and the content: `f(n) := n+1`."""
 _FUNCTION = re.compile(
     r"(?:^|(?<=[\s$(,;:\[]))([A-Za-z]\(([a-z])\)|[a-z]_\{?([a-z])\}?)\s{0,3}=[\s$]{0,3}$"
 )
@@ -58,8 +57,8 @@ _CONSTANTS = re.compile(
     rf"|\$?,? ?(?:for|where|with) ({_LETTERS}) ?\\in ?\\mathbb\{{R\}}"
 )
 ALL_BOXES = " [boxes: "
-"""Before the contents of several boxes with text between, which follow the last box's: `7 [boxes:
-3; 7]`."""
+"""Separator before the contents of several boxes with text between, which follow the last box's:
+`7 [boxes: 3; 7]`."""
 _BOX_END = "]"
 BOX_SEPARATOR = "; "
 _OTHER_PURPOSE = re.compile(
@@ -121,8 +120,9 @@ _TAIL_CHARS = 2000
 
 
 def final_part(text: str) -> str:
-    """The text after the thinking section: all of it without thinking tags, nothing if the section
-    is not closed.
+    """The text after the thinking section.
+
+    It is all of the text without thinking tags, and nothing if the section is not closed.
 
     >>> final_part("<think>is it 3? no</think> It is 4.")
     ' It is 4.'
@@ -158,6 +158,7 @@ def has_box(text: str) -> bool:
 
 
 def _boxed_or_tagged(part: str) -> str | None:
+    """The content of the last boxes or `<answer>` tag, whichever ends last; None without any."""
     boxes = _complete_boxes(part)
     tagged = _last_tag(part) if "<answer>" in part.lower() else None
     if tagged is not None and (not boxes or boxes[-1].end <= tagged[1]):
@@ -181,9 +182,11 @@ def split_boxes(answer: str) -> tuple[str, str]:
 
 
 def _boxes_apart(text: str, boxes: list[_Box]) -> tuple[str, bool] | None:
-    """(contents of the last box and of those before it that only some text is between, `3; 7`;
-    whether that text says that they are several solutions); None if there is none, or if that text
-    or what follows takes one of them back."""
+    """(contents of the last box and those before it with text between, whether they are solutions).
+
+    The contents are as in `3; 7`; the second says whether the text between calls them several
+    solutions. None if there are no such boxes, or if that text or what follows takes one of them
+    back."""
     apart = [boxes[-1]]
     for box in reversed(boxes[:-1]):
         between = text[box.end : apart[0].start]
@@ -221,8 +224,9 @@ def _only_leads_on(between: str) -> bool:
 
 
 def extract_boxed(text: str) -> str | None:
-    """The content of the last complete \\boxed{...}, of nested boxes the innermost; with those that
-    a comma, "and" or "or" joins to it. Linear in the text.
+    """The content of the last complete \\boxed{...}, of nested boxes the innermost.
+
+    Boxes that a comma, "and" or "or" joins to it are included. Linear in the text.
 
     >>> extract_boxed("\\\\boxed{1}. So \\\\boxed{2} or $x = \\\\boxed{4}$, not \\\\boxed{3")
     '2 or x=4'
@@ -233,11 +237,13 @@ def extract_boxed(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Box:
+    """A box in a text."""
+
     start: int
-    """Where its command begins."""
+    """Position at which its command begins."""
     content: str
     end: int
-    """After its closing brace."""
+    """Position after its closing brace."""
 
 
 def _joined(text: str, boxes: deque[_Box]) -> tuple[str, _Box]:
@@ -266,8 +272,7 @@ def _joined(text: str, boxes: deque[_Box]) -> tuple[str, _Box]:
 
 
 def _in_context(text: str, box: _Box) -> str:
-    """A box's content with the function that is named before it, or the constants that are declared
-    after it."""
+    """A box's content with the function before it, or the constants that are declared after it."""
     answer = box.content
     near = text[box.end : box.end + 60]
     if ("constant" in near or "\\in" in near) and (match := _CONSTANTS.match(text, box.end)):
@@ -309,8 +314,7 @@ def _complete_boxes(text: str) -> deque[_Box]:
 
 
 def _joiner(between: str) -> str | None:
-    """What joins two boxes with this text between them; None if they are not parts of one
-    answer."""
+    """The joiner of two boxes with this text between; None if they are not parts of one answer."""
     labelled = _PART.sub(" ", between, count=1)
     if labelled != between and " ".join(_LAYOUT.sub(" ", labelled).split()).strip(" .,;:") in (
         "",
@@ -355,6 +359,7 @@ def _last_tag(part: str) -> tuple[str, int] | None:
 
 
 def _after_phrase(part: str) -> str | None:
+    """The text after the last "the answer is", up to the end of its sentence; None without it."""
     last = _last_match(_PHRASE, part)
     if last is None:
         return None

@@ -1,5 +1,6 @@
-"""Expressions with free letters: arbitrary constants, progressions `start + k step`, lines, and
-sums over an index.
+"""Expressions with free letters: constants, progressions, lines, and sums over an index.
+
+Constants are arbitrary ones; progressions are `start + k step`.
 
 A finite sum is evaluated term by term at several values of its bounds. Of an infinite one only the
 first terms are: it is compared only with another infinite one. Dots are read where a pattern
@@ -32,8 +33,9 @@ def substituted(expr: Expr, name: str, value: Expr) -> Expr:
 
 
 def with_letter_i(expr: Expr, letter: Sym) -> Expr:
-    """The expression with a letter where it has an i: the unit vector of `2i + 3j`, or the index of
-    a sum."""
+    """The expression with a letter where it has an i.
+
+    That is the unit vector of `2i + 3j`, or the index of a sum."""
     if expr == Call("i"):
         return letter
     if not isinstance(expr, Call):
@@ -42,6 +44,7 @@ def with_letter_i(expr: Expr, letter: Sym) -> Expr:
 
 
 def renamed(expr: Expr, names: Sequence[str], others: Sequence[str]) -> Expr:
+    """The expression with other names of its letters."""
     for name in names:
         expr = substituted(expr, name, Sym(f"once {name}"))
     for name, other in zip(names, others, strict=True):
@@ -62,8 +65,9 @@ def same_antiderivative(gold: Expr, answer: Expr) -> bool:
 
 
 def _without_constant(expr: Expr) -> Expr | None:
-    """The function f of `f + C`; None if the constant is not a separate term or may be a
-    coefficient."""
+    """The function f of `f + C`.
+
+    None if the constant is not a separate term or may be a coefficient."""
     terms = _summands(expr)
     constants = [term for term in terms if term in (Sym("C"), Sym("c"))]
     letters = frozenset().union(*(symbols(term) for term in terms)) - {"C", "c"}
@@ -94,8 +98,9 @@ MAX_CONSTANTS = 3
 
 
 def same_up_to_constants(gold: Expr, answer: Expr, declared: Sequence[str] = ()) -> bool:
-    """Whether both are the same but for the order of C_1, C_2, or with other letters: capitals or
-    declared ones."""
+    """Whether both are the same but for the order of C_1, C_2, or with other letters.
+
+    Other letters are capitals or declared ones."""
     gold_letters = sorted(name for name in symbols(gold) if _ARBITRARY.fullmatch(name))
     if not gold_letters and any(_ARBITRARY.fullmatch(name) for name in symbols(answer)):
         gold_letters = sorted(
@@ -122,8 +127,9 @@ _FREE = frozenset(("C", "C_1", "c_1", "K"))
 
 
 def same_up_to_renaming(gold: Expr, answer: Expr, declared: Sequence[str]) -> bool:
-    """Whether both are one function with other letters of its constants: `Ce^x` and `Ae^x`,
-    declared `cx` and `kx`."""
+    """Whether both are one function with other letters of its constants.
+
+    Examples are `Ce^x` and `Ae^x`, declared `cx` and `kx`."""
     gold_letters = symbols(gold) - symbols(answer)
     answer_letters = symbols(answer) - symbols(gold)
     if (
@@ -143,9 +149,10 @@ def same_up_to_renaming(gold: Expr, answer: Expr, declared: Sequence[str]) -> bo
 
 
 def same_line(gold: Sequence[Expr], answer: Sequence[Expr], of_reals: bool) -> bool:
-    """Whether two points, linear in one parameter, are the same line; unless the gold parameter is
-    `of_reals`, only with the same step, from another of its points: `(1 + 3t, 2t)`, `(4 + 3s, 2 +
-    2s)`."""
+    """Whether two points, linear in one parameter, are the same line.
+
+    Unless the gold parameter is `of_reals`, the step must be the same, from another of its points:
+    `(1 + 3t, 2t)`, `(4 + 3s, 2 + 2s)`."""
     gold_line = _line(gold)
     answer_line = _line(answer)
     if gold_line is None or answer_line is None or len(gold) != len(answer):
@@ -164,8 +171,9 @@ def same_line(gold: Sequence[Expr], answer: Sequence[Expr], of_reals: bool) -> b
 
 
 def _line(exprs: Sequence[Expr]) -> tuple[list[Fraction], list[Fraction]] | None:
-    """(point at 0, difference to that at 1) of expressions linear in one parameter; None for
-    others."""
+    """(point at 0, difference to that at 1) of expressions linear in one parameter.
+
+    None for other expressions."""
     letters = frozenset().union(*map(symbols, exprs))
     if len(letters) != 1 or not letters <= PARAMETERS:
         return None
@@ -179,8 +187,9 @@ def _line(exprs: Sequence[Expr]) -> tuple[list[Fraction], list[Fraction]] | None
 
 
 def linear_in(expr: Expr, letter: str) -> tuple[Fraction, Fraction] | None:
-    """(value at 0, slope) of an expression with fractions that is linear in its only letter; None
-    for others."""
+    """(value at 0, slope) of an expression with fractions that is linear in its only letter.
+
+    None for other expressions."""
     if not symbols(expr) <= {letter}:
         return None
     points = (0, 1, 2, 7, -30)
@@ -211,8 +220,9 @@ Progression = tuple[mpf, mpf]
 
 
 def open_index(exprs: Sequence[Expr]) -> str | None:
-    """The one letter of angles such as `\\pi/3 + 2k\\pi` whose set is not written; None for other
-    expressions."""
+    """The one letter of angles such as `\\pi/3 + 2k\\pi` whose set is not written.
+
+    None for other expressions."""
     letters = frozenset().union(*map(symbols, exprs))
     if (
         len(letters) != 1
@@ -226,8 +236,9 @@ def open_index(exprs: Sequence[Expr]) -> str | None:
 def same_progressions(
     gold: Sequence[Expr], letter: str, answer: Sequence[Expr], other: str
 ) -> bool:
-    """Whether two unions of progressions are the same set: `(-1)^k a + k\\pi` and `a + 2k\\pi, \\pi
-    - a + 2k\\pi`."""
+    """Whether two unions of progressions are the same set.
+
+    An example is `(-1)^k a + k\\pi` and `a + 2k\\pi, \\pi - a + 2k\\pi`."""
     gold_progressions = _progressions(gold, letter)
     answer_progressions = _progressions(answer, other)
     if gold_progressions is None or answer_progressions is None:
@@ -239,8 +250,9 @@ def same_progressions(
 
 
 def _progressions(exprs: Sequence[Expr], letter: str) -> list[Progression] | None:
-    """The progressions of values at k = 0, 1, 2, ...; None if they are not linear in k, or in k of
-    one parity."""
+    """The progressions of values at k = 0, 1, 2, ...
+
+    None if they are not linear in k, or in k of one parity."""
     progressions: list[Progression] = []
     for expr in exprs:
         if symbols(expr) != {letter}:
@@ -267,8 +279,9 @@ _TINY = mpf(10) ** -40
 
 
 def _common_step(steps: Sequence[Any]) -> Any:
-    """The least common multiple of steps, real numbers of mpmath; None if their ratios are not
-    small fractions."""
+    """The least common multiple of steps, real numbers of mpmath.
+
+    None if their ratios are not small fractions."""
     multiple = 1
     for step in steps:
         with MP.workdps(50):
@@ -334,9 +347,9 @@ def explained(before: Sequence[Expr], after: Sequence[Expr], operation: str) -> 
 
 
 def _by_last_term(before: Sequence[Expr], after: Sequence[Expr], name: str) -> Expr | None:
-    """The terms as the last one with other values of its letter: `1 + 4 + ...
+    """The terms as the last one with other values of its letter: `1 + 4 + ... + n^2`.
 
-    + n^2`."""
+    None where that does not explain them."""
     last = after[-1]
     for letter in sorted(symbols(last) - frozenset().union(*map(symbols, before))):
         for start in _FIRST_INDICES:

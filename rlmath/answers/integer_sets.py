@@ -1,5 +1,6 @@
-"""Infinite sets of integers in words or as a formula: `all odd positive integers`, `n = 2k + 1, k
->= 0`, `3 \\nmid n`.
+"""Infinite sets of integers in words or as a formula.
+
+Examples are `all odd positive integers`, `n = 2k + 1, k >= 0` and `3 \\nmid n`.
 
 They are compared member by member inside a window that is wide for the numbers in them. A text that
 leaves open whether its numbers are positive is compared on those that the other one has.
@@ -47,7 +48,7 @@ class _Described:
     may_lack_zero: bool = False
     """Whether zero is one of them only for some, as of the squares."""
     letters: set[str] = field(default_factory=set)
-    """What its numbers are called."""
+    """Letters that stand for its numbers."""
     period: int = 1
     """The least common multiple of its divisors and moduli."""
     longest_period: int = _LARGEST
@@ -66,8 +67,9 @@ class _Described:
 
 
 def same_integers(gold: str, answer: str) -> bool | None:
-    """Whether two texts are the same infinite set of integers; None if one of them is not read as
-    such a set."""
+    """Whether two texts are the same infinite set of integers.
+
+    None if one of them is not read as such a set."""
     both = f"{gold} {answer}"
     if not _TRIGGER.search(both) or max(len(gold), len(answer)) > _LONGEST:
         return None
@@ -89,6 +91,7 @@ def same_integers(gold: str, answer: str) -> bool | None:
 
 
 def _same_members(ours: _Described, theirs: _Described) -> bool | None:
+    """Whether two sets have the same members in the window; None where that cannot be told."""
     least = None
     if ours.is_open != theirs.is_open:
         least = theirs.least if ours.is_open else ours.least
@@ -110,14 +113,15 @@ _FILLERS = word_set(
     "values value numbers number only just must holds works iff precisely it , : . { }"
 )
 _OPENINGS = word_set("that which such with where")
-"""What begins a further condition."""
+"""Words that begin a further condition."""
 _DENIED = re.compile(r"(?:not|nor) ", re.IGNORECASE)
 _QUANTIFIER = re.compile(r"(?:all|any|every|each) ", re.IGNORECASE)
 
 
 def _in_words(text: str) -> _Described | None:
-    """The numbers that meet all conditions of a text; None where others are meant: `not odd
-    multiples of 3`."""
+    """The numbers that meet all conditions of a text.
+
+    None where others are meant: `not odd multiples of 3`."""
     spaced = " ".join(_TOKEN.findall(text.replace("non-", "non"))) + " "
     described = _Described()
     at = 0
@@ -166,6 +170,7 @@ def _whole_numbers(text: str) -> list[int]:
 
 
 def _take_domain(found: _Described, match: re.Match[str], negated: bool) -> bool:
+    """Take the domain: positive, natural, nonnegative, whole or all integers."""
     least = {"positive": 1, "natural": 1, "nonnegative": 0, "whole": 0}.get(
         match[1].lower(), found.least
     )
@@ -188,10 +193,11 @@ _KINDS: dict[str, Callable[[int], bool]] = {
     "cube": lambda n: any(k**3 == n for k in range(-6, 8)),
 }
 _LONGEST_PERIODS = {"prime": 24, "composite": 24, "square": 12, "cube": 6, "power": 4}
-"""Of these kinds, the window has members in every class."""
+"""Longest periods at which the window has members of these kinds in every class."""
 
 
 def _take_kind(found: _Described, match: re.Match[str], negated: bool) -> bool:
+    """Take a kind of numbers, such as odd or prime."""
     word = match[1].lower()
     found.is_open = False
     found.may_lack_zero = found.may_lack_zero or word == "square"
@@ -201,6 +207,7 @@ def _take_kind(found: _Described, match: re.Match[str], negated: bool) -> bool:
 
 
 def _take_divisor(found: _Described, match: re.Match[str], negated: bool) -> bool:
+    """Take `multiples of 6`, `divisible by 6` or `powers of 2`."""
     word, (base,) = match[1].lower(), _whole_numbers(match[2])
     if base < 2:
         return False
@@ -215,6 +222,7 @@ def _take_divisor(found: _Described, match: re.Match[str], negated: bool) -> boo
 
 
 def _take_divides(found: _Described, match: re.Match[str], negated: bool) -> bool:
+    """Take `3 \\mid n` or `3 \\nmid n`."""
     (divisor,) = _whole_numbers(match[1])
     if divisor > 1:
         found.add(lambda n: n % divisor == 0, "\\n" in match[2], divisor)
@@ -223,6 +231,7 @@ def _take_divides(found: _Described, match: re.Match[str], negated: bool) -> boo
 
 
 def _take_congruence(found: _Described, match: re.Match[str], negated: bool) -> bool:
+    """Take a congruence: `\\equiv 1, 4 \\pmod 5`."""
     classes, (modulus,) = _whole_numbers(match["classes"]), _whole_numbers(match["modulus"])
     if modulus < 2:
         return False
@@ -233,6 +242,7 @@ def _take_congruence(found: _Described, match: re.Match[str], negated: bool) -> 
 
 
 def _take_bound(found: _Described, match: re.Match[str], negated: bool) -> bool:
+    """Take a lower bound: `n > 2`, `at least 3`."""
     if negated:
         return False
     (number,) = _whole_numbers(match[2])
@@ -268,8 +278,8 @@ _PARTS: tuple[tuple[re.Pattern[str], Callable[[_Described, re.Match[str], bool],
     (_CONGRUENCE, _take_congruence),
     (_pattern(rf"(\\geq?|> =|>|greater than|more than|at least) ({_NUMBER}) "), _take_bound),
 )
-"""What a text may say of its numbers, each with the function that takes it; it returns whether it
-did."""
+"""Statements that a text may make of its numbers, each with the function that takes it; it
+returns whether it did."""
 
 
 _OF_THE_FORM = re.compile(
@@ -277,13 +287,14 @@ _OF_THE_FORM = re.compile(
     r")?of the form "
 )
 _LEASTS = {"": WINDOW[0], "Z": WINDOW[0], "N": 0, "Z0": 0, "Z+": 1}
-"""Where the letter of a formula begins, by the name of its set; "": none is written."""
+"""First values of the letter of a formula, by the name of its set; "": none is written."""
 
 
 @lru_cache(maxsize=512)
 def _by_formula(text: str, natural: int) -> _Described | None:
-    """The set of values of `n = 2k + 1, k \\in \\mathbb{Z}`, else None; the natural numbers begin
-    with `natural`."""
+    """The set of values of `n = 2k + 1, k \\in \\mathbb{Z}`, else None.
+
+    The natural numbers begin with `natural`."""
     form = _OF_THE_FORM.match(text)
     try:
         interpreted = interpret(parse_answer(text[form.end() :] if form else text))

@@ -1,5 +1,4 @@
-"""Interprets a parsed answer: as a value, a tuple, a set, a set of reals, a relation, a family with
-a parameter, ...
+"""Interprets a parsed answer: as a value, a tuple, a set, a relation, a family, ...
 
 Most answers have several interpretations, `(1, 2)` is a point and an interval; `equivalence`
 compares them.
@@ -136,6 +135,7 @@ def _interpret_described(answer: SetBuilder) -> Interpretations:
 
 
 def _whole_numbers(reals: RealSet) -> Interpretations:
+    """The whole numbers of a bounded set of reals, as a set."""
     low, high = whole_numbers(reals)
     if low is None or high is None or high - low >= MAX_ITEMS:
         raise Unsupported(f"more than {MAX_ITEMS} whole numbers")
@@ -146,6 +146,7 @@ def _whole_numbers(reals: RealSet) -> Interpretations:
 
 
 def _interpret_operation(operation: SetOperation) -> Interpretations:
+    """The set of reals of a union, intersection or difference."""
     sets = []
     for part in operation.parts:
         real_set = interpret(part).real_set
@@ -171,6 +172,8 @@ def _interpret_scalar(scalar: Scalar) -> Interpretations:
 
 
 def _interpret_group(group: Group) -> Interpretations:
+    """The interpretations of items in brackets: a point or interval, a ratio, or several of
+    them."""
     brackets = group.opening + group.closing
     exprs = [item.expr for item in group.items if isinstance(item, Scalar)]
     if any(mentions(expr, PLUS_MINUS) for expr in exprs):
@@ -198,6 +201,8 @@ def _interpret_group(group: Group) -> Interpretations:
 
 
 def _interval(group: Group) -> RealSet | None:
+    """The interval between the two items of a group; None where it is empty or they are no
+    numbers."""
     low, high = (bound_of(item) for item in group.items)
     if low is None or high is None:
         return None
@@ -206,6 +211,7 @@ def _interval(group: Group) -> RealSet | None:
 
 
 def _points(items: Sequence[Answer]) -> RealSet | None:
+    """The set of reals of items that are finite numbers; None for other items."""
     bounds = [bound_of(item) for item in items]
     if any(bound is None or not is_finite(bound) for bound in bounds):
         return None
@@ -213,6 +219,7 @@ def _points(items: Sequence[Answer]) -> RealSet | None:
 
 
 def expanded_members(items: Sequence[Answer]) -> tuple[Interpretations, ...]:
+    """The interpretations of the items of a list or set, those with plus-minus signs expanded."""
     items = _filled(items)
     if len(items) > MAX_ITEMS:
         raise NotMathematics(f"more than {MAX_ITEMS} items")
@@ -253,6 +260,7 @@ def _filled(items: Sequence[Answer]) -> Sequence[Answer]:
 
 
 def _interpret_relation(relation: Relation) -> Interpretations:
+    """The interpretations of a membership, a congruence, an equation or an inequality."""
     ops = set(relation.ops)
     if ops == {"in"} and len(relation.sides) == 2:
         element, container = relation.sides
@@ -286,6 +294,7 @@ def _interpret_relation(relation: Relation) -> Interpretations:
 
 
 def _interpret_equation(relation: Relation) -> Interpretations:
+    """The interpretations of an equation: a named value, a number, or a curve."""
     sides = list(relation.sides)
     name = None
     if len(sides) == 2 and is_lone_name(sides[-1]) and not is_lone_name(sides[0]):
@@ -342,8 +351,9 @@ def _interpret_equation(relation: Relation) -> Interpretations:
 
 
 def _curves(relations: Sequence[Relation]) -> tuple[Interpretations, ...] | None:
-    """The equations of several curves, with both signs of each plus-minus sign; None if all are
-    values of names."""
+    """The equations of several curves, with both signs of each plus-minus sign.
+
+    None if all are values of names."""
     curves = []
     for relation in relations:
         exprs = [relation_side(side) for side in relation.sides]
@@ -380,6 +390,7 @@ def _common_value(sides: Sequence[Answer], ops: Sequence[str]) -> Answer | None:
 
 
 def _interpret_inequality(relation: Relation) -> Interpretations:
+    """The set of reals that a chain of inequalities in one variable leaves."""
     reals: list[RealSet] = []
     names: set[str] = set()
     for left, op, right in zip(relation.sides, relation.ops, relation.sides[1:], strict=False):
@@ -398,6 +409,7 @@ def _interpret_inequality(relation: Relation) -> Interpretations:
 
 
 def _interpret_listing(listing: Listing) -> Interpretations:
+    """The interpretations of a list without brackets."""
     relations = [item for item in listing.items if isinstance(item, Relation)]
     memberships = [
         relation
@@ -430,8 +442,9 @@ def _interpret_listing(listing: Listing) -> Interpretations:
 
 
 def _listed_union(items: Sequence[Interpretations]) -> RealSet | None:
-    """The union of intervals in a list, `(-\\\\infty, 2) or (3, \\\\infty)`; None for points and
-    other items."""
+    """The union of intervals in a list: `(-\\infty, 2) or (3, \\infty)`.
+
+    None for points and other items."""
     sets = [item.real_set for item in items if item.real_set is not None and item.row is not None]
     endless = any(real_set.has[0] or real_set.has[-1] for real_set in sets)
     return RealSet.union(sets) if endless and len(sets) == len(items) else None
@@ -501,8 +514,9 @@ def _is_index(letter: str, name: str | None) -> bool:
 
 
 def _several_residues(items: Sequence[Interpretations], joiner: str) -> Interpretations:
-    """`n = 1 or 4 mod 5`: one residue of several classes; congruences with different moduli are a
-    system."""
+    """One residue of several classes: `n = 1 or 4 mod 5`.
+
+    Congruences with different moduli are a system."""
     residues = [item.residue for item in items if item.residue is not None]
     letters = {residue[0] for residue in residues}
     classes = tuple(residue_class for residue in residues for residue_class in residue[1])
@@ -512,6 +526,7 @@ def _several_residues(items: Sequence[Interpretations], joiner: str) -> Interpre
 
 
 def _several_equations(items: tuple[Interpretations, ...]) -> Interpretations:
+    """The interpretations of several equations: values of one name, or of several names."""
     names = [item.name for item in items]
     if None in names or any(item.scalar is None and item.members is None for item in items):
         return Interpretations(members=items)

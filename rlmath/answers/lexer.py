@@ -1,5 +1,6 @@
-"""Splits text into tokens: numbers in all spellings, words, commands and signs; and what words and
-commands mean."""
+"""Splits text into tokens: numbers in all spellings, words, commands and signs.
+
+It also has the tables of what words and commands mean."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Reading:
-    """How ambiguous digits are parsed."""
+    """The rules by which ambiguous digits are parsed."""
 
     commas_group: bool = True
     """`1,234` is one number, not a list of two numbers."""
@@ -153,6 +154,7 @@ def _closing_brace(text: str, start: int) -> int:
 
 
 def _number(text: str, position: int, reading: Reading) -> tuple[Token, int]:
+    """(the number at a position, the position after it)."""
     if match := _PERIODIC.match(text, position):
         whole, fixed, first, middle, last, bracket = match.groups(default="")
         value = _periodic(whole, fixed, bracket or first + middle + last)
@@ -197,8 +199,9 @@ def _periodic(whole: str, fixed: str, period: str) -> Fraction:
 
 
 def _repeated(digits: str) -> Fraction | None:
-    """The value of "0.333" or "0.142857142857" before dots, if its end repeats at least twice (one
-    digit: 3 times)."""
+    """The value of "0.333" or "0.142857142857" before dots, if its end repeats.
+
+    It must repeat at least twice; one digit must be there 3 times."""
     whole, point, decimals = digits.partition(".")
     if not point or len(decimals) > 60:
         return None

@@ -66,8 +66,9 @@ def singular(word: str) -> str:
 
 @dataclass(frozen=True)
 class KnownWords:
-    """The words of an answer that are known to change nothing of the value beside them, in the
-    singular."""
+    """The words of an answer that are known to change nothing of the value beside them.
+
+    They are in the singular."""
 
     words: frozenset[str] = frozenset()
     """Those that stand in the reference or the question."""
@@ -153,6 +154,7 @@ def plain_unicode(text: str) -> str:
 
 
 def _one_character(char: str) -> str:
+    """The LaTeX of a character; NotMathematics for control characters."""
     if char in _UNICODE:
         return _UNICODE[char]
     if char.isascii() or char in "√∛":
@@ -267,8 +269,9 @@ _AFTER_AMOUNT = re.compile(r"(?<=[0-9])\$$")
 
 
 def _with_currency(text: str) -> str:
-    """The text with `\\dollar` for each `$` before an amount that no other one closes: `$80`, `$5
-    and $6`."""
+    """The text with `\\dollar` for each `$` before an amount that no other one closes.
+
+    Examples are `$80` and `$5 and $6`."""
     pieces: list[str] = []
     start = 0
     while (at := text.find("$", start)) >= 0:

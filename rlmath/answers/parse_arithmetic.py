@@ -1,5 +1,6 @@
-"""Parses arithmetic: sums, products, powers, numbers and symbols; within limits of size and
-depth."""
+"""Parses arithmetic: sums, products, powers, numbers and symbols.
+
+Size and depth are limited."""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ AFTER_INTERVAL = frozenset(
 
 
 class Arithmetic(ABC):
-    """A position among tokens, and a depth, which `with parser:` raises; subclasses have the
-    abstract methods."""
+    """A position among tokens, and a depth, which `with parser:` raises.
+
+    Subclasses have the abstract methods."""
 
     def __init__(self, tokens: list[Token], outer: Arithmetic | None = None) -> None:
-        """With `outer` it parses a part of that one's tokens, and counts against the same
-        limits."""
+        """An `outer` parser gives a part of its tokens, and both count against the same limits."""
         self.tokens = tokens
         self.position = 0
         self.depth = outer.depth if outer else 0
@@ -59,6 +60,7 @@ class Arithmetic(ABC):
         return self.tokens[index].text if index < len(self.tokens) else ""
 
     def take(self) -> Token:
+        """The token at the position, which is stepped over."""
         token = self.token()
         if token is None:
             raise NotMathematics("it ends too early")
@@ -122,6 +124,7 @@ class Arithmetic(ABC):
         """The argument of a function."""
 
     def sum(self) -> Answer:
+        """A sum of signed terms; of vectors, their sum."""
         with self:
             first = self._signed_term()
             while self.peek() in ("+", "-", "\\pm", "\\mp") and not isinstance(first, NamedSet):
@@ -159,6 +162,7 @@ class Arithmetic(ABC):
         return Scalar(explained(operands(before, operation), after, operation))
 
     def _signed_term(self) -> Answer:
+        """A term with its signs."""
         if self.skip("+"):
             with self:
                 return self._signed_term()
@@ -262,6 +266,7 @@ class Arithmetic(ABC):
         return Scalar(Num(left.expr.value + fraction))
 
     def _begins_factor(self) -> bool:
+        """Whether the token at the position begins a factor of a product without a sign."""
         token = self.token()
         if token is None:
             return False
@@ -295,8 +300,9 @@ class Arithmetic(ABC):
             return base
 
     def _with_postfix(self, base: Answer) -> Answer | None:
-        """The base with the next postfix operator: a power, a degree, a factorial, a percent sign
-        or a prime."""
+        """The base with the next postfix operator; None where there is none.
+
+        These are a power, a degree, a factorial, a percent sign or a prime."""
         text = self.peek()
         is_symbol = isinstance(base, Scalar) and isinstance(base.expr, Sym)
         if self._skip_power("\\prime") or (text == "'" and is_symbol):
@@ -338,6 +344,7 @@ class Arithmetic(ABC):
         return False
 
     def _exponent(self) -> Expr:
+        """The exponent after `^`."""
         if self.peek() == "{":
             return self._braced()
         if self.skip("-"):
@@ -391,6 +398,7 @@ class Arithmetic(ABC):
         return self.bracket(token) if token.kind == "sign" else self.command(token)
 
     def _word(self, token: Token) -> Answer:
+        """A word as a function, a constant, a symbol, or the product of its letters."""
         text = token.text
         if text.lower() in ("infinity", "inf"):
             return Scalar(Call("inf"))
@@ -445,8 +453,9 @@ def as_expr(answer: Answer) -> Expr:
 
 
 def vector_times(factor: Expr, vector: Group | MatrixOf) -> Group | MatrixOf:
-    """A matrix times an expression, or a point times a number or parameter: `\\frac{1}{3}(7, 2)`,
-    `t(1, 2)`."""
+    """A matrix times an expression, or a point times a number or parameter.
+
+    Examples are `\\frac{1}{3}(7, 2)` and `t(1, 2)`."""
     if isinstance(vector, MatrixOf):
         return MatrixOf(
             tuple(tuple(Call("mul", (factor, entry)) for entry in row) for row in vector.rows)

@@ -33,7 +33,10 @@ SYSTEMS = ("cases", "aligned", "align", "alignedat", "gathered", "gather", "spli
 
 
 class Commands(Arithmetic):
+    """Brackets, LaTeX commands, environments and functions."""
+
     def bracket(self, token: Token) -> Answer:
+        """The rest of what an opening bracket or bar begins."""
         text = token.text
         if text == "|":
             self.in_bars += 1
@@ -50,6 +53,7 @@ class Commands(Arithmetic):
         raise NotMathematics(f"{text!r} is not expected")
 
     def _group(self, opening: str) -> Answer:
+        """The rest of a group in round or square brackets, or of an interval."""
         bars = self.in_bars
         self.in_bars = 0
         closings = lexer.CLOSING[opening]
@@ -69,6 +73,7 @@ class Commands(Arithmetic):
         raise NotMathematics("one item in half-open brackets")
 
     def _nested_matrix(self) -> Answer:
+        """The rest of a matrix such as `[[1, 2], [3, 4]]`."""
         rows = []
         while self.skip("["):
             row = self.listing(frozenset("]"))
@@ -79,6 +84,7 @@ class Commands(Arithmetic):
         return _as_matrix(rows)
 
     def command(self, token: Token) -> Answer:
+        """The rest of what a LaTeX command begins."""
         text = token.text
         name = text[1:]
         if name in lexer.CONSTANTS:
@@ -152,6 +158,7 @@ class Commands(Arithmetic):
         return Scalar(Call(name, (inner,)))
 
     def _set(self) -> Answer:
+        """The rest of a set in braces, or of a system of equations."""
         if self.skip("\\}"):
             return NamedSet("empty")
         if self.peek() == "\\begin" and self.peek(2) in ("array", *SYSTEMS):
@@ -173,6 +180,7 @@ class Commands(Arithmetic):
         return SetOf(_items(inner))
 
     def _named_set(self) -> Answer:
+        """The rest of `\\mathbb{R}`, with its part such as `^+`."""
         braced = self.skip("{")
         name = self.take().text
         if braced:
@@ -209,6 +217,7 @@ class Commands(Arithmetic):
         return Group("(", _items(inner), ")")
 
     def _environment(self) -> Answer:
+        """The rest of an environment: a matrix, a system, or a function by cases."""
         self.expect("{")
         kind = self.take().text
         self.skip("*")
@@ -290,6 +299,7 @@ class Commands(Arithmetic):
         return [cells for cells in rows if any(cells)]
 
     def function(self, name: str) -> Answer:
+        """The rest of a function after its name: base, power and argument."""
         name = lexer.ALIASES.get(name, name)
         base = self._argument() if self.skip("_") else None
         power = self._exponent() if not self._skip_power("\\circ") and self.skip("^") else None

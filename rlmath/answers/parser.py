@@ -143,6 +143,7 @@ class _Parser(Commands):
             return inner.whole()
 
     def listing(self, ends: frozenset[str]) -> Answer:
+        """A list of items up to one of `ends`; one item is itself."""
         with self:
             items = [self.item(ends)]
             joiners = []
@@ -157,8 +158,9 @@ class _Parser(Commands):
         return items[0] if len(items) == 1 else _listing(items, joiners)
 
     def _joiner(self) -> str | None:
-        """Steps over the separator of two items: a comma, "and", "or", or a comma and one of
-        them."""
+        """Steps over the separator of two items.
+
+        It is a comma, "and", "or", or a comma and one of them."""
         joiner = None
         if self.peek() in (",", ";"):
             joiner = self.take().text
@@ -190,8 +192,9 @@ class _Parser(Commands):
         return whole
 
     def _without_remark(self, end: int) -> int:
-        """Removes a remark in brackets from the end of an item, or the brackets around its unit;
-        returns its end."""
+        """Removes a remark in brackets from the end of an item, or the brackets around its unit.
+
+        Returns the end of the item."""
         if self.tokens[end - 1].text != ")" or end - self.position < 4:
             return end
         start = next(
@@ -218,8 +221,9 @@ class _Parser(Commands):
         return start + len(inside)
 
     def _item_end(self, ends: frozenset[str]) -> int:
-        """The end of the item at this position: before the next separator outside brackets, or the
-        group's end."""
+        """The end of the item at this position.
+
+        It is before the next separator outside brackets, or at the group's end."""
         depth = 0
         for index in range(self.position, len(self.tokens)):
             text = self.tokens[index].text
@@ -280,8 +284,9 @@ class _Parser(Commands):
         return self._composite(start, end)
 
     def _money(self, start: int, end: int) -> Scalar | None:
-        """An amount after a currency sign, with an optional multiplier or noun: `\\$1.2
-        million`."""
+        """An amount after a currency sign, with an optional multiplier or noun.
+
+        An example is `\\$1.2 million`."""
         currency = read_unit([self.tokens[start]])
         assert currency is not None
         inner = self._constant(start + 1, end)
@@ -301,8 +306,9 @@ class _Parser(Commands):
         return Scalar(amount.expr, priced)
 
     def _composite(self, start: int, end: int) -> Scalar | None:
-        """A sequence of amounts, `1 hour 30 minutes` or `22^\\circ 30'`, in the unit of the
-        first."""
+        """A sequence of amounts in the unit of the first.
+
+        Examples are `1 hour 30 minutes` and `22^\\circ 30'`."""
         starts = [index for index in range(start, end) if self.tokens[index].kind == "number"]
         if len(starts) < 2 or len(starts) > 4 or starts[0] != start:
             return None
@@ -375,8 +381,7 @@ class _Parser(Commands):
         return Relation(tuple(sides), tuple(ops)) if ops else sides[0]
 
     def _label(self) -> Name | None:
-        """Steps over `maximum` in `maximum 5`, the name of a quantity before its value, else
-        None."""
+        """Steps over a quantity's name before its value: `maximum` in `maximum 5`; else None."""
         token = self.token()
         name = (
             LABELS.get(token.text.lower()) if token is not None and token.kind == "word" else None
@@ -418,8 +423,9 @@ class _Parser(Commands):
         return texts[0] in MODULUS or (texts[0] == "(" and texts[1] in MODULUS)
 
     def _congruence(self, sides: list[Answer], ops: list[str]) -> Answer:
-        """`a \\equiv b \\pmod m`, or the class `b \\pmod m`; without a modulus it stays open, a
-        list may end in one."""
+        """A congruence `a \\equiv b \\pmod m`, or the class `b \\pmod m`.
+
+        Without a modulus it stays open; a list may end in one."""
         if not self._at_modulus():
             return Relation(tuple(sides), tuple(ops))
         bracket = self.skip("(")
@@ -432,6 +438,7 @@ class _Parser(Commands):
         return Relation((*sides, Scalar(modulus)), ("mod",))
 
     def _relation_sign(self) -> str | None:
+        """Steps over the sign of a relation; None where there is none."""
         text = self.peek()
         if text in ("<", ">", "!") and self.peek(1) == "=":
             self.position += 2
@@ -442,8 +449,9 @@ class _Parser(Commands):
         return op
 
     def _name(self) -> Name | None:
-        """A name before "=", "in" or ":", such as `f(x)`, `m_{max}`, `(x, y)`, `AB` or `Area`, else
-        None."""
+        """A name before "=", "in" or ":", else None.
+
+        Examples are `f(x)`, `m_{max}`, `(x, y)`, `AB` and `Area`."""
         start = self.position
         words = self._name_tokens()
         after = self.position
@@ -491,8 +499,9 @@ class _Parser(Commands):
         return words
 
     def _in_brackets(self) -> list[str]:
-        """Steps over the brackets after a name: `(x)`, `(A \\cap B)`; an empty list if they
-        nest."""
+        """Steps over the brackets after a name, `(x)`, `(A \\cap B)`.
+
+        Returns an empty list if they nest."""
         ends = ("(", ")") if self.peek(-1) == "P" else ("(", ")", "=")
         inside = [self.take().text]
         while (token := self.token()) is not None and token.text not in ends and len(inside) < 12:
@@ -503,8 +512,9 @@ class _Parser(Commands):
         return [*inside, self.take().text]
 
     def _segment(self) -> list[str]:
-        """Steps over `|AB|` or `\\overline{AB}`, the length of a segment; an empty list if there is
-        none."""
+        """Steps over `|AB|` or `\\overline{AB}`, the length of a segment.
+
+        Returns an empty list if there is none."""
         if self.peek() not in ("|", "\\overline"):
             return []
         for opening, closing in ((["|"], ["|"]), (["\\overline", "{"], ["}"])):
@@ -528,6 +538,7 @@ class _Parser(Commands):
         return []
 
     def side(self) -> Answer:
+        """A side of a relation: sums, with operations on sets between them."""
         parts = [self.sum()]
         op = None
         while (operation := SET_OPERATIONS.get(self.peek())) is not None:
@@ -561,8 +572,9 @@ def _is_equation(item: Answer) -> bool:
 
 
 def _with_modulus(items: list[Answer]) -> tuple[Answer, ...]:
-    """The items, each with the modulus that is written after the last: `x \\equiv 1, 4 \\pmod
-    5`."""
+    """The items, each with the modulus that is written after the last.
+
+    An example is `x \\equiv 1, 4 \\pmod 5`."""
     last = items[-1]
     is_class = isinstance(last, Relation) and last.ops == ("mod",)
     if not is_class or any(
@@ -582,8 +594,9 @@ def _with_modulus(items: list[Answer]) -> tuple[Answer, ...]:
 
 
 def _part_of_name(token: Token) -> bool:
-    """Whether a token may be (part of) a name: a letter, AB, Area, or a Greek letter; `xy` is a
-    product."""
+    """Whether a token may be (part of) a name: a letter, AB, Area, or a Greek letter.
+
+    `xy` is a product."""
     if token.kind == "command":
         commands = ("\\angle", "\\triangle", "\\varphi", "\\max", "\\min")
         return token.text[1:] in GREEK - {"pi"} or token.text in commands

@@ -1,5 +1,6 @@
-"""Words in an answer, read before its mathematics, in linear time: number words, sets of
-parameters, remarks."""
+"""Words in an answer, read before its mathematics: number words, sets of parameters, remarks.
+
+It takes linear time."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ NUMBER_WORDS = {word: number for number, word in enumerate(_SMALL)}
 NUMBER_WORDS |= {word: 10 * number for number, word in enumerate(_TENS, start=2)}
 _POWERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
 _COUNTED = _POWERS | {"dozen": 12}
-"""What there may be one of: `a dozen`, `a hundred`."""
+"""Words that may follow an article: `a dozen`, `a hundred`."""
 _PARTS = {
     "half": 2,
     "quarter": 4,
@@ -48,8 +49,9 @@ _MOST_NUMBER_WORDS = 12
 
 
 def with_numbers(tokens: list[Token]) -> list[Token]:
-    """The tokens with number words as numbers: `twenty-one`, `minus two thirds`, `one and a
-    half`."""
+    """The tokens with number words as numbers.
+
+    Examples are `twenty-one`, `minus two thirds` and `one and a half`."""
     with_digits: list[Token] = []
     position = 0
     while position < len(tokens):
@@ -130,8 +132,7 @@ def _word(token: Token) -> str:
 
 
 def _cardinal(words: Sequence[str]) -> tuple[Fraction | None, int]:
-    """(value, number of words) of a whole number: `two hundred five`; (None, 0) if there is
-    none."""
+    """(value, number of words) of a whole number, `two hundred five`; (None, 0) without one."""
     total = current = position = 0
     last = 10**12  # the size of the word before: a smaller one may follow
     while position < len(words):
@@ -201,8 +202,9 @@ def split_set(tokens: Sequence[Token]) -> tuple[NamedSet, int] | None:
 def split_qualifiers(
     tokens: list[Token], known_words: KnownWords | None
 ) -> tuple[list[Token], list[Relation]]:
-    """(tokens without the sets of their parameters, these sets): `for any integer k`; a domain,
-    `for all x`, is cut. Its words are `known_words`; None: any."""
+    """(tokens without the sets of their parameters, these sets): `for any integer k`.
+
+    A domain, `for all x`, is cut. Its words are `known_words`; None: any."""
     memberships: list[Relation] = []
     texts = {token.text.lower() for token in tokens[-_LONGEST_QUALIFIER:]}
     for _ in range(3):
@@ -266,8 +268,9 @@ def _qualifier(
 
 
 def _is_of_domain(token: Token, known_words: KnownWords | None) -> bool:
-    """Whether a token may be part of a domain in words: `for all positive integers n in the
-    domain`."""
+    """Whether a token may be part of a domain in words.
+
+    An example of one is `for all positive integers n in the domain`."""
     word = token.text.lower()
     if token.kind != "word" or known_words is None or len(word) == 1:
         return token.kind == "word"
@@ -285,8 +288,9 @@ def is_equation_of_letter(tokens: Sequence[Token]) -> bool:
 
 
 def _set_in_words(tokens: Sequence[Token], at: int) -> tuple[str, int]:
-    """(name of the set that is described here, position after it): `nonnegative integers` is "Z0";
-    "" for none."""
+    """(name of the set that is described here, position after it); the name is "" for none.
+
+    `nonnegative integers` is "Z0"."""
     start = at
     words = []
     while at < len(tokens) and tokens[at].kind == "word":
@@ -374,8 +378,10 @@ _COMMENTS = _CIRCUMSTANCES | word_set(
 
 
 def is_remark(inside: Sequence[Token], may_calculate: bool, known_words: KnownWords | None) -> bool:
-    """Whether what is in brackets after a value only comments on it: `(the smallest one)`,
-    `(attained at x = 2)`. Other words than such are `known_words`; None: any."""
+    """Whether the text in brackets after a value only comments on it.
+
+    Examples are `(the smallest one)` and `(attained at x = 2)`. Other words than such are
+    `known_words`; None: any."""
     words = [token.text.lower() for token in inside if token.kind == "word"]
     if inside[0].kind != "word" or len(words[0]) < 2:
         return False

@@ -1,4 +1,4 @@
-"""What a question tells of its answer: words and units beside a value that change nothing of it."""
+"""Words and units of a question that change nothing of a value in its answer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from rlmath.answers.normalize import KnownWords, singular, word_set
 from rlmath.answers.units import Known, Unit, unit_of_symbol, unit_of_word
 
 MAX_QUESTION_CHARS = 20_000
-"""Of a longer question the beginning and the end are read, half as many characters of each."""
+"""Longest question that is read in full; of a longer one the beginning and the end are read,
+half as many characters of each."""
 
 
 @dataclass(frozen=True)
 class Question:
+    """The words and units of a question."""
+
     words: frozenset[str] = frozenset()
-    """In lower case and in the singular."""
+    """Words in lower case and in the singular."""
     units: frozenset[Known] = frozenset()
     counted: frozenset[str] = frozenset()
     """The words behind "how many" and the like."""
@@ -26,8 +29,9 @@ class Question:
     hours`."""
 
     def has(self, unit: Unit) -> bool:
-        """Whether all known units that a unit is written with stand in the question, and one of
-        them is asked for where the question says which."""
+        """Whether all known units that a unit is written with stand in the question.
+
+        Where the question says which units are asked for, one of them must be among these."""
         is_asked = not unit.parts or not self.asked or not self.asked.isdisjoint(unit.parts)
         return is_asked and unit.parts <= self.units
 
@@ -41,7 +45,7 @@ def usable_question(question: str) -> str:
 
 
 def read_question(question: str) -> Question:
-    """What the part of a question that is used has; linear in it.
+    """The words and units in the part of a question that is read; linear in it.
 
     >>> sorted(read_question("How many boxes of $3$ kg are there?").words)
     ['are', 'box', 'how', 'kg', 'many', 'of', 'there']

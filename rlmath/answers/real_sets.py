@@ -23,7 +23,7 @@ class RealSet:
     """
 
     cuts: tuple[Bound, ...] = ()
-    """In rising order."""
+    """Cuts in rising order."""
     has: tuple[bool, ...] = (True,)
     """Whether what is below the first cut is in the set, the first cut itself, what is between it
     and the next, ..."""
@@ -47,6 +47,7 @@ class RealSet:
         return self.has == other.has and not any(map(compare, self.cuts, other.cuts))
 
     def _combined(self, other: RealSet, join: Callable[[bool, bool], bool]) -> RealSet:
+        """The set of the numbers for which `join` holds, given whether each set has them."""
         cuts: list[Bound] = []
         has = [join(self.has[0], other.has[0])]
         i = j = 0

@@ -71,9 +71,10 @@ _NAMED = re.compile(r"\(?([a-zA-Z])[a-zA-Z_0-9(){},\\]{0,20} ?=")
 
 
 def plain_sentences(gold: str, answer: str) -> tuple[str | None, str | None]:
-    """What two texts say in plain notation: `10` of `The value is 10`, None of a text that is
-    plain. A label, as in `The area is 5`, is left out unless the other text has another one; so is
-    a condition, `x = 2 (x > 0)`."""
+    """Two texts in plain notation: `10` of `The value is 10`; None of a text that is plain.
+
+    A label, as in `The area is 5`, is left out unless the other text has another one; so is a
+    condition, `x = 2 (x > 0)`."""
     texts = [_without_remarks(key) for key in (gold, answer)]
     leads = [_lead(text) for text in texts]
     if _labels_agree(texts, leads):
@@ -113,8 +114,9 @@ def _without_lead(text: str, lead: re.Match[str] | None) -> str:
 
 
 def _labels_agree(texts: list[str], leads: list[re.Match[str] | None]) -> bool:
-    """Whether the labels of two texts, `The maximum value is` and `x =`, do not contradict each
-    other."""
+    """Whether the labels of two texts do not contradict each other.
+
+    Labels are such as `The maximum value is` and `x =`."""
     gold_label, answer_label = (
         _label(lead or _SHORT_LEAD.match(text)) for text, lead in zip(texts, leads, strict=True)
     )

@@ -1,5 +1,4 @@
-"""What relations and their sides say: the bounds of inequalities, plus-minus signs, names and
-values."""
+"""Readings of relations and their sides: bounds, plus-minus signs, names and values."""
 
 from __future__ import annotations
 
@@ -23,6 +22,7 @@ FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 
 
 def name_of(side: Answer) -> str | None:
+    """The name that a side is; None where it is no name."""
     if isinstance(side, Name):
         return side.text
     if isinstance(side, Scalar) and isinstance(side.expr, Sym):
@@ -33,6 +33,7 @@ def name_of(side: Answer) -> str | None:
 
 
 def bound_of(item: Answer) -> Bound | None:
+    """The number that a side is; None where it is none."""
     if not isinstance(item, Scalar) or (
         item.unit is not None and item.unit not in (DEGREE, PERCENT)
     ):
@@ -44,8 +45,9 @@ def bound_of(item: Answer) -> Bound | None:
 
 
 def expansions(exprs: Sequence[Expr]) -> list[tuple[Expr, ...]]:
-    """The values of expressions with plus-minus signs: two for one sign or signs that a minus-plus
-    links, else all."""
+    """The values of expressions with plus-minus signs.
+
+    There are two for one sign or for signs that a minus-plus links, else all combinations."""
     signs = sum(_count_plus_minus(expr) for expr in exprs)
     linked = signs < 2 or any(mentions(expr, frozenset(("mp",))) for expr in exprs)
     if signs > MAX_SIGNS:
@@ -64,8 +66,9 @@ def _count_plus_minus(expr: Expr) -> int:
 
 
 def _with_signs(expr: Expr, uppers: Iterator[bool]) -> Expr:
-    """An expression with each plus-minus sign replaced from left to right: the upper sign where
-    `uppers` is true."""
+    """An expression with each plus-minus sign replaced, from left to right.
+
+    It has the upper sign where `uppers` is true."""
     if not isinstance(expr, Call):
         return expr
     if expr.name not in PLUS_MINUS:
@@ -78,8 +81,7 @@ def _with_signs(expr: Expr, uppers: Iterator[bool]) -> Expr:
 
 
 def half_line(left: Answer, op: str, right: Answer) -> tuple[str, RealSet] | None:
-    """(variable, the reals that satisfy it) if one side is x or |x|, and the other a number; else
-    None."""
+    """(variable, the reals that satisfy it) of a relation of x or |x| to a number; else None."""
     if bound_of(left) is not None:
         left, op, right = right, FLIPPED[op], left
     expr = relation_side(left)
@@ -102,8 +104,9 @@ def half_line(left: Answer, op: str, right: Answer) -> tuple[str, RealSet] | Non
 
 
 def linear(expr: Expr) -> tuple[str, Fraction, Fraction] | None:
-    """(letter, slope, value at 0) of a linear expression with fractions, `2x - 1`; None for
-    others."""
+    """(letter, slope, value at 0) of a linear expression with fractions, `2x - 1`.
+
+    None for other expressions."""
     letters = symbols(expr)
     if len(letters) != 1:
         return None
@@ -151,8 +154,9 @@ def named_side(side: Answer, expr: Expr) -> Answer:
 
 
 def value_of_expression(sides: Sequence[Answer]) -> tuple[Answer, ...]:
-    """The second of two sides, if it may be the value asked for of the first: 14 of `m + n = 14`;
-    else nothing."""
+    """The second of two sides, if it may be the value asked for of the first; else nothing.
+
+    An example is 14 of `m + n = 14`."""
     if len(sides) != 2:
         return ()
     expr = relation_side(sides[0])
@@ -175,8 +179,9 @@ _UNKNOWNS = frozenset("xyz")
 
 
 def _is_plain(expr: Expr, in_product: bool = False) -> bool:
-    """Whether it is a sum or product of letters, without coefficients: `m + n`, `ab + bc`, `(r +
-    1)(s + 1)`."""
+    """Whether it is a sum or product of letters, without coefficients.
+
+    Examples are `m + n`, `ab + bc` and `(r + 1)(s + 1)`."""
     if isinstance(expr, Num):
         return in_product and expr.value > 0
     if isinstance(expr, Sym):
@@ -216,6 +221,7 @@ def any_symbols(sides: Sequence[Answer]) -> bool:
 
 
 def difference_of(relation: Relation) -> Expr | None:
+    """The left side minus the right side; None where they are no plain expressions."""
     exprs: list[Expr] = []
     for side in relation.sides:
         expr = side.expr if isinstance(side, (Name, Scalar)) else None

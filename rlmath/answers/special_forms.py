@@ -1,5 +1,6 @@
-"""Answers with their own comparison: times, dates, numerals with a base, names, "no solution",
-geometric objects."""
+"""Answers with their own comparison, such as times, dates and numerals with a base.
+
+The others are names, "no solution" and geometric objects."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _HOW_MANY = re.compile(
     r"(?: (?:exists?|(?:are|is) possible|to the (?:equation|system|inequality)))?"
     r"(?: (?:in|over|among) (?:the )?(?P<among>real|integer|rational|complex)(?:s| numbers))?"
 )
-"""How many solutions there are: none, of some kind of number perhaps, or infinitely many."""
+"""Texts on the number of solutions: none, of some kind of number perhaps, or infinitely many."""
 _NONE = re.compile(
     r"none(?: exist)?|(?:(?:the )?system is )?inconsistent|(?:the )?empty set|\\emptyset|"
     r"\\varnothing|\\\{\\\}"
@@ -65,9 +66,10 @@ _DATE = re.compile(
 
 
 def same_special(gold: str, answer: str) -> bool | None:
-    """Whether two texts are the same time of day, date, name, numeral or number of solutions; None
-    if neither is one. `3:30 PM` equals `15:30` and `3:30`; a numeral with a base only the same
-    digits in the same base."""
+    """Whether two texts are the same special form; None if neither is one.
+
+    Special forms are a time of day, a date, a name, a numeral or a number of solutions. `3:30 PM`
+    equals `15:30` and `3:30`; a numeral with a base only the same digits in the same base."""
     if _POLITE.sub("", gold) == _POLITE.sub("", answer):
         return True
     time = _clock(gold)
@@ -207,8 +209,9 @@ def split_parts(text: str) -> list[str] | None:
 
 
 def _parts_in_any_order(text: str, low: str) -> list[str] | None:
-    """The parts of `(b) 30; (a) 12`, which begins with a later label, in their order; None of other
-    texts."""
+    """The parts of `(b) 30; (a) 12`, which begins with a later label, in their order.
+
+    None of other texts."""
     for labels, pattern in zip(_LABEL_SETS, _LABELS, strict=True):
         start = pattern.match(low)
         if start is None or start[1] == labels[0]:
@@ -240,8 +243,9 @@ _DESCENDING = {">": "<", "\\gt": "<", "\\ge": "<=", "\\geq": "<=", "\\geqslant":
 
 
 def split_chain(text: str) -> tuple[list[str], list[str]] | None:
-    """(sides, signs) of a chain of inequalities from its least side on: of `a < x <= b` and of `b
-    >= x > a`; None of other texts."""
+    """(sides, signs) of a chain of inequalities from its least side on; None of other texts.
+
+    Examples are `a < x <= b` and `b >= x > a`."""
     if not ("<" in text or ">" in text or "\\l" in text or "\\g" in text):
         return None
     pieces = _ORDER.split(text)
@@ -263,8 +267,9 @@ _END_OF_PART = re.compile(r"[\s,;.]*(?:\band\s*)?$")
 
 
 def bare_parts(text: str, count: int) -> list[str] | None:
-    """`count` parts of a list without labels, else None: `12, 30` or `(12, 30)`, but no interval,
-    set or `12 or 30`."""
+    """The `count` parts of a list without labels, else None.
+
+    `12, 30` and `(12, 30)` are such lists, but no interval, set or `12 or 30`."""
     if text.startswith(("[", "{", "\\{")):
         return None
     for separators in (";", ",;"):
@@ -282,8 +287,9 @@ _CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
 def split_list(
     text: str, separators: str = ",;", words: tuple[str, ...] = ("and", "or")
 ) -> list[str]:
-    """The items of a list, at separators and words outside all brackets; without the brackets
-    around all."""
+    """The items of a list, split at separators and words outside all brackets.
+
+    Brackets around the whole list are left out."""
     parts = []
     depth = 0
     start = 0
@@ -312,8 +318,7 @@ def split_list(
 
 
 def _same_count(gold: str, answer: str) -> bool | None:
-    """Whether two texts say the same about how many solutions there are; None if one does not say
-    that."""
+    """Whether two texts say the same about the number of solutions; None if one says nothing."""
     counts = _how_many(gold), _how_many(answer)
     if "infinite" in counts and not _INFINITE.isdisjoint((gold, answer)):
         return True
@@ -324,8 +329,9 @@ def _same_count(gold: str, answer: str) -> bool | None:
 
 
 def _how_many(text: str) -> str | None:
-    """ "infinite", "none", or "none" with the kind of numbers there is none of; None for other
-    texts."""
+    """The number of solutions in words: "infinite" or "none"; None for other texts.
+
+    "none" may be followed by the kind of numbers there is none of."""
     if _NONE.fullmatch(text):
         return "none"
     match = None if text == "no" else _HOW_MANY.fullmatch(text)

@@ -1,5 +1,4 @@
-"""Equivalence of answers without a parser: equal strings, plain numbers, words and letters of
-multiple choice."""
+"""Equivalence of answers without a parser: equal strings, plain numbers, words and choices."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ MAX_ANSWER_CHARS = 1000
 
 @dataclass(frozen=True)
 class Rules:
-    """How answers are extracted and compared."""
+    """The rules by which answers are extracted and compared."""
 
     answer_from: str = "boxed"
-    """Where the answer is looked for: see `extraction.extract_answer`."""
+    """The place where the answer is searched: see `extraction.extract_answer`."""
     protocol: bool = False
     """Compare numbers as loosely as the Qwen2.5-Math evaluation does: within 1e-4, rounded, a
     factor of 100 off."""
@@ -31,6 +30,8 @@ STRICT = Rules()
 
 @dataclass(frozen=True)
 class Choice:
+    """A letter of multiple choice."""
+
     letter: str
     rest: str
     """The text after the letter, "" if there is none."""
@@ -53,8 +54,9 @@ class Plain:
 
 
 def compare_plain(ours: Plain, gold: Plain, rules: Rules) -> tuple[bool, str] | None:
-    """(equal, kind of comparison: "string", "number" or "choice"); None if it cannot be decided
-    here."""
+    """(equal, kind of comparison); None if it cannot be decided here.
+
+    The kind is "string", "number" or "choice"."""
     if ours.key == gold.key:
         return True, "string"
     if gold.choice is not None and ours.choice is not None:
@@ -114,8 +116,9 @@ _LOOSE_SPACE = re.compile(r"(?<![A-Za-z0-9.,]) +| +(?![A-Za-z0-9])")
 
 
 def _string_key(text: str) -> str:
-    """One spelling for texts that look the same: no layout, no \\text, white space only between
-    letters and digits."""
+    """One spelling for texts that look the same.
+
+    It has no layout and no \\text, and white space only between letters and digits."""
     key = without_layout(plain_unicode(text))
     key = _FRACTION_COMMAND.sub(r"\\frac", key)
     key = _SHORT_SCRIPT.sub(r"\1\2", _WRAPPER.sub(r" \1 ", key))
@@ -156,8 +159,9 @@ _SHORT_WORDS = word_set("a an the of in on to no yes not and or is it at by up")
 
 
 def _are_words(key: str) -> bool:
-    """Whether a text is words, whose case does not matter, and not a product of letters: `Even`,
-    not `nRT`."""
+    """Whether a text is words, whose case does not matter, and not a product of letters.
+
+    `Even` is, `nRT` is not."""
     if not _WORDS.fullmatch(key):
         return False
     words = re.split("[ -]", key)
@@ -185,8 +189,9 @@ _ANOTHER = re.compile(
 
 
 def choice_of(key: str) -> Choice | None:
-    """The single letter that a text chooses, as in `C`, `(c)`, `C) 12` or `Option C`; None for
-    anything else.
+    """The single letter that a text chooses; None for anything else.
+
+    Examples are `C`, `(c)`, `C) 12` and `Option C`.
 
     >>> choice_of("(C) 12").letter
     'C'
@@ -207,8 +212,9 @@ def choice_of(key: str) -> Choice | None:
 
 
 def _same_letters(gold: str, answer: str, separated: bool) -> bool:
-    """Whether letters are the same: in any order if the gold ones are alphabetical and the answer's
-    `separated`."""
+    """Whether letters of choice are the same.
+
+    Their order does not count if the gold ones are alphabetical and the answer's `separated`."""
     if gold == "".join(sorted(set(gold))) and separated:
         return gold == "".join(sorted(answer))
     return gold == answer

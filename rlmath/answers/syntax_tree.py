@@ -12,6 +12,8 @@ from rlmath.answers.units import Unit
 
 @dataclass(frozen=True)
 class Num:
+    """A number."""
+
     value: Fraction
     digits: int | None = None
     """Significant digits, if it was written with a decimal point."""
@@ -25,13 +27,16 @@ class Num:
 
 @dataclass(frozen=True)
 class Sym:
+    """A letter or other symbol."""
+
     name: str
 
 
 @dataclass(frozen=True)
 class Call:
-    """An operation or function: "add", "mul", "div", "pow", "neg", "pm", "sqrt", "sin", "pi" (no
-    arguments) ..."""
+    """An operation or function with its arguments.
+
+    Names are "add", "mul", "div", "pow", "neg", "pm", "sqrt", "sin", "pi" (no arguments) ..."""
 
     name: str
     args: tuple[Expr, ...] = ()
@@ -50,6 +55,8 @@ Expr = Num | Sym | Call
 
 @dataclass(frozen=True)
 class Scalar:
+    """An expression, with a unit perhaps."""
+
     expr: Expr
     unit: Unit | None = None
     otherwise: Scalar | None = None
@@ -73,6 +80,8 @@ class Group:
 
 @dataclass(frozen=True)
 class SetOf:
+    """A set of listed members."""
+
     items: tuple[Answer, ...]
 
 
@@ -87,9 +96,10 @@ class Listing:
 
 @dataclass(frozen=True)
 class Relation:
-    """`sides[0] ops[0] sides[1] ...`; ops are "=", "<", "<=", ">", ">=", "!=", "~", "in" and "=="
-    (an open congruence). A congruence has the one op "mod"; its sides are [left side,] residue and
-    modulus."""
+    """A chain of relations: `sides[0] ops[0] sides[1] ...`.
+
+    The ops are "=", "<", "<=", ">", ">=", "!=", "~", "in" and "==" (an open congruence). A
+    congruence has the one op "mod"; its sides are [left side,] residue and modulus."""
 
     sides: tuple[Answer, ...]
     ops: tuple[str, ...]
@@ -97,7 +107,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Name:
-    """What a value is assigned to: `x`, `f(x)`, `m_{max}`, `(x, y)`."""
+    """The name that a value is assigned to: `x`, `f(x)`, `m_{max}`, `(x, y)`."""
 
     text: str
     expr: Expr | None = None
@@ -106,6 +116,8 @@ class Name:
 
 @dataclass(frozen=True)
 class SetOperation:
+    """An operation on sets."""
+
     op: str
     """"union", "intersection" or "without"."""
     parts: tuple[Answer, ...]
@@ -113,13 +125,16 @@ class SetOperation:
 
 @dataclass(frozen=True)
 class MatrixOf:
+    """A matrix by its rows."""
+
     rows: tuple[tuple[Expr, ...], ...]
 
 
 @dataclass(frozen=True)
 class NamedSet:
-    """A set with a name: "R", "Z", "N", "Q", "C", "empty", "Z+" and "R+" (positive), "Z0" and "R0"
-    (not negative)."""
+    """A set with a name: "R", "Z", "N", "Q", "C" or "empty", or a part of one.
+
+    "Z+" and "R+" are the positive numbers, "Z0" and "R0" those that are not negative."""
 
     name: str
 

@@ -1,5 +1,6 @@
-"""Units after a number: known ones are converted into each other, other nouns are compared as
-words."""
+"""Units after a number.
+
+Known ones are converted into each other, other nouns are compared as words."""
 
 from __future__ import annotations
 
@@ -125,9 +126,9 @@ def _rows(table: str) -> Iterator[tuple[Dimensions, list[str], Fraction]]:
 
 
 _SYMBOLS: dict[str, Known] = {}
-"""By symbol, whose case matters; the first unit of a symbol counts."""
+"""Known units by symbol, whose case matters; the first unit of a symbol counts."""
 _KNOWN: dict[str, Known] = {}
-"""By name, in lower case."""
+"""Known units by name, in lower case."""
 for _base, (_symbol, *_words), _size in _rows(_WITH_PREFIXES):
     for _prefix, _power in _PREFIXES.items():
         _SYMBOLS.setdefault(_prefix + _symbol, (_base, _size * Fraction(10) ** _power))
@@ -197,7 +198,9 @@ TURNING_WORDS = word_set(
     "deducted withdrawn "
     "overdrawn"
 )
-"""What makes another value of the number before it: they are no units, which may be left out."""
+"""Words that make another value of the number before them.
+
+They are no units, which may be left out."""
 _NO_NOUNS |= TURNING_WORDS
 _FILLERS = word_set("of the a an them altogether")
 _AFTER_IN = word_set("total all the")
@@ -214,8 +217,9 @@ _ORDINALS = frozenset(("th", "st", "nd", "rd"))
 
 
 def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) -> Unit | None:
-    """The unit of these tokens, or None: `cm^2`, `miles per hour`, `square feet`, `^\\circ C`,
-    `apples`. Nouns are `known_words`; None: any."""
+    """The unit of these tokens, else None; nouns are `known_words` (None: any).
+
+    Examples are `cm^2`, `miles per hour`, `square feet`, `^\\circ C` and `apples`."""
     dimensions: dict[str, int] = {}
     parts: set[Known] = set()
     factor = Fraction(1)
@@ -322,6 +326,7 @@ def _known(tokens: Sequence[Token], position: int) -> tuple[Known, int] | None:
 
 
 def _unit_of_word(token: Token, behind_slash: bool) -> Known | None:
+    """The known unit that a token is, else None."""
     text = token.text
     if len(text) == 1 and text.isalpha() and text in _SINGLE_LETTERS:
         return _KNOWN[text.lower()]
@@ -341,8 +346,9 @@ def _unit_of_word(token: Token, behind_slash: bool) -> Known | None:
 
 
 def unit_of_word(word: str) -> frozenset[Known]:
-    """The known units that a word stands for, whatever its case: `miles`, `mph`; none of other
-    words."""
+    """The known units that a word stands for, whatever its case; none of other words.
+
+    Examples are `miles` and `mph`."""
     known = _KNOWN.get(word.lower()) or _KNOWN.get(singular(word))
     return frozenset() if known is None else _WRITTEN_WITH.get(known, frozenset({known}))
 
@@ -392,8 +398,9 @@ _NUMBERED_UNITS = word_set("minute hour day week month year decade century")
 
 
 def may_name(word: str) -> bool:
-    """Whether a word of the question before a value says what has it; units and words that change a
-    value do not."""
+    """Whether a word of the question before a value may name what has the value.
+
+    Units and words that change a value do not."""
     word = word.lower()
     is_unit = bool(unit_of_word(word)) and word not in _NUMBERED_UNITS
     return not (is_unit or word in _NO_NOUNS or singular(word) in _MULTIPLIERS)
@@ -443,6 +450,7 @@ def _exponent(tokens: Sequence[Token], position: int) -> tuple[int, int]:
 
 
 def _multiply(dimensions: dict[str, int], more: Dimensions, times: int) -> None:
+    """Multiply dimensions in place by others, to the power `times`."""
     for base, exponent in more:
         dimensions[base] = dimensions.get(base, 0) + exponent * times
 

@@ -61,7 +61,7 @@ _SEVERAL_PARTS = re.compile(
     r"v)(?:\)|[.:](?=\s))|\bpart\b",
     re.IGNORECASE,
 )
-"""What a solution of several parts has."""
+"""Signs that a solution has several parts."""
 _INTERVAL = re.compile(r"[\[(][^\[\](),;]{1,100}[,;][^\[\](),;]{1,100}[\])]")
 _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _TWO_NUMBERS = re.compile(
@@ -82,12 +82,12 @@ class Verdict:
     extracted: str
     """The answer that was compared, at most `MAX_ANSWER_CHARS` long; "" when none was found."""
     verdict: str
-    """How it was decided: "string", "number", "choice", "symbolic", "no_answer", "too_long",
-    "timeout" or "error"."""
+    """The way in which it was decided: "string", "number", "choice", "symbolic", "no_answer",
+    "too_long", "timeout" or "error"."""
     seconds: float = field(default=0.0, compare=False, repr=False)
     """Duration of the check where a pool ran it; 0 for a result from its cache."""
     queue_seconds: float = field(default=0.0, compare=False, repr=False)
-    """How long it waited for a worker before."""
+    """Time for which it waited for a worker before."""
 
 
 def check_tasks(tasks: Iterable[str]) -> None:
@@ -126,7 +126,7 @@ def are_few(solutions: Sequence[str]) -> bool:
 
 
 def verdict_without_solutions(answer: str | None) -> Verdict | None:
-    """The result of what is wrong whatever the solutions are, else None."""
+    """The verdict on an answer that is wrong whatever the solutions are, else None."""
     if answer is None or not answer.strip():
         return Verdict(False, "", "no_answer")
     extracted = split_boxes(answer.strip())[0]
@@ -168,8 +168,9 @@ def usable_solutions(solutions: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_one_where_answer_is_two(solution: str, answer: str) -> bool:
-    """Whether the answer is two numbers or boxes where the solution is an interval or one number,
-    such as 3,000."""
+    """Whether the answer is two numbers or boxes where the solution is one.
+
+    The solution is an interval or one number, such as 3,000."""
     if not _SEPARATOR.search(answer):
         return False
     gold = plain_answer(gold_answer(solution))
@@ -189,8 +190,9 @@ _HAS_BOUNDS = re.compile(r"[\[\](<>{|≤≥]|\\(?:in|[lg]eq?|[lg]t)(?![a-z])|bet
 def verify_by_parser(
     answer: str, solutions: Sequence[str], rules: Rules = STRICT, question: str = ""
 ) -> Verdict:
-    """The result of the grammar or of math-verify, which may hang or take gigabytes: for workers
-    alone."""
+    """The verdict of the grammar or of math-verify, for workers alone.
+
+    They may hang or take gigabytes."""
     # These import mpmath, which only workers need.
     from rlmath.answers.answers_equal import answers_equal, boxes_equal
     from rlmath.answers.question import read_question

@@ -185,8 +185,7 @@ class RewardWorkers:
     def submit(
         self, text: str, prompt: Prompt, completion: Completion, validates: bool = False
     ) -> dict[str, Future[Any]]:
-        """Queue a completion for every reward that needs a worker, and for a verifier that
-        measures.
+        """Queue a completion for every reward that needs a worker, and for the measuring verifier.
 
         The completion is one of a validation or of training; `text` is what is verified."""
         is_measured = self.measured.validation if validates else self.measured.training

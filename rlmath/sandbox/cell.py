@@ -144,8 +144,9 @@ def _has_semicolon(code: str, statement: ast.Expr) -> bool:
 
 
 def set_seeds(seed: int, number: int) -> None:
-    """Seed Python's and, where it is loaded, numpy's global generator for one call of a
-    completion."""
+    """Seed Python's and numpy's global generators for one call of a completion.
+
+    numpy's is seeded where numpy is loaded."""
     digest = _sha256(f"{seed} {number}".encode()).digest()
     _seed_python(int.from_bytes(digest[:8], "big"))
     if (numpy_random := sys.modules.get("numpy.random")) is not None:

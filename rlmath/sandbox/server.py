@@ -519,8 +519,7 @@ class Server:
     # ---------------------------------------------------------------- limits
 
     def _look_at_limits(self) -> None:
-        """Check the calls that are due, and kill sandboxes that have closed their channel and
-        live."""
+        """Check the calls that are due, and kill sandboxes that live without a channel."""
         time_now = time.monotonic()
         for sandbox in [*self._running.values()]:
             execution = sandbox.execution
@@ -614,8 +613,7 @@ class Server:
         return sandbox
 
     def _evict(self) -> None:
-        """End the sessions that were used longest ago, down to the limits of their number and
-        memory."""
+        """End the sessions that were used longest ago, until number and memory are in limits."""
         memory = sum(sandbox.memory_bytes for sandbox in self._sessions.values())
         for sandbox in [*self._sessions.values()]:
             too_many = len(self._sessions) > self._settings.sessions
@@ -647,11 +645,10 @@ class Server:
         os.kill(sandbox.pid, signal.SIGKILL)
 
     def _lose(self, sandbox: _Sandbox) -> None:
-        """Close the channel of a sandbox that closed it: it ends by itself, or is killed in a
-        moment.
+        """Close the channel of a sandbox that closed its end.
 
-        How it ended says whose fault that is. RuntimeError where sandboxes end that have executed
-        nothing, one after the other."""
+        The sandbox ends by itself, or is killed in a moment; how it ended says whose fault that is.
+        RuntimeError where sandboxes end that have executed nothing, one after the other."""
         if sandbox in self._spares:
             self._failed_spares += 1
             if self._failed_spares >= MOST_FAILED_SPARES:

@@ -411,8 +411,7 @@ class WorkerPool:
         self._send(worker)
 
     def _receive(self) -> None:
-        """Wait for the fork server, workers, new jobs or the next deadline, and handle what
-        came."""
+        """Wait for the fork server, workers, jobs or the next deadline, and handle what came."""
         times = [worker.deadline for worker in self._workers if worker.state is not State.IDLE]
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
         ready = {key.fileobj: (key.data, mask) for key, mask in self._selector.select(timeout)}
