@@ -62,9 +62,8 @@ def answers_equal(answer: str, gold: str, rules: Rules, question: Question) -> b
     gold_plain = plain_answer(gold)
     if answer_plain is None or gold_plain is None:
         return False
-    if (
-        gold_plain.choice is not None and gold_plain.choice.rest
-    ):  # a choice's text without its letter is accepted
+    # A choice's text without its letter is accepted.
+    if gold_plain.choice is not None and gold_plain.choice.rest:
         return answers_equal(
             answer_plain.choice.rest if answer_plain.choice else answer,
             gold_plain.choice.rest,

@@ -115,9 +115,8 @@ def _letter_value(name: str, point: int, whole: bool) -> Fraction:
     size = _SIZES[(point + seed) % len(_SIZES)] + offset
     if point < _POSITIVE_POINTS:
         return size
-    signs = (seed % 7 + 1) & (
-        point - _POSITIVE_POINTS
-    )  # half of the points, different for every letter
+    # Negative at half of the points, different ones for every letter.
+    signs = (seed % 7 + 1) & (point - _POSITIVE_POINTS)
     return -size if signs.bit_count() % 2 else size
 
 

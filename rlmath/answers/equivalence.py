@@ -305,9 +305,8 @@ class Equivalence:
         )
         if is_set or not alike:
             return alike
-        shorter = min(
-            gold_members, answer_members, key=len
-        )  # a solution that only the longer list repeats
+        # A solution that only the longer list repeats counts once.
+        shorter = min(gold_members, answer_members, key=len)
         return not any(self._same_member(*pair) for pair in combinations(shorter, 2))
 
     def _same_member(self, one: Interpretations, other: Interpretations) -> bool:

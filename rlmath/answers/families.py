@@ -103,9 +103,8 @@ def same_up_to_constants(gold: Expr, answer: Expr, declared: Sequence[str] = ())
     Other letters are capitals or declared ones."""
     gold_letters = sorted(name for name in symbols(gold) if _ARBITRARY.fullmatch(name))
     if not gold_letters and any(_ARBITRARY.fullmatch(name) for name in symbols(answer)):
-        gold_letters = sorted(
-            symbols(gold) & (_ARBITRARY_LETTERS - {"c"})
-        )  # A e^x + B, answered with C_1 and C_2
+        # A e^x + B, answered with C_1 and C_2.
+        gold_letters = sorted(symbols(gold) & (_ARBITRARY_LETTERS - {"c"}))
     answer_letters = sorted(
         name
         for name in symbols(answer) - (symbols(gold) - set(gold_letters))

@@ -543,9 +543,8 @@ def _several_equations(items: tuple[Interpretations, ...]) -> Interpretations:
         for item in items
     )
     if len(set(names)) == 1:
-        members = chain.from_iterable(
-            solution.members or (solution,) for solution in bare
-        )  # x = 0 or x = \\pm 2
+        # x = 0 or x = \\pm 2
+        members = chain.from_iterable(solution.members or (solution,) for solution in bare)
         return Interpretations(members=tuple(members), name=names[0])
     pairs = tuple(
         sorted(zip((str(name) for name in names), bare, strict=True), key=lambda pair: pair[0])

@@ -1,7 +1,7 @@
 """Data audit: what a user should see before a run, a rendered prompt and problems of the files.
 
 Nothing here ends a run, except that no training prompt has a reference that could be answered.
-References are looked at as strings, without the parser: 100,000 take some two seconds.
+References are compared as strings, without the parser: 100,000 take some two seconds.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def sequence_lines(
     text, sequence = report.example
     return (
         f"A sequence as it is learned, of {report.path} (data.template={data.template}),",
-        f"  {_tokens(text.prompt.text, sequence.prompt_ids + sequence.completion_ids, tokenizer)}; │ ends a "
-        "token;",
+        f"  {_tokens(text.prompt.text, sequence.prompt_ids + sequence.completion_ids, tokenizer)}; "
+        "│ ends a token;",
         f"  the {sequence.n_learned} of lines with * are learned:",
         *sequence_picture(
             text.pieces,
@@ -322,8 +322,8 @@ def _in_earlier_file(
         before.update(map(key, prompts))
         if repeated:
             yield Finding(
-                f"{len(repeated)} of the {len(prompts)} {noun} of {path} are in an earlier file, too, "
-                "and come more often "
+                f"{len(repeated)} of the {len(prompts)} {noun} of {path} are in an earlier "
+                "file, too, and come more often "
                 "than data.train_weights says. Take them out of one of the files.",
                 shown(repeated),
             )

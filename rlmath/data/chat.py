@@ -119,7 +119,8 @@ class ChatSettings:
                 )
             if written in _NOT_JSON:
                 raise ValueError(
-                    f"{self.names[1]} has {assignment!r}; needed: true, false, null, or a text in quotes"
+                    f"{self.names[1]} has {assignment!r}; needed: true, false, null, or a text "
+                    "in quotes"
                 )
             try:
                 value = json.loads(written, parse_constant=str)
@@ -130,9 +131,8 @@ class ChatSettings:
             turn = repr([{"role": "system", "content": self.system_prompt}])
             lines.append("{%- if messages[0].role != 'system' %}{%- set messages = ")
             lines.append(f"{turn} + messages %}}{{%- endif %}}")
-        return "".join(lines).removesuffix("%}") + "+%}" * bool(
-            lines
-        )  # else a line's end behind it would go
+        # Without the "+" the template would lose a line's end after the head.
+        return "".join(lines).removesuffix("%}") + "+%}" * bool(lines)
 
     def named_template(self, tokenizer: PreTrainedTokenizerFast) -> str | None:
         """The template that `template` names; None where it names none.
@@ -335,9 +335,7 @@ def render(
         raise ValueError(
             f"the chat template cannot take {name}: {_reason(error)}; {CHANGE}"
         ) from error
-    except (
-        Exception
-    ) as error:  # whatever the template's own code raises, such as for an unknown role
+    except Exception as error:  # whatever the template's code raises, as for an unknown role
         raise RowError(
             f"the chat template cannot take {name}: {_reason(error)}; {CHANGE}"
         ) from error

@@ -80,9 +80,8 @@ def _message_of(value: object, name: str) -> Message:
     if not message.get("tool_calls"):
         if "content" not in message:
             raise RowError(f"each message of {name} needs role and content, got {short(value)}")
-        if role != "tool" or not isinstance(
-            message["content"], str
-        ):  # a tool may have nothing to say
+        # The content of a tool's message may be blank.
+        if role != "tool" or not isinstance(message["content"], str):
             checked_text(message["content"], "content")
     elif not isinstance(message.get("content"), str | None):
         raise RowError(

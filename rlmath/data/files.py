@@ -182,9 +182,8 @@ def _rows_of_file(file: Path) -> Iterator[RawRow]:
             "cpu (or gpu) brings it. Or write the rows as JSON lines, or give rlmath plan their "
             "number by --prompts"
         )
-    from rlmath.data.tables import (
-        table_rows,
-    )  # here, because pyarrow is no part of every installation
+    # Imported here, because pyarrow is not part of every installation.
+    from rlmath.data.tables import table_rows
 
     return table_rows(file, is_parquet)
 

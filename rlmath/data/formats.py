@@ -307,7 +307,8 @@ def _plain_row(columns: dict, number: int) -> PromptRow:
     if key is None:
         problem_column = next((key for key in _PROBLEM if key in columns), _PROBLEM[0])
         raise RowError(
-            f"{problem_column} must be a string that is not blank, got {short(columns.get(problem_column))}"
+            f"{problem_column} must be a string that is not blank, "
+            f"got {short(columns.get(problem_column))}"
         )
     problem = text_of(columns, key)
     context = columns.get("context")
@@ -525,7 +526,8 @@ def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
     shown = f"it has the columns {', '.join(map(repr, list(row.columns)[:20])) or 'none'}"
     description = f'of the form "{first_form.name}"' if first_form else "of an unknown form"
     raise ValueError(
-        f'{path} has rows {description}; data.format is "{form}". {row.where}: {shown}. {needed}{known}'
+        f'{path} has rows {description}; data.format is "{form}". {row.where}: {shown}. '
+        f"{needed}{known}"
     )
 
 
@@ -571,7 +573,8 @@ def _collected(
             index, earlier_place = first_of_id[row.query_id]
             if _contents(rows[index]) != _contents(row):
                 raise RowError(
-                    f"query_id {row.query_id[:60]!r} is already used in {earlier_place} with other contents"
+                    f"query_id {row.query_id[:60]!r} is already used in {earlier_place} "
+                    "with other contents"
                 )
             repeated += 1
         except RowError as error:

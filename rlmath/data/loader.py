@@ -110,8 +110,8 @@ class FilterReport:
         """All lines for the console: form, counts, dropped prompts, and unusable rows."""
         form = (f'{self.path} has the form "{self.form}".',) if self.form else ()
         shown = tuple(
-            f"  dropped, {example.reason} ({example.tokens} tokens): {example.prompt_id!r}, which begins "
-            f"{example.start!r}"
+            f"  dropped, {example.reason} ({example.tokens} tokens): {example.prompt_id!r}, "
+            f"which begins {example.start!r}"
             for example in self.examples
         )
         lines = [*filter(None, [self.files]), *form, self.line(), *shown]

@@ -466,9 +466,8 @@ def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[Promp
             groups[index] = counts
     if not groups:
         raise ValueError(
-            f"data.history_path: {path} has none of the {len(prompt_ids)} prompts ({other_rows} rows "
-            "of others); rows are "
-            "found by query_id. Give the history of this data, or leave data.history_path null"
+            f"data.history_path: {path} has none of the {len(prompt_ids)} prompts "
+            f"({other_rows} rows of others); rows are found by query_id. Give the history of this data, or leave data.history_path null"
         )
     left_out = f"; {other_rows} rows of other prompts are left out" if other_rows else ""
     return PromptHistory(keep, groups), (

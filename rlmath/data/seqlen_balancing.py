@@ -223,10 +223,10 @@ def pack_evenly(budget: Budget, members: Sequence[int], n_bins: int) -> list[Bin
     bins: list[Bin] = [[] for _ in range(n_bins)]
     rooms = [budget.max_tokens] * n_bins
     costs = [0.0] * n_bins
-    open_: list[
-        tuple[float, int]
-    ] = []  # a heap of (cost, number): bins with room for the sample at hand
-    full = [(-room, number) for number, room in enumerate(rooms)]  # a heap, most room first
+    # A heap of (cost, number): bins with room for the sample at hand.
+    open_: list[tuple[float, int]] = []
+    # A heap of (-room, number), most room first.
+    full = [(-room, number) for number, room in enumerate(rooms)]
     for index in budget.longest_first(members):
         length = budget.lengths[index]
         while full and -full[0][0] >= length:

@@ -191,7 +191,8 @@ def _made_by(template: UserFunction, rows: Sequence[PromptRow]) -> Iterator[str 
         problem = text_problem(outcome.value) if isinstance(outcome.value, str) else None
         if problem is not None:
             raise ValueError(
-                f"{prompt_name} {problem}; needed: a text that can be tokenized. Correct the function"
+                f"{prompt_name} {problem}; needed: a text that can be tokenized. "
+                "Correct the function"
             )
         yield outcome.value
 
@@ -334,10 +335,8 @@ def load_tokenizer(
             f"{option}: {path!r} has no tokenizer.json; copy the tokenizer's files there"
         )
     is_alone = not (folder / "tokenizer_config.json").is_file()
-    from transformers import (
-        AutoTokenizer,
-        PreTrainedTokenizerFast,
-    )  # here, because it takes seconds
+    # Imported here, because it takes seconds.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     kind = PreTrainedTokenizerFast if is_alone else AutoTokenizer
     try:

@@ -261,7 +261,8 @@ def raise_if_every_call_failed(scores: Sequence[Score]) -> None:
         if len(messages) == len(scores):
             first_line, _, trace = _indented(messages[0]).strip().partition("\n")
             raise RewardFunctionError(
-                f"{setting} failed on all of {len(scores)} completions: {first_line}\n{trace}".strip()
+                f"{setting} failed on all of {len(scores)} completions: "
+                f"{first_line}\n{trace}".strip()
             )
 
 

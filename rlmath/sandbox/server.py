@@ -788,9 +788,8 @@ def _be_killed_first() -> None:
 
 def preload(names: Iterable[str]) -> None:
     """Import modules that are installed, and use sympy once, so that its caches are filled."""
-    with (
-        warnings.catch_warnings()
-    ):  # what libraries set of filters would show what a notebook does not
+    # Filters that libraries set would show warnings that a notebook does not.
+    with warnings.catch_warnings():
         for name in names:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)

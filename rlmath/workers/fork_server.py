@@ -341,9 +341,8 @@ class _Server:
                 worker = self._workers.pop(ended[0], None)
                 if worker is not None:
                     code = os.waitstatus_to_exitcode(ended[1])
-                    with contextlib.suppress(
-                        ConnectionError
-                    ):  # the pool has ended: the next poll finds out
+                    # If the pool has ended, the next poll finds out.
+                    with contextlib.suppress(ConnectionError):
                         self._control.send(
                             f"ended {worker.number} {code} {worker.why or 'itself'}".encode()
                         )

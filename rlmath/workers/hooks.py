@@ -353,15 +353,12 @@ def _import(module_name: str, file: str | None, setting: str) -> ModuleType:
     if file is not None and not os.path.exists(file):
         raise ValueError(f'{setting}: there is no file "{file}".{nearest_path(Path(file))}')
     if os.getcwd() not in sys.path:
-        sys.path.append(
-            os.getcwd()
-        )  # the last, so that no file there takes the place of a library's
+        # Last, so that no file there takes the place of a library's.
+        sys.path.append(os.getcwd())
     try:
         return importlib.import_module(module_name) if file is None else _import_file(Path(file))
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # whatever the user's module raises, or a program's sys.exit()
+    # Whatever the user's module raises, or a program's sys.exit().
+    except (Exception, SystemExit) as error:
         hint = (
             "; modules are looked for in the current folder and in PYTHONPATH"
             if file is None

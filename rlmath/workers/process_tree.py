@@ -65,9 +65,8 @@ def cpu_seconds(pid: int) -> float:
     """Processor time of a process of this machine, without its children (seconds).
 
     OSError where it has ended."""
-    return time.clock_gettime(
-        ~pid << 3 | _CPUCLOCK_SCHED
-    )  # what clock_getcpuclockid(3) makes of it
+    # The clock is computed as in clock_getcpuclockid(3).
+    return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
 
 
 def kill_trees(roots: Sequence[int], children: Mapping[int, Sequence[int]]) -> None:

@@ -110,9 +110,8 @@ def _reset_signals() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(
-            number, lambda *_: None
-        )  # a handler of Python's is not inherited by another program
+        # A handler of Python's is not inherited by another program.
+        signal.signal(number, lambda *_: None)
         os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
 
 
