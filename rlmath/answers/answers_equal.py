@@ -214,10 +214,10 @@ def _without_working(text: str) -> str:
         return text
     depth = 0
     cut = None
-    for at, char in enumerate(text):
+    for position, char in enumerate(text):
         depth += (char in "{(") - (char in "})")
         if char == "=" and depth == 0:
-            cut = at
+            cut = position
     if cut is None:
         return text
     front = text[:cut]

@@ -161,11 +161,11 @@ def _checked_value(expr: Expr, context: Context) -> ApproximateValue:
     if type(value) is Fraction or not is_finite(value):
         return ApproximateValue(value, mpf(0))
     with MP.workdps(DIGITS):
-        rough = evaluate(expr, context)
-    off = abs(to_mp(value) - to_mp(rough))
-    if off > ZERO and off > abs(value) / 10**20:
+        rough_value = evaluate(expr, context)
+    rounding = abs(to_mp(value) - to_mp(rough_value))
+    if rounding > ZERO and rounding > abs(value) / 10**20:
         raise NotMathematics("a value lost in rounding")
-    return ApproximateValue(value, off)
+    return ApproximateValue(value, rounding)
 
 
 def _agree(one: ApproximateValue, other: ApproximateValue) -> bool:
@@ -191,12 +191,12 @@ def same_expression(one: Expr, other: Expr) -> bool:
         return True
     if mentions(one, REPEATED) or mentions(other, REPEATED):
         return _same_series(one, other)
-    both = symbols(one) | symbols(other)
-    about_i = mentions(one, _IMAGINARY) or mentions(other, _IMAGINARY)
-    if not both:
+    letters = symbols(one) | symbols(other)
+    has_i = mentions(one, _IMAGINARY) or mentions(other, _IMAGINARY)
+    if not letters:
         try:
-            a = value_of(one, complex_numbers=about_i)
-            b = value_of(other, complex_numbers=about_i)
+            a = value_of(one, complex_numbers=has_i)
+            b = value_of(other, complex_numbers=has_i)
         except NotMathematics:
             residues = [(_residue(one, prime), _residue(other, prime)) for prime in _PRIMES]
             if any(None in pair for pair in residues):
@@ -204,16 +204,16 @@ def same_expression(one: Expr, other: Expr) -> bool:
             return all(residue == other_residue for residue, other_residue in residues)
         return a is not None and b is not None and _agree(a, b)
     whole = any(mentions(expr, _STEPWISE) or _whole_only(expr) for expr in (one, other))
-    steps_of_reals = whole and any(name[:1] in _REAL_LETTERS for name in both)
+    steps_of_reals = whole and any(name[:1] in _REAL_LETTERS for name in letters)
     places = [(point, whole) for point in range(_WHOLE_POINTS)]
     if not whole or steps_of_reals:
         places = [(point, False) for point in range(_REAL_POINTS)] + places[: 3 * steps_of_reals]
     pairs = (
-        (value_of(one, point, at_whole, about_i), value_of(other, point, at_whole, about_i))
+        (value_of(one, point, at_whole, has_i), value_of(other, point, at_whole, has_i))
         for point, at_whole in places
     )
-    far = _far_values(one, other, whole, about_i)
-    return _agree_wherever_defined(pairs, least=2) and all(_agree(a, b) for a, b in far)
+    far_values = _far_values(one, other, whole, has_i)
+    return _agree_wherever_defined(pairs, least=2) and all(_agree(a, b) for a, b in far_values)
 
 
 def _far_values(
@@ -253,15 +253,15 @@ def _agree_wherever_defined(
     """Whether both values of each pair agree, at `least` pairs or more.
 
     A pair in which one alone is undefined (None) must be rare."""
-    met = missed = 0
+    n_agreeing = n_one_sided = 0
     for a, b in pairs:
         if a is None or b is None:
-            missed += (a is None) != (b is None)
+            n_one_sided += (a is None) != (b is None)
             continue
         if not _agree(a, b):
             return False
-        met += 1
-    return met >= least and 4 * missed <= met + missed
+        n_agreeing += 1
+    return n_agreeing >= least and 4 * n_one_sided <= n_agreeing + n_one_sided
 
 
 _SERIES_TERMS = 9
@@ -279,17 +279,17 @@ def _same_series(one: Expr, other: Expr) -> bool:
     infinite = {mentions(expr, INFINITE) for expr in (one, other)}
     if len(infinite) > 1:
         raise Unsupported("an infinite sum")
-    both = symbols(one) | symbols(other)
-    whole = _whole_letters(one) | _whole_letters(other)
+    letters = symbols(one) | symbols(other)
+    whole_letters = _whole_letters(one) | _whole_letters(other)
     terms = _SERIES_TERMS if True in infinite else 0
     pairs = (
         (
-            value_of(one, point, whole, series_terms=terms),
-            value_of(other, point, whole, series_terms=terms),
+            value_of(one, point, whole_letters, series_terms=terms),
+            value_of(other, point, whole_letters, series_terms=terms),
         )
-        for point in range(_SERIES_POINTS if both else 1)
+        for point in range(_SERIES_POINTS if letters else 1)
     )
-    return _agree_wherever_defined(pairs, least=4 if both else 1)
+    return _agree_wherever_defined(pairs, least=4 if letters else 1)
 
 
 def _whole_letters(expr: Expr) -> frozenset[str]:
@@ -361,8 +361,8 @@ def is_constant(expr: Expr) -> bool:
 def are_proportional(one: Expr, other: Expr) -> bool:
     """Whether one = c * other with a real number c other than zero."""
     ratios: list[Any] = []
-    near = ((value_of(one, point), value_of(other, point)) for point in range(_REAL_POINTS))
-    for a, b in itertools.chain(near, _far_values(one, other)):
+    near_values = ((value_of(one, point), value_of(other, point)) for point in range(_REAL_POINTS))
+    for a, b in itertools.chain(near_values, _far_values(one, other)):
         if a is None or b is None or a.value == 0 or b.value == 0:
             continue
         if not (is_finite(a.value) and is_finite(b.value)):
@@ -430,8 +430,8 @@ def _rounded_reference(decimal: Num) -> bool:
     It has three digits or more, the last not zero, and is no multiple of 1/16."""
     digits = decimal.digits or 0
     scaled = abs(decimal.value) * 10 ** _places(decimal)
-    written = scaled.denominator == 1 and len(str(int(scaled))) == digits
-    return digits >= 3 and written and decimal.value.denominator not in (1, 2, 4, 8, 16)
+    has_all_digits = scaled.denominator == 1 and len(str(int(scaled))) == digits
+    return digits >= 3 and has_all_digits and decimal.value.denominator not in (1, 2, 4, 8, 16)
 
 
 def _represents(decimal: Num, value: Value) -> bool:

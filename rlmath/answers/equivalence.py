@@ -295,7 +295,7 @@ class Equivalence:
         is_set = gold.is_set or answer.is_set
         if not is_set and (len(gold_members) == len(answer_members) or not self.repeats):
             return _can_be_paired(gold_members, answer_members, self._same_member)
-        alike = all(
+        all_match = all(
             any(self._same_member(member, other) for other in other_members)
             for members, other_members in (
                 (gold_members, answer_members),
@@ -303,8 +303,8 @@ class Equivalence:
             )
             for member in members
         )
-        if is_set or not alike:
-            return alike
+        if is_set or not all_match:
+            return all_match
         # A solution that only the longer list repeats counts once.
         shorter = min(gold_members, answer_members, key=len)
         return not any(self._same_member(*pair) for pair in combinations(shorter, 2))
@@ -384,12 +384,14 @@ def _can_be_paired(
     The first match is taken."""
     if len(ours) != len(theirs):
         return False
-    left = list(theirs)
+    unpaired = list(theirs)
     for member in ours:
-        position = next((index for index, other in enumerate(left) if same(member, other)), None)
+        position = next(
+            (index for index, other in enumerate(unpaired) if same(member, other)), None
+        )
         if position is None:
             return False
-        del left[position]
+        del unpaired[position]
     return True
 
 
@@ -453,13 +455,15 @@ def _fits_family(gold: Family, answer: Interpretations) -> bool:
         answer.row if answer.row is not None and answer.scalar is None else (answer,)
     )
     letters = frozenset().union(*(symbols(expr) for expr in exprs))
-    known = frozenset().union(*(symbols(expr) for row in gold[2] for expr in row)) - set(gold[1])
-    known |= set((answer.name or "").partition("(")[2])  # the x of f(x)
-    if not exprs or len(letters - known) != len(gold[1]) or not gold[1]:
+    known_letters = frozenset().union(*(symbols(expr) for row in gold[2] for expr in row)) - set(
+        gold[1]
+    )
+    known_letters |= set((answer.name or "").partition("(")[2])  # the x of f(x)
+    if not exprs or len(letters - known_letters) != len(gold[1]) or not gold[1]:
         return False
     if len(exprs) == 1 and isinstance(exprs[0], Sym) and "(" not in (answer.name or ""):
         return False
-    return _same_family(gold, (gold[0], tuple(sorted(letters - known)), (tuple(exprs),)))
+    return _same_family(gold, (gold[0], tuple(sorted(letters - known_letters)), (tuple(exprs),)))
 
 
 def _same_renamed(gold: Family, answer: Family) -> bool:

@@ -345,11 +345,11 @@ def _repeated(expr: Call, context: Context) -> Value:
     is_sum = expr.name in ("sum", "series")
     total: Value = Fraction(0 if is_sum else 1)
     inner = replace(context, values=dict(context.values))
-    for at in range(int(first), int(last) + 1):
+    for number in range(int(first), int(last) + 1):
         inner.terms_left -= 1
         if inner.terms_left < 0:
             raise Undefined
-        inner.values[index.name] = Fraction(at)  # type: ignore[index]
+        inner.values[index.name] = Fraction(number)  # type: ignore[index]
         term = evaluate(body, inner)
         total = bounded(added(total, term) if is_sum else multiplied(total, term))
     context.terms_left = inner.terms_left

@@ -171,14 +171,14 @@ def _boxed_or_tagged(part: str) -> str | None:
     apart = _boxes_apart(part, list(boxes)) if first is boxes[-1] and len(boxes) > 1 else None
     if apart is None:
         return answer
-    every, are_solutions = apart
-    return every if are_solutions else f"{answer}{ALL_BOXES}{every}{_BOX_END}"
+    all_contents, are_solutions = apart
+    return all_contents if are_solutions else f"{answer}{ALL_BOXES}{all_contents}{_BOX_END}"
 
 
 def split_boxes(answer: str) -> tuple[str, str]:
     """(the answer, the contents of all boxes or "") of what `extract_answer` gives."""
-    answer, _, every = answer.partition(ALL_BOXES)
-    return answer, every.removesuffix(_BOX_END)
+    answer, _, all_contents = answer.partition(ALL_BOXES)
+    return answer, all_contents.removesuffix(_BOX_END)
 
 
 def _boxes_apart(text: str, boxes: list[_Box]) -> tuple[str, bool] | None:
@@ -189,30 +189,34 @@ def _boxes_apart(text: str, boxes: list[_Box]) -> tuple[str, bool] | None:
     back."""
     apart = [boxes[-1]]
     for box in reversed(boxes[:-1]):
-        between = text[box.end : apart[0].start]
-        in_words = len(between) <= _LONGEST_TEXT_BETWEEN and _WORD.search(between)
-        if not in_words or not _only_leads_on(between):
+        text_between = text[box.end : apart[0].start]
+        in_words = len(text_between) <= _LONGEST_TEXT_BETWEEN and _WORD.search(text_between)
+        if not in_words or not _only_leads_on(text_between):
             break
         apart.insert(0, box)
     if len(apart) < 2:
         return None
-    after = text[apart[-1].end : apart[-1].end + _LONGEST_TEXT_BETWEEN]
-    before = _SENTENCE_END.split(
+    text_after = text[apart[-1].end : apart[-1].end + _LONGEST_TEXT_BETWEEN]
+    sentence_before = _SENTENCE_END.split(
         text[max(0, apart[0].start - _LONGEST_TEXT_BETWEEN) : apart[0].start]
     )[-1]
-    if _OTHER_PURPOSE.search(after) or _TAKEN_BACK.search(after) or _TAKEN_BACK.search(before):
+    if (
+        _OTHER_PURPOSE.search(text_after)
+        or _TAKEN_BACK.search(text_after)
+        or _TAKEN_BACK.search(sentence_before)
+    ):
         return None
     contents = [
         ("" if "=" in box.content else _label(text, box)) + box.content.strip() for box in apart
     ]
-    every = BOX_SEPARATOR.join(contents)
+    all_contents = BOX_SEPARATOR.join(contents)
     if (
-        len(every) > _LONGEST_ALL
-        or ALL_BOXES in every
+        len(all_contents) > _LONGEST_ALL
+        or ALL_BOXES in all_contents
         or not all(box.content.strip() for box in apart)
     ):
         return None
-    return every, _OTHER_SOLUTION.search(text, apart[0].end, apart[-1].start) is not None
+    return all_contents, _OTHER_SOLUTION.search(text, apart[0].end, apart[-1].start) is not None
 
 
 def _only_leads_on(between: str) -> bool:
@@ -249,44 +253,48 @@ class _Box:
 def _joined(text: str, boxes: deque[_Box]) -> tuple[str, _Box]:
     """(contents of the last box and of those that are joined to it, the first of these)."""
     answer = boxes[-1].content
-    after = boxes[-1]
+    next_box = boxes[-1]
     parts = {answer.strip()}
     next_label = ""
     for box in list(boxes)[-2::-1]:
-        between = text[box.end : after.start]
+        text_between = text[box.end : next_box.start]
         joiner = (
-            _joiner(between) if len(between) <= _LONGEST_JOINER and box.content.strip() else None
+            _joiner(text_between)
+            if len(text_between) <= _LONGEST_JOINER and box.content.strip()
+            else None
         )
-        label = _part_label(between) if joiner == _NEXT_PART else ""
+        label = _part_label(text_between) if joiner == _NEXT_PART else ""
         if joiner is None or (next_label and label >= next_label):
             break
         next_label = label
-        labelled = _label(text, after)
+        labelled = _label(text, next_box)
         if box.content.strip() not in parts or labelled or joiner == _NEXT_PART:
             parts.add(box.content.strip())
             answer = f"{box.content}{joiner}{labelled}{answer}"
-        after = box
-    if after is not boxes[-1] and "=" not in after.content:
-        answer = _label(text, after) + answer
-    return (_in_context(text, boxes[-1]) if after is boxes[-1] else answer), after
+        next_box = box
+    if next_box is not boxes[-1] and "=" not in next_box.content:
+        answer = _label(text, next_box) + answer
+    return (_in_context(text, boxes[-1]) if next_box is boxes[-1] else answer), next_box
 
 
 def _in_context(text: str, box: _Box) -> str:
     """A box's content with the function before it, or the constants that are declared after it."""
     answer = box.content
-    near = text[box.end : box.end + 60]
-    if ("constant" in near or "\\in" in near) and (match := _CONSTANTS.match(text, box.end)):
+    text_after = text[box.end : box.end + 60]
+    if ("constant" in text_after or "\\in" in text_after) and (
+        match := _CONSTANTS.match(text, box.end)
+    ):
         answer = f"{answer} for arbitrary constants {match[1] or match[2] or match[3]}"
-    named = (
+    function_match = (
         _FUNCTION.search(text, max(0, box.start - 20), box.start)
         if "=" in text[box.start - 5 : box.start]
         else None
     )
-    if named is not None and "=" not in answer:
-        letter = re.compile(rf"(?<![A-Za-z\\]){named[2] or named[3]}(?![A-Za-z])")
-        before = text[max(0, box.start - 60) : named.start()].rstrip()
-        if letter.search(box.content) and not before.endswith(tuple("+-*/^=")):
-            return f"{named[1]}{NAMED_BEFORE}{answer}"
+    if function_match is not None and "=" not in answer:
+        letter = re.compile(rf"(?<![A-Za-z\\]){function_match[2] or function_match[3]}(?![A-Za-z])")
+        text_before = text[max(0, box.start - 60) : function_match.start()].rstrip()
+        if letter.search(box.content) and not text_before.endswith(tuple("+-*/^=")):
+            return f"{function_match[1]}{NAMED_BEFORE}{answer}"
     return answer
 
 
@@ -340,8 +348,8 @@ def _part_label(between: str) -> str:
 def _label(text: str, box: _Box) -> str:
     """`x=` where it is written before a box, else ""."""
     match = _LABEL.search(text, max(0, box.start - 30), box.start)
-    before = text[max(0, box.start - 60) : match.start()].rstrip() if match else "="
-    return "" if before.endswith(tuple("+-*/^=")) or match is None else f"{match[1]}="
+    text_before = text[max(0, box.start - 60) : match.start()].rstrip() if match else "="
+    return "" if text_before.endswith(tuple("+-*/^=")) or match is None else f"{match[1]}="
 
 
 def _last_tag(part: str) -> tuple[str, int] | None:

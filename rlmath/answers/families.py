@@ -192,7 +192,7 @@ def linear_in(expr: Expr, letter: str) -> tuple[Fraction, Fraction] | None:
     if not symbols(expr) <= {letter}:
         return None
     points = (0, 1, 2, 7, -30)
-    approximations = [value_of(substituted(expr, letter, Num(Fraction(at)))) for at in points]
+    approximations = [value_of(substituted(expr, letter, Num(Fraction(point)))) for point in points]
     values = [
         approximation.value
         for approximation in approximations
@@ -202,7 +202,7 @@ def linear_in(expr: Expr, letter: str) -> tuple[Fraction, Fraction] | None:
         return None
     start = values[0]
     slope = values[1] - values[0]
-    return (start, slope) if values == [start + at * slope for at in points] else None
+    return (start, slope) if values == [start + point * slope for point in points] else None
 
 
 PARAMETERS = frozenset(("t", "s", "u", "r", "k", "lambda", "mu", "alpha"))

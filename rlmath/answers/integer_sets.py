@@ -70,13 +70,13 @@ def same_integers(gold: str, answer: str) -> bool | None:
     """Whether two texts are the same infinite set of integers.
 
     None if one of them is not read as such a set."""
-    both = f"{gold} {answer}"
-    if not _TRIGGER.search(both) or max(len(gold), len(answer)) > _LONGEST:
+    both_texts = f"{gold} {answer}"
+    if not _TRIGGER.search(both_texts) or max(len(gold), len(answer)) > _LONGEST:
         return None
-    if any(int(number) > _LARGEST for number in re.findall("[0-9]+", both)):
+    if any(int(number) > _LARGEST for number in re.findall("[0-9]+", both_texts)):
         return None
     readings = [_in_words(text) for text in (gold, answer)]
-    if readings == [None, None] and "of the form" not in both:
+    if readings == [None, None] and "of the form" not in both_texts:
         return None  # two formulas are compared by the grammar
     is_same = None
     for start in (1, 0):  # of the natural numbers
@@ -124,18 +124,18 @@ def _in_words(text: str) -> _Described | None:
     None where others are meant: `not odd multiples of 3`."""
     spaced = " ".join(_TOKEN.findall(text.replace("non-", "non"))) + " "
     described = _Described()
-    at = 0
+    position = 0
     negated = False
     spoken = False
     in_list = False  # behind a comma, or a condition that is denied
-    while at < len(spaced):
-        if match := _DENIED.match(spaced, at):
+    while position < len(spaced):
+        if match := _DENIED.match(spaced, position):
             negated = True
-            at = match.end()
+            position = match.end()
             continue
-        if negated and _QUANTIFIER.match(spaced, at):
+        if negated and _QUANTIFIER.match(spaced, position):
             return None
-        matches = ((take, pattern.match(spaced, at)) for pattern, take in _PARTS)
+        matches = ((take, pattern.match(spaced, position)) for pattern, take in _PARTS)
         match = next(
             (match for take, match in matches if match and take(described, match, negated)), None
         )
@@ -146,9 +146,9 @@ def _in_words(text: str) -> _Described | None:
                 in_list = negated
             spoken = True
             negated = False
-            at = match.end()
+            position = match.end()
             continue
-        token, _, after = spaced[at:].partition(" ")
+        token, _, after = spaced[position:].partition(" ")
         if token.lower() not in _FILLERS and token not in _LETTERS:
             return None
         in_list = (
@@ -156,7 +156,7 @@ def _in_words(text: str) -> _Described | None:
         ) and token not in _OPENINGS
         if not after.startswith("\\equiv"):  # n \equiv 1 stands for a class, whatever its letter
             described.letters |= {token} & (_LETTERS - _FILLERS)
-        at += len(token) + 1
+        position += len(token) + 1
     return described if spoken and described.conditions and not negated else None
 
 
@@ -165,7 +165,8 @@ def _whole_numbers(text: str) -> list[int]:
     words = re.findall(r"(- )?([0-9]+|[a-z]+)", re.sub(r"\b(?:and|or)\b", "", text.lower()))
     numbers = [(sign, NUMBER_WORDS.get(word), word) for sign, word in words]
     return [
-        (-1 if sign else 1) * int(word if known is None else known) for sign, known, word in numbers
+        (-1 if sign else 1) * int(word if word_number is None else word_number)
+        for sign, word_number, word in numbers
     ]
 
 

@@ -179,9 +179,11 @@ def _interpret_group(group: Group) -> Interpretations:
     if any(mentions(expr, PLUS_MINUS) for expr in exprs):
         if len(exprs) < len(group.items):
             raise Unsupported("signs and other things in one group")
-        every = [tuple(Scalar(expr) for expr in chosen) for chosen in expansions(exprs)]
+        sign_choices = [tuple(Scalar(expr) for expr in chosen) for chosen in expansions(exprs)]
         return Interpretations(
-            members=tuple(interpret(Group(group.opening, items, group.closing)) for items in every),
+            members=tuple(
+                interpret(Group(group.opening, items, group.closing)) for items in sign_choices
+            ),
             is_set=True,
         )
     items = tuple(interpret(item) for item in group.items)
@@ -239,24 +241,27 @@ def _filled(items: Sequence[Answer]) -> Sequence[Answer]:
     """The items with whole numbers in the place of dots: `1, 2, ..., 5`."""
     if DOTS not in items:
         return items
-    at = list(items).index(DOTS)
-    around = [
+    dots_index = list(items).index(DOTS)
+    exprs_around = [
         item.expr
-        for item in (*items[max(0, at - 2) : at], *items[at + 1 : at + 2])
+        for item in (
+            *items[max(0, dots_index - 2) : dots_index],
+            *items[dots_index + 1 : dots_index + 2],
+        )
         if isinstance(item, Scalar)
     ]
     numbers = [
-        expr.value for expr in around if isinstance(expr, Num) and expr.value.denominator == 1
+        expr.value for expr in exprs_around if isinstance(expr, Num) and expr.value.denominator == 1
     ]
-    if len(numbers) < 3 or len(around) < 3 or at + 1 == len(items):
+    if len(numbers) < 3 or len(exprs_around) < 3 or dots_index + 1 == len(items):
         return items
     step = numbers[1] - numbers[0]
     last = numbers[2]
     count = (last - numbers[1]) / step - 1 if step else Fraction(-1)
     if count.denominator != 1 or not 0 <= count <= MAX_ITEMS:
         return items
-    between = [Scalar(Num(numbers[1] + step * turn)) for turn in range(1, int(count) + 1)]
-    return (*items[:at], *between, *items[at + 1 :])
+    filled_in = [Scalar(Num(numbers[1] + step * turn)) for turn in range(1, int(count) + 1)]
+    return (*items[:dots_index], *filled_in, *items[dots_index + 1 :])
 
 
 def _interpret_relation(relation: Relation) -> Interpretations:
@@ -328,8 +333,8 @@ def _interpret_equation(relation: Relation) -> Interpretations:
     equations = _curves([relation]) if with_signs else None
     if value is None:
         if difference is not None:
-            asked = tuple(map(interpret, value_of_expression(sides)))
-            return Interpretations(difference=difference, sign="=", asked=asked)
+            asked_values = tuple(map(interpret, value_of_expression(sides)))
+            return Interpretations(difference=difference, sign="=", asked=asked_values)
         raise NotMathematics("sides that differ")
     rounded = interpret(sides[-1]) if relation.ops[-1] == "~" and len(sides) > 1 else None
     interpreted = interpret(value)
@@ -359,8 +364,8 @@ def _curves(relations: Sequence[Relation]) -> tuple[Interpretations, ...] | None
         exprs = [relation_side(side) for side in relation.sides]
         if len(exprs) != 2 or exprs[0] is None or exprs[1] is None:
             return None
-        both = [expr for expr in exprs if expr is not None]
-        for left, right in expansions(both) if mention_signs(both) else [both]:
+        both_sides = [expr for expr in exprs if expr is not None]
+        for left, right in expansions(both_sides) if mention_signs(both_sides) else [both_sides]:
             curves.append(
                 interpret(Relation((named_side(relation.sides[0], left), Scalar(right)), ("=",)))
             )
@@ -428,11 +433,11 @@ def _interpret_listing(listing: Listing) -> Interpretations:
     if len(relations) == len(listing.items):
         if all(item.name is None and item.real_set is not None for item in items):
             sets = [item.real_set for item in items if item.real_set]
-            both = RealSet.intersection(sets)
+            common_reals = RealSet.intersection(sets)
             # A comma is the intersection unless that is empty, then the union.
-            joined = listing.joiner == "or" or (listing.joiner == "," and both.is_empty)
+            joined = listing.joiner == "or" or (listing.joiner == "," and common_reals.is_empty)
             return Interpretations(
-                sign=items[0].sign, real_set=RealSet.union(sets) if joined else both
+                sign=items[0].sign, real_set=RealSet.union(sets) if joined else common_reals
             )
         if all(item.sign == "=" for item in items):
             return replace(_several_equations(items), equations=_curves(relations))

@@ -145,12 +145,12 @@ def plain_unicode(text: str) -> str:
     """Unicode as LaTeX: `√12` as `\\sqrt{12}`.
 
     Raises NotMathematics for control characters and surrogates."""
-    out = (
+    latex = (
         text if text.isascii() else _roots("".join(_one_character(char) for char in _scripts(text)))
     )
-    if any((char < " " and char not in "\t\n\r\f\v") or char == "\x7f" for char in out):
+    if any((char < " " and char not in "\t\n\r\f\v") or char == "\x7f" for char in latex):
         raise NotMathematics("control characters")
-    return out
+    return latex
 
 
 def _one_character(char: str) -> str:
@@ -258,8 +258,8 @@ _MONEY_BEGINS = frozenset("\\UEGIR")
 
 def _as_binomial(match: re.Match[str]) -> str:
     n, k = (group for group in match.groups() if group is not None)
-    both = n.isdigit() and k.isdigit()
-    if both and not (int(n) >= int(k) and int(n) > 2):
+    are_numbers = n.isdigit() and k.isdigit()
+    if are_numbers and not (int(n) >= int(k) and int(n) > 2):
         return match.group()
     return f"\\binom{{{n}}}{{{k}}}"
 
@@ -274,19 +274,21 @@ def _with_currency(text: str) -> str:
     Examples are `$80` and `$5 and $6`."""
     pieces: list[str] = []
     start = 0
-    while (at := text.find("$", start)) >= 0:
-        after = text.find("$", at + 1)
-        opens = _PRICE.match(text, at) is not None
-        closed = after >= 0 and not (
-            opens and _PRICE.match(text, after) and re.search("[a-z, ]$", text[at:after])
+    while (dollar := text.find("$", start)) >= 0:
+        next_dollar = text.find("$", dollar + 1)
+        opens = _PRICE.match(text, dollar) is not None
+        closed = next_dollar >= 0 and not (
+            opens
+            and _PRICE.match(text, next_dollar)
+            and re.search("[a-z, ]$", text[dollar:next_dollar])
         )
         if closed:
-            pieces.append(text[start : after + 1])
-            start = after + 1
+            pieces.append(text[start : next_dollar + 1])
+            start = next_dollar + 1
             continue
-        is_price = opens or (at == len(text) - 1 and _AFTER_AMOUNT.search(text) is not None)
-        pieces.append(text[start:at] + (" \\dollar " if is_price else "$"))
-        start = at + 1
+        is_price = opens or (dollar == len(text) - 1 and _AFTER_AMOUNT.search(text) is not None)
+        pieces.append(text[start:dollar] + (" \\dollar " if is_price else "$"))
+        start = dollar + 1
     return "".join(pieces) + text[start:]
 
 

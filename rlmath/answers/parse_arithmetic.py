@@ -149,17 +149,17 @@ class Arithmetic(ABC):
     def _dotted(self, before: Expr, operation: str) -> Scalar:
         """The sum or product of what is before dots, at which it is, and what is after them."""
         self.position += 1
-        after: list[Expr] = []
+        terms_after: list[Expr] = []
         while True:
             sign = self.take().text if self.peek() in ("+", "-") and operation == "add" else ""
             if operation == "mul":
                 self.skip(*lexer.MULTIPLY)
-            if not sign and (operation == "add" or (after and not self._begins_factor())):
+            if not sign and (operation == "add" or (terms_after and not self._begins_factor())):
                 break
             self.count_operation()
             expr = as_expr(self.term() if operation == "add" else self.factor())
-            after.append(Call("neg", (expr,)) if sign == "-" else expr)
-        return Scalar(explained(operands(before, operation), after, operation))
+            terms_after.append(Call("neg", (expr,)) if sign == "-" else expr)
+        return Scalar(explained(operands(before, operation), terms_after, operation))
 
     def _signed_term(self) -> Answer:
         """A term with its signs."""
@@ -285,8 +285,8 @@ class Arithmetic(ABC):
             if text == "(" and self.peek(1) == "+":  # 7 (+1)
                 return False
             return text in ("(", "{", "[") or (text == "|" and not self.in_bars)
-        named = any(text[1:] in names for names in (lexer.CONSTANTS, GREEK, lexer.FUNCTIONS))
-        return named or any(
+        is_named = any(text[1:] in names for names in (lexer.CONSTANTS, GREEK, lexer.FUNCTIONS))
+        return is_named or any(
             text in names
             for names in (lexer.FACTOR_COMMANDS, lexer.DROPPED, lexer.DECORATED, lexer.UNEVALUATED)
         )

@@ -103,16 +103,16 @@ def _set_in_words(tokens: list[Token], reading: Reading) -> Answer | None:
     set_and_size = split_set(tokens)
     if set_and_size is None:
         return None
-    named, size = set_and_size
+    named_set, size = set_and_size
     remaining = tokens[size:]
     if not remaining:
-        return named
+        return named_set
     if remaining[0].text.lower() not in ("except", "excluding") or len(remaining) < 2:
         return None
     after = 2 if remaining[1].text == "for" and len(remaining) > 2 else 1
     excluded = _Parser(remaining[after:], reading=reading).whole()
     points = excluded.items if isinstance(excluded, Listing) else (excluded,)
-    return SetOperation("without", (named, SetOf(tuple(map(_value_of_name, points)))))
+    return SetOperation("without", (named_set, SetOf(tuple(map(_value_of_name, points)))))
 
 
 def _value_of_name(item: Answer) -> Answer:
@@ -177,15 +177,16 @@ class _Parser(Commands):
             return DOTS
         end = self._without_remark(self._item_end(ends))
         bare = self._with_unit(self.position, end)
-        left = len(self.tokens) - end  # counted from the end, because parsing may split tokens
+        # Counted from the end, because parsing may split tokens.
+        tokens_after = len(self.tokens) - end
         try:
             whole = self.relation(end)
-            if len(self.tokens) - self.position != left:
+            if len(self.tokens) - self.position != tokens_after:
                 raise NotMathematics(f"{self.peek()!r} is not expected")
         except (NotMathematics, Unsupported):
             if bare is None:
                 raise
-            self.position = len(self.tokens) - left
+            self.position = len(self.tokens) - tokens_after
             return bare
         if bare is not None and isinstance(whole, Scalar) and not mentions(bare.expr, FUNCTIONS):
             return Scalar(bare.expr, bare.unit, whole)
@@ -256,7 +257,12 @@ class _Parser(Commands):
         """The item as a number with a unit or a currency sign, else None."""
         tokens = self.tokens[start:end]
         lead = next(
-            (at for at, token in enumerate(tokens) if not is_known_noun(token, self.known_words)), 0
+            (
+                index
+                for index, token in enumerate(tokens)
+                if not is_known_noun(token, self.known_words)
+            ),
+            0,
         )
         if lead and tokens[lead].kind == "number":
             value = self._with_unit(start + lead, end) or self._constant(start + lead, end)
@@ -363,14 +369,14 @@ class _Parser(Commands):
         if (label := self._label()) is not None:
             sides = [label]
             ops = ["="]
-        left = len(self.tokens) - end
+        tokens_after = len(self.tokens) - end
         has_sign = any(token.text in RELATIONS for token in self.tokens[self.position : end])
         while True:
             side = self._name()
             if side is None and ops[-1:] == ["in"] and self.peek() in ("R", "Z", "N", "Q", "C"):
                 side = NamedSet(self.take().text)
             if side is None and (ops or has_sign):
-                side = self._amount(len(self.tokens) - left)
+                side = self._amount(len(self.tokens) - tokens_after)
             sides.append(side or self.side())
             op = self._relation_sign()
             if op is None:
@@ -411,9 +417,9 @@ class _Parser(Commands):
         bare = self._with_unit(start, stop)
         if bare is None:
             return None
-        left = len(self.tokens) - stop
+        tokens_after = len(self.tokens) - stop
         plain = self._constant(start, stop)
-        self.position = len(self.tokens) - left
+        self.position = len(self.tokens) - tokens_after
         if plain is None or mentions(bare.expr, FUNCTIONS):
             return bare
         return Scalar(bare.expr, bare.unit, Scalar(plain))
@@ -521,20 +527,20 @@ class _Parser(Commands):
             size = len(opening)
             texts = [self.peek(ahead) for ahead in range(size + 2)]
             middle = self.token(size)
-            named = (
+            is_named = (
                 middle is not None
                 and middle.kind == "word"
                 and (len(middle.text) > 1 or opening == ["|"])
             )
             if (
-                named
+                is_named
                 and texts[size].isupper()
                 and texts[:size] == opening
                 and texts[size + 1 :] == closing
             ):
                 self.position += size + 2
-                single = len(texts[size]) == 1  # `|A|` is not A
-                return [f"|{texts[size]}|" if single else texts[size]]
+                is_single = len(texts[size]) == 1  # `|A|` is not A
+                return [f"|{texts[size]}|" if is_single else texts[size]]
         return []
 
     def side(self) -> Answer:

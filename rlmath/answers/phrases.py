@@ -98,29 +98,29 @@ def has_number_word(texts: Iterable[str]) -> bool:
 def _number(tokens: Sequence[Token], start: int) -> tuple[Fraction, int] | None:
     """(value, position after it) of the number in words that starts here, else None."""
     words = [_word(token) for token in tokens[start : start + _MOST_NUMBER_WORDS]]
-    before = _word(tokens[start - 1]) if start else ""
+    word_before = _word(tokens[start - 1]) if start else ""
     if words[0] in _MINUS and len(words) > 1:
         inner = _number(tokens, start + 1) if words[1] not in _MINUS else None
         return (-inner[0], inner[1]) if inner else None
-    if words[0] == "one" and before and before not in _BEFORE_ONE:
+    if words[0] == "one" and word_before and word_before not in _BEFORE_ONE:
         return None
     whole, size = _cardinal(words)
     if size == 0:
         article = words[0] in ("a", "an") and len(words) > 1 and words[1] in _PARTS
         if words[0] == "a" and len(words) > 1 and words[1] in _COUNTED and start == 0:
             return Fraction(_COUNTED[words[1]]), start + 2
-        is_half = words[0] == "half" and (start == 0 or before in _MINUS)
+        is_half = words[0] == "half" and (start == 0 or word_before in _MINUS)
         if article or is_half:
             return Fraction(1, _PARTS[words[article]]), start + 1 + article
         return None
     assert whole is not None
-    at = size + (words[size : size + 1] == ["-"])
-    following = words[at] if at < len(words) else ""
+    next_index = size + (words[size : size + 1] == ["-"])
+    following = words[next_index] if next_index < len(words) else ""
     parts = _PARTS.get(following) if whole == 1 else _SEVERAL_PARTS.get(following)
     if parts is not None:
-        return whole / parts, start + at + 1
-    is_sum = following == "and" and at + 1 < len(words)
-    if is_sum and (part := _number(tokens, start + at + 1)) and 0 < part[0] < 1:
+        return whole / parts, start + next_index + 1
+    is_sum = following == "and" and next_index + 1 < len(words)
+    if is_sum and (part := _number(tokens, start + next_index + 1)) and 0 < part[0] < 1:
         return whole + part[0], part[1]
     if words[size : size + 1] == ["of"]:  # "one of them"
         return None

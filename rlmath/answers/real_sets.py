@@ -55,13 +55,13 @@ class RealSet:
             order = 1 if i == len(self.cuts) else -1 if j == len(other.cuts) else 0
             order = order or compare(self.cuts[i], other.cuts[j])
             cut = self.cuts[i] if order <= 0 else other.cuts[j]
-            at = join(self.has[2 * i + (order <= 0)], other.has[2 * j + (order >= 0)])
+            has_cut = join(self.has[2 * i + (order <= 0)], other.has[2 * j + (order >= 0)])
             i = i + (order <= 0)
             j = j + (order >= 0)
             above = join(self.has[2 * i], other.has[2 * j])
-            if not has[-1] == at == above:
+            if not has[-1] == has_cut == above:
                 cuts.append(cut)
-                has += [at, above]
+                has += [has_cut, above]
         return RealSet(tuple(cuts), tuple(has))
 
 

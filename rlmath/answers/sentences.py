@@ -81,11 +81,11 @@ def plain_sentences(gold: str, answer: str) -> tuple[str | None, str | None]:
         texts = [_without_lead(text, lead) for text, lead in zip(texts, leads, strict=True)]
     ends = [_WHERE.match(text) for text in texts]
     conditions = [None if end is None else end["where"].replace(" ", "") for end in ends]
-    for at, end in enumerate(ends):
+    for index, end in enumerate(ends):
         if end is not None and (
-            conditions[0] == conditions[1] or (conditions[1 - at] is None and _holds(end))
+            conditions[0] == conditions[1] or (conditions[1 - index] is None and _holds(end))
         ):
-            texts[at] = texts[at][: end.start("where")].rstrip(" ,")
+            texts[index] = texts[index][: end.start("where")].rstrip(" ,")
     plain_texts = [
         text if text and text != key else None
         for text, key in zip(texts, (gold, answer), strict=True)
@@ -122,13 +122,13 @@ def _labels_agree(texts: list[str], leads: list[re.Match[str] | None]) -> bool:
     )
     if gold_label and answer_label:
         return gold_label == answer_label
-    for at, label in enumerate((gold_label, answer_label)):
-        lead = leads[at]
-        named = _NAMED.match(texts[1 - at])
-        if not label or lead is None or named is None or "solution" in label:
+    for index, label in enumerate((gold_label, answer_label)):
+        lead = leads[index]
+        named_match = _NAMED.match(texts[1 - index])
+        if not label or lead is None or named_match is None or "solution" in label:
             continue
-        if _NAMED.match(texts[at][lead.end() :]) is None and not any(
-            word.startswith(named[1].lower()) for word in label
+        if _NAMED.match(texts[index][lead.end() :]) is None and not any(
+            word.startswith(named_match[1].lower()) for word in label
         ):
             return False
     return True

@@ -197,13 +197,13 @@ def split_parts(text: str) -> list[str] | None:
     if start is None or labels is None or not (start.group()[-1] == ")" or low.startswith("part")):
         return None
     cuts = [(0, start.end())]
-    at = start.end()
+    position = start.end()
     for label in labels[1:]:
-        label_match = _NEXT_LABELS[label].search(low, at)
+        label_match = _NEXT_LABELS[label].search(low, position)
         if label_match is None:
             break
         cuts.append(label_match.span())
-        at = label_match.end()
+        position = label_match.end()
     parts = _between(text, cuts)
     return parts if len(parts) > 1 and all(parts) else None
 

@@ -233,8 +233,12 @@ def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) ->
         lower = text.lower()
         step = 1
         exponent = 1
-        known = _known(tokens, position)
-        if known is None and known_words is not None and singular(lower) in known_words.counted:
+        known_unit = _known(tokens, position)
+        if (
+            known_unit is None
+            and known_words is not None
+            and singular(lower) in known_words.counted
+        ):
             nouns.append(singular(lower))
         elif lower in ("/", "per") or (
             lower in ("a", "an") and sign == 1 and (dimensions or nouns)
@@ -262,12 +266,12 @@ def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) ->
             and sign == 1
             and (quotient := _quotient(tokens, position)) is not None
         ):
-            over, step = quotient
-            factor *= over.factor
-            _multiply(dimensions, over.dimensions, 1)
-            parts |= over.parts
-        elif known is not None:
-            known, size = known
+            quotient_unit, step = quotient
+            factor *= quotient_unit.factor
+            _multiply(dimensions, quotient_unit.dimensions, 1)
+            parts |= quotient_unit.parts
+        elif known_unit is not None:
+            known_unit, size = known_unit
             exponent, exponent_size = _exponent(tokens, position + size)
             step = (
                 size
@@ -277,10 +281,10 @@ def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) ->
             if lower == "ms" and exponent < 0:  # m s^{-2}
                 _multiply(dimensions, (("length", 1),), sign)
                 parts.add(_KNOWN["m"])
-                known = _KNOWN["s"]
-            parts |= _WRITTEN_WITH.get(known, {known})
-            factor *= known[1] ** (sign * pending * exponent)
-            _multiply(dimensions, known[0], sign * pending * exponent)
+                known_unit = _KNOWN["s"]
+            parts |= _WRITTEN_WITH.get(known_unit, {known_unit})
+            factor *= known_unit[1] ** (sign * pending * exponent)
+            _multiply(dimensions, known_unit[0], sign * pending * exponent)
             sign = 1
             pending = 1
         elif (
@@ -321,8 +325,10 @@ def _known(tokens: Sequence[Token], position: int) -> tuple[Known, int] | None:
         return (micro, 2) if micro is not None else None
     if following == "\\Omega" and text in ("k", "M", "m", "G"):
         return _SYMBOLS[f"{text}\\Omega"], 2
-    known = _unit_of_word(token, behind_slash=position > 0 and tokens[position - 1].text == "/")
-    return (known, 1) if known is not None else None
+    known_unit = _unit_of_word(
+        token, behind_slash=position > 0 and tokens[position - 1].text == "/"
+    )
+    return (known_unit, 1) if known_unit is not None else None
 
 
 def _unit_of_word(token: Token, behind_slash: bool) -> Known | None:
@@ -349,40 +355,44 @@ def unit_of_word(word: str) -> frozenset[Known]:
     """The known units that a word stands for, whatever its case; none of other words.
 
     Examples are `miles` and `mph`."""
-    known = _KNOWN.get(word.lower()) or _KNOWN.get(singular(word))
-    return frozenset() if known is None else _WRITTEN_WITH.get(known, frozenset({known}))
+    known_unit = _KNOWN.get(word.lower()) or _KNOWN.get(singular(word))
+    return (
+        frozenset()
+        if known_unit is None
+        else _WRITTEN_WITH.get(known_unit, frozenset({known_unit}))
+    )
 
 
 def unit_of_symbol(symbol: str) -> frozenset[Known]:
     """The known units of a symbol behind a number, `m`, or of a word; none of others."""
-    known = _SYMBOLS.get(symbol)
-    return unit_of_word(symbol) if known is None else frozenset({known})
+    known_unit = _SYMBOLS.get(symbol)
+    return unit_of_word(symbol) if known_unit is None else frozenset({known_unit})
 
 
 def _quotient(tokens: Sequence[Token], position: int) -> tuple[Unit, int] | None:
     """(unit, number of tokens) of `\\frac{m}{s^2}`, else None."""
-    at = position + 1
+    brace = position + 1
     parts = []
     for _ in range(2):
-        if at >= len(tokens) or tokens[at].text != "{":
+        if brace >= len(tokens) or tokens[brace].text != "{":
             return None
         depth = 0
-        stop = at
+        stop = brace
         while stop < len(tokens):
             depth += (tokens[stop].text == "{") - (tokens[stop].text == "}")
             if depth == 0:
                 break
             stop += 1
-        part = read_unit(tokens[at + 1 : stop])
+        part = read_unit(tokens[brace + 1 : stop])
         if part is None or part.nouns or not part.dimensions or part.multiplier > 1:
             return None
         parts.append(part)
-        at = stop + 1
+        brace = stop + 1
     dimensions = dict(parts[0].dimensions)
     _multiply(dimensions, parts[1].dimensions, -1)
     bases = tuple(sorted(dimensions.items()))
     written_with = parts[0].parts | parts[1].parts
-    return Unit(bases, parts[0].factor / parts[1].factor, parts=written_with), at - position
+    return Unit(bases, parts[0].factor / parts[1].factor, parts=written_with), brace - position
 
 
 def is_known_noun(token: Token, known_words: KnownWords | None) -> bool:
@@ -437,15 +447,15 @@ def _degree(tokens: Sequence[Token], position: int) -> tuple[str, int] | None:
 def _exponent(tokens: Sequence[Token], position: int) -> tuple[int, int]:
     """(exponent, number of tokens) of `^2`, `^{2}` or `^{-1}`; (1, 0) if there is none."""
     texts = [token.text for token in tokens[position : position + 5]]
-    for pattern, at, sign in (
+    for pattern, digit_index, sign in (
         (("^", "#"), 1, 1),
         (("^", "{", "#", "}"), 2, 1),
         (("^", "{", "-", "#", "}"), 3, -1),
         (("^", "-", "#"), 2, -1),
     ):
         fits = all(want in ("#", got) for want, got in zip(pattern, texts, strict=False))
-        if fits and len(texts) >= len(pattern) and texts[at] in ("1", "2", "3", "4"):
-            return sign * int(texts[at]), len(pattern)
+        if fits and len(texts) >= len(pattern) and texts[digit_index] in ("1", "2", "3", "4"):
+            return sign * int(texts[digit_index]), len(pattern)
     return 1, 0
 
 

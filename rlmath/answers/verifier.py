@@ -139,9 +139,9 @@ def verify_by_string(
     answer: str | None, solutions: Sequence[str], rules: Rules = STRICT
 ) -> Verdict | None:
     """The result where strings, plain numbers and letters of choice decide, else None."""
-    wrong = verdict_without_solutions(answer)
-    if wrong is not None:
-        return wrong
+    wrong_verdict = verdict_without_solutions(answer)
+    if wrong_verdict is not None:
+        return wrong_verdict
     assert answer is not None
     extracted, every_box = split_boxes(answer.strip())
     answer_plain = plain_answer(extracted)
@@ -197,7 +197,7 @@ def verify_by_parser(
     from rlmath.answers.answers_equal import answers_equal, boxes_equal
     from rlmath.answers.question import read_question
 
-    asked = read_question(question)
+    parsed_question = read_question(question)
     extracted, every_box = split_boxes(answer.strip())
     kind = "symbolic"
     for solution in usable_solutions(solutions):
@@ -205,11 +205,11 @@ def verify_by_parser(
         try:
             if (
                 not _is_one_where_answer_is_two(solution, extracted)
-                and answers_equal(extracted, gold, rules, asked)
+                and answers_equal(extracted, gold, rules, parsed_question)
             ) or (
                 every_box
                 and not _is_one_where_answer_is_two(solution, every_box)
-                and boxes_equal(every_box.split(BOX_SEPARATOR), gold, rules, asked)
+                and boxes_equal(every_box.split(BOX_SEPARATOR), gold, rules, parsed_question)
             ):
                 return Verdict(True, extracted, "symbolic")
         except Exception:  # a parser may raise anything on hostile text, MemoryError among it

@@ -93,10 +93,10 @@ def prompt_lines(
     """The first prompt of a file for the console."""
     assert report.first_row is not None
     template = report.template
-    used = "as it stands in the file" if template == "raw" else f'in the template "{template}"'
+    placement = "as it stands in the file" if template == "raw" else f'in the template "{template}"'
     return (
         f"A prompt as the model reads it: {excerpt(prompt.prompt_id, 40)!r} of {report.path},",
-        f"  {used} (data.template={data.template}),",
+        f"  {placement} (data.template={data.template}),",
         f"  {_tokens(prompt.text, prompt.token_ids, tokenizer)}; │ ends a token:",
         *prompt_picture(
             prompt.text,
@@ -136,8 +136,8 @@ def sequence_lines(
 
 def _tokens(text: str, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> str:
     unknown = unknown_token_ids(tokenizer)
-    lost = characters_without_token(text, tokenizer)
-    left_out = f", no token for {_characters(lost)}" if lost else ""
+    missing_characters = characters_without_token(text, tokenizer)
+    left_out = f", no token for {_characters(missing_characters)}" if missing_characters else ""
     return (
         f"{len(token_ids)} tokens, {sum(token in unknown for token in token_ids)} of them "
         f"unknown{left_out}"
@@ -182,9 +182,9 @@ def audit_prompts(
             findings += _reference_findings(
                 _unanswerable(problems, rules), len(problems), "validation"
             )
-        wrong = _unanswerable(prompts, rules)
-        findings += _reference_findings(wrong, len(prompts), "training")
-        _raise_if_none_is_usable(prompts, wrong)
+        unanswerable = _unanswerable(prompts, rules)
+        findings += _reference_findings(unanswerable, len(prompts), "training")
+        _raise_if_none_is_usable(prompts, unanswerable)
         compared += ", the references of all judged as answers to themselves"
     return DataAudit(shown, _summary(compared, findings, started), tuple(findings))
 
@@ -220,18 +220,19 @@ def _unknown_in(
     characters: set[str] = set()
     for prompt in prompts:
         characters.update(prompt.text)
-    lost = characters_without_token(characters, tokenizer)
+    missing_characters = characters_without_token(characters, tokenizer)
     unknown = unknown_token_ids(tokenizer)
     unreadable = [
         prompt
         for prompt in prompts
-        if not unknown.isdisjoint(prompt.token_ids) or (lost and not lost.isdisjoint(prompt.text))
+        if not unknown.isdisjoint(prompt.token_ids)
+        or (missing_characters and not missing_characters.isdisjoint(prompt.text))
     ]
     if unreadable:
         parts = (
             f"parts of {len(unreadable)} of {len(prompts)} prompts, which the model cannot read."
         )
-        yield _unknown(parts, lost, _named(unreadable))
+        yield _unknown(parts, missing_characters, _named(unreadable))
 
 
 def _unknown(what: str, lost: Collection[str], examples: tuple[str, ...]) -> Finding:
@@ -263,23 +264,24 @@ def _ends_and_beginnings(
         token for token in (chat_end(tokenizer), tokenizer.eos_token_id) if isinstance(token, int)
     }
     beginning = tokenizer.bos_token_id
-    ended = [prompt for prompt in prompts if _last_token(token_ids(prompt), tokenizer) in ends]
-    if ended:
+    with_end = [prompt for prompt in prompts if _last_token(token_ids(prompt), tokenizer) in ends]
+    if with_end:
         yield Finding(
-            f"{len(ended)} of the {len(prompts)} prompts of {name} end with the mark of an end, "
+            f"{len(with_end)} of the {len(prompts)} prompts of {name} end with the mark of an end, "
             "before the answer "
             "begins: the model would answer behind its own end. Use a template that begins the "
             "answer "
             "(add_generation_prompt), or take the mark out of the rows.",
-            shown(ended),
+            shown(with_end),
         )
-    twice = [prompt for prompt in prompts if list(token_ids(prompt)[:2]) == [beginning, beginning]]
-    if twice:
+    begun_twice = [
+        prompt for prompt in prompts if list(token_ids(prompt)[:2]) == [beginning, beginning]
+    ]
+    if begun_twice:
         yield Finding(
-            f"{len(twice)} of the {len(prompts)} prompts of {name} begin with the beginning of "
-            "sequence twice. "
-            "Take it out of the chat template, or of the rows.",
-            shown(twice),
+            f"{len(begun_twice)} of the {len(prompts)} prompts of {name} begin with the "
+            "beginning of sequence twice. Take it out of the chat template, or of the rows.",
+            shown(begun_twice),
         )
 
 
@@ -297,15 +299,15 @@ def _overlaps(
     for name, problems in validation:
         keys = {prompt.problem_key for prompt in problems}
         for path, prompts in training:
-            trained = {prompt.problem_key for prompt in prompts} & keys
-            both = [prompt for prompt in problems if prompt.problem_key in trained]
-            if both:
+            trained_keys = {prompt.problem_key for prompt in prompts} & keys
+            shared = [prompt for prompt in problems if prompt.problem_key in trained_keys]
+            if shared:
                 yield Finding(
-                    f'{len(both)} of the {len(problems)} problems of validation "{name}" are '
+                    f'{len(shared)} of the {len(problems)} problems of validation "{name}" are '
                     "trained on, too, in "
                     f"{path}: their accuracy says nothing of new problems. Take them out of one "
                     "of the two files.",
-                    _named(both),
+                    _named(shared),
                 )
 
 
@@ -316,10 +318,10 @@ def _in_earlier_file(
     shown: Callable[[Sequence[T]], tuple[str, ...]],
 ) -> Iterator[Finding]:
     """Prompts that an earlier file has, too, by their keys."""
-    before: set[Hashable] = set()
+    earlier_keys: set[Hashable] = set()
     for path, prompts in files:
-        repeated = [prompt for prompt in prompts if key(prompt) in before]
-        before.update(map(key, prompts))
+        repeated = [prompt for prompt in prompts if key(prompt) in earlier_keys]
+        earlier_keys.update(map(key, prompts))
         if repeated:
             yield Finding(
                 f"{len(repeated)} of the {len(prompts)} {noun} of {path} are in an earlier "
@@ -338,13 +340,13 @@ def _named(prompts: Sequence[Prompt]) -> tuple[str, ...]:
 
 def without_conversation(reports: Sequence[FilterReport], settings: ChatSettings) -> list[Finding]:
     """Settings of conversations, and files of whole prompts, which do not have them."""
-    whole = [report.path for report in reports if report.template == "raw"]
-    if not settings.given or not whole:
+    paths = [report.path for report in reports if report.template == "raw"]
+    if not settings.given or not paths:
         return []
     text = (
         f"{', '.join(settings.given)} {'do' if settings.given[1:] else 'does'} nothing for the "
         "whole prompts of "
-        f"{', '.join(whole)}, which are taken as they stand. Give problems or messages there."
+        f"{', '.join(paths)}, which are taken as they stand. Give problems or messages there."
     )
     return [Finding(text, ())]
 
@@ -380,14 +382,14 @@ def _raise_if_none_is_usable(
 
 
 def _by_reason(wrong: Sequence[tuple[Prompt, str]]) -> tuple[str, ...]:
-    named = (
+    examples = (
         f"{excerpt(prompt.prompt_id, 40)!r}: {excerpt(prompt.solutions[0], 40)!r}"
         for prompt, _ in wrong
     )
     return tuple(
         grouped(
             (f"the reference {reason}", name)
-            for (_, reason), name in zip(wrong, named, strict=True)
+            for (_, reason), name in zip(wrong, examples, strict=True)
         )
     )
 
@@ -449,7 +451,7 @@ def audit_sequences(
     started = time.monotonic()
     total = sum(len(sequences) for _, sequences in training)
     findings = [*more]
-    lost = characters_without_token(
+    missing_characters = characters_without_token(
         frozenset().union(*(report.characters for report in reports)), tokenizer
     )
     unknown = unknown_token_ids(tokenizer)
@@ -461,23 +463,23 @@ def audit_sequences(
             unknown.isdisjoint(sequence.prompt_ids) and unknown.isdisjoint(sequence.completion_ids)
         )
     ]
-    if unreadable or lost:
+    if unreadable or missing_characters:
         parts = f"all of the texts: {len(unreadable)} of {total} sequences have unknown tokens."
-        findings.append(_unknown(parts, lost, _decoded(unreadable, tokenizer)))
+        findings.append(_unknown(parts, missing_characters, _decoded(unreadable, tokenizer)))
     decoded = functools.partial(_decoded, tokenizer=tokenizer)
     for path, sequences in (*training, ("what is held out", held_out)):
         findings += _ends_and_beginnings(path, sequences, _prompt_ids, decoded, tokenizer)
     findings += _in_earlier_file(training, "prompts", lambda sequence: sequence.prompt_ids, decoded)
-    trained = {sequence.prompt_ids for _, sequences in training for sequence in sequences}
-    both = [sequence for sequence in held_out if sequence.prompt_ids in trained]
-    if both:
+    trained_prompts = {sequence.prompt_ids for _, sequences in training for sequence in sequences}
+    shared = [sequence for sequence in held_out if sequence.prompt_ids in trained_prompts]
+    if shared:
         findings.append(
             Finding(
-                f"{len(both)} of the {len(held_out)} held-out sequences have a prompt that is "
+                f"{len(shared)} of the {len(held_out)} held-out sequences have a prompt that is "
                 "trained on, too: their "
                 "loss says nothing of new problems. Give each prompt once, or an "
                 "sft.held_out_path with others.",
-                _decoded(both, tokenizer),
+                _decoded(shared, tokenizer),
             )
         )
     compared = f"{total} sequences and {len(held_out)} held out compared"

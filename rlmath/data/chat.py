@@ -177,7 +177,7 @@ def set_template(tokenizer: PreTrainedTokenizerFast, settings: ChatSettings, fol
     tokenizer.chat_template = settings.head + template
     if settings.template is None and settings.system_prompt is None:
         return
-    asked = settings.system_prompt or ""
+    system_prompt = settings.system_prompt or ""
     given_settings = " with ".join(settings.given[::2])
     given_settings = given_settings.replace(
         settings.names[0], f"{settings.names[0]}={settings.template}"
@@ -185,7 +185,7 @@ def set_template(tokenizer: PreTrainedTokenizerFast, settings: ChatSettings, fol
     change = "correct the file" if is_file else CHANGE
     try:
         text = render([user("6 x 7?")], tokenizer, "a question")
-        if _squeezed(asked) not in _squeezed(text):
+        if _squeezed(system_prompt) not in _squeezed(text):
             raise _left_out("its system turn", text)
     except ValueError as error:
         raise ValueError(
@@ -216,7 +216,7 @@ def _check_variables(template: str, settings: ChatSettings, source: str) -> None
         raise ValueError(
             f"{setting}: the chat template of {source!r} cannot be read: {_reason(error)}"
         ) from error
-    read = undeclared - {*DEFAULT_NAMESPACE, *_GIVEN}
+    variables = undeclared - {*DEFAULT_NAMESPACE, *_GIVEN}
     for name in names:
         if name in _GIVEN:
             raise ValueError(
@@ -224,14 +224,13 @@ def _check_variables(template: str, settings: ChatSettings, source: str) -> None
             )
         if names.count(name) > 1:
             raise ValueError(f"{setting} has {name!r} {names.count(name)} times; give it once")
-        if name not in read:
-            known = ", ".join(sorted(read)) or "none"
+        if name not in variables:
+            variable_names = ", ".join(sorted(variables)) or "none"
             raise ValueError(
                 f"{setting} has {name!r}, and the chat template of {source!r} reads no such "
                 "variable."
-                f"{nearest_word(name, read)} Those that it reads: {known}. Leave it out, or write "
-                "the name as the "
-                "template does"
+                f"{nearest_word(name, variables)} Those that it reads: {variable_names}. "
+                "Leave it out, or write the name as the template does"
             )
 
 
@@ -368,10 +367,10 @@ def generation_prompt(
 
     "" where `text` does not begin with the messages."""
     try:
-        without = render(messages, tokenizer, "the prompt", prompt=False, tools=tools)
+        conversation_text = render(messages, tokenizer, "the prompt", prompt=False, tools=tools)
     except ValueError:
         return ""
-    return text[len(without) :] if text.startswith(without) else ""
+    return text[len(conversation_text) :] if text.startswith(conversation_text) else ""
 
 
 # --------------------------------------------------------------- what a template must not leave out
@@ -445,13 +444,13 @@ def conversation(
     messages = [without_end(message, ends) for message in messages]
     whole = render(messages, tokenizer, name, prompt=False, tools=tools)
     pieces: list[Piece] = []
-    done = 0
+    position = 0
     for turn in [turn for turn, message in enumerate(messages) if turn > 0 and weight_of(message)]:
         is_last = turn == len(messages) - 1
         start = render(messages[:turn], tokenizer, name, tools=tools)
-        written = whole
+        text_so_far = whole
         if not is_last:
-            written = render(messages[: turn + 1], tokenizer, name, prompt=False, tools=tools)
+            text_so_far = render(messages[: turn + 1], tokenizer, name, prompt=False, tools=tools)
         if is_last and not whole.startswith(start):
             raise RowError(
                 f"the chat template does not continue the prompt of {name}: the prompt ends "
@@ -460,15 +459,15 @@ def conversation(
                 f"learned it would never see that prompt; {CHANGE}, or give rows with prompt and "
                 "completion"
             )
-        stop = written.rfind(end, len(start)) + len(end)
+        stop = text_so_far.rfind(end, len(start)) + len(end)
         if not end or stop < len(start):
-            stop = len(written)
+            stop = len(text_so_far)
         if is_last:
             _require_answer(messages[turn], whole, name)
-        if whole.startswith(written[:stop]) and written.startswith(start):
-            pieces.append(Piece(whole[done : len(start)], False))
+        if whole.startswith(text_so_far[:stop]) and text_so_far.startswith(start):
+            pieces.append(Piece(whole[position : len(start)], False))
             pieces.append(Piece(whole[len(start) : stop], True))
-            done = stop
+            position = stop
     if not pieces:
         raise RowError(
             f"{name} has no turn that is learned: they have weight 0, or the template changes them"

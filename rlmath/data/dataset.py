@@ -131,9 +131,12 @@ def load_inputs(config: Config, shape: ModelShape) -> Inputs:
     sequences = [*(prompt.token_ids for prompt in prompt_files.prompts), (tokenizer.eos_token_id,)]
     check_vocabulary(sequences, tokenizer, shape.vocab_size, "data.train_path")
     stops = stop_token_ids(config.model.path, tokenizer, shape.vocab_size)
-    named = chat_settings(config.data).named_template(tokenizer)
+    named_template = chat_settings(config.data).named_template(tokenizer)
     return Inputs(
-        **vars(prompt_files), tokenizer=tokenizer, stop_token_ids=stops, chat_template=named
+        **vars(prompt_files),
+        tokenizer=tokenizer,
+        stop_token_ids=stops,
+        chat_template=named_template,
     )
 
 
@@ -251,10 +254,10 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
         total_steps = length_curriculum.planned_steps(config, order.steps_per_epoch)
         check_warmup(config, total_steps, "one a step")
     evaluated = held_out if sft.eval_every_steps is not None else []
-    trained = [(path, train) for path, (train, _) in zip(paths, split, strict=False)]
+    trained_files = [(path, train) for path, (train, _) in zip(paths, split, strict=False)]
     shown = sequence_lines(reports[0], data, tokenizer)
     audit = audit_sequences(
-        trained,
+        trained_files,
         evaluated,
         reports,
         tokenizer,

@@ -224,8 +224,8 @@ def _parsed(where: str, line: bytes) -> RawRow:
     try:
         row = parse_json(line.decode("utf-8"), unique_keys=True)
     except UnicodeDecodeError as error:
-        wrong = f"not UTF-8 (byte {error.start} is {line[error.start]:#04x}), or compressed"
-        return RawRow(where, None, wrong, start)
+        reason = f"not UTF-8 (byte {error.start} is {line[error.start]:#04x}), or compressed"
+        return RawRow(where, None, reason, start)
     except ValueError as error:
         return RawRow(where, None, f"not JSON ({error})", start)
     if type(row) is not dict:

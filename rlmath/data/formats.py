@@ -157,11 +157,11 @@ def _v01_reader(place: Path) -> Reader:
             "with the solutions "
             "is needed beside it. Download it from the same data set"
         )
-    known = read_json_object(file, most_bytes=2**30)  # the published file is far below
+    known_problems = read_json_object(file, most_bytes=2**30)  # the published file is far below
 
     def read(columns: dict, number: int) -> PromptRow:
         query_id = text_of(columns, "query_id")
-        problem = known.get(query_id)
+        problem = known_problems.get(query_id)
         if not isinstance(problem, dict):
             raise RowError(f"{SOLUTIONS_FILE} has no solutions of query_id {query_id[:60]!r}")
         return _areal_row(columns, problem.get("solutions"))
@@ -239,20 +239,20 @@ def _chat_row(columns: dict, number: int) -> PromptRow:
             f'the last message of prompt must be that of the "user", got that of {role[:60]!r}'
         )
     last = checked_text(messages[-1]["content"], "content")
-    whole = len(messages) == 1 and has_template(last)
+    is_whole = len(messages) == 1 and has_template(last)
     extra = columns_of(columns.get("extra_info"))
-    named = {"index": extra.get("index")} | {
+    name_columns = {"index": extra.get("index")} | {
         key: columns.get(key) for key in ("query_id", "id", "idx")
     }
     return PromptRow(
-        prompt=last if whole else _chat_problem(columns, last),
+        prompt=last if is_whole else _chat_problem(columns, last),
         task="math",
-        query_id=id_of(named, tuple(named), number),
+        query_id=id_of(name_columns, tuple(name_columns), number),
         solutions=_chat_solutions(columns),
         more_json=further_columns(columns, ("prompt",)),
-        whole=whole,
-        messages=() if whole else messages,
-        tools=() if whole else tools_of(columns.get("tools")),
+        whole=is_whole,
+        messages=() if is_whole else messages,
+        tools=() if is_whole else tools_of(columns.get("tools")),
     )
 
 
@@ -387,12 +387,12 @@ def _own_rows(
     function: UserFunction, raw: Iterable[RawRow]
 ) -> Iterator[tuple[RawRow, PromptRow | RowError]]:
     """Each raw row with the row that the user's data form makes of it, or the error."""
-    late = before = 0
+    n_late = n_before = 0
     rows = iter(raw)
-    while some := list(itertools.islice(rows, _AT_ONCE)):
-        parsed_rows: list[PromptRow | RowError | None] = [None] * len(some)
+    while chunk := list(itertools.islice(rows, _AT_ONCE)):
+        parsed_rows: list[PromptRow | RowError | None] = [None] * len(chunk)
         calls: dict[int, tuple[dict]] = {}
-        for place, raw_row in enumerate(some):
+        for place, raw_row in enumerate(chunk):
             if raw_row.columns is None:
                 parsed_rows[place] = RowError(raw_row.reason)
                 continue
@@ -403,12 +403,12 @@ def _own_rows(
                     f"its columns cannot be written as JSON ({str(error)[:100]})"
                 )
         for place, outcome in zip(calls, function.map(calls.values()), strict=True):
-            late += outcome.failure == "timeout"
-            if late > _MOST_LATE:
+            n_late += outcome.failure == "timeout"
+            if n_late > _MOST_LATE:
                 raise ValueError(
                     f"{function.hook.setting} {function}: {function.reason(outcome)} on each of "
-                    f"{late} rows; the last "
-                    f"is {some[place].where}. Make it faster"
+                    f"{n_late} rows; the last "
+                    f"is {chunk[place].where}. Make it faster"
                 )
             try:
                 if outcome.failure is not None:
@@ -416,14 +416,14 @@ def _own_rows(
                         f"{function.hook.setting} {function} failed: {function.reason(outcome)}"
                     )
                 parsed_rows[place] = _own_row(
-                    function, outcome.value, calls[place][0], before + place + 1
+                    function, outcome.value, calls[place][0], n_before + place + 1
                 )
             except RowError as error:
                 parsed_rows[place] = error
-        for raw_row, row in zip(some, parsed_rows, strict=True):
+        for raw_row, row in zip(chunk, parsed_rows, strict=True):
             assert row is not None
             yield raw_row, row
-        before += len(some)
+        n_before += len(chunk)
 
 
 def _own_row(
@@ -493,8 +493,8 @@ def read_prompts(
         if len(first) == _LOOKED_AT or (row.columns is not None and form_of(row.columns)):
             break
     file_form = _checked_form(path, form, first)
-    read = _rows_of(file_form.reader_of(Path(path)), itertools.chain(first, rows))
-    return _collected(path, file_form.name, file_form.columns, read, most_characters)
+    parsed_rows = _rows_of(file_form.reader_of(Path(path)), itertools.chain(first, rows))
+    return _collected(path, file_form.name, file_form.columns, parsed_rows, most_characters)
 
 
 def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
@@ -507,7 +507,7 @@ def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
         return FORMS[form]
     if form == "auto" and first_form is not None:
         return first_form
-    known = "".join(
+    known_forms = "".join(
         f'\n    "{known_form.name}": {known_form.columns}' for known_form in FORMS.values()
     )
     needed = (
@@ -527,7 +527,7 @@ def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
     description = f'of the form "{first_form.name}"' if first_form else "of an unknown form"
     raise ValueError(
         f'{path} has rows {description}; data.format is "{form}". {row.where}: {shown}. '
-        f"{needed}{known}"
+        f"{needed}{known_forms}"
     )
 
 

@@ -157,13 +157,13 @@ def write_report(folder: str | Path, reports: Sequence[FilterReport]) -> None:
     """Write data_report.json and unusable_rows.jsonl into a folder that exists.
 
     unusable_rows.jsonl is empty where all rows are used."""
-    whole = {
+    contents = {
         "prompts": sum(report.kept for report in reports),
         "dropped_share": dropped_share(reports),
         "files": [report.record() for report in reports],
     }
     rows = "".join(f"{json.dumps(asdict(row))}\n" for report in reports for row in report.unusable)
-    write_whole(Path(folder) / DATA_REPORT_FILE, json.dumps(whole, indent=2) + "\n")
+    write_whole(Path(folder) / DATA_REPORT_FILE, json.dumps(contents, indent=2) + "\n")
     write_whole(Path(folder) / UNUSABLE_ROWS_FILE, rows)
 
 
@@ -292,12 +292,13 @@ def check_weights(paths: Sequence[str], weights: Sequence[float]) -> None:
             "data.more_train_paths); give one for each, or none"
         )
     places = [os.path.realpath(path) for path in paths]
-    twice = [path for number, path in enumerate(paths) if places[number] in places[:number]]
-    if twice:
+    repeated_paths = [
+        path for number, path in enumerate(paths) if places[number] in places[:number]
+    ]
+    if repeated_paths:
         raise ValueError(
-            f"data.more_train_paths: {twice[0]!r} is there twice; to have its prompts more often, "
-            "use "
-            "data.train_weights"
+            f"data.more_train_paths: {repeated_paths[0]!r} is there twice; to have its prompts "
+            "more often, use data.train_weights"
         )
 
 
@@ -305,18 +306,18 @@ def with_unique_names(files: Sequence[tuple[str, Sequence[Prompt]]]) -> list[Pro
     """The prompts of all files, given as (path, prompts), under unique names.
 
     A name that an earlier file has, too, gets its file's name before it."""
-    used: set[str] = set()
+    used_names: set[str] = set()
     renamed: list[Prompt] = []
     for number, (path, prompts) in enumerate(files, start=1):
         names_of_file = {prompt.prompt_id for prompt in prompts}
         for prompt in prompts:
             name = prompt.prompt_id
-            if name in used:
+            if name in used_names:
                 name = f"{Path(path).stem}/{name}"
-                if name in used or name in names_of_file:
+                if name in used_names or name in names_of_file:
                     name = f"{number}:{name}"
-                while name in used or name in names_of_file:
+                while name in used_names or name in names_of_file:
                     name += "'"
-            used.add(name)
+            used_names.add(name)
             renamed.append(prompt if name == prompt.prompt_id else replace(prompt, prompt_id=name))
     return renamed

@@ -170,9 +170,9 @@ class PromptOrder:
             weighted = (
                 f", which data.train_weights makes {self.n_places} an epoch" if self.shares else ""
             )
-            left = "1 prompt is" if n_prompts == 1 else f"{n_prompts} prompts are"
+            prompts_left = "1 prompt is" if n_prompts == 1 else f"{n_prompts} prompts are"
             raise ValueError(
-                f"data.prompts_per_step is {prompts_per_step}, but only {left} left after"
+                f"data.prompts_per_step is {prompts_per_step}, but only {prompts_left} left after"
                 f" filtering{weighted}; lower data.prompts_per_step or give more prompts"
             )
         self.n_prompts = n_prompts
@@ -199,10 +199,10 @@ class PromptOrder:
         of the epoch. Samples have another seed (`seed_at`). Without `shuffle` the order stays."""
         self.rollbacks = ()
         for rollback in rollbacks:
-            before = tuple(
+            earlier_rollbacks = tuple(
                 other for other in self.rollbacks if other.draw_step < rollback.draw_step
             )
-            self.rollbacks = (*before, rollback)
+            self.rollbacks = (*earlier_rollbacks, rollback)
 
     def seed_at(self, step: int) -> int:
         """The seed of what a step samples: `run.seed`, until the run goes back to a checkpoint."""
@@ -220,8 +220,10 @@ class PromptOrder:
         first = step_in_epoch * per_step
         reseeds = []
         for rollback in self.rollbacks:
-            changed, within = divmod(rollback.draw_step, self.steps_per_epoch)
-            reseeds.append(Reseed(changed * self.n_places + within * per_step, rollback.number))
+            changed, step_in_its_epoch = divmod(rollback.draw_step, self.steps_per_epoch)
+            reseeds.append(
+                Reseed(changed * self.n_places + step_in_its_epoch * per_step, rollback.number)
+            )
         order_K = self._epoch(epoch, reseeds, self.steps_per_epoch * per_step)
         return epoch, [order_K[position] for position in range(first, first + per_step)]
 
@@ -229,8 +231,8 @@ class PromptOrder:
         """The prompt of a place of the endless order, counted from 0 over all epochs.
 
         `reseeds` come by rising place."""
-        epoch, within = divmod(number, self.n_places)
-        return self._epoch(epoch, reseeds, self.n_places)[within]
+        epoch, place_in_epoch = divmod(number, self.n_places)
+        return self._epoch(epoch, reseeds, self.n_places)[place_in_epoch]
 
     def _epoch(self, epoch: int, reseeds: Sequence[Reseed], used: int) -> Sequence[int]:
         """K prompt indices of an epoch, of which the first `used` are used."""
@@ -283,7 +285,8 @@ class PromptOrder:
         return (
             f"Order: {self.steps_per_epoch} step{'s' * (self.steps_per_epoch != 1)} per epoch,"
             f" {self.prompts_per_step} of {self.n_prompts} prompts{places} a step,"
-            f" {'shuffled in every epoch' if self.shuffle else 'in the order of the file'}{left_out}."
+            f" {'shuffled in every epoch' if self.shuffle else 'in the order of the file'}"
+            f"{left_out}."
         )
 
 

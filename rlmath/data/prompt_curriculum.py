@@ -158,9 +158,9 @@ class PromptCurriculum:
 
         What it draws is forgotten if it fails before `commit`."""
         self._after = self._state.copy()
-        known = max((reseed.rollback for reseed in self._after.reseeds), default=0)
+        last_rollback = max((reseed.rollback for reseed in self._after.reseeds), default=0)
         for rollback in self._order.rollbacks:
-            if rollback.step <= step and rollback.number > known:
+            if rollback.step <= step and rollback.number > last_rollback:
                 self._after.reseeds.append(Reseed(self._after.cursor, rollback.number))
         return self
 
@@ -251,7 +251,7 @@ class PromptCurriculum:
 
         `groups` are all that it sampled and that leave, in their order. Returns metrics;
         `history/drift` is the mean change of a prompt's pass rate by its new group."""
-        before = self._state
+        state_before = self._state
         state = self._after
         drift: list[float] = []
         for group in groups:
@@ -276,9 +276,12 @@ class PromptCurriculum:
         }
         metrics["history/drift"] = sum(drift) / len(drift) if drift else 0.0
         if self.draws_by_rates:
-            draws = max(1, state.next_draw - before.next_draw)
+            draws = max(1, state.next_draw - state_before.next_draw)
             from_queue = (
-                state.floor_draws + state.filled_draws - before.floor_draws - before.filled_draws
+                state.floor_draws
+                + state.filled_draws
+                - state_before.floor_draws
+                - state_before.filled_draws
             )
             metrics |= {
                 "history/skipped_share": len(self._verdicts) / n_prompts,
@@ -467,7 +470,8 @@ def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[Promp
     if not groups:
         raise ValueError(
             f"data.history_path: {path} has none of the {len(prompt_ids)} prompts "
-            f"({other_rows} rows of others); rows are found by query_id. Give the history of this data, or leave data.history_path null"
+            f"({other_rows} rows of others); rows are found by query_id. Give the history of this "
+            "data, or leave data.history_path null"
         )
     left_out = f"; {other_rows} rows of other prompts are left out" if other_rows else ""
     return PromptHistory(keep, groups), (

@@ -218,10 +218,10 @@ def _texts(
     """The texts of the rows that can be used; the others are added to `unusable`.
 
     Unusable are also rows of more than `most_characters`."""
-    known = [
+    end_ids = [
         token for token in (chat_end(tokenizer), tokenizer.eos_token_id) if isinstance(token, int)
     ]
-    ends = tuple(map(str, tokenizer.convert_ids_to_tokens(known)))
+    ends = tuple(map(str, tokenizer.convert_ids_to_tokens(end_ids)))
     parsed = [_parsed(raw, template, tokenizer, ends, most_characters) for raw in rows]
     rows_outside_chat = [
         row

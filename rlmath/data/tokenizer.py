@@ -350,8 +350,8 @@ def load_tokenizer(
             "needed"
         )
     if tokenizer.eos_token_id is None:
-        _, named = _ends_in_config(folder)
-        first = named[0] if isinstance(named, list) and named else named
+        _, configured = _ends_in_config(folder)
+        first = configured[0] if isinstance(configured, list) and configured else configured
         if isinstance(first, int) and first in range(len(tokenizer)):
             tokenizer.eos_token = str(tokenizer.convert_ids_to_tokens(first))
     if tokenizer.eos_token_id is None:
@@ -439,10 +439,10 @@ def completion_text(
 
 def unknown_token_ids(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
     """The token for unknown text, by each of its names; none where there is no such token."""
-    named = getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
+    unknown_token = getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
     candidates = [
         tokenizer.unk_token_id,
-        None if named is None else tokenizer.convert_tokens_to_ids(named),
+        None if unknown_token is None else tokenizer.convert_tokens_to_ids(unknown_token),
     ]
     return frozenset(token for token in candidates if isinstance(token, int))
 
@@ -455,13 +455,13 @@ def characters_without_token(
     The only white space that is examined is the space, between letters. Marks and characters that
     show nothing are not examined: many tokenizers normalise them."""
     distinct = set(characters)
-    looked_at = sorted(
+    probed = sorted(
         character for character in distinct if unicodedata.category(character)[0] not in "CMZ"
     )
-    ids = token_ids_of([*looked_at, "a b", "ab"], tokenizer)
+    ids = token_ids_of([*probed, "a b", "ab"], tokenizer)
     lost = {
         character
-        for character, character_ids in zip(looked_at, ids, strict=False)
+        for character, character_ids in zip(probed, ids, strict=False)
         if not character_ids
     }
     return frozenset(lost | ({" "} & distinct if ids[-1] == ids[-2] else set()))
@@ -479,12 +479,13 @@ def stop_token_ids(
     of_turn = chat.chat_end(tokenizer)
     assert isinstance(end, int), end  # `load_tokenizer` refuses others
     stop_ids = {end} if of_turn is None else {end, of_turn}
-    file, named = _ends_in_config(Path(path))
-    also = named if isinstance(named, list) else [] if named is None else [named]
-    if not all(type(token) is int and 0 <= token < vocab_size for token in also):
+    file, configured = _ends_in_config(Path(path))
+    configured_ids = (
+        configured if isinstance(configured, list) else [] if configured is None else [configured]
+    )
+    if not all(type(token) is int and 0 <= token < vocab_size for token in configured_ids):
         raise ValueError(
-            f'{file}: "eos_token_id" is {repr(named)[:80]}; needed: tokens of the model, whole '
-            "numbers from 0 "
-            f"to {vocab_size - 1}, or null"
+            f'{file}: "eos_token_id" is {repr(configured)[:80]}; needed: tokens of the model, '
+            f"whole numbers from 0 to {vocab_size - 1}, or null"
         )
-    return tuple(sorted(stop_ids.union(also)))
+    return tuple(sorted(stop_ids.union(configured_ids)))

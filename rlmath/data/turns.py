@@ -116,13 +116,13 @@ def _marks_of_turns(
         before = ""
         header = template
         behind = ""
-    around = set(_found(f"{before}\n{behind}", tokens))
+    marks_around = set(_found(f"{before}\n{behind}", tokens))
     for mark in _found(header, tokens):
         tag = _TAG.fullmatch(mark)
         partner = "" if tag is None else f"<{'' if tag['closes'] else '/'}{tag['name']}>"
-        if partner not in added or partner in around:
+        if partner not in added or partner in marks_around:
             marks.add(mark)
-    return marks | around
+    return marks | marks_around
 
 
 def _in_system_turn(tokenizer: PreTrainedTokenizerFast, tokens: re.Pattern[str]) -> set[str]:

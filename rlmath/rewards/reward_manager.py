@@ -151,12 +151,12 @@ def try_scorer(hook: Hook, reward: RewardConfig, prompts: Sequence[Prompt]) -> T
 def _trial_of(hook: Hook, reward: RewardConfig, prompt: Prompt) -> Trial:
     """Call one function on completions that are made up, until it has an answer or is late."""
     setting = hook.setting
-    named = f"{hook.setting} {hook.spec}"
+    function_name = f"{hook.setting} {hook.spec}"
     outcome = "Such answers get reward.function_failure."
     if hook.kind == "scorer":
         outcome = "Such answers count as wrong."
     elif reward.rewards:
-        setting = named = f"{hook.setting}={hook.spec}"
+        setting = function_name = f"{hook.setting}={hook.spec}"
         outcome = "Such answers do without it."
     failures: list[FunctionResult] = []
     with WorkerPool(1, reward.timeout_seconds, function=hook) as pool:
@@ -164,22 +164,22 @@ def _trial_of(hook: Hook, reward: RewardConfig, prompt: Prompt) -> Trial:
             try:
                 right, wrong = _tried(pool, hook, completion, prompt)
             except RuntimeError as error:
-                raise ValueError(f"{named}: {error}") from None
+                raise ValueError(f"{function_name}: {error}") from None
             if right.failure is None:
                 return Trial(
                     lines=(_tried_line(hook, right, wrong),),
                     wrong_answers=(wrong,) if wrong and not wrong.failure else (),
                 )
             if right.failure == "timeout":
-                late = (
+                warning = (
                     f"{setting} took more than reward.timeout_seconds={reward.timeout_seconds:g} "
                     "on the first row of "
                     f"the training data. {outcome}"
                 )
-                return Trial(warnings=(late,))
+                return Trial(warnings=(warning,))
             failures.append(right)
     raise ValueError(
-        f"{named} fails on the first row of the training data ({prompt.prompt_id!r}), with "
+        f"{function_name} fails on the first row of the training data ({prompt.prompt_id!r}), with "
         f"each of {len(failures)} completions that were made up to try "
         f"it:\n{_indented(failures[0].message)}\n"
         f"{CALL_NEEDED[hook.takes]}. {_change(hook, reward, prompt)}"
@@ -216,15 +216,15 @@ def _tried(
     """The results of trial calls on a completion and, where one is known, on a wrong one.
 
     Both are in one group where the function takes groups."""
-    asked = [completion]
+    completions = [completion]
     if prompt.solutions and not any(WRONG in solution for solution in prompt.solutions):
-        asked.append(_written(WRONG))
+        completions.append(_written(WRONG))
     if hook.takes == "completion":
-        results = [pool.call(text, prompt.solutions, prompt.row).result() for text in asked]
+        results = [pool.call(text, prompt.solutions, prompt.row).result() for text in completions]
     else:
-        group = [*asked, *_made_up_completions(prompt)]
+        group = [*completions, *_made_up_completions(prompt)]
         results = pool.call_group(group, prompt.solutions, prompt.row).result()
-    return results[0], results[1] if len(asked) > 1 else None
+    return results[0], results[1] if len(completions) > 1 else None
 
 
 WRONG = "987654321"
@@ -292,11 +292,11 @@ class FailedSteps:
         failed_again = sorted(failed & self._before)
         self._before = failed
         if failed_again:
-            late = kinds[failed_again[0]].count("timeout")
+            n_late = kinds[failed_again[0]].count("timeout")
             raise RewardFunctionError(
-                f"{failed_again[0]} failed on all completions of two steps in a row: on {late} of "
-                f"{len(scores)} it took more "
-                f"than reward.timeout_seconds={self._timeout_seconds:g}. Nothing is learned from "
+                f"{failed_again[0]} failed on all completions of two steps in a row: on "
+                f"{n_late} of {len(scores)} it took more than "
+                f"reward.timeout_seconds={self._timeout_seconds:g}. Nothing is learned from "
                 "such a step. Make it "
                 "faster, or raise reward.timeout_seconds."
             )
@@ -357,8 +357,8 @@ class _Submitted:
 
     @property
     def all_futures(self) -> list[Future[Any]]:
-        single = [future for futures in self.futures for future in futures.values()]
-        return [*single, *self.group_futures.values()]
+        single_futures = [future for futures in self.futures for future in futures.values()]
+        return [*single_futures, *self.group_futures.values()]
 
     @property
     def is_done(self) -> bool:

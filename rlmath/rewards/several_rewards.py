@@ -253,10 +253,11 @@ def score_of(
         if _failed(result)
     )
     verdict = results.get("correctness")
-    failed = 0.0 if settings.rewards else settings.function_failure
-    known = [failed if value is None else value for value in values]
+    failure_reward = 0.0 if settings.rewards else settings.function_failure
+    known_values = [failure_reward if value is None else value for value in values]
     number = sum(
-        named_reward.weight * value for named_reward, value in zip(rewards, known, strict=True)
+        named_reward.weight * value
+        for named_reward, value in zip(rewards, known_values, strict=True)
     )
     reward = scaled_reward(settings, number, verdict is not None, length, limit, truncated)
     called = {

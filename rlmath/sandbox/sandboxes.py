@@ -139,14 +139,16 @@ class Sandboxes:
             )
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed is {seed}; it must be a number of 64 bits, not negative")
-        left = self._limits.completion_cpu_seconds - sum(call.cpu_seconds for call in earlier)
-        refusal = self._refusal(code, left)
+        cpu_seconds_left = self._limits.completion_cpu_seconds - sum(
+            call.cpu_seconds for call in earlier
+        )
+        refusal = self._refusal(code, cpu_seconds_left)
         if refusal is not None:
             self._done.append((key, refusal))
             return
-        past = [(number, seed, call.code) for number, call in enumerate(earlier) if call.kept]
+        past_steps = [(number, seed, call.code) for number, call in enumerate(earlier) if call.kept]
         steps = (
-            [*past, (len(earlier), seed, code)]
+            [*past_steps, (len(earlier), seed, code)]
             if self._state == "session"
             else [(len(earlier), seed, code)]
         )
@@ -155,7 +157,7 @@ class Sandboxes:
             "id": self._next_id,
             "key": key,
             "steps": steps,
-            "cpu_seconds": min(left, self._limits.call_cpu_seconds),
+            "cpu_seconds": min(cpu_seconds_left, self._limits.call_cpu_seconds),
             "submitted_at": time.monotonic(),
         }
         self._ids[key] = self._next_id
@@ -181,8 +183,8 @@ class Sandboxes:
         end = None if seconds is None else time.monotonic() + seconds
         while True:
             finished = self.poll()
-            left = 1.0 if end is None else end - time.monotonic()
-            if finished or not self._pending or left <= 0:
+            seconds_left = 1.0 if end is None else end - time.monotonic()
+            if finished or not self._pending or seconds_left <= 0:
                 return finished
             times = [
                 pending.retry_at
@@ -192,7 +194,7 @@ class Sandboxes:
             until_retry = max(0.0, min(times, default=time.monotonic() + 1.0) - time.monotonic())
             writers = [self._socket] if self._unsent and self._socket is not None else []
             readers = [] if self._socket is None else [self._socket]
-            select.select(readers, writers, [], min(left, until_retry, 1.0))
+            select.select(readers, writers, [], min(seconds_left, until_retry, 1.0))
 
     def cancel(self, key: str) -> None:
         """Drop the completion's pending call, if it has one.
@@ -387,10 +389,10 @@ class Sandboxes:
         code = self._process.returncode
         logger.warning("The sandboxes' server %s (exit status %s)", what, code)
         lost = [number for number, pending in self._pending.items() if pending.retry_at is None]
-        done = {key for key, _ in self._done}
+        done_keys = {key for key, _ in self._done}
         reason = f"the sandboxes' server {what} (exit status {code})"
         for number in lost:
-            if self._pending[number].key not in done:
+            if self._pending[number].key not in done_keys:
                 outcome = CallResult(
                     "lost", reason, cpu_seconds=0.0, wall_seconds=0.0, queue_seconds=0.0
                 )

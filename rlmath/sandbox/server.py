@@ -539,11 +539,11 @@ class Server:
         """End a call that is above a limit.
 
         Wall time that it did not sleep through is the machine's fault."""
-        used = sandbox.cpu_seconds() - execution.cpu_before
+        seconds_used = sandbox.cpu_seconds() - execution.cpu_before
         execution.looks += 1
         execution.looks_asleep += sandbox.is_asleep()
         execution.look_at = now + SAMPLE_SECONDS
-        if used >= execution.cpu_limit:
+        if seconds_used >= execution.cpu_limit:
             self._end(sandbox, "timeout", _timeout_text(f"{execution.cpu_limit:g} s of CPU time"))
         elif now - execution.step_started >= execution.wall_limit:
             limit = f"{execution.wall_limit:g} s"
@@ -553,7 +553,7 @@ class Server:
                 self._end(
                     sandbox,
                     "lost",
-                    f"the call got {used:.2f} s of CPU time in {limit}: is the machine busy?",
+                    f"the call got {seconds_used:.2f} s of CPU time in {limit}: is the machine busy?",
                 )
         elif sandbox.threads() > self._limits.threads:
             self._end(
@@ -661,13 +661,13 @@ class Server:
     def _reap(self) -> None:
         """Wait for the processes that have ended, and report the calls that ended with them."""
         for pid in [*self._ending]:
-            ended, status, usage = os.wait4(pid, os.WNOHANG)
-            if not ended:
+            ended_pid, status, usage = os.wait4(pid, os.WNOHANG)
+            if not ended_pid:
                 continue
             sandbox = self._ending.pop(pid)
             if sandbox.execution is not None:
-                used = usage.ru_utime + usage.ru_stime
-                self._report_ended(sandbox, os.waitstatus_to_exitcode(status), used)
+                seconds_used = usage.ru_utime + usage.ru_stime
+                self._report_ended(sandbox, os.waitstatus_to_exitcode(status), seconds_used)
 
     def _report_ended(self, sandbox: _Sandbox, exit_code: int, used: float) -> None:
         """Report the call of a process that has ended by itself.

@@ -353,11 +353,11 @@ class _Server:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             children = process_tree.children_by_parent()
-            known = self._workers.keys() | self._of_module
-            left = [pid for pid in children.get(os.getpid(), []) if pid not in known]
-            if not left:
+            known_pids = self._workers.keys() | self._of_module
+            left_over = [pid for pid in children.get(os.getpid(), []) if pid not in known_pids]
+            if not left_over:
                 return
-            process_tree.kill_trees(left, children)
+            process_tree.kill_trees(left_over, children)
             time.sleep(process_tree.SWEEP_PAUSE_SECONDS)
             self._reap()
 

@@ -66,9 +66,9 @@ def result_of(reply: Mapping[str, Any]) -> FunctionResult:
     failure = reply["failure"]
     message = reply.get("message", "")
     reward, metrics = (0.0, ()) if failure else reply["value"]
-    named = tuple((name, value) for name, value in metrics)
+    metric_pairs = tuple((name, value) for name, value in metrics)
     return FunctionResult(
-        reward, named, failure, message=message, queue_seconds=reply["queue_seconds"]
+        reward, metric_pairs, failure, message=message, queue_seconds=reply["queue_seconds"]
     )
 
 
@@ -126,8 +126,8 @@ def _with_trace(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)[1:]
     last = frames[-MAX_TRACE_FRAMES:]
     of_user = [frame for frame in frames if frame.filename == frames[0].filename][-1:]
-    shown = last if of_user and of_user[0] in last else [*of_user, *last[1:]]
-    return "\n".join([message, *"".join(traceback.format_list(shown)).splitlines()])[
+    shown_frames = last if of_user and of_user[0] in last else [*of_user, *last[1:]]
+    return "\n".join([message, *"".join(traceback.format_list(shown_frames)).splitlines()])[
         :MAX_TRACE_CHARS
     ]
 
@@ -158,8 +158,8 @@ def checked_value(kind: str, returned: Any, shape: Sequence[int] = ()) -> Any:
     if kind == "advantage":
         return _advantages(returned, list(shape))
     assert kind == "metric", kind
-    named = dict(returned) if isinstance(returned, dict) else {"value": returned}
-    numbers = {str(name): float(value) for name, value in named.items()}
+    named_values = dict(returned) if isinstance(returned, dict) else {"value": returned}
+    numbers = {str(name): float(value) for name, value in named_values.items()}
     if len(numbers) > MAX_METRICS:
         raise ValueError(f"needed: at most {MAX_METRICS} numbers, got {len(numbers)}")
     _check_numbers(0.0, numbers)

@@ -280,14 +280,15 @@ def load(hook: Hook) -> Callable:
         plugins_setting = _plugins_setting(hook.setting)
         for plugin in dict.fromkeys(hook.plugins):
             import_plugin(plugin, plugins_setting)
-        known = _registered[hook.kind]
-        if hook.spec not in known:
+        registered = _registered[hook.kind]
+        if hook.spec not in registered:
             raise ValueError(
                 f"{hook.setting} is {hook.spec!r}, and {plugins_setting} registers no such "
                 f"hooks.{hook.kind}; there is "
-                f"{', '.join(known) or 'none'}.{nearest_word(hook.spec, [*known, *taken_words(hook.kind)])}"
+                f"{', '.join(registered) or 'none'}."
+                f"{nearest_word(hook.spec, [*registered, *taken_words(hook.kind)])}"
             )
-        function = known[hook.spec]
+        function = registered[hook.spec]
     else:
         function = load_function(hook.spec, hook.setting)
     if hook.kind != "reward":
@@ -499,8 +500,8 @@ def function_problem(function: str | Hook) -> str | None:
         text = errors.read().decode("utf-8", "replace")
     last = (text.strip().splitlines() or ["no message"])[-1]
     if status == 0:
-        ended = f"{setting}: importing {spec!r} ended the process; guard its program by __name__"
-        return None if last == CAN_BE_LOADED else ended
+        problem = f"{setting}: importing {spec!r} ended the process; guard its program by __name__"
+        return None if last == CAN_BE_LOADED else problem
     is_ours = last.startswith((setting, _plugins_setting(setting)))
     return last if is_ours else f"{setting}: importing {spec!r} failed ({last})"
 

@@ -61,9 +61,9 @@ class UserFunction:
         ValueError where the function cannot be loaded."""
         calls = iter(calls)
         try:
-            while some := list(itertools.islice(calls, AT_ONCE)):
+            while chunk := list(itertools.islice(calls, AT_ONCE)):
                 yield from self._pool.results(
-                    [self._pool.call_hook(arguments) for arguments in some]
+                    [self._pool.call_hook(arguments) for arguments in chunk]
                 )
         except RuntimeError as error:
             raise ValueError(f"{self.hook.setting} {self}: {error}") from None

@@ -175,8 +175,9 @@ def _limit_request(settings: WorkerSettings) -> None:
     # SIGALRM's default action ends the process.
     signal.setitimer(signal.ITIMER_REAL, settings.wall_seconds + GRACE_SECONDS)
     cores = 1 if settings.function is None else os.cpu_count() or 1
-    used = resource.getrusage(resource.RUSAGE_SELF)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
     soft = (
-        int(used.ru_utime + used.ru_stime + cores * (settings.timeout_seconds + GRACE_SECONDS)) + 1
+        int(usage.ru_utime + usage.ru_stime + cores * (settings.timeout_seconds + GRACE_SECONDS))
+        + 1
     )
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))

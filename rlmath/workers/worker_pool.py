@@ -257,9 +257,9 @@ class WorkerPool:
 
         That ends, as every answer has a time limit of its own. `on_progress` is called every second
         until then."""
-        late = set(futures)
-        while late:
-            _, late = wait_for(late, PROGRESS_SECONDS)
+        unfinished = set(futures)
+        while unfinished:
+            _, unfinished = wait_for(unfinished, PROGRESS_SECONDS)
             on_progress()
         return [future.result() for future in futures]
 
@@ -537,10 +537,10 @@ class WorkerPool:
     def _extend(self, worker: _Worker, now: float) -> bool:
         """Whether a worker that verifies has processor time left; then its deadline is moved."""
         end = worker.since + self._settings.wall_seconds
-        left = self.timeout_seconds - worker.cpu_seconds()
-        if self._settings.function is not None or now >= end or left <= 0:
+        seconds_left = self.timeout_seconds - worker.cpu_seconds()
+        if self._settings.function is not None or now >= end or seconds_left <= 0:
             return False
-        worker.deadline = min(end, now + max(left, LOOK_SECONDS))
+        worker.deadline = min(end, now + max(seconds_left, LOOK_SECONDS))
         return True
 
     def _fail(self, worker: _Worker, reply: Mapping[str, Any]) -> None:
