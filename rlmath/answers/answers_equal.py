@@ -1,5 +1,4 @@
-"""Compares two answers: parsed by our grammar, or by math-verify where the grammar does not support
-them.
+"""Compares two answers, parsed by our grammar or, where it does not support them, by math-verify.
 
 text -> special forms -> syntax tree (`parser`) -> interpretations (`interpret`) -> comparison
 (`equivalence`)
@@ -328,7 +327,7 @@ def _equal_by_math_verify(answer: str, gold: str) -> bool:
 
 
 def _parse_by_math_verify(answer: str) -> list:
-    """sympy expressions, and the normalised string."""
+    """A list of sympy expressions and the normalised string."""
     from math_verify import LatexExtractionConfig, parse
 
     boxed = f"\\boxed{{{answer}}}"

@@ -114,7 +114,7 @@ def is_whole(value: Value) -> bool:
 
 
 def power(base: Value, exponent: Value, context: Context) -> Value:
-    """base ** exponent, exact where that is possible."""
+    """The power base ** exponent, exact where that is possible."""
     if type(base) is Fraction and type(exponent) is Fraction:
         if base == 0:
             if exponent <= 0:
@@ -142,7 +142,9 @@ def check_bits(bits: Any) -> None:
 
 
 def _root(base: Fraction, exponent: Fraction, context: Context) -> Value:
-    """base ** exponent; exact if the root is rational, real for odd roots of negative numbers."""
+    """The power base ** exponent of fractions.
+
+    It is exact if the root is rational, and real for odd roots of negative numbers."""
     if abs(exponent.numerator) > 1000 or exponent.denominator > 1000:
         check_bits(MP.log(abs(to_mp(base)), 2) * to_mp(exponent))
     index = exponent.denominator
@@ -245,7 +247,7 @@ def _floor(value: Value, up: bool) -> Value:
 
 
 def _ratio(numerator: Callable, denominator: Callable) -> Callable:
-    """numerator/denominator, undefined where the denominator is zero up to rounding."""
+    """The function numerator/denominator, undefined where the denominator is almost zero."""
 
     def evaluate(number: Any) -> Any:
         below = denominator(number)

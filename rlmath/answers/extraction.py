@@ -303,7 +303,7 @@ def _complete_boxes(text: str) -> deque[_Box]:
     first = _BOX.search(text)
     if first is None:
         return deque()
-    # Per open brace the start of its box and of the content, None if it opens no box.
+    # For each open brace the starts of its box and of the content, None if it opens no box.
     open_braces: list[tuple[int, int] | None] = []
     boxes: deque[_Box] = deque(maxlen=_MOST_JOINED)
     for match in _BRACES.finditer(text, first.start()):

@@ -27,7 +27,7 @@ _LARGEST = WINDOW[-1] // 4
 """Largest number in a text, and longest period of two sets together: what differs further out would
 not be seen."""
 _FEWEST = 4
-"""Least members inside the window."""
+"""Fewest members inside the window of sets that are compared."""
 _TRIGGER = re.compile(
     r"odd|even|prime|composite|square|cube|power|multiple|divisible|integer|natural|of the form"
     r"|(?:\\geq?|>) ?[0-9]{1,3}(?:,| and) ?[a-z] ?\\in ?\\mathbb|\\nmid|\\not ?\\equiv|\\not ?\\mid"
@@ -79,7 +79,7 @@ def same_integers(gold: str, answer: str) -> bool | None:
     if readings == [None, None] and "of the form" not in both_texts:
         return None  # two formulas are compared by the grammar
     is_same = None
-    for start in (1, 0):  # of the natural numbers
+    for start in (1, 0):  # where the natural numbers begin
         gold_set, answer_set = (
             reading or _by_formula(text, start)
             for reading, text in zip(readings, (gold, answer), strict=True)

@@ -172,8 +172,7 @@ def _interpret_scalar(scalar: Scalar) -> Interpretations:
 
 
 def _interpret_group(group: Group) -> Interpretations:
-    """The interpretations of items in brackets: a point or interval, a ratio, or several of
-    them."""
+    """The interpretations of items in brackets: a point or interval, a ratio, or several."""
     brackets = group.opening + group.closing
     exprs = [item.expr for item in group.items if isinstance(item, Scalar)]
     if any(mentions(expr, PLUS_MINUS) for expr in exprs):
@@ -203,8 +202,7 @@ def _interpret_group(group: Group) -> Interpretations:
 
 
 def _interval(group: Group) -> RealSet | None:
-    """The interval between the two items of a group; None where it is empty or they are no
-    numbers."""
+    """The interval between the two items of a group; None where it is empty or has no bounds."""
     low, high = (bound_of(item) for item in group.items)
     if low is None or high is None:
         return None
@@ -317,8 +315,8 @@ def _interpret_equation(relation: Relation) -> Interpretations:
         name = expression
         del sides[0]
     if len(relation.sides) > 2 and not any_symbols(sides[-1:]):
-        # Of `m+n = 7+18 = 25` the numbers, if the sides before are a formula: with a name, or two
-        # numbers behind.
+        # The numbers of `m+n = 7+18 = 25` are the value, if the formula before them has a name or
+        # there are two of them.
         numbers = [side for side in sides if not any_symbols([side])]
         sides = numbers if name is not None or len(numbers) > 1 else sides
     value = (

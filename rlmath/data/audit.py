@@ -62,7 +62,7 @@ class Finding:
 
     text: str
     examples: tuple[str, ...]
-    """The first ones, at most EXAMPLES, or of references their kinds; each cut and on one line."""
+    """First prompts, at most EXAMPLES, or kinds of references; each is cut and on one line."""
 
 
 @dataclass(frozen=True)
@@ -424,7 +424,7 @@ def _reason(solution: str, rules: Rules) -> str:
         return "says that the answer is elsewhere"
     if len(_WORD.findall(content)) >= PROSE_WORDS:
         return SENTENCE
-    # Without a tag a box of the reference's own is where the answer is looked for.
+    # Without a tag the answer is taken from the reference's own box.
     is_boxed = gold != solution and "<" not in solution
     completion = f"\\boxed{{{solution}}}" if gold == solution else solution
     answer = gold if is_boxed else extract_answer(completion, rules.answer_from)

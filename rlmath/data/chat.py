@@ -1,5 +1,4 @@
-"""Conversations in a tokenizer's chat template: what a prompt is, what an answer adds to it, what
-ends a turn.
+"""Conversations in a tokenizer's chat template: prompts, learned answers and ends of turns.
 
     messages -> render -> the text that the model continues                       (GRPO, validation, evaluation)
     messages -> conversation -> pieces of the text, those that are learned marked  (supervised training)
@@ -41,8 +40,8 @@ T = TypeVar("T")
 CHAT_SECONDS = 10.0
 """Longest that a chat template may take for one text."""
 REPEAT_SECONDS = 0.1
-"""Interval at which it is interrupted from then on: an exception is lost where one is raised in a
-destructor."""
+"""Interval at which the template is interrupted from then on: an exception is lost where it is
+raised in a destructor."""
 CHAT_BYTES = 2**30
 """Most memory that it may take meanwhile (bytes)."""
 TEMPLATE_DATE = date(2024, 7, 26)
@@ -543,7 +542,7 @@ def _limited(call: Callable[[], T]) -> T:
         return call()
 
     def too_late(_number: int, frame: FrameType | None) -> None:
-        # Only where the call goes on: a second one must not reach what catches the first.
+        # Raised only while the call goes on: a second exception must not reach what catches the first.
         while frame is not None:
             if frame.f_code is inside.__code__:
                 raise _OutOfTime

@@ -1,5 +1,4 @@
-"""Texts, conversations and tools as a row's columns have them, checked: what a template and a
-tokenizer can take."""
+"""Texts, conversations and tools of a row's columns, checked for a template and a tokenizer."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class PromptFiles:
     """The prompts that are left after filtering, and the order of their use."""
 
     prompts: list[Prompt]
-    """The prompts of all files, one behind the other."""
+    """The prompts of all files, one file after the other."""
     order: PromptOrder
     total_steps: int
     """Steps of the whole run."""

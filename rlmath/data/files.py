@@ -1,5 +1,4 @@
-"""Rows of prompt files as they lie on disk: JSON lines, parquet, Arrow, and the folders of
-downloaded data sets.
+"""Rows of prompt files as they lie on disk: JSON lines, parquet, Arrow and folders of data sets.
 
 The reader of parquet and Arrow is in `tables`. What a row's columns mean is in `formats`.
 """

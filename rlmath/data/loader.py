@@ -58,9 +58,9 @@ class FilterReport:
     kept: int
     dropped_too_long: int
     longest_dropped_tokens: int
-    """0 when nothing was dropped."""
+    """Length of the longest dropped row; 0 when nothing was dropped."""
     most_tokens: int | None
-    """None where rows were only counted, for want of a tokenizer."""
+    """The limit of tokens; None where rows were only counted, for want of a tokenizer."""
     dropped_empty: int = 0
     """Prompts of which the tokenizer makes no token at all."""
     path: str = ""

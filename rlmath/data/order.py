@@ -42,7 +42,9 @@ def shares_of(counts: Sequence[int], weights: Sequence[float]) -> tuple[Share, .
 
 
 def shuffled_range(n: int, name: str) -> tuple[int, ...]:
-    """0 .. n-1 in the order of the SHA-256 of "name:index": whatever the libraries' versions."""
+    """The numbers 0 .. n-1 in the order of the SHA-256 of "name:index".
+
+    It does not depend on the libraries' versions."""
     return tuple(
         sorted(range(n), key=lambda index: hashlib.sha256(f"{name}:{index}".encode()).digest())
     )
@@ -92,7 +94,7 @@ class Rollback:
     """A return of the run to an earlier checkpoint (`algorithm.rollback`)."""
 
     number: int
-    """Counted from 1 over the run."""
+    """The number of the rollback, counted from 1 over the run."""
     step: int
     """Steps done in that checkpoint."""
     draw_step: int
@@ -120,7 +122,7 @@ class Draw(NamedTuple):
 
     step: int
     prompt: int
-    """Its index among the prompts."""
+    """The index of the prompt among all prompts."""
     times: int
     """The number of times that the same prompt comes before it in that step."""
 
@@ -130,7 +132,7 @@ class Reseed:
     """A place from which on the order is another one."""
 
     place: int
-    """Counted from 0 over all epochs."""
+    """The place, counted from 0 over all epochs."""
     rollback: int
     """The number of the run's rollback, from which the new order is drawn."""
 
@@ -292,7 +294,7 @@ class PromptOrder:
 
 @lru_cache(maxsize=2)
 def permutation(n: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """0 .. n-1 in the order of an epoch."""
+    """The numbers 0 .. n-1 in the order of an epoch."""
     return shuffled_range(n, f"{seed}:{epoch}")
 
 

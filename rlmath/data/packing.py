@@ -85,8 +85,8 @@ class MicroBatch:
 
     @property
     def segments_T(self) -> torch.Tensor:
-        """int64, the segment of every token."""
-        # With the size given, a GPU need not be waited for.
+        """The segment of every token, int64."""
+        # With the size given, the host need not wait for a GPU.
         lengths_S = self.cu_seqlens_S1.diff().long()
         tokens = len(self.token_ids_T)
         return torch.repeat_interleave(lengths_S, output_size=tokens)

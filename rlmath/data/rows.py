@@ -22,9 +22,9 @@ class RawRow:
     where: str
     """Its place, such as "train.jsonl, line 17", counted from 1."""
     columns: dict | None
-    """None where it cannot be read at all."""
+    """The columns of the row; None where it cannot be read at all."""
     reason: str = ""
-    """Why not."""
+    """The reason why it cannot be read."""
     start: str = ""
 
 
@@ -37,7 +37,7 @@ class PromptRow:
     task: str
     """The check of its answer: "math", or "choice" for a letter of the question's options."""
     query_id: str
-    """Unique in the file."""
+    """An id that is unique in the file."""
     solutions: tuple[str, ...]
     """Reference answers, at least one."""
     more_json: str = "{}"

@@ -254,12 +254,12 @@ _TOLERANCE = 0.005
 _EXCHANGES_PER_RANK = 4
 
 _TRIES_PER_RANK = 16
-"""Pairs of ranks, for each rank, between which an exchange is looked for: with 64 to 512 ranks and
-64 samples for each, twice as many would bring the ranks with most and least work closer by less
+"""Pairs of ranks, for each rank, between which an exchange is tried: with 64 to 512 ranks and 64
+samples for each, twice as many would bring the ranks with most and least work closer by less
 than 0.1% of the mean."""
 
 _MOST_CANDIDATES = 1024
-"""Samples of a rank that an exchange looks at; bounds time and memory (8 MiB a matrix)."""
+"""Samples of a rank that an exchange considers; bounds time and memory (8 MiB a matrix)."""
 
 
 def assign_bins(budget: Budget, bins: Sequence[Bin], n_ranks: int) -> list[list[Bin]]:

@@ -158,7 +158,7 @@ def split_held_out(
 
     A share above 0 holds at least one out."""
     count = min(max(1, round(share * len(sequences))), len(sequences) - 1) if share > 0 else 0
-    # The order of epoch -1, which is never trained on.
+    # Held out by the order of epoch -1, which is never trained on.
     held_out = set(permutation(len(sequences), seed, -1)[:count])
     train = [sequence for index, sequence in enumerate(sequences) if index not in held_out]
     return train, [sequences[index] for index in sorted(held_out)]

@@ -1,4 +1,4 @@
-"""From a problem to token ids: templates, and the tokenizer of a Hugging Face model folder.
+"""Templates around a problem, and the tokenizer of a Hugging Face model folder.
 
 Each template is written as its source has it:
 - r1_distill: AReaL-boba's prompts for DeepSeek-R1-Distill models.

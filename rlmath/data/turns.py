@@ -38,13 +38,13 @@ class Marks:
     """The texts that make turns."""
 
     in_prompts: re.Pattern[str]
-    """Finds it in a system's, a user's or a tool's turn: marks of turns, and every special
-    token."""
+    """Pattern of marks in a system's, a user's or a tool's turn: marks of turns, and every
+    special token."""
     in_answers: re.Pattern[str]
-    """Finds it in an assistant's turn, which has special tokens of its own: marks of turns, and
-    what ends or begins a sequence."""
+    """Pattern of marks in an assistant's turn, which has special tokens of its own: marks of
+    turns, and the ends and beginnings of a sequence."""
     tokens: frozenset[str]
-    """Those that are tokens."""
+    """The marks that are tokens."""
     roles: frozenset[str]
     tokenizer: PreTrainedTokenizerFast
 

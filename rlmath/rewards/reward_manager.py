@@ -1,5 +1,4 @@
-"""The scores of completions, by the verifier or by the user's reward function, in worker
-processes."""
+"""The scores of completions by the verifier or the user's functions, in worker processes."""
 
 from __future__ import annotations
 
@@ -100,7 +99,7 @@ class Trial:
     """The outcome of calling functions of the user's before a run."""
 
     lines: tuple[str, ...] = ()
-    """For the console: the return value of each function."""
+    """Lines for the console: the return value of each function."""
     warnings: tuple[str, ...] = ()
     wrong_answers: tuple[FunctionResult, ...] = ()
     """The result of each function for a wrong answer; none of one that failed, or where no

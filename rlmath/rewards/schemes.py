@@ -1,5 +1,6 @@
-"""Rewards from verifier results: the schemes of AReaL, SimpleRL and the papers of objectives, and
-penalties for overlong completions."""
+"""Rewards from verifier results, and penalties for overlong completions.
+
+The schemes are those of AReaL, SimpleRL and the papers of objectives."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The rewards of a completion, and their workers: `reward.rewards` lists them, `reward.weights`
-weighs them.
+"""The rewards of a completion, and their workers.
+
+`reward.rewards` lists them, `reward.weights` weighs them.
 
     completion -> a value of every reward, None where it failed -> weighted sum | GDPO
     (algorithms.advantages)
@@ -52,7 +53,7 @@ reward is called so."""
 VERIFIED = ("correctness", MEASURED)
 """Names of results that are the verifier's."""
 MAX_FUNCTIONS = 8
-"""Each has up to `reward.workers` processes."""
+"""Most functions of the list; each has up to `reward.workers` processes."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class NamedReward:
     name: str
     weight: float
     function: str | None = None
-    """The user's, "package.module:name"; None: one of BUILT_IN."""
+    """The user's function, "package.module:name"; None: one of BUILT_IN."""
 
 
 def named_rewards(reward: RewardConfig) -> tuple[NamedReward, ...]:
@@ -317,7 +318,7 @@ def _value(
     result = results[one.name]
     if isinstance(result, FunctionResult):
         return result.reward if result.failure is None else None
-    # An answer that the verifier does not come to an end with is wrong: the policy wrote it.
+    # An answer whose check does not end is wrong: the policy wrote it.
     return raw_reward(settings, result.correct, boxed)
 
 

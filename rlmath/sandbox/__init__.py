@@ -1,5 +1,6 @@
-"""A model's Python code, run where the kernel confines it: no files, no network, no processes,
-limited time and memory.
+"""A model's Python code, run where the kernel confines it.
+
+It has no files, no network, no processes, and limited time and memory.
 
     engine's leader: Sandboxes -- socket --> server -- fork --> sandboxes, one for each completion
     that has calls

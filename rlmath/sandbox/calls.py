@@ -34,7 +34,7 @@ class Limits:
     """CPU time of all calls of a completion; executing them again for a session that was lost is
     not counted."""
     wall_factor: float = 10.0
-    """A call ends after so many times its CPU time by the clock."""
+    """Factor between a call's CPU time and the time by the clock after which it ends."""
     memory_bytes: int = 2**30
     """Address space of a completion's sandbox, beyond what the interpreter, numpy and sympy
     have."""
@@ -78,7 +78,7 @@ class PastCall:
     """Whether what it defined lives on (`CallResult.kept`); one that was killed is not executed
     again."""
     cpu_seconds: float = 0.0
-    """Counts towards the completion's limit."""
+    """CPU time that counts towards the completion's limit."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from rlmath.sandbox.system_calls import ARCHITECTURES, Architecture, Check, Rule
 
 MOST_OPEN_FILES = 64
 SOME_PID = 0x7EDCBA98
-"""Stands for a process's id in a filter; above any that the kernel gives."""
+"""Placeholder of a process's id in a filter; above any that the kernel gives."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_SET_SECCOMP = 22
@@ -184,8 +184,8 @@ def _check_instructions(check: Check) -> list[bytes]:
     count = len(check.numbers)
     for index, number in enumerate(check.numbers):
         comparisons_left = count - 1 - index
-        # Behind the comparisons: the denial, unless a match denies; then it is what a match must
-        # not jump over.
+        # The denial comes after the comparisons. Where a match denies, each comparison has its own,
+        # which only other numbers jump over.
         if check.excludes:
             parts += [_instruction(_JUMP_EQUAL, number, if_false=1), deny]
         else:

@@ -1,5 +1,6 @@
-"""A sandbox: the forked process that executes the calls of one completion, confined before the
-first of them.
+"""A sandbox: the forked process that executes the calls of one completion.
+
+It is confined before the first of them.
 
 It reads requests from its channel and writes a reply to each. The channel is its only descriptor,
 beside /dev/null as standard streams. What it says is not trusted: see `server`.
@@ -39,7 +40,7 @@ class Confinement:
     instructions: bytes | None
     """The filter."""
     address_space_bytes: int
-    """The server's own and the limit."""
+    """Address space of the server itself, and the limit."""
     null: int
     """Descriptor of /dev/null."""
 
@@ -56,7 +57,7 @@ def run_sandbox(channel: socket.socket, server: int, confinement: Confinement) -
                 framed(encoded_reply(Reply(0, "error", dropped_characters=0, text=str(error))))
             )
             raise
-        # Ahead of the first call, the memory that any call writes to is copied from the server's.
+        # A first execution copies the server's memory that any call writes to, ahead of the calls.
         Session(confinement.limits.output_characters).execute(number=0, seed=0, code=WARM_UP)
         session = Session(confinement.limits.output_characters)
         while True:

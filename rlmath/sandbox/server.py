@@ -157,7 +157,7 @@ class _Execution:
 
     call: Call
     steps: deque[Step]
-    """The first is being executed."""
+    """Steps to be executed; the first is being executed."""
     started: float
     rebuilt_calls: int
     cpu_before: float = 0.0
@@ -192,7 +192,7 @@ class _Sandbox:
     """Time at which it closed its channel."""
     was_killed: bool = False
     memory_bytes: int = 0
-    """Resident after its last call, beyond what the server has."""
+    """Resident memory after its last call, beyond what the server has."""
 
     def cpu_seconds(self) -> float:
         with contextlib.suppress(OSError):
@@ -587,7 +587,7 @@ class Server:
     def _fork_ahead(self) -> None:
         """Fork a sandbox for the first call of a completion to come."""
         if self._wants_spare():
-            with contextlib.suppress(OSError):  # it is tried again when it is needed, and told then
+            with contextlib.suppress(OSError):  # tried again when it is needed
                 self._spares.append(self._fork())
 
     def _fork(self) -> _Sandbox:
@@ -747,8 +747,8 @@ def main() -> None:
     limits = Limits(**message.pop("limits"))
     descriptor = message.pop("socket")
     settings = ServerSettings(limits=limits, **message)
-    # Sent to all processes of a job by a cluster, by Ctrl-C and by torchrun; only the leader ends
-    # this process.
+    # A cluster, Ctrl-C and torchrun send these signals to all processes of a job; only the leader
+    # ends this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as control:

@@ -1,5 +1,4 @@
-"""The system calls that a sandbox may make: what an interpreter that computes needs, and nothing
-else.
+"""The system calls that a sandbox may make: those of an interpreter that computes.
 
 A list of what is allowed, not of what is denied: a call that a newer kernel adds is denied. Numbers
 are from <asm/unistd_64.h> and <asm-generic/unistd.h>.
@@ -24,7 +23,8 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | 0x4
 """Flags of open(2); the last is O_TMPFILE. Landlock before its third version lets O_RDONLY |
 O_TRUNC pass."""
 _SLOW = os.O_DIRECT
-"""Reads the disk every time: code that waits for it would look as if the machine were at fault."""
+"""A flag to read the disk every time: code that waits for it would look as if the machine were
+at fault."""
 _PAGING_OUT = (20, 21)
 """MADV_COLD, MADV_PAGEOUT: as above."""
 
@@ -175,7 +175,7 @@ class Check:
     mask: int = _ALL
     upper_half: bool = False
     excludes: bool = False
-    """It must be none of the numbers instead."""
+    """Whether the argument must be none of the numbers instead."""
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ class Rule:
     number: int
     checks: tuple[Check, ...] = field(default=())
     is_missing: bool = False
-    """The call answers ENOSYS, as on a kernel that does not have it: callers then use an older
-    one."""
+    """Whether the call answers ENOSYS, as on a kernel that does not have it: callers then use an
+    older one."""
 
 
 def rules_of(machine: Architecture, pid: int, may_open_files: bool) -> list[Rule]:
@@ -203,7 +203,7 @@ def rules_of(machine: Architecture, pid: int, may_open_files: bool) -> list[Rule
         "clone3": (),
         "fcntl": (Check(argument=1, numbers=_FCNTL_COMMANDS),),
         "ioctl": (Check(argument=1, numbers=_IOCTL_COMMANDS),),
-        # Not SIGKILL: who is killed without our doing was killed by the kernel, for want of memory.
+        # Not SIGKILL: a process that we did not kill was killed by the kernel, for want of memory.
         "kill": (to_itself, Check(argument=1, numbers=(signal.SIGKILL,), excludes=True)),
         "tgkill": (to_itself, Check(argument=2, numbers=(signal.SIGKILL,), excludes=True)),
         # It reads its limits and sets none: the pointer to new ones is null.

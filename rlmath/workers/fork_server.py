@@ -54,7 +54,7 @@ SEND_SECONDS = 20.0
 CLOSE_SECONDS = 10.0
 """Time limit for the fork server's end after its socket is closed."""
 SWEEP_SECONDS = 1.0
-"""Longest sweep over left-over processes before requests are looked at again."""
+"""Longest sweep over left-over processes before requests are read again."""
 SAMPLE_SECONDS = 0.05
 """Interval between two looks for workers that have ended, and at the processes that functions
 have started."""
@@ -65,7 +65,7 @@ processes."""
 MAX_PROCESSES = 64
 """Most processes of one worker, itself included."""
 MAX_PRINTED_LINES = 20
-"""Most lines of what a reward function prints that are logged within PRINTED_SECONDS."""
+"""Most printed lines of a user's function that are logged within PRINTED_SECONDS."""
 PRINTED_SECONDS = 60.0
 MAX_PRINTED_CHARS = 500
 LOGGED_SECONDS = 5.0
@@ -84,7 +84,7 @@ class Ended:
 
     number: int
     exit_code: int
-    """Negative: the signal that ended it."""
+    """The exit code; a negative one is the signal that ended it."""
     why: str
     """The cause of its end: "itself", "asked" (the pool), "memory" or "processes" (the fork
     server: a limit)."""
@@ -381,8 +381,8 @@ def main() -> None:
     """Load what workers need, report to the pool, and serve it until it ends."""
     socket_fd, parent, settings_json = sys.argv[1:]
     settings = WorkerSettings.from_json(settings_json)
-    # Sent to all processes of a job by a cluster, by Ctrl-C and by torchrun; only the pool ends
-    # this process.
+    # A cluster, Ctrl-C and torchrun send these signals to all processes of a job; only the pool
+    # ends this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     # math-verify warns that its time limits are off, and logs what it cannot parse.
@@ -398,8 +398,8 @@ def main() -> None:
             except ValueError as error:
                 control.send(f"failed: {error}".encode()[:2000])
                 return
-            # The user's module may have ignored the ends of its children: then no process could be
-            # waited for.
+            # The user's module may have set SIGCHLD to be ignored: then no process could be waited
+            # for.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             flush_streams()
         gc.collect()
@@ -409,7 +409,7 @@ def main() -> None:
 
 def _warm_up() -> None:
     """Load the grammar and math-verify, and use both once, before workers are forked."""
-    # Not in a process with a reward function.
+    # Imported here, as a process with a reward function does not need it.
     from rlmath.answers.answers_equal import warm_up_math_verify
 
     verify_by_parser("\\frac{1}{2}", ("x^2", "\\{1,2\\}"))

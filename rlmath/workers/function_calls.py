@@ -1,10 +1,9 @@
-"""Calls of the user's functions in their workers, and what comes back.
+"""Calls of the user's functions in their workers, and their results.
 
 See `rlmath.workers.hooks` for the kinds.
 
 A reward function returns a number, at most MAX_REWARD, or a number and metrics, which are averaged
-over a step and logged as `reward/own/<name>`; one that takes groups returns a list of these.
-"""
+over a step and logged as `reward/own/<name>`; one that takes groups returns a list of these."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from typing import Any
 from rlmath.workers.hooks import Group
 
 GROUP_REWARD = "group_reward"
-"""Stands for the kind of a reward function that takes whole groups."""
+"""Name for the kind of a reward function that takes whole groups."""
 MAX_METRICS = 50
 """Most metrics of one completion; further ones are left out."""
 MAX_NAME_CHARS = 100
@@ -98,7 +97,7 @@ def call_function(kind: str, function: Callable, arguments: Sequence[Any]) -> di
     )
     if kind == "metric":
         call_arguments = [[Group(**group) for group in arguments[0]]]
-    shape: list[int] = []  # now, as the function may change its lists
+    shape: list[int] = []  # taken before the call, which may change the lists
     if kind == "advantage":
         shape = [len(row) for row in arguments[0]]
     elif kind == GROUP_REWARD:

@@ -72,7 +72,7 @@ class Problem(TypedDict):
     solutions: Sequence[str | int | float]
     """Reference answers, at least one; a completion that equals any of them is right."""
     query_id: NotRequired[str | int]
-    """Unique in the file. Without it, the row's number, from 0."""
+    """An id that is unique in the file. Without it, the row's number, from 0."""
     task: NotRequired[str]
     """The check of answers: "math" (without it) or "choice"."""
 
@@ -301,7 +301,7 @@ def _check_signature(function: Callable, hook: Hook) -> None:
     names = _ARGUMENTS[hook.kind]
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of some that are written in C nothing is known
+    except (TypeError, ValueError):  # nothing is known of some that are written in C
         return
     try:
         signature.bind(*names)
@@ -468,7 +468,7 @@ def function_problem(function: str | Hook) -> str | None:
     hook = as_hook(function)
     setting = hook.setting
     spec = hook.spec
-    # A file, not a pipe: what the module has started may hold the pipe open for ever.
+    # A file, not a pipe: processes that the module starts may hold a pipe open for ever.
     with tempfile.TemporaryFile() as errors:
         check = subprocess.Popen(
             [
@@ -491,7 +491,7 @@ def function_problem(function: str | Hook) -> str | None:
             status = check.wait(CHECK_SECONDS)
         except subprocess.TimeoutExpired:
             return f"{setting}: importing {spec!r} took more than {CHECK_SECONDS} s"
-        finally:  # with what the module has started
+        finally:  # also processes that the module has started
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(check.pid, signal.SIGKILL)
             check.wait()
@@ -520,7 +520,9 @@ def worker_environment() -> dict[str, str]:
 
 
 def main() -> int:
-    """0 with CAN_BE_LOADED on stderr, or 2 with the reason there."""
+    """Load the function that the arguments name.
+
+    Returns 0 with CAN_BE_LOADED on stderr, or 2 with the reason there."""
     kind, spec, setting, *plugins = sys.argv[1:]
     try:
         if kind == "plugin":
@@ -535,6 +537,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # What registers functions imports this module by its name, of which there must be one.
-    # At once: threads of the user's module may run for ever.
+    # Plugins import this module by its name, of which there must be one.
+    # Exits at once: threads of the user's module may run for ever.
     os._exit(importlib.import_module("rlmath.workers.hooks").main())

@@ -1,5 +1,4 @@
-"""The processes that descend from a process: who they are, how much memory they hold, and how they
-end.
+"""The processes that descend from a process: their ids, their memory, and their end.
 
 A process that calls `adopt_orphans` becomes the parent of every descendant whose own parent ends (a
 "subreaper"), so a descendant cannot leave the tree, neither by a new session nor by a double fork.

@@ -1,5 +1,4 @@
-"""A worker: a process that verifies answers, or calls the user's function, one request after the
-other.
+"""A worker: a process that verifies answers, or calls the user's function, one by one.
 
 It is forked by `fork_server`, gets JSON requests over its channel from the pool, and answers each
 with one JSON reply.
@@ -27,12 +26,12 @@ from rlmath.workers.function_calls import GROUP_REWARD, call_function
 from rlmath.workers.hooks import Hook
 
 WALL_FACTOR = 10
-"""A check by the verifier is ended after so many times its limit of processor time by the clock: on
-a busy machine it gets a small share of a core. A reward function, which may wait for a network, has
-the limit by the clock."""
+"""Factor between a check's limit by the clock and that of processor time: on a busy machine it
+gets a small share of a core. A reward function, which may wait for a network, has the limit by
+the clock."""
 GRACE_SECONDS = 5.0
-"""Added to the pool's time limits for the kernel's own limits, which end a worker if the pool
-cannot."""
+"""Time by which the kernel's own limits, which end a worker if the pool cannot, exceed the
+pool's."""
 LENGTH_BYTES = 4
 """Size of the length before every message on a worker's channel, big-endian."""
 
@@ -87,8 +86,7 @@ def run_worker(
         os.set_inheritable(channel_fd, False)
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
-        # What a function prints goes where the fork server's standard output goes: to the pool's
-        # log.
+        # A function prints to the fork server's standard output, which the pool logs.
         for stream in (1, 2):
             os.dup2(null if function is None else 1, stream)
         resource.setrlimit(resource.RLIMIT_AS, (settings.memory_bytes, settings.memory_bytes))

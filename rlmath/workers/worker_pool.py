@@ -1,5 +1,6 @@
-"""Verifies answers and calls the user's functions in worker processes, each with its own time and
-memory limit.
+"""Verifies answers and calls the user's functions in worker processes with limits.
+
+Each process has its own time and memory limit.
 
     WorkerPool (this process, one thread) -- socket --> fork server -- fork --> workers
 
@@ -113,7 +114,7 @@ class _Job:
     have "seconds" and "queue_seconds". ValueError, TypeError or KeyError for a reply that is none.
     """
     queued_at: float
-    """time.monotonic()."""
+    """Time at which it was queued (time.monotonic)."""
     queue_seconds: float = 0.0
 
     def result(self, reply: Mapping[str, Any], seconds: float) -> Any:
