@@ -118,7 +118,7 @@ def interpret(answer: Answer) -> Interpretations:
 
 
 def _interpret_set(answer: SetOf) -> Interpretations:
-    if any(isinstance(item, Relation) for item in answer.items):
+    if any(isinstance(part, Relation) for part in answer.items):
         raise NotMathematics("a set of relations")
     return Interpretations(
         members=expanded_members(answer.items), is_set=True, real_set=_points(answer.items)
@@ -174,7 +174,7 @@ def _interpret_scalar(scalar: Scalar) -> Interpretations:
 def _interpret_group(group: Group) -> Interpretations:
     """The interpretations of items in brackets: a point or interval, a ratio, or several."""
     brackets = group.opening + group.closing
-    exprs = [item.expr for item in group.items if isinstance(item, Scalar)]
+    exprs = [part.expr for part in group.items if isinstance(part, Scalar)]
     if any(mentions(expr, PLUS_MINUS) for expr in exprs):
         if len(exprs) < len(group.items):
             raise Unsupported("signs and other things in one group")
@@ -185,12 +185,12 @@ def _interpret_group(group: Group) -> Interpretations:
             ),
             is_set=True,
         )
-    items = tuple(interpret(item) for item in group.items)
+    items = tuple(interpret(part) for part in group.items)
     if brackets == "::":
         ratio = None
         if len(items) == 2:
             sides = [
-                item.expr for item in group.items if isinstance(item, Scalar) and item.unit is None
+                part.expr for part in group.items if isinstance(part, Scalar) and part.unit is None
             ]
             if len(sides) < 2:
                 raise NotMathematics("a ratio of other than numbers")
@@ -203,7 +203,7 @@ def _interpret_group(group: Group) -> Interpretations:
 
 def _interval(group: Group) -> RealSet | None:
     """The interval between the two items of a group; None where it is empty or has no bounds."""
-    low, high = (bound_of(item) for item in group.items)
+    low, high = (bound_of(part) for part in group.items)
     if low is None or high is None:
         return None
     reals = interval(low, group.opening == "[", high, group.closing == "]")
@@ -212,7 +212,7 @@ def _interval(group: Group) -> RealSet | None:
 
 def _points(items: Sequence[Answer]) -> RealSet | None:
     """The set of reals of items that are finite numbers; None for other items."""
-    bounds = [bound_of(item) for item in items]
+    bounds = [bound_of(part) for part in items]
     if any(bound is None or not is_finite(bound) for bound in bounds):
         return None
     return RealSet.union([point(bound) for bound in bounds if bound is not None])
@@ -224,9 +224,9 @@ def expanded_members(items: Sequence[Answer]) -> tuple[Interpretations, ...]:
     if len(items) > MAX_ITEMS:
         raise NotMathematics(f"more than {MAX_ITEMS} items")
     members: list[Interpretations] = []
-    for item in items:
-        interpreted = interpret(item)
-        with_signs = isinstance(item, (Scalar, Group))
+    for part in items:
+        interpreted = interpret(part)
+        with_signs = isinstance(part, (Scalar, Group))
         members.extend(
             interpreted.members
             if with_signs and interpreted.members is not None
@@ -241,12 +241,12 @@ def _filled(items: Sequence[Answer]) -> Sequence[Answer]:
         return items
     dots_index = list(items).index(DOTS)
     exprs_around = [
-        item.expr
-        for item in (
+        part.expr
+        for part in (
             *items[max(0, dots_index - 2) : dots_index],
             *items[dots_index + 1 : dots_index + 2],
         )
-        if isinstance(item, Scalar)
+        if isinstance(part, Scalar)
     ]
     numbers = [
         expr.value for expr in exprs_around if isinstance(expr, Num) and expr.value.denominator == 1
@@ -413,7 +413,7 @@ def _interpret_inequality(relation: Relation) -> Interpretations:
 
 def _interpret_listing(listing: Listing) -> Interpretations:
     """The interpretations of a list without brackets."""
-    relations = [item for item in listing.items if isinstance(item, Relation)]
+    relations = [part for part in listing.items if isinstance(part, Relation)]
     memberships = [
         relation
         for relation in relations
@@ -424,20 +424,20 @@ def _interpret_listing(listing: Listing) -> Interpretations:
     if (counted := _with_counted_letter(listing)) is not None:
         return interpret(counted)
     items = expanded_members(listing.items)
-    if len(relations) == len(items) and {item.sign == "=" for item in items} == {True, False}:
+    if len(relations) == len(items) and {member.sign == "=" for member in items} == {True, False}:
         raise NotMathematics("equations and inequalities in one list")
-    if all(item.residue is not None for item in items):
+    if all(member.residue is not None for member in items):
         return _several_residues(items, listing.joiner)
     if len(relations) == len(listing.items):
-        if all(item.name is None and item.real_set is not None for item in items):
-            sets = [item.real_set for item in items if item.real_set]
+        if all(member.name is None and member.real_set is not None for member in items):
+            sets = [member.real_set for member in items if member.real_set]
             common_reals = RealSet.intersection(sets)
             # A comma is the intersection unless that is empty, then the union.
             joined = listing.joiner == "or" or (listing.joiner == "," and common_reals.is_empty)
             return Interpretations(
                 sign=items[0].sign, real_set=RealSet.union(sets) if joined else common_reals
             )
-        if all(item.sign == "=" for item in items):
+        if all(member.sign == "=" for member in items):
             return replace(_several_equations(items), equations=_curves(relations))
     return Interpretations(
         members=items, row=items if listing.joiner == "," else None, real_set=_listed_union(items)
@@ -448,19 +448,23 @@ def _listed_union(items: Sequence[Interpretations]) -> RealSet | None:
     """The union of intervals in a list: `(-\\infty, 2) or (3, \\infty)`.
 
     None for points and other items."""
-    sets = [item.real_set for item in items if item.real_set is not None and item.row is not None]
+    sets = [
+        member.real_set
+        for member in items
+        if member.real_set is not None and member.row is not None
+    ]
     endless = any(real_set.has[0] or real_set.has[-1] for real_set in sets)
     return RealSet.union(sets) if endless and len(sets) == len(items) else None
 
 
 def _parametrised(listing: Listing, memberships: Sequence[Relation]) -> Interpretations:
     """Answers with a parameter, `x = a + k b, k in Z`; a real parameter is ignored."""
-    other_items = tuple(item for item in listing.items if item not in memberships)
+    other_parts = tuple(part for part in listing.items if part not in memberships)
     sets = {side.sides[1] for side in memberships}
-    if not other_items or len(sets) > 1:
+    if not other_parts or len(sets) > 1:
         raise Unsupported("several parameters")
     inner = interpret(
-        other_items[0] if len(other_items) == 1 else Listing(other_items, listing.joiner)
+        other_parts[0] if len(other_parts) == 1 else Listing(other_parts, listing.joiner)
     )
     named_set = memberships[0].sides[1]
     letters = tuple(
@@ -520,7 +524,7 @@ def _several_residues(items: Sequence[Interpretations], joiner: str) -> Interpre
     """One residue of several classes: `n = 1 or 4 mod 5`.
 
     Congruences with different moduli are a system."""
-    residues = [item.residue for item in items if item.residue is not None]
+    residues = [congruence.residue for congruence in items if congruence.residue is not None]
     letters = {residue[0] for residue in residues}
     classes = tuple(residue_class for residue in residues for residue_class in residue[1])
     if len(letters) == 1 and (joiner == "or" or len({modulus for _, modulus in classes}) == 1):
@@ -530,20 +534,22 @@ def _several_residues(items: Sequence[Interpretations], joiner: str) -> Interpre
 
 def _several_equations(items: tuple[Interpretations, ...]) -> Interpretations:
     """The interpretations of several equations: values of one name, or of several names."""
-    names = [item.name for item in items]
-    if None in names or any(item.scalar is None and item.members is None for item in items):
+    names = [equation.name for equation in items]
+    if None in names or any(
+        equation.scalar is None and equation.members is None for equation in items
+    ):
         return Interpretations(members=items)
-    if sum(item.members is not None for item in items) > 1 and len(set(names)) > 1:
+    if sum(equation.members is not None for equation in items) > 1 and len(set(names)) > 1:
         raise NotMathematics("several signs in several values")
     bare = tuple(
         Interpretations(
-            scalar=item.scalar,
-            members=item.members,
-            is_set=item.is_set,
-            row=item.row,
-            brackets=item.brackets,
+            scalar=equation.scalar,
+            members=equation.members,
+            is_set=equation.is_set,
+            row=equation.row,
+            brackets=equation.brackets,
         )
-        for item in items
+        for equation in items
     )
     if len(set(names)) == 1:
         # x = 0 or x = \\pm 2

@@ -463,7 +463,10 @@ def vector_times(factor: Expr, vector: Group | MatrixOf) -> Group | MatrixOf:
     if vector.opening + vector.closing != "()" or not symbols(factor) <= PARAMETERS:
         raise NotMathematics("a factor of other than a point")
     return Group(
-        "(", tuple(Scalar(Call("mul", (factor, as_expr(item)))) for item in vector.items), ")", True
+        "(",
+        tuple(Scalar(Call("mul", (factor, as_expr(coordinate)))) for coordinate in vector.items),
+        ")",
+        True,
     )
 
 

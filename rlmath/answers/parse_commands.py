@@ -78,7 +78,7 @@ class Commands(Arithmetic):
         while self.skip("["):
             row = self.listing(frozenset("]"))
             self.expect("]")
-            rows.append(tuple(as_expr(item) for item in _items(row)))
+            rows.append(tuple(as_expr(entry) for entry in _items(row)))
             self.skip(",")
         self.expect("]")
         return _as_matrix(rows)
@@ -326,7 +326,7 @@ class Commands(Arithmetic):
         inner = self.listing(frozenset((")", "\\}")))
         if not self.skip(")", "\\}"):
             raise NotMathematics("a bracket is not closed")
-        return tuple(as_expr(item) for item in _items(inner))
+        return tuple(as_expr(argument) for argument in _items(inner))
 
     def function_argument(self) -> Expr:
         """The argument of a function: a group, else a product up to a sign or the next function."""

@@ -584,7 +584,7 @@ def _with_modulus(items: list[Answer]) -> tuple[Answer, ...]:
     last = items[-1]
     is_class = isinstance(last, Relation) and last.ops == ("mod",)
     if not is_class or any(
-        isinstance(item, Relation) and item.ops == ("mod",) for item in items[:-1]
+        isinstance(part, Relation) and part.ops == ("mod",) for part in items[:-1]
     ):
         return tuple(items)
     assert isinstance(last, Relation)
@@ -593,8 +593,8 @@ def _with_modulus(items: list[Answer]) -> tuple[Answer, ...]:
         first.sides[:1] if isinstance(first, Relation) and first.ops == ("==",) else last.sides[:-2]
     )
     congruences: list[Answer] = []
-    for item in items:
-        value = item.sides[-1 - (item is last)] if isinstance(item, Relation) else item
+    for part in items:
+        value = part.sides[-1 - (part is last)] if isinstance(part, Relation) else part
         congruences.append(Relation((*letter, value, last.sides[-1]), ("mod",)))
     return tuple(congruences)
 

@@ -28,7 +28,7 @@ def name_of(side: Answer) -> str | None:
     if isinstance(side, Scalar) and isinstance(side.expr, Sym):
         return side.expr.name
     if isinstance(side, Group):
-        return "".join(name_of(item) or "?" for item in side.items)
+        return "".join(name_of(part) or "?" for part in side.items)
     return None
 
 
@@ -207,7 +207,7 @@ def expression_name(side: Answer) -> str | None:
 
 def is_lone_name(side: Answer) -> bool:
     if isinstance(side, Group):
-        return side.opening in ("(", ":") and all(is_lone_name(item) for item in side.items)
+        return side.opening in ("(", ":") and all(is_lone_name(part) for part in side.items)
     return isinstance(side, Name) or (
         isinstance(side, Scalar) and isinstance(side.expr, Sym) and side.unit is None
     )
