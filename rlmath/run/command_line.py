@@ -1,5 +1,6 @@
-"""The command line of a program of several ranks, and how a user's mistake ends all alike; torch is
-not imported."""
+"""The command line of a program of several ranks, and how a user's mistake ends all of them.
+
+Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -53,36 +54,37 @@ def program_parser(
 def read_command_line(
     description: str, argv: Sequence[str] | None = None, keys: Collection[str] | None = None
 ) -> argparse.Namespace:
-    """What `program_parser` makes of the words of one of several ranks."""
+    """The parsed command line of one of several ranks, by `program_parser`."""
     parser = program_parser(description, keys)
     with mistakes_end_all_ranks():
-        given = parser.parse_intermixed_args(argv)
-        if given.ranks is not None and not given.dry_run:
+        arguments = parser.parse_intermixed_args(argv)
+        if arguments.ranks is not None and not arguments.dry_run:
             parser.error(
                 "--ranks is for rlmath train and --dry-run; under torchrun it is --nproc-per-node."
             )
-        if given.oversubscribe and not given.dry_run:
+        if arguments.oversubscribe and not arguments.dry_run:
             parser.error(
                 f"{OVERSUBSCRIBE} is for rlmath train and --dry-run; torchrun starts what it is "
                 "told to."
             )
-    return given
+    return arguments
 
 
 @contextmanager
 def mistakes_end_all_ranks() -> Iterator[None]:
-    """Around parsing: only rank 0 prints its help or its mistake, and a mistake ends the ranks as
-    in `log_mistake`."""
+    """Let only rank 0 print help or a mistake while the command line is parsed.
+
+    A mistake ends the ranks as in `log_mistake`."""
     try:
         with ExitStack() as stack:
             if environment_rank() != 0:
                 stack.enter_context(redirect_stdout(io.StringIO()))
                 stack.enter_context(redirect_stderr(io.StringIO()))
             yield
-    except SystemExit as ended:
-        if ended.code == exit_codes.MISTAKE:
+    except SystemExit as system_exit:
+        if system_exit.code == exit_codes.MISTAKE:
             message = str(
-                ended.__cause__ or "the command line has a mistake, which is printed above"
+                system_exit.__cause__ or "the command line has a mistake, which is printed above"
             )
             let_first_rank_end(message, show=lambda: None)
         raise
@@ -97,9 +99,10 @@ def set_up_rank_logging() -> None:
 
 
 def launcher_mistake() -> str | None:
-    """What to say where this process was not started by torchrun, or by something that sets what
-    torchrun sets: the ranks of a run find each other by it, and what ends a broken run depends on
-    it. None where it was."""
+    """The message for a process that was not started by torchrun; None if it was.
+
+    A launcher that sets the same variables counts as torchrun: the ranks of a run find each other
+    by them, and what ends a broken run depends on them."""
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if not missing:
         return None
@@ -115,10 +118,11 @@ def refuse_launcher(
 ) -> int:
     """Exit status of a program that torchrun has not started.
 
-    What `load` or `check` find wrong with its settings is told before: without torchrun there is
-    one rank, which may be why they do not fit."""
+    Problems that `load` or `check` find in its settings are logged first: without torchrun there
+    is one rank, which may be why they do not fit."""
     set_up_rank_logging()
-    output_dir, message = None, mistake
+    output_dir = None
+    message = mistake
     try:
         config = load()
         output_dir = config.run.output_dir
@@ -134,9 +138,10 @@ def refuse_launcher(
 
 
 def record_exit(output_dir: str | Path | None, status: int, message: str) -> None:
-    """Rank 0 writes a message's first line, or the list of a user's mistakes, into the folder's
-    exit status; not into a folder that does not exist (None: not known), nor into one that another
-    program uses."""
+    """Write a message's first line, or the list of a user's mistakes, into the folder's exit status.
+
+    Rank 0 alone writes it, and neither into a folder that does not exist (None: not known) nor
+    into one that another program uses."""
     if environment_rank() != 0 or output_dir is None:
         return
     with suppress(ValueError, OSError):
@@ -145,22 +150,25 @@ def record_exit(output_dir: str | Path | None, status: int, message: str) -> Non
                 text = visible(message)
                 if status != exit_codes.MISTAKE:
                     text = text.partition("\n")[0]
-                cut = (
+                shortened = (
                     text
                     if len(text) <= MOST_STATUS_CHARACTERS
                     else f"{text[:MOST_STATUS_CHARACTERS]} [...]"
                 )
-                exit_codes.write_exit_status(output_dir, status, cut)
+                exit_codes.write_exit_status(output_dir, status, shortened)
 
 
 def log_mistake(error: Exception) -> None:
-    """The first rank of each node logs first, and is in torchrun's report: it ends the others as
-    soon as one has ended. What only another rank sees is logged after a wait."""
+    """Log a user's mistake, the first rank of each node before the others.
+
+    Torchrun ends all ranks as soon as one has ended, and reports that one: the first. A mistake
+    that only another rank sees is logged after a wait."""
     message = str(error)
     let_first_rank_end(message, show=lambda: logger.error("%s", message))
 
 
 def let_first_rank_end(message: str, show: Callable[[], None]) -> None:
+    """Call `show` and report the message to torchrun, on the first rank of the node first."""
     is_first = os.environ.get("LOCAL_RANK", str(environment_rank())) == "0"
     if not is_first:
         exit_codes.wait_for_torchrun(OTHER_RANKS_WAIT_SECONDS)

@@ -75,10 +75,12 @@ class BestRewards:
 def best_rewards(
     rewards: Sequence[float], rule: RewardRule, first_step: int = 0
 ) -> BestRewards | None:
-    """The best window of steps before the last one, and whether that is a collapse: its mean is
-    lower by more than `rule.drop` x (best - first), and by more than MIN_DEVIATIONS x the root of
-    the mean of both windows' variances. Of equal ones the latest is the best. None where there are
-    less than two windows. `first_step` steps were done before the first reward.
+    """The best window of steps before the last window, and whether the last one is a collapse.
+
+    It is a collapse if its mean is lower than the best one by more than `rule.drop` x (best -
+    first), and by more than MIN_DEVIATIONS x the root of the mean of both windows' variances. The
+    latest of equally good windows is the best. None if there are fewer than two windows.
+    `first_step` steps were done before the first reward.
 
     >>> best_rewards([0.0, 0.2, 0.8, 1.0, 0.1, 0.1], RewardRule(drop=0.5, steps=2))
     BestRewards(mean=0.9, end=4, collapsed='the mean reward of the last 2 steps is 0.1; up to step 4 it was 0.9')
@@ -90,21 +92,24 @@ def best_rewards(
         statistics.fmean(rewards[end - size : end]) for end in range(size, len(rewards) - size + 1)
     ]
     best, end = max((mean, end) for end, mean in enumerate(means, start=size))
-    last, before = rewards[-size:], rewards[end - size : end]
-    mean = statistics.fmean(last)
-    deviation = math.sqrt((statistics.pvariance(last) + statistics.pvariance(before)) / 2)
-    fell = best - mean
-    least = max(
+    last_window = rewards[-size:]
+    best_window = rewards[end - size : end]
+    mean = statistics.fmean(last_window)
+    deviation = math.sqrt(
+        (statistics.pvariance(last_window) + statistics.pvariance(best_window)) / 2
+    )
+    drop = best - mean
+    least_drop = max(
         rule.drop * (best - means[0]), MIN_DEVIATIONS * deviation, ROUNDING * max(1.0, abs(best))
     )
-    if not fell > least:  # nor where a reward is NaN
+    if not drop > least_drop:  # nor where a reward is NaN
         return BestRewards(best, first_step + end, None)
     end += first_step
-    told = (
+    reason = (
         f"the mean reward of the last {size} steps is {mean:.4g}; up to step {end} it was "
         f"{best:.4g}"
     )
-    return BestRewards(best, end, told)
+    return BestRewards(best, end, reason)
 
 
 class DivergenceCheck:
@@ -141,26 +146,32 @@ class DivergenceCheck:
 
     @property
     def sound_before(self) -> int:
-        """As `Progress.sound_before`."""
+        """The step that `Progress.sound_before` names."""
         return min(self.learned_step, self.good_step + 1)
 
     def after_step(
         self, step: int, results: Sequence[MinibatchResult], reward: float | None = None
     ) -> None:
-        """`step` steps are done; `results` are those of the last one's minibatches, `reward` its
-        mean reward. A collective. DivergedError where the run must end."""
+        """Look for signs of divergence after a step; DivergedError if the run must end.
+
+        `step` steps are done, `results` are those of the last step's minibatches and `reward` is
+        its mean reward. A collective."""
         collapsed = None
         if self.rule is not None and reward is not None:
             self.rewards.append(float(reward))
             best = best_rewards(self.rewards, self.rule, self._first_step)
             if best is not None:
-                self.good_step, collapsed = best.end, best.collapsed
+                self.good_step = best.end
+                collapsed = best.collapsed
         # An overflow lowers the loss scale: the policy is as it was.
         discarded = [
-            one.discarded for one in results if one.discarded is not None and not one.overflowed
+            result.discarded
+            for result in results
+            if result.discarded is not None and not result.overflowed
         ]
         if any(result.discarded is None for result in results):
-            self.discarded_steps, self.learned_step = 0, step
+            self.discarded_steps = 0
+            self.learned_step = step
         elif discarded:
             self.discarded_steps += 1
         if collapsed is not None:
@@ -178,9 +189,10 @@ class DivergenceCheck:
             )
 
     def raise_if_broken(self) -> None:
-        """DivergedError, on all ranks, where what the last step leaves is no model: none of the
-        step's minibatches was learned from, or the weights or the log-probs of a text are not
-        finite. A collective."""
+        """DivergedError, on all ranks, if the last step leaves no usable model.
+
+        That is so if nothing was learned from any of the step's minibatches, or if the weights or
+        the log-probs of a text are not finite. A collective."""
         if self.discarded_steps > 0:
             steps = f"{self.discarded_steps} steps" if self.discarded_steps > 1 else "step"
             raise DivergedError(
@@ -188,28 +200,30 @@ class DivergenceCheck:
                 "any more"
             )
         self.raise_if_not_finite()
-        trainer, mesh = self._trainer, self._trainer.mesh
+        trainer = self._trainer
+        mesh = self._trainer.mesh
         tokens = [number % trainer.shape.vocab_size for number in range(9)]
         text = Sample(tokens[:1], tokens[1:], [0.0] * 8, advantage=0.0)
         batch = pack([text], [0], mesh.tensor if trainer.config.parallel.sequence else 1)
-        found = trainer.actor.forward_backward.logprobs([batch] * mesh.microbatch_multiple)
-        finite = all(bool(one.isfinite().all()) for one in found)
+        logprobs = trainer.actor.forward_backward.logprobs([batch] * mesh.microbatch_multiple)
+        finite = all(bool(tensor.isfinite().all()) for tensor in logprobs)
         if first_error(None if finite else "not finite") is not None:
             raise DivergedError("the model gives log-probs that are not finite")
 
     def raise_if_not_finite(self) -> None:
-        """DivergedError, on all ranks, where any rank's parameters or optimizer state are not
-        finite. A collective."""
-        mine = None
+        """DivergedError, on all ranks, if parameters or optimizer state of any rank are not finite.
+
+        A collective."""
+        broken_model = None
         for model in self._trainer.saved_models():
             with self._trainer.models_on_device([model]):
                 if not all_state_finite(model.chunks, model.optimizer):
-                    mine = f"{model.name or 'policy'} on rank {dist.get_rank()}"
-        found = first_error(mine)
-        if found is not None:
+                    broken_model = f"{model.name or 'policy'} on rank {dist.get_rank()}"
+        first_broken_model = first_error(broken_model)
+        if first_broken_model is not None:
             raise DivergedError(
                 "there are values that are not finite in the parameters, or the optimizer's "
-                f"state, of the {found}"
+                f"state, of the {first_broken_model}"
             )
 
 

@@ -1,9 +1,8 @@
-"""A run without ranks: every check of a start that needs no GPU, no weights and no process group,
-and then the plan.
+"""A dry run: every check of a start that needs no GPU, no weights and no process group, and the plan.
 
-Nothing is written. Of a model that lies elsewhere config.json is enough
-(`config_json.planned_shape`), or a published shape; without a tokenizer prompts are counted and
-their lengths are not checked. A folder with weights must be whole.
+Nothing is written. If the model lies elsewhere, its config.json (`config_json.planned_shape`) or a
+published shape is enough; without a tokenizer prompts are counted and their lengths are not
+checked. A folder with weights must be complete.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from rlmath.run.run_dir import folder_problems
 from rlmath.telemetry.console import terminal_width, wrapped
 
 DATA_FUNCTIONS = ("run.plugins:", "data.format:", "data.template:", "validation.template:")
-"""How problems of functions begin that the data cannot be read without."""
+"""How the problems begin that concern functions without which the data cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,9 @@ class RunPlan:
     """What a run would do, as far as files and settings show."""
 
     config: Config
-    """As given, but for `run.device`: the kind of device that is planned for. Of a supervised run
-    what has no effect there is at its default."""
+    """The run's settings, with the kind of device that is planned for as `run.device`.
+
+    Settings without effect in a supervised run are at their defaults there."""
     shape: ModelShape
     shape_note: str
     ranks: int
@@ -74,9 +74,9 @@ class RunPlan:
     unused: tuple[str, ...] = ()
     """Settings that have no effect in a supervised run."""
     missing: tuple[str, ...] = ()
-    """What of the model a start needs and is not here."""
+    """Parts of the model that a start needs and that are not here."""
     recovery: Recovery | None = None
-    """What a start here would resume from."""
+    """The checkpoints that a start here would resume from."""
     ranks_are_least: bool = False
     """Neither settings nor a launcher nor the user named their number."""
     not_here: tuple[str, ...] = ()
@@ -96,8 +96,10 @@ def dry_run(
     kind: Kind = "grpo",
     oversubscribe: bool = False,
 ) -> int:
-    """Print the plan of a run, or all problems; the exit status, MISTAKE where the run could not
-    start, FAILURE where the hub could not be asked. `oversubscribe` is as in `plan_run`."""
+    """Print the plan of a run, or all problems, and return the exit status.
+
+    It is MISTAKE if the run could not start and FAILURE if the hub could not be asked.
+    `oversubscribe` is as in `plan_run`."""
     rank = 0
     try:
         rank = environment_rank()
@@ -106,11 +108,14 @@ def dry_run(
         lines = [title, *download_lines(config), *lines]
     except (ValueError, HubFailedError) as error:
         status = FAILURE if isinstance(error, HubFailedError) else MISTAKE
-        lines, stream = [str(error)], sys.stderr
+        lines = [str(error)]
+        stream = sys.stderr
     else:
-        status, stream = FINISHED, sys.stdout
+        status = FINISHED
+        stream = sys.stdout
     if rank == 0:
-        text, width = "\n".join(lines), terminal_width(stream)
+        text = "\n".join(lines)
+        width = terminal_width(stream)
         print(text if width is None else wrapped(text, width), file=stream)
     return status
 
@@ -118,40 +123,54 @@ def dry_run(
 def plan_run(
     given: Config, ranks: int | None = None, kind: Kind = "grpo", *, oversubscribe: bool = False
 ) -> RunPlan:
-    """The plan of a run that could start; ValueError that lists everything that keeps it from
-    starting.
+    """The plan of a run that could start; else a ValueError that lists all problems.
 
     `ranks` is the number of ranks; without it `parallelism.planned_ranks` finds one. With
     `oversubscribe` they may be more than this machine has room for.
     """
     config, unused = checks.only_used(given) if kind == "sft" else (given, [])
-    found, size = planned_shape(config.model.path), planned_ranks(config, ranks)
-    if size < 1:
-        raise_problems("this run", [f"--ranks is {size}; needed: at least 1."])
-    shape, target, data = found.shape, None, None
-    of_settings = checks.run_problems(config, size, shape, kind)
-    of_files = list(checks.file_problems(config, kind))
-    of_model, missing = model_problems(config.model.path, found)
-    problems = [*of_settings, *of_model, *of_files]
-    of_data = [one for one in checks.value_problems(config) if one.startswith(("data.", "sft."))]
-    of_data += [one for one in of_settings if one.startswith(DATA_FUNCTIONS)]
+    planned = planned_shape(config.model.path)
+    world_size = planned_ranks(config, ranks)
+    if world_size < 1:
+        raise_problems("this run", [f"--ranks is {world_size}; needed: at least 1."])
+    shape = planned.shape
+    target = None
+    data = None
+    problems_of_settings = checks.run_problems(config, world_size, shape, kind)
+    problems_of_files = list(checks.file_problems(config, kind))
+    problems_of_model, missing = model_problems(config.model.path, planned)
+    problems = [*problems_of_settings, *problems_of_model, *problems_of_files]
+    problems_of_data = [
+        problem
+        for problem in checks.value_problems(config)
+        if problem.startswith(("data.", "sft."))
+    ]
+    problems_of_data += [
+        problem for problem in problems_of_settings if problem.startswith(DATA_FUNCTIONS)
+    ]
     try:
         is_readable = not (
-            of_files or of_data or any(length_curriculum.stage_list_problems(config))
+            problems_of_files
+            or problems_of_data
+            or any(length_curriculum.stage_list_problems(config))
         )
-        has_tokenizer = kind == "grpo" or tokenizer_problem(config) is None or not of_model
+        has_tokenizer = kind == "grpo" or tokenizer_problem(config) is None or not problems_of_model
         if shape is not None and is_readable and has_tokenizer:
-            # Where a function cannot be imported, that is found already.
-            read = read_inputs(config, shape, kind)
-            data = try_data(config, shape, read, calls_functions=not of_settings, examples=EXAMPLES)
+            # A function that cannot be imported is among the problems already.
+            run_data = read_inputs(config, shape, kind)
+            data = try_data(
+                config, shape, run_data, calls_functions=not problems_of_settings, examples=EXAMPLES
+            )
     except ValueError as error:
         problems.append(str(error))
-    recovery, refused = _recovery(config, data)
-    problems += refused
-    for problem in folder_problems(config.run.output_dir, config, 0, bool(recovery or refused)):
+    recovery, recovery_problems = _recovery(config, data)
+    problems += recovery_problems
+    for problem in folder_problems(
+        config.run.output_dir, config, 0, bool(recovery or recovery_problems)
+    ):
         problems.append(f'run.output_dir "{config.run.output_dir}": {problem}')
     try:
-        if shape is not None and not of_settings:
+        if shape is not None and not problems_of_settings:
             target = planned_target(config)
             if target.kind == "cpu":
                 for problem in checks.cuda_problems(config.run.device):
@@ -160,21 +179,23 @@ def plan_run(
                     )
                 problems += checks.device_problems(config, shape, on_gpu=False, kind=kind)
                 problems += checks.host_memory_problems(config) if kind == "grpo" else ()
-            problems += checks.memory_problems(config, shape, size, kind)
+            problems += checks.memory_problems(config, shape, world_size, kind)
     except ValueError as error:
         problems.append(str(error))
     raise_problems("this run", problems)
     assert shape is not None and data is not None and target is not None
-    planned = replace(config, run=replace(config.run, device=target.kind))
+    planned_config = replace(config, run=replace(config.run, device=target.kind))
     crowding = ""
     if target.kind == "cpu":
-        needed = host_bytes(length_curriculum.with_longest_lengths(config), shape, size, kind)
-        crowding = " ".join(room_problems(size, this_machine(gpus=0), needed))
+        needed_bytes = host_bytes(
+            length_curriculum.with_longest_lengths(config), shape, world_size, kind
+        )
+        crowding = " ".join(room_problems(world_size, this_machine(gpus=0), needed_bytes))
     return RunPlan(
-        planned,
+        planned_config,
         shape,
-        shape_note=found.note,
-        ranks=size,
+        shape_note=planned.note,
+        ranks=world_size,
         target=target,
         data=data,
         kind=kind,
@@ -193,9 +214,9 @@ def plan_run(
 
 
 def _recovery(config: Config, data: RunData | None) -> tuple[Recovery | None, list[str]]:
-    """What a start here would resume from, and why it would refuse to.
+    """The recovery that a start here would make, and why it would refuse to.
 
-    Without data it is not known."""
+    Without data neither is known."""
     if data is None:
         return None, []
     try:
@@ -205,10 +226,10 @@ def _recovery(config: Config, data: RunData | None) -> tuple[Recovery | None, li
 
 
 def model_problems(model_path: str, planned: PlannedShape) -> tuple[list[str], list[str]]:
-    """What is wrong with the model's folder, and what a start needs of it that is not here.
+    """Problems of the model's folder, and parts that a start needs and that are not here.
 
-    Of a folder without any weights only config.json must be right: a plan can be made where the
-    model is not."""
+    In a folder without any weights only config.json must be right, so that a plan can be made
+    where the model is not."""
     folder = Path(model_path)
     if not os.path.exists(folder):
         return ([missing_folder_problem(folder)] if hub_name(folder) else planned.problems), []
@@ -222,8 +243,9 @@ def model_problems(model_path: str, planned: PlannedShape) -> tuple[list[str], l
 
 
 def plan_lines(plan: RunPlan) -> list[str]:
-    """For the console."""
-    config, shape = plan.config, plan.shape
+    """The lines of the plan for the console."""
+    config = plan.config
+    shape = plan.shape
     mesh = mesh_of(config, plan.ranks, 0)
     layout = mesh.describe() if plan.kind == "grpo" else mesh.training_layout
     warnings = list(_warnings(plan))
@@ -234,7 +256,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         f"{shape.max_positions} positions",
         *([f"  {plan.shape_note}"] if plan.shape_note else ()),
         f"Layout: {counted(plan.ranks, 'rank')}, {layout}",
-        *([f"  {who}"] if (who := roles(config, plan.ranks)) else ()),
+        *([f"  {roles_text}"] if (roles_text := roles(config, plan.ranks)) else ()),
         *(
             ["  (the least for this layout; --ranks N plans for others)"]
             if plan.ranks_are_least
@@ -269,24 +291,28 @@ def _verdict(plan: RunPlan) -> str:
 
 
 def preset_lines(config: Config) -> Iterator[str]:
-    """What `algorithm.preset` stands for, and where the run has something else."""
+    """Lines with the settings of `algorithm.preset`, and where the run differs from them."""
     if (name := config.algorithm.preset) is None:
         return
     yield f"Preset: {name} is configs/algorithms/{name}.yaml"
     values = setting_values(config)
-    for key, value in preset_values(config).items():
-        other = "" if values[key] == value else f", here {as_yaml_word(values[key])}"
-        yield f"  {key}={as_yaml_word(value)}{other}"
+    for key, preset_value in preset_values(config).items():
+        difference = "" if values[key] == preset_value else f", here {as_yaml_word(values[key])}"
+        yield f"  {key}={as_yaml_word(preset_value)}{difference}"
 
 
 def _step_lines(plan: RunPlan) -> Iterator[str]:
-    config, data = plan.config, plan.data
-    prompts, group = config.data.prompts_per_step, config.rollout.group_size
+    """Lines about a GRPO run's steps and validation."""
+    config = plan.config
+    data = plan.data
+    prompts = config.data.prompts_per_step
+    group = config.rollout.group_size
     yield (
         f"Step: {counted(prompts, 'prompt')} x {counted(group, 'completion')} = "
         f"{prompts * group:,} sequences"
     )
-    minibatches, epochs = config.algorithm.n_minibatches, config.algorithm.epochs
+    minibatches = config.algorithm.n_minibatches
+    epochs = config.algorithm.epochs
     yield (
         f"  {minibatches} minibatch{'es' * (minibatches != 1)} x {counted(epochs, 'epoch')} over "
         "them: "
@@ -305,9 +331,9 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     slices = ", ".join(dict.fromkeys(f"{slice_tokens(stage.config.rollout):,}" for stage in stages))
     staleness = config.rollout.max_staleness
     if config.rollout.ranks:
-        begun = (staleness + 1) * prompts
+        groups_begun = (staleness + 1) * prompts
         yield (
-            f"  asynchronous: {begun:,} groups at most are begun before the first step, "
+            f"  asynchronous: {groups_begun:,} groups at most are begun before the first step, "
             f"{prompts:,} more after each, "
             f"learned from within {counted(staleness, 'step')} of their first token"
         )
@@ -332,10 +358,8 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
             yield f"  {stage.line(len(stages))}"
             yield f"    {_tokens(stage.config)}"
     if length_curriculum.validates(config):
-        every, samples = (
-            config.validation.every_steps,
-            counted(config.validation.samples, "completion"),
-        )
+        every = config.validation.every_steps
+        samples = counted(config.validation.samples, "completion")
         longest = length_curriculum.validation_tokens(config)
         yield (
             f"Validation: every {counted(every, 'step')}, {samples} of each problem, of at most "
@@ -344,8 +368,11 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
 
 
 def _sft_step_lines(plan: RunPlan) -> Iterator[str]:
-    config, sft = plan.config, plan.config.sft
-    sequences, longest = config.data.prompts_per_step, sft.max_sequence_tokens
+    """Lines about the steps of supervised training."""
+    config = plan.config
+    sft = plan.config.sft
+    sequences = config.data.prompts_per_step
+    longest = sft.max_sequence_tokens
     yield (
         f"Step: {counted(sequences, 'sequence')} of at most {longest} tokens, "
         f"{sequences * longest:,} in all, "
@@ -378,34 +405,37 @@ def _tokens(config: Config) -> str:
 
 
 def kept_checkpoints(config: Config, total_steps: int, steps_per_epoch: int) -> int:
-    """Checkpoints that `save.save_freq_epochs` and `save.save_freq_steps` leave at the end of a
-    run, at most; those of `save_freq_secs` depend on its speed.
+    """Most checkpoints that `save.save_freq_epochs` and `save.save_freq_steps` leave after a run.
+
+    The number of those of `save_freq_secs` depends on the run's speed and is not counted.
 
     >>> from rlmath.config.schema import SaveConfig
     >>> kept_checkpoints(Config(save=SaveConfig(save_freq_steps=4, save_freq_epochs=1)), 12, 6)
     5
     """
-    every = save_schedule.kept_frequency(config.save)
-    periods = [every.steps or math.inf, (every.epochs or math.inf) * steps_per_epoch]
+    frequency = save_schedule.kept_frequency(config.save)
+    periods = [frequency.steps or math.inf, (frequency.epochs or math.inf) * steps_per_epoch]
     count = sum(int(total_steps // period) for period in periods)
     return count if config.save.keep_models is None else min(count, config.save.keep_models)
 
 
 def needed_disk(plan: RunPlan) -> int:
-    """What the run leaves at most, with the checkpoint that is being written (bytes)."""
-    config, save = plan.config, plan.config.save
+    """Most bytes that the run takes on the disk, with the checkpoint that is being written."""
+    config = plan.config
+    save = plan.config.save
     checkpoint = save_schedule.checkpoint_bytes(config, plan.shape) + unfinished_bytes(config)
     model = save_schedule.export_bytes(config, plan.shape)
-    kept = kept_checkpoints(config, plan.total_steps, plan.data.inputs.order.steps_per_epoch)
+    kept_count = kept_checkpoints(config, plan.total_steps, plan.data.inputs.order.steps_per_epoch)
     never = (
         save_schedule.recovery_frequency(save).never and save_schedule.kept_frequency(save).never
     )
-    points = 0 if never else save.keep_last + 1
-    models = save_schedule.most_models(config) + (kept if save.export_hf else 0)
-    return (points + kept) * checkpoint + models * model
+    recovery_points = 0 if never else save.keep_last + 1
+    models = save_schedule.most_models(config) + (kept_count if save.export_hf else 0)
+    return (recovery_points + kept_count) * checkpoint + models * model
 
 
 def _disk_lines(plan: RunPlan) -> Iterator[str]:
+    """The line about checkpoints, exported models and the disk space for all of them."""
     uncounted = (
         " without those of save.save_freq_secs"
         if plan.config.save.save_freq_secs is not None
@@ -433,10 +463,11 @@ def _resume_lines(plan: RunPlan) -> Iterator[str]:
         )
 
 
-# ---------------------------------------------------------- what is no problem, and should be known
+# ---------------------------------------------------------------- warnings
 
 
 def _warnings(plan: RunPlan) -> Iterator[str]:
+    """Warnings about what does not keep the run from starting."""
     config = plan.config
     yield from plan.data.warnings
     yield from other_base_warnings(config.model.adapter_path, config.model.path)
@@ -472,11 +503,13 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
                 "cache."
             )
     output = Path(config.run.output_dir).absolute()
-    free = shutil.disk_usage(next(path for path in (output, *output.parents) if path.is_dir())).free
-    needed = needed_disk(plan)
-    if free < needed:
+    free_bytes = shutil.disk_usage(
+        next(path for path in (output, *output.parents) if path.is_dir())
+    ).free
+    needed_bytes = needed_disk(plan)
+    if free_bytes < needed_bytes:
         yield (
-            f'the disk of "{config.run.output_dir}" has {_gib(free)} GiB free on this machine, '
+            f'the disk of "{config.run.output_dir}" has {_gib(free_bytes)} GiB free on this machine, '
             "and the run may leave "
-            f"{_gib(needed)} GiB. A start there refuses when not even the recovery points fit."
+            f"{_gib(needed_bytes)} GiB. A start there refuses when not even the recovery points fit."
         )

@@ -1,6 +1,7 @@
-"""What is wrong with a run, as its settings and the names and manifests of files show: no prompt,
-GPU, hub or torch is asked. For what starts a run elsewhere, or before its ranks; their start checks
-the rest."""
+"""Problems of a run that its settings and the names and manifests of files show.
+
+No prompt is read, and neither a GPU, the hub nor torch is used. Programs that start a run
+elsewhere, or before its ranks, check this much; the start of the ranks checks the rest."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ def early_problems(config: Config, ranks: int, kind: Kind) -> Iterator[str]:
     elif missing := list(missing_problems("model.path", config.model.path)):
         yield from missing
     else:
-        found = planned_shape(config.model.path)
-        shape = found.shape
-        yield from found.problems
+        planned = planned_shape(config.model.path)
+        shape = planned.shape
+        yield from planned.problems
     yield from run_problems(config, ranks, shape, kind)
     yield from file_problems(config, kind)
     if config.run.device == "cpu" and shape is not None:
@@ -44,17 +45,20 @@ def missing_problems(setting: str, path: str) -> Iterator[str]:
 
 
 def _output_problems(config: Config) -> Iterator[str]:
-    """What a checkpoint compares by its contents, model and data, is left to the run's start."""
-    folder, changes = config.run.output_dir, None
+    """Problems of the run's folder.
+
+    Model and data, which a checkpoint compares by their contents, are left to the run's start."""
+    folder = config.run.output_dir
+    changes = None
     try:
         changes = changes_since_newest(config)
     except ValueError as error:
         yield f'run.output_dir "{folder}": {error}'
         return
     if changes:
-        several = "; ".join(changes)
+        changes_text = "; ".join(changes)
         yield (
-            f'the run in "{folder}" cannot go on with other settings: {several}. Give another '
+            f'the run in "{folder}" cannot go on with other settings: {changes_text}. Give another '
             "run.output_dir."
         )
     for problem in folder_problems(folder, config, 0, resumes=changes is not None):

@@ -1,5 +1,4 @@
-"""The program of a rank that has an engine of its own (`rollout.ranks`): from the process groups to
-the exit status.
+"""The program of a rank of an engine (`rollout.ranks`), from process groups to exit status.
 
 It starts as every rank of the run does (`startup`), joins the engines' world, and samples until the
 trainers end the run. It writes nothing into the run's folder.
@@ -39,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 def run_engine_rank(prepared: PreparedRun[Any], rendezvous: Rendezvous | None) -> int:
     """Sample until the trainers end the run; the exit status, which is theirs."""
-    config, rank = prepared.config, environment_rank()
+    config = prepared.config
+    rank = environment_rank()
     mesh = engine_mesh_of(config, environment_world_size(), rank)
     device = run_device(config)
     stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, rank)
@@ -71,10 +71,15 @@ class EngineRank:
     """One rank of an engine, and what connects it to the trainers."""
 
     def __init__(self, context: RankContext[Inputs]) -> None:
-        """The context's mesh is the engines' world; its `on_progress` is called for every step of
-        vLLM's, and while weights come."""
-        config, inputs, shape = context.config, context.inputs, context.shape
-        mesh, device, bridge = context.mesh, context.device, context.bridge
+        """The context's mesh is the engines' world.
+
+        Its `on_progress` is called after every vLLM step, and while weights are received."""
+        config = context.config
+        inputs = context.inputs
+        shape = context.shape
+        mesh = context.mesh
+        device = context.device
+        bridge = context.bridge
         assert bridge is not None
         self._mailbox = (
             Mailbox(bridge, range(bridge.training_ranks)) if mesh.is_engine_leader else None
@@ -136,7 +141,7 @@ class EngineRank:
         )
 
     def run(self, on_weights: Callable[[int], None]) -> int:
-        """Until the trainers end the run; its exit status.
+        """Sample until the trainers end the run; its exit status.
 
         `on_weights` gets the step, from 0, of every new version."""
         return self._loop.run(on_weights)

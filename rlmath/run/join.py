@@ -1,5 +1,7 @@
-"""How a rank joins its run, once all ranks have met: process group, heartbeat, what an error does,
-the run's folder."""
+"""How a rank joins its run once all ranks have met.
+
+It joins the process group and the heartbeat, decides what an error does, and claims the run's
+folder."""
 
 from __future__ import annotations
 
@@ -50,9 +52,12 @@ def join_run(
     stop: StopRequest,
     on_error: OnError | None = None,
 ) -> tuple[Bridge | None, Heartbeat]:
-    """Join the process group, or, where engines have ranks of their own, this rank's of the two;
-    and the heartbeat of all ranks, which `stack` ends. A collective of all ranks of the run."""
-    store, timeout = group_store(rendezvous, config, device), config.run.distributed_timeout_seconds
+    """Join the process group and the heartbeat of all ranks, which `stack` ends.
+
+    If engines have ranks of their own there are two process groups, and the rank joins its own. A
+    collective of all ranks of the run."""
+    store = group_store(rendezvous, config, device)
+    timeout = config.run.distributed_timeout_seconds
     bridge = None
     if config.rollout.ranks:
         assert store is not None, "a run with engines on ranks of their own has several ranks"
@@ -76,11 +81,14 @@ def join_run(
 def group_store(rendezvous: Rendezvous | None, config: Config, device: Device) -> dist.Store | None:
     """The store of the process group.
 
-    All ranks meet once more before: ranks that are missing are named, where a process group would
-    wait for them in silence. ValueError where an engine of its own rank measures a shared GPU."""
+    All ranks meet once more before it is used, so that missing ranks are named: a process group
+    would wait for them in silence. ValueError if an engine on a rank of its own measures the memory
+    of a shared GPU."""
     if rendezvous is None:
         return None
-    run, rollout, place = config.run, config.rollout, rendezvous.rank_info
+    run = config.run
+    rollout = config.rollout
+    place = rendezvous.rank_info
     measures = device.kind == "cuda" and rollout.ranks and rollout.kv_cache_gib is None
     report = RankReport(place.host, place.node, gpu=gpu_name() if measures else "")
     rendezvous.sync("group", report, run.start_timeout_seconds, refuse_shared_gpus)
@@ -88,6 +96,7 @@ def group_store(rendezvous: Rendezvous | None, config: Config, device: Device) -
 
 
 def refuse_shared_gpus(reports: Mapping[int, RankReport]) -> RendezvousResult:
+    """A refusal if two ranks report the same GPU."""
     gpus = [report.gpu for report in reports.values() if report.gpu]
     return RendezvousResult(SHARED_GPU if len(set(gpus)) < len(gpus) else None, is_mistake=True)
 
@@ -101,21 +110,24 @@ class OnError:
     def __call__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """Log it in one line, at once: what is closed next may take its time, and the heartbeat
-        does not wait for it. An error that another rank may have caused waits for the heartbeat,
-        which looks for that rank: until then it is for the log file. Then write the last step;
-        where a peer may have failed, rank 0 alone does."""
+        """Log the error in one line, then write the last step.
+
+        The error is logged at once: closing what is open may take long, and the heartbeat does not
+        wait for it. An error that another rank may have caused goes into the log file only, as the
+        heartbeat looks for that rank. If a peer may have failed, rank 0 alone writes the last
+        step."""
         if kind is None or error is None:
             return
-        rank, host = environment_rank(), socket.gethostname()
+        rank = environment_rank()
+        host = socket.gethostname()
         has_peers = environment_world_size() > 1
-        of_peer = has_peers and may_be_caused_by_peer(error)
-        if of_peer:
+        caused_by_peer = has_peers and may_be_caused_by_peer(error)
+        if caused_by_peer:
             text = (
                 "rank %d on %s fails, as it does when another rank has ended: looking for the cause"
             )
             logger.warning(text, rank, host)
-        level = logging.DEBUG if of_peer else logging.ERROR
+        level = logging.DEBUG if caused_by_peer else logging.ERROR
         logger.log(
             level, "rank %d on %s failed; the run ends: %s: %s", rank, host, kind.__name__, error
         )
@@ -128,7 +140,7 @@ def claim_folder(
 ) -> None:
     """Make `run.output_dir` this run's, and log its start.
 
-    A collective. ValueError where a rank does not see it."""
+    A collective. ValueError if a rank does not see the folder."""
     config = prepared.config
     if mesh.rank == 0:
         claim_run_folder(
@@ -144,18 +156,17 @@ def claim_folder(
     dist.barrier()
     folder = Path(config.run.output_dir)
     host = None if (folder / CONFIG_FILE).is_file() else socket.gethostname()
-    blind = list(dict.fromkeys(one for one in all_gather_objects(host) if one is not None))
-    if blind:
+    blind_hosts = list(dict.fromkeys(name for name in all_gather_objects(host) if name is not None))
+    if blind_hosts:
         raise ValueError(
             f'what rank 0 wrote into run.output_dir "{folder}" is not seen on '
-            f"{hosts_text(blind)}; it must lie on a "
+            f"{hosts_text(blind_hosts)}; it must lie on a "
             "disk that all nodes share"
         )
 
 
 def log_settings(config: Config, kind: Kind) -> None:
-    """Log all settings into the run's log file; on the console those that are not at their
-    defaults."""
+    """Log all settings into the run's log file; only those not at their defaults on the console."""
     folder = Path(config.run.output_dir)
     try:
         open_log_file(folder)
@@ -171,7 +182,7 @@ def log_settings(config: Config, kind: Kind) -> None:
     logger.info("Settings that are not at their defaults; all are in %s:\n%s", CONFIG_FILE, shown)
     if unused:
         logger.warning(
-            "Without effect in a GRPO run: %s", ", ".join(f"sft.{one}" for one in unused)
+            "Without effect in a GRPO run: %s", ", ".join(f"sft.{setting}" for setting in unused)
         )
     logger.debug("The settings of this run:\n%s", config_as_yaml(config))
     logger.debug("Versions: %s", library_versions())
@@ -193,8 +204,9 @@ def with_details(lines: Iterable[str]) -> list[str]:
 
 
 def changed_settings(config: Config) -> dict[str, list[str]]:
-    """By section the settings that are not at their defaults: {"data": ["prompts_per_step=8"],
-    ...}."""
+    """The settings that are not at their defaults, by section.
+
+    For example {"data": ["prompts_per_step=8"], ...}."""
     sections: dict[str, list[str]] = {}
     for key, value in shown_values(config).items():
         setting = all_settings()[key]

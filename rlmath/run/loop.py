@@ -64,7 +64,8 @@ def run_training(
 
     `rendezvous` is None where there is one rank. After an error the process group is left as it is:
     peers may wait in it, and taking it down could wait for them. The caller ends the process."""
-    started, config = time.perf_counter(), prepared.config
+    started = time.perf_counter()
+    config = prepared.config
     mesh = mesh_of(config, environment_world_size(), environment_rank())
     device = run_device(config)
     stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, mesh.rank)
@@ -122,10 +123,14 @@ class TrainingRun:
         stop: StopRequest,
         resumed: CheckpointToResume | None,
     ) -> None:
-        self.prepared, self.trainer, self.heartbeat, self.stop = prepared, trainer, heartbeat, stop
+        self.prepared = prepared
+        self.trainer = trainer
+        self.heartbeat = heartbeat
+        self.stop = stop
         self.resumed = resumed
         config = prepared.config
-        progress, rule = None if resumed is None else resumed[1], reward_rule(config.algorithm)
+        progress = None if resumed is None else resumed[1]
+        rule = reward_rule(config.algorithm)
         self.divergence = DivergenceCheck(trainer, config.run.max_discarded_steps, progress, rule)
         self.checkpointer = Checkpointer(
             trainer, prepared.origin, stop, self.divergence, heartbeat.report_progress
@@ -167,8 +172,10 @@ class TrainingRun:
 
         DivergedError, on all ranks, where the policy can no longer be trained; UserFunctionError
         where a function of the user's fails."""
-        trainer, checkpointer = self.trainer, self.checkpointer
-        mesh, total_steps = trainer.mesh, trainer.total_steps
+        trainer = self.trainer
+        checkpointer = self.checkpointer
+        mesh = trainer.mesh
+        total_steps = trainer.total_steps
         steps_done = 0 if progress is None else progress.step
         checkpointer.newest = self.stop.saved_step = steps_done or None
         checkpointer.steps_done = steps_done
@@ -184,7 +191,8 @@ class TrainingRun:
             before = trainer.evaluate_before_training()
             if self.reporter is not None:
                 self.reporter.before_training(before)
-        stragglers, folder = StragglerDetector(mesh), Path(trainer.config.run.output_dir)
+        stragglers = StragglerDetector(mesh)
+        folder = Path(trainer.config.run.output_dir)
         on_gpu = trainer.device.kind == "cuda"
         profiler = StepProfiler(trainer.config.telemetry.profile_steps, folder, mesh.rank, on_gpu)
         self.stop.in_steps = True
@@ -214,12 +222,13 @@ class TrainingRun:
         self.stop.done()  # a request to stop comes too late now
         if (refused := checkpointer.export_final_model()) is not None:
             return self.ending("model not written", steps=total_steps, error=refused)
-        validated, more = trainer.validate_at_end(), trainer.at_end()
+        validated = trainer.validate_at_end()
+        end_metrics = trainer.at_end()
         if self.reporter is not None:
             if validated is not None:
                 self.reporter.validation(validated)
                 checkpointer.rewrite_card()
-            self.reporter.write_summary(time.perf_counter() - started, more)
+            self.reporter.write_summary(time.perf_counter() - started, end_metrics)
         return self.ending("finished", steps=total_steps)
 
     def open_reporter(self, progress: Progress | None) -> None:
@@ -232,10 +241,10 @@ class TrainingRun:
             )
 
     def close_reporter(self, status: int | None = None) -> None:
-        """It may wait for a network: all is saved by now, and no rank waits.
+        """Close the reporter, which may wait for a network: all is saved by now, and no rank waits.
 
-        With the run's exit status `report.html` is written, too; who stopped the run may not wait
-        for that."""
+        With the run's exit status `report.html` is written, too, unless the run was asked to stop:
+        whoever stopped it may not wait for that."""
         if self.reporter is not None:
             self.reporter.close()
             if status not in (None, exit_codes.SAVED_AND_STOPPED):
@@ -259,35 +268,35 @@ class TrainingRun:
     # ------------------------------------------------------------ endings
 
     def ending(self, kind: str, **given: object) -> Ending:
-        """One of `END`, of a run with the checkpoints that there are now."""
+        """An ending of a kind in `END`, for a run with its present checkpoints."""
         starts_over = self.prepared.config.run.recover_mode == "disabled"
         return Ending(END[kind], None if starts_over else self.checkpointer.newest, **given)
 
     def ending_of_stop(self, step: int, reason: str) -> Ending:
-        """The run was asked to stop after `step` steps."""
+        """The ending of a run that was asked to stop after `step` steps."""
         if step == 0:
             return self.ending("stopped before its first step", reason=reason)
         saved = step == self.checkpointer.newest
         return self.ending("stopped" if saved else "stopped unsaved", step=step, reason=reason)
 
     def ending_of_divergence(self, error: DivergedError) -> Ending:
-        """The policy has diverged; nothing is saved but what is being written."""
+        """The ending after a divergence; nothing is saved but what is being written."""
         self.checkpointer.finish()
         self.stop.done()
-        left = "no checkpoint is from before that"
+        checkpoint_text = "no checkpoint is from before that"
         try:
             sound = self.checkpointer.sound()[:1] if self.trainer.mesh.rank == 0 else []
-        except (OSError, ValueError) as refused:
-            sound, left = [], f"the checkpoints cannot be looked at: {refused}"
-        for one in sound:
-            left = (
-                f"the newest checkpoint from before that is {one.folder}; rlmath convert to-hf "
+        except (OSError, ValueError) as read_error:
+            sound, checkpoint_text = [], f"the checkpoints cannot be looked at: {read_error}"
+        for checkpoint in sound:
+            checkpoint_text = (
+                f"the newest checkpoint from before that is {checkpoint.folder}; rlmath convert to-hf "
                 "makes a model of it"
             )
-        return self.ending("diverged", step=self.heartbeat.step, error=error, left=left)
+        return self.ending("diverged", step=self.heartbeat.step, error=error, left=checkpoint_text)
 
     def ending_of_failed_function(self, error: UserFunctionError) -> Ending:
-        """A function of the user's failed; the steps before are saved."""
+        """The ending after a failure of a user's function; the steps before it are saved."""
         step = self.heartbeat.step
         self.checkpointer.save_to_stop(step - 1)
         return self.ending("function failed", step=step, error=error)
@@ -295,40 +304,48 @@ class TrainingRun:
     # ------------------------------------------------------------ rollbacks
 
     def roll_back(self, error: DivergedError) -> Progress | None:
-        """Go back to the last good checkpoint: where its run stands; None where there is none, or
-        no rollback is left. The rollback is on the disk when it returns, and nothing else there is
-        changed."""
-        trainer, config, diverged_step = self.trainer, self.prepared.config, self.heartbeat.step
+        """Go back to the last good checkpoint, and return its progress.
+
+        None if there is no good checkpoint, or no rollback is left. The rollback is on the disk
+        when this returns, and nothing else there is changed."""
+        trainer = self.trainer
+        config = self.prepared.config
+        diverged_step = self.heartbeat.step
         most = config.algorithm.rollback
         if most == 0:
             return None
         self.checkpointer.finish()
-        made = shared_rollbacks(trainer, None)
-        if len(made) < len(trainer.rollbacks):  # the file is lost
-            made = list(trainer.rollbacks)
-        resumed = self.good_checkpoint() if len(made) < most else None
+        rollbacks = shared_rollbacks(trainer, None)
+        if len(rollbacks) < len(trainer.rollbacks):  # the file is lost
+            rollbacks = list(trainer.rollbacks)
+        resumed = self.good_checkpoint() if len(rollbacks) < most else None
         if resumed is None:
-            why = (
+            reason = (
                 "no checkpoint is good"
-                if len(made) < most
+                if len(rollbacks) < most
                 else f"all {most} of algorithm.rollback are made"
             )
             if trainer.mesh.rank == 0:
-                logger.error("No rollback after the divergence in step %d: %s", diverged_step, why)
+                logger.error(
+                    "No rollback after the divergence in step %d: %s", diverged_step, reason
+                )
             return None
         checkpoint, progress = resumed
-        number, step = len(made) + 1, progress.step
-        # What is restored has the rate of the new rollback.
-        trainer.roll_back([*made, Rollback(number, step, step)])
+        number = len(rollbacks) + 1
+        step = progress.step
+        # The optimizer is restored with the learning rate of the new rollback.
+        trainer.roll_back([*rollbacks, Rollback(number, step, step)])
         restore(trainer, resumed, self.heartbeat)
-        made.append(Rollback(number, step, trainer.next_draw_step(step), diverged_step, str(error)))
-        trainer.roll_back(made)
+        rollbacks.append(
+            Rollback(number, step, trainer.next_draw_step(step), diverged_step, str(error))
+        )
+        trainer.roll_back(rollbacks)
         refused = None
         if trainer.mesh.rank == 0:
             try:
-                write_rollbacks(config.run.output_dir, made)
-            except OSError as failed:
-                refused = str(failed)
+                write_rollbacks(config.run.output_dir, rollbacks)
+            except OSError as write_error:
+                refused = str(write_error)
         refused = broadcast_from_rank_zero(refused)
         if refused is not None:
             if trainer.mesh.rank == 0:
@@ -343,36 +360,40 @@ class TrainingRun:
                 "%g times what the settings say, and prompts and samples have other seeds from "
                 "step %d on",
                 *(number, most, diverged_step, error, checkpoint.folder),
-                *(trainer.actor.learner.lr_scale, made[-1].draw_step + 1),
+                *(trainer.actor.learner.lr_scale, rollbacks[-1].draw_step + 1),
                 extra=event("rollback", step, diverged_step=diverged_step),
             )
         return progress
 
     def good_checkpoint(self) -> CheckpointToResume | None:
-        """The newest good one whose files are as they were written.
+        """The newest good checkpoint whose files are as they were written.
 
         A collective."""
         self.heartbeat.enter_phase("check checkpoint")
         recovery = None
         if self.trainer.mesh.rank == 0:
             try:
-                found = [(one, read_progress(one.folder)) for one in self.checkpointer.sound()]
-                recovery = Recovery(found, []) if found else None
-            except (OSError, ValueError) as refused:
-                logger.warning("The checkpoints cannot be looked at: %s", refused)
+                candidates = [
+                    (checkpoint, read_progress(checkpoint.folder))
+                    for checkpoint in self.checkpointer.sound()
+                ]
+                recovery = Recovery(candidates, []) if candidates else None
+            except (OSError, ValueError) as error:
+                logger.warning("The checkpoints cannot be looked at: %s", error)
         try:
             return choose_checkpoint(recovery, self.heartbeat.report_progress)
-        except ValueError as refused:
+        except ValueError as error:
             if self.trainer.mesh.rank == 0:
-                logger.warning("%s", refused)
+                logger.warning("%s", error)
             return None
 
 
 def restore(
     trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Heartbeat
 ) -> Progress | None:
-    """Load weights, optimizer and schedule of the checkpoint, if there is one; where its run
-    stands. CannotResumeError where a function of the user's fails on it."""
+    """Load weights, optimizer and schedule of the checkpoint, if there is one; its progress.
+
+    CannotResumeError if a user's function fails on it."""
     if resumed is None:
         return None
     checkpoint, progress = resumed
@@ -386,11 +407,11 @@ def restore(
     except UserFunctionError as error:
         raise CannotResumeError(str(error)) from error
     if trainer.mesh.rank == 0:
-        done = (
+        progress_text = (
             f"{counted(progress.step, 'step')} and {counted(progress.updates, 'update')} are done"
         )
         if progress.step == trainer.total_steps:
-            done += (
+            progress_text += (
                 ", which are all; the model is exported again. For more raise run.total_steps "
                 "or run.total_epochs"
             )
@@ -399,14 +420,14 @@ def restore(
             "Resuming from %s, made on %s: %s",
             checkpoint.folder,
             progress.layout,
-            done,
+            progress_text,
             extra=extra,
         )
     return progress
 
 
 def reward_rule(algorithm: AlgorithmConfig) -> RewardRule | None:
-    """Rewards are looked at only where the run may go back."""
+    """The rule for collapsed rewards; None unless the run may go back to a checkpoint."""
     if algorithm.rollback == 0 or algorithm.rollback_reward_drop is None:
         return None
     return RewardRule(algorithm.rollback_reward_drop, algorithm.rollback_reward_steps)
@@ -415,21 +436,21 @@ def reward_rule(algorithm: AlgorithmConfig) -> RewardRule | None:
 def shared_rollbacks(trainer: Trainer, progress: Progress | None) -> list[Rollback]:
     """The run's rollbacks, as rank 0 reads them.
 
-    A collective. ValueError on all ranks where it cannot."""
-    found: list[Rollback] | str = []
+    A collective. ValueError on all ranks if it cannot read them."""
+    rollbacks_or_error: list[Rollback] | str = []
     if trainer.mesh.rank == 0:
         try:
-            found = rollbacks_of(trainer.config.run.output_dir, progress)
+            rollbacks_or_error = rollbacks_of(trainer.config.run.output_dir, progress)
         except ValueError as error:
-            found = str(error)
-    found = broadcast_from_rank_zero(found)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
+            rollbacks_or_error = str(error)
+    rollbacks_or_error = broadcast_from_rank_zero(rollbacks_or_error)
+    if isinstance(rollbacks_or_error, str):
+        raise ValueError(rollbacks_or_error)
+    return rollbacks_or_error
 
 
 def take_back_files(trainer: Trainer, progress: Progress) -> None:
-    """What the discarded steps left in the run's folder.
+    """Take back what the discarded steps left in the run's folder.
 
     A collective."""
     if trainer.mesh.rank == 0:

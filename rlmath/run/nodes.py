@@ -40,15 +40,15 @@ MOST_CHARACTERS = 200
 def meet_with_mistake(
     rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float
 ) -> None:
-    """Report what only this node may see.
+    """Report a mistake that only this node may see.
 
-    ValueError with what all ranks found; MissingRanksError after `seconds`."""
+    ValueError with the mistakes of all ranks; MissingRanksError after `seconds`."""
     report = RankReport(rendezvous.rank_info.host, rendezvous.rank_info.node, problem=str(mistake))
     try:
         rendezvous.sync("start", report, seconds, _compare_nodes)
-    except MissingRanksError as lost:
+    except MissingRanksError as error:
         raise MissingRanksError(
-            f"{mistake}\nThe other ranks could not be reached: {lost}"
+            f"{mistake}\nThe other ranks could not be reached: {error}"
         ) from mistake
 
 
@@ -60,12 +60,13 @@ def meet(
     data: str = "",
     data_makers: str = "",
 ) -> None:
-    """Come together before anything is started.
+    """Wait for all ranks and compare their nodes before anything is started.
 
-    ValueError, on all ranks, where any rank found a mistake or nodes differ; MissingRanksError
-    where ranks are missing after `seconds`. `data` is the fingerprint of what this rank has read,
-    and `data_makers` names what made it of the rows (`data_makers`)."""
-    place, address = rendezvous.rank_info, ""
+    ValueError, on all ranks, if any rank found a mistake or nodes differ; MissingRanksError if
+    ranks are missing after `seconds`. `data` is the fingerprint of the data that this rank has
+    read, and `data_makers` names what made them of the rows (`data_makers`)."""
+    place = rendezvous.rank_info
+    address = ""
     if place.several_nodes:
         route = route_to(os.environ["MASTER_ADDR"])
         prefer_for_gloo(route)
@@ -79,8 +80,9 @@ def meet(
 
 
 def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
-    """What of a run must be the same on all nodes, by name; of its settings those that are not at
-    their defaults."""
+    """Facts of a run that must be the same on all nodes, by name.
+
+    Settings are among them if they are not at their defaults."""
     origin = {
         "model.path (contents)": prepared.origin.model,
         "model.adapter_path (contents)": prepared.origin.adapter or "none",
@@ -90,7 +92,8 @@ def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
     }
     if prepared.validation and (scorer := scorer_hook(prepared.config)) is not None:
         origin["validation.scorer (contents)"] = hooks_fingerprint([scorer])
-    values, defaults = shown_values(prepared.config), setting_values(Config())
+    values = shown_values(prepared.config)
+    defaults = setting_values(Config())
     critic = prepared.config.critic.path if prepared.config.algorithm.advantage == "gae" else None
     for name, path in (("teacher", prepared.config.teacher.path), ("critic", critic)):
         if path is not None:
@@ -100,7 +103,7 @@ def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
 
 
 def data_makers(config: Config) -> str:
-    """What makes prompts or sequences of the rows of a run, for errors.
+    """The functions and template that make prompts or sequences of a run's rows, for errors.
 
     >>> data_makers(Config())
     'the chat template of model.path'
@@ -116,7 +119,7 @@ def data_makers(config: Config) -> str:
 
 
 def environment_facts() -> dict[str, str]:
-    """What of the installation must be the same on all nodes, by name."""
+    """Facts of the installation that must be the same on all nodes, by name."""
     python = platform.python_version()
     return {"Python": python} | library_versions() | {"rlmath's code (hash)": code_hash()}
 
@@ -125,15 +128,16 @@ def environment_facts() -> dict[str, str]:
 
 
 def _compare_nodes(reports: Mapping[int, RankReport]) -> RendezvousResult:
+    """A refusal that lists how nodes differ; otherwise log which ranks are where."""
     nodes = {label: report for label, report in labelled(reports).items() if report.facts}
     problems = list(differences({label: report.facts for label, report in nodes.items()}))
     problems += list(_lonely_loopbacks(nodes))
     if len({report.data for report in reports.values()}) > 1:
-        first = reports[min(reports)].data
-        others = [rank for rank, report in reports.items() if report.data != first]
+        fingerprint = reports[min(reports)].data
+        differing_ranks = [rank for rank, report in reports.items() if report.data != fingerprint]
         makers = reports[min(reports)].data_makers or "the files"
         problems.append(
-            f"the data: {ranks_text(others)} read other prompts than rank {min(reports)}. What "
+            f"the data: {ranks_text(differing_ranks)} read other prompts than rank {min(reports)}. What "
             "makes them of "
             "the rows must give the same for the same row in every process, without random "
             "numbers and "
@@ -148,20 +152,19 @@ def _compare_nodes(reports: Mapping[int, RankReport]) -> RendezvousResult:
 
 
 def labelled(reports: Mapping[int, RankReport]) -> dict[str, RankReport]:
-    """One report of each node, by its host's name; with its number where several nodes have one
-    name."""
-    first: dict[int, RankReport] = {}
+    """One report of each node, by its host's name, or by name and number if nodes share a name."""
+    report_of_node: dict[int, RankReport] = {}
     for _, report in sorted(reports.items()):
-        first.setdefault(report.node, report)
-    hosts = [report.host for report in first.values()]
+        report_of_node.setdefault(report.node, report)
+    hosts = [report.host for report in report_of_node.values()]
     return {
         report.host if hosts.count(report.host) == 1 else f"{report.host} (node {node})": report
-        for node, report in first.items()
+        for node, report in report_of_node.items()
     }
 
 
 def differences(facts_of_node: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """One line for each fact that is not the same on all nodes: what it is where, the rarest first.
+    """One line for each fact that differs between nodes: its values and where, the rarest first.
 
     >>> list(differences({"a": {"torch": "2.13.0"}, "b": {"torch": "2.13.0"}, "c": {"torch": "2.12.1"}}))
     ['torch: 2.12.1 on c; 2.13.0 on a, b']
@@ -172,23 +175,26 @@ def differences(facts_of_node: Mapping[str, Mapping[str, str]]) -> Iterator[str]
             default = "its default" if "." in name and "(" not in name else "not there"
             nodes_with.setdefault(facts.get(name, default), []).append(node)
         if len(nodes_with) > 1:
-            rarest = sorted(nodes_with.items(), key=lambda one: len(one[1]))
-            parts = [f"{value[:MOST_CHARACTERS]} on {hosts_text(nodes)}" for value, nodes in rarest]
+            rarest = sorted(nodes_with.items(), key=lambda pair: len(pair[1]))
+            parts = [f"{fact[:MOST_CHARACTERS]} on {hosts_text(nodes)}" for fact, nodes in rarest]
             yield f"{name}: {'; '.join(parts[:MOST_NODES_NAMED])}"
 
 
 def _lonely_loopbacks(nodes: Mapping[str, RankReport]) -> Iterator[str]:
-    """Nodes on which the first node's name resolves to a loopback address, while other nodes use a
-    real one."""
-    inside = [node for node, report in nodes.items() if report.address.startswith(("127.", "::1"))]
+    """The problem of nodes on which the first node's name resolves to a loopback address.
+
+    It is no problem if all nodes resolve it so."""
+    loopback_nodes = [
+        node for node, report in nodes.items() if report.address.startswith(("127.", "::1"))
+    ]
     if (
-        inside
-        and len(inside) < len(nodes)
-        and any("gloo over" not in nodes[node].address for node in inside)
+        loopback_nodes
+        and len(loopback_nodes) < len(nodes)
+        and any("gloo over" not in nodes[node].address for node in loopback_nodes)
     ):
         yield (
-            f"the name of the first node stands for {nodes[inside[0]].address} on "
-            f"{hosts_text(inside)}, where the "
+            f"the name of the first node stands for {nodes[loopback_nodes[0]].address} on "
+            f"{hosts_text(loopback_nodes)}, where the "
             f"others cannot come. Correct /etc/hosts there, or set {GLOO_INTERFACE} to the "
             "interface that the others "
             "reach and start torchrun with --local-addr"
@@ -196,8 +202,9 @@ def _lonely_loopbacks(nodes: Mapping[str, RankReport]) -> Iterator[str]:
 
 
 def node_lines(reports: Mapping[int, RankReport]) -> list[str]:
-    """Which ranks are where, by which address: a line for each of the first nodes; none where there
-    is only one."""
+    """Lines that say which ranks are on which node, and its address.
+
+    There is a line for each of the first MOST_NODES_NAMED nodes, and none if there is one node."""
     ranks_on: dict[int, list[int]] = {}
     for rank, report in sorted(reports.items()):
         ranks_on.setdefault(report.node, []).append(rank)

@@ -1,5 +1,4 @@
-"""What a start and its dry run both do with settings, model and data, before a process group
-starts."""
+"""The steps that a start and its dry run share: settings, model and data before any process group."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ class RunData:
     inputs: Any
     """`dataset.Inputs` or `dataset.SftInputs`; without a tokenizer `dataset.PromptFiles`."""
     origin: Origin
-    """"" for what cannot be known without weights or a tokenizer."""
+    """Fingerprints; "" for those that cannot be known without weights or a tokenizer."""
     lines: tuple[str, ...] = ()
     """One or more for each file, for the console."""
     warnings: tuple[str, ...] = ()
@@ -35,10 +34,11 @@ class RunData:
 
 
 def read_inputs(config: Config, shape: ModelShape, kind: Kind = "grpo") -> RunData:
-    """Read prompts or sequences; ValueError for those of which a run could not learn.
+    """Read prompts or sequences; ValueError for those from which a run could not learn.
 
     Without a tokenizer no prompt is dropped for its length, and there are no sequences."""
-    problem, weights = tokenizer_problem(config), has_weights(Path(config.model.path))
+    problem = tokenizer_problem(config)
+    weights = has_weights(Path(config.model.path))
     if kind == "sft":
         if problem is not None:
             raise ValueError(
@@ -48,14 +48,14 @@ def read_inputs(config: Config, shape: ModelShape, kind: Kind = "grpo") -> RunDa
                 "and transformers "
                 "(rlmath install cpu, or gpu)."
             )
-        found = dataset.load_sft_inputs(config, shape)
-        return RunData(found, sft_origin_of(config, found, weights))
+        inputs = dataset.load_sft_inputs(config, shape)
+        return RunData(inputs, sft_origin_of(config, inputs, weights))
     if problem is not None:
-        found = dataset.load_prompt_files(config, None)
-        return RunData(found, replace(origin_of(config, found, weights), data=""))
-    found = dataset.load_inputs(config, shape)
-    odd = tuple(check_teacher_tokenizer(config, found.tokenizer))
-    return RunData(found, origin_of(config, found, weights), warnings=odd)
+        inputs = dataset.load_prompt_files(config, None)
+        return RunData(inputs, replace(origin_of(config, inputs, weights), data=""))
+    inputs = dataset.load_inputs(config, shape)
+    warnings = tuple(check_teacher_tokenizer(config, inputs.tokenizer))
+    return RunData(inputs, origin_of(config, inputs, weights), warnings=warnings)
 
 
 def try_data(
@@ -67,28 +67,30 @@ def try_data(
     calls_functions: bool = True,
     examples: int = 1,
 ) -> RunData:
-    """What was read, with the validation's files; ValueError where a function of the user's fails
-    on it. `checks_data` audits them, with so many `examples` of what is odd; `calls_functions`
-    tries the user's functions: one rank does."""
-    found = read.inputs
-    if isinstance(found, dataset.SftInputs):
-        lines = (*found.lines, *found.audit.lines())
-        return replace(read, lines=lines, warnings=tuple(found.audit.warnings(examples)))
-    tokenizer = getattr(found, "tokenizer", None)
+    """The data as read, with the validation's files; ValueError if a user's function fails on them.
+
+    `checks_data` audits them, with so many `examples` of each irregularity; `calls_functions` tries
+    the user's functions, which one rank does."""
+    inputs = read.inputs
+    if isinstance(inputs, dataset.SftInputs):
+        lines = (*inputs.lines, *inputs.audit.lines())
+        return replace(read, lines=lines, warnings=tuple(inputs.audit.warnings(examples)))
+    tokenizer = getattr(inputs, "tokenizer", None)
     validation = dataset.load_validation(config, tokenizer, shape.vocab_size)
     audit = (
-        dataset.audit_inputs(config, found, validation, tokenizer) if checks_data else DataAudit()
+        dataset.audit_inputs(config, inputs, validation, tokenizer) if checks_data else DataAudit()
     )
-    tried = try_functions(config, found.prompts) if calls_functions else Trial()
-    validated = [line for file in validation for line in file.lines()]
-    lines = (*found.lines, *validated, *audit.lines(), *tried.lines)
-    warnings = (*tried.warnings, *read.warnings, *audit.warnings(examples))
+    trial = try_functions(config, inputs.prompts) if calls_functions else Trial()
+    validation_lines = [line for file in validation for line in file.lines()]
+    lines = (*inputs.lines, *validation_lines, *audit.lines(), *trial.lines)
+    warnings = (*trial.warnings, *read.warnings, *audit.warnings(examples))
     return replace(read, lines=lines, warnings=warnings, validation=validation)
 
 
 def tokenizer_problem(config: Config) -> str | None:
-    """Why a plan is made without the model's tokenizer; None where its folder has one, and a
-    package that reads it."""
+    """Why the model's tokenizer cannot be read; None if it can.
+
+    It can if the model's folder has one and a package that reads it is installed."""
     folder = Path(config.model.path)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return f'"{folder}" has no tokenizer here'
@@ -98,8 +100,7 @@ def tokenizer_problem(config: Config) -> str | None:
 
 
 def dropped_warning(config: Config, data: RunData) -> str | None:
-    """For a dry run, about prompts that were dropped for their length, or that are not known to be
-    too long."""
+    """A dry run's warning about prompts dropped for their length, or of unchecked length."""
     problem = tokenizer_problem(config)
     if problem is None:
         return dropped_alert(data.inputs.dropped_share, config.telemetry, is_written=False)

@@ -1,5 +1,4 @@
-"""A run that can be started: what its settings, model and data came to, before any process group or
-engine."""
+"""A run that can be started: its settings, model and data before any process group or engine."""
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ class PreparedRun(Generic[InputsT]):
     inputs: InputsT
     origin: Origin
     recovery: Recovery | None
-    """What there is to resume from, as far as manifests show."""
+    """Checkpoints to resume from, as far as manifests show."""
     lines: tuple[str, ...] = ()
-    """For the console."""
+    """Lines for the console."""
     validation: tuple[ValidationFile, ...] = ()
     warnings: tuple[str, ...] = ()
-    """What is odd about the data, and a reward function that took too long on them; on rank 0."""
+    """Irregularities of the data, and a reward function that took too long on them; on rank 0."""
 
     @property
     def data_read(self) -> str:
@@ -38,7 +37,7 @@ class PreparedRun(Generic[InputsT]):
         return f"{self.origin.data} {data_fingerprint(prompts)}"
 
     def on_rank(self, mesh: Mesh, device: Device, **more: Any) -> RankContext[InputsT]:
-        """What this rank's part of the run is made of; `more` are further fields of the record."""
+        """The context of this rank's part of the run; `more` are further fields of the record."""
         return RankContext(
             self.config,
             self.shape,

@@ -1,5 +1,4 @@
-"""The folder that a run owns: which run may use it, and what becomes of what an earlier run left
-there.
+"""The folder that a run owns: which run may use it, and what becomes of an earlier run's files.
 
 Every rank checks it (`check_output_folder`) before rank 0 claims it, without a barrier between:
 every state that it has meanwhile (not there, empty, a scratch file, an equal config.yaml, old files
@@ -58,9 +57,9 @@ _OWN_FILES = (
     ROLLBACKS_FILE,
     EXIT_STATUS_FILE,
 )
-"""What a run reads again, or writes over."""
+"""Files that a run reads again, or writes over."""
 _NO_OBSTACLE = (LOCK_FILE, EXIT_STATUS_FILE, exit_codes.RESERVED_NAME, STACKS_FOLDER)
-"""What a start that broke early leaves."""
+"""Files that a start which broke early leaves."""
 _INPUTS = (
     *("model.path", "model.adapter_path", "critic.path", "teacher.path"),
     *("data.train_path", "data.more_train_paths", "validation.paths", "sft.held_out_path"),
@@ -102,12 +101,12 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
             take_back(folder, steps_done)
         else:
             disabled = config.run.recover_mode == "disabled"
-            why = (
+            reason = (
                 'run.recover_mode is "disabled"'
                 if disabled
                 else f"there is no checkpoint in {CHECKPOINTS_FOLDER}/"
             )
-            _move_aside(folder, why)
+            _move_aside(folder, reason)
         save_config(config, folder / CONFIG_FILE)
     except OSError as error:
         raise ValueError(
@@ -118,9 +117,10 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
 
 @contextlib.contextmanager
 def sole_user(output_dir: str | Path, setting: str = "run.output_dir") -> Iterator[None]:
-    """Keep other runs out of the folder, which is made where it is not there; the kernel lets them
-    in again when this process ends, however it ends. ValueError where another run is working in it;
-    `setting` is what names the folder. For rank 0 alone."""
+    """Keep other runs out of the folder, which is made if it does not exist.
+
+    The kernel lets them in again when this process ends, however it ends. ValueError if another run
+    is working in it; `setting` is the setting that names the folder. For rank 0 alone."""
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,8 @@ def folder_problems(
             "run.output_dir."
         )
         return
-    free, needed = shutil.disk_usage(nearest).free, MIN_FREE_BYTES + needed_bytes
+    free = shutil.disk_usage(nearest).free
+    needed = MIN_FREE_BYTES + needed_bytes
     if free < needed:
         yield (
             f"the disk has {free / 2**30:.2f} GiB free; needed: at least {needed / 2**30:.2f} "
@@ -185,7 +186,7 @@ def folder_problems(
 
 
 def _input_problems(folder: Path, config: Config, resumes: bool) -> Iterator[str]:
-    """Inputs inside the folder would be moved aside when the run is repeated."""
+    """Inputs inside the folder, which would be moved aside when the run is repeated."""
     values = setting_values(config)
     for key in _INPUTS if resumes else (*_INPUTS, "data.history_path", "data.chat_template"):
         for path in values[key] if isinstance(values[key], list) else [values[key]]:
@@ -197,7 +198,7 @@ def _input_problems(folder: Path, config: Config, resumes: bool) -> Iterator[str
 
 
 def _content_problems(folder: Path, config: Config) -> Iterator[str]:
-    """Whether what is in the folder was left by a run with this config."""
+    """Why the folder's contents cannot have been left by a run with this config."""
     config_path = folder / CONFIG_FILE
     if config_path.is_symlink() and not config_path.exists():
         yield (
@@ -206,8 +207,8 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
         )
         return
     if not config_path.exists():
-        others = (path.name for path in folder.iterdir() if path.name not in _NO_OBSTACLE)
-        names = sorted(name for name in others if not _SCRATCH.fullmatch(name))
+        obstacles = (path.name for path in folder.iterdir() if path.name not in _NO_OBSTACLE)
+        names = sorted(name for name in obstacles if not _SCRATCH.fullmatch(name))
         claimed_meanwhile = CONFIG_FILE in names or config_path.exists()
         if names and not claimed_meanwhile:
             shown = ", ".join(names[:3]) + (", ..." if names[3:] else "")
@@ -231,9 +232,10 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
 
 
 def take_back(folder: Path, steps_done: int) -> None:
-    """Leave in a run's folder what it had with so many steps done: later checkpoints get another
-    name, later models, rows of metrics and validations, events and samples, are dropped. OSError
-    where the disk refuses."""
+    """Take a run's folder back to what it had with so many steps done.
+
+    Later checkpoints get another name; later models, rows of metrics and validations, events and
+    samples are removed. OSError if the disk refuses."""
     set_newer_aside(folder / CHECKPOINTS_FOLDER, steps_done)
     for model in (folder / MODELS_FOLDER).glob("step-" + "[0-9]" * 6):
         if int(model.name.removeprefix("step-")) > steps_done:
@@ -253,13 +255,12 @@ def take_back(folder: Path, steps_done: int) -> None:
 
 
 def _move_aside(folder: Path, why: str) -> None:
-    """Move everything but config.yaml and `earlier` to the next free `earlier/NNN`, if a run left
-    anything."""
+    """Move a run's files, but for config.yaml, to the next free `earlier/NNN`, if there are any."""
     if not (folder / CONFIG_FILE).exists():
         return
     stays = (CONFIG_FILE, EARLIER_FOLDER, LOCK_FILE, exit_codes.RESERVED_NAME)
-    left = sorted(path for path in folder.iterdir() if path.name not in stays)
-    if not left:
+    leftovers = sorted(path for path in folder.iterdir() if path.name not in stays)
+    if not leftovers:
         return
     earlier = folder / EARLIER_FOLDER
     earlier.mkdir(exist_ok=True)
@@ -267,12 +268,12 @@ def _move_aside(folder: Path, why: str) -> None:
     aside = earlier / f"{max(numbers, default=0) + 1:03d}"
     aside.mkdir()
     shutil.copy2(folder / CONFIG_FILE, aside / CONFIG_FILE)
-    names = ", ".join(path.name for path in left)
+    names = ", ".join(path.name for path in leftovers)
     logger.warning(
         "The run starts from the beginning (%s); what an earlier one left is in %s: %s",
         why,
         aside,
         names,
     )
-    for path in left:
+    for path in leftovers:
         path.rename(aside / path.name)

@@ -62,8 +62,9 @@ from rlmath.telemetry.events import event
 logger = logging.getLogger(__name__)
 
 Program = Callable[["PreparedRun[Any]", Rendezvous | None], int]
-"""What a rank does once all have met; its exit status. `rendezvous` is None where there is one
-rank."""
+"""A rank's work once all have met, which returns its exit status.
+
+`rendezvous` is None if there is one rank."""
 
 # ---------------------------------------------------------------- what is known before the start
 
@@ -79,27 +80,30 @@ def prepare_sft(config: Config) -> PreparedRun[dataset.SftInputs]:
 
 
 def _prepare(given: Config, kind: Kind) -> PreparedRun[Any]:
-    world_size, first = environment_world_size(), environment_rank() == 0
+    """Check the settings, read the data and compile what the run logs at its start."""
+    world_size = environment_world_size()
+    is_first = environment_rank() == 0
     config, unused = only_used(given) if kind == "sft" else (given, [])
     shape = check_config(config, world_size, kind)
     if (problem := tokenizer_problem(config)) is not None:
         raise ValueError(
             f"{problem}; a run needs it (rlmath install cpu, or gpu, installs transformers)."
         )
-    read = read_inputs(config, shape, kind)
-    inputs, mesh = read.inputs, mesh_of(config, world_size, 0)
-    recovery = find_recovery(config, read.origin, inputs.total_steps)
+    run_data = read_inputs(config, shape, kind)
+    inputs = run_data.inputs
+    mesh = mesh_of(config, world_size, 0)
+    recovery = find_recovery(config, run_data.origin, inputs.total_steps)
     check_output_folder(
         config.run.output_dir, config, output_bytes(config, shape), recovery is not None
     )
-    data = try_data(config, shape, read, checks_data=first, calls_functions=first)
+    data = try_data(config, shape, run_data, checks_data=is_first, calls_functions=is_first)
     lines = (
         *config_warnings(config, unused, parameter_count(shape)),
         *data.lines,
         *hook_lines(config, kind),
         *length_stage_lines(config),
         f"Layout: {mesh.describe() if kind == 'grpo' else mesh.training_layout}",
-        *([f"  {who}"] if (who := roles(config, world_size)) else ()),
+        *([f"  {roles_text}"] if (roles_text := roles(config, world_size)) else ()),
         *start_up_lines(config, shape, world_size, kind),
     )
     warnings = (
@@ -157,7 +161,7 @@ def start(
 
 
 class StartingRank:
-    """This rank until all have met; it has what a failure must know."""
+    """This rank until all have met, with what the handling of a failure needs."""
 
     config: Config | None = None
     rendezvous: Rendezvous | None = None
@@ -170,8 +174,9 @@ class StartingRank:
         prepare: Callable[[Config], PreparedRun[Any]],
         stack: ExitStack,
     ) -> PreparedRun[Any]:
-        """Read and check all that this rank is given; rank 0 takes the run's folder until `stack`
-        ends. ValueError and OSError for what is wrong with it, on several nodes with what the other
+        """Read and check this rank's inputs; rank 0 takes the run's folder until `stack` ends.
+
+        ValueError and OSError for what is wrong with them, on several nodes with what the other
         nodes found."""
         self.rendezvous = open_rendezvous(self.start_timeout)
         try:
@@ -191,7 +196,7 @@ class StartingRank:
             raise
 
     def meet_others(self, prepared: PreparedRun[Any]) -> None:
-        """All ranks come together; their nodes, and the data that they read, are compared."""
+        """Wait for all ranks; their nodes, and the data that they read, are compared."""
         if self.rendezvous is not None:
             meet(
                 self.rendezvous,
@@ -203,7 +208,7 @@ class StartingRank:
 
 
 def import_program(config: Config, load_program: Callable[[], Program]) -> Program:
-    """What this rank runs, with Megatron loaded."""
+    """The program that this rank runs, with Megatron loaded."""
     if under_torchrun():
         # Without torchrun a rank would wait long for its peers. Once they have met, the heartbeat
         # watches it.
@@ -221,8 +226,9 @@ def import_program(config: Config, load_program: Callable[[], Program]) -> Progr
 
 
 def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[Any]:
-    """For rank 0: keep other runs out of the folder, and look again at what an earlier one may just
-    have left there."""
+    """Keep other runs out of the folder, on rank 0.
+
+    The recovery is determined anew, as an earlier run may just have left something there."""
     config = prepared.config
     stack.enter_context(sole_user(config.run.output_dir))
     exit_codes.reserve_exit_status(config.run.output_dir)
@@ -231,17 +237,18 @@ def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[An
 
 
 def end_broken() -> NoReturn:
-    """Call it where an error is handled: log it, and end at once, as threads may wait for peers
-    that wait for us. What follows from the end of another rank, which the heartbeat has named, is
-    for the log file alone."""
+    """Log the error that is being handled, and end this process at once.
+
+    Threads may wait for peers that wait for this rank. An error that follows from the end of
+    another rank, which the heartbeat has named, goes into the log file alone."""
     close_bars()
     error = sys.exc_info()[1]
-    of_peer = isinstance(error, PeerFailedError)
-    level = logging.DEBUG if of_peer else logging.ERROR
+    caused_by_peer = isinstance(error, PeerFailedError)
+    level = logging.DEBUG if caused_by_peer else logging.ERROR
     logger.log(
         level, "Rank %d on %s failed:", environment_rank(), socket.gethostname(), exc_info=True
     )
-    if error is not None and not of_peer and not may_be_caused_by_peer(error):
+    if error is not None and not caused_by_peer and not may_be_caused_by_peer(error):
         exit_codes.report_to_torchrun(f"{first_line(error)} (its traceback is above)")
     logging.shutdown()
     os._exit(exit_codes.FAILURE)
