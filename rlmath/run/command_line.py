@@ -138,7 +138,7 @@ def refuse_launcher(
 
 
 def record_exit(output_dir: str | Path | None, status: int, message: str) -> None:
-    """Write a message's first line, or the list of a user's mistakes, into the folder's exit status.
+    """Write a message's first line, or a user's mistakes, into the folder's exit status.
 
     Rank 0 alone writes it, and neither into a folder that does not exist (None: not known) nor
     into one that another program uses."""

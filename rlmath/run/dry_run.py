@@ -1,4 +1,4 @@
-"""A dry run: every check of a start that needs no GPU, no weights and no process group, and the plan.
+"""A dry run: every check that needs no GPU, no weights and no process group, and the plan.
 
 Nothing is written. If the model lies elsewhere, its config.json (`config_json.planned_shape`) or a
 published shape is enough; without a tokenizer prompts are counted and their lengths are not

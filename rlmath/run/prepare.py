@@ -1,4 +1,4 @@
-"""The steps that a start and its dry run share: settings, model and data before any process group."""
+"""The steps that a start and its dry run share before any process group: settings, model, data."""
 
 from __future__ import annotations
 

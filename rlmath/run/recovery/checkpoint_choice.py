@@ -44,22 +44,24 @@ def choose_checkpoint(
 
 
 def _damage(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | None:
-    """What all ranks together find wrong.
+    """The first damage that all ranks together find; None if the checkpoint is whole.
 
-    What another rank than 0 cannot read is not lost: it may lack the disk."""
-    rank, ranks = environment_rank(), environment_world_size()
-    wrong, refused = [], None
+    A file that another rank than 0 cannot read is not lost: that rank may lack the disk."""
+    rank = environment_rank()
+    ranks = environment_world_size()
+    problems = []
+    refusal = None
     for name in sorted(checkpoint.files)[rank::ranks]:
         try:
-            wrong += directory.wrong_contents(checkpoint, [name], on_progress)
+            problems += directory.wrong_contents(checkpoint, [name], on_progress)
         except OSError as error:
             text = f"rank {rank} on {socket.gethostname()} cannot read {name} ({error.strerror})"
             if rank == 0 and directory.means_loss(error):
-                wrong.append(text)
+                problems.append(text)
             else:
-                refused = out_of_reach_text(ValueError(f"of {checkpoint.folder} {text}"))
-    gathered = all_gather_objects((wrong, refused))
+                refusal = out_of_reach_text(ValueError(f"of {checkpoint.folder} {text}"))
+    gathered = all_gather_objects((problems, refusal))
     for _, text in gathered:
         if text is not None:
             raise ValueError(text)
-    return next((text for found, _ in gathered for text in found), None)
+    return next((text for rank_problems, _ in gathered for text in rank_problems), None)

@@ -1,5 +1,6 @@
-"""Checkpoints and models of a run: what is saved after a step, and whether the run stops there;
-alike on all ranks."""
+"""Checkpoints and models of a run: what is saved after a step, and whether the run stops there.
+
+All ranks decide alike."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class Checkpointer:
     ) -> None:
         """`on_progress` is called during long operations."""
         config = trainer.config
-        now, per_epoch = time.monotonic(), trainer.order.steps_per_epoch
+        start_time = time.monotonic()
+        per_epoch = trainer.order.steps_per_epoch
         points = save_schedule.recovery_frequency(config.save)
         models = save_schedule.kept_frequency(config.save)
         self._trainer = trainer
@@ -92,8 +94,10 @@ class Checkpointer:
         self._stop = stop
         self._divergence = divergence
         self._on_progress = on_progress
-        self._points = save_schedule.SaveTimes(points, per_epoch, now, save_schedule.FIRST_POINT)
-        self._models = save_schedule.SaveTimes(models, per_epoch, now)
+        self._points = save_schedule.SaveTimes(
+            points, per_epoch, start_time, save_schedule.FIRST_POINT
+        )
+        self._models = save_schedule.SaveTimes(models, per_epoch, start_time)
         self._last_step_too = not points.never
         self._before_captures = save_schedule.steps_before_captures(config)
         self._length_stages = length_stages(config, trainer.total_steps)
@@ -101,7 +105,7 @@ class Checkpointer:
         self.newest: int | None = None
         """Steps done in the newest complete checkpoint, None where there is none."""
         self.seconds = 0.0
-        """How long training stood still for saving after the last step."""
+        """Seconds for which training stood still for saving after the last step."""
         self.steps_done = 0
 
     def after_step(self, step: int, is_last: bool) -> str | None:
@@ -111,18 +115,20 @@ class Checkpointer:
         started = time.perf_counter()
         self.steps_done = step
         with self._trainer.timers.phase("save"):
-            kept = self._models.due(step, time.monotonic())
-            point = self._points.due(step, time.monotonic()) or (is_last and self._last_step_too)
-            point |= step in self._before_captures
-            agreed = self._agree(kept, point)
+            model_due = self._models.due(step, time.monotonic())
+            point_due = self._points.due(step, time.monotonic()) or (
+                is_last and self._last_step_too
+            )
+            point_due |= step in self._before_captures
+            agreed = self._agree(model_due, point_due)
             reason = REASONS[int(agreed["stop"])]
             ends = is_last or reason is not None
-            wanted = (
+            needs_save = (
                 agreed["kept"] + agreed["point"] > 0 or reason is not None
             ) and self.newest != step
-            if self._store.busy and (wanted or ends or not agreed["writing"]):
+            if self._store.busy and (needs_save or ends or not agreed["writing"]):
                 self._finish()
-            if wanted:
+            if needs_save:
                 self._start(step, agreed["kept"] > 0)
             if self._store.busy and (ends or not self._trainer.config.save.background):
                 self._finish()
@@ -150,10 +156,12 @@ class Checkpointer:
             self._finish()
 
     def sound(self) -> list[Checkpoint]:
-        """The checkpoints whose weights learned in a later step, and are no worse than the best,
-        the newest first. Reads the disk; ValueError where it cannot."""
-        found, _ = complete_checkpoints(self._folder / CHECKPOINTS_FOLDER)
-        return sound_checkpoints(found, self._divergence.sound_before)
+        """The sound checkpoints, the newest first.
+
+        Their weights learned in a later step, and are no worse than the best. Reads the disk;
+        ValueError if it cannot."""
+        checkpoints, _ = complete_checkpoints(self._folder / CHECKPOINTS_FOLDER)
+        return sound_checkpoints(checkpoints, self._divergence.sound_before)
 
     def asked_to_stop(self) -> str | None:
         """The reason if any rank was asked to stop, without saving.
@@ -162,24 +170,26 @@ class Checkpointer:
         return REASONS[int(self._agree(False, False)["stop"])]
 
     def _agree(self, kept: bool, point: bool) -> dict[str, float]:
-        """What all ranks act on: rank 0's clock, any rank's signal, any rank's unfinished writing.
+        """Flags on which all ranks act: rank 0's clock, any rank's signal and unfinished writing.
 
-        Collective."""
+        A collective."""
         is_clock = self._trainer.mesh.rank == 0
-        mine = {
+        flags = {
             "stop": float(REASONS.index(self._stop.requested)),
             "kept": float(kept and is_clock),
             "point": float(point and is_clock),
             "writing": float(self._store.busy and not self._store.written),
         }
-        return reduce_over_ranks({}, mine)[1]
+        return reduce_over_ranks({}, flags)[1]
 
     def export(self, folder: Path, more: Mapping[str, bytes] | None = None) -> None:
-        """Write the model in Hugging Face form, with some files `more`, and its adapters in
-        ADAPTER_FOLDER there. A collective. OSError on rank 0 where the disk refuses, DivergedError
-        where it is not finite."""
+        """Write the model in Hugging Face form, and its adapters in ADAPTER_FOLDER there.
+
+        `more` are further files. A collective. OSError on rank 0 if the disk refuses, DivergedError
+        if the model is not finite."""
         self._divergence.raise_if_not_finite()
-        trainer, stream = self._trainer, iter(())
+        trainer = self._trainer
+        stream = iter(())
         writes = trainer.mesh.rank == 0
         files = self._adapter_files(getattr(torch, save_schedule.adapter_format(trainer.config)))
         files |= dict(more or {})
@@ -196,11 +206,13 @@ class Checkpointer:
         """The adapters as a folder of PEFT's, on rank 0; none of full training.
 
         A collective."""
-        trainer, lora = self._trainer, self._trainer.config.lora
+        trainer = self._trainer
+        lora = self._trainer.config.lora
         rules = adapter_rules(trainer.shape.architecture, lora.rank, lora.target)
         if not rules:
             return {}
-        tensors, writes = {}, trainer.mesh.rank == 0
+        tensors = {}
+        writes = trainer.mesh.rank == 0
         for name, tensor in self._with_progress(
             stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh, rules)
         ):
@@ -223,36 +235,41 @@ class Checkpointer:
         """Write the trained model in Hugging Face form; why the disk refuses it, else None.
 
         A collective."""
-        folder, refused, trainer = self._folder / EXPORT_FOLDER, None, self._trainer
-        needed = save_schedule.export_bytes(trainer.config, trainer.shape)
+        folder = self._folder / EXPORT_FOLDER
+        refusal = None
+        trainer = self._trainer
+        needed_bytes = save_schedule.export_bytes(trainer.config, trainer.shape)
         try:
             with trainer.timers.phase("export"):
                 self.export(folder)
         except OSError as error:
-            free = shutil.disk_usage(self._folder).free
-            refused = f"{error} ({free / 2**30:.3f} GiB free, {needed / 2**30:.3f} needed)"
-        refused = broadcast_from_rank_zero(refused)
+            free_bytes = shutil.disk_usage(self._folder).free
+            refusal = (
+                f"{error} ({free_bytes / 2**30:.3f} GiB free, {needed_bytes / 2**30:.3f} needed)"
+            )
+        refusal = broadcast_from_rank_zero(refusal)
         if (
             trainer.mesh.rank == 0
-            and refused is None
+            and refusal is None
             and save_schedule.exports_merged(trainer.config)
         ):
             size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             note = save_schedule.export_note(trainer.config, size)
             logger.info("The trained model is in %s%s", folder, note)
-        elif trainer.mesh.rank == 0 and refused is None:
+        elif trainer.mesh.rank == 0 and refusal is None:
             logger.info("The trained adapters are in %s", folder / ADAPTER_FOLDER)
-        return refused
+        return refusal
 
     def export_length_stage(self, step: int, even_if_there: bool) -> None:
-        """Export the model to models/stage-N where a length stage ends with `step` steps done; a
-        run that resumes there exports what was cut off. A collective. If the disk is full the model
-        is not kept, and the run continues."""
+        """Export the model to models/stage-N if a length stage ends with `step` steps done.
+
+        A run that resumes there repeats an export that was cut off. A collective. If the disk is
+        full the model is not kept, and the run continues."""
         config = self._trainer.config
-        ended = next((stage for stage in self._length_stages if stage.end == step), None)
-        if ended is None or not has_length_stages(config):
+        ending_stage = next((stage for stage in self._length_stages if stage.end == step), None)
+        if ending_stage is None or not has_length_stages(config):
             return
-        folder = stage_folder(config.run.output_dir, ended.number)
+        folder = stage_folder(config.run.output_dir, ending_stage.number)
         if not even_if_there and broadcast_from_rank_zero(folder.is_dir()):
             return
         try:
@@ -260,14 +277,17 @@ class Checkpointer:
                 self.export(folder)
         except OSError as error:
             logger.warning(
-                "The model of stage %d was not kept: %s. The run continues", ended.number + 1, error
+                "The model of stage %d was not kept: %s. The run continues",
+                ending_stage.number + 1,
+                error,
             )
         else:
-            logger.info("The model of stage %d is in %s", ended.number + 1, folder)
+            logger.info("The model of stage %d is in %s", ending_stage.number + 1, folder)
 
     def rewrite_card(self) -> None:
-        """Write the cards of the final model and its adapters again, with what was measured since;
-        on rank 0."""
+        """Write the cards of the final model and its adapters again, with later measurements.
+
+        Rank 0 alone does."""
         model = self._folder / EXPORT_FOLDER
         for folder in (model, model / ADAPTER_FOLDER):
             card = folder / CARD_FILE
@@ -304,13 +324,15 @@ class Checkpointer:
 
     def _start(self, step: int, kept: bool) -> None:
         self._divergence.raise_if_not_finite()
-        settings, files = config_as_yaml(self._trainer.config), self._trainer.checkpoint_files()
+        settings = config_as_yaml(self._trainer.config)
+        files = self._trainer.checkpoint_files()
         with self._trainer.models_on_device(self._trainer.saved_models()):
-            failed = self._store.start(self._progress(step), kept, settings, files)
-        if failed is not None:
-            self._log_failure(step, failed)
+            error = self._store.start(self._progress(step), kept, settings, files)
+        if error is not None:
+            self._log_failure(step, error)
 
     def _finish(self) -> None:
+        """Wait for the checkpoint that is being written, and log it or its failure."""
         step = self._store.step
         saved = self._store.finish(self._on_progress)
         if isinstance(saved, str):
@@ -318,9 +340,11 @@ class Checkpointer:
             return
         self.newest = self._stop.saved_step = step
         if self._trainer.mesh.rank == 0:
-            gib = sum(one.size for one in saved.files.values()) / 2**30
-            told = event("checkpoint", step)
-            logger.info("Checkpoint of step %d: %s (%.3f GiB)", step, saved.folder, gib, extra=told)
+            gib = sum(file.size for file in saved.files.values()) / 2**30
+            extra = event("checkpoint", step)
+            logger.info(
+                "Checkpoint of step %d: %s (%.3f GiB)", step, saved.folder, gib, extra=extra
+            )
 
     def _log_failure(self, step: int, error: str) -> None:
         if self._trainer.mesh.rank == 0:
@@ -333,6 +357,7 @@ class Checkpointer:
             logger.warning(text, step, error, last)
 
     def _progress(self, step: int) -> Progress:
+        """The run's progress with `step` steps done, as a checkpoint records it."""
         trainer = self._trainer
         epoch, within = divmod(step, trainer.order.steps_per_epoch)
         return Progress(
@@ -358,7 +383,7 @@ class Checkpointer:
             loss_scale=trainer.actor.learner.loss_scale_state,
             good_step=self._divergence.good_step,
             rewards=tuple(self._divergence.rewards),
-            rollback_steps=tuple(one.step for one in trainer.rollbacks),
-            rollback_draw_steps=tuple(one.draw_step for one in trainer.rollbacks),
+            rollback_steps=tuple(rollback.step for rollback in trainer.rollbacks),
+            rollback_draw_steps=tuple(rollback.draw_step for rollback in trainer.rollbacks),
             **trainer.own_progress(),
         )

@@ -1,5 +1,4 @@
-"""What a run names by ids of the Hugging Face hub: in the cache of every node before anything is
-started.
+"""Inputs that a run names by ids of the Hugging Face hub, fetched into every node's cache.
 
     rank 0               downloads every id at the commit that the run in the folder has, else at the hub's
     all ranks meet       and have rank 0's commits
@@ -39,11 +38,12 @@ class SharedMistakeError(ValueError):
 
 
 def fetch_inputs(config: Config, rendezvous: Rendezvous | None, weights: bool = True) -> Config:
-    """The settings with places in this node's cache for ids of the hub, of models without their
-    weights where those are not needed. All ranks call it; `rendezvous` is None where there is one
-    rank. ValueError for what is wrong, SharedMistakeError where another rank says so,
-    HubFailedError where the hub or the network fails, MissingRanksError where ranks are missing or
-    the hub has failed another one."""
+    """The settings with ids of the hub replaced by paths in this node's cache.
+
+    Without `weights` models are fetched without theirs. All ranks call it; `rendezvous` is None if
+    there is one rank. ValueError for a mistake, SharedMistakeError if another rank reports one,
+    HubFailedError if the hub or the network fails, MissingRanksError if ranks are missing or the
+    hub has failed another rank."""
     ids = hub.hub_ids(config)
     if not ids:
         return config
@@ -71,14 +71,15 @@ def fetch_ids(
     logger.info("Looking for what is named by ids of the Hugging Face hub ...")
     if rendezvous is None:
         return hub.fetch(ids, seconds, recorded, weights=weights)
-    rank, limit = rendezvous.rank_info, seconds + start_seconds
+    rank_info = rendezvous.rank_info
+    limit = seconds + start_seconds
 
     def commits_of(wanted: Collection[HubId]) -> dict[str, str]:
         pins = hub.fetch(wanted, seconds, recorded, weights=weights)
         return {str(hub_id): pinned.commit for hub_id, pinned in pins.items()}
 
     commits = _sync(
-        rendezvous, "hub commits", limit, lambda: commits_of(ids if rank.rank == 0 else ())
+        rendezvous, "hub commits", limit, lambda: commits_of(ids if rank_info.rank == 0 else ())
     )
     if unknown := {*map(str, ids)} - {*commits}:
         raise ValueError(
@@ -86,7 +87,7 @@ def fetch_ids(
             "same."
         )
     pins = {hub_id: replace(hub_id, commit=commits[str(hub_id)]) for hub_id in ids}
-    leads = rank.is_node_leader and rank.rank != 0
+    leads = rank_info.is_node_leader and rank_info.rank != 0
     _sync(rendezvous, "hub files", limit, lambda: commits_of(pins.values() if leads else ()))
     return pins
 
@@ -94,11 +95,12 @@ def fetch_ids(
 def _sync(
     rendezvous: Rendezvous, name: str, seconds: float, work: Callable[[], Mapping[str, str]]
 ) -> Mapping[str, str]:
-    """What `work` gives on rank 0; where it fails on a rank, all ranks raise.
+    """The values that `work` returns on rank 0; if it fails on any rank, all ranks raise.
 
     A collective."""
-    rank, values = rendezvous.rank_info, {}
-    report = RankReport(rank.host, rank.node)
+    rank_info = rendezvous.rank_info
+    values = {}
+    report = RankReport(rank_info.host, rank_info.node)
     try:
         values = work()
     except (ValueError, HubFailedError) as error:
@@ -112,9 +114,9 @@ def _sync(
 
 
 def recorded_ids(config: Config) -> list[HubId]:
-    """What the run in the folder was made of, as its config.yaml says.
+    """The hub ids of the run in the folder, with their commits, from its config.yaml.
 
-    Empty where it starts from the beginning."""
+    Empty if the run starts from the beginning."""
     if config.run.recover_mode == "disabled":
         return []
     with suppress(OSError, ValueError):
@@ -123,7 +125,7 @@ def recorded_ids(config: Config) -> list[HubId]:
 
 
 def download_lines(config: Config) -> Iterator[str]:
-    """What a start would download, by the settings of a dry run, which needs no weights."""
+    """Lines about what a start would download, for a dry run, which needs no weights."""
     for pinned in dict.fromkeys(config.ids.values()) if isinstance(config, FetchedConfig) else ():
         line = f"Hub: {pinned}"
         if not pinned.file and (size := hub.missing_weights(pinned)) is not None:

@@ -1,8 +1,7 @@
-"""The model card of an export, README.md: from what and how the model was trained, and what was
-measured.
+"""The model card of an export, README.md: origin and training of the model, and measurements.
 
-It is read by strangers: folders of this machine are left out of it, and no text of settings can
-leave its place.
+Strangers read it: it names no folders of this machine, and no text of settings can leave its
+place.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from rlmath.telemetry.metrics_writer import read_metrics
 
 CARD_FILE = "README.md"
 _MOST_BYTES = 2**20
-"""Of the card of the base model, which names its licence."""
+"""Most bytes of the base model's card that are read; it names the model's licence."""
 _LICENCE_FIELDS = ("license", "license_name", "license_link")
 _OF_ONE_MACHINE = ("run.output_dir", "run.distributed_timeout_seconds", "run.hub_timeout_seconds")
 _FOLDERS = re.compile(r"(?<![\w:/.])(?:~[\w.-]*)?/(?:[^\s/\"']+/)+")
@@ -46,8 +45,10 @@ def model_card(
     output_dir: Path | None = None,
     is_adapter: bool = False,
 ) -> bytes:
-    """The card of the model, or of its adapters alone, after so many steps, of `total_steps` where
-    they are known; metrics are those in `output_dir` (None: the run's)."""
+    """The card of the model, or of its adapters alone, after so many steps.
+
+    `total_steps` is None if it is not known; metrics are those in `output_dir` (None: the
+    run's)."""
     shown = shown_values(config)
     base = base_name(shown["model.path"])
     library = "peft" if is_adapter else "transformers"
@@ -59,13 +60,13 @@ def model_card(
         if total_steps is None
         else f"{steps_done} of {total_steps} steps"
     )
-    data = [shown["data.train_path"], *shown["data.more_train_paths"]]
+    data_paths = [shown["data.train_path"], *shown["data.more_train_paths"]]
     sections = [
         f"---\n{_yaml(front)}---",
         f"# {'LoRA adapters of ' if is_adapter else ''}{_code(base)}, trained by rlmath",
         f"Trained from {_code(base)} by {kind} with rlmath {rlmath.__version__}: {steps}.",
         "## Data",
-        "\n".join(f"- {_code(without_folders(path))}" for path in data),
+        "\n".join(f"- {_code(without_folders(path))}" for path in data_paths),
         *_measured(output_dir or Path(config.run.output_dir), steps_done),
         "## Settings",
         "Those that differ from the defaults.",
@@ -107,7 +108,8 @@ def without_folders(value: Any) -> Any:
 
 
 def _changed_settings(config: Config) -> dict[str, dict[str, Any]]:
-    defaults, sections = setting_values(Config()), dict[str, dict[str, Any]]()
+    defaults = setting_values(Config())
+    sections = dict[str, dict[str, Any]]()
     for key, value in shown_values(config).items():
         if value != defaults[key] and key not in _OF_ONE_MACHINE:
             section, _, name = key.partition(".")
@@ -116,7 +118,7 @@ def _changed_settings(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _licence(model: Path) -> dict[str, str]:
-    """What the base model's own card says of its licence."""
+    """The licence fields of the base model's own card."""
     with suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
         text = read_regular(model / CARD_FILE, _MOST_BYTES).decode()
         front = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
@@ -141,23 +143,26 @@ def _rows(output_dir: Path, name: str) -> list[dict[str, float]]:
 
 
 def _measured(output_dir: Path, steps_done: int) -> Iterator[str]:
-    """What was measured in the last of these steps, and by validations before and after."""
+    """The section with metrics of the first and last of these steps, and of validations."""
     lines = []
     rows = [row for row in _rows(output_dir, METRICS_FILE) if 0 < row["step"] <= steps_done]
     for name, title in _MEASURES.items():
         steps = [row for row in rows if name in row]
         if steps:
-            first, last = steps[0], steps[-1]
-            lines.append((title, first["step"], first[name], last["step"], last[name]))
+            first_row = steps[0]
+            last_row = steps[-1]
+            lines.append(
+                (title, first_row["step"], first_row[name], last_row["step"], last_row[name])
+            )
     validated = [row for row in _rows(output_dir, VALIDATION_FILE) if row["step"] <= steps_done]
     for name in validated[-1] if validated else ():
         if name.endswith("accuracy"):
-            first = next(row for row in validated if name in row)
+            first_row = next(row for row in validated if name in row)
             lines.append(
                 (
                     _code(name),
-                    first["step"],
-                    first[name],
+                    first_row["step"],
+                    first_row[name],
                     validated[-1]["step"],
                     validated[-1][name],
                 )
@@ -182,7 +187,7 @@ def _yaml(values: Mapping[str, Any]) -> str:
 
 
 def _code(text: str) -> str:
-    """On one line, as it stands.
+    """Text as Markdown code on one line.
 
     >>> _code("a`b|c")
     "`a'b/c`"

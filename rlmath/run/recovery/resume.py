@@ -46,8 +46,9 @@ logger = logging.getLogger(__name__)
 
 
 def data_fingerprint(prompts: Sequence[Prompt], sizes: Sequence[int] = ()) -> str:
-    """Of the prompts that are used, in order: tokens, solutions, names; and of each file's number
-    of prompts."""
+    """Fingerprint of the prompts in use, in order, and of the number of prompts of each file.
+
+    A prompt's tokens, solutions and names count."""
     digest = hashlib.sha256()
     for prompt in prompts:
         row = (prompt.prompt_id, prompt.token_ids, prompt.solutions, prompt.task, prompt.more_json)
@@ -67,8 +68,10 @@ rollout.max_num_batched_tokens rollout.chunked_prefill rollout.cuda_graphs rollo
 rollout.max_groups_in_flight rollout.max_concurrent_sequences stages.max_tokens_per_microbatch sync. memory. validation.
 reward.timeout_seconds reward.workers reward.max_failure_share sft.eval_every_steps telemetry. save.
 """.split()
-"""Settings, or whole sections, that may differ in a resumed run: where and how it computes, what it
-keeps and measures, how long it is. Of length stages what is not done yet (`refused_changes`)."""
+"""Settings, or whole sections, that may differ in a resumed run.
+
+They say where and how it computes, what it keeps and measures, and how long it is. Length stages
+may change as far as they are not done yet (`refused_changes`)."""
 
 
 BY_CONTENT = tuple(
@@ -89,28 +92,29 @@ class Recovery:
 
     candidates: list[CheckpointToResume]
     notes: list[str]
-    """For the console: checkpoints that are skipped."""
+    """Lines for the console about checkpoints that are skipped."""
     warnings: tuple[str, ...] = ()
-    """What may have changed in a run that resumes, and has."""
+    """Changes since the checkpoint that a resumed run may have."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run is made of, by fingerprint; "" where it is not known, as in a dry run without
-    weights."""
+    """Fingerprints of a run's inputs; "" if not known, as in a dry run without weights."""
 
     model: str
     data: str
     reward: str = ""
     """The files of the user's reward functions; they may change, with a warning."""
     hooks: str = ""
-    """The files of the functions that select groups and give advantages; they may change, with a
-    warning."""
+    """The files of functions that select groups or give advantages.
+
+    They may change, with a warning."""
     older_data: str = ""
-    """The fingerprint without the places where files end, as checkpoints before November 27, 2026
-    have it."""
+    """The fingerprint without the places where files end.
+
+    Checkpoints before November 27, 2026 have it."""
     adapter: str = ""
-    """What `model.adapter_path` holds; "" where it names nothing."""
+    """Fingerprint of the contents of `model.adapter_path`; "" without it."""
     stop_token_ids: tuple[int, ...] | None = None
     """Tokens that end a completion; None where the tokenizer is not read."""
 
@@ -119,38 +123,40 @@ def origin_of(config: Config, inputs: PromptFiles, has_weights: bool = True) -> 
     sizes = [share.n_prompts for share in inputs.order.shares]
     reward = reward_fingerprint(config.reward, config.run.plugins)
     model = model_fingerprint(config.model.path) if has_weights else ""
-    data, hooks = data_fingerprint(inputs.prompts, sizes), hooks_fingerprint(learning_hooks(config))
+    data = data_fingerprint(inputs.prompts, sizes)
+    hooks = hooks_fingerprint(learning_hooks(config))
     adapter = adapter_fingerprint(config) if has_weights else ""
     stops = inputs.stop_token_ids if isinstance(inputs, Inputs) else None
     return Origin(model, data, reward, hooks, adapter=adapter, stop_token_ids=stops)
 
 
 def adapter_fingerprint(config: Config) -> str:
-    """Of what `model.adapter_path` holds; "" where it names nothing."""
+    """Fingerprint of the contents of `model.adapter_path`; "" without it."""
     path = config.model.adapter_path
     return "" if path is None else model_fingerprint(path, ADAPTER_CONFIG)
 
 
 def learning_hooks(config: Config) -> list[Hook]:
-    """Functions of the user's that decide what is learned: those that select groups and give
-    advantages."""
+    """The user's functions that decide what is learned: they select groups or give advantages."""
     return [hook for hook in (selection_hook(config), advantage_hook(config)) if hook is not None]
 
 
 def reward_fingerprint(reward: RewardConfig, plugins: Sequence[str] = ()) -> str:
-    """Of the files of the user's reward functions; "" where there is none."""
+    """Fingerprint of the files of the user's reward functions; "" without any."""
     if not reward.rewards:
         return code_fingerprint(reward.function, plugins)
     codes = {
-        setting: code_fingerprint(one, plugins) for setting, one in functions_of(reward).items()
+        setting: code_fingerprint(function, plugins)
+        for setting, function in functions_of(reward).items()
     }
     return hashlib.sha256(json.dumps(codes).encode()).hexdigest()[:16] if codes else ""
 
 
 def sft_origin_of(config: Config, inputs: SftInputs, has_weights: bool = True) -> Origin:
-    """Of a supervised run; what is held out is no part of it, but decides what is left.
+    """The origin of a supervised run.
 
-    It matters where files end."""
+    Held-out sequences are no part of it, but decide which sequences are left for training. It
+    matters where files end."""
     sequences = iter(inputs.sequences)
     files = [list(itertools.islice(sequences, share.n_prompts)) for share in inputs.order.shares]
     return Origin(
@@ -163,35 +169,38 @@ def sft_origin_of(config: Config, inputs: SftInputs, has_weights: bool = True) -
 
 
 def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery | None:
-    """What the run resumes from; None for a start from the beginning.
+    """The checkpoints that the run can resume from; None for a start from the beginning.
 
-    Reads manifests, sizes and small files only. ValueError where the newest checkpoint belongs to
-    another run (batch size, group size, data, model, ...) or is beyond its `total_steps`, where the
-    folder's rollbacks are those of another run, where all are damaged, where it cannot be known
-    what there is (a link to a disk that is not mounted, no permission), and, with run.recover_mode
-    "resume", where there is none."""
+    Reads manifests, sizes and small files only. ValueError if the newest checkpoint belongs to
+    another run (batch size, group size, data, model, ...) or is beyond its `total_steps`, if the
+    folder's rollbacks are those of another run, if all checkpoints are damaged, if the folder
+    cannot be read (a link to a disk that is not mounted, no permission), and, with
+    run.recover_mode "resume", if there is no checkpoint."""
     if config.run.recover_mode == "disabled":
         return None
     root = Path(config.run.output_dir) / CHECKPOINTS_FOLDER
     notes: list[str] = []
-    found = list(_readable_checkpoints(config, notes))
-    rollbacks, candidates = read_rollbacks(config.run.output_dir), []
-    compares_tokenizers = bool(found) and origin.stop_token_ids is not None
+    readable_checkpoints = list(_readable_checkpoints(config, notes))
+    rollbacks = read_rollbacks(config.run.output_dir)
+    candidates = []
+    compares_tokenizers = bool(readable_checkpoints) and origin.stop_token_ids is not None
     model_files = read_metadata_files(config.model.path) if compares_tokenizers else {}
-    for checkpoint, progress, then in found:
+    for checkpoint, progress, saved_config in readable_checkpoints:
         if (later := superseded_by(rollbacks, progress)) is not None:
             text = f"rollback {later.number} of the run went back to step {later.step}"
             notes.append(f"the checkpoint {checkpoint.folder} is skipped: {text}")
             continue
-        problems = list(_other_run(then, config, progress, origin, total_steps))
+        problems = list(_other_run(saved_config, config, progress, origin, total_steps))
         if origin.stop_token_ids is not None:
             model = Path(config.model.path)
             problems += tokenizer_changes(
                 model, model_files, checkpoint.folder, origin.stop_token_ids
             )
         if problems:
-            what = [*(f"  - {problem}" for problem in problems), f"{START_OVER.capitalize()}."]
-            raise ValueError("\n".join([f"The run cannot resume from {checkpoint.folder}:", *what]))
+            lines = [*(f"  - {problem}" for problem in problems), f"{START_OVER.capitalize()}."]
+            raise ValueError(
+                "\n".join([f"The run cannot resume from {checkpoint.folder}:", *lines])
+            )
         rollbacks_of(
             config.run.output_dir, progress, rollbacks
         )  # raises where the file is another run's
@@ -211,14 +220,15 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
 
 
 def changes_since_newest(config: Config) -> list[str] | None:
-    """What the newest whole checkpoint in the run's folder refuses of the settings, but for what it
-    compares by contents, as `find_recovery` does; None where the run would start from the
-    beginning. Reads manifests and small files only. ValueError where it cannot be known what there
-    is."""
+    """The settings that the newest whole checkpoint in the run's folder refuses, as changes.
+
+    None if the run would start from the beginning. Inputs that `find_recovery` compares by their
+    contents are left out: this reads manifests and small files only. ValueError if the folder
+    cannot be read."""
     if config.run.recover_mode == "disabled":
         return None
-    for _, progress, then in _readable_checkpoints(config, []):
-        return _changed_settings(then, config, progress)
+    for _, progress, saved_config in _readable_checkpoints(config, []):
+        return _changed_settings(saved_config, config, progress)
     return None
 
 
@@ -228,18 +238,17 @@ START_OVER = "to start from the beginning, give another run.output_dir or run.re
 def _readable_checkpoints(
     config: Config, notes: list[str]
 ) -> Iterator[tuple[Checkpoint, Progress, Config]]:
-    """Those in the run's folder with their small files, newest first.
+    """The readable checkpoints in the run's folder with their small files, newest first.
 
-    What is wrong with the others is added to `notes`. ValueError where it cannot be known what
-    there is."""
+    Problems of the others are added to `notes`. ValueError if the folder cannot be read."""
     try:
-        found, damaged = directory.complete_checkpoints(
+        checkpoints, damaged = directory.complete_checkpoints(
             Path(config.run.output_dir) / CHECKPOINTS_FOLDER
         )
         notes += damaged
-        for checkpoint in found:
+        for checkpoint in checkpoints:
             try:
-                progress, then = _read_small_files(checkpoint)
+                progress, saved_config = _read_small_files(checkpoint)
             except directory.OutOfReachError:
                 raise
             except (OSError, ValueError) as error:
@@ -247,7 +256,7 @@ def _readable_checkpoints(
                     f"the checkpoint {checkpoint.folder} is damaged and is skipped: {error}"
                 )
             else:
-                yield checkpoint, progress, then
+                yield checkpoint, progress, saved_config
     except ValueError as error:
         raise ValueError(out_of_reach_text(error)) from error
 
@@ -261,6 +270,7 @@ def out_of_reach_text(error: ValueError) -> str:
 
 
 def _read_small_files(checkpoint: Checkpoint) -> tuple[Progress, Config]:
+    """A checkpoint's progress and settings; ValueError or OSError if they are damaged."""
     try:
         damage = directory.wrong_contents(checkpoint, (directory.PROGRESS, directory.SETTINGS))
     except OSError as error:
@@ -277,6 +287,7 @@ def _read_small_files(checkpoint: Checkpoint) -> tuple[Progress, Config]:
 def _other_run(
     then: Config, now: Config, progress: Progress, origin: Origin, total_steps: int
 ) -> Iterator[str]:
+    """Why a checkpoint with the settings `then` belongs to another run than that of `now`."""
     if progress.step > total_steps:
         keys = "stages.steps" if has_length_stages(now) else "run.total_steps, run.total_epochs"
         yield (
@@ -285,11 +296,13 @@ def _other_run(
         )
     yield from _changed_settings(then, now, progress, total_steps)
     as_many_files = len(then.data.more_train_paths) == len(now.data.more_train_paths)
-    data = progress.data_fingerprint
-    if as_many_files and data == origin.older_data:
-        data = origin.data
-    model, adapter = origin.model, origin.adapter
-    model_then, adapter_then = progress.model_fingerprint, progress.adapter_fingerprint
+    data_then = progress.data_fingerprint
+    if as_many_files and data_then == origin.older_data:
+        data_then = origin.data
+    model = origin.model
+    adapter = origin.adapter
+    model_then = progress.model_fingerprint
+    adapter_then = progress.adapter_fingerprint
     if model:
         model = fingerprint_to_compare(model_then, model, now.model.path)
     if adapter and now.model.adapter_path is not None:
@@ -298,7 +311,7 @@ def _other_run(
     for key, path, was, is_now in (
         ("model.path", now.model.path, model_then, model),
         ("model.adapter_path", now.model.adapter_path, adapter_then, adapter),
-        ("data.train_path", now.data.train_path, data, origin.data),
+        ("data.train_path", now.data.train_path, data_then, origin.data),
     ):
         is_known = is_now or (key == "model.adapter_path" and origin.model)
         if is_known and was != is_now:
@@ -310,6 +323,7 @@ def _other_run(
 
 
 def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) -> Iterator[str]:
+    """Warnings about code that has changed since the checkpoint."""
     checkpoint, progress = newest
     changed = []
     if progress.reward_fingerprint not in ("", origin.reward):
@@ -357,10 +371,12 @@ def refused_changes(
     """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep.
 
     `reward_code` is the fingerprint of its reward function: another spelling of the same function
-    is no change. Of stages it must keep the lengths of the `steps_done` (None: all stages).
-    `total_steps` of the run are now planned; None: not known."""
-    there, here = setting_values(then), setting_values(now)
-    was, is_now = shown_values(then), shown_values(now)
+    is no change. Length stages must keep the lengths of the `steps_done` (None: all stages).
+    `total_steps` is the number of steps now planned; None: not known."""
+    values_then = setting_values(then)
+    values_now = setting_values(now)
+    shown_then = shown_values(then)
+    shown_now = shown_values(now)
     staged = has_length_stages(then) or has_length_stages(now)
     # Where there are stages, it is their max_new_tokens that count.
     may_change = (*MAY_CHANGE, "rollout.max_new_tokens") if staged else tuple(MAY_CHANGE)
@@ -379,12 +395,12 @@ def refused_changes(
     if is_same_function(then.reward.function, now.reward.function, reward_code):
         may_change = (*may_change, "reward.function")
     for key in ("algorithm.advantage", "selection.dynamic_sampling"):
-        if is_same_function(there[key], here[key]):
+        if is_same_function(values_then[key], values_now[key]):
             may_change = (*may_change, key)
     changes = [
-        f"{key}: {as_yaml_word(was[key])} there, {as_yaml_word(is_now[key])} now"
-        for key in here
-        if not is_same(was[key], is_now[key]) and not is_among(key, may_change)
+        f"{key}: {as_yaml_word(shown_then[key])} there, {as_yaml_word(shown_now[key])} now"
+        for key in values_now
+        if not is_same(shown_then[key], shown_now[key]) and not is_among(key, may_change)
     ]
     if steps_done is None or (
         not staged and then.rollout.max_new_tokens == now.rollout.max_new_tokens
@@ -399,12 +415,13 @@ def refused_changes(
 
 
 _LENGTH = ("rollout.max_new_tokens: ", "stages: ")
-"""How a refused change of the completions' length begins."""
+"""Beginnings of a refused change of the completions' length."""
 
 
 def _stages_that_resume(then: Config, now: Config, steps_done: int, total_steps: int | None) -> str:
-    """With which stages the run resumes: the steps that are done keep their lengths, the others
-    have those of `now`."""
+    """The advice with which length stages the run resumes.
+
+    The steps that are done keep their lengths, the others have those of `now`."""
     if list(stage_list_problems(now)):
         return ""
     staged = has_length_stages(now)
@@ -412,13 +429,16 @@ def _stages_that_resume(then: Config, now: Config, steps_done: int, total_steps:
     last = steps_done + 1 if total is None else total
     if last <= steps_done:
         return ""
-    old, new = length_stages(then, steps_done), length_stages(now, last)
+    old_stages = length_stages(then, steps_done)
+    new_stages = length_stages(now, last)
     rows = []
     for step in range(last):
         length = length_stage_at(
-            old if step < steps_done else new, step
+            old_stages if step < steps_done else new_stages, step
         ).config.rollout.max_new_tokens
-        rows.append((length, length_stage_at(new, step).config.policy.max_tokens_per_microbatch))
+        rows.append(
+            (length, length_stage_at(new_stages, step).config.policy.max_tokens_per_microbatch)
+        )
     runs = [(row, sum(1 for _ in steps)) for row, steps in itertools.groupby(rows)]
     counts = [str(count) for _, count in runs]
     if total is None:
@@ -429,18 +449,18 @@ def _stages_that_resume(then: Config, now: Config, steps_done: int, total_steps:
     words = [f"stages.{name}=[{','.join(numbers)}]" for name, numbers in lists.items()]
     if now.run.total_steps is not None:
         words = ["run.total_steps=null", *words]
-    left = "" if total is not None else " (N: the steps that are left)"
-    return f". For other lengths from step {steps_done + 1} on, resume with {' '.join(words)}{left}"
+    note = "" if total is not None else " (N: the steps that are left)"
+    return f". For other lengths from step {steps_done + 1} on, resume with {' '.join(words)}{note}"
 
 
 def _stage_changes(then: Config, now: Config, steps_done: int) -> Iterator[str]:
-    """Whether a step that is done had completions of another length than it would have now."""
+    """The first step that is done and had completions of another length than it would have now."""
     if problems := list(stage_list_problems(now)):
         yield problems[0]
         return
-    there, here = (length_stages(config, steps_done) for config in (then, now))
+    stages_then, stages_now = (length_stages(config, steps_done) for config in (then, now))
     for step in range(steps_done):
-        stages = length_stage_at(there, step), length_stage_at(here, step)
+        stages = length_stage_at(stages_then, step), length_stage_at(stages_now, step)
         old, new = (stage.config.rollout.max_new_tokens for stage in stages)
         if old != new:
             yield (

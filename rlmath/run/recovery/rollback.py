@@ -1,5 +1,6 @@
-"""Rollbacks of a run (`algorithm.rollback`): back to the last good checkpoint, with other seeds and
-a smaller rate.
+"""Rollbacks of a run (`algorithm.rollback`) to the last good checkpoint.
+
+Other seeds and a smaller learning rate follow:
 
     divergence -> last good checkpoint -> weights, optimizer, draws from there -> rollbacks.json
                -> newer checkpoints and rows set aside -> the steps again
@@ -49,19 +50,22 @@ def read_rollbacks(output_dir: str | Path) -> list[Rollback]:
 
 
 def _read_rollback(number: int, row: dict) -> Rollback:
-    step, draw_step, diverged = numbers = [
+    step, draw_step, diverged = steps = [
         row[name] for name in ("step", "draw_step", "diverged_step")
     ]
-    if any(type(one) is not int or not 0 <= one < 2**63 for one in numbers):
-        raise ValueError(f"{numbers} are no steps")
+    if any(type(step_number) is not int or not 0 <= step_number < 2**63 for step_number in steps):
+        raise ValueError(f"{steps} are no steps")
     return Rollback(number, step, draw_step, diverged, str(row["reason"]))
 
 
 def write_rollbacks(output_dir: str | Path, rollbacks: Sequence[Rollback]) -> None:
-    """On the disk when it returns, or OSError and the file is as before."""
+    """Write a run's rollbacks, which are on the disk when this returns.
+
+    After an OSError the file is as before."""
     path = Path(output_dir) / ROLLBACKS_FILE
     rows = [
-        {name: value for name, value in vars(one).items() if name != "number"} for one in rollbacks
+        {name: value for name, value in vars(rollback).items() if name != "number"}
+        for rollback in rollbacks
     ]
     write_whole(path, json.dumps({"version": VERSION, "rollbacks": rows}, indent=1) + "\n")
     descriptor = os.open(path.parent, os.O_RDONLY)
@@ -74,20 +78,24 @@ def write_rollbacks(output_dir: str | Path, rollbacks: Sequence[Rollback]) -> No
 def rollbacks_of(
     output_dir: str | Path, progress: Progress | None, there: list[Rollback] | None = None
 ) -> list[Rollback]:
-    """The rollbacks of a run that stands at `progress`: those of the folder's file, or where it has
-    fewer, those of the checkpoint. `there` is what the file has, where it is read already.
-    ValueError where the file cannot be used, or is that of another run."""
+    """The rollbacks of a run that stands at `progress`.
+
+    They are those of the folder's file, or those of the checkpoint if the file has fewer. `there`
+    are those of the file if it is read already. ValueError if the file cannot be used, or is that
+    of another run."""
     there = read_rollbacks(output_dir) if there is None else there
     if progress is None:
         return there
     steps = zip(progress.rollback_steps, progress.rollback_draw_steps, strict=False)
-    known = [Rollback(number, *one) for number, one in enumerate(steps, start=1)]
-    if len(there) < len(known):
-        return known
-    if [one.step for one in there[: len(known)]] != list(progress.rollback_steps):
+    checkpoint_rollbacks = [Rollback(number, *pair) for number, pair in enumerate(steps, start=1)]
+    if len(there) < len(checkpoint_rollbacks):
+        return checkpoint_rollbacks
+    if [rollback.step for rollback in there[: len(checkpoint_rollbacks)]] != list(
+        progress.rollback_steps
+    ):
         raise ValueError(
             f"{Path(output_dir) / ROLLBACKS_FILE} has rollbacks to the steps "
-            f"{[one.step for one in there]}, the "
+            f"{[rollback.step for rollback in there]}, the "
             f"checkpoint of step {progress.step} those to {list(progress.rollback_steps)}: the "
             "file is that of another "
             "run. Restore it, or move it away"
@@ -96,7 +104,8 @@ def rollbacks_of(
 
 
 def superseded_by(rollbacks: Sequence[Rollback], progress: Progress) -> Rollback | None:
-    """The rollback that went back to before a checkpoint which was made before it; None where there
-    is none."""
+    """The first rollback that discarded a checkpoint's steps; None if there is none.
+
+    The checkpoint was made before it, and is of a later step than the one it went back to."""
     later = rollbacks[len(progress.rollback_steps) :]
-    return next((one for one in later if one.step < progress.step), None)
+    return next((rollback for rollback in later if rollback.step < progress.step), None)

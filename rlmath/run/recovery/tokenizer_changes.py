@@ -1,5 +1,4 @@
-"""Whether the model's folder still has the tokenizer and the stop tokens that a checkpoint was made
-with."""
+"""Whether the model's folder still has the tokenizer and the stop tokens of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,24 +24,26 @@ if TYPE_CHECKING:
 _OF_NO_TOKENIZER = ("config.json", GENERATION_CONFIG, CHAT_TEMPLATE)
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tokens", "model")
-"""Of a tokenizer as the tokenizers library writes it."""
+"""Parts of a tokenizer as the tokenizers library writes it."""
 _ANY_TOKEN = 2**31
 
 
 def tokenizer_changes(
     model: Path, model_files: Mapping[str, bytes], checkpoint: Path, stops: Sequence[int]
 ) -> Iterator[str]:
-    """What differs between the tokenizer in the folder `model`, whose metadata files are
-    `model_files`, with the run's `stops`, and the checkpoint's own files. What changes no token,
-    such as how a file is indented or its chat template, is no difference; a checkpoint without a
-    tokenizer is not compared. Only files whose bytes differ are parsed."""
-    own = checkpoint / METADATA_FILES
-    files = read_metadata_files(own) if own.is_dir() else {}
+    """Differences between the tokenizer in the folder `model` and the checkpoint's own files.
+
+    `model_files` are the model's metadata files, `stops` the run's stop tokens. A change that
+    changes no token, such as another indentation or chat template, is no difference; a checkpoint
+    without a tokenizer is not compared. Only files whose bytes differ are parsed."""
+    checkpoint_files = checkpoint / METADATA_FILES
+    files = read_metadata_files(checkpoint_files) if checkpoint_files.is_dir() else {}
     if not any(name in files for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
         return
-    restore = f'Copy the files of "{own}" into "{model}"'
+    restore = f'Copy the files of "{checkpoint_files}" into "{model}"'
     if _say_other_tokenizers(files, model_files):
-        then, now = load_tokenizer(str(own), "the checkpoint"), load_tokenizer(str(model))
+        then = load_tokenizer(str(checkpoint_files), "the checkpoint")
+        now = load_tokenizer(str(model))
         if difference := _difference(then, now):
             yield (
                 f"model.path: its tokenizer is another than the checkpoint's own: {difference}. "
@@ -50,8 +51,8 @@ def tokenizer_changes(
             )
             return
     if _said_stops(files) != {*stops}:
-        tokenizer = load_tokenizer(str(own), "the checkpoint")
-        then = stop_token_ids(str(own), tokenizer, _ANY_TOKEN)
+        tokenizer = load_tokenizer(str(checkpoint_files), "the checkpoint")
+        then = stop_token_ids(str(checkpoint_files), tokenizer, _ANY_TOKEN)
         if {*then} != {*stops}:
             yield (
                 f"model.path: completions ended with the tokens {_listed(then)} there, and do "
@@ -72,8 +73,9 @@ def _say_other_tokenizers(then: Mapping[str, bytes], now: Mapping[str, bytes]) -
 
 
 def _parsed(name: str, files: Mapping[str, bytes]) -> Any:
-    """What a file says of the tokenizer; the bytes of a file that is no JSON, and None for one that
-    is not there."""
+    """The values of a tokenizer's file without its chat template.
+
+    A file that is no JSON gives its bytes, a missing file None."""
     content = files.get(name)
     if content is None or not name.endswith(".json"):
         return content
@@ -86,13 +88,14 @@ def _parsed(name: str, files: Mapping[str, bytes]) -> Any:
 
 
 def _said_stops(files: Mapping[str, bytes]) -> set[Any]:
-    said = parse_json(files.get(GENERATION_CONFIG, b"{}").decode()).get("eos_token_id")
-    return {*(said if isinstance(said, list) else [said])}
+    stop_tokens = parse_json(files.get(GENERATION_CONFIG, b"{}").decode()).get("eos_token_id")
+    return {*(stop_tokens if isinstance(stop_tokens, list) else [stop_tokens])}
 
 
 def _difference(then: PreTrainedTokenizerFast, now: PreTrainedTokenizerFast) -> str | None:
     """The first thing that gives other tokens or texts."""
-    ids_then, ids_now = then.get_vocab(), now.get_vocab()
+    ids_then = then.get_vocab()
+    ids_now = now.get_vocab()
     changed = sorted(
         (ids_then.get(token, -1), token)
         for token in ids_then.keys() | ids_now.keys()
@@ -105,9 +108,9 @@ def _difference(then: PreTrainedTokenizerFast, now: PreTrainedTokenizerFast) -> 
     for name in _SPECIAL_TOKENS:
         if getattr(then, name) != getattr(now, name):
             return f"{name} is {getattr(then, name)} there and {getattr(now, name)} now"
-    whole = [json.loads(tokenizer.backend_tokenizer.to_str()) for tokenizer in (then, now)]
+    descriptions = [json.loads(tokenizer.backend_tokenizer.to_str()) for tokenizer in (then, now)]
     for part in _PARTS:
-        if whole[0].get(part) != whole[1].get(part):
+        if descriptions[0].get(part) != descriptions[1].get(part):
             return f"its {part} differs"
     name = "clean_up_tokenization_spaces"
     return f"{name} differs" if getattr(then, name, None) != getattr(now, name, None) else None
