@@ -63,8 +63,7 @@ class FileToWrite:
 
 @dataclass(frozen=True)
 class Written:
-    """The result of a job: torch's `WriteResult` of every item, and the files by name; or why it
-    failed."""
+    """The result of a job: torch's `WriteResult` of every item and the files by name, or an error."""
 
     results: list[Any]
     files: dict[str, FileEntry]
@@ -89,7 +88,7 @@ class WriterProcess:
     One job at a time."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
+        rank_socket, writer_socket = socket.socketpair()
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)
         }
@@ -98,16 +97,23 @@ class WriterProcess:
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        with theirs, _blocked_stop_signals():
+        with writer_socket, _blocked_stop_signals():
             # -P: a file of the current folder is no module
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
+                [
+                    sys.executable,
+                    "-P",
+                    "-c",
+                    _PROGRAM,
+                    str(writer_socket.fileno()),
+                    str(os.getpid()),
+                ],
+                pass_fds=[writer_socket.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._connection = Connection(ours.detach())
+        self._connection = Connection(rank_socket.detach())
 
     @property
     def alive(self) -> bool:
@@ -137,10 +143,11 @@ class WriterProcess:
 
         Waits for it, and calls `waiting` while the process advances."""
         try:
-            done = self._done()
+            progress = self._done()
             while not self.ready(timeout=1.0):
-                before, done = done, self._done()
-                if done != before:
+                earlier_progress = progress
+                progress = self._done()
+                if progress != earlier_progress:
                     waiting()
             return self._connection.recv()
         except (EOFError, OSError) as error:
@@ -164,28 +171,35 @@ class WriterProcess:
 
 @contextlib.contextmanager
 def _blocked_stop_signals() -> Iterator[None]:
-    """What is started inside never receives the signals that ask a run to save and stop: Slurm
-    sends them to every process of a job step, and the rank needs its writer to save. From its first
-    moment, as it inherits the mask."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    """Block the signals that ask a run to save and stop in processes that are started meanwhile.
+
+    A process inherits the mask, so it never receives them, from its first moment. Slurm sends them
+    to every process of a job step, and the rank needs its writer to save."""
+    earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
 
 
 def _lay_out(buckets: Sequence[Any]) -> tuple[int, list[FileToWrite]]:
-    """The bytes in all, and the jobs with each tensor's offset."""
-    at, jobs = 0, []
+    """The number of bytes of all tensors, and the jobs with each tensor's offset."""
+    offset = 0
+    jobs = []
     for path, key, (objects, tensors) in buckets:
         staged = []
-        for item, tensor in tensors:
-            staged.append(Staged(item, at, tuple(tensor.shape), tensor.dtype))
-            at += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        for write_item, tensor in tensors:
+            staged.append(Staged(write_item, offset, tuple(tensor.shape), tensor.dtype))
+            offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         jobs.append(
-            FileToWrite(str(path), key, [(item, data.getvalue()) for item, data in objects], staged)
+            FileToWrite(
+                str(path),
+                key,
+                [(write_item, buffer.getvalue()) for write_item, buffer in objects],
+                staged,
+            )
         )
-    return at, jobs
+    return offset, jobs
 
 
 @torch.no_grad()
@@ -210,7 +224,8 @@ def _view(mapped: mmap.mmap, staged: Staged) -> Tensor:
 
 def main() -> None:
     """Write job after job, until the rank ends."""
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    descriptor = int(sys.argv[1])
+    parent = int(sys.argv[2])
     end_with_parent(parent)
     os.nice(10)
     torch.set_num_threads(1)
@@ -223,6 +238,7 @@ def main() -> None:
 
 
 def _write(jobs: Sequence[FileToWrite], memory: int) -> Written:
+    """Write the files from the shared memory; an error of any kind is in the result."""
     path = Path(jobs[0].path)
     try:
         # A private mapping: torch wants a buffer that it may write to.
@@ -238,25 +254,26 @@ def _write(jobs: Sequence[FileToWrite], memory: int) -> Written:
 
 
 def _write_file(job: FileToWrite, mapped: mmap.mmap) -> list[Any]:
-    """The file as Megatron's own writer makes it (`FileSystemWriterAsync.write_preloaded_data`),
-    without importing Megatron, which would take most of this process's start."""
+    """Write a file as Megatron's `FileSystemWriterAsync.write_preloaded_data` does.
+
+    Megatron is not imported: that would take most of the time that this process needs to start."""
     # torch's, and as unstable as the name says; Megatron calls it as well.
     from torch.distributed.checkpoint import filesystem
 
-    transforms, form = (
-        filesystem._StorageWriterTransforms(),
-        filesystem.SerializationFormat.TORCH_SAVE,
-    )
+    transforms = filesystem._StorageWriterTransforms()
+    form = filesystem.SerializationFormat.TORCH_SAVE
     results = []
     with open(job.path, "wb") as stream:
-        for item, data in job.objects:
+        for write_item, content in job.objects:
             results.append(
-                filesystem._write_item(transforms, stream, io.BytesIO(data), item, job.key, form)
+                filesystem._write_item(
+                    transforms, stream, io.BytesIO(content), write_item, job.key, form
+                )
             )
-        for one in job.tensors:
-            view = _view(mapped, one)
+        for staged in job.tensors:
+            view = _view(mapped, staged)
             results.append(
-                filesystem._write_item(transforms, stream, view, one.item, job.key, form)
+                filesystem._write_item(transforms, stream, view, staged.item, job.key, form)
             )
         stream.flush()
         os.fsync(stream.fileno())

@@ -1,5 +1,4 @@
-"""What the update of a step was made of, kept of the last step and written to be replayed (`rlmath
-replay`).
+"""The inputs of a step's update, kept for the last step and written for `rlmath replay`.
 
     captures/step-000010/capture.json        where the run stood, what the step's update gave
                          config.yaml         all settings
@@ -49,13 +48,13 @@ GROUPS_FILE = "groups.jsonl"
 TOKENS_FILE = "tokens.safetensors"
 VERSION = 2
 _MOST_BYTES = 2**34
-"""Of a file that is read."""
+"""Most bytes of a file that is read."""
 _DIGESTED = (GROUPS_FILE, TOKENS_FILE)
 
 
 @dataclass(frozen=True)
 class CapturedMinibatch:
-    """What a minibatch gave, as `MinibatchResult` has it."""
+    """The results of a minibatch, as in `MinibatchResult`."""
 
     numbers: dict[str, float]
     """Sums, maxima, "grad_norm" and "learning_rate"."""
@@ -68,10 +67,9 @@ class CapturedUpdate:
     minibatches: list[CapturedMinibatch]
     critic_minibatches: list[CapturedMinibatch]
     advantages: list[list[float]]
-    """By learned group and completion."""
+    """Advantages by learned group and completion."""
     weights_after: str | None = None
-    """SHA-256 of all tensors as Hugging Face names them; None where it was not taken, or on a rank
-    but 0."""
+    """SHA-256 of all tensors as Hugging Face names them; None if not taken, or on a rank but 0."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,9 @@ class Capture:
     length_stage: int
     """Counted from 0."""
     sampling_seed: int
-    """As `PromptOrder.seed_at`."""
+    """The seed that `PromptOrder.seed_at` gives."""
     rollbacks: int
-    """Made before, by which the learning rate is lower."""
+    """Rollbacks made before, by which the learning rate is lower."""
     layout: str
     world_size: int
     groups: list[ScoredGroup]
@@ -95,16 +93,16 @@ class Capture:
     chosen: list[tuple[int, ...]]
     """Positions of the completions of each that were learned from."""
     own_advantages: list[list[float]] | None = None
-    """By learned group and completion, where a function of the user's gave them."""
+    """Advantages by learned group and completion, if a function of the user's gave them."""
     update: CapturedUpdate | None = None
-    """None where the update did not end."""
+    """The update's results; None if it did not end."""
     weights_before: str | None = None
-    """As `CapturedUpdate.weights_after`."""
+    """The digest before the update, taken as `CapturedUpdate.weights_after`."""
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
     def learned(self) -> list[ScoredGroup]:
-        """As `Selection.learned`."""
+        """The groups with the completions that were learned from, as `Selection.learned`."""
         return [
             Chosen(samples).learned(group)
             for group, samples in zip(self.groups, self.chosen, strict=True)
@@ -116,7 +114,7 @@ class Capture:
 
 
 def folder_of(output_dir: Path, step: int) -> Path:
-    """Of the capture of a step, counted from 0."""
+    """The folder of the capture of a step, counted from 0."""
     return output_dir / CAPTURES_FOLDER / f"step-{step + 1:06d}"
 
 
@@ -157,8 +155,9 @@ def _digest(content: bytes) -> str:
 
 
 def _header(capture: Capture) -> dict[str, Any]:
-    """All but the settings and the groups, which have files of their own; the step is counted from
-    1."""
+    """The contents of CAPTURE_FILE: all but settings and groups, which have files of their own.
+
+    The step is counted from 1 there."""
     header = asdict(replace(capture, step=capture.step + 1, settings_yaml="", groups=[], chosen=[]))
     for name in ("settings_yaml", "groups", "chosen"):
         del header[name]
@@ -166,6 +165,7 @@ def _header(capture: Capture) -> dict[str, Any]:
 
 
 def _group_row(group: ScoredGroup, samples: Sequence[int]) -> dict[str, Any]:
+    """A group as JSON, without its tokens; `samples` are the completions learned from."""
     prompt = group.prompt
     return {
         "prompt_id": prompt.prompt_id,
@@ -189,7 +189,10 @@ def _group_row(group: ScoredGroup, samples: Sequence[int]) -> dict[str, Any]:
 
 
 def _tokens_of(groups: Sequence[ScoredGroup]) -> bytes:
-    prompts, token_ids, logprobs = array("i"), array("i"), array("f")
+    """The tokens of all groups in order, as a safetensors file."""
+    prompts = array("i")
+    token_ids = array("i")
+    logprobs = array("f")
     for group in groups:
         prompts.extend(group.prompt.token_ids)
         for completion in group.completions:
@@ -205,7 +208,7 @@ def _tokens_of(groups: Sequence[ScoredGroup]) -> bytes:
 
 
 def read_capture(folder: Path) -> Capture:
-    """ValueError where it cannot be read, has changed or was written by a later version."""
+    """Read a capture; ValueError if it is unreadable, has changed or is of a later version."""
     try:
         files = {
             name: read_regular(folder / name, _MOST_BYTES)
@@ -233,13 +236,14 @@ def read_capture(folder: Path) -> Capture:
         ):
             read_count(header[name])
         rows = list(_read_groups(files[GROUPS_FILE].splitlines(), load(files[TOKENS_FILE])))
-        update, before = header.pop("update"), header.pop("weights_before")
+        update = header.pop("update")
+        weights_before = header.pop("weights_before")
         return Capture(
             settings_yaml=files[CONFIG_FILE].decode(),
             groups=[group for group, _ in rows],
             chosen=[samples for _, samples in rows],
             update=None if update is None else _read_update(update),
-            weights_before=_read_digest(before),
+            weights_before=_read_digest(weights_before),
             **header,
         )
     except (
@@ -257,9 +261,9 @@ def read_capture(folder: Path) -> Capture:
 
 def _read_update(row: dict[str, Any]) -> CapturedUpdate:
     for kind in ("minibatches", "critic_minibatches"):
-        row[kind] = [CapturedMinibatch(**one) for one in row[kind]]
-    after = row.pop("weights_after")
-    return CapturedUpdate(**row, weights_after=_read_digest(after))
+        row[kind] = [CapturedMinibatch(**minibatch_row) for minibatch_row in row[kind]]
+    digest = row.pop("weights_after")
+    return CapturedUpdate(**row, weights_after=_read_digest(digest))
 
 
 def _read_digest(value: Any) -> str | None:
@@ -270,9 +274,11 @@ def _read_digest(value: Any) -> str | None:
 def _read_groups(
     lines: Sequence[bytes], tensors: Mapping[str, np.ndarray]
 ) -> Iterator[tuple[ScoredGroup, tuple[int, ...]]]:
-    """Groups one after another, each with the next of the tokens, and which of its completions were
-    learned from."""
-    prompts, tokens = tensors["prompt_tokens"], TokenReader(tensors["tokens"], tensors["logprobs"])
+    """Groups in order, each with the positions of the completions that were learned from.
+
+    `tensors` have the tokens of all groups, one after another."""
+    prompts = tensors["prompt_tokens"]
+    tokens = TokenReader(tensors["tokens"], tensors["logprobs"])
     end = 0
     for row in map(parse_json, map(bytes.decode, lines)):
         start, end = end, end + read_count(row["prompt_tokens"])
@@ -286,16 +292,18 @@ def _read_groups(
             question=str(row.get("question", "")),  # earlier captures have none
         )
         completions = tuple(
-            _read_completion(index, one, tokens) for index, one in enumerate(row["completions"])
+            _read_completion(index, completion_row, tokens)
+            for index, completion_row in enumerate(row["completions"])
         )
-        scores = tuple(read_score(one["score"]) for one in row["completions"])
+        scores = tuple(read_score(completion_row["score"]) for completion_row in row["completions"])
         yield ScoredGroup(prompt, completions, scores), tuple(map(read_count, row["learned"]))
     tokens.check_end()
 
 
 def _read_completion(index: int, row: Any, tokens: TokenReader) -> Completion:
+    """The completion of a row, with the next of the tokens."""
     segments = read_segments(row)
-    token_ids, logprobs = tokens.read(sum(one.tokens for one in segments))
+    token_ids, logprobs = tokens.read(sum(segment.tokens for segment in segments))
     return Completion(
         index,
         token_ids,

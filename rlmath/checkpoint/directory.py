@@ -43,8 +43,7 @@ INDEX = ".metadata"
 METADATA_FILES = "hf"
 CRITIC = "critic"
 REFERENCE = "reference"
-"""Name of the reference, which a checkpoint has where it is not the model that the run started
-from."""
+"""Name of the reference; checkpoints have it unless it is the model that the run started from."""
 CRITIC_CONFIG = "critic_config.json"
 """The critic's config.json, beside the state."""
 PARTIAL = ".partial"
@@ -82,8 +81,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint, from its name and its manifest; its files may have been damaged
-    since."""
+    """A complete checkpoint by its name and manifest; its files may have been damaged since."""
 
     folder: Path
     step: int
@@ -91,7 +89,7 @@ class Checkpoint:
     kept: bool
     """Made for `save.save_freq_*`; the others are recovery points, which newer ones replace."""
     files: dict[str, FileEntry]
-    """By path relative to the folder."""
+    """Files by their path relative to the folder."""
 
     @property
     def state(self) -> Path:
@@ -127,11 +125,12 @@ def nearest_folder(path: Path) -> Path:
 
 
 def complete_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
-    """All under `root`, newest first, and a sentence on each whose manifest cannot be used.
+    """All checkpoints under `root`, newest first, and a sentence on each that is damaged.
 
-    Reads manifests and sizes, not contents. ValueError where `root`, or what has a checkpoint's
-    name, cannot be looked at (`nearest_folder`)."""
-    found, problems = [], []
+    Reads manifests and sizes, not contents. ValueError if `root`, or anything with a checkpoint's
+    name, is out of reach (`nearest_folder`)."""
+    checkpoints = []
+    problems = []
     for step, folder in sorted(_named(root), reverse=True):
         try:
             checkpoint = read_checkpoint(folder)
@@ -140,18 +139,18 @@ def complete_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
                 raise ValueError("; ".join(damage))
             if checkpoint.step != step:
                 raise ValueError(f"its manifest is that of step {checkpoint.step}")
-            found.append(checkpoint)
+            checkpoints.append(checkpoint)
         except OutOfReachError:
             raise
         except ValueError as error:
             problems.append(f"the checkpoint {folder} is damaged and is skipped: {error}")
-    return found, problems
+    return checkpoints, problems
 
 
 def _named(root: Path) -> Iterator[tuple[int, Path]]:
-    """By step.
+    """Step and folder of everything with a checkpoint's name under `root`.
 
-    ValueError where that cannot be known: what cannot be looked at is not absent."""
+    ValueError if it is out of reach, which does not mean absent."""
     if nearest_folder(root) != root:
         return
     try:
@@ -178,21 +177,20 @@ def raise_if_out_of_reach(path: Path, error: Exception) -> None:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder; ValueError where it has no manifest, or one that cannot be
-    used."""
+    """The checkpoint in a folder; ValueError if its manifest is missing or cannot be used."""
     path = folder / MANIFEST
     try:
         values = read_json(path, MAX_MANIFEST_BYTES)
         if values["format"] != FORMAT:
             raise ValueError(f"its format is {values['format']!r}; this program reads {FORMAT}")
         files = {
-            name: FileEntry(_whole(x["size"]), str(x["sha256"]))
-            for name, x in values["files"].items()
+            name: FileEntry(_whole(record["size"]), str(record["sha256"]))
+            for name, record in values["files"].items()
         }
         checkpoint = Checkpoint(folder, _whole(values["step"]), bool(values["kept"]), files)
-        absent = [name for name in NEEDED if name not in files]
-        if absent:
-            raise ValueError(f"it does not name {', '.join(absent)}")
+        missing_names = [name for name in NEEDED if name not in files]
+        if missing_names:
+            raise ValueError(f"it does not name {', '.join(missing_names)}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise_if_out_of_reach(path, error)
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
@@ -211,20 +209,20 @@ def _whole(value: Any) -> int:
 
 def wrong_sizes(checkpoint: Checkpoint) -> list[str]:
     """A sentence for every file that is missing or has another size than the manifest says."""
-    wrong = []
+    problems = []
     for name, entry in checkpoint.files.items():
         try:
             size = require_regular(checkpoint.folder / name)
         except ValueError as error:
-            wrong.append(str(error))
+            problems.append(str(error))
             continue
         except OSError as error:
             raise_if_out_of_reach(checkpoint.folder / name, error)
-            wrong.append(f"{name} cannot be read ({error.strerror})")
+            problems.append(f"{name} cannot be read ({error.strerror})")
             continue
         if size != entry.size:
-            wrong.append(f"{name} has {size} bytes, the manifest says {entry.size}")
-    return wrong
+            problems.append(f"{name} has {size} bytes, the manifest says {entry.size}")
+    return problems
 
 
 def wrong_contents(
@@ -242,7 +240,8 @@ def wrong_contents(
 
 def file_entry(path: Path, on_block: Callable[[], None] = lambda: None) -> FileEntry:
     """Size and checksum of a file, as it is read; `on_block` is called for every few MiB."""
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(2**22):
             digest.update(block)
@@ -263,19 +262,19 @@ def open_partial(root: Path, step: int) -> Path:
 def finish_partial(partial: Path, step: int, kept: bool, known: dict[str, FileEntry]) -> Checkpoint:
     """Write the manifest and rename the folder to its final name.
 
-    `known` are the entries that were computed where the files were written; the others are read
-    now. OSError on a disk error, ValueError where a file has changed."""
+    `known` are the entries that were computed when the files were written; all other files are
+    read now. OSError on a disk error, ValueError if a file has changed."""
     files = {}
     for path in sorted(path for path in partial.rglob("*") if path.is_file()):
         name = path.relative_to(partial).as_posix()
         files[name] = known.get(name) or file_entry(path)
     checkpoint = Checkpoint(partial, step, kept, files)
-    lost = [
+    problems = [
         *wrong_sizes(checkpoint),
         *(f"{name} is not there" for name in known if name not in files),
     ]
-    if lost:
-        raise ValueError("; ".join(lost))
+    if problems:
+        raise ValueError("; ".join(problems))
     entries = {name: asdict(entry) for name, entry in files.items()}
     values = {"format": FORMAT, "step": step, "kept": kept, "files": entries}
     (partial / MANIFEST).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
@@ -284,9 +283,9 @@ def finish_partial(partial: Path, step: int, kept: bool, known: dict[str, FileEn
             _flush(path)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     if os.path.lexists(final):
-        other = set_aside(final, DAMAGED)
+        aside = set_aside(final, DAMAGED)
         logger.warning(
-            "%s was there before and is %s now: this run saves the step anew", final, other.name
+            "%s was there before and is %s now: this run saves the step anew", final, aside.name
         )
     partial.rename(final)
     _flush(final.parent)
@@ -302,31 +301,34 @@ def _flush(path: Path) -> None:
 
 
 def write_error_text(error: Exception, path: Path) -> str:
-    """Why a file was not written, and how full its disk is: torch's RuntimeError of its zip format
-    does not say it."""
-    told = f"{path} was not written: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    """Why a file was not written, and how full its disk is.
+
+    The RuntimeError of torch's zip format does not mention a full disk."""
+    text = f"{path} was not written: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     with contextlib.suppress(OSError):
         disk = os.statvfs(path.parent)
         gib = disk.f_bavail * disk.f_frsize / 2**30
-        told += f"; its disk has {gib:.3f} GiB and {disk.f_favail} files (inodes) left"
-    return told
+        text += f"; its disk has {gib:.3f} GiB and {disk.f_favail} files (inodes) left"
+    return text
 
 
 def set_aside(folder: Path, ending: str) -> Path:
-    """Rename a folder to a name that is no checkpoint's, in one step: an incomplete one never has a
-    complete name. What was set aside before under that name is replaced if it is incomplete, and
-    stays if it is damaged."""
-    other = folder.with_name(folder.name + ending)
+    """Rename a folder to a name that is no checkpoint's, and return the new path.
+
+    This is one step: an incomplete checkpoint never has the name of a complete one. A folder that
+    was set aside before under that name is replaced if it is incomplete, and stays if it is
+    damaged."""
+    aside = folder.with_name(folder.name + ending)
     if ending == DAMAGED:
-        more = (
+        numbered = (
             folder.with_name(f"{folder.name}{ending}-{number}") for number in itertools.count(2)
         )
-        other = next(
-            one for one in (other, *itertools.islice(more, 999)) if not os.path.lexists(one)
+        aside = next(
+            path for path in (aside, *itertools.islice(numbered, 999)) if not os.path.lexists(path)
         )
     else:
-        remove(other)
-    return folder.rename(other)
+        remove(aside)
+    return folder.rename(aside)
 
 
 def set_superseded_aside(
@@ -337,56 +339,78 @@ def set_superseded_aside(
     judged_after: int = 0,
     always: Collection[int] = (),
 ) -> list[Path]:
-    """Rename superseded checkpoints so that they are no longer read; the caller removes them, which
-    takes long. Superseded are recovery points beyond the newest `keep_last` checkpoints, and kept
-    ones beyond the newest `keep_models`; the newest `keep_last` always stay. Where nothing was
-    learned since `learned_step` steps were done, the policy may be broken: then the newest one from
-    before that step, from which it learned, stays too. With `judged_after`, `learned_step` advances
-    only so many steps later: what may still come before it stays (`_still_judged`). Those with
-    `always` of so many steps done stay in any case."""
-    found, _ = complete_checkpoints(root)
-    kept = [one for one in found if one.kept]
-    stays = {one.folder for one in found[:keep_last]}
-    if found and found[0].step > learned_step:
-        stays |= {one.folder for one in sound_checkpoints(found, learned_step)[:1]}
-    if judged_after and found:
-        later = [one for one in found if one.step >= learned_step]
-        stays |= {one.folder for one in _still_judged(later, judged_after)}
-    stays |= {one.folder for one in (kept if keep_models is None else kept[:keep_models])}
-    stays |= {one.folder for one in found if one.step in always}
-    return [set_aside(one.folder, PARTIAL) for one in found if one.folder not in stays]
+    """Rename superseded checkpoints so that they are no longer read, and return their new paths.
+
+    The caller removes them, which takes long. Superseded are recovery points beyond the newest
+    `keep_last` checkpoints, and kept ones beyond the newest `keep_models`; the newest `keep_last`
+    always stay. If nothing was learned since `learned_step` steps were done, the policy may be
+    broken: then the newest checkpoint from before that step, from which it learned, stays too. With
+    `judged_after`, `learned_step` advances only that many steps later, and checkpoints that may
+    still turn out to be before it stay (`_still_judged`). Checkpoints whose number of steps is in
+    `always` stay in any case."""
+    checkpoints, _ = complete_checkpoints(root)
+    kept_checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.kept]
+    stays = {checkpoint.folder for checkpoint in checkpoints[:keep_last]}
+    if checkpoints and checkpoints[0].step > learned_step:
+        stays |= {
+            checkpoint.folder for checkpoint in sound_checkpoints(checkpoints, learned_step)[:1]
+        }
+    if judged_after and checkpoints:
+        later_checkpoints = [
+            checkpoint for checkpoint in checkpoints if checkpoint.step >= learned_step
+        ]
+        stays |= {
+            checkpoint.folder for checkpoint in _still_judged(later_checkpoints, judged_after)
+        }
+    stays |= {
+        checkpoint.folder
+        for checkpoint in (
+            kept_checkpoints if keep_models is None else kept_checkpoints[:keep_models]
+        )
+    }
+    stays |= {checkpoint.folder for checkpoint in checkpoints if checkpoint.step in always}
+    return [
+        set_aside(checkpoint.folder, PARTIAL)
+        for checkpoint in checkpoints
+        if checkpoint.folder not in stays
+    ]
 
 
 def _still_judged(found: Sequence[Checkpoint], steps: int) -> Iterator[Checkpoint]:
-    """Some of the checkpoints, newest first: the newest one that is `steps` older than the newest,
-    and of the later ones some that are half as many steps apart, beginning with the oldest: four at
-    most."""
+    """At most four of the checkpoints `found`, which are given newest first.
+
+    They are the newest one that is at least `steps` older than the newest of all, and then later ones that
+    are half as many steps apart, beginning with the oldest."""
     newest = found[0].step if found else 0
-    yield from [one for one in found if one.step <= newest - steps][:1]
+    yield from [checkpoint for checkpoint in found if checkpoint.step <= newest - steps][:1]
     last = None
-    for one in reversed([one for one in found if one.step > newest - steps]):
-        if last is None or 2 * (one.step - last) >= steps:
-            last = one.step
-            yield one
+    for checkpoint in reversed(
+        [checkpoint for checkpoint in found if checkpoint.step > newest - steps]
+    ):
+        if last is None or 2 * (checkpoint.step - last) >= steps:
+            last = checkpoint.step
+            yield checkpoint
 
 
 def sound_checkpoints(found: Sequence[Checkpoint], learned_step: int) -> list[Checkpoint]:
-    """The checkpoints whose weights learned in a later step, in the same order
-    (`Progress.learned_step`)."""
-    return [one for one in found if one.step < learned_step]
+    """The checkpoints from before `learned_step` (`Progress.learned_step`), in the same order.
+
+    Their weights learned in a later step."""
+    return [checkpoint for checkpoint in found if checkpoint.step < learned_step]
 
 
 def set_newer_aside(root: Path, step: int) -> None:
-    """Rename what is newer than the resumed step to `step-NNNNNN.damaged`: it must not count among
-    the newest."""
-    for newer, folder in list(_named(root)):
-        if newer > step:
-            other = set_aside(folder, DAMAGED)
+    """Rename checkpoints newer than the resumed step to `step-NNNNNN.damaged`.
+
+    They must not count among the newest."""
+    for newer_step, folder in list(_named(root)):
+        if newer_step > step:
+            aside = set_aside(folder, DAMAGED)
             text = (
                 "%s is newer than step %d, from which the run resumes, and is %s now; remove "
                 "it when you have looked"
             )
-            logger.warning(f"{text} at it", folder, step, other.name)
+            logger.warning(f"{text} at it", folder, step, aside.name)
 
 
 def remove(path: Path) -> None:
@@ -424,8 +448,7 @@ class Progress:
     position: int
     """Prompts of that epoch's order that were used."""
     updates: int
-    """Optimizer steps done: the version of the weights, and where the learning-rate schedule
-    stands."""
+    """Optimizer steps done: the weights' version, and the learning-rate schedule's position."""
     syncs: int
     """Weight syncs that the steps done needed: one each, none where there are no engines."""
     layout: str
@@ -447,16 +470,16 @@ class Progress:
     reward_fingerprint: str = ""
     """Fingerprint of the file of `reward.function`; "" where there is none."""
     hooks_fingerprint: str = ""
-    """Fingerprint of the files of functions that select groups and give advantages; "" where there
-    is none."""
+    """Fingerprint of the files of functions that select groups or give advantages; "" if none."""
     cpu_sampler: int = 1
     """`CPU_SAMPLER_VERSION` of its time."""
     models: tuple[str, ...] = ()
     """Names of the models that it has beside the policy."""
     critic_updates: int = 0
     loss_scale: tuple[float, ...] = ()
-    """The policy's, and updates since it last changed (`Learner.loss_scale_state`); () where losses
-    are not scaled."""
+    """The policy's loss scale, and updates since it last changed; () if losses are not scaled.
+
+    It is `Learner.loss_scale_state`."""
     critic_loss_scale: tuple[float, ...] = ()
     good_step: int = 2**62
     """Steps done at the end of the best rewards, where the run looks at them
@@ -470,10 +493,11 @@ class Progress:
     entropy: tuple[float, ...] = ()
     """`EntropyControl`'s two numbers, where `algorithm.entropy_target` has one."""
     adapter_fingerprint: str = ""
-    """Of the adapters that the run started from, `model.adapter_path`; "" without."""
+    """Fingerprint of the adapters that the run started from, `model.adapter_path`; "" without."""
     model_formats: dict[str, str] = field(default_factory=dict)
-    """Number formats of the model that the run started from: of tensors by name, of all others
-    under ""; empty where they are not known."""
+    """Number formats of the model that the run started from; empty if they are not known.
+
+    Tensors with a format of their own are there by name; that of all others is under ""."""
 
     def has_model(self, name: str) -> bool:
         """Whether the checkpoint has the weights of a model; "" is the policy."""
@@ -481,8 +505,9 @@ class Progress:
 
     @property
     def sound_before(self) -> int:
-        """Checkpoints before this step are good: weights learned afterwards, and the best rewards
-        came no earlier."""
+        """The step before which checkpoints are good.
+
+        Their weights learned afterwards, and the best rewards came no earlier."""
         return min(self.learned_step, self.good_step + 1)
 
 
@@ -491,7 +516,7 @@ def write_progress(folder: Path, progress: Progress) -> None:
 
 
 def read_progress(folder: Path) -> Progress:
-    """ValueError where the file cannot be used.
+    """Read a checkpoint's progress; ValueError if the file cannot be used.
 
     The manifest's checksum says that it is as it was written."""
     path = folder / PROGRESS
@@ -500,11 +525,16 @@ def read_progress(folder: Path) -> Progress:
         values = {
             "learned_step": values["step"]
         } | values  # older versions did not write all fields
-        known = {
-            entry.name: values[entry.name] for entry in fields(Progress) if entry.name in values
+        known_values = {
+            progress_field.name: values[progress_field.name]
+            for progress_field in fields(Progress)
+            if progress_field.name in values
         }
         return Progress(
-            **{name: tuple(x) if isinstance(x, list) else x for name, x in known.items()}
+            **{
+                name: tuple(field_value) if isinstance(field_value, list) else field_value
+                for name, field_value in known_values.items()
+            }
         )
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error

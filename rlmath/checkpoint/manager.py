@@ -56,12 +56,12 @@ logger = logging.getLogger(__name__)
 
 _MASTERS = f"{sharded_state.OPTIMIZER_PREFIX}.{MASTER}."
 _LAST_REMOVALS_SECONDS = 30.0
-"""How long the end of a run waits for superseded checkpoints to be removed."""
+"""Seconds that the end of a run waits for superseded checkpoints to be removed."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """How many checkpoints stay; see `directory.set_superseded_aside`."""
+    """The numbers of checkpoints that stay; see `directory.set_superseded_aside`."""
 
     keep_last: int
     keep_models: int | None
@@ -77,11 +77,11 @@ class _SaveInFlight:
     kept: bool
     learned_step: int
     writes: bool = False
-    """This rank has something to write."""
+    """Whether this rank has something to write."""
     files: Any = None
     """Megatron's writer of the files; it also writes the index, when all ranks' files are there."""
     metadata: Any = None
-    """What the index says; None but on rank 0."""
+    """Contents of the index; None but on rank 0."""
 
 
 class CheckpointManager:
@@ -97,10 +97,13 @@ class CheckpointManager:
         metadata_files: Mapping[str, bytes],
         retention: Retention,
     ) -> None:
-        """`models` gives what a save holds, the policy among it."""
+        """`models` returns the models that a save holds, the policy among them."""
         checkpointing.patch(SafeReader)
-        self._root, self._metadata_files, self._retention = root, metadata_files, retention
-        self._models, self._device = models, device
+        self._root = root
+        self._metadata_files = metadata_files
+        self._retention = retention
+        self._models = models
+        self._device = device
         self._rank = dist.get_rank()
         self._writer: WriterProcess | None = None
         self._unfinished: _SaveInFlight | None = None
@@ -126,7 +129,7 @@ class CheckpointManager:
 
     @property
     def written(self) -> bool:
-        """This rank's part of the save in flight is on disk, or has failed.
+        """Whether this rank's part of the save in flight is on disk, or has failed.
 
         Not a collective."""
         assert self._unfinished is not None
@@ -157,18 +160,22 @@ class CheckpointManager:
         return None if error is None else self._give_up(error)
 
     def finish(self, waiting: Callable[[], None] = lambda: None) -> Checkpoint | str:
-        """Wait until all ranks' parts are on disk and complete the checkpoint, or remove its files
-        and return why. Calls `waiting` while the writer process advances."""
+        """Wait until all ranks' parts are on disk, and complete the checkpoint.
+
+        After a failure its files are removed, and the error is returned. Calls `waiting` while the
+        writer process advances."""
         save = self._unfinished
         assert save is not None
-        mine = Written([], {}, None)
+        rank_result = Written([], {}, None)
         if save.writes:
             assert self._writer is not None
-            mine = self._writer.result(waiting)
-        error = collectives.first_error(mine.error and f"rank {self._rank}: {mine.error}")
+            rank_result = self._writer.result(waiting)
+        error = collectives.first_error(
+            rank_result.error and f"rank {self._rank}: {rank_result.error}"
+        )
         if error is not None:
             return self._give_up(error)
-        written = collectives.gather_to_rank_zero(mine)
+        written = collectives.gather_to_rank_zero(rank_result)
         outcome = None if written is None else self._complete(save, written)
         outcome = collectives.broadcast_from_rank_zero(outcome)
         if isinstance(outcome, str):
@@ -194,11 +201,18 @@ class CheckpointManager:
     # ------------------------------------------------------------ steps of a save
 
     def _state(self, progress: Progress) -> tuple[dict[str, Any], Progress]:
+        """This rank's parts of the checkpoint, and the progress with the names of what it holds."""
         models = self._models()
         optimizers = [model.optimizer for model in models if model.optimizer is not None]
-        mine = {name for one in optimizers for held in held_by(one) for name in held.tensors()}
-        names = sorted(set().union(*collectives.all_gather_objects(mine)))
-        states, parts = sharded_state.random_states(self._device), []
+        local_names = {
+            name
+            for optimizer in optimizers
+            for parameter_state in held_by(optimizer)
+            for name in parameter_state.tensors()
+        }
+        names = sorted(set().union(*collectives.all_gather_objects(local_names)))
+        states = sharded_state.random_states(self._device)
+        parts = []
         for model in models:
             pieces, objects = model_pieces(model)
             parts += [*(piece.sharded for piece in pieces), *objects]
@@ -214,27 +228,27 @@ class CheckpointManager:
         return {str(number): part for number, part in enumerate(parts)}, filled
 
     def _room_for(self, state: Mapping[str, Any], beside: int) -> str | None:
-        """The error where the disk has no room for all ranks' parts, and for what each of them has
-        `beside` (bytes)."""
-        mine = beside + sum(
+        """The error if the disk has no room for all ranks' parts, with `beside` bytes more of each."""
+        local_bytes = beside + sum(
             part.data.nbytes
             for part in state.values()
             if isinstance(part, ShardedTensor) and is_main_replica(part.replica_id)
         )
-        needed = sum(collectives.all_gather_objects(mine)) + 64 * 2**20  # which stay free
+        # 64 MiB stay free.
+        needed_bytes = sum(collectives.all_gather_objects(local_bytes)) + 64 * 2**20
         error = None
         if self._rank == 0:
             try:
                 self._root.mkdir(parents=True, exist_ok=True)
-                if shutil.disk_usage(self._root).free < needed:
+                if shutil.disk_usage(self._root).free < needed_bytes:
                     self.wait_for_removals()  # what they free counts
-                if (free := shutil.disk_usage(self._root).free) < needed:
+                if (free_bytes := shutil.disk_usage(self._root).free) < needed_bytes:
                     error = (
-                        f"{self._root} has {free / 2**30:.2f} GiB free; needed: "
-                        f"{needed / 2**30:.2f} GiB"
+                        f"{self._root} has {free_bytes / 2**30:.2f} GiB free; needed: "
+                        f"{needed_bytes / 2**30:.2f} GiB"
                     )
-            except OSError as refused:
-                error = f"{self._root} cannot be used: {refused}"
+            except OSError as os_error:
+                error = f"{self._root} cannot be used: {os_error}"
         return collectives.broadcast_from_rank_zero(error)
 
     def _open(
@@ -250,8 +264,8 @@ class CheckpointManager:
                 write_files(partial / directory.METADATA_FILES, self._metadata_files)
                 for name, content in files.items():
                     (partial / name).write_bytes(content)
-            except OSError as refused:
-                error = f"{self._root} cannot be written: {refused}"
+            except OSError as os_error:
+                error = f"{self._root} cannot be written: {os_error}"
         error = collectives.broadcast_from_rank_zero(error)
         assert self._unfinished is not None
         if error is None and not (self._unfinished.partial / STATE).is_dir():
@@ -275,36 +289,40 @@ class CheckpointManager:
         return request.async_fn_args[1] if request.async_fn is not None else []
 
     def _submit(self, save: _SaveInFlight, buckets: Sequence[Any]) -> str | None:
+        """Hand this rank's files to the writer process; the error if that fails."""
         save.writes = bool(buckets)
         try:
             if buckets:
                 self._running_writer().submit(buckets)
-        except OSError as refused:
-            return f"rank {self._rank}: {refused}"
+        except OSError as error:
+            return f"rank {self._rank}: {error}"
         finally:
             save.files.write_buckets = None  # Megatron's own copies
         return None
 
     def _complete(self, save: _SaveInFlight, written: Sequence[Written]) -> Checkpoint | str:
-        """On rank 0, without collectives: the others wait for the outcome, whatever the disk
-        does."""
-        known = {f"{STATE}/{name}": entry for one in written for name, entry in one.files.items()}
+        """Complete the checkpoint on rank 0, and rename superseded ones; the error if that fails.
+
+        No collectives are called: the other ranks wait for the outcome, whatever the disk does."""
+        known_entries = {
+            f"{STATE}/{name}": entry for part in written for name, entry in part.files.items()
+        }
         state = save.partial / STATE
         try:
-            save.files.finish(save.metadata, [one.results for one in written])
+            save.files.finish(save.metadata, [part.results for part in written])
             save_config(CheckpointingConfig("torch_dist", 1), str(state))
             torch.save(
                 {}, state / "common.pt"
             )  # what Megatron keeps beside the tensors; of ours it is empty
             read_metadata(state)
-            checkpoint = directory.finish_partial(save.partial, save.step, save.kept, known)
+            checkpoint = directory.finish_partial(save.partial, save.step, save.kept, known_entries)
         except (OSError, RuntimeError, ValueError) as error:
             return directory.write_error_text(error, save.partial)
         try:
-            learned = save.learned_step
+            learned_step = save.learned_step
             self._remove(
                 directory.set_superseded_aside(
-                    self._root, learned_step=learned, **vars(self._retention)
+                    self._root, learned_step=learned_step, **vars(self._retention)
                 )
             )
         except (OSError, ValueError) as error:
@@ -312,9 +330,9 @@ class CheckpointManager:
         return checkpoint
 
     def _remove(self, folders: Sequence[Path]) -> None:
-        """In threads: large files take long.
+        """Remove folders in threads, as large files take long.
 
-        What a killed run does not remove, the next one does."""
+        The next run removes what a killed run leaves."""
         self._removals = [thread for thread in self._removals if thread.is_alive()]
         for folder in folders:
             self._removals.append(
@@ -334,8 +352,9 @@ class CheckpointManager:
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron's, with the metadata kept: Megatron's finalize would let ranks wait where rank 0's
-    disk is full."""
+    """Megatron's strategy, with the metadata kept.
+
+    Megatron's own finalize would leave ranks waiting if rank 0's disk is full."""
 
     planned: tuple[Any, Any]
     """The writer of the files, and the metadata (None but on rank 0)."""
@@ -353,26 +372,27 @@ class _Strategy(TorchDistSaveShardedStrategy):
 def load_checkpoint(
     models: Sequence[SavedModel], device: Device, checkpoint: Checkpoint, progress: Progress
 ) -> None:
-    """Load the parameters and optimizers of those models that the checkpoint has
-    (`Progress.has_model`) and, with the same number of ranks, random states. A collective.
-    ValueError where the checkpoint does not fit a model."""
+    """Load the models that a checkpoint has (`Progress.has_model`), with their optimizers.
+
+    With the same number of ranks random states are loaded, too. A collective. ValueError if the
+    checkpoint does not fit a model."""
     checkpointing.patch(SafeReader)
-    wanted = []
-    for model in (one for one in models if progress.has_model(one.name)):
+    parts = []
+    for model in (model for model in models if progress.has_model(model.name)):
         pieces, _ = model_pieces(model)
         updates = progress.updates if model.name == POLICY else progress.critic_updates
         # An optimizer that has made no step has no state.
         names = [name for name in progress.optimizer_tensors if updates or name == MASTER]
         if model.optimizer is not None:
             sharded_state.make_room(model.optimizer, names, updates)
-        wanted += _weights(model.optimizer, pieces, names)
+        parts += _weights(model.optimizer, pieces, names)
     states: dict[str, torch.Tensor] = {}
     if progress.world_size == dist.get_world_size():
-        mine = sharded_state.random_states(device)
-        if set(mine) == set(progress.random_states):
-            states = {name: torch.empty_like(state) for name, state in mine.items()}
-    wanted += sharded_state.random_rows(states)
-    by_number: dict[str, Any] = {str(number): one for number, one in enumerate(wanted)}
+        local_states = sharded_state.random_states(device)
+        if set(local_states) == set(progress.random_states):
+            states = {name: torch.empty_like(state) for name, state in local_states.items()}
+    parts += sharded_state.random_rows(states)
+    by_number: dict[str, Any] = {str(number): part for number, part in enumerate(parts)}
     try:
         dist_checkpointing.load(by_number, str(checkpoint.state), validate_access_integrity=False)
     except (CheckpointingException, CheckpointException, KeyError) as error:
@@ -386,25 +406,27 @@ def load_checkpoint(
 def _weights(
     optimizer: Any | None, pieces: Sequence[Piece], saved: Sequence[str]
 ) -> list[ShardedTensor]:
-    """What to load of a model and its optimizer, of the tensors `saved`.
+    """The tensors to load of a model and its optimizer, among the tensors `saved`.
 
     Weights are read at the highest precision saved: a bfloat16 run has float32 copies of its
     parameters, but none of what is float32 in any run."""
     plain = [piece.sharded for piece in pieces]
     if optimizer is None:
         return plain
-    there = {name for held in held_by(optimizer) for name in held.tensors()}
-    stored = [name for name in saved if name in there]
-    found = optimizer_pieces(optimizer, pieces, stored)
-    if MASTER in saved and MASTER not in there:
+    local_names = {
+        name for parameter_state in held_by(optimizer) for name in parameter_state.tensors()
+    }
+    stored = [name for name in saved if name in local_names]
+    optimizer_parts = optimizer_pieces(optimizer, pieces, stored)
+    if MASTER in saved and MASTER not in local_names:
         masters = [
             piece.sharded
             if getattr(piece.parameter, ALWAYS_FLOAT32, False)
             else replace(piece.sharded, key=f"{_MASTERS}{piece.sharded.key}")
             for piece in pieces
         ]
-        return [*masters, *found]
-    if MASTER in there and MASTER not in stored:
+        return [*masters, *optimizer_parts]
+    if MASTER in local_names and MASTER not in stored:
         copies = optimizer_pieces(optimizer, pieces, [MASTER])
-        found += [replace(one, key=one.key.removeprefix(_MASTERS)) for one in copies]
-    return [*plain, *found]
+        optimizer_parts += [replace(copy, key=copy.key.removeprefix(_MASTERS)) for copy in copies]
+    return [*plain, *optimizer_parts]

@@ -43,7 +43,7 @@ _ALLOWED = {
     # torch up to 2.2
     "torch.distributed._shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING TensorProperties",
 }
-"""By module, the names that an index may hold."""
+"""Names that an index may hold, by module."""
 _IN_PLACE_OF = {
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): dcp.Metadata,
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): SavePlan,
@@ -56,9 +56,10 @@ _IN_PLACE_OF = {
 
 
 def read_metadata(folder: Path | str) -> dcp.Metadata:
-    """The index of a torch_dist folder, checked: plain file names, offsets and lengths within the
-    files, chunks within their tensors and each of them stored. ValueError that names what is wrong.
-    """
+    """The checked index of a torch_dist folder; ValueError that says what is wrong with it.
+
+    File names are plain, offsets and lengths lie within the files, chunks lie within their tensors,
+    and each of them is stored."""
     return read_index(Path(folder) / INDEX)
 
 
@@ -72,8 +73,9 @@ class SafeReader(FileSystemReader):
         self._read: dict[Path, dcp.Metadata] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """See `read_metadata` of this module; with `rank` the index of one rank's own, as in
-        torch."""
+        """The checked index; with `rank` that rank's own index, as in torch.
+
+        See `read_metadata` of this module."""
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         if path not in self._read:
             self._read[path] = read_index(path)
@@ -130,28 +132,31 @@ _DAMAGED = (
     ),
     *(MemoryError, RuntimeError, SystemError, TypeError, ValueError),
 )
-"""What pickle and the classes' constructors raise where a file is no index, or is cut off."""
+"""Errors that pickle and the classes' constructors raise if a file is no index, or is cut off."""
 
 _ARGUMENT_BYTES = {
     ord(opcode.code): 0 if opcode.arg is None else opcode.arg.n for opcode in pickletools.opcodes
 }
-"""By opcode; negative where the argument says its length itself."""
+"""Bytes of an opcode's argument; negative if the argument says its length itself."""
 _LENGTH_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
-"""How many bytes say the length of an argument."""
+"""Number of bytes that say the length of an argument."""
 _LINES = {ord("c"): 2, ord("i"): 2}
 """Arguments that end with a line, of opcodes that have more than one."""
-_PUT, _LONG_BINPUT, _BYTEARRAY8 = ord("p"), ord("r"), 0x96
+_PUT = ord("p")
+_LONG_BINPUT = ord("r")
+_BYTEARRAY8 = 0x96
 _STOP = ord(".")
 
 
 def _harmless_opcodes() -> re.Pattern[bytes]:
-    """Any number of opcodes in a row that end nothing, number nothing and have arguments of a fixed
-    length."""
+    """A pattern of any number of harmless opcodes in a row.
+
+    They end nothing, number nothing and have arguments of a fixed length."""
     by_length: dict[int, bytes] = {}
     for opcode, length in _ARGUMENT_BYTES.items():
         if length >= 0 and opcode not in (_LONG_BINPUT, _STOP):
@@ -164,17 +169,20 @@ _HARMLESS_OPCODES = _harmless_opcodes()
 
 
 def _check_memory(content: bytes) -> None:
-    """EOFError or _Refused where an opcode asks for more memory than the bytes around it account
-    for: it names a text that is longer than the file, numbers an object higher than there are bytes
-    before it (the unpickler makes a list of as many), or makes a bytearray, which is allocated
-    before it is read."""
-    at, size = 0, len(content)
-    while (run := _HARMLESS_OPCODES.match(content, at)) is not None:
-        at = run.end()
-        opcode, start = content[at] if at < size else _STOP, at + 1
+    """EOFError or _Refused if an opcode asks for more memory than the bytes around it account for.
+
+    Such an opcode names a text that is longer than the file, numbers an object higher than there
+    are bytes before it (the unpickler makes a list of as many), or makes a bytearray, which is
+    allocated before it is read."""
+    position = 0
+    size = len(content)
+    while (run := _HARMLESS_OPCODES.match(content, position)) is not None:
+        position = run.end()
+        opcode = content[position] if position < size else _STOP
+        start = position + 1
         length = _ARGUMENT_BYTES.get(opcode)
         if opcode == _STOP or length is None:
-            return  # what is missing or no opcode, the unpickler says
+            return  # the unpickler reports a missing or unknown opcode
         end = start + length
         if length == pickletools.UP_TO_NEWLINE:
             end = start
@@ -188,11 +196,11 @@ def _check_memory(content: bytes) -> None:
         if opcode in (_PUT, _LONG_BINPUT):
             argument = content[start:end]
             number = int(argument) if opcode == _PUT else int.from_bytes(argument, "little")
-            if number > at:
-                raise _Refused(f"it numbers its object {number} after {at} bytes.")
+            if number > position:
+                raise _Refused(f"it numbers its object {number} after {position} bytes.")
         if opcode == _BYTEARRAY8:
             raise _Refused("it has a bytearray, which is no part of a checkpoint's index.")
-        at = end
+        position = end
 
 
 class _Unpickler(pickle.Unpickler):
@@ -210,9 +218,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _checked(index: Any, folder: Path) -> dcp.Metadata:
-    """What of an index is used, where it holds together.
+    """The used parts of an index, checked for consistency.
 
-    Attributes and types that are wrong raise what they raise."""
+    Wrong attributes and types raise whatever Python raises."""
     tensors: dict[str, Any] = {}
     for key, entry in index.state_dict_metadata.items():
         if isinstance(entry, dcp.TensorStorageMetadata):
@@ -224,28 +232,33 @@ def _checked(index: Any, folder: Path) -> dcp.Metadata:
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), _end(place))
     for name, end in ends.items():
         _check_file(folder, name, end)
-    lost = [key for key, entry in tensors.items() if not _is_whole(key, entry, index.storage_data)]
-    if lost:
-        raise _Refused(f"{len(lost)} tensors are not stored whole: {', '.join(lost[:5])}.")
+    incomplete = [
+        key for key, entry in tensors.items() if not _is_whole(key, entry, index.storage_data)
+    ]
+    if incomplete:
+        raise _Refused(
+            f"{len(incomplete)} tensors are not stored whole: {', '.join(incomplete[:5])}."
+        )
     version = getattr(index, "version", None)
     return dcp.Metadata(tensors, None, index.storage_data, dcp.StorageMeta(), version=version)
 
 
 def _tensor(key: str, entry: dcp.TensorStorageMetadata) -> dcp.TensorStorageMetadata:
+    """The checked metadata of a tensor, with its number format as the only property."""
     if not isinstance(entry.properties.dtype, torch.dtype):
         raise _Refused(f"{key} has no number format.")
     if math.prod(max(1, length) for length in entry.size) > 2**50:
         raise _Refused(f"{key} has more than 2^50 elements.")
     for chunk in entry.chunks:
         axes = list(zip(chunk.offsets, chunk.sizes, entry.size, strict=True))
-        if any(start < 0 or length < 0 or start + length > whole for start, length, whole in axes):
+        if any(start < 0 or length < 0 or start + length > total for start, length, total in axes):
             raise _Refused(f"a part of {key} lies outside of the tensor.")
     properties = dcp.TensorProperties(dtype=entry.properties.dtype)
     return dcp.TensorStorageMetadata(properties, entry.size, entry.chunks)
 
 
 def _end(place: Any) -> int:
-    """Where a part ends in its file (bytes)."""
+    """The offset in its file at which a part ends (bytes)."""
     if getattr(place, "transform_descriptors", None):
         raise _Refused(
             f"{place.relative_path} is compressed or otherwise transformed, which is not supported."
@@ -256,7 +269,8 @@ def _end(place: Any) -> int:
 
 
 def _check_file(folder: Path, name: str, end: int) -> None:
-    if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+    """_Refused unless the file has a plain name, exists and has at least `end` bytes."""
+    if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         raise _Refused(f"it names the file {name[:200]!r}; needed: one in the same folder.")
     if not (folder / name).is_file():
         raise _Refused(f"the file {name} is not beside it. Copy it there.")
@@ -268,8 +282,9 @@ def _check_file(folder: Path, name: str, end: int) -> None:
 
 
 def _is_whole(key: str, entry: Any, places: dict[dcp.MetadataIndex, Any]) -> bool:
-    """Whether all parts have a place, begin at places of their own, and have as many elements as
-    the tensor."""
+    """Whether all parts of a tensor are stored.
+
+    They have a place, begin at different offsets, and together have as many elements as it."""
     if isinstance(entry, dcp.BytesStorageMetadata):
         return dcp.MetadataIndex(key) in places
     starts = {chunk.offsets for chunk in entry.chunks}

@@ -1,4 +1,4 @@
-"""What a run saves: when a checkpoint is due, and how much disk checkpoints and models take."""
+"""The schedule of saves: when a checkpoint is due, and the disk space of checkpoints and models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def recovery_frequency(save: SaveConfig) -> Frequency:
 
 
 def kept_frequency(save: SaveConfig) -> Frequency:
-    """Of checkpoints that stay."""
+    """The frequency of checkpoints that stay."""
     return Frequency(save.save_freq_epochs, save.save_freq_steps, save.save_freq_secs)
 
 
@@ -64,13 +64,13 @@ class SaveTimes:
         self._last = now
 
     def due(self, step: int, now: float) -> bool:
-        every = self._frequency
+        frequency = self._frequency
         epochs, within = divmod(step, self._steps_per_epoch)
         is_due = (
             step == self._first
-            or (every.epochs is not None and within == 0 and epochs % every.epochs == 0)
-            or (every.steps is not None and step % every.steps == 0)
-            or (every.secs is not None and now - self._last >= every.secs)
+            or (frequency.epochs is not None and within == 0 and epochs % frequency.epochs == 0)
+            or (frequency.steps is not None and step % frequency.steps == 0)
+            or (frequency.secs is not None and now - self._last >= frequency.secs)
         )
         if is_due:
             self._last = now
@@ -85,27 +85,28 @@ def _trained_format(config: Config) -> NumberFormat:
 
 
 def adapter_format(config: Config) -> NumberFormat:
-    """Of exported adapters, by the name that torch has for it; "auto" is the format of training."""
+    """The number format of exported adapters, by its name in torch; "auto" is that of training."""
     named = config.save.export_dtype
     return _trained_format(config) if named == "auto" else named
 
 
 def export_formats(config: Config) -> TensorFormats:
-    """Of the exported model; "auto" is that of model.path, tensor by tensor, or, where it is not
-    known, of training."""
+    """The number formats of the exported model.
+
+    "auto" is that of model.path, tensor by tensor, or, if it is not known, of training."""
     if config.save.export_dtype != "auto":
         return TensorFormats(config.save.export_dtype)
     return source_formats(Path(config.model.path)) or TensorFormats(_trained_format(config))
 
 
 def export_note(config: Config, size: int) -> str:
-    """What to say of an exported model of `size` bytes whose numbers have another format than those
-    of the model that the run started from."""
-    ours, theirs = export_formats(config), source_formats(Path(config.model.path))
-    if theirs is None or theirs == ours:
+    """A note about an exported model of `size` bytes in another format than model.path; else ""."""
+    exported = export_formats(config)
+    original = source_formats(Path(config.model.path))
+    if original is None or original == exported:
         return ""
     return (
-        f", in {ours.most}, {size / 1e9:.3f} GB; that of model.path has {theirs.most} "
+        f", in {exported.most}, {size / 1e9:.3f} GB; that of model.path has {original.most} "
         "(save.export_dtype)"
     )
 
@@ -124,19 +125,18 @@ def export_bytes(config: Config, shape: ModelShape) -> int:
     """Size of an export on disk: of the model's weights, and of its adapters (bytes)."""
     size = _adapter_parameters(config, shape) * FORMAT_BYTES[adapter_format(config)]
     if exports_merged(config):
-        formats, words = (
-            export_formats(config),
-            {str(word): width for word, width in FORMAT_BYTES.items()},
-        )
+        formats = export_formats(config)
+        bytes_of_format = {str(word): width for word, width in FORMAT_BYTES.items()}
         tensors = hf_tensors(shape).items()
-        size += sum(math.prod(axes) * words[formats.of(name)] for name, axes in tensors)
+        size += sum(math.prod(axes) * bytes_of_format[formats.of(name)] for name, axes in tensors)
     return size
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
-    """Bytes of a checkpoint on disk, of policy (or adapters) and critic: parameters, Adam's two
-    moments, and float32 copies of parameters in 16 bits; and of a reference that moves its
-    parameters."""
+    """Bytes of a checkpoint on disk.
+
+    They are those of policy (or adapters) and critic: parameters, Adam's two moments, and float32
+    copies of parameters in 16 bits; and the parameters of a reference that moves."""
     weights = FORMAT_BYTES[_trained_format(config)]
     state = 8 if config.optimizer.kind == "adam" else 0
     copies = 4 if weights < 4 else 0
@@ -148,8 +148,7 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def steps_before_captures(config: Config) -> frozenset[int]:
-    """Steps done in the checkpoints that `telemetry.capture_steps` needs: a replay begins with
-    them.
+    """Steps done in the checkpoints that `telemetry.capture_steps` needs, where replays begin.
 
     >>> from rlmath.config.schema import TelemetryConfig
     >>> sorted(steps_before_captures(Config(telemetry=TelemetryConfig(capture_steps=[1, 10]))))
@@ -159,29 +158,34 @@ def steps_before_captures(config: Config) -> frozenset[int]:
 
 
 def output_bytes(config: Config, shape: ModelShape) -> int:
-    """Disk space that a run still needs: for the models it leaves and, where it makes any, for the
-    checkpoints that stay and the one that is being written, less those that are there (bytes)."""
+    """Bytes on the disk that a run still needs.
+
+    They are those of the models it leaves and, if it makes any, of the checkpoints that stay and
+    the one that is being written, less the models and checkpoints that exist already."""
     save = config.save
-    wanted = 0
+    needed_bytes = 0
     captures = len(steps_before_captures(config))
     if captures or not (recovery_frequency(save).never and kept_frequency(save).never):
-        wanted = (save.keep_last + 1 + captures) * checkpoint_bytes(config, shape)
-    found = []
+        needed_bytes = (save.keep_last + 1 + captures) * checkpoint_bytes(config, shape)
+    checkpoints = []
     with suppress(
         ValueError
     ):  # `find_recovery` raises it, unless the run is to start from the beginning
-        found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS_FOLDER)
-    there = sum(entry.size for one in found for entry in one.files.values())
+        checkpoints, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS_FOLDER)
+    present_bytes = sum(
+        file.size for checkpoint in checkpoints for file in checkpoint.files.values()
+    )
     folders = [
         stage_folder(config.run.output_dir, number) for number in range(len(config.stages.steps))
     ]
     folders += [Path(config.run.output_dir) / BEST_FOLDER] * config.validation.keep_best
     models = most_models(config) - sum(folder.is_dir() for folder in folders)
-    return models * export_bytes(config, shape) + max(0, wanted - there)
+    return models * export_bytes(config, shape) + max(0, needed_bytes - present_bytes)
 
 
 def most_models(config: Config) -> int:
-    """The models that a run has on disk at most, without those of kept checkpoints: the last one,
-    those of its stages, and the best one twice: the new one is written before the old one is
-    removed."""
+    """Most models that a run has on disk, without those of kept checkpoints.
+
+    They are the last one, those of its stages, and the best one twice, as the new one is written
+    before the old one is removed."""
     return 1 + len(config.stages.steps) + 2 * config.validation.keep_best

@@ -1,5 +1,6 @@
-"""The state of a rank as parts of global tensors: parameters as Megatron shards them, the
-optimizer's state over the same tensors, so that it can be loaded in any other layout, and the
+"""The state of a rank as parts of global tensors, which can be loaded in any other layout.
+
+It is the parameters as Megatron shards them, the optimizer's state over the same tensors, and the
 random states of the rank.
 
 The distributed optimizer gives every data-parallel rank a range of each flattened parameter. A
@@ -31,8 +32,7 @@ from rlmath.distributed.device import Device
 
 OPTIMIZER_PREFIX = "optimizer.state"
 ALWAYS_FLOAT32 = "always_float32"
-"""Attribute of a parameter that is float32 beside a bfloat16 model: the optimizer keeps no copy of
-it."""
+"""Attribute of a float32 parameter of a bfloat16 model: the optimizer keeps no copy of it."""
 POLICY = ""
 """The name of the model whose keys begin with nothing."""
 MASTER = "param"
@@ -41,12 +41,13 @@ MASTER = "param"
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a global tensor: most often all of a parameter; of a gated MLP's first matrix,
-    gate or up."""
+    """A rectangle of a global tensor, most often all of a parameter.
+
+    A gated MLP's first matrix has two pieces, gate and up."""
 
     parameter: Tensor
     start: int
-    """Where it begins in the flattened parameter (elements)."""
+    """Its first element in the flattened parameter."""
     sharded: ShardedTensor
 
     @property
@@ -63,15 +64,17 @@ class SavedModel:
     """A model that checkpoints hold, beside others."""
 
     name: str
-    """POLICY, or the word that every key of its tensors begins with: "critic" makes
-    "critic.decoder.layers...."."""
+    """POLICY, or the word with which every key of its tensors begins.
+
+    "critic" makes "critic.decoder.layers...."."""
     chunks: Sequence[Any]
-    """This rank's, bare."""
+    """This rank's model chunks, unwrapped."""
     optimizer: Any | None
-    """None of a model that is not trained."""
+    """The model's optimizer; None if it is not trained."""
     adapters: Sequence[Placed] = ()
-    """The adapters that are trained in place of the model, of all layers; then checkpoints hold
-    these alone."""
+    """The adapters of all layers that are trained in place of the model.
+
+    With them checkpoints hold the adapters alone."""
 
     @property
     def prefix(self) -> str:
@@ -79,32 +82,34 @@ class SavedModel:
 
 
 def model_pieces(model: SavedModel) -> tuple[list[Piece], list[ShardedObject]]:
-    """This rank's pieces of the model, and the objects beside them (Transformer Engine's extra
-    states)."""
+    """This rank's pieces of the model, and its objects (Transformer Engine's extra states)."""
     if model.adapters:
         return list(_adapter_pieces(model)), []
-    pieces, objects = [], []
+    pieces = []
+    objects = []
     for chunk in model.chunks:
-        for value in chunk.sharded_state_dict().values():
-            if isinstance(value, ShardedObject):
-                objects.append(replace(value, key=model.prefix + value.key))
+        for sharded in chunk.sharded_state_dict().values():
+            if isinstance(sharded, ShardedObject):
+                objects.append(replace(sharded, key=model.prefix + sharded.key))
                 continue
-            parts = value.build() if isinstance(value, ShardedTensorFactory) else [value]
+            parts = sharded.build() if isinstance(sharded, ShardedTensorFactory) else [sharded]
             parts = list(parts.values()) if isinstance(parts, dict) else parts
             pieces += [
-                _piece(value.data, replace(part, key=model.prefix + part.key)) for part in parts
+                _piece(sharded.data, replace(part, key=model.prefix + part.key)) for part in parts
             ]
     return pieces, objects
 
 
 def _adapter_pieces(model: SavedModel) -> Iterator[Piece]:
-    """Adapters in their canonical form, each with a key of its own by the layer's number in the
-    model."""
+    """The pieces of adapters in their canonical form.
+
+    Each has a key of its own, by the layer's number in the model."""
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
     tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
     copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     for placed in model.adapters:
-        parameter, axis = local_parameter(model.chunks, placed), placed.rule.split_axis
+        parameter = local_parameter(model.chunks, placed)
+        axis = placed.rule.split_axis
         if parameter is None:
             continue
         shards = () if axis is None else ((axis, tensor_rank, tensor_ranks),)
@@ -127,8 +132,7 @@ def _piece(parameter: Tensor, part: ShardedTensor) -> Piece:
 def rectangles(
     shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, size) of the rectangles that elements `start` to `stop` of a flattened tensor are
-    made of, in order.
+    """Rectangles (offset, size) that make up elements `start` to `stop` of a flattened tensor.
 
     >>> list(rectangles((4, 10), 7, 32))
     [((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 2))]
@@ -138,70 +142,86 @@ def rectangles(
     if len(shape) == 1:
         yield (start,), (stop - start,)
         return
-    row = math.prod(shape[1:])
-    first, last = start // row, stop // row
-    if start == first * row and stop == last * row:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    elif first == last or stop <= (first + 1) * row:
-        for offset, size in rectangles(shape[1:], start - first * row, stop - first * row):
-            yield (first, *offset), (1, *size)
+    row_size = math.prod(shape[1:])
+    first_row = start // row_size
+    last_row = stop // row_size
+    if start == first_row * row_size and stop == last_row * row_size:
+        yield (first_row, *(0 for _ in shape[1:])), (last_row - first_row, *shape[1:])
+    elif first_row == last_row or stop <= (first_row + 1) * row_size:
+        for offset, size in rectangles(
+            shape[1:], start - first_row * row_size, stop - first_row * row_size
+        ):
+            yield (first_row, *offset), (1, *size)
     else:
-        whole = -(-start // row) * row
-        for part in ((start, whole), (whole, last * row), (last * row, stop)):
+        next_row = -(-start // row_size) * row_size
+        for part in (
+            (start, next_row),
+            (next_row, last_row * row_size),
+            (last_row * row_size, stop),
+        ):
             yield from rectangles(shape, *part)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank's optimizer holds of one parameter: elements `start` to `stop` of it,
-    flattened."""
+    """This rank's optimizer state for elements `start` to `stop` of a flattened parameter."""
 
     parameter: Tensor
     start: int
     stop: int
     stepped: Tensor
-    """What the optimizer steps: the elements themselves, or float32 copies of them."""
+    """The tensor that the optimizer steps: the elements themselves, or float32 copies of them."""
     state: dict[str, Any]
-    """The optimizer's own state of it: Adam's moments and count of steps."""
+    """The optimizer's own state: Adam's moments and count of steps."""
     is_share: bool
-    """Other data-parallel ranks hold other elements; else all hold the same."""
+    """Whether other data-parallel ranks hold other elements; else all hold the same."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, flat, one value for each element."""
-        found = {
-            name: value.view(-1)
-            for name, value in self.state.items()
-            if isinstance(value, Tensor)
-            and value.numel() == self.stepped.numel()
+        """The state's flat tensors by name, with one number for each element."""
+        tensors = {
+            name: tensor.view(-1)
+            for name, tensor in self.state.items()
+            if isinstance(tensor, Tensor)
+            and tensor.numel() == self.stepped.numel()
             and name != "step"
         }
         if self.stepped.untyped_storage().data_ptr() != self.parameter.untyped_storage().data_ptr():
-            found[MASTER] = self.stepped.detach().view(-1)
-        return found
+            tensors[MASTER] = self.stepped.detach().view(-1)
+        return tensors
 
 
 def held_by(optimizer: Any) -> Iterator[Held]:
-    """What a Megatron optimizer holds on this rank."""
+    """The parts of a Megatron optimizer's state that this rank holds."""
     for part in _stepping(optimizer):
-        groups, state = part.optimizer.param_groups, part.optimizer.state
+        groups = part.optimizer.param_groups
+        state = part.optimizer.state
         if hasattr(part, "model_param_group_index_map"):
             # Not in the order of that map: a group steps float32 parameters before the copies of
             # the others.
-            for group, *of_group in zip(
+            for group, *parameter_groups in zip(
                 groups, part.model_fp32_groups, part.model_float16_groups, strict=True
             ):
                 for parameter, stepped in zip(
-                    itertools.chain(*of_group), group["params"], strict=True
+                    itertools.chain(*parameter_groups), group["params"], strict=True
                 ):
-                    held = part._get_model_param_range_map(parameter)["param"]
+                    parameter_range = part._get_model_param_range_map(parameter)["param"]
                     yield Held(
-                        parameter, held.start, held.end, stepped, state[stepped], is_share=True
+                        parameter,
+                        parameter_range.start,
+                        parameter_range.end,
+                        stepped,
+                        state[stepped],
+                        is_share=True,
                     )
             continue
-        models = [one for group in getattr(part, "float16_groups", []) for one in group]
-        mains = [one for group in getattr(part, "fp32_from_float16_groups", []) for one in group]
+        models = [parameter for group in getattr(part, "float16_groups", []) for parameter in group]
+        mains = [
+            parameter
+            for group in getattr(part, "fp32_from_float16_groups", [])
+            for parameter in group
+        ]
         copied = {id(main): model for model, main in zip(models, mains, strict=True)}
-        for stepped in (one for group in groups for one in group["params"]):
+        for stepped in (parameter for group in groups for parameter in group["params"]):
             parameter = copied.get(id(stepped), stepped)
             yield Held(parameter, 0, stepped.numel(), stepped, state[stepped], is_share=False)
 
@@ -215,33 +235,43 @@ def _stepping(optimizer: Any) -> list[Any]:
 def optimizer_pieces(
     optimizer: Any, pieces: Sequence[Piece], names: Sequence[str]
 ) -> list[ShardedTensor]:
-    """The named tensors of the optimizer's state as rectangles of global tensors
-    "optimizer.state.NAME.KEY", KEY being that of the parameter. Their data are views: loading into
-    them loads the state."""
-    of_parameter: dict[int, list[Piece]] = {}
+    """The named tensors of the optimizer's state as rectangles of global tensors.
+
+    These are called "optimizer.state.NAME.KEY", where KEY is that of the parameter. Their data are
+    views: loading into them loads the state."""
+    pieces_of_parameter: dict[int, list[Piece]] = {}
     for piece in pieces:
-        of_parameter.setdefault(id(piece.parameter), []).append(piece)
-    found = []
-    for held in held_by(optimizer):
-        tensors = held.tensors()
-        for piece in of_parameter[id(held.parameter)]:
-            start, stop = max(piece.start, held.start), min(piece.stop, held.stop)
+        pieces_of_parameter.setdefault(id(piece.parameter), []).append(piece)
+    sharded_tensors = []
+    for parameter_state in held_by(optimizer):
+        tensors = parameter_state.tensors()
+        for piece in pieces_of_parameter[id(parameter_state.parameter)]:
+            start = max(piece.start, parameter_state.start)
+            stop = min(piece.stop, parameter_state.stop)
             for offset, size in rectangles(piece.shape, start - piece.start, stop - piece.start):
-                at = piece.start + _flat(offset, piece.shape) - held.start
-                for name in (one for one in names if one in tensors):
-                    data = tensors[name][at : at + math.prod(size)]
-                    found.append(
-                        _placed(piece, offset, size, name=name, data=data, is_share=held.is_share)
+                position = piece.start + _flat(offset, piece.shape) - parameter_state.start
+                for name in (name for name in names if name in tensors):
+                    elements = tensors[name][position : position + math.prod(size)]
+                    sharded_tensors.append(
+                        _placed(
+                            piece,
+                            offset,
+                            size,
+                            name=name,
+                            data=elements,
+                            is_share=parameter_state.is_share,
+                        )
                     )
-    return found
+    return sharded_tensors
 
 
 def _flat(offset: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """
-    >>> _flat((2, 3), (4, 10))
+    """Number of the element at `offset` in a flattened tensor of this shape.
+
+
     23
     """
-    return sum(x * math.prod(shape[axis + 1 :]) for axis, x in enumerate(offset))
+    return sum(index * math.prod(shape[axis + 1 :]) for axis, index in enumerate(offset))
 
 
 def _placed(
@@ -252,23 +282,29 @@ def _placed(
     data: Tensor,
     is_share: bool,
 ) -> ShardedTensor:
-    whole = piece.sharded
-    stacked = len(whole.global_shape) - len(size)
+    """A rectangle of a piece's optimizer state as a part of the state's global tensor."""
+    sharded = piece.sharded
+    stacked = len(sharded.global_shape) - len(size)
     size = (1,) * stacked + size
-    corner = tuple(x + y for x, y in zip(whole.global_offset, (0,) * stacked + offset, strict=True))
-    replica = whole.replica_id
+    corner = tuple(
+        corner_of_piece + corner_in_piece
+        for corner_of_piece, corner_in_piece in zip(
+            sharded.global_offset, (0,) * stacked + offset, strict=True
+        )
+    )
+    replica = sharded.replica_id
     assert isinstance(replica, tuple)
     return ShardedTensor(
-        key=f"{OPTIMIZER_PREFIX}.{name}.{whole.key}",
+        key=f"{OPTIMIZER_PREFIX}.{name}.{sharded.key}",
         data=data.view(size),
         dtype=data.dtype,
         local_shape=size,
-        global_shape=whole.global_shape,
+        global_shape=sharded.global_shape,
         global_offset=corner,
         axis_fragmentations=None,
         # The last number counts data-parallel ranks, which hold elements of their own here.
         replica_id=(*replica[:-1], 0) if is_share else replica,
-        allow_shape_mismatch=whole.allow_shape_mismatch,
+        allow_shape_mismatch=sharded.allow_shape_mismatch,
     )
 
 
@@ -276,15 +312,15 @@ def _placed(
 def make_room(optimizer: Any, names: Sequence[str], steps: int) -> None:
     """Create the state that the optimizer would have after so many steps, as zeros to load into.
 
-    What it has besides, of steps that a rollback discards, becomes zero: a first step makes it the
-    same."""
-    for held in held_by(optimizer):
-        for name, tensor in held.state.items():
+    Further state, of steps that a rollback discards, becomes zero, which has the same effect in a
+    first step."""
+    for parameter_state in held_by(optimizer):
+        for name, tensor in parameter_state.state.items():
             if name not in names and isinstance(tensor, Tensor):
                 tensor.zero_()
         for name in names:
-            if name != MASTER and name not in held.state:
-                held.state[name] = torch.zeros_like(held.stepped)
+            if name != MASTER and name not in parameter_state.state:
+                parameter_state.state[name] = torch.zeros_like(parameter_state.stepped)
     counts = any(name != MASTER for name in names)  # plain SGD does not
     for part in _stepping(optimizer):
         for group in part.optimizer.param_groups:
@@ -293,7 +329,7 @@ def make_room(optimizer: Any, names: Sequence[str], steps: int) -> None:
     for part in _stepping(optimizer) if counts else []:
         if type(part.optimizer).__module__.startswith("torch.optim"):
             for stepped in (
-                one for group in part.optimizer.param_groups for one in group["params"]
+                parameter for group in part.optimizer.param_groups for parameter in group["params"]
             ):
                 part.optimizer.state[stepped]["step"] = torch.tensor(
                     float(steps), device=stepped.device
@@ -309,7 +345,7 @@ _MEGATRON = "megatron."
 
 
 def random_states(device: Device) -> dict[str, Tensor]:
-    """By generator, in one dimension, on the CPU."""
+    """The random states by generator, as tensors of one dimension on the CPU."""
     version, words, gauss = random.getstate()
     assert version == 3, f"Python's generator has a state of version {version}"
     name, keys, position, has_gauss, cached = numpy.random.get_state()

@@ -1,5 +1,4 @@
-"""The unfinished groups of partial rollouts, as a file of a checkpoint: safetensors, with the rest
-as JSON beside.
+"""The unfinished groups of partial rollouts in a checkpoint: safetensors with JSON inside.
 
     tokens, logprobs   of all completions, one behind the other, in the order of groups and samples
     header             {"version", "next_draw", "short_share", "groups": [...]}, of every group {"draw", "first_step",
@@ -39,13 +38,13 @@ UNFINISHED = "flight.safetensors"
 """Checkpoints keep the name that earlier versions gave the file."""
 VERSION = 1
 TOKEN_BYTES = 8
-"""Size of a sampled token in the file and in memory: its number (int32) and its log-prob
-(float32)."""
+"""Size of a sampled token in file and memory: its number (int32) and its log-prob (float32)."""
 
 
 def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
     """The file's contents."""
-    token_ids, logprobs = array("i"), array("f")
+    token_ids = array("i")
+    logprobs = array("f")
     groups = []
     for group in unfinished.groups:
         samples: list[dict[str, Any]] = []
@@ -79,8 +78,10 @@ def write_unfinished(unfinished: UnfinishedGroups) -> bytes:
 def read_unfinished(
     content: bytes, group_size: int, vocab_size: int, text_of: Callable[[Sequence[int], bool], str]
 ) -> UnfinishedGroups:
-    """The groups in flight, of `group_size` completions of tokens below `vocab_size`; `text_of`
-    decodes those of a completion. ValueError where the file is none of ours."""
+    """Read the groups in flight; ValueError if the file is none of ours.
+
+    They have `group_size` completions of tokens below `vocab_size`; `text_of` decodes the tokens of
+    a completion."""
     try:
         tensors = load(content)
         header = json.loads(tensors["header"].tobytes())
@@ -105,17 +106,18 @@ def read_unfinished(
 def _read_group(
     row: dict[str, Any], reader: TokenReader, text_of: Callable[[Sequence[int], bool], str]
 ) -> UnfinishedGroup:
+    """A group from its JSON and the next of the tokens."""
     samples = []
-    for index, one in enumerate(row["samples"]):
-        segments = read_segments(one)
+    for index, sample_row in enumerate(row["samples"]):
+        segments = read_segments(sample_row)
         token_ids, logprobs = reader.read(sum(segment.tokens for segment in segments))
         part = PartialCompletion(token_ids, logprobs, segments) if segments else NOTHING_SAMPLED
-        if one.get("score") is None:
+        if sample_row.get("score") is None:
             samples.append(part)
         else:
-            text = text_of(token_ids, one["finish_reason"] == "stop")
-            completion = part.finished(index, text, one["finish_reason"])
-            samples.append(ScoredCompletion(completion, read_score(one["score"])))
+            text = text_of(token_ids, sample_row["finish_reason"] == "stop")
+            completion = part.finished(index, text, sample_row["finish_reason"])
+            samples.append(ScoredCompletion(completion, read_score(sample_row["score"])))
     return UnfinishedGroup(
         read_count(row["draw"]),
         read_count(row["first_step"]),
@@ -135,14 +137,17 @@ class TokenReader:
             raise ValueError("tokens or log-probs have another form")
         if tokens.ndim != 1:
             raise ValueError("tokens are not in one row")
-        self._tokens, self._logprobs, self._end = tokens, logprobs, 0
+        self._tokens = tokens
+        self._logprobs = logprobs
+        self._end = 0
 
     def read(self, count: int) -> tuple[array[int], array[float]]:
         """The next `count` tokens and log-probs."""
         start, self._end = self._end, self._end + count
         if self._end > len(self._tokens):
             raise ValueError("tokens are missing")
-        token_ids, logprobs = array("i"), array("f")
+        token_ids = array("i")
+        logprobs = array("f")
         token_ids.frombytes(self._tokens[start : self._end].tobytes())
         logprobs.frombytes(self._logprobs[start : self._end].tobytes())
         return token_ids, logprobs
@@ -188,12 +193,12 @@ def read_score(row: dict[str, Any]) -> Score:
     if "verified_correct" not in row:  # those of before accuracy was the verifier's
         row |= {"verified_correct": row["correct"] if row["verdict"] in DECIDED else None}
     metrics = tuple((str(name), float(value)) for name, value in row["metrics"])
-    failures = tuple(RewardFailure(**one) for one in row["failures"])
+    failures = tuple(RewardFailure(**failure_row) for failure_row in row["failures"])
     score = Score(**row | {"metrics": metrics, "parts": tuple(row["parts"]), "failures": failures})
     numbers = (
         score.reward,
         *(value for _, value in metrics),
-        *(one for one in score.parts if one is not None),
+        *(part for part in score.parts if part is not None),
     )
     if not all(map(math.isfinite, numbers)):
         raise ValueError("a score is not finite")

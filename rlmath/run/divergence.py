@@ -233,6 +233,6 @@ def all_state_finite(chunks: Sequence[Any], optimizer: Any) -> bool:
 
     One pass over the memory, no copy."""
     tensors = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    for held in held_by(optimizer) if optimizer is not None else ():
-        tensors += held.tensors().values()
+    for parameter_state in held_by(optimizer) if optimizer is not None else ():
+        tensors += parameter_state.tensors().values()
     return bool(torch.stack([all_finite(tensor) for tensor in tensors]).all())
