@@ -63,7 +63,7 @@ class FileToWrite:
 
 @dataclass(frozen=True)
 class Written:
-    """The result of a job: torch's `WriteResult` of every item and the files by name, or an error."""
+    """The result of a job: torch's `WriteResult` of every item, and the files; or an error."""
 
     results: list[Any]
     files: dict[str, FileEntry]

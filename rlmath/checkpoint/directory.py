@@ -379,8 +379,8 @@ def set_superseded_aside(
 def _still_judged(found: Sequence[Checkpoint], steps: int) -> Iterator[Checkpoint]:
     """At most four of the checkpoints `found`, which are given newest first.
 
-    They are the newest one that is at least `steps` older than the newest of all, and then later ones that
-    are half as many steps apart, beginning with the oldest."""
+    They are the newest one that is at least `steps` older than the newest of all, and then later
+    ones that are half as many steps apart, beginning with the oldest."""
     newest = found[0].step if found else 0
     yield from [checkpoint for checkpoint in found if checkpoint.step <= newest - steps][:1]
     last = None

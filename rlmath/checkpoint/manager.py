@@ -228,7 +228,7 @@ class CheckpointManager:
         return {str(number): part for number, part in enumerate(parts)}, filled
 
     def _room_for(self, state: Mapping[str, Any], beside: int) -> str | None:
-        """The error if the disk has no room for all ranks' parts, with `beside` bytes more of each."""
+        """The error if the disk lacks room for all ranks' parts and `beside` bytes more of each."""
         local_bytes = beside + sum(
             part.data.nbytes
             for part in state.values()

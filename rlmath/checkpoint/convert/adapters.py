@@ -35,8 +35,9 @@ def lora_run(reader: StateReader) -> Config | None:
 
 
 def base_model(reader: StateReader, run: Config, shape: ModelShape, given: Path | None) -> Path:
-    """The folder of the adapters' model, `given` or the run's `model.path`; ValueError where it is
-    missing or wrong."""
+    """The folder of the adapters' model, `given` or the run's `model.path`.
+
+    ValueError if it is missing or wrong."""
     needed = read_progress(reader.folder.parent).model_fingerprint
     folder = given or local_folder(run.model.path, "model.path")
     change = (
@@ -47,12 +48,12 @@ def base_model(reader: StateReader, run: Config, shape: ModelShape, given: Path 
             f'{reader.folder} has adapters (LoRA) for a model that is not in "{folder}". {change}'
         )
     raise_problems(f"the model of the adapters, {folder}", weight_problems(folder, shape))
-    found = fingerprint_to_compare(needed, model_fingerprint(folder), folder)
-    if found != needed:
+    fingerprint = fingerprint_to_compare(needed, model_fingerprint(folder), folder)
+    if fingerprint != needed:
         raise ValueError(
             f'{reader.folder} has adapters (LoRA) for another model than that in "{folder}" '
             f"(fingerprint {needed} "
-            f"there, {found} here). {change}"
+            f"there, {fingerprint} here). {change}"
         )
     return folder
 
@@ -61,7 +62,8 @@ def merged_tensors(
     adapters: Mapping[str, Tensor], run: Config, shape: ModelShape, base: Path, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face tensor of the trained model, in `dtype` (`merged_weight`)."""
-    reader, scale = HFReader(base), run.lora.alpha / run.lora.rank
+    reader = HFReader(base)
+    scale = run.lora.alpha / run.lora.rank
     for name in hf_tensors(shape):
         weight = reader.tensor(name).to(dtype)
         if (a := adapters.get(adapter_name(name, "A"))) is not None:

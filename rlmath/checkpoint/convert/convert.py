@@ -1,5 +1,6 @@
-"""Converts between a Hugging Face folder and a Megatron-Core torch_dist checkpoint, in one process,
-without Megatron.
+"""Converts between a Hugging Face folder and a Megatron-Core torch_dist checkpoint.
+
+This takes one process, without Megatron.
 
 Tensors are converted one by one: memory holds the current tensor (for fused ones also its parts),
 never the model. All is checked before anything is written, into a partial folder that is renamed
@@ -72,7 +73,7 @@ DTYPES = {
 @dataclass(frozen=True)
 class Converted:
     tensors: int
-    """Of Hugging Face."""
+    """Number of Hugging Face tensors."""
     bytes: int
     dtype: torch.dtype
 
@@ -94,18 +95,20 @@ def hf_to_megatron(
     pipeline: int,
     dtype: torch.dtype | None,
 ) -> Converted:
-    """Write the checkpoint `output`/release, loadable in any layout, Megatron-LM's file that names
-    it, and the model's metadata files under `output`/hf. The vocabulary is filled up to a multiple
-    of `tensor`, and tensors are spread over `pipeline` files by their layers. `dtype` None: as in
-    the source. ValueError for a mistake."""
-    held, problems = tensor_headers(source)
+    """Write the checkpoint `output`/release, which can be loaded in any layout.
+
+    Beside it are Megatron-LM's file that names it, and the model's metadata files under
+    `output`/hf. The vocabulary is filled up to a multiple of `tensor`, and tensors are spread over
+    `pipeline` files by their layers. `dtype` None: as in the source. ValueError for a mistake."""
+    headers, problems = tensor_headers(source)
     unknown = listed(
-        f"tensors are unknown to {shape.architecture}", unexpected_tensors(shape, held)
+        f"tensors are unknown to {shape.architecture}", unexpected_tensors(shape, headers)
     )
-    problems += [] if problems else [*tensor_problems(source, shape, held), *unknown]
+    problems += [] if problems else [*tensor_problems(source, shape, headers), *unknown]
     raise_problems(f"converting {source}", problems)
-    reader, names = HFReader(source), hf_tensors(shape)
-    formats = {_DTYPES[held[name].dtype_name] for name in names} if dtype is None else {dtype}
+    reader = HFReader(source)
+    names = hf_tensors(shape)
+    formats = {_DTYPES[headers[name].dtype_name] for name in names} if dtype is None else {dtype}
     if len(formats) > 1:
         raise ValueError(f"{source} has several number formats; needed: one. Choose it by --dtype.")
     (dtype,) = formats
@@ -114,7 +117,8 @@ def hf_to_megatron(
         state.mkdir()
         writer = StateWriter(state)
         for stored in stored_tensors(shape, tensor):
-            placed, rows = stored.placed, _rows(reader, stored, shape, tensor, dtype)
+            placed = stored.placed
+            rows = _rows(reader, stored, shape, tensor, dtype)
             stage = 0 if placed.rule.owner == "first" else pipeline - 1
             if placed.layer is not None:
                 stage = placed.layer * pipeline // shape.num_layers
@@ -145,11 +149,13 @@ def megatron_to_hf(
     model: str = "",
     base: Path | None = None,
 ) -> Converted:
-    """Write a model of a torch_dist folder as safetensors of up to `shard_bytes` each, beside its
-    metadata files. Only the model's tensors are read: the policy's, or those whose keys begin with
-    `model` and a point. `dtype` may be one of each tensor; None: as in the checkpoint; of a
-    bfloat16 critic, whose head is float32, bfloat16. Adapters are merged into the model in `base`,
-    by default that of their run's `model.path`. ValueError for a mistake."""
+    """Write a model of a torch_dist folder as safetensors of up to `shard_bytes` each.
+
+    Its metadata files are written beside them. Only the model's tensors are read: the policy's, or
+    those whose keys begin with `model` and a point. `dtype` may be one of each tensor; None: as in
+    the checkpoint, and bfloat16 for a bfloat16 critic, whose head is float32. Adapters are merged
+    into the model in `base`, by default that of their run's `model.path`. ValueError for a
+    mistake."""
     reader = StateReader(state, f"{model}." if model else "")
     if model and not reader.tensors:
         raise ValueError(
@@ -162,8 +168,8 @@ def megatron_to_hf(
         base = base_model(reader, run, shape, base)
     formats = dtype if isinstance(dtype, TensorFormats) else None
     chosen = dtype if isinstance(dtype, torch.dtype) else None
-    found, stored_dtype, written_dtype = _found_in(reader, shape, run, chosen)
-    tensors = _tensors(reader, found, shape)
+    places, stored_dtype, written_dtype = _found_in(reader, shape, run, chosen)
+    tensors = _tensors(reader, places, shape)
     if run is not None:
         assert base is not None
         tensors = merged_tensors(dict(tensors), run, shape, base, stored_dtype)
@@ -180,10 +186,12 @@ def begun_model_to_hf(
     """Write the model that a run with `model.adapter_path` begins with in `dtype`.
 
     ValueError for a mistake."""
-    base, reader = Path(run.model.path), HFReader(run.model.adapter_path or "", ADAPTER_FILE)
+    base = Path(run.model.path)
+    reader = HFReader(run.model.adapter_path or "", ADAPTER_FILE)
     rules = adapter_rules(shape.architecture, run.lora.rank, run.lora.target)
     adapters = {name: reader.tensor(name).to(dtype) for name in hf_tensors(shape, rules)}
-    tensors, metadata = merged_tensors(adapters, run, shape, base, dtype), read_metadata_files(base)
+    tensors = merged_tensors(adapters, run, shape, base, dtype)
+    metadata = read_metadata_files(base)
     formats = as_formats(dtype)
     return _write_hf(
         tensors, shape, metadata, output=output, formats=formats, shard_bytes=shard_bytes
@@ -199,7 +207,9 @@ def _write_hf(
     formats: TensorFormats,
     shard_bytes: int,
 ) -> Converted:
-    names, dtype = hf_tensors(shape), getattr(torch, formats.most)
+    """Write a model's tensors as safetensors beside its metadata files."""
+    names = hf_tensors(shape)
+    dtype = getattr(torch, formats.most)
     size = sum(
         math.prod(axes) * getattr(torch, formats.of(name)).itemsize for name, axes in names.items()
     )
@@ -218,18 +228,19 @@ def adapters_to_hf(
     dtype: torch.dtype | None,
     card: Mapping[str, bytes],
 ) -> Converted:
-    """Write the adapters of a LoRA run's checkpoint as a folder of PEFT's, with the file of their
-    `card`, if any. ValueError for a mistake."""
+    """Write the adapters of a LoRA run's checkpoint as a folder of PEFT's.
+
+    `card` is the file of their card, if any. ValueError for a mistake."""
     reader = StateReader(state)
     run = lora_run(reader)
     if run is None:
         raise ValueError(
             f"{state} has no adapters: it is not of a run with lora.rank. Leave --adapter out."
         )
-    found, _, dtype = _found_in(reader, shape, run, dtype)
+    places, _, dtype = _found_in(reader, shape, run, dtype)
     tensors = {
         name: _finite(name, weight, dtype, state).to(dtype).contiguous()
-        for name, weight in _tensors(reader, found, shape)
+        for name, weight in _tensors(reader, places, shape)
     }
     size = sum(weight.nbytes for weight in tensors.values())
     with _fresh_folder(output, size) as folder:
@@ -240,29 +251,33 @@ def adapters_to_hf(
 def _tensors(
     reader: StateReader, found: Iterable[Found], shape: ModelShape
 ) -> Iterator[tuple[str, Tensor]]:
-    return (named for one in found for named in one.tensors(reader, shape))
+    return (named for place in found for named in place.tensors(reader, shape))
 
 
 def _found_in(
     reader: StateReader, shape: ModelShape, run: Config | None, dtype: torch.dtype | None
 ) -> tuple[list[Found], torch.dtype, torch.dtype]:
-    """What a checkpoint has of the model, or of the adapters of a LoRA `run`, the number format
-    that it has, and the one to write."""
-    state, rules = reader.folder, None
+    """The places of a model's tensors in a checkpoint, its number format, and the one to write.
+
+    With a LoRA `run` they are those of its adapters."""
+    state = reader.folder
+    rules = None
     if run is not None:
         rules = adapter_rules(shape.architecture, run.lora.rank, run.lora.target)
-    found = find_all(reader, shape, rules)
-    placed = [one for one in found if not is_value_head(one.stored.placed.rule)]
-    formats = {reader.tensors[one.key].properties.dtype for one in placed}
-    words = ", ".join(sorted(str(one).removeprefix("torch.") for one in formats))
+    places = find_all(reader, shape, rules)
+    model_places = [place for place in places if not is_value_head(place.stored.placed.rule)]
+    formats = {reader.tensors[place.key].properties.dtype for place in model_places}
+    words = ", ".join(
+        sorted(str(stored_format).removeprefix("torch.") for stored_format in formats)
+    )
     if not formats <= set(_DTYPES.values()):
         raise ValueError(f"{state} has numbers in {words}; needed: float32, bfloat16 or float16.")
     if dtype is None and len(formats) > 1:
         raise ValueError(
             f"{state} has numbers in {words}; needed: one format. Choose it by --dtype."
         )
-    stored = next(iter(formats))
-    return found, stored, dtype or stored
+    stored_dtype = next(iter(formats))
+    return places, stored_dtype, dtype or stored_dtype
 
 
 def _finite(name: str, weight: Tensor, dtype: torch.dtype, state: Path) -> Tensor:

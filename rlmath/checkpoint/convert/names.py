@@ -1,5 +1,6 @@
-"""Where a torch_dist checkpoint has a model's tensors: the keys and shapes of every tensor,
-whatever the layout was, and which of them a given checkpoint has.
+"""The places of a model's tensors in a torch_dist checkpoint.
+
+Every tensor has keys and shapes, whatever the layout was; a given checkpoint has some of them.
 
 Layers are stacked: "decoder.layers.self_attention.linear_proj.weight" has an axis of layers before
 its own, and an expert's weights have one of experts after it. (Models whose layers differ have a
@@ -28,16 +29,17 @@ from rlmath.config.help import raise_problems
 from rlmath.config.model_shape import ModelShape
 
 _MERGED = {"plain": 1, "vocab": 1, "qkv": 3, "gate_up": 2}
-"""How many of a canonical form's first axes are rows here."""
+"""Number of a canonical form's first axes that are rows here."""
 _NOT_THE_MODEL = tuple(
     "optimizer. critic. reference. chained_ random. rng_state opt_param_scheduler "
     "rerun_state".split()
 )
-"""How the names begin of what a training run keeps beside the model."""
+"""Beginnings of the names of what a training run keeps beside the model."""
 _NAMES_IN_ERRORS = 8
 _MOST_PADDING = 2**14
-"""More rows beyond the vocabulary are no padding: that reaches a multiple of 128 times the
-tensor-parallel size."""
+"""Most rows beyond the vocabulary that count as padding.
+
+Padding reaches a multiple of 128 times the tensor-parallel size."""
 
 
 # ---------------------------------------------------------------- in any checkpoint
@@ -45,7 +47,7 @@ tensor-parallel size."""
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor of the model is stored in a checkpoint."""
+    """The place of a tensor of the model in a checkpoint."""
 
     placed: Placed
     keys: tuple[str, ...]
@@ -56,7 +58,7 @@ class Stored:
     """Place on the leading axes: (), (layer,) or (layer, expert)."""
     lead_shape: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of this placed tensor, as rows."""
+    """Shape of this placed tensor, as rows."""
     canonical: tuple[int, ...]
     """Shape of the canonical form."""
 
@@ -66,8 +68,7 @@ class Stored:
 
 
 def stored_adapters(shape: ModelShape, rules: tuple[Rule, ...]) -> Iterator[Stored]:
-    """The adapters of a model, in streaming order: in their canonical form, each layer's by
-    itself."""
+    """The adapters of a model in streaming order and canonical form, each layer's by itself."""
     for placed in placed_tensors(shape, rules):
         canonical = weight_map.canonical_shape(placed.rule, shape, 1)
         keys = (placed.adapter_key,)
@@ -75,8 +76,9 @@ def stored_adapters(shape: ModelShape, rules: tuple[Rule, ...]) -> Iterator[Stor
 
 
 def stored_tensors(shape: ModelShape, tensor: int = 1) -> Iterator[Stored]:
-    """Every tensor of a model in streaming order, the vocabulary filled up to a multiple of
-    `tensor`."""
+    """Every tensor of a model in streaming order.
+
+    The vocabulary is filled up to a multiple of `tensor`."""
     for placed in placed_tensors(shape):
         canonical = weight_map.canonical_shape(placed.rule, shape, tensor)
         merged = _MERGED[placed.rule.form]
@@ -93,7 +95,7 @@ def stored_tensors(shape: ModelShape, tensor: int = 1) -> Iterator[Stored]:
 
 
 def _key(name: str, layer: int | None = None) -> str:
-    """Of all layers, or where a layer has its own, of that.
+    """The key of a tensor of all layers or, with `layer`, of that layer alone.
 
     >>> _key("decoder.layers.{m}.mlp.linear_fc2.weight"), _key("decoder.layers.{m}.mlp.linear_fc2.weight", 7)
     ('decoder.layers.mlp.linear_fc2.weight', 'decoder.layers.7.mlp.linear_fc2.weight')
@@ -120,10 +122,11 @@ def written_keys(stored: Stored, shape: ModelShape) -> tuple[str, ...]:
 
 
 def object_keys(shape: ModelShape) -> list[str]:
-    """The keys of the empty objects that Megatron's modules keep beside their weights
-    ("_extra_state"), and does not load without: its local layers ask for those of the linear
-    modules, Transformer Engine's for those of all."""
-    found: dict[str, None] = {}
+    """The keys of the empty objects ("_extra_state") that Megatron's modules have beside weights.
+
+    Megatron does not load without them: its local layers ask for those of the linear modules,
+    Transformer Engine's for those of all."""
+    keys: dict[str, None] = {}
     for stored in stored_tensors(shape):
         modules = [key.rpartition(".")[0] for key in written_keys(stored, shape)]
         if stored.placed.layer is not None:
@@ -133,10 +136,10 @@ def object_keys(shape: ModelShape) -> list[str]:
         lead = ".".join(map(str, stored.lead or (0,)))
         lead_shape = ".".join(map(str, stored.lead_shape or (1,)))
         experts = [module for module in modules if ".experts." in module]
-        found |= dict.fromkeys(
-            f"{one}._extra_state/shard_{lead}_{lead_shape}" for one in experts or modules
+        keys |= dict.fromkeys(
+            f"{module}._extra_state/shard_{lead}_{lead_shape}" for module in experts or modules
         )
-    return list(found)
+    return list(keys)
 
 
 # ---------------------------------------------------------------- in a given checkpoint
@@ -144,7 +147,7 @@ def object_keys(shape: ModelShape) -> list[str]:
 
 @dataclass(frozen=True)
 class Found:
-    """Where a checkpoint has a tensor: a rectangle."""
+    """The rectangle in which a checkpoint has a tensor."""
 
     stored: Stored
     key: str
@@ -162,21 +165,27 @@ class Found:
 def find_all(
     reader: StateReader, shape: ModelShape, rules: tuple[Rule, ...] | None = None
 ) -> list[Found]:
-    """The places of the tensors of the model, or of `rules` (its adapters); ValueError that lists
-    what is wrong."""
-    found, missing, wrong, known = [], [], [], set()
+    """The places of the tensors of the model, or of `rules` (its adapters).
+
+    ValueError that lists missing and unknown tensors, and those of another shape."""
+    places = []
+    missing = []
+    wrong = []
+    known_keys = set()
     for stored in stored_tensors(shape) if rules is None else stored_adapters(shape, rules):
         for key in (*stored.keys, *stored.numbered):
-            known.add(key)
+            known_keys.add(key)
         place = _find(reader, stored)
         if isinstance(place, Found):
-            found.append(place)
+            places.append(place)
         elif place is None:
             missing.append(f"{stored.keys[-1]} {list(stored.lead)}".removesuffix(" []"))
         else:
             wrong.append(place)
     unknown = [
-        key for key in reader.tensors if key not in known and not key.startswith(_NOT_THE_MODEL)
+        key
+        for key in reader.tensors
+        if key not in known_keys and not key.startswith(_NOT_THE_MODEL)
     ]
     # Older checkpoints have these frequencies, which follow from config.json.
     unknown = [key for key in unknown if not key.endswith("rotary_pos_emb.inv_freq")]
@@ -188,11 +197,11 @@ def find_all(
     raise_problems(
         f"{reader.folder} as a checkpoint of the model that config.json describes", problems
     )
-    return found
+    return places
 
 
 def _find(reader: StateReader, stored: Stored) -> Found | str | None:
-    """Where a tensor is; an error text where its shape is wrong; None where it is missing."""
+    """The place of a tensor; an error text if its shape is wrong; None if it is missing."""
     name = next(
         (
             key
@@ -204,20 +213,25 @@ def _find(reader: StateReader, stored: Stored) -> Found | str | None:
     if name is None:
         return None
     lead, lead_shape = (
-        x if name in stored.keys else x[1:] for x in (stored.lead, stored.lead_shape)
+        axes if name in stored.keys else axes[1:] for axes in (stored.lead, stored.lead_shape)
     )
-    wanted, size = (*lead_shape, *stored.shape), tuple(reader.tensors[name].size)
+    expected_shape = (*lead_shape, *stored.shape)
+    stored_shape = tuple(reader.tensors[name].size)
     is_vocab = stored.placed.rule.form == "vocab"
-    filled_up = is_vocab and 0 <= size[0] - wanted[0] <= _MOST_PADDING and size[1:] == wanted[1:]
-    if size != wanted and not filled_up:
-        return f"{name} has shape {size}, config.json makes it {wanted}"
+    filled_up = (
+        is_vocab
+        and 0 <= stored_shape[0] - expected_shape[0] <= _MOST_PADDING
+        and stored_shape[1:] == expected_shape[1:]
+    )
+    if stored_shape != expected_shape and not filled_up:
+        return f"{name} has shape {stored_shape}, config.json makes it {expected_shape}"
     offset = (*lead, *(0 for _ in stored.shape))
-    return Found(stored, name, offset, size=((1,) * len(lead)) + wanted[len(lead) :])
+    return Found(stored, name, offset, size=((1,) * len(lead)) + expected_shape[len(lead) :])
 
 
 def listed(what: str, names: list[str]) -> list[str]:
     """["2 tensors are missing: a; b"], [] where there are none."""
     if not names:
         return []
-    more = f" and {len(names) - _NAMES_IN_ERRORS} more" if len(names) > _NAMES_IN_ERRORS else ""
-    return [f"{len(names)} {what}: {'; '.join(names[:_NAMES_IN_ERRORS])}{more}"]
+    ending = f" and {len(names) - _NAMES_IN_ERRORS} more" if len(names) > _NAMES_IN_ERRORS else ""
+    return [f"{len(names)} {what}: {'; '.join(names[:_NAMES_IN_ERRORS])}{ending}"]

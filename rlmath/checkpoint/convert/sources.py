@@ -16,8 +16,9 @@ from rlmath.config.run_files import CHECKPOINTS_FOLDER
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron-LM's file that names the checkpoint of a folder to load: an iteration, or "release"."""
 RELEASE = "release"
-"""Megatron-LM's name for a checkpoint of weights alone. Of one with an iteration it also loads the
-optimizer."""
+"""Megatron-LM's name for a checkpoint of weights alone.
+
+From one with an iteration it also loads the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,10 @@ class MegatronSource:
 
 
 def find_megatron(folder: Path) -> MegatronSource:
-    """The checkpoint in a folder: our own, or the newest of a run of ours, or a torch_dist folder,
-    or the one that Megatron-LM would load. ValueError where there is none, or where files of it are
-    missing."""
+    """The checkpoint in a folder.
+
+    It is one of ours, or the newest of a run of ours, or a torch_dist folder, or the one that
+    Megatron-LM would load. ValueError if there is none, or if files of it are missing."""
     if not folder.exists():
         raise ValueError(
             f'there is no folder "{folder}".{nearest_path(folder)} Give that of a checkpoint or a '
@@ -47,18 +49,19 @@ def find_megatron(folder: Path) -> MegatronSource:
     if (folder / TRACKER).is_file():
         return _with_metadata_files(_tracked(folder), folder)
     root = folder / CHECKPOINTS_FOLDER
-    found, problems = directory.complete_checkpoints(root if root.is_dir() else folder)
-    if not found:
+    checkpoints, problems = directory.complete_checkpoints(root if root.is_dir() else folder)
+    if not checkpoints:
         raise ValueError(
             f"{folder} is no checkpoint; needed: one of this program (step-...), a run's output "
             "folder, a torch_dist "
             f"folder (with {INDEX}), or a Megatron-LM folder (with {TRACKER}). "
             f"{' '.join(problems)}".rstrip()
         )
-    return _with_metadata_files(found[0].state, found[0].folder)
+    return _with_metadata_files(checkpoints[0].state, checkpoints[0].folder)
 
 
 def _tracked(folder: Path) -> Path:
+    """The torch_dist folder that Megatron-LM's file names; ValueError if there is none."""
     with open_regular(folder / TRACKER) as file:
         word = file.read(40).decode("utf-8", errors="replace").strip()
     if word != RELEASE and not (word.isascii() and word.isdigit()):

@@ -1,5 +1,6 @@
-"""Reads and writes torch_dist checkpoints: parts of tensors, saved by torch, concatenated; one in
-memory at a time."""
+"""Reads and writes torch_dist checkpoints.
+
+They are parts of tensors, saved by torch and concatenated; one part is in memory at a time."""
 
 from __future__ import annotations
 
@@ -29,67 +30,73 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""What Megatron expects in metadata.json."""
+"""Contents of metadata.json that Megatron expects."""
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
-"""What Megatron-LM expects in common.pt: for versions before 2 it would reorder the rows of query,
-key and value."""
+"""Contents of common.pt that Megatron-LM expects.
+
+For versions before 2 it would reorder the rows of query, key and value."""
 
 _OVERHEAD_BYTES = 2**16
 """Most of a saved part that is not its numbers: names and shapes."""
 
 
 class StateReader:
-    """The tensors of a torch_dist folder under `prefix`, by the rest of the key; any rectangle is
-    read on demand."""
+    """The tensors of a torch_dist folder under `prefix`, by the rest of the key.
+
+    Any rectangle of them is read on demand."""
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
-        self.folder, self._prefix = folder, prefix
+        self.folder = folder
+        self._prefix = prefix
         metadata = read_metadata(folder)
         self._places = metadata.storage_data
         self._stacks: dict[str, dict[int, list[dcp.ChunkStorageMetadata]]] = {}
-        """Parts by key and place on the first axis."""
+        """Parts by key and index on the first axis."""
         self.tensors: dict[str, dcp.TensorStorageMetadata] = {
-            key.removeprefix(prefix): entry
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, dcp.TensorStorageMetadata) and key.startswith(prefix)
+            key.removeprefix(prefix): tensor_metadata
+            for key, tensor_metadata in metadata.state_dict_metadata.items()
+            if isinstance(tensor_metadata, dcp.TensorStorageMetadata) and key.startswith(prefix)
         }
 
     def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
-        """A rectangle of a tensor; where one part has all of it, that part uncopied.
+        """A rectangle of a tensor; if one part has all of it, a view of that part.
 
         ValueError for a damaged file."""
-        entry = self.tensors[key]
-        near = replace(entry, chunks=self._chunks_near(key, offset, size))
-        wanted = dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
-        whole = torch.empty(tuple(size), dtype=entry.properties.dtype)
-        numbers, found = 0, list[list[tuple[int, int]]]()
-        for item in create_read_items_for_chunk_list(key, near, [wanted]):
-            assert item.storage_index.index is not None
-            part = self._part(key, near.chunks[item.storage_index.index])
-            piece = part[_slices(item.storage_offsets, item.lengths)]
-            if piece.shape == whole.shape:
+        tensor_metadata = self.tensors[key]
+        near = replace(tensor_metadata, chunks=self._chunks_near(key, offset, size))
+        rectangle = dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
+        tensor = torch.empty(tuple(size), dtype=tensor_metadata.properties.dtype)
+        elements = 0
+        filled_bounds = list[list[tuple[int, int]]]()
+        for read_item in create_read_items_for_chunk_list(key, near, [rectangle]):
+            assert read_item.storage_index.index is not None
+            part = self._part(key, near.chunks[read_item.storage_index.index])
+            piece = part[_slices(read_item.storage_offsets, read_item.lengths)]
+            if piece.shape == tensor.shape:
                 return piece
             bounds = [
-                (start, start + n) for start, n in zip(item.dest_offsets, item.lengths, strict=True)
+                (start, start + n)
+                for start, n in zip(read_item.dest_offsets, read_item.lengths, strict=True)
             ]
-            if any(_overlap(bounds, other) for other in found):
+            if any(_overlap(bounds, earlier_bounds) for earlier_bounds in filled_bounds):
                 raise ValueError(
                     f"{self.folder / INDEX}: parts of {key} overlap. Save or copy it again."
                 )
-            found.append(bounds)
-            whole[_slices(item.dest_offsets, item.lengths)] = piece
-            numbers += piece.numel()
-        if numbers != whole.numel():
+            filled_bounds.append(bounds)
+            tensor[_slices(read_item.dest_offsets, read_item.lengths)] = piece
+            elements += piece.numel()
+        if elements != tensor.numel():
             raise ValueError(
                 f"{self.folder / INDEX}: {key} is not stored whole. Save or copy it again."
             )
-        return whole
+        return tensor
 
     def _chunks_near(
         self, key: str, offset: Sequence[int], size: Sequence[int]
     ) -> list[dcp.ChunkStorageMetadata]:
-        """The parts that a rectangle may overlap: a few, where a model with experts has many
-        thousands."""
+        """The parts that a rectangle may overlap.
+
+        They are a few, while a model with experts has many thousands."""
         chunks = self.tensors[key].chunks
         if not size or size[0] != 1:
             return chunks
@@ -102,7 +109,9 @@ class StateReader:
         return self._stacks[key].get(offset[0], [])
 
     def _part(self, key: str, chunk: dcp.ChunkStorageMetadata) -> Tensor:
-        dtype, path = self.tensors[key].properties.dtype, self.folder
+        """Read a part of a tensor; ValueError if its file is damaged."""
+        dtype = self.tensors[key].properties.dtype
+        path = self.folder
         try:
             place = self._places[dcp.MetadataIndex(self._prefix + key, chunk.offsets)]
             path = self.folder / place.relative_path
@@ -159,15 +168,19 @@ class StateWriter:
         global_shape: Sequence[int],
         part: Tensor,
     ) -> None:
-        """Write a part of the tensor `key`, of as many axes as the tensor, into the file
-        `number`."""
-        whole = torch.Size(global_shape)
+        """Write a part of the tensor `key`, with as many axes, into the file `number`."""
+        tensor_size = torch.Size(global_shape)
         properties = dcp.TensorProperties(dtype=part.dtype)
-        entry = self._entries.setdefault(key, dcp.TensorStorageMetadata(properties, whole, []))
-        assert isinstance(entry, dcp.TensorStorageMetadata) and entry.size == whole
-        assert entry.properties.dtype == part.dtype
+        tensor_metadata = self._entries.setdefault(
+            key, dcp.TensorStorageMetadata(properties, tensor_size, [])
+        )
+        assert (
+            isinstance(tensor_metadata, dcp.TensorStorageMetadata)
+            and tensor_metadata.size == tensor_size
+        )
+        assert tensor_metadata.properties.dtype == part.dtype
         chunk = dcp.ChunkStorageMetadata(torch.Size(offset), part.shape)
-        entry.chunks.append(chunk)
+        tensor_metadata.chunks.append(chunk)
         self._append(number, dcp.MetadataIndex(key, chunk.offsets), _alone(part))
 
     def add_object(self, number: int, key: str) -> None:

@@ -36,10 +36,9 @@ class Fields:
         values: dict[str, Any] | None = None,
         least: int = 1,
     ) -> int:
-        """A number of things in `values`, in the file's own without them; null is as good as
-        missing."""
-        given = (self.values if values is None else values).get(key)
-        value = default if given is None else given
+        """A whole number in `values`, or without them in the file's own; null is like missing."""
+        stated_value = (self.values if values is None else values).get(key)
+        value = default if stated_value is None else stated_value
         if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
             return value
         self.note(f'"{key}" is {shown(value)}; needed: a whole number from {least} to {most}')
@@ -48,10 +47,9 @@ class Fields:
     def positive(
         self, key: str, values: dict[str, Any] | None = None, default: float | None = None
     ) -> float:
-        """A number above 0 in `values`, in the file's own without them; null is as good as
-        missing."""
-        given = (self.values if values is None else values).get(key)
-        value = default if given is None else given
+        """A number above 0 in `values`, or without them in the file's own; null is like missing."""
+        stated_value = (self.values if values is None else values).get(key)
+        value = default if stated_value is None else stated_value
         if (
             isinstance(value, int | float)
             and not isinstance(value, bool)
@@ -62,15 +60,15 @@ class Fields:
         return 1.0
 
     def flag(self, key: str, values: dict[str, Any] | None = None, default: bool = False) -> bool:
-        """A switch in `values`, in the file's own without them; null is as good as missing."""
-        given = (self.values if values is None else values).get(key)
-        value = default if given is None else given
+        """A switch in `values`, or without them in the file's own; null is like missing."""
+        stated_value = (self.values if values is None else values).get(key)
+        value = default if stated_value is None else stated_value
         if not isinstance(value, bool):
             self.note(f'"{key}" is {value!r}; needed: true or false')
         return value is True
 
     def dtype(self) -> str:
-        """Under "dtype" (transformers 5) or "torch_dtype" (transformers 4)."""
+        """The number format, "dtype" (transformers 5) or "torch_dtype" (transformers 4)."""
         key = "dtype" if "dtype" in self.values else "torch_dtype"
         value = self.values.get(key) or "float32"
         if value not in _DTYPES:

@@ -1,5 +1,4 @@
-"""The shape of a model by its Hugging Face config.json, and everything in it that is missing, odd
-or not supported.
+"""The shape of a model by its Hugging Face config.json, and all that is wrong with the file.
 
 The file is somebody else's: nothing in it is trusted to be there, of the right type or of a sane
 size. Where a field may be left out, its value is the one that transformers takes. transformers' own
@@ -44,7 +43,7 @@ _MAX_LAYERS = 4096
 _MAX_EXPERTS = 4096
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*(?:\.[\w-]+)*/[A-Za-z0-9][\w.-]*")
 _OWN_FOLDERS = ("models", "model", "outputs", "output", "checkpoints", "weights", "runs", "data")
-"""What people call folders of their own; nobody on the hub has these names."""
+"""Names that people give to folders of their own; nobody on the hub has them."""
 _WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".gguf")
 """The weights of a model that has no index; beside an index it is read, and the index is not."""
 
@@ -62,15 +61,17 @@ PUBLISHED = shipped("configs/models")
 
 
 TIED_BY_DEFAULT = ("SmolLM3ForCausalLM",)
-"""Models whose output layer is the embedding where config.json does not say; transformers'
-defaults."""
+"""Models whose output layer is the embedding unless config.json says otherwise.
+
+These are the defaults of transformers."""
 
 
 def read_shape(
     folder: Path, option: str = "model.path", known: Collection[str] = tuple(TABLES)
 ) -> tuple[ModelShape | None, list[str]]:
-    """The shape that a folder's config.json gives, None where it gives none, and what is wrong with
-    the file; `known` are the architectures that may be."""
+    """The shape that a folder's config.json gives, None if it gives none, and the file's problems.
+
+    `known` are the allowed architectures."""
     path = folder / "config.json"
     if not path.is_file():
         text = f'"{folder}" has no config.json. {option} needs the folder of a Hugging Face model.'
@@ -89,8 +90,7 @@ def read_shape(
 def read_shape_file(
     path: Path, known: Collection[str] = tuple(TABLES)
 ) -> tuple[ModelShape | None, list[str]]:
-    """The shape that a config.json of any name gives, and what is wrong with it, as `read_shape` of
-    a folder."""
+    """The shape that a config.json of any name gives, and its problems, as `read_shape`."""
     try:
         values = read_json_object(path)
     except ValueError as error:
@@ -104,12 +104,13 @@ def read_shape_file(
         return None, [problem]
     architecture = names[0]
     if architecture not in known:
-        listed, hint = ", ".join(known), nearest_word(architecture, known)
-        why = next(
+        listed = ", ".join(known)
+        hint = nearest_word(architecture, known)
+        reason = next(
             (f" ({text})" for name, text in _NOT_BUILT.items() if architecture.startswith(name)), ""
         )
         problem = (
-            f'{path}: the architecture "{architecture}" is not supported{why}; supported: '
+            f'{path}: the architecture "{architecture}" is not supported{reason}; supported: '
             f"{listed}.{hint}"
         )
         return None, [problem]
@@ -122,8 +123,9 @@ def read_shape_file(
 
 
 def _shape_from(architecture: str, fields: Fields) -> ModelShape:
-    """The shape; whatever is missing or odd is noted in `fields.problems`, and is 1 here."""
-    hidden_size, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    """The shape; a missing or wrong field is noted in `fields.problems`, and is 1 here."""
+    hidden_size = fields.whole("hidden_size")
+    num_heads = fields.whole("num_attention_heads")
     # A Qwen3's head dim does not follow from its other sizes.
     head_dim = fields.whole(
         "head_dim", default=None if has_qk_norm(architecture) else hidden_size // num_heads
@@ -160,6 +162,7 @@ def _shape_from(architecture: str, fields: Fields) -> ModelShape:
 
 
 def _experts_from(fields: Fields) -> dict[str, Any]:
+    """The fields of `ModelShape` that concern experts."""
     # transformers 5 writes "num_local_experts" where 4 has "num_experts".
     names = ("num_local_experts", "num_experts")
     key = next((name for name in names if fields.values.get(name) is not None), names[1])
@@ -174,12 +177,12 @@ def _experts_from(fields: Fields) -> dict[str, Any]:
 
 
 def _unsupported(path: Path, values: dict[str, Any], shape: ModelShape) -> Iterator[str]:
-    """What config.json asks for and this program does not compute."""
-    wanted = model_type(shape.architecture)
-    if values.get("model_type") != wanted:
+    """Problems of a config.json that asks for computations which this program does not support."""
+    needed_type = model_type(shape.architecture)
+    if values.get("model_type") != needed_type:
         yield (
             f'{path}: "model_type" is {values.get("model_type")!r}; {shape.architecture} needs '
-            f'"{wanted}".'
+            f'"{needed_type}".'
         )
     auto_map = values.get("auto_map") or {}
     own_code = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else auto_map
@@ -244,8 +247,9 @@ def _sound(what: str, shape: ModelShape | None, problems: Sequence[str]) -> Mode
 def inspect_model_folder(
     folder: Path, option: str = "model.path"
 ) -> tuple[ModelShape | None, list[str]]:
-    """The shape, None where config.json does not give one, and what is wrong with the folder, which
-    `option` names."""
+    """The shape, None if config.json does not give one, and the folder's problems.
+
+    `option` is the setting that names the folder."""
     shape, problems = _inspected(folder, option, tuple(TABLES))
     return shape, [*problems, *(_tokenizer_problems(folder) if folder.is_dir() else ())]
 
@@ -265,9 +269,10 @@ def _inspected(
 
 
 def critic_shape(start: ModelShape, policy: ModelShape) -> ModelShape:
-    """The shape of the critic that starts from a model of shape `start`: a value head in place of
-    the output layer, and a row of the embedding for every token that the policy has; rows that
-    `start` lacks are zeros."""
+    """The shape of the critic that starts from a model of shape `start`.
+
+    It has a value head in place of the output layer, and a row of the embedding for every token
+    that the policy has; rows that `start` lacks are zeros."""
     return replace(
         start,
         architecture=value_architecture(start.architecture),
@@ -290,11 +295,12 @@ def critic_shape_of(config: Config, policy: ModelShape) -> ModelShape | None:
 @lru_cache(maxsize=8)
 def _critic_start(path: str) -> ModelShape:
     if os.path.isdir(path):
-        found, problems = read_shape(Path(path), "critic.path", (*TABLES, *VALUE_TABLES))
+        shape, problems = read_shape(Path(path), "critic.path", (*TABLES, *VALUE_TABLES))
     else:
         planned = planned_shape(path, "critic.path")
-        found, problems = planned.shape, list(planned.problems)
-    return _sound(f'the critic "{path}"', found, problems)
+        shape = planned.shape
+        problems = list(planned.problems)
+    return _sound(f'the critic "{path}"', shape, problems)
 
 
 def read_critic_shape(path: Path) -> ModelShape:
@@ -315,16 +321,16 @@ def critic_config_file(folder: Path, shape: ModelShape) -> bytes:
 
 
 def inspect_critic_folder(folder: Path, policy: ModelShape) -> tuple[ModelShape | None, list[str]]:
-    """`critic_shape` of the model in a folder, with or without a value head, and what is wrong with
-    the folder."""
+    """`critic_shape` of the model in a folder, with or without a value head, and its problems."""
     start, problems = _inspected(folder, "critic.path", (*TABLES, *VALUE_TABLES))
     return (None if start is None else critic_shape(start, policy)), problems
 
 
 def check_loadable(folder: Path) -> None:
-    """ValueError that lists what is wrong with the weights and the tokenizer of a folder with a
-    config.json. The model may be of a kind that this program does not train: then the shapes of its
-    tensors are not known."""
+    """ValueError that lists the problems of weights and tokenizer of a folder with a config.json.
+
+    The model may be of a kind that this program does not train: then the shapes of its tensors are
+    not known."""
     shape, unsupported = read_shape(folder)
     problems = weight_problems(folder, None if unsupported else shape)
     raise_problems(f'the model "{folder}"', [*problems, *_tokenizer_problems(folder)])
@@ -340,8 +346,9 @@ def _tokenizer_problems(folder: Path) -> Iterator[str]:
 
 
 def missing_folder_problem(folder: Path, option: str = "model.path") -> str:
-    """What to do where the folder that `option` names is missing: for a name of the hub, how it is
-    downloaded."""
+    """The problem that the folder which `option` names is missing, and what to do.
+
+    For a name of the hub it says how the model is downloaded."""
     name = hub_name(folder)
     if name is None:
         return f'{option}: there is no folder "{folder}".{nearest_path(folder)}'
@@ -355,16 +362,19 @@ def missing_folder_problem(folder: Path, option: str = "model.path") -> str:
 
 
 def hub_name(folder: Path) -> str | None:
-    """The name on the hub that a missing path must be, such as Qwen/Qwen2.5-0.5B; None where it may
-    be a folder."""
+    """The name on the hub that a missing path must be, such as Qwen/Qwen2.5-0.5B.
+
+    None if it may be a folder."""
     name = str(folder)
     is_one = _HUB_NAME.fullmatch(name) and folder.parts[0].lower() not in _OWN_FOLDERS
     return name if is_one and not os.path.exists(folder.parent) else None
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder is more than the config.json, and perhaps the tokenizer, of a model that
-    lies elsewhere."""
+    """Whether a folder has weights.
+
+    A folder without them has the config.json, and perhaps the tokenizer, of a model that lies
+    elsewhere."""
     names = os.listdir(folder) if os.access(folder, os.R_OK) else []
     return any(name.endswith(_WEIGHT_SUFFIXES) or ".safetensors" in name for name in names)
 
@@ -383,14 +393,14 @@ class PlannedShape:
 
 
 def planned_shape(model_path: str, option: str = "model.path") -> PlannedShape:
-    """The shape of the folder's config.json, or the published one where there is no such folder.
+    """The shape of the folder's config.json, or the published one if there is no such folder.
 
     Weights and tokenizer need not be there. `option` names the folder."""
     folder = Path(model_path)
     if os.path.exists(folder):
         return PlannedShape(*read_shape(folder, option), "")
-    known = published_names()
-    if folder.name in known:
+    published = published_names()
+    if folder.name in published:
         file = PUBLISHED / f"{folder.name}.json"
         note = (
             f'There is no folder "{folder}": planned with the published shape of {folder.name}, '
@@ -398,8 +408,8 @@ def planned_shape(model_path: str, option: str = "model.path") -> PlannedShape:
         )
         return PlannedShape(*read_shape_file(file), note)
     names = (
-        f" Shapes are known of {', '.join(known)}.{nearest_word(folder.name, known)}"
-        if known
+        f" Shapes are known of {', '.join(published)}.{nearest_word(folder.name, published)}"
+        if published
         else ""
     )
     problem = f'{option}: there is no folder "{folder}".{nearest_path(folder)}{names}'
@@ -407,18 +417,19 @@ def planned_shape(model_path: str, option: str = "model.path") -> PlannedShape:
 
 
 def required_shape(model_path: str) -> tuple[ModelShape, str]:
-    """The shape and its note; ValueError that lists what is wrong with the model."""
-    found = planned_shape(model_path)
-    return _sound(f'the model "{model_path}"', found.shape, found.problems), found.note
+    """The shape and its note; ValueError that lists the model's problems."""
+    planned = planned_shape(model_path)
+    return _sound(f'the model "{model_path}"', planned.shape, planned.problems), planned.note
 
 
 def teacher_shape_of(config: Config) -> ModelShape | None:
-    """The shape of the model in `teacher.path`, read as `planned_shape` reads it; None without a
-    teacher. ValueError that lists what is wrong with it."""
+    """The shape of the model in `teacher.path`, by `planned_shape`; None without a teacher.
+
+    ValueError that lists the model's problems."""
     if config.teacher.path is None:
         return None
-    found = planned_shape(config.teacher.path, "teacher.path")
-    return _sound(f'the teacher "{config.teacher.path}"', found.shape, found.problems)
+    planned = planned_shape(config.teacher.path, "teacher.path")
+    return _sound(f'the teacher "{config.teacher.path}"', planned.shape, planned.problems)
 
 
 def published_names() -> list[str]:

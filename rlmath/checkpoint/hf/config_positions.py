@@ -1,5 +1,4 @@
-"""Positions by a config.json: its rotary embeddings, how they are stretched for longer texts, and
-its sliding windows.
+"""Positions by a config.json: rotary embeddings, their stretching, and sliding windows.
 
 Both forms are read, "rope_parameters" of transformers 5 and "rope_theta" with "rope_scaling" of
 transformers 4. What transformers and vLLM read differently is refused: the engine would not sample
@@ -21,12 +20,14 @@ from rlmath.config.model_shape import (
     YarnScaling,
 )
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
 
 
 def positions(model_type: str, fields: Fields, num_layers: int, head_dim: int) -> dict[str, Any]:
-    """What `ModelShape` has of positions, by name; what is odd or not supported is noted in
-    `fields`."""
+    """The fields of `ModelShape` that concern positions.
+
+    Anything wrong or not supported is noted in `fields`."""
     max_positions = fields.whole("max_position_embeddings")
     rotary_dim = _rotary_dim(model_type, fields, head_dim)
     scaling = _rope_scaling(model_type, fields, rotary_dim or head_dim)
@@ -53,8 +54,9 @@ _DYNAMIC = (
 
 
 def _rope_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """The rotary settings that count: those under the older name hide those under the newer, as in
-    transformers."""
+    """The rotary settings that count.
+
+    As in transformers, those under the older name hide those under the newer."""
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(values.get(key), dict) and values[key]:
             return values[key]
@@ -71,7 +73,7 @@ def _rope_kind(rope: Any) -> Any:
 
 
 def _rope_scaling(model_type: str, fields: Fields, rotary_dim: int) -> RopeScaling | None:
-    """None where rotary embeddings are plain."""
+    """The scaling of rotary embeddings; None if they are plain."""
     kinds = _PHI3_KINDS if model_type == "phi3" else _KINDS
     for key in ("rope_scaling", "rope_parameters"):
         rope = fields.values.get(key)
@@ -102,11 +104,15 @@ def _rope_scaling(model_type: str, fields: Fields, rotary_dim: int) -> RopeScali
 
 
 def _original_positions(fields: Fields) -> int:
-    """Longest sequence before rotary embeddings were stretched: beside the rotary settings (Phi-3),
-    or among them."""
-    key, values, default = "original_max_position_embeddings", fields.values, 4096
+    """Longest sequence before rotary embeddings were stretched.
+
+    It stands beside the rotary settings (Phi-3), or among them."""
+    key = "original_max_position_embeddings"
+    values = fields.values
+    default = 4096
     if key not in values and values.get("model_type") != "phi3":
-        default, values = values.get("max_position_embeddings"), _rope_settings(values)
+        default = values.get("max_position_embeddings")
+        values = _rope_settings(values)
     return fields.whole(key, default=default, values=values)
 
 
@@ -118,17 +124,22 @@ def _linear(fields: Fields, rope: dict[str, Any]) -> LinearScaling:
 
 
 def _llama3(fields: Fields, rope: dict[str, Any]) -> Llama3Scaling:
-    factor, low, high = (
+    factor, low_factor, high_factor = (
         fields.positive(name, rope) for name in ("factor", "low_freq_factor", "high_freq_factor")
     )
-    if high <= low and not fields.problems:
-        fields.note(f'"high_freq_factor" is {high}; needed: more than "low_freq_factor", {low}')
-    return Llama3Scaling(factor, low, high, _original_positions(fields))
+    if high_factor <= low_factor and not fields.problems:
+        fields.note(
+            f'"high_freq_factor" is {high_factor}; needed: more than "low_freq_factor", '
+            f"{low_factor}"
+        )
+    return Llama3Scaling(factor, low_factor, high_factor, _original_positions(fields))
 
 
 def _yarn(fields: Fields, rope: dict[str, Any]) -> YarnScaling:
-    factor, original = fields.positive("factor", rope), _original_positions(fields)
-    fast, slow = fields.positive("beta_fast", rope, 32.0), fields.positive("beta_slow", rope, 1.0)
+    factor = fields.positive("factor", rope)
+    original = _original_positions(fields)
+    beta_fast = fields.positive("beta_fast", rope, 32.0)
+    beta_slow = fields.positive("beta_slow", rope, 1.0)
     scales = [
         fields.positive(name, rope) for name in ("mscale", "mscale_all_dim") if rope.get(name)
     ]
@@ -138,7 +149,8 @@ def _yarn(fields: Fields, rope: dict[str, Any]) -> YarnScaling:
         magnitude = _yarn_magnitude(factor, scales[0]) / _yarn_magnitude(factor, scales[1])
     else:
         magnitude = _yarn_magnitude(factor, 1.0)
-    longest, theta = fields.whole("max_position_embeddings"), _rope_theta(fields)
+    longest = fields.whole("max_position_embeddings")
+    theta = _rope_theta(fields)
     if longest > factor * original and not fields.problems:
         fields.note(
             f'"max_position_embeddings" is {longest}; YaRN reaches "factor" {factor:g} x '
@@ -148,7 +160,7 @@ def _yarn(fields: Fields, rope: dict[str, Any]) -> YarnScaling:
     if theta <= 1 and not fields.problems:
         fields.note(f'"rope_theta" is {theta}; YaRN needs more than 1')
     truncate = fields.flag("truncate", rope, default=True)
-    return YarnScaling(factor, fast, slow, original, magnitude, truncate)
+    return YarnScaling(factor, beta_fast, beta_slow, original, magnitude, truncate)
 
 
 def _yarn_magnitude(factor: float, scale: float) -> float:
@@ -156,16 +168,19 @@ def _yarn_magnitude(factor: float, scale: float) -> float:
 
 
 def _longrope(fields: Fields, rope: dict[str, Any], rotary_dim: int) -> LongRopeScaling:
-    original, longest = _original_positions(fields), fields.whole("max_position_embeddings")
+    original = _original_positions(fields)
+    longest = fields.whole("max_position_embeddings")
     factor = max(1.0, longest / original)
     magnitude = (
         math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
     )
-    for key, vllms in (("factor", factor), ("attention_factor", magnitude)):
+    for key, computed in (("factor", factor), ("attention_factor", magnitude)):
         if rope.get(key) is not None and not math.isclose(
-            fields.positive(key, rope), vllms, rel_tol=1e-6
+            fields.positive(key, rope), computed, rel_tol=1e-6
         ):
-            fields.note(f'"{key}" of longrope is {rope[key]}; vLLM computes {vllms:g}. Take it out')
+            fields.note(
+                f'"{key}" of longrope is {rope[key]}; vLLM computes {computed:g}. Take it out'
+            )
     for key in ("short_mscale", "long_mscale"):
         if rope.get(key) is not None:
             fields.note(
@@ -184,8 +199,8 @@ def _longrope(fields: Fields, rope: dict[str, Any], rotary_dim: int) -> LongRope
 def _rotary_dim(model_type: str, fields: Fields, head_dim: int) -> int | None:
     """Dimensions of a head that are rotated; None: all."""
     key = "partial_rotary_factor"
-    given = [one.get(key) for one in (_rope_settings(fields.values), fields.values)]
-    share = next((one for one in given if one is not None), 1.0)
+    shares = [settings.get(key) for settings in (_rope_settings(fields.values), fields.values)]
+    share = next((share for share in shares if share is not None), 1.0)
     if share == 1.0:
         return None
     if model_type != "phi3":
@@ -203,8 +218,8 @@ def _no_rope_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """Layers that do not rotate: those of 0 in "no_rope_layers", or every fourth one."""
     flags = fields.values.get("no_rope_layers")
     if flags is None:
-        every = fields.whole("no_rope_layer_interval", default=4)
-        return tuple(range(every - 1, num_layers, every))
+        interval = fields.whole("no_rope_layer_interval", default=4)
+        return tuple(range(interval - 1, num_layers, interval))
     if (
         not isinstance(flags, list)
         or len(flags) != num_layers
@@ -222,14 +237,14 @@ def _no_rope_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Windows:
-    """How models of a type have a window."""
+    """The sliding windows of models of a type."""
 
     default: int | None
-    """transformers' own, where config.json has none."""
+    """The window of transformers if config.json has none."""
     has_switch: bool = False
-    """Only with "use_sliding_window"."""
+    """Whether there is a window only with "use_sliding_window"."""
     by_layer: bool = False
-    """In some layers: those of "layer_types", or from "max_window_layers" on."""
+    """Whether some layers alone have it: those of "layer_types", or from "max_window_layers" on."""
 
 
 _WINDOWS = {
@@ -239,7 +254,7 @@ _WINDOWS = {
     "mistral": _Windows(4096),
     "phi3": _Windows(None),
 }
-"""By `model_type`."""
+"""The windows by `model_type`."""
 _NO_WINDOWS = _Windows(None)
 """Models of other types: those of transformers have none."""
 
@@ -248,31 +263,34 @@ def _windows(
     model_type: str, fields: Fields, num_layers: int, max_positions: int
 ) -> dict[str, Any]:
     """The window, where it is shorter than the longest text, and the layers without one."""
-    how, kinds = _WINDOWS.get(model_type, _NO_WINDOWS), _layer_kinds(fields, num_layers)
-    is_off = (how.has_switch or model_type == "smollm3") and not fields.flag("use_sliding_window")
-    if is_off or fields.values.get("sliding_window", how.default) is None:
+    windows = _WINDOWS.get(model_type, _NO_WINDOWS)
+    kinds = _layer_kinds(fields, num_layers)
+    is_off = (windows.has_switch or model_type == "smollm3") and not fields.flag(
+        "use_sliding_window"
+    )
+    if is_off or fields.values.get("sliding_window", windows.default) is None:
         if kinds and _SLIDING in kinds:
             fields.note(f'"layer_types" has "{_SLIDING}", and there is no sliding window in use')
         return {}
-    window = fields.whole("sliding_window", default=how.default)
+    window = fields.whole("sliding_window", default=windows.default)
     is_shorter = window < max_positions
-    if is_shorter and how is _NO_WINDOWS:
+    if is_shorter and windows is _NO_WINDOWS:
         fields.note(
             f'"sliding_window" is {window}; a {model_type} of transformers has none, and one of '
             "vLLM's would. Needed: "
             f"null, or as many as there are positions ({max_positions})"
         )
-    if is_shorter and not how.by_layer and kinds and _FULL in kinds:
+    if is_shorter and not windows.by_layer and kinds and _FULL in kinds:
         fields.note(
             f'"layer_types" has "{_FULL}" beside "sliding_window" {window}: a {model_type} of '
             "transformers has the "
             "window in all layers, one of vLLM's not. Take out one of the two"
         )
-    if how.by_layer and kinds is None:
-        first = fields.whole("max_window_layers", default=28, least=0)
-        kinds = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
+    if windows.by_layer and kinds is None:
+        first_layer = fields.whole("max_window_layers", default=28, least=0)
+        kinds = [_SLIDING if layer >= first_layer else _FULL for layer in range(num_layers)]
     full = tuple(
-        layer for layer in range(num_layers) if how.by_layer and kinds and kinds[layer] == _FULL
+        layer for layer in range(num_layers) if windows.by_layer and kinds and kinds[layer] == _FULL
     )
     if len(full) == num_layers:
         return {}

@@ -1,6 +1,7 @@
-"""Which tensors a Hugging Face folder has: the headers of its safetensors files, and the index; and
-fingerprints of their contents. No tensor is read whole but an output layer beside tied embeddings,
-and for `content_digests`."""
+"""The tensors of a Hugging Face folder, by the headers of its safetensors files and the index.
+
+There are fingerprints of their contents, too. No tensor is read whole, except an output layer
+beside tied embeddings, and for `content_digests`."""
 
 from __future__ import annotations
 
@@ -32,14 +33,16 @@ FORMATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 NEEDED_FORMATS = (
     "needed: float32, bfloat16 or float16 (F32, BF16, F16). Save the model in one of them"
 )
-SINGLE_FILE, ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
+SINGLE_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
 MAX_INDEX_BYTES = 64 * 2**20
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 FINGERPRINT_FORM = "2:"
-"""How fingerprints of models begin; of earlier releases they have no form."""
+"""The beginning of fingerprints of models; those of earlier releases have none."""
 _CHUNK_BYTES = 2**24
 _MAX_HEADER_BYTES = 10**8
-"""As the safetensors library has it."""
+"""Longest header, as in the safetensors library."""
 _SAMPLE_BYTES = 2**12
 _OLDER_SAMPLE_BYTES = 2**20
 
@@ -57,15 +60,15 @@ class TensorFormats:
     """Number formats of a model's tensors, by torch's names."""
 
     most: str
-    """That of most numbers."""
+    """The format of most numbers."""
     others: Mapping[str, str] = field(default_factory=dict)
-    """Those of tensors that have another one, by name."""
+    """Formats of tensors that have another one, by name."""
 
     def of(self, name: str) -> str:
         return self.others.get(name, self.most)
 
     def as_json(self) -> dict[str, str]:
-        """By name, that of most under ""."""
+        """Formats by name, with that of most numbers under ""."""
         return {"": self.most, **self.others}
 
 
@@ -75,15 +78,15 @@ def formats_from_json(values: Mapping[str, str]) -> TensorFormats | None:
     ValueError for words that are no formats."""
     if not values:
         return None
-    others = {str(name): str(word) for name, word in values.items()}
-    most = others.pop("", "")
-    if not {most, *others.values()} <= {*FORMATS.values()}:
+    formats = {str(name): str(word) for name, word in values.items()}
+    most = formats.pop("", "")
+    if not {most, *formats.values()} <= {*FORMATS.values()}:
         raise ValueError(f"number formats {str(dict(values))[:80]}; {NEEDED_FORMATS}")
-    return TensorFormats(most, others)
+    return TensorFormats(most, formats)
 
 
 def source_formats(folder: Path) -> TensorFormats | None:
-    """What the folder of a model has; None where neither its weights nor its config.json say it."""
+    """Number formats of a model's folder; None if neither weights nor config.json say them."""
     headers, _ = tensor_headers(folder) if folder.is_dir() else ({}, [])
     numbers: Counter[str] = Counter()
     for header in headers.values():
@@ -118,41 +121,45 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
 
 
 def weight_problems(folder: Path, shape: ModelShape | None) -> list[str]:
-    """What is wrong with the weights of a folder whose config.json gives `shape`; None: it is not
-    known."""
+    """Problems of the weights of a folder whose config.json gives `shape` (None: not known)."""
     tensors, problems = tensor_headers(folder)
     return problems if problems or shape is None else list(tensor_problems(folder, shape, tensors))
 
 
 def tensor_headers(folder: Path) -> tuple[dict[str, TensorHeader], list[str]]:
-    """Shape and number format by name of every tensor in the folder's safetensors files, from their
-    headers."""
+    """Headers of all tensors in the folder's safetensors files, by name, and problems.
+
+    A tensor's header is its shape and number format."""
     files, problems = weight_files(folder)
     headers: dict[str, TensorHeader] = {}
     for file, promised in files.items():
         try:
-            held = read_header(file)
+            file_headers = read_header(file)
         except ValueError as error:
             problems.append(str(error))
             continue
-        # Where there is an index, a tensor that it does not name is never read.
+        # With an index, tensors that it does not name are never read.
         headers |= {
-            name: held[name] for name in held if name in promised or file.name == SINGLE_FILE
+            name: file_headers[name]
+            for name in file_headers
+            if name in promised or file.name == SINGLE_FILE
         }
-        absent = sorted(promised - held.keys())
-        if absent:
+        missing_names = sorted(promised - file_headers.keys())
+        if missing_names:
             problems.append(
-                f'"{file}" lacks {len(absent)} tensors that the index looks for there: '
-                f"{', '.join(absent[:3])}. "
+                f'"{file}" lacks {len(missing_names)} tensors that the index looks for there: '
+                f"{', '.join(missing_names[:3])}. "
                 "Copy or download the folder again."
             )
     return headers, problems
 
 
 def weight_files(folder: Path, name: str = SINGLE_FILE) -> tuple[dict[Path, set[str]], list[str]]:
-    """The safetensors files, each with the tensors that an index promises in it; `name` is that of
-    the only one."""
-    single, index = folder / name, folder / f"{name}.index.json"
+    """The safetensors files, each with the tensors that an index promises in it, and problems.
+
+    `name` is the name of the file if there is only one."""
+    single = folder / name
+    index = folder / f"{name}.index.json"
     if single.is_file():
         return {single: set()}, []
     if not index.is_file():
@@ -172,11 +179,11 @@ def weight_files(folder: Path, name: str = SINGLE_FILE) -> tuple[dict[Path, set[
             f"{index} names files outside of its folder ({names[0]!r}, ...); needed: plain file "
             "names."
         ]
-    absent = [name for name in names if not os.path.isfile(folder / name)]
-    if absent:
+    missing_names = [name for name in names if not os.path.isfile(folder / name)]
+    if missing_names:
         return {}, [
-            f"{index} names {len(names)} files, {len(absent)} are not there: "
-            f"{', '.join(absent[:5])}. "
+            f"{index} names {len(names)} files, {len(missing_names)} are not there: "
+            f"{', '.join(missing_names[:5])}. "
             "Copy or download them."
         ]
     promised: dict[Path, set[str]] = {folder / name: set() for name in names}
@@ -191,27 +198,33 @@ def tensor_problems(
     found: dict[str, TensorHeader],
     rules: tuple[Rule, ...] | None = None,
 ) -> Iterator[str]:
-    """Tensors that config.json makes one expect, of the model or of other `rules` (its adapters),
-    and that are not there, have another shape, or are not in floating-point numbers."""
+    """Problems of tensors that follow from config.json, or from other `rules` (adapters).
+
+    They are missing, have another shape, or are not in floating-point numbers."""
     expected = hf_tensors(shape, rules)
-    absent = [name for name in expected if name not in found]
-    if absent:
-        names = ", ".join(absent[:3])
+    missing_names = [name for name in expected if name not in found]
+    if missing_names:
+        names = ", ".join(missing_names[:3])
         yield (
-            f'"{folder}": {len(absent)} of {len(expected)} tensors are not in the weights: {names}.'
+            f'"{folder}": {len(missing_names)} of {len(expected)} tensors are not in the weights: '
+            f"{names}."
         )
-    odd = [name for name in expected if name in found and found[name].shape != expected[name]]
-    for name in odd[:3]:
+    wrong_names = [
+        name for name in expected if name in found and found[name].shape != expected[name]
+    ]
+    for name in wrong_names[:3]:
         yield (
             f'"{folder}": {name} has shape {found[name].shape}, config.json makes it '
             f"{expected[name]}."
         )
-    odd = [name for name in expected if name in found and found[name].dtype_name not in FORMATS]
-    more = f" {len(odd) - 1} tensors more are like that." if len(odd) > 1 else ""
-    for name in odd[:1]:
+    wrong_names = [
+        name for name in expected if name in found and found[name].dtype_name not in FORMATS
+    ]
+    note = f" {len(wrong_names) - 1} tensors more are like that." if len(wrong_names) > 1 else ""
+    for name in wrong_names[:1]:
         yield (
             f"{name} in {found[name].file} has numbers in {found[name].dtype_name}; "
-            f"{NEEDED_FORMATS}.{more}"
+            f"{NEEDED_FORMATS}.{note}"
         )
     tied = shape.tied_embeddings and HEAD in found and EMBEDDING in found
     if tied and not _are_equal(found[EMBEDDING], found[HEAD], EMBEDDING, HEAD):
@@ -224,18 +237,23 @@ def tensor_problems(
 
 
 def unexpected_tensors(shape: ModelShape, names: Iterable[str]) -> list[str]:
-    """Tensors of a folder that nothing of the model is filled with; not tables of positions, which
-    old folders have, and not an output layer, which may be tied or have a value head in its place.
-    """
-    others = {*names} - {*hf_tensors(shape), HEAD}
-    return sorted(name for name in others if not name.endswith("rotary_emb.inv_freq"))
+    """Tensors of a folder that fill no part of the model.
+
+    Tables of positions, which old folders have, are not among them, nor is an output layer, which
+    may be tied or have a value head in its place."""
+    unknown_names = {*names} - {*hf_tensors(shape), HEAD}
+    return sorted(name for name in unknown_names if not name.endswith("rotary_emb.inv_freq"))
 
 
 def _are_equal(first: TensorHeader, second: TensorHeader, *names: str) -> bool:
     if (first.shape, first.dtype_name) != (second.shape, second.dtype_name):
         return False
-    parts = (_chunks(one.file, name) for one, name in zip((first, second), names, strict=True))
-    return all(one == other for one, other in itertools.zip_longest(*parts))
+    parts = (
+        _chunks(header.file, name) for header, name in zip((first, second), names, strict=True)
+    )
+    return all(
+        first_chunk == second_chunk for first_chunk, second_chunk in itertools.zip_longest(*parts)
+    )
 
 
 def _chunks(path: Path, name: str) -> Iterator[bytes]:
@@ -244,23 +262,25 @@ def _chunks(path: Path, name: str) -> Iterator[bytes]:
         _, places = _header(file)
         start, end = places[name]
         file.seek(start)
-        for left in range(end - start, 0, -_CHUNK_BYTES):
-            yield file.read(min(left, _CHUNK_BYTES))
+        for remaining_bytes in range(end - start, 0, -_CHUNK_BYTES):
+            yield file.read(min(remaining_bytes, _CHUNK_BYTES))
 
 
 def _header(file: BinaryIO) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The header of a safetensors file as it stands, and where each tensor begins and ends in the
-    file, by name. An 8-byte length, the header, all tensors one behind the other. ValueError where
+    """The header of a safetensors file as bytes, and by name the start and end of each tensor.
+
+    Such a file is an 8-byte length, the header, and all tensors one after another. ValueError if
     it is none."""
     size = int.from_bytes(file.read(8), "little")
     if size > _MAX_HEADER_BYTES:
         raise ValueError(f"its header has {size} bytes")
-    header, base = file.read(size), 8 + size
+    header = file.read(size)
+    base = 8 + size
     places = {}
     try:
-        for name, entry in parse_json(header.decode()).items():
+        for name, tensor_header in parse_json(header.decode()).items():
             if name != "__metadata__":
-                start, end = map(int, entry["data_offsets"])
+                start, end = map(int, tensor_header["data_offsets"])
                 if not 0 <= start <= end < 2**62:
                     raise ValueError(f"{name[:80]!r} lies at {start} to {end}")
                 places[name] = (base + start, base + end)
@@ -273,10 +293,12 @@ def _header(file: BinaryIO) -> tuple[bytes, dict[str, tuple[int, int]]]:
 
 
 def model_fingerprint(folder: str | Path, config: str = "config.json") -> str:
-    """Of a Hugging Face folder: its config.json (`config`: its name, of adapters), and of its
-    safetensors files names, headers, and the first, middle and last 4 KiB of every tensor; of a
-    file without a header all bytes. It is the same for the same model in another place, and another
-    one after training. Begins with FINGERPRINT_FORM."""
+    """Fingerprint of a Hugging Face folder; it begins with FINGERPRINT_FORM.
+
+    It is made of config.json (`config`: its name, for adapters), and of the safetensors files'
+    names, headers, and the first, middle and last 4 KiB of every tensor; of a file without a header
+    all bytes count. The same model has the same fingerprint in another place, and another one after
+    training."""
     digest = hashlib.sha256(read_regular(Path(folder) / config, MAX_JSON_BYTES))
     for path in sorted(Path(folder).glob("*.safetensors")):
         with open_regular(path) as file:
@@ -287,6 +309,7 @@ def model_fingerprint(folder: str | Path, config: str = "config.json") -> str:
 
 
 def _sampled_bytes(file: BinaryIO) -> Iterator[bytes]:
+    """The bytes of a safetensors file that its model's fingerprint is made of."""
     try:
         header, places = _header(file)
     except ValueError:
@@ -302,8 +325,9 @@ def _sampled_bytes(file: BinaryIO) -> Iterator[bytes]:
 
 
 def older_model_fingerprint(folder: str | Path, config: str = "config.json") -> str:
-    """As `model_fingerprint` was before it had a form: of weights the first and last MiB of every
-    file."""
+    """The fingerprint that `model_fingerprint` gave before it had a form.
+
+    The first and last MiB of every file with weights count."""
     digest = hashlib.sha256(read_regular(Path(folder) / config, MAX_JSON_BYTES))
     for path in sorted(Path(folder).glob("*.safetensors")):
         size = path.stat().st_size
@@ -318,8 +342,9 @@ def older_model_fingerprint(folder: str | Path, config: str = "config.json") -> 
 def fingerprint_to_compare(
     recorded: str, now: str, folder: str | Path, config: str = "config.json"
 ) -> str:
-    """The fingerprint of a folder that may be compared with a recorded one: `now`, its
-    `model_fingerprint`, or the older form where that was recorded."""
+    """The fingerprint of a folder that can be compared with a recorded one.
+
+    It is `now`, the folder's `model_fingerprint`, or the older form if that was recorded."""
     is_older = recorded != "" and not recorded.startswith(FINGERPRINT_FORM)
     if is_older and now.startswith(FINGERPRINT_FORM):
         return older_model_fingerprint(folder, config)

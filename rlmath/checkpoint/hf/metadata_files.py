@@ -1,5 +1,6 @@
-"""The small files beside a model's weights, configuration and tokenizer: read, and given the chat
-template and stop tokens of a run."""
+"""The small files beside a model's weights: configuration and tokenizer.
+
+They are read here, and get the chat template and stop tokens of a run."""
 
 from __future__ import annotations
 
@@ -34,9 +35,9 @@ def read_metadata_files(source: str | Path) -> dict[str, bytes]:
 def with_chat_template(
     metadata_files: Mapping[str, bytes], template: str | None
 ) -> dict[str, bytes]:
-    """The files of an export whose default chat template is `template` (None: as they are), where
-    releases of transformers look for it: in a file of its own, earlier ones in
-    tokenizer_config.json."""
+    """The files of an export with `template` as default chat template (None: as they are).
+
+    It stands in a file of its own, and in tokenizer_config.json for earlier transformers."""
     if template is None:
         return dict(metadata_files)
     config = json.loads(metadata_files.get(TOKENIZER_CONFIG, b"{}")) | {"chat_template": template}
@@ -50,12 +51,14 @@ def with_chat_template(
 def with_stop_tokens(
     metadata_files: Mapping[str, bytes], stop_token_ids: Sequence[int]
 ) -> dict[str, bytes]:
-    """The files of an export, whose generation_config.json says which tokens end a completion: vLLM
-    and transformers stop at those that the run stopped at. Unchanged where it says so already."""
+    """The files of an export with the tokens that end a completion in generation_config.json.
+
+    With them vLLM and transformers stop where the run stopped. Files that name these tokens already
+    are unchanged."""
     content = metadata_files.get(GENERATION_CONFIG, b"{}")
     config = json.loads(content)
-    said = config.get("eos_token_id")
-    if {*stop_token_ids} == {*(said if isinstance(said, list) else [said])}:
+    stop_tokens = config.get("eos_token_id")
+    if {*stop_token_ids} == {*(stop_tokens if isinstance(stop_tokens, list) else [stop_tokens])}:
         return dict(metadata_files)
     config["eos_token_id"] = sorted(stop_token_ids)
     config.pop("_from_model_config", None)  # with it transformers 4 takes config.json's again

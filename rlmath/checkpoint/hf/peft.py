@@ -1,5 +1,4 @@
-"""LoRA's adapters as folders of PEFT's have them: adapter_config.json and
-adapter_model.safetensors."""
+"""LoRA adapters as PEFT's folders: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -34,17 +33,19 @@ auto_mapping base_model_name_or_path eva_config exclude_modules inference_mode i
 layers_to_transform lora_alpha lora_dropout megatron_core peft_type peft_version qalora_group_size r revision
 runtime_config target_modules task_type
 """.split()
-"""Fields whose value changes nothing of what the tensors mean, or is compared; any other must be
-off."""
+"""Fields whose value does not change what the tensors mean, or is compared.
+
+Any other field must be off."""
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""How values of `init_lora_weights` begin that make other weights of the base, too."""
+"""Beginnings of values of `init_lora_weights` that change weights of the base model, too."""
 
 
 def adapter_files(
     tensors: Mapping[str, Tensor], lora: LoraConfig, shape: ModelShape, base: str
 ) -> dict[str, bytes]:
-    """The files of a folder with the adapters that `lora` makes for a model, by name; `base` is its
-    `model.path`, or its id on the hub."""
+    """The files of a folder with the adapters that `lora` makes for a model, by name.
+
+    `base` is the model's `model.path`, or its id on the hub."""
     from safetensors.torch import save
 
     hub = parse_hub_id(base, "model.path") if is_hub_id(base) else None
@@ -71,7 +72,7 @@ def _modules(lora: LoraConfig, shape: ModelShape) -> set[str]:
 
 
 def adapter_problems(folder: Path, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
-    """Why the folder that `model.adapter_path` names cannot be begun with.
+    """Why training cannot begin with the folder that `model.adapter_path` names.
 
     Reads headers, no tensor."""
     setting = f'model.adapter_path "{folder}"'
@@ -85,26 +86,29 @@ def adapter_problems(folder: Path, lora: LoraConfig, shape: ModelShape) -> Itera
         )
         return
     try:
-        config, held = read_json_object(folder / ADAPTER_CONFIG), read_header(folder / ADAPTER_FILE)
+        config = read_json_object(folder / ADAPTER_CONFIG)
+        headers = read_header(folder / ADAPTER_FILE)
     except ValueError as error:
         yield f"model.adapter_path: {error}"
         return
     problems = list(_config_problems(config, lora, shape))
     if not problems:  # else the tensors differ, too
         rules = adapter_rules(shape.architecture, lora.rank, lora.target)
-        problems += tensor_problems(folder, shape, held, rules)
-        if others := sorted({*held} - {*hf_tensors(shape, rules)}):
-            more = ", ".join(others[:3])
+        problems += tensor_problems(folder, shape, headers, rules)
+        if unknown_names := sorted({*headers} - {*hf_tensors(shape, rules)}):
+            first_names = ", ".join(unknown_names[:3])
             problems.append(
-                f"{len(others)} tensors of {ADAPTER_FILE} are no adapters of this model: {more}."
+                f"{len(unknown_names)} tensors of {ADAPTER_FILE} are no adapters of this model: "
+                f"{first_names}."
             )
     for problem in problems:
         yield f"{setting}: {problem}"
 
 
 def other_base_warnings(adapter: str | None, model: str) -> Iterator[str]:
-    """Where the folder `adapter`, that of `model.adapter_path`, names another base model than
-    `model`, which is `model.path`, and that one is not known to be a copy of it."""
+    """A warning if the folder `adapter` (`model.adapter_path`) names another base than `model`.
+
+    There is none if that base is known to be a copy of `model`, which is `model.path`."""
     if adapter is None:
         return
     try:
@@ -127,8 +131,9 @@ def other_base_warnings(adapter: str | None, model: str) -> Iterator[str]:
 
 
 def _names_of(model: str) -> set[str]:
-    """Names that a model has by its path or its id on the hub: the last part, of a place in the
-    hub's cache the id's.
+    """Names of a model by its path or its id on the hub.
+
+    They are the last part and, for a path in the hub's cache, that of the id.
 
     >>> sorted(_names_of("/home/me/models--Qwen--Qwen3-8B/snapshots/0123/")), _names_of("hf://Qwen/qwen3-8b@main")
     (['0123', 'qwen3-8b'], {'qwen3-8b'})
@@ -140,18 +145,24 @@ def _names_of(model: str) -> set[str]:
 
 
 def _config_problems(config: dict[str, Any], lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
-    modules, needed = config.get("target_modules"), _modules(lora, shape)
-    names = {str(name).split(".")[-1] for name in modules} if isinstance(modules, list) else needed
-    for field, found, ours in (
+    """Fields of an adapter_config.json that differ from the run's settings or are not supported."""
+    modules = config.get("target_modules")
+    needed_modules = _modules(lora, shape)
+    names = (
+        {str(name).split(".")[-1] for name in modules}
+        if isinstance(modules, list)
+        else needed_modules
+    )
+    for field, stated, expected in (
         ("peft_type", config.get("peft_type"), "LORA"),
         ("r", config.get("r"), lora.rank),
         ("lora_alpha", config.get("lora_alpha"), lora.alpha),
-        ("target_modules", sorted(names), sorted(needed)),
+        ("target_modules", sorted(names), sorted(needed_modules)),
     ):
-        if found != ours:
+        if stated != expected:
             yield (
-                f'"{field}" is {found!r}; needed, by lora.rank, lora.alpha and lora.target: '
-                f"{ours!r}."
+                f'"{field}" is {stated!r}; needed, by lora.rank, lora.alpha and lora.target: '
+                f"{expected!r}."
             )
     for field, value in sorted(config.items()):
         if value and value != "none" and field not in _SAME_MODEL:

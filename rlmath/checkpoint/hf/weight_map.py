@@ -1,5 +1,6 @@
-"""How each architecture's Hugging Face tensors are made of Megatron's: the one table that import,
-export, conversion, weight sync and the memory estimate read.
+"""The table of each architecture's Hugging Face tensors and the Megatron tensors that hold them.
+
+Import, export, conversion, weight sync and the memory estimate read it.
 
 A Megatron tensor has a canonical form, one full tensor in which the tensor-parallel shards are
 plain chunks along one axis. With G key-value groups, R query heads per group, D head dim, F
@@ -56,15 +57,15 @@ class Rule:
     the layer."""
 
     megatron: tuple[str, ...]
-    """The tensor's names: in Megatron's local layers, and in Transformer Engine's where that
-    differs."""
+    """The tensor's names: in Megatron's local layers, and if different in Transformer Engine's."""
     hf: tuple[str, ...]
     sizes: tuple[Size | int, ...]
     """Axes of the canonical form: numbers, or names of `canonical_shape`."""
     owner: PipelineOwner
-    """The pipeline stage that owns it: the first, the last, or that of its layer. "expert": of that
-    stage, only the ranks that have the expert, and `split_axis` is shared by the ranks of
-    `Mesh.expert_tensor`."""
+    """The pipeline stage that owns it: the first, the last, or that of its layer.
+
+    "expert": only the ranks of its layer's stage that have the expert own it, and the ranks of
+    `Mesh.expert_tensor` share `split_axis`."""
     split_axis: int | None = None
     """Axis of the canonical form that tensor-parallel ranks share; None: every rank has all of
     it."""
@@ -74,8 +75,9 @@ class Rule:
 def _of_decoder(
     megatron: str, hf: str, sizes: str, split_axis: int | None = None, form: Form = "plain"
 ) -> Rule:
-    """A rule for the decoder's layers; names (relative to the layer) and sizes are separated by
-    spaces."""
+    """A rule for the decoder's layers.
+
+    Names (relative to the layer) and sizes are separated by spaces."""
     return Rule(
         tuple(f"decoder.layers.{{m}}.{name}" for name in megatron.split()),
         tuple(f"model.layers.{{n}}.{name}" for name in hf.split()),
@@ -103,8 +105,9 @@ _VALUE_HEAD = (
     Rule(("output_layer.weight",), ("score.weight",), ("one", "hidden"), "last"),
     Rule(("output_layer.bias",), ("score.bias",), ("one",), "last"),
 )
-"""In place of `_HEAD`: one number for each token, as transformers' ...ForTokenClassification with
-one label has it."""
+"""The value head in place of `_HEAD`: one number for each token.
+
+It is that of transformers' ...ForTokenClassification with one label."""
 _INPUT_NORM = _of_decoder(
     "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight",
     "input_layernorm.weight",
@@ -220,8 +223,9 @@ def rules_of(architecture: str) -> tuple[Rule, ...]:
 
 
 def value_architecture(architecture: str) -> str:
-    """
-    >>> value_architecture("Qwen2ForCausalLM")
+    """The architecture with a value head in place of the output layer.
+
+
     'Qwen2ForTokenClassification'
     """
     return architecture.replace(_CAUSAL, VALUE_HEAD)
@@ -258,15 +262,16 @@ def has_experts(architecture: str) -> bool:
 ADAPTED_MODULES = {"attention": ("linear_qkv", "linear_proj"), "mlp": ("linear_fc1", "linear_fc2")}
 """Megatron's names of the linear layers that get adapters, by `lora.target`; "all": both."""
 _PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before the name of a module of a causal language model."""
+"""The prefix that PEFT puts before the name of a module of a causal language model."""
 MERGED_BLOCK_BYTES = 64 * 2**20
 """Most float64 numbers of one kind that merging a matrix with its adapter computes at a time."""
 
 
 def adapter_rules(architecture: str, rank: int, target: str) -> tuple[Rule, ...]:
-    """The rules of LoRA's adapters of a rank, A and B of every adapted matrix, with PEFT's names;
-    none of rank 0. Of a matrix whose columns are split A is split alike, and B where rows are.
-    Experts have none."""
+    """The rules of LoRA adapters of a rank, A and B of every adapted matrix, with PEFT's names.
+
+    There are none for rank 0, nor for experts. A is split like a matrix whose columns are split,
+    and B like one whose rows are."""
     if not rank:
         return ()
     rules = []
@@ -313,9 +318,10 @@ def adapter_name(weight: str, matrix: str) -> str:
 
 
 def merging_bytes(rows: int, columns: int, low: int, itemsize: int) -> int:
-    """What is held beside a matrix of a rank's shard while it is merged with an adapter whose A has
-    `low` rows: the merged matrix, B among zeros, and in float64 A, that B, and two blocks of rows.
-    A weight sync has one at a time."""
+    """Bytes needed while a matrix of a rank's shard is merged with an adapter.
+
+    The adapter's A has `low` rows. Held beside the matrix are the merged matrix, B among zeros, and
+    in float64 A, that B, and two blocks of rows. A weight sync merges one matrix at a time."""
     block = 8 * columns * min(rows, max(1, MERGED_BLOCK_BYTES // (8 * columns)))
     return itemsize * rows * (columns + low) + 8 * low * (rows + columns) + 2 * block
 
@@ -336,8 +342,9 @@ class Placed:
 
 
 def placed_tensors(shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> Iterator[Placed]:
-    """Every tensor of the model, or of other `rules` (its adapters), in streaming order: embedding,
-    layers, head."""
+    """Every tensor of the model, or of other `rules` (its adapters), in streaming order.
+
+    The order is embedding, layers, head."""
     rules = rules_of(shape.architecture) if rules is None else rules
     for rule in rules:
         if rule.owner == "first":
@@ -358,8 +365,9 @@ def placed_tensors(shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> 
 
 
 def padded_vocab(vocab_size: int, tensor: int) -> int:
-    """Rows of the embedding in Megatron: the vocabulary filled up to a multiple of the
-    tensor-parallel size."""
+    """Rows of the embedding in Megatron.
+
+    The vocabulary is filled up to a multiple of the tensor-parallel size."""
     return -(-vocab_size // tensor) * tensor
 
 
@@ -381,8 +389,9 @@ def canonical_shape(rule: Rule, shape: ModelShape, tensor: int) -> tuple[int, ..
 
 
 def part_rows(rule: Rule, shape: ModelShape) -> list[int]:
-    """Rows of the Hugging Face tensors that a rule's form joins, each a tensor or a part of the
-    only one: of query, key and value, or of gate and up; of other forms all rows."""
+    """Rows of the parts that a rule's form joins, such as query, key and value, or gate and up.
+
+    Each part is a Hugging Face tensor, or a part of the only one; other forms have one part."""
     canonical = canonical_shape(rule, shape, tensor=1)
     if rule.form == "qkv":
         D = canonical[2]
@@ -393,15 +402,17 @@ def part_rows(rule: Rule, shape: ModelShape) -> list[int]:
 def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
     """Shapes of the rule's Hugging Face tensors, in the order of `rule.hf`."""
     row_axes = {"qkv": 3, "gate_up": 2, "stacked": 2}.get(rule.form, 1)
-    columns, rows = canonical_shape(rule, shape, tensor=1)[row_axes:], part_rows(rule, shape)
+    columns = canonical_shape(rule, shape, tensor=1)[row_axes:]
+    rows = part_rows(rule, shape)
     return [(n, *columns) for n in (rows if len(rule.hf) == len(rows) else [sum(rows)])]
 
 
 def hf_tensors(
     shape: ModelShape, rules: tuple[Rule, ...] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Shape by name of all Hugging Face tensors of a model, or of other `rules` (its adapters), in
-    streaming order."""
+    """Shapes of all Hugging Face tensors of a model, by name, in streaming order.
+
+    With other `rules` they are those of its adapters."""
     return {
         name: size
         for placed in placed_tensors(shape, rules)
@@ -410,8 +421,9 @@ def hf_tensors(
 
 
 def parameter_count(shape: ModelShape, rules: tuple[Rule, ...] | None = None) -> int:
-    """Parameters of the whole model, or of other `rules` (its adapters); a tied embedding counts
-    once."""
+    """Number of parameters of the whole model, or of other `rules` (its adapters).
+
+    A tied embedding counts once."""
     return sum(map(math.prod, hf_tensors(shape, rules).values()))
 
 

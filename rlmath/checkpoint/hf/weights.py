@@ -1,5 +1,4 @@
-"""Hugging Face weights: loaded into a sharded Megatron model, streamed from one, and written as
-safetensors files.
+"""Hugging Face weights: loaded into a sharded Megatron model, streamed from it, and written.
 
 Every direction passes tensor by tensor, by the rules of `weight_map`: at most one tensor is whole
 at a time. The writer writes each as it comes, block by block, and the header last, into space
@@ -47,8 +46,9 @@ from rlmath.distributed.mesh import Mesh
 SHARD_BYTES = 4 * 2**30
 """Most bytes of one exported safetensors file."""
 HEADER_BYTES = 2**18
-"""Space for the header of one file, some 2,000 tensors; then the next file begins. Spaces pad it,
-as is allowed."""
+"""Space for the header of one file, some 2,000 tensors; then the next file begins.
+
+Spaces pad the header, as is allowed."""
 DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, dtype): name for name, dtype in FORMATS.items()
 }
@@ -65,8 +65,9 @@ _BLOCK = 2**22
 
 
 class HFReader:
-    """Random access to the tensors of a Hugging Face folder: one safetensors file of this name, or
-    an index."""
+    """Random access to the tensors of a Hugging Face folder.
+
+    It has one safetensors file of this name, or an index."""
 
     def __init__(self, folder: str | Path, name: str = SINGLE_FILE) -> None:
         self.folder = Path(folder)
@@ -98,9 +99,10 @@ class HFReader:
 
 
 def all_finite(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Whether there is neither NaN nor infinity in it, also when it is rounded to `dtype`: one bool
-    on its device. One pass without a copy, a tenth of the time of isfinite; the extremes of a
-    tensor with a NaN are NaN."""
+    """Whether a tensor has neither NaN nor infinity, also when rounded to `dtype`.
+
+    The result is one bool on its device. This is one pass without a copy, in a tenth of the time of
+    isfinite; the extremes of a tensor with a NaN are NaN."""
     if tensor.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     extremes = torch.stack(torch.aminmax(tensor))
@@ -119,8 +121,8 @@ def to_canonical(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape, tenso
         (weight,) = tensors
         return torch.nn.functional.pad(weight, (0, 0, 0, target[0] - weight.shape[0]))
     if rule.form == "qkv":
-        G, _, D, *rest = target
-        return torch.cat([x.reshape(G, -1, D, *rest) for x in tensors], dim=1)
+        G, _, D, *other_axes = target
+        return torch.cat([part.reshape(G, -1, D, *other_axes) for part in tensors], dim=1)
     if rule.form in weight_map.STACKED:
         return torch.stack(list(tensors))
     return tensors[0]
@@ -164,12 +166,13 @@ def load_hf_weights(
     option: str = "model.path",
     rules: tuple[Rule, ...] | None = None,
 ) -> None:
-    """Fill this rank's shard of a Megatron model from a Hugging Face folder, which the setting
-    `option` names, tensor by tensor; with the `rules` of its adapters, these from PEFT's. A value
-    head that the folder does not have stays as it is. Of an embedding with more rows than `shape`
-    has the first are taken; missing ones are 0. A collective. ValueError, on all ranks alike, where
-    any of them finds a tensor that cannot be read or has a number that is not finite, in the file
-    or in the model's own format."""
+    """Fill this rank's shard of a Megatron model from a Hugging Face folder, tensor by tensor.
+
+    The setting `option` names the folder; with the `rules` of the model's adapters it is one of
+    PEFT's, and fills these. A value head that the folder does not have stays as it is. If an
+    embedding has more rows than `shape`, the first are taken; missing ones are 0. A collective.
+    ValueError, on all ranks alike, if any of them finds a tensor that cannot be read or has a
+    number that is not finite, in the file or in the model's own format."""
     problems: list[str] = []
     try:
         reader = HFReader(folder, SINGLE_FILE if rules is None else ADAPTER_FILE)
@@ -181,21 +184,29 @@ def load_hf_weights(
         if rules is None and shape.tied_embeddings and mesh.is_last_stage and mesh.pipeline > 1:
             embedding = next(iter(placed_tensors(shape)))
             problems += _fill(chunks[-1].output_layer.weight, reader, embedding, shape, mesh)
-        others = unexpected_tensors(shape, reader.files) if rules is None and mesh.rank == 0 else []
-        if others:
+        unknown_names = (
+            unexpected_tensors(shape, reader.files) if rules is None and mesh.rank == 0 else []
+        )
+        if unknown_names:
             text = (
                 "%s: %d tensors are no part of the model that config.json describes and are "
                 "left out: %s"
             )
-            logger.warning(text, option, len(others), ", ".join(others[:3]))
+            logger.warning(text, option, len(unknown_names), ", ".join(unknown_names[:3]))
     except (OSError, ValueError) as error:
         problems.append(str(error))
-    found = dict.fromkeys(problem for mine in all_gather_objects(problems) for problem in mine)
-    if found:
-        more = f"; and {len(found) - _MOST_SHOWN} tensors more" if len(found) > _MOST_SHOWN else ""
+    all_problems = dict.fromkeys(
+        problem for rank_problems in all_gather_objects(problems) for problem in rank_problems
+    )
+    if all_problems:
+        ending = (
+            f"; and {len(all_problems) - _MOST_SHOWN} tensors more"
+            if len(all_problems) > _MOST_SHOWN
+            else ""
+        )
         raise ValueError(
             f"the weights in {option} cannot be used: "
-            f"{'; '.join(list(found)[:_MOST_SHOWN])}{more}. "
+            f"{'; '.join(list(all_problems)[:_MOST_SHOWN])}{ending}. "
             "Copy or download the model again, or give another."
         )
 
@@ -205,13 +216,13 @@ def _fill(
 ) -> Iterator[str]:
     """Fill this rank's parameter, if it has one.
 
-    Sentences about tensors that are not finite in this rank's shard."""
+    Yields sentences about tensors that are not finite in this rank's shard."""
     if parameter is None:
         return
     tensors = [reader.tensor(name) for name in placed.hf_names]
     full = to_canonical(placed.rule, tensors, shape, mesh.tensor)
-    mine = shard(placed.rule, full, *sharing_ranks(placed, mesh))
-    parameter.copy_(mine.reshape(parameter.shape))
+    local_shard = shard(placed.rule, full, *sharing_ranks(placed, mesh))
+    parameter.copy_(local_shard.reshape(parameter.shape))
     if not all_finite(parameter):
         yield from not_finite(
             reader, dict(zip(placed.hf_names, tensors, strict=True)), parameter.dtype
@@ -224,7 +235,8 @@ def not_finite(
     """A sentence for each of the tensors that has NaN or infinity, or gets one as `dtype`."""
     for name, tensor in tensors.items():
         if not all_finite(tensor, dtype):
-            path, kind = reader.folder / reader.files[name], str(dtype).removeprefix("torch.")
+            path = reader.folder / reader.files[name]
+            kind = str(dtype).removeprefix("torch.")
             yield f"{name} in {path} has numbers that are NaN, infinite or too large for {kind}"
 
 
@@ -240,15 +252,18 @@ def local_parameter(chunks: Sequence[torch.nn.Module], placed: Placed) -> Tensor
 
 
 def local_weight(chunks: Sequence[torch.nn.Module], placed: Placed) -> Tensor | None:
-    """What the model multiplies by: `local_parameter`, or with its adapter merged
-    (`models.lora.Adapter.merged`)."""
-    parameter, adapter = local_parameter(chunks, placed), local_adapter(chunks, placed)
+    """The weight in effect: `local_parameter` with its adapter, if any, merged.
+
+    See `models.lora.Adapter.merged`."""
+    parameter = local_parameter(chunks, placed)
+    adapter = local_adapter(chunks, placed)
     return parameter if parameter is None or adapter is None else adapter.merged(parameter)
 
 
 def local_adapter(chunks: Sequence[torch.nn.Module], placed: Placed) -> Any:
-    """The adapter (`models.lora.Adapter`) of this rank's parameter for a placed tensor; None where
-    it has none."""
+    """The adapter of this rank's parameter for a placed tensor; None if it has none.
+
+    It is a `models.lora.Adapter`."""
     module, name = _local_owner(chunks, placed) or (None, "")
     return getattr(module, "adapter", None) if name == "weight" else None
 
@@ -271,8 +286,9 @@ def _local_owner(
 
 
 def _numbers_in(chunk: torch.nn.Module, placed: Placed) -> dict[str, int] | None:
-    """What `{m}` and `{x}` stand for in a chunk's names, None where it has not the layer, or not
-    the expert."""
+    """The numbers that `{m}` and `{x}` stand for in a chunk's names.
+
+    None if the chunk does not have the layer or the expert."""
     if placed.layer is None:
         return {}
     layers = held_layers(chunk)
@@ -299,12 +315,14 @@ def merged_weight(weight_MK: Tensor, b_MR: Tensor, a_RK: Tensor, scale: float) -
 
     Summed in float64 and rounded once, so that it does not depend on the layout or the device; some
     rows at a time."""
-    b, a, merged = b_MR.double(), a_RK.double(), torch.empty_like(weight_MK)
+    b = b_MR.double()
+    a = a_RK.double()
+    merged = torch.empty_like(weight_MK)
     rows = max(1, MERGED_BLOCK_BYTES // (8 * weight_MK.shape[1]))
-    for out, weight, block in zip(
+    for merged_block, weight_block, b_block in zip(
         merged.split(rows), weight_MK.split(rows), b.split(rows), strict=True
     ):
-        out.copy_(torch.addmm(weight.double(), block, a, alpha=scale))
+        merged_block.copy_(torch.addmm(weight_block.double(), b_block, a, alpha=scale))
     return merged
 
 
@@ -318,9 +336,10 @@ def stream_hf_tensors(
     mesh: Mesh,
     rules: tuple[Rule, ...] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor of a sharded model, its adapters merged, whole, on every rank, one
-    after the other; with the `rules` of its adapters, these. A collective: all ranks must consume
-    it to its end. At most one tensor is whole at a time."""
+    """Every whole Hugging Face tensor of a sharded model, on every rank, one after another.
+
+    Adapters are merged; with the `rules` of the adapters, these are streamed instead. A collective:
+    all ranks must consume it to its end. At most one tensor is whole at a time."""
     from megatron.core import parallel_state  # conversions do without
 
     pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -346,31 +365,32 @@ def stream_hf_tensors(
 def _gather(
     parameter: Tensor | None, any_parameter: Tensor, placed: Placed, shape: ModelShape, mesh: Mesh
 ) -> Tensor:
-    """A whole tensor, on all ranks of the stage that owns it; only an expert may lie on some of
-    them."""
+    """A whole tensor, on all ranks of the stage that owns it.
+
+    Only an expert's tensors may lie on some of these ranks alone."""
     from megatron.core import parallel_state
 
     _, size = sharing_ranks(placed, mesh)
     part_shape = weight_map.shard_shape(placed.rule, shape, size)
-    mine = (
+    local_shard = (
         any_parameter.new_empty(part_shape)
         if parameter is None
         else parameter.data.reshape(part_shape)
     )
-    mine = mine.contiguous()
+    local_shard = local_shard.contiguous()
     if placed.expert is not None and mesh.expert > 1:
         owner = placed.expert // (shape.num_experts // mesh.expert)
         group = parallel_state.get_expert_model_parallel_group()
-        dist.broadcast(mine, dist.get_process_group_ranks(group)[owner], group)
+        dist.broadcast(local_shard, dist.get_process_group_ranks(group)[owner], group)
     else:
         assert parameter is not None, f"this stage should own {placed.hf_names}"
     if size == 1 or placed.rule.split_axis is None:
-        return mine
-    shards = [torch.empty_like(mine) for _ in range(size)]
+        return local_shard
+    shards = [torch.empty_like(local_shard) for _ in range(size)]
     group = parallel_state.get_tensor_model_parallel_group()
     if placed.expert is not None:
         group = parallel_state.get_expert_tensor_parallel_group()
-    dist.all_gather(shards, mine, group=group)
+    dist.all_gather(shards, local_shard, group=group)
     return join(placed.rule, shards)
 
 
@@ -378,11 +398,11 @@ def layer_stages(
     chunks: Sequence[torch.nn.Module], mesh: Mesh, pipeline_group: dist.ProcessGroup
 ) -> dict[int, int]:
     """The pipeline stage of every layer, as the stages themselves report it."""
-    mine = [layer for chunk in chunks for layer in held_layers(chunk)]
-    held_by_stage = [mine] * mesh.pipeline
+    local_layers = [layer for chunk in chunks for layer in held_layers(chunk)]
+    layers_by_stage = [local_layers] * mesh.pipeline
     if mesh.pipeline > 1:
-        dist.all_gather_object(held_by_stage, mine, group=pipeline_group)
-    return {layer: stage for stage, held in enumerate(held_by_stage) for layer in held}
+        dist.all_gather_object(layers_by_stage, local_layers, group=pipeline_group)
+    return {layer: stage for stage, layers in enumerate(layers_by_stage) for layer in layers}
 
 
 # ---------------------------------------------------------------- writing a folder
@@ -395,11 +415,12 @@ def write_hf_folder(
     dtype: torch.dtype | TensorFormats,
     writes: bool,
 ) -> None:
-    """Write a Hugging Face model: the streamed weights as safetensors beside its `metadata_files`,
-    in one format or that of each tensor; what float16 cannot hold stays as it is. All ranks consume
-    the stream; the one with `writes` writes, into a partial folder that is renamed when complete.
-    Files hold up to SHARD_BYTES. OSError on that rank on a disk error; the stream is still
-    consumed, and the partial folder removed."""
+    """Write a Hugging Face model: the streamed weights as safetensors, and its `metadata_files`.
+
+    Weights are written in one format or that of each tensor; a tensor that float16 cannot hold
+    keeps its own. All ranks consume the stream; the one with `writes` writes, into a partial folder
+    that is renamed when complete. Files hold up to SHARD_BYTES. OSError on that rank on a disk
+    error; the stream is still consumed, and the partial folder removed."""
     if not writes:
         for _ in tensors:
             pass
@@ -437,8 +458,9 @@ def as_formats(dtype: torch.dtype | TensorFormats) -> TensorFormats:
 
 
 def fitting_dtype(name: str, tensor: Tensor, formats: TensorFormats) -> torch.dtype:
-    """The format to write a tensor in; its own one where float16 cannot hold all its numbers, which
-    is logged."""
+    """The format to write a tensor in.
+
+    It is the tensor's own if float16 cannot hold all its numbers, which is logged."""
     dtype = getattr(torch, formats.of(name))
     if dtype == torch.float16 != tensor.dtype and not all_finite(tensor, dtype):
         logger.warning(
@@ -451,8 +473,9 @@ def fitting_dtype(name: str, tensor: Tensor, formats: TensorFormats) -> torch.dt
 def write_metadata_files(
     folder: Path, metadata_files: Mapping[str, bytes], dtype: torch.dtype
 ) -> None:
-    """Write a model's configuration and tokenizer files, with the weights' number format in
-    config.json, if there."""
+    """Write a model's configuration and tokenizer files.
+
+    If config.json is among them, it gets the weights' number format."""
     write_files(folder, metadata_files)
     path = folder / "config.json"
     if path.name not in metadata_files:
@@ -470,11 +493,13 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 class SafetensorsWriter:
-    """Writes a model's weights into a folder, in bounded files named as on the Hub; complete when
-    its `with` ends."""
+    """Writes a model's weights into a folder, in bounded files named as on the Hub.
+
+    They are complete when its `with` ends."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
-        self._folder, self._shard_bytes = folder, shard_bytes
+        self._folder = folder
+        self._shard_bytes = shard_bytes
         self._files: list[list[str]] = []
         self._open: _File | None = None
         self.bytes = 0
@@ -502,6 +527,7 @@ class SafetensorsWriter:
                 self._open.file.close()
 
     def _complete(self) -> None:
+        """Give the files their final names and, if there are several, write the index."""
         self._close_file()
         count = len(self._files)
         file_of = {}
@@ -535,8 +561,8 @@ class _File:
     def has_room(self, name: str, tensor: Tensor, dtype: torch.dtype, most: int) -> bool:
         """Whether a tensor fits; one of wider numbers must start at a multiple of their width."""
         size = tensor.numel() * dtype.itemsize
-        entry = len(json.dumps({name: self._entry(tensor, dtype)}))
-        fits = self._size + size <= most and self._header_bytes + entry <= HEADER_BYTES
+        entry_bytes = len(json.dumps({name: self._entry(tensor, dtype)}))
+        fits = self._size + size <= most and self._header_bytes + entry_bytes <= HEADER_BYTES
         return fits and self._size % dtype.itemsize == 0
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
