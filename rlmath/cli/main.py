@@ -30,8 +30,9 @@ class Command:
     name: str
     what: str
     function: str
-    """`module:function` of `rlmath.cli`, which takes the rest of the command line and returns the
-    exit status."""
+    """`module:function` of `rlmath.cli`.
+
+    It takes the rest of the command line and returns the exit status."""
     needs: tuple[str, ...] = ()
 
 
@@ -66,8 +67,10 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: that of the program, MISTAKE for a word that is no command or a package that is
-    missing, 0 where who reads the output has gone."""
+    """Exit status of the program.
+
+    It is MISTAKE for a word that is no command or a missing package, and 0 if the reader of the
+    output has gone."""
     escape_terminal()
     with ends_with_its_reader():
         return _main(argv)
@@ -75,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    """Find the command of the first word and run it with the others; the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
@@ -82,9 +86,9 @@ def _main(argv: Sequence[str] | None) -> int:
     if words[0] == "--version":
         print(f"rlmath {rlmath.__version__}")
         return 0
-    command = next((one for one in COMMANDS if one.name == words[0]), None)
+    command = next((command for command in COMMANDS if command.name == words[0]), None)
     if command is None:
-        hint = nearest_word(words[0], [one.name for one in COMMANDS])
+        hint = nearest_word(words[0], [command.name for command in COMMANDS])
         print(f'rlmath: there is no command "{words[0]}".{hint}\n\n{usage()}', file=sys.stderr)
         return MISTAKE
     asks = {"-h", "--help"} & set(words)
@@ -107,8 +111,12 @@ def submit(argv: Sequence[str]) -> int:
     sys.argv[1:] = argv
     try:
         runpy.run_path(str(shipped("launch/slurm/submit.py")), run_name="__main__")
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except SystemExit as system_exit:
+        return (
+            system_exit.code
+            if isinstance(system_exit.code, int)
+            else int(system_exit.code is not None)
+        )
     return 0
 
 
@@ -123,7 +131,9 @@ On a cluster: torchrun ... -m rlmath.trainer, or rlmath submit"""
 
 
 def usage() -> str:
-    return USAGE.format(commands="\n".join(f"  {one.name:<11} {one.what}" for one in COMMANDS))
+    return USAGE.format(
+        commands="\n".join(f"  {command.name:<11} {command.what}" for command in COMMANDS)
+    )
 
 
 def is_installed(module: str) -> bool:

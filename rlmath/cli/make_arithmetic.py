@@ -33,8 +33,9 @@ from rlmath.checkpoint.convert.sources import check_output
 NUMBERS = 100
 """Numbers are below it."""
 SLIP = 0.20154
-"""It leaves 40% of the worked solutions of two digits right: of two columns and three digits 0.81^2
-x 0.82^3."""
+"""Probability of a slip that leaves 40% of the worked solutions of two digits right.
+
+With two columns and three digits that is 0.81^2 x 0.82^3."""
 _COLUMN_SUMS = 20
 """A slip in a column writes one of 0..19: two digits and a carry make at most 19."""
 
@@ -80,14 +81,16 @@ def make_problems(seed: int, train: int, heldout: int) -> tuple[list[Addition], 
 
 
 def worked_solution(problem: Addition, slip: float = 0.0, rng: random.Random | None = None) -> str:
-    """Steps and boxed answer; with `slip` above 0, each result written is a random one with that
-    probability.
+    """Steps and boxed answer; with `slip` as the probability that a written result is random.
 
     What follows a slip is consistent with it: the carry and the answer are read off the sums as
     written. So 47+85 with a slip in its first column may read `7+5=3 4+8=12 \\boxed{123}`. A slip
     in the answer replaces one digit. A random result can be the right one.
     """
-    steps, answer, carry, rng = [], "", 0, rng or random.Random(0)
+    steps = []
+    answer = ""
+    carry = 0
+    rng = rng or random.Random(0)
     for terms in _columns(problem):
         terms = [*terms, carry] if carry else terms
         total = rng.randrange(_COLUMN_SUMS) if slip and rng.random() < slip else sum(terms)
@@ -104,16 +107,19 @@ def worked_solution(problem: Addition, slip: float = 0.0, rng: random.Random | N
 
 def _columns(problem: Addition) -> list[list[int]]:
     """The digits to add, lowest column first: 347+85 gives [[7, 5], [4, 8], [3]]."""
-    left, right = str(problem.left)[::-1], str(problem.right)[::-1]
-    length = max(len(left), len(right))
-    return [[int(number[i]) for number in (left, right) if i < len(number)] for i in range(length)]
+    left_digits = str(problem.left)[::-1]
+    right_digits = str(problem.right)[::-1]
+    length = max(len(left_digits), len(right_digits))
+    return [
+        [int(number[i]) for number in (left_digits, right_digits) if i < len(number)]
+        for i in range(length)
+    ]
 
 
 def worked_rows(
     problems: list[Addition], count: int, slip: float, seed: int
 ) -> list[dict[str, object]]:
-    """So many worked solutions of problems that are drawn at random, with slips
-    (`worked_solution`)."""
+    """Worked solutions, with slips (`worked_solution`), of `count` problems drawn at random."""
     rng = random.Random(f"{seed}:worked")
     return [
         {"prompt": problem.prompt, "completion": worked_solution(problem, slip, rng)}

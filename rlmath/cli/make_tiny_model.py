@@ -1,5 +1,4 @@
-"""Makes the demo's random model and its tokenizer: a Qwen2 of 0.6M parameters, in Hugging Face
-form.
+"""Makes the demo's random model and tokenizer: a Qwen2 of 0.6M parameters, in Hugging Face form.
 
     python -m rlmath.cli.make_tiny_model --output models/tiny --seed 1
 
@@ -21,12 +20,14 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2T
 from rlmath.checkpoint.convert.sources import check_output
 
 MAX_POSITIONS = 512
-_PAD, _EOS, _UNK, _BOXED = "<pad>", "<eos>", "<unk>", "\\boxed{"
+_PAD = "<pad>"
+_EOS = "<eos>"
+_UNK = "<unk>"
+_BOXED = "\\boxed{"
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    r"""One token per printable ASCII character, tab and newline, one for `\boxed{`, and three
-    special ones.
+    r"""A tokenizer of printable ASCII characters, tab, newline, `\boxed{`, and three special tokens.
 
     Text of those characters decodes to itself; others are dropped. The 101 tokens do not divide
     among tensor ranks, so the vocabulary has to be padded. It is a Qwen2Tokenizer without merges
@@ -35,7 +36,13 @@ def make_tokenizer() -> Qwen2Tokenizer:
     """
     byte_level = ByteLevel(add_prefix_space=False, use_regex=False)
     characters = ["\n", "\t", *map(chr, range(ord(" "), ord("~") + 1))]
-    tokens = [_PAD, _EOS, _UNK, _BOXED, *(byte_level.pre_tokenize_str(c)[0][0] for c in characters)]
+    tokens = [
+        _PAD,
+        _EOS,
+        _UNK,
+        _BOXED,
+        *(byte_level.pre_tokenize_str(character)[0][0] for character in characters),
+    ]
     tokenizer = Qwen2Tokenizer(
         vocab={token: number for number, token in enumerate(tokens)},
         merges=[],

@@ -1,5 +1,4 @@
-"""Plan a run before a GPU is spent: memory and seconds of a step, hours of an epoch, and the
-fastest layout.
+"""Plan a run before a GPU is spent: memory, seconds of a step, hours of an epoch, fastest layout.
 
 rlmath plan --config configs/areal/7b_n16.yaml --mean-response-tokens 8600
 rlmath plan --config configs/my.yaml --gpu H100-80GB --nodes 4
@@ -28,28 +27,30 @@ from rlmath.planning.planner.cluster import CPU
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 where the run fits, MISTAKE where not, or where there is no plan."""
+    """Exit status 0 if the run fits, MISTAKE if it does not, or if there is no plan."""
     escape_terminal()
-    given = parser().parse_intermixed_args(argv)
+    arguments = parser().parse_intermixed_args(argv)
     try:
-        run = predict_run(load_config(given.config, given.overrides, stand_ins=NOT_NEEDED), given)
+        run = predict_run(
+            load_config(arguments.config, arguments.overrides, stand_ins=NOT_NEEDED), arguments
+        )
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
-    if given.json:
-        print(json.dumps(run_data(run, given.layouts), indent=2))
+    if arguments.json:
+        print(json.dumps(run_data(run, arguments.layouts), indent=2))
     else:
-        print("\n".join(run_lines(run, given.layouts)))
+        print("\n".join(run_lines(run, arguments.layouts)))
     for problem in run.memory_problems:
         print(f"  - {problem}", file=sys.stderr)
     return MISTAKE if run.memory_problems else 0
 
 
 def parser() -> argparse.ArgumentParser:
-    made = make_parser(
+    plan_parser = make_parser(
         "Plan a run: memory, seconds of a step, hours of an epoch, the fastest layout."
     )
-    cluster = made.add_argument_group("the cluster")
+    cluster = plan_parser.add_argument_group("the cluster")
     gpu_help = f"one of {', '.join([*GPUS, CPU])}; default: memory.gpu, or the CPU"
     cluster.add_argument("--gpu", type=gpu_name, help=gpu_help)
     cluster.add_argument("--nodes", type=int, help="without it as many as the layout's ranks take")
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         "--gpus-per-node", type=int, help="default: 8, or all ranks where they are fewer"
     )
     cluster.add_argument("--network-gbps", type=float, help="Gbit/s between nodes for each GPU")
-    work = made.add_argument_group("the work")
+    work = plan_parser.add_argument_group("the work")
     work.add_argument(
         "--mean-response-tokens", type=float, help="default: 0.3 x rollout.max_new_tokens"
     )
@@ -70,19 +71,17 @@ def parser() -> argparse.ArgumentParser:
     work.add_argument("--prompts", type=int, help=prompts_help)
     coefficients_help = "JSON of coefficients that were measured (docs/planning.md)"
     work.add_argument("--coefficients", type=Path, metavar="FILE", help=coefficients_help)
-    made.add_argument(
+    plan_parser.add_argument(
         "--layouts", type=int, default=5, help="fastest layouts to show; 0: none (default: 5)"
     )
-    made.add_argument("--json", action="store_true", help="print plain data")
-    return made
+    plan_parser.add_argument("--json", action="store_true", help="print plain data")
+    return plan_parser
 
 
 def gpu_name(word: str) -> str:
-    """A word of --gpu.
-
-    ArgumentTypeError where it is none, with the nearest."""
-    if word not in (known := [*GPUS, CPU]):
-        needed = f"needed: one of {', '.join(known)}.{nearest_word(word, known)}"
+    """A word of --gpu; for any other word an ArgumentTypeError that names the nearest."""
+    if word not in (known_names := [*GPUS, CPU]):
+        needed = f"needed: one of {', '.join(known_names)}.{nearest_word(word, known_names)}"
         raise argparse.ArgumentTypeError(f'there is no "{word}"; {needed}')
     return word
 

@@ -1,5 +1,4 @@
-"""Plan the memory of a run: what every rank will hold in each phase of a step, and whether that
-fits.
+"""Plan the memory of a run: what every rank holds in each phase of a step, and whether it fits.
 
 rlmath plan-memory --config configs/my.yaml parallel.tensor=2 memory.gpu=H100-80GB
 
@@ -43,7 +42,7 @@ NOT_NEEDED = ("run.output_dir=unused", "data.train_path=unused")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 where the run fits, MISTAKE where not."""
+    """Exit status 0 if the run fits, MISTAKE if not."""
     escape_terminal()
     parser = make_parser("Plan the memory of a run.")
     parser.add_argument(
@@ -52,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="ranks of the run; without it those of parallel.data, else the least",
     )
     parser.add_argument("--json", action="store_true", help="print plain data, in bytes")
-    given = parser.parse_intermixed_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     try:
-        config = load_config(given.config, given.overrides, stand_ins=NOT_NEEDED)
-        ranks = ranks_or_least(config, given.ranks)
+        config = load_config(arguments.config, arguments.overrides, stand_ins=NOT_NEEDED)
+        ranks = ranks_or_least(config, arguments.ranks)
         shape = checked_shape(config, ranks)
         target = planned_target(config)
     except ValueError as error:
@@ -63,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MISTAKE
     plans = all_plans(with_longest_lengths(config), shape, ranks, target)
     problems = of_longest_stage(config, lambda largest: fit_problems(largest, shape, ranks))
-    if given.json:
+    if arguments.json:
         print(json.dumps(as_data(plans, problems, target, ranks), indent=2))
     else:
         lines = (line for plan in plans for line in plan_lines(plan))
@@ -120,14 +119,18 @@ def heading(config: Config, shape: ModelShape, ranks: int, target: Target) -> li
     if target.total_bytes is None:
         lines.append("Planned for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib.")
     else:
-        total, usable = target.total_bytes / GIB, usable_bytes(target) / GIB
-        lines.append(f"{target.name}: {total:.1f} GiB, of which a run may fill {usable:.1f}")
+        total_gib = target.total_bytes / GIB
+        usable_gib = usable_bytes(target) / GIB
+        lines.append(
+            f"{target.name}: {total_gib:.1f} GiB, of which a run may fill {usable_gib:.1f}"
+        )
     return lines
 
 
 def plan_lines(plan: MemoryPlan) -> list[str]:
-    """Parts of every phase (GiB); a plan stands for all ranks of its pipeline stage, or of
-    engines."""
+    """Parts of every phase (GiB).
+
+    A plan stands for all ranks of its pipeline stage, or of engines."""
     whose = "engines" if plan.is_engine else f"pipeline stage {plan.stage}"
     phases = [f"  {phase}: {figures(plan, phase)}" for phase in plan.phases]
     return [f"Ranks of {whose}, from rank {plan.rank} on:", *phases]

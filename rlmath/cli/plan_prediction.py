@@ -44,11 +44,11 @@ class RunPrediction:
     stages: tuple[tuple[LengthStage, StepPlan], ...]
     memory_problems: tuple[str, ...]
     steps_per_epoch: int | None
-    """None where the number of prompts is not known."""
+    """Steps of an epoch; None if the number of prompts is not known."""
     warnings: tuple[str, ...]
-    """What is odd about the prompts of the files, and about a file of coefficients."""
+    """Irregularities of the files' prompts, and of a file of coefficients."""
     layouts: Comparison | None
-    """Of the last stage, which has the longest contexts; None where none was asked for."""
+    """Layouts for the last stage, which has the longest contexts; None if not asked for."""
 
     @property
     def step_seconds(self) -> float:
@@ -69,8 +69,10 @@ class RunPrediction:
 
 
 def predict_run(config: Config, asked: Namespace) -> RunPrediction:
-    """Steps of all stages, and whether they fit the memory; `asked` are the options of `rlmath
-    plan`. ValueError that lists what keeps the run from having this layout on this cluster."""
+    """Steps of all stages, and whether they fit the memory.
+
+    `asked` are the options of `rlmath plan`. ValueError that lists what keeps the run from having
+    this layout on this cluster."""
     config = on_gpu(config, asked.gpu)
     raise_problems("this run", value_problems(config))
     shape, note = required_shape(config.model.path)
@@ -80,9 +82,9 @@ def predict_run(config: Config, asked: Namespace) -> RunPrediction:
         # Another cluster than that of the settings: what remains of the ranks is data parallel.
         config = replace(config, parallel=replace(config.parallel, data=None))
     cluster = cluster_of(machine, ranks_or_least(config, None), asked.nodes, asked.gpus_per_node)
-    of_file: list[str] = []
+    file_warnings: list[str] = []
     if asked.coefficients is not None:
-        coefficients, of_file = read_coefficients(asked.coefficients, target.kind)
+        coefficients, file_warnings = read_coefficients(asked.coefficients, target.kind)
         cluster = replace(cluster, coefficients=coefficients)
     raise_problems("this run", problems_of(config, shape, cluster))
     if config.rollout.tail == "carry" or config.rollout.ranks > 0:
@@ -112,7 +114,7 @@ def predict_run(config: Config, asked: Namespace) -> RunPrediction:
         stages=tuple(zip(stages, map(plan_step, inputs), strict=True)),
         memory_problems=tuple(memory_problems(config, shape, cluster.ranks)),
         steps_per_epoch=steps_per_epoch,
-        warnings=(*of_file, *warnings),
+        warnings=(*file_warnings, *warnings),
         layouts=compare_layouts(inputs[-1]) if asked.layouts > 0 else None,
     )
 
@@ -120,8 +122,7 @@ def predict_run(config: Config, asked: Namespace) -> RunPrediction:
 def _steps_per_epoch(
     config: Config, shape: ModelShape, asked: Namespace
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Steps of the prompts that are given, or of the files where they are there; and warnings about
-    the latter."""
+    """Steps of the given number of prompts, or of the files if they exist, and warnings about them."""
     if asked.prompts is not None:
         if asked.prompts < config.data.prompts_per_step:
             problem = f"--prompts is {asked.prompts}; needed: at least data.prompts_per_step"
@@ -129,6 +130,9 @@ def _steps_per_epoch(
         return asked.prompts // config.data.prompts_per_step, ()
     if any(file_problems(config)):
         return None, ()
-    data = try_data(config, shape, read_inputs(config, shape), examples=EXAMPLES)
-    dropped = dropped_warning(config, data)
-    return data.inputs.order.steps_per_epoch, (*data.warnings, *([dropped] if dropped else ()))
+    run_data = try_data(config, shape, read_inputs(config, shape), examples=EXAMPLES)
+    dropped = dropped_warning(config, run_data)
+    return run_data.inputs.order.steps_per_epoch, (
+        *run_data.warnings,
+        *([dropped] if dropped else ()),
+    )

@@ -37,7 +37,9 @@ def run_lines(run: RunPrediction, shown: int) -> list[str]:
 
 def step_lines(plan: StepPlan) -> Iterator[str]:
     """One step: its work, its seconds, and what is idle."""
-    batch, lengths, rollout = plan.batch, plan.batch.lengths, plan.rollout
+    batch = plan.batch
+    lengths = plan.batch.lengths
+    rollout = plan.rollout
     yield (
         f"Step: {batch.sequences:,} sequences, {batch.prompt_tokens:,.0f} + {lengths.mean:,.0f} "
         "tokens on average "
@@ -75,14 +77,18 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
 
 
 def epoch_lines(run: RunPrediction) -> Iterator[str]:
-    per_epoch, steps, hours = run.steps_per_epoch, run.total_steps, run.step_seconds / 3600
+    per_epoch = run.steps_per_epoch
+    steps = run.total_steps
+    hours = run.step_seconds / 3600
     if per_epoch is None or steps is None:
         yield "Hours of an epoch: unknown, data.train_path is not there. Give --prompts."
     else:
-        what = "all stages" if has_length_stages(run.config) else f"{steps / per_epoch:.3g} epochs"
+        extent = (
+            "all stages" if has_length_stages(run.config) else f"{steps / per_epoch:.3g} epochs"
+        )
         yield (
             f"An epoch has {per_epoch:,} steps: {per_epoch * hours:,.3g} hours. The run has "
-            f"{steps:,} steps ({what}): {steps * hours:,.3g} hours, without saving and validation"
+            f"{steps:,} steps ({extent}): {steps * hours:,.3g} hours, without saving and validation"
         )
     for warning in run.warnings:
         yield f"  - {warning}".replace("\n", "\n    ")
@@ -95,14 +101,17 @@ def layout_lines(layouts: Comparison, own: StepPlan, shown: int) -> Iterator[str
         "prediction:"
     )
     fastest = layouts.plans[:shown]
-    for plan in fastest if any(one.mesh == own.mesh for one in fastest) else (*fastest, own):
+    for plan in (
+        fastest if any(fast_plan.mesh == own.mesh for fast_plan in fastest) else (*fastest, own)
+    ):
         mark = "  (as configured)" if plan.mesh == own.mesh else ""
         yield f"  {_seconds(plan.step_seconds):>9} s  {plan.mesh.describe()}{mark}"
 
 
 def _seconds(number: float) -> str:
-    """
-    >>> _seconds(1234.5), _seconds(0.0123456)
+    """Seconds with three digits, or rounded from 100 on.
+
+
     ('1,234', '0.0123')
     """
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

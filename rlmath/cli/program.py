@@ -1,5 +1,6 @@
-"""Train a model: what `torchrun -m rlmath.trainer`, `launch/train_grpo.py` and
-`launch/train_sft.py` run on every rank.
+"""The program that trains a model, on every rank.
+
+`torchrun -m rlmath.trainer`, `launch/train_grpo.py` and `launch/train_sft.py` run it.
 
 torchrun --nproc-per-node=N -m rlmath.trainer [grpo | sft] --config x.yaml key.sub=value ...
 torchrun --nproc-per-node=N -m rlmath.trainer replay RUN --step 10
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One of `rlmath.distributed.fault_tolerance.exit_codes`."""
+    """Run the program; its exit status, one of `rlmath.distributed.fault_tolerance.exit_codes`."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["replay"]:
         from rlmath.replay.replay import main as replay
@@ -46,15 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         description = (
             "Train a model on written solutions (supervised, cross-entropy on completions)."
         )
-    given = read_command_line(description, words, used_keys() if is_sft else None)
-    if given.dry_run:
+    arguments = read_command_line(description, words, used_keys() if is_sft else None)
+    if arguments.dry_run:
         # Imported only now: a start has no use for it.
         from rlmath.run.dry_run import dry_run
 
         return dry_run(
-            given.config, given.overrides, given.ranks, program, oversubscribe=given.oversubscribe
+            arguments.config,
+            arguments.overrides,
+            arguments.ranks,
+            program,
+            oversubscribe=arguments.oversubscribe,
         )
-    load = partial(load_config, given.config, given.overrides)
+    load = partial(load_config, arguments.config, arguments.overrides)
     if (mistake := launcher_mistake()) is not None:
         return refuse_launcher(mistake, load, partial(refuse_early, program))
     # Imported only now: help and such mistakes are answered before torch is loaded.

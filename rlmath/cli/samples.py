@@ -27,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _show(arguments: list[str] | None) -> int:
+    """Print the groups that the command line asks for; the exit status."""
     options = _parse_arguments(arguments)
     try:
         path = _choose_file(options.run_dir, options.step)
@@ -35,8 +36,10 @@ def _show(arguments: list[str] | None) -> int:
         print(f"rlmath samples: {error}", file=sys.stderr)
         return MISTAKE
     if not texts:
-        wanted = f"group of kind {options.only!r}; leave out --only" if options.only else "groups"
-        print(f"rlmath samples: {path} has no {wanted}", file=sys.stderr)
+        selection = (
+            f"group of kind {options.only!r}; leave out --only" if options.only else "groups"
+        )
+        print(f"rlmath samples: {path} has no {selection}", file=sys.stderr)
         return MISTAKE
     for text in texts[: options.groups]:
         print(text)
@@ -59,16 +62,18 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _choose_file(run_dir: str, step: int | None) -> Path:
-    folder, files = Path(run_dir) / SAMPLES_FOLDER, sample_files(run_dir)
+    """The samples' file of a step (None: the last); ValueError if there is none."""
+    folder = Path(run_dir) / SAMPLES_FOLDER
+    files = sample_files(run_dir)
     if not files:
         raise ValueError(_why_there_are_none(Path(run_dir)))
-    wanted = max(files) if step is None else step
-    if wanted not in files:
+    chosen_step = max(files) if step is None else step
+    if chosen_step not in files:
         raise ValueError(
-            f"{folder} has no step {wanted}; it has {counted(len(files), 'step')}, {min(files)} "
-            f"to {max(files)}"
+            f"{folder} has no step {chosen_step}; it has {counted(len(files), 'step')}, "
+            f"{min(files)} to {max(files)}"
         )
-    return files[wanted]
+    return files[chosen_step]
 
 
 def _why_there_are_none(run_dir: Path) -> str:
@@ -115,23 +120,24 @@ def _read_groups(path: Path) -> list[tuple[str, str]]:
 
 
 def _kind(row: dict) -> str:
-    right = [completion["correct"] for completion in row["completions"]]
-    return "right" if all(right) else "mixed" if any(right) else "wrong"
+    verdicts = [completion["correct"] for completion in row["completions"]]
+    return "right" if all(verdicts) else "mixed" if any(verdicts) else "wrong"
 
 
 def format_group(row: dict, title: str) -> str:
     """A group as plain text in which no character of the model's can move the cursor."""
-    right = sum(completion["correct"] for completion in row["completions"])
+    right_count = sum(completion["correct"] for completion in row["completions"])
     lines = [
-        f"===== {title}  {visible(row['prompt_id'])}  {right} of {len(row['completions'])} right",
+        f"===== {title}  {visible(row['prompt_id'])}  "
+        f"{right_count} of {len(row['completions'])} right",
         *_indented(row["prompt"], "prompt    | "),
         *_indented("\n".join(row["solutions"]), "solutions | "),
     ]
     for number, completion in enumerate(row["completions"], start=1):
         lines.append(f"--- {number}: {completion_facts(completion)}")
         lines.extend(_answer_lines(completion))
-        for name, why in (completion.get("failures") or {}).items():
-            lines.extend(_indented(f"{name}: {why}", "failed    | "))
+        for name, reason in (completion.get("failures") or {}).items():
+            lines.extend(_indented(f"{name}: {reason}", "failed    | "))
         lines.extend(_indented(completion["text"], "          | "))
     return "\n".join(lines) + "\n"
 

@@ -22,8 +22,9 @@ FAULT = 3
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 where every call ended well, 1 where the code of one did not, MISTAKE for a
-    mistake on the command line, FAULT where the machine was at fault."""
+    """Exit status 0 if every call ended well, 1 if the code of one did not.
+
+    It is MISTAKE for a mistake on the command line, and FAULT if the machine was at fault."""
     escape_terminal()
     options = parse_arguments(argv)
     try:
@@ -47,13 +48,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def limits_of(options: argparse.Namespace) -> Limits:
-    """ValueError, which names the option, for a limit that is none."""
+    """The limits of the options; ValueError that names the option of an impossible limit."""
     least = {"output_characters": LEAST_OUTPUT}
     for name in ("cpu_seconds", "completion_cpu_seconds", "memory_gib", "output_characters"):
-        value = getattr(options, name)
-        if not 0 < value < math.inf or value < least.get(name, 0):
+        limit = getattr(options, name)
+        if not 0 < limit < math.inf or limit < least.get(name, 0):
             needed = f"at least {least[name]}" if name in least else "a finite number above 0"
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; needed: {needed}")
+            raise ValueError(f"--{name.replace('_', '-')} is {limit}; needed: {needed}")
     return Limits(
         call_cpu_seconds=options.cpu_seconds,
         completion_cpu_seconds=max(options.cpu_seconds, options.completion_cpu_seconds),
@@ -64,13 +65,13 @@ def limits_of(options: argparse.Namespace) -> Limits:
 
 def run_calls(sandboxes: Sandboxes, sources: Sequence[str], seed: int) -> list[CallResult]:
     """Run calls of one completion, print each one's text, and what it took to standard error."""
-    past: list[PastCall] = []
+    past_calls: list[PastCall] = []
     results = []
     for number, source in enumerate(sources, start=1):
-        sandboxes.submit("command", source, seed, past)
+        sandboxes.submit("command", source, seed, past_calls)
         ((_, outcome),) = sandboxes.wait()
         results.append(outcome)
-        past.append(outcome.as_past_call(source))
+        past_calls.append(outcome.as_past_call(source))
         print(
             outcome.text,
             end="" if outcome.text.endswith("\n") or not outcome.text else "\n",

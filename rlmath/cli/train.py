@@ -1,5 +1,6 @@
-"""Programs of several ranks on this machine, without a command line of torchrun's: `rlmath train`,
-`sft`, `eval` and `replay`.
+"""Programs of several ranks on this machine: `rlmath train`, `sft`, `eval` and `replay`.
+
+They need no command line of torchrun's.
 
 `--ranks N` says how many; without it every GPU has one, and on CPU there are as many as the layout
 takes at least. More than the machine has room for are refused, unless `--oversubscribe` asks for
@@ -47,7 +48,7 @@ from rlmath.run.run_dir import sole_user
 
 RANKS = "--ranks"
 SIGNALS = f"--signals-to-handle={','.join(WANTED_SIGNALS)}"
-"""So torchrun passes on every signal that a run stops at."""
+"""The option by which torchrun passes on every signal that stops a run."""
 BY_OTHERS = "what runs this job (a scheduler, its time limit), or kill -9"
 LESS_MEMORY = (
     "Start fewer ranks, or give each less to hold: a smaller KV cache, micro-batches of "
@@ -56,9 +57,9 @@ LESS_MEMORY = (
 IN_NATIVE_CODE = (
     "That is a crash in native code, of a library, or of a full /dev/shm (SIGBUS; see df /dev/shm)."
 )
-"""What is said of a rank that a signal has killed."""
+"""Texts about a rank that a signal has killed."""
 ALONE = ("-h", "--help", "--dry-run")
-"""With one of these a program prints something and ends: no ranks are started."""
+"""Options with which a program prints something and ends: no ranks are started."""
 
 
 def train(argv: Sequence[str]) -> int:
@@ -67,18 +68,19 @@ def train(argv: Sequence[str]) -> int:
 
 
 def sft(argv: Sequence[str]) -> int:
-    """As `train`."""
+    """Exit status of the supervised training."""
     return _train("sft", argv)
 
 
 def _train(program: Kind, argv: Sequence[str]) -> int:
+    """Check the settings and launch the ranks of a training program; its exit status."""
     if any(word.partition("=")[0] in ALONE for word in argv):
         return run_program([program, *argv])
     try:
         ranks, words = take_ranks(argv)
         oversubscribe, words = take_oversubscribe(words)
-        given = program_parser().parse_intermixed_args(words)
-        config = load_config(given.config, given.overrides)
+        arguments = program_parser().parse_intermixed_args(words)
+        config = load_config(arguments.config, arguments.overrides)
         used = only_used(config)[0] if program == "sft" else config
         raise_problems("this run", list(early_problems(used, ranks_or_least(used, ranks), program)))
         output = Path(used.run.output_dir)
@@ -103,22 +105,24 @@ def _train(program: Kind, argv: Sequence[str]) -> int:
 
 
 def planned_bytes(config: Config, ranks: int, kind: Kind) -> int:
-    """What the ranks of a run on the CPU hold by its plan, all together; 0 for a model on the hub,
-    whose shape is not known yet."""
+    """Bytes that all ranks of a run on the CPU hold together, by its plan.
+
+    They are 0 for a model on the hub, whose shape is not known yet."""
     if is_hub_id(config.model.path) or (shape := planned_shape(config.model.path).shape) is None:
         return 0
     return host_bytes(with_longest_lengths(config), shape, ranks, kind)
 
 
 def _line_after(output: Path, starts_over: bool) -> str | None:
-    """What the same command does after a run that has left this folder; None where its last line
-    has said so."""
+    """The line on what the same command does next; None if the run's last line has said so.
+
+    `output` is the folder that the run has left."""
     with suppress(ValueError):  # the folder or its checkpoints cannot be read
         if AGAIN in read_exit_status(output).message:
             return None
-        found = [] if starts_over else complete_checkpoints(output / CHECKPOINTS_FOLDER)[0]
-        again = again_text(found[0].step if found else None)
-        return f"{again[0].upper()}{again[1:]} ({output})"
+        checkpoints = [] if starts_over else complete_checkpoints(output / CHECKPOINTS_FOLDER)[0]
+        text = again_text(checkpoints[0].step if checkpoints else None)
+        return f"{text[0].upper()}{text[1:]} ({output})"
     return None
 
 
@@ -129,36 +133,38 @@ def evaluate(argv: Sequence[str]) -> int:
     try:
         ranks, words = take_ranks(argv)
         oversubscribe, words = take_oversubscribe(words)
-        given = command.parse(words)
-        if given.compare:
+        arguments = command.parse(words)
+        if arguments.compare:
             return command.main(words)
-        plan, _ = command.plan_of(given), command.rollout_of(given)
+        plan, _ = command.plan_of(arguments), command.rollout_of(arguments)
         raise_problems("this evaluation", command.input_problems(plan))
-        gpus = gpu_count(given.device)
+        gpus = gpu_count(arguments.device)
         if ranks is None:
-            ranks = gpus or given.tensor_parallel
+            ranks = gpus or arguments.tensor_parallel
         if not oversubscribe:
-            refuse_crowding(ranks, this_machine(gpus), int(ranks * given.cpu_kv_cache_gib * GIB))
+            refuse_crowding(
+                ranks, this_machine(gpus), int(ranks * arguments.cpu_kv_cache_gib * GIB)
+            )
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
     program = ["-m", "rlmath.evals", *words]
-    status = launch(ranks, program, given.output, RunConfig().stop_grace_seconds)
-    if status not in (0, MISTAKE) and AGAIN not in read_exit_status(given.output).message:
-        print(f"{AGAIN.capitalize()} samples what is missing ({given.output})", file=sys.stderr)
+    status = launch(ranks, program, arguments.output, RunConfig().stop_grace_seconds)
+    if status not in (0, MISTAKE) and AGAIN not in read_exit_status(arguments.output).message:
+        print(f"{AGAIN.capitalize()} samples what is missing ({arguments.output})", file=sys.stderr)
     return status
 
 
 def replay(argv: Sequence[str]) -> int:
-    """Exit status of the replay: 0 where it gives the same, 3 where there is nothing to compare."""
+    """Exit status of the replay: 0 if it gives the same, 3 if there is nothing to compare."""
     from rlmath.checkpoint.capture import read_capture
     from rlmath.replay import replay as program
 
-    given = program.parse(argv)
+    arguments = program.parse(argv)
     try:
         ranks, words = take_ranks(argv)
         oversubscribe, words = take_oversubscribe(words)
-        folder = program.find_capture(given.run, given.step)
+        folder = program.find_capture(arguments.run, arguments.step)
         machine = this_machine(gpu_count(RunConfig.device))
         if ranks is None:
             ranks = _ranks_of_replay(read_capture(folder).world_size, machine)
@@ -173,9 +179,9 @@ def replay(argv: Sequence[str]) -> int:
 
 
 def _ranks_of_replay(captured: int, machine: Machine) -> int:
-    """As many as the run had.
+    """The number of ranks of a replay: as many as the run had.
 
-    ValueError where this machine is too small for them."""
+    ValueError if this machine is too small for them."""
     if captured > machine.most_ranks:
         raise ValueError(
             f"the run had {captured} ranks, and this machine has {machine}. Say how many to use, "
@@ -189,7 +195,8 @@ def take_ranks(argv: Sequence[str]) -> tuple[int | None, list[str]]:
     """The number of --ranks, None without it, and the other words.
 
     ValueError for what is no number."""
-    words, value = list(argv), None
+    words = list(argv)
+    ranks = None
     for place, word in enumerate(words):
         name, equals, text = word.partition("=")
         if name == RANKS:
@@ -197,10 +204,10 @@ def take_ranks(argv: Sequence[str]) -> tuple[int | None, list[str]]:
                 text = words.pop(place + 1)
             if not text.isdecimal() or not 0 < int(text) < 2**16:
                 raise ValueError(f"{RANKS} is {text!r}; needed: a number of processes, at least 1")
-            value = int(text)
+            ranks = int(text)
             del words[place]
             break
-    return value, words
+    return ranks, words
 
 
 def take_oversubscribe(argv: Sequence[str]) -> tuple[bool, list[str]]:
@@ -209,10 +216,11 @@ def take_oversubscribe(argv: Sequence[str]) -> tuple[bool, list[str]]:
 
 
 def launch(ranks: int, command: Sequence[str], output: Path | None, grace_seconds: float) -> int:
-    """Run Python with the words of a program under torchrun, which leaves its ranks `grace_seconds`
-    to save after a signal. The exit status that the program has left in its folder `output`, else
-    that of the rank that failed first. Ranks that a signal has killed are named on stderr, with
-    what to do."""
+    """Run Python with the words of a program under torchrun; the program's exit status.
+
+    Torchrun leaves the ranks `grace_seconds` to save after a signal. The exit status is the one
+    that the program has left in its folder `output`, else that of the rank that failed first. Ranks
+    that a signal has killed are named on stderr, with what to do."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -230,7 +238,8 @@ def launch(ranks: int, command: Sequence[str], output: Path | None, grace_second
         os.environ["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")])
         )
-    before, out_of_memory_before = _written(output), out_of_memory_kills()
+    written_before = _written(output)
+    out_of_memory_before = out_of_memory_kills()
     try:
         # -P: `python -m` would put the current folder first, where random.py takes the place of
         # Python's.
@@ -253,7 +262,7 @@ def launch(ranks: int, command: Sequence[str], output: Path | None, grace_second
         status = 128 + int(stopped.sigval)
     else:
         return 0
-    if output is None or status == MISTAKE or _written(output) == before:
+    if output is None or status == MISTAKE or _written(output) == written_before:
         return status  # what the folder has is of an earlier start
     return read_exit_status(output).status or status
 
@@ -261,9 +270,10 @@ def launch(ranks: int, command: Sequence[str], output: Path | None, grace_second
 def killed_text(
     killed: Mapping[int, tuple[int, int]], kills_before: int | None, kills: int | None
 ) -> str:
-    """What is said of ranks that signals have killed, by rank their process and signal; "" where
-    none was, as where torchrun has ended the others (SIGTERM). `kills_before` and `kills` are what
-    `out_of_memory_kills` gave."""
+    """The text about ranks that signals have killed; "" if there are none.
+
+    `killed` has process and signal of every such rank. Those that torchrun ended because of others
+    (SIGTERM) do not count. `kills_before` and `kills` are results of `out_of_memory_kills`."""
     lines = []
     signals = {number for _, number in killed.values()} - {signal.SIGTERM}
     for rank, (pid, number) in sorted(killed.items()):
@@ -303,8 +313,8 @@ def signal_name(number: int) -> str:
 
 
 def _written(output: Path | None) -> tuple[int, int] | None:
-    """What changes when a program leaves its exit status in its folder."""
+    """Time and inode of the exit status in a folder, which a program changes when it ends."""
     if output is None or not (output / EXIT_STATUS_FILE).exists():
         return None
-    found = (output / EXIT_STATUS_FILE).stat()
-    return found.st_mtime_ns, found.st_ino
+    file_status = (output / EXIT_STATUS_FILE).stat()
+    return file_status.st_mtime_ns, file_status.st_ino

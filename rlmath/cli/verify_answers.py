@@ -36,7 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Verifies the file; returns 0, 1 if lines were malformed, 2 if it cannot start."""
     escape_terminal()
     options = _parse_arguments(arguments)
-    source, target, broken = Path(options.input), Path(options.output), 0
+    source = Path(options.input)
+    target = Path(options.output)
+    broken = 0
     counts: Counter[str] = Counter()
     unfinished = target.with_name(target.name + ".tmp")
     try:
@@ -49,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"rlmath verify: {error}", file=sys.stderr)
         return 2
-    with pool, unfinished.open("w", encoding="ascii") as out:
+    with pool, unfinished.open("w", encoding="ascii") as output_file:
         for identity, verdict in _verified(source, pool):
             if isinstance(verdict, ValueError):
                 broken += 1
@@ -58,11 +60,11 @@ def main(arguments: list[str] | None = None) -> int:
             counts[verdict.verdict] += 1
             counts["correct"] += verdict.correct
             row = {"id": identity} | asdict(verdict) | {"seconds": round(verdict.seconds, 6)}
-            out.write(json.dumps({key: row[key] for key in COLUMNS}) + "\n")
+            output_file.write(json.dumps({key: row[key] for key in COLUMNS}) + "\n")
     os.replace(unfinished, target)
-    right = counts.pop("correct", 0)
+    correct_count = counts.pop("correct", 0)
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing"
-    print(f"{sum(counts.values())} verified, {right} of them correct; decided by: {kinds}")
+    print(f"{sum(counts.values())} verified, {correct_count} of them correct; decided by: {kinds}")
     if broken:
         print(f"rlmath verify: {broken} broken lines were skipped", file=sys.stderr)
     return 1 if broken else 0
@@ -106,12 +108,15 @@ def _parse_case(line: bytes) -> tuple[Any, str, list[str], str, str]:
     missing = [key for key in ("id", "completion", "solutions") if key not in row]
     if missing:
         raise ValueError(f"missing {', '.join(missing)}")
-    solutions, task = row["solutions"], row.get("task", TASKS[0])
+    solutions = row["solutions"]
+    task = row.get("task", TASKS[0])
     question = row.get("question", "")
     for key, text in (("completion", row["completion"]), ("question", question)):
         if not isinstance(text, str):
             raise ValueError(f"{key} must be a string")
-    if not isinstance(solutions, list) or not all(isinstance(one, str) for one in solutions):
+    if not isinstance(solutions, list) or not all(
+        isinstance(solution, str) for solution in solutions
+    ):
         raise ValueError("solutions must be a list of strings")
     if not 1 <= len(solutions) <= MAX_SOLUTIONS:
         raise ValueError(f"it has {len(solutions)} solutions; needed: 1 to {MAX_SOLUTIONS}")
@@ -143,11 +148,16 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--output", required=True, help="JSONL of results, in the order of the input")
     add("--workers", type=int, default=min(4, os.cpu_count() or 1), help="default: %(default)s")
     add("--timeout", type=float, default=5.0, help="seconds per answer (default: 5)")
-    where = (
+    answer_from_help = (
         'where the answer is looked for; "phrase": also after "the answer is", "number": else '
         "the last number"
     )
-    add("--answer-from", choices=("boxed", "phrase", "number"), default="boxed", help=where)
+    add(
+        "--answer-from",
+        choices=("boxed", "phrase", "number"),
+        default="boxed",
+        help=answer_from_help,
+    )
     add("--loose", action="store_true", help="compare numbers as the Qwen2.5-Math evaluation does")
     return parser.parse_args(arguments)
 

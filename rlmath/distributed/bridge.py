@@ -1,5 +1,6 @@
-"""Two worlds in one run: ranks that train, and ranks that have the engines, each with process
-groups of their own.
+"""Two worlds in one run: ranks that train and ranks that have the engines.
+
+Each world has process groups of its own:
 
     ranks 0 to T-1 of torchrun   PrefixStore("training")     Megatron's world
     ranks T to N-1               PrefixStore("generation")   vLLM's world
@@ -40,10 +41,12 @@ from rlmath.distributed.ranks import environment_rank, environment_world_size
 T = TypeVar("T")
 
 PATIENCE = timedelta(days=30)
-"""For messages and weights, which wait as long as the heartbeat lets the run live."""
+"""The timeout of messages and weights, which wait as long as the heartbeat lets the run live."""
 MOST_UNSENT_BYTES = 256 * 2**20
 """A rank with more on its way waits until the oldest message has been read."""
-_HEADS, _BODIES, _TENSORS = 1, 2, 3
+_HEADS = 1
+_BODIES = 2
+_TENSORS = 3
 
 
 class Envelope(NamedTuple):
@@ -53,11 +56,11 @@ class Envelope(NamedTuple):
     """Rank of the run."""
     message: Any
     arrived_at: float
-    """By the monotonic clock of the rank that received it (seconds)."""
+    """Time by the monotonic clock of the rank that received it (seconds)."""
 
 
 class UnreadableMessageError(Exception):
-    """What has arrived cannot be read."""
+    """A message has arrived that cannot be read."""
 
 
 class Bridge:
@@ -76,7 +79,8 @@ class Bridge:
         """A collective of all ranks, of at most `timeout_seconds`.
 
         The last `engine_ranks` have the engines."""
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank
+        self.world_size = world_size
         self.training_ranks = world_size - engine_ranks
         let_gloo_connect_lazily()
         timeout = timedelta(seconds=timeout_seconds)
@@ -102,7 +106,7 @@ class Bridge:
         return self.training_ranks if self.trains else self.world_size - self.training_ranks
 
     def broadcast(self, mine: T) -> T:
-        """What rank 0 of the run holds, on every rank of it.
+        """The object of rank 0 of the run, on every rank of the run.
 
         A collective."""
         content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
@@ -116,35 +120,40 @@ class Bridge:
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> list[Callable[[], object]]:
-        """Start sending tensors of the host to ranks, and receiving others; both sides in the same
-        order. Each of what is returned waits for one of them."""
+        """Start sending tensors of the host to ranks, and receiving others.
+
+        Both sides name them in the same order. Each returned function waits for one tensor."""
         works = [self._group.send([tensor], rank, _TENSORS) for rank, tensor in sends]
         works += [self._group.recv([tensor], rank, _TENSORS) for rank, tensor in receives]
         return [partial(work.wait, PATIENCE) for work in works]
 
     @contextmanager
     def as_own_world(self) -> Iterator[None]:
-        """Inside, the launcher's variables are those of this rank's world, for a library that reads
-        them."""
-        own = {"RANK": str(self.rank_in_world), "WORLD_SIZE": str(self.size_of_world)}
-        before = {name: os.environ[name] for name in own}
-        os.environ.update(own)
+        """Set the launcher's variables to those of this rank's world, and reset them at the end.
+
+        A library reads them."""
+        variables = {"RANK": str(self.rank_in_world), "WORLD_SIZE": str(self.size_of_world)}
+        earlier_variables = {name: os.environ[name] for name in variables}
+        os.environ.update(variables)
         try:
             yield
         finally:
-            os.environ.update(before)
+            os.environ.update(earlier_variables)
 
 
 def open_worlds(
     device: Device, timeout_seconds: float, store: dist.Store, engine_ranks: int
 ) -> Bridge:
-    """Join the bridge and the process group of this rank's world, and make the run's store that of
-    all ranks. A collective of all ranks of the run."""
+    """Join the bridge and the process group of this rank's world.
+
+    The run's store becomes that of all ranks. A collective of all ranks of the run."""
     bridge = Bridge(
         store, environment_rank(), environment_world_size(), engine_ranks, timeout_seconds
     )
-    own = dist.PrefixStore(bridge.world, store)
-    init_process_group(device, timeout_seconds, own, (bridge.rank_in_world, bridge.size_of_world))
+    world_store = dist.PrefixStore(bridge.world, store)
+    init_process_group(
+        device, timeout_seconds, world_store, (bridge.rank_in_world, bridge.size_of_world)
+    )
     use_run_store(store)
     return bridge
 
@@ -156,21 +165,25 @@ class Mailbox:
     UnreadableMessageError where one cannot be read."""
 
     def __init__(self, bridge: Bridge, partners: Sequence[int]) -> None:
-        """`partners`: the ranks that it exchanges messages with; each of them has this rank among
-        its own."""
-        self._bridge, self._partners = bridge, list(partners)
+        """`partners` are the ranks with which it exchanges messages.
+
+        Each of them has this rank among its own partners."""
+        self._bridge = bridge
+        self._partners = list(partners)
         self._arrived: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
         self._boxes: dict[type, queue.SimpleQueue[Envelope | None]] = {}
         self._unsent: deque[tuple[list[dist.Work], int]] = deque()
         self._unsent_bytes = 0
-        self._lock, self._box_lock = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._box_lock = threading.Lock()
         self._error: BaseException | None = None
         self._reader = threading.Thread(target=self._read, name="mailbox", daemon=True)
         self._reader.start()
 
     def box(self, kind: type) -> queue.SimpleQueue[Envelope | None]:
-        """A queue of its own for all messages of a kind, for another thread; None comes where no
-        more can be read. Call it before the first one may come."""
+        """A queue of its own for all messages of a kind, for another thread.
+
+        None follows when no more messages can be read. Call it before the first one may arrive."""
         with self._box_lock:
             self.raise_if_lost()
             return self._boxes.setdefault(kind, queue.SimpleQueue())
@@ -181,7 +194,8 @@ class Mailbox:
         From any thread."""
         self.raise_if_lost()
         content = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        group, head = self._bridge._group, torch.tensor([len(content)])
+        group = self._bridge._group
+        head = torch.tensor([len(content)])
         with self._lock:
             works = [group.send([head], rank, _HEADS), group.send([content], rank, _BODIES)]
             self._unsent.append((works, len(content)))
@@ -194,19 +208,20 @@ class Mailbox:
             self.send(rank, message)
 
     def receive(self, seconds: float = 0.0) -> list[Envelope]:
-        """All messages that have arrived, and are not in a box of their own; waits up to `seconds`
-        for the first."""
+        """All messages that have arrived, except those with a box of their own.
+
+        Waits up to `seconds` for the first."""
         self.raise_if_lost()
-        found: list[Envelope] = []
+        envelopes: list[Envelope] = []
         try:
-            found.append(
+            envelopes.append(
                 self._arrived.get(timeout=seconds) if seconds else self._arrived.get_nowait()
             )
             while True:
-                found.append(self._arrived.get_nowait())
+                envelopes.append(self._arrived.get_nowait())
         except queue.Empty:
             self.raise_if_lost()
-            return found
+            return envelopes
 
     def close(self) -> None:
         """Wait until all that was sent has been read, and the partners have sent their last."""
@@ -218,8 +233,9 @@ class Mailbox:
         self.raise_if_lost()
 
     def raise_if_lost(self) -> None:
-        """What ended the reading of messages, if something has."""
-        error, rank = self._error, self._bridge.rank
+        """Raise the error that ended the reading of messages, if there is one."""
+        error = self._error
+        rank = self._bridge.rank
         if error is None:
             return
         if may_be_caused_by_peer(error):
@@ -243,8 +259,10 @@ class Mailbox:
                     box.put(None)
 
     def _read_until_all_have_closed(self) -> None:
-        group, closed = self._bridge._group, 0
-        while closed < len(self._partners):
+        """Put every message into its queue until all partners have sent None."""
+        group = self._bridge._group
+        closed_partners = 0
+        while closed_partners < len(self._partners):
             head = torch.empty(1, dtype=torch.int64)
             work = group.recv_anysource([head], _HEADS)
             work.wait(PATIENCE)
@@ -253,7 +271,7 @@ class Mailbox:
             group.recv([content], source, _BODIES).wait(PATIENCE)
             message = pickle.loads(content.numpy())
             if message is None:
-                closed += 1
+                closed_partners += 1
             else:
                 self._boxes.get(type(message), self._arrived).put(
                     Envelope(source, message, time.monotonic())

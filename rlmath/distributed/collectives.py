@@ -32,7 +32,7 @@ def shared_store(name: str) -> RunStore:
 
 
 def all_gather_objects(mine: T) -> list[T]:
-    """What every rank holds, in order of ranks, on every rank.
+    """The objects of all ranks, in order of ranks, on every rank.
 
     Objects travel pickled between our own processes."""
     content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
@@ -42,44 +42,47 @@ def all_gather_objects(mine: T) -> list[T]:
 
 
 def gathered_bytes(sizes: Sequence[int]) -> tuple[bool, int]:
-    """How objects of so many pickled bytes are gathered: whether by a sum, and how many bytes a
-    rank then sends.
+    """Whether objects of so many pickled bytes are gathered by a sum, and the bytes a rank sends.
 
-    Gathering fills every rank's part up to the largest. Where few ranks have much, a sum over a
-    buffer with room for all, in which each rank has written its part, costs less: it sends twice
-    the buffer.
+    Gathering fills every rank's part up to the largest. If few ranks have much, a sum over a buffer
+    with room for all, in which each rank has written its part, costs less: it sends twice the
+    buffer.
 
     >>> gathered_bytes([800, 4, 4, 4]), gathered_bytes([300, 200, 200, 300])
     ((True, 1624), (False, 1200))
     """
-    filled_up, summed = len(sizes) * max(sizes), 2 * sum(sizes)
+    filled_up = len(sizes) * max(sizes)
+    summed = 2 * sum(sizes)
     return summed < filled_up, min(summed, filled_up)
 
 
 def _gather(mine: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    rank, largest = dist.get_rank(), max(sizes)
+    """The bytes of all ranks, whose numbers are `sizes`, in order of ranks."""
+    rank = dist.get_rank()
+    largest = max(sizes)
     by_sum, _ = gathered_bytes(sizes)
     if not by_sum:
-        padded, everything = mine.new_zeros(largest), mine.new_empty(len(sizes), largest)
+        padded = mine.new_zeros(largest)
+        gathered = mine.new_empty(len(sizes), largest)
         padded[: len(mine)] = mine
-        dist.all_gather_single(everything.view(-1), padded)
-        return [row[:size] for row, size in zip(everything, sizes, strict=True)]
-    everything = mine.new_zeros(sum(sizes))
-    parts = everything.split(list(sizes))
+        dist.all_gather_single(gathered.view(-1), padded)
+        return [row[:size] for row, size in zip(gathered, sizes, strict=True)]
+    gathered = mine.new_zeros(sum(sizes))
+    parts = gathered.split(list(sizes))
     parts[rank].copy_(mine)
-    dist.all_reduce(everything)
+    dist.all_reduce(gathered)
     return parts
 
 
 def broadcast_from_rank_zero(mine: T) -> T:
-    """What rank 0 holds, on every rank."""
+    """The object of rank 0, on every rank."""
     box = [mine]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def gather_to_rank_zero(mine: T) -> list[T] | None:
-    """What every rank holds, in order of ranks, on rank 0; None elsewhere."""
+    """The objects of all ranks, in order of ranks, on rank 0; None elsewhere."""
     gathered: list[T] | None = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, gathered, dst=0)
     return gathered
@@ -96,10 +99,11 @@ def reduce_over_ranks(
     """Sums by key and largest values by key over all ranks, in float64, by one gather over gloo.
 
     Every rank must name the same keys in the same order."""
-    mine = torch.tensor([*sums.values(), *maxima.values()], dtype=torch.float64)
-    by_rank = mine.new_empty(dist.get_world_size(), len(mine))
-    dist.all_gather_single(by_rank.view(-1), mine)
-    summed, largest = by_rank[:, : len(sums)].sum(0), by_rank[:, len(sums) :].amax(0)
+    local_numbers = torch.tensor([*sums.values(), *maxima.values()], dtype=torch.float64)
+    by_rank = local_numbers.new_empty(dist.get_world_size(), len(local_numbers))
+    dist.all_gather_single(by_rank.view(-1), local_numbers)
+    summed = by_rank[:, : len(sums)].sum(0)
+    largest = by_rank[:, len(sums) :].amax(0)
     return dict(zip(sums, summed.tolist(), strict=True)), dict(
         zip(maxima, largest.tolist(), strict=True)
     )

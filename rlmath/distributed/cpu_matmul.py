@@ -21,8 +21,9 @@ LEAST_MULTIPLICATIONS = 2**24
 
 
 def mkl_lacks_avx512(processor: str) -> bool:
-    """Whether a processor has AVX-512 that MKL does not use; `processor` is the text of
-    /proc/cpuinfo.
+    """Whether a processor has AVX-512 that MKL does not use.
+
+    `processor` is the text of /proc/cpuinfo.
 
     >>> mkl_lacks_avx512("vendor_id : AuthenticAMD\\nflags : fma avx2 avx512f")
     True

@@ -1,5 +1,4 @@
-"""What differs between CPU and GPU: process-group backend, number format, placement, memory
-figures."""
+"""Differences between CPU and GPU: process-group backend, number format, placement, memory."""
 
 from __future__ import annotations
 
@@ -42,8 +41,9 @@ class Device:
     params_dtype: torch.dtype
     """Number format of parameters and activations."""
     local_layers: bool = True
-    """Whether models have Megatron's local layers with our norm and attention; else Transformer
-    Engine's."""
+    """Whether models have Megatron's local layers with our norm and attention.
+
+    Else they have Transformer Engine's."""
     head_dtype: torch.dtype | None = None
     """Number format of logits, and of the engine's; None: `params_dtype`."""
 
@@ -111,7 +111,7 @@ SHARED_GPU = (
 
 
 def gpu_name() -> str:
-    """Of this rank's GPU, which no other one has."""
+    """The UUID of this rank's GPU, which no other GPU has."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
@@ -124,8 +124,9 @@ def ranks_share_gpus() -> bool:
 
 
 def let_gloo_connect_lazily() -> None:
-    """In a run of many ranks gloo's groups connect two ranks when they first communicate; before
-    any group is made."""
+    """Make gloo connect two ranks only when they first communicate, in a run of many ranks.
+
+    Call it before any group is made."""
     if environment_world_size() > FULLY_CONNECTED_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
@@ -168,8 +169,7 @@ def most_resident_bytes() -> int:
 
 
 def held_bytes(device: Device) -> int:
-    """Memory that this rank holds: reserved by torch's allocator on GPU, resident on CPU
-    (bytes)."""
+    """Bytes that this rank holds: reserved by torch's allocator on GPU, resident on CPU."""
     if device.kind == "cuda":
         return torch.cuda.memory_reserved(device.torch_device)
     return resident_bytes()
@@ -182,15 +182,15 @@ def synchronize(device: Device) -> None:
 
 
 def finish_computation(device: Device) -> None:
-    """Wait until the device has finished this thread's stream; overlapping collectives have streams
-    of their own."""
+    """Wait until the device has finished this thread's stream.
+
+    Overlapping collectives have streams of their own."""
     if device.kind == "cuda":
         torch.cuda.current_stream(device.torch_device).synchronize()
 
 
 def device_bytes(device: Device) -> int:
-    """Memory in use on this rank's device (bytes): on GPU by all programs; on CPU what this process
-    has resident."""
+    """Bytes in use on this rank's device: by all programs on GPU, by this process on CPU."""
     if device.kind == "cuda":
         free, total = torch.cuda.mem_get_info(device.torch_device)
         return total - free
@@ -212,9 +212,10 @@ def release_freed_memory() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep up to 2 GiB of what is freed until `release_cached`: clearing pages that are
-    mapped anew takes a third of the time of a large product. What is above 256 MiB (32 with glibc
-    before 2.35) is still mapped anew."""
+    """Let glibc keep up to 2 GiB of freed memory until `release_cached`.
+
+    Clearing pages that are mapped anew takes a third of the time of a large product. Blocks above
+    256 MiB (32 with glibc before 2.35) are still mapped anew."""
     if _MALLOPT is not None:
         _MALLOPT(_M_MMAP_THRESHOLD, 2**28) or _MALLOPT(_M_MMAP_THRESHOLD, 2**25)
         _MALLOPT(_M_TRIM_THRESHOLD, 2**31 - 1)
@@ -222,5 +223,6 @@ def _keep_freed_memory() -> None:
 
 _TRIM, _MALLOPT = (getattr(ctypes.CDLL(None), name, None) for name in ("malloc_trim", "mallopt"))
 """glibc's; other C libraries have none."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 """glibc's malloc.h."""

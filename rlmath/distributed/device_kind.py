@@ -1,5 +1,6 @@
-"""Which kind of device a run has, by its settings and this machine; without torch there is no GPU
-to run on.
+"""The kind of device that a run has, by its settings and this machine.
+
+Without torch there is no GPU to run on.
 
 Plans are made where torch is not installed, so this module imports it only where it is asked for a
 GPU.
@@ -13,7 +14,7 @@ from typing import Literal
 
 DeviceKind = Literal["cpu", "cuda"]
 NumberFormat = Literal["float32", "bfloat16", "float16"]
-"""By the names that torch has for them."""
+"""Number formats by the names that torch has for them."""
 FORMAT_BYTES: dict[NumberFormat, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 CUDA_DEFAULTS = {
@@ -54,8 +55,9 @@ def number_format(dtype: NumberFormat | Literal["auto"], kind: DeviceKind) -> Nu
 
 
 def set_cuda_defaults() -> None:
-    """`CUDA_DEFAULTS` where the user has set nothing; call it before anything starts CUDA in this
-    process."""
+    """Set `CUDA_DEFAULTS` unless the user has set other values.
+
+    Call it before anything starts CUDA in this process."""
     for name, value in CUDA_DEFAULTS.items():
         os.environ.setdefault(name, value)
 

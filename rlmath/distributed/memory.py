@@ -14,8 +14,9 @@ cached files."""
 
 
 def available_bytes() -> int:
-    """Free memory of this machine, within this process's control group, beyond which it is killed
-    (bytes)."""
+    """Bytes of free memory of this machine, within the limit of this process's control group.
+
+    A process that takes more is killed."""
     free = int(psutil.virtual_memory().available)
     return min(
         [free, *(room for room in map(_room, *zip(*_groups(), strict=True)) if room is not None)]
@@ -23,8 +24,7 @@ def available_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """All memory of this machine, or the limit of this process's control group where that is lower
-    (bytes)."""
+    """Bytes of all memory of this machine, or a lower limit of this process's control group."""
     limits = (_number(group / files[0]) for group, files in _groups())
     return min(
         [int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)]
@@ -32,8 +32,7 @@ def total_bytes() -> int:
 
 
 def out_of_memory_kills(statistics: Path = Path("/proc/vmstat")) -> int | None:
-    """Processes that the kernel has killed for want of memory since it started; None where it does
-    not say."""
+    """Processes that the kernel has killed for want of memory since its start; None if unknown."""
     try:
         counts = dict(line.split() for line in statistics.read_text("utf-8").splitlines())
         return int(counts["oom_kill"])
@@ -42,8 +41,10 @@ def out_of_memory_kills(statistics: Path = Path("/proc/vmstat")) -> int | None:
 
 
 def is_scarce(wanted: int) -> bool:
-    """Whether less than a quarter of the host's memory is available, or less than twice what all of
-    its ranks want (bytes)."""
+    """Whether the host's memory is scarce.
+
+    It is if less than a quarter is available, or less than twice the bytes that all of its ranks
+    want."""
     return available_bytes() < max(total_bytes() // 4, 2 * wanted)
 
 
@@ -55,26 +56,28 @@ def _number(file: Path) -> int | None:
 
 
 def _groups() -> list[tuple[Path, tuple[str, str, str]]]:
-    """Where this process's control group may be seen: at its own path, or as the root of a
-    container's view."""
+    """Folders in which this process's control group may be visible.
+
+    It is at its own path, or at the root of a container's view."""
     try:
         lines = [
             line.split(":", 2) for line in Path("/proc/self/cgroup").read_text("utf-8").splitlines()
         ]
     except OSError:
         lines = []
-    own = [(_ROOT / path.lstrip("/"), _VERSION_2) for _, kinds, path in lines if kinds == ""]
+    newer = [(_ROOT / path.lstrip("/"), _VERSION_2) for _, kinds, path in lines if kinds == ""]
     older = [
         (_ROOT / "memory" / path.lstrip("/"), _VERSION_1)
         for _, kinds, path in lines
         if "memory" in kinds.split(",")
     ]
-    return [*own, (_ROOT, _VERSION_2), *older, (_ROOT / "memory", _VERSION_1)]
+    return [*newer, (_ROOT, _VERSION_2), *older, (_ROOT / "memory", _VERSION_1)]
 
 
 def _room(group: Path, files: tuple[str, str, str]) -> int | None:
-    """What the group may still allocate; None where it does not exist or has no limit."""
-    limit, used = _number(group / files[0]), _number(group / files[1])
+    """Bytes that the group may still allocate; None if it does not exist or has no limit."""
+    limit = _number(group / files[0])
+    used = _number(group / files[1])
     try:
         stats = dict(
             line.split() for line in (group / "memory.stat").read_text("utf-8").splitlines()

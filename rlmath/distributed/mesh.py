@@ -23,8 +23,9 @@ class Mesh:
     engine_size: int
     """Ranks of one rollout engine (its tensor-parallel size)."""
     virtual_pipeline: int = 1
-    """Model chunks of one pipeline stage; above 1 the stages take turns (Megatron's interleaved
-    schedule)."""
+    """Model chunks of one pipeline stage.
+
+    Above 1 the stages take turns (Megatron's interleaved schedule)."""
     context: int = 1
     """Ranks that share the tokens of every pack."""
     expert: int = 1
@@ -32,8 +33,7 @@ class Mesh:
     expert_tensor: int = 1
     """Ranks that share the matrices of every expert."""
     engine_ranks: int = 0
-    """Ranks of their own that the engines have, behind those of this mesh; 0: they live in
-    these."""
+    """Ranks that only engines have, after those of this mesh; 0: engines live in the mesh's."""
 
     @property
     def data(self) -> int:
@@ -61,8 +61,9 @@ class Mesh:
 
     @property
     def expert_rank(self) -> int:
-        """Within a stage, ranks go round over the experts' shares: expert tensor fastest, then
-        expert."""
+        """Number of this rank's share of the experts.
+
+        Within a stage, ranks go round over the shares: expert tensor fastest, then expert."""
         return self.rank // self.expert_tensor % self.expert
 
     @property
@@ -76,15 +77,17 @@ class Mesh:
 
     @property
     def microbatch_multiple(self) -> int:
-        """What the number of micro-batches of a data-parallel rank must be a multiple of: the
-        interleaved schedule works on as many at a time as there are stages, and refuses a
+        """The number of micro-batches of a data-parallel rank must be a multiple of this.
+
+        The interleaved schedule works on as many at a time as there are stages, and refuses a
         remainder."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     @property
     def counts_loss(self) -> bool:
-        """True on one rank of every data-parallel replica, so that sums over all ranks count every
-        token once."""
+        """Whether this rank's loss counts in sums over all ranks.
+
+        One rank of every data-parallel replica counts, so that every token counts once."""
         return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
     @property
@@ -93,8 +96,9 @@ class Mesh:
 
     @property
     def engine_index(self) -> int:
-        """Which engine this rank is part of; not to be asked where engines have ranks of their
-        own."""
+        """Number of the engine that this rank is part of.
+
+        A training rank is part of none if engines have ranks of their own."""
         assert not self.engine_ranks, (
             "a training rank beside engines on ranks of their own is part of none"
         )
@@ -102,16 +106,20 @@ class Mesh:
 
     @property
     def is_engine_leader(self) -> bool:
-        """True on one rank of every engine: the one that scores and reports what the engine
-        sampled. Of a training rank it is False where engines have ranks of their own."""
+        """Whether this rank scores and reports what its engine sampled.
+
+        One rank of every engine does; a training rank does not if engines have ranks of their
+        own."""
         return not self.engine_ranks and self.rank % self.engine_size == 0
 
     def describe(self) -> str:
-        """For example "TP2 x PP1 x DP1, 2 engines of TP1", or "... on ranks of their own"; at most
-        "TP2 x CP2 x PP2 x VPP2 x DP1 x EP2 x ETP2, ..."."""
+        """The layout for people, such as "TP2 x PP1 x DP1, 2 engines of TP1".
+
+        It may end with "on ranks of their own", and is at most "TP2 x CP2 x PP2 x VPP2 x DP1 x EP2
+        x ETP2, ..."."""
         engines = f"{self.num_engines} engine{'s' if self.num_engines > 1 else ''}"
-        where = " on ranks of their own" if self.engine_ranks else ""
-        return f"{self.training_layout}, {engines} of TP{self.engine_size}{where}"
+        place = " on ranks of their own" if self.engine_ranks else ""
+        return f"{self.training_layout}, {engines} of TP{self.engine_size}{place}"
 
     @property
     def training_layout(self) -> str:

@@ -1,5 +1,4 @@
-"""What the run's processors could compute at most: the denominator of model FLOP utilisation
-(MFU)."""
+"""The peak FLOP/s of the run's processors: the denominator of model FLOP utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -20,19 +19,20 @@ TOKENS = 1024
 MAX_COLUMNS = 8192
 """Wider matrices are no faster, and take memory."""
 MIN_SECONDS = 0.05
-"""How long a multiplication is repeated at least: ranks that share a core have had their turns."""
+"""Least seconds for which a multiplication is repeated, so that ranks on one core take turns."""
 ROUNDS = 2
 
 
 def peak_flops(shape: ModelShape, mesh: Mesh, device: Device) -> float | None:
-    """FLOP/s of all ranks together; None where it is not known.
+    """FLOP/s of all ranks together; None if they are not known.
 
-    A collective. On CPU the best float32 multiplication with a rank's share of the model's largest
-    matrices, measured while all ranks do it. On GPU what the data sheet says of bfloat16 on this
-    rank's GPU, times the ranks; None for another GPU than those of `GPUS`."""
+    A collective. On CPU they are those of the best float32 multiplication with a rank's share of
+    the model's largest matrices, measured while all ranks do it. On GPU they are those in bfloat16
+    from the data sheet of this rank's GPU, times the ranks; None for a GPU that is not in
+    `GPUS`."""
     if device.kind == "cuda":
-        mine = gpu_peak(torch.cuda.get_device_name(device.torch_device))
-        return None if mine is None else mine * mesh.world_size
+        rank_flops = gpu_peak(torch.cuda.get_device_name(device.torch_device))
+        return None if rank_flops is None else rank_flops * mesh.world_size
     sizes = {
         (shape.hidden_size, min(MAX_COLUMNS, 2 * shape.ffn_size // mesh.tensor)),
         (min(MAX_COLUMNS, shape.ffn_size // mesh.tensor), shape.hidden_size),
@@ -44,8 +44,9 @@ def peak_flops(shape: ModelShape, mesh: Mesh, device: Device) -> float | None:
 
 
 def gpu_peak(name: str) -> float | None:
-    """FLOP/s in bfloat16 of a whole GPU with the name that CUDA gives; None for what `GPUS` does
-    not have, such as slower boards of the same chip.
+    """FLOP/s in bfloat16 of a whole GPU with the name that CUDA gives.
+
+    None for GPUs that are not in `GPUS`, such as slower boards of the same chip.
 
     >>> gpu_peak("NVIDIA H100 80GB HBM3"), gpu_peak("NVIDIA H100 PCIe"), gpu_peak("NVIDIA GeForce RTX 3090")
     (989000000000000.0, None, None)
@@ -53,21 +54,25 @@ def gpu_peak(name: str) -> float | None:
     words = name.replace("-", " ").split()
     if {"PCIe", "PCIE", "NVL", "MIG"} & set(words):
         return None
-    known = (gpu.flops for kind, gpu in GPUS.items() if kind.partition("-")[0] in words)
-    return next(known, None)
+    matching_flops = (gpu.flops for kind, gpu in GPUS.items() if kind.partition("-")[0] in words)
+    return next(matching_flops, None)
 
 
 def _measured_flops(inner: int, columns: int) -> float:
-    """FLOP/s of [TOKENS, inner] times [inner, columns]: the best of `ROUNDS` means, of oneDNN's and
-    torch's product."""
-    left, right = torch.ones(TOKENS, inner), torch.ones(columns, inner)
-    flops, best = 2.0 * TOKENS * inner * columns, 0.0
+    """FLOP/s of [TOKENS, inner] times [inner, columns].
+
+    They are the best of `ROUNDS` means of oneDNN's product, and as many of torch's."""
+    left_matrix = torch.ones(TOKENS, inner)
+    right_matrix = torch.ones(columns, inner)
+    flops = 2.0 * TOKENS * inner * columns
+    best = 0.0
     for product in (linear, torch.nn.functional.linear):
-        product(left, right)
+        product(left_matrix, right_matrix)
         for _ in range(ROUNDS):
-            started, done = time.perf_counter(), 0
-            while (seconds := time.perf_counter() - started) < MIN_SECONDS or done == 0:
-                product(left, right)
-                done += 1
-            best = max(best, done * flops / seconds)
+            started = time.perf_counter()
+            products = 0
+            while (seconds := time.perf_counter() - started) < MIN_SECONDS or products == 0:
+                product(left_matrix, right_matrix)
+                products += 1
+            best = max(best, products * flops / seconds)
     return best

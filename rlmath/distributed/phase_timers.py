@@ -13,8 +13,9 @@ PHASE_PREFIX = "phase: "
 
 
 class PhaseTimers:
-    """Adds up the seconds of named phases, which may be entered many times and may hold others,
-    whose seconds they include. One that is nested in itself counts once.
+    """Adds up the seconds of named phases, which may be entered many times.
+
+    A phase may hold others, and includes their seconds. One that is nested in itself counts once.
 
     >>> timers = PhaseTimers()
     >>> with timers.phase("rollout"):
@@ -49,8 +50,7 @@ class PhaseTimers:
                 self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of every finished phase since the last reset, in the order in which they first
-        finished."""
+        """Seconds of every finished phase since the last reset, in the order of first endings."""
         return dict(self._seconds)
 
     def reset(self) -> None:

@@ -1,5 +1,4 @@
-"""This process: what code it runs, where its threads are, when the garbage collector looks, and
-when it dies.
+"""This process: its code, its threads' stacks, its garbage collection, and its end.
 
 A training program imports 700,000 objects that stay. Collections while they are created take a
 third of the import time, every full collection later takes half a second, and the one at exit two
@@ -38,13 +37,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def library_versions() -> dict[str, str]:
     """Versions of the installed libraries that influence what a run computes."""
-    found = {}
+    versions = {}
     for name in LIBRARIES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def code_hash() -> str:
@@ -66,9 +65,10 @@ def seconds_since_start() -> float:
 
 
 def begin_program() -> None:
-    """Call it first, before torch is imported: garbage collection is off until
-    `freeze_live_objects`; Ctrl-C ends imports without a traceback; and under torchrun rank 0 prints
-    that the program starts: importing torch takes seconds."""
+    """Prepare the imports of a program; call it first, before torch is imported.
+
+    Garbage collection is off until `freeze_live_objects`; Ctrl-C ends imports without a traceback;
+    and under torchrun rank 0 prints that the program starts: importing torch takes seconds."""
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.environ.get("RANK") == "0":
@@ -80,9 +80,10 @@ def begin_program() -> None:
 
 
 def freeze_imported_objects() -> None:
-    """In a program that began with `begin_program`, exclude all objects from later collections,
-    without looking for garbage among them: next to all of them are what imports made. The collector
-    stays off."""
+    """Exclude all objects from later collections, in a program that began with `begin_program`.
+
+    They are not searched for garbage: nearly all of them were made by imports. The collector stays
+    off."""
     if not gc.isenabled():
         gc.freeze()
 
@@ -97,8 +98,9 @@ def freeze_live_objects() -> None:
 
 
 def skip_collection_at_exit() -> None:
-    """Call it last: the interpreter does not search the remaining objects for garbage when it
-    exits."""
+    """Keep the interpreter from searching the remaining objects for garbage when it exits.
+
+    Call it last."""
     gc.freeze()
 
 
@@ -118,16 +120,20 @@ def without_module(name: str) -> Iterator[None]:
 
 
 def never_import(*names: str) -> None:
-    """From now on `import name` raises ImportError in this process; what is imported already stays,
-    with a warning."""
-    there = [name for name in names if sys.modules.setdefault(name, None) is not None]  # type: ignore[arg-type]
-    if there:
-        logger.warning("Imported before this program could prevent it: %s", ", ".join(there))
+    """Make `import name` raise ImportError in this process from now on.
+
+    A module that is imported already stays, with a warning."""
+    imported_names = [name for name in names if sys.modules.setdefault(name, None) is not None]  # type: ignore[arg-type]
+    if imported_names:
+        logger.warning(
+            "Imported before this program could prevent it: %s", ", ".join(imported_names)
+        )
 
 
 def end_with_parent(parent: int) -> None:
-    """From now on this process is killed when its parent, or the parent's thread that started it,
-    ends. Where `parent`, its process id, has already ended, this process exits now."""
+    """Have this process killed when its parent, or the parent's thread that started it, ends.
+
+    If `parent`, a process id, has already ended, this process exits now."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -148,14 +154,17 @@ def innermost_call() -> str:
 
 
 def stacks_path(output_dir: str | Path, rank: int) -> Path:
-    """In the run's folder, where a rank that hung writes its stacks."""
+    """The file in the run's folder into which a rank that hung writes its stacks."""
     return Path(output_dir) / STACKS_FOLDER / f"rank-{rank:05d}.txt"
 
 
 def write_stacks(output_dir: str | Path, rank: int, heading: str) -> Path:
-    """Write the stacks of all Python threads under `heading`, the main thread's first, innermost
-    call last; returns the path. OSError where the folder is not writable."""
-    texts, frames = [f"{heading}\n"], sys._current_frames()
+    """Write the stacks of all Python threads under `heading`, and return the path.
+
+    The main thread's is the first; the innermost call comes last. OSError if the folder is not
+    writable."""
+    texts = [f"{heading}\n"]
+    frames = sys._current_frames()
     for thread in sorted(
         threading.enumerate(), key=lambda thread: thread is not threading.main_thread()
     ):

@@ -1,5 +1,4 @@
-"""Ranks and hosts: where a rank is, what it reports at a rendezvous, and how messages name many of
-them briefly."""
+"""Ranks and hosts: places of ranks, reports at a rendezvous, short texts that name many ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    alone = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return ("rank " if alone else "ranks ") + ", ".join(texts)
+    is_one_rank = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return ("rank " if is_one_rank else "ranks ") + ", ".join(texts)
 
 
 def hosts_text(hosts: Sequence[str]) -> str:
@@ -34,8 +33,8 @@ def hosts_text(hosts: Sequence[str]) -> str:
     >>> hosts_text(["a", "b"]), hosts_text([f"n{i}" for i in range(10)])
     ('a, b', 'n0, n1, n2, n3, n4, n5, n6, n7 and 2 more')
     """
-    more = f" and {len(hosts) - MOST_NAMED} more" if hosts[MOST_NAMED:] else ""
-    return ", ".join(hosts[:MOST_NAMED]) + more
+    ending = f" and {len(hosts) - MOST_NAMED} more" if hosts[MOST_NAMED:] else ""
+    return ", ".join(hosts[:MOST_NAMED]) + ending
 
 
 def environment_world_size() -> int:
@@ -78,8 +77,9 @@ class RankInfo:
 
 
 def this_rank() -> RankInfo:
-    """From the launcher's environment; where that sets nothing, rank 0 of 1."""
-    rank, world_size = environment_rank(), environment_world_size()
+    """This rank by the launcher's environment; rank 0 of 1 if that sets nothing."""
+    rank = environment_rank()
+    world_size = environment_world_size()
     per_node = local_world_size() or world_size
     node = int(os.environ.get("GROUP_RANK", rank // per_node))
     local_rank = int(os.environ.get("LOCAL_RANK", rank % per_node))
@@ -96,7 +96,7 @@ def this_rank() -> RankInfo:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank sends at a rendezvous."""
+    """The report that a rank sends at a rendezvous."""
 
     host: str
     node: int
@@ -105,33 +105,34 @@ class RankReport:
     may_pass: bool = False
     """The problem is none of the user's: a later start may not have it."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What must be the same on all nodes, by name; sent by one rank of every node."""
+    """Facts that must be the same on all nodes, by name; sent by one rank of every node."""
     address: str = ""
-    """The node's address towards the first one, with its interface: "10.0.0.7 (eth0)"; sent by one
-    rank per node."""
+    """The node's address towards the first one, with its interface: "10.0.0.7 (eth0)".
+
+    One rank of every node sends it."""
     data: str = ""
-    """Fingerprint of the data that it has read, where ranks may differ in it."""
+    """Fingerprint of the data that it has read, if ranks may differ in it."""
     data_makers: str = ""
-    """What made prompts or sequences of the rows, for an error: functions of the user's, the chat
-    template."""
+    """The makers of prompts or sequences, for an error: functions of the user's, the template."""
     gpu: str = ""
-    """Its GPU, where no other rank may have it."""
+    """The rank's GPU, if no other rank may have it."""
 
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """What rank 0 concludes from the reports."""
+    """The result that rank 0 draws from the reports."""
 
     error: str | None = None
     is_mistake: bool = False
     """The user can correct it (raised as ValueError); else something failed."""
     values: Mapping[str, str] = field(default_factory=dict)
-    """What rank 0 tells the others."""
+    """Values that rank 0 sends to the others."""
 
 
 def problems_text(problems: Mapping[int, str], reports: Mapping[int, RankReport]) -> str:
-    """What ranks found wrong, each problem once with the ranks that have it; unchanged where all
-    have it."""
+    """The problems of ranks, each once with the ranks that have it.
+
+    A problem that all ranks have is unchanged."""
     ranks_of: dict[str, list[int]] = {}
     for rank, problem in sorted(problems.items()):
         ranks_of.setdefault(problem, []).append(rank)

@@ -1,5 +1,6 @@
-"""How the ranks of a run find each other before they have a process group: in the key-value store
-of their launcher, and over which network interface.
+"""The rendezvous of a run's ranks before they have a process group.
+
+It is in the key-value store of their launcher, and chooses the network interface.
 
 torchrun starts ranks once all nodes have joined its own rendezvous. From then on a rank may still
 be late, find a mistake that only its node has, or never start; a process group would wait for it
@@ -51,13 +52,13 @@ LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.1
 SLOWEST_POLL_SECONDS = 0.5
 PROBLEM_SECONDS = 10.0
-"""How long rank 0 waits for further problems after the first one."""
+"""Seconds that rank 0 waits for further problems after the first one."""
 FIRST_LOG_SECONDS = 30.0
 """Rank 0 logs which ranks are missing after so long, and again whenever that time has doubled."""
 READ_SECONDS = 15.0
-"""How long a rank that has read an error waits for the others to read it."""
+"""Seconds that a rank which has read an error waits for the others to read it."""
 SLACK_SECONDS = 30.0
-"""How much longer than rank 0 the others wait for the result."""
+"""Seconds that the other ranks wait longer than rank 0 for the result."""
 
 
 class MissingRanksError(RuntimeError):
@@ -70,23 +71,24 @@ CheckReports = Callable[[Mapping[int, RankReport]], RendezvousResult]
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a rank publishes at a sync."""
+    """The record that a rank publishes at a sync."""
 
     nonce: str
-    """It is new in every start of the rank."""
+    """A random word, new in every start of the rank."""
     report: dict
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What rank 0 publishes at a sync."""
+    """The record that rank 0 publishes at a sync."""
 
     nonces: dict[str, str]
     """The nonces of the ranks whose reports it has read, by rank."""
     result: dict
     ranks_port: int
-    """Port of the ranks' own store, on the loopback interface; 0 on several nodes, and where the
-    result is an error."""
+    """Port of the ranks' own store on the loopback interface.
+
+    It is 0 on several nodes, and if the result is an error."""
 
 
 class Rendezvous:
@@ -102,8 +104,9 @@ class Rendezvous:
         self._nonce = secrets.token_hex(8)
         self._store.set(f"info/{own.rank}", asdict(own))
         self._start: str | None = None
-        """Name of this start; other ranks than rank 0 know it after the first sync, as
-        `_ranks_port`."""
+        """Name of this start; other ranks than rank 0 know it after the first sync.
+
+        They learn `_ranks_port` then, too."""
         self._ranks_store: dist.TCPStore | None = None
         self._ranks_port = 0
         """Port of the ranks' own store on a single node."""
@@ -114,10 +117,11 @@ class Rendezvous:
     def sync(
         self, name: str, report: RankReport, seconds: float, check: CheckReports
     ) -> Mapping[str, str]:
-        """Wait for all ranks, which call it with the same name, a new one each time; the `values`
-        of rank 0's result. `check` is rank 0's, and gets all reports. On all ranks ValueError where
-        it or a rank found a mistake, MissingRanksError where ranks are missing after `seconds`, one
-        has failed, or the store is lost."""
+        """Wait for all ranks, and return the `values` of rank 0's result.
+
+        All ranks call it with the same name, a new one each time. `check` is called on rank 0, with
+        all reports. On all ranks ValueError if it or a rank found a mistake, MissingRanksError if
+        ranks are missing after `seconds`, one has failed, or the store is lost."""
         try:
             if self.rank_info.rank == 0:
                 result = self._coordinate(name, report, seconds, check)
@@ -148,9 +152,10 @@ class Rendezvous:
             logger.debug("the failure could not be reported: %s", error)
 
     def group_store(self, seconds: float) -> dist.Store:
-        """The store for this start's process group, in which waiting for a key ends after
-        `seconds`. On a single node it lives in rank 0, so that the ranks can finish a step and save
-        it when the launcher has been killed."""
+        """The store for this start's process group.
+
+        Waiting for a key in it ends after `seconds`. On a single node it lives in rank 0, so that
+        the ranks can finish a step and save it when the launcher has been killed."""
         assert self._start is not None, "call sync first"
         if self._ranks_store is None and self._ranks_port:
             self._ranks_store = self._connect_to_ranks_store(seconds)
@@ -172,19 +177,22 @@ class Rendezvous:
             ) from error
 
     def _serve_ranks_store(self) -> None:
-        """Rank 0 of a single node serves it on the loopback interface alone, at a free port."""
+        """Serve the ranks' store from rank 0 of a single node, on loopback, at a free port."""
         if self.rank_info.several_nodes or self._ranks_store is not None:
             return
         with socket.create_server((LOOPBACK, 0)) as server:
-            port, listener = server.getsockname()[1], server.detach()
+            port = server.getsockname()[1]
+            listener = server.detach()
         self._ranks_store = dist.TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener
         )
         self._ranks_port = port
 
     def _wait_until_read(self, at: str, ranks: Iterable[str]) -> None:
-        """A rank that ends with an error makes its launcher end the node's other ranks, and on the
-        first node the store: all ranks must have read the error before."""
+        """Wait until all ranks have read the error, for at most READ_SECONDS.
+
+        A rank that ends with an error makes its launcher end the node's other ranks, and on the
+        first node the store."""
         deadline = time.monotonic() + READ_SECONDS
         with suppress(RuntimeError):  # what torch's stores raise: rank 0 has ended
             self._store.set(f"{at}/read/{self.rank_info.rank}", True)
@@ -195,11 +203,14 @@ class Rendezvous:
     # ------------------------------------------------------------ other ranks
 
     def _participate(self, name: str, report: RankReport, seconds: float) -> RendezvousResult:
+        """Publish this rank's report, and wait for the result of rank 0."""
         entry = asdict(_Entry(self._nonce, asdict(report)))
         patience = seconds + SLACK_SECONDS
         started = time.monotonic()
-        deadline, opened, reported = started + patience, None, None
-        while (now := time.monotonic()) < deadline:
+        deadline = started + patience
+        opened = None
+        reported = None
+        while (current_time := time.monotonic()) < deadline:
             # Until its first result a rank cannot know whether the name is that of this start.
             start = self._start or self._store.get("start")
             at = f"{start}/{name}"
@@ -210,25 +221,29 @@ class Rendezvous:
                 reported = start
             if start is not None and opened != start and self._store.get(f"{at}/open") is not None:
                 # From now on rank 0 waits for others as long as this rank has waited for it.
-                opened, deadline = start, now + patience
+                opened = start
+                deadline = current_time + patience
             if start is not None and (outcome := self._outcome(at)) is not None:
-                self._start, self._ranks_port = start, outcome.ranks_port
+                self._start = start
+                self._ranks_port = outcome.ranks_port
                 result = RendezvousResult(**outcome.result)
                 if result.error is not None:
                     self._wait_until_read(at, outcome.nonces)
                 return result
-            time.sleep(min(SLOWEST_POLL_SECONDS, max(POLL_SECONDS / 4, (now - started) / 10)))
+            time.sleep(
+                min(SLOWEST_POLL_SECONDS, max(POLL_SECONDS / 4, (current_time - started) / 10))
+            )
         head = self._known_ranks().get(0)
-        where = (
+        place = (
             f"rank 0 on {head.host} (pid {head.pid})" if head else "rank 0, which never registered"
         )
         raise MissingRanksError(
-            f"{self.rank_info} waited {seconds:.0f} s at the start for {where} "
+            f"{self.rank_info} waited {seconds:.0f} s at the start for {place} "
             f"(run.start_timeout_seconds); look at the log of the first node"
         )
 
     def _outcome(self, at: str) -> _Outcome | None:
-        """What rank 0 has published, if it has read this rank's report before."""
+        """The outcome that rank 0 has published, if it had read this rank's report."""
         outcome = record_of(_Outcome, self._store.get(f"{at}/result"))
         has_read = (
             outcome is not None and outcome.nonces.get(str(self.rank_info.rank)) == self._nonce
@@ -240,6 +255,7 @@ class Rendezvous:
     def _coordinate(
         self, name: str, report: RankReport, seconds: float, check: CheckReports
     ) -> RendezvousResult:
+        """Wait for the reports of all ranks, and publish the result, on rank 0."""
         at = f"{self._start}/{name}"
         entries = self._wait_for_entries(at, _Entry(self._nonce, asdict(report)), seconds)
         reports = {rank: RankReport(**entry.report) for rank, entry in entries.items()}
@@ -261,33 +277,36 @@ class Rendezvous:
         return result
 
     def _wait_for_entries(self, at: str, own: _Entry, seconds: float) -> dict[int, _Entry]:
-        """What all ranks have published, or those that are there at the timeout, by rank."""
-        entries, problem = {0: own}, own.report["problem"] is not None
-        started, next_log = time.monotonic(), FIRST_LOG_SECONDS
+        """The entries of all ranks, or of those that are there at the timeout, by rank."""
+        entries = {0: own}
+        problem = own.report["problem"] is not None
+        started = time.monotonic()
+        next_log = FIRST_LOG_SECONDS
         deadline = started + seconds
         self._store.set(f"{at}/open", True)
         while True:
-            now = time.monotonic()
+            current_time = time.monotonic()
             missing = {
                 f"{at}/{rank}": rank
                 for rank in range(self.rank_info.world_size)
                 if rank not in entries
             }
-            logs = now - started >= next_log
-            if logs or now >= deadline or self._store.all_there(list(missing)):
-                for key, value in self._store.get_all(list(missing)).items():
-                    if (entry := record_of(_Entry, value)) is not None:
+            logs = current_time - started >= next_log
+            if logs or current_time >= deadline or self._store.all_there(list(missing)):
+                for key, record in self._store.get_all(list(missing)).items():
+                    if (entry := record_of(_Entry, record)) is not None:
                         entries[missing[key]] = entry
-            if now >= deadline or len(entries) == self.rank_info.world_size:
+            if current_time >= deadline or len(entries) == self.rank_info.world_size:
                 return entries
             if problem := problem or self._store.get(f"{self._start}/problem") is not None:
-                deadline = min(deadline, now + PROBLEM_SECONDS)
+                deadline = min(deadline, current_time + PROBLEM_SECONDS)
             if logs:
                 next_log *= 2
                 logger.info(
                     f"{len(entries)} of {self.rank_info.world_size} ranks {_are(entries)} here "
                     "after "
-                    f"{now - started:.0f} s, until {seconds:.0f} s (run.start_timeout_seconds) "
+                    f"{current_time - started:.0f} s, until {seconds:.0f} s "
+                    "(run.start_timeout_seconds) "
                     "the run waits for "
                     f"{self._missing(entries)}"
                 )
@@ -296,7 +315,10 @@ class Rendezvous:
     def _result_of(
         self, reports: Mapping[int, RankReport], seconds: float, check: CheckReports
     ) -> RendezvousResult:
-        problems = {rank: one.problem for rank, one in reports.items() if one.problem is not None}
+        """An error if a rank has a problem, has failed or is missing; else what `check` returns."""
+        problems = {
+            rank: report.problem for rank, report in reports.items() if report.problem is not None
+        }
         if problems:
             mistakes = any(not reports[rank].may_pass for rank in problems)
             return RendezvousResult(problems_text(problems, reports), is_mistake=mistakes)
@@ -315,14 +337,21 @@ class Rendezvous:
         return check(reports)
 
     def _missing(self, here: Iterable[int]) -> str:
-        """ "ranks 2-3 on node1 (started, not here yet), ranks 4-5 of the node with number 2 (never
-        started)"."""
-        known, groups = self._known_ranks(), {}
-        hosts = {info.node: info.host for info in known.values()}
+        """Which ranks are missing, and where.
+
+        For example "ranks 2-3 on node1 (started, not here yet), ranks 4-5 of the node with number 2
+        (never started)"."""
+        known_ranks = self._known_ranks()
+        groups = {}
+        hosts = {rank_info.node: rank_info.host for rank_info in known_ranks.values()}
         for rank in sorted(set(range(self.rank_info.world_size)) - set(here)):
-            node = known[rank].node if rank in known else rank // self.rank_info.ranks_per_node
+            node = (
+                known_ranks[rank].node
+                if rank in known_ranks
+                else rank // self.rank_info.ranks_per_node
+            )
             host = f"on {hosts[node]}" if node in hosts else f"of the node with number {node}"
-            state = "started, not here yet" if rank in known else "never started"
+            state = "started, not here yet" if rank in known_ranks else "never started"
             groups.setdefault((host, state), []).append(rank)
         named = [f"{ranks_text(ranks)} {host} ({state})" for (host, state), ranks in groups.items()]
         return ", ".join(named[:16]) + (
@@ -331,43 +360,48 @@ class Rendezvous:
 
     def _known_ranks(self) -> dict[int, RankInfo]:
         """The ranks that have registered, in this start or an earlier one."""
-        found = self._store.get_all(
+        records = self._store.get_all(
             [f"info/{rank}" for rank in range(self.rank_info.world_size)]
         ).values()
-        infos = [info for value in found if (info := record_of(RankInfo, value)) is not None]
-        return {info.rank: info for info in infos}
+        infos = [
+            rank_info
+            for record in records
+            if (rank_info := record_of(RankInfo, record)) is not None
+        ]
+        return {rank_info.rank: rank_info for rank_info in infos}
 
 
 def open_rendezvous(seconds: float) -> Rendezvous | None:
-    """Register within so many seconds; None where this is the only rank.
+    """Register within so many seconds; None if this is the only rank.
 
-    MissingRanksError where there is no store."""
-    own = this_rank()
-    if own.world_size == 1:
+    MissingRanksError if there is no store."""
+    rank_info = this_rank()
+    if rank_info.world_size == 1:
         return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    opens = own.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    opens = rank_info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(
             address,
             port,
-            own.world_size,
+            rank_info.world_size,
             is_master=opens,
             timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
             multi_tenant=True,
         )
-        return Rendezvous(own, store)
+        return Rendezvous(rank_info, store)
     except RuntimeError as error:
         if opens:
             raise MissingRanksError(
-                f"{own} cannot open the run's key-value store at port {port}; does another "
+                f"{rank_info} cannot open the run's key-value store at port {port}; does another "
                 "program use it? Set "
                 "MASTER_PORT to a free one, or start the run by torchrun, which finds one: "
                 f"{str(error).splitlines()[0]}"
             ) from error
         raise MissingRanksError(
-            f"{own} does not reach the key-value store of the run at {address}:{port} within "
+            f"{rank_info} does not reach the key-value store of the run at {address}:{port} within "
             f"{seconds:.0f} s. "
             f"Is the first node there, is {address} its address for this node, too (torchrun "
             "--local-addr), and "
@@ -382,7 +416,7 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True)
 class Route:
-    """This node's end of the route to the first node."""
+    """The end of the route to the first node that is on this node."""
 
     address: str
     interface: str
@@ -409,16 +443,20 @@ def route_to(host: str) -> Route | None:
     except OSError:
         return None
     for interface, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(
+            interface_address.address.partition("%")[0] == address
+            for interface_address in addresses
+        ):
             return Route(address, interface)
     return Route(address, "")
 
 
 def prefer_for_gloo(route: Route | None) -> None:
-    """Make gloo listen where the other nodes can reach this one, unless the user has chosen an
-    interface. gloo takes the address of this host's own name. On Debian and its derivatives
-    /etc/hosts maps that to 127.0.1.1, which no other node can reach. NCCL searches for interfaces
-    itself, and is not changed."""
+    """Make gloo listen where other nodes can reach this one, unless the user chose an interface.
+
+    Gloo takes the address of this host's own name. On Debian and its derivatives /etc/hosts maps
+    that to 127.0.1.1, which no other node can reach. NCCL searches for interfaces itself, and is
+    not changed."""
     if route is not None and route.interface and not route.is_loopback:
         os.environ.setdefault(GLOO_INTERFACE, route.interface)
 

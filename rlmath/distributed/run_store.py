@@ -1,4 +1,4 @@
-"""This run's own values in torch's key-value store, as JSON.
+"""The run's own values in torch's key-value store, as JSON.
 
 Keys begin with the name of the run (torchrun's --rdzv-id) until its ranks share a random name for
 each start, so that a run that reaches another one's store by mistake finds nothing of it there.
@@ -19,12 +19,13 @@ import torch.distributed as dist
 RecordT = TypeVar("RecordT")
 
 _ABSENT = "\0absent"
-"""What `compare_set` returns for a key that is not there."""
+"""The value that `compare_set` returns for a missing key."""
 
 
 def run_id() -> str:
-    """The name of this run that its launcher gives all ranks; the same for runs that torchrun gave
-    none."""
+    """The name of this run that its launcher gives all ranks.
+
+    Runs to which torchrun gave none have the same."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "none")
 
 
@@ -35,7 +36,8 @@ class RunStore:
 
     def __init__(self, store: dist.Store, name: str) -> None:
         """`name` comes before all keys."""
-        self._store, self._name = store, name
+        self._store = store
+        self._name = name
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(self._full(key), json.dumps(value))
@@ -45,16 +47,16 @@ class RunStore:
 
         Never waits."""
         # torch's `get` would wait for a key that is deleted after a `check`.
-        found = self._store.compare_set(self._full(key), _ABSENT, _ABSENT)
-        return None if found in (b"", _ABSENT.encode()) else json.loads(found)
+        content = self._store.compare_set(self._full(key), _ABSENT, _ABSENT)
+        return None if content in (b"", _ABSENT.encode()) else json.loads(content)
 
     def get_all(self, keys: Sequence[str]) -> dict[str, Any]:
         """The values that are there, by key: two requests where all are."""
         if not keys:
             return {}
         if self.all_there(keys):
-            found = self._store.multi_get([self._full(key) for key in keys])
-            return {key: json.loads(one) for key, one in zip(keys, found, strict=True)}
+            contents = self._store.multi_get([self._full(key) for key in keys])
+            return {key: json.loads(content) for key, content in zip(keys, contents, strict=True)}
         return {key: value for key in keys if (value := self.get(key)) is not None}
 
     def all_there(self, keys: Sequence[str]) -> bool:
@@ -77,7 +79,8 @@ class RunStore:
 
 
 def record_of(record_class: type[RecordT], value: Any) -> RecordT | None:
-    """The dataclass of a JSON object that has exactly its fields; None for another one, as other
-    code writes it."""
+    """The dataclass of a JSON object with exactly its fields; None for any other object.
+
+    Other code writes other objects."""
     names = {field.name for field in fields(record_class)}  # type: ignore[arg-type]
     return record_class(**value) if isinstance(value, dict) and value.keys() == names else None

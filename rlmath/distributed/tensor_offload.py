@@ -19,16 +19,19 @@ from rlmath.distributed.device import Device, synchronize
 Tensors = Callable[[], Iterable[Tensor]]
 """Returns the current tensors: an optimizer creates its state at the first step."""
 BLOCK_BYTES = 64 * 2**20
-"""Size of one piece of host memory. torch may round pinned memory up to a power of two: in pieces
-of one, only what remains at the end costs more than it holds."""
+"""Size of one piece of host memory.
+
+Torch may round pinned memory up to a power of two: in pieces of such a size, only the last one
+costs more than it holds."""
 ALIGNMENT_BYTES = 512
-"""Every storage starts at a multiple of this on the host, as on the device, so that copies run at
-full speed."""
+"""Every storage starts at a multiple of this on the host, as on the device.
+
+So copies run at full speed."""
 
 
 @dataclass(frozen=True)
 class OffloadStats:
-    """What one `offload` or `onload` moved."""
+    """Bytes and seconds of one `offload` or `onload`."""
 
     name: str
     bytes: int
@@ -68,7 +71,8 @@ class HostMemory:
         """The bytes from `offset` on, in order, cut where blocks end."""
         for block in self._blocks:
             piece = block[offset : offset + size]
-            offset, size = max(offset - block.numel(), 0), size - piece.numel()
+            offset = max(offset - block.numel(), 0)
+            size = size - piece.numel()
             if piece.numel():
                 yield piece
 
@@ -91,27 +95,33 @@ class StorageSet:
     def __init__(
         self, name: str, tensors: Tensors, keep: bool, device: Device, exclude: Tensors = tuple
     ) -> None:
-        self.name, self._keep, self._device = name, keep, device
-        self._tensors, self._exclude = tensors, exclude
+        self.name = name
+        self._keep = keep
+        self._device = device
+        self._tensors = tensors
+        self._exclude = exclude
         self._host = HostMemory(pinned=device.kind == "cuda")
         self._copies: list[_HostCopy] = []
         self._offloaded = False
 
     @property
     def offloaded(self) -> bool:
-        """From the start of `offload`, even one that fails, to the end of a `onload` that
+        """Whether the set is offloaded.
+
+        It is from the start of `offload`, even one that fails, to the end of an `onload` that
         succeeds."""
         return self._offloaded
 
     @property
     def nbytes(self) -> int:
-        """What the set holds on the device now (bytes)."""
+        """Bytes that the set holds on the device now."""
         return sum(storage.nbytes() for storage in self._storages())
 
     @property
     def freed_bytes(self) -> int:
-        """What offloading would free (bytes): on CPU nothing where the content is kept, in the same
-        memory."""
+        """Bytes that offloading would free.
+
+        On CPU these are none if the content is kept, as that is in the same memory."""
         return 0 if self._keep and self._device.kind == "cpu" else self.nbytes
 
     def offload(self) -> OffloadStats:
@@ -123,8 +133,8 @@ class StorageSet:
         if self._keep:
             self._host.reserve(copies[-1].offset + copies[-1].size if copies else 0)
             for copy in copies:
-                for ours, hosts in self._paired(copy):
-                    hosts.copy_(ours, non_blocking=True)
+                for device_part, host_part in self._paired(copy):
+                    host_part.copy_(device_part, non_blocking=True)
             self._finish_device_work()
         for copy in copies:
             self._copies.append(copy)
@@ -141,29 +151,34 @@ class StorageSet:
             if copy.storage.nbytes() != copy.size:
                 copy.storage.resize_(copy.size)
             if self._keep:
-                for ours, hosts in self._paired(copy):
-                    ours.copy_(hosts, non_blocking=True)
+                for device_part, host_part in self._paired(copy):
+                    device_part.copy_(host_part, non_blocking=True)
             else:
                 _bytes_of(copy.storage).zero_()
         end = self._finish_device_work()
-        moved = OffloadStats(self.name, sum(copy.size for copy in self._copies), end - start)
+        stats = OffloadStats(self.name, sum(copy.size for copy in self._copies), end - start)
         self._copies.clear()
         self._offloaded = False
         if self._device.kind == "cpu":
             self._host.release()
-        return moved
+        return stats
 
     def _storages(self) -> list[UntypedStorage]:
-        others = {tensor.untyped_storage()._cdata for tensor in self._exclude()}
-        found = {
+        excluded = {tensor.untyped_storage()._cdata for tensor in self._exclude()}
+        storages = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()
         }
         place = self._device.torch_device
-        return [one for key, one in found.items() if key not in others and one.device == place]
+        return [
+            storage
+            for key, storage in storages.items()
+            if key not in excluded and storage.device == place
+        ]
 
     def _host_layout(self) -> list[_HostCopy]:
         """The storages, one behind the other in host memory."""
-        layout, offset = [], 0
+        layout = []
+        offset = 0
         for storage in self._storages():
             layout.append(_HostCopy(storage, storage.nbytes(), offset))
             offset += -(-storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -171,7 +186,8 @@ class StorageSet:
 
     def _paired(self, copy: _HostCopy) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of a storage, each with its place on the host."""
-        content, start = _bytes_of(copy.storage), 0
+        content = _bytes_of(copy.storage)
+        start = 0
         for piece in self._host.pieces(copy.offset, copy.size):
             yield content[start : start + piece.numel()], piece
             start += piece.numel()

@@ -1,5 +1,4 @@
-"""The exit codes of a run, the file that holds the last one, and what torchrun prints of a rank
-that failed.
+"""The exit codes of a run, the file that holds the last one, and torchrun's report of a failed rank.
 
 torchrun exits with 1 whatever its ranks exited with, and Slurm's srun with the highest code of all
 nodes, also of those that it killed. So a run writes its code to `<output_dir>/exit_status.json`;
@@ -33,13 +32,15 @@ MISTAKE = 2
 NOTHING_COMPARED = 3
 """A replay of a step that has nothing to compare, such as one that made no update."""
 SAVED_AND_STOPPED = 75
-"""A signal stopped the run, which saved first unless it had made no step. Start it again to resume
-(EX_TEMPFAIL)."""
+"""A signal stopped the run, which saved first unless it had made no step.
+
+Start it again to resume (EX_TEMPFAIL)."""
 NOT_SAVED_IN_TIME = 76
 """A signal stopped the run, and saving was not complete `run.stop_grace_seconds` later."""
 DIVERGED = 77
-"""The policy can no longer be trained (`run.divergence`): the same command would end in the same
-way."""
+"""The policy can no longer be trained (`run.divergence`).
+
+The same command would end in the same way."""
 
 MEANINGS = {
     FINISHED: "finished",
@@ -55,7 +56,7 @@ RESERVED_NAME = f".{EXIT_STATUS_FILE}.reserved"
 """Holds the space for the status on a disk that is full when the run ends."""
 RESERVED_BYTES = 4096
 SCRATCH = re.compile(rf"\.{re.escape(EXIT_STATUS_FILE)}\.\d+\.tmp")
-"""What a rank leaves that is killed while it writes the status."""
+"""Names of files that a rank leaves which is killed while it writes the status."""
 
 WAITS_NAME = "waits"
 """Empty file beside a rank's error file: it waits for torchrun to end it."""
@@ -66,14 +67,14 @@ POLL_SECONDS = 0.05
 class ExitStatus:
     status: int
     message: str
-    """After which step, or why; of a refusal also the lines that list its problems."""
+    """After which step, or why; for a refusal also the lines that list its problems."""
 
 
 AGAIN = "the same command"
 
 
 def again_text(saved_step: int | None) -> str:
-    """What the same command does after a run has ended.
+    """The text on what the same command does after a run has ended.
 
     >>> again_text(12), again_text(None)
     ('the same command resumes after step 12', 'the same command starts from the beginning')
@@ -89,7 +90,8 @@ def write_exit_status(output_dir: str | Path, status: int, message: str) -> None
     Any rank may; the last one counts. On a full disk it is written into the file that
     `reserve_exit_status` made, or over an earlier status; what is refused even then is logged."""
     folder = Path(output_dir)
-    scratch, target = folder / f".{EXIT_STATUS_FILE}.{os.getpid()}.tmp", folder / EXIT_STATUS_FILE
+    scratch = folder / f".{EXIT_STATUS_FILE}.{os.getpid()}.tmp"
+    target = folder / EXIT_STATUS_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
         scratch.write_text(_as_json(status, message), encoding="ascii")
@@ -97,7 +99,7 @@ def write_exit_status(output_dir: str | Path, status: int, message: str) -> None
         (folder / RESERVED_NAME).unlink(missing_ok=True)
         return
     except OSError as error:
-        refused = error
+        write_error = error
         with suppress(OSError):
             scratch.unlink()
     with suppress(OSError):
@@ -109,7 +111,7 @@ def write_exit_status(output_dir: str | Path, status: int, message: str) -> None
         _overwrite(target, _fitting_json(status, message))
     except OSError:
         text = "the exit status %d (%s) cannot be written: %s"
-        logger.error(text, status, message.partition("\n")[0], refused)
+        logger.error(text, status, message.partition("\n")[0], write_error)
 
 
 def _as_json(status: int, message: str) -> str:
@@ -123,7 +125,7 @@ def _fitting_json(status: int, message: str) -> bytes:
 
 
 def _overwrite(path: Path, content: bytes) -> None:
-    """In place, so that no further block or inode is needed where the file is as large already."""
+    """Write over a file in place; one that is as large already needs no further block or inode."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         if os.pwrite(descriptor, content, 0) == len(content):
@@ -136,13 +138,14 @@ def _overwrite(path: Path, content: bytes) -> None:
 
 
 def reserve_exit_status(output_dir: str | Path) -> None:
-    """Before a run starts, for the folder's only user: remove an earlier status, and reserve space
-    for this run's."""
+    """Remove an earlier status, and reserve space for that of this run.
+
+    The folder's only user calls it before a run starts."""
     folder = Path(output_dir)
     clear_exit_status(folder)
-    for left in folder.iterdir():
-        if SCRATCH.fullmatch(left.name):
-            left.unlink()
+    for path in folder.iterdir():
+        if SCRATCH.fullmatch(path.name):
+            path.unlink()
     with suppress(OSError), (folder / RESERVED_NAME).open("wb") as file:
         file.write(b" " * RESERVED_BYTES)
         file.flush()
@@ -150,30 +153,30 @@ def reserve_exit_status(output_dir: str | Path) -> None:
 
 
 def clear_exit_status(output_dir: str | Path) -> None:
-    """Remove the status of an earlier run: a run that is killed must not show the status of the one
-    before."""
+    """Remove the status of an earlier run.
+
+    A run that is killed must not show the status of the one before."""
     (Path(output_dir) / EXIT_STATUS_FILE).unlink(missing_ok=True)
 
 
 def read_exit_status(output_dir: str | Path) -> ExitStatus:
-    """How the last run in this folder ended; FAILURE where there is no status, or an unreadable
-    one."""
+    """The exit status of the last run in this folder; FAILURE if it is missing or unreadable."""
     path = Path(output_dir) / EXIT_STATUS_FILE
     try:
         values = read_json(path)
-        found = ExitStatus(values["status"], values["message"])
+        exit_status = ExitStatus(values["status"], values["message"])
     except FileNotFoundError:
         if not path.parent.is_dir():
-            why = "the run has not made it, or the path is another one"
-            return ExitStatus(FAILURE, f'there is no folder "{path.parent}": {why}')
+            reason = "the run has not made it, or the path is another one"
+            return ExitStatus(FAILURE, f'there is no folder "{path.parent}": {reason}')
         return ExitStatus(
             FAILURE, f"no {path}: the run was killed, or did not get as far as its settings"
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         return ExitStatus(FAILURE, f"{path} cannot be read: {error}")
-    if found.status not in MEANINGS:
-        return ExitStatus(FAILURE, f"{path} has the unknown status {found.status!r}")
-    return found
+    if exit_status.status not in MEANINGS:
+        return ExitStatus(FAILURE, f"{path} has the unknown status {exit_status.status!r}")
+    return exit_status
 
 
 # ---------------------------------------------------------------- torchrun's report
@@ -210,18 +213,16 @@ def wait_for_torchrun(seconds: float) -> None:
 
 
 def wait_for_waiting_ranks(seconds: float) -> None:
-    """For the first rank of a node under torchrun, before it ends with an error: until its other
-    ranks are in `wait_for_torchrun`, at most so long."""
-    path, ranks = (
-        os.environ.get("TORCHELASTIC_ERROR_FILE"),
-        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-    )
+    """Wait until the other ranks of the node are in `wait_for_torchrun`, at most so long.
+
+    The first rank of a node under torchrun calls it before it ends with an error."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not path:
         return
-    folder, deadline = (
-        Path(path).parents[1],
-        time.monotonic() + seconds,
-    )  # with a folder of each rank
+    # It has a folder for each rank.
+    folder = Path(path).parents[1]
+    deadline = time.monotonic() + seconds
     while not all((folder / str(rank) / WAITS_NAME).exists() for rank in range(1, ranks)):
         if time.monotonic() > deadline:
             return

@@ -1,5 +1,6 @@
-"""Why a run ends: what every rank publishes about itself, the failures that the ranks detect, and
-the shutdown after one. `heartbeat` exchanges these records over the run's key-value store."""
+"""Why a run ends: the status that every rank publishes, failures that ranks detect, the shutdown.
+
+`heartbeat` exchanges these records over the run's key-value store."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from rlmath.distributed.run_store import RunStore, record_of
 logger = logging.getLogger(__name__)
 
 STACKS_SECONDS = 15.0
-"""How long the ranks wait for each other's stacks after a hang."""
+"""Seconds that the ranks wait for each other's stacks after a hang."""
 
 
 # ---------------------------------------------------------------- the state of a rank
@@ -41,18 +42,18 @@ class RankStatus:
     """Identifies the machine and its space of process ids: only there `pid` means this process."""
     pid: int
     process_start: str
-    """When the process started, by the kernel's clock; distinguishes it from a later one with the
-    same id."""
+    """Start of the process by the kernel's clock.
+
+    It distinguishes the process from a later one with the same id."""
     phase: str
     phase_seconds: float
-    """How long it has been in that phase (seconds)."""
+    """Seconds that it has been in that phase."""
     entries: int
-    """Phases entered so far: of ranks that walk the same phases, the one with the fewest is
-    behind."""
+    """Phases entered so far: among ranks with the same phases, the one with the fewest is behind."""
     step: int
     beats: int
     left: bool
-    """It has ended without an error; other ranks stop watching it."""
+    """Whether it has ended without an error; other ranks stop watching it."""
 
     def __str__(self) -> str:
         """ "rank 3 on node7 (pid 4711), step 12, in rollout for 31 s"."""
@@ -67,8 +68,7 @@ def pid_namespace() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """When the process started (clock ticks since boot); None if it does not exist, or is a
-    zombie."""
+    """Start of a process (clock ticks since boot); None if it does not exist, or is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -79,8 +79,7 @@ def process_start(pid: int) -> str | None:
 
 
 def has_died(status: RankStatus, own_namespace: str) -> bool:
-    """Whether that rank's process is known to have ended; on other machines that cannot be
-    known."""
+    """Whether that rank's process is known to have ended; on other machines that is unknown."""
     return (
         status.pid_namespace == own_namespace and process_start(status.pid) != status.process_start
     )
@@ -110,12 +109,13 @@ def first_line(error: BaseException) -> str:
 
 
 class PeerFailedError(Exception):
-    """This rank's error follows from the failure of another, which its text names."""
+    """An error of this rank that follows from the failure of another, which its text names."""
 
 
 def may_be_caused_by_peer(error: BaseException) -> bool:
-    """Whether the error may only mean that another rank has ended: gloo and NCCL raise RuntimeError
-    for that."""
+    """Whether the error may only mean that another rank has ended.
+
+    Gloo and NCCL raise RuntimeError for that."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
@@ -123,14 +123,17 @@ def may_be_caused_by_peer(error: BaseException) -> bool:
 
 
 class Shutdown:
-    """What a rank does when the run has failed."""
+    """The shutdown of a rank when the run has failed."""
 
     def __init__(self, output_dir: str, rank: int, world_size: int) -> None:
-        self._output_dir, self._rank, self._world_size = output_dir, rank, world_size
+        self._output_dir = output_dir
+        self._rank = rank
+        self._world_size = world_size
 
     def report_and_exit(self, failure: Failure, store: RunStore, own: RankStatus) -> NoReturn:
-        """Log the failure, write the exit status, end the process; in a thread, as the main one may
-        hang for ever."""
+        """Log the failure, write the exit status, end the process.
+
+        A thread calls it, as the main one may hang for ever."""
         try:
             if failure.kind == "hang":
                 self._report_hang(failure, store, own)
@@ -147,7 +150,7 @@ class Shutdown:
             self.exit_now()
 
     def write_exit_status(self, failure: Failure) -> None:
-        """On the rank that reported the failure.
+        """Write the exit status, on the rank that reported the failure.
 
         A rank that lost the store does not know why, and does not replace the status that another
         rank has written."""
@@ -159,8 +162,9 @@ class Shutdown:
             write_exit_status(self._output_dir, FAILURE, failure.message)
 
     def exit_now(self) -> NoReturn:
-        """Without clean-up: threads and process groups of a failed run may wait for peers that wait
-        for this rank."""
+        """End the process without clean-up.
+
+        Threads and process groups of a failed run may wait for peers that wait for this rank."""
         logging.shutdown()
         os._exit(FAILURE)
 
@@ -168,11 +172,11 @@ class Shutdown:
         """The last status of every rank that published one."""
         # All ranks may ask at once: two requests each, if all ranks have published.
         keys = {f"status/{rank}": rank for rank in range(self._world_size)}
-        found = {
-            keys[key]: record_of(RankStatus, value)
-            for key, value in store.get_all(list(keys)).items()
+        statuses = {
+            keys[key]: record_of(RankStatus, record)
+            for key, record in store.get_all(list(keys)).items()
         }
-        return {rank: status for rank, status in found.items() if status is not None}
+        return {rank: status for rank, status in statuses.items() if status is not None}
 
     def _report_hang(self, failure: Failure, store: RunStore, own: RankStatus) -> None:
         """Every rank writes its stacks; rank 0 waits for all and logs where each rank is."""
@@ -190,9 +194,10 @@ class Shutdown:
             store.set(logged, "yes")
 
     def _summary(self, store: RunStore, failure: Failure) -> str:
+        """The text about a hang: status and innermost call of every rank, and which are behind."""
         statuses = self.statuses(store)
-        fewest = min((one.entries for one in statuses.values()), default=0)
-        all_level = all(one.entries == fewest for one in statuses.values())
+        fewest = min((status.entries for status in statuses.values()), default=0)
+        all_level = all(status.entries == fewest for status in statuses.values())
         lines = [f"The run hangs: {failure.message}."]
         for rank in range(self._world_size):
             if rank not in statuses:

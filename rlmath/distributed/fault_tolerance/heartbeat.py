@@ -1,5 +1,4 @@
-"""Every rank publishes that it lives, watches its next neighbours, and ends with the others when
-one fails.
+"""The heartbeat: ranks publish that they live, watch their neighbours, and end when one fails.
 
     main thread   sets the phase, its progress, its failure: plain attributes, never waits for the network
     beat thread   once a second, over a connection of its own to torchrun's key-value store: writes this rank's status,
@@ -53,30 +52,38 @@ logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
 NEIGHBOURS = 2
-"""Ranks that each rank watches. One would find every loss; two find it also when a watcher's own
-thread is stuck."""
+"""Number of ranks that each rank watches.
+
+One would find every loss; two find it also when a watcher's own thread is stuck."""
 RECONNECT_SECONDS = 5.0
-"""How long a reconnection to the store may take."""
+"""Seconds that a reconnection to the store may take."""
 PEER_SECONDS = 3.0
-"""How long a rank whose collective failed looks for the rank that caused it, before it reports
-itself."""
+"""Seconds that a rank whose collective failed looks for the cause before it reports itself."""
 REPORT_SECONDS = 10.0
-"""How long a rank that failed waits until its failure is in the store."""
+"""Seconds that a rank that failed waits until its failure is in the store."""
 FAILURE_KEY = "failure"
-STOP_KEY, DONE_KEY = "stop", "done"
+STOP_KEY = "stop"
+DONE_KEY = "done"
 
 
 def watched(rank: int, world_size: int, ranks_per_node: int) -> list[int]:
-    """The ranks that a rank watches: the next ones, and of its own node's the next, which it sees
-    die at once.
+    """The ranks that a rank watches: the next ones, and the next on its own node.
+
+    It sees at once that a rank on its own node dies.
 
     >>> watched(7, 16, 8)
     [8, 9, 0]
     """
     first = rank // ranks_per_node * ranks_per_node
-    own = first + (rank - first + 1) % ranks_per_node
-    next_ones = [(rank + 1 + k) % world_size for k in range(min(NEIGHBOURS, world_size - 1))]
-    return list(dict.fromkeys([*next_ones, *([own] if own not in (rank, world_size) else [])]))
+    next_on_node = first + (rank - first + 1) % ranks_per_node
+    next_ones = [
+        (rank + 1 + offset) % world_size for offset in range(min(NEIGHBOURS, world_size - 1))
+    ]
+    return list(
+        dict.fromkeys(
+            [*next_ones, *([next_on_node] if next_on_node not in (rank, world_size) else [])]
+        )
+    )
 
 
 class Heartbeat:
@@ -103,23 +110,30 @@ class Heartbeat:
         stop: StopRequest,
         broadcast: Callable[[Any], Any] = broadcast_from_rank_zero,
     ) -> None:
-        """A collective of all ranks; `broadcast` gives what rank 0 holds to all of them."""
+        """A collective of all ranks; `broadcast` gives the object of rank 0 to all of them."""
         self.step = 0
-        self._settings, self._rank, self._stop = settings, rank, stop
+        self._settings = settings
+        self._rank = rank
+        self._stop = stop
         self._ring = watched(rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._world_size = world_size
         self._address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         self._shutdown = Shutdown(output_dir, rank, world_size)
-        self._namespace, self._launcher = failures.pid_namespace(), os.getppid()
+        self._namespace = failures.pid_namespace()
+        self._launcher = os.getppid()
         self._process_start = failures.process_start(os.getpid())
-        self._phase, self._entered_at, self._entries = "start", time.monotonic(), 0
+        self._phase = "start"
+        self._entered_at = time.monotonic()
+        self._entries = 0
         self._progress = 0
         self._failure: BaseException | None = None
         self._cause: Failure | None = None
         """The failure that ends the run, where this rank's error follows from another's."""
         self._place = this_rank()  # engines change the environment later
         self._launcher_lock = threading.Lock()
-        self._wake, self._reported, self._left = threading.Event(), threading.Event(), False
+        self._wake = threading.Event()
+        self._reported = threading.Event()
+        self._left = False
         self._beats = self._sent_progress = 0
         self._seen_progress: list[int] | None = None
         """The rank that last made progress, and its count of it."""
@@ -154,7 +168,8 @@ class Heartbeat:
 
     def enter_phase(self, phase: str) -> None:
         """The main thread is in this phase from now on; counts as progress."""
-        self._phase, self._entered_at = phase, time.monotonic()
+        self._phase = phase
+        self._entered_at = time.monotonic()
         self._entries += 1
         self._progress += 1
 
@@ -165,15 +180,15 @@ class Heartbeat:
         self._progress += 1
 
     def slowest_answer(self) -> float:
-        """The longest time that the store took to answer this rank since the last call
-        (seconds)."""
+        """Most seconds that the store took to answer this rank since the last call."""
         slowest, self._slowest_answer = self._slowest_answer, 0.0
         return slowest
 
     def report_failure(self, error: BaseException) -> None:
-        """Report to the other ranks why this one ends; returns when that is done, or after
-        REPORT_SECONDS. The caller ends the process then, else the beat thread does REPORT_SECONDS
-        later."""
+        """Report to the other ranks why this one ends.
+
+        Returns when that is done, or after REPORT_SECONDS. The caller then ends the process, else
+        the beat thread does REPORT_SECONDS later."""
         if self._failure is None:
             self._failure = error
             self._wake.set()
@@ -185,10 +200,12 @@ class Heartbeat:
     # ------------------------------------------------------------ the beat thread
 
     def _beat(self) -> None:
-        last = time.monotonic()
+        """The beat thread: exchange once in BEAT_SECONDS until this rank leaves."""
+        last_beat_time = time.monotonic()
         while not self._left:
-            now = time.monotonic()
-            passed, last = min(now - last, 2 * BEAT_SECONDS), now
+            beat_time = time.monotonic()
+            passed = min(beat_time - last_beat_time, 2 * BEAT_SECONDS)
+            last_beat_time = beat_time
             try:
                 if self._failure is not None:
                     self._report_own_failure(self._failure)
@@ -206,10 +223,10 @@ class Heartbeat:
 
     def _exchange(self, passed: float) -> None:
         """One beat; `passed` seconds after the last one."""
-        asked = time.perf_counter()
+        start_time = time.perf_counter()
         self._store.set(f"status/{self._rank}", asdict(self._status()))
         failure = record_of(Failure, self._store.get(FAILURE_KEY))
-        self._slowest_answer = max(self._slowest_answer, time.perf_counter() - asked)
+        self._slowest_answer = max(self._slowest_answer, time.perf_counter() - start_time)
         if failure is not None:
             self._end(failure)
         self._share_stop()
@@ -220,8 +237,9 @@ class Heartbeat:
         self._unanswered = 0.0
 
     def _share_stop(self) -> None:
-        """A request to stop that any rank got is rank 0's, too: ranks that have only engines are
-        not asked after a step. They learn from rank 0 that all is saved."""
+        """Pass a request to stop that any rank got to rank 0, and learn from it that all is saved.
+
+        Ranks that have only engines are not asked after a step."""
         stop = self._stop
         if self._rank == 0:
             if stop.requested is None and (reason := self._store.get(STOP_KEY)) in REASONS[1:]:
@@ -237,30 +255,35 @@ class Heartbeat:
             self._store.set(DONE_KEY, True)
 
     def _check_neighbour(self, rank: int, passed: float) -> None:
-        before = self._seen.get(rank)
-        if before is not None and before.left:
+        """Read the status of a watched rank; report a failure if it has died or is silent."""
+        last_status = self._seen.get(rank)
+        if last_status is not None and last_status.left:
             return
-        now = record_of(RankStatus, self._store.get(f"status/{rank}"))
-        if now is not None:
-            self._seen[rank] = now
-            if now.left:
+        status = record_of(RankStatus, self._store.get(f"status/{rank}"))
+        if status is not None:
+            self._seen[rank] = status
+            if status.left:
                 return
-            if self._has_died(now):
-                why = (
+            if self._has_died(status):
+                cause = (
                     "killed by a signal, by the kernel for want of memory (see dmesg), or by "
                     "the launcher"
                 )
-                died = f"has died: its process ended without reporting an error ({why})"
-                self._report(Failure("gone", f"{now} at its last beat, {died}", self._rank))
-        has_beaten = now is not None and (before is None or now.beats > before.beats)
+                death_text = f"has died: its process ended without reporting an error ({cause})"
+                self._report(
+                    Failure("gone", f"{status} at its last beat, {death_text}", self._rank)
+                )
+        has_beaten = status is not None and (
+            last_status is None or status.beats > last_status.beats
+        )
         self._silence[rank] = 0.0 if has_beaten else self._silence[rank] + passed
         if (seconds := self._silence[rank]) > self._settings.heartbeat_timeout_seconds:
             text = (
                 f"rank {rank} has given no sign of life for {seconds:.0f} s "
                 "(run.heartbeat_timeout_seconds)"
             )
-            last = f"its last heartbeat: {now}" if now else "it never sent one"
-            self._report(Failure("silent", f"{text}; {last}", self._rank))
+            last_beat_text = f"its last heartbeat: {status}" if status else "it never sent one"
+            self._report(Failure("silent", f"{text}; {last_beat_text}", self._rank))
 
     def _has_died(self, status: RankStatus) -> bool:
         """Whether the rank's process is gone and has not said that it leaves.
@@ -268,29 +291,30 @@ class Heartbeat:
         It says so before it ends, and may have done both since `status` was read."""
         if not failures.has_died(status, self._namespace):
             return False
-        now = record_of(RankStatus, self._store.get(f"status/{status.rank}"))
-        return now is None or not now.left
+        newer_status = record_of(RankStatus, self._store.get(f"status/{status.rank}"))
+        return newer_status is None or not newer_status.left
 
     def _check_progress(self, passed: float) -> None:
+        """Publish this rank's progress; report a hang if no rank has made any for too long."""
         if self._progress != self._sent_progress:
             self._sent_progress = self._progress
             self._store.set("progress", [self._rank, self._progress])
-        last = self._store.get("progress")
-        self._still = 0.0 if last != self._seen_progress else self._still + passed
-        self._seen_progress = last
+        latest_progress = self._store.get("progress")
+        self._still = 0.0 if latest_progress != self._seen_progress else self._still + passed
+        self._seen_progress = latest_progress
         limit = self._settings.hang_timeout_seconds
         if limit is not None and self._still > limit:
             text = f"no rank has made progress for {self._still:.0f} s (run.hang_timeout_seconds)"
             self._report(Failure("hang", text, self._rank))
 
     def _report(self, failure: Failure) -> None:
-        """Write the failure, unless there is one already; exit with the one that is in the
-        store."""
+        """Write the failure, unless there is one already, and exit with the one in the store."""
         self._end(
             record_of(Failure, self._store.set_first(FAILURE_KEY, asdict(failure))) or failure
         )
 
     def _end(self, failure: Failure) -> None:
+        """End this rank because of a failure; the main thread may log its own error before."""
         if self._failure is None:
             self._shutdown.report_and_exit(failure, self._store, self._status())
         # The main thread logs its own error itself.
@@ -306,29 +330,34 @@ class Heartbeat:
         self._shutdown.exit_now()
 
     def _report_own_failure(self, error: BaseException) -> None:
-        """Write this rank's failure; if another rank may have caused it, name that one or let
-        others do so."""
+        """Write this rank's failure.
+
+        If another rank may have caused it, name that one, or let others do so."""
         reason = first_line(error)
         if not failures.may_be_caused_by_peer(error):
             self._report(self._own_failure(reason))
-        before = self._shutdown.statuses(self._store)
+        statuses_before = self._shutdown.statuses(self._store)
         deadline = time.monotonic() + PEER_SECONDS
         while time.monotonic() < deadline:
             self._exchange(0.0)
             time.sleep(BEAT_SECONDS / 4)
-        after = self._shutdown.statuses(self._store)
-        silent = [
-            str(after[rank])
-            for rank in sorted(before.keys() & after.keys())
-            if after[rank].beats <= before[rank].beats and not after[rank].left
+        statuses_after = self._shutdown.statuses(self._store)
+        silent_ranks = [
+            str(statuses_after[rank])
+            for rank in sorted(statuses_before.keys() & statuses_after.keys())
+            if statuses_after[rank].beats <= statuses_before[rank].beats
+            and not statuses_after[rank].left
         ]
-        more = f". No sign of life any more from: {'; '.join(silent)}" if silent else ""
-        self._report(self._own_failure(reason + more))
+        ending = (
+            f". No sign of life any more from: {'; '.join(silent_ranks)}" if silent_ranks else ""
+        )
+        self._report(self._own_failure(reason + ending))
 
     def _own_failure(self, reason: str) -> Failure:
         return Failure("failed", f"{self._status()} failed: {reason}", self._rank)
 
     def _status(self) -> RankStatus:
+        """The status of this rank that it publishes."""
         return RankStatus(
             rank=self._rank,
             host=socket.gethostname(),
@@ -360,8 +389,9 @@ class Heartbeat:
             self._store_lost(first_line(error))
 
     def _store_lost(self, reason: str) -> None:
-        """Exit, unless the run is stopping anyway: saving needs no store, and the stop has a
-        deadline of its own."""
+        """Exit, unless the run is stopping anyway.
+
+        Saving needs no store, and the stop has a deadline of its own."""
         self._check_launcher()
         if self._left or (self._stop.requested and self._failure is None):
             return
@@ -373,9 +403,10 @@ class Heartbeat:
         self._end(Failure("store", text.format(*self._address, reason), self._rank))
 
     def _check_launcher(self) -> None:
-        """Where torchrun was killed the ranks save and stop: on a single node they need nothing of
-        it. Of several nodes the first one's launcher holds the store, and the others end when they
-        have missed it for some seconds."""
+        """Request a stop if torchrun was killed, so that the ranks save and stop.
+
+        On a single node they need nothing of it. On several nodes the first one's launcher holds
+        the store, and the others end when they have missed it for some seconds."""
         if not under_torchrun() or os.getppid() == self._launcher:
             return
         with self._launcher_lock:  # two threads look
@@ -383,14 +414,14 @@ class Heartbeat:
                 return
             place = self._place
             holds_store = place.several_nodes and place.node == 0
-            more = (
+            consequence = (
                 ", and the run's store with it: other nodes may end before the step is saved"
                 if holds_store
                 else ""
             )
             if place.is_node_leader:
                 logger.error(
-                    "torchrun (pid %d) on %s has ended%s", self._launcher, place.host, more
+                    "torchrun (pid %d) on %s has ended%s", self._launcher, place.host, consequence
                 )
             self._stop.request(LAUNCHER_ENDED)
 

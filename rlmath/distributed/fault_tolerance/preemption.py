@@ -34,10 +34,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 INTERRUPT = "SIGINT (Ctrl-C)"
 LAUNCHER_ENDED = "the end of the launcher"
 REASONS = (None, "SIGTERM", "SIGUSR1", LAUNCHER_ENDED, INTERRUPT)
-"""What can request a stop; ranks agree on an index into this list."""
+"""Reasons that can request a stop; ranks agree on an index into this list."""
 EXIT_SECONDS = 15.0
-"""By how much longer than its ranks may save torchrun waits for them: a rank that is too late
-writes its status and its stacks before it ends."""
+"""Seconds that torchrun waits for its ranks beyond the time in which they may save.
+
+A rank that is too late writes its status and its stacks before it ends."""
 WANTED_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 
 
@@ -50,18 +51,22 @@ class StopRequest:
     """
 
     def __init__(self, grace_seconds: float, output_dir: str, rank: int) -> None:
-        self._grace, self._output_dir, self._rank = grace_seconds, output_dir, rank
+        self._grace = grace_seconds
+        self._output_dir = output_dir
+        self._rank = rank
         self._leads_other_node = rank != 0 and os.environ.get("LOCAL_RANK") == "0"
         """Ctrl-C may have been pressed there: it logs so, which only rank 0 does else."""
         self._requested: str | None = None
         self._interrupted = False
         """Whether Ctrl-C reached this process while nothing else had requested a stop."""
-        self._asked, self._done = threading.Event(), threading.Event()
+        self._asked = threading.Event()
+        self._done = threading.Event()
         self.in_steps = False
         """Whether steps have begun in this process; before that there is nothing new to save."""
         self.saved_step: int | None = None
-        """Steps done in the newest complete checkpoint, for the last line of a run that is ended at
-        once."""
+        """Steps done in the newest complete checkpoint.
+
+        The last line of a run that is ended at once names them."""
 
     def install(self) -> None:
         """Install the signal handlers; from the main thread, once.
@@ -72,7 +77,7 @@ class StopRequest:
 
     @property
     def requested(self) -> str | None:
-        """What requested the stop of this rank first, one of REASONS; None for nothing."""
+        """The first reason for this rank to stop, one of REASONS; None without a request."""
         return self._requested
 
     def request(self, reason: str) -> None:
@@ -106,34 +111,44 @@ class StopRequest:
         if self._done.is_set():
             logger.info("%s: the run is ending already", self._requested)
             return
-        seconds, more = self._granted_seconds(), ""
+        seconds = self._granted_seconds()
+        hints = ""
         if seconds < self._grace:
-            more = (
+            hints = (
                 f" (not run.stop_grace_seconds, {self._grace:g}: torchrun kills the ranks soon "
                 "after)"
             )
         if self._requested == INTERRUPT:
-            more += "; Ctrl-C again ends it at once"
+            hints += "; Ctrl-C again ends it at once"
         if self._requested == "SIGTERM" and under_torchrun():
-            more += "; if torchrun sent it because another rank has ended, nothing can be saved"
-        what = "saves after this step and stops" if self.in_steps else "stops before its next step"
+            hints += "; if torchrun sent it because another rank has ended, nothing can be saved"
+        action = (
+            "saves after this step and stops" if self.in_steps else "stops before its next step"
+        )
         text = "%s: the run %s, within %g s%s"
         shown = self._leads_other_node and self._requested == INTERRUPT
         logger.log(
-            logging.WARNING if shown else logging.INFO, text, self._requested, what, seconds, more
+            logging.WARNING if shown else logging.INFO,
+            text,
+            self._requested,
+            action,
+            seconds,
+            hints,
         )
         if not self._done.wait(seconds):
             self._exit_unsaved(seconds)
 
     def _granted_seconds(self) -> float:
-        """How long this rank may save: what the settings say, but it ends before torchrun kills
-        it."""
+        """Seconds that this rank may take to save.
+
+        They are those of the settings, but fewer if torchrun would kill it before."""
         if not under_torchrun() or self._requested == LAUNCHER_ENDED:
             return self._grace
         patience = _torchrun_patience()
         return min(self._grace, max(patience - EXIT_SECONDS, 0.75 * patience))
 
     def _exit_unsaved(self, seconds: float) -> None:
+        """Write the exit status and the stacks, and end the process, which has not saved in time."""
         message = (
             f"rank {self._rank} is still there {seconds:g} s after {self._requested} "
             "(run.stop_grace_seconds is "
@@ -152,6 +167,7 @@ class StopRequest:
             os._exit(NOT_SAVED_IN_TIME)
 
     def _end_at_once(self) -> NoReturn:
+        """End the process after a second Ctrl-C; write the exit status unless there is one."""
         status = FAILURE
         try:
             if os.path.exists(f"{self._output_dir}/{EXIT_STATUS_FILE}"):
@@ -170,9 +186,10 @@ class StopRequest:
 
 
 def on_signals(numbers: Iterable[int], react: Callable[[int], None]) -> None:
-    """From now on `react` is called with the number of each of these signals that arrives, in a
-    thread of ours: at once, also while the main thread is inside a long call. From the main thread;
-    replaces what was called before."""
+    """Call `react` with the number of each of these signals that arrives from now on.
+
+    A thread of ours calls it at once, also while the main thread is inside a long call. The main
+    thread calls this function, which replaces earlier reactions."""
     woken, waker = os.pipe()
     os.set_blocking(waker, False)
     numbers = frozenset(numbers)
@@ -190,9 +207,9 @@ def on_signals(numbers: Iterable[int], react: Callable[[int], None]) -> None:
 
 
 def end_at_interrupt(rank: int) -> None:
-    """Until a `StopRequest` is installed: Ctrl-C ends this process at once, without a traceback.
+    """Make Ctrl-C end this process at once, without a traceback, until a `StopRequest` is installed.
 
-    In the main thread."""
+    The main thread calls it."""
 
     def end(_number: int) -> None:
         if rank == 0:
@@ -214,29 +231,31 @@ def under_torchrun() -> bool:
 
 def launcher_advice(grace_seconds: float) -> str | None:
     """The options that torchrun needs so that a run can save and stop; None if it has them.
-    torchrun exits on signals that it does not handle without forwarding them, and kills ranks alive
-    some seconds (30) after it forwarded one."""
+
+    Torchrun exits on signals that it does not handle without forwarding them, and kills ranks that
+    are alive some seconds (30) after it forwarded one."""
     if not under_torchrun():
         return None
     handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
     patience = _torchrun_patience()
-    wanted, why = [], []
+    options = []
+    reasons = []
     if "SIGUSR1" not in handled:
-        wanted.append(f"--signals-to-handle={','.join(WANTED_SIGNALS)}")
-        why.append("does not pass SIGUSR1 on")
+        options.append(f"--signals-to-handle={','.join(WANTED_SIGNALS)}")
+        reasons.append("does not pass SIGUSR1 on")
     if patience < grace_seconds + EXIT_SECONDS:
-        wanted.append(f"--shutdown-timeout={grace_seconds + EXIT_SECONDS:.0f}")
-        why.append(f"kills the ranks {patience:g} s after a signal, Ctrl-C too")
-    if not wanted:
+        options.append(f"--shutdown-timeout={grace_seconds + EXIT_SECONDS:.0f}")
+        reasons.append(f"kills the ranks {patience:g} s after a signal, Ctrl-C too")
+    if not options:
         return None
     return (
-        f"torchrun {', and '.join(why)}. To save whatever a step takes, start it with "
-        f"{' '.join(wanted)}"
+        f"torchrun {', and '.join(reasons)}. To save whatever a step takes, start it with "
+        f"{' '.join(options)}"
     )
 
 
 def _torchrun_patience() -> float:
-    """How long the parent, torchrun, waits before it kills its ranks (seconds)."""
+    """Seconds that the parent, torchrun, waits before it kills its ranks."""
     try:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text(
             encoding="utf-8", errors="replace"

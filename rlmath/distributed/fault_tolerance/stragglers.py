@@ -27,24 +27,25 @@ logger = logging.getLogger(__name__)
 
 RECENT_STEPS = 5
 """A rank is slow if it was slow in most of so many steps: one step may be chance."""
-SLOW_FACTOR, SLOW_SECONDS = 1.5, 0.5
-"""A slow rank takes more than so many times the usual seconds of its pipeline stage, and so many
-seconds more."""
-ANSWER_FACTOR, ANSWER_SECONDS = 4.0, 0.25
+SLOW_FACTOR = 1.5
+SLOW_SECONDS = 0.5
+"""A slow rank exceeds its pipeline stage's usual seconds by such a factor and so many seconds."""
+ANSWER_FACTOR = 4.0
+ANSWER_SECONDS = 0.25
 """A slow answer of the store takes more than so many times the usual, and so many seconds."""
 REPEAT_STEPS = 100
 """The same warning is repeated only after so many steps."""
 
 
 class StragglerDetector:
-    """On every rank; rank 0 logs.
+    """Finds slow ranks; every rank has one, and rank 0 logs.
 
     The constructor is a collective."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._hosts = gather_to_rank_zero(socket.gethostname()) or []
-        """By rank, on rank 0."""
+        """Host names by rank, on rank 0."""
         self._recent: deque[list[tuple[float, float]]] = deque(maxlen=RECENT_STEPS)
         self._steps = 0
         self._logged_at: dict[str, int] = {}
@@ -57,16 +58,20 @@ class StragglerDetector:
         world_size = self._mesh.world_size
         if world_size == 1:
             return {}
-        mine = torch.tensor([alone, answer], dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(world_size)] if self._mesh.rank == 0 else None
-        dist.gather(mine, rows)
+        local_seconds = torch.tensor([alone, answer], dtype=torch.float64)
+        rows = (
+            [torch.empty_like(local_seconds) for _ in range(world_size)]
+            if self._mesh.rank == 0
+            else None
+        )
+        dist.gather(local_seconds, rows)
         if rows is None:
             return {}
         self._steps += 1
         self._recent.append([(float(row[0]), float(row[1])) for row in rows])
-        for who, text in slow_texts(list(self._recent), self._hosts, self._mesh):
-            if self._steps - self._logged_at.get(who, -REPEAT_STEPS) >= REPEAT_STEPS:
-                self._logged_at[who] = self._steps
+        for label, text in slow_texts(list(self._recent), self._hosts, self._mesh):
+            if self._steps - self._logged_at.get(label, -REPEAT_STEPS) >= REPEAT_STEPS:
+                self._logged_at[label] = self._steps
                 logger.warning("%s", text)
         seconds = [row[0] for row in self._recent[-1]]
         return {
@@ -88,18 +93,22 @@ def usual(values: Sequence[float]) -> float:
 def slow_texts(
     steps: Sequence[Sequence[tuple[float, float]]], hosts: Sequence[str], mesh: Mesh
 ) -> list[tuple[str, str]]:
-    """(who, warning) of the recent steps, each by rank (seconds alone, seconds until the store
-    answered)."""
+    """Pairs of (label, warning) about ranks that were slow in the recent steps.
+
+    Each step has for each rank the seconds alone, and the seconds until the store answered."""
     if len(steps) < RECENT_STEPS:
         return []
-    alone, answers = ([[row[column] for row in step] for step in steps] for column in (0, 1))
-    stage, texts = mesh.world_size // mesh.pipeline, []
+    seconds_alone, answers = (
+        [[row[column] for row in step] for step in steps] for column in (0, 1)
+    )
+    ranks_per_stage = mesh.world_size // mesh.pipeline
+    texts = []
     if slow := _slow_ranks(
-        alone, stage, lambda usual: max(SLOW_FACTOR * usual, usual + SLOW_SECONDS)
+        seconds_alone, ranks_per_stage, lambda usual: max(SLOW_FACTOR * usual, usual + SLOW_SECONDS)
     ):
         text = (
             "compute longer in a step than others and hold them up: "
-            f"{_seconds(alone, slow, hosts)}. Look for "
+            f"{_seconds(seconds_alone, slow, hosts)}. Look for "
         )
         texts.append((f"alone {slow}", f"Slow ranks {text}other programs, heat and clocks there"))
     if slow := _slow_ranks(
@@ -116,25 +125,34 @@ def slow_texts(
 def _slow_ranks(
     steps: Sequence[Sequence[float]], alike: int, bound: Callable[[float], float]
 ) -> list[int]:
-    """The ranks above the bound in most of the steps and on average; compared are `alike`
-    consecutive ones."""
+    """The ranks above the bound in most of the steps and on average.
+
+    Groups of `alike` consecutive ranks are compared."""
     means = [statistics.mean(values) for values in zip(*steps, strict=True)]
 
     def above(seconds: Sequence[float]) -> set[int]:
         limits = [
             bound(usual(seconds[first : first + alike])) for first in range(0, len(seconds), alike)
         ]
-        return {rank for rank, one in enumerate(seconds) if one > limits[rank // alike]}
+        return {
+            rank
+            for rank, rank_seconds in enumerate(seconds)
+            if rank_seconds > limits[rank // alike]
+        }
 
-    found = [above(seconds) for seconds in steps]
+    ranks_above = [above(seconds) for seconds in steps]
     return sorted(
-        rank for rank in above(means) if 2 * sum(rank in one for one in found) > len(steps)
+        rank
+        for rank in above(means)
+        if 2 * sum(rank in ranks for ranks in ranks_above) > len(steps)
     )
 
 
 def _seconds(steps: Sequence[Sequence[float]], slow: Sequence[int], hosts: Sequence[str]) -> str:
-    """ "rank 3 on node1 2.40 s, rank 2 on node1 2.00 s; usual are 1.10 s (over 5 steps)", the
-    slowest first."""
+    """The seconds of slow ranks and the usual ones as text, the slowest first.
+
+    For example "rank 3 on node1 2.40 s, rank 2 on node1 2.00 s; usual are 1.10 s (over 5
+    steps)"."""
     means = [statistics.mean(values) for values in zip(*steps, strict=True)]
     slowest = sorted(slow, key=means.__getitem__, reverse=True)
     named = hosts_text([f"rank {rank} on {hosts[rank]} {means[rank]:.2f} s" for rank in slowest])
