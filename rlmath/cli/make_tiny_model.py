@@ -27,7 +27,7 @@ _BOXED = "\\boxed{"
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    r"""A tokenizer of printable ASCII characters, tab, newline, `\boxed{`, and three special tokens.
+    r"""A tokenizer of printable ASCII characters, tab, newline, `\boxed{` and 3 special tokens.
 
     Text of those characters decodes to itself; others are dropped. The 101 tokens do not divide
     among tensor ranks, so the vocabulary has to be padded. It is a Qwen2Tokenizer without merges

@@ -122,7 +122,7 @@ def predict_run(config: Config, asked: Namespace) -> RunPrediction:
 def _steps_per_epoch(
     config: Config, shape: ModelShape, asked: Namespace
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Steps of the given number of prompts, or of the files if they exist, and warnings about them."""
+    """Steps of the given number of prompts, or of the files if they exist; warnings about files."""
     if asked.prompts is not None:
         if asked.prompts < config.data.prompts_per_step:
             problem = f"--prompts is {asked.prompts}; needed: at least data.prompts_per_step"

@@ -1,4 +1,4 @@
-"""The exit codes of a run, the file that holds the last one, and torchrun's report of a failed rank.
+"""The exit codes of a run, the file with the last one, and torchrun's report of a failed rank.
 
 torchrun exits with 1 whatever its ranks exited with, and Slurm's srun with the highest code of all
 nodes, also of those that it killed. So a run writes its code to `<output_dir>/exit_status.json`;

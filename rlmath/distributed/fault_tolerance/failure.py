@@ -49,7 +49,7 @@ class RankStatus:
     phase_seconds: float
     """Seconds that it has been in that phase."""
     entries: int
-    """Phases entered so far: among ranks with the same phases, the one with the fewest is behind."""
+    """Phases entered so far: among ranks with the same phases, that with the fewest is behind."""
     step: int
     beats: int
     left: bool

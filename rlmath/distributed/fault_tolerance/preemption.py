@@ -148,7 +148,7 @@ class StopRequest:
         return min(self._grace, max(patience - EXIT_SECONDS, 0.75 * patience))
 
     def _exit_unsaved(self, seconds: float) -> None:
-        """Write the exit status and the stacks, and end the process, which has not saved in time."""
+        """Write exit status and stacks, and end the process, which has not saved in time."""
         message = (
             f"rank {self._rank} is still there {seconds:g} s after {self._requested} "
             "(run.stop_grace_seconds is "
@@ -207,9 +207,9 @@ def on_signals(numbers: Iterable[int], react: Callable[[int], None]) -> None:
 
 
 def end_at_interrupt(rank: int) -> None:
-    """Make Ctrl-C end this process at once, without a traceback, until a `StopRequest` is installed.
+    """Make Ctrl-C end this process at once, without a traceback.
 
-    The main thread calls it."""
+    That holds until a `StopRequest` is installed. The main thread calls it."""
 
     def end(_number: int) -> None:
         if rank == 0:
