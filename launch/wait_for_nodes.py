@@ -94,7 +94,9 @@ def count_nodes(
     """Runs on the first node, whose name is `own`; returns which nodes are missing, "" where all
     are there."""
     values = RunStore(store, STORE_NAME)
-    started, next_log, here = time.monotonic(), FIRST_LOG_SECONDS, [own]
+    started = time.monotonic()
+    next_log = FIRST_LOG_SECONDS
+    here = [own]
     while len(here) < wanted:
         here += [name for name in hosts_here(store, values) if name not in here]
         passed = time.monotonic() - started
@@ -110,7 +112,8 @@ def count_nodes(
         time.sleep(POLL_SECONDS)
     error = missing_text(here, wanted, names) if len(here) < wanted else ""
     error = f"the nodes are not all there after {seconds:.0f} s: {error}" if error else ""
-    readers, deadline = [f"left/{name}" for name in here[1:]], time.monotonic() + READ_SECONDS
+    readers = [f"left/{name}" for name in here[1:]]
+    deadline = time.monotonic() + READ_SECONDS
     values.set("end", error)
     while len(values.get_all(readers)) < len(readers) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
@@ -146,7 +149,8 @@ def missing_text(here: Sequence[str], wanted: int, names: Sequence[str]) -> str:
 
 def report_to(store: dist.TCPStore, own: str, seconds: float) -> str:
     """Runs on the other nodes; returns the first node's result."""
-    values, deadline = RunStore(store, STORE_NAME), time.monotonic() + seconds
+    values = RunStore(store, STORE_NAME)
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         values.set(f"host/{own}", own)
         if isinstance(error := values.get("end"), str):

@@ -51,8 +51,10 @@ class _Linear(torch.autograd.Function):
         )
         ctx.more = (None,) * len(weight_shards)
         ctx.save_for_backward(x, weight_NK)
-        ctx.has_bias, ctx.group = bias_N is not None, group
-        ctx.sums_gradient, ctx.sequence_parallel = allreduce_dgrad, sequence_parallel
+        ctx.has_bias = bias_N is not None
+        ctx.group = group
+        ctx.sums_gradient = allreduce_dgrad
+        ctx.sequence_parallel = sequence_parallel
         return linear(_gathered(x, group) if sequence_parallel else x, weight_NK, bias_N)
 
     @staticmethod
@@ -65,7 +67,8 @@ class _Linear(torch.autograd.Function):
             share = torch.empty(x.shape, dtype=x.dtype)
             whole = _gathered(x, ctx.group)
             waiting = layers.dist_reduce_scatter_func(share, grad_x, group=ctx.group, async_op=True)
-            x, grad_x = whole, share
+            x = whole
+            grad_x = share
         elif ctx.sums_gradient:
             waiting = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
         grad_weight_NK = weight_gradient(grad_TN, x.reshape(-1, x.shape[-1]))
@@ -88,7 +91,8 @@ class _FrozenLinear(layers.LinearWithFrozenWeight):
         group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.save_for_backward(weight_NK)
-        ctx.sums_gradient, ctx.group = allreduce_dgrad, group
+        ctx.sums_gradient = allreduce_dgrad
+        ctx.group = group
         return linear(x, weight_NK, bias_N)
 
     @staticmethod

@@ -64,7 +64,8 @@ def copy_stepped(self: Any) -> None:
     """Copy what the optimizer stepped to this rank's part of the parameters' buffer."""
     if self.is_stub_optimizer:
         return
-    stepped, targets = [], []
+    stepped = []
+    targets = []
     for ours, models in (
         (self.shard_fp32_from_float16_groups, self.model_float16_groups),
         (self.shard_fp32_groups, self.model_fp32_groups),

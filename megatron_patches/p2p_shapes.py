@@ -22,7 +22,8 @@ def known_shapes(hidden_states: Sequence[Shape], gradients: Sequence[Shape]) -> 
     """While it is open, Megatron's schedules send no shapes; given are those of the hidden states
     that this stage receives from the one before, and of the gradients from the one behind, each in
     their order. RuntimeError where more of them come, and at its end where fewer have."""
-    forward, backward = iter(hidden_states), iter(gradients)
+    forward = iter(hidden_states)
+    backward = iter(gradients)
 
     def next_of(expected: Iterator[Shape]) -> Shape:
         for shape in expected:

@@ -195,7 +195,8 @@ def bench(device: str, gradients: str, tokens: int) -> None:
             ("backward_seconds", "s"),
             ("seconds", "s"),
         ):
-            mine, theirs = found[way][metric], found[other][metric]
+            mine = found[way][metric]
+            theirs = found[other][metric]
             told = f"{other}: {theirs:.4g} {unit}"
             print_figure(
                 "logprobs", case, metric, mine, unit, baseline=told, ratio=theirs / max(mine, 1e-9)

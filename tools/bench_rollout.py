@@ -271,10 +271,8 @@ def report(case: str, tokens: int, found: dict[str, list[dict[str, float]]]) -> 
         name: statistics.median(tokens / one["all"] for one in runs) for name, runs in found.items()
     }
     for name in VARIANTS:
-        told, ratio = (
-            f"LLM.generate, {name}: {rates[name]:.0f} tokens/s",
-            rates["ours"] / rates[name],
-        )
+        told = f"LLM.generate, {name}: {rates[name]:.0f} tokens/s"
+        ratio = rates["ours"] / rates[name]
         print_figure(
             "rollout",
             case,

@@ -133,9 +133,11 @@ class Timings:
 
     def add(self, work: Callable[[], Any], clock: PackingClock) -> None:
         dist.barrier()
-        packed, started = clock.seconds, time.perf_counter()
+        packed = clock.seconds
+        started = time.perf_counter()
         work()
-        total, packed = time.perf_counter() - started, clock.seconds - packed
+        total = time.perf_counter() - started
+        packed = clock.seconds - packed
         reports = all_gather_objects((total - packed, packed))
         self.seconds.append(max(rest for rest, _ in reports))
         self.packing.append(max(packing for _, packing in reports))
@@ -189,7 +191,8 @@ def measure(
         )
         report = sync.run(check=True)
         gather_and_reload(chunks, shape, mesh, engine)
-        ours, theirs = Timings([], []), Timings([], [])
+        ours = Timings([], [])
+        theirs = Timings([], [])
         for repeat in range(repeats):
             turns = [
                 (ours, lambda: sync.run()),
@@ -206,7 +209,8 @@ def tell(
     case: Case, shape: ModelShape, ours: Timings, theirs: Timings, sent: int, bound: int
 ) -> None:
     name = f"{case.name}, {sum_parameters(shape) / 1e6:.0f}M"
-    mine, other = statistics.median(ours.seconds), statistics.median(theirs.seconds)
+    mine = statistics.median(ours.seconds)
+    other = statistics.median(theirs.seconds)
     for metric, value, baseline, ratio in (
         ("sync_seconds", mine, "gather and reload", other / mine),
         ("sync_seconds", other, "gather and reload itself", 1.0),

@@ -181,7 +181,8 @@ def bench_mixture(name: str, cases: Sequence[Case], repeats: int) -> None:
 def bench_classes(cases: Sequence[Case]) -> None:
     for kind in sorted({case.kind for case in cases}):
         chosen = [case for case in cases if case.kind == kind]
-        theirs, ours = library_seconds(chosen), pool_seconds(chosen, 1)
+        theirs = library_seconds(chosen)
+        ours = pool_seconds(chosen, 1)
         report(
             f"class {kind}, 1 worker",
             "judged",
@@ -217,13 +218,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
     labelled = labelled_cases()[:: 8 if options.quick else 1]
-    cases, name, repeats = labelled, "labelled cases", 1 if options.quick else 3
+    cases = labelled
+    name = "labelled cases"
+    repeats = 1 if options.quick else 3
     if options.benchmarks:
         golds = benchmark_golds(Path(options.benchmarks))
         if not golds:
             print(f"bench_verify: no benchmark files in {options.benchmarks}", file=sys.stderr)
             return 2
-        cases, name = mixture(golds, 1000 if options.quick else None), "benchmark answers"
+        cases = mixture(golds, 1000 if options.quick else None)
+        name = "benchmark answers"
     library_seconds(cases[:5])
     bench_mixture(name, cases, repeats)
     bench_classes(labelled)

@@ -80,7 +80,8 @@ def fill_disk(attempt: Attempt, rng: random.Random) -> str:
     moment = rng.choice(["before a save", "in a save"])
     if moment == "in a save":
         wait_for_save(attempt, rng)
-    disk, shown = attempt.output.parent, attempt.console().count(NOT_SAVED)
+    disk = attempt.output.parent
+    shown = attempt.console().count(NOT_SAVED)
     if os.path.ismount(disk):
 
         def as_large_as_used() -> bool:
@@ -111,7 +112,8 @@ def use_up_inodes(attempt: Attempt, rng: random.Random) -> str:
     """No new file can be made until a save has failed for it.
 
     Nothing where there is no disk of the run's own."""
-    disk, shown = attempt.output.parent, attempt.console().count(NOT_SAVED)
+    disk = attempt.output.parent
+    shown = attempt.console().count(NOT_SAVED)
     if not os.path.ismount(disk):
         return "no disk of its own, nothing done"
 
@@ -130,7 +132,8 @@ def use_up_inodes(attempt: Attempt, rng: random.Random) -> str:
 
 def make_checkpoints_read_only(attempt: Attempt, rng: random.Random) -> str:
     """Until a save has failed for it: a read-only mount over the folder, or its permissions."""
-    folder, shown = attempt.output / CHECKPOINTS_FOLDER, attempt.console().count(NOT_SAVED)
+    folder = attempt.output / CHECKPOINTS_FOLDER
+    shown = attempt.console().count(NOT_SAVED)
     wait_for(folder.is_dir, SAVE_SECONDS, "the folder of checkpoints")
     mounted = os.geteuid() == 0 and _mount("--bind", str(folder), str(folder))
     if mounted:

@@ -308,7 +308,8 @@ class Disturbed:
     """One run with all its disturbances: what came of each, and what was wrong."""
 
     def __init__(self, drill: Drill, rng: random.Random) -> None:
-        self.drill, self.rng = drill, rng
+        self.drill = drill
+        self.rng = rng
         self.folder = drill.output / "disturbed"
         self.outcomes: list[Outcome] = []
         self.problems: list[str] = []
@@ -346,7 +347,8 @@ class Disturbed:
 
     def _disturb(self, attempt: Attempt, one: Start) -> bool:
         ending = KINDS[one.ending] if one.ending else None
-        before, started = self._steps_done(), time.monotonic()
+        before = self._steps_done()
+        started = time.monotonic()
         if ending is None or (ending.rows and ending.place == "steps"):
             rows = attempt.rows_or_end(1, START_SECONDS)
             self._note_recovery(rows, before, time.monotonic() - started)
@@ -390,7 +392,8 @@ class Disturbed:
 
     def _end(self, attempt: Attempt, name: str, before: int) -> bool:
         """Disturb a run that ends from it."""
-        kind, run = KINDS[name], self.folder / "run"
+        kind = KINDS[name]
+        run = self.folder / "run"
         if kind.rows and kind.place == "steps":
             attempt.rows_or_end(kind.rows + self.rng.randrange(STEPS_BEFORE), START_SECONDS)
         if not attempt.ended:
@@ -633,7 +636,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="six kinds, one chain")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.kinds, arguments.kills, arguments.chains = list(QUICK), len(QUICK), ["tp2"]
+        arguments.kinds = list(QUICK)
+        arguments.kills = len(QUICK)
+        arguments.chains = ["tp2"]
     can_happen = [
         name for name in KINDS if any(possible(name, chain) for chain in arguments.chains)
     ]
@@ -649,11 +654,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    output, rng, started = (
-        arguments.output.resolve(),
-        random.Random(arguments.seed),
-        time.monotonic(),
-    )
+    output = arguments.output.resolve()
+    rng = random.Random(arguments.seed)
+    started = time.monotonic()
     output.mkdir(parents=True)
     make_base(output)
     outcomes: list[Outcome] = []
@@ -661,7 +664,8 @@ def main() -> int:
     for name, kinds in assign_kinds(arguments.kinds, arguments.kills, arguments.chains).items():
         drill = Drill(name, output / name, arguments.ranks, output)
         more, wrong = run_chain(drill, kinds, rng)
-        outcomes, problems = outcomes + more, problems + wrong
+        outcomes = outcomes + more
+        problems = problems + wrong
     print_table(outcomes, time.monotonic() - started)
     for problem in problems:
         print(f"WRONG: {problem}", file=sys.stderr)

@@ -129,7 +129,8 @@ def in_phase(phase: str) -> Moment:
     }[phase]
 
     def moment(attempt: Attempt, rng: random.Random) -> None:
-        count, last = len(attempt.new_rows()), int(attempt.new_rows()[-1]["step"])
+        count = len(attempt.new_rows())
+        last = int(attempt.new_rows()[-1]["step"])
         if phase == "validation":
             count += (VALIDATE_EVERY - last - 1) % VALIDATE_EVERY
         rows = attempt.rows_or_end(count + 1, SAVE_SECONDS)
@@ -265,7 +266,8 @@ def kill_a_writer(attempt: Attempt, rng: random.Random) -> str:
 
 def take_memory(attempt: Attempt, rng: random.Random) -> str:
     """A rank gets no memory more; one that continues without saving is killed."""
-    victim, shown = rng.choice(attempt.ranks()), attempt.console().count(NOT_SAVED)
+    victim = rng.choice(attempt.ranks())
+    shown = attempt.console().count(NOT_SAVED)
     name = rank_name(victim)
     victim.rlimit(resource.RLIMIT_AS, (victim.memory_info().vms, resource.RLIM_INFINITY))
     wait_for_refusal(attempt, shown)

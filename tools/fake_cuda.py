@@ -74,7 +74,8 @@ def join_fake_group(rank: int, ranks: int, ranks_per_node: int = 8) -> None:
 
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     for module in (dist, distributed_c10d):
-        module.new_group, module.all_gather_object = new_group, all_gather_object
+        module.new_group = new_group
+        module.all_gather_object = all_gather_object
 
 
 @contextmanager
@@ -141,7 +142,8 @@ class FakeBytes(TorchDispatchMode):
         return out
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         known = self._sizes.get(key)
         if known is None:
             weakref.finalize(storage, self._forget, key)
@@ -231,7 +233,8 @@ class Sent(TorchDispatchMode):
 
     def pop(self) -> dict[tuple[str, str], list[int]]:
         """What was found since the last call."""
-        found, self.found = self.found, {}
+        found = self.found
+        self.found = {}
         return found
 
 
@@ -251,9 +254,12 @@ class _NormLinear(Function):
         group: Any,
         sequence: bool,
     ) -> Tensor:
-        normed, rms = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        normed = torch.empty_like(x)
+        rms = x.new_empty(x.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(x, scale, weight, normed, rms)
-        ctx.bias, ctx.group, ctx.sequence = bias, group, sequence
+        ctx.bias = bias
+        ctx.group = group
+        ctx.sequence = sequence
         return _gathered(normed, group, sequence) @ weight.t()
 
     @staticmethod
@@ -310,12 +316,14 @@ def fused_kernels() -> SimpleNamespace:
 def triton_without_kernels() -> None:
     """What imports Triton from here on, for fake tensors, allocates as it does, and its kernels do
     nothing."""
-    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    triton = ModuleType("triton")
+    language = ModuleType("triton.language")
     triton.__spec__ = ModuleSpec("triton", None)
     triton.jit = lambda kernel: defaultdict(lambda: lambda *given, **named: None)
     triton.cdiv = lambda number, size: -(-number // size)
     triton.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()
-    triton.language, language.constexpr = language, lambda value: value
+    triton.language = language
+    language.constexpr = lambda value: value
     sys.modules |= {"triton": triton, "triton.language": language}
     KERNEL_DEVICES.add("cpu")
 
@@ -354,7 +362,8 @@ class _ColumnLinear(Function):
     ) -> Tensor:
         assert not weight.requires_grad, "only where adapters learn, whose norms are apart"
         ctx.save_for_backward(weight)
-        ctx.group, ctx.sequence = group, sequence
+        ctx.group = group
+        ctx.sequence = sequence
         return _gathered(x, group, sequence) @ weight.t()
 
     @staticmethod
@@ -384,7 +393,8 @@ class _RowLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any, sequence: bool) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.group, ctx.sequence = group, sequence
+        ctx.group = group
+        ctx.sequence = sequence
         return _summed(x @ weight.t(), group, sequence)
 
     @staticmethod
@@ -413,7 +423,8 @@ class RowLinear(torch.nn.Module):
 class _GroupedLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.size, learn = x.shape, ctx.needs_input_grad[1]
+        ctx.size = x.shape
+        learn = ctx.needs_input_grad[1]
         ctx.save_for_backward(x if learn else None, *weights)
         return x.new_empty((x.shape[0], weights[0].shape[0]))
 

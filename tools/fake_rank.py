@@ -164,7 +164,8 @@ def compare_sync(
     bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
     ranks_per_node = min(mesh.world_size, RANKS_PER_NODE)
     sync = plan_sync(shape, layout, mesh, target.itemsize, bucket, ranks_per_node)
-    ranks, rounds = cell_of(mesh, ranks_per_node), rank_rounds(sync, mesh.rank)
+    ranks = cell_of(mesh, ranks_per_node)
+    rounds = rank_rounds(sync, mesh.rank)
     most = [
         max(sum(map(elements, way.values())) for way in ways)
         for ways in ([one.sends for one in rounds], [one.receives for one in rounds])
@@ -219,7 +220,8 @@ def count(
         parts = dict(everything)
         if config.memory.offload_reference:
             parts.pop("reference", None)
-        found, exchanged = {}, {}
+        found = {}
+        exchanged = {}
         sent.pop()
         with memory.most_beside() as most:
             old = actor.forward_backward.logprobs(batches)
@@ -292,7 +294,8 @@ def of_fake_storages(device: Device) -> Device:
 def full_batches(config: Config, mesh: Mesh) -> list[MicroBatch]:
     """As many micro-batches as a stage may have in flight, each with all the tokens that the
     settings allow: four segments of like length."""
-    tokens, segments = config.policy.max_tokens_per_microbatch, 4
+    tokens = config.policy.max_tokens_per_microbatch
+    segments = 4
     length = tokens // segments
     prompt = min(config.data.max_prompt_tokens, length // 2)
     completion = length - prompt
@@ -333,7 +336,8 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
     )
     fake_cuda.triton_without_kernels()
     forward_backward.finish_computation = lambda device: None
-    p2p._batched_p2p_ops, p2p._p2p_ops = sent.between_stages_together, sent.between_stages
+    p2p._batched_p2p_ops = sent.between_stages_together
+    p2p._p2p_ops = sent.between_stages
     if device.local_layers:
         return
     layers.HAVE_TE = True
@@ -370,24 +374,29 @@ def te_like_layers(
 
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
-    norm, linear = IdentityOp, fake_cuda.NormLinear
+    norm = IdentityOp
+    linear = fake_cuda.NormLinear
     if separate_norms:
-        norm, linear = fake_cuda.Norm, fake_cuda.ColumnLinear
+        norm = fake_cuda.Norm
+        linear = fake_cuda.ColumnLinear
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
     attention = parts.self_attention.submodules
-    attention.linear_qkv, attention.linear_proj = linear, fake_cuda.RowLinear
+    attention.linear_qkv = linear
+    attention.linear_proj = fake_cuda.RowLinear
     attention.core_attention = fake_cuda.Attention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = fake_cuda.Norm
     if config.num_moe_experts:
-        parts.mlp, parts.pre_mlp_layernorm = te_like_experts(), fake_cuda.Norm
+        parts.mlp = te_like_experts()
+        parts.pre_mlp_layernorm = fake_cuda.Norm
     else:
         mlp = (
             parts.mlp.keywords["submodules"]
             if hasattr(parts.mlp, "keywords")
             else parts.mlp.submodules
         )
-        mlp.linear_fc1, mlp.linear_fc2 = linear, fake_cuda.RowLinear
+        mlp.linear_fc1 = linear
+        mlp.linear_fc2 = fake_cuda.RowLinear
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk),
         layer_norm=fake_cuda.Norm,

@@ -385,7 +385,8 @@ def check(
     elif missing:
         outcome.reason = f"needs {', '.join(missing)}"
     elif left < stage.quick_seconds / 2:
-        outcome.status, outcome.reason = "no time", f"{max(left, 0):.0f} s are left"
+        outcome.status = "no time"
+        outcome.reason = f"{max(left, 0):.0f} s are left"
     else:
         limit = min(stage.quick_seconds if quick else stage.seconds, left)
         run(outcome, found.device, quick, limit, output, environment)
@@ -424,7 +425,8 @@ def run(
             outcome.status = "ran" if status == 0 else "failed"
             outcome.reason = "" if status == 0 else f"{ended_with(status)}: {last_line(log)}"
         except subprocess.TimeoutExpired:
-            outcome.status, outcome.reason = "stopped", f"after its limit of {limit:.0f} s"
+            outcome.status = "stopped"
+            outcome.reason = f"after its limit of {limit:.0f} s"
         finally:
             kill_all_but(others)
             running.poll()

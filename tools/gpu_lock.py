@@ -160,7 +160,8 @@ def names_used(source: str, where: str) -> set[str]:
     """Names of the packages that a module of ours uses."""
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
-    imported, objects = _imported(nodes), OBJECTS.get(where, {})
+    imported = _imported(nodes)
+    objects = OBJECTS.get(where, {})
     names = set(imported.values())
     for node in nodes:
         if not isinstance(node, ast.Attribute):
@@ -439,7 +440,8 @@ def lock_versions(text: str) -> dict[str, str]:
 
 def fetch(folder: Path) -> dict[str, bytes]:
     """The Python files of the locked packages, whose wheels are taken into the folder once."""
-    versions, files = lock_versions(LOCK.read_text("utf-8")), {}
+    versions = lock_versions(LOCK.read_text("utf-8"))
+    files = {}
     for package in PACKAGES.values():
         pattern = f"{package.replace('-', '_')}-{versions[package]}-*.whl"
         if not list(folder.glob(pattern)):

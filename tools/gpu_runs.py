@@ -318,9 +318,11 @@ def tell_found(
 ) -> None:
     """The line of a layout whose run began with the weights `start`, beside that of one rank,
     `base`."""
-    told, wrong = [], []
+    told = []
+    wrong = []
     for title, (metric, on_cpu, on_gpu) in COMPARED.items():
-        mine, theirs = found.rows[0][metric], base.rows[0][metric]
+        mine = found.rows[0][metric]
+        theirs = base.rows[0][metric]
         most = (on_cpu if device == "cpu" else on_gpu) * (
             theirs if title == "gradient norm" else 1.0
         )

@@ -93,7 +93,9 @@ SYMBOL = np.dtype(
     ]
 )
 """A row of a symbol table (System V ABI, 64-bit ELF)."""
-GLOBAL, WEAK, UNIQUE = 1, 2, 10
+GLOBAL = 1
+WEAK = 2
+UNIQUE = 10
 """Bindings of a symbol."""
 
 
@@ -136,20 +138,24 @@ def read_table(file: BinaryIO, wheel: str, path: str) -> Table | None:
         elf = ELFFile(file)
     except ELFError:  # a linker's script, or a stub
         return None
-    dynamic, symbols = elf.get_section_by_name(".dynamic"), elf.get_section_by_name(".dynsym")
+    dynamic = elf.get_section_by_name(".dynamic")
+    symbols = elf.get_section_by_name(".dynsym")
     if elf["e_machine"] != "EM_X86_64" or dynamic is None or symbols is None:
         return None
     rows = np.frombuffer(symbols.data(), SYMBOL)
     names = elf.get_section(symbols["sh_link"]).data()
-    versions, libraries = elf.get_section_by_name(".gnu.version"), {}
+    versions = elf.get_section_by_name(".gnu.version")
+    libraries = {}
     for need, ones in getattr(elf.get_section_by_name(".gnu.version_r"), "iter_versions", tuple)():
         libraries |= {one["vna_other"]: need.name for one in ones}
     numbers = (
         np.zeros(len(rows), "<u2") if versions is None else np.frombuffer(versions.data(), "<u2")
     )
-    defined, undefined = set(), {}
+    defined = set()
+    undefined = {}
     for row, number in zip(rows, numbers.tolist(), strict=True):
-        start, binding = int(row["name"]), row["info"] >> 4
+        start = int(row["name"])
+        binding = row["info"] >> 4
         name = names[start : names.index(b"\0", start)].decode(errors="replace")
         if row["section"] and binding in (GLOBAL, WEAK, UNIQUE):
             defined.add(name)
@@ -258,7 +264,8 @@ def unresolved(tables: Sequence[Table], system: set[str]) -> list[Unresolved]:
 
 def _brought(start: int, tables: Sequence[Table], by_name: Mapping[str, Sequence[int]]) -> set[int]:
     """The object itself, what it names as needed, and so on."""
-    found, new = {start}, [start]
+    found = {start}
+    new = [start]
     while new:
         index = new.pop()
         more = {one for name in tables[index].needed for one in by_name.get(name, ())} - found
@@ -272,7 +279,8 @@ def problems(
 ) -> list[str]:
     """A line for each object that should find all and does not, and for each exception that nothing
     needs."""
-    lines, used = [], set()
+    lines = []
+    used = set()
     exporters: dict[str, list[str]] = defaultdict(list)
     for table in tables:
         for name in table.defined:

@@ -97,7 +97,8 @@ class Sessions:
         hangs: Callable[[], bool] = lambda: False,
     ) -> int | None:
         """The status of a session; None where the time did not suffice, or it hangs."""
-        requests, answers = self._server.stdin, self._server.stdout
+        requests = self._server.stdin
+        answers = self._server.stdout
         assert requests is not None and answers is not None
         request = {"arguments": [*OPTIONS, *arguments], "forked": forked}
         requests.write(json.dumps(request).encode() + b"\n")

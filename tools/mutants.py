@@ -259,7 +259,8 @@ class WithCalls(ast.NodeTransformer):
         self._calls = calls
 
     def visit(self, node: ast.AST) -> Any:
-        calls, changed = self._calls.get(id(node), []), self.generic_visit(node)
+        calls = self._calls.get(id(node), [])
+        changed = self.generic_visit(node)
         if isinstance(node, ast.stmt):
             return [*map(ast.Expr, calls), changed]
         return ast.Subscript(ast.Tuple([*calls, changed]), ast.Constant(-1)) if calls else changed

@@ -60,7 +60,8 @@ def weights(path: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
-    found, told = {}, time.monotonic()
+    found = {}
+    told = time.monotonic()
     tensors = model.state_dict()
     for name, wanted in tensors.items():
         if time.monotonic() - told >= LINE_SECONDS:

@@ -152,7 +152,10 @@ def _names(known: Sequence[Partition]) -> str:
 
 
 def _problems_in(one: Partition, up: str, need: Need) -> Iterator[str]:
-    nodes, gpus, limit, least = need.nodes, need.gpus, need.seconds, need.signal_seconds
+    nodes = need.nodes
+    gpus = need.gpus
+    limit = need.seconds
+    least = need.signal_seconds
     if not one.up:
         yield f'--partition "{one.name}" is not up. These are: {up}.'
     if nodes > min(one.nodes(), one.most_nodes):

@@ -93,7 +93,8 @@ class Job:
         """Which nodes train and which generate, where they are not the same; else "".
 
         Nodes are counted from 1 in the order of their names, in which torchrun numbers them."""
-        program, on_node = self.program, self.ranks_per_node
+        program = self.program
+        on_node = self.ranks_per_node
         trainers = self.nodes * on_node - program.engine_ranks
         if not program.engine_ranks or trainers < 1:
             return ""

@@ -113,7 +113,8 @@ class Setting:
                 f'{self.key} is "{value}"; needed: one of '
                 f"{words}{own}.{nearest_word(value, self.words)}"
             )
-        limits, numbers = self.range, value if isinstance(value, list) else [value]
+        limits = self.range
+        numbers = value if isinstance(value, list) else [value]
         if limits and not all(map(limits.holds, numbers)):
             return (
                 f"{self.key} is {value!s:.100}; needed: {limits.needed(numbers)}. {limits.why}"
@@ -127,14 +128,16 @@ def all_settings() -> Mapping[str, Setting]:
     docs = field_docs(inspect.getsource(algorithm_schema) + inspect.getsource(schema))
     found = {}
     for section, section_class in section_classes().items():
-        plain, defaults = typing.get_type_hints(section_class), section_class()
+        plain = typing.get_type_hints(section_class)
+        defaults = section_class()
         for name, hint in typing.get_type_hints(section_class, include_extras=True).items():
             inside = list(_parts(hint))
             limits = next((part for part in inside if isinstance(part, Range)), None)
             words = tuple(part for part in inside if isinstance(part, str))
             function = next((part.kind for part in inside if isinstance(part, TakesFunction)), None)
             kind = plain[name] if not words else str | None if types.NoneType in inside else str
-            key, doc = f"{section}.{name}", docs.get((section_class.__name__, name), "")
+            key = f"{section}.{name}"
+            doc = docs.get((section_class.__name__, name), "")
             found[key] = Setting(
                 key,
                 kind,
@@ -303,7 +306,8 @@ def settings_of_name(name: str) -> tuple[list[Alias], list[str]]:
     >>> settings_of_name("lr")
     ([], ['optimizer.lr', 'critic.lr'])
     """
-    ours, aliases = keys_of_last_word(name), exact_aliases(name)
+    ours = keys_of_last_word(name)
+    aliases = exact_aliases(name)
     if not ours and not aliases:
         aliases = similar_aliases(name)
     return aliases, list(
@@ -430,7 +434,9 @@ def letters_apart(first: str, second: str) -> int:
     before: list[int] = []
     row = list(range(len(second) + 1))
     for i, letter in enumerate(first, start=1):
-        above, before, row = before, row, [i]
+        above = before
+        before = row
+        row = [i]
         for j, other in enumerate(second, start=1):
             cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
             if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other:

@@ -156,7 +156,8 @@ def hub_ids(config: Config) -> list[HubId]:
     """Those that the settings name.
 
     ValueError that lists all that are wrong, and other settings that name one."""
-    ids, problems = [], []
+    ids = []
+    problems = []
     values = setting_values(config).items()
     texts = [
         (key, text)
@@ -314,7 +315,8 @@ def _ask(request: Mapping[str, Any], seconds: float, ends: float) -> str:
 
     ValueError with its error; HubFailedError where that may pass, where the client ends without an
     answer, and at `ends`, `seconds` after the first request (time.monotonic)."""
-    name, program = request["name"], str(Path(__file__).with_name("hub_client.py"))
+    name = request["name"]
+    program = str(Path(__file__).with_name("hub_client.py"))
     logger.info(
         "Asking the Hugging Face hub, for at most %.0f s: %s", ends - time.monotonic(), name
     )

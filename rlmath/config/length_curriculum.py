@@ -101,7 +101,8 @@ def planned_steps(config: Config, steps_per_epoch: int) -> int:
 
 def fewer_steps_warnings(config: Config, steps_per_epoch: int) -> tuple[str, ...]:
     """Where `run.total_epochs` ends the run before `run.total_steps`."""
-    wanted, epochs = config.run.total_steps, config.run.total_epochs
+    wanted = config.run.total_steps
+    epochs = config.run.total_epochs
     steps = epochs * steps_per_epoch
     if has_length_stages(config) or wanted is None or wanted <= steps:
         return ()
@@ -196,8 +197,10 @@ def unfinished_problem(
     learns from: the next stage has other lengths. `wanted` are those that selection does not drop;
     those of the last stage may be left."""
     stages = length_stages(config, total_steps)
-    stage, per_step = length_stage_at(stages, steps_done - 1), config.data.prompts_per_step
-    left, needed = stage.end - steps_done, -(-wanted // per_step)
+    stage = length_stage_at(stages, steps_done - 1)
+    per_step = config.data.prompts_per_step
+    left = stage.end - steps_done
+    needed = -(-wanted // per_step)
     if stage is stages[-1] or wanted <= per_step * left:
         return None
     return (

@@ -332,7 +332,8 @@ class _Reader:
         """`key.sub=value`; for a text setting the value is taken as it stands, else it is read as
         YAML."""
         key, equals, word = text.partition("=")
-        setting, found = all_settings().get(key), self._problems.append
+        setting = all_settings().get(key)
+        found = self._problems.append
         if key == COMPACT_SECTION and word:
             self._set_layout(word, self._source)
         elif not equals or not key:
@@ -589,7 +590,8 @@ def layout_settings(word: str) -> dict[str, int | None]:
 
     Errors: ValueError for a word that is not one, and for engines that there cannot be.
     """
-    got, found = f'"{COMPACT_SECTION}" got "{word:.40}"', _LAYOUT.fullmatch(word)
+    got = f'"{COMPACT_SECTION}" got "{word:.40}"'
+    found = _LAYOUT.fullmatch(word)
     if found is None:
         raise ValueError(
             f"{got}; needed: a layout such as d32t2p1 (d data, t or m tensor, p pipeline, c "

@@ -628,7 +628,8 @@ class Config:
         """Whether a step's old log-probs are those of the update's own forward pass, so that no
         extra pass is needed: one minibatch, one epoch, and neither KL in the reward nor a teacher
         in the advantages nor a choice of tokens."""
-        algorithm, teacher = self.algorithm, self.teacher
+        algorithm = self.algorithm
+        teacher = self.teacher
         only_one = algorithm.n_minibatches == algorithm.epochs == 1
         kl_in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
         in_advantages = kl_in_reward or (teacher.path is not None and teacher.loss == "advantage")

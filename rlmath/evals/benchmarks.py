@@ -183,7 +183,8 @@ def check_head_dim(folder: Path) -> None:
     values = read_json_object(folder / "config.json")
     found = values.get("head_dim")
     if found is None:
-        size, heads = values.get("hidden_size"), values.get("num_attention_heads")
+        size = values.get("hidden_size")
+        heads = values.get("num_attention_heads")
         found = size // heads if type(size) is int and type(heads) is int and heads > 0 else None
     problem = cpu_head_dim_problem(found) if type(found) is int else None
     if problem is not None:

@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.compare:
             print(comparison_text(*(read_results(path) for path in arguments.compare)))
             return 0
-        plan, rollout = plan_of(arguments), rollout_of(arguments)
+        plan = plan_of(arguments)
+        rollout = rollout_of(arguments)
         raise_problems("this evaluation", input_problems(plan))
         raise_problems("this machine", list(cuda_problems(arguments.device, "--device")))
     except ValueError as error:
@@ -152,7 +153,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         raise ValueError(problem)
     if isinstance(arguments.model, str):
         parse_hub_id(arguments.model, "--model")
-    run, given_prompt = run_config(arguments.model, logging.WARNING), arguments.system_prompt
+    run = run_config(arguments.model, logging.WARNING)
+    given_prompt = arguments.system_prompt
     as_given = """
     model data_dir output samples temperature top_p max_new_tokens max_prompt_tokens chat_template scorer seed limit
     """.split()
@@ -262,7 +264,8 @@ def _position_problems(plan: Plan) -> Iterator[str]:
     ]
     folder = next((place for place in places if (place / "config.json").is_file()), None)
     positions = None if folder is None else model_positions(folder)
-    new, prompt = plan.max_new_tokens, plan.max_prompt_tokens or 1
+    new = plan.max_new_tokens
+    prompt = plan.max_prompt_tokens or 1
     if positions is not None and new is not None and prompt + new > positions:
         with_prompts = (
             "" if plan.max_prompt_tokens is None else f" with --max-prompt-tokens {prompt}"

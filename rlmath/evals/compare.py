@@ -63,7 +63,8 @@ def _difference(
     dataset: str, measure: str, ours: Accuracies, theirs: Accuracies, common: list[str]
 ) -> Difference:
     """That of theirs and ours, on these problems."""
-    before, after = ours.of(common), theirs.of(common)
+    before = ours.of(common)
+    after = theirs.of(common)
     pairs = [after.shares[problem] - before.shares[problem] for problem in common]
     return Difference(
         dataset,

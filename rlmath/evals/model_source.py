@@ -100,7 +100,8 @@ def _convert(path: Path, output: Path) -> Path:
             "is unknown; convert "
             "it by rlmath convert to-hf --config, and evaluate the result"
         )
-    folder, note = output / CONVERTED, output / _SOURCE
+    folder = output / CONVERTED
+    note = output / _SOURCE
     origin = {"state": str(source.state.resolve()), "content": _content(source)}
     if folder.is_dir() and note.is_file():
         earlier = read_json_object(note)

@@ -77,7 +77,8 @@ def evaluate(
     """Sample the missing completions and write the tables, whose rows rank 0 returns, the others
     None. All ranks call it. `reward_workers` processes of each engine verify its answers, with
     `reward_timeout` seconds for each. ValueError, on all ranks, for a user's mistake."""
-    world_size, rank = environment_world_size(), environment_rank()
+    world_size = environment_world_size()
+    rank = environment_rank()
     if world_size % rollout.tensor_parallel:
         raise ValueError(
             f"--tensor-parallel is {rollout.tensor_parallel}, which does not divide the "
@@ -109,7 +110,8 @@ def evaluate(
             plan, rollout, mesh=mesh, device=device, pool=pool, stack=stack
         )
         if prepared.missing:
-            model, lengths = prepared.model.folder, prepared.lengths
+            model = prepared.model.folder
+            lengths = prepared.lengths
             llm = stack.enter_context(
                 open_engine(model, rollout, lengths, mesh, device, prepared.stop_token_ids)
             )
@@ -155,7 +157,8 @@ def _prepare_on_rank_zero(
     stack: ExitStack,
 ) -> _Prepared:
     """`_prepare` on rank 0, sent to all; a ValueError of rank 0 is raised on all ranks."""
-    prepared, mistake = None, None
+    prepared = None
+    mistake = None
     if mesh.rank == 0:
         assert pool is not None  # rank 0 leads an engine
         try:
@@ -267,7 +270,8 @@ def _log_work(
 ) -> None:
     wanted = 0
     for benchmark in benchmarks:
-        name, problems = benchmark.name, benchmark.problems
+        name = benchmark.name
+        problems = benchmark.problems
         logger.info("%s: %d problems", name, len(problems))
         if benchmark.unusable:
             rows = benchmark.unusable

@@ -151,7 +151,8 @@ class Verification:
         self._pool = pool
         self._problems = problems
         self._write = write
-        self._scorer, self._answer_from = scorer, answer_from
+        self._scorer = scorer
+        self._answer_from = answer_from
         self._submitted: deque[tuple[Request, Completion, Future[Any]]] = deque()
 
     def submit(self, request: Request, completion: Completion) -> None:
@@ -180,7 +181,8 @@ class Verification:
     def _write_first(self) -> None:
         request, completion, future = self._submitted.popleft()
         number, index = request.key
-        problem, greedy = self._problems[number], index == GREEDY_INDEX
+        problem = self._problems[number]
+        greedy = index == GREEDY_INDEX
         verdict = future.result()
         if isinstance(verdict, FunctionResult):
             # For the vote of maj@k, which compares answers.

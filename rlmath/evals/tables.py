@@ -84,7 +84,8 @@ def cell(name: str, value: float | int | str | None) -> str:
 
 
 def _interval(row: Row, name: str) -> str:
-    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    low = row[f"{name}_low"]
+    high = row[f"{name}_high"]
     return "-" if low is None else f"{cell(name, low)} - {cell(name, high)}"
 
 
@@ -107,7 +108,8 @@ def boxed_tables(table: Sequence[Sequence[str]], keys: int = 1) -> str:
     """
     widths = _widths(table)
     first = list(range(keys))
-    boxes, columns = [], first
+    boxes = []
+    columns = first
     for column in range(keys, len(widths)):
         if all(row[column] == "-" for row in table[1:]):
             continue

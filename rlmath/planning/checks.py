@@ -246,10 +246,12 @@ def memory_problems(
 def host_memory_problems(config: Config) -> Iterator[str]:
     """A KV cache on CPU that this machine has no memory for, with those of the other ranks here
     that the launcher names (LOCAL_WORLD_SIZE)."""
-    cache, ranks = config.rollout.cpu_kv_cache_gib, _caches_here(config.rollout.ranks)
+    cache = config.rollout.cpu_kv_cache_gib
+    ranks = _caches_here(config.rollout.ranks)
     if ranks == 0:
         return
-    total, free = total_bytes() / GIB, available_bytes() / GIB
+    total = total_bytes() / GIB
+    free = available_bytes() / GIB
     if cache * ranks > total or cache > free:
         for_all = (
             f" for each of the {ranks} ranks on this machine, {cache * ranks:g} in all"
@@ -277,7 +279,8 @@ def _caches_here(engine_ranks: int) -> int:
 def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
     """Files of training and validation data that are not there, or empty; ids of the hub are none
     yet."""
-    data, held_out = config.data, config.sft.held_out_path
+    data = config.data
+    held_out = config.sft.held_out_path
     paths = [("data.train_path", data.train_path)]
     paths += [("data.more_train_paths", path) for path in data.more_train_paths]
     if kind == "sft":
@@ -310,10 +313,8 @@ def value_problems(config: Config) -> list[str]:
 def _chat_problems(config: Config, kind: Kind) -> Iterator[str]:
     """Settings of conversations where no prompt is one."""
     own = config.validation.template if kind == "grpo" and validates(config) else None
-    templates, given = (
-        {config.data.template, own or config.data.template},
-        chat_settings(config.data).given,
-    )
+    templates = {config.data.template, own or config.data.template}
+    given = chat_settings(config.data).given
     fixed = {*all_settings()["data.template"].words} - {"auto", "chat"}
     if given and templates <= fixed:
         yield (
@@ -327,7 +328,8 @@ def _chat_problems(config: Config, kind: Kind) -> Iterator[str]:
 
 
 def _length_problems(config: Config) -> Iterator[str]:
-    prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    prompt = config.data.max_prompt_tokens
+    new = config.rollout.max_new_tokens
     if config.rollout.min_new_tokens > new:
         least = config.rollout.min_new_tokens
         yield f"rollout.min_new_tokens is {least}, above rollout.max_new_tokens {new}. Lower it."
@@ -362,7 +364,8 @@ def _engine_problems(config: Config) -> Iterator[str]:
 
 
 def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    prompt = config.data.max_prompt_tokens
+    new = config.rollout.max_new_tokens
     over = prompt + new - shape.max_positions
     if over > 0:
         yield (
@@ -435,10 +438,8 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             "algorithm.top_entropy_share, clip_cov_ratio and kl_cov_ratio make that pass. Set "
             "algorithm.proximal_logprobs=recompute."
         )
-    samples, minibatches = (
-        config.data.prompts_per_step * config.rollout.group_size,
-        algorithm.n_minibatches,
-    )
+    samples = config.data.prompts_per_step * config.rollout.group_size
+    minibatches = algorithm.n_minibatches
     if samples < minibatches:
         yield (
             f"data.prompts_per_step x rollout.group_size gives {samples} samples a step, which "
@@ -450,8 +451,10 @@ def algorithm_problems(config: Config) -> Iterator[str]:
 
 
 def _selection_problems(config: Config) -> Iterator[str]:
-    selection, limit = config.selection, config.rollout.max_new_tokens
-    least, most = selection.min_completion_tokens, selection.max_completion_tokens
+    selection = config.selection
+    limit = config.rollout.max_new_tokens
+    least = selection.min_completion_tokens
+    most = selection.max_completion_tokens
     if least > limit:
         yield (
             f"selection.min_completion_tokens is {least}, above rollout.max_new_tokens {limit}: "
@@ -473,7 +476,8 @@ def _preset_problems(config: Config) -> Iterator[str]:
     name = config.algorithm.preset
     if name not in all_settings()["algorithm.preset"].words:
         return
-    values, parts = setting_values(config), preset_settings(name)
+    values = setting_values(config)
+    parts = preset_settings(name)
     for key in ("algorithm.advantage", "algorithm.loss"):
         if key in parts and values[key] != parts[key]:
             yield (
@@ -505,7 +509,8 @@ def used_keys() -> list[str]:
 def only_used(config: Config) -> tuple[Config, list[str]]:
     """The settings with the defaults of those that have no effect, and the keys that were not at
     them."""
-    defaults, values = all_settings(), setting_values(config)
+    defaults = all_settings()
+    values = setting_values(config)
     changed = [
         key
         for key in values
@@ -521,7 +526,8 @@ def only_used(config: Config) -> tuple[Config, list[str]]:
 
 
 def _sequence_length_problems(config: Config) -> Iterator[str]:
-    longest, budget = config.sft.max_sequence_tokens, config.policy.max_tokens_per_microbatch
+    longest = config.sft.max_sequence_tokens
+    budget = config.policy.max_tokens_per_microbatch
     if budget < longest:
         yield (
             f"policy.max_tokens_per_microbatch is {budget}; a sequence of "

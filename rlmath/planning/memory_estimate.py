@@ -173,7 +173,8 @@ def training_ranks(config: Config, world_size: int) -> int:
 
 def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
     """Where a training rank of a run with these settings stands, among all that train."""
-    parallel, trainers = config.parallel, training_ranks(config, world_size)
+    parallel = config.parallel
+    trainers = training_ranks(config, world_size)
     assert 0 <= rank < trainers, f"rank {rank} is none of the {trainers} that train"
     return Mesh(
         rank,
@@ -191,7 +192,8 @@ def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
 
 def engine_mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
     """Where a rank of the engines' own stands, among all of these; `rank` is that of the run."""
-    rollout, trainers = config.rollout, training_ranks(config, world_size)
+    rollout = config.rollout
+    trainers = training_ranks(config, world_size)
     assert trainers <= rank < world_size, (
         f"rank {rank} is none of the {rollout.ranks} of the engines"
     )
@@ -289,7 +291,8 @@ NO_MODEL = ModelBytes({}, formulas.PassBytes(0, 0, 0))
 
 def plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> ModelBytes:
     """The critic of a policy of this shape."""
-    critic, config = critic_shape_of(config, shape), without_adapters(config)
+    critic = critic_shape_of(config, shape)
+    config = without_adapters(config)
     if critic is None:
         return NO_MODEL
     layers = own_layers(config, critic, mesh)
@@ -330,11 +333,14 @@ def gradient_buffers(
     config: Config, shape: ModelShape, mesh: Mesh, layers: int
 ) -> list[GradientBuffer]:
     """The buffers of what learns: with LoRA the adapters."""
-    shares, stride = mesh.data * mesh.context, mesh.expert * mesh.expert_tensor
+    shares = mesh.data * mesh.context
+    stride = mesh.expert * mesh.expert_tensor
     if config.lora.rank:
-        dense, experts = adapter_sizes(config.lora, shape, mesh, layers), []
+        dense = adapter_sizes(config.lora, shape, mesh, layers)
+        experts = []
     else:
-        dense, experts = parameter_sizes(shape, mesh, layers), expert_sizes(shape, mesh, layers)
+        dense = parameter_sizes(shape, mesh, layers)
+        experts = expert_sizes(shape, mesh, layers)
     buffers = [GradientBuffer(sizes, shares, mesh.tensor) for sizes in dense]
     return buffers + [GradientBuffer(sizes, mesh.expert_data, stride) for sizes in experts]
 
@@ -345,7 +351,8 @@ def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) 
     own = teacher_shape_of(config)
     if own is None:
         return NO_MODEL
-    own, full = replace(own, vocab_size=shape.vocab_size), config.teacher.loss == "full"
+    own = replace(own, vocab_size=shape.vocab_size)
+    full = config.teacher.loss == "full"
     config = without_adapters(config)
     layers = own_layers(config, own, mesh)
     sizes = [*parameter_sizes(own, mesh, layers), *expert_sizes(own, mesh, layers)]
@@ -474,7 +481,8 @@ def _resident(
     parameters have 16 bits the optimizer also keeps them in float32. The distributed optimizer
     shares these over data-parallel ranks. With LoRA all that is the adapters' alone, the weights
     are in no buffer, and they are the reference."""
-    optimizer, buffers = config.optimizer, gradient_buffers(config, shape, mesh, layers)
+    optimizer = config.optimizer
+    buffers = gradient_buffers(config, shape, mesh, layers)
     learned = sum(sum(one.sizes) for one in buffers)
     lengths = [buffer_elements(one.sizes, optimizer.distributed, one.ranks) for one in buffers]
     buffer = sum(lengths)
@@ -536,7 +544,8 @@ def _sync_bytes(config: Config, shape: ModelShape, mesh: Mesh, target: Target, w
     """Two buckets for sending and two for receiving, two in all where ranks share memory; none
     where every rank has what its engine needs (but for rows of the vocabulary that two paddings put
     on different ranks). With LoRA also the matrix of which merging needs most."""
-    lora, merging = config.lora, 0
+    lora = config.lora
+    merging = 0
     rules = adapter_rules(shape.architecture, lora.rank, lora.target)
     for a, b in zip(rules[::2], rules[1::2], strict=True):
         parts, low, columns = shard_shape(a, shape, mesh.tensor)

@@ -123,7 +123,8 @@ def fit_problems(
             f"memory: {target.name} has {total} GiB, no more than {RESERVE}. Take a larger GPU."
         ]
     plans = all_plans(config, shape, world_size, target, kind)
-    problems, phase_groups = [], (TRAINING_PHASES,)
+    problems = []
+    phase_groups = (TRAINING_PHASES,)
     if kind == "grpo":
         problems += _engine_problems(config, shape, target)
         phase_groups = (memory_estimate.GENERATION_PHASES, *phase_groups)
@@ -170,7 +171,8 @@ def start_up_lines(
     if target.total_bytes is None:
         ranks_here = local_world_size() or world_size
         planned = host_bytes(config, shape, world_size, kind) * ranks_here // world_size
-        needed, there = planned + int(ranks_here * PROCESS_GIB * GIB), total_bytes()
+        needed = planned + int(ranks_here * PROCESS_GIB * GIB)
+        there = total_bytes()
         if needed > there:
             lines.append(
                 f"  With {PROCESS_GIB:g} GiB for the processes of each, that is {_gib(needed)} "
@@ -267,19 +269,20 @@ def _offloads(config: Config, part: str, phase: str) -> Iterator[str]:
 def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]:
     """What makes a part smaller where it is; whether the layout allows it is told when it is
     tried."""
-    parallel, policy, rollout = config.parallel, config.policy, config.rollout
+    parallel = config.parallel
+    policy = config.policy
+    rollout = config.rollout
     if part in ("activations", "working") and policy.recompute_granularity != "full":
         yield (
             "Set policy.recompute_granularity=full policy.recompute_method=uniform "
             "policy.recompute_num_layers=1."
         )
     if part in ("activations", "working", "logits"):
-        length, longest = (
-            "the longest sequence, ",
-            config.data.max_prompt_tokens + rollout.max_new_tokens,
-        )
+        length = "the longest sequence, "
+        longest = config.data.max_prompt_tokens + rollout.max_new_tokens
         if kind == "sft":
-            length, longest = "sft.max_sequence_tokens=", config.sft.max_sequence_tokens
+            length = "sft.max_sequence_tokens="
+            longest = config.sft.max_sequence_tokens
         if (now := policy.max_tokens_per_microbatch) > longest:
             yield f"Lower policy.max_tokens_per_microbatch (now {now}, at least {length}{longest})."
     if part == "optimizer" and config.optimizer.kind == "adam":
@@ -309,7 +312,8 @@ def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]
 def _engine_problems(config: Config, shape: ModelShape, target: Target) -> Iterator[str]:
     """The engine's share must hold its weights, its workspace and the KV cache of one longest
     sequence."""
-    rollout, tokens = config.rollout, config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    rollout = config.rollout
+    tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     engine = engine_bytes(shape, rollout, target.kind, target.itemsize, target.total_bytes)
     sequence = longest_sequence_bytes(
         shape, rollout.tensor_parallel, target.itemsize, tokens, target.kind
@@ -325,10 +329,8 @@ def _engine_problems(config: Config, shape: ModelShape, target: Target) -> Itera
         return
     assert target.total_bytes is not None
     total = engine.weights + engine.workspace + sequence
-    least, most = (
-        math.ceil(100 * total / target.total_bytes) / 100,
-        usable_bytes(target) / target.total_bytes,
-    )
+    least = math.ceil(100 * total / target.total_bytes) / 100
+    most = usable_bytes(target) / target.total_bytes
     yield (
         f"rollout.memory_share is {rollout.memory_share}, "
         f"{_gib(int(rollout.memory_share * target.total_bytes))} GiB "

@@ -136,7 +136,9 @@ def layer_elements(shape: ModelShape, work: StageWork, selective: bool = False) 
 def adapter_elements(shape: ModelShape, work: StageWork, part: str) -> int:
     """Elements of one token that a layer's adapters in a part keep: the products with A, and where
     a layer has several A the rows of B among zeros, shared out to all tokens."""
-    lora, found, spread = work.lora, 0, 0
+    lora = work.lora
+    found = 0
+    spread = 0
     if lora.rank == 0 or lora.target not in ("all", part):
         return 0
     rules = adapter_rules(shape.architecture, lora.rank, part)
@@ -194,11 +196,13 @@ def backward_bytes(
     pass (with what it recomputes, and the gradients of gate and up, or what experts return), and
     the gradient of the embedding, when its micro-batch's activations are gone. Behind other stages,
     hidden states that travel are held beside: two while the logits are there, one in a layer."""
-    size, hidden = work.tokens * work.itemsize, hidden_elements(shape, work)
+    size = work.tokens * work.itemsize
+    hidden = hidden_elements(shape, work)
     kept, deepest = (elements * size for elements in _chunk_elements(shape, work, policy))
     final_norm = size * hidden if work.has_head else 0
     matrix = head_bytes(shape, work.tensor, work.itemsize)
-    logits, others = _logits_bytes(shape, work), (work.in_flight - 1) * kept
+    logits = _logits_bytes(shape, work)
+    others = (work.in_flight - 1) * kept
     received = hidden if work.pipelined else 0
     beside = (2 if work.keeps_inputs("mlp") else 3) * _units(shape, work)
     if (
@@ -232,7 +236,8 @@ def _chunk_elements(shape: ModelShape, work: StageWork, policy: PolicyConfig) ->
     deepest). With "full" the inputs of what is recomputed are kept: of groups of so many layers
     ("uniform"), or of the first so many layers, one by one ("block"), whose turn comes when the
     other layers' activations are gone."""
-    hidden, layers = hidden_elements(shape, work), work.chunk_layers
+    hidden = hidden_elements(shape, work)
+    layers = work.chunk_layers
     whole = layer_elements(shape, work)
     if policy.recompute_granularity != "full":
         kept = layer_elements(shape, work, selective=policy.recompute_granularity == "selective")
@@ -248,7 +253,8 @@ def _chunk_elements(shape: ModelShape, work: StageWork, policy: PolicyConfig) ->
 
 def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
     """A pass without gradients at its fullest moment: in a layer's MLP, or at the logits."""
-    size, hidden = work.tokens * work.itemsize, hidden_elements(shape, work)
+    size = work.tokens * work.itemsize
+    hidden = hidden_elements(shape, work)
     logits = _logits_bytes(shape, work)
     # What is sent and comes back, before and after it is sorted, and with several ranks an expert
     # also gathered (counted by tools/fake_rank.py). Of local layers, which split it by expert and

@@ -60,7 +60,8 @@ def critic_layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 def lora_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """Why a policy of this shape cannot have the adapters of `lora`, or begin with those in
     `model.adapter_path`."""
-    path, lora = config.model.adapter_path, config.lora
+    path = config.model.adapter_path
+    lora = config.lora
     if lora.rank and shape.num_experts and lora.target != "attention":
         yield (
             f'lora.target is "{lora.target}", and a {shape.architecture} has experts, which get '
@@ -155,7 +156,8 @@ def tokenizer_difference(
     """The first token, by id, that the two do not have alike.
 
     None where they have the same."""
-    mine, others = _tokens(ours), _tokens(theirs)
+    mine = _tokens(ours)
+    others = _tokens(theirs)
     for number in sorted({*mine, *others}):
         if mine.get(number) != others.get(number):
             return (

@@ -63,10 +63,12 @@ def roles(config: Config, world_size: int) -> str:
     >>> roles(Config(rollout=RolloutConfig(ranks=2)), 3)
     'rank 0 trains, ranks 1-2 generate'
     """
-    engines, trainers = config.rollout.ranks, world_size - config.rollout.ranks
+    engines = config.rollout.ranks
+    trainers = world_size - config.rollout.ranks
     if not engines:
         return ""
-    train, generate = ranks_text(range(trainers)), ranks_text(range(trainers, world_size))
+    train = ranks_text(range(trainers))
+    generate = ranks_text(range(trainers, world_size))
     return f"{train} train{'s' * (trainers == 1)}, {generate} generate{'s' * (engines == 1)}"
 
 
@@ -78,7 +80,8 @@ def rank_problems(
 ) -> Iterator[str]:
     """What shows without the model; `engine` is `rollout.tensor_parallel`, `engine_ranks` is
     `rollout.ranks`, and `world_size` counts all ranks of the run."""
-    engine, own = max(1, engine), max(0, engine_ranks)
+    engine = max(1, engine)
+    own = max(0, engine_ranks)
     trainers = world_size - own
     if trainers < 1:
         yield (
@@ -156,7 +159,8 @@ def layout_problems(
 def expert_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
     """How experts are laid over ranks; megatron-core 0.16 does not refuse all that it computes
     wrongly."""
-    expert, split = max(1, parallel.expert), max(1, parallel.expert_tensor)
+    expert = max(1, parallel.expert)
+    split = max(1, parallel.expert_tensor)
     if not shape.num_experts:
         for key, ranks in (("parallel.expert", expert), ("parallel.expert_tensor", split)):
             if ranks > 1:
@@ -267,7 +271,8 @@ def split_problems(parallel: ParallelConfig, engine: int, shape: ModelShape) -> 
 def stage_problems(parallel: ParallelConfig, policy: PolicyConfig, layers: int) -> Iterator[str]:
     """How the model's layers are laid over pipeline stages and their chunks, and what of a chunk is
     recomputed."""
-    pipeline, virtual = max(1, parallel.pipeline), max(1, parallel.virtual_pipeline)
+    pipeline = max(1, parallel.pipeline)
+    virtual = max(1, parallel.virtual_pipeline)
     if pipeline == 1:
         found = []
     elif _given_stages(parallel):
@@ -283,10 +288,12 @@ def chunk_sizes(parallel: ParallelConfig, layers: int) -> list[int]:
     >>> chunk_sizes(ParallelConfig(pipeline=4, virtual_pipeline=2, first_stage_layers=2), layers=14)
     [1, 2]
     """
-    pipeline, given = max(1, parallel.pipeline), _given_stages(parallel)
+    pipeline = max(1, parallel.pipeline)
+    given = _given_stages(parallel)
     if pipeline == 1:
         return [layers]
-    rest, others = layers - sum(given.values()), pipeline - len(given)
+    rest = layers - sum(given.values())
+    others = pipeline - len(given)
     stages = {*given.values(), *([rest // others] if others else [])}
     return sorted(stage // max(1, parallel.virtual_pipeline) for stage in stages)
 
@@ -312,8 +319,11 @@ def _even_problems(pipeline: int, virtual: int, layers: int) -> Iterator[str]:
 def _uneven_problems(
     given: dict[str, int], pipeline: int, virtual: int, layers: int
 ) -> Iterator[str]:
-    keys, taken, others = " + ".join(given), sum(given.values()), pipeline - len(given)
-    rest, chunks = layers - taken, others * virtual
+    keys = " + ".join(given)
+    taken = sum(given.values())
+    others = pipeline - len(given)
+    rest = layers - taken
+    chunks = others * virtual
     odd = any(stage % virtual for stage in given.values())
     if odd or (rest < chunks or rest % chunks if chunks else rest):
         yield (

@@ -48,7 +48,8 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 def reward_problems(config: Config) -> Iterator[str]:
     """What was got, what is needed and what to change, one text per problem."""
-    reward, limit = config.reward, config.rollout.max_new_tokens
+    reward = config.reward
+    limit = config.rollout.max_new_tokens
     if reward.overlong_buffer > limit:
         yield (
             f"reward.overlong_buffer is {reward.overlong_buffer}, above rollout.max_new_tokens "
@@ -104,7 +105,8 @@ def _list_problems(reward: RewardConfig, plugins: Collection[str]) -> Iterator[s
 def _entry_problems(entry: str, plugins: Collection[str]) -> Iterator[str]:
     name, equals, function = entry.partition("=")
     if not equals and plugins and name not in BUILT_IN:
-        equals, function = "=", name
+        equals = "="
+        function = name
     if not equals and name not in BUILT_IN:
         near = nearest_word(name, BUILT_IN)
         yield (
@@ -161,7 +163,8 @@ def reward_lines(config: Config) -> Iterator[str]:
         names = ("right", "right without a box", "wrong", "wrong without a box")
         cases = [(True, True), (True, False), (False, True), (False, False)]
         if reward.scheme in WRONG_ANSWER:
-            names, cases = ("right", "wrong"), [(True, True), (False, True)]
+            names = ("right", "wrong")
+            cases = [(True, True), (False, True)]
         paid = [(raw_reward(reward, *case) - reward.output_bias) * scale for case in cases]
         each = ", ".join(f"{name} {value:g}" for name, value in zip(names, paid, strict=True))
         yield f"Rewards: {low:g} to {high:g} (reward.scheme={reward.scheme}: {each})"
@@ -183,7 +186,8 @@ def _extremes(part: NamedReward, reward: RewardConfig) -> tuple[float, ...]:
 
 def _penalty_lines(config: Config) -> Iterator[str]:
     """The most that length and a KL in the reward take from a completion."""
-    reward, algorithm = config.reward, config.algorithm
+    reward = config.reward
+    algorithm = config.algorithm
     longest = with_longest_lengths(config).rollout.max_new_tokens
     if reward.overlong_buffer:
         yield (

@@ -17,13 +17,16 @@ from rlmath.config.schema import AlgorithmConfig, Config
 
 def partial_rollout_problems(config: Config) -> Iterator[str]:
     """What does not go with completions that several versions of the policy sample."""
-    rollout, algorithm, per_step = config.rollout, config.algorithm, config.data.prompts_per_step
+    rollout = config.rollout
+    algorithm = config.algorithm
+    per_step = config.data.prompts_per_step
     if rollout.ranks and rollout.max_staleness > 0:
         got = f"rollout.ranks is {rollout.ranks} and rollout.max_staleness {rollout.max_staleness}"
         yield from _old_token_problems(algorithm, got)
     if rollout.tail != "carry" or rollout.ranks:
         return
-    in_flight, oldest = rollout.max_groups_in_flight, rollout.max_staleness
+    in_flight = rollout.max_groups_in_flight
+    oldest = rollout.max_staleness
     if in_flight is not None and not per_step <= in_flight <= per_step * (oldest + 1):
         yield (
             f"rollout.max_groups_in_flight is {in_flight}; needed: from data.prompts_per_step, "
@@ -61,7 +64,8 @@ def _old_token_problems(algorithm: AlgorithmConfig, got: str) -> Iterator[str]:
 
 def rollback_problems(config: Config) -> Iterator[str]:
     """What a run that may go back to a checkpoint needs."""
-    algorithm, save = config.algorithm, config.save
+    algorithm = config.algorithm
+    save = config.save
     if algorithm.rollback == 0:
         return
     if recovery_frequency(save).never and kept_frequency(save).never:
@@ -74,7 +78,8 @@ def rollback_problems(config: Config) -> Iterator[str]:
 
 def curriculum_problems(config: Config) -> Iterator[str]:
     """What does not go with draws by pass rate."""
-    data, group_size = config.data, config.rollout.group_size
+    data = config.data
+    group_size = config.rollout.group_size
     most = data.history_groups * group_size
     if data.curriculum == "skip_solved" and data.solved_samples > most:
         yield (

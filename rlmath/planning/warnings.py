@@ -25,7 +25,8 @@ def config_warnings(
     hardly meant. `unused` are those of `only_used`, `parameters` those of the model, if it is
     known."""
     found = [f"Without effect in supervised training: {', '.join(unused)}."] if unused else []
-    values, defaults = setting_values(config), setting_values(Config())
+    values = setting_values(config)
+    defaults = setting_values(Config())
     changed = [key for key in all_settings() if values[key] != defaults[key]]
     found += [*without_effect(config, changed), *doubts(config)]
     found += doubtful_values(config, parameters)
@@ -77,7 +78,8 @@ def _preset_warnings(config: Config, preset: Mapping[str, Any]) -> Iterator[str]
 def _rollout_warnings(config: Config) -> Iterator[str]:
     """Partial rollouts that fit the rest badly, and the loss of a run that learns from tokens of
     older versions."""
-    rollout, algorithm = config.rollout, config.algorithm
+    rollout = config.rollout
+    algorithm = config.algorithm
     odd_steps = rollout.tail == "defer" or (rollout.tail == "carry" and rollout.max_staleness > 1)
     if algorithm.advantage in ("ppo", "reinforce++", "gae") and odd_steps:
         yield (

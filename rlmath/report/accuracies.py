@@ -17,7 +17,9 @@ from rlmath.report.metrics import Curve, Metrics
 from rlmath.report.results_file import RESULTS, SAMPLED, Accuracies, Results, read_results
 from rlmath.report.settings import Settings
 
-BEFORE, BEST, AFTER = "before training", "best", "after training"
+BEFORE = "before training"
+BEST = "best"
+AFTER = "after training"
 MOST_FOLDERS = 1000
 """Folders in a run's, and beside it, in which evaluations are looked for."""
 MOST_MODELS = 8
@@ -148,7 +150,8 @@ def model_of(settings: dict[str, Any], folder: Path, base: str) -> str | None:
     about = str(settings.get("about_model") or "")
     if is_hub_id(about):
         return BEFORE if about.partition("#")[0] == base.partition("#")[0] else None
-    path, run = Path(str(settings.get("about_model_folder") or about)).resolve(), folder.resolve()
+    path = Path(str(settings.get("about_model_folder") or about)).resolve()
+    run = folder.resolve()
     if not about:
         return None
     if base and not is_hub_id(base) and path == Path(base).resolve():

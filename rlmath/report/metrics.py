@@ -91,12 +91,11 @@ def thinned(curve: Curve, most: int = DRAWN_POINTS) -> Curve:
     buckets = (most - 2) // 2
     kept = [0]
     for number in range(buckets):
-        start, end = 1 + (count - 2) * number // buckets, 1 + (count - 2) * (number + 1) // buckets
+        start = 1 + (count - 2) * number // buckets
+        end = 1 + (count - 2) * (number + 1) // buckets
         places = range(start, end)
-        low, high = (
-            min(places, key=curve.values.__getitem__),
-            max(places, key=curve.values.__getitem__),
-        )
+        low = min(places, key=curve.values.__getitem__)
+        high = max(places, key=curve.values.__getitem__)
         kept += sorted({low, high})
     kept.append(count - 1)
     return Curve([curve.steps[place] for place in kept], [curve.values[place] for place in kept])

@@ -374,13 +374,13 @@ def _message(one: Message) -> str:
 def _settings(runs: Sequence[ShownRun]) -> str:
     if len(runs) == 1:
         found: Mapping[str, Sequence[str]] = changed(runs[0].settings)
-        heads, what, nothing = ["Value", "Default"], "Settings that are not at their defaults.", ""
+        heads = ["Value", "Default"]
+        what = "Settings that are not at their defaults."
+        nothing = ""
     else:
         found = differing([run.settings for run in runs])
-        heads, what = (
-            [_named(number, run) for number, run in enumerate(runs)],
-            "Settings in which the runs differ.",
-        )
+        heads = [_named(number, run) for number, run in enumerate(runs)]
+        what = "Settings in which the runs differ."
         nothing = "<p>The runs have the same settings, as far as they can be read.</p>"
     rows = [
         [f'<span title="{html_text(doc(key))}">{html_text(key)}</span>', *map(html_text, values)]

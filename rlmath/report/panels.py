@@ -272,7 +272,9 @@ def sections(runs: Sequence[ShownRun]) -> list[Section]:
 
 def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None, bool]:
     """The figure, if any value is not 0; and whether there were values at all."""
-    traces, left_out, there = [], 0, False
+    traces = []
+    left_out = 0
+    there = False
     flat: dict[str, None] = {}
     stacks = spec.form == "stack" and len(runs) == 1
     for number, run in enumerate(runs):
@@ -339,15 +341,18 @@ def axis_range(
     values = (
         [sum(column) for column in zip(*columns, strict=True)] if stacks else [*chain(*columns)]
     )
-    low, most = 0.0 if stacks else min(values), max(values)
+    low = 0.0 if stacks else min(values)
+    most = max(values)
     high = most
     if low == high > 0:
-        low, high = 0.0, 1.5 * high
+        low = 0.0
+        high = 1.5 * high
     elif not is_share or low < 0:
         return None
     all_of_it = is_share and most < 1.0005  # sums of rounded shares may be a little more
     high = min(high, 1.0) if all_of_it else high
-    bottom, top = max(0.0, low - 0.05 * (high - low)), high + 0.05 * (high - low)
+    bottom = max(0.0, low - 0.05 * (high - low))
+    top = high + 0.05 * (high - low)
     if all_of_it:
         top = min(
             top, 1 + 0.02 * (high - low)

@@ -13,7 +13,8 @@ from rlmath.config.files import read_json_object
 RESULTS = "results.json"
 FORMAT = 1
 """Version of results.json."""
-GREEDY, SAMPLED = "greedy_acc", "sample_pass@1"
+GREEDY = "greedy_acc"
+SAMPLED = "sample_pass@1"
 """The measures of a benchmark."""
 MOST_BYTES = 2**28
 

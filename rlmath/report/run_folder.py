@@ -178,13 +178,17 @@ def events_of(path: Path, notes: list[str]) -> Events:
     """What the file tells; what was left out is added to `notes`.
 
     Errors: as `read_events`."""
-    found, damaged, left_out, is_beginning = Events(), 0, 0, False
+    found = Events()
+    damaged = 0
+    left_out = 0
+    is_beginning = False
     messages: dict[tuple[str, str], Message] = {}
     for row in read_events(path):
         if isinstance(row, ValueError):
             damaged += 1
             continue
-        kind, step = row["kind"], number_of(row.get("step"))
+        kind = row["kind"]
+        step = number_of(row.get("step"))
         if kind == "rollback" or (kind == "resume" and is_beginning):
             found.markers.append(
                 {"x": step, "kind": "rollback" if kind == "rollback" else "restart"}

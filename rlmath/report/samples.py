@@ -14,9 +14,12 @@ from rlmath.config.terminal import visible
 from rlmath.telemetry.samples import read_samples, sample_files
 
 MOST_FAILURE_FILES = 5
-SHOWN_STEPS, SHOWN_GROUPS, SHOWN_COMPLETIONS = 30, 3, 16
+SHOWN_STEPS = 30
+SHOWN_GROUPS = 3
+SHOWN_COMPLETIONS = 16
 """In the page: steps of all runs, groups of a step, completions of a group."""
-HEAD_CHARS, TAIL_CHARS = 2000, 1000
+HEAD_CHARS = 2000
+TAIL_CHARS = 1000
 """Of a longer completion, whose answer is at its end."""
 SHORT_CHARS = 300
 
@@ -27,7 +30,8 @@ def samples_of(
     """Groups of a run, by rising step, as page.js reads them.
 
     What was left out is added to `notes`."""
-    found, failures = sample_files(folder), sample_files(folder, "failure")
+    found = sample_files(folder)
+    failures = sample_files(folder, "failure")
     damaged = 0
     shown: list[dict[str, Any]] = []
     for kind, files, most, most_groups in (
@@ -65,7 +69,8 @@ def _spread(items: Sequence[int], most: int) -> list[int]:
 
 def _read_groups(path: Path, step: int, kind: str) -> tuple[list[dict[str, Any]], int]:
     """The groups of a file, and how many of its lines are none."""
-    groups, damaged = [], 0
+    groups = []
+    damaged = 0
     try:
         for _, row in read_samples(path):
             try:

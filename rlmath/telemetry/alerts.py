@@ -117,7 +117,8 @@ def dropped_alert(share: float, limits: TelemetryConfig, is_written: bool = True
 
 def truncated_alert(run: Alerts) -> str | None:
     """SimpleRL's first run broke at 23% truncated completions, its report calls under 5% normal."""
-    values, limit = _recent(run, "no_eos_ratio"), run.limits.warn_truncated
+    values = _recent(run, "no_eos_ratio")
+    limit = run.limits.warn_truncated
     if not values or not statistics.mean(values) > limit:
         return None
     return (
@@ -127,7 +128,8 @@ def truncated_alert(run: Alerts) -> str | None:
 
 
 def importance_alert(run: Alerts) -> str | None:
-    values, limit = _recent(run, "importance_weight"), run.limits.warn_importance_weight
+    values = _recent(run, "importance_weight")
+    limit = run.limits.warn_importance_weight
     if not values or statistics.mean(abs(value - 1) for value in values) <= limit:
         return None  # a NaN is above every limit
     return (
@@ -166,10 +168,12 @@ def contrast_alert(run: Alerts) -> str | None:
 def queue_alert(run: Alerts) -> str | None:
     """Answers that wait long for a worker: as a rule those of a slow reward function, and the step
     with them."""
-    waits, seconds = _recent(run, "reward/queue_wait_s_max"), _recent(run, "seconds/step")
+    waits = _recent(run, "reward/queue_wait_s_max")
+    seconds = _recent(run, "seconds/step")
     if len(waits) < 2 or not seconds:  # workers start in the first step
         return None
-    wait, step = statistics.mean(waits), statistics.mean(seconds)
+    wait = statistics.mean(waits)
+    step = statistics.mean(seconds)
     if wait <= max(QUEUE_SECONDS, QUEUE_SHARE * step):
         return None
     return (
@@ -209,11 +213,13 @@ def flat_alert(run: Alerts) -> str | None:
     if len(rewards) < steps:
         return None
     half = steps // 2
-    earlier, later = rewards[:half], rewards[-half:]
+    earlier = rewards[:half]
+    later = rewards[-half:]
     accuracy = _recent(run, "rollout/accuracy", half)
     if accuracy and statistics.mean(accuracy) >= GOOD_ACCURACY:
         return None
-    before, after = statistics.mean(earlier), statistics.mean(later)
+    before = statistics.mean(earlier)
+    after = statistics.mean(later)
     scatter = sum(statistics.variance(part) for part in (earlier, later)) if half > 1 else 0.0
     if after - before > math.sqrt(scatter / half):
         return None
@@ -226,8 +232,10 @@ def flat_alert(run: Alerts) -> str | None:
 def entropy_alert(run: Alerts) -> str | None:
     """Entropy that fell below its share of the first steps', and at least twice as far as the wrong
     answers did."""
-    limit, name = run.limits.warn_entropy_share, "train/entropy_loss"
-    first, last = [row[name] for row in run.first if name in row], _recent(run, name)
+    limit = run.limits.warn_entropy_share
+    name = "train/entropy_loss"
+    first = [row[name] for row in run.first if name in row]
+    last = _recent(run, name)
     if len(run.first) < FIRST_STEPS or not first or not last or not statistics.mean(first) > 0:
         return None
     share = statistics.mean(last) / statistics.mean(first)
@@ -243,7 +251,8 @@ def _errors_left(run: Alerts) -> float:
     """The share of wrong answers in the last steps over that in the first; 1 where it is not
     known."""
     name = "rollout/accuracy"
-    first, last = [1 - row[name] for row in run.first if name in row], _recent(run, name)
+    first = [1 - row[name] for row in run.first if name in row]
+    last = _recent(run, name)
     if not first or not last or statistics.mean(first) <= 0:
         return 1.0
     return (1 - statistics.mean(last)) / statistics.mean(first)

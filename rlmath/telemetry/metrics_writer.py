@@ -243,7 +243,8 @@ def open_metrics(
     config: Config, first_step: int = 1, unwritten: Unwritten | None = None
 ) -> MetricsWriter:
     """Everything that the run's settings ask for."""
-    telemetry, folder = config.telemetry, config.run.output_dir
+    telemetry = config.telemetry
+    folder = config.run.output_dir
     wandb = None
     if telemetry.wandb != "off":
         wandb = WandbLog(folder, telemetry, shown_sections(config))
@@ -284,7 +285,8 @@ def rows_by_step(
     rows: dict[int, Row] = {}
     damaged: list[tuple[int, Exception]] = []
     with open_regular(path) as file:
-        lines, every = 0, 1
+        lines = 0
+        every = 1
         if most_bytes is not None and (size := os.fstat(file.fileno()).st_size) > most_bytes:
             every = -(-size // most_bytes)
             lines = sum(part.count(b"\n") for part in iter(lambda: file.read(2**20), b""))

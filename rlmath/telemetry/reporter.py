@@ -155,7 +155,8 @@ class Reporter:
         Too many are warned of every FAILURES_STEPS; the log file has every such step."""
         what = step, record.groups, record.advantages
         self._unwritten.attempt("samples", lambda: self._samples.write(*what))
-        limit, worst = self._config.reward.max_failure_share, self._config.reward.function_failure
+        limit = self._config.reward.max_failure_share
+        worst = self._config.reward.function_failure
         if failures <= limit:
             return
         written = self._unwritten.attempt(
@@ -175,7 +176,8 @@ class Reporter:
             where += f". The first failure:\n{first}"
         level = logging.DEBUG
         if step >= self._next_failures_warning:
-            level, self._next_failures_warning = logging.WARNING, step + FAILURES_STEPS
+            level = logging.WARNING
+            self._next_failures_warning = step + FAILURES_STEPS
         text = (
             "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is "
             "%.1f%%); %s. %s"
@@ -208,10 +210,8 @@ class Reporter:
             **more,
             "last_step": self._last,
         }
-        path, text = (
-            Path(self._config.run.output_dir) / SUMMARY_FILE,
-            json.dumps(summary, indent=2) + "\n",
-        )
+        path = Path(self._config.run.output_dir) / SUMMARY_FILE
+        text = json.dumps(summary, indent=2) + "\n"
         if self._unwritten.attempt(SUMMARY_FILE, lambda: write_whole(path, text)):
             logger.info("The summary is in %s", path, extra=event("end", self._total_steps))
 

@@ -83,7 +83,8 @@ def read_coefficients(file: Path, kind: str) -> tuple[Coefficients, list[str]]:
     """Coefficients of a JSON file {"kind": "cuda", "coefficients": {name: number}}, what it leaves
     out as in the table; and warnings. ValueError for another kind of device, for an unknown name,
     and for what is no number above 0."""
-    data, names = read_json_object(file), [field.name for field in fields(Coefficients)]
+    data = read_json_object(file)
+    names = [field.name for field in fields(Coefficients)]
     values = data.get("coefficients")
     if data.get("kind") != kind or not isinstance(values, dict):
         raise ValueError(
@@ -134,7 +135,8 @@ class Cluster:
         >>> cluster.first(6).nodes, cluster.first(6).ranks, cluster.first(12).nodes
         (1, 6, 2)
         """
-        nodes, per_node = -(-ranks // self.ranks_per_node), min(ranks, self.ranks_per_node)
+        nodes = -(-ranks // self.ranks_per_node)
+        per_node = min(ranks, self.ranks_per_node)
         return replace(self, nodes=nodes, ranks_per_node=per_node)
 
     def compute_seconds(self, flops: float) -> float:
@@ -183,7 +185,8 @@ def machine_of(config: Config, target: Target, network_gbps: float | None = None
             f"the network has {network_gbps:g}; needed: above 0 (Gbit/s for each GPU, "
             "--network-gbps)"
         )
-    found, name = CPU_CORE, config.memory.gpu or ""
+    found = CPU_CORE
+    name = config.memory.gpu or ""
     if target.kind != "cpu":
         if name not in GPUS:
             which = f'of the GPU "{name}"' if name else "of a GPU that has no name"
@@ -209,6 +212,7 @@ def cluster_of(
                 f"{counted(ranks, 'rank', 'do')} not fill nodes of {per_node}; give those of a "
                 "node (--gpus-per-node)"
             )
-        nodes, ranks_per_node = ranks // per_node, per_node
+        nodes = ranks // per_node
+        ranks_per_node = per_node
     per_node = RANKS_PER_NODE if ranks_per_node is None else ranks_per_node
     return Cluster(machine, nodes, per_node, COEFFICIENTS[machine.kind])

@@ -63,7 +63,8 @@ def lengths_with_mean(mean: float, longest: int, spread: float = SPREAD) -> Leng
             f"the mean completion is {mean:g} tokens; needed: from 1 to the longest, {longest} "
             "(--mean-response-tokens, rollout.max_new_tokens)"
         )
-    low, high = math.log(mean) - 2 * spread * spread - 1, math.log(longest) + 8 * spread
+    low = math.log(mean) - 2 * spread * spread - 1
+    high = math.log(longest) + 8 * spread
     for _ in range(60):
         middle = (low + high) / 2
         if Lengths(math.exp(middle), spread, longest).mean < mean:
@@ -92,5 +93,6 @@ class Batch:
     @property
     def squares(self) -> float:
         """Sum of the squares of the sequences' lengths; prompts are taken to be of one length."""
-        prompt, mean = self.prompt_tokens, self.lengths.mean
+        prompt = self.prompt_tokens
+        mean = self.lengths.mean
         return self.sequences * (prompt * prompt + 2 * prompt * mean + self.lengths.moment(2))

@@ -37,7 +37,9 @@ def plan_rollout(inputs: StepInputs) -> PlannedRollout:
     completion of its step takes as many more as the longest has more tokens than the mean. Partial
     rollouts, tail batching and engines on ranks of their own spread that over the steps that a
     completion may take, and have those of as many steps in their places."""
-    rollout, batch, lengths = inputs.config.rollout, inputs.batch, inputs.batch.lengths
+    rollout = inputs.config.rollout
+    batch = inputs.batch
+    lengths = inputs.batch.lengths
     engines = max(1, (rollout.ranks or inputs.cluster.ranks) // rollout.tensor_parallel)
     requests = -(-batch.sequences // engines)
     spread = steps_of_a_completion(inputs)
@@ -70,7 +72,8 @@ def slots_of(inputs: StepInputs, requests: int) -> int:
     """Sequences that an engine decodes at a time: as many as its KV cache holds of the mean length
     of a running one. That is more than half of the mean: a long one runs long, and is half done on
     average."""
-    rollout, lengths = inputs.config.rollout, inputs.batch.lengths
+    rollout = inputs.config.rollout
+    lengths = inputs.batch.lengths
     most = (rollout.max_concurrent_sequences if rollout.ranks else None) or rollout.max_num_seqs
     running = inputs.batch.prompt_tokens + lengths.moment(2) / (2 * lengths.mean)
     token = kv_bytes_per_token(inputs.shape, rollout.tensor_parallel, inputs.target.itemsize)
@@ -94,9 +97,12 @@ def _token_seconds(inputs: StepInputs, engines: int) -> float:
     """Of a rank, for the tokens of its engine: every one passes through the model and reads the
     keys and values of all before it, and the host handles it. A group's prompt is computed once, as
     far as it fills blocks of the KV cache."""
-    batch, cluster, ranks = inputs.batch, inputs.cluster, inputs.config.rollout.tensor_parallel
+    batch = inputs.batch
+    cluster = inputs.cluster
+    ranks = inputs.config.rollout.tensor_parallel
     count = max(1.0, batch.sequences / engines)
-    tokens, prompt = count * batch.lengths.mean, batch.prompt_tokens
+    tokens = count * batch.lengths.mean
+    prompt = batch.prompt_tokens
     read = tokens * prompt + count * batch.lengths.moment(2) / 2
     block = BLOCK_TOKENS[inputs.target.kind]
     shared = prompt // block * block
@@ -117,7 +123,8 @@ def _token_seconds(inputs: StepInputs, engines: int) -> float:
 
 def _exchange_seconds(inputs: StepInputs, tokens: float, messages: int) -> float:
     """The ranks of an engine sum hidden states twice a layer."""
-    size, sums = inputs.config.rollout.tensor_parallel, 2 * inputs.shape.num_layers
+    size = inputs.config.rollout.tensor_parallel
+    sums = 2 * inputs.shape.num_layers
     if size == 1:
         return 0.0
     sent = tokens * inputs.shape.hidden_size * inputs.target.itemsize * sums * 2 * (size - 1) / size

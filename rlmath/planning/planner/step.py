@@ -81,7 +81,8 @@ def batch_of(
 ) -> Batch:
     """The sequences of a step with completions and prompts of these mean lengths (tokens), or of
     typical ones. ValueError for lengths that the settings do not allow."""
-    longest, longest_prompt = config.rollout.max_new_tokens, config.data.max_prompt_tokens
+    longest = config.rollout.max_new_tokens
+    longest_prompt = config.data.max_prompt_tokens
     mean = max(1.0, TYPICAL_SHARE * longest) if mean_response is None else mean_response
     prompt = float(min(TYPICAL_PROMPT, longest_prompt)) if mean_prompt is None else mean_prompt
     if not 1 <= prompt <= longest_prompt:
@@ -117,8 +118,11 @@ def plan_step(inputs: StepInputs) -> StepPlan:
 
     With engines on ranks of their own trainers are the first ranks, and nothing is switched or
     offloaded for engines; what it takes to send them weights is left out."""
-    config, cluster, of = inputs.config, inputs.cluster, inputs.cluster.coefficients
-    own, rollout = config.rollout.ranks, plan_rollout(inputs)
+    config = inputs.config
+    cluster = inputs.cluster
+    of = inputs.cluster.coefficients
+    own = config.rollout.ranks
+    rollout = plan_rollout(inputs)
     training = replace(inputs, cluster=cluster.first(cluster.ranks - own))
     seconds = {} if own else {"switch": switch_seconds(inputs), "sync": sync_seconds(inputs)}
     seconds |= {"rollout": rollout.seconds} | _training_phases(training)
@@ -142,7 +146,8 @@ def _training_phases(training: StepInputs) -> dict[str, float]:
 
     What it takes to bring an offloaded reference, critic or teacher is left out, and the output
     layer that a loss on the whole vocabulary computes again."""
-    config, seconds = training.config, {}
+    config = training.config
+    seconds = {}
     if recomputes_logprobs(config):
         seconds["logprobs"] = logprobs_seconds(training)
     if config.algorithm.kl_coef > 0:
@@ -170,7 +175,9 @@ def recomputes_logprobs(config: Config) -> bool:
 def sync_seconds(inputs: StepInputs) -> float:
     """Every engine rank's weights are copied; where the layouts differ, other ranks have sent them,
     all at most."""
-    mesh, cluster, weights = inputs.mesh, inputs.cluster, engine_of(inputs).weights
+    mesh = inputs.mesh
+    cluster = inputs.cluster
+    weights = engine_of(inputs).weights
     is_own = mesh.pipeline == mesh.expert == 1 and mesh.tensor == mesh.engine_size
     return cluster.memory_seconds(2 * weights) + cluster.link_seconds(
         0 if is_own else weights, 0, mesh.world_size
@@ -180,7 +187,8 @@ def sync_seconds(inputs: StepInputs) -> float:
 def switch_seconds(inputs: StepInputs) -> float:
     """What is offloaded while the engine samples goes to the host and comes back; gradients hold
     nothing then."""
-    config, cluster = inputs.config, inputs.cluster
+    config = inputs.config
+    cluster = inputs.cluster
     plan, _ = largest(plan_ranks(config, inputs.shape, cluster.ranks, inputs.target))
     names = [
         name for name in ("optimizer", "parameters") if getattr(config.memory, f"offload_{name}")
@@ -239,8 +247,12 @@ def problems_of(config: Config, shape: ModelShape, cluster: Cluster) -> list[str
 
 def compare_layouts(inputs: StepInputs) -> Comparison:
     """All layouts of a step; ties go to the layout with fewer ranks to a copy of the model."""
-    shape, target, cluster, batch = inputs.shape, inputs.target, inputs.cluster, inputs.batch
-    plans, without_room = [], 0
+    shape = inputs.shape
+    target = inputs.target
+    cluster = inputs.cluster
+    batch = inputs.batch
+    plans = []
+    without_room = 0
     for found in layouts_of(inputs.config, shape, cluster):
         if memory_problems(found, shape, cluster.ranks):
             without_room += 1

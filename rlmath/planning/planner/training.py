@@ -46,7 +46,8 @@ class StepInputs:
     def idle_factor(self) -> float:
         """Seconds of a pipeline over those of its work: (m + (p - 1) / v) / m of m micro-batches, p
         stages and v chunks (Megatron-LM, arXiv:2104.04473, section 2.2)."""
-        mesh, count = self.mesh, self.microbatches
+        mesh = self.mesh
+        count = self.microbatches
         return (count + (mesh.pipeline - 1) / mesh.virtual_pipeline) / count
 
     def stages(self) -> list[Mesh]:
@@ -75,7 +76,9 @@ def update_passes(shape: ModelShape, config: Config, layers: int) -> Passes:
     """Forward and backward, and what of `layers` of a chunk is recomputed: all ("full"), the first
     ones of a chunk ("block"), or their MLPs ("selective"). With LoRA the backward pass has no
     products for gradients of the weights."""
-    policy, matrices, again = config.policy, 2.0 if config.lora.rank else 3.0, 0.0
+    policy = config.policy
+    matrices = 2.0 if config.lora.rank else 3.0
+    again = 0.0
     if policy.recompute_granularity == "full":
         again = 1.0
         if policy.recompute_method == "block":
@@ -94,7 +97,8 @@ def logprobs_seconds(inputs: StepInputs) -> float:
 
 def update_seconds(inputs: StepInputs) -> float:
     """All updates of a step, on the rank that has the most to do."""
-    algorithm, found = inputs.config.algorithm, []
+    algorithm = inputs.config.algorithm
+    found = []
     for mesh in inputs.stages():
         layers = own_layers(inputs.config, inputs.shape, mesh)
         passes = update_passes(inputs.shape, inputs.config, max(1, layers // mesh.virtual_pipeline))
@@ -105,9 +109,11 @@ def update_seconds(inputs: StepInputs) -> float:
 
 def _pass_seconds(inputs: StepInputs, mesh: Mesh, passes: Passes) -> float:
     """All sequences of a step through one pipeline stage, once."""
-    shape, batch = inputs.shape, inputs.batch
+    shape = inputs.shape
+    batch = inputs.batch
     layers = own_layers(inputs.config, shape, mesh)
-    cost, share = forward_cost(shape), layers / shape.num_layers
+    cost = forward_cost(shape)
+    share = layers / shape.num_layers
     head = (
         2.0 * shape.hidden_size * shape.outputs
     )  # FLOPs of the output layer for one token, forwards
@@ -131,11 +137,14 @@ def exchange_seconds(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes
     ranks, every token to its experts and back, and hidden states to the next stage. What the
     embedding, the output layer and adapters send is left out, and messages of context parallelism.
     """
-    shape, cluster, config = inputs.shape, inputs.cluster, inputs.config
+    shape = inputs.shape
+    cluster = inputs.cluster
+    config = inputs.config
     state = inputs.batch.tokens / inputs.parts * shape.hidden_size * inputs.target.itemsize
     split = mesh.tensor if config.parallel.sequence else 1
     count = inputs.microbatches * config.algorithm.n_minibatches
-    runs, found = passes.runs + passes.recomputed, 0.0
+    runs = passes.runs + passes.recomputed
+    found = 0.0
     if mesh.tensor > 1:
         sums = (
             layers * runs * (1 if shape.num_experts else 2)
@@ -145,7 +154,8 @@ def exchange_seconds(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes
         )
     if (experts := mesh.expert * mesh.expert_tensor) > 1:
         # A token goes to the ranks of its experts, and there to all that share an expert.
-        ways, parts = 2 * layers * runs, 1 - 1 / mesh.expert + mesh.expert_tensor - 1
+        ways = 2 * layers * runs
+        parts = 1 - 1 / mesh.expert + mesh.expert_tensor - 1
         found += cluster.link_seconds(
             state / split * shape.experts_per_token * ways * parts, count * ways, experts
         )
@@ -161,12 +171,11 @@ def gradient_seconds(inputs: StepInputs, mesh: Mesh, layers: int) -> float:
     share what its ranks send to others."""
     distributed = inputs.config.optimizer.distributed
     ways = FLOAT32_BYTES + (inputs.target.itemsize if distributed else FLOAT32_BYTES)
-    per_node, seconds = inputs.cluster.ranks_per_node, 0.0
+    per_node = inputs.cluster.ranks_per_node
+    seconds = 0.0
     for sizes, ranks, stride in gradient_buffers(inputs.config, inputs.shape, mesh, layers):
-        sent, beside = (
-            sum(sizes) * ways * (ranks - 1) / ranks,
-            max(1, min(ranks, per_node // stride)),
-        )
+        sent = sum(sizes) * ways * (ranks - 1) / ranks
+        beside = max(1, min(ranks, per_node // stride))
         if ranks > 1:
             seconds += inputs.cluster.link_seconds(sent, 2, stride * ranks, beside)
     return seconds
