@@ -93,7 +93,10 @@ class Setting:
         """ "float, above 0", "one of adam, sgd", "str"."""
         if self.words:
             function = ", or a function of yours" if self.takes_function else ""
-            return f"one of {', '.join(self.words)}{function}{', or null' if self.type_name != 'str' else ''}"
+            return (
+                "one of "
+                f"{', '.join(self.words)}{function}{', or null' if self.type_name != 'str' else ''}"
+            )
         return f"{self.type_name}, {self.range}" if self.range else self.type_name
 
     def problem(self, value: Any, plugins: Collection[str] = ()) -> str | None:

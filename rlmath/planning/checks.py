@@ -268,8 +268,10 @@ def host_memory_problems(config: Config) -> Iterator[str]:
 def _caches_here(engine_ranks: int) -> int:
     """Ranks on this machine that have a KV cache: all, or those of the run's last `engine_ranks`
     that are here."""
-    here, local_rank = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
-    ranks = int(here) if here.isdecimal() else 1
+    ranks_here_text, local_rank = (
+        os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK")
+    )
+    ranks = int(ranks_here_text) if ranks_here_text.isdecimal() else 1
     if engine_ranks == 0 or not local_rank.isdecimal():
         return ranks
     first = environment_rank() - int(local_rank)
@@ -279,18 +281,18 @@ def _caches_here(engine_ranks: int) -> int:
 def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
     """Files of training and validation data that are not there, or empty; ids of the hub are none
     yet."""
-    data = config.data
+    settings = config.data
     held_out = config.sft.held_out_path
-    paths = [("data.train_path", data.train_path)]
-    paths += [("data.more_train_paths", path) for path in data.more_train_paths]
+    paths = [("data.train_path", settings.train_path)]
+    paths += [("data.more_train_paths", path) for path in settings.more_train_paths]
     if kind == "sft":
         paths += [("sft.held_out_path", held_out)] if held_out is not None else []
     elif validates(config):
         paths += [("validation.paths", path) for path in config.validation.paths]
-    if (data.chat_template or "").endswith(".jinja"):
-        paths.append(("data.chat_template", str(data.chat_template)))
-    if kind == "grpo" and data.history_path is not None:
-        paths.append(("data.history_path", data.history_path))
+    if (settings.chat_template or "").endswith(".jinja"):
+        paths.append(("data.chat_template", str(settings.chat_template)))
+    if kind == "grpo" and settings.history_path is not None:
+        paths.append(("data.history_path", settings.history_path))
     for key, path in ((key, Path(path)) for key, path in paths if not is_hub_id(path)):
         if (not os.path.exists(path) and not os.path.islink(path)) or path == Path():
             yield f'{key}: there is no file "{path}".{nearest_path(path)}'
@@ -312,15 +314,17 @@ def value_problems(config: Config) -> list[str]:
 
 def _chat_problems(config: Config, kind: Kind) -> Iterator[str]:
     """Settings of conversations where no prompt is one."""
-    own = config.validation.template if kind == "grpo" and validates(config) else None
-    templates = {config.data.template, own or config.data.template}
-    given = chat_settings(config.data).given
+    validation_template = (
+        config.validation.template if kind == "grpo" and validates(config) else None
+    )
+    templates = {config.data.template, validation_template or config.data.template}
+    chat_keys = chat_settings(config.data).given
     fixed = {*all_settings()["data.template"].words} - {"auto", "chat"}
-    if given and templates <= fixed:
+    if chat_keys and templates <= fixed:
         yield (
-            f'{", ".join(given)}: data.template is "{config.data.template}", which makes no '
+            f'{", ".join(chat_keys)}: data.template is "{config.data.template}", which makes no '
             "conversation. Leave "
-            f"{'them' if given[1:] else 'it'} out, or set data.template=chat."
+            f"{'them' if chat_keys[1:] else 'it'} out, or set data.template=chat."
         )
 
 
@@ -328,17 +332,21 @@ def _chat_problems(config: Config, kind: Kind) -> Iterator[str]:
 
 
 def _length_problems(config: Config) -> Iterator[str]:
-    prompt = config.data.max_prompt_tokens
-    new = config.rollout.max_new_tokens
-    if config.rollout.min_new_tokens > new:
+    prompt_tokens = config.data.max_prompt_tokens
+    new_tokens = config.rollout.max_new_tokens
+    if config.rollout.min_new_tokens > new_tokens:
         least = config.rollout.min_new_tokens
-        yield f"rollout.min_new_tokens is {least}, above rollout.max_new_tokens {new}. Lower it."
-    if config.policy.max_tokens_per_microbatch < prompt + new:
+        yield (
+            f"rollout.min_new_tokens is {least}, above rollout.max_new_tokens {new_tokens}. Lower "
+            "it."
+        )
+    if config.policy.max_tokens_per_microbatch < prompt_tokens + new_tokens:
         yield (
             f"policy.max_tokens_per_microbatch is {config.policy.max_tokens_per_microbatch}; the "
             "longest "
-            f"sequence (data.max_prompt_tokens + rollout.max_new_tokens) has {prompt} + {new} = "
-            f"{prompt + new} tokens and must fit. Raise it, or lower one of the two."
+            f"sequence (data.max_prompt_tokens + rollout.max_new_tokens) has {prompt_tokens} + "
+            f"{new_tokens} = "
+            f"{prompt_tokens + new_tokens} tokens and must fit. Raise it, or lower one of the two."
         )
 
 
@@ -364,15 +372,15 @@ def _engine_problems(config: Config) -> Iterator[str]:
 
 
 def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    prompt = config.data.max_prompt_tokens
-    new = config.rollout.max_new_tokens
-    over = prompt + new - shape.max_positions
-    if over > 0:
+    prompt_tokens = config.data.max_prompt_tokens
+    new_tokens = config.rollout.max_new_tokens
+    excess = prompt_tokens + new_tokens - shape.max_positions
+    if excess > 0:
         yield (
-            f"data.max_prompt_tokens + rollout.max_new_tokens is {prompt} + {new} = "
-            f"{prompt + new}; the "
+            f"data.max_prompt_tokens + rollout.max_new_tokens is {prompt_tokens} + {new_tokens} = "
+            f"{prompt_tokens + new_tokens}; the "
             f"model has {shape.max_positions} positions ({shape.positions_key}). Lower the sum by "
-            f"{over}."
+            f"{excess}."
         )
 
 
@@ -520,7 +528,8 @@ def only_used(config: Config) -> tuple[Config, list[str]]:
     for key in changed:
         sections.setdefault(defaults[key].section, {})[defaults[key].name] = defaults[key].default
     replaced = {
-        name: dataclasses.replace(getattr(config, name), **own) for name, own in sections.items()
+        name: dataclasses.replace(getattr(config, name), **fields)
+        for name, fields in sections.items()
     }
     return dataclasses.replace(config, **replaced), changed
 

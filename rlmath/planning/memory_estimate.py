@@ -143,12 +143,12 @@ def plan_engine_rank(config: Config, shape: ModelShape, rank: int, target: Targe
     engine = formulas.engine_bytes(
         shape, config.rollout, target.kind, target.itemsize, target.total_bytes
     )
-    held = {
+    sizes = {
         "engine_weights": engine.weights,
         "engine_workspace": engine.workspace,
         "kv_cache": max(0, engine.kv_cache),
     }
-    return MemoryPlan(rank, 0, {"generate": _in_order(held)}, is_engine=True)
+    return MemoryPlan(rank, 0, {"generate": _in_order(sizes)}, is_engine=True)
 
 
 def largest(
@@ -162,7 +162,7 @@ def largest(
             for phase in plan.phases
             if phases is None or phase in phases
         ),
-        key=lambda found: found[0].held(found[1]),
+        key=lambda candidate: candidate[0].held(candidate[1]),
     )
 
 
@@ -234,8 +234,8 @@ def plan_rank(
             offload_critic=False,
         )
     if kind == "sft":
-        held = _in_order(_while_training(resident, memory) | asdict(update))
-        return MemoryPlan(mesh.rank, mesh.pipeline_rank, {"update": held})
+        sizes = _in_order(_while_training(resident, memory) | asdict(update))
+        return MemoryPlan(mesh.rank, mesh.pipeline_rank, {"update": sizes})
     engine = formulas.engine_bytes(
         shape, config.rollout, target.kind, target.itemsize, target.total_bytes
     )
@@ -268,7 +268,7 @@ def plan_rank(
             "generate": _while_generating(resident, memory, not memory.offload_parameters) | awake,
         } | phases
     return MemoryPlan(
-        mesh.rank, mesh.pipeline_rank, {name: _in_order(held) for name, held in phases.items()}
+        mesh.rank, mesh.pipeline_rank, {name: _in_order(sizes) for name, sizes in phases.items()}
     )
 
 
@@ -296,11 +296,11 @@ def plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -
     if critic is None:
         return NO_MODEL
     layers = own_layers(config, critic, mesh)
-    held = _resident(config, critic, mesh, target, layers)
+    sizes = _resident(config, critic, mesh, target, layers)
     names = ("parameters", "gradients", "optimizer")
     work = stage_work(config, critic, mesh, target, layers)
     return ModelBytes(
-        {f"critic_{name}": held[name] for name in names},
+        {f"critic_{name}": sizes[name] for name in names},
         formulas.backward_bytes(critic, work, config.policy),
         formulas.gather_bytes(critic, work),
     )
@@ -348,24 +348,26 @@ def gradient_buffers(
 def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> ModelBytes:
     """The teacher of a rank, which has the layout of a policy of this shape, and as many rows in
     its embedding."""
-    own = teacher_shape_of(config)
-    if own is None:
+    teacher = teacher_shape_of(config)
+    if teacher is None:
         return NO_MODEL
-    own = replace(own, vocab_size=shape.vocab_size)
-    full = config.teacher.loss == "full"
+    teacher = replace(teacher, vocab_size=shape.vocab_size)
+    whole_vocabulary = config.teacher.loss == "full"
     config = without_adapters(config)
-    layers = own_layers(config, own, mesh)
-    sizes = [*parameter_sizes(own, mesh, layers), *expert_sizes(own, mesh, layers)]
+    layers = own_layers(config, teacher, mesh)
+    sizes = [*parameter_sizes(teacher, mesh, layers), *expert_sizes(teacher, mesh, layers)]
     head = (
-        formulas.head_bytes(own, mesh.tensor, target.itemsize) if full and mesh.is_last_stage else 0
+        formulas.head_bytes(teacher, mesh.tensor, target.itemsize)
+        if whole_vocabulary and mesh.is_last_stage
+        else 0
     )
     resident = {"teacher": sum(map(sum, sizes)) * target.itemsize - head, "teacher_head": head}
-    work = stage_work(config, own, mesh, target, layers)
-    in_loss = formulas.teacher_loss_bytes(own, work) if full else 0
+    work = stage_work(config, teacher, mesh, target, layers)
+    in_loss = formulas.teacher_loss_bytes(teacher, work) if whole_vocabulary else 0
     # For hidden states alone the pass ends before the output layer.
-    pass_work = replace(work, has_head=work.has_head and not full)
-    gather = formulas.gather_bytes(own, pass_work)
-    return ModelBytes(resident, formulas.forward_bytes(own, pass_work), gather, in_loss)
+    pass_work = replace(work, has_head=work.has_head and not whole_vocabulary)
+    gather = formulas.gather_bytes(teacher, pass_work)
+    return ModelBytes(resident, formulas.forward_bytes(teacher, pass_work), gather, in_loss)
 
 
 def stage_work(
@@ -432,9 +434,9 @@ def expert_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
     """Elements of every expert's parameters on a rank, by model chunk; Megatron keeps them in
     buffers of their own."""
     rules = [rule for rule in rules_of(shape.architecture) if rule.owner == "expert"]
-    one = [math.prod(shard_shape(rule, shape, mesh.expert_tensor)) for rule in rules]
-    number = shape.num_experts // mesh.expert * (layers // mesh.virtual_pipeline)
-    return [one * number] * mesh.virtual_pipeline if one else []
+    expert = [math.prod(shard_shape(rule, shape, mesh.expert_tensor)) for rule in rules]
+    experts = shape.num_experts // mesh.expert * (layers // mesh.virtual_pipeline)
+    return [expert * experts] * mesh.virtual_pipeline if expert else []
 
 
 def _dummy_gradient_bytes(shape: ModelShape, mesh: Mesh, target: Target, with_head: bool) -> int:
@@ -483,14 +485,20 @@ def _resident(
     are in no buffer, and they are the reference."""
     optimizer = config.optimizer
     buffers = gradient_buffers(config, shape, mesh, layers)
-    learned = sum(sum(one.sizes) for one in buffers)
-    lengths = [buffer_elements(one.sizes, optimizer.distributed, one.ranks) for one in buffers]
+    learned = sum(sum(gradient_buffer.sizes) for gradient_buffer in buffers)
+    lengths = [
+        buffer_elements(gradient_buffer.sizes, optimizer.distributed, gradient_buffer.ranks)
+        for gradient_buffer in buffers
+    ]
     buffer = sum(lengths)
     moments = 2 if optimizer.kind == "adam" else 0
-    main = 0 if target.itemsize == formulas.FLOAT32_BYTES else 1
+    main_copies = 0 if target.itemsize == formulas.FLOAT32_BYTES else 1
     states = learned
     if optimizer.distributed:
-        states = sum(length // one.ranks for length, one in zip(lengths, buffers, strict=True))
+        states = sum(
+            length // gradient_buffer.ranks
+            for length, gradient_buffer in zip(lengths, buffers, strict=True)
+        )
     weights = sum(
         map(sum, [*parameter_sizes(shape, mesh, layers), *expert_sizes(shape, mesh, layers)])
     )
@@ -498,7 +506,7 @@ def _resident(
     resident = {
         "parameters": (frozen + buffer) * target.itemsize,
         "gradients": buffer * formulas.FLOAT32_BYTES,
-        "optimizer": states * (moments + main) * formulas.FLOAT32_BYTES,
+        "optimizer": states * (moments + main_copies) * formulas.FLOAT32_BYTES,
     }
     if config.algorithm.kl_coef > 0 and not frozen:
         resident["reference"] = weights * target.itemsize
@@ -548,9 +556,9 @@ def _sync_bytes(config: Config, shape: ModelShape, mesh: Mesh, target: Target, w
     merging = 0
     rules = adapter_rules(shape.architecture, lora.rank, lora.target)
     for a, b in zip(rules[::2], rules[1::2], strict=True):
-        parts, low, columns = shard_shape(a, shape, mesh.tensor)
-        rows = math.prod(shard_shape(b, shape, mesh.tensor)) // low
-        merging = max(merging, merging_bytes(rows, columns, parts * low, target.itemsize))
+        parts, rank, columns = shard_shape(a, shape, mesh.tensor)
+        rows = math.prod(shard_shape(b, shape, mesh.tensor)) // rank
+        merging = max(merging, merging_bytes(rows, columns, parts * rank, target.itemsize))
     if mesh.pipeline == mesh.expert == 1 and mesh.tensor in (1, mesh.engine_size):
         return merging
     bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)

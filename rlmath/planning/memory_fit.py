@@ -43,11 +43,11 @@ def planned_target(config: Config) -> Target:
     the GPU is named twice, or its memory cannot be read."""
     memory = config.memory
     if memory.gpu is not None and memory.gpu_gib is not None:
-        both = (
+        problem = (
             f'memory.gpu is "{memory.gpu}" and memory.gpu_gib is {memory.gpu_gib:g}; give one '
             "of the two."
         )
-        raise ValueError(f"{both} Set the other to null.")
+        raise ValueError(f"{problem} Set the other to null.")
     gib = memory.gpu_gib if memory.gpu is None else GPUS[memory.gpu].gib
     policy = config.policy
     gpu = partial(
@@ -57,14 +57,14 @@ def planned_target(config: Config) -> Target:
     if config.run.device == "cpu" or not cuda_is_available():
         return named or cpu_target(config)
     try:
-        here = gpu("the GPU that is there", _bytes_of_gpu_here())
+        present = gpu("the GPU that is there", _bytes_of_gpu_here())
     except ValueError as error:
         if named is not None:
             return named
         raise ValueError(
             f"the GPU that is there: {error}. Name it by memory.gpu or memory.gpu_gib."
         ) from error
-    return min(filter(None, (named, here)), key=lambda target: target.total_bytes or 0)
+    return min(filter(None, (named, present)), key=lambda target: target.total_bytes or 0)
 
 
 def cpu_target(config: Config) -> Target:
@@ -76,7 +76,7 @@ def _bytes_of_gpu_here() -> int:
     """Memory of the first GPU that this process may use, by NVML: torch would start CUDA in this
     process, too early for settings that CUDA reads at its start, and for the reward workers. Half a
     percent above what CUDA reports. ValueError where it cannot be read."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     try:
         import pynvml
     except ImportError as error:
@@ -84,16 +84,16 @@ def _bytes_of_gpu_here() -> int:
     try:
         pynvml.nvmlInit()
         try:
-            if first.startswith(("GPU-", "MIG-")):
-                handle = pynvml.nvmlDeviceGetHandleByUUID(first)
+            if device.startswith(("GPU-", "MIG-")):
+                handle = pynvml.nvmlDeviceGetHandleByUUID(device)
             else:
-                handle = pynvml.nvmlDeviceGetHandleByIndex(int(first) if first.isdecimal() else 0)
+                handle = pynvml.nvmlDeviceGetHandleByIndex(int(device) if device.isdecimal() else 0)
             return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
-        seen = f', with "{first}" first in CUDA_VISIBLE_DEVICES' if first else ""
-        raise ValueError(f"its memory cannot be read by NVML{seen}: {error}") from error
+        variable = f', with "{device}" first in CUDA_VISIBLE_DEVICES' if device else ""
+        raise ValueError(f"its memory cannot be read by NVML{variable}: {error}") from error
 
 
 def usable_bytes(target: Target) -> int:
@@ -172,12 +172,12 @@ def start_up_lines(
         ranks_here = local_world_size() or world_size
         planned = host_bytes(config, shape, world_size, kind) * ranks_here // world_size
         needed = planned + int(ranks_here * PROCESS_GIB * GIB)
-        there = total_bytes()
-        if needed > there:
+        available = total_bytes()
+        if needed > available:
             lines.append(
                 f"  With {PROCESS_GIB:g} GiB for the processes of each, that is {_gib(needed)} "
                 "GiB for "
-                f"{counted(ranks_here, 'rank')} on this machine, which has {_gib(there)}: the "
+                f"{counted(ranks_here, 'rank')} on this machine, which has {_gib(available)}: the "
                 "kernel would kill the "
                 "run. memory.gpu plans for a GPU."
             )
@@ -192,11 +192,11 @@ def host_bytes(config: Config, shape: ModelShape, world_size: int, kind: Kind = 
     engines = [plan for plan in plans if plan.is_engine]
     trainer, phase = memory_estimate.largest([plan for plan in plans if not plan.is_engine])
     engine_ranks = config.rollout.ranks if engines else 0
-    held = (world_size - engine_ranks) * trainer.held(phase)
+    planned = (world_size - engine_ranks) * trainer.held(phase)
     if engines:
         engine, phase = memory_estimate.largest(engines)
-        held += engine_ranks * engine.held(phase)
-    return held
+        planned += engine_ranks * engine.held(phase)
+    return planned
 
 
 def measured_line(
@@ -232,8 +232,8 @@ def _of_engine(parts: Mapping[str, int]) -> int:
 def figures(plan: MemoryPlan, phase: str, most: int | None = None) -> str:
     """ "61.2 GiB (activations 40.1, parameters 14.2)", at most so many parts, largest first, without
     those of 0."""
-    held = sorted(plan.phases[phase].items(), key=lambda item: -item[1])[:most]
-    parts = [f"{part} {_gib(size)}" for part, size in held if size >= 0.005 * GIB]
+    sizes = sorted(plan.phases[phase].items(), key=lambda part_and_size: -part_and_size[1])[:most]
+    parts = [f"{part} {_gib(size)}" for part, size in sizes if size >= 0.005 * GIB]
     return f"{_gib(plan.held(phase))} GiB" + (f" ({', '.join(parts)})" if parts else "")
 
 
@@ -247,11 +247,11 @@ def _gib(size: int) -> str:
 def _advice(config: Config, plan: MemoryPlan, phase: str, kind: Kind) -> str:
     """Three changes at most that the settings do not have yet, each of which makes a part of the
     phase smaller: offloading first, then what takes ranks or time, of the largest parts first."""
-    held = plan.phases[phase]
-    parts = sorted(held, key=lambda part: -held[part])
+    sizes = plan.phases[phase]
+    parts = sorted(sizes, key=lambda part: -sizes[part])
     offloads = [text for part in parts for text in _offloads(config, part, phase)]
-    others = [text for part in parts for text in _changes(config, part, phase, kind)]
-    return " ".join(list(dict.fromkeys([*offloads, *others]))[:3] or ["Take a larger GPU."])
+    changes = [text for part in parts for text in _changes(config, part, phase, kind)]
+    return " ".join(list(dict.fromkeys([*offloads, *changes]))[:3] or ["Take a larger GPU."])
 
 
 def _offloads(config: Config, part: str, phase: str) -> Iterator[str]:
@@ -283,12 +283,15 @@ def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]
         if kind == "sft":
             length = "sft.max_sequence_tokens="
             longest = config.sft.max_sequence_tokens
-        if (now := policy.max_tokens_per_microbatch) > longest:
-            yield f"Lower policy.max_tokens_per_microbatch (now {now}, at least {length}{longest})."
+        if (tokens := policy.max_tokens_per_microbatch) > longest:
+            yield (
+                f"Lower policy.max_tokens_per_microbatch (now {tokens}, at least "
+                f"{length}{longest})."
+            )
     if part == "optimizer" and config.optimizer.kind == "adam":
-        that = " that train" if rollout.ranks else ""
+        who = " that train" if rollout.ranks else ""
         shared = "" if config.optimizer.distributed else " with optimizer.distributed=true"
-        yield f"Start more ranks{that}{shared}, which share the optimizer."
+        yield f"Start more ranks{who}{shared}, which share the optimizer."
     if part in ("activations", "logits", "parameters", "gradients", "optimizer"):
         yield (
             f"Raise parallel.tensor (now {parallel.tensor}) or parallel.pipeline (now "

@@ -137,18 +137,18 @@ def adapter_elements(shape: ModelShape, work: StageWork, part: str) -> int:
     """Elements of one token that a layer's adapters in a part keep: the products with A, and where
     a layer has several A the rows of B among zeros, shared out to all tokens."""
     lora = work.lora
-    found = 0
+    elements = 0
     spread = 0
     if lora.rank == 0 or lora.target not in ("all", part):
         return 0
     rules = adapter_rules(shape.architecture, lora.rank, part)
     for a, b in zip(rules[::2], rules[1::2], strict=True):
-        low = a.sizes[0] * lora.rank
-        found += low // (work.tensor if work.sequence and a.split_axis is not None else 1)
+        rows_of_a = a.sizes[0] * lora.rank
+        elements += rows_of_a // (work.tensor if work.sequence and a.split_axis is not None else 1)
         if a.sizes[0] > 1:
             rows = math.prod(shard_shape(b, shape, work.tensor)) // lora.rank
-            spread += rows * low
-    return found + -(-spread // work.tokens)
+            spread += rows * rows_of_a
+    return elements + -(-spread // work.tokens)
 
 
 def _units(shape: ModelShape, work: StageWork) -> int:
@@ -179,12 +179,12 @@ def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> 
     flash = (
         work.device_kind == "cuda" and flash_takes(shape.head_dim, work.itemsize) and not selective
     )
-    kept = (5 + 2 * (query == key and not shape.qk_norm)) * query
+    elements = (5 + 2 * (query == key and not shape.qk_norm)) * query
     if selective or flash:
-        kept = projection + query
+        elements = projection + query
     if not flash and not work.keeps_inputs("attention"):
-        kept -= query
-    return kept + (projection if shape.qk_norm and not selective else 0)
+        elements -= query
+    return elements + (projection if shape.qk_norm and not selective else 0)
 
 
 def backward_bytes(
@@ -198,18 +198,18 @@ def backward_bytes(
     hidden states that travel are held beside: two while the logits are there, one in a layer."""
     size = work.tokens * work.itemsize
     hidden = hidden_elements(shape, work)
-    kept, deepest = (elements * size for elements in _chunk_elements(shape, work, policy))
+    chunk, deepest = (elements * size for elements in _chunk_elements(shape, work, policy))
     final_norm = size * hidden if work.has_head else 0
     matrix = head_bytes(shape, work.tensor, work.itemsize)
     logits = _logits_bytes(shape, work)
-    others = (work.in_flight - 1) * kept
+    other_microbatches = (work.in_flight - 1) * chunk
     received = hidden if work.pipelined else 0
     beside = (2 if work.keeps_inputs("mlp") else 3) * _units(shape, work)
     if (
         not work.local_layers
     ):  # what an expert returns: put together, sorted, and on its way there and back
         beside = max(beside, (2 * work.expert_tensor + 2) * _sent_elements(shape, work))
-    moments = [others + deepest + size * (beside + hidden + received)]
+    moments = [other_microbatches + deepest + size * (beside + hidden + received)]
     if work.has_head:
         # Beside Transformer Engine it is added to its buffer by the product itself
         # (`_dummy_gradient_bytes`), unless logits are wider than the model's format: they have a
@@ -219,15 +219,17 @@ def backward_bytes(
         gradients += size * shape.hidden_size
         if work.lora.rank:  # of what enters the head, gathered and not, and of what enters the norm
             gradients = 2 * size * hidden + _gathered_for_frozen_head(shape, work)
-        own = max(_scratch_bytes(shape, work), gradients, in_loss)
+        scratch = max(_scratch_bytes(shape, work), gradients, in_loss)
         if (
             wider and work.sequence and not work.lora.rank
         ):  # hidden states gathered for that product
-            own += size * shape.hidden_size
-        moments.append(others + kept + final_norm + logits + own + 2 * size * received)
+            scratch += size * shape.hidden_size
+        moments.append(
+            other_microbatches + chunk + final_norm + logits + scratch + 2 * size * received
+        )
     if work.has_embedding and not work.lora.rank:
-        moments.append(others + matrix + size * hidden)
-    activations = others + kept + final_norm
+        moments.append(other_microbatches + matrix + size * hidden)
+    activations = other_microbatches + chunk + final_norm
     return PassBytes(activations, logits, max(0, max(moments) - activations - logits))
 
 
@@ -238,17 +240,19 @@ def _chunk_elements(shape: ModelShape, work: StageWork, policy: PolicyConfig) ->
     other layers' activations are gone."""
     hidden = hidden_elements(shape, work)
     layers = work.chunk_layers
-    whole = layer_elements(shape, work)
+    layer = layer_elements(shape, work)
     if policy.recompute_granularity != "full":
-        kept = layer_elements(shape, work, selective=policy.recompute_granularity == "selective")
-        plain = layers * kept + hidden
-        return plain, plain if work.local_layers else plain + whole - kept
+        elements = layer_elements(
+            shape, work, selective=policy.recompute_granularity == "selective"
+        )
+        plain = layers * elements + hidden
+        return plain, plain if work.local_layers else plain + layer - elements
     number = min(policy.recompute_num_layers or 1, layers)
     if policy.recompute_method == "uniform":
         inputs = -(-layers // number) * hidden
-        return inputs + hidden, inputs + number * whole
-    kept = number * hidden + (layers - number) * whole + hidden
-    return kept, max(kept, number * hidden + whole)
+        return inputs + hidden, inputs + number * layer
+    elements = number * hidden + (layers - number) * layer + hidden
+    return elements, max(elements, number * hidden + layer)
 
 
 def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:

@@ -83,14 +83,17 @@ def length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     for model, path in (("critic", config.critic.path), ("teacher", config.teacher.path)):
         try:
-            own = critic_shape_of(config, shape) if model == "critic" else teacher_shape_of(config)
+            model_shape = (
+                critic_shape_of(config, shape) if model == "critic" else teacher_shape_of(config)
+            )
         except ValueError:
             continue  # told by the problems of the layout
-        if own is not None and path is not None and longest > own.max_positions:
+        if model_shape is not None and path is not None and longest > model_shape.max_positions:
             yield (
                 f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in "
                 f"{model}.path has "
-                f"{own.max_positions} positions ({own.positions_key}). Lower the sum, or take "
+                f"{model_shape.max_positions} positions ({model_shape.positions_key}). Lower the "
+                "sum, or take "
                 f"another {model}."
             )
 
@@ -131,8 +134,8 @@ def check_teacher_tokenizer(config: Config, tokenizer: PreTrainedTokenizerFast) 
     path = config.teacher.path
     if path is None or not os.path.isdir(path):
         return ()
-    theirs = load_tokenizer(path, "teacher.path")
-    difference = tokenizer_difference(tokenizer, theirs)
+    teacher = load_tokenizer(path, "teacher.path")
+    difference = tokenizer_difference(tokenizer, teacher)
     if difference is not None:
         raise ValueError(
             f'teacher.path "{path}" has another tokenizer than model.path "{config.model.path}": '
@@ -141,10 +144,10 @@ def check_teacher_tokenizer(config: Config, tokenizer: PreTrainedTokenizerFast) 
             "whose tokenizer is "
             "the same."
         )
-    if tokenizer.eos_token != theirs.eos_token:
+    if tokenizer.eos_token != teacher.eos_token:
         return (
             f"the policy ends with {tokenizer.eos_token!r} and the teacher with "
-            f"{theirs.eos_token!r}: the teacher "
+            f"{teacher.eos_token!r}: the teacher "
             "gives the policy's end a low probability, and may teach it not to end.",
         )
     return ()
@@ -156,13 +159,13 @@ def tokenizer_difference(
     """The first token, by id, that the two do not have alike.
 
     None where they have the same."""
-    mine = _tokens(ours)
-    others = _tokens(theirs)
-    for number in sorted({*mine, *others}):
-        if mine.get(number) != others.get(number):
+    policy_tokens = _tokens(ours)
+    teacher_tokens = _tokens(theirs)
+    for number in sorted({*policy_tokens, *teacher_tokens}):
+        if policy_tokens.get(number) != teacher_tokens.get(number):
             return (
-                f"token {number} is {others.get(number, 'none')} in the teacher's and "
-                f"{mine.get(number, 'none')} in "
+                f"token {number} is {teacher_tokens.get(number, 'none')} in the teacher's and "
+                f"{policy_tokens.get(number, 'none')} in "
                 "the policy's"
             )
     return None

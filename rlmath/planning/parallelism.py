@@ -81,23 +81,29 @@ def rank_problems(
     """What shows without the model; `engine` is `rollout.tensor_parallel`, `engine_ranks` is
     `rollout.ranks`, and `world_size` counts all ranks of the run."""
     engine = max(1, engine)
-    own = max(0, engine_ranks)
-    trainers = world_size - own
+    own_engine_ranks = max(0, engine_ranks)
+    trainers = world_size - own_engine_ranks
     if trainers < 1:
         yield (
-            f"rollout.ranks is {own}, and the run has {counted(world_size, 'rank')}: none is left "
+            f"rollout.ranks is {own_engine_ranks}, and the run has {counted(world_size, 'rank')}: "
+            "none is left "
             "to "
-            f"train. Start more than {own}, or lower rollout.ranks; 0 lets engines live in the "
+            f"train. Start more than {own_engine_ranks}, or lower rollout.ranks; 0 lets engines "
+            "live in the "
             "training ranks."
         )
     else:
-        yield from _training_rank_problems(parallel, trainers, own)
-    if (own or world_size) % engine:
-        which = f"rollout.ranks {own}" if own else f"the {counted(world_size, 'rank')} of this run"
-        change = " Or change rollout.ranks." if own else ""
+        yield from _training_rank_problems(parallel, trainers, own_engine_ranks)
+    if (own_engine_ranks or world_size) % engine:
+        dividend = (
+            f"rollout.ranks {own_engine_ranks}"
+            if own_engine_ranks
+            else f"the {counted(world_size, 'rank')} of this run"
+        )
+        change = " Or change rollout.ranks." if own_engine_ranks else ""
         yield (
-            f"rollout.tensor_parallel is {engine}, which does not divide {which}; possible: "
-            f"{_possible_sizes(own or world_size)}.{change}"
+            f"rollout.tensor_parallel is {engine}, which does not divide {dividend}; possible: "
+            f"{_possible_sizes(own_engine_ranks or world_size)}.{change}"
         )
 
 
@@ -110,7 +116,7 @@ def _training_rank_problems(parallel: ParallelConfig, trainers: int, own: int) -
     if parallel.context > 1:
         sizes["parallel.context"] = parallel.context
     replica = math.prod(sizes.values())
-    beside, more = (
+    beside, addition = (
         (f", beside rollout.ranks {own}", f" and {own} for rollout.ranks") if own else ("", "")
     )
     if trainers % replica:
@@ -119,24 +125,25 @@ def _training_rank_problems(parallel: ParallelConfig, trainers: int, own: int) -
             "does not divide the "
             f"{counted(trainers, 'rank')} that train{'s' * (trainers == 1)}{beside}. Start a "
             "multiple of "
-            f"{replica}{more}, or change them."
+            f"{replica}{addition}, or change them."
         )
     elif parallel.data is not None and parallel.data * replica != trainers:
-        wanted = parallel.data * replica
+        required_ranks = parallel.data * replica
         yield (
             f"parallel.data is {parallel.data}; with {' x '.join(sizes)} = {replica} it makes "
-            f"{counted(wanted, 'rank')}, and this run has {trainers} to train{beside}. Start "
-            f"{wanted + own}, or set "
+            f"{counted(required_ranks, 'rank')}, and this run has {trainers} to train{beside}. "
+            "Start "
+            f"{required_ranks + own}, or set "
             "parallel.data=null."
         )
-    stage, pipeline = divmod(trainers, max(1, parallel.pipeline))
-    wanted = max(1, parallel.expert) * max(1, parallel.expert_tensor)
-    if not pipeline and stage % wanted:
+    stage_ranks, remainder = divmod(trainers, max(1, parallel.pipeline))
+    required_ranks = max(1, parallel.expert) * max(1, parallel.expert_tensor)
+    if not remainder and stage_ranks % required_ranks:
         yield (
             f"parallel.expert x parallel.expert_tensor is {parallel.expert} x "
-            f"{parallel.expert_tensor} = {wanted}, "
-            f"which does not divide the {counted(stage, 'rank')} of a pipeline stage. "
-            f"Possible: {_possible_sizes(stage)}."
+            f"{parallel.expert_tensor} = {required_ranks}, "
+            f"which does not divide the {counted(stage_ranks, 'rank')} of a pipeline stage. "
+            f"Possible: {_possible_sizes(stage_ranks)}."
         )
 
 
@@ -274,12 +281,12 @@ def stage_problems(parallel: ParallelConfig, policy: PolicyConfig, layers: int) 
     pipeline = max(1, parallel.pipeline)
     virtual = max(1, parallel.virtual_pipeline)
     if pipeline == 1:
-        found = []
+        problems = []
     elif _given_stages(parallel):
-        found = list(_uneven_problems(_given_stages(parallel), pipeline, virtual, layers))
+        problems = list(_uneven_problems(_given_stages(parallel), pipeline, virtual, layers))
     else:
-        found = list(_even_problems(pipeline, virtual, layers))
-    yield from found or _recompute_problems(policy, chunk_sizes(parallel, layers))
+        problems = list(_even_problems(pipeline, virtual, layers))
+    yield from problems or _recompute_problems(policy, chunk_sizes(parallel, layers))
 
 
 def chunk_sizes(parallel: ParallelConfig, layers: int) -> list[int]:
@@ -289,21 +296,21 @@ def chunk_sizes(parallel: ParallelConfig, layers: int) -> list[int]:
     [1, 2]
     """
     pipeline = max(1, parallel.pipeline)
-    given = _given_stages(parallel)
+    given_stages = _given_stages(parallel)
     if pipeline == 1:
         return [layers]
-    rest = layers - sum(given.values())
-    others = pipeline - len(given)
-    stages = {*given.values(), *([rest // others] if others else [])}
+    other_layers = layers - sum(given_stages.values())
+    other_stages = pipeline - len(given_stages)
+    stages = {*given_stages.values(), *([other_layers // other_stages] if other_stages else [])}
     return sorted(stage // max(1, parallel.virtual_pipeline) for stage in stages)
 
 
 def _given_stages(parallel: ParallelConfig) -> dict[str, int]:
-    given = {
+    stages = {
         "parallel.first_stage_layers": parallel.first_stage_layers,
         "parallel.last_stage_layers": parallel.last_stage_layers,
     }
-    return {key: layers for key, layers in given.items() if layers is not None}
+    return {key: layers for key, layers in stages.items() if layers is not None}
 
 
 def _even_problems(pipeline: int, virtual: int, layers: int) -> Iterator[str]:
@@ -321,14 +328,15 @@ def _uneven_problems(
 ) -> Iterator[str]:
     keys = " + ".join(given)
     taken = sum(given.values())
-    others = pipeline - len(given)
-    rest = layers - taken
-    chunks = others * virtual
-    odd = any(stage % virtual for stage in given.values())
-    if odd or (rest < chunks or rest % chunks if chunks else rest):
+    other_stages = pipeline - len(given)
+    other_layers = layers - taken
+    chunks = other_stages * virtual
+    indivisible = any(stage % virtual for stage in given.values())
+    if indivisible or (other_layers < chunks or other_layers % chunks if chunks else other_layers):
         yield (
-            f"{keys} is {taken}, which leaves {max(0, rest)} of the model's {layers} layers to "
-            f"{others} other pipeline "
+            f"{keys} is {taken}, which leaves {max(0, other_layers)} of the model's {layers} "
+            "layers to "
+            f"{other_stages} other pipeline "
             "stages; needed: the same number for each of these, and for every stage a multiple of "
             f"parallel.virtual_pipeline {virtual}. Change {keys}, or set one to null."
         )

@@ -68,12 +68,14 @@ def reward_problems(config: Config) -> Iterator[str]:
 def _list_problems(reward: RewardConfig, plugins: Collection[str]) -> Iterator[str]:
     if not reward.rewards:
         return
-    names = [entry.partition("=")[0] for entry in reward.rewards]
-    for entry in reward.rewards:
-        yield from _entry_problems(entry, plugins)
+    names = [reward_text.partition("=")[0] for reward_text in reward.rewards]
+    for reward_text in reward.rewards:
+        yield from _entry_problems(reward_text, plugins)
     yield from _twice("reward.rewards", names)
     functions = (
-        len(listed_functions(reward)) if plugins else sum("=" in entry for entry in reward.rewards)
+        len(listed_functions(reward))
+        if plugins
+        else sum("=" in reward_text for reward_text in reward.rewards)
     )
     if functions > MAX_FUNCTIONS:
         yield (
@@ -93,8 +95,8 @@ def _list_problems(reward: RewardConfig, plugins: Collection[str]) -> Iterator[s
             "reward.rewards, not all 0; or none: then each weighs 1."
         )
     of_sums = ("mask_no_eos_with_zero", "overlong_buffer", "length_penalty")
-    if reward.combine == "gdpo" and any(getattr(reward, one) for one in of_sums):
-        keys = ", ".join(f"reward.{one}" for one in of_sums if getattr(reward, one))
+    if reward.combine == "gdpo" and any(getattr(reward, setting) for setting in of_sums):
+        keys = ", ".join(f"reward.{setting}" for setting in of_sums if getattr(reward, setting))
         yield (
             f"{keys} changes the sum of the rewards, which reward.combine=gdpo does not learn "
             "from. List length, or a "
@@ -147,18 +149,20 @@ def reward_lines(config: Config) -> Iterator[str]:
     if reward.combine == "gdpo":
         yield "Rewards: each of the list is normalised in its own group (reward.combine=gdpo)"
         return
-    ranges = [sorted(part.weight * value for value in _extremes(part, reward)) for part in rewards]
-    low, high = ((sum(ends) - reward.output_bias) * scale for ends in zip(*ranges, strict=True))
+    ranges = [
+        sorted(part.weight * extreme for extreme in _extremes(part, reward)) for part in rewards
+    ]
+    least, most = ((sum(ends) - reward.output_bias) * scale for ends in zip(*ranges, strict=True))
     if not reward.rewards and reward.function is not None:
         bias = f", less reward.output_bias {reward.output_bias:g}" * bool(reward.output_bias)
         yield f"Rewards: what reward.function returns{bias}, times {scale:g}"
     elif unknown:
         yield (
-            f"Rewards: {low:g} to {high:g}, and {scale:g} times what {', '.join(unknown)} "
+            f"Rewards: {least:g} to {most:g}, and {scale:g} times what {', '.join(unknown)} "
             "returns, weighed"
         )
     elif reward.rewards:
-        yield f"Rewards: {low:g} to {high:g} (the weighted sum of reward.rewards)"
+        yield f"Rewards: {least:g} to {most:g} (the weighted sum of reward.rewards)"
     else:
         names = ("right", "right without a box", "wrong", "wrong without a box")
         cases = [(True, True), (True, False), (False, True), (False, False)]
@@ -166,8 +170,8 @@ def reward_lines(config: Config) -> Iterator[str]:
             names = ("right", "wrong")
             cases = [(True, True), (False, True)]
         paid = [(raw_reward(reward, *case) - reward.output_bias) * scale for case in cases]
-        each = ", ".join(f"{name} {value:g}" for name, value in zip(names, paid, strict=True))
-        yield f"Rewards: {low:g} to {high:g} (reward.scheme={reward.scheme}: {each})"
+        each = ", ".join(f"{name} {payment:g}" for name, payment in zip(names, paid, strict=True))
+        yield f"Rewards: {least:g} to {most:g} (reward.scheme={reward.scheme}: {each})"
     yield from _penalty_lines(config)
 
 
@@ -179,7 +183,7 @@ def _extremes(part: NamedReward, reward: RewardConfig) -> tuple[float, ...]:
     if part.name != "correctness":
         return 0.0, 1.0
     values = [
-        raw_reward(reward, right, boxed) for right in (True, False) for boxed in (True, False)
+        raw_reward(reward, correct, boxed) for correct in (True, False) for boxed in (True, False)
     ]
     return min(values), max(values)
 
@@ -225,46 +229,48 @@ MAX_METRIC_FUNCTIONS = 8
 
 def data_hooks(config: Config, kind: Kind = "grpo") -> list[Hook]:
     """Functions that make prompts of the data."""
-    found = [template_hook(config)] if kind == "sft" else [form_hook(config), template_hook(config)]
+    hooks = [template_hook(config)] if kind == "sft" else [form_hook(config), template_hook(config)]
     if kind == "grpo" and validates(config):
-        found.append(template_hook(config, validation=True))
-    return list(dict.fromkeys(hook for hook in found if hook is not None))
+        hooks.append(template_hook(config, validation=True))
+    return list(dict.fromkeys(hook for hook in hooks if hook is not None))
 
 
 def _step_hooks(config: Config) -> list[Hook]:
     """Functions that a GRPO step calls, and the scorer of validation; not rewards."""
-    found = [
+    hooks = [
         selection_hook(config),
         advantage_hook(config),
         scorer_hook(config),
         *metric_hooks(config).values(),
     ]
-    return [hook for hook in found if hook is not None]
+    return [hook for hook in hooks if hook is not None]
 
 
 def hook_problems(config: Config, kind: Kind) -> Iterator[str]:
     """Functions that cannot be loaded, or not be called as their kind is; each is imported in a
     process of its own."""
     yield from _metric_problems(config.telemetry.metrics)
-    found = [problem for plugin in config.run.plugins if (problem := plugin_problem(plugin))]
-    yield from found
+    problems_of_plugins = [
+        problem for plugin in config.run.plugins if (problem := plugin_problem(plugin))
+    ]
+    yield from problems_of_plugins
     hooks = data_hooks(config, kind)
     if kind == "grpo":
         hooks += [*reward_hooks(config.reward, config.run.plugins), *_step_hooks(config)]
     for hook in hooks:
         is_word = ":" not in hook.spec and (
-            found or not hook.plugins
+            problems_of_plugins or not hook.plugins
         )  # which the settings refuse already
         if not is_word and (problem := function_problem(hook)):
             yield problem
 
 
 def _metric_problems(entries: Sequence[str]) -> Iterator[str]:
-    names = [entry.partition("=")[0] for entry in entries]
-    for entry, name in zip(entries, names, strict=True):
-        if not _NAME.fullmatch(name) or entry.endswith("="):
+    names = [metric_text.partition("=")[0] for metric_text in entries]
+    for metric_text, name in zip(entries, names, strict=True):
+        if not _NAME.fullmatch(name) or metric_text.endswith("="):
             yield (
-                f'telemetry.metrics has {entry!r}; needed: "name=package.module:function", or the '
+                f'telemetry.metrics has {metric_text!r}; needed: "name=package.module:function", or the '
                 "name of one that "
                 "run.plugins registers: a small letter, then at most 39 small letters, digits and "
                 "underscores."
@@ -282,7 +288,9 @@ def hook_lines(config: Config, kind: Kind) -> list[str]:
     """For the console: which are in use."""
     functions = [f"{hook.setting}={hook}" for hook in data_hooks(config, kind)]
     if kind == "grpo":
-        functions += [f"{setting}={one}" for setting, one in functions_of(config.reward).items()]
+        functions += [
+            f"{setting}={function}" for setting, function in functions_of(config.reward).items()
+        ]
         functions += [f"{hook.setting}={hook}" for hook in _step_hooks(config)]
     return [f"Functions of yours: {'; '.join(functions)}"] if functions else []
 
@@ -299,11 +307,11 @@ def try_functions(config: Config, prompts: Sequence[Prompt]) -> Trial:
     if not prompts:
         return trial
     groups = [_made_up_group(prompts[0], config.rollout.group_size, right) for right in (2, 3)]
-    given = [group_for_hooks(group) for group in groups]
+    views = [group_for_hooks(group) for group in groups]
     arguments = {
-        "selection": (given[0],),
-        "advantage": ([one["rewards"] for one in given], [one["tokens"] for one in given]),
-        "metric": (given,),
+        "selection": (views[0],),
+        "advantage": ([view["rewards"] for view in views], [view["tokens"] for view in views]),
+        "metric": (views,),
     }
     for hook in _step_hooks(config):
         if hook.kind in arguments:
@@ -333,11 +341,13 @@ def _made_up_group(prompt: Prompt, size: int, right: int) -> ScoredGroup:
             g,
             (0,) * (5 + g),
             logprobs=(-0.5,) * (5 + g),
-            text=answer if one else "I do not know.",
+            text=answer if is_right else "I do not know.",
             finish_reason="stop",
             policy_version=0,
         )
-        for g, one in enumerate(correct)
+        for g, is_right in enumerate(correct)
     )
-    scores = tuple(Score(1.0 if one else -1.0, one, answer, "string") for one in correct)
+    scores = tuple(
+        Score(1.0 if is_right else -1.0, is_right, answer, "string") for is_right in correct
+    )
     return ScoredGroup(prompt, completions, scores)

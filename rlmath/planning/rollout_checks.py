@@ -78,14 +78,15 @@ def rollback_problems(config: Config) -> Iterator[str]:
 
 def curriculum_problems(config: Config) -> Iterator[str]:
     """What does not go with draws by pass rate."""
-    data = config.data
+    settings = config.data
     group_size = config.rollout.group_size
-    most = data.history_groups * group_size
-    if data.curriculum == "skip_solved" and data.solved_samples > most:
+    most = settings.history_groups * group_size
+    if settings.curriculum == "skip_solved" and settings.solved_samples > most:
         yield (
-            f"data.solved_samples is {data.solved_samples}; a pass rate counts "
+            f"data.solved_samples is {settings.solved_samples}; a pass rate counts "
             "data.history_groups x "
-            f"rollout.group_size = {data.history_groups} x {group_size} = {most} completions at "
+            f"rollout.group_size = {settings.history_groups} x {group_size} = {most} completions "
+            "at "
             "most, and nothing "
             "would ever be skipped. Lower the former, or raise data.history_groups."
         )
@@ -104,11 +105,15 @@ def in_every_stage(config: Config, check: Check) -> list[str]:
     if any(length_curriculum.stage_list_problems(config)):
         return []
     stages = length_curriculum.length_stages(config, None)
-    found = [list(check(stage.config)) for stage in stages]
-    common = [problem for problem in found[0] if all(problem in other for other in found[1:])]
+    problems_by_stage = [list(check(stage.config)) for stage in stages]
+    common = [
+        problem
+        for problem in problems_by_stage[0]
+        if all(problem in other_problems for other_problems in problems_by_stage[1:])
+    ]
     return common + [
         f"Stage {stage.number + 1} (stages.*): {problem}"
-        for stage, problems in zip(stages, found, strict=True)
+        for stage, problems in zip(stages, problems_by_stage, strict=True)
         for problem in problems
         if problem not in common
     ]
@@ -122,12 +127,12 @@ def of_longest_stage(config: Config, check: Check) -> list[str]:
     keys = [
         key for key in ("stages", "validation") if getattr(config, key) != getattr(Config(), key)
     ]
-    where = (
+    note = (
         f" (The largest lengths of {' and '.join(f'{key}.*' for key in keys)} count.)"
         if keys
         else ""
     )
-    return [problem + where * ("max_" in problem) for problem in check(longest)]
+    return [problem + note * ("max_" in problem) for problem in check(longest)]
 
 
 def in_validation(config: Config, check: Check) -> list[str]:
@@ -135,8 +140,12 @@ def in_validation(config: Config, check: Check) -> list[str]:
     if not length_curriculum.validates(config) or config.validation.max_new_tokens is None:
         return []
     rollout = replace(config.rollout, max_new_tokens=length_curriculum.validation_tokens(config))
-    found = check(replace(config, rollout=rollout))
-    return [f"validation.max_new_tokens: {one}" for one in found if "rollout.max_new_tokens" in one]
+    problems = check(replace(config, rollout=rollout))
+    return [
+        f"validation.max_new_tokens: {problem}"
+        for problem in problems
+        if "rollout.max_new_tokens" in problem
+    ]
 
 
 def validation_name_problems(config: Config) -> Iterator[str]:

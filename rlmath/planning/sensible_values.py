@@ -36,19 +36,19 @@ class SensibleRange:
     def doubt(self, config: Config, note: str = "") -> str | None:
         """What is wrong with the setting's value; None: nothing, or it is not set, or this is no
         such run."""
-        value = attrgetter(self.key)(config)
-        if value is None or self.low <= value <= self.high or (self.zero and value == 0):
+        number = attrgetter(self.key)(config)
+        if number is None or self.low <= number <= self.high or (self.zero and number == 0):
             return None
         if not all(self.when(config)):
             return None
-        wanted = (
+        sensible = (
             f"at least {self.low:g}" if self.high == math.inf else f"{self.low:g} to {self.high:g}"
         )
         off = ", or 0 for none" if self.zero else ""
         usual = f"; usual is {self.usual}" if self.usual else ""
         return (
-            f"{self.key}={value:g} is legal, and hardly what you mean{note}: sensible is "
-            f"{wanted}{off}{usual}."
+            f"{self.key}={number:g} is legal, and hardly what you mean{note}: sensible is "
+            f"{sensible}{off}{usual}."
         )
 
 

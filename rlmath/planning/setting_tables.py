@@ -68,7 +68,7 @@ def check_row(row: object, when: Condition, text: str = "", keys: Iterable[str] 
     unknown = [
         key
         for key in (*keys, *in_text)
-        if not any(is_among(known, [key]) for known in all_settings())
+        if not any(is_among(setting, [key]) for setting in all_settings())
     ]
     try:
         if unknown:

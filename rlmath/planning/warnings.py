@@ -24,34 +24,34 @@ def config_warnings(
     """Settings that change nothing in this run, or less than one may think, and numbers that are
     hardly meant. `unused` are those of `only_used`, `parameters` those of the model, if it is
     known."""
-    found = [f"Without effect in supervised training: {', '.join(unused)}."] if unused else []
+    messages = [f"Without effect in supervised training: {', '.join(unused)}."] if unused else []
     values = setting_values(config)
     defaults = setting_values(Config())
     changed = [key for key in all_settings() if values[key] != defaults[key]]
-    found += [*without_effect(config, changed), *doubts(config)]
-    found += doubtful_values(config, parameters)
+    messages += [*without_effect(config, changed), *doubts(config)]
+    messages += doubtful_values(config, parameters)
     if config.lora.rank and config.optimizer.lr < LORA_LEAST_LR:
-        found.append(
+        messages.append(
             f"optimizer.lr={config.optimizer.lr:g} is a learning rate of full training, and with "
             "lora.rank="
             f"{config.lora.rank} teaches little: adapters want some ten times as much, 1e-5 to "
             "1e-4."
         )
     if config.lora.rank and config.algorithm.advantage == "gae" and config.critic.lr is None:
-        found.append(
+        messages.append(
             f"critic.lr is twice optimizer.lr={config.optimizer.lr:g}, a learning rate of "
             "adapters, and all weights of "
             "the critic learn. Give it one of full training, such as critic.lr=2e-6."
         )
     if config.model.adapter_path is not None and config.algorithm.kl_coef > 0:
-        found.append(
+        messages.append(
             "the reference is model.path without the adapters of model.adapter_path: KL is not 0 "
             "at the start. To stay "
             "near that start, merge them into model.path."
         )
     preset = preset_values(config)
-    found += _preset_warnings(config, preset)
-    return [*found, *_rollout_warnings(config), *_algorithm_warnings(config, preset)]
+    messages += _preset_warnings(config, preset)
+    return [*messages, *_rollout_warnings(config), *_algorithm_warnings(config, preset)]
 
 
 def _preset_warnings(config: Config, preset: Mapping[str, Any]) -> Iterator[str]:
@@ -61,16 +61,16 @@ def _preset_warnings(config: Config, preset: Mapping[str, Any]) -> Iterator[str]
         return
     values = setting_values(config)
     recorded = recorded_settings(config.run.output_dir, config.algorithm.preset)
-    kept = [
+    kept_keys = [
         key for key in preset if key in recorded and values[key] == recorded[key] != preset[key]
     ]
-    if kept:
+    if kept_keys:
         yield (
             f"algorithm.preset={config.algorithm.preset}: kept as the run in "
             f"{config.run.output_dir} has recorded it: "
             + ", ".join(
                 f"{key}={as_yaml_word(values[key])} (the preset has {as_yaml_word(preset[key])})"
-                for key in kept
+                for key in kept_keys
             )
         )
 
@@ -97,8 +97,8 @@ def _rollout_warnings(config: Config) -> Iterator[str]:
             f"({longest} tokens): "
             "nothing is deferred."
         )
-    old = rollout.max_staleness > 0 and (rollout.tail == "carry" or rollout.ranks > 0)
-    if old and not algorithm.recompute_logprobs:
+    has_old_tokens = rollout.max_staleness > 0 and (rollout.tail == "carry" or rollout.ranks > 0)
+    if has_old_tokens and not algorithm.recompute_logprobs:
         yield (
             "algorithm.recompute_logprobs=false with "
             f"rollout.max_staleness={rollout.max_staleness}: the loss clips "
@@ -108,7 +108,7 @@ def _rollout_warnings(config: Config) -> Iterator[str]:
             "old tokens."
         )
     several = algorithm.n_minibatches * algorithm.epochs > 1
-    if several and not old and algorithm.recompute_logprobs and not algorithm.recomputes:
+    if several and not has_old_tokens and algorithm.recompute_logprobs and not algorithm.recomputes:
         yield (
             'algorithm.proximal_logprobs="interpolate" without tokens of older weights '
             "(rollout.max_staleness with "

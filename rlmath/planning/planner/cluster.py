@@ -83,28 +83,28 @@ def read_coefficients(file: Path, kind: str) -> tuple[Coefficients, list[str]]:
     """Coefficients of a JSON file {"kind": "cuda", "coefficients": {name: number}}, what it leaves
     out as in the table; and warnings. ValueError for another kind of device, for an unknown name,
     and for what is no number above 0."""
-    data = read_json_object(file)
+    contents = read_json_object(file)
     names = [field.name for field in fields(Coefficients)]
-    values = data.get("coefficients")
-    if data.get("kind") != kind or not isinstance(values, dict):
+    values = contents.get("coefficients")
+    if contents.get("kind") != kind or not isinstance(values, dict):
         raise ValueError(
             f'{file}; needed: {{"kind": "{kind}", "coefficients": {{name: number}}}} '
             "(docs/planning.md)"
         )
-    for name, value in values.items():
+    for name, number in values.items():
         if name not in (*names, RETIRED):
             raise ValueError(
                 f'{file}: there is no coefficient "{name}".{nearest_word(name, names)}'
             )
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if type(number) not in (int, float) or not 0 < number < float("inf"):
             raise ValueError(
-                f"{file}: the coefficient {name} is {value!r}; needed: a number above 0"
+                f"{file}: the coefficient {name} is {number!r}; needed: a number above 0"
             )
-    old = (
+    retired_warning = (
         f"{file}: the coefficient {RETIRED} is ignored; step_seconds has the switch of an "
         "engine, too."
     )
-    warnings = [old] if values.pop(RETIRED, None) is not None else []
+    warnings = [retired_warning] if values.pop(RETIRED, None) is not None else []
     return replace(COEFFICIENTS[kind], **values), warnings
 
 
@@ -119,9 +119,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1:
-            given = f"{counted(self.nodes, 'node')} of {counted(self.ranks_per_node, 'rank')}"
+            size = f"{counted(self.nodes, 'node')} of {counted(self.ranks_per_node, 'rank')}"
             raise ValueError(
-                f"the cluster has {given}; needed: at least 1 of each (--nodes, --gpus-per-node)"
+                f"the cluster has {size}; needed: at least 1 of each (--nodes, --gpus-per-node)"
             )
 
     @property
@@ -185,18 +185,18 @@ def machine_of(config: Config, target: Target, network_gbps: float | None = None
             f"the network has {network_gbps:g}; needed: above 0 (Gbit/s for each GPU, "
             "--network-gbps)"
         )
-    found = CPU_CORE
+    machine = CPU_CORE
     name = config.memory.gpu or ""
     if target.kind != "cpu":
         if name not in GPUS:
-            which = f'of the GPU "{name}"' if name else "of a GPU that has no name"
+            gpu_text = f'of the GPU "{name}"' if name else "of a GPU that has no name"
             raise ValueError(
-                f"the speed {which} is not known; name it by --gpu or memory.gpu, one of "
+                f"the speed {gpu_text} is not known; name it by --gpu or memory.gpu, one of "
                 f"{', '.join(GPUS)}."
                 f"{nearest_word(name, GPUS)}"
             )
-        found = GPUS[name]
-    return found if network_gbps is None else replace(found, network=network_gbps * 1e9 / 8)
+        machine = GPUS[name]
+    return machine if network_gbps is None else replace(machine, network=network_gbps * 1e9 / 8)
 
 
 def cluster_of(

@@ -63,15 +63,15 @@ def lengths_with_mean(mean: float, longest: int, spread: float = SPREAD) -> Leng
             f"the mean completion is {mean:g} tokens; needed: from 1 to the longest, {longest} "
             "(--mean-response-tokens, rollout.max_new_tokens)"
         )
-    low = math.log(mean) - 2 * spread * spread - 1
-    high = math.log(longest) + 8 * spread
+    lowest_log = math.log(mean) - 2 * spread * spread - 1
+    highest_log = math.log(longest) + 8 * spread
     for _ in range(60):
-        middle = (low + high) / 2
-        if Lengths(math.exp(middle), spread, longest).mean < mean:
-            low = middle
+        middle_log = (lowest_log + highest_log) / 2
+        if Lengths(math.exp(middle_log), spread, longest).mean < mean:
+            lowest_log = middle_log
         else:
-            high = middle
-    return Lengths(math.exp(high), spread, longest)
+            highest_log = middle_log
+    return Lengths(math.exp(highest_log), spread, longest)
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,13 @@ def plan_rollout(inputs: StepInputs) -> PlannedRollout:
     requests = -(-batch.sequences // engines)
     spread = steps_of_a_completion(inputs)
     slots = slots_of(inputs, requests * spread)
-    full = batch.sequences * lengths.mean / engines / slots
+    full_steps = batch.sequences * lengths.mean / engines / slots
     tail = lengths.at(1 - 0.5 / batch.sequences) - lengths.mean
-    steps = max(full, (max(full, lengths.mean) + tail) / spread)
-    of = inputs.cluster.coefficients
-    step_seconds = of.decode_step_seconds + inputs.cluster.memory_seconds(engine_of(inputs).weights)
+    steps = max(full_steps, (max(full_steps, lengths.mean) + tail) / spread)
+    coefficients = inputs.cluster.coefficients
+    step_seconds = coefficients.decode_step_seconds + inputs.cluster.memory_seconds(
+        engine_of(inputs).weights
+    )
     step_seconds += _exchange_seconds(inputs, tokens=0, messages=1)
     sampled = _token_seconds(inputs, engines)
     return PlannedRollout(
@@ -56,7 +58,7 @@ def plan_rollout(inputs: StepInputs) -> PlannedRollout:
         slots=slots,
         steps=math.ceil(steps),
         seconds=sampled + steps * step_seconds,
-        tail_seconds=(steps - full) * step_seconds,
+        tail_seconds=(steps - full_steps) * step_seconds,
     )
 
 
@@ -109,14 +111,14 @@ def _token_seconds(inputs: StepInputs, engines: int) -> float:
     prefilled = count * (prompt - shared + shared / batch.group)
     cost = forward_cost(inputs.shape)
     flops = (tokens + prefilled) * cost.linear + cost.quadratic * (2 * read + prefilled * prompt)
-    kept = kv_bytes_per_token(inputs.shape, ranks, inputs.target.itemsize)
+    token_bytes = kv_bytes_per_token(inputs.shape, ranks, inputs.target.itemsize)
     handled = batch.tokens / (engines if inputs.config.rollout.ranks else 1)
-    of = cluster.coefficients
+    coefficients = cluster.coefficients
     return (
         cluster.compute_seconds(flops / ranks)
-        + cluster.memory_seconds(read * kept)
-        + tokens * of.sequence_step_seconds
-        + handled * of.token_seconds
+        + cluster.memory_seconds(read * token_bytes)
+        + tokens * coefficients.sequence_step_seconds
+        + handled * coefficients.token_seconds
         + _exchange_seconds(inputs, tokens=tokens, messages=0)
     )
 

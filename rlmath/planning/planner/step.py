@@ -120,15 +120,17 @@ def plan_step(inputs: StepInputs) -> StepPlan:
     offloaded for engines; what it takes to send them weights is left out."""
     config = inputs.config
     cluster = inputs.cluster
-    of = inputs.cluster.coefficients
-    own = config.rollout.ranks
+    coefficients = inputs.cluster.coefficients
+    engine_ranks = config.rollout.ranks
     rollout = plan_rollout(inputs)
-    training = replace(inputs, cluster=cluster.first(cluster.ranks - own))
-    seconds = {} if own else {"switch": switch_seconds(inputs), "sync": sync_seconds(inputs)}
+    training = replace(inputs, cluster=cluster.first(cluster.ranks - engine_ranks))
+    seconds = (
+        {} if engine_ranks else {"switch": switch_seconds(inputs), "sync": sync_seconds(inputs)}
+    )
     seconds |= {"rollout": rollout.seconds} | _training_phases(training)
     # Every trainer gets all that engines on ranks of their own sample.
-    handled = inputs.batch.tokens * (1 / training.parts + bool(own))
-    seconds["other"] = of.step_seconds + handled * of.token_seconds
+    handled = inputs.batch.tokens * (1 / training.parts + bool(engine_ranks))
+    seconds["other"] = coefficients.step_seconds + handled * coefficients.token_seconds
     return StepPlan(
         config,
         inputs.mesh,
@@ -214,10 +216,10 @@ def with_layout(config: Config, tensor: int, pipeline: int, engine: int) -> Conf
 
     Chunks and uneven stages belong to the layout that the settings have, and are left out of
     another."""
-    same = tensor == config.parallel.tensor and pipeline == config.parallel.pipeline
+    unchanged = tensor == config.parallel.tensor and pipeline == config.parallel.pipeline
     stages = (
         {}
-        if same
+        if unchanged
         else {"virtual_pipeline": 1, "first_stage_layers": None, "last_stage_layers": None}
     )
     parallel = replace(config.parallel, data=None, tensor=tensor, pipeline=pipeline, **stages)
@@ -231,9 +233,9 @@ def layouts_of(config: Config, shape: ModelShape, cluster: Cluster) -> Iterator[
     for engine in inside:
         for tensor in inside:
             for pipeline in divisors(shape.num_layers):
-                found = with_layout(config, tensor, pipeline, engine)
-                if not problems_of(found, shape, cluster):
-                    yield found
+                layout = with_layout(config, tensor, pipeline, engine)
+                if not problems_of(layout, shape, cluster):
+                    yield layout
 
 
 def problems_of(config: Config, shape: ModelShape, cluster: Cluster) -> list[str]:
@@ -253,11 +255,11 @@ def compare_layouts(inputs: StepInputs) -> Comparison:
     batch = inputs.batch
     plans = []
     without_room = 0
-    for found in layouts_of(inputs.config, shape, cluster):
-        if memory_problems(found, shape, cluster.ranks):
+    for layout in layouts_of(inputs.config, shape, cluster):
+        if memory_problems(layout, shape, cluster.ranks):
             without_room += 1
         else:
-            plans.append(plan_step(step_inputs(found, shape, target, cluster, batch)))
+            plans.append(plan_step(step_inputs(layout, shape, target, cluster, batch)))
     return Comparison(tuple(sorted(plans, key=_by_seconds)), without_room)
 
 

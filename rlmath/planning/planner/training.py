@@ -78,16 +78,16 @@ def update_passes(shape: ModelShape, config: Config, layers: int) -> Passes:
     products for gradients of the weights."""
     policy = config.policy
     matrices = 2.0 if config.lora.rank else 3.0
-    again = 0.0
+    recomputed = 0.0
     if policy.recompute_granularity == "full":
-        again = 1.0
+        recomputed = 1.0
         if policy.recompute_method == "block":
-            again = min(1.0, (policy.recompute_num_layers or 1) / layers)
+            recomputed = min(1.0, (policy.recompute_num_layers or 1) / layers)
     elif policy.recompute_granularity == "selective":
         mlp = 3 * shape.ffn_size * max(1, shape.experts_per_token)
         attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
         return Passes(matrices + mlp / (mlp + attention), 3.0, mlp / (mlp + attention), runs=2)
-    return Passes(matrices + again, 3.0 + again, again, runs=2)
+    return Passes(matrices + recomputed, 3.0 + recomputed, recomputed, runs=2)
 
 
 def logprobs_seconds(inputs: StepInputs) -> float:
@@ -98,13 +98,13 @@ def logprobs_seconds(inputs: StepInputs) -> float:
 def update_seconds(inputs: StepInputs) -> float:
     """All updates of a step, on the rank that has the most to do."""
     algorithm = inputs.config.algorithm
-    found = []
+    stage_seconds = []
     for mesh in inputs.stages():
         layers = own_layers(inputs.config, inputs.shape, mesh)
         passes = update_passes(inputs.shape, inputs.config, max(1, layers // mesh.virtual_pipeline))
         gradients = algorithm.n_minibatches * gradient_seconds(inputs, mesh, layers)
-        found.append(_pass_seconds(inputs, mesh, passes) + gradients)
-    return algorithm.epochs * max(found)
+        stage_seconds.append(_pass_seconds(inputs, mesh, passes) + gradients)
+    return algorithm.epochs * max(stage_seconds)
 
 
 def _pass_seconds(inputs: StepInputs, mesh: Mesh, passes: Passes) -> float:
@@ -144,25 +144,25 @@ def exchange_seconds(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes
     split = mesh.tensor if config.parallel.sequence else 1
     count = inputs.microbatches * config.algorithm.n_minibatches
     runs = passes.runs + passes.recomputed
-    found = 0.0
+    seconds = 0.0
     if mesh.tensor > 1:
         sums = (
             layers * runs * (1 if shape.num_experts else 2)
         )  # experts get their tokens from others
-        found += cluster.link_seconds(
+        seconds += cluster.link_seconds(
             state * sums * 2 * (mesh.tensor - 1) / mesh.tensor, count * sums, mesh.tensor
         )
     if (experts := mesh.expert * mesh.expert_tensor) > 1:
         # A token goes to the ranks of its experts, and there to all that share an expert.
         ways = 2 * layers * runs
         parts = 1 - 1 / mesh.expert + mesh.expert_tensor - 1
-        found += cluster.link_seconds(
+        seconds += cluster.link_seconds(
             state / split * shape.experts_per_token * ways * parts, count * ways, experts
         )
     if mesh.pipeline > 1:
         ways = passes.runs * mesh.virtual_pipeline
-        found += cluster.link_seconds(state / split * ways, count * ways, mesh.world_size)
-    return found
+        seconds += cluster.link_seconds(state / split * ways, count * ways, mesh.world_size)
+    return seconds
 
 
 def gradient_seconds(inputs: StepInputs, mesh: Mesh, layers: int) -> float:
