@@ -70,11 +70,11 @@ def find_benchmark(name: str, data_dir: Path) -> Path:
         path = data_dir / f"{name}{suffix}"
         if path.is_dir() if suffix == "" else path.is_file():
             return path
-    there = sorted({path.stem for path in data_dir.iterdir() if path.suffix in SUFFIXES})
+    names = sorted({path.stem for path in data_dir.iterdir() if path.suffix in SUFFIXES})
     raise ValueError(
         f'--benchmarks: "{data_dir}" has no {name}.jsonl, .json, .parquet or folder '
-        f"{name}.{nearest_word(name, there)}"
-        f" There is: {', '.join(there[:30]) or 'nothing of that kind'}."
+        f"{name}.{nearest_word(name, names)}"
+        f" There is: {', '.join(names[:30]) or 'nothing of that kind'}."
     )
 
 
@@ -155,15 +155,15 @@ def check_lengths(
     if max_new_tokens is None:
         room = default_new_tokens if positions is None else positions - prompt_tokens
         max_new_tokens = max(1, min(default_new_tokens, room))
-    over = 0 if positions is None else prompt_tokens + max_new_tokens - positions
-    if over <= 0:
+    excess = 0 if positions is None else prompt_tokens + max_new_tokens - positions
+    if excess <= 0:
         return LengthLimits(prompt_tokens, max_new_tokens)
-    what = (
+    subject = (
         f"the longest prompt ({longest.benchmark}, {longest.prompt_id!r}) has {prompt_tokens}"
         if max_prompt_tokens is None
         else f"--max-prompt-tokens is {prompt_tokens}"
     )
-    room = max_new_tokens - over
+    room = max_new_tokens - excess
     ways = [f"Set --max-new-tokens {room} or less"] if room >= 1 else []
     if positions is not None and positions > max_new_tokens:
         ways.append(
@@ -171,7 +171,7 @@ def check_lengths(
             "wrong"
         )
     raise ValueError(
-        f"{what}, --max-new-tokens is {max_new_tokens}: together {over} tokens more than the "
+        f"{subject}, --max-new-tokens is {max_new_tokens}: together {excess} tokens more than the "
         f"{positions} positions of "
         f"the model (max_position_embeddings). {'; or '.join(ways) or 'Lower both'}."
     )
@@ -181,17 +181,21 @@ def check_head_dim(folder: Path) -> None:
     """ValueError where vLLM's attention on CPU does not have the heads that a model's config.json
     tells."""
     values = read_json_object(folder / "config.json")
-    found = values.get("head_dim")
-    if found is None:
+    head_dim = values.get("head_dim")
+    if head_dim is None:
         size = values.get("hidden_size")
         heads = values.get("num_attention_heads")
-        found = size // heads if type(size) is int and type(heads) is int and heads > 0 else None
-    problem = cpu_head_dim_problem(found) if type(found) is int else None
+        head_dim = size // heads if type(size) is int and type(heads) is int and heads > 0 else None
+    problem = cpu_head_dim_problem(head_dim) if type(head_dim) is int else None
     if problem is not None:
         raise ValueError(f"--model: {problem}")
 
 
 def model_positions(folder: Path) -> int | None:
     """`max_position_embeddings` of a model's config.json (tokens), None if it has none."""
-    found = read_json_object(folder / "config.json").get("max_position_embeddings")
-    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+    positions = read_json_object(folder / "config.json").get("max_position_embeddings")
+    return (
+        positions
+        if isinstance(positions, int) and not isinstance(positions, bool) and positions > 0
+        else None
+    )

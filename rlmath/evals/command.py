@@ -201,7 +201,7 @@ def run_template(config: Config | None, model: Path | str) -> str:
         return "auto"
     template = config.validation.template or config.data.template
     if template not in all_settings()["data.template"].words:
-        plugins = "".join(f" --plugin {one}" for one in config.run.plugins)
+        plugins = "".join(f" --plugin {plugin}" for plugin in config.run.plugins)
         raise ValueError(
             f'--template is not given, and the run of --model "{model}" has a function of yours: '
             "give "
@@ -227,13 +227,17 @@ def output_problem(arguments: argparse.Namespace) -> str:
         return ""
     inputs = {"--model": arguments.model, "--data-dir": arguments.data_dir}
     paths = {option: path for option, path in inputs.items() if isinstance(path, Path)}
-    what = [option for option, path in paths.items() if path.resolve() == output.resolve()]
-    what += [
+    conflicts = [option for option, path in paths.items() if path.resolve() == output.resolve()]
+    conflicts += [
         f"a folder with a {name}"
         for name in ("config.json", "config.yaml")
         if (output / name).exists()
     ]
-    return f'--output "{output}" is {" and ".join(what)}. Give a folder of its own.' if what else ""
+    return (
+        f'--output "{output}" is {" and ".join(conflicts)}. Give a folder of its own.'
+        if conflicts
+        else ""
+    )
 
 
 def input_problems(plan: Plan) -> list[str]:
@@ -264,14 +268,15 @@ def _position_problems(plan: Plan) -> Iterator[str]:
     ]
     folder = next((place for place in places if (place / "config.json").is_file()), None)
     positions = None if folder is None else model_positions(folder)
-    new = plan.max_new_tokens
-    prompt = plan.max_prompt_tokens or 1
-    if positions is not None and new is not None and prompt + new > positions:
+    new_tokens = plan.max_new_tokens
+    prompt_tokens = plan.max_prompt_tokens or 1
+    if positions is not None and new_tokens is not None and prompt_tokens + new_tokens > positions:
         with_prompts = (
-            "" if plan.max_prompt_tokens is None else f" with --max-prompt-tokens {prompt}"
+            "" if plan.max_prompt_tokens is None else f" with --max-prompt-tokens {prompt_tokens}"
         )
         yield (
-            f"--max-new-tokens is {new}{with_prompts}; the model has {positions} positions for a "
+            f"--max-new-tokens is {new_tokens}{with_prompts}; the model has {positions} positions "
+            "for a "
             "prompt and its "
             f"completion (max_position_embeddings in {folder}/config.json). Lower it, or leave it "
             "out for as many as "
@@ -313,12 +318,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     _add_engine_options(parser.add_argument_group("how it is computed"))
     add("stray", nargs="*", help=argparse.SUPPRESS)
     with mistakes_end_all_ranks():
-        found = parser.parse_intermixed_args(argv)
-        if found.stray:
-            word = found.stray[0]
-            hint = "" if found.model else f"; to evaluate that model give --model {word}"
+        arguments = parser.parse_intermixed_args(argv)
+        if arguments.stray:
+            word = arguments.stray[0]
+            hint = "" if arguments.model else f"; to evaluate that model give --model {word}"
             parser.error(f'"{word}" belongs to no option{hint}')
-        return found
+        return arguments
 
 
 def _add_sampling_options(group: argparse._ArgumentGroup) -> None:

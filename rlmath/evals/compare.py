@@ -38,7 +38,7 @@ def differences(first: Results, second: Results) -> list[Difference]:
     """The differences of every benchmark and measure that both have.
 
     ValueError if they have none in common."""
-    found = []
+    rows = []
     for dataset, measures in first.accuracies.items():
         for measure, ours in measures.items():
             theirs = second.accuracies.get(dataset, {}).get(measure)
@@ -48,15 +48,15 @@ def differences(first: Results, second: Results) -> list[Difference]:
                 else [problem for problem in ours.shares if problem in theirs.shares]
             )
             if theirs is not None and common:
-                found.append(_difference(dataset, measure, ours, theirs, common))
-    if not found:
+                rows.append(_difference(dataset, measure, ours, theirs, common))
+    if not rows:
         raise ValueError(
             f"--compare: {first.name} has {', '.join(first.accuracies) or 'nothing'}, "
             f"{second.name} has "
             f"{', '.join(second.accuracies) or 'nothing'}; needed: a benchmark in common, greedy "
             "or sampled in both"
         )
-    return found
+    return rows
 
 
 def _difference(
@@ -94,33 +94,40 @@ def comparison_text(first: Results, second: Results) -> str:
     table = [
         ["dataset", "measure", "A", "B", "B - A", "B - A 95%", "", "problems", "A 95%", "B 95%"]
     ]
-    found = differences(first, second)
-    for one in found:
-        (a, of_a), (b, of_b), difference = (
-            _cells(one.first),
-            _cells(one.second),
-            _cells(one.difference, "+"),
+    rows = differences(first, second)
+    for row in rows:
+        (mean_a, interval_a), (mean_b, interval_b), difference = (
+            _cells(row.first),
+            _cells(row.second),
+            _cells(row.difference, "+"),
         )
-        row = [one.dataset, one.measure, a, b, *difference, "clear" if one.is_clear else ""]
-        table.append([*row, str(one.problems), of_a, of_b])
+        cells = [
+            row.dataset,
+            row.measure,
+            mean_a,
+            mean_b,
+            *difference,
+            "clear" if row.is_clear else "",
+        ]
+        table.append([*cells, str(row.problems), interval_a, interval_b])
     named = {"A": first, "B": second}
     notes = [
-        f"{name}: {one.name} (model {one.settings.get('about_model', '?')})"
-        for name, one in named.items()
+        f"{name}: {results.name} (model {results.settings.get('about_model', '?')})"
+        for name, results in named.items()
     ]
     notes += [f"Settings differ: {sentence}." for sentence in other_settings(first, second)]
     notes += [
         f"{row.dataset}, {row.measure}: {counted(row.left_out, 'problem', 'are')} in one of the "
         "two only, and left out."
-        for row in found
+        for row in rows
         if row.left_out
     ]
-    alone = sorted(first.accuracies.keys() ^ second.accuracies.keys())
-    notes += [f"In one of the two only: {', '.join(alone)}."] if alone else []
+    unshared = sorted(first.accuracies.keys() ^ second.accuracies.keys())
+    notes += [f"In one of the two only: {', '.join(unshared)}."] if unshared else []
     notes += [boxed_tables(table, keys=2), '"clear": the 95% interval of B - A leaves out 0.']
     return visible("\n".join(notes))
 
 
 def _cells(mean: tuple[float, float, float], sign: str = "") -> list[str]:
-    value, low, high = (100 * number for number in mean)
-    return [f"{value:{sign}.1f}", f"{low:{sign}.1f} to {high:{sign}.1f}"]
+    percent, low, high = (100 * number for number in mean)
+    return [f"{percent:{sign}.1f}", f"{low:{sign}.1f} to {high:{sign}.1f}"]

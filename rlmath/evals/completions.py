@@ -52,7 +52,7 @@ def read_completions(folder: Path, benchmark: str) -> dict[Key, CompletionRecord
     """All completions of a benchmark in a folder, without their texts.
 
     ValueError for a line that is no completion."""
-    found: dict[Key, CompletionRecord] = {}
+    records: dict[Key, CompletionRecord] = {}
     for path in sorted((folder / GENERATIONS / benchmark).glob("*.jsonl")):
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -65,8 +65,8 @@ def read_completions(folder: Path, benchmark: str) -> dict[Key, CompletionRecord
                         "it is sampled again"
                     ) from error
                 index = GREEDY_INDEX if record.mode == "greedy" else record.sample
-                found.setdefault((record.problem_id, index), record)
-    return found
+                records.setdefault((record.problem_id, index), record)
+    return records
 
 
 def remove_unfinished_lines(folder: Path) -> int:
@@ -75,9 +75,9 @@ def remove_unfinished_lines(folder: Path) -> int:
     count = 0
     for path in (folder / GENERATIONS).glob("*/*.jsonl"):
         content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.truncate(path, whole)
+        ended_size = content.rfind(b"\n") + 1
+        if ended_size < len(content):
+            os.truncate(path, ended_size)
             count += 1
     return count
 

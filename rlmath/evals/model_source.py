@@ -86,10 +86,10 @@ def _with_metadata(fingerprint: str, metadata_files: Mapping[str, bytes]) -> str
 def _hugging_face(path: Path) -> Path | None:
     if (path / "config.json").is_file():
         return path
-    last = path / EXPORT_FOLDER
-    exported = (last / "config.json").is_file()
+    export_folder = path / EXPORT_FOLDER
+    exported = (export_folder / "config.json").is_file()
     running = (path / CHECKPOINTS_FOLDER).is_dir() and not (path / SUMMARY_FILE).is_file()
-    return last if exported and not running else None
+    return export_folder if exported and not running else None
 
 
 def _convert(path: Path, output: Path) -> Path:

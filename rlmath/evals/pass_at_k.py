@@ -82,14 +82,16 @@ def _right_subsets(votes: Sequence[Vote], blank: int, k: int, top: int) -> float
     for drawn in range(min(blank, k) + 1):
         ways[drawn, 0, 0] = math.comb(blank, drawn)
     for vote in votes:
-        more = np.zeros_like(ways)
+        extended_ways = np.zeros_like(ways)
         for drawn in range(min(vote.count, top - 1) + 1):
-            more[drawn:] += math.comb(vote.count, drawn) * ways[: k + 1 - drawn]
+            extended_ways[drawn:] += math.comb(vote.count, drawn) * ways[: k + 1 - drawn]
         if vote.count >= top:
-            from_, to = (
+            source_slice, target_slice = (
                 (slice(None, -1), slice(1, None)) if vote.right else (slice(None), slice(None))
             )
-            more[top:, 1:, to] += math.comb(vote.count, top) * ways[: k + 1 - top, :-1, from_]
-        ways = more
+            extended_ways[top:, 1:, target_slice] += (
+                math.comb(vote.count, top) * ways[: k + 1 - top, :-1, source_slice]
+            )
+        ways = extended_ways
     j = np.arange(1, ties + 1)[:, None]
     return float((ways[k, 1:] * np.arange(right_ties + 1) / j).sum())

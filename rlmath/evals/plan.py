@@ -151,13 +151,16 @@ def check_settings(
     if earlier.get("common"):
         earlier["common"] = EARLIER | earlier["common"]
     differences = [
-        f"{name} was {_named(before, name)}, now it is {_named(now, name)}"
-        for before, now in (
+        f"{name} was {_named(recorded, name)}, now it is {_named(current, name)}"
+        for recorded, current in (
             (earlier.get("common"), common),
             (earlier.get("sampled"), sampled or {}),
         )
-        for name, value in now.items()
-        if before and name in before and before[name] != value and not name.startswith("about_")
+        for name, value in current.items()
+        if recorded
+        and name in recorded
+        and recorded[name] != value
+        and not name.startswith("about_")
     ]
     if differences:
         raise ValueError(
@@ -175,8 +178,8 @@ def check_settings(
 def recorded_new_tokens(folder: Path) -> int | None:
     """The longest completion that those in the folder could have; None without any, or where it is
     not known."""
-    found = read_settings(folder).get("max_new_tokens") if _has_completions(folder) else None
-    return found if type(found) is int else None
+    new_tokens = read_settings(folder).get("max_new_tokens") if _has_completions(folder) else None
+    return new_tokens if type(new_tokens) is int else None
 
 
 def _has_completions(folder: Path) -> bool:

@@ -76,12 +76,16 @@ def result_of(
     plan has. Problems with longer prompts count as wrong (`too_long`), and so do completions whose
     verification failed (`not_judged`); `unusable` rows of the file are not in `num_questions`.
     KeyError if a problem lacks a completion."""
-    fitting = [p for p in benchmark.problems if len(p.token_ids) <= max_prompt_tokens]
+    fitting = [
+        problem for problem in benchmark.problems if len(problem.token_ids) <= max_prompt_tokens
+    ]
     rows = {
-        p.prompt_id: {index: records[p.prompt_id, index] for index in plan.indices} for p in fitting
+        problem.prompt_id: {index: records[problem.prompt_id, index] for index in plan.indices}
+        for problem in fitting
     }
     problems = tuple(
-        _problem(p.prompt_id, rows.get(p.prompt_id, {}), plan) for p in benchmark.problems
+        _problem(problem.prompt_id, rows.get(problem.prompt_id, {}), plan)
+        for problem in benchmark.problems
     )
     greedy = [row[GREEDY_INDEX] for row in rows.values()] if plan.greedy else []
     sampled = [[row[index] for index in range(plan.samples)] for row in rows.values()]
@@ -122,14 +126,14 @@ def _pass_and_majority(
 ) -> Row:
     """pass@k and maj@k of `n` samples of each problem; of a problem without a row no majority is
     right."""
-    found: Row = {}
+    shares: Row = {}
     for k in useful_k(n):
         name = "sample_pass@1" if k == 1 else f"pass@{k}"
-        found[name] = fmean(pass_at_k(n, problem.right, k) for problem in problems)
+        shares[name] = fmean(pass_at_k(n, problem.right, k) for problem in problems)
     votes = [_votes(row) for row in rows]
     for k in useful_k(n)[1:]:
-        found[f"maj@{k}"] = sum(majority_at_k(*vote, k) for vote in votes) / len(problems)
-    return found
+        shares[f"maj@{k}"] = sum(majority_at_k(*vote, k) for vote in votes) / len(problems)
+    return shares
 
 
 def _mean(values: Sequence[float]) -> float | None:

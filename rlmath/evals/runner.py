@@ -225,10 +225,10 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
         logger.info(
             "Removed the unfinished last line of %d files, left by a run that was stopped", repaired
         )
-    missing = [one for benchmark in benchmarks for one in _missing(benchmark, plan, lengths)]
+    missing = [gap for benchmark in benchmarks for gap in _missing(benchmark, plan, lengths)]
     for warning in benchmark_warnings(benchmarks, tokenizer, verified):
         logger.warning("%s", warning)
-    _log_work(benchmarks, lengths, plan, sum(len(one.indices) for one in missing))
+    _log_work(benchmarks, lengths, plan, sum(len(gap.indices) for gap in missing))
     if plan.max_new_tokens is None:
         logger.info(
             "Completions have at most %d tokens (--max-new-tokens is not given): prompts have up "
@@ -268,7 +268,7 @@ def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Mi
 def _log_work(
     benchmarks: Sequence[Benchmark], lengths: LengthLimits, plan: Plan, missing: int
 ) -> None:
-    wanted = 0
+    requested = 0
     for benchmark in benchmarks:
         name = benchmark.name
         problems = benchmark.problems
@@ -279,16 +279,18 @@ def _log_work(
                 "%s: %d rows of its file are unusable, and are not in the table", name, rows
             )
         tokens = (len(problem.token_ids) for problem in problems)
-        long = [length for length in tokens if length > lengths.max_prompt_tokens]
-        if long:
+        too_long = [length for length in tokens if length > lengths.max_prompt_tokens]
+        if too_long:
             logger.warning(
-                f"{name}: {len(long)} of {len(problems)} prompts are longer than "
+                f"{name}: {len(too_long)} of {len(problems)} prompts are longer than "
                 "--max-prompt-tokens "
-                f"{lengths.max_prompt_tokens} and count as wrong (the longest has {max(long)})"
+                f"{lengths.max_prompt_tokens} and count as wrong (the longest has {max(too_long)})"
             )
-        wanted += len(plan.indices) * (len(problems) - len(long))
+        requested += len(plan.indices) * (len(problems) - len(too_long))
     logger.info(
-        "%d completions are requested, %d of them are on disk already", wanted, wanted - missing
+        "%d completions are requested, %d of them are on disk already",
+        requested,
+        requested - missing,
     )
 
 

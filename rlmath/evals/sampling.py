@@ -82,14 +82,14 @@ def sample_missing(
     """Sample, verify and write.
 
     The engines share the work; in each engine the rank with a `pool` writes."""
-    requests = [_requests(number, one, plan, lengths) for number, one in enumerate(missing)]
+    requests = [_requests(number, gap, plan, lengths) for number, gap in enumerate(missing)]
     store = shared_store("evaluation")
     work_queue = WorkQueue(store, requests, mesh, rollout.max_num_seqs)
     if pool is None:
         for _ in RunningCompletions(llm, rollout).sample(work_queue):
             pass
         return
-    problems = {number: one.problem for number, one in enumerate(missing)}
+    problems = {number: gap.problem for number, gap in enumerate(missing)}
     writer = Writer(plan.output, mesh.engine_index)
     total = sum(map(len, requests))
     progress = SamplingProgress(
@@ -159,9 +159,9 @@ class Verification:
         """Queue a completion for the workers, and write the records that are done."""
         problem = self._problems[request.key[0]]
         if self._scorer is None:
-            whole = text_to_verify(problem.text, completion.text)
+            text = text_to_verify(problem.text, completion.text)
             future = self._pool.submit(
-                whole, problem.solutions, problem.task, question=problem.question
+                text, problem.solutions, problem.task, question=problem.question
             )
         else:
             future = self._scorer.call(completion.text, problem.solutions, problem.row)
@@ -186,11 +186,11 @@ class Verification:
         verdict = future.result()
         if isinstance(verdict, FunctionResult):
             # For the vote of maj@k, which compares answers.
-            whole = text_to_verify(problem.text, completion.text)
-            answer = extract_answer(whole, self._answer_from) or ""
+            text = text_to_verify(problem.text, completion.text)
+            answer = extract_answer(text, self._answer_from) or ""
             extracted = split_boxes(answer)[0][:MAX_ANSWER_CHARS]
-            right = verdict.failure is None and verdict.reward > 0
-            verdict = Verdict(right, extracted, verdict.failure or "function")
+            correct = verdict.failure is None and verdict.reward > 0
+            verdict = Verdict(correct, extracted, verdict.failure or "function")
         record = CompletionRecord(
             problem_id=problem.prompt_id,
             mode="greedy" if greedy else "sample",

@@ -64,8 +64,8 @@ def second_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
 
 def _by_k(measure: str, rows: Sequence[Row]) -> list[str]:
     """Names of the columns `measure`k, in the order of k."""
-    found = {name for row in rows for name in row if name.startswith(measure)}
-    return sorted(found, key=lambda name: int(name.removeprefix(measure)))
+    names = {name for row in rows for name in row if name.startswith(measure)}
+    return sorted(names, key=lambda name: int(name.removeprefix(measure)))
 
 
 def cell(name: str, value: float | int | str | None) -> str:
@@ -143,7 +143,7 @@ def write_results(
         "benchmarks": {
             result.row["dataset"]: {
                 "row": result.row,
-                "problems": [asdict(p) for p in result.problems],
+                "problems": [asdict(problem) for problem in result.problems],
             }
             for result in results
         },

@@ -266,11 +266,11 @@ def hook_problems(config: Config, kind: Kind) -> Iterator[str]:
 
 
 def _metric_problems(entries: Sequence[str]) -> Iterator[str]:
-    names = [metric_text.partition("=")[0] for metric_text in entries]
-    for metric_text, name in zip(entries, names, strict=True):
-        if not _NAME.fullmatch(name) or metric_text.endswith("="):
+    names = [text.partition("=")[0] for text in entries]
+    for text, name in zip(entries, names, strict=True):
+        if not _NAME.fullmatch(name) or text.endswith("="):
             yield (
-                f'telemetry.metrics has {metric_text!r}; needed: "name=package.module:function", or the '
+                f'telemetry.metrics has {text!r}; needed: "name=package.module:function", or the '
                 "name of one that "
                 "run.plugins registers: a small letter, then at most 39 small letters, digits and "
                 "underscores."

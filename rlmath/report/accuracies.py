@@ -63,9 +63,11 @@ def validation_rows(validation: Metrics) -> list[AccuracyRow]:
         curve = validation.curve(name)
         if not curve.values:
             continue
-        low, high = (_by_step(validation.curve(f"{name}_{end}")) for end in ("low", "high"))
+        lows, highs = (_by_step(validation.curve(f"{name}_{end}")) for end in ("low", "high"))
         measured = [
-            Accuracy(value, (low[step], high[step]) if step in low and step in high else None, step)
+            Accuracy(
+                value, (lows[step], highs[step]) if step in lows and step in highs else None, step
+            )
             for step, value in zip(*curve, strict=True)
         ]
         row = AccuracyRow(name.split("/")[1] if name in files else "all files", "")
@@ -109,7 +111,7 @@ def find_evaluations(
     `named`, and those in the run's folder and beside it. What is named and is none of these is told
     in `notes`."""
     base = settings.get("model.path")
-    found = {}
+    evaluations = {}
     for path in [*named, *_folders_with_results(folder)]:
         try:
             results = read_results(path, "evaluation")
@@ -119,13 +121,13 @@ def find_evaluations(
             continue
         model = model_of(results.settings, folder, base if isinstance(base, str) else "")
         if model is not None:
-            found[path.resolve()] = Evaluation(results, model)
+            evaluations[path.resolve()] = Evaluation(results, model)
         elif path in named:
             about = visible(str(results.settings.get("about_model")))[:200]
             notes.append(
                 f"{visible(str(path))}: an evaluation of {about}, which is no model of this run."
             )
-    return list(found.values())
+    return list(evaluations.values())
 
 
 def _folders_with_results(folder: Path) -> Iterator[Path]:

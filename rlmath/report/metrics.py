@@ -44,7 +44,7 @@ def read_curves(path: Path, notes: list[str]) -> Metrics:
 
     OSError where it cannot be read, ValueError where it is no regular file."""
     rows, damaged = rows_by_step(path, MOST_BYTES)
-    odd = 0
+    undrawable = 0
     metrics = Metrics(last_step=max(rows, default=0))
     for step, row in rows.items():
         for name, value in row.items():
@@ -55,21 +55,22 @@ def read_curves(path: Path, notes: list[str]) -> Metrics:
                 steps.append(step)
                 values.append(value)
             else:
-                odd += 1
+                undrawable += 1
     if (size := path.stat().st_size) > MOST_BYTES:
         notes.append(
             f"{path.name}: of {size / 2**20:.0f} MiB {len(rows)} rows, spread evenly, were read."
         )
     if damaged:
-        number, why = damaged[0]
-        first = f"line {number} ({type(why).__name__}: {excerpt(str(why), 80)})"
+        number, error = damaged[0]
+        first_problem = f"line {number} ({type(error).__name__}: {excerpt(str(error), 80)})"
         notes.append(
             f"{path.name}: {len(damaged)} lines are no rows of metrics and were left out; the "
-            f"first is {first}."
+            f"first is {first_problem}."
         )
-    if odd:
+    if undrawable:
         notes.append(
-            f"{path.name}: {odd} values are NaN, infinite or above {MOST_VALUE:g} and are not "
+            f"{path.name}: {undrawable} values are NaN, infinite or above {MOST_VALUE:g} and are "
+            "not "
             "drawn."
         )
     return metrics
@@ -89,16 +90,19 @@ def thinned(curve: Curve, most: int = DRAWN_POINTS) -> Curve:
     if count <= most:
         return curve
     buckets = (most - 2) // 2
-    kept = [0]
+    drawn_places = [0]
     for number in range(buckets):
         start = 1 + (count - 2) * number // buckets
         end = 1 + (count - 2) * (number + 1) // buckets
         places = range(start, end)
-        low = min(places, key=curve.values.__getitem__)
-        high = max(places, key=curve.values.__getitem__)
-        kept += sorted({low, high})
-    kept.append(count - 1)
-    return Curve([curve.steps[place] for place in kept], [curve.values[place] for place in kept])
+        lowest = min(places, key=curve.values.__getitem__)
+        highest = max(places, key=curve.values.__getitem__)
+        drawn_places += sorted({lowest, highest})
+    drawn_places.append(count - 1)
+    return Curve(
+        [curve.steps[place] for place in drawn_places],
+        [curve.values[place] for place in drawn_places],
+    )
 
 
 def stacked(named: list[tuple[str, Curve]], most: int = DRAWN_POINTS) -> list[tuple[str, Curve]]:
@@ -111,9 +115,9 @@ def stacked(named: list[tuple[str, Curve]], most: int = DRAWN_POINTS) -> list[tu
     steps = sorted({step for _, curve in named for step in curve.steps})
     width = max(1, -(-len(steps) // most))
     spans = [steps[start : start + width] for start in range(0, len(steps), width)]
-    found = []
+    stack = []
     for name, curve in named:
         values = dict(zip(*curve, strict=True))
         means = [sum(values.get(step, 0.0) for step in span) / len(span) for span in spans]
-        found.append((name, Curve([span[-1] for span in spans], means)))
-    return found
+        stack.append((name, Curve([span[-1] for span in spans], means)))
+    return stack

@@ -42,16 +42,16 @@ def build_page(runs: Sequence[ShownRun], plotly_js: str, made: datetime) -> str:
     """The HTML.
 
     `plotly_js` is the library's source. Text is valid for UTF-8."""
-    found = sections(runs)
-    figures = [figure for section in found for figure in section.figures]
+    shown_sections = sections(runs)
+    figures = [figure for section in shown_sections for figure in section.figures]
     page_js = _resource("page.js")
     title = f"{runs[0].label}: report of a run" if len(runs) == 1 else f"{len(runs)} runs compared"
     parts = [
         ("overview", "Overview", _overview(runs)),
         ("accuracies", "Before and after", _accuracies(runs)),
         *(
-            (f"section-{number}", one.title, _section(one, figures))
-            for number, one in enumerate(found)
+            (f"section-{number}", section.title, _section(section, figures))
+            for number, section in enumerate(shown_sections)
         ),
         ("events", "Warnings and restarts", _events(runs)),
         ("settings", "Settings", _settings(runs)),
@@ -157,8 +157,10 @@ def facts_of(run: ShownRun) -> Iterator[Fact]:
     message = text_of(run.exit_status.get("message"), 200) if run.has_failed else ""
     yield Fact("Status", run.status, message, run.has_failed)
     planned = number_of(run.summary.get("steps"))
-    of = f"of {planned:.0f}" if planned is not None and planned > run.metrics.last_step else ""
-    yield Fact("Steps", str(run.metrics.last_step), of)
+    planned_text = (
+        f"of {planned:.0f}" if planned is not None and planned > run.metrics.last_step else ""
+    )
+    yield Fact("Steps", str(run.metrics.last_step), planned_text)
     yield from _from_to("Accuracy", run.metrics.curve("rollout/accuracy"), "completions")
     yield from _from_to(
         "Rewards above 0", run.metrics.curve("rollout/reward_positive"), "completions"
@@ -170,8 +172,8 @@ def facts_of(run: ShownRun) -> Iterator[Fact]:
         best = max(range(len(validated.values)), key=validated.values.__getitem__)
         last, first, most = (_percent(validated.values[place]) for place in (-1, 0, best))
         began = f"{first} before training" if validated.steps[0] == 0 else f"first {first}"
-        more = f"of the answers; {began}, best {most} after step {validated.steps[best]}"
-        yield Fact("Validation accuracy", last, more)
+        details = f"of the answers; {began}, best {most} after step {validated.steps[best]}"
+        yield Fact("Validation accuracy", last, details)
     held_out = run.metrics.curve("held_out/loss")
     if held_out.values:
         yield Fact("Held-out loss", f"{held_out.values[-1]:.4g}", f"first {held_out.values[0]:.4g}")
@@ -198,13 +200,13 @@ def _from_to(name: str, curve: Curve, shares_of: str = "") -> Iterator[Fact]:
         return
     count = max(1, min(ENDS, len(curve.values) // 3))
     form = _percent if shares_of else lambda value: f"{value:.4g}"
-    last = statistics.fmean(curve.values[-count:])
-    first = statistics.fmean(curve.values[:count])
+    last_mean = statistics.fmean(curve.values[-count:])
+    first_mean = statistics.fmean(curve.values[:count])
     kind = f"of the {shares_of} " if shares_of else "mean " if count > 1 else ""
-    more = f"{kind}in {_steps_text(curve.steps[-count:])}"
+    details = f"{kind}in {_steps_text(curve.steps[-count:])}"
     if len(curve.values) > 1:
-        more += f"; {form(first)} in {_steps_text(curve.steps[:count])}"
-    yield Fact(name, form(last), more)
+        details += f"; {form(first_mean)} in {_steps_text(curve.steps[:count])}"
+    yield Fact(name, form(last_mean), details)
 
 
 def _steps_text(steps: Sequence[int]) -> str:
@@ -226,9 +228,9 @@ def _percent(share: float) -> str:
 def _overview(runs: Sequence[ShownRun]) -> str:
     if len(runs) == 1:
         card = '<div class="card"><dt>{}</dt><dd>{}</dd></div>'
-        cards = "".join(card.format(escape(one.name), _fact(one)) for one in facts_of(runs[0]))
+        cards = "".join(card.format(escape(fact.name), _fact(fact)) for fact in facts_of(runs[0]))
         return f'<dl class="cards">{cards}</dl>'
-    by_run = [{one.name: one for one in facts_of(run)} for run in runs]
+    by_run = [{fact.name: fact for fact in facts_of(run)} for run in runs]
     names = dict.fromkeys(name for facts in by_run for name in facts)
     head = ["Run", *map(escape, names)]
     rows = [
@@ -239,9 +241,9 @@ def _overview(runs: Sequence[ShownRun]) -> str:
 
 
 def _fact(fact: Fact) -> str:
-    more = f' <span class="more soft small">{html_text(fact.more)}</span>' if fact.more else ""
+    details = f' <span class="more soft small">{html_text(fact.more)}</span>' if fact.more else ""
     style = ' class="error-text"' if fact.is_bad else ""
-    return f"<span{style}>{html_text(fact.value)}</span>{more}"
+    return f"<span{style}>{html_text(fact.value)}</span>{details}"
 
 
 def _accuracies(runs: Sequence[ShownRun]) -> str:
@@ -305,10 +307,10 @@ def _accuracy_table(
 def _accuracy(accuracy: Accuracy | None) -> str:
     if accuracy is None:
         return ""
-    after = f"after step {accuracy.step}" if accuracy.step else ""
+    step_text = f"after step {accuracy.step}" if accuracy.step else ""
     ends = "" if accuracy.interval is None else " to ".join(map(_percent, accuracy.interval))
-    more = "; ".join(filter(None, (ends, after)))
-    return f'{_percent(accuracy.value)} <span class="more soft small">{more}</span>'
+    details = "; ".join(filter(None, (ends, step_text)))
+    return f'{_percent(accuracy.value)} <span class="more soft small">{details}</span>'
 
 
 def _change(change: Accuracy | None) -> str:
@@ -326,7 +328,7 @@ def _change(change: Accuracy | None) -> str:
 def _section(section: Section, figures: Sequence[dict[str, Any]]) -> str:
     shown = []
     for figure in section.figures:
-        number = next(place for place, one in enumerate(figures) if one is figure)
+        number = next(place for place, candidate in enumerate(figures) if candidate is figure)
         note = (
             f'<div class="soft small">{html_text(figure["note"])}</div>' if figure["note"] else ""
         )
@@ -341,18 +343,18 @@ def _section(section: Section, figures: Sequence[dict[str, Any]]) -> str:
 def _events(runs: Sequence[ShownRun]) -> str:
     parts = []
     for run in runs:
-        found = [*_messages(run.events.messages)]
-        if found and len(runs) > 1:
+        messages = [*_messages(run.events.messages)]
+        if messages and len(runs) > 1:
             parts.append(f"<h3>{html_text(run.label)}</h3>")
-        parts += found
+        parts += messages
     return "\n".join(parts)
 
 
 def _messages(messages: Sequence[Message]) -> Iterable[str]:
     """Errors, alerts, rollbacks and restarts, then warnings, which are folded away where they are
     many."""
-    grave = [one for one in messages if one.kind != "warning"]
-    warnings = [one for one in messages if one.kind == "warning"]
+    grave = [message for message in messages if message.kind != "warning"]
+    warnings = [message for message in messages if message.kind == "warning"]
     yield from map(_message, grave)
     if len(warnings) <= SHOWN_WARNINGS:
         yield from map(_message, warnings)
@@ -362,31 +364,31 @@ def _messages(messages: Sequence[Message]) -> Iterable[str]:
 
 
 def _message(one: Message) -> str:
-    where = ", ".join(one.steps) + (", ..." if one.count > len(one.steps) == 8 else "")
+    places = ", ".join(one.steps) + (", ..." if one.count > len(one.steps) == 8 else "")
     often = f", {one.count} times" if one.count > 1 else ""
     return (
         f'<div class="message {one.kind}"><div class="where">{one.kind.capitalize()}, '
-        f"{html_text(where)}{often}, "
+        f"{html_text(places)}{often}, "
         f"first at {html_text(one.time)}</div><p>{html_text(one.text)}</p></div>"
     )
 
 
 def _settings(runs: Sequence[ShownRun]) -> str:
     if len(runs) == 1:
-        found: Mapping[str, Sequence[str]] = changed(runs[0].settings)
+        values_by_key: Mapping[str, Sequence[str]] = changed(runs[0].settings)
         heads = ["Value", "Default"]
-        what = "Settings that are not at their defaults."
+        caption = "Settings that are not at their defaults."
         nothing = ""
     else:
-        found = differing([run.settings for run in runs])
+        values_by_key = differing([run.settings for run in runs])
         heads = [_named(number, run) for number, run in enumerate(runs)]
-        what = "Settings in which the runs differ."
+        caption = "Settings in which the runs differ."
         nothing = "<p>The runs have the same settings, as far as they can be read.</p>"
     rows = [
         [f'<span title="{html_text(doc(key))}">{html_text(key)}</span>', *map(html_text, values)]
-        for key, values in found.items()
+        for key, values in values_by_key.items()
     ]
-    table = f'<p class="soft">{what}</p>{_table(["Setting", *heads], rows, keys=True)}'
+    table = f'<p class="soft">{caption}</p>{_table(["Setting", *heads], rows, keys=True)}'
     return table if rows else nothing
 
 
@@ -419,11 +421,14 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], keys: bool = Fals
     """Cells are HTML.
 
     With `keys` the first column holds settings."""
-    heads = "".join(f"<th>{one}</th>" for one in head)
-    first = ' class="key"' if keys else ""
+    heads = "".join(f"<th>{title}</th>" for title in head)
+    first_attribute = ' class="key"' if keys else ""
     body = "".join(
         "<tr>"
-        + "".join(f"<td{first if not place else ''}>{cell}</td>" for place, cell in enumerate(row))
+        + "".join(
+            f"<td{first_attribute if not place else ''}>{cell}</td>"
+            for place, cell in enumerate(row)
+        )
         + "</tr>"
         for row in rows
     )

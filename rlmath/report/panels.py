@@ -256,25 +256,25 @@ FIGURES: Mapping[str, Sequence[Lines]] = {
 
 def sections(runs: Sequence[ShownRun]) -> list[Section]:
     """All that has data, in the order of the page."""
-    found: list[Section] = []
+    all_sections: list[Section] = []
     for title, specs in FIGURES.items():
-        more = {"Learning": _reward_parts, "Your metrics": _own}.get(title)
+        make_lines = {"Learning": _reward_parts, "Your metrics": _own}.get(title)
         section = Section(title)
-        for spec in [*specs, *(more(runs) if more else ())]:
+        for spec in [*specs, *(make_lines(runs) if make_lines else ())]:
             figure, is_zero = _lines(spec, runs)
             if figure is not None:
                 section.figures.append(figure)
             elif is_zero:
                 section.zero.append(spec.title)
-        found.append(section)
-    return [section for section in found if section.figures or section.zero]
+        all_sections.append(section)
+    return [section for section in all_sections if section.figures or section.zero]
 
 
 def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None, bool]:
     """The figure, if any value is not 0; and whether there were values at all."""
     traces = []
     left_out = 0
-    there = False
+    has_values = False
     flat: dict[str, None] = {}
     stacks = spec.form == "stack" and len(runs) == 1
     for number, run in enumerate(runs):
@@ -284,7 +284,7 @@ def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None
         if stacks:
             named = stacked(named)
         for place, (called, curve) in enumerate(named):
-            there = there or bool(curve.values)
+            has_values = has_values or bool(curve.values)
             if not any(curve.values):
                 if curve.values and len(runs) == 1 and called in spec.metrics.values():
                     flat[called] = None
@@ -305,7 +305,7 @@ def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None
                 }
             )
     if not traces:
-        return None, there
+        return None, has_values
     is_log = spec.form == "log" and all(value > 0 for trace in traces for value in trace["y"])
     notes = [
         spec.note,
@@ -371,12 +371,12 @@ def _curves(run: ShownRun, metric: str, called: str) -> list[tuple[str, Curve]]:
     head, star, tail = metric.partition("*")
     if not star:
         return [(called, metrics.curve(metric))]
-    found = []
+    curves = []
     for name in metrics.starting_with(head):
         inside = name.removeprefix(head).removesuffix(tail)
         if name == head + inside + tail and "/" not in inside and name not in NO_PHASES:
-            found.append((inside.replace("_", " "), metrics.curve(name)))
-    return found
+            curves.append((inside.replace("_", " "), metrics.curve(name)))
+    return curves
 
 
 def drawn(curve: Curve) -> dict[str, list[Any]]:
@@ -403,5 +403,5 @@ def _own(runs: Sequence[ShownRun]) -> Iterator[Lines]:
     """What functions of the user's measure (`telemetry.metrics`): a figure for each function."""
     names = dict.fromkeys(name for run in runs for name in run.metrics.starting_with("own/"))
     for function in dict.fromkeys(name.split("/")[1] for name in names):
-        known = [name for name in names if name.split("/")[1] == function]
-        yield Lines(function, "", {name: name.split("/", 2)[-1] for name in known})
+        names_of_function = [name for name in names if name.split("/")[1] == function]
+        yield Lines(function, "", {name: name.split("/", 2)[-1] for name in names_of_function})

@@ -178,7 +178,7 @@ def events_of(path: Path, notes: list[str]) -> Events:
     """What the file tells; what was left out is added to `notes`.
 
     Errors: as `read_events`."""
-    found = Events()
+    events = Events()
     damaged = 0
     left_out = 0
     is_beginning = False
@@ -190,11 +190,11 @@ def events_of(path: Path, notes: list[str]) -> Events:
         kind = row["kind"]
         step = number_of(row.get("step"))
         if kind == "rollback" or (kind == "resume" and is_beginning):
-            found.markers.append(
+            events.markers.append(
                 {"x": step, "kind": "rollback" if kind == "rollback" else "restart"}
             )
         is_beginning = kind == "start" or (is_beginning and kind not in ("resume", "checkpoint"))
-        found.starts += kind == "start"
+        events.starts += kind == "start"
         if kind not in MESSAGES:
             continue
         key = kind, text_of(row.get("text"), MOST_CHARS)
@@ -205,11 +205,13 @@ def events_of(path: Path, notes: list[str]) -> Events:
         else:
             left_out += 1
             continue
-        where = (
-            f"before the first step of start {found.starts}" if step is None else f"step {step:.0f}"
+        place = (
+            f"before the first step of start {events.starts}"
+            if step is None
+            else f"step {step:.0f}"
         )
-        if where not in messages[key].steps and len(messages[key].steps) < 8:
-            messages[key].steps.append(where)
+        if place not in messages[key].steps and len(messages[key].steps) < 8:
+            messages[key].steps.append(place)
     if damaged:
         notes.append(f"{path.name}: {damaged} lines are no events and were left out.")
     if left_out:
@@ -217,6 +219,6 @@ def events_of(path: Path, notes: list[str]) -> Events:
             f"{path.name}: {left_out} more warnings and errors, after {MOST_MESSAGES} different "
             "ones, are left out."
         )
-    del found.markers[MOST_MARKERS:]
-    found.messages = sorted(messages.values(), key=lambda one: MESSAGES.index(one.kind))
-    return found
+    del events.markers[MOST_MARKERS:]
+    events.messages = sorted(messages.values(), key=lambda message: MESSAGES.index(message.kind))
+    return events

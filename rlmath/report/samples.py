@@ -30,12 +30,12 @@ def samples_of(
     """Groups of a run, by rising step, as page.js reads them.
 
     What was left out is added to `notes`."""
-    found = sample_files(folder)
+    step_files = sample_files(folder)
     failures = sample_files(folder, "failure")
     damaged = 0
     shown: list[dict[str, Any]] = []
     for kind, files, most, most_groups in (
-        ("step", found, most_steps, SHOWN_GROUPS),
+        ("step", step_files, most_steps, SHOWN_GROUPS),
         ("failure", failures, MOST_FAILURE_FILES, 1),
     ):
         for step in _spread(list(files), most):
@@ -46,9 +46,9 @@ def samples_of(
         notes.append(
             f"{SAMPLES_FOLDER}/: {damaged} lines or files are no samples and were left out."
         )
-    if len(found) > most_steps:
+    if len(step_files) > most_steps:
         notes.append(
-            f"The page has samples of {most_steps} of the {len(found)} steps that have some, "
+            f"The page has samples of {most_steps} of the {len(step_files)} steps that have some, "
             "spread evenly."
         )
     return sorted(shown, key=lambda group: group["step"])
@@ -87,14 +87,14 @@ def _group(row: Any, step: int, kind: str) -> dict[str, Any]:
     if isinstance(row, ValueError):
         raise row
     solutions = row["solutions"] if isinstance(row.get("solutions"), list) else []
-    completions = [_completion(one) for one in row["completions"][:256]]
+    completions = [_completion(completion) for completion in row["completions"][:256]]
     return {
         "step": step,
         "kind": kind,
         "id": text_of(row.get("prompt_id"), SHORT_CHARS),
         "prompt": text_of(row["prompt"], HEAD_CHARS, TAIL_CHARS),
-        "solutions": [text_of(one, SHORT_CHARS) for one in solutions[:8]],
-        "right": sum(one["correct"] for one in completions),
+        "solutions": [text_of(solution, SHORT_CHARS) for solution in solutions[:8]],
+        "right": sum(completion["correct"] for completion in completions),
         "sampled": len(completions),
         "completions": completions[:SHOWN_COMPLETIONS],
     }
@@ -115,8 +115,8 @@ def _completion(one: Any) -> dict[str, Any]:
             [text_of(name, 60), number_of(value)] for name, value in list(rewards.items())[:16]
         ],
         "failures": [
-            [text_of(name, 60), text_of(why, SHORT_CHARS)]
-            for name, why in list(failures.items())[:16]
+            [text_of(name, 60), text_of(reason, SHORT_CHARS)]
+            for name, reason in list(failures.items())[:16]
         ],
         "text": text_of(one["text"], HEAD_CHARS, TAIL_CHARS),
     }

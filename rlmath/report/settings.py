@@ -43,17 +43,17 @@ def read_settings(path: Path) -> Settings:
 def changed(settings: Settings) -> dict[str, tuple[str, str]]:
     """Key to (value, default), of the settings that are not at their defaults; "" is that of an
     unknown key."""
-    found = {}
+    differences = {}
     for key, value in settings.items():
-        known = all_settings().get(key)
-        if known is None:
-            found[key] = written(value), ""
-        elif not _same(value, known.default):
-            found[key] = (
+        setting = all_settings().get(key)
+        if setting is None:
+            differences[key] = written(value), ""
+        elif not _same(value, setting.default):
+            differences[key] = (
                 written(value),
-                "must be given" if known.default == "???" else written(known.default),
+                "must be given" if setting.default == "???" else written(setting.default),
             )
-    return found
+    return differences
 
 
 def differing(runs: Sequence[Settings]) -> dict[str, list[str]]:
@@ -61,18 +61,18 @@ def differing(runs: Sequence[Settings]) -> dict[str, list[str]]:
     has none."""
     keys = dict.fromkeys(key for run in runs for key in run)
     order = {key: place for place, key in enumerate(all_settings())}
-    found = {}
+    differences = {}
     for key in sorted(keys, key=lambda key: order.get(key, len(order))):
         values = [written(run[key]) if key in run else "" for run in runs]
         if any(not _same(run.get(key), runs[0].get(key)) for run in runs[1:]):
-            found[key] = values
-    return found
+            differences[key] = values
+    return differences
 
 
 def doc(key: str) -> str:
     """What a setting does; "" for one that this version does not know."""
-    known = all_settings().get(key)
-    return "" if known is None else " ".join(known.doc.split())
+    setting = all_settings().get(key)
+    return "" if setting is None else " ".join(setting.doc.split())
 
 
 def written(value: Any) -> str:

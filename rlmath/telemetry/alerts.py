@@ -88,8 +88,8 @@ class Alerts:
         if len(self.first) < FIRST_STEPS:
             self.first.append(row)
         self.last.append(row)
-        found = {rule: rule(self) for rule in RULES if rule not in self._raised}
-        texts = {rule: text for rule, text in found.items() if text is not None}
+        text_by_rule = {rule: rule(self) for rule in RULES if rule not in self._raised}
+        texts = {rule: text for rule, text in text_by_rule.items() if text is not None}
         self._raised |= texts.keys()
         return list(texts.values())
 
@@ -157,10 +157,12 @@ def contrast_alert(run: Alerts) -> str | None:
     alike = [run.group_relative and row.get("rollout/groups_with_contrast") == 0 for row in rows]
     if len(rows) < IDLE_STEPS or not all(map(max, dropped, alike)):
         return None
-    same = [row.get("rollout/groups_with_contrast") == 0 for row in rows]
-    what = "No group had different rewards" if any(same) else "No group was learned from"
+    without_contrast = [row.get("rollout/groups_with_contrast") == 0 for row in rows]
+    problem = (
+        "No group had different rewards" if any(without_contrast) else "No group was learned from"
+    )
     return (
-        f"{what} ({_last(rows)}).\n"
+        f"{problem} ({_last(rows)}).\n"
         "  See `rlmath samples`, reward.function. New run: problems it sometimes solves."
     )
 
@@ -218,13 +220,13 @@ def flat_alert(run: Alerts) -> str | None:
     accuracy = _recent(run, "rollout/accuracy", half)
     if accuracy and statistics.mean(accuracy) >= GOOD_ACCURACY:
         return None
-    before = statistics.mean(earlier)
-    after = statistics.mean(later)
+    earlier_mean = statistics.mean(earlier)
+    later_mean = statistics.mean(later)
     scatter = sum(statistics.variance(part) for part in (earlier, later)) if half > 1 else 0.0
-    if after - before > math.sqrt(scatter / half):
+    if later_mean - earlier_mean > math.sqrt(scatter / half):
         return None
     return (
-        f"The reward did not rise: {before:.3g}, then {after:.3g} ({_last(rewards)}).\n"
+        f"The reward did not rise: {earlier_mean:.3g}, then {later_mean:.3g} ({_last(rewards)}).\n"
         "  In a new run: selection.dynamic_sampling, other problems, larger optimizer.lr."
     )
 
@@ -234,15 +236,20 @@ def entropy_alert(run: Alerts) -> str | None:
     answers did."""
     limit = run.limits.warn_entropy_share
     name = "train/entropy_loss"
-    first = [row[name] for row in run.first if name in row]
-    last = _recent(run, name)
-    if len(run.first) < FIRST_STEPS or not first or not last or not statistics.mean(first) > 0:
+    first_values = [row[name] for row in run.first if name in row]
+    last_values = _recent(run, name)
+    if (
+        len(run.first) < FIRST_STEPS
+        or not first_values
+        or not last_values
+        or not statistics.mean(first_values) > 0
+    ):
         return None
-    share = statistics.mean(last) / statistics.mean(first)
+    share = statistics.mean(last_values) / statistics.mean(first_values)
     if not share < limit or not share < ENTROPY_AND_ERRORS * _errors_left(run):
         return None
     return (
-        f"Entropy fell to {_percent(share)} of its start ({_last(last)}).\n"
+        f"Entropy fell to {_percent(share)} of its start ({_last(last_values)}).\n"
         "  New run: larger algorithm.entropy_coef, clip_ratio_high; lower optimizer.lr."
     )
 
@@ -251,11 +258,11 @@ def _errors_left(run: Alerts) -> float:
     """The share of wrong answers in the last steps over that in the first; 1 where it is not
     known."""
     name = "rollout/accuracy"
-    first = [1 - row[name] for row in run.first if name in row]
-    last = _recent(run, name)
-    if not first or not last or statistics.mean(first) <= 0:
+    first_errors = [1 - row[name] for row in run.first if name in row]
+    last_accuracies = _recent(run, name)
+    if not first_errors or not last_accuracies or statistics.mean(first_errors) <= 0:
         return 1.0
-    return (1 - statistics.mean(last)) / statistics.mean(first)
+    return (1 - statistics.mean(last_accuracies)) / statistics.mean(first_errors)
 
 
 def early_stop_alert(run: Alerts) -> str | None:

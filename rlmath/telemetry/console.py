@@ -95,11 +95,11 @@ def route_library_logs() -> None:
     Some, as torch and transformers, install handlers of their own and set levels when they are
     imported: call it again after that."""
     level = os.environ.get(LIBRARY_LEVEL, "WARNING")
-    for name, found in list(logging.root.manager.loggerDict.items()):
-        wanted = name.startswith("torch") and "TORCH_LOGS" in os.environ
-        if isinstance(found, logging.Logger) and _is_library(name) and not wanted:
-            found.handlers.clear()
-            found.propagate = True
+    for name, library_logger in list(logging.root.manager.loggerDict.items()):
+        has_torch_logs = name.startswith("torch") and "TORCH_LOGS" in os.environ
+        if isinstance(library_logger, logging.Logger) and _is_library(name) and not has_torch_logs:
+            library_logger.handlers.clear()
+            library_logger.propagate = True
     for library in LIBRARIES:
         if library != "torch" or "TORCH_LOGS" not in os.environ:
             logging.getLogger(library).setLevel(level)
@@ -245,8 +245,8 @@ def terminal_width(stream: TextIO | None = None) -> int | None:
 def over_bar(text: str, width: int) -> str:
     """The text in the place of a progress bar of another process that may stand on the terminal's
     line."""
-    first, newline, rest = text.partition("\n")
-    return f"\r{first.ljust(width - 1)}{newline}{rest}"
+    first, newline, remainder = text.partition("\n")
+    return f"\r{first.ljust(width - 1)}{newline}{remainder}"
 
 
 def wrapped(text: str, width: int) -> str:
@@ -334,8 +334,8 @@ def duration(seconds: float) -> str:
     >>> duration(7.4), duration(4000), duration(183_600)
     ('0:07', '1:06:40', '2d03h')
     """
-    whole = round(seconds)
-    if whole >= 86_400:
-        return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
-    minutes = f"{whole // 60 % 60:02d}:{whole % 60:02d}"
-    return f"{whole // 3600}:{minutes}" if whole >= 3600 else minutes.removeprefix("0")
+    rounded = round(seconds)
+    if rounded >= 86_400:
+        return f"{rounded // 86_400}d{rounded % 86_400 // 3600:02d}h"
+    minutes = f"{rounded // 60 % 60:02d}:{rounded % 60:02d}"
+    return f"{rounded // 3600}:{minutes}" if rounded >= 3600 else minutes.removeprefix("0")

@@ -46,10 +46,12 @@ class EventFile(logging.Handler):
         self._left = MOST_EVENTS
 
     def emit(self, record: logging.LogRecord) -> None:
-        given = getattr(record, "event", None)
-        if given is None and record.levelno < logging.WARNING:
+        event_fields = getattr(record, "event", None)
+        if event_fields is None and record.levelno < logging.WARNING:
             return
-        fields = {"kind": "warning" if record.levelno < logging.ERROR else "error"} | (given or {})
+        fields = {"kind": "warning" if record.levelno < logging.ERROR else "error"} | (
+            event_fields or {}
+        )
         if fields["kind"] == "step":
             self._step = fields["step"]
             return
@@ -57,8 +59,8 @@ class EventFile(logging.Handler):
             return
         self._left -= 1
         text = visible(fields.pop("text", None) or self.format(record))[:MOST_CHARS]
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
-        row = {"time": when, "step": self._step, "text": text} | fields
+        timestamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        row = {"time": timestamp, "step": self._step, "text": text} | fields
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
@@ -93,9 +95,17 @@ def take_back_events(output_dir: str | Path, steps_done: int, last_step: int) ->
     if not path.is_file():
         return
     rows = [row for row in read_events(path) if not isinstance(row, ValueError)]
-    kept = [row for row in rows if row["kind"] in LASTING or (row.get("step") or 0) <= steps_done]
-    when = time.strftime("%Y-%m-%d %H:%M:%S")
-    kept.append(
-        {"time": when, "kind": "took back", "step": steps_done, "text": "", "last_step": last_step}
+    kept_rows = [
+        row for row in rows if row["kind"] in LASTING or (row.get("step") or 0) <= steps_done
+    ]
+    timestamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    kept_rows.append(
+        {
+            "time": timestamp,
+            "kind": "took back",
+            "step": steps_done,
+            "text": "",
+            "last_step": last_step,
+        }
     )
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept_rows))

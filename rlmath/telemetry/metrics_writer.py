@@ -75,8 +75,8 @@ class Unwritten:
             return False
         if what in self._failing:
             self._failing.remove(what)
-            more = f"; {self.lost[what]} were lost" if self.lost[what] else ""
-            logger.info("%s can be written again%s", what, more)
+            loss_text = f"; {self.lost[what]} were lost" if self.lost[what] else ""
+            logger.info("%s can be written again%s", what, loss_text)
         return True
 
     def log_refused(self, text: str, *values: object) -> None:
@@ -269,9 +269,9 @@ def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, fl
             f"{path}: no such file; {output_dir!r} must be the folder of a run (run.output_dir)"
         )
     rows, damaged = rows_by_step(path)
-    for number, why in damaged[:1]:
+    for number, error in damaged[:1]:
         remedy = "A resumed run drops such lines; or remove it"
-        raise ValueError(f"{path}, line {number}: not a line of metrics ({why}). {remedy}")
+        raise ValueError(f"{path}, line {number}: not a line of metrics ({error}). {remedy}")
     return list(rows.values())
 
 
@@ -331,13 +331,18 @@ def keep_metrics(output_dir: str | Path, last_step: int, name: str = METRICS_FIL
     if later:
         text = "%s: the rows of %d steps after step %d are dropped; the run makes these steps again"
         logger.info(text, path, len(later), last_step)
-    kept = [row for step, row in rows.items() if step <= last_step]
+    rows_left = [row for step, row in rows.items() if step <= last_step]
     lines = (
-        json.dumps({key: int(v) if key == "step" else json_number(v) for key, v in row.items()})
-        for row in kept
+        json.dumps(
+            {
+                key: int(number) if key == "step" else json_number(number)
+                for key, number in row.items()
+            }
+        )
+        for row in rows_left
     )
     write_whole(path, "".join(line + "\n" for line in lines))
-    return len(kept)
+    return len(rows_left)
 
 
 def json_number(value: float) -> float | str:

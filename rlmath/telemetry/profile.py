@@ -43,10 +43,10 @@ class StepProfiler:
             yield
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
-        with profile(activities=activities, acc_events=False) as found:
+        with profile(activities=activities, acc_events=False) as profiler:
             yield
         try:
-            self._write(found, number)
+            self._write(profiler, number)
         except (OSError, RuntimeError) as error:
             logger.warning(
                 "The profile of step %d of rank %d could not be written: %s",
@@ -70,14 +70,18 @@ class StepProfiler:
 def profile_table(averages: EventList, number: int, rank: int, on_gpu: bool) -> str:
     """Torch's averages as Markdown: the phases by all their time, the operations by their own,
     without callees."""
-    phases = EventList(one for one in averages if one.key.startswith(PHASE_PREFIX))
-    others = EventList(one for one in averages if not one.key.startswith(PHASE_PREFIX))
-    own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    phases = EventList(average for average in averages if average.key.startswith(PHASE_PREFIX))
+    operations = EventList(
+        average for average in averages if not average.key.startswith(PHASE_PREFIX)
+    )
+    own_time_column = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     tables = (
         ("Phases", phases.table(sort_by="cpu_time_total", row_limit=ROWS)),
         (
             "Operations",
-            others.table(sort_by=own, row_limit=ROWS, max_name_column_width=NAME_CHARACTERS),
+            operations.table(
+                sort_by=own_time_column, row_limit=ROWS, max_name_column_width=NAME_CHARACTERS
+            ),
         ),
     )
     blocks = [f"## {title}\n\n```\n{table}\n```\n" for title, table in tables]

@@ -93,7 +93,7 @@ class Reporter:
         self._unwritten = Unwritten()
         self._step_ends: deque[float] = deque(maxlen=RECENT_STEPS + 1)
         self._metrics = open_metrics(config, steps_done + 1, self._unwritten)
-        names = [one.name for one in named_rewards(config.reward)]
+        names = [reward.name for reward in named_rewards(config.reward)]
         self._samples = SampleWriter(
             config.run.output_dir, config.telemetry.sample_groups_per_step, names
         )
@@ -145,25 +145,27 @@ class Reporter:
             extra = event("alert", number + 1, text=text)
             logger.warning("step %d: %s", number + 1, text, extra=extra)
         self._step_ends.append(time.perf_counter())
-        left = remaining_seconds(self._step_ends, self._total_steps - number - 1)
-        line = step_line(number + 1, self._total_steps, metrics["seconds/step"], left, metrics)
+        seconds_left = remaining_seconds(self._step_ends, self._total_steps - number - 1)
+        line = step_line(
+            number + 1, self._total_steps, metrics["seconds/step"], seconds_left, metrics
+        )
         logger.info("%s", line, extra=event("step", number + 1))
 
     def _write_samples(self, step: int, record: StepRecord, failures: float) -> None:
         """`failures`: share of the answers that could not be judged (0 to 1).
 
         Too many are warned of every FAILURES_STEPS; the log file has every such step."""
-        what = step, record.groups, record.advantages
-        self._unwritten.attempt("samples", lambda: self._samples.write(*what))
+        samples = step, record.groups, record.advantages
+        self._unwritten.attempt("samples", lambda: self._samples.write(*samples))
         limit = self._config.reward.max_failure_share
         worst = self._config.reward.function_failure
         if failures <= limit:
             return
         written = self._unwritten.attempt(
-            "samples of failures", lambda: self._samples.write_failure(*what)
+            "samples of failures", lambda: self._samples.write_failure(*samples)
         )
         path = samples_file(self._config.run.output_dir, step, "failure")
-        where = (
+        place = (
             f"One of them is in {path}, in full"
             if written
             else "None of them could be written to disk"
@@ -172,8 +174,10 @@ class Reporter:
             f"they count as wrong, or get reward.function_failure={worst:g}, or do without "
             "that reward"
         )
-        if functions_of(self._config.reward) and (first := first_function_failure(record.groups)):
-            where += f". The first failure:\n{first}"
+        if functions_of(self._config.reward) and (
+            first_failure := first_function_failure(record.groups)
+        ):
+            place += f". The first failure:\n{first_failure}"
         level = logging.DEBUG
         if step >= self._next_failures_warning:
             level = logging.WARNING
@@ -182,7 +186,7 @@ class Reporter:
             "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is "
             "%.1f%%); %s. %s"
         )
-        logger.log(level, text, step, 100 * failures, 100 * limit, outcome, where)
+        logger.log(level, text, step, 100 * failures, 100 * limit, outcome, place)
 
     def validation(self, measured: ValidationResult) -> None:
         """Call it before the step that began with the weights that were measured."""
@@ -250,10 +254,10 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     >>> phase_seconds({"seconds/sync": 2.0, "seconds/wake": 0.5, "seconds/sleep": 0.25, "loss": 1.0})
     {'sync': 2.0, 'switch': 0.75}
     """
-    found = {
-        name.removeprefix("seconds/"): v
-        for name, v in metrics.items()
+    seconds = {
+        name.removeprefix("seconds/"): value
+        for name, value in metrics.items()
         if name.startswith("seconds/")
     }
-    switch = [found.pop(phase) for phase in SWITCH_PHASES if phase in found]
-    return found | ({"switch": sum(switch)} if switch else {})
+    switch = [seconds.pop(phase) for phase in SWITCH_PHASES if phase in seconds]
+    return seconds | ({"switch": sum(switch)} if switch else {})

@@ -34,8 +34,8 @@ def keep_samples(output_dir: str | Path, last_step: int) -> None:
 
     Other files stay."""
     remove_unfinished(Path(output_dir) / SAMPLES_FOLDER)
-    both = (sample_files(output_dir), sample_files(output_dir, "failure"))
-    later = [path for files in both for step, path in files.items() if step > last_step]
+    files_by_kind = (sample_files(output_dir), sample_files(output_dir, "failure"))
+    later = [path for files in files_by_kind for step, path in files.items() if step > last_step]
     for path in later:
         path.unlink()
     if later:
@@ -66,12 +66,12 @@ def read_samples(path: Path) -> Iterator[tuple[int, dict | ValueError]]:
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             group = parse_json(line.decode("utf-8"))
-            if not all(isinstance(one, dict) for one in group["completions"]):
+            if not all(isinstance(completion, dict) for completion in group["completions"]):
                 raise ValueError("a completion is no object")
             yield number, group
         except (ValueError, KeyError, TypeError) as error:
-            what = f"{type(error).__name__}: {excerpt(str(error), 80)}"
-            yield number, ValueError(f"{path}, line {number}: not a row of samples ({what})")
+            problem = f"{type(error).__name__}: {excerpt(str(error), 80)}"
+            yield number, ValueError(f"{path}, line {number}: not a row of samples ({problem})")
 
 
 class SampleWriter:
@@ -95,7 +95,8 @@ class SampleWriter:
             return
         assert len(advantages) >= len(shown)
         rows = [
-            _row(group, own, self._rewards) for group, own in zip(shown, advantages, strict=False)
+            _row(group, group_advantages, self._rewards)
+            for group, group_advantages in zip(shown, advantages, strict=False)
         ]
         _write_rows(samples_file(self._output_dir, step), rows)
 
@@ -131,9 +132,9 @@ def _row(group: ScoredGroup, advantages: Sequence[float], rewards: Sequence[str]
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
             "segments": [
-                [sum(one.tokens for one in segments), version]
+                [sum(segment.tokens for segment in segments), version]
                 for version, segments in groupby(
-                    completion.segments, lambda one: one.policy_version
+                    completion.segments, lambda segment: segment.policy_version
                 )
             ],
             "text": completion.text,
@@ -156,8 +157,8 @@ def _parts(score: Score, rewards: Sequence[str]) -> dict:
         return {}
     values = (None if value is None else json_number(value) for value in score.parts)
     failures = {
-        one.name: f"{one.kind}: {one.message}" if one.message else one.kind
-        for one in score.failures
+        failure.name: f"{failure.kind}: {failure.message}" if failure.message else failure.kind
+        for failure in score.failures
     }
     return {"rewards": dict(zip(rewards, values, strict=True)), "failures": failures}
 
@@ -173,17 +174,17 @@ def completion_facts(completion: dict) -> str:
     segments = completion.get("segments") or []
     parts = [f"{int(tokens)} of version {int(version)}" for tokens, version in segments]
     versions = f" ({' + '.join(parts)})" if len(parts) > 1 else ""
-    right = "right" if completion["correct"] else "wrong"
+    judgement = "right" if completion["correct"] else "wrong"
     rewards = completion.get("rewards") or {}
     values = [
-        f"{visible(k)} {'failed' if v is None else format(float(v), '+g')}"
-        for k, v in rewards.items()
+        f"{visible(name)} {'failed' if reward is None else format(float(reward), '+g')}"
+        for name, reward in rewards.items()
     ]
     shown = f" ({', '.join(values)})" if values else ""
     return (
         f"reward {float(completion['reward']):+g}{shown}, advantage "
         f"{float(completion['advantage']):+.3f},"
-        f" {right} ({visible(completion['verdict'])}), {int(completion['length'])} "
+        f" {judgement} ({visible(completion['verdict'])}), {int(completion['length'])} "
         f"tokens{versions},"
         f" {visible(completion['finish_reason'])}"
     )

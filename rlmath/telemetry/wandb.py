@@ -176,10 +176,8 @@ def wandb_problems(telemetry: TelemetryConfig) -> list[str]:
     mode = telemetry.wandb
     if mode not in ("offline", "online"):
         return []
-    found = importlib.util.find_spec("wandb")
-    if (
-        found is None or found.origin is None
-    ):  # the latter: a folder "wandb" that happens to lie here
+    spec = importlib.util.find_spec("wandb")
+    if spec is None or spec.origin is None:  # the latter: a folder "wandb" that happens to lie here
         return [
             f'telemetry.wandb is "{mode}", and the package wandb is not installed. Run `pip '
             "install rlmath[wandb]`, or "
