@@ -22,9 +22,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("folder", metavar="FOLDER", help="what the run writes into")
-    found = read_exit_status(parser.parse_args().folder)
-    print(f"status {found.status} ({MEANINGS[found.status]}): {found.message}")
-    return found.status
+    exit_status = read_exit_status(parser.parse_args().folder)
+    print(f"status {exit_status.status} ({MEANINGS[exit_status.status]}): {exit_status.message}")
+    return exit_status.status
 
 
 if __name__ == "__main__":

@@ -51,25 +51,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=600.0, help="how long to wait (default 600)"
     )
-    given = parser.parse_args(argv)
-    host, _, port = given.endpoint.rpartition(":")
+    arguments = parser.parse_args(argv)
+    host, _, port = arguments.endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         parser.error(
-            f"--endpoint is {given.endpoint!r}; needed: HEAD:PORT, for example node01:29399"
+            f"--endpoint is {arguments.endpoint!r}; needed: HEAD:PORT, for example node01:29399"
         )
-    own = socket.gethostname()
+    own_name = socket.gethostname()
     try:
         if is_mine(host):
             store = dist.TCPStore("0.0.0.0", int(port), is_master=True, wait_for_workers=False)
-            error = count_nodes(store, own, given.nnodes, given.seconds, given.nodes.split(","))
+            error = count_nodes(
+                store, own_name, arguments.nnodes, arguments.seconds, arguments.nodes.split(",")
+            )
         else:
-            wait = timedelta(seconds=given.seconds + SLACK_SECONDS)
+            wait = timedelta(seconds=arguments.seconds + SLACK_SECONDS)
             store = dist.TCPStore(
                 host, int(port), is_master=False, timeout=wait, wait_for_workers=False
             )
-            error = report_to(store, own, given.seconds + SLACK_SECONDS)
+            error = report_to(store, own_name, arguments.seconds + SLACK_SECONDS)
     except (RuntimeError, OSError) as broken:
-        error = f"{own} does not reach {given.endpoint}: {str(broken).splitlines()[0]}"
+        error = f"{own_name} does not reach {arguments.endpoint}: {str(broken).splitlines()[0]}"
     if error:
         print(error, file=sys.stderr)
     return 1 if error else 0
@@ -96,23 +98,23 @@ def count_nodes(
     values = RunStore(store, STORE_NAME)
     started = time.monotonic()
     next_log = FIRST_LOG_SECONDS
-    here = [own]
-    while len(here) < wanted:
-        here += [name for name in hosts_here(store, values) if name not in here]
+    present = [own]
+    while len(present) < wanted:
+        present += [name for name in hosts_here(store, values) if name not in present]
         passed = time.monotonic() - started
         if passed >= seconds:
             break
         if passed >= next_log:
             next_log *= 2
             print(
-                f"after {passed:.0f} s {missing_text(here, wanted, names)}",
+                f"after {passed:.0f} s {missing_text(present, wanted, names)}",
                 file=sys.stderr,
                 flush=True,
             )
         time.sleep(POLL_SECONDS)
-    error = missing_text(here, wanted, names) if len(here) < wanted else ""
+    error = missing_text(present, wanted, names) if len(present) < wanted else ""
     error = f"the nodes are not all there after {seconds:.0f} s: {error}" if error else ""
-    readers = [f"left/{name}" for name in here[1:]]
+    readers = [f"left/{name}" for name in present[1:]]
     deadline = time.monotonic() + READ_SECONDS
     values.set("end", error)
     while len(values.get_all(readers)) < len(readers) and time.monotonic() < deadline:
@@ -122,10 +124,10 @@ def count_nodes(
 
 def hosts_here(store: dist.Store, values: RunStore) -> list[str]:
     """Names of the other hosts, each once: a node that was restarted is one node."""
-    found = [
+    names = [
         key.removeprefix(f"{STORE_NAME}/host/") for key in store.list_keys() if "/host/" in key
     ]
-    hosts = sorted(name for name in found if HOST_NAME.fullmatch(name))
+    hosts = sorted(name for name in names if HOST_NAME.fullmatch(name))
     return [name for name in hosts if values.get(f"host/{name}") == name]
 
 
@@ -140,11 +142,14 @@ def missing_text(here: Sequence[str], wanted: int, names: Sequence[str]) -> str:
     """
     missing = [name for name in names if name and name not in here]
     verb = "is" if len(here) == 1 else "are"
-    left = wanted - len(here)
+    missing_count = wanted - len(here)
     if missing:
         return f"{len(here)} of {wanted} nodes {verb} here; missing: {', '.join(missing)}"
     text = f"{len(here)} of {wanted} nodes {verb} here ({', '.join(here)})"
-    return f"{text}; --nodes would name the {left} that {'is' if left == 1 else 'are'} missing"
+    return (
+        f"{text}; --nodes would name the {missing_count} that "
+        f"{'is' if missing_count == 1 else 'are'} missing"
+    )
 
 
 def report_to(store: dist.TCPStore, own: str, seconds: float) -> str:

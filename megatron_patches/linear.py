@@ -65,9 +65,9 @@ class _Linear(torch.autograd.Function):
         grad_TN = grad.reshape(-1, grad.shape[-1])
         if ctx.sequence_parallel:
             share = torch.empty(x.shape, dtype=x.dtype)
-            whole = _gathered(x, ctx.group)
+            gathered = _gathered(x, ctx.group)
             waiting = layers.dist_reduce_scatter_func(share, grad_x, group=ctx.group, async_op=True)
-            x = whole
+            x = gathered
             grad_x = share
         elif ctx.sums_gradient:
             waiting = dist.all_reduce(grad_x, group=ctx.group, async_op=True)

@@ -70,13 +70,13 @@ def copy_stepped(self: Any) -> None:
         (self.shard_fp32_from_float16_groups, self.model_float16_groups),
         (self.shard_fp32_groups, self.model_fp32_groups),
     ):
-        for of_group, of_models in zip(ours, models, strict=True):
-            for main, parameter in zip(of_group, of_models, strict=True):
-                held = self._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+        for shards, parameters in zip(ours, models, strict=True):
+            for main, parameter in zip(shards, parameters, strict=True):
+                shard_range = self._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
                 number, _, bucket = self.model_param_gbuf_map[parameter]
                 buffer = self.buffers[number].buckets[bucket].param_data.view(-1)
                 stepped.append(main)
-                targets.append(buffer[held.start : held.end])
+                targets.append(buffer[shard_range.start : shard_range.end])
     copy(stepped, targets)
 
 

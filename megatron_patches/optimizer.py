@@ -23,8 +23,12 @@ def tensor_types_named_as_on_cuda() -> Iterator[None]:
     original = torch.Tensor.type
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+        type_name = original(self, *args, **kwargs)
+        return (
+            type_name.replace("torch.", "torch.cuda.", 1)
+            if isinstance(type_name, str)
+            else type_name
+        )
 
     torch.Tensor.type = named
     try:

@@ -41,13 +41,14 @@ def known_shapes(hidden_states: Sequence[Shape], gradients: Sequence[Shape]) -> 
     ) -> tuple[Shape | None, Shape | None]:
         return next_of(forward) if recv_prev else None, next_of(backward) if recv_next else None
 
-    theirs = P2PCommunicator._communicate_shapes
+    original = P2PCommunicator._communicate_shapes
     P2PCommunicator._communicate_shapes = shapes_to_receive
     try:
         yield
-        if (left := sum(1 for one in (forward, backward) for _ in one)) > 0:
+        if (missing := sum(1 for shapes in (forward, backward) for _ in shapes)) > 0:
             raise RuntimeError(
-                f"{left} hidden states or gradients between stages were expected and did not come"
+                f"{missing} hidden states or gradients between stages were expected and did not "
+                "come"
             )
     finally:
-        P2PCommunicator._communicate_shapes = theirs
+        P2PCommunicator._communicate_shapes = original

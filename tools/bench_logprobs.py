@@ -134,10 +134,10 @@ def measure(way: str, gradients: str, device: str, tokens: int, repeats: int) ->
     # Libraries load, kernels are compiled, and the process group starts, on a small problem.
     timed_pass(WAYS[way], *make_inputs(device, 4, VOCABULARY), gradients)
     logits_TV, token_ids_T = make_inputs(device, tokens, VOCABULARY)
-    before = held_bytes(device, peak=False)
+    resting_bytes = held_bytes(device, peak=False)
     forget_peak(device)
     timed_pass(WAYS[way], logits_TV, token_ids_T, gradients)
-    extra = held_bytes(device, peak=True) - before
+    extra = held_bytes(device, peak=True) - resting_bytes
     passes = []
     for _ in range(repeats):
         fill(logits_TV)
@@ -148,7 +148,7 @@ def measure(way: str, gradients: str, device: str, tokens: int, repeats: int) ->
         "extra_bytes": float(extra),
         "forward_seconds": statistics.median(forward),
         "backward_seconds": statistics.median(backward),
-        "seconds": statistics.median(sum(both) for both in passes),
+        "seconds": statistics.median(sum(seconds) for seconds in passes),
     }
 
 
@@ -185,21 +185,29 @@ def in_own_process(
 
 def bench(device: str, gradients: str, tokens: int) -> None:
     """One case: peak extra memory, and seconds of forward, backward and both; less is better."""
-    way, others = ("kernels", ("chunks", "plain")) if device == "cuda" else ("chunks", ("plain",))
-    found = {one: in_own_process(one, gradients, device, tokens) for one in (way, *others)}
+    way, baselines = (
+        ("kernels", ("chunks", "plain")) if device == "cuda" else ("chunks", ("plain",))
+    )
+    figures = {name: in_own_process(name, gradients, device, tokens) for name in (way, *baselines)}
     case = f"{device}, {tokens} tokens, gradient through {GRADIENTS[gradients]}"
-    for other in others:
+    for baseline in baselines:
         for metric, unit in (
             ("extra_bytes", "bytes"),
             ("forward_seconds", "s"),
             ("backward_seconds", "s"),
             ("seconds", "s"),
         ):
-            mine = found[way][metric]
-            theirs = found[other][metric]
-            told = f"{other}: {theirs:.4g} {unit}"
+            ours_figure = figures[way][metric]
+            baseline_figure = figures[baseline][metric]
+            baseline_text = f"{baseline}: {baseline_figure:.4g} {unit}"
             print_figure(
-                "logprobs", case, metric, mine, unit, baseline=told, ratio=theirs / max(mine, 1e-9)
+                "logprobs",
+                case,
+                metric,
+                ours_figure,
+                unit,
+                baseline=baseline_text,
+                ratio=baseline_figure / max(ours_figure, 1e-9),
             )
 
 
@@ -208,17 +216,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="few tokens, within a minute")
     parser.add_argument("--device", type=existing_device, choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.measure:
-        *names, tokens, repeats = given.measure
+    options = parser.parse_args(arguments)
+    if options.measure:
+        *names, tokens, repeats = options.measure
         print(json.dumps(measure(*names, int(tokens), int(repeats))))
         return
-    sizes = (8192, 20480) if given.device == "cuda" else (1024, 3072)
-    if given.quick:
-        sizes = (4096,) if given.device == "cuda" else (256,)
+    sizes = (8192, 20480) if options.device == "cuda" else (1024, 3072)
+    if options.quick:
+        sizes = (4096,) if options.device == "cuda" else (256,)
     for tokens in sizes:
         for gradients in GRADIENTS:
-            bench(given.device, gradients, tokens)
+            bench(options.device, gradients, tokens)
 
 
 if __name__ == "__main__":

@@ -65,23 +65,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side (default 2)")
     parser.add_argument("--quick", action="store_true", help="9.5M only, one round")
-    given = parser.parse_args(arguments)
-    for size in ["9.5M"] if given.quick else given.sizes:
-        sides: dict[int, list[dict[str, float]]] = {0: [], given.rank: []}
+    options = parser.parse_args(arguments)
+    for size in ["9.5M"] if options.quick else options.sizes:
+        sides: dict[int, list[dict[str, float]]] = {0: [], options.rank: []}
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder)
-            model, (_, data) = random_model(place, size), prepare(place, "P1")
-            for _ in range(1 if given.quick else given.rounds):
+            model, (_, data_file) = random_model(place, size), prepare(place, "P1")
+            for _ in range(1 if options.quick else options.rounds):
                 for rank, steps in sides.items():
-                    steps += run(place, model, data, CASES[size], rank)
+                    steps += run(place, model, data_file, CASES[size], rank)
         for name in (*PARTS, "memory"):
-            full, ours = (
+            full_median, lora_median = (
                 statistics.median(step[name] for step in steps) for steps in sides.values()
             )
             unit = "GiB" if name == "memory" else "s"
-            title = f"{CASES[size].title}, lora.rank={given.rank}"
-            told = f"full training: {full:.3g} {unit}"
-            print_figure("lora", title, name, ours, unit, baseline=told, ratio=full / ours)
+            title = f"{CASES[size].title}, lora.rank={options.rank}"
+            baseline = f"full training: {full_median:.3g} {unit}"
+            print_figure(
+                "lora",
+                title,
+                name,
+                lora_median,
+                unit,
+                baseline=baseline,
+                ratio=full_median / lora_median,
+            )
 
 
 if __name__ == "__main__":

@@ -248,7 +248,7 @@ def run_ours(
 def their_arguments(model: Path, data: Path, case: Case, micro_batch: int) -> list[str]:
     """Of one run of tools/peer_trl.py."""
     least, most = case.new_tokens
-    given = {
+    options = {
         "model": model,
         "data": data,
         "device": case.device,
@@ -262,7 +262,7 @@ def their_arguments(model: Path, data: Path, case: Case, micro_batch: int) -> li
         "micro-batch": micro_batch,
     }
     chat = ["--chat"] if "data.template=chat" in case.settings else []
-    return [*(text for name, value in given.items() for text in (f"--{name}", str(value))), *chat]
+    return [*(text for name, value in options.items() for text in (f"--{name}", str(value))), *chat]
 
 
 def run_theirs(
@@ -281,8 +281,10 @@ def run_theirs(
     if python != Path(sys.executable):
         environment.pop("PYTHONPATH", None)  # its packages are others
     printed = run_limited(command, environment, place / "log.txt", limit)
-    found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
-    return Measured(found["step_seconds"], found["generate_seconds"], found["completion_tokens"])
+    figures: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
+    return Measured(
+        figures["step_seconds"], figures["generate_seconds"], figures["completion_tokens"]
+    )
 
 
 def bench(
@@ -302,18 +304,18 @@ def bench(
             place, python, *files, case, size, min(given.limit, until - time.monotonic())
         )
 
-    ours = {key: [ours_by(key)] for key in case.ours}
-    theirs = {size: [theirs_by(size)] for size in case.theirs}
-    best = min(ours, key=lambda key: ours[key][0].seconds)
-    best_of_theirs = min(theirs, key=lambda size: theirs[size][0].seconds)
+    our_runs = {key: [ours_by(key)] for key in case.ours}
+    their_runs = {size: [theirs_by(size)] for size in case.theirs}
+    best = min(our_runs, key=lambda key: our_runs[key][0].seconds)
+    best_of_theirs = min(their_runs, key=lambda size: their_runs[size][0].seconds)
     longest = time.monotonic() - began
     for _ in range(given.rounds - 1):
         if time.monotonic() + longest > until:
             break
-        ours[best].append(ours_by(best))
-        theirs[best_of_theirs].append(theirs_by(best_of_theirs))
+        our_runs[best].append(ours_by(best))
+        their_runs[best_of_theirs].append(theirs_by(best_of_theirs))
     title = f"{case.title}; ours {best}; TRL micro-batch {best_of_theirs}"
-    report(title, ours[best], theirs[best_of_theirs], case.prompts * case.group)
+    report(title, our_runs[best], their_runs[best_of_theirs], case.prompts * case.group)
 
 
 def line(case: str, metric: str, unit: str, ours: float, theirs: float, ratio: float) -> None:
@@ -374,16 +376,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--seconds", type=float, default=float("inf"), help="of a case at most (default: any)"
     )
     parser.add_argument("--quick", action="store_true", help="P1 only, one round")
-    given = parser.parse_args(arguments)
-    cuda = given.device == "cuda"
-    names = given.cases or (["G1"] if cuda else ["P1"] if given.quick else ["P1", "P3"])
+    options = parser.parse_args(arguments)
+    cuda = options.device == "cuda"
+    names = options.cases or (["G1"] if cuda else ["P1"] if options.quick else ["P1", "P3"])
     if cuda and names != ["G1"]:
         parser.error("--device cuda: G1 is the only case for a GPU")
-    if "G1" in names and not (given.model and given.data):
+    if "G1" in names and not (options.model and options.data):
         parser.error(
             "G1 needs --model (a chat model's folder) and --data (JSONL of question and answer)"
         )
-    python = given.peer or (Path(sys.executable) if cuda else REPOSITORY / ".venv-peer")
+    python = options.peer or (Path(sys.executable) if cuda else REPOSITORY / ".venv-peer")
     python = (
         python.absolute() / "bin" / "python" if python.is_dir() or not python.exists() else python
     )
@@ -396,12 +398,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 0
-    given.rounds = 1 if given.quick else given.rounds
+    options.rounds = 1 if options.quick else options.rounds
     with tempfile.TemporaryDirectory() as place:
         for name in names:
-            case = case_of(name, given.device)
-            files = prepare(Path(place), name, given.model, given.data)
-            bench(case, files, Path(place), python, given)
+            case = case_of(name, options.device)
+            files = prepare(Path(place), name, options.model, options.data)
+            bench(case, files, Path(place), python, options)
     return 0
 
 

@@ -102,16 +102,16 @@ def our_side(
     def sample(repeat: int, seeds: bool, logprobs: bool) -> int:
         requests = [
             Request(
-                (n, 0),
+                (number, 0),
                 tuple(prompt),
-                request_seed(1, repeat, "", n),
+                request_seed(1, repeat, "", number),
                 work.new_tokens,
                 work.new_tokens,
             )
-            for n, prompt in enumerate(work.prompts(repeat))
+            for number, prompt in enumerate(work.prompts(repeat))
         ]
         ended = engine.running_completions().sample(requests)
-        return sum(len(one.completion.token_ids) for one in ended)
+        return sum(len(completed.completion.token_ids) for completed in ended)
 
     asynchronous = core.engine_core.batch_queue is not None
     return sample, {
@@ -152,10 +152,10 @@ def counted(
 def plain_side(work: Work) -> tuple[Sample, dict[str, Any]]:
     """vLLM with its own settings; on CPU, as ours, one thread that the system places, and prompts
     are not split, which its seeds do not bear there."""
-    more: dict[str, Any] = {"gpu_memory_utilization": work.memory_share}
+    engine_settings: dict[str, Any] = {"gpu_memory_utilization": work.memory_share}
     if work.device == "cpu":
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-        more = {
+        engine_settings = {
             "kv_cache_memory_bytes": work.cache_bytes,
             "dtype": "float32",
             "enable_chunked_prefill": False,
@@ -163,22 +163,22 @@ def plain_side(work: Work) -> tuple[Sample, dict[str, Any]]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
 
-    llm = LLM(work.model, max_model_len=work.length, max_num_seqs=work.requests, **more)
+    llm = LLM(work.model, max_model_len=work.length, max_num_seqs=work.requests, **engine_settings)
 
     def sample(repeat: int, seeds: bool, logprobs: bool) -> int:
         parameters = [
             SamplingParams(
                 min_tokens=work.new_tokens,
                 max_tokens=work.new_tokens,
-                seed=request_seed(1, repeat, "", n) if seeds else None,
+                seed=request_seed(1, repeat, "", number) if seeds else None,
                 logprobs=0 if logprobs else None,
                 detokenize=False,
             )
-            for n in range(work.requests)
+            for number in range(work.requests)
         ]
         prompts = [{"prompt_token_ids": ids} for ids in work.prompts(repeat)]
-        found = llm.generate(prompts, parameters, use_tqdm=False)
-        return sum(len(one.outputs[0].token_ids) for one in found)
+        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     return sample, {}
 
@@ -188,9 +188,9 @@ def run_side(work: Work, device: Device | None) -> None:
 
     Answer each line of stdin, [repeat, seeds, log-probs], with the seconds; first what it is."""
     seconds: collections.Counter[str] = collections.Counter()
-    sample, what = plain_side(work) if device is None else our_side(work, device, seconds)
+    sample, description = plain_side(work) if device is None else our_side(work, device, seconds)
     sample(-1, True, True)
-    print(ANSWER + json.dumps(what), flush=True)
+    print(ANSWER + json.dumps(description), flush=True)
     for line in sys.stdin:
         seconds.clear()
         started = time.perf_counter()
@@ -243,15 +243,18 @@ def bench(work: Work, repeats: int) -> None:
     try:
         for name in ("plain", "ours"):
             sides[name] = Side(name, work)
-        found: dict[str, list[dict[str, float]]] = collections.defaultdict(list)
+        seconds_by_name: dict[str, list[dict[str, float]]] = collections.defaultdict(list)
         for repeat in range(repeats):
-            turns = [("ours", "ours", (True, True)), *(("plain", *one) for one in VARIANTS.items())]
+            turns = [
+                ("ours", "ours", (True, True)),
+                *(("plain", *variant) for variant in VARIANTS.items()),
+            ]
             for side, name, variant in turns if repeat % 2 else reversed(turns):
-                found[name].append(sides[side].sample(repeat, *variant))
+                seconds_by_name[name].append(sides[side].sample(repeat, *variant))
     finally:
         for side in sides.values():
             side.close()
-    report(title_of(work, sides["ours"].what), work.requests * work.new_tokens, found)
+    report(title_of(work, sides["ours"].what), work.requests * work.new_tokens, seconds_by_name)
 
 
 def title_of(work: Work, what: dict[str, Any]) -> str:
@@ -268,10 +271,10 @@ def title_of(work: Work, what: dict[str, Any]) -> str:
 def report(case: str, tokens: int, found: dict[str, list[dict[str, float]]]) -> None:
     """The medians of ours and of vLLM's variants, of so many tokens; then the causes of ours."""
     rates = {
-        name: statistics.median(tokens / one["all"] for one in runs) for name, runs in found.items()
+        name: statistics.median(tokens / run["all"] for run in runs) for name, runs in found.items()
     }
     for name in VARIANTS:
-        told = f"LLM.generate, {name}: {rates[name]:.0f} tokens/s"
+        baseline = f"LLM.generate, {name}: {rates[name]:.0f} tokens/s"
         ratio = rates["ours"] / rates[name]
         print_figure(
             "rollout",
@@ -279,12 +282,12 @@ def report(case: str, tokens: int, found: dict[str, list[dict[str, float]]]) -> 
             "tokens_per_second",
             rates["ours"],
             "tokens/s",
-            baseline=told,
+            baseline=baseline,
             ratio=ratio,
         )
-    causes = [one | {"ours": one["all"] - one["vLLM's step"]} for one in found["ours"]]
-    for cause in dict.fromkeys(cause for one in causes for cause in one):
-        seconds = statistics.median(one.get(cause, 0.0) for one in causes)
+    causes = [run | {"ours": run["all"] - run["vLLM's step"]} for run in found["ours"]]
+    for cause in dict.fromkeys(cause for run in causes for cause in run):
+        seconds = statistics.median(run.get(cause, 0.0) for run in causes)
         print_figure("rollout", case, f"seconds: {cause}", seconds, "s")
 
 
@@ -301,19 +304,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--side", choices=("ours", "plain"), help=argparse.SUPPRESS
     )  # these are set by this program
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.side == "ours":
-        with one_rank(given.work["device"], local_layers=True) as device:
-            run_side(Work(**given.work), device)
-    elif given.side == "plain":
-        run_side(Work(**given.work), None)
+    options = parser.parse_args(arguments)
+    if options.side == "ours":
+        with one_rank(options.work["device"], local_layers=True) as device:
+            run_side(Work(**options.work), device)
+    elif options.side == "plain":
+        run_side(Work(**options.work), None)
     else:
         with tempfile.TemporaryDirectory() as place:
-            model = given.model or random_model(
-                Path(place), "135M" if given.device == "cuda" else "tiny"
+            model = options.model or random_model(
+                Path(place), "135M" if options.device == "cuda" else "tiny"
             )
-            tokens = given.tokens // 4 if given.quick else given.tokens
-            bench(Work(str(model), given.device, given.requests, tokens), 3 if given.quick else 5)
+            tokens = options.tokens // 4 if options.quick else options.tokens
+            bench(
+                Work(str(model), options.device, options.requests, tokens),
+                3 if options.quick else 5,
+            )
 
 
 if __name__ == "__main__":

@@ -117,14 +117,16 @@ def median_of(work: Callable[[], float], repeats: int) -> float:
 
 
 def bench_case(sandboxes: Sandboxes, name: str, code: str, quick: bool) -> None:
-    theirs = median_of(lambda: program_seconds(code), 5 if quick else 20)
-    report(name, "python -c, p50", 1000 * theirs, "ms")
+    baseline_seconds = median_of(lambda: program_seconds(code), 5 if quick else 20)
+    report(name, "python -c, p50", 1000 * baseline_seconds, "ms")
     count = 100 if quick else 1000
     times = sorted(call_seconds(sandboxes, code, f"{name} {number}") for number in range(count))
     for metric, seconds in (("p50", times[count // 2]), ("p99", times[count * 99 // 100])):
-        report(name, metric, 1000 * seconds, "ms", BASELINE, theirs / seconds)
+        report(name, metric, 1000 * seconds, "ms", BASELINE, baseline_seconds / seconds)
     seconds, cpu = burst(sandboxes, code, count)
-    report(name, "one core's", count / seconds, "calls/s", BASELINE, theirs * count / seconds)
+    report(
+        name, "one core's", count / seconds, "calls/s", BASELINE, baseline_seconds * count / seconds
+    )
     report(name, "CPU time of a call", 1000 * cpu / count, "ms")
 
 

@@ -110,7 +110,9 @@ class PackingClock:
     def __init__(self, model: torch.nn.Module) -> None:
         self.seconds = 0.0
         methods = {
-            id(m): m for m in (getattr(x, "quant_method", None) for x in model.modules()) if m
+            id(method): method
+            for method in (getattr(module, "quant_method", None) for module in model.modules())
+            if method
         }
         for method in methods.values():
             method.process_weights_after_loading = self._timed(method.process_weights_after_loading)
@@ -139,7 +141,7 @@ class Timings:
         total = time.perf_counter() - started
         packed = clock.seconds - packed
         reports = all_gather_objects((total - packed, packed))
-        self.seconds.append(max(rest for rest, _ in reports))
+        self.seconds.append(max(sync_seconds for sync_seconds, _ in reports))
         self.packing.append(max(packing for _, packing in reports))
 
 
@@ -191,29 +193,29 @@ def measure(
         )
         report = sync.run(check=True)
         gather_and_reload(chunks, shape, mesh, engine)
-        ours = Timings([], [])
-        theirs = Timings([], [])
+        our_timings = Timings([], [])
+        baseline_timings = Timings([], [])
         for repeat in range(repeats):
             turns = [
-                (ours, lambda: sync.run()),
-                (theirs, lambda: gather_and_reload(chunks, shape, mesh, engine)),
+                (our_timings, lambda: sync.run()),
+                (baseline_timings, lambda: gather_and_reload(chunks, shape, mesh, engine)),
             ]
             for timings, work in turns if repeat % 2 else reversed(turns):
                 timings.add(work, clock)
         sent = sum(all_gather_objects(report.bytes_sent))
         if mesh.rank == 0:
-            tell(case, shape, ours, theirs, sent, sync.lower_bound)
+            tell(case, shape, our_timings, baseline_timings, sent, sync.lower_bound)
 
 
 def tell(
     case: Case, shape: ModelShape, ours: Timings, theirs: Timings, sent: int, bound: int
 ) -> None:
     name = f"{case.name}, {sum_parameters(shape) / 1e6:.0f}M"
-    mine = statistics.median(ours.seconds)
-    other = statistics.median(theirs.seconds)
+    our_seconds = statistics.median(ours.seconds)
+    baseline_seconds = statistics.median(theirs.seconds)
     for metric, value, baseline, ratio in (
-        ("sync_seconds", mine, "gather and reload", other / mine),
-        ("sync_seconds", other, "gather and reload itself", 1.0),
+        ("sync_seconds", our_seconds, "gather and reload", baseline_seconds / our_seconds),
+        ("sync_seconds", baseline_seconds, "gather and reload itself", 1.0),
         ("packing_seconds", statistics.median(ours.packing), None, None),
         ("packing_seconds of the baseline", statistics.median(theirs.packing), None, None),
     ):

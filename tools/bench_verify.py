@@ -104,8 +104,8 @@ def mixture(golds: Sequence[str], size: int | None) -> list[Case]:
     """Right as written, right but rewritten, and the next problem's answer, at random."""
     rng = random.Random(SEED)
     cases = []
-    for gold, other in zip(golds, [*golds[1:], golds[0]], strict=True):
-        for kind, answer in (("same", gold), ("rewritten", rewritten(gold)), ("other", other)):
+    for gold, next_gold in zip(golds, [*golds[1:], golds[0]], strict=True):
+        for kind, answer in (("same", gold), ("rewritten", rewritten(gold)), ("other", next_gold)):
             text = "Let us see. " * rng.randint(1, 200) + f"So the answer is $\\boxed{{{answer}}}$."
             cases.append(Case(text, (f"\\boxed{{{gold}}}",), kind))
     rng.shuffle(cases)
@@ -170,26 +170,28 @@ def processes_left() -> int:
 
 
 def bench_mixture(name: str, cases: Sequence[Case], repeats: int) -> None:
-    theirs = median(lambda: library_seconds(cases), repeats)
-    report(name, "math-verify", len(cases) / theirs, "answers/s")
+    library_time = median(lambda: library_seconds(cases), repeats)
+    report(name, "math-verify", len(cases) / library_time, "answers/s")
     for workers in (1, 2):
-        ours = median(lambda workers=workers: pool_seconds(cases, workers), repeats)
+        pool_time = median(lambda workers=workers: pool_seconds(cases, workers), repeats)
         title = f"{name}, {workers} worker{'s' * (workers > 1)}"
-        report(title, "judged", len(cases) / ours, "answers/s", SERIAL, theirs / ours)
+        report(
+            title, "judged", len(cases) / pool_time, "answers/s", SERIAL, library_time / pool_time
+        )
 
 
 def bench_classes(cases: Sequence[Case]) -> None:
     for kind in sorted({case.kind for case in cases}):
         chosen = [case for case in cases if case.kind == kind]
-        theirs = library_seconds(chosen)
-        ours = pool_seconds(chosen, 1)
+        library_time = library_seconds(chosen)
+        pool_time = pool_seconds(chosen, 1)
         report(
             f"class {kind}, 1 worker",
             "judged",
-            len(chosen) / ours,
+            len(chosen) / pool_time,
             "answers/s",
             SERIAL,
-            theirs / ours,
+            library_time / pool_time,
         )
 
 
@@ -197,12 +199,12 @@ def bench_hanging(cases: Sequence[Case], size: int, repeats: int) -> None:
     """1% of the answers hang; each costs its limit, and nobody else waits."""
     hangs = hanging(size // 100)
     calm = [cases[number % len(cases)] for number in range(size - len(hangs))]
-    both = [*calm, *hangs]
-    random.Random(SEED).shuffle(both)
+    all_cases = [*calm, *hangs]
+    random.Random(SEED).shuffle(all_cases)
     workers = 2
     bound = (len(hangs) / workers + 1) * HANG_LIMIT_SECONDS
     quiet = median(lambda: pool_seconds(calm, workers, HANG_LIMIT_SECONDS), repeats)
-    seconds = median(lambda: pool_seconds(both, workers, HANG_LIMIT_SECONDS), repeats)
+    seconds = median(lambda: pool_seconds(all_cases, workers, HANG_LIMIT_SECONDS), repeats)
     name = f"{size} answers, {len(hangs)} hang, {workers} workers, limit {HANG_LIMIT_SECONDS:g} s"
     report(name, "all judged", seconds, "s", "(hangs / workers + 1) x limit", bound / seconds)
     report(name, "without the hangs", quiet, "s")

@@ -85,21 +85,21 @@ def fill_disk(attempt: Attempt, rng: random.Random) -> str:
     if os.path.ismount(disk):
 
         def as_large_as_used() -> bool:
-            there = os.statvfs(disk)
-            used = (there.f_blocks - there.f_bfree) * there.f_frsize
+            usage = os.statvfs(disk)
+            used = (usage.f_blocks - usage.f_bfree) * usage.f_frsize
             return _mount("-o", f"remount,size={used + 2**16}", str(disk))
 
         # Refused where the run has just written more.
         wait_for(as_large_as_used, SAVE_SECONDS, "a moment at which nothing is written")
-        told = f"full {moment}"
+        outcome = f"full {moment}"
     else:
         for process in attempt.processes():
             process.rlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT_BYTES, resource.RLIM_INFINITY))
-        told = f"files limited {moment}"
+        outcome = f"files limited {moment}"
     wait_for_refusal(attempt, shown)
     if attempt.ended:
-        return f"{told}, the run ended by itself"
-    return f"{told}, the run went on, killed {attempt.kill_a_rank(rng)}"
+        return f"{outcome}, the run ended by itself"
+    return f"{outcome}, the run went on, killed {attempt.kill_a_rank(rng)}"
 
 
 def free_disk(attempt: Attempt, rng: random.Random) -> str:
@@ -118,8 +118,8 @@ def use_up_inodes(attempt: Attempt, rng: random.Random) -> str:
         return "no disk of its own, nothing done"
 
     def as_many_as_there_are() -> bool:
-        there = os.statvfs(disk)
-        return _mount("-o", f"remount,nr_inodes={there.f_files - there.f_ffree}", str(disk))
+        usage = os.statvfs(disk)
+        return _mount("-o", f"remount,nr_inodes={usage.f_files - usage.f_ffree}", str(disk))
 
     # Refused where the run has just made another file.
     wait_for(as_many_as_there_are, SAVE_SECONDS, "a moment at which no file is made")
@@ -162,8 +162,8 @@ def remove_checkpoints(attempt: Attempt, rng: random.Random) -> str:
 
 
 def _newest(output: Path, number: int = 0) -> Path:
-    found, _ = complete_checkpoints(output / CHECKPOINTS_FOLDER)
-    return found[number].folder
+    checkpoints, _ = complete_checkpoints(output / CHECKPOINTS_FOLDER)
+    return checkpoints[number].folder
 
 
 def _largest_file(folder: Path) -> Path:
@@ -214,13 +214,13 @@ def lose_config(attempt: Attempt, rng: random.Random) -> str:
 
 def move_folder(attempt: Attempt, rng: random.Random) -> str:
     """To another place, with a link where it was; or back again."""
-    other = attempt.output.with_name("elsewhere")
+    other_place = attempt.output.with_name("elsewhere")
     if attempt.output.is_symlink():
         attempt.output.unlink()
-        other.rename(attempt.output)
+        other_place.rename(attempt.output)
         return "moved back"
-    attempt.output.rename(other)
-    attempt.output.symlink_to(other, target_is_directory=True)
+    attempt.output.rename(other_place)
+    attempt.output.symlink_to(other_place, target_is_directory=True)
     return "moved, a link in its place"
 
 

@@ -217,8 +217,10 @@ class Drill:
             "rollout.progress_bar=false",
             "algorithm.n_minibatches=2",
         ]
-        own = [one.replace("{base}", str(self.base)) for one in self.chain.more]
-        return [*common, *(grpo if self.chain.program == "grpo" else ()), *own]
+        chain_overrides = [
+            override.replace("{base}", str(self.base)) for override in self.chain.more
+        ]
+        return [*common, *(grpo if self.chain.program == "grpo" else ()), *chain_overrides]
 
     def start(self, folder: Path, steps: int, settings: Sequence[str] = ()) -> Attempt:
         """As launch/slurm does it: how an earlier start ended says nothing about this one."""
@@ -249,7 +251,7 @@ def plan_starts(names: Sequence[str]) -> list[Start]:
         Start(ending=name) for name, kind in chosen if not kind.survives and kind.place == "steps"
     ]
     exports = [Start(ending=name) for name, kind in chosen if kind.place == "export"]
-    hosts = [one for one in starts if KINDS[str(one.ending)].rows]
+    hosts = [start for start in starts if KINDS[str(start.ending)].rows]
     guests = [(name, kind) for name, kind in chosen if kind.survives]
     if guests and not hosts:
         raise ValueError(f"{guests[0][0]} needs a start that another kind ends: choose kill, too")
@@ -274,7 +276,7 @@ def assign_kinds(kinds: Sequence[str], count: int, chains: Sequence[str]) -> dic
 
 def possible(name: str, chain: str) -> bool:
     if "validation" in name and not any(
-        one.startswith("validation.") for one in CHAINS[chain].more
+        override.startswith("validation.") for override in CHAINS[chain].more
     ):
         return False
     return CHAINS[chain].program in KINDS[name].programs
@@ -283,9 +285,9 @@ def possible(name: str, chain: str) -> bool:
 def make_base(folder: Path) -> None:
     """Problems and a random model, by the tools that users have."""
     sizes = ["--train", "200", "--heldout", "20", "--worked", "400"]
-    data = ["-m", "rlmath.cli.make_arithmetic", "--output", f"{folder}/data", *sizes]
-    model = ["-m", "rlmath.cli.make_tiny_model", "--output", f"{folder}/base"]
-    for command in (data, model):
+    data_command = ["-m", "rlmath.cli.make_arithmetic", "--output", f"{folder}/data", *sizes]
+    model_command = ["-m", "rlmath.cli.make_tiny_model", "--output", f"{folder}/base"]
+    for command in (data_command, model_command):
         subprocess.run(
             [sys.executable, *command], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL
         )
@@ -296,10 +298,10 @@ def run_undisturbed(drill: Drill, steps: int) -> Path:
     folder = drill.output / "undisturbed"
     attempt = drill.start(folder, steps)
     attempt.launcher.wait(START_SECONDS + STEP_SECONDS * steps)
-    left = attempt.wait_gone(END_SECONDS)
-    if attempt.launcher.returncode != 0 or left:
+    leftovers = attempt.wait_gone(END_SECONDS)
+    if attempt.launcher.returncode != 0 or leftovers:
         raise RuntimeError(
-            f"the undisturbed run failed (left: {left}):\n{attempt.console()[-3000:]}"
+            f"the undisturbed run failed (left: {leftovers}):\n{attempt.console()[-3000:]}"
         )
     return folder / "run"
 
@@ -319,18 +321,18 @@ class Disturbed:
         """Disturb it to its end.
 
         Stops early where a start ends before it is disturbed."""
-        for one in plan_starts(names):
+        for planned_start in plan_starts(names):
             if self.steps == ENDLESS and (
-                one.ending is None or KINDS[one.ending].place == "export"
+                planned_start.ending is None or KINDS[planned_start.ending].place == "export"
             ):
                 self.steps = self._steps_reached() + self.drill.chain.steps_after
-            if not self._one_start(one):
+            if not self._one_start(planned_start):
                 return
 
     def _steps_reached(self) -> int:
         """The last step of any start: a rollback's steps are made by an undisturbed run only if it
         gets there."""
-        diverged = [one.diverged_step for one in read_rollbacks(self.folder / "run")]
+        diverged = [rollback.diverged_step for rollback in read_rollbacks(self.folder / "run")]
         return max([self._steps_done(), *diverged])
 
     def _steps_done(self) -> int:
@@ -347,20 +349,24 @@ class Disturbed:
 
     def _disturb(self, attempt: Attempt, one: Start) -> bool:
         ending = KINDS[one.ending] if one.ending else None
-        before = self._steps_done()
+        steps_before = self._steps_done()
         started = time.monotonic()
         if ending is None or (ending.rows and ending.place == "steps"):
             rows = attempt.rows_or_end(1, START_SECONDS)
-            self._note_recovery(rows, before, time.monotonic() - started)
+            self._note_recovery(rows, steps_before, time.monotonic() - started)
         for name in one.running:
             if not self._survive(attempt, name):
                 return False
         if ending is None:
             attempt.launcher.wait(START_SECONDS + STEP_SECONDS * self.steps)
-            self.problems += [f"left at the end: {left}" for left in attempt.wait_gone(END_SECONDS)]
+            self.problems += [
+                f"left at the end: {command}" for command in attempt.wait_gone(END_SECONDS)
+            ]
             self.problems += ending_problems(self.folder / "run")
             return True
-        return self._end(attempt, str(one.ending), before) and self._between(attempt, one.between)
+        return self._end(attempt, str(one.ending), steps_before) and self._between(
+            attempt, one.between
+        )
 
     def _survive(self, attempt: Attempt, name: str) -> bool:
         """Disturb a run that must go on."""
@@ -386,8 +392,10 @@ class Disturbed:
     def _still_there(self, attempt: Attempt, name: str) -> bool:
         if attempt.ended:
             attempt.wait_gone(END_SECONDS)
-            said = read_exit_status(self.folder / "run")
-            self.problems.append(f"{name}: the run ended, status {said.status}: {said.message}")
+            exit_status = read_exit_status(self.folder / "run")
+            self.problems.append(
+                f"{name}: the run ended, status {exit_status.status}: {exit_status.message}"
+            )
         return not attempt.ended
 
     def _end(self, attempt: Attempt, name: str, before: int) -> bool:
@@ -402,21 +410,24 @@ class Disturbed:
             return self._still_there(attempt, name)
         moment = time.monotonic()
         done = kind.disturb(attempt, self.rng)
-        left = attempt.wait_gone(END_SECONDS)
+        leftovers = attempt.wait_gone(END_SECONDS)
         took = time.monotonic() - moment
         step = max([before, *(int(row["step"]) for row in attempt.new_rows())])
-        said = read_exit_status(run)
+        exit_status = read_exit_status(run)
         if kind.place == "export":
             self._note_recovery(attempt.new_rows(), before, float("nan"))
         if kind.spoil:
             done = f"{done}; {kind.spoil(attempt, self.rng)}"
         self.outcomes.append(
-            Outcome(self.drill.name, name, step, done, said.status, said.message, took)
+            Outcome(
+                self.drill.name, name, step, done, exit_status.status, exit_status.message, took
+            )
         )
-        self.problems += [f"{name}: a process was left: {one}" for one in left]
-        if said.status not in kind.statuses:
+        self.problems += [f"{name}: a process was left: {command}" for command in leftovers]
+        if exit_status.status not in kind.statuses:
             self.problems.append(
-                f"{name}: status {said.status}, needed {kind.statuses}: {said.message}"
+                f"{name}: status {exit_status.status}, needed {kind.statuses}: "
+                f"{exit_status.message}"
             )
         if kind.place == "export":
             self.outcomes[-1].lost_steps = 0  # that nothing is lost is seen at the end
@@ -443,11 +454,13 @@ class Disturbed:
 
 def ending_problems(run: Path) -> list[str]:
     """What a finished run must not have left, and must have."""
-    found = [f"{path.relative_to(run)} was left" for path in run.rglob("*") if is_scratch(path)]
-    said = read_exit_status(run)
-    if said.status != FINISHED:
-        found.append(f"the last start did not finish: status {said.status}, {said.message}")
-    return found
+    problems = [f"{path.relative_to(run)} was left" for path in run.rglob("*") if is_scratch(path)]
+    exit_status = read_exit_status(run)
+    if exit_status.status != FINISHED:
+        problems.append(
+            f"the last start did not finish: status {exit_status.status}, {exit_status.message}"
+        )
+    return problems
 
 
 def is_scratch(path: Path) -> bool:
@@ -456,14 +469,15 @@ def is_scratch(path: Path) -> bool:
 
 def lost_too_much(outcomes: list[Outcome]) -> list[str]:
     """Runs that save before they end lose nothing; the others little."""
-    found = []
-    for one in outcomes:
-        most = 0 if one.status == SAVED_AND_STOPPED else MOST_LOST
-        if not 0 <= one.lost_steps <= most:
-            found.append(
-                f"{one.kind} at step {one.step}: {one.lost_steps} steps lost, at most {most} may be"
+    problems = []
+    for outcome in outcomes:
+        most = 0 if outcome.status == SAVED_AND_STOPPED else MOST_LOST
+        if not 0 <= outcome.lost_steps <= most:
+            problems.append(
+                f"{outcome.kind} at step {outcome.step}: {outcome.lost_steps} steps lost, at most "
+                f"{most} may be"
             )
-    return found
+    return problems
 
 
 # ------------------------------------------------------------ what the two runs must have in common
@@ -472,13 +486,13 @@ def lost_too_much(outcomes: list[Outcome]) -> list[str]:
 def run_differences(undisturbed: Path, disturbed: Path) -> list[str]:
     """The first differences between the metrics, the validations and the models of two runs."""
     rows = [[json.loads(line) for line in metric_lines(run)] for run in (undisturbed, disturbed)]
-    found = differences(*rows)
+    texts = differences(*rows)
     validations = [
         [json.loads(line) for line in metric_lines(run, VALIDATION_FILE)]
         for run in (undisturbed, disturbed)
     ]
-    found += [f"{VALIDATION_FILE}: {one}" for one in row_differences(*validations)]
-    return found + model_differences(undisturbed / EXPORT_FOLDER, disturbed / EXPORT_FOLDER)
+    texts += [f"{VALIDATION_FILE}: {difference}" for difference in row_differences(*validations)]
+    return texts + model_differences(undisturbed / EXPORT_FOLDER, disturbed / EXPORT_FOLDER)
 
 
 def differences(
@@ -502,24 +516,25 @@ def row_differences(
         (without_times(a, "sync/"), without_times(b, "sync/"))
         for a, b in zip(undisturbed, disturbed, strict=True)
     ]
-    found = [
+    texts = [
         f"step {a['step']}: {key} is {b.get(key)}, of the undisturbed run {a.get(key)}"
         for a, b in pairs
         for key in sorted(a.keys() | b.keys())
         if a.get(key) != b.get(key)
     ]
-    return found[:5]
+    return texts[:5]
 
 
 def unfinished_problems(metric: str, undisturbed: list[dict[str, float]]) -> list[str]:
     """What is wrong where a run leaves nothing in flight, by this metric, after half of its steps
     or more. Its last step does not count: it always leaves nothing."""
     steps = undisturbed[:-1]
-    left = sum(row.get(metric, 0.0) > 0 for row in steps)
-    if 2 * left > len(steps):
+    unfinished_steps = sum(row.get(metric, 0.0) > 0 for row in steps)
+    if 2 * unfinished_steps > len(steps):
         return []
     return [
-        f"{metric} is above 0 after {left} of the undisturbed run's first {len(steps)} steps, and "
+        f"{metric} is above 0 after {unfinished_steps} of the undisturbed run's first {len(steps)} "
+        "steps, and "
         "more than half are "
         "needed: too few disturbances meet anything in flight. In LONG_TAIL raise "
         "rollout.max_new_tokens, or lower "
@@ -535,9 +550,9 @@ def model_differences(undisturbed: Path, disturbed: Path) -> list[str]:
 
     tensors = [
         {
-            name: one
+            name: tensor
             for path in sorted(model.glob("*.safetensors"))
-            for name, one in load_file(path).items()
+            for name, tensor in load_file(path).items()
         }
         for model in (undisturbed, disturbed)
     ]
@@ -545,11 +560,15 @@ def model_differences(undisturbed: Path, disturbed: Path) -> list[str]:
         return [f"{undisturbed} has no tensors"]
 
     def bits(model: dict[str, torch.Tensor], name: str) -> tuple[object, ...] | None:
-        one = model.get(name)
+        tensor = model.get(name)
         return (
             None
-            if one is None
-            else (one.dtype, one.shape, one.contiguous().view(torch.uint8).numpy().tobytes())
+            if tensor is None
+            else (
+                tensor.dtype,
+                tensor.shape,
+                tensor.contiguous().view(torch.uint8).numpy().tobytes(),
+            )
         )
 
     names = sorted(tensors[0].keys() | tensors[1].keys())
@@ -577,16 +596,17 @@ def print_table(outcomes: list[Outcome], seconds: float) -> None:
         f"\n{'chain':6} {'kind':18} {'step':>4} {'status':>7} {'end s':>6} {'recovery s':>10} "
         f"{'steps lost':>10}"
     )
-    for one in outcomes:
-        status = "continues" if one.status is None else one.status
+    for outcome in outcomes:
+        status = "continues" if outcome.status is None else outcome.status
         print(
-            f"{one.chain:6} {one.kind:18} {one.step:4} {status!s:>7} {one.end_seconds:6.1f} "
-            f"{one.recovery_seconds:10.1f} {one.lost_steps:10}"
+            f"{outcome.chain:6} {outcome.kind:18} {outcome.step:4} {status!s:>7} "
+            f"{outcome.end_seconds:6.1f} "
+            f"{outcome.recovery_seconds:10.1f} {outcome.lost_steps:10}"
         )
-    for one in outcomes:
-        print(json.dumps({"drill": "faults", **asdict(one)}))
+    for outcome in outcomes:
+        print(json.dumps({"drill": "faults", **asdict(outcome)}))
     each = seconds / max(1, len(outcomes))
-    kinds = len({one.kind for one in outcomes})
+    kinds = len({outcome.kind for outcome in outcomes})
     print(
         f"\n{len(outcomes)} disturbances of {kinds} kinds took {seconds:.0f} s, {each:.1f} s each"
     )
@@ -614,7 +634,7 @@ def run_chain(
             problems += run_differences(undisturbed, disturbed.folder / "run") + lost_too_much(
                 disturbed.outcomes
             )
-    return disturbed.outcomes, [f"{drill.name}: {one}" for one in problems]
+    return disturbed.outcomes, [f"{drill.name}: {problem}" for problem in problems]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -663,9 +683,9 @@ def main() -> int:
     problems: list[str] = []
     for name, kinds in assign_kinds(arguments.kinds, arguments.kills, arguments.chains).items():
         drill = Drill(name, output / name, arguments.ranks, output)
-        more, wrong = run_chain(drill, kinds, rng)
-        outcomes = outcomes + more
-        problems = problems + wrong
+        new_outcomes, new_problems = run_chain(drill, kinds, rng)
+        outcomes = outcomes + new_outcomes
+        problems = problems + new_problems
     print_table(outcomes, time.monotonic() - started)
     for problem in problems:
         print(f"WRONG: {problem}", file=sys.stderr)

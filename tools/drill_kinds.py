@@ -121,7 +121,7 @@ def in_save(attempt: Attempt, rng: random.Random) -> None:
 
 def in_phase(phase: str) -> Moment:
     """While the next step is in that phase: rows say how long phases take, and when a step ends."""
-    before = {
+    earlier_phases = {
         "sync": (),
         "validation": ("sync",),
         "rollout": ("sync",),
@@ -130,13 +130,15 @@ def in_phase(phase: str) -> Moment:
 
     def moment(attempt: Attempt, rng: random.Random) -> None:
         count = len(attempt.new_rows())
-        last = int(attempt.new_rows()[-1]["step"])
+        last_step = int(attempt.new_rows()[-1]["step"])
         if phase == "validation":
-            count += (VALIDATE_EVERY - last - 1) % VALIDATE_EVERY
+            count += (VALIDATE_EVERY - last_step - 1) % VALIDATE_EVERY
         rows = attempt.rows_or_end(count + 1, SAVE_SECONDS)
-        start = sum(rows[-1].get(f"seconds/{name}", 0.0) for name in ("save", *before))
-        known = [row[f"seconds/{phase}"] for row in rows if row.get(f"seconds/{phase}", 0.0) > 0.0]
-        time.sleep(start + rng.random() * (known[-1] if known else 0.1))
+        start = sum(rows[-1].get(f"seconds/{name}", 0.0) for name in ("save", *earlier_phases))
+        durations = [
+            row[f"seconds/{phase}"] for row in rows if row.get(f"seconds/{phase}", 0.0) > 0.0
+        ]
+        time.sleep(start + rng.random() * (durations[-1] if durations else 0.1))
 
     return moment
 
@@ -231,9 +233,9 @@ def stop_for_too_long(attempt: Attempt, rng: random.Random) -> str:
 
 
 def _those_with(attempt: Attempt, word: str) -> list[psutil.Process]:
-    found = [process for process in attempt.processes() if word in " ".join(process.cmdline())]
-    assert found, f"no process of the run has {word} in its command"
-    return found
+    processes = [process for process in attempt.processes() if word in " ".join(process.cmdline())]
+    assert processes, f"no process of the run has {word} in its command"
+    return processes
 
 
 def kill_reward_workers() -> Disturbance:
@@ -242,9 +244,9 @@ def kill_reward_workers() -> Disturbance:
 
     def disturb(attempt: Attempt, rng: random.Random) -> str:
         servers = [
-            one
-            for one in _those_with(attempt, "workers.fork_server")
-            if one.parent() in attempt.ranks()
+            process
+            for process in _those_with(attempt, "workers.fork_server")
+            if process.parent() in attempt.ranks()
         ]
         server = rng.choice(servers)
         name = rank_name(server)

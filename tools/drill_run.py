@@ -80,17 +80,17 @@ class Attempt:
 
     def processes(self) -> list[psutil.Process]:
         """All that run with this start's mark, whoever their parent is."""
-        found = []
+        marked = []
         for process in psutil.process_iter():
             try:
                 if (
                     process.environ().get(_MARK) == self.mark
                     and process.status() != psutil.STATUS_ZOMBIE
                 ):
-                    found.append(process)
+                    marked.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return found
+        return marked
 
     def ranks(self) -> list[psutil.Process]:
         """The ranks that are there: direct children of torchrun."""
@@ -117,11 +117,11 @@ class Attempt:
             )
         except (subprocess.TimeoutExpired, TimeoutError):
             pass
-        left = self.processes()
-        told = [" ".join(process.cmdline())[:100] for process in left]
-        for process in left:
+        leftovers = self.processes()
+        commands = [" ".join(process.cmdline())[:100] for process in leftovers]
+        for process in leftovers:
             process.kill()
-        return told
+        return commands
 
 
 def rank_name(process: psutil.Process) -> str:
@@ -158,7 +158,7 @@ def start(
         f"--nproc-per-node={ranks}",
         *STOP_OPTIONS,
     ]
-    before = frozenset(metric_lines(output))
+    earlier_lines = frozenset(metric_lines(output))
     with console.open("ab") as stream:
         process = subprocess.Popen(
             [sys.executable, *launcher, *program, f"run.output_dir={output}", *overrides],
@@ -168,4 +168,4 @@ def start(
             stdout=stream,
             stderr=stream,
         )
-    return Attempt(process, output, console, mark, before)
+    return Attempt(process, output, console, mark, earlier_lines)

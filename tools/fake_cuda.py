@@ -135,20 +135,20 @@ class FakeBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(outputs):
             if isinstance(tensor, FakeTensor):
                 self._meet(tensor.untyped_storage())
-        return out
+        return outputs
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         size = storage.nbytes()
-        known = self._sizes.get(key)
-        if known is None:
+        earlier_size = self._sizes.get(key)
+        if earlier_size is None:
             weakref.finalize(storage, self._forget, key)
         self._sizes[key] = size
-        self.held += size - (known or 0)
+        self.held += size - (earlier_size or 0)
         self.peak = max(self.peak, self.held)
 
     def _forget(self, key: int) -> None:
@@ -157,10 +157,10 @@ class FakeBytes(TorchDispatchMode):
     @contextmanager
     def most_beside(self) -> Iterator[list[int]]:
         """The list gets the most bytes that were held inside, beside those at its beginning."""
-        found: list[int] = []
-        before = self.peak = self.held
-        yield found
-        found.append(self.peak - before)
+        peaks: list[int] = []
+        held_before = self.peak = self.held
+        yield peaks
+        peaks.append(self.peak - held_before)
 
 
 # ---------------------------------------------------------------- what ranks send
@@ -195,23 +195,26 @@ class Sent(TorchDispatchMode):
 
     def _meet(self, operation: str, args: Any) -> None:
         group = next(
-            dist.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject)
+            dist.ProcessGroup.unbox(argument)
+            for argument in args
+            if isinstance(argument, torch.ScriptObject)
         )
         sizes = [
-            sum(one.nbytes for one in tree_iter(arg) if isinstance(one, Tensor)) for arg in args
+            sum(tensor.nbytes for tensor in tree_iter(arg) if isinstance(tensor, Tensor))
+            for arg in args
         ]
-        whole = max(sizes)  # what is gathered, or not yet scattered
-        share = whole * (group.size() - 1) // group.size()
+        full_size = max(sizes)  # what is gathered, or not yet scattered
+        share = full_size * (group.size() - 1) // group.size()
         self.tell(
             self.groups.get(group.group_name, "other"),
             operation,
-            {"all_reduce": 2 * share, "broadcast": whole}.get(operation, share),
+            {"all_reduce": 2 * share, "broadcast": full_size}.get(operation, share),
         )
 
     def tell(self, group: str, operation: str, size: int) -> None:
-        known = self.found.setdefault((group, operation), [0, 0])
-        known[0] += 1
-        known[1] += size
+        total = self.found.setdefault((group, operation), [0, 0])
+        total[0] += 1
+        total[1] += size
 
     def between_stages(self, **given: Any) -> dict[str, Any]:
         """For Megatron's messages of a pipeline that are not sent together."""
@@ -221,11 +224,11 @@ class Sent(TorchDispatchMode):
             "send_prev": "send gradients",
             "recv_next": "receive gradients",
         }
-        there = {name: given[f"tensor_{name}"] for name in operations}
-        for name, tensor in there.items():
+        tensors = {name: given[f"tensor_{name}"] for name in operations}
+        for name, tensor in tensors.items():
             if tensor is not None:
                 self.tell("pipeline", operations[name], tensor.nbytes)
-        return {name: _Done() for name, tensor in there.items() if tensor is not None}
+        return {name: _Done() for name, tensor in tensors.items() if tensor is not None}
 
     def between_stages_together(self, **given: Any) -> list[Any]:
         """For those that are."""
@@ -233,9 +236,9 @@ class Sent(TorchDispatchMode):
 
     def pop(self) -> dict[tuple[str, str], list[int]]:
         """What was found since the last call."""
-        found = self.found
+        exchanged = self.found
         self.found = {}
-        return found
+        return exchanged
 
 
 # ---------------------------------------------------------------- stand-ins for Transformer Engine
@@ -277,9 +280,9 @@ def _gathered(x: Tensor, group: Any, sequence: bool) -> Tensor:
     """All tokens."""
     if not sequence:
         return x
-    whole = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
-    return whole
+    gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+    return gathered
 
 
 def _summed(x: Tensor, group: Any, sequence: bool) -> Tensor:
@@ -319,7 +322,7 @@ def triton_without_kernels() -> None:
     triton = ModuleType("triton")
     language = ModuleType("triton.language")
     triton.__spec__ = ModuleSpec("triton", None)
-    triton.jit = lambda kernel: defaultdict(lambda: lambda *given, **named: None)
+    triton.jit = lambda kernel: defaultdict(lambda: lambda *arguments, **named: None)
     triton.cdiv = lambda number, size: -(-number // size)
     triton.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()
     triton.language = language
@@ -498,11 +501,11 @@ class Norm(torch.nn.Module):
 class _Attention(Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
         ctx.save_for_backward(
-            query, key, value, out, query.new_empty(query.shape[:2], dtype=torch.float32)
+            query, key, value, output, query.new_empty(query.shape[:2], dtype=torch.float32)
         )
-        return out
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:

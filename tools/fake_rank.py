@@ -93,33 +93,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--json", action="store_true", help="one JSON object for each line, in bytes"
     )
-    given = parser.parse_intermixed_args(argv)
+    options = parser.parse_intermixed_args(argv)
     try:
-        config = load_config(given.config, given.overrides, stand_ins=NOT_NEEDED)
-        ranks = ranks_or_least(config, given.ranks)
+        config = load_config(options.config, options.overrides, stand_ins=NOT_NEEDED)
+        ranks = ranks_or_least(config, options.ranks)
         shape = checked_shape(config, ranks)
         trainers = training_ranks(config, ranks)
-        if not 0 <= given.rank < trainers:
+        if not 0 <= options.rank < trainers:
             raise ValueError(
-                f"--rank is {given.rank}; needed: 0 to {trainers - 1}, a rank that trains"
+                f"--rank is {options.rank}; needed: 0 to {trainers - 1}, a rank that trains"
             )
         config = with_longest_lengths(config)
-        mesh = mesh_of(config, ranks, given.rank)
+        mesh = mesh_of(config, ranks, options.rank)
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
     target = Target("cuda", "GPU", None, config.policy.transformer_impl == "local")
-    held, sent = count(config, shape, mesh, target.local_layers)
+    held_bytes, sent = count(config, shape, mesh, target.local_layers)
     plan = plan_rank(config, shape, mesh, target)
-    rows = compare(plan, held) + rows_of_sent(sent)
+    rows = compare(plan, held_bytes) + rows_of_sent(sent)
     if not config.rollout.ranks:
         rows += compare_sync(config, shape, mesh, target, plan)
     for row in rows:
-        print(json.dumps(asdict(row)) if given.json else line(row))
+        print(json.dumps(asdict(row)) if options.json else line(row))
     sums = [(row.planned, row.counted) for row in rows if row.part == "all"]
     return (
         DIFFERS
-        if any(abs(counted - planned) > given.tolerance * planned for planned, counted in sums)
+        if any(abs(counted - planned) > options.tolerance * planned for planned, counted in sums)
         else 0
     )
 
@@ -150,8 +150,8 @@ def rows_of_sent(counted: dict[str, dict[tuple[str, str], list[int]]]) -> list[R
     """By phase: every operation of a group of ranks, which the plan of memory knows nothing of."""
     return [
         Row(phase, f"{group}: {operation}", None, size, number)
-        for phase, found in counted.items()
-        for (group, operation), (number, size) in found.items()
+        for phase, operations in counted.items()
+        for (group, operation), (number, size) in operations.items()
     ]
 
 
@@ -168,7 +168,10 @@ def compare_sync(
     rounds = rank_rounds(sync, mesh.rank)
     most = [
         max(sum(map(elements, way.values())) for way in ways)
-        for ways in ([one.sends for one in rounds], [one.receives for one in rounds])
+        for ways in (
+            [sync_round.sends for sync_round in rounds],
+            [sync_round.receives for sync_round in rounds],
+        )
     ]
     return [
         Row(
@@ -220,26 +223,26 @@ def count(
         parts = dict(everything)
         if config.memory.offload_reference:
             parts.pop("reference", None)
-        found = {}
+        bytes_by_phase = {}
         exchanged = {}
         sent.pop()
         with memory.most_beside() as most:
-            old = actor.forward_backward.logprobs(batches)
-        found["logprobs"], exchanged["logprobs"] = parts | {"pass": most[0]}, sent.pop()
-        of_reference = None
+            old_logprobs = actor.forward_backward.logprobs(batches)
+        bytes_by_phase["logprobs"], exchanged["logprobs"] = parts | {"pass": most[0]}, sent.pop()
+        reference_logprobs = None
         if reference is not None:
             with memory.most_beside() as most:
-                of_reference = reference.logprobs(batches)
-            found["reference"] = everything | {"pass": most[0]}
+                reference_logprobs = reference.logprobs(batches)
+            bytes_by_phase["reference"] = everything | {"pass": most[0]}
             sent.pop()
         with memory.most_beside() as most:
-            learn(batches, old, of_reference)
-        found["update"], exchanged["update"] = parts | {"pass": most[0]}, sent.pop()
+            learn(batches, old_logprobs, reference_logprobs)
+        bytes_by_phase["update"], exchanged["update"] = parts | {"pass": most[0]}, sent.pop()
         if not config.rollout.ranks:
             sets = training_sets(actor, reference, config.memory, of_fake_storages(device))
             sets.offload("gradients", "optimizer", "parameters", "reference")
-            found["generate"] = resident(actor, reference, device)
-    return found, exchanged
+            bytes_by_phase["generate"] = resident(actor, reference, device)
+    return bytes_by_phase, exchanged
 
 
 def group_names() -> dict[str, str]:
@@ -248,7 +251,7 @@ def group_names() -> dict[str, str]:
     Groups of one rank send nothing."""
     from megatron.core import parallel_state as groups
 
-    found = {
+    groups_by_name = {
         "tensor": groups.get_tensor_model_parallel_group(),
         "pipeline": groups.get_pipeline_model_parallel_group(),
         "context": groups.get_context_parallel_group(),
@@ -260,7 +263,7 @@ def group_names() -> dict[str, str]:
     }
     return {
         group.group_name: name
-        for name, group in found.items()
+        for name, group in groups_by_name.items()
         if isinstance(group, dist.ProcessGroup)
     }
 
@@ -279,8 +282,10 @@ def resident(actor: Any, reference: Any, device: Device) -> dict[str, int]:
         offload_reference=True,
     )
     return training_sets(actor, reference, everything, of_fake_storages(device)).nbytes | {
-        "gather_buffer": sum(one.nbytes for one in get_global_memory_buffer().buffer.values()),
-        "dummy_gradients": sum(one.nbytes for one in fake_cuda.dummy_gradients.values()),
+        "gather_buffer": sum(
+            tensor.nbytes for tensor in get_global_memory_buffer().buffer.values()
+        ),
+        "dummy_gradients": sum(tensor.nbytes for tensor in fake_cuda.dummy_gradients.values()),
     }
 
 
@@ -328,9 +333,9 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
     layers._grad_accum_fusion_available = True
     attention._CPUAttention.apply = attention.flash_over_segments
     param_and_grad_buffer._coalescing_manager = fake_cuda.coalesced
-    build.load_hf_weights = lambda *given: None
-    CudaRNGStatesTracker.fork = lambda tracker, *given: nullcontext()
-    megatron.GPTModel.to = lambda model, *given: model
+    build.load_hf_weights = lambda *arguments: None
+    CudaRNGStatesTracker.fork = lambda tracker, *arguments: nullcontext()
+    megatron.GPTModel.to = lambda model, *arguments: model
     output_layer.float32_product = lambda hidden, weight: hidden.new_empty(
         len(hidden), len(weight), dtype=torch.float32
     )
@@ -354,10 +359,13 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
     layers.get_dummy_wgrad = fake_cuda.dummy_gradient
     megatron.layer_spec = te_like_layers
     configure = megatron.TransformerConfig
-    more = {"apply_rope_fusion": False}
+    extra_settings = {"apply_rope_fusion": False}
     if shape.num_experts:  # all get equally many tokens: their number does not depend on values
-        more |= {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 1.0}
-    megatron.TransformerConfig = lambda **given: configure(**(given | more))
+        extra_settings |= {
+            "moe_pad_expert_input_to_capacity": True,
+            "moe_expert_capacity_factor": 1.0,
+        }
+    megatron.TransformerConfig = lambda **arguments: configure(**(arguments | extra_settings))
     rope_utils._apply_rotary_pos_emb_thd = fake_cuda.rotated
 
 

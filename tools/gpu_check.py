@@ -183,39 +183,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status."""
     started = time.monotonic()
     escape_terminal()
-    given = parse_args(argv)
+    options = parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(
             number, lambda number, _: sys.exit(128 + number)
         )  # so that `run` kills its stage
-    output = given.output.resolve()
+    output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
     paths = [str(REPOSITORY)]
-    if given.wheels is not None:
-        paths.append(install(given.wheels, output / "packages"))
+    if options.wheels is not None:
+        paths.append(install(options.wheels, output / "packages"))
     environment["PYTHONPATH"] = os.pathsep.join(
         [*paths, *filter(None, [environment.get("PYTHONPATH")])]
     )
     by_name = {stage.name: stage for stage in STAGES}
-    stages = [by_name[name] for name in given.stages or by_name]
+    stages = [by_name[name] for name in options.stages or by_name]
     used = {name for stage in stages for name in (*stage.needs, *stage.wants)}
-    found = look(environment, [name for name in PACKAGES if name in used])
-    tell_machine(found)
+    machine = look(environment, [name for name in PACKAGES if name in used])
+    tell_machine(machine)
     outcomes = []
     for stage in stages:
-        left = given.seconds - (time.monotonic() - started)
-        outcomes.append(check(stage, found, given.quick, left, output, environment))
-        write(output, found, outcomes, given.quick)
+        seconds_left = options.seconds - (time.monotonic() - started)
+        outcomes.append(check(stage, machine, options.quick, seconds_left, output, environment))
+        write(output, machine, outcomes, options.quick)
     print(
         f"\n{output / 'gpu_check.md'} has the table, {output / 'gpu_check.json'} the same as JSON."
     )
-    bad = [one.stage for one in outcomes if not one.is_good]
-    if bad:
-        print(f"Not as expected: {', '.join(bad)}. Their logs are in {output}.")
-    if found.broken:
-        print(f"Installed, but cannot be imported: {', '.join(found.broken)}.")
-    return 1 if bad or found.broken else 0
+    unexpected = [outcome.stage for outcome in outcomes if not outcome.is_good]
+    if unexpected:
+        print(f"Not as expected: {', '.join(unexpected)}. Their logs are in {output}.")
+    if machine.broken:
+        print(f"Installed, but cannot be imported: {', '.join(machine.broken)}.")
+    return 1 if unexpected or machine.broken else 0
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -231,19 +231,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--seconds", type=float, help="of everything together (600 with --quick, else any)"
     )
     parser.add_argument(
-        "--stages", nargs="+", choices=[one.name for one in STAGES], help="default: all"
+        "--stages", nargs="+", choices=[stage.name for stage in STAGES], help="default: all"
     )
     parser.add_argument(
         "--wheels", type=Path, help="folder of wheels to install first, without a network"
     )
-    given = parser.parse_args(argv)
-    if given.seconds is None:
-        given.seconds = QUICK_SECONDS if given.quick else float("inf")
-    if given.wheels is not None and not list(given.wheels.glob("*.whl")):
-        parser.error(f"--wheels {given.wheels} has no *.whl; name the folder that holds the wheels")
-    if given.output.exists() and not given.output.is_dir():
-        parser.error(f"--output {given.output} is a file; name a folder")
-    return given
+    options = parser.parse_args(argv)
+    if options.seconds is None:
+        options.seconds = QUICK_SECONDS if options.quick else float("inf")
+    if options.wheels is not None and not list(options.wheels.glob("*.whl")):
+        parser.error(
+            f"--wheels {options.wheels} has no *.whl; name the folder that holds the wheels"
+        )
+    if options.output.exists() and not options.output.is_dir():
+        parser.error(f"--output {options.output} is a file; name a folder")
+    return options
 
 
 def install(wheels: Path, packages: Path) -> str:
@@ -311,17 +313,24 @@ def look(environment: Mapping[str, str], names: Sequence[str] = tuple(PACKAGES))
     """Import packages, torch among them, each in a process of its own, which a broken one may
     end."""
     with ThreadPoolExecutor(max_workers=4) as pool:
-        told = dict(
+        answers = dict(
             zip(names, pool.map(lambda name: look_at(name, environment), names), strict=True)
         )
     return Found(
         packages={
-            name: one["version"] if "imported" in one else None for name, one in told.items()
+            name: answer["version"] if "imported" in answer else None
+            for name, answer in answers.items()
         },
-        reasons={name: one["reason"] for name, one in told.items() if "imported" not in one},
-        gpus=told["torch"].get("gpus", []),
-        cuda=told["torch"].get("cuda"),
-        broken=[name for name, one in told.items() if "imported" not in one and one.get("version")],
+        reasons={
+            name: answer["reason"] for name, answer in answers.items() if "imported" not in answer
+        },
+        gpus=answers["torch"].get("gpus", []),
+        cuda=answers["torch"].get("cuda"),
+        broken=[
+            name
+            for name, answer in answers.items()
+            if "imported" not in answer and answer.get("version")
+        ],
     )
 
 
@@ -329,7 +338,7 @@ def look_at(name: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """The last line of LOOK, and the "reason" why it did not get to its end."""
     command = [sys.executable, "-c", LOOK, name, PACKAGES[name]]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env=environment,
             capture_output=True,
@@ -339,20 +348,20 @@ def look_at(name: str, environment: Mapping[str, str]) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         return {"version": "unknown", "reason": f"not imported after {IMPORT_SECONDS:.0f} s"}
-    told: dict[str, Any] = {}
-    for line in done.stdout.splitlines():
+    answer: dict[str, Any] = {}
+    for line in process.stdout.splitlines():
         with suppress(ValueError):
             row = json.loads(line)
-            told = row if isinstance(row, dict) and "version" in row else told
-    if "imported" in told:
-        return told
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [
+            answer = row if isinstance(row, dict) and "version" in row else answer
+    if "imported" in answer:
+        return answer
+    lines = [line.strip() for line in process.stderr.splitlines() if line.strip()] or [
         "without a message"
     ]
     return (
         {"version": None}
-        | told
-        | {"reason": lines[-1][:200] if done.returncode > 0 else ended_with(done.returncode)}
+        | answer
+        | {"reason": lines[-1][:200] if process.returncode > 0 else ended_with(process.returncode)}
     )
 
 
@@ -410,7 +419,7 @@ def run(
     started = time.monotonic()
     figures = output / f"{outcome.stage}.jsonl"
     process_tree.adopt_orphans()
-    others = set(children())
+    earlier_children = set(children())
     with open(log, "wb") as errors, open(figures, "wb") as lines:
         running = subprocess.Popen(
             command,
@@ -428,7 +437,7 @@ def run(
             outcome.status = "stopped"
             outcome.reason = f"after its limit of {limit:.0f} s"
         finally:
-            kill_all_but(others)
+            kill_all_but(earlier_children)
             running.poll()
     outcome.seconds = round(time.monotonic() - started, 1)
     outcome.figures = read_figures(figures)
@@ -443,12 +452,12 @@ def kill_all_but(others: set[int]) -> None:
     have sessions of their own. What the kernel does not end, in a driver for example, is left after
     END_SECONDS."""
     deadline = time.monotonic() + END_SECONDS
-    while left := [pid for pid in children() if pid not in others]:
+    while remaining := [pid for pid in children() if pid not in others]:
         if time.monotonic() > deadline:
-            print(f"These processes do not end: {', '.join(map(str, left))}", flush=True)
+            print(f"These processes do not end: {', '.join(map(str, remaining))}", flush=True)
             return
-        process_tree.kill_trees(left, process_tree.children_by_parent())
-        for pid in left:
+        process_tree.kill_trees(remaining, process_tree.children_by_parent())
+        for pid in remaining:
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(process_tree.SWEEP_PAUSE_SECONDS)
@@ -480,9 +489,9 @@ def read_figures(path: Path) -> list[dict[str, Any]]:
 
 
 def tell_outcome(outcome: Outcome) -> None:
-    told = f"{outcome.stage}: {outcome.status}"
-    told += f" in {outcome.seconds:.0f} s" if outcome.seconds else ""
-    print(told + (f", {outcome.reason}" if outcome.reason else ""))
+    text = f"{outcome.stage}: {outcome.status}"
+    text += f" in {outcome.seconds:.0f} s" if outcome.seconds else ""
+    print(text + (f", {outcome.reason}" if outcome.reason else ""))
     for figure in outcome.figures:
         mark = "  !" if figure["holds"] is False else "   "
         expected = f"  ({figure['expected']})" if figure["expected"] else ""
@@ -499,7 +508,7 @@ def write(output: Path, found: Found, outcomes: Sequence[Outcome], quick: bool) 
         "python": platform.python_version(),
         "quick": quick,
         **asdict(found),
-        "stages": [asdict(one) for one in outcomes],
+        "stages": [asdict(outcome) for outcome in outcomes],
     }
     (output / "gpu_check.json").write_text(
         json.dumps(everything, indent=1) + "\n", encoding="utf-8"
@@ -523,14 +532,16 @@ def table(found: Found, outcomes: Sequence[Outcome]) -> list[str]:
         "|---|---|---|---|---|",
     ]
     marks = {True: "yes", False: "**no**", None: ""}
-    for one in outcomes:
-        has_begun = one.status not in ("not run", "no time")
-        status = f"{one.status}, {one.seconds:.0f} s" if has_begun else one.status
-        without = f"; without {', '.join(one.without)}" if one.without else ""
-        reason = f": {one.reason}" if one.reason else ""
-        good = "" if one.status == "not run" else marks[one.is_good]
-        lines.append(row(one.stage, f"{one.what} ({status}{reason}{without})", "", "", good))
-        for figure in one.figures:
+    for outcome in outcomes:
+        has_begun = outcome.status not in ("not run", "no time")
+        status = f"{outcome.status}, {outcome.seconds:.0f} s" if has_begun else outcome.status
+        without = f"; without {', '.join(outcome.without)}" if outcome.without else ""
+        reason = f": {outcome.reason}" if outcome.reason else ""
+        as_expected = "" if outcome.status == "not run" else marks[outcome.is_good]
+        lines.append(
+            row(outcome.stage, f"{outcome.what} ({status}{reason}{without})", "", "", as_expected)
+        )
+        for figure in outcome.figures:
             value = f"{figure['value']} {figure['unit']}".strip()
             lines.append(row("", figure["what"], value, figure["expected"], marks[figure["holds"]]))
     return lines

@@ -147,13 +147,15 @@ class Use:
 
 def uses_of_repository(root: Path = REPOSITORY) -> list[Use]:
     """All uses, in order."""
-    found: set[Use] = set()
+    uses: set[Use] = set()
     for folder in OUR_CODE:
         for path in sorted((root / folder).rglob("*.py")):
-            where = str(path.relative_to(root))
-            if where not in CPU_ONLY:
-                found |= {Use(name, where) for name in names_used(path.read_text("utf-8"), where)}
-    return sorted(found)
+            our_file = str(path.relative_to(root))
+            if our_file not in CPU_ONLY:
+                uses |= {
+                    Use(name, our_file) for name in names_used(path.read_text("utf-8"), our_file)
+                }
+    return sorted(uses)
 
 
 def names_used(source: str, where: str) -> set[str]:
@@ -192,7 +194,7 @@ def _source_of(expression: ast.expr) -> str:
 
 def _engine_arguments(tree: ast.Module) -> set[str]:
     """Keys of dictionaries, but for those inside of others, and keywords of `LLM`."""
-    found = set()
+    names = set()
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef) or function.name not in GIVES_ENGINE_ARGUMENTS:
             continue
@@ -200,12 +202,12 @@ def _engine_arguments(tree: ast.Module) -> set[str]:
         inner = {id(value) for node in nodes if isinstance(node, ast.Dict) for value in node.values}
         for node in nodes:
             if isinstance(node, ast.Dict) and id(node) not in inner:
-                found |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
+                names |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
             elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "arguments":
-                found.add(ast.literal_eval(node.slice))
+                names.add(ast.literal_eval(node.slice))
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "LLM":
-                found |= {keyword.arg for keyword in node.keywords if keyword.arg is not None}
-    return found
+                names |= {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+    return names
 
 
 def _imported(nodes: Sequence[ast.AST]) -> dict[str, str]:
@@ -217,12 +219,14 @@ def _imported(nodes: Sequence[ast.AST]) -> dict[str, str]:
             and node.module
             and node.module.split(".")[0] in PACKAGES
         ):
-            names |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+            names |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
         elif isinstance(node, ast.Import):
             names |= {
-                one.asname or one.name: one.name
-                for one in node.names
-                if one.name.split(".")[0] in PACKAGES
+                alias.asname or alias.name: alias.name
+                for alias in node.names
+                if alias.name.split(".")[0] in PACKAGES
             }
     return names
 
@@ -247,25 +251,25 @@ class Sources:
         class or assignment; None where it is not there."""
         if (module := self.tree(name)) is not None:
             return module
-        place, _, last = name.rpartition(".")
+        place, _, attribute = name.rpartition(".")
         if not place:
             return None
         owner = self.find(place)
         if isinstance(owner, ast.Module):
-            return self._in_module(place, last)
+            return self._in_module(place, attribute)
         if isinstance(owner, ast.ClassDef):
-            return self._in_class(place, owner, last)
+            return self._in_class(place, owner, attribute)
         return None
 
     def home(self, name: str) -> str:
         """The module that defines what a module's name stands for, behind imports."""
-        place, _, last = name.rpartition(".")
+        place, _, attribute = name.rpartition(".")
         tree = self.tree(place) if place else None
         if tree is None:
             return place
-        node = _bound(tree, last)
+        node = _bound(tree, attribute)
         if isinstance(node, ast.ImportFrom):
-            return self.home(_target(node, last, place, self))
+            return self.home(_target(node, attribute, place, self))
         return place
 
     def _in_module(self, module: str, name: str) -> ast.AST | None:
@@ -315,28 +319,32 @@ class Sources:
 
     def _fields(self, name: str, node: ast.ClassDef) -> list[str]:
         """The arguments of `__init__`, or the fields of a data class, those of its bases first."""
-        made = next(
+        constructor = next(
             (
-                one
-                for one in node.body
-                if isinstance(one, ast.FunctionDef) and one.name == "__init__"
+                statement
+                for statement in node.body
+                if isinstance(statement, ast.FunctionDef) and statement.name == "__init__"
             ),
             None,
         )
-        if made is not None:
-            return _arguments(made.args)
+        if constructor is not None:
+            return _arguments(constructor.args)
         lines = [
             line for base in self.bases(name, node) for line in self._fields(base, self.find(base))
         ]
         is_data = node.decorator_list or node.keywords  # a data class, or one of msgspec's
-        own = [one for one in node.body if isinstance(one, ast.AnnAssign)] if is_data else []
-        return lines + [ast.unparse(one) for one in own]
+        own_fields = (
+            [statement for statement in node.body if isinstance(statement, ast.AnnAssign)]
+            if is_data
+            else []
+        )
+        return lines + [ast.unparse(field) for field in own_fields]
 
 
 def _bound(tree: ast.Module, name: str) -> ast.AST | None:
     """The node that binds a name in a module, also under a condition: a function or class before an
     import, that before an assignment."""
-    found = None
+    binding = None
     for node in _statements(tree.body):
         if (
             isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
@@ -344,19 +352,19 @@ def _bound(tree: ast.Module, name: str) -> ast.AST | None:
         ):
             return node
         if isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node):
-            found = found or node
+            binding = binding or node
         elif isinstance(node, ast.ImportFrom) and any(
-            name == (one.asname or one.name) for one in node.names
+            name == (alias.asname or alias.name) for alias in node.names
         ):
-            found = node
-    return found
+            binding = node
+    return binding
 
 
 def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
     """What is assigned to, as it is written."""
     return [
-        ast.unparse(one)
-        for one in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        ast.unparse(target)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
     ]
 
 
@@ -372,7 +380,7 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 def _target(node: ast.ImportFrom, name: str, module: str, sources: Sources) -> str:
     """The full name behind an import in `module`."""
-    (real,) = (one.name for one in node.names if name == (one.asname or one.name))
+    (real,) = (alias.name for alias in node.names if name == (alias.asname or alias.name))
     if node.level == 0:
         return f"{node.module}.{real}"
     parts = module.split(".")
@@ -384,12 +392,14 @@ def _target(node: ast.ImportFrom, name: str, module: str, sources: Sources) -> s
 def _arguments(arguments: ast.arguments) -> list[str]:
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
-    lines = [_argument(one, default) for one, default in zip(positional, defaults, strict=True)]
+    lines = [
+        _argument(argument, default) for argument, default in zip(positional, defaults, strict=True)
+    ]
     if arguments.vararg or arguments.kwonlyargs:
         lines.append(f"*{arguments.vararg.arg if arguments.vararg else ''}")
     lines += [
-        _argument(one, default)
-        for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        _argument(argument, default)
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     ]
     if arguments.kwarg:
         lines.append(f"**{arguments.kwarg.arg}")
@@ -482,26 +492,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--folder", type=Path, default=REPOSITORY / ".gpu-lock", help="of the archives (.gpu-lock)"
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--write", action="store_true", help="write the list anew")
-    what.add_argument("--only-names", action="store_true", help="only whether all uses are listed")
-    given = parser.parse_args(arguments)
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--write", action="store_true", help="write the list anew")
+    modes.add_argument("--only-names", action="store_true", help="only whether all uses are listed")
+    options = parser.parse_args(arguments)
     uses = uses_of_repository()
-    before = LIST.read_text("utf-8") if LIST.exists() else ""
-    if given.only_names:
+    old_text = LIST.read_text("utf-8") if LIST.exists() else ""
+    if options.only_names:
         return report(
-            names_listed(before),
+            names_listed(old_text),
             [line_of(name, uses) for name in names_of(uses)],
             "what our code uses",
         )
-    given.folder.mkdir(parents=True, exist_ok=True)
-    text = listed(uses, Sources(fetch(given.folder)))
-    if given.write:
+    options.folder.mkdir(parents=True, exist_ok=True)
+    text = listed(uses, Sources(fetch(options.folder)))
+    if options.write:
         LIST.write_text(text, "utf-8")
     missing = [line for line in text.splitlines() if line.endswith(MISSING)]
     print("\n".join(missing), file=sys.stderr, end="\n" if missing else "")
     return report(
-        before.splitlines(), text.splitlines(), "the packages of the lock"
+        old_text.splitlines(), text.splitlines(), "the packages of the lock"
     ) or DIFFERS * bool(missing)
 
 

@@ -116,7 +116,7 @@ def engine(given: argparse.Namespace) -> None:
         "algorithm.entropy_coef=0.01",
     )
     work = workplace(given)
-    failed, found = run(
+    failed, outcome = run(
         work / f"engine-{size}",
         Layout(1, (*settings, CHECKED)),
         *model_and_common(given, work, size),
@@ -124,7 +124,7 @@ def engine(given: argparse.Namespace) -> None:
     if failed is not None:
         raise SystemExit(failed)
     most = MISMATCH_NATS[given.device]
-    for number, row in enumerate(found.rows):
+    for number, row in enumerate(outcome.rows):
         title = f"{size}, step {number + 1}"
         tell(
             f"{title}: rollout, {8 * groups} requests", row["tokens_per_second/rollout"], "tokens/s"
@@ -133,8 +133,8 @@ def engine(given: argparse.Namespace) -> None:
             tell(f"{title}: {phase}", row[f"seconds/{phase}"], "s")
             tell(f"{title}: held after {phase}", row[f"memory/after_{phase}_gib"], "GiB")
         mean = row["train/behaviour_logprob_diff"]
-        what = f"{title}: engine against policy, mean difference of log-probs"
-        tell(what, mean, "nats", f"{most:g} at most", mean <= most)
+        figure_name = f"{title}: engine against policy, mean difference of log-probs"
+        tell(figure_name, mean, "nats", f"{most:g} at most", mean <= most)
 
 
 def ranks(given: argparse.Namespace) -> None:
@@ -142,37 +142,42 @@ def ranks(given: argparse.Namespace) -> None:
     be one rank's."""
     work = workplace(given)
     te = given.device == "cuda" and has_transformer_engine()
-    wanted = given.case.split("; ") if given.case else LAYOUTS
+    names_wanted = given.case.split("; ") if given.case else LAYOUTS
     runs = {
-        name: LAYOUTS[name] for name in wanted if te or not LAYOUTS[name].needs_transformer_engine
+        name: LAYOUTS[name]
+        for name in names_wanted
+        if te or not LAYOUTS[name].needs_transformer_engine
     }
-    for name in wanted:
+    for name in names_wanted:
         if name not in runs:
             tell(name, "not run: needs Transformer Engine")
     places = {
-        name: model_and_common(given, work, name) for name in {one.model for one in runs.values()}
+        name: model_and_common(given, work, name)
+        for name in {layout.model for layout in runs.values()}
     }
     with ThreadPoolExecutor(len(runs) if given.device == "cuda" else 1) as pool:
         started = {
-            name: pool.submit(run, work / name.replace(" ", "-"), one, *places[one.model])
-            for name, one in runs.items()
+            name: pool.submit(run, work / name.replace(" ", "-"), layout, *places[layout.model])
+            for name, layout in runs.items()
         }
         # First those that others are compared with, then as they end: one that hangs keeps back its
         # own line alone.
         names = {future: name for name, future in started.items()}
-        first = {one.model: started[name] for name, one in reversed(runs.items())}
+        first = {layout.model: started[name] for name, layout in reversed(runs.items())}
         for future in (*first.values(), *as_completed(names.keys() - set(first.values()))):
             name = names[future]
-            one, (failed, found) = runs[name], future.result()
-            base_failed, base = first[one.model].result()
+            layout, (failed, outcome) = runs[name], future.result()
+            base_failed, base = first[layout.model].result()
             if failed or base_failed:
-                told = (
+                text = (
                     failed
-                    or f"ran, with nothing to compare it with: {names[first[one.model]]} failed"
+                    or f"ran, with nothing to compare it with: {names[first[layout.model]]} failed"
                 )
-                tell(name, told, expected="exit status 0", holds=False)
+                tell(name, text, expected="exit status 0", holds=False)
                 continue
-            tell_found(name, one, found, base, load_weights(places[one.model][0]), given.device)
+            tell_found(
+                name, layout, outcome, base, load_weights(places[layout.model][0]), given.device
+            )
 
 
 # ---------------------------------------------------------------- a run
@@ -194,7 +199,7 @@ def workplace(given: argparse.Namespace) -> Path:
     work.mkdir(parents=True, exist_ok=True)
     (work / "own.py").write_text(REWARD)
     if not (work / "sums").exists():
-        made = [
+        command = [
             "rlmath.cli.make_arithmetic",
             "--output",
             str(work / "sums"),
@@ -204,7 +209,7 @@ def workplace(given: argparse.Namespace) -> Path:
             "8",
         ]
         subprocess.run(
-            [sys.executable, "-m", *made], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL
+            [sys.executable, "-m", *command], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL
         )
     return work
 
@@ -293,20 +298,20 @@ def reason(place: Path) -> str:
     """The first line of a rank's that tells of an error."""
     texts = [log.read_text("utf-8", errors="replace") for log in sorted(place.glob("*.log"))]
     lines = [line for text in texts for line in text.splitlines() if line.strip()]
-    told = (
+    error_lines = (
         line
         for line in lines
         if "Error: " in line or "NCCL WARN" in line or line.startswith("  - ")
     )
-    return next(told, lines[-1] if lines else "without a message").strip()[:300]
+    return next(error_lines, lines[-1] if lines else "without a message").strip()[:300]
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Those of a Hugging Face folder, in float64."""
     return {
-        name: one.double()
+        name: tensor.double()
         for file in folder.glob("*.safetensors")
-        for name, one in load_file(file).items()
+        for name, tensor in load_file(file).items()
     }
 
 
@@ -318,29 +323,29 @@ def tell_found(
 ) -> None:
     """The line of a layout whose run began with the weights `start`, beside that of one rank,
     `base`."""
-    told = []
+    texts = []
     wrong = []
     for title, (metric, on_cpu, on_gpu) in COMPARED.items():
-        mine = found.rows[0][metric]
-        theirs = base.rows[0][metric]
+        number = found.rows[0][metric]
+        base_number = base.rows[0][metric]
         most = (on_cpu if device == "cpu" else on_gpu) * (
-            theirs if title == "gradient norm" else 1.0
+            base_number if title == "gradient norm" else 1.0
         )
-        told.append(f"{title} {mine:.5g}")
-        wrong += [f"{title} {theirs:.5g}"] if not abs(mine - theirs) <= most else []
-    own = found.rows if layout.follows else found.rows[:1]
-    mismatch = max(row["train/behaviour_logprob_diff"] for row in own)
-    told.append(f"mismatch {mismatch:.2g}")
+        texts.append(f"{title} {number:.5g}")
+        wrong += [f"{title} {base_number:.5g}"] if not abs(number - base_number) <= most else []
+    checked_rows = found.rows if layout.follows else found.rows[:1]
+    mismatch = max(row["train/behaviour_logprob_diff"] for row in checked_rows)
+    texts.append(f"mismatch {mismatch:.2g}")
     wrong += (
         [f"mismatch at most {MISMATCH_NATS[device]:g}"]
         if not mismatch <= MISMATCH_NATS[device]
         else []
     )
     cosine = cosine_of_changes(start, base.weights, found.weights)
-    told.append(f"cosine {cosine:.5f}")
+    texts.append(f"cosine {cosine:.5f}")
     least = LEAST_COSINE[device] if layout.follows else 0.0
     wrong += [f"cosine at least {least:g}"] if not cosine >= least else []
-    tell(name, ", ".join(told), expected=", ".join(wrong) or "as one rank", holds=not wrong)
+    tell(name, ", ".join(texts), expected=", ".join(wrong) or "as one rank", holds=not wrong)
 
 
 def cosine_of_changes(
@@ -349,7 +354,7 @@ def cosine_of_changes(
     """Of what two runs changed of the weights that they began with: 1 where both went the same
     way."""
     changes = [
-        torch.cat([(end[name] - at).flatten() for name, at in start.items()])
+        torch.cat([(end[name] - initial).flatten() for name, initial in start.items()])
         for end in (one, other)
     ]
     return float(torch.nn.functional.cosine_similarity(*changes, dim=0))

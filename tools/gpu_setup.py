@@ -93,11 +93,11 @@ def random_model(folder: Path, size: str) -> Path:
     )
     torch.manual_seed(1)
     dtype = torch.float32 if is_small else torch.bfloat16
-    before = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config)
-    torch.set_default_dtype(before)
+    torch.set_default_dtype(default_dtype)
     unfinished = folder / f"model-{size}.unfinished"
     model.save_pretrained(unfinished)
     make_tokenizer().save_pretrained(unfinished)

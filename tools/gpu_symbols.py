@@ -146,8 +146,10 @@ def read_table(file: BinaryIO, wheel: str, path: str) -> Table | None:
     names = elf.get_section(symbols["sh_link"]).data()
     versions = elf.get_section_by_name(".gnu.version")
     libraries = {}
-    for need, ones in getattr(elf.get_section_by_name(".gnu.version_r"), "iter_versions", tuple)():
-        libraries |= {one["vna_other"]: need.name for one in ones}
+    for need, auxiliaries in getattr(
+        elf.get_section_by_name(".gnu.version_r"), "iter_versions", tuple
+    )():
+        libraries |= {auxiliary["vna_other"]: need.name for auxiliary in auxiliaries}
     numbers = (
         np.zeros(len(rows), "<u2") if versions is None else np.frombuffer(versions.data(), "<u2")
     )
@@ -186,19 +188,19 @@ def tables_of_lock(lock: Path, folder: Path) -> list[Table]:
         for name, version in lock_versions(lock.read_text("utf-8")).items()
         if name != FROM_SOURCE
     ]
-    kept = {pin: folder / f"{pin}.json.gz" for pin in pins}
-    new = [pin for pin in pins if not kept[pin].exists()]
-    for start in range(0, len(new), AT_ONCE):
-        print(f"{start} of {len(new)} wheels are read", flush=True)
+    files = {pin: folder / f"{pin}.json.gz" for pin in pins}
+    new_pins = [pin for pin in pins if not files[pin].exists()]
+    for start in range(0, len(new_pins), AT_ONCE):
+        print(f"{start} of {len(new_pins)} wheels are read", flush=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
-            take(new[start : start + AT_ONCE], Path(place))
+            take(new_pins[start : start + AT_ONCE], Path(place))
             for wheel in sorted(Path(place).iterdir()):
                 name, version, *_ = parse_wheel_filename(wheel.name)
-                found = [asdict(table) for table in tables_of_wheel(wheel, f"{name}=={version}")]
-                with gzip.open(kept[f"{name}=={version}"], "wt", 6) as file:
-                    json.dump(found, file)
+                rows = [asdict(table) for table in tables_of_wheel(wheel, f"{name}=={version}")]
+                with gzip.open(files[f"{name}=={version}"], "wt", 6) as file:
+                    json.dump(rows, file)
     return [
-        Table(**row) for pin in pins for row in json.loads(gzip.decompress(kept[pin].read_bytes()))
+        Table(**row) for pin in pins for row in json.loads(gzip.decompress(files[pin].read_bytes()))
     ]
 
 
@@ -207,13 +209,13 @@ def system_exports() -> set[str]:
     for name in SYSTEM:
         ctypes.CDLL(name)
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    found: set[str] = set()
+    symbols: set[str] = set()
     for path in (Path(word) for word in mapped if Path(word).name.startswith(SYSTEM)):
         with path.open("rb") as file:
             table = read_table(file, "", path.name)
         assert table is not None
-        found |= set(table.defined)
-    return found
+        symbols |= set(table.defined)
+    return symbols
 
 
 # ---------------------------------------------------------------- who finds what
@@ -233,45 +235,53 @@ def unresolved(tables: Sequence[Table], system: set[str]) -> list[Unresolved]:
     defined = [set(table.defined) for table in tables]
     system = system.union(
         NEWER,
-        *({name for name, library in one.undefined.items() if library in SYSTEM} for one in tables),
+        *(
+            {name for name, library in table.undefined.items() if library in SYSTEM}
+            for table in tables
+        ),
     )
-    found = []
+    lacking = []
     for index, table in enumerate(tables):
-        given = set(
-            BEFORE.get(next((one for one in BEFORE if fnmatch.fnmatch(table.path, one)), ""), ())
+        loaded_before = set(
+            BEFORE.get(
+                next((pattern for pattern in BEFORE if fnmatch.fnmatch(table.path, pattern)), ""),
+                (),
+            )
         )
-        for name in given:
-            for one in by_name[name]:
-                scopes[index] |= brought[one]
+        for name in loaded_before:
+            for provider in by_name[name]:
+                scopes[index] |= brought[provider]
         begins = [
             INTERPRETER,
             *(
                 DRIVER[name]
-                for one in scopes[index]
-                for name in tables[one].needed
+                for provider in scopes[index]
+                for name in tables[provider].needed
                 if name in DRIVER
             ),
         ]
-        left = set(table.undefined) - system
-        for one in scopes[index]:
-            left -= defined[one]
-        symbols = sorted(name for name in left if not re.match("|".join(begins), name))
+        missing = set(table.undefined) - system
+        for provider in scopes[index]:
+            missing -= defined[provider]
+        symbols = sorted(name for name in missing if not re.match("|".join(begins), name))
         libraries = [name for name in table.needed if name not in {*SYSTEM, *DRIVER, *by_name}]
         if symbols or libraries:
-            found.append(Unresolved(table, libraries, symbols))
-    return found
+            lacking.append(Unresolved(table, libraries, symbols))
+    return lacking
 
 
 def _brought(start: int, tables: Sequence[Table], by_name: Mapping[str, Sequence[int]]) -> set[int]:
     """The object itself, what it names as needed, and so on."""
-    found = {start}
-    new = [start]
-    while new:
-        index = new.pop()
-        more = {one for name in tables[index].needed for one in by_name.get(name, ())} - found
-        found |= more
-        new += more
-    return found
+    brought = {start}
+    pending = [start]
+    while pending:
+        index = pending.pop()
+        needed = {
+            provider for name in tables[index].needed for provider in by_name.get(name, ())
+        } - brought
+        brought |= needed
+        pending += needed
+    return brought
 
 
 def problems(
@@ -285,12 +295,12 @@ def problems(
     for table in tables:
         for name in table.defined:
             exporters[name].append(Path(table.path).name)
-    for one in unresolved(tables, system):
-        excepted = {pattern for pattern in exceptions if fnmatch.fnmatch(one.table.path, pattern)}
+    for lack in unresolved(tables, system):
+        excepted = {pattern for pattern in exceptions if fnmatch.fnmatch(lack.table.path, pattern)}
         used |= excepted
         if not excepted:
-            lines.append(f"{one.table.wheel}: {one.table.path}")
-            lines += [f"    {name} is in no wheel" for name in one.libraries]
+            lines.append(f"{lack.table.wheel}: {lack.table.path}")
+            lines += [f"    {name} is in no wheel" for name in lack.libraries]
             lines += [
                 f"    {name}: "
                 + (
@@ -298,7 +308,7 @@ def problems(
                     if exporters[name]
                     else "nothing exports it"
                 )
-                for name in one.symbols
+                for name in lack.symbols
             ]
     return lines + [
         f"{pattern} needs no exception any more" for pattern in exceptions if pattern not in used
@@ -313,18 +323,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--folder", type=Path, default=REPOSITORY / ".gpu-lock", help="of the tables (.gpu-lock)"
     )
-    given = parser.parse_args(arguments)
-    given.folder.mkdir(parents=True, exist_ok=True)
-    tables = tables_of_lock(given.lock, given.folder)
-    found = problems(tables, system_exports())
-    if found:
-        print("\n".join(found), file=sys.stderr)
+    options = parser.parse_args(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    tables = tables_of_lock(options.lock, options.folder)
+    lines = problems(tables, system_exports())
+    if lines:
+        print("\n".join(lines), file=sys.stderr)
         return DIFFERS
     print(
-        f"All {sum(len(one.undefined) for one in tables)} symbols of {len(tables)} shared objects "
+        f"All {sum(len(table.undefined) for table in tables)} symbols of {len(tables)} shared "
+        "objects "
         "are found, but for:"
     )
-    print("\n".join(f"    {pattern}: {why}" for pattern, why in EXCEPTIONS.items()))
+    print("\n".join(f"    {pattern}: {reason}" for pattern, reason in EXCEPTIONS.items()))
     return 0
 
 

@@ -53,8 +53,8 @@ def record_tests(work: Path, marks: str, paths: Sequence[str]) -> None:
 def add_record(work: Path, part: Path) -> None:
     """Add a part's files to those of the record."""
     for name in RECORD:
-        with open(work / name, "ab") as whole:
-            whole.write((part / name).read_bytes())
+        with open(work / name, "ab") as record_file:
+            record_file.write((part / name).read_bytes())
 
 
 class Record:
@@ -217,9 +217,11 @@ def write_source(file: Path, text: str) -> None:
 def applied(source: str, row: Mapping[str, Any]) -> str:
     """A file's text with a mutant's mistake."""
     lines = source.encode().splitlines(keepends=True)
-    before = b"".join(lines[: row["line"] - 1]) + lines[row["line"] - 1][: row["column"]]
-    after = lines[row["end_line"] - 1][row["end_column"] :] + b"".join(lines[row["end_line"] :])
-    return f"{before.decode()}({row['new']}){after.decode()}"
+    text_before = b"".join(lines[: row["line"] - 1]) + lines[row["line"] - 1][: row["column"]]
+    text_after = lines[row["end_line"] - 1][row["end_column"] :] + b"".join(
+        lines[row["end_line"] :]
+    )
+    return f"{text_before.decode()}({row['new']}){text_after.decode()}"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

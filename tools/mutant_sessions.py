@@ -43,12 +43,12 @@ def end_processes(folder: Path, server: int | None = None) -> None:
     """Kill all that sessions in a copy have started, except for their server, until nothing is
     left. What a killed process has started goes to init, but has the variable."""
     marked = {VARIABLE: str(folder)}.items()
-    while left := [
+    while remaining := [
         process
         for process in psutil.process_iter(["environ"])
         if process.pid != server and marked <= (process.info["environ"] or {}).items()
     ]:
-        for process in left:
+        for process in remaining:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -60,7 +60,7 @@ class Sessions:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        ours = os.getpid()
+        own_pid = os.getpid()
         variables = {
             "PYTHONPATH": str(folder),
             "PYTHONDONTWRITEBYTECODE": "",  # the copy's modules are compiled once
@@ -74,7 +74,7 @@ class Sessions:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=lambda: end_with_parent(ours),
+            preexec_fn=lambda: end_with_parent(own_pid),
         )
 
     def __enter__(self) -> "Sessions":

@@ -138,10 +138,13 @@ def candidates_of(
             for kind, group in itertools.groupby(changes, lambda change: change[0]):
                 yield [
                     (
-                        row | {"kind": kind, "new": ast.unparse(new)},
-                        [(id(place), ast.unparse(part)) for part in same_types or (node, new)],
+                        row | {"kind": kind, "new": ast.unparse(replacement)},
+                        [
+                            (id(place), ast.unparse(part))
+                            for part in same_types or (node, replacement)
+                        ],
                     )
-                    for _, new, *same_types in group
+                    for _, replacement, *same_types in group
                 ]
 
 
@@ -157,12 +160,12 @@ def nodes_below(
         is_statement = isinstance(child, ast.stmt)
         is_element = isinstance(node, WITH_NAMES) and isinstance(child, ast.expr)
         is_place = is_statement or is_element or child in getattr(node, "ifs", ())
-        where = (child if is_place else place, child if is_statement else statement)
+        context = (child if is_place else place, child if is_statement else statement)
         if hasattr(child, "lineno") and not any(
             isinstance(part, NOT_TWICE) for part in ast.walk(child)
         ):
-            yield child, *where
-        yield from nodes_below(child, *where)
+            yield child, *context
+        yield from nodes_below(child, *context)
 
 
 def is_chain(node: ast.AST) -> bool:
@@ -174,7 +177,7 @@ def is_chain(node: ast.AST) -> bool:
 
 def attributes_beside(sources: Iterable[str]) -> dict[str, set[str]]:
     """By attribute: the others of the classes that have it, annotated ones and those of self."""
-    others: dict[str, set[str]] = {}
+    neighbours: dict[str, set[str]] = {}
     for node in (node for source in sources for node in ast.walk(ast.parse(source))):
         if isinstance(node, ast.ClassDef):
             chains = (child for child in ast.walk(node) if is_chain(child))
@@ -183,8 +186,8 @@ def attributes_beside(sources: Iterable[str]) -> dict[str, set[str]]:
                 ast.unparse(child.target) for child in node.body if isinstance(child, ast.AnnAssign)
             }
             for name in fields:
-                others.setdefault(name, set()).update(fields - {name})
-    return others
+                neighbours.setdefault(name, set()).update(fields - {name})
+    return neighbours
 
 
 # ---------------------------------------------------------------- changes of a node
@@ -215,11 +218,14 @@ def changed_operators(node: ast.AST) -> Iterator[tuple[Any, ...]]:
         yield from (("part", node.left), ("part", node.right))
     elif isinstance(node, (ast.BoolOp, ast.List, ast.Set)):
         yield from (
-            ("part", new) for new in without_each(node, node._fields[isinstance(node, ast.BoolOp)])
+            ("part", replacement)
+            for replacement in without_each(node, node._fields[isinstance(node, ast.BoolOp)])
         )
     elif isinstance(node, ast.Compare) and type(node.ops[0]) in STRICT:
-        new = ast.Compare(node.left, [STRICT[type(node.ops[0])](), *node.ops[1:]], node.comparators)
-        yield "bound", new, node.left, node.comparators[0], ast.Constant(0)
+        replacement = ast.Compare(
+            node.left, [STRICT[type(node.ops[0])](), *node.ops[1:]], node.comparators
+        )
+        yield "bound", replacement, node.left, node.comparators[0], ast.Constant(0)
 
 
 def changed_names(
@@ -229,12 +235,15 @@ def changed_names(
     same record."""
     text = ast.unparse(node)
     if text in names:
-        yield from (("name", ast.Name(new)) for new in sorted(names - {text, "_"}))
+        yield from (("name", ast.Name(replacement)) for replacement in sorted(names - {text, "_"}))
     elif is_chain(node):
         fields = {
             f"{ast.unparse(node.value)}.{attribute}" for attribute in others.get(node.attr, ())
         }
-        yield from (("attribute", ast.Name(new)) for new in sorted((fields | chains) - {text}))
+        yield from (
+            ("attribute", ast.Name(replacement))
+            for replacement in sorted((fields | chains) - {text})
+        )
 
 
 def without_each(node: ast.AST, name: str) -> list[Any]:
@@ -243,9 +252,11 @@ def without_each(node: ast.AST, name: str) -> list[Any]:
     The only one is left out where it has a name alone: nobody writes `str()` for `str(number)`."""
     fields = dict(ast.iter_fields(node))
     rests = itertools.combinations(fields[name], len(fields[name]) - 1) if fields[name] else ()
-    return [type(node)(**{**fields, name: rest}) for rest in rests if rest or name == "keywords"][
-        ::-1
-    ]
+    return [
+        type(node)(**{**fields, name: remaining_parts})
+        for remaining_parts in rests
+        if remaining_parts or name == "keywords"
+    ][::-1]
 
 
 # ---------------------------------------------------------------- types, and the sample
@@ -304,17 +315,21 @@ def passes(candidate: Candidate, types: Mapping[Probe, str]) -> bool:
     """Whether the types let the mistake pass.
 
     A sum of texts is a text."""
-    first, *others = (types.get(probe, "Unknown") for probe in candidate[1])
-    is_excluded = NO_VALUES.search(first) or (candidate[0]["kind"] == "part" and first == "str")
-    return not is_excluded and others.count(first) == len(others)
+    first_type, *other_types = (types.get(probe, "Unknown") for probe in candidate[1])
+    is_excluded = NO_VALUES.search(first_type) or (
+        candidate[0]["kind"] == "part" and first_type == "str"
+    )
+    return not is_excluded and other_types.count(first_type) == len(other_types)
 
 
 def sampled_mutants(folder: Path, files: Sequence[str], number: int, seed: int) -> list[Row]:
     """So many mutants of files of a copy of the project, evenly of every kind as far as it has
     some; a larger number begins with the same ones. The files are changed."""
-    others = attributes_beside(path.read_text() for path in sorted(folder.rglob("*.py")))
+    neighbours = attributes_beside(path.read_text() for path in sorted(folder.rglob("*.py")))
     trees = {file: ast.parse((folder / file).read_text()) for file in files}
-    groups = [group for file, tree in trees.items() for group in candidates_of(file, tree, others)]
+    groups = [
+        group for file, tree in trees.items() for group in candidates_of(file, tree, neighbours)
+    ]
     by_kind: list[list[list[Candidate]]] = []
     for kind in KINDS:
         generator = random.Random(f"{seed} {kind}")
@@ -324,7 +339,8 @@ def sampled_mutants(folder: Path, files: Sequence[str], number: int, seed: int) 
     asked = itertools.chain.from_iterable(itertools.chain.from_iterable(by_kind))
     types = types_of(list({probe: None for _, probes in asked for probe in probes}), trees, folder)
     rows = [
-        [[c[0] for c in group if passes(c, types)][:1] for group in of_kind] for of_kind in by_kind
+        [[candidate[0] for candidate in group if passes(candidate, types)][:1] for group in of_kind]
+        for of_kind in by_kind
     ]
     turns = itertools.zip_longest(*map(itertools.chain.from_iterable, rows))
     return [row for turn in turns for row in turn if row is not None][:number]

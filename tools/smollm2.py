@@ -60,13 +60,13 @@ def weights(path: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
-    found = {}
-    told = time.monotonic()
+    loaded = {}
+    last_line = time.monotonic()
     tensors = model.state_dict()
-    for name, wanted in tensors.items():
-        if time.monotonic() - told >= LINE_SECONDS:
-            told = time.monotonic()
-            print(f"  {len(found)} of {len(tensors)} tensors", flush=True)
+    for name, target in tensors.items():
+        if time.monotonic() - last_line >= LINE_SECONDS:
+            last_line = time.monotonic()
+            print(f"  {len(loaded)} of {len(tensors)} tensors", flush=True)
         tensor = stored[
             names.get_name(name, (".weight",)) if name != "lm_head.weight" else "token_embd.weight"
         ]
@@ -76,10 +76,10 @@ def weights(path: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         ):  # llama.cpp rotates neighbours, transformers both halves of a head
             head = model.config.head_dim
             values = (
-                values.view(-1, head // 2, 2, wanted.shape[1]).transpose(1, 2).reshape(wanted.shape)
+                values.view(-1, head // 2, 2, target.shape[1]).transpose(1, 2).reshape(target.shape)
             )
-        found[name] = values.view(wanted.shape).to(wanted.dtype)
-    return found
+        loaded[name] = values.view(target.shape).to(target.dtype)
+    return loaded
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Partition:
 
     def nodes(self, gpus: int = 0) -> int:
         """Those that have at least so many GPUs."""
-        return sum(number for number, there in self.nodes_of_gpus if there >= gpus)
+        return sum(number for number, gpus_there in self.nodes_of_gpus if gpus_there >= gpus)
 
 
 def slurm_is_here() -> bool:
@@ -61,12 +61,18 @@ def slurm_is_here() -> bool:
 
 def partitions() -> list[Partition]:
     """All that Slurm shows; ValueError where it does not answer."""
-    found: dict[str, Partition] = {}
+    partition_by_name: dict[str, Partition] = {}
     for line in _ask("sinfo", "--noheader", "--all", "--format=%P|%a|%l|%s|%D|%G").splitlines():
-        one = _partition(line)
-        before = found[one.name].nodes_of_gpus if one.name in found else ()
-        found[one.name] = replace(one, nodes_of_gpus=(*before, *one.nodes_of_gpus))
-    return list(found.values())
+        partition = _partition(line)
+        nodes_before = (
+            partition_by_name[partition.name].nodes_of_gpus
+            if partition.name in partition_by_name
+            else ()
+        )
+        partition_by_name[partition.name] = replace(
+            partition, nodes_of_gpus=(*nodes_before, *partition.nodes_of_gpus)
+        )
+    return list(partition_by_name.values())
 
 
 def _partition(line: str) -> Partition:
@@ -74,7 +80,7 @@ def _partition(line: str) -> Partition:
     "gpu*|up|1-00:00:00|1-infinite|16|gpu:h100:8(S:0-1)"."""
     name, available, limit, sizes, number, resources = line.strip().split("|", 5)
     most = sizes.rpartition("-")[2]
-    gpus = sum(int(one) for one in _GPUS.findall(resources))
+    gpus = sum(int(count) for count in _GPUS.findall(resources))
     return Partition(
         name.removesuffix("*"),
         default=name.endswith("*"),
@@ -129,26 +135,31 @@ def partition_problems(names: str | None, known: Sequence[Partition], need: Need
     """Why a job cannot be in the partition (None: Slurm's default one), or in any of several
     ("a,b")."""
     if names is None:
-        chosen = [one for one in known if one.default]
+        chosen = [partition for partition in known if partition.default]
         if not chosen:
             return [f"Slurm has no default partition; give --partition, one of: {_names(known)}."]
     else:
-        unknown = [name for name in names.split(",") if name not in [one.name for one in known]]
+        unknown = [
+            name for name in names.split(",") if name not in [partition.name for partition in known]
+        ]
         if unknown:
-            near = {name: nearest_word(name, (one.name for one in known)) for name in unknown}
-            there = _names(known)
+            near = {
+                name: nearest_word(name, (partition.name for partition in known))
+                for name in unknown
+            }
+            known_names = _names(known)
             return [
-                f'There is no partition "{name}"; there are: {there}.{near[name]}'
+                f'There is no partition "{name}"; there are: {known_names}.{near[name]}'
                 for name in unknown
             ]
-        chosen = [one for one in known if one.name in names.split(",")]
-    up = _names([one for one in known if one.up])
-    found = [list(_problems_in(one, up, need)) for one in chosen]
-    return [] if [] in found else list(itertools.chain(*found))
+        chosen = [partition for partition in known if partition.name in names.split(",")]
+    up = _names([partition for partition in known if partition.up])
+    problems_by_partition = [list(_problems_in(partition, up, need)) for partition in chosen]
+    return [] if [] in problems_by_partition else list(itertools.chain(*problems_by_partition))
 
 
 def _names(known: Sequence[Partition]) -> str:
-    return ", ".join(one.name for one in known) or "none"
+    return ", ".join(partition.name for partition in known) or "none"
 
 
 def _problems_in(one: Partition, up: str, need: Need) -> Iterator[str]:
@@ -198,13 +209,14 @@ def queue_problems(name: str, output: Path) -> list[str]:
     jobs = (line.strip().partition(" ") for line in comments)
     writing = [number for number, _, comment in jobs if comment == f"{OUTPUT_MARK}{output}"]
     return [
-        f"{what}: {', '.join(map(str.strip, met[:5]))}. Wait for it, cancel it (scancel), or give "
-        f"{instead}."
-        for what, met, instead in (
+        f"{problem}: {', '.join(map(str.strip, met_jobs[:5]))}. Wait for it, cancel it (scancel), "
+        "or give "
+        f"{alternative}."
+        for problem, met_jobs, alternative in (
             (f'a job of yours is named "{name}" already', named, "--name"),
             (f'"{output}" is what another job writes', writing, "another folder"),
         )
-        if met
+        if met_jobs
     ]
 
 
@@ -213,21 +225,21 @@ def submit(script: Path, links: int) -> list[str]:
     however that was. ValueError where Slurm refuses; nothing is queued then."""
     numbers: list[str] = []
     for link in range(1, links + 1):
-        after = [f"--dependency=afterany:{numbers[-1]}"] if numbers else []
+        dependency = [f"--dependency=afterany:{numbers[-1]}"] if numbers else []
         try:
-            said = _ask("sbatch", "--parsable", *after, str(script), str(link))
+            answer = _ask("sbatch", "--parsable", *dependency, str(script), str(link))
         except ValueError as error:
             for number in numbers:
                 _ask("scancel", number)
             raise ValueError(f"{error}\nNothing is queued.") from error
-        numbers.append(said.strip().partition(";")[0])
+        numbers.append(answer.strip().partition(";")[0])
     return numbers
 
 
 def _ask(command: str, *arguments: str) -> str:
     overrides = [f"SBATCH_{name}" for name in OVERRIDES]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [command, *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -239,6 +251,8 @@ def _ask(command: str, *arguments: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"{command} does not answer: {error}") from error
-    if done.returncode:
-        raise ValueError(f"{command} says: {done.stderr.strip() or f'status {done.returncode}'}")
-    return done.stdout
+    if process.returncode:
+        raise ValueError(
+            f"{command} says: {process.stderr.strip() or f'status {process.returncode}'}"
+        )
+    return process.stdout

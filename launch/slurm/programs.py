@@ -70,10 +70,20 @@ def training(
     if kind == "sft":
         config, _ = only_used(config)
     files = [word for file in config_files for word in ("--config", str(file.absolute()))]
-    data = config.data
-    reads = [*config_files, config.model.path, data.train_path, *data.more_train_paths]
-    more = (config.sft.held_out_path, data.history_path, config.critic.path, config.teacher.path)
-    reads += [*config.validation.paths, *filter(None, (*more, config.model.adapter_path))]
+    data_config = config.data
+    reads = [
+        *config_files,
+        config.model.path,
+        data_config.train_path,
+        *data_config.more_train_paths,
+    ]
+    optional_paths = (
+        config.sft.held_out_path,
+        data_config.history_path,
+        config.critic.path,
+        config.teacher.path,
+    )
+    reads += [*config.validation.paths, *filter(None, (*optional_paths, config.model.adapter_path))]
     # Rank 0 uploads the model when the others have ended.
     upload = 0.0 if config.save.push_to_hub is None else config.run.hub_timeout_seconds
     return Program(
@@ -95,10 +105,10 @@ def evaluation(arguments: Sequence[str], ranks: int) -> Program:
     """Of launch/evaluate.py.
 
     ValueError for arguments that make no evaluation."""
-    given = evaluate.parse(arguments)
-    plan = evaluate.plan_of(given)
-    engine = evaluate.rollout_of(given).tensor_parallel
-    given_model = [plan.model] if isinstance(plan.model, Path) else []
+    options = evaluate.parse(arguments)
+    plan = evaluate.plan_of(options)
+    engine = evaluate.rollout_of(options).tensor_parallel
+    model_folders = [plan.model] if isinstance(plan.model, Path) else []
     problems = evaluate.input_problems(plan)
     if ranks % engine:
         problems.append(
@@ -115,7 +125,7 @@ def evaluation(arguments: Sequence[str], ranks: int) -> Program:
         "evaluate.py",
         tuple(arguments),
         plan.output.resolve(),
-        tuple(path.absolute() for path in (*given_model, plan.data_dir)),
+        tuple(path.absolute() for path in (*model_folders, plan.data_dir)),
         ("generations", "*.jsonl"),
         EVALUATION_GRACE_SECONDS,
         END_SECONDS,

@@ -98,16 +98,22 @@ class Job:
         trainers = self.nodes * on_node - program.engine_ranks
         if not program.engine_ranks or trainers < 1:
             return ""
-        whole, shared = divmod(trainers, on_node)
-        parts = [_span(1, whole, "train")] if whole else []
-        if shared:
-            parts.append(f"node {whole + 1} does both ({shared} of its {on_node} ranks train)")
-        first = whole + 1 + bool(shared)
-        parts += [_span(first, self.nodes, "generate")] if first <= self.nodes else []
+        training_nodes, shared_ranks = divmod(trainers, on_node)
+        parts = [_span(1, training_nodes, "train")] if training_nodes else []
+        if shared_ranks:
+            parts.append(
+                f"node {training_nodes + 1} does both ({shared_ranks} of its {on_node} ranks train)"
+            )
+        first_engine_node = training_nodes + 1 + bool(shared_ranks)
+        parts += (
+            [_span(first_engine_node, self.nodes, "generate")]
+            if first_engine_node <= self.nodes
+            else []
+        )
         engines = range(trainers, self.nodes * on_node, program.engine_size)
-        last = program.engine_size - 1
+        last_offset = program.engine_size - 1
         if program.engine_size <= on_node and any(
-            at // on_node != (at + last) // on_node for at in engines
+            rank // on_node != (rank + last_offset) // on_node for rank in engines
         ):
             parts.append("some engines have ranks on two nodes")
         return ", ".join(parts)
@@ -164,10 +170,10 @@ def _plain_problems(job: Job) -> Iterator[str]:
         "--partition": job.partition,
         "--time": job.time,
     }
-    for what, word in words.items():
+    for subject, word in words.items():
         if word is not None and not _PLAIN.fullmatch(str(word)):
             yield (
-                f'{what} is "{word}"; for Slurm it may have only letters, digits and ._-+=:@,~/ '
+                f'{subject} is "{word}"; for Slurm it may have only letters, digits and ._-+=:@,~/ '
                 "in it. Give another."
             )
     for option in job.slurm_options:

@@ -32,15 +32,15 @@ LOGS = Path("outputs") / "slurm"
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or MISTAKE where nothing was queued."""
     escape_terminal()
-    given = parse(sys.argv[1:] if argv is None else argv)
+    options = parse(sys.argv[1:] if argv is None else argv)
     try:
-        job = job_of(given)
+        job = job_of(options)
         raise_problems(
             "this job",
-            [*job.program.problems, *job_problems(job), *slurm_problems(job, given.dry_run)],
+            [*job.program.problems, *job_problems(job), *slurm_problems(job, options.dry_run)],
         )
         text = script_text(job)
-        if given.dry_run:
+        if options.dry_run:
             print(text, end="")
             return 0
         script = write_script(job, text)
@@ -116,17 +116,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="DIR",
         help="a folder that containers see",
     )
-    given = parser.parse_intermixed_args(list(argv[:cut]))
-    own = list(argv[cut + 1 :])
-    if given.program == "evaluate":
-        if given.config or given.overrides:
+    options = parser.parse_intermixed_args(list(argv[:cut]))
+    program_words = list(argv[cut + 1 :])
+    if options.program == "evaluate":
+        if options.config or options.overrides:
             parser.error(
                 "an evaluation has no --config and no overrides; give its own options behind --"
             )
-        given.own = own
+        options.own = program_words
     else:
-        given.overrides += own
-    return given
+        options.overrides += program_words
+    return options
 
 
 def job_of(given: argparse.Namespace) -> Job:

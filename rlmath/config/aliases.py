@@ -489,9 +489,9 @@ class Alias:
 
 
 ALIASES = tuple(
-    Alias(trainer, written, here)
+    Alias(trainer, written, key)
     for trainer, names in TRAINERS.items()
-    for written, here in names.items()
+    for written, key in names.items()
 )
 
 
@@ -507,8 +507,8 @@ def plain_name(name: str) -> str:
 
 def is_alias(key: str) -> bool:
     """Whether `key` as a whole is a name of another trainer's."""
-    wanted = plain_name(key)
-    return any(alias.name == wanted for alias in ALIASES)
+    name = plain_name(key)
+    return any(alias.name == name for alias in ALIASES)
 
 
 def exact_aliases(key: str) -> list[Alias]:
@@ -518,13 +518,13 @@ def exact_aliases(key: str) -> list[Alias]:
     >>> [str(alias) for alias in exact_aliases("num_generations")]
     ["TRL's num_generations corresponds to rollout.group_size"]
     """
-    wanted = plain_name(key)
+    name = plain_name(key)
     return _distinct(
         alias
         for alias in ALIASES
-        if alias.name == wanted
+        if alias.name == name
         or (
-            wanted.endswith(f".{alias.name}")
+            name.endswith(f".{alias.name}")
             and ("." in alias.name or alias.trainer == "Other trainers")
         )
     )
@@ -542,8 +542,8 @@ def similar_aliases(key: str) -> list[Alias]:
     def common(alias: Alias) -> int:
         pairs = zip(reversed(parts), reversed(alias.name.split(".")), strict=False)
         count = 0
-        for ours, theirs in pairs:
-            if ours != theirs:
+        for part, alias_part in pairs:
+            if part != alias_part:
                 break
             count += 1
         return count

@@ -72,19 +72,19 @@ def parse_json(text: str, unique_keys: bool = False) -> Any:
         raise ValueError("it is nested too deep") from error
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, character {error.colno}"
-        where = (
+        place = (
             line if "\n" in text.strip() else f"character {min(error.pos, len(text.rstrip())) + 1}"
         )
-        raise ValueError(f"{error.msg} at {where}") from error
+        raise ValueError(f"{error.msg} at {place}") from error
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        again = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {again[:40]!r} stands twice")
-    return found
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        seen_keys: set[str] = set()
+        repeated_key = next(key for key, _ in pairs if key in seen_keys or seen_keys.add(key))
+        raise ValueError(f"the key {repeated_key[:40]!r} stands twice")
+    return mapping
 
 
 def read_json(file: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
@@ -97,11 +97,11 @@ def read_json(file: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
 def read_json_object(file: Path, most_bytes: int = MAX_JSON_BYTES) -> dict:
     """ValueError for a file that cannot be read, is larger or holds something else."""
     try:
-        found = read_json(file, most_bytes)
+        contents = read_json(file, most_bytes)
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read: {error}; download or save it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(contents, dict):
         raise ValueError(
-            f"{file}: got {type(found).__name__} {str(found)[:60]!r}; needed: a JSON object"
+            f"{file}: got {type(contents).__name__} {str(contents)[:60]!r}; needed: a JSON object"
         )
-    return found
+    return contents

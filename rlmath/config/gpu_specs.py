@@ -53,9 +53,16 @@ _FIGURES = {
 """10^12 FLOP/s; memory, node, network and host in 10^9 bytes/s; GiB."""
 GPUS = {
     name: Machine(
-        name, "cuda", 1e12 * one[0], 1e9 * one[1], 1e9 * one[2], 1e9 * one[3], 1e9 * one[4], one[5]
+        name,
+        "cuda",
+        1e12 * figures[0],
+        1e9 * figures[1],
+        1e9 * figures[2],
+        1e9 * figures[3],
+        1e9 * figures[4],
+        figures[5],
     )
-    for name, one in _FIGURES.items()
+    for name, figures in _FIGURES.items()
 }
 """SXM boards, but for the L40S. Memory: torch's `total_memory`, compared with public logs, which
 vary by driver and board by 0.3 GiB; H800 is taken to be an H100, and for H20 no log was found.

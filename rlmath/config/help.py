@@ -111,10 +111,12 @@ class Setting:
             and not (self.takes_function and (plugins or ":" in value))
         ):
             words = ", ".join(f'"{word}"' for word in self.words)
-            own = ', or a function of yours as "package.module:name"' if self.takes_function else ""
+            function_text = (
+                ', or a function of yours as "package.module:name"' if self.takes_function else ""
+            )
             return (
                 f'{self.key} is "{value}"; needed: one of '
-                f"{words}{own}.{nearest_word(value, self.words)}"
+                f"{words}{function_text}.{nearest_word(value, self.words)}"
             )
         limits = self.range
         numbers = value if isinstance(value, list) else [value]
@@ -129,7 +131,7 @@ class Setting:
 def all_settings() -> Mapping[str, Setting]:
     """Setting by key, in the order of the schema."""
     docs = field_docs(inspect.getsource(algorithm_schema) + inspect.getsource(schema))
-    found = {}
+    settings = {}
     for section, section_class in section_classes().items():
         plain = typing.get_type_hints(section_class)
         defaults = section_class()
@@ -141,7 +143,7 @@ def all_settings() -> Mapping[str, Setting]:
             kind = plain[name] if not words else str | None if types.NoneType in inside else str
             key = f"{section}.{name}"
             doc = docs.get((section_class.__name__, name), "")
-            found[key] = Setting(
+            settings[key] = Setting(
                 key,
                 kind,
                 default=getattr(defaults, name),
@@ -151,7 +153,7 @@ def all_settings() -> Mapping[str, Setting]:
                 takes_function=function,
                 takes_mapping=any(isinstance(part, NamedValues) for part in inside),
             )
-    return types.MappingProxyType(found)
+    return types.MappingProxyType(settings)
 
 
 def _parts(hint: Any) -> Iterator[Any]:
@@ -173,7 +175,8 @@ def setting_values(config: Config) -> dict[str, Any]:
 
     Lists are the config's own."""
     return {
-        key: getattr(getattr(config, one.section), one.name) for key, one in all_settings().items()
+        key: getattr(getattr(config, setting.section), setting.name)
+        for key, setting in all_settings().items()
     }
 
 
@@ -185,10 +188,10 @@ def is_among(key: str, names: Iterable[str]) -> bool:
 def schema_problems(config: Config) -> list[str]:
     """Every number out of its range and every text that is none of its words."""
     plugins = config.run.plugins
-    found = (
+    problems = (
         all_settings()[key].problem(value, plugins) for key, value in setting_values(config).items()
     )
-    return [problem for problem in found if problem]
+    return [problem for problem in problems if problem]
 
 
 def text_problems(config: Config) -> Iterator[str]:
@@ -228,7 +231,7 @@ def help_text(word: str = "", width: int | None = None, keys: Collection[str] | 
         wrapper = textwrap.TextWrapper(width, " " * first, " " * then, break_on_hyphens=False)
         return wrapper.wrap(text)
 
-    shown = [one for one in all_settings().values() if keys is None or one.key in keys]
+    shown = [setting for setting in all_settings().values() if keys is None or setting.key in keys]
     sections = _section_texts(shown)
     if not word:
         lines = wrapped(
@@ -240,14 +243,14 @@ def help_text(word: str = "", width: int | None = None, keys: Collection[str] | 
             0,
         )
         for section, doc in sections.items():
-            first = re.split(r"[:;(]|\.(?: |$)", " ".join(doc.split()), maxsplit=1)[0].strip()
-            lines += wrapped(f"{section:<11} {first}", 2, 14)
+            summary = re.split(r"[:;(]|\.(?: |$)", " ".join(doc.split()), maxsplit=1)[0].strip()
+            lines += wrapped(f"{section:<11} {summary}", 2, 14)
         return "\n".join(lines)
-    chosen = [one for one in shown if word in ("all", one.section, one.key)]
+    chosen = [setting for setting in shown if word in ("all", setting.section, setting.key)]
     lines = []
     if not chosen:
         aliases, keys_of_name = settings_of_name(word)
-        chosen = [one for one in shown if one.key in keys_of_name]
+        chosen = [setting for setting in shown if setting.key in keys_of_name]
         lines = [line for alias in aliases for line in wrapped(f"{alias}.", 0, 2)]
         if keys_of_name and not chosen:
             raise ValueError(
@@ -294,8 +297,10 @@ def _settings_with(word: str, settings: Sequence[Setting]) -> str:
     }.items():
         keys = [key for key, text in texts.items() if begins.search(text)]
         if keys:
-            others = f", and {len(keys) - MOST_SETTINGS} others" if keys[MOST_SETTINGS:] else ""
-            return f" Settings with it in their {place}: {', '.join(keys[:MOST_SETTINGS])}{others}."
+            remainder = f", and {len(keys) - MOST_SETTINGS} others" if keys[MOST_SETTINGS:] else ""
+            return (
+                f" Settings with it in their {place}: {', '.join(keys[:MOST_SETTINGS])}{remainder}."
+            )
     return ""
 
 
@@ -309,12 +314,12 @@ def settings_of_name(name: str) -> tuple[list[Alias], list[str]]:
     >>> settings_of_name("lr")
     ([], ['optimizer.lr', 'critic.lr'])
     """
-    ours = keys_of_last_word(name)
+    keys = keys_of_last_word(name)
     aliases = exact_aliases(name)
-    if not ours and not aliases:
+    if not keys and not aliases:
         aliases = similar_aliases(name)
     return aliases, list(
-        dict.fromkeys([*ours, *(key for alias in aliases for key in keys_in(alias))])
+        dict.fromkeys([*keys, *(key for alias in aliases for key in keys_in(alias))])
     )
 
 
@@ -324,8 +329,8 @@ def keys_of_last_word(name: str) -> list[str]:
     >>> keys_of_last_word("actor.group_size")
     ['rollout.group_size']
     """
-    last = plain_name(name).rpartition(".")[2]
-    return [key for key, setting in all_settings().items() if setting.name == last]
+    word = plain_name(name).rpartition(".")[2]
+    return [key for key, setting in all_settings().items() if setting.name == word]
 
 
 def keys_in(alias: Alias) -> list[str]:
@@ -363,8 +368,8 @@ def suggestion(key: str) -> str | None:
         return f'did you mean "{near}"?'
     aliases = exact_aliases(key)
     if not aliases:
-        if ours := keys_of_last_word(key):
-            return f"did you mean {_alternatives(ours)}?"
+        if keys := keys_of_last_word(key):
+            return f"did you mean {_alternatives(keys)}?"
         aliases = similar_aliases(key)
     return f"{'; '.join(map(str, aliases[:MOST_ALIASES]))}." if aliases else None
 
@@ -390,7 +395,9 @@ def near_key(key: str) -> str | None:
         return word
     if not dot:
         beginnings = [
-            known for known in section_classes() if len(word) >= 3 and known.startswith(word)
+            candidate
+            for candidate in section_classes()
+            if len(word) >= 3 and candidate.startswith(word)
         ]
         names = {setting.name for setting in all_settings().values()}
         near_name = nearest_slip(word, names)
@@ -399,12 +406,12 @@ def near_key(key: str) -> str | None:
             or nearest_slip(word, section_classes())
             or (_only(keys_of_last_word(near_name)) if near_name else None)
         )
-    ends = [known for known in same_name if word.endswith(f".{known}")]
+    ends = [candidate for candidate in same_name if word.endswith(f".{candidate}")]
     near_sections = [
-        known
-        for known in same_name
-        if (len(section) >= 3 and known.startswith(section))
-        or _is_near(section, known.partition(".")[0])
+        candidate
+        for candidate in same_name
+        if (len(section) >= 3 and candidate.startswith(section))
+        or _is_near(section, candidate.partition(".")[0])
     ]
     return _only(ends) or _only(near_sections) or nearest_slip(word, all_settings())
 
@@ -416,9 +423,13 @@ def _only(words: Sequence[str]) -> str | None:
 def nearest_slip(word: str, known: Iterable[str]) -> str | None:
     """The only one of the known words with the fewest letters other than `word`, if these are
     few."""
-    distances = {other: letters_apart(word, other) for other in known if _is_near(word, other)}
+    distances = {
+        candidate: letters_apart(word, candidate)
+        for candidate in known
+        if _is_near(word, candidate)
+    }
     least = min(distances.values(), default=0)
-    return _only([other for other, distance in distances.items() if distance == least])
+    return _only([candidate for candidate, distance in distances.items() if distance == least])
 
 
 def _is_near(word: str, known: str) -> bool:
@@ -434,15 +445,15 @@ def letters_apart(first: str, second: str) -> int:
     >>> letters_apart("grop_size", "group_size"), letters_apart("sede", "seed"), letters_apart("beta", "eta")
     (1, 1, 1)
     """
-    before: list[int] = []
+    previous: list[int] = []
     row = list(range(len(second) + 1))
     for i, letter in enumerate(first, start=1):
-        above = before
-        before = row
+        above = previous
+        previous = row
         row = [i]
-        for j, other in enumerate(second, start=1):
-            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
-            if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other:
+        for j, other_letter in enumerate(second, start=1):
+            cost = min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (letter != other_letter))
+            if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other_letter:
                 cost = min(cost, above[j - 2] + 1)
             row.append(cost)
     return row[-1]
@@ -509,9 +520,9 @@ def nearest_word(word: str, words: Iterable[str]) -> str:
     >>> nearest_word("Cosin", ["cosine", "linear"])
     ' Did you mean "cosine"?'
     """
-    known = {one.lower(): one for one in words}
-    near = difflib.get_close_matches(word.lower(), list(known), 1)
-    return f' Did you mean "{known[near[0]]}"?' if near else ""
+    word_by_lower = {candidate.lower(): candidate for candidate in words}
+    near = difflib.get_close_matches(word.lower(), list(word_by_lower), 1)
+    return f' Did you mean "{word_by_lower[near[0]]}"?' if near else ""
 
 
 def nearest_path(path: Path) -> str:
@@ -520,14 +531,14 @@ def nearest_path(path: Path) -> str:
     if str(path).startswith("~"):
         return ' "~" is not expanded here: write the full path.'
     try:
-        there = {name.lower(): name for name in os.listdir(path.parent)}
+        names = {name.lower(): name for name in os.listdir(path.parent)}
     except OSError:
         return ""
     name = path.name.lower()
-    near = nearest_slip(name, there) or _only(
-        [other for other in there if Path(other).stem == Path(name).stem]
+    near = nearest_slip(name, names) or _only(
+        [candidate for candidate in names if Path(candidate).stem == Path(name).stem]
     )
-    return f' There is "{path.parent / there[near]}".' if near else ""
+    return f' There is "{path.parent / names[near]}".' if near else ""
 
 
 def as_yaml_word(value: Any) -> str:

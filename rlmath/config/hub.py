@@ -240,12 +240,12 @@ def fetch(
     ValueError or HubFailedError within `seconds` where that cannot be done. For one process of a
     node."""
     ends = time.monotonic() + seconds
-    known = {replace(hub_id, commit=""): hub_id.commit for hub_id in recorded}
+    recorded_commits = {replace(hub_id, commit=""): hub_id.commit for hub_id in recorded}
     pins = {}
     for hub_id in ids:
-        wanted = replace(hub_id, commit=hub_id.commit or known.get(hub_id, ""))
+        asked_id = replace(hub_id, commit=hub_id.commit or recorded_commits.get(hub_id, ""))
         pins[hub_id] = pinned = replace(
-            hub_id, commit=_ask(_request(wanted, weights), seconds, ends)
+            hub_id, commit=_ask(_request(asked_id, weights), seconds, ends)
         )
         needed = pinned.file or "config.json"
         if not (pinned.repo_folder / "snapshots" / pinned.commit / needed).is_file():
@@ -338,8 +338,8 @@ def _ask(request: Mapping[str, Any], seconds: float, ends: float) -> str:
     try:
         answer = json.loads(client.stdout)
     except ValueError:
-        last = (client.stderr.strip().splitlines() or ["no word"])[-1]
-        text = f"{name}: the client of the hub ended with {client.returncode}: {last:.300}"
+        last_line = (client.stderr.strip().splitlines() or ["no word"])[-1]
+        text = f"{name}: the client of the hub ended with {client.returncode}: {last_line:.300}"
         raise HubFailedError(text) from None
     if "error" in answer:
         raise (HubFailedError if answer["may_pass"] else ValueError)(answer["error"])

@@ -44,10 +44,10 @@ def _push(repo_id: str, folder_path: str, commit_message: str) -> str:
     from huggingface_hub import HfApi
 
     HfApi().create_repo(repo_id, private=True, exist_ok=True)
-    made = HfApi().upload_folder(
+    commit_info = HfApi().upload_folder(
         repo_id=repo_id, folder_path=folder_path, commit_message=commit_message
     )
-    return str(made.oid or "")[:40]
+    return str(commit_info.oid or "")[:40]
 
 
 def _download(request: Mapping[str, Any]) -> str:

@@ -63,13 +63,15 @@ def length_stages(config: Config, total_steps: int | None) -> list[LengthStage]:
     for steps, max_new_tokens, budget in zip(
         lists.steps, lists.max_new_tokens, budgets, strict=True
     ):
-        alone = replace(
+        stage_config = replace(
             config,
             stages=StagesConfig(),
             rollout=replace(config.rollout, max_new_tokens=max_new_tokens),
             policy=replace(config.policy, max_tokens_per_microbatch=budget),
         )
-        stages.append(LengthStage(len(stages), stages[-1].end if stages else 0, steps, alone))
+        stages.append(
+            LengthStage(len(stages), stages[-1].end if stages else 0, steps, stage_config)
+        )
     return stages
 
 
@@ -101,16 +103,16 @@ def planned_steps(config: Config, steps_per_epoch: int) -> int:
 
 def fewer_steps_warnings(config: Config, steps_per_epoch: int) -> tuple[str, ...]:
     """Where `run.total_epochs` ends the run before `run.total_steps`."""
-    wanted = config.run.total_steps
+    total_steps = config.run.total_steps
     epochs = config.run.total_epochs
     steps = epochs * steps_per_epoch
-    if has_length_stages(config) or wanted is None or wanted <= steps:
+    if has_length_stages(config) or total_steps is None or total_steps <= steps:
         return ()
     return (
-        f"run.total_steps is {wanted}, and the run ends after {counted(steps, 'step')}: "
+        f"run.total_steps is {total_steps}, and the run ends after {counted(steps, 'step')}: "
         "run.total_epochs is "
-        f"{epochs}, of {counted(steps_per_epoch, 'step')} each. For all {wanted} set "
-        f"run.total_epochs={math.ceil(wanted / steps_per_epoch)}.",
+        f"{epochs}, of {counted(steps_per_epoch, 'step')} each. For all {total_steps} set "
+        f"run.total_epochs={math.ceil(total_steps / steps_per_epoch)}.",
     )
 
 
@@ -123,12 +125,15 @@ def late_steps_warnings(config: Config, total_steps: int) -> tuple[str, ...]:
     """
     telemetry = config.telemetry
     steps = {"profile_steps": telemetry.profile_steps, "capture_steps": telemetry.capture_steps}
-    late = {key: [one for one in given if one > total_steps] for key, given in steps.items()}
+    late = {
+        key: [step for step in chosen_steps if step > total_steps]
+        for key, chosen_steps in steps.items()
+    }
     return tuple(
-        f"telemetry.{key} has {', '.join(map(str, found))}, and the run ends after step "
+        f"telemetry.{key} has {', '.join(map(str, late_steps))}, and the run ends after step "
         f"{total_steps}."
-        for key, found in late.items()
-        if found
+        for key, late_steps in late.items()
+        if late_steps
     )
 
 
@@ -170,10 +175,10 @@ def validation_names(paths: Sequence[str]) -> list[str]:
 def validation_tokens(config: Config) -> int:
     """The longest completion of a validation (tokens); by default that of the longest stage, from
     the first validation on, so that all of a run can be compared."""
-    own = config.validation.max_new_tokens
+    max_new_tokens = config.validation.max_new_tokens
     return (
-        own
-        if own is not None
+        max_new_tokens
+        if max_new_tokens is not None
         else max(config.stages.max_new_tokens or [config.rollout.max_new_tokens])
     )
 
@@ -184,9 +189,9 @@ def stage_list_problems(config: Config) -> Iterator[str]:
         return
     lists = ("steps", "max_new_tokens", "max_tokens_per_microbatch")
     counts = {name: len(getattr(config.stages, name)) for name in lists}
-    given = {name: count for name, count in counts.items() if count or name != lists[-1]}
-    if len(set(given.values())) > 1:
-        listed = ", ".join(f"stages.{name} has {count}" for name, count in given.items())
+    given_counts = {name: count for name, count in counts.items() if count or name != lists[-1]}
+    if len(set(given_counts.values())) > 1:
+        listed = ", ".join(f"stages.{name} has {count}" for name, count in given_counts.items())
         yield f"{listed}; each needs one number for every stage. Make them equally long."
 
 
@@ -199,15 +204,16 @@ def unfinished_problem(
     stages = length_stages(config, total_steps)
     stage = length_stage_at(stages, steps_done - 1)
     per_step = config.data.prompts_per_step
-    left = stage.end - steps_done
+    steps_left = stage.end - steps_done
     needed = -(-wanted // per_step)
-    if stage is stages[-1] or wanted <= per_step * left:
+    if stage is stages[-1] or wanted <= per_step * steps_left:
         return None
     return (
         f"stages: stage {stage.number + 1} ends after step {stage.end}, and the checkpoint of "
         f"step {steps_done} has "
         f"{wanted} groups in flight, which need {needed} steps of data.prompts_per_step={per_step} "
-        f"groups; the stage has {left} left, and the next one has other lengths. Let it end after "
+        f"groups; the stage has {steps_left} left, and the next one has other lengths. Let it end "
+        "after "
         "step "
         f"{steps_done + needed} or later."
     )

@@ -192,11 +192,11 @@ def shown_values(config: Config) -> dict[str, Any]:
 
 def shown_sections(config: Config) -> dict[str, dict[str, Any]]:
     """`shown_values` by section and name."""
-    found: dict[str, dict[str, Any]] = {}
+    sections: dict[str, dict[str, Any]] = {}
     for key, value in shown_values(config).items():
         section, _, name = key.partition(".")
-        found.setdefault(section, {})[name] = value
-    return found
+        sections.setdefault(section, {})[name] = value
+    return sections
 
 
 # ---------------------------------------------------------------- the command line
@@ -333,7 +333,7 @@ class _Reader:
         YAML."""
         key, equals, word = text.partition("=")
         setting = all_settings().get(key)
-        found = self._problems.append
+        add_problem = self._problems.append
         if key == COMPACT_SECTION and word:
             self._set_layout(word, self._source)
         elif not equals or not key:
@@ -342,13 +342,15 @@ class _Reader:
                 if key.endswith((".yaml", ".yml"))
                 else "."
             )
-            found(f'{self._source}: "{text}" is not of the form key.sub=value{hint}')
+            add_problem(f'{self._source}: "{text}" is not of the form key.sub=value{hint}')
         elif key in section_classes():
-            found(f'{self._source}: "{key}" is a section, it cannot be {word!r}. Set keys in it.')
+            add_problem(
+                f'{self._source}: "{key}" is a section, it cannot be {word!r}. Set keys in it.'
+            )
         elif setting is None:
-            found(f"{self._source}: {unknown_key_text(key)}")
+            add_problem(f"{self._source}: {unknown_key_text(key)}")
         elif not word:
-            found(
+            add_problem(
                 f'{self._source}: "{text}" has nothing after "=". Write a value '
                 f"({setting.type_name})."
             )
@@ -362,7 +364,9 @@ class _Reader:
                 self._set(key, read["value"], self._source)
             except _YAML_ERRORS as error:
                 reason = _sentence(yaml_problem(error).removeprefix("line 1: "))
-                found(f'{self._source}: the value in "{_bounded(text)}" cannot be read: {reason}')
+                add_problem(
+                    f'{self._source}: the value in "{_bounded(text)}" cannot be read: {reason}'
+                )
 
     def config(self, saved: bool) -> Config:
         """What was read, over that of a preset; ValueError with all mistakes.
@@ -591,19 +595,19 @@ def layout_settings(word: str) -> dict[str, int | None]:
     Errors: ValueError for a word that is not one, and for engines that there cannot be.
     """
     got = f'"{COMPACT_SECTION}" got "{word:.40}"'
-    found = _LAYOUT.fullmatch(word)
-    if found is None:
+    match = _LAYOUT.fullmatch(word)
+    if match is None:
         raise ValueError(
             f"{got}; needed: a layout such as d32t2p1 (d data, t or m tensor, p pipeline, c "
             "context, e expert), after "
             "d12t2+ where 12 engines of t2 have ranks of their own; or its keys one by one."
         )
-    training, engines = (_sizes(found[part] or "", got) for part in ("training", "engines"))
+    training, engines = (_sizes(match[part] or "", got) for part in ("training", "engines"))
     settings = {f"{COMPACT_SECTION}.{name}": size for name, size in training.items()}
-    if found["engines"] is None:
+    if match["engines"] is None:
         return settings
-    number, tensor, *others = engines.values()
-    if number is None or tensor is None or others != [1, 1, 1]:
+    number, tensor, *other_sizes = engines.values()
+    if number is None or tensor is None or other_sizes != [1, 1, 1]:
         raise ValueError(
             f"{got}; needed before the plus sign: d, the number of engines, and t, the ranks of "
             "each, as in d12t2, "

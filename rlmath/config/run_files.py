@@ -69,7 +69,12 @@ def adapter_alone(folder: Path) -> Path | None:
     if (folder / "config.json").is_file():
         return None
     return next(
-        (one for one in (folder, folder / ADAPTER_FOLDER) if (one / ADAPTER_CONFIG).is_file()), None
+        (
+            candidate
+            for candidate in (folder, folder / ADAPTER_FOLDER)
+            if (candidate / ADAPTER_CONFIG).is_file()
+        ),
+        None,
     )
 
 

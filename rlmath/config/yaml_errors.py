@@ -63,15 +63,15 @@ def yaml_problem(error: Exception) -> str:
         return f"a value is none of its tag ({error}); take the tag out"
     if not isinstance(error, yaml.MarkedYAMLError):
         return " ".join(str(error).split())
-    told = str(error.problem)
+    problem = str(error.problem)
     for pattern, text in _PROBLEMS:
-        if (match := re.search(pattern, told)) is not None:
-            told = text.format(*match.groups())
+        if (match := re.search(pattern, problem)) is not None:
+            problem = text.format(*match.groups())
             break
     # Where something is not closed, that begins where the context does.
-    mark = error.context_mark if "not closed" in told else error.problem_mark
+    mark = error.context_mark if "not closed" in problem else error.problem_mark
     mark = mark or error.problem_mark or error.context_mark
-    return told if mark is None else f"line {mark.line + 1}: {told}"
+    return problem if mark is None else f"line {mark.line + 1}: {problem}"
 
 
 _RESOLVERS = {
@@ -91,8 +91,8 @@ def interpolation_problem(error: Exception, needed: str) -> str:
         )
     if isinstance(error, UnsupportedInterpolationType):
         name = text.rpartition(" ")[2]
-        known = "; ".join([*_RESOLVERS.values(), "${section.name}, another setting"])
-        return f'there is no "${{{name}:...}}"; needed: {known}.{nearest_word(name, _RESOLVERS)}'
+        forms = "; ".join([*_RESOLVERS.values(), "${section.name}, another setting"])
+        return f'there is no "${{{name}:...}}"; needed: {forms}.{nearest_word(name, _RESOLVERS)}'
     if (
         isinstance(error, InterpolationKeyError)
         and (match := re.search(r"key '(.*)' not found", text)) is not None
