@@ -17,8 +17,9 @@ from typing import Any
 
 
 def patch(reader: Callable[[Any], Any]) -> None:
-    """For every device: writers use a queue within their process, and checkpoints are read with
-    `reader`."""
+    """Replace the writers' queue and the reader of checkpoints, on every device.
+
+    Writers use a queue within their process, and checkpoints are read with `reader`."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 

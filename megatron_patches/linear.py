@@ -27,7 +27,9 @@ def patch() -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """As upstream's, without what CPU has no use for: fused accumulation and deferred gradients."""
+    """Megatron's linear layer without what a CPU has no use for.
+
+    It has neither fused accumulation nor deferred gradients."""
 
     @staticmethod
     def forward(
@@ -79,7 +81,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _FrozenLinear(layers.LinearWithFrozenWeight):
-    """Of models that are only read, and of those that learn by adapters."""
+    """The linear layer of models that are only read, and of those that learn by adapters."""
 
     @staticmethod
     def forward(

@@ -66,11 +66,11 @@ def copy_stepped(self: Any) -> None:
         return
     stepped = []
     targets = []
-    for ours, models in (
+    for shard_groups, parameter_groups in (
         (self.shard_fp32_from_float16_groups, self.model_float16_groups),
         (self.shard_fp32_groups, self.model_fp32_groups),
     ):
-        for shards, parameters in zip(ours, models, strict=True):
+        for shards, parameters in zip(shard_groups, parameter_groups, strict=True):
             for main, parameter in zip(shards, parameters, strict=True):
                 shard_range = self._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
                 number, _, bucket = self.model_param_gbuf_map[parameter]

@@ -60,7 +60,7 @@ class Case:
     title: str
     prompts: int
     new_tokens: tuple[int, int]
-    """Of a completion: least and most."""
+    """Least and most tokens of a completion."""
     optimizer_steps: int
     warm_up: int
     steps: int
@@ -73,7 +73,7 @@ class Case:
     ranks: int = RANKS
     device: str = "cpu"
     settings: Sequence[str] = ("data.max_prompt_tokens=32", "algorithm.recompute_logprobs=false")
-    """Of ours, whatever the layout."""
+    """Settings of ours, whatever the layout."""
 
 
 def layouts(*tokens: int) -> dict[str, tuple[str, ...]]:
@@ -127,7 +127,7 @@ class Measured:
     generate_seconds: list[float]
     completion_tokens: list[float]
     mfu: float | None = None
-    """Of the update, as the trainer logs it (median); None for TRL."""
+    """MFU of the update, as the trainer logs it (median); None for TRL."""
 
     @property
     def seconds(self) -> float:
@@ -206,7 +206,7 @@ def run_limited(command: list[str], environment: Mapping[str, str], log: Path, l
 def our_settings(
     output: Path, model: Path, data: Path, case: Case, overrides: Sequence[str]
 ) -> list[str]:
-    """Of one run of launch/train_grpo.py."""
+    """The settings of one run of launch/train_grpo.py."""
     least, most = case.new_tokens
     return [
         f"run.output_dir={output}",
@@ -246,7 +246,7 @@ def run_ours(
 
 
 def their_arguments(model: Path, data: Path, case: Case, micro_batch: int) -> list[str]:
-    """Of one run of tools/peer_trl.py."""
+    """The arguments of one run of tools/peer_trl.py."""
     least, most = case.new_tokens
     options = {
         "model": model,
@@ -268,7 +268,7 @@ def their_arguments(model: Path, data: Path, case: Case, micro_batch: int) -> li
 def run_theirs(
     place: Path, python: Path, model: Path, data: Path, case: Case, micro_batch: int, limit: float
 ) -> Measured:
-    """In TRL's environment."""
+    """One run of TRL in its own environment."""
     command = [
         str(python),
         "-m",

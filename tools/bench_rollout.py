@@ -50,13 +50,13 @@ class Work:
     device: str
     requests: int
     new_tokens: int
-    """Of every completion."""
+    """Tokens of every completion."""
     prompt_tokens: int = 128
     memory_share: float = 0.3
-    """Of a GPU, for either side."""
+    """Share of a GPU's memory, for either side."""
 
     def prompts(self, repeat: int) -> list[list[int]]:
-        """Others in every repeat: none is in a cache of prefixes."""
+        """Prompts of a repeat, new in each: none is in a cache of prefixes."""
         draw = random.Random(repeat)
         return [
             [draw.randrange(3, 90) for _ in range(self.prompt_tokens)] for _ in range(self.requests)
@@ -68,7 +68,7 @@ class Work:
 
     @property
     def cache_bytes(self) -> int:
-        """Of a KV cache on CPU, with room for all."""
+        """Bytes of a KV cache on CPU, with room for all requests."""
         shape = read_model_shape(Path(self.model))
         token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
         return self.requests * (self.length + 128) * token

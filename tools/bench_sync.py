@@ -128,7 +128,7 @@ class PackingClock:
 
 @dataclass
 class Timings:
-    """Of one way: the slowest rank's seconds in each repeat, packing taken off and apart."""
+    """Timings of one way: the slowest rank's seconds in each repeat, with packing apart."""
 
     seconds: list[float]
     packing: list[float]

@@ -29,7 +29,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, write_exit_s
 from tools.drill_run import Attempt, wait_for
 
 SAVE_SECONDS = 60.0
-"""By when a run that saves after every step begins to save again."""
+"""Time within which a run that saves after every step begins to save again."""
 DISK_SIZE = "3g"
 MOST_FILES = "100k"
 FILE_LIMIT_BYTES = 2**18
@@ -73,7 +73,7 @@ def wait_for_refusal(attempt: Attempt, shown: int) -> None:
 
 
 def fill_disk(attempt: Attempt, rng: random.Random) -> str:
-    """No byte more fits: from now on, or from the middle of a save on.
+    """Fill the disk so that no byte more fits, from now on or from the middle of a save on.
 
     Where there is no disk of the run's own, no file of its processes may grow beyond
     FILE_LIMIT_BYTES. A run that continues without saving is then killed."""
@@ -109,9 +109,9 @@ def free_disk(attempt: Attempt, rng: random.Random) -> str:
 
 
 def use_up_inodes(attempt: Attempt, rng: random.Random) -> str:
-    """No new file can be made until a save has failed for it.
+    """Leave no inode for a new file until a save has failed for it.
 
-    Nothing where there is no disk of the run's own."""
+    Does nothing where there is no disk of the run's own."""
     disk = attempt.output.parent
     shown = attempt.console().count(NOT_SAVED)
     if not os.path.ismount(disk):
@@ -213,7 +213,7 @@ def lose_config(attempt: Attempt, rng: random.Random) -> str:
 
 
 def move_folder(attempt: Attempt, rng: random.Random) -> str:
-    """To another place, with a link where it was; or back again."""
+    """Move the run's folder to another place, with a link where it was; or back again."""
     other_place = attempt.output.with_name("elsewhere")
     if attempt.output.is_symlink():
         attempt.output.unlink()

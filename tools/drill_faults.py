@@ -50,11 +50,11 @@ from tools.drill_kinds import KINDS, VALIDATE_EVERY, Program
 from tools.drill_run import REPOSITORY, Attempt, metric_lines, start
 
 START_SECONDS = 300.0
-"""By when a run, on a busy machine too, has made its first steps."""
+"""Time within which a run makes its first steps, on a busy machine too."""
 END_SECONDS = 120.0
-"""By when a disturbed run has ended."""
+"""Time within which a disturbed run ends."""
 STEP_SECONDS = 20.0
-"""By when a step is made."""
+"""Time within which a step is made."""
 MOST_LOST = 6
 """Steps that may be lost: those since the last save, one or two saves more where the newest are
 damaged."""
@@ -159,7 +159,7 @@ CHAINS: dict[str, Chain] = {
     ),
     "sft": Chain("sft", 1, ("data.train_path={base}/data/worked.jsonl", "sft.eval_every_steps=7")),
 }
-"""By name, as `--chains` takes them; two ranks each."""
+"""Chains by name, as `--chains` takes them; two ranks each."""
 
 
 @dataclass
@@ -223,7 +223,9 @@ class Drill:
         return [*common, *(grpo if self.chain.program == "grpo" else ()), *chain_overrides]
 
     def start(self, folder: Path, steps: int, settings: Sequence[str] = ()) -> Attempt:
-        """As launch/slurm does it: how an earlier start ended says nothing about this one."""
+        """Start the program without the exit status of an earlier start, as launch/slurm does.
+
+        How an earlier start ended says nothing about this one."""
         clear_exit_status(folder / "run")
         number = len(list(self.output.glob(f"{folder.name}-*.console.txt"))) + 1
         console = self.output / f"{folder.name}-{number:03d}.console.txt"
@@ -243,9 +245,10 @@ class Start:
 
 
 def plan_starts(names: Sequence[str]) -> list[Start]:
-    """The starts that take these disturbances: one for each that ends it, the others shared evenly
-    among them. The last one runs to the end. ValueError where no kind ends a run that has made
-    steps."""
+    """The starts that take these disturbances.
+
+    There is one for each disturbance that ends it, and the others are shared evenly among them. The
+    last start runs to the end. ValueError where no kind ends a run that has made steps."""
     chosen = [(name, KINDS[name]) for name in names]
     starts = [
         Start(ending=name) for name, kind in chosen if not kind.survives and kind.place == "steps"
@@ -330,8 +333,9 @@ class Disturbed:
                 return
 
     def _steps_reached(self) -> int:
-        """The last step of any start: a rollback's steps are made by an undisturbed run only if it
-        gets there."""
+        """The last step of any start.
+
+        A rollback's steps are made by an undisturbed run only if it gets there."""
         diverged = [rollback.diverged_step for rollback in read_rollbacks(self.folder / "run")]
         return max([self._steps_done(), *diverged])
 
@@ -453,7 +457,7 @@ class Disturbed:
 
 
 def ending_problems(run: Path) -> list[str]:
-    """What a finished run must not have left, and must have."""
+    """Scratch files that a finished run has left, and an exit status other than FINISHED."""
     problems = [f"{path.relative_to(run)} was left" for path in run.rglob("*") if is_scratch(path)]
     exit_status = read_exit_status(run)
     if exit_status.status != FINISHED:
@@ -468,7 +472,7 @@ def is_scratch(path: Path) -> bool:
 
 
 def lost_too_much(outcomes: list[Outcome]) -> list[str]:
-    """Runs that save before they end lose nothing; the others little."""
+    """Outcomes that lost too many steps: runs that save before they end lose none, others few."""
     problems = []
     for outcome in outcomes:
         most = 0 if outcome.status == SAVED_AND_STOPPED else MOST_LOST
@@ -498,7 +502,10 @@ def run_differences(undisturbed: Path, disturbed: Path) -> list[str]:
 def differences(
     undisturbed: list[dict[str, float]], disturbed: list[dict[str, float]]
 ) -> list[str]:
-    """As `row_differences`, of metrics; nothing can be said where nothing was learned."""
+    """Differences of metrics, as `row_differences`.
+
+    Where the undisturbed run learned nothing, that is the one difference: equal metrics would say
+    nothing."""
     if not any(row.get("train/grad_norm", 0.0) > 0 for row in undisturbed):
         return ["nothing was learned in the undisturbed run: equal metrics would say nothing"]
     return row_differences(undisturbed, disturbed)
@@ -507,7 +514,9 @@ def differences(
 def row_differences(
     undisturbed: list[dict[str, float]], disturbed: list[dict[str, float]]
 ) -> list[str]:
-    """The first numbers that are not the same, bit by bit, and steps that are missing or there
+    """The first differences between rows of two runs.
+
+    Numbers differ where they are not the same bit by bit; steps may also be missing or there
     twice."""
     steps = [[int(row["step"]) for row in rows] for rows in (undisturbed, disturbed)]
     if steps[0] != steps[1]:
@@ -526,8 +535,9 @@ def row_differences(
 
 
 def unfinished_problems(metric: str, undisturbed: list[dict[str, float]]) -> list[str]:
-    """What is wrong where a run leaves nothing in flight, by this metric, after half of its steps
-    or more. Its last step does not count: it always leaves nothing."""
+    """The problem that nothing is in flight, by this metric, after half of a run's steps or more.
+
+    The last step does not count: it always leaves nothing."""
     steps = undisturbed[:-1]
     unfinished_steps = sum(row.get(metric, 0.0) > 0 for row in steps)
     if 2 * unfinished_steps > len(steps):
@@ -543,8 +553,9 @@ def unfinished_problems(metric: str, undisturbed: list[dict[str, float]]) -> lis
 
 
 def model_differences(undisturbed: Path, disturbed: Path) -> list[str]:
-    """Tensors of two Hugging Face folders that are not the same, bit by bit; one that is missing
-    differs."""
+    """Tensors of two Hugging Face folders that are not the same, bit by bit.
+
+    One that is missing differs."""
     import torch
     from safetensors.torch import load_file
 

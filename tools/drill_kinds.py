@@ -46,14 +46,14 @@ class Kind:
     moment: Moment
     disturb: Disturbance
     statuses: tuple[int, ...] = (FAILURE,)
-    """What the run may end with. Empty: it must go on by itself."""
+    """Statuses that the run may end with. Empty: it must go on by itself."""
     rows: int = 1
     """Steps that the run makes before. 0: it is disturbed while it starts."""
     spoil: Disturbance | None = None
     """What is done to the folder after the run has ended."""
     programs: tuple[Program, ...] = ("grpo", "sft")
     settings: tuple[str, ...] = ()
-    """Of the start that is disturbed."""
+    """Settings of the start that is disturbed."""
     place: Literal["steps", "export", "folder"] = "steps"
     """"export": while the model is written after the last step. "folder": between two starts,
     beside another kind."""
@@ -77,7 +77,7 @@ def at_once(attempt: Attempt, rng: random.Random) -> None:
 
 
 def _step_seconds(attempt: Attempt) -> float:
-    """Of its quickest step: the first ones compile and warm up."""
+    """Seconds of its quickest step: the first ones compile and warm up."""
     return min(row.get("seconds/step", 1.0) for row in attempt.new_rows())
 
 
@@ -90,7 +90,7 @@ def while_starting(attempt: Attempt, rng: random.Random) -> None:
 
 
 def _wait_for_claim(attempt: Attempt) -> None:
-    """What an earlier start has left unfinished is gone by then."""
+    """Wait until what an earlier start has left unfinished is gone."""
     title = "Settings that are not at their defaults"
     wait_for(
         lambda: attempt.ended or title in attempt.console(), 300.0, "the settings on the console"
@@ -120,7 +120,9 @@ def in_save(attempt: Attempt, rng: random.Random) -> None:
 
 
 def in_phase(phase: str) -> Moment:
-    """While the next step is in that phase: rows say how long phases take, and when a step ends."""
+    """The moment at which the next step is in that phase.
+
+    Rows say how long phases take, and when a step ends."""
     earlier_phases = {
         "sync": (),
         "validation": ("sync",),
@@ -157,7 +159,7 @@ def kill_a_rank(attempt: Attempt, rng: random.Random) -> str:
 
 
 def kill_all(attempt: Attempt, rng: random.Random) -> str:
-    """As a node that is lost: every process at once."""
+    """Kill every process at once, as when a node is lost."""
     return signal_all(signal.SIGKILL)(attempt, rng)
 
 
@@ -182,7 +184,7 @@ def signal_a_rank(number: signal.Signals) -> Disturbance:
 
 
 def signal_all(number: signal.Signals) -> Disturbance:
-    """As a service manager does it: every process of the run gets the signal."""
+    """A disturbance that sends every process of the run the signal, as a service manager does."""
 
     def disturb(attempt: Attempt, rng: random.Random) -> str:
         processes = attempt.processes()
@@ -239,8 +241,9 @@ def _those_with(attempt: Attempt, word: str) -> list[psutil.Process]:
 
 
 def kill_reward_workers() -> Disturbance:
-    """The workers that score answers, of one rank; ranks stand still meanwhile, so that no answer
-    is being scored."""
+    """A disturbance that kills the workers that score answers, of one rank.
+
+    Ranks stand still meanwhile, so that no answer is being scored."""
 
     def disturb(attempt: Attempt, rng: random.Random) -> str:
         servers = [
@@ -353,4 +356,4 @@ KINDS: dict[str, Kind] = {
     "moved": _between(damage.move_folder),
     "samples-gone": _between(damage.remove_samples),
 }
-"""By name, as `--kinds` takes them."""
+"""Kinds by name, as `--kinds` takes them."""

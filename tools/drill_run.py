@@ -51,7 +51,7 @@ class Attempt:
     """The run's folder."""
     console_path: Path
     mark: str
-    """In the environment of all its processes."""
+    """Mark in the environment of all its processes."""
     lines_before: frozenset[str]
     """Rows of metrics that were there before."""
 
@@ -79,7 +79,7 @@ class Attempt:
         return self.console_path.read_text(encoding="utf-8", errors="replace")
 
     def processes(self) -> list[psutil.Process]:
-        """All that run with this start's mark, whoever their parent is."""
+        """All processes that run with this start's mark, whoever their parent is."""
         marked = []
         for process in psutil.process_iter():
             try:
@@ -108,8 +108,8 @@ class Attempt:
         return name
 
     def wait_gone(self, seconds: float) -> list[str]:
-        """Wait for the end of all its processes; the commands of those that are still there, which
-        are killed."""
+        """Wait for the end of all its processes; kill those that are left and return their
+        commands."""
         try:
             self.launcher.wait(seconds)
             wait_for(

@@ -80,13 +80,13 @@ def join_fake_group(rank: int, ranks: int, ranks_per_node: int = 8) -> None:
 
 @contextmanager
 def coalesced(*unused: Any, **more: Any) -> Iterator[Any]:
-    """For torch's manager of collectives that are sent together."""
+    """Stand-in for torch's manager of collectives that are sent together."""
     yield _Done()
 
 
 class _Done:
     def wait(self) -> None:
-        """It is."""
+        """Return at once: the collective is done."""
 
 
 def answer_for_values() -> None:
@@ -156,7 +156,7 @@ class FakeBytes(TorchDispatchMode):
 
     @contextmanager
     def most_beside(self) -> Iterator[list[int]]:
-        """The list gets the most bytes that were held inside, beside those at its beginning."""
+        """Count the most bytes held inside, beside those held at its beginning, into the list."""
         peaks: list[int] = []
         held_before = self.peak = self.held
         yield peaks
@@ -217,7 +217,7 @@ class Sent(TorchDispatchMode):
         total[1] += size
 
     def between_stages(self, **given: Any) -> dict[str, Any]:
-        """For Megatron's messages of a pipeline that are not sent together."""
+        """Stand-in for Megatron's messages of a pipeline that are not sent together."""
         operations = {
             "send_next": "send hidden states",
             "recv_prev": "receive hidden states",
@@ -231,7 +231,7 @@ class Sent(TorchDispatchMode):
         return {name: _Done() for name, tensor in tensors.items() if tensor is not None}
 
     def between_stages_together(self, **given: Any) -> list[Any]:
-        """For those that are."""
+        """Stand-in for Megatron's messages of a pipeline that are sent together."""
         return list(self.between_stages(**given).values())
 
     def pop(self) -> dict[tuple[str, str], list[int]]:
@@ -277,7 +277,7 @@ class _NormLinear(Function):
 
 
 def _gathered(x: Tensor, group: Any, sequence: bool) -> Tensor:
-    """All tokens."""
+    """All tokens of the group."""
     if not sequence:
         return x
     gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
@@ -301,8 +301,10 @@ dummy_gradients: dict[tuple[int, ...], Tensor] = {}
 
 
 def dummy_gradient(size: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
-    """As Transformer Engine's `get_dummy_wgrad`: what autograd gets where the gradient went to its
-    buffer, one tensor for each shape, that stays."""
+    """Stand-in for Transformer Engine's `get_dummy_wgrad`.
+
+    Autograd gets such a tensor where the gradient went to its buffer; there is one for each shape,
+    and it stays."""
     size = tuple(size)
     if size not in dummy_gradients:
         dummy_gradients[size] = torch.empty(size, dtype=dtype)
@@ -310,15 +312,16 @@ def dummy_gradient(size: Sequence[int], dtype: torch.dtype, zero: bool = False) 
 
 
 def fused_kernels() -> SimpleNamespace:
-    """For apex's module `fused_weight_gradient_mlp_cuda`."""
+    """Stand-in for apex's module `fused_weight_gradient_mlp_cuda`."""
     return SimpleNamespace(
         wgrad_gemm_accum_fp32=lambda *given: None, wgrad_gemm_accum_fp16=lambda *given: None
     )
 
 
 def triton_without_kernels() -> None:
-    """What imports Triton from here on, for fake tensors, allocates as it does, and its kernels do
-    nothing."""
+    """Replace Triton for fake tensors by kernels that do nothing.
+
+    What imports it from here on allocates as it does with the real ones."""
     triton = ModuleType("triton")
     language = ModuleType("triton.language")
     triton.__spec__ = ModuleSpec("triton", None)
@@ -338,7 +341,7 @@ def _weight_gradient(weight: Tensor) -> Tensor:
 
 
 class NormLinear(torch.nn.Module):
-    """For TELayerNormColumnParallelLinear."""
+    """Stand-in for TELayerNormColumnParallelLinear."""
 
     def __init__(
         self, inputs: int, outputs: int, *, config: Any, bias: bool = False, **unused: Any
@@ -376,7 +379,7 @@ class _ColumnLinear(Function):
 
 
 class ColumnLinear(torch.nn.Module):
-    """For TEColumnParallelLinear."""
+    """Stand-in for TEColumnParallelLinear."""
 
     def __init__(
         self, inputs: int, outputs: int, *, config: Any, bias: bool = False, **unused: Any
@@ -409,7 +412,7 @@ class _RowLinear(Function):
 
 
 class RowLinear(torch.nn.Module):
-    """For TERowParallelLinear."""
+    """Stand-in for TERowParallelLinear."""
 
     def __init__(self, inputs: int, outputs: int, *, config: Any, **unused: Any) -> None:
         super().__init__()
@@ -457,7 +460,7 @@ class _GroupedLinearModule(torch.nn.Module):
 
 
 class ColumnGroupedLinear(_GroupedLinearModule):
-    """For TEColumnParallelGroupedLinear."""
+    """Stand-in for TEColumnParallelGroupedLinear."""
 
     def __init__(
         self, experts: int, inputs: int, outputs: int, *, config: Any, **unused: Any
@@ -466,7 +469,7 @@ class ColumnGroupedLinear(_GroupedLinearModule):
 
 
 class RowGroupedLinear(_GroupedLinearModule):
-    """For TERowParallelGroupedLinear."""
+    """Stand-in for TERowParallelGroupedLinear."""
 
     def __init__(
         self, experts: int, inputs: int, outputs: int, *, config: Any, **unused: Any
@@ -487,7 +490,7 @@ class _Norm(Function):
 
 
 class Norm(torch.nn.Module):
-    """For TENorm."""
+    """Stand-in for TENorm."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__()
@@ -514,7 +517,7 @@ class _Attention(Function):
 
 
 class Attention(torch.nn.Module):
-    """For TEDotProductAttention."""
+    """Stand-in for TEDotProductAttention."""
 
     def __init__(self, *unused: Any, **more: Any) -> None:
         super().__init__()
@@ -536,7 +539,7 @@ class _Rotated(Function):
 
 
 def rotated(x: Tensor, *unused: Any, **more: Any) -> Tensor:
-    """For the fused rotation of packed sequences."""
+    """Stand-in for the fused rotation of packed sequences."""
     return _Rotated.apply(x)
 
 

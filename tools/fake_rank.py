@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def line(row: Row) -> str:
-    """Of a terminal."""
+    """A row as a line for a terminal."""
     planned = f"{row.planned / GIB:>9.3f}" if row.planned is not None else f"{row.messages:>8}x"
     difference = f"{(row.counted - row.planned) / row.planned:>+8.1%}" if row.planned else ""
     return (
@@ -134,7 +134,7 @@ def line(row: Row) -> str:
 
 
 def compare(plan: MemoryPlan, counted: dict[str, dict[str, int]]) -> list[Row]:
-    """By phase: parts that stay, what the pass takes beside, and all."""
+    """Rows by phase: parts that stay, what the pass takes beside, and all."""
     rows = []
     for phase, parts in counted.items():
         planned = {
@@ -147,7 +147,8 @@ def compare(plan: MemoryPlan, counted: dict[str, dict[str, int]]) -> list[Row]:
 
 
 def rows_of_sent(counted: dict[str, dict[tuple[str, str], list[int]]]) -> list[Row]:
-    """By phase: every operation of a group of ranks, which the plan of memory knows nothing of."""
+    """Rows by phase: every operation of a group of ranks, of which the plan of memory knows
+    nothing."""
     return [
         Row(phase, f"{group}: {operation}", None, size, number)
         for phase, operations in counted.items()
@@ -158,8 +159,10 @@ def rows_of_sent(counted: dict[str, dict[tuple[str, str], list[int]]]) -> list[R
 def compare_sync(
     config: Config, shape: ModelShape, mesh: Mesh, target: Target, plan: MemoryPlan
 ) -> list[Row]:
-    """A weight sync: the rank's buckets, of which the plan has the most that any rank may need; and
-    what ranks receive from others, the mean over those that exchange with this one."""
+    """Rows of a weight sync: the rank's buckets, and what ranks receive from others.
+
+    The plan has the largest buckets that any rank may need. What is received is the mean over the
+    ranks that exchange with this one."""
     layout = training_layout(shape.num_layers, mesh, config.parallel)
     bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
     ranks_per_node = min(mesh.world_size, RANKS_PER_NODE)
@@ -196,8 +199,9 @@ def compare_sync(
 def count(
     config: Config, shape: ModelShape, mesh: Mesh, local_layers: bool
 ) -> tuple[dict[str, dict[str, int]], dict[str, dict[tuple[str, str], list[int]]]]:
-    """What the rank holds by phase and part (bytes), and what it sends by phase, group and
-    operation: (number, bytes)."""
+    """Bytes that the rank holds by phase and part, and what it sends.
+
+    What it sends is by phase, group and operation: (number, bytes)."""
     fake_cuda.join_fake_group(mesh.rank, mesh.world_size)
     head_dtype = torch.float32 if config.policy.head_dtype else None
     device = Device("cuda", torch.device("cpu"), "fake", torch.bfloat16, local_layers, head_dtype)
@@ -246,7 +250,7 @@ def count(
 
 
 def group_names() -> dict[str, str]:
-    """What Megatron's groups are for, by their names.
+    """Names of Megatron's groups by their group names.
 
     Groups of one rank send nothing."""
     from megatron.core import parallel_state as groups
@@ -269,8 +273,9 @@ def group_names() -> dict[str, str]:
 
 
 def resident(actor: Any, reference: Any, device: Device) -> dict[str, int]:
-    """Bytes by part of what outlives a pass: the sets that a run may offload, and what stays in any
-    case."""
+    """Bytes by part of what outlives a pass.
+
+    They are those of the sets that a run may offload, and of what stays in any case."""
     from megatron.core.parallel_state import get_global_memory_buffer
 
     from rlmath.models.offload import training_sets
@@ -290,15 +295,16 @@ def resident(actor: Any, reference: Any, device: Device) -> dict[str, int]:
 
 
 def of_fake_storages(device: Device) -> Device:
-    """For sets of storages.
+    """The device for sets of storages.
 
     There is no driver that could pin the host's memory."""
     return replace(device, kind="cpu", torch_device=torch.device("meta"))
 
 
 def full_batches(config: Config, mesh: Mesh) -> list[MicroBatch]:
-    """As many micro-batches as a stage may have in flight, each with all the tokens that the
-    settings allow: four segments of like length."""
+    """As many full micro-batches as a stage may have in flight.
+
+    Each has all the tokens that the settings allow, in four segments of like length."""
     tokens = config.policy.max_tokens_per_microbatch
     segments = 4
     length = tokens // segments
@@ -314,7 +320,7 @@ def number_of_batches(mesh: Mesh) -> int:
 
 
 def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> None:
-    """Replace what CUDA, weights on disk and Transformer Engine would be needed for."""
+    """Replace all that needs CUDA, weights on disk or Transformer Engine."""
     import megatron.core.pipeline_parallel.p2p_communication as p2p
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.fusions import fused_bias_swiglu
@@ -372,7 +378,7 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
 def te_like_layers(
     config: Any, local_layers: bool, chunk: int | None, separate_norms: bool = False
 ) -> Any:
-    """As `models.megatron.layer_spec`, of the stand-ins."""
+    """The stand-ins' layers, in place of `models.megatron.layer_spec`."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.transformer_block import (

@@ -44,7 +44,7 @@ def rounded(value: float, digits: int) -> float:
 
 
 def existing_device(name: str) -> str:
-    """Of --device: "cuda" needs a GPU."""
+    """The value of --device; "cuda" needs a GPU."""
     for problem in cuda_problems(name, "--device"):
         raise argparse.ArgumentTypeError(problem)
     return name

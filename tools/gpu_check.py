@@ -37,11 +37,11 @@ from rlmath.workers import process_tree
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 QUICK_SECONDS = 600.0
-"""Of everything together, where --seconds says nothing else."""
+"""Time limit of everything together with --quick, where --seconds gives no other."""
 IMPORT_SECONDS = 300.0
 """Time limit of a package's import."""
 END_SECONDS = 30.0
-"""Of what is killed."""
+"""Time limit for killed processes to end."""
 PACKAGES = {
     "torch": "torch",
     "megatron-core": "megatron.core",
@@ -52,8 +52,9 @@ PACKAGES = {
     "pytest": "pytest",
     "trl": "trl",
 }
-"""What stages need, by the names of distributions, and the module that each is imported as. Of apex
-the kernel that adds up gradients, the one thing that it is compiled for."""
+"""Packages that stages need: distribution name to the module that it is imported as.
+
+Of apex it is the kernel that adds up gradients, the one thing that it is compiled for."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ class Stage:
     wants: tuple[str, ...] = ()
     """Packages that it uses where they are there."""
     variables: tuple[str, ...] = ()
-    """Of the environment, which it needs: MODEL, a chat model's folder; DATA, JSONL of question and
-    answer."""
+    """Environment variables that it needs.
+
+    MODEL is a chat model's folder; DATA is JSONL of question and answer."""
 
 
 STAGES = (
@@ -293,7 +295,7 @@ print(json.dumps(told), flush=True)
 
 @dataclass(frozen=True)
 class Found:
-    """Of the machine and the environment."""
+    """Facts about the machine and the environment."""
 
     packages: Mapping[str, str | None]
     """Versions; None: it cannot be imported."""
@@ -310,8 +312,7 @@ class Found:
 
 
 def look(environment: Mapping[str, str], names: Sequence[str] = tuple(PACKAGES)) -> Found:
-    """Import packages, torch among them, each in a process of its own, which a broken one may
-    end."""
+    """Import packages, torch among them, each in its own process, which a broken one may end."""
     with ThreadPoolExecutor(max_workers=4) as pool:
         answers = dict(
             zip(names, pool.map(lambda name: look_at(name, environment), names), strict=True)
@@ -448,9 +449,10 @@ def children() -> list[int]:
 
 
 def kill_all_but(others: set[int]) -> None:
-    """Kill the children of this process, but for `others`, and theirs, which become its own: ranks
-    have sessions of their own. What the kernel does not end, in a driver for example, is left after
-    END_SECONDS."""
+    """Kill the children of this process, except `others`, and their descendants.
+
+    These become its own children, because ranks have sessions of their own. What the kernel does
+    not end, in a driver for example, is left after END_SECONDS."""
     deadline = time.monotonic() + END_SECONDS
     while remaining := [pid for pid in children() if pid not in others]:
         if time.monotonic() > deadline:
@@ -503,7 +505,7 @@ def tell_outcome(outcome: Outcome) -> None:
 
 
 def write(output: Path, found: Found, outcomes: Sequence[Outcome], quick: bool) -> None:
-    """After every stage, so that what ran is there whatever comes next."""
+    """Write the results after every stage, so that they are there whatever comes next."""
     everything = {
         "python": platform.python_version(),
         "quick": quick,
@@ -517,7 +519,7 @@ def write(output: Path, found: Found, outcomes: Sequence[Outcome], quick: bool) 
 
 
 def table(found: Found, outcomes: Sequence[Outcome]) -> list[str]:
-    """In Markdown; what did not run has blanks."""
+    """The figures as a table in Markdown; what did not run has blanks."""
     versions = ", ".join(f"{name} {version}" for name, version in found.packages.items() if version)
     missing = ", ".join(name for name, version in found.packages.items() if version is None)
     lines = [

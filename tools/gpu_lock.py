@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 LIST = REPOSITORY / "tests" / "gpu" / "uses.txt"
 LOCK = REPOSITORY / "requirements" / "gpu.txt"
 PACKAGES = {"vllm": "vllm", "megatron": "megatron-core", "transformer_engine": "transformer-engine"}
-"""By the name that is imported, the package of the lock that has it."""
+"""Package of the lock by the name that is imported."""
 OUR_CODE = ("rlmath", "megatron_patches", "tests/gpu")
 CPU_ONLY = ("rlmath/rollout/cpu_worker.py",)
 """Modules that only a CPU's engine imports."""
@@ -114,7 +114,7 @@ OBJECTS = {
         "made.sampling_params": "vllm.SamplingParams",
     },
 }
-"""By our file, expressions in it, and the class of what they are on a GPU."""
+"""Expressions in our files, by file, and their class on a GPU."""
 
 
 ENGINE_ARGUMENTS = "vllm.engine.arg_utils.EngineArgs"
@@ -211,7 +211,7 @@ def _engine_arguments(tree: ast.Module) -> set[str]:
 
 
 def _imported(nodes: Sequence[ast.AST]) -> dict[str, str]:
-    """By the name in a module of ours, that in the package."""
+    """Full name in the package by the name in a module of ours."""
     names = {}
     for node in nodes:
         if (
@@ -361,7 +361,7 @@ def _bound(tree: ast.Module, name: str) -> ast.AST | None:
 
 
 def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
-    """What is assigned to, as it is written."""
+    """Targets of an assignment as they are written."""
     return [
         ast.unparse(target)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
@@ -480,7 +480,7 @@ def take(pins: Sequence[str], folder: Path) -> None:
 
 
 def python_files(wheel: Path) -> dict[str, bytes]:
-    """By path."""
+    """Python files of a wheel by path."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist() if name.endswith(".py")}
 

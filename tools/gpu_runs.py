@@ -77,7 +77,7 @@ LAYOUTS = {
     "experts, one rank": Layout(1, (CHECKED,), "experts"),
     "experts, EP2": Layout(2, ("parallel.expert=2", CHECKED), "experts"),
 }
-"""By name; the first with a model is what the others with it are compared with."""
+"""Layouts by name; the first with a model is what the others with it are compared with."""
 COMPARED = {
     "reward": ("task_reward", 1e-6, 0.1),
     "loss": ("actor_loss", 1e-5, 0.02),
@@ -95,8 +95,9 @@ also of gradients that are rounding alone; half of the weights unchanged is 0.7.
 
 
 def engine(given: argparse.Namespace) -> None:
-    """A rank with the engine as users have it: rollout, weights in place under CUDA graphs, sleep
-    and wake."""
+    """Run a rank with the engine as users have it.
+
+    There is a rollout, a sync of weights in place under CUDA graphs, and sleep and wake."""
     size = sizes(given)[-1]
     groups, new_tokens = (2, 32) if size == "tiny" else (32, 256)
     settings = (
@@ -138,8 +139,9 @@ def engine(given: argparse.Namespace) -> None:
 
 
 def ranks(given: argparse.Namespace) -> None:
-    """A line for each layout, or for those of --case ("one rank; TP2"): its metrics, which should
-    be one rank's."""
+    """A line of metrics for each layout, or for those of --case ("one rank; TP2").
+
+    The metrics should be those of one rank."""
     work = workplace(given)
     te = given.device == "cuda" and has_transformer_engine()
     names_wanted = given.case.split("; ") if given.case else LAYOUTS
@@ -307,7 +309,7 @@ def reason(place: Path) -> str:
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
-    """Those of a Hugging Face folder, in float64."""
+    """Weights of a Hugging Face folder, in float64."""
     return {
         name: tensor.double()
         for file in folder.glob("*.safetensors")
@@ -351,8 +353,7 @@ def tell_found(
 def cosine_of_changes(
     start: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor]
 ) -> float:
-    """Of what two runs changed of the weights that they began with: 1 where both went the same
-    way."""
+    """Cosine of the changes that two runs made to their first weights; 1 where they are alike."""
     changes = [
         torch.cat([(end[name] - initial).flatten() for name, initial in start.items()])
         for end in (one, other)

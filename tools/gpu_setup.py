@@ -46,7 +46,7 @@ WORLD = Mesh(0, 1, 1, 1, 1)
 def tell(
     what: str, value: float | str, unit: str = "", expected: str = "", holds: bool | None = None
 ) -> None:
-    """A figure, at once: what is measured stays known where the stage fails later."""
+    """Print a figure at once: what is measured stays known where the stage fails later."""
     if isinstance(value, float):
         value = float(f"{value:.4g}")
     line = {"what": what, "value": value, "unit": unit, "expected": expected, "holds": holds}
@@ -119,7 +119,7 @@ def make_samples(count: int, length: int, vocabulary: int) -> list[Sample]:
 
 
 def settings(model: Path, device: Device, tokens: int, recompute: str | None = None) -> Config:
-    """Of one rank that trains with `tokens` in a micro-batch."""
+    """Settings of one rank that trains with `tokens` in a micro-batch."""
     layers = (
         {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
     )

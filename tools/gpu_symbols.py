@@ -69,7 +69,7 @@ BEFORE = {
         "libtorch_cuda.so",
     ),  # its aoti_shim.h
 }
-"""By object, libraries that its package has loaded for all (RTLD_GLOBAL) before it."""
+"""Libraries that an object's package has loaded for all (RTLD_GLOBAL) before it, by object."""
 EXCEPTIONS = {
     "nvidia/cu13/lib/libcufile_rdma.so.1": "GPUDirect Storage over InfiniBand, which nothing of "
     "ours uses",
@@ -106,14 +106,14 @@ class Table:
     wheel: str
     """`name==version` of its package."""
     path: str
-    """In the wheel."""
+    """Path in the wheel."""
     soname: str
-    """By which others name it; where it has none, the name of its file."""
+    """Name by which others need it; where it has none, the name of its file."""
     needed: Sequence[str]
     """Sonames."""
     defined: Sequence[str]
     undefined: Mapping[str, str]
-    """By symbol that must be found, the library whose version it names, else ""."""
+    """Library whose version a symbol that must be found names, else "", by symbol."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Unresolved:
 
 
 def read_table(file: BinaryIO, wheel: str, path: str) -> Table | None:
-    """None for what is no dynamic object of this kind of processor."""
+    """The table of a file; None for what is no dynamic object of this kind of processor."""
     from elftools.common.exceptions import ELFError  # needed for new wheels only
     from elftools.elf.elffile import ELFFile
 
@@ -169,7 +169,7 @@ def read_table(file: BinaryIO, wheel: str, path: str) -> Table | None:
 
 
 def tables_of_wheel(wheel: Path, pin: str) -> Iterator[Table]:
-    """Of all shared objects in it."""
+    """Tables of all shared objects in a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             if SHARED_OBJECT.search(name):
@@ -182,7 +182,9 @@ def tables_of_wheel(wheel: Path, pin: str) -> Iterator[Table]:
 
 
 def tables_of_lock(lock: Path, folder: Path) -> list[Table]:
-    """Of all its wheels; those that were read once are in the folder."""
+    """Tables of all wheels of the lock.
+
+    Those that were read once are in the folder."""
     pins = [
         f"{name}=={version}"
         for name, version in lock_versions(lock.read_text("utf-8")).items()
@@ -271,7 +273,7 @@ def unresolved(tables: Sequence[Table], system: set[str]) -> list[Unresolved]:
 
 
 def _brought(start: int, tables: Sequence[Table], by_name: Mapping[str, Sequence[int]]) -> set[int]:
-    """The object itself, what it names as needed, and so on."""
+    """The object itself, the objects that it names as needed, and so on."""
     brought = {start}
     pending = [start]
     while pending:

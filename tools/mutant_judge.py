@@ -14,7 +14,7 @@ from tools.mutant_sessions import Sessions, make_copy
 COUNTED = "not full and not gpu and not slurm"
 """Marks of the tests of `make test` and `make test-matrix`."""
 COLLECTION = "(collection)"
-"""In the place of a test's name, where a session ends before the first one."""
+"""Name in the place of a test's, where a session ends before the first one."""
 FIXED_SECONDS = 0.05
 """Added to a test's when it is compared with others."""
 RECORD = ("lines", "progress")
@@ -110,7 +110,7 @@ def is_of_package(test: str, file: str) -> bool:
 
 
 def affordable(tests: Iterable[Row], limit: float) -> list[Row]:
-    """As many tests as there is time for, and one in any case."""
+    """The first tests that there is time for, and one in any case."""
     chosen: list[Row] = []
     seconds = 0.0
     for test in tests:
@@ -207,8 +207,10 @@ class Judge:
 
 
 def write_source(file: Path, text: str) -> None:
-    """And remove what Python has compiled of it, which it knows by the second of the change and the
-    size."""
+    """Write a source file, and remove what Python has compiled of it.
+
+    Python knows the compiled file by the second of the change and the size, which may be the
+    same."""
     file.write_text(text)
     for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
         compiled.unlink()

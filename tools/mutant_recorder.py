@@ -28,7 +28,7 @@ from typing import Any
 ROOT = os.path.dirname(os.path.abspath(__file__)) + os.sep
 NOT_TRACED = (f"{ROOT}tests{os.sep}", __file__)
 PAGE = ".mutants/page"
-"""Of the root: the number of the test that runs, its name, and zeros."""
+"""File below the root: the number of the test that runs, its name, and zeros."""
 LINES = ".mutants/lines"
 PROGRESS = ".mutants/progress"
 PAGE_BYTES = 1024
@@ -126,7 +126,7 @@ if tracer is not None:
 # -------------------------------------------------------------- the plugin: pytest -p sitecustomize
 
 reports: dict[str, list[Any]] = {}
-"""By test: those of its set-up, call and teardown."""
+"""Reports by test: those of its set-up, call and teardown."""
 
 
 def pytest_collection_finish() -> None:

@@ -36,9 +36,9 @@ OUTPUT = ".mutants/output"
 STARTS_THREADS = ("pyarrow",)
 """Libraries that start a thread as they are imported."""
 IMPORTED_LATE = {"_hypothesis_pytestplugin": "hypothesis"}
-"""By plugin of pytest, the library that it imports at the end of each session."""
+"""Library that a plugin of pytest imports at the end of each session, by plugin."""
 SET_DEATH_SIGNAL = 1
-"""Of prctl."""
+"""PR_SET_PDEATHSIG of prctl."""
 
 
 def import_libraries() -> None:

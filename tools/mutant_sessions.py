@@ -21,7 +21,7 @@ from rlmath.distributed.process import end_with_parent
 from tools import mutant_recorder, mutant_server
 
 VARIABLE = "RLMATH_MUTANTS_COPY"
-"""In the environment of all that a session of tests starts: the copy of the project."""
+"""Environment variable of all that a session of tests starts: the copy of the project."""
 OPTIONS = ("-p", "sitecustomize", "-p", "no:cacheprovider")
 LOOKS_SECONDS = 0.25
 """Between two looks whether a session hangs."""
@@ -40,8 +40,9 @@ def make_copy(folder: Path) -> Path:
 
 
 def end_processes(folder: Path, server: int | None = None) -> None:
-    """Kill all that sessions in a copy have started, except for their server, until nothing is
-    left. What a killed process has started goes to init, but has the variable."""
+    """Kill all that sessions in a copy have started, except their server, until nothing is left.
+
+    What a killed process has started goes to init, but has the variable."""
     marked = {VARIABLE: str(folder)}.items()
     while remaining := [
         process

@@ -67,7 +67,7 @@ TELLING = re.compile(
 """What is called only to say something."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 LEFT_OUT = (*FUNCTIONS, ast.ClassDef, ast.JoinedStr, ast.Raise, ast.Assert)
-"""Of a function's body: what has its own, texts, what only checks."""
+"""Nodes of a function's body that are left out: own bodies, texts, what only checks."""
 NOT_TWICE = (ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr)
 """What cannot be written a second time before its statement."""
 WITH_NAMES = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp, ast.Lambda)
@@ -176,7 +176,8 @@ def is_chain(node: ast.AST) -> bool:
 
 
 def attributes_beside(sources: Iterable[str]) -> dict[str, set[str]]:
-    """By attribute: the others of the classes that have it, annotated ones and those of self."""
+    """Attributes beside each attribute in the classes that have it, annotated ones and those of
+    self."""
     neighbours: dict[str, set[str]] = {}
     for node in (node for source in sources for node in ast.walk(ast.parse(source))):
         if isinstance(node, ast.ClassDef):

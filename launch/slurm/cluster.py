@@ -28,7 +28,7 @@ OVERRIDES = (
     ),
     *("OUTPUT", "ERROR", "ARRAY_INX", "GPUS", "GPUS_PER_NODE", "WAIT"),
 )
-"""Of the environment's SBATCH_ variables those that would win over what a script says, and was
+"""SBATCH_ variables of the environment that would win over what a script says, which was
 checked."""
 OUTPUT_MARK = "rlmath:"
 """A job's comment is this and the folder that it writes."""
@@ -44,14 +44,14 @@ class Partition:
     default: bool
     up: bool
     limit_seconds: float
-    """Of a job; infinity where there is none."""
+    """Time limit of a job; infinity where there is none."""
     most_nodes: float
-    """Of a job; infinity where there is no bound but their number."""
+    """Most nodes of a job; infinity where only their number is a bound."""
     nodes_of_gpus: tuple[tuple[int, int], ...]
     """How many nodes have how many GPUs: ((2, 8), (4, 0)) are two with eight and four with none."""
 
     def nodes(self, gpus: int = 0) -> int:
-        """Those that have at least so many GPUs."""
+        """The number of nodes that have at least so many GPUs."""
         return sum(number for number, gpus_there in self.nodes_of_gpus if gpus_there >= gpus)
 
 
@@ -124,7 +124,7 @@ class Need:
 
     nodes: int
     gpus: int
-    """Of every node."""
+    """GPUs of every node."""
     seconds: float | None
     """Its time limit; None: as long as the partition allows."""
     signal_seconds: float

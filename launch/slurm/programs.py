@@ -102,7 +102,7 @@ def training(
 
 
 def evaluation(arguments: Sequence[str], ranks: int) -> Program:
-    """Of launch/evaluate.py.
+    """An evaluation by launch/evaluate.py.
 
     ValueError for arguments that make no evaluation."""
     options = evaluate.parse(arguments)

@@ -55,11 +55,11 @@ class Job:
     gpus_per_node: int
     ranks_per_node: int
     workdir: Path
-    """Where relative paths of the program begin."""
+    """The folder that relative paths of the program start from."""
     logs: Path
-    """Where the job and its nodes write what they say."""
+    """The folder of the logs of the job and its nodes."""
     python: str
-    """What runs on the nodes, or in the container."""
+    """The Python that runs on the nodes, or in the container."""
     partition: str | None = None
     time: str | None = None
     continues: str = "no"
@@ -67,7 +67,7 @@ class Job:
     links: int = 1
     """Jobs of a chain."""
     runtime: str = "none"
-    """What starts the container: one of RUNTIMES."""
+    """The program that starts the container: one of RUNTIMES."""
     image: str = ""
     mounts: tuple[Path, ...] = ()
     """Folders that a container sees, beside the repository and `workdir`."""

@@ -185,8 +185,9 @@ def slurm_problems(job: Job, dry_run: bool) -> list[str]:
 
 
 def write_script(job: Job, text: str) -> Path:
-    """Where the job's logs will be; the run's last exit status is forgotten, which later links of a
-    chain look at."""
+    """Write the script into the folder of the job's logs and return its path.
+
+    The exit status of an earlier run is forgotten, because later links of a chain look at it."""
     path = job.logs / "job.sh"
     try:
         job.logs.mkdir(parents=True, exist_ok=True)

@@ -88,7 +88,7 @@ AREAL = {
     "trial_name": "`run.output_dir`, a path",
     "cluster.fileroot": "`run.output_dir`, a path",
 }
-"""Of versions 0.1 to 0.3, and what later ones renamed."""
+"""Names of AReaL 0.1 to 0.3, and what later versions renamed."""
 
 VERL = {
     "data.train_files": "`data.train_path`, and `data.more_train_paths` for further files",
@@ -462,9 +462,10 @@ TRAINERS: Mapping[str, Mapping[str, str]] = {
     "SimpleRL": SIMPLERL,
     "Other trainers": COMMON,
 }
-"""By trainer: a name of its own, or "name: value" where what corresponds depends on the value, to
-what corresponds to it here, with our keys in backticks and, where units differ, the conversion. Of
-equal answers the first is given."""
+"""What names of other trainers correspond to here, by trainer.
+
+A key is a name, or "name: value" where the answer depends on the value. The answer has our keys in
+backticks and, where units differ, the conversion. Of equal answers the first is given."""
 
 
 @dataclass(frozen=True)
@@ -496,8 +497,9 @@ ALIASES = tuple(
 
 
 def plain_name(name: str) -> str:
-    """As names are compared: in small letters, with underscores, without the marks of command
-    lines.
+    """The form in which names are compared.
+
+    It is in small letters, with underscores, and without the marks of command lines.
 
     >>> plain_name("--Learning-Rate"), plain_name("+trainer.save_freq")
     ('learning_rate', 'trainer.save_freq')

@@ -49,7 +49,7 @@ class Setting:
     default: Any
     doc: str
     range: Range | None
-    """Of a number, or of every number of a list; None: not a number."""
+    """Range of a number, or of every number of a list; None: not a number."""
     words: tuple[str, ...]
     """That a text may be; empty: any, or not a text."""
     takes_function: str | None = None
@@ -460,7 +460,7 @@ def letters_apart(first: str, second: str) -> int:
 
 
 def _section_texts(shown: Sequence[Setting]) -> dict[str, str]:
-    """By section what it is about.
+    """The description of every section.
 
     A section of which less than half is shown is about those settings alone, and its text is their
     names."""

@@ -35,7 +35,7 @@ class LengthStage:
         return self.first_step + self.steps
 
     def line(self, stages: int) -> str:
-        """For the console: "Stage 2 of 3: steps 101 to 150, ..."."""
+        """The stage as a line of the console: "Stage 2 of 3: steps 101 to 150, ..."."""
         config = self.config
         return (
             f"Stage {self.number + 1} of {stages}: steps {self.first_step + 1} to {self.end}, "
@@ -102,7 +102,7 @@ def planned_steps(config: Config, steps_per_epoch: int) -> int:
 
 
 def fewer_steps_warnings(config: Config, steps_per_epoch: int) -> tuple[str, ...]:
-    """Where `run.total_epochs` ends the run before `run.total_steps`."""
+    """A warning where `run.total_epochs` ends the run before `run.total_steps`."""
     total_steps = config.run.total_steps
     epochs = config.run.total_epochs
     steps = epochs * steps_per_epoch

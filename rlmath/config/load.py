@@ -568,9 +568,9 @@ def _defaults() -> DictConfig:
 
 @functools.cache
 def _default_values() -> dict[str, Any]:
-    """By key.
+    """Default values by key.
 
-    Lists are shared: to be copied."""
+    Lists in them are shared: copy them before they are changed."""
     sections = _plain(_defaults())
     return {key: sections[setting.section][setting.name] for key, setting in all_settings().items()}
 
@@ -617,7 +617,7 @@ def layout_settings(word: str) -> dict[str, int | None]:
 
 
 def _sizes(part: str, got: str) -> dict[str, int | None]:
-    """By the names of `ParallelConfig`.
+    """Sizes of one part of a layout, by the names of `ParallelConfig`.
 
     ValueError where one is given twice."""
     named = [(_LETTERS[letter], int(size)) for letter, size in re.findall(r"(\D)(\d+)", part)]

@@ -50,7 +50,7 @@ BEST_FOLDER = "best_model"
 MODELS_FOLDER = "models"
 """Models of kept checkpoints, and of stages, in the same form."""
 ADAPTER_FOLDER = "adapter"
-"""In each of these, with LoRA: the adapters alone, as PEFT has them."""
+"""Folder of the adapters alone, as PEFT has them, in each of these folders of a run with LoRA."""
 ADAPTER_CONFIG = "adapter_config.json"
 
 TEMPORARY_FILE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
@@ -58,8 +58,7 @@ TEMPORARY_FILE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
 def stage_folder(output_dir: str | Path, number: int) -> Path:
-    """Where a run keeps the model of a stage, which is counted from 0: models/stage-1 of the
-    first."""
+    """The folder of the model of a stage: models/stage-1 for the first, whose number is 0."""
     return Path(output_dir) / MODELS_FOLDER / f"stage-{number + 1}"
 
 

@@ -62,21 +62,23 @@ class Range:
 
 @dataclass(frozen=True)
 class TakesFunction:
-    """Of a text setting: it takes a function of the user's, too, by its kind in
-    `rlmath.workers.hooks`."""
+    """Mark of a text setting that also takes a function of the user's.
+
+    `kind` is its kind in `rlmath.workers.hooks`."""
 
     kind: str
 
 
 @dataclass(frozen=True)
 class NamedValues:
-    """Of a list of texts "name=value", whose values are JSON or plain texts: a mapping may be
-    written for it."""
+    """Mark of a list of texts "name=value" that may be written as a mapping.
+
+    The values are JSON or plain texts."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """Of a text setting: what it may be, where that is not a Literal."""
+    """Words that a text setting may be, where it is not a Literal."""
 
     words: tuple[str, ...]
 

@@ -257,7 +257,7 @@ def input_problems(plan: Plan) -> list[str]:
 
 
 def _position_problems(plan: Plan) -> Iterator[str]:
-    """As far as the model's config.json is at hand."""
+    """Problems of lengths, as far as the model's config.json is at hand."""
     model = Path(plan.model)
     run = run_config(model)
     places = [

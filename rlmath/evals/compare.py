@@ -40,15 +40,21 @@ def differences(first: Results, second: Results) -> list[Difference]:
     ValueError if they have none in common."""
     rows = []
     for dataset, measures in first.accuracies.items():
-        for measure, ours in measures.items():
-            theirs = second.accuracies.get(dataset, {}).get(measure)
+        for measure, first_accuracies in measures.items():
+            second_accuracies = second.accuracies.get(dataset, {}).get(measure)
             common = (
                 []
-                if theirs is None
-                else [problem for problem in ours.shares if problem in theirs.shares]
+                if second_accuracies is None
+                else [
+                    problem
+                    for problem in first_accuracies.shares
+                    if problem in second_accuracies.shares
+                ]
             )
-            if theirs is not None and common:
-                rows.append(_difference(dataset, measure, ours, theirs, common))
+            if second_accuracies is not None and common:
+                rows.append(
+                    _difference(dataset, measure, first_accuracies, second_accuracies, common)
+                )
     if not rows:
         raise ValueError(
             f"--compare: {first.name} has {', '.join(first.accuracies) or 'nothing'}, "
@@ -62,7 +68,7 @@ def differences(first: Results, second: Results) -> list[Difference]:
 def _difference(
     dataset: str, measure: str, ours: Accuracies, theirs: Accuracies, common: list[str]
 ) -> Difference:
-    """That of theirs and ours, on these problems."""
+    """The difference between theirs and ours on these problems."""
     before = ours.of(common)
     after = theirs.of(common)
     pairs = [after.shares[problem] - before.shares[problem] for problem in common]

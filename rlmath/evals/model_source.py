@@ -40,7 +40,7 @@ class EvaluatedModel:
     fingerprint: str
     """The same for the same weights, tokenizer and settings in any folder."""
     older_fingerprint: str
-    """As earlier releases made it."""
+    """The fingerprint that earlier releases made."""
     source: Path
     """The folder of the model or the checkpoint, whole, before any conversion."""
 

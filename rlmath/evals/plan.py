@@ -50,11 +50,11 @@ class Plan:
     template: Template = "auto"
     """Or a function of the user's."""
     chat_template: str | None = None
-    """As `data.chat_template`, and the next two as the settings of their names."""
+    """Chat template, as `data.chat_template`; the next two are as the settings of their names."""
     chat_template_kwargs: tuple[str, ...] = ()
     system_prompt: str | None = None
     answer_from: str = "boxed"
-    """Where an answer may stand, as `reward.answer_from`."""
+    """Place where an answer may stand, as `reward.answer_from`."""
     scorer: str | None = None
     """A function of the user's that says what is right; None: the verifier."""
     plugins: tuple[str, ...] = ()

@@ -90,19 +90,19 @@ def result_of(
     greedy = [row[GREEDY_INDEX] for row in rows.values()] if plan.greedy else []
     sampled = [[row[index] for index in range(plan.samples)] for row in rows.values()]
     flat = [record for row in sampled for record in row]
-    right = [float(bool(problem.greedy)) for problem in problems] if plan.greedy else []
+    correct = [float(bool(problem.greedy)) for problem in problems] if plan.greedy else []
     shares = [problem.right / plan.samples for problem in problems] if plan.samples else []
     row: Row = {
         "dataset": benchmark.name,
         "num_questions": len(problems),
         "greedy_length": _mean([record.tokens for record in greedy]),
         "sample_length": _mean([record.tokens for record in flat]),
-        "greedy_acc": _mean(right),
+        "greedy_acc": _mean(correct),
     }
     if plan.samples:
         row |= _pass_and_majority(problems, sampled, plan.samples)
     row["greedy_acc_low"], row["greedy_acc_high"] = (
-        accuracy_interval(right) if right else (None, None)
+        accuracy_interval(correct) if correct else (None, None)
     )
     row["sample_pass@1_low"], row["sample_pass@1_high"] = (
         accuracy_interval(shares, plan.samples) if shares else (None, None)
@@ -117,8 +117,8 @@ def result_of(
 
 def _problem(problem_id: str, row: Mapping[int, CompletionRecord], plan: Plan) -> ProblemResult:
     greedy = bool(row and row[GREEDY_INDEX].correct) if plan.greedy else None
-    right = sum(record.correct for index, record in row.items() if index != GREEDY_INDEX)
-    return ProblemResult(problem_id, greedy, right, plan.samples)
+    correct = sum(record.correct for index, record in row.items() if index != GREEDY_INDEX)
+    return ProblemResult(problem_id, greedy, correct, plan.samples)
 
 
 def _pass_and_majority(
@@ -146,5 +146,5 @@ def _votes(row: Sequence[CompletionRecord]) -> tuple[list[Vote], int]:
     for record in row:
         if record.extracted:
             groups[answer_key(record.extracted)].append(record.correct)
-    votes = [Vote(len(right), any(right)) for right in groups.values()]
+    votes = [Vote(len(judgements), any(judgements)) for judgements in groups.values()]
     return votes, len(row) - sum(vote.count for vote in votes)

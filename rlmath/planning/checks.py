@@ -75,8 +75,10 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
 
 
 def check_replay(config: Config, world_size: int, samples: bool) -> ModelShape:
-    """As `check_config`, for the replay of a captured step (`replay`): data files are not looked
-    at, and reward functions and engines only where it `samples`."""
+    """The shape of the model for the replay of a captured step (`replay`), after its checks.
+
+    They are those of `check_config`, but data files are not checked, and reward functions and
+    engines only if it `samples`."""
     shape, problems = inspect_model_folder(Path(config.model.path))
     problems += setting_problems(config, world_size)
     if shape is not None:

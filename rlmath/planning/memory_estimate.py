@@ -62,13 +62,13 @@ class Target:
 
     kind: DeviceKind
     name: str
-    """For messages: "H100-80GB", "CPU"."""
+    """Name in messages: "H100-80GB", "CPU"."""
     total_bytes: int | None
     """Memory of the device; None where nothing is to be refused."""
     local_layers: bool
     """The policy runs Megatron's local layers, not Transformer Engine's."""
     dtype: NumberFormat | Literal["auto"] = "auto"
-    """As `policy.dtype`."""
+    """Number format of the weights, as `policy.dtype`."""
 
     @property
     def itemsize(self) -> int:
@@ -91,7 +91,7 @@ class MemoryPlan:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the rank in messages."""
         return (
             f"engine rank {self.rank}"
             if self.is_engine
@@ -172,7 +172,7 @@ def training_ranks(config: Config, world_size: int) -> int:
 
 
 def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
-    """Where a training rank of a run with these settings stands, among all that train."""
+    """Place of a training rank of a run with these settings, among all that train."""
     parallel = config.parallel
     trainers = training_ranks(config, world_size)
     assert 0 <= rank < trainers, f"rank {rank} is none of the {trainers} that train"
@@ -191,7 +191,7 @@ def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
 
 
 def engine_mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
-    """Where a rank of the engines' own stands, among all of these; `rank` is that of the run."""
+    """Place of one of the engines' own ranks among all of these; `rank` is that of the run."""
     rollout = config.rollout
     trainers = training_ranks(config, world_size)
     assert trainers <= rank < world_size, (
@@ -277,7 +277,7 @@ class ModelBytes:
     """What one rank holds of a critic or a teacher, and for it."""
 
     resident: dict[str, int]
-    """By part; empty without such a model."""
+    """Bytes by part; empty without such a model."""
     largest_pass: formulas.PassBytes
     gather: int = 0
     """Bytes of the buffer of gathered hidden states (`formulas.gather_bytes`)."""
@@ -314,7 +314,7 @@ def own_layers(config: Config, shape: ModelShape, mesh: Mesh) -> int:
 
 
 def without_adapters(config: Config) -> Config:
-    """For models beside the policy, which have none."""
+    """The settings for models beside the policy, which have no adapters."""
     return replace(config, lora=formulas.NO_LORA)
 
 
@@ -424,7 +424,7 @@ def parameter_sizes(
 
 
 def adapter_sizes(lora: LoraConfig, shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
-    """As `parameter_sizes`, of LoRA's adapters."""
+    """Elements of LoRA's adapters, in the form of `parameter_sizes`."""
     return parameter_sizes(
         shape, mesh, layers, adapter_rules(shape.architecture, lora.rank, lora.target)
     )
@@ -440,9 +440,11 @@ def expert_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
 
 
 def _dummy_gradient_bytes(shape: ModelShape, mesh: Mesh, target: Target, with_head: bool) -> int:
-    """Where gradients are added to their buffers by the multiplication itself (with apex's kernel),
-    Transformer Engine gives autograd an empty tensor instead, one for each shape of a weight, and
-    keeps it (`get_dummy_wgrad`). `with_head`: the output layer's is, too."""
+    """Bytes of the empty gradients that Transformer Engine keeps (`get_dummy_wgrad`).
+
+    Where the multiplication itself adds gradients to their buffers (with apex's kernel), autograd
+    gets an empty tensor in their place, one for each shape of a weight. `with_head`: the output
+    layer has one, too."""
     if target.kind != "cuda" or target.local_layers:
         return 0
     matrices = set()

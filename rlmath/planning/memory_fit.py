@@ -289,9 +289,9 @@ def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]
                 f"{length}{longest})."
             )
     if part == "optimizer" and config.optimizer.kind == "adam":
-        who = " that train" if rollout.ranks else ""
+        clause = " that train" if rollout.ranks else ""
         shared = "" if config.optimizer.distributed else " with optimizer.distributed=true"
-        yield f"Start more ranks{who}{shared}, which share the optimizer."
+        yield f"Start more ranks{clause}{shared}, which share the optimizer."
     if part in ("activations", "logits", "parameters", "gradients", "optimizer"):
         yield (
             f"Raise parallel.tensor (now {parallel.tensor}) or parallel.pipeline (now "

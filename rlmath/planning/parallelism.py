@@ -343,7 +343,9 @@ def _uneven_problems(
 
 
 def _recompute_problems(policy: PolicyConfig, chunks: list[int]) -> Iterator[str]:
-    """In megatron-core 0.16, "uniform" runs over the end of a chunk that it does not divide."""
+    """Problems of `policy.recompute_num_layers`.
+
+    In megatron-core 0.16, "uniform" runs past the end of a chunk that it does not divide."""
     number = policy.recompute_num_layers
     if number is None or number < 1:
         return

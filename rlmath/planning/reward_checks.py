@@ -137,7 +137,7 @@ def _twice(setting: str, names: Sequence[str]) -> Iterator[str]:
 
 
 def reward_lines(config: Config) -> Iterator[str]:
-    """For a plan: the range of a completion's reward, and the largest penalties beside it."""
+    """Lines of a plan: the range of a completion's reward, and the largest penalties beside it."""
     reward = config.reward
     if model_checks.teaches_alone(config):
         yield "Rewards: none is learned from (teacher.with_rewards=false)"
@@ -285,7 +285,7 @@ def _metric_problems(entries: Sequence[str]) -> Iterator[str]:
 
 
 def hook_lines(config: Config, kind: Kind) -> list[str]:
-    """For the console: which are in use."""
+    """Lines of the console that name the functions in use."""
     functions = [f"{hook.setting}={hook}" for hook in data_hooks(config, kind)]
     if kind == "grpo":
         functions += [

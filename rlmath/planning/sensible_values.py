@@ -28,7 +28,7 @@ class SensibleRange:
     zero: bool = False
     """0 is sensible, too: it turns something off."""
     when: Condition = field(default=lambda _config: [], repr=False)
-    """In which runs; without a condition in all."""
+    """Condition of the runs that the range is for; without one, all."""
 
     def __post_init__(self) -> None:
         check_row(self, self.when, keys=[self.key])
@@ -132,7 +132,7 @@ LEARNING_RATES = ((1_000_000_000, 1e-4), (100_000_000, 1e-3), (0, 1e-2))
 sensible."""
 LEAST_LEARNING_RATE = 1e-8
 ADAPTERS = 10
-"""Of LoRA learning rates are so many times as high as those of full training, up to 1e-2."""
+"""Factor by which LoRA's learning rates are above those of full training, up to 1e-2."""
 
 
 def doubtful_values(config: Config, parameters: int | None = None) -> Iterator[str]:

@@ -32,9 +32,9 @@ class Accuracy:
 
     value: float
     interval: Interval | None
-    """Of 95%; None where it is not known."""
+    """The 95% interval; None where it is not known."""
     step: int | None = None
-    """After which the model was measured; None: not known."""
+    """Step after which the model was measured; None: not known."""
 
 
 @dataclass
@@ -46,16 +46,16 @@ class AccuracyRow:
     measure: str
     """How they were asked: "greedy", "4 samples at temperature 1"; "" for validations."""
     by_model: dict[str, Accuracy] = field(default_factory=dict)
-    """By what the model is called: BEFORE, "step 20", BEST, AFTER."""
+    """Accuracies by the name of the model: BEFORE, "step 20", BEST, AFTER."""
     change: Accuracy | None = None
-    """Of the last model against the one before training."""
+    """Change from the model before training to the last one."""
 
 
 # ---------------------------------------------------------------- validations
 
 
 def validation_rows(validation: Metrics) -> list[AccuracyRow]:
-    """Of every file: before training, the best and the last one."""
+    """The accuracies of every file: before training, the best and the last one."""
     names = [name for name in validation.starting_with("validation/") if name.endswith("/accuracy")]
     files = [name for name in names if name.count("/") == 2]
     rows = []
@@ -101,7 +101,7 @@ class Evaluation:
 
     results: Results
     model: str
-    """As in `AccuracyRow.by_model`."""
+    """Name of the model, as in `AccuracyRow.by_model`."""
 
 
 def find_evaluations(
@@ -131,7 +131,7 @@ def find_evaluations(
 
 
 def _folders_with_results(folder: Path) -> Iterator[Path]:
-    """In the run's folder and beside it."""
+    """Folders with results in the run's folder and beside it."""
     count = 0
     for parent in (folder, folder.resolve().parent):
         try:
@@ -200,7 +200,7 @@ def _way_of_asking(measure: str, measured: Accuracies, settings: dict[str, Any])
 
 
 def _change(before: Accuracies, after: Accuracies) -> Accuracy | None:
-    """On the problems that both were asked."""
+    """The change on the problems that both were asked."""
     common = [problem for problem in before.shares if problem in after.shares]
     if not common:
         return None

@@ -10,7 +10,7 @@ from rlmath.config.terminal import excerpt
 from rlmath.telemetry.metrics_writer import rows_by_step
 
 MOST_BYTES = 2**26
-"""Of a file that are read: of a longer one every second, third, ... row, and the last."""
+"""Bytes of a file that are read: of a longer one every second, third, ... row, and the last."""
 MOST_VALUE = 1e30
 """Larger values are left out as those that are not finite: no axis could show the others beside
 them."""

@@ -314,7 +314,7 @@ def _accuracy(accuracy: Accuracy | None) -> str:
 
 
 def _change(change: Accuracy | None) -> str:
-    """In percentage points."""
+    """A change in percentage points, as HTML."""
     if change is None:
         return ""
     ends = (

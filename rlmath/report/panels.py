@@ -35,7 +35,7 @@ class Lines:
 
     title: str
     unit: str
-    """Of what begins with "share" percent are shown."""
+    """Unit of the values; one that begins with "share" is shown in percent."""
     metrics: Mapping[str, str]
     """What the legend calls each metric; a star stands for all names without a slash in its place,
     which the legend has then."""
@@ -392,7 +392,9 @@ def shortened(text: str) -> str:
 
 
 def _reward_parts(runs: Sequence[ShownRun]) -> Iterator[Lines]:
-    """Of several rewards (`reward.rewards`): each has its share of failures beside it."""
+    """The figure of the parts of several rewards (`reward.rewards`).
+
+    Their names are those that have a share of failures beside them."""
     failed = dict.fromkeys(name for run in runs for name in run.metrics.starting_with("reward/"))
     names = [name.removesuffix("/failures") for name in failed if name.endswith("/failures")]
     parts = {name: name.removeprefix("reward/") for name in names if name != "reward"}

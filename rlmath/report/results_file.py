@@ -24,22 +24,22 @@ class Accuracies:
     """One measure of one benchmark."""
 
     shares: dict[str, float]
-    """Of right answers, by problem id."""
+    """Share of right answers by problem id."""
     samples: int
     """Answers to each problem."""
 
     @property
     def mean(self) -> float:
-        """Over the problems."""
+        """Mean of the shares over the problems."""
         return sum(self.shares.values()) / len(self.shares)
 
     @property
     def interval(self) -> Interval:
-        """Of 95%."""
+        """The 95% interval of the mean."""
         return accuracy_interval(list(self.shares.values()), self.samples)
 
     def of(self, problems: list[str]) -> Accuracies:
-        """Those of these problems alone."""
+        """The accuracies of these problems alone."""
         return Accuracies({problem: self.shares[problem] for problem in problems}, self.samples)
 
 
@@ -50,7 +50,7 @@ class Results:
     name: str
     settings: dict[str, Any]
     accuracies: dict[str, dict[str, Accuracies]]
-    """By dataset and measure, GREEDY or SAMPLED."""
+    """Accuracies by dataset and measure, GREEDY or SAMPLED."""
 
 
 def read_results(path: Path, option: str = "--compare") -> Results:
@@ -78,7 +78,7 @@ def read_results(path: Path, option: str = "--compare") -> Results:
 
 
 def _accuracies(problems: list[Mapping[str, Any]]) -> dict[str, Accuracies]:
-    """Of what was sampled."""
+    """Accuracies of the measures that were sampled."""
     greedy = {str(p["problem_id"]): float(p["greedy"]) for p in problems if p["greedy"] is not None}
     sampled = {
         str(p["problem_id"]): int(p["right"]) / int(p["samples"]) for p in problems if p["samples"]

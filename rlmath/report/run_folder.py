@@ -47,9 +47,9 @@ class Message:
     """One of MESSAGES."""
     text: str
     time: str
-    """When the first came."""
+    """Time at which the first came."""
     steps: list[str] = field(default_factory=list)
-    """Where it came: "step 7", or "before the first step of start 2". At most 8."""
+    """Places where it came: "step 7", or "before the first step of start 2". At most 8."""
     count: int = 1
 
 
@@ -75,7 +75,7 @@ class ShownRun:
     validated: list[AccuracyRow] = field(default_factory=list)
     evaluated: list[AccuracyRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What was left out or could not be read."""
+    """Notes on what was left out or could not be read."""
 
     @property
     def status(self) -> str:
@@ -175,7 +175,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def events_of(path: Path, notes: list[str]) -> Events:
-    """What the file tells; what was left out is added to `notes`.
+    """The events of a file; what was left out is added to `notes`.
 
     Errors: as `read_events`."""
     events = Events()

@@ -17,10 +17,10 @@ MOST_FAILURE_FILES = 5
 SHOWN_STEPS = 30
 SHOWN_GROUPS = 3
 SHOWN_COMPLETIONS = 16
-"""In the page: steps of all runs, groups of a step, completions of a group."""
+"""Limits of the page: steps of all runs, groups of a step, completions of a group."""
 HEAD_CHARS = 2000
 TAIL_CHARS = 1000
-"""Of a longer completion, whose answer is at its end."""
+"""Characters of the head and the tail of a longer completion, whose answer is at its end."""
 SHORT_CHARS = 300
 
 
@@ -83,7 +83,9 @@ def _read_groups(path: Path, step: int, kind: str) -> tuple[list[dict[str, Any]]
 
 
 def _group(row: Any, step: int, kind: str) -> dict[str, Any]:
-    """ValueError and its like for a row that is none."""
+    """A group as page.js reads it.
+
+    ValueError, TypeError, KeyError or AttributeError for a row that is none."""
     if isinstance(row, ValueError):
         raise row
     solutions = row["solutions"] if isinstance(row.get("solutions"), list) else []

@@ -15,14 +15,14 @@ from rlmath.config.help import all_settings, as_yaml_word
 from rlmath.config.terminal import visible
 
 MOST_CHARS = 300
-"""Of a value."""
+"""Most characters of a value."""
 
 Settings = Mapping[str, Any]
 """Value by key ("optimizer.lr")."""
 
 
 def read_settings(path: Path) -> Settings:
-    """Of a run's `config.yaml`.
+    """The settings in a run's `config.yaml`.
 
     ValueError where it holds something else, OSError where it cannot be read."""
     try:

@@ -33,7 +33,7 @@ alert."""
 DISCARDED_SHARE = 0.9
 """Dynamic sampling that drops more of the groups raises an alert."""
 DISCARDED_GROUPS = 16
-"""Of at least so many groups in the last steps."""
+"""Fewest groups in the last steps that raise that alert."""
 USUAL_CLIP_RATIO = 0.1
 """The AReaL documents: actor_clip_ratio "is usually less than 0.1"."""
 GOOD_ACCURACY = 0.95

@@ -26,11 +26,11 @@ from rlmath.telemetry.events import EventFile
 logger = logging.getLogger(__name__)
 
 COLUMNS = 80
-"""Of the lines for steps; what is longer is wrapped on a terminal, to its width."""
+"""Columns of the lines for steps; what is longer is wrapped on a terminal, to its width."""
 LEAST_COLUMNS = 40
-"""To which lines are wrapped on a terminal that has fewer."""
+"""Columns to which lines are wrapped on a terminal that has fewer."""
 RECENT_STEPS = 100
-"""Whose mean gives the time that is left."""
+"""Steps whose mean gives the time that is left."""
 EARLY_LINES = 1000
 """Lines that are kept for the log file until there is one."""
 
@@ -54,7 +54,7 @@ formats."""
 LIBRARIES = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "asyncio", "py")
 """First parts of the names of loggers that are not ours; "py.warnings" has Python's warnings."""
 LIBRARY_LEVEL = "VLLM_LOGGING_LEVEL"
-"""In the environment: from which level on libraries are heard on the console, too."""
+"""Environment variable with the level from which libraries are shown on the console, too."""
 FOR_THE_USER = ("vllm.model_executor.model_loader.reload.inplace",)
 """Loggers of libraries whose warnings are for the console: of weights that a sync did not load."""
 

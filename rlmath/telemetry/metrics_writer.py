@@ -80,7 +80,7 @@ class Unwritten:
         return True
 
     def log_refused(self, text: str, *values: object) -> None:
-        """As a warning where nothing else is refused now."""
+        """Log a refusal, as a warning where nothing else is refused now."""
         logger.log(logging.DEBUG if self._failing else logging.WARNING, text, *values)
 
 
@@ -190,7 +190,7 @@ class MetricsWriter:
                 self.unwritten.attempt(name, rows.flush, lost=0)
 
     def lost(self) -> dict[str, int]:
-        """By kind, how much is not written: rows of a file, samples, values of TensorBoard."""
+        """How much is not written, by kind: rows of a file, samples, values of TensorBoard."""
         counts = dict(self.unwritten.lost)
         counts |= {name: len(rows.waiting) for name, rows in self._rows.items()}
         return {name: count for name, count in counts.items() if count}

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 FAILURES_STEPS = 50
 """Answers that could not be judged are warned of again so many steps on."""
 COUNTED = {"grpo": ("n_valid_tokens", "completion_tokens"), "sft": ("n_tokens", "tokens")}
-"""By kind of program: the metric that `tokens_per_second` of the summary counts, and how the
-summary names its sum."""
+"""Metric that `tokens_per_second` of the summary counts and the name of its sum, by kind of
+program."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StepRecord:
     validation: ValidationResult | None = None
     """GRPO: the validation of the weights that the step began with, where one was due."""
     results: Sequence[MinibatchResult] = ()
-    """Of every minibatch."""
+    """Results of every minibatch."""
 
     @property
     def skipped(self) -> str | None:
@@ -193,8 +193,9 @@ class Reporter:
         self._metrics.write_validation(measured.step, measured.metrics)
 
     def write_summary(self, seconds_total: float, more: Mapping[str, Any]) -> None:
-        """Of the whole run; `seconds_total` are those since this process started, `more` is the
-        trainer's."""
+        """Write the summary of the whole run.
+
+        `seconds_total` are the seconds since this process started, `more` is the trainer's."""
         self._metrics.flush()
         training = self._seconds_before + time.perf_counter() - self._started
         medians = {

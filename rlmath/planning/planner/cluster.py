@@ -27,24 +27,24 @@ class Coefficients:
     Shares are of what `Machine` can do at most; a machine may be faster than its figures."""
 
     flops_share: float
-    """Of the device's FLOP/s, in training with all that it reads and writes, in log-probs and in
-    prefill."""
+    """Share of the device's FLOP/s reached in training, log-probs and prefill, memory traffic
+    included."""
     memory_share: float
-    """Of the bandwidth of the device's memory."""
+    """Share of the bandwidth of the device's memory."""
     link_share: float
-    """Of the bandwidth to devices of the node, to other nodes and to the host."""
+    """Share of the bandwidth to devices of the node, to other nodes and to the host."""
     message_seconds: float
-    """A message or collective, whatever its size."""
+    """Seconds of a message or collective, whatever its size."""
     decode_step_seconds: float
-    """An engine step, whatever its batch: scheduling, start of the kernels."""
+    """Seconds of an engine step, whatever its batch: scheduling, start of the kernels."""
     sequence_step_seconds: float
-    """The host's work for one sequence of an engine step."""
+    """Seconds of the host's work for one sequence of an engine step."""
     microbatch_seconds: float
-    """A pass of one micro-batch, forward or backward, whatever its size."""
+    """Seconds of a pass of one micro-batch, forward or backward, whatever its size."""
     token_seconds: float
-    """The host's work for one token of a step, on every rank: gathering and packing."""
+    """Seconds of the host's work for one token of a step, on every rank: gathering and packing."""
     step_seconds: float
-    """What remains of a step, with putting the engine to sleep and waking it."""
+    """Seconds of a step that remain, with putting the engine to sleep and waking it."""
 
 
 COEFFICIENTS = {
@@ -71,8 +71,9 @@ COEFFICIENTS = {
         step_seconds=30e-3,
     ),
 }
-"""By kind of device. Sources, and which of them are estimated and not measured:
-docs/planning.md."""
+"""Coefficients by kind of device.
+
+docs/planning.md has their sources, and which of them are estimated and not measured."""
 
 
 RETIRED = "switch_seconds"
@@ -143,17 +144,18 @@ class Cluster:
         return flops / self.machine.flops / self.coefficients.flops_share
 
     def memory_seconds(self, size: float) -> float:
-        """To read or write `size` bytes of the device's memory."""
+        """Seconds to read or write `size` bytes of the device's memory."""
         return size / self.machine.memory / self.coefficients.memory_share
 
     def host_seconds(self, size: float) -> float:
-        """To move `size` bytes between the device's and the host's memory."""
+        """Seconds to move `size` bytes between the device's and the host's memory."""
         return size / self.machine.host / self.coefficients.link_share
 
     def link_seconds(self, size: float, messages: float, span: int, beside: int = 1) -> float:
-        """For a rank that sends `size` bytes in so many messages to others of its block of `span`
-        ranks in a row; where that is on several nodes, the network cards of `beside` ranks of a
-        node share the bytes."""
+        """Seconds in which a rank sends `size` bytes in so many messages to ranks of its block.
+
+        A block is `span` ranks in a row. Where it is on several nodes, the network cards of
+        `beside` ranks of a node share the bytes."""
         inside = self.nodes == 1 or self.ranks_per_node % span == 0
         link = self.machine.node if inside else self.machine.network * beside
         return (

@@ -23,12 +23,12 @@ class PlannedRollout:
     requests: int
     """Completions that it samples."""
     slots: int
-    """Of them at a time."""
+    """Completions that it samples at a time."""
     steps: int
     """Engine steps from the first token to the last."""
     seconds: float
     tail_seconds: float
-    """Of `seconds`, for the steps in which it has more places than completions are left."""
+    """Part of `seconds` in which it has more places than completions are left."""
 
 
 def plan_rollout(inputs: StepInputs) -> PlannedRollout:
@@ -96,9 +96,11 @@ def engine_of(inputs: StepInputs) -> EngineBytes:
 
 
 def _token_seconds(inputs: StepInputs, engines: int) -> float:
-    """Of a rank, for the tokens of its engine: every one passes through the model and reads the
-    keys and values of all before it, and the host handles it. A group's prompt is computed once, as
-    far as it fills blocks of the KV cache."""
+    """Seconds that a rank spends on the tokens of its engine.
+
+    Every token passes through the model and reads the keys and values of all before it, and the
+    host handles it. A group's prompt is computed once, as far as it fills blocks of the KV
+    cache."""
     batch = inputs.batch
     cluster = inputs.cluster
     ranks = inputs.config.rollout.tensor_parallel

@@ -35,8 +35,10 @@ PHASES = (
     "update",
     "other",
 )
-"""In the order of a step; the switch is both ways. Where engines have no ranks of their own, phases
-take turns on the same memory, none runs beside another."""
+"""Phases in the order of a step; the switch is both ways.
+
+Where engines have no ranks of their own, phases take turns on the same memory, and none runs beside
+another."""
 TYPICAL_SHARE = 0.3
 """Mean completion as a share of the longest, where not given: 0.29 to 0.31 for R1 models and 27,648
 tokens."""
@@ -55,7 +57,7 @@ class StepPlan:
     batch: Batch
     rollout: PlannedRollout
     seconds: Mapping[str, float]
-    """By phase; those that the run has."""
+    """Seconds of the phases that the run has, by phase."""
     microbatches: int
     """Micro-batches of a minibatch on a data-parallel rank."""
     idle_share: float
@@ -100,7 +102,7 @@ def batch_of(
 def step_inputs(
     config: Config, shape: ModelShape, target: Target, cluster: Cluster, batch: Batch
 ) -> StepInputs:
-    """With one stage's settings, on the whole cluster.
+    """Inputs of a step with one stage's settings, on the whole cluster.
 
     The layout has no problems (`planning.parallelism`)."""
     return StepInputs(
@@ -144,7 +146,7 @@ def plan_step(inputs: StepInputs) -> StepPlan:
 
 
 def _training_phases(training: StepInputs) -> dict[str, float]:
-    """From log-probs to the update; those that the run has.
+    """Seconds of the phases from log-probs to the update that the run has.
 
     What it takes to bring an offloaded reference, critic or teacher is left out, and the output
     layer that a loss on the whole vocabulary computes again."""

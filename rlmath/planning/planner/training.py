@@ -61,12 +61,12 @@ class Passes:
     """Forward passes' worth of work with a micro-batch."""
 
     matrices: float
-    """Of products with a layer's matrices; the output layer's are not recomputed."""
+    """Passes' worth of products with a layer's matrices; the output layer's are not recomputed."""
     attention: float
     recomputed: float = 0.0
-    """What of `matrices` is a layer's computed again."""
+    """Share of `matrices` that computes a layer again."""
     runs: int = 1
-    """1: forward alone; 2: and backward."""
+    """1 for forward alone, 2 for forward and backward."""
 
 
 LOGPROBS = Passes(1.0, 1.0)
