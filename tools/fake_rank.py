@@ -302,7 +302,7 @@ def of_fake_storages(device: Device) -> Device:
 
 
 def full_batches(config: Config, mesh: Mesh) -> list[MicroBatch]:
-    """As many full micro-batches as a stage may have in flight.
+    """Full micro-batches, as many as a stage may have in flight.
 
     Each has all the tokens that the settings allow, in four segments of like length."""
     tokens = config.policy.max_tokens_per_microbatch
