@@ -93,8 +93,9 @@ def is_mine(host: str) -> bool:
 def count_nodes(
     store: dist.TCPStore, own: str, wanted: int, seconds: float, names: Sequence[str]
 ) -> str:
-    """Runs on the first node, whose name is `own`; returns which nodes are missing, "" where all
-    are there."""
+    """Count the nodes, on the first one, until all are there or the time is over.
+
+    `own` is the first node's name. Returns which nodes are missing, "" where all are there."""
     values = RunStore(store, STORE_NAME)
     started = time.monotonic()
     next_log = FIRST_LOG_SECONDS

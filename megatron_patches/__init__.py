@@ -1,10 +1,8 @@
-"""What Megatron-Core needs changed to run on CPU under gloo; on GPU, too, to write checkpoints
-(`checkpointing`), to send hidden states between pipeline stages (`p2p_shapes`), to end the graphs
-of experts (`token_dispatcher`) and to start fewer kernels (`multi_tensor`).
+"""Changes of Megatron-Core that let it run on CPU under gloo.
 
-Covers megatron-core 0.16.1 and 0.19.2. torch itself stays untouched: vLLM lives in the same
-process.
-"""
+Some are for GPU, too: to write checkpoints (`checkpointing`), to send hidden states between
+pipeline stages (`p2p_shapes`), to end the graphs of experts (`token_dispatcher`) and to start fewer
+kernels (`multi_tensor`)."""
 
 from __future__ import annotations
 

@@ -108,8 +108,9 @@ class _FrozenLinear(layers.LinearWithFrozenWeight):
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' shares of the tokens, in Megatron's buffer for it, which the next call
-    overwrites."""
+    """All ranks' shares of the tokens, in Megatron's buffer for it.
+
+    The next call overwrites the buffer."""
     shape = [x.shape[0] * group.size(), *x.shape[1:]]
     buffer = layers.get_global_memory_buffer().get_tensor(shape, x.dtype, "mpu")
     layers.dist_all_gather_func(buffer, x.contiguous(), group=group)

@@ -1,14 +1,4 @@
-"""Lets a GPU work on all tensors of a kind in one operation where neither Transformer Engine nor
-apex is there.
-
-Upstream: megatron-core 0.16.1 to 0.19.2 then goes over tensors one by one, and its norm of
-gradients waits for each of them (`utils.local_multi_tensor_l2_norm`, `local_multi_tensor_scale`);
-it copies stepped parameters back one by one in any case
-(`DistributedOptimizer._copy_main_params_to_model_params`,
-`optimizer._multi_tensor_copy_this_to_that`); and gradients of weights are added to their float32
-buffers by the product itself only with apex's kernel (`fused_weight_gradient_mlp_cuda`), while
-torch's `addmm` can. Can go: when Megatron-Core uses torch's own.
-"""
+"""Operations of a GPU on all tensors of a kind at once, without Transformer Engine and apex."""
 
 from __future__ import annotations
 
@@ -81,6 +71,5 @@ def copy_stepped(self: Any) -> None:
 
 
 def add_product(x_TK: Tensor, grad_TN: Tensor, main_grad_NK: Tensor) -> None:
-    """Add the gradient of a weight, grad' x, to its buffer, in the buffer's format from the first
-    sum on."""
+    """Add the gradient of a weight, grad' x, to its buffer, always in the buffer's format."""
     torch.addmm(main_grad_NK, grad_TN.t(), x_TK, out_dtype=main_grad_NK.dtype, out=main_grad_NK)

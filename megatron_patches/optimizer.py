@@ -18,7 +18,7 @@ import torch
 
 @contextlib.contextmanager
 def tensor_types_named_as_on_cuda() -> Iterator[None]:
-    """While it is open, `Tensor.type()` of a CPU tensor says what the same tensor on a GPU would
+    """Context in which `Tensor.type()` of a CPU tensor says what the same tensor on a GPU would
     say."""
     original = torch.Tensor.type
 

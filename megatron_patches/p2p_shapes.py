@@ -19,9 +19,11 @@ Shape = tuple[int, ...]
 
 @contextmanager
 def known_shapes(hidden_states: Sequence[Shape], gradients: Sequence[Shape]) -> Iterator[None]:
-    """While it is open, Megatron's schedules send no shapes; given are those of the hidden states
-    that this stage receives from the one before, and of the gradients from the one behind, each in
-    their order. RuntimeError where more of them come, and at its end where fewer have."""
+    """Context in which Megatron's schedules send no shapes, because all are known.
+
+    `hidden_states` are the shapes that this stage receives from the one before, `gradients` those
+    from the one behind, each in their order. RuntimeError where more of them come, and at its end
+    where fewer have."""
     forward = iter(hidden_states)
     backward = iter(gradients)
 

@@ -28,8 +28,7 @@ OVERRIDES = (
     ),
     *("OUTPUT", "ERROR", "ARRAY_INX", "GPUS", "GPUS_PER_NODE", "WAIT"),
 )
-"""SBATCH_ variables of the environment that would win over what a script says, which was
-checked."""
+"""SBATCH_ variables of the environment that would win over the checked script."""
 OUTPUT_MARK = "rlmath:"
 """A job's comment is this and the folder that it writes."""
 
@@ -76,8 +75,9 @@ def partitions() -> list[Partition]:
 
 
 def _partition(line: str) -> Partition:
-    """A line of sinfo, for nodes that are alike:
-    "gpu*|up|1-00:00:00|1-infinite|16|gpu:h100:8(S:0-1)"."""
+    """The partition of a line of sinfo, for nodes that are alike.
+
+    Such a line is "gpu*|up|1-00:00:00|1-infinite|16|gpu:h100:8(S:0-1)"."""
     name, available, limit, sizes, number, resources = line.strip().split("|", 5)
     most = sizes.rpartition("-")[2]
     gpus = sum(int(count) for count in _GPUS.findall(resources))
@@ -132,8 +132,7 @@ class Need:
 
 
 def partition_problems(names: str | None, known: Sequence[Partition], need: Need) -> list[str]:
-    """Why a job cannot be in the partition (None: Slurm's default one), or in any of several
-    ("a,b")."""
+    """Problems of a job in the partition (None: Slurm's default one), or in several ("a,b")."""
     if names is None:
         chosen = [partition for partition in known if partition.default]
         if not chosen:
@@ -199,7 +198,7 @@ def _problems_in(one: Partition, up: str, need: Need) -> Iterator[str]:
 
 
 def queue_problems(name: str, output: Path) -> list[str]:
-    """Why a job of this name that writes this folder would meet another one.
+    """Problems of a job of this name that writes this folder with other jobs.
 
     ValueError where Slurm does not answer."""
     named = _ask(
@@ -221,8 +220,10 @@ def queue_problems(name: str, output: Path) -> list[str]:
 
 
 def submit(script: Path, links: int) -> list[str]:
-    """The numbers of the jobs: one, or a chain where each begins when the one before has ended,
-    however that was. ValueError where Slurm refuses; nothing is queued then."""
+    """Submit the script and return the numbers of the jobs.
+
+    There is one job, or a chain where each begins when the one before has ended, however that was.
+    ValueError where Slurm refuses; nothing is queued then."""
     numbers: list[str] = []
     for link in range(1, links + 1):
         dependency = [f"--dependency=afterany:{numbers[-1]}"] if numbers else []

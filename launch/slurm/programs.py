@@ -1,10 +1,4 @@
-"""What a job must know of the program that it runs, and what can be known to be wrong before
-anything is queued.
-
-Nothing here asks for GPUs, starts ranks or reads prompts: the machine that jobs are submitted on
-has none of the first, and the run's own start checks the rest (so does `launch/train_grpo.py
---dry-run`).
-"""
+"""Facts that a job needs of its program, and problems that show before anything is queued."""
 
 from __future__ import annotations
 
@@ -25,8 +19,9 @@ from rlmath.run.early_checks import early_problems
 EVALUATION_GRACE_SECONDS = 60
 """An evaluation has everything on the disk and ends at once."""
 END_SECONDS = 90
-"""From the verdict that a run is over to the end of its last rank, which may still send metrics to
-a service."""
+"""Seconds from the verdict that a run is over to the end of its last rank.
+
+That rank may still send metrics to a service."""
 
 
 @dataclass(frozen=True)

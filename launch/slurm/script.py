@@ -16,8 +16,9 @@ from rlmath.config.shipped_files import INSTALLED
 ROOT = Path(__file__).resolve().parents[2]
 BODY = Path(__file__).with_name("job.sh")
 SIGNAL_MARGIN_SECONDS = 60
-"""How much earlier than `grace_seconds` before the limit Slurm signals: after saving the ranks
-still have to end."""
+"""Seconds by which Slurm signals earlier than `grace_seconds` before the limit.
+
+After saving the ranks still have to end."""
 MOST_SIGNAL_SECONDS = 65535
 """Slurm's bound of --signal."""
 MOST_LINKS = 100
@@ -37,8 +38,9 @@ RESERVED_OPTIONS = (
     *("--partition", "--time", "--signal", "--requeue", "--no-requeue"),
     *("--array", "--wrap", "--wait", "--test-only"),
 )
-"""Options of sbatch on which the checks, the queue's other jobs or the script rely. --mem and
---exclusive are not among them: a job may do with less than whole nodes."""
+"""Options of sbatch on which the checks, the queue's other jobs or the script rely.
+
+--mem and --exclusive are not among them: a job may do with less than whole nodes."""
 
 _PLAIN = re.compile(r"[\w./+=:@~,-]+", flags=re.ASCII)
 """What stands in a line of Slurm's options as it is."""

@@ -1,10 +1,5 @@
-"""Other trainers' names for settings: which setting of ours each corresponds to, and how a number
-is converted.
-
-An alias never sets anything. It answers where a user writes a name that is none of ours: in the
-errors of unknown settings, and in `--help NAME`. docs/coming_from.md has the same tables (`python
--m tests.config.coming_from`).
-"""
+"""Other trainers' names for settings, the setting of ours for each, and how numbers are
+converted."""
 
 from __future__ import annotations
 
@@ -462,7 +457,7 @@ TRAINERS: Mapping[str, Mapping[str, str]] = {
     "SimpleRL": SIMPLERL,
     "Other trainers": COMMON,
 }
-"""What names of other trainers correspond to here, by trainer.
+"""Settings that correspond to names of other trainers, by trainer.
 
 A key is a name, or "name: value" where the answer depends on the value. The answer has our keys in
 backticks and, where units differ, the conversion. Of equal answers the first is given."""
@@ -514,8 +509,9 @@ def is_alias(key: str) -> bool:
 
 
 def exact_aliases(key: str) -> list[Alias]:
-    """Aliases whose whole name is `key`, or the end of it from a dot on, where the name has a dot
-    itself, or is a word of several trainers.
+    """Aliases whose whole name is `key`, or the end of it from a dot on.
+
+    The end counts where the name has a dot itself, or is a word of several trainers.
 
     >>> [str(alias) for alias in exact_aliases("num_generations")]
     ["TRL's num_generations corresponds to rollout.group_size"]
@@ -533,8 +529,9 @@ def exact_aliases(key: str) -> list[Alias]:
 
 
 def similar_aliases(key: str) -> list[Alias]:
-    """Aliases that end as `key` does, in as many of their dotted parts as any does; at least in the
-    last one.
+    """Aliases that end as `key` does, in as many of their dotted parts as any does.
+
+    At least the last part is the same.
 
     >>> [alias.written for alias in similar_aliases("rollout.n")]
     ['actor_rollout_ref.rollout.n']

@@ -42,7 +42,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_regular(path: str | Path, most_bytes: int) -> bytes:
-    """All of a file.
+    """The content of a file.
 
     ValueError where it is larger or no regular file, OSError where it cannot be read."""
     with open_regular(path) as file:
@@ -62,10 +62,10 @@ def _kind(mode: int) -> str:
 
 
 def parse_json(text: str, unique_keys: bool = False) -> Any:
-    """What JSON text holds.
+    """The content of JSON text.
 
-    ValueError where it is none, or is nested too deep for the interpreter; with `unique_keys` also
-    where an object has a key twice, of which else the last one counts."""
+    ValueError where it is none, or is nested too deep for the interpreter. With `unique_keys` also
+    where an object has a key twice; without, the last one counts."""
     try:
         return json.loads(text, object_pairs_hook=_without_repetition if unique_keys else None)
     except RecursionError as error:
@@ -88,14 +88,16 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json(file: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
-    """What a JSON file holds.
+    """The content of a JSON file.
 
     ValueError where it is larger, no regular file or no JSON, OSError where it cannot be read."""
     return parse_json(read_regular(file, most_bytes).decode("utf-8"))
 
 
 def read_json_object(file: Path, most_bytes: int = MAX_JSON_BYTES) -> dict:
-    """ValueError for a file that cannot be read, is larger or holds something else."""
+    """The object in a JSON file.
+
+    ValueError for a file that cannot be read, is larger or holds something else."""
     try:
         contents = read_json(file, most_bytes)
     except (OSError, ValueError) as error:

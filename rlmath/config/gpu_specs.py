@@ -1,5 +1,4 @@
-"""GPUs that a run can be planned for: their memory, and what they and their place in a usual server
-do at most."""
+"""GPUs that a run can be planned for: memory, and greatest speeds in a usual server."""
 
 from __future__ import annotations
 
@@ -20,24 +19,26 @@ GpuName = Literal[
 
 @dataclass(frozen=True)
 class Machine:
-    """One device and its links at their best, in bytes and FLOPs per second, one direction; how
-    much of that is reached is for `rlmath.planning.planner` to say."""
+    """One device and its links at their best, in bytes and FLOPs per second, one direction.
+
+    How much of that is reached is for `rlmath.planning.planner` to say."""
 
     name: str
     kind: Literal["cpu", "cuda"]
     flops: float
     """Dense matrix multiplication in bfloat16; of a CPU in float32."""
     memory: float
-    """Its own memory."""
+    """Bandwidth of its own memory."""
     node: float
-    """To the other devices of its server: NVLink, or PCIe where there is none."""
+    """Link to the other devices of its server: NVLink, or PCIe where there is none."""
     network: float
-    """To other servers, where every device has a network card of its own."""
+    """Link to other servers, where every device has a network card of its own."""
     host: float
-    """To the host's memory: PCIe."""
+    """Link to the host's memory: PCIe."""
     gib: float = 0.0
-    """Memory that CUDA reports for the whole device, to about 1% (GiB); a process may allocate a
-    little less."""
+    """Memory that CUDA reports for the whole device, to about 1% (GiB).
+
+    A process may allocate a little less."""
 
 
 _FIGURES = {
@@ -64,9 +65,11 @@ GPUS = {
     )
     for name, figures in _FIGURES.items()
 }
-"""SXM boards, but for the L40S. Memory: torch's `total_memory`, compared with public logs, which
-vary by driver and board by 0.3 GiB; H800 is taken to be an H100, and for H20 no log was found.
-FLOP/s, memory bandwidth and NVLink are those of NVIDIA's data sheets, without sparsity, in one
-direction; the H800 is an H100 with NVLink of 200 GB/s (arXiv:2505.09343, section 4.1), H20's
-figures are those of vendors. Network: one card for each GPU, as in DGX A100 (200 Gbit/s) and H100
-(400 Gbit/s); for the L40S 100 Gbit/s are assumed. PCIe: generation 4 for A100 and L40S, else 5."""
+"""SXM boards, except the L40S.
+
+Memory: torch's `total_memory`, compared with public logs, which vary by driver and board by 0.3
+GiB; H800 is taken to be an H100, and for H20 no log was found. FLOP/s, memory bandwidth and NVLink
+are those of NVIDIA's data sheets, without sparsity, in one direction; the H800 is an H100 with
+NVLink of 200 GB/s (arXiv:2505.09343, section 4.1), H20's figures are those of vendors. Network: one
+card for each GPU, as in DGX A100 (200 Gbit/s) and H100 (400 Gbit/s); for the L40S 100 Gbit/s are
+assumed. PCIe: generation 4 for A100 and L40S, else 5."""

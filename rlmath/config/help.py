@@ -1,9 +1,6 @@
-"""The settings as the schema says them: every key with type, default, allowed values and sentence;
-`--help`.
+"""The settings as the schema has them, and their `--help`.
 
-Also how a mistake is reported: all problems in one error, each with the nearest word or path that
-exists.
-"""
+Every key has its type, default, allowed values and sentence."""
 
 from __future__ import annotations
 
@@ -40,8 +37,9 @@ MOST_LETTERS_APART = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of the config as a user sees it: "optimizer.lr", float, 1e-06, "Peak learning
-    rate.", above 0."""
+    """One field of the config as a user sees it.
+
+    An example is "optimizer.lr", float, 1e-06, "Peak learning rate.", above 0."""
 
     key: str
     kind: Any
@@ -80,8 +78,9 @@ class Setting:
 
     @property
     def written(self) -> str:
-        """The type with how a value of it is written where that is not plain: "list of str, written
-        [a, b]"."""
+        """The type, and how a value of it is written where that is not plain.
+
+        An example is "list of str, written [a, b]"."""
         if self.takes_mapping:
             return f"{self.type_name}, written {{a: 1, b: 2}} or [a=1, b=2]"
         if self.type_name.startswith("list"):
@@ -100,9 +99,10 @@ class Setting:
         return f"{self.type_name}, {self.range}" if self.range else self.type_name
 
     def problem(self, value: Any, plugins: Collection[str] = ()) -> str | None:
-        """What is wrong with a value of the right type: out of its range, or none of its words;
-        None: nothing. A text that may name a function of the user's, as it has a colon, or as
-        `plugins` register names, is loaded elsewhere."""
+        """The problem of a value of the right type: out of its range, or none of its words.
+
+        None: there is none. A text that may name a function of the user's, because it has a colon
+        or because `plugins` register names, is loaded elsewhere."""
         if value is None:
             return None
         if (
@@ -157,8 +157,8 @@ def all_settings() -> Mapping[str, Setting]:
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """A type and what it is made of: the Range of an Annotated and the words of a Literal or of
-    Words among it."""
+    """A type and its parts, such as the Range of an Annotated and the words of a Literal or of
+    Words."""
     yield from hint.words if isinstance(hint, Words) else [hint]
     for part in typing.get_args(hint):
         yield from _parts(part)
@@ -195,8 +195,9 @@ def schema_problems(config: Config) -> list[str]:
 
 
 def text_problems(config: Config) -> Iterator[str]:
-    """Texts that no file system takes as a path, whatever they are for: opening one would raise an
-    OSError."""
+    """Problems of texts that no file system takes as a path, whatever they are for.
+
+    Opening one would raise an OSError."""
     for key, value in setting_values(config).items():
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str):
@@ -218,13 +219,12 @@ def text_problems(config: Config) -> Iterator[str]:
 
 
 def help_text(word: str = "", width: int | None = None, keys: Collection[str] | None = None) -> str:
-    """The sections in a line each; with a `word` the settings of that section, or that setting, or
-    "all", each with what it may be, its default and its sentence; or the settings of that name in
-    any section, and those that another trainer's name of it corresponds to. Only those of `keys`.
-    ValueError for another word.
+    """The help on settings, wrapped to `width` characters or the terminal's.
 
-    Wrapped to `width` characters, or the terminal's.
-    """
+    Without a `word` it has a line for each section. With one it has the settings of that section,
+    or that setting, or of "all", each with what it may be, its default and its sentence; or the
+    settings of that name in any section, and those that another trainer's name of it corresponds
+    to. Only settings of `keys` are in it. ValueError for another word."""
     width = width or min(max(shutil.get_terminal_size().columns, 60), 120)
 
     def wrapped(text: str, first: int, then: int) -> list[str]:
@@ -288,8 +288,9 @@ MOST_SETTINGS = 8
 
 
 def _settings_with(word: str, settings: Sequence[Setting]) -> str:
-    """' Settings with it in their names: rollout.group_size.': those where a word of the name, else
-    of the text, begins with `word`; '' where none has."""
+    """' Settings with it in their names: rollout.group_size.'; '' where there are none.
+
+    They are those where a word of the name, else of the text, begins with `word`."""
     begins = re.compile(rf"(?<![a-z]){re.escape(plain_name(word))}")
     for place, texts in {
         "names": {setting.key: setting.key for setting in settings},
@@ -308,8 +309,10 @@ def _settings_with(word: str, settings: Sequence[Setting]) -> str:
 
 
 def settings_of_name(name: str) -> tuple[list[Alias], list[str]]:
-    """What a user may mean by a name that is no key: aliases of other trainers, and the keys of our
-    settings: those of that name in any section, and those that the aliases correspond to.
+    """Aliases and keys that a user may mean by a name that is no key.
+
+    The aliases are of other trainers. The keys are those of that name in any section, and those
+    that the aliases correspond to.
 
     >>> settings_of_name("lr")
     ([], ['optimizer.lr', 'critic.lr'])
@@ -341,8 +344,9 @@ def keys_in(alias: Alias) -> list[str]:
 
 
 def unknown_key_text(key: str) -> str:
-    """Says that `key` does not exist, and what was probably meant (`suggestion`), else where the
-    settings are listed.
+    """A sentence that `key` does not exist.
+
+    It says what was probably meant (`suggestion`), else where the settings are listed.
 
     >>> print(unknown_key_text("rollout.num_generations"))
     unknown key "rollout.num_generations". TRL's num_generations corresponds to rollout.group_size.
@@ -360,10 +364,11 @@ def unknown_key_text(key: str) -> str:
 
 
 def suggestion(key: str) -> str | None:
-    """What a user may have meant by a key that does not exist: what another trainer's name
-    corresponds to, else a key that differs by a slip of the hand, else what a name that the key
-    ends with corresponds to, else the setting of that name in another section. None: nothing is
-    near."""
+    """A text on what a user may have meant by a key that does not exist; None: nothing is near.
+
+    It is what another trainer's name corresponds to, else a key that differs by a slip of the hand,
+    else what a name that the key ends with corresponds to, else the setting of that name in another
+    section."""
     if not is_alias(key) and (near := near_key(key)) is not None:
         return f'did you mean "{near}"?'
     aliases = exact_aliases(key)
@@ -381,9 +386,10 @@ def _alternatives(keys: Sequence[str]) -> str:
 
 
 def near_key(key: str) -> str | None:
-    """The section or setting that differs from `key` by a slip of the hand: in few letters, or in
-    its section where that is the beginning of one ("optim") or differs in few letters. None where
-    there is none, or several are as near.
+    """The section or setting that differs from `key` by a slip of the hand.
+
+    It differs in few letters, or in its section where that is the beginning of one ("optim") or
+    differs in few letters. None where there is none, or several are as near.
 
     >>> near_key("rollout.grop_size"), near_key("optim.lr"), near_key("rollout.num_generations")
     ('rollout.group_size', 'optimizer.lr', None)
@@ -421,8 +427,7 @@ def _only(words: Sequence[str]) -> str | None:
 
 
 def nearest_slip(word: str, known: Iterable[str]) -> str | None:
-    """The only one of the known words with the fewest letters other than `word`, if these are
-    few."""
+    """The only known word with the fewest letters other than `word`, if these are few."""
     distances = {
         candidate: letters_apart(word, candidate)
         for candidate in known
@@ -433,14 +438,16 @@ def nearest_slip(word: str, known: Iterable[str]) -> str | None:
 
 
 def _is_near(word: str, known: str) -> bool:
-    """Whether at most one letter of four is another, and at most MOST_LETTERS_APART in all."""
+    """Whether at most one letter of four differs, and at most MOST_LETTERS_APART in all."""
     most = min(MOST_LETTERS_APART, max(len(word), len(known)) // 4)
     return abs(len(word) - len(known)) <= most and letters_apart(word, known) <= most
 
 
 def letters_apart(first: str, second: str) -> int:
-    """Letters to insert, delete, replace or swap with their neighbour that make one word of the
-    other (optimal string alignment distance).
+    """Number of letters to change in one word to make the other.
+
+    A change inserts, deletes or replaces a letter, or swaps it with its neighbour (optimal string
+    alignment distance).
 
     >>> letters_apart("grop_size", "group_size"), letters_apart("sede", "seed"), letters_apart("beta", "eta")
     (1, 1, 1)
@@ -477,8 +484,9 @@ def _section_texts(shown: Sequence[Setting]) -> dict[str, str]:
 
 
 def field_docs(source: str) -> dict[tuple[str, str], str]:
-    """{("RunConfig", "seed"): "Seed of ..."}: the string that stands right under a field in the
-    source."""
+    """Docstrings of fields: {("RunConfig", "seed"): "Seed of ..."}.
+
+    Each stands right under its field in the source."""
     docs = {}
     for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef):
@@ -526,8 +534,9 @@ def nearest_word(word: str, words: Iterable[str]) -> str:
 
 
 def nearest_path(path: Path) -> str:
-    """' There is "data/train.jsonl".': what beside a path that does not exist has its name but for
-    a slip of the hand, for capitals, or for the ending; '' where nothing has."""
+    """' There is "data/train.jsonl".', for a path that does not exist; '' where nothing is near.
+
+    The file beside it has its name except for a slip of the hand, capitals or the ending."""
     if str(path).startswith("~"):
         return ' "~" is not expanded here: write the full path.'
     try:

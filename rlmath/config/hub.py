@@ -1,15 +1,4 @@
-"""Models and data files that are named by an id of the Hugging Face hub in place of a folder or
-file.
-
-    hf://org/name[@revision]                           a model
-    hf://datasets/org/name[@revision]/path/file.jsonl  a file of a data set; a slash in the revision is written %2F
-
-A revision is a branch, a tag or a commit; none is the default branch. Once it is downloaded, its
-commit stands behind it, `hf://org/name@main#<commit>`: that is what a run records, and reads again
-when it resumes. Files lie in the cache of huggingface_hub. Settings then hold their places there,
-in a `FetchedConfig`, which has the ids for whatever is written or compared. huggingface_hub runs in
-a process of its own (`hub_client`), which is killed at the time limit.
-"""
+"""Models and data files named by an id of the Hugging Face hub in place of a path."""
 
 from __future__ import annotations
 
@@ -51,7 +40,7 @@ METADATA_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 WEIGHT_PATTERN = "*.safetensors"
 """No other format of weights is ever downloaded: the others run code when they are read."""
 FOLDERS = "*/*"
-"""What lies in folders of a model's repository is not downloaded."""
+"""Pattern of files in folders of a model's repository, which are not downloaded."""
 
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_-])?"
 _REPO = re.compile(rf"{_NAME}/{_NAME}")
@@ -64,8 +53,9 @@ _DATA_ID = re.compile(
 
 
 class HubFailedError(RuntimeError):
-    """The hub or the network to it fails, and what is needed is not in the cache: the same command
-    may succeed later, so that this is no mistake of the user's."""
+    """Failure of the hub or the network to it, where the cache lacks what is needed.
+
+    The same command may succeed later, so this is no mistake of the user's."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +64,9 @@ class HubId:
 
     repo: str
     revision: str = ""
-    """What was asked for; "": the default branch."""
+    """Requested revision; "": the default branch."""
     commit: str = ""
-    """What the revision stands for; "": not known yet."""
+    """Commit that the revision stands for; "": not known yet."""
     file: str = ""
     """Path of the data set's file; "" for a model."""
 
@@ -114,7 +104,7 @@ def cache_folder() -> Path:
 def is_hub_id(text: str | None) -> bool:
     """Whether a path is meant as an id of the hub, rightly written or not.
 
-    Nothing else is ever looked for there."""
+    Nothing else is ever asked of the hub."""
     return text is not None and text.startswith("hf:/")
 
 
@@ -153,9 +143,9 @@ def _is_repo(name: str) -> bool:
 
 
 def hub_ids(config: Config) -> list[HubId]:
-    """Those that the settings name.
+    """Ids of the hub that the settings name.
 
-    ValueError that lists all that are wrong, and other settings that name one."""
+    ValueError that lists all wrong ones, and other settings that name one."""
     ids = []
     problems = []
     values = setting_values(config).items()
@@ -216,7 +206,7 @@ def as_hub_ids(config: Config, key: str, value: Any) -> Any:
 
 
 def is_same(old: Any, new: Any) -> bool:
-    """Whether two values of a setting are equal, as they are written down.
+    """Whether two values of a setting are equal as they are written down.
 
     An id without a commit, of settings that are not fetched yet, is the same as a recorded one: it
     will have that one's commit."""
@@ -233,12 +223,12 @@ def is_same(old: Any, new: Any) -> bool:
 def fetch(
     ids: Collection[HubId], seconds: float, recorded: Collection[HubId] = (), weights: bool = True
 ) -> dict[HubId, HubId]:
-    """Have ids in this machine's cache, of models without their weights where those are not needed.
+    """Have ids in this machine's cache, and return every id with its commit.
 
-    Gives every id with its commit: its own, that of `recorded`, ids of an earlier start of the run,
-    where one asks for the same, else the hub's, or where that gives no answer the cache's.
-    ValueError or HubFailedError within `seconds` where that cannot be done. For one process of a
-    node."""
+    Models are without their weights where `weights` is false. A commit is the id's own, that of
+    `recorded`, ids of an earlier start of the run, where one asks for the same, else the hub's, or
+    where that gives no answer the cache's. ValueError or HubFailedError within `seconds` where that
+    cannot be done. For one process of a node."""
     ends = time.monotonic() + seconds
     recorded_commits = {replace(hub_id, commit=""): hub_id.commit for hub_id in recorded}
     pins = {}
@@ -258,7 +248,7 @@ def fetch(
 
 
 def _request(wanted: HubId, weights: bool) -> dict[str, Any]:
-    """What `hub_client` is to download, and what it tells the user where there is no network."""
+    """Request to `hub_client` for a download, with advice for users without a network."""
     patterns = [*METADATA_PATTERNS, *([WEIGHT_PATTERN] if weights else ())]
     command = f"hf download {wanted.repo}" + (
         f" {wanted.file} --repo-type dataset" if wanted.file else ""
@@ -287,8 +277,9 @@ def _request(wanted: HubId, weights: bool) -> dict[str, Any]:
 
 
 def missing_weights(pinned: HubId) -> int | None:
-    """Bytes of weights of a fetched model that are not in the cache; None where it has no listing
-    of them."""
+    """Bytes of weights of a fetched model that are not in the cache.
+
+    None where the cache has no listing of them."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -302,8 +293,10 @@ def missing_weights(pinned: HubId) -> int | None:
 
 
 def local_folder(place: str, option: str, weights: bool = True, seconds: float = 3600.0) -> Path:
-    """A model's folder, for a program of one process: as it is given, or fetched where `option` got
-    an id. ValueError or HubFailedError within `seconds` where that cannot be done."""
+    """A model's folder, for a program of one process.
+
+    It is as given, or fetched where `option` got an id. ValueError or HubFailedError within
+    `seconds` where that cannot be done."""
     if not is_hub_id(place):
         return Path(place)
     (pinned,) = fetch([parse_hub_id(place, option)], seconds, weights=weights).values()
@@ -311,10 +304,10 @@ def local_folder(place: str, option: str, weights: bool = True, seconds: float =
 
 
 def _ask(request: Mapping[str, Any], seconds: float, ends: float) -> str:
-    """The commit that the client answers.
+    """The commit in the client's answer.
 
-    ValueError with its error; HubFailedError where that may pass, where the client ends without an
-    answer, and at `ends`, `seconds` after the first request (time.monotonic)."""
+    ValueError with the client's error. HubFailedError where the error may pass, where the client
+    ends without an answer, and at `ends`, `seconds` after the first request (time.monotonic)."""
     name = request["name"]
     program = str(Path(__file__).with_name("hub_client.py"))
     logger.info(
@@ -347,8 +340,9 @@ def _ask(request: Mapping[str, Any], seconds: float, ends: float) -> str:
 
 
 def client_environment() -> dict[str, str]:
-    """This process's environment, without what `rlmath` has set by itself to keep other libraries
-    off the network."""
+    """This process's environment, open to the network again.
+
+    It lacks what `rlmath` has set by itself to keep other libraries off the network."""
     variables = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     if variables.pop("RLMATH_SET_OFFLINE", None):
         variables["HF_HUB_OFFLINE"] = "0"
@@ -359,8 +353,9 @@ def client_environment() -> dict[str, str]:
 
 
 def push_problems(save: SaveConfig, pushes: bool) -> Iterator[str]:
-    """What is wrong with `save.push_to_hub`; `pushes` is of the rank that pushes, which needs a
-    token. Asks nothing over the network."""
+    """Problems of `save.push_to_hub`, found without the network.
+
+    `pushes` is true of the rank that pushes, which needs a token."""
     name = save.push_to_hub
     if name is None:
         return
@@ -386,7 +381,9 @@ def push_problems(save: SaveConfig, pushes: bool) -> Iterator[str]:
 
 
 def push(name: str, folder: str | Path, message: str, seconds: float) -> str:
-    """Upload a folder to the repository `name`, which is made, private, where there is none; the
-    commit. ValueError or HubFailedError within `seconds` where that cannot be done."""
+    """Upload a folder to the repository `name` and return the commit.
+
+    Where there is none, a private one is made. ValueError or HubFailedError within `seconds` where
+    that cannot be done."""
     upload = {"repo_id": name, "folder_path": str(folder), "commit_message": message}
     return _ask({"name": name, "push": upload, "advice": "."}, seconds, time.monotonic() + seconds)

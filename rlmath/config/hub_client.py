@@ -1,11 +1,7 @@
-"""Program that asks the Hugging Face hub for one thing, in a process that `hub` kills at the time
-limit: the timeouts of huggingface_hub bound a single read, and no download.
+"""Program that asks the Hugging Face hub for one thing.
 
-    python -P hub_client.py PARENT   with a request in JSON on standard input, and the answer in JSON on standard output
-
-It imports huggingface_hub, whose are the locks, the cache and all checks of what a server sends,
-and nothing of rlmath.
-"""
+`hub` kills its process at the time limit: the timeouts of huggingface_hub bound a single read, and
+no download."""
 
 from __future__ import annotations
 
@@ -22,17 +18,21 @@ from pathlib import Path
 from typing import Any
 
 CACHE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
-"""Errors of the disk that has the cache, which the user can mend; any other may be the network's,
-and pass."""
+"""Errors of the cache's disk, which the user can mend.
+
+Any other may be the network's, and pass."""
 STALE_SECONDS = 3600.0
-"""A part of a file that has not grown for so long is of a download that was killed; no other one
-goes on with it."""
+"""Seconds without growth after which a part of a file is of a download that was killed.
+
+No other download goes on with it."""
 _PR_SET_PDEATHSIG = 1
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The `commit` that was downloaded or made; or `error`, and in `may_pass` whether the hub or
-    the network failed."""
+    """The answer to a request.
+
+    It has the `commit` that was downloaded or made, or an `error`, and in `may_pass` whether the
+    hub or the network failed."""
     try:
         return {"commit": _push(**request["push"]) if "push" in request else _download(request)}
     except Exception as error:  # of the HTTP library, whose classes are not huggingface_hub's
@@ -64,7 +64,7 @@ def _download(request: Mapping[str, Any]) -> str:
 
 
 def _explained(error: Exception, advice: str) -> tuple[str, bool]:
-    """What a user is told, and whether it may pass.
+    """The text that a user is told of an error, and whether the error may pass.
 
     Nothing that a server has written is repeated."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled

@@ -1,9 +1,4 @@
-"""The length curriculum of a run (`stages`): which step belongs to which stage, and the settings
-that each has.
-
-A run without `stages` is one stage with the settings as they are. Stages share everything but their
-lengths.
-"""
+"""The length curriculum of a run (`stages`): the steps and the settings of each stage."""
 
 from __future__ import annotations
 
@@ -51,8 +46,10 @@ def has_length_stages(config: Config) -> bool:
 
 
 def length_stages(config: Config, total_steps: int | None) -> list[LengthStage]:
-    """The stages in their order; one where `stages` is empty, which has `total_steps` (None: not
-    known yet). The lists must be equally long, as `stage_list_problems` checks."""
+    """The stages in their order; one where `stages` is empty.
+
+    That one has `total_steps` (None: not known yet). The lists must be equally long, as
+    `stage_list_problems` checks."""
     lists = config.stages
     if not has_length_stages(config):
         return [LengthStage(0, 0, total_steps or 0, config)]
@@ -138,8 +135,10 @@ def late_steps_warnings(config: Config, total_steps: int) -> tuple[str, ...]:
 
 
 def with_longest_lengths(config: Config) -> Config:
-    """The settings with the largest `rollout.max_new_tokens` and `policy.max_tokens_per_microbatch`
-    of any stage and validation: what engine and memory must have room for."""
+    """The settings with the largest lengths of any stage and validation.
+
+    Engine and memory must have room for them. They are `rollout.max_new_tokens` and
+    `policy.max_tokens_per_microbatch`."""
     lengths = config.stages.max_new_tokens or [config.rollout.max_new_tokens]
     validated = [validation_tokens(config)] if validates(config) else []
     budgets = config.stages.max_tokens_per_microbatch or [config.policy.max_tokens_per_microbatch]
@@ -151,8 +150,9 @@ def with_longest_lengths(config: Config) -> Config:
 
 
 def engine_length(config: Config) -> int:
-    """The longest sequence, prompt and completion, that the engines of the run must hold
-    (tokens)."""
+    """The longest sequence (tokens) that the engines of the run must hold.
+
+    It is a prompt and its completion."""
     return config.data.max_prompt_tokens + with_longest_lengths(config).rollout.max_new_tokens
 
 
@@ -167,14 +167,17 @@ def validates(config: Config) -> bool:
 
 
 def validation_names(paths: Sequence[str]) -> list[str]:
-    """Names of the files of `validation.paths`: ["aime24", "amc23"] of ["b/aime24.jsonl",
-    "b/amc23.jsonl"]."""
+    """Names of the files of `validation.paths`.
+
+    They are ["aime24", "amc23"] for ["b/aime24.jsonl", "b/amc23.jsonl"]."""
     return [Path(path).stem for path in paths]
 
 
 def validation_tokens(config: Config) -> int:
-    """The longest completion of a validation (tokens); by default that of the longest stage, from
-    the first validation on, so that all of a run can be compared."""
+    """The longest completion of a validation (tokens).
+
+    By default it is that of the longest stage, from the first validation on, so that all of a run
+    can be compared."""
     max_new_tokens = config.validation.max_new_tokens
     return (
         max_new_tokens
@@ -198,9 +201,10 @@ def stage_list_problems(config: Config) -> Iterator[str]:
 def unfinished_problem(
     config: Config, total_steps: int, steps_done: int, wanted: int
 ) -> str | None:
-    """What is wrong where a run resumes with more groups in flight than the rest of their stage
-    learns from: the next stage has other lengths. `wanted` are those that selection does not drop;
-    those of the last stage may be left."""
+    """The problem of more groups in flight at a resume than the stage still learns from.
+
+    The next stage has other lengths. `wanted` are the groups that selection does not drop; those of
+    the last stage may be left."""
     stages = length_stages(config, total_steps)
     stage = length_stage_at(stages, steps_done - 1)
     per_step = config.data.prompts_per_step

@@ -1,14 +1,6 @@
-"""Settings from YAML files and a command line to a `Config`, and back to YAML; every mistake at
-once.
+"""Settings read from YAML files and a command line, and written back to YAML.
 
-A YAML file holds sections with the settings that differ from the defaults, and may name another to
-start from (`base: other.yaml`); `key.sub=value` on the command line wins. The section `parallel`
-may be one word, d32t2p1, or d12t2+d4 where engines have ranks of their own.
-
-A value may name an environment variable, `${oc.env:NAME}`, another key, `${run.seed}`, or a
-multiple of one, `${times:2,${data.prompts_per_step}}`: the `Config` has what that stands for. No
-setting is a secret.
-"""
+Every mistake is reported at once."""
 
 from __future__ import annotations
 
@@ -65,7 +57,9 @@ _LAYOUT = re.compile(
     rf"(?:(?:(?:sglang|vllm)[.:])?(?P<engines>{_SIZES}) *\+ *)?(?:megatron[.:])?(?P<training>{_SIZES})",
     re.ASCII,
 )
-"""With what AReaL writes before the parts of a layout, and here says nothing."""
+"""A layout in one word.
+
+It may have what AReaL writes before its parts, which says nothing here."""
 
 _BASE = "base"
 """Top-level word of a YAML file that names the file it starts from."""
@@ -80,8 +74,9 @@ _YAML_ERRORS = (
     yaml.YAMLError,
     OmegaConfBaseException,
 )
-"""What YAML that cannot be read raises; LookupError and AttributeError for a tag that its value
-does not fit."""
+"""Errors of YAML that cannot be read.
+
+LookupError and AttributeError are of a tag that its value does not fit."""
 
 
 def load_config(
@@ -118,8 +113,9 @@ def load_config(
 
 
 def preset_settings(name: str) -> dict[str, Any]:
-    """What the preset of this name sets, by key, its base's settings before its own; interpolations
-    as written.
+    """Settings of the preset of this name, by key.
+
+    Its base's settings come before its own; interpolations are as written.
 
     >>> preset_settings("dr_grpo")
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -133,8 +129,7 @@ def preset_settings(name: str) -> dict[str, Any]:
 
 
 def preset_values(config: Config) -> dict[str, Any]:
-    """`preset_settings` of the run's preset, with what interpolations stand for in this run; empty
-    without one."""
+    """`preset_settings` of the run's preset, with interpolations resolved; empty without one."""
     if config.algorithm.preset is None:
         return {}
     tree = OmegaConf.create(_escaped(shown_sections(config)))
@@ -148,9 +143,10 @@ def preset_values(config: Config) -> dict[str, Any]:
 
 
 def recorded_settings(output_dir: str, preset: str) -> dict[str, Any]:
-    """Every setting, by key, that a run in this folder has recorded; empty where there is none with
-    this preset that has a checkpoint to resume from, or its file cannot be read, which the checks
-    of the folder report."""
+    """Every setting that a run in this folder has recorded, by key.
+
+    It is empty where there is no run with this preset that has a checkpoint to resume from, or
+    where its file cannot be read, which the checks of the folder report."""
     folder = Path(output_dir)
     try:
         if not any((folder / CHECKPOINTS_FOLDER).glob("step-*[0-9]")):
@@ -183,8 +179,9 @@ def _escaped(value: Any) -> Any:
 
 
 def shown_values(config: Config) -> dict[str, Any]:
-    """`help.setting_values` to be written, logged or sent: ids of the hub stand for what was
-    fetched by them."""
+    """`help.setting_values` to be written, logged or sent.
+
+    Ids of the hub stand for what was fetched by them."""
     return {
         key: hub.as_hub_ids(config, key, value) for key, value in setting_values(config).items()
     }
@@ -292,9 +289,10 @@ class _Reader:
         self._problems: list[str] = []
 
     def read_file(self, path: Path, below: tuple[Path, ...] = ()) -> None:
-        """A YAML file, after the one that it starts from; `below` are the files that start from
-        this one. Where there is none, and the path is that of a file which rlmath ships
-        (configs/demo.yaml), it is that one."""
+        """Read a YAML file, after the one that it starts from.
+
+        `below` are the files that start from this one. Where there is none, and the path is that of
+        a file which rlmath ships (configs/demo.yaml), it is that one."""
         if path.resolve() in below:
             raise ValueError(
                 f'The config file "{path}" starts from itself. Take out one of the "{_BASE}:" '
@@ -329,8 +327,9 @@ class _Reader:
         self._read_mapping(tree, "", str(path))
 
     def read_override(self, text: str) -> None:
-        """`key.sub=value`; for a text setting the value is taken as it stands, else it is read as
-        YAML."""
+        """Read `key.sub=value`.
+
+        For a text setting the value is taken as it stands, else it is read as YAML."""
         key, equals, word = text.partition("=")
         setting = all_settings().get(key)
         add_problem = self._problems.append
@@ -369,7 +368,7 @@ class _Reader:
                 )
 
     def config(self, saved: bool) -> Config:
-        """What was read, over that of a preset; ValueError with all mistakes.
+        """The settings that were read, over those of a preset; ValueError with all mistakes.
 
         A saved file has all settings of its time: a preset that has changed since adds nothing."""
         if not saved:
@@ -400,8 +399,9 @@ class _Reader:
         )
 
     def _read_preset(self) -> None:
-        """What the preset sets and nobody else; as it was when the run in `run.output_dir` began,
-        if it resumes."""
+        """Set what the preset sets and nobody else does.
+
+        In a resumed run it is as it was when the run in `run.output_dir` began."""
         name = self.given.get("algorithm.preset")
         if name not in all_settings()["algorithm.preset"].words:
             return
@@ -420,7 +420,7 @@ class _Reader:
         return {} if recover_mode == "disabled" else recorded_settings(output_dir, preset)
 
     def _written(self, key: str) -> Any:
-        """What was set, else the default; interpolations as written."""
+        """The value that was set, else the default; interpolations as written."""
         return self._values[key] if key in self._values else copy.copy(_default_values()[key])
 
     def _whole_tree(self) -> DictConfig:
@@ -471,8 +471,9 @@ class _Reader:
             self._problems.append(f"{source}: {error}")
 
     def _set(self, key: str, value: Any, source: str) -> None:
-        """A value, unless it does not fit its type; an interpolation is checked when it is
-        resolved."""
+        """Set a value, unless it does not fit its type.
+
+        An interpolation is checked when it is resolved."""
         setting = all_settings()[key]
         if value == MISSING:
             return
@@ -525,7 +526,8 @@ def _sentence(what: object) -> str:
 
 
 def _times(factor: int | float, number: int | float) -> int | float:
-    """What `${times:2,${data.prompts_per_step}}` stands for: the product, whole where it is.
+    """The product that `${times:2,${data.prompts_per_step}}` stands for; a whole number where it is
+    one.
 
     >>> _times(2, 64), _times(0.5, 64), _times(0.3, 64)
     (128, 32, 19.2)
@@ -582,10 +584,11 @@ def _plain(tree: DictConfig) -> dict[str, Any]:
 
 
 def layout_settings(word: str) -> dict[str, int | None]:
-    """Sizes by key, of a layout in one word, as AReaL and its successors write it: of `parallel`, 1
-    where the word does not name one, but for data: None, what remains; and where there are two
-    parts, generation first (d12t2+d4: 12 engines of 2 ranks each, and 4 that train), of `rollout`,
-    too.
+    """Sizes by key, of a layout in one word, as AReaL and its successors write it.
+
+    They are of `parallel`: 1 where the word does not name one, but for data None, which is what
+    remains. Where there are two parts, generation first (d12t2+d4: 12 engines of 2 ranks each, and
+    4 that train), they are of `rollout`, too.
 
     >>> layout_settings("sglang.d12t2p1+d4")
     ... # doctest: +NORMALIZE_WHITESPACE

@@ -1,5 +1,6 @@
-"""The shape of a model, as its config.json gives it (`checkpoint.hf.config_json` reads and checks
-it)."""
+"""The shape of a model, from its config.json.
+
+`checkpoint.hf.config_json` reads and checks it."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation ("linear"; arXiv:2306.15595): every frequency is divided by
-    `factor`."""
+    """Position interpolation ("linear"; arXiv:2306.15595).
+
+    Every frequency is divided by `factor`."""
 
     factor: float
 
@@ -43,16 +45,17 @@ class YarnScaling:
     beta_slow: float
     original_max_positions: int
     attention_factor: float
-    """What rotated queries and keys are multiplied by."""
+    """Factor of rotated queries and keys."""
     truncate: bool
-    """The bounds of the blend are whole numbers of dimensions."""
+    """Whether the bounds of the blend are whole numbers of dimensions."""
 
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE ("longrope"; arXiv:2402.13753) within the original length: every frequency is
-    divided by a factor of its own. Beyond, the factors are others, by the length of a text
-    (transformers) or of an engine (vLLM)."""
+    """LongRoPE ("longrope"; arXiv:2402.13753) within the original length.
+
+    Every frequency is divided by a factor of its own. Beyond that length the factors are others, by
+    the length of a text (transformers) or of an engine (vLLM)."""
 
     short_factors: tuple[float, ...]
     attention_factor: float
@@ -68,7 +71,7 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def cpu_head_dim_problem(head_dim: int) -> str | None:
-    """Why a CPU's engine cannot have the model; None where it can."""
+    """The problem of the model for an engine on CPU; None where there is none."""
     if head_dim in CPU_HEAD_DIMS:
         return None
     return (
@@ -84,7 +87,7 @@ VALUE_HEAD = "ForTokenClassification"
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the program needs to know of a Hugging Face config.json."""
+    """Facts that the program needs of a Hugging Face config.json."""
 
     architecture: str
     """The first of `architectures`, for example "Qwen2ForCausalLM"."""
@@ -100,7 +103,7 @@ class ModelShape:
     vocab_size: int
     """Rows of the embedding in the Hugging Face files, before padding for tensor parallelism."""
     tied_embeddings: bool
-    """The output layer is the embedding."""
+    """Whether the output layer is the embedding."""
     max_positions: int
     """Longest sequence (tokens)."""
     rope_theta: float
@@ -108,8 +111,7 @@ class ModelShape:
     attention_bias: bool
     """Query, key and value projections have a bias."""
     torch_dtype: str
-    """Number format of the files, for example "bfloat16"; "float32" where config.json does not
-    say."""
+    """Number format of the files, such as "bfloat16"; "float32" where config.json names none."""
     qk_norm: bool = False
     """Every head's query and key are normalised, with a weight per head dimension."""
     rope_scaling: RopeScaling | None = None
@@ -121,8 +123,9 @@ class ModelShape:
     sliding_window: int | None = None
     """Tokens that a query attends to, itself and the last ones before it; None: all."""
     full_attention_layers: tuple[int, ...] = ()
-    """Layers (from 0) without the window that the others have, or would have if it were shorter
-    than `max_positions`: vLLM is told of both kinds."""
+    """Layers (from 0) without the window that the others have.
+
+    The others would have it if it were shorter than `max_positions`: vLLM is told of both kinds."""
     num_experts: int = 0
     """Experts of every layer; 0: a layer has one feed-forward network for all tokens."""
     experts_per_token: int = 0
@@ -132,7 +135,7 @@ class ModelShape:
 
     @property
     def rotary_magnitude(self) -> float:
-        """What rotated queries and keys are multiplied by, beside the rotation."""
+        """Factor of rotated queries and keys, beside the rotation."""
         return getattr(self.rope_scaling, "attention_factor", 1.0)
 
     @property
@@ -155,6 +158,7 @@ class ModelShape:
 
     @property
     def outputs(self) -> int:
-        """Numbers that the last layer gives for each token: one a token of the vocabulary, or one
-        alone."""
+        """Numbers that the last layer gives for each token.
+
+        There is one for every token of the vocabulary, or one alone."""
         return 1 if self.architecture.endswith(VALUE_HEAD) else self.vocab_size

@@ -1,5 +1,4 @@
-"""Names of files and folders in a run's folder, and how a file is written so that no reader sees
-half of it."""
+"""Names in a run's folder, and how a file is written so that no reader sees half of it."""
 
 from __future__ import annotations
 
@@ -14,8 +13,9 @@ CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 """A row for every step."""
 SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
-"""Timers of a step, `seconds/...` of its row, that make up the switch of memory between training
-and sampling."""
+"""Timers of a step that make up the switch of memory between training and sampling.
+
+They are `seconds/...` of its row."""
 VALIDATION_FILE = "validation.jsonl"
 """A row for every validation."""
 SUMMARY_FILE = "summary.json"
@@ -25,7 +25,7 @@ ROLLBACKS_FILE = "rollbacks.json"
 EVENTS_FILE = "events.jsonl"
 """A row for every start, checkpoint, warning and the like."""
 LOG_FILE = "run.log"
-"""What the console said."""
+"""Log of the console."""
 REPORT_FILE = "report.html"
 COMPARED_FILE = "compared.html"
 DATA_REPORT_FILE = "data_report.json"
@@ -36,12 +36,12 @@ CHECKPOINTS_FOLDER = "checkpoints"
 SAMPLES_FOLDER = "samples"
 PROFILE_FOLDER = "profile"
 CAPTURES_FOLDER = "captures"
-"""What updates of steps were made of."""
+"""Captured inputs of the updates of steps."""
 STACKS_FOLDER = "stacks"
-"""What the threads of ranks did that hung."""
+"""Stacks of the threads of ranks that hung."""
 TENSORBOARD_FOLDER = "tensorboard"
 EARLIER_FOLDER = "earlier"
-"""What earlier runs with equal settings left: 001, 002, ..."""
+"""Folders of earlier runs with equal settings: 001, 002, ..."""
 
 EXPORT_FOLDER = "hf_model"
 """The model of the last step, in Hugging Face form."""
@@ -63,8 +63,9 @@ def stage_folder(output_dir: str | Path, number: int) -> Path:
 
 
 def adapter_alone(folder: Path) -> Path | None:
-    """The adapters in a folder, or in an export with `save.merged=false`; None where it has the
-    model, or none."""
+    """The adapters in a folder, or in an export with `save.merged=false`.
+
+    None where it has the model, or none."""
     if (folder / "config.json").is_file():
         return None
     return next(
@@ -78,9 +79,10 @@ def adapter_alone(folder: Path) -> Path | None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file's content (text in UTF-8) in one step: a reader sees the old file or the whole
-    new one, which is on the disk when this returns. Makes the folder. OSError where the disk
-    refuses; then nothing is left over."""
+    """Replace a file's content (text in UTF-8) in one step.
+
+    A reader sees the old file or the whole new one, which is on the disk when this returns. Makes
+    the folder. OSError where the disk refuses; then nothing is left over."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -96,8 +98,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what `write_whole` of a process that was killed has left in a folder, if it is
-    there."""
+    """Remove what `write_whole` of a killed process has left in a folder, if it is there."""
     for path in folder.glob(".*.tmp"):
         if TEMPORARY_FILE.fullmatch(path.name) and path.is_file():
             path.unlink()

@@ -1,4 +1,4 @@
-"""What a setting may be: ranges of numbers, and that a text may name a function of the user's."""
+"""Types of settings: ranges of numbers, and texts that may name a function of the user's."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Range:
     """Printed with the range when a value is outside."""
 
     def holds(self, value: float) -> bool:
-        """Whether the value lies in the range; NaN, infinities and what has more than 63 bits never
-        do."""
+        """Whether the value lies in the range.
+
+        NaN, infinities and what has more than 63 bits never do."""
         if isinstance(value, int) and abs(value) >= 2**63:
             return False
         above = value > self.low if self.open_low else value >= self.low
@@ -29,7 +30,7 @@ class Range:
         return math.isfinite(value) and above and below
 
     def needed(self, values: Collection[float]) -> str:
-        """What is needed where `values` were got and some lie outside.
+        """The needed values, where `values` were got and some lie outside.
 
         >>> Range(0).needed([math.inf]), Range(0).needed([-1])
         ('a finite number, at least 0', 'at least 0')

@@ -63,8 +63,9 @@ def excerpt(text: str | bytes, most: int = 200) -> str:
 
 @contextmanager
 def ends_with_its_reader() -> Iterator[None]:
-    """Around a program: where who reads its output has gone, as `head` does, it ends here, without
-    a traceback."""
+    """Context of a program that ends quietly when the reader of its output has gone.
+
+    `head` is such a reader. There is no traceback."""
     try:
         try:
             yield
@@ -89,8 +90,10 @@ def _has_no_reader(number: int) -> bool:
 
 
 def escape_terminal() -> None:
-    """From now on this process writes what `visible` gives of a text to its standard output and
-    error; every program calls it first. The carriage return that begins a progress bar stays."""
+    """Escape what this process writes to its standard output and error from now on.
+
+    It writes what `visible` gives of a text; every program calls this first. The carriage return
+    that begins a progress bar stays."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not hasattr(stream, "rlmath_escapes"):
             _escape(stream)

@@ -1,5 +1,6 @@
-"""What is wrong with a user's YAML and its interpolations, in words of ours: the line, and what is
-needed there."""
+"""Problems of a user's YAML and its interpolations in our own words.
+
+They have the line, and what is needed there."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ _PROBLEMS = (
         'needed: "name: value" in each line, indented as the lines beside it',
     ),
 )
-"""What the parser says of common mistakes, and what is told."""
+"""Patterns of the parser's messages on common mistakes, and what the user is told."""
 
 
 def yaml_problem(error: Exception) -> str:
@@ -78,11 +79,11 @@ _RESOLVERS = {
     "times": "${times:2,${data.prompts_per_step}}, two numbers",
     "oc.env": "${oc.env:NAME}, or ${oc.env:NAME,default}",
 }
-"""What `${...:...}` may be, as it is written."""
+"""Forms of `${...:...}`, as they are written."""
 
 
 def interpolation_problem(error: Exception, needed: str) -> str:
-    """Why what `${...}` stands for cannot be had; `needed` is the setting's type."""
+    """The problem of what `${...}` stands for; `needed` is the setting's type."""
     text = str(error).partition("\n")[0]
     if (match := re.search(r"Environment variable '(.*)' not found", text)) is not None:
         return (

@@ -1,10 +1,8 @@
-"""Everything that is wrong with a run, found before it starts: settings, files, model folder,
-machine and memory.
+"""Checks of a run before it starts: settings, files, model folder, machine and memory.
 
 `check_config` is what the launch scripts call, for GRPO ("grpo") and supervised training ("sft");
 it raises one ValueError with all problems. The other functions each return the problems of one
-kind, as one text per problem: what was given, what is needed and what to change.
-"""
+kind, as one text per problem: what was given, what is needed and what to change."""
 
 from __future__ import annotations
 
@@ -52,12 +50,11 @@ from rlmath.workers.user_functions import advantage_hook
 
 
 def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelShape:
-    """The shape of the model that the run starts from.
+    """Check a run and return the shape of the model that it starts from.
 
-    Reads, and writes nothing: every rank may call it. `world_size` is the number of ranks of the
+    It reads, and writes nothing: every rank may call it. `world_size` is the number of ranks of the
     run. Errors: ValueError that lists every problem of the config, the model's folder and the
-    training files.
-    """
+    training files."""
     shape, model_problems = inspect_model_folder(Path(config.model.path))
     problems = [
         *run_problems(config, world_size, shape, kind),
@@ -103,8 +100,7 @@ def _fitting_shape(
     world_size: int,
     kind: Kind = "grpo",
 ) -> ModelShape:
-    """`shape`; ValueError for the problems, and where there is none for what does not fit the
-    memory."""
+    """Return `shape`, or raise a ValueError with the problems, those of memory included."""
     if shape is not None and not problems:
         problems = memory_problems(config, shape, world_size, kind)
     raise_problems(what, problems)
@@ -117,8 +113,9 @@ def runs_on_gpu(config: Config) -> bool:
 
 
 def machine_problems(config: Config, shape: ModelShape | None, kind: Kind = "grpo") -> list[str]:
-    """What of the layout and the layers this machine cannot run, and a GPU that is asked for and
-    not there."""
+    """Problems of the layout and the layers on this machine.
+
+    A requested GPU that is not there is one of them."""
     on_gpu = runs_on_gpu(config)
     return [
         *device_problems(config, shape, on_gpu or config.run.device == "cuda", kind),
@@ -130,7 +127,8 @@ def machine_problems(config: Config, shape: ModelShape | None, kind: Kind = "grp
 def run_problems(
     config: Config, world_size: int, shape: ModelShape | None, kind: Kind = "grpo"
 ) -> list[str]:
-    """What no machine could run, for a model of this shape; None: not known."""
+    """Problems that no machine could run a model of this shape with; None: the shape is not
+    known."""
     problems = [*setting_problems(config, world_size, kind), *rollouts.rollback_problems(config)]
     if kind == "grpo":
         for check in (
@@ -146,8 +144,9 @@ def run_problems(
 
 
 def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> list[str]:
-    """Problems of layout, lengths and single values that show without the model, the files or the
-    machine."""
+    """Problems that show without the model, the files or the machine.
+
+    They are those of layout, lengths and single values."""
     problems = [
         *value_problems(config),
         *_chat_problems(config, kind),
@@ -167,7 +166,7 @@ def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> li
 
 
 def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> list[str]:
-    """What the model's shape does not allow, wherever it runs."""
+    """Problems of the model's shape, wherever it runs."""
     engine = config.rollout.tensor_parallel
     problems = list(parallelism.layout_problems(config.parallel, engine, config.policy, shape))
     problems += model_checks.lora_problems(config, shape)
@@ -188,7 +187,7 @@ def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> li
 def device_problems(
     config: Config, shape: ModelShape | None, on_gpu: bool, kind: Kind = "grpo"
 ) -> list[str]:
-    """What cannot run on this machine's GPU, or on a CPU."""
+    """Problems of this machine's GPU, or of a CPU."""
     problems = list(parallelism.context_problems(config.parallel, config.policy, on_gpu))
     problems += parallelism.expert_tensor_problems(config.parallel, on_gpu)
     if on_gpu and config.policy.dtype == "float32":
@@ -207,7 +206,7 @@ def device_problems(
 
 
 def cuda_problems(requested: str, option: str = "run.device") -> Iterator[str]:
-    """A device that is asked for, and is not there."""
+    """Problems of a requested device that is not there."""
     if requested == "cuda" and not cuda_is_available():
         yield (
             f'{option} is "cuda", and torch finds no CUDA device. Use {option}=cpu, or a GPU '
@@ -216,7 +215,7 @@ def cuda_problems(requested: str, option: str = "run.device") -> Iterator[str]:
 
 
 def transformer_engine_problems(transformer_impl: str) -> Iterator[str]:
-    """Layers that are asked for on this machine's GPU, and cannot be imported."""
+    """Problems of requested layers that cannot be imported on this machine's GPU."""
     if transformer_impl != "transformer_engine":
         return
     set_cuda_defaults()  # should the import start CUDA
@@ -235,7 +234,7 @@ def transformer_engine_problems(transformer_impl: str) -> Iterator[str]:
 def memory_problems(
     config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo"
 ) -> list[str]:
-    """What of the longest lengths does not fit the GPU.
+    """Problems of the longest lengths where they do not fit the GPU.
 
     The layout must have no problems."""
     if kind == "sft":
@@ -246,8 +245,10 @@ def memory_problems(
 
 
 def host_memory_problems(config: Config) -> Iterator[str]:
-    """A KV cache on CPU that this machine has no memory for, with those of the other ranks here
-    that the launcher names (LOCAL_WORLD_SIZE)."""
+    """Problems of a KV cache on CPU that this machine has no memory for.
+
+    The caches of the other ranks here count, too: those that the launcher names
+    (LOCAL_WORLD_SIZE)."""
     cache = config.rollout.cpu_kv_cache_gib
     ranks = _caches_here(config.rollout.ranks)
     if ranks == 0:
@@ -268,8 +269,9 @@ def host_memory_problems(config: Config) -> Iterator[str]:
 
 
 def _caches_here(engine_ranks: int) -> int:
-    """Ranks on this machine that have a KV cache: all, or those of the run's last `engine_ranks`
-    that are here."""
+    """Ranks on this machine that have a KV cache.
+
+    These are all, or those of the run's last `engine_ranks` that are here."""
     ranks_here_text, local_rank = (
         os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK")
     )
@@ -281,8 +283,7 @@ def _caches_here(engine_ranks: int) -> int:
 
 
 def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
-    """Files of training and validation data that are not there, or empty; ids of the hub are none
-    yet."""
+    """Problems of data files that are not there, or empty; ids of the hub are not files yet."""
     settings = config.data
     held_out = config.sft.held_out_path
     paths = [("data.train_path", settings.train_path)]
@@ -310,12 +311,12 @@ def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
 
 
 def value_problems(config: Config) -> list[str]:
-    """What is wrong with single values, and with those that do not go together."""
+    """Problems of single values, and of those that do not go together."""
     return [*schema_problems(config), *conflicts(config)]
 
 
 def _chat_problems(config: Config, kind: Kind) -> Iterator[str]:
-    """Settings of conversations where no prompt is one."""
+    """Problems of settings of conversations where no prompt is one."""
     validation_template = (
         config.validation.template if kind == "grpo" and validates(config) else None
     )
@@ -387,7 +388,7 @@ def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """What the engine needs of the model on CPU; on GPU vLLM measures the device first."""
+    """Problems of the model for an engine on CPU; on GPU vLLM measures the device first."""
     if problem := cpu_head_dim_problem(shape.head_dim):
         yield problem
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -414,7 +415,7 @@ def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
-    """What was got, what is needed and what to change, one text per problem."""
+    """Problems of `algorithm` and its parts."""
     algorithm = config.algorithm
     yield from _preset_problems(config)
     compares = algorithm.advantage in GROUP_ADVANTAGES and not model_checks.teaches_alone(config)
@@ -481,8 +482,9 @@ def _selection_problems(config: Config) -> Iterator[str]:
 
 
 def _preset_problems(config: Config) -> Iterator[str]:
-    """Parts that a preset is named after, and that are other ones: its further settings would not
-    fit them."""
+    """Problems of parts that a preset is named after where they are others.
+
+    The preset's further settings would not fit them."""
     name = config.algorithm.preset
     if name not in all_settings()["algorithm.preset"].words:
         return
@@ -517,8 +519,9 @@ def used_keys() -> list[str]:
 
 
 def only_used(config: Config) -> tuple[Config, list[str]]:
-    """The settings with the defaults of those that have no effect, and the keys that were not at
-    them."""
+    """The settings with those that have no effect at their defaults.
+
+    Also returns the keys of the ones that were not."""
     defaults = all_settings()
     values = setting_values(config)
     changed = [

@@ -1,10 +1,8 @@
-"""Whether this machine has room for the ranks of a run: a GPU for each, or on the CPU cores and
-memory for all.
+"""Room on this machine for the ranks of a run: a GPU for each, or cores and memory for all.
 
 `rlmath train`, `sft`, `eval`, `replay` and `demo` start no more ranks than that unless
-OVERSUBSCRIBE asks for it, and a dry run for the CPU says so. torchrun and Slurm start what they are
-told to.
-"""
+OVERSUBSCRIBE asks for it, and a dry run for the CPU says so. torchrun and Slurm start as many as
+they are told to."""
 
 from __future__ import annotations
 
@@ -19,19 +17,21 @@ GIB = 2**30
 OVERSUBSCRIBE = "--oversubscribe"
 ADVICE = f"Start fewer, or say {OVERSUBSCRIBE}."
 RANKS_PER_CORE = 4
-"""Most ranks of a core: a rank computes with one thread at least, and waits for the others in every
-collective."""
+"""Most ranks of a core.
+
+A rank computes with one thread at least, and waits for the others in every collective."""
 FEW_RANKS = 8
-"""So many are never too many for the cores: enough for a small model in any layout."""
+"""Ranks that are never too many for the cores: enough for a small model in any layout."""
 PROCESS_GIB = 0.6
-"""What the processes of a rank on CPU (torch, vLLM, reward workers, the writer of checkpoints) hold
-beside what is planned. Measured, with shared memory shared out: 0.79 GiB for a rank of the demo, of
-which 0.17 are planned."""
+"""Memory of the processes of a rank on CPU, beside what is planned.
+
+These are torch, vLLM, reward workers and the writer of checkpoints. Measured, with shared memory
+divided among the ranks: 0.79 GiB for a rank of the demo, of which 0.17 are planned."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What ranks share: GPUs that a run may use, else cores and memory (bytes)."""
+    """Resources that ranks share: GPUs that a run may use, else cores and memory (bytes)."""
 
     gpus: int
     cores: int
@@ -47,12 +47,12 @@ class Machine:
 
 
 def this_machine(gpus: int) -> Machine:
-    """With so many GPUs; the cores and the memory that this process may use."""
+    """This machine with so many GPUs, and the cores and the memory that this process may use."""
     return Machine(gpus, cores=len(os.sched_getaffinity(0)), memory=total_bytes())
 
 
 def room_problems(ranks: int, machine: Machine, planned_bytes: int = 0) -> Iterator[str]:
-    """Why so many ranks are too many here.
+    """Problems of so many ranks on this machine.
 
     On CPU `planned_bytes` is what all of them hold by the plan.
 
@@ -82,6 +82,6 @@ def room_problems(ranks: int, machine: Machine, planned_bytes: int = 0) -> Itera
 
 
 def refuse_crowding(ranks: int, machine: Machine, planned_bytes: int = 0) -> None:
-    """ValueError where this machine has no room for so many ranks."""
+    """Raise a ValueError where this machine has no room for so many ranks."""
     if problems := list(room_problems(ranks, machine, planned_bytes)):
         raise ValueError(f"{' '.join(problems)} {ADVICE}")

@@ -48,8 +48,10 @@ PARTS = """
 parameters gradients optimizer reference critic_parameters critic_gradients critic_optimizer teacher teacher_head
 activations logits working gather_buffer dummy_gradients engine_weights engine_workspace kv_cache sync_buffers
 """.split()
-"""Every part a plan may name; "working" is what a pass needs beside activations and logits,
-"teacher_head" the output layer of a teacher where the update needs it."""
+"""Every part that a plan may name.
+
+"working" is what a pass needs beside activations and logits, "teacher_head" the output layer of a
+teacher where the update needs it."""
 ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")
 """Parts that training does without."""
 GENERATION_PHASES = ("sync", "generate")
@@ -78,14 +80,14 @@ class Target:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What one rank holds in each phase."""
+    """Memory plan of one rank: what it holds in each phase."""
 
     rank: int
     """Number of the rank among all of the run."""
     stage: int
     """Pipeline stage of the rank; its ranks all hold the same."""
     phases: Mapping[str, Mapping[str, int]]
-    """Bytes by part, by phase, in the order of a step; parts that are not held are left out."""
+    """Bytes by phase and part, in the order of a step; parts that are not held are left out."""
     is_engine: bool = False
     """Whether an engine has the rank for itself, with stage 0; all such ranks hold the same."""
 
@@ -117,7 +119,7 @@ def plan_ranks(
 ) -> list[MemoryPlan]:
     """The plan of the first rank of every pipeline stage; all ranks of a stage hold the same.
 
-    Ranks of the engines' own are not among them (`plan_engine_ranks`). The layout must have no
+    The engines' own ranks are not among them (`plan_engine_ranks`). The layout must have no
     problems (`parallelism`)."""
     parallel = config.parallel
     per_stage = training_ranks(config, world_size) // parallel.pipeline
@@ -130,8 +132,7 @@ def plan_ranks(
 def plan_engine_ranks(
     config: Config, shape: ModelShape, world_size: int, target: Target
 ) -> list[MemoryPlan]:
-    """The plan of the first of the engines' own ranks, which stands for all; empty where they have
-    none."""
+    """The plan of the engines' own ranks, which all hold the same; empty where they have none."""
     if config.rollout.ranks == 0:
         return []
     return [plan_engine_rank(config, shape, training_ranks(config, world_size), target)]
@@ -274,7 +275,7 @@ def plan_rank(
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What one rank holds of a critic or a teacher, and for it."""
+    """Bytes that one rank holds of a critic or a teacher, and for it."""
 
     resident: dict[str, int]
     """Bytes by part; empty without such a model."""
@@ -290,7 +291,7 @@ NO_MODEL = ModelBytes({}, formulas.PassBytes(0, 0, 0))
 
 
 def plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> ModelBytes:
-    """The critic of a policy of this shape."""
+    """The plan of the critic of a policy of this shape."""
     critic = critic_shape_of(config, shape)
     config = without_adapters(config)
     if critic is None:
@@ -326,7 +327,7 @@ class GradientBuffer(NamedTuple):
     ranks: int
     """Ranks that share it."""
     stride: int
-    """From one of them to the next."""
+    """Distance from one of them to the next."""
 
 
 def gradient_buffers(
@@ -346,8 +347,9 @@ def gradient_buffers(
 
 
 def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> ModelBytes:
-    """The teacher of a rank, which has the layout of a policy of this shape, and as many rows in
-    its embedding."""
+    """The plan of the teacher on a rank.
+
+    It has the layout of a policy of this shape, and as many rows in its embedding."""
     teacher = teacher_shape_of(config)
     if teacher is None:
         return NO_MODEL
@@ -373,7 +375,7 @@ def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) 
 def stage_work(
     config: Config, shape: ModelShape, mesh: Mesh, target: Target, layers: int
 ) -> formulas.StageWork:
-    """What the stage of `mesh.rank` computes for one micro-batch."""
+    """Work of the stage of `mesh.rank` on one micro-batch."""
     return formulas.StageWork(
         chunk_layers=layers // mesh.virtual_pipeline,
         in_flight=formulas.in_flight(mesh.pipeline, mesh.pipeline_rank, mesh.virtual_pipeline),
@@ -401,10 +403,11 @@ def stage_work(
 def parameter_sizes(
     shape: ModelShape, mesh: Mesh, layers: int, rules: tuple[Rule, ...] | None = None
 ) -> list[list[int]]:
-    """Elements of every parameter, or of those of other `rules`, of every model chunk of a rank
-    whose stage has so many layers, but for experts. The table of Hugging Face tensors has how each
-    is split. Behind a pipeline, a tied model's last stage has a copy of the embedding as its head.
-    """
+    """Elements of every parameter of a rank by model chunk, except those of experts.
+
+    With `rules`, of the parameters of these. The stage has so many layers. The table of Hugging
+    Face tensors says how each is split. Behind a pipeline, a tied model's last stage has a copy of
+    the embedding as its head."""
     sizes = {"first": [], "layer": [], "last": []}
     for rule in rules_of(shape.architecture) if rules is None else rules:
         is_head = rule.megatron == ("output_layer.weight",)
@@ -431,8 +434,9 @@ def adapter_sizes(lora: LoraConfig, shape: ModelShape, mesh: Mesh, layers: int) 
 
 
 def expert_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
-    """Elements of every expert's parameters on a rank, by model chunk; Megatron keeps them in
-    buffers of their own."""
+    """Elements of every expert's parameters on a rank, by model chunk.
+
+    Megatron keeps them in buffers of their own."""
     rules = [rule for rule in rules_of(shape.architecture) if rule.owner == "expert"]
     expert = [math.prod(shard_shape(rule, shape, mesh.expert_tensor)) for rule in rules]
     experts = shape.num_experts // mesh.expert * (layers // mesh.virtual_pipeline)
@@ -461,9 +465,9 @@ def _dummy_gradient_bytes(shape: ModelShape, mesh: Mesh, target: Target, with_he
 def buffer_elements(sizes: list[int], distributed: bool, shares: int) -> int:
     """Elements of Megatron's flat buffer of one model chunk.
 
-    With the distributed optimizer every parameter starts at a multiple of 64 and the end is one of
-    128 and of the ranks that share it (megatron-core 0.16, `_ParamAndGradBuffer`; that a tied
-    embedding has a bucket of its own moves it by less than that)."""
+    With the distributed optimizer every parameter starts at a multiple of 64, and the end is a
+    multiple of 128 and of the ranks that share it (megatron-core 0.16, `_ParamAndGradBuffer`). A
+    tied embedding has a bucket of its own, which changes it by less than that."""
     if not distributed:
         return sum(sizes)
     end = 0
@@ -483,8 +487,8 @@ def _resident(
 
     Gradients are float32 on every device. Adam keeps two float32 moments, SGD nothing; where
     parameters have 16 bits the optimizer also keeps them in float32. The distributed optimizer
-    shares these over data-parallel ranks. With LoRA all that is the adapters' alone, the weights
-    are in no buffer, and they are the reference."""
+    divides these among data-parallel ranks. With LoRA all this is of the adapters alone, the
+    weights are in no buffer, and they are the reference."""
     optimizer = config.optimizer
     buffers = gradient_buffers(config, shape, mesh, layers)
     learned = sum(sum(gradient_buffer.sizes) for gradient_buffer in buffers)
@@ -533,8 +537,10 @@ def _while_generating(
 def _while_training(
     resident: Mapping[str, int], memory: MemoryConfig, model: str = ""
 ) -> dict[str, int]:
-    """While the policy computes, perhaps with the "teacher_head", or a `model`: "reference",
-    "critic", "teacher"."""
+    """Bytes by part while the policy or another model computes.
+
+    `model` is the part that is needed even where it is offloaded otherwise: "reference", "critic",
+    "teacher", or the "teacher_head" of the update."""
     gone = {
         "reference": memory.offload_reference,
         "critic_parameters": memory.offload_critic,
@@ -551,9 +557,11 @@ def _while_training(
 
 
 def _sync_bytes(config: Config, shape: ModelShape, mesh: Mesh, target: Target, weights: int) -> int:
-    """Two buckets for sending and two for receiving, two in all where ranks share memory; none
-    where every rank has what its engine needs (but for rows of the vocabulary that two paddings put
-    on different ranks). With LoRA also the matrix of which merging needs most."""
+    """Bytes of a weight sync: two buckets for sending and two for receiving.
+
+    Ranks that share memory have two in all. There are none where every rank has what its engine
+    needs (except rows of the vocabulary that two paddings put on different ranks). With LoRA there
+    is also the matrix of which merging needs most."""
     lora = config.lora
     merging = 0
     rules = adapter_rules(shape.architecture, lora.rank, lora.target)

@@ -1,5 +1,6 @@
-"""Whether a run fits its GPU, known before anything starts, and what to change where it does not: a
-phase that holds too much is reported with its three largest parts and up to three changes of
+"""The check that a run fits its GPU, before anything starts.
+
+A phase that holds too much is reported with its three largest parts and up to three changes of
 settings."""
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from rlmath.planning.memory_formulas import engine_bytes, longest_sequence_bytes
 
 RESERVE_GIB = 3.0
 RESERVE_SHARE = 0.04
-"""What a plan leaves free of a GPU: 3 GiB for the CUDA context, libraries' kernels and what they
-allocate themselves, and 4% of the device for fragmentation and NCCL's buffers. On an H100, one
-rank, the driver counted 2.93 GiB beyond what torch had reserved in an update with Transformer
-Engine, and 3.4 in a run with an engine (docs/benchmarks.md), whose CUDA graphs the plan has apart;
-4% is an estimate."""
+"""Memory that a plan leaves free of a GPU.
+
+3 GiB are for the CUDA context, libraries' kernels and what they allocate themselves, and 4% of the
+device for fragmentation and NCCL's buffers. On an H100, one rank, the driver counted 2.93 GiB
+beyond what torch had reserved in an update with Transformer Engine, and 3.4 in a run with an engine
+(docs/benchmarks.md), whose CUDA graphs the plan counts apart; 4% is an estimate."""
 RESERVE = (
     f"the {RESERVE_GIB:g} GiB and {RESERVE_SHARE:.0%} that stay free for CUDA, NCCL and "
     "fragmentation"
@@ -38,9 +40,10 @@ RESERVE = (
 
 
 def planned_target(config: Config) -> Target:
-    """The GPU that `memory` names, or the one that is there, or the CPU; the smaller one where a
-    run with these settings would run on a GPU that is there, and another is named. ValueError where
-    the GPU is named twice, or its memory cannot be read."""
+    """The device that a run is planned for: a GPU that `memory` names or that is there, or the CPU.
+
+    It is the smaller GPU where a run with these settings would run on a GPU that is there, and
+    another is named. ValueError where the GPU is named twice, or its memory cannot be read."""
     memory = config.memory
     if memory.gpu is not None and memory.gpu_gib is not None:
         problem = (
@@ -73,9 +76,11 @@ def cpu_target(config: Config) -> Target:
 
 
 def _bytes_of_gpu_here() -> int:
-    """Memory of the first GPU that this process may use, by NVML: torch would start CUDA in this
-    process, too early for settings that CUDA reads at its start, and for the reward workers. Half a
-    percent above what CUDA reports. ValueError where it cannot be read."""
+    """Memory of the first GPU that this process may use, as NVML reads it.
+
+    torch would start CUDA in this process, too early for settings that CUDA reads at its start, and
+    for the reward workers. NVML says half a percent more than CUDA. ValueError where it cannot be
+    read."""
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     try:
         import pynvml
@@ -97,7 +102,7 @@ def _bytes_of_gpu_here() -> int:
 
 
 def usable_bytes(target: Target) -> int:
-    """What a plan may fill of a GPU; 0 where the reserve alone is more than it has."""
+    """Bytes of a GPU that a plan may fill; 0 where the reserve alone is more than it has."""
     assert target.total_bytes is not None
     return max(0, int(target.total_bytes * (1 - RESERVE_SHARE) - RESERVE_GIB * GIB))
 
@@ -105,7 +110,7 @@ def usable_bytes(target: Target) -> int:
 def fit_problems(
     config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo"
 ) -> list[str]:
-    """What does not fit the GPU; empty on CPU.
+    """Problems of what does not fit the GPU; empty on CPU.
 
     The layout must have no problems (`parallelism`)."""
     try:
@@ -144,8 +149,9 @@ def fit_problems(
 def all_plans(
     config: Config, shape: ModelShape, world_size: int, target: Target, kind: Kind = "grpo"
 ) -> list[MemoryPlan]:
-    """A plan for every kind of rank: of each pipeline stage, and of engines with ranks of their
-    own."""
+    """A plan for every kind of rank.
+
+    There is one for each pipeline stage, and one for engines with ranks of their own."""
     engines = (
         memory_estimate.plan_engine_ranks(config, shape, world_size, target)
         if kind == "grpo"
@@ -157,9 +163,11 @@ def all_plans(
 def start_up_lines(
     config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo"
 ) -> list[str]:
-    """The plan of the rank that holds the most, a line per phase; where engines have ranks of their
-    own, that of the training rank that does, and of an engine's. On CPU also, whether all ranks are
-    more than this machine holds."""
+    """The plan of the rank that holds the most, with a line for each phase.
+
+    Where engines have ranks of their own, there is the plan of the training rank that holds the
+    most and that of an engine's rank. On CPU a line also says where all ranks need more than this
+    machine has."""
     target = planned_target(config)
     plans = all_plans(config, shape, world_size, target, kind)
     most, _ = memory_estimate.largest([plan for plan in plans if not plan.is_engine])
@@ -185,7 +193,7 @@ def start_up_lines(
 
 
 def host_bytes(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> int:
-    """What the ranks of a run on CPU hold at most, all together, by the plan.
+    """Most bytes that the ranks of a run on CPU hold together, by the plan.
 
     The layout must have no problems."""
     plans = all_plans(config, shape, world_size, cpu_target(config), kind)
@@ -202,10 +210,12 @@ def host_bytes(config: Config, shape: ModelShape, world_size: int, kind: Kind = 
 def measured_line(
     config: Config, shape: ModelShape, mesh: Mesh, kind: Kind, most: int, engine: int, used: int
 ) -> str:
-    """The `most` that torch has reserved on this rank's GPU until the end of the first step, and
-    what `engine` its engine's weights and KV cache have of it, beside the plan; and what the driver
-    counts as `used` now (bytes). Torch goes on counting what a sleeping engine has given back:
-    vLLM's allocator unmaps it behind torch's back."""
+    """The line that compares a rank's plan with what was measured.
+
+    `most` is what torch has reserved on this rank's GPU until the end of the first step, `engine`
+    what its engine's weights and KV cache have of that, and `used` what the driver counts now
+    (bytes). Torch goes on counting what a sleeping engine has given back: vLLM's allocator unmaps
+    it without torch's knowledge."""
     plan = memory_estimate.plan_rank(config, shape, mesh, planned_target(config), kind)
     beside = {phase: plan.held(phase) - _of_engine(parts) for phase, parts in plan.phases.items()}
     worst = max(beside, key=beside.__getitem__)
@@ -245,8 +255,9 @@ def _gib(size: int) -> str:
 
 
 def _advice(config: Config, plan: MemoryPlan, phase: str, kind: Kind) -> str:
-    """Three changes at most that the settings do not have yet, each of which makes a part of the
-    phase smaller: offloading first, then what takes ranks or time, of the largest parts first."""
+    """At most three changes, not made yet, that each make a part of the phase smaller.
+
+    Offloading comes first, then what takes ranks or time; the largest parts come first."""
     sizes = plan.phases[phase]
     parts = sorted(sizes, key=lambda part: -sizes[part])
     offloads = [text for part in parts for text in _offloads(config, part, phase)]
@@ -267,8 +278,7 @@ def _offloads(config: Config, part: str, phase: str) -> Iterator[str]:
 
 
 def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]:
-    """What makes a part smaller where it is; whether the layout allows it is told when it is
-    tried."""
+    """Changes that make a part smaller; whether the layout allows one shows when it is tried."""
     parallel = config.parallel
     policy = config.policy
     rollout = config.rollout
@@ -313,8 +323,9 @@ def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]
 
 
 def _engine_problems(config: Config, shape: ModelShape, target: Target) -> Iterator[str]:
-    """The engine's share must hold its weights, its workspace and the KV cache of one longest
-    sequence."""
+    """Problems of the engine's share of the GPU.
+
+    It must hold the engine's weights, its workspace and the KV cache of one longest sequence."""
     rollout = config.rollout
     tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     engine = engine_bytes(shape, rollout, target.kind, target.itemsize, target.total_bytes)

@@ -43,21 +43,21 @@ BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
 
 @dataclass(frozen=True)
 class StageWork:
-    """What one pipeline stage computes, and in which format."""
+    """Work of one pipeline stage, and its formats."""
 
     chunk_layers: int
     """Layers of one model chunk; all chunks of a stage have the same number."""
     in_flight: int
-    """Forward passes of a chunk whose backward pass is still to come, at most."""
+    """Most forward passes of a chunk whose backward pass is still to come."""
     has_embedding: bool
     has_head: bool
     pipelined: bool
-    """There are other stages to exchange hidden states with."""
+    """Whether there are other stages to exchange hidden states with."""
     tokens: int
     """Tokens of one micro-batch on this rank."""
     tensor: int
     sequence: bool
-    """Norms and residuals are split over the tensor-parallel ranks."""
+    """Whether norms and residuals are split over the tensor-parallel ranks."""
     itemsize: int
     """Bytes of an element."""
     head_itemsize: int
@@ -72,8 +72,9 @@ class StageWork:
     lora: LoraConfig = NO_LORA
 
     def keeps_inputs(self, part: str) -> bool:
-        """Whether gradients of weights or adapters need the inputs of linear layers of "attention"
-        or "mlp"."""
+        """Whether gradients need the inputs of the linear layers of "attention" or "mlp".
+
+        These are gradients of weights or of adapters."""
         return self.lora.rank == 0 or self.lora.target in ("all", part)
 
 
@@ -86,14 +87,16 @@ class PassBytes:
     logits: int
     """The logits, which become their own gradient; 0 off the last stage."""
     working: int
-    """What is held beside at the fullest moment: recomputed activations, gradients on their way,
-    chunks of logits."""
+    """Bytes held beside these at the fullest moment.
+
+    These are recomputed activations, gradients on their way and chunks of logits."""
 
 
 def in_flight(pipeline: int, pipeline_rank: int, virtual: int) -> int:
-    """Forward passes of one model chunk that are held for their backward pass, at most: by
-    Megatron's schedules, 1F1B and interleaved, the warm-up passes and the next; fewer where a
-    minibatch has fewer micro-batches.
+    """Most forward passes of one model chunk that are held for their backward pass.
+
+    By Megatron's schedules, 1F1B and interleaved, these are the warm-up passes and the next; fewer
+    where a minibatch has fewer micro-batches.
 
     >>> [in_flight(4, stage, 1) for stage in range(4)]
     [4, 3, 2, 1]
@@ -111,11 +114,11 @@ def layer_elements(shape: ModelShape, work: StageWork, selective: bool = False) 
     """Elements of one token that a layer keeps for its backward pass, beside the layer's input.
 
     With `selective` (`models.megatron.selective_modules`) the MLP's are recomputed, of local layers
-    the attention's. Per norm: its input (the first norm's is the output of the layer before) and
-    its output. Per MLP: gate and up (2), and silu(gate) up; of a local expert, before and after it
-    is weighted. Per token sent to an expert also its hidden state as the expert gets it, of a local
-    expert also what comes back. With LoRA what enters linear layers without an adapter is not kept,
-    and what adapters keep is."""
+    the attention's. A norm keeps its input (the first norm's is the output of the layer before) and
+    its output. An MLP keeps gate and up (2), and silu(gate) up; a local expert keeps that before
+    and after it is weighted. A token sent to an expert also keeps its hidden state as the expert
+    gets it, and for a local expert what comes back. With LoRA, inputs of linear layers without an
+    adapter are not kept, and what adapters keep is."""
     attention = _attention_elements(shape, work, selective and work.local_layers)
     attention += adapter_elements(shape, work, "attention") + work.keeps_inputs(
         "attention"
@@ -134,8 +137,10 @@ def layer_elements(shape: ModelShape, work: StageWork, selective: bool = False) 
 
 
 def adapter_elements(shape: ModelShape, work: StageWork, part: str) -> int:
-    """Elements of one token that a layer's adapters in a part keep: the products with A, and where
-    a layer has several A the rows of B among zeros, shared out to all tokens."""
+    """Elements of one token that a layer's adapters in a part keep.
+
+    These are the products with A and, where a layer has several A, the rows of B among zeros,
+    divided among all tokens."""
     lora = work.lora
     elements = 0
     spread = 0
@@ -162,15 +167,16 @@ def _sent_elements(shape: ModelShape, work: StageWork) -> int:
 
 
 def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> int:
-    """Query Q, key and value K elements of a token.
+    """Elements of a token that attention keeps, of query Q and of key and value K.
 
-    Transformer Engine's: the projection (Q + 2 K), of which value is a part, query and key turned
-    (Q + K), the output (Q), the inputs of norms (Q + K). Ours, recomputed ("selective"): projection
-    and output; with torch's flash kernel: query, key, value (Q + 2 K) and output; else, on CPU:
-    query, key and value laid out by segment, the latter two repeated to Q, and the output in both
-    layouts (without repetition, where segments are equally long, value stays a part of the
-    projection: 2 Q more). Our norms of query and key keep the projection. Without LoRA's adapter of
-    the projection behind it, the output stays in one layout, and not if it is recomputed."""
+    Transformer Engine's keeps the projection (Q + 2 K), of which value is a part, query and key
+    turned (Q + K), the output (Q) and the inputs of norms (Q + K). Ours, recomputed ("selective"),
+    keeps projection and output; with torch's flash kernel it keeps query, key, value (Q + 2 K) and
+    output. Else, on CPU, it keeps query, key and value laid out by segment, the latter two repeated
+    to Q, and the output in both layouts; without repetition, where segments are equally long, value
+    stays a part of the projection: 2 Q more. Our norms of query and key keep the projection. Where
+    the projection behind it has no LoRA adapter, the output stays in one layout, and not if it is
+    recomputed."""
     query = shape.num_heads * shape.head_dim // work.tensor
     key = shape.num_kv_heads * shape.head_dim // work.tensor
     projection = query + 2 * key
@@ -190,12 +196,14 @@ def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> 
 def backward_bytes(
     shape: ModelShape, work: StageWork, policy: PolicyConfig, in_loss: int = 0
 ) -> PassBytes:
-    """A stage's update at its fullest moment; `in_loss` is what the loss holds beside the logits
-    for a teacher. Three moments are looked at, the other micro-batches in flight being there in
-    each: the logits' (with the chunks of the log-probs or the head's gradient), a layer's backward
-    pass (with what it recomputes, and the gradients of gate and up, or what experts return), and
-    the gradient of the embedding, when its micro-batch's activations are gone. Behind other stages,
-    hidden states that travel are held beside: two while the logits are there, one in a layer."""
+    """A stage's update at its fullest moment.
+
+    `in_loss` is what the loss holds beside the logits for a teacher. The fullest of three moments
+    counts, and in each the other micro-batches in flight are held: the logits' (with the chunks of
+    the log-probs or the head's gradient), a layer's backward pass (with what it recomputes, and the
+    gradients of gate and up, or what experts return), and the gradient of the embedding, when its
+    micro-batch's activations are gone. Stages behind others also hold hidden states on their way:
+    two while the logits are there, one in a layer."""
     size = work.tokens * work.itemsize
     hidden = hidden_elements(shape, work)
     chunk, deepest = (elements * size for elements in _chunk_elements(shape, work, policy))
@@ -234,10 +242,11 @@ def backward_bytes(
 
 
 def _chunk_elements(shape: ModelShape, work: StageWork, policy: PolicyConfig) -> tuple[int, int]:
-    """(elements per token that a chunk keeps, those that are there when its backward pass is at its
-    deepest). With "full" the inputs of what is recomputed are kept: of groups of so many layers
-    ("uniform"), or of the first so many layers, one by one ("block"), whose turn comes when the
-    other layers' activations are gone."""
+    """Elements per token that a chunk keeps, and those at the deepest point of its backward pass.
+
+    With "full" the inputs of what is recomputed are kept: of groups of so many layers ("uniform"),
+    or of the first so many layers, one by one ("block"), whose turn comes when the other layers'
+    activations are gone."""
     hidden = hidden_elements(shape, work)
     layers = work.chunk_layers
     layer = layer_elements(shape, work)
@@ -279,8 +288,9 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
 
 
 def _scratch_bytes(shape: ModelShape, work: StageWork) -> int:
-    """What the head's output is worked on in: chunks of logits, a GPU's sums of rows, or float32
-    states for a value."""
+    """Bytes of the head's scratch memory.
+
+    These are chunks of logits, a GPU's sums of rows, or float32 states for a value."""
     hidden_states = work.tokens * shape.hidden_size
     if shape.outputs == 1:
         return 2 * hidden_states * FLOAT32_BYTES if work.itemsize < FLOAT32_BYTES else 0
@@ -296,14 +306,15 @@ def _scratch_bytes(shape: ModelShape, work: StageWork) -> int:
 
 
 def head_bytes(shape: ModelShape, tensor: int, itemsize: int) -> int:
-    """The output layer of a rank of the last stage."""
+    """Bytes of the output layer of a rank of the last stage."""
     return padded_vocab(shape.vocab_size, tensor) // tensor * shape.hidden_size * itemsize
 
 
 def teacher_loss_bytes(teacher: ModelShape, work: StageWork) -> int:
-    """What the loss on the whole vocabulary holds beside the policy's logits: blocks of logits in
-    float32 and, on a GPU, the micro-batch's hidden states (on CPU they are where they were kept),
-    gathered where ranks share them."""
+    """Bytes that the loss on the whole vocabulary holds beside the policy's logits.
+
+    These are blocks of logits in float32 and, on a GPU, the micro-batch's hidden states (on CPU
+    they are where they were kept), gathered where ranks share them."""
     if not work.has_head:
         return 0
     columns = padded_vocab(teacher.vocab_size, work.tensor) // work.tensor
@@ -314,9 +325,10 @@ def teacher_loss_bytes(teacher: ModelShape, work: StageWork) -> int:
 
 
 def gather_bytes(shape: ModelShape, work: StageWork) -> int:
-    """Megatron's buffer for hidden states gathered over tensor-parallel ranks; with sequence
-    parallelism, for good. Transformer Engine's layers have none; the head is Megatron's own, and
-    frozen layers gather elsewhere."""
+    """Bytes of Megatron's buffer for hidden states gathered over tensor-parallel ranks.
+
+    With sequence parallelism it stays for good. Transformer Engine's layers have none; the head is
+    Megatron's own, and frozen layers gather elsewhere."""
     if not work.sequence or not (work.local_layers or work.has_head) or work.lora.rank:
         return 0
     return work.tokens * shape.hidden_size * work.itemsize
@@ -347,11 +359,11 @@ class EngineBytes:
     """Activations of the largest engine step, logits and sampling, CUDA graphs; 0 on CPU, where it
     is small."""
     kv_cache: int
-    """On GPU what the share leaves, below 0 where it leaves nothing, or as much as the settings
-    give."""
+    """KV cache: on GPU what the share leaves, below 0 if nothing; on CPU what the settings give."""
     asleep: int
-    """What of the workspace stays while the engine sleeps: CUDA graphs, which vLLM does not give
-    back."""
+    """Part of the workspace that stays while the engine sleeps.
+
+    These are CUDA graphs, which vLLM does not give back."""
 
 
 def engine_bytes(
@@ -385,9 +397,10 @@ def engine_bytes(
 
 @lru_cache(maxsize=64)
 def weight_bytes(shape: ModelShape, ranks: int, itemsize: int, packed_head: bool) -> int:
-    """Weights of one of `ranks` engine ranks, with the table of rotary angles that all layers
-    share. `packed_head`: on CPU the head is held twice, plain and packed for oneDNN; other matrices
-    only packed, in as many bytes."""
+    """Bytes of the weights of one of `ranks` engine ranks.
+
+    The table of rotary angles that all layers share is among them. `packed_head`: on CPU the head
+    is held twice, plain and packed for oneDNN; other matrices only packed, in as many bytes."""
     shapes = engine_shapes(shape, ranks)
     elements = sum(rows * columns for rows, columns in shapes.values())
     if packed_head:
@@ -408,8 +421,9 @@ def kv_bytes_per_token(shape: ModelShape, ranks: int, itemsize: int) -> int:
 def longest_sequence_bytes(
     shape: ModelShape, ranks: int, itemsize: int, tokens: int, device_kind: str
 ) -> int:
-    """KV cache of one sequence of `tokens` tokens in whole blocks, and one block that vLLM keeps
-    for itself."""
+    """Bytes of the KV cache of one sequence of `tokens` tokens in whole blocks.
+
+    One block that vLLM keeps for itself is added."""
     block = BLOCK_TOKENS[device_kind]
     return (-(-tokens // block) + 1) * block * kv_bytes_per_token(shape, ranks, itemsize)
 
@@ -417,11 +431,11 @@ def longest_sequence_bytes(
 def workspace_bytes(
     shape: ModelShape, rollout: RolloutConfig, itemsize: int, device_bytes: int
 ) -> int:
-    """What vLLM sets aside on GPU beside weights and cache: a formula, not measured.
+    """Bytes that vLLM sets aside on GPU beside weights and cache: a formula, not measured.
 
-    Per token of an engine step the residual, two hidden states, the fused projection or the MLP's
-    gate, up and product; per sequence four rows of logits in float32 (raw, processed, sorted,
-    log-probs)."""
+    A token of an engine step has the residual, two hidden states, and the fused projection or the
+    MLP's gate, up and product; a sequence has four rows of logits in float32 (raw, processed,
+    sorted, log-probs)."""
     # vLLM 0.32's default (`arg_utils`); an A100 has the smaller one, whatever its memory.
     default = 16384 if device_bytes >= 70 * 2**30 else 8192
     tokens = max(rollout.max_num_batched_tokens or default, rollout.max_num_seqs)
@@ -432,5 +446,5 @@ def workspace_bytes(
 
 
 def _graph_bytes(rollout: RolloutConfig) -> int:
-    """Allowed for captured CUDA graphs: a guess on the safe side, not measured."""
+    """Bytes allowed for captured CUDA graphs: a guess on the safe side, not measured."""
     return 2**30 if rollout.cuda_graphs else 0

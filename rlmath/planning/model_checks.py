@@ -1,9 +1,8 @@
-"""What is wrong with the settings of a run's critic, teacher and adapters, and which of them change
-nothing.
+"""Problems of the settings of a run's critic, teacher and adapters.
 
 `parallel` lays both out as it does the policy, so that all must allow the layout. Tokens are
-compared one by one: a teacher with another tokenizer would score other texts than the policy wrote.
-"""
+compared one by one: a teacher with another tokenizer would score other texts than the policy
+wrote."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def critic_folder_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
-    """Why the weights in `critic.path` cannot be loaded for a policy of this shape."""
+    """Problems of the weights in `critic.path` for a policy of this shape."""
     path = config.critic.path
     if config.algorithm.advantage != "gae" or path is None or shape is None:
         return
@@ -43,7 +42,7 @@ def critic_folder_problems(config: Config, shape: ModelShape | None) -> Iterator
 
 
 def critic_layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Why the critic of a policy of this shape cannot be laid out as `parallel` says."""
+    """Problems of the layout in `parallel` for the critic of a policy of this shape."""
     try:
         critic = critic_shape_of(config, shape)
     except ValueError as error:
@@ -58,8 +57,7 @@ def critic_layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def lora_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Why a policy of this shape cannot have the adapters of `lora`, or begin with those in
-    `model.adapter_path`."""
+    """Problems of `lora` and `model.adapter_path` for a policy of this shape."""
     path = config.model.adapter_path
     lora = config.lora
     if lora.rank and shape.num_experts and lora.target != "attention":
@@ -79,7 +77,9 @@ def lora_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Sequences that are too long for the critic of a policy of this shape, or for the teacher."""
+    """Problems of sequences that are too long for the critic or the teacher.
+
+    The critic is that of a policy of this shape."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     for model, path in (("critic", config.critic.path), ("teacher", config.teacher.path)):
         try:
@@ -102,19 +102,19 @@ def length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def teaches_alone(config: Config) -> bool:
-    """Whether there is a teacher, and rewards are only measured."""
+    """Whether there is a teacher, and rewards are measured but not learned from."""
     return config.teacher.path is not None and not config.teacher.with_rewards
 
 
 def teacher_folder_problems(config: Config) -> list[str]:
-    """What is wrong with the files in `teacher.path`; none without a teacher."""
+    """Problems of the files in `teacher.path`; none without a teacher."""
     if config.teacher.path is None:
         return []
     return inspect_model_folder(Path(config.teacher.path), "teacher.path")[1]
 
 
 def teacher_layout_problems(config: Config) -> Iterator[str]:
-    """Why the teacher's shape cannot be laid out as `parallel` says."""
+    """Problems of the layout in `parallel` for the teacher's shape."""
     try:
         shape = teacher_shape_of(config)
     except ValueError as error:
@@ -128,9 +128,10 @@ def teacher_layout_problems(config: Config) -> Iterator[str]:
 
 
 def check_teacher_tokenizer(config: Config, tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
-    """Warnings about the tokenizer in `teacher.path`, compared with the policy's; nothing where
-    there is no teacher, or no such folder, as in a dry run. ValueError, which names a token, where
-    they are not the same."""
+    """Warnings about the tokenizer in `teacher.path`, compared with the policy's.
+
+    There are none without a teacher, or without its folder, as in a dry run. ValueError, which
+    names a token, where the two are not the same."""
     path = config.teacher.path
     if path is None or not os.path.isdir(path):
         return ()
@@ -172,7 +173,7 @@ def tokenizer_difference(
 
 
 def _tokens(tokenizer: PreTrainedTokenizerFast) -> dict[int, str]:
-    """What tokens are, by id."""
+    """Tokens by id."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return {
         number: f"{text[:60]!r}{' (special)' * (number in special)}"
@@ -181,5 +182,5 @@ def _tokens(tokenizer: PreTrainedTokenizerFast) -> dict[int, str]:
 
 
 def folder_problems(config: Config, shape: ModelShape | None) -> list[str]:
-    """What is wrong with the files of both, for a policy of this shape."""
+    """Problems of the files of both, for a policy of this shape."""
     return [*teacher_folder_problems(config), *critic_folder_problems(config, shape)]

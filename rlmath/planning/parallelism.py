@@ -1,5 +1,4 @@
-"""How many ranks a layout takes, and Megatron's and the engine's rules for ranks, pipeline stages
-and layers."""
+"""Ranks of a layout, and Megatron's and the engine's rules for ranks, stages and layers."""
 
 from __future__ import annotations
 
@@ -15,15 +14,18 @@ from rlmath.rollout.weight_sync.shard_layouts import engine_vocab_rows
 
 
 def planned_ranks(config: Config, given: int | None) -> int:
-    """Ranks of the run: as given, else those of `parallel.data`, of a launcher, or the least that
-    the layout takes."""
+    """Ranks of the run.
+
+    They are as given, else those of `parallel.data`, of a launcher, or the least that the layout
+    takes."""
     if given is None and "WORLD_SIZE" in os.environ:
         given = ranks_of_layout(config.parallel, config.rollout.ranks) or environment_world_size()
     return ranks_or_least(config, given)
 
 
 def ranks_of_layout(parallel: ParallelConfig, engine_ranks: int = 0) -> int | None:
-    """Ranks that `parallel.data` replicas take, and those of the engines' own (`rollout.ranks`);
+    """Ranks of a layout with `parallel.data` replicas and the engines' own (`rollout.ranks`).
+
     None where `parallel.data` is left open.
 
     >>> ranks_of_layout(ParallelConfig(data=8, tensor=4)), ranks_of_layout(ParallelConfig(data=8, tensor=4), 24)
@@ -36,16 +38,19 @@ def ranks_of_layout(parallel: ParallelConfig, engine_ranks: int = 0) -> int | No
 
 
 def ranks_or_least(config: Config, given: int | None) -> int:
-    """Ranks of the run: as given, or those that `parallel.data` makes, or the least that the layout
-    takes."""
+    """Ranks of the run.
+
+    They are as given, or those that `parallel.data` makes, or the least that the layout takes."""
     if given is not None:
         return given
     return ranks_of_layout(config.parallel, config.rollout.ranks) or least_ranks(config)
 
 
 def least_ranks(config: Config) -> int:
-    """Ranks of one replica of the model, or of as many as make whole engines; with ranks of the
-    engines' own, these and one replica."""
+    """The least ranks that a layout takes.
+
+    These are one replica of the model, or as many as make whole engines; with ranks of the engines'
+    own, these and one replica."""
     parallel = config.parallel
     sizes = (parallel.tensor, parallel.context, parallel.expert, parallel.expert_tensor)
     tensor, context, expert, expert_tensor = (max(1, size) for size in sizes)
@@ -57,7 +62,7 @@ def least_ranks(config: Config) -> int:
 
 
 def roles(config: Config, world_size: int) -> str:
-    """Which ranks train and which generate, where they are not the same; else "".
+    """The roles of ranks where not all train and generate; else "".
 
     >>> from rlmath.config.schema import RolloutConfig
     >>> roles(Config(rollout=RolloutConfig(ranks=2)), 3)
@@ -78,8 +83,10 @@ def roles(config: Config, world_size: int) -> str:
 def rank_problems(
     parallel: ParallelConfig, engine: int, world_size: int, engine_ranks: int = 0
 ) -> Iterator[str]:
-    """What shows without the model; `engine` is `rollout.tensor_parallel`, `engine_ranks` is
-    `rollout.ranks`, and `world_size` counts all ranks of the run."""
+    """Problems of the number of ranks that show without the model.
+
+    `engine` is `rollout.tensor_parallel`, `engine_ranks` is `rollout.ranks`, and `world_size`
+    counts all ranks of the run."""
     engine = max(1, engine)
     own_engine_ranks = max(0, engine_ranks)
     trainers = world_size - own_engine_ranks
@@ -108,7 +115,7 @@ def rank_problems(
 
 
 def _training_rank_problems(parallel: ParallelConfig, trainers: int, own: int) -> Iterator[str]:
-    """What is wrong with `trainers` training ranks, beside `own` of the engines."""
+    """Problems of `trainers` training ranks, beside `own` ranks of the engines."""
     sizes = {
         "parallel.tensor": max(1, parallel.tensor),
         "parallel.pipeline": max(1, parallel.pipeline),
@@ -150,7 +157,7 @@ def _training_rank_problems(parallel: ParallelConfig, trainers: int, own: int) -
 def layout_problems(
     parallel: ParallelConfig, engine: int, policy: PolicyConfig, shape: ModelShape
 ) -> Iterator[str]:
-    """What the model's shape does not allow, for training and for engines of so many ranks."""
+    """Problems of the model's shape, for training and for engines of so many ranks."""
     yield from split_problems(parallel, engine, shape)
     yield from expert_problems(parallel, shape)
     yield from stage_problems(parallel, policy, shape.num_layers)
@@ -164,8 +171,9 @@ def layout_problems(
 
 
 def expert_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
-    """How experts are laid over ranks; megatron-core 0.16 does not refuse all that it computes
-    wrongly."""
+    """Problems of the layout of experts.
+
+    megatron-core 0.16 does not refuse all that it computes wrongly."""
     expert = max(1, parallel.expert)
     split = max(1, parallel.expert_tensor)
     if not shape.num_experts:
@@ -195,7 +203,9 @@ def expert_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str
 
 
 def expert_tensor_problems(parallel: ParallelConfig, on_gpu: bool) -> Iterator[str]:
-    """Under gloo, Megatron cannot gather what unlike numbers of tokens give."""
+    """Problems of `parallel.expert_tensor`.
+
+    Under gloo, Megatron cannot gather what different numbers of tokens give."""
     if parallel.expert_tensor > 1 and not on_gpu:
         yield (
             f"parallel.expert_tensor is {parallel.expert_tensor}; on CPU it must be 1, because "
@@ -207,8 +217,10 @@ def expert_tensor_problems(parallel: ParallelConfig, on_gpu: bool) -> Iterator[s
 
 
 def rotary_problems(policy: PolicyConfig, shape: ModelShape, on_gpu: bool) -> Iterator[str]:
-    """Transformer Engine rotates a part of every head, or multiplies all of it by one factor for
-    all layers."""
+    """Problems of rotary positions that Transformer Engine does not have.
+
+    It rotates a part of every head, or multiplies all of it by one factor in all layers, but not
+    both."""
     if (
         not on_gpu
         or policy.transformer_impl != "transformer_engine"
@@ -225,7 +237,7 @@ def rotary_problems(policy: PolicyConfig, shape: ModelShape, on_gpu: bool) -> It
 
 
 def context_problems(parallel: ParallelConfig, policy: PolicyConfig, on_gpu: bool) -> Iterator[str]:
-    """Only Transformer Engine's attention works over context ranks."""
+    """Problems of context parallelism, which only Transformer Engine's attention has."""
     if parallel.context <= 1 or (on_gpu and policy.transformer_impl == "transformer_engine"):
         return
     needed = (
@@ -240,8 +252,9 @@ def context_problems(parallel: ParallelConfig, policy: PolicyConfig, on_gpu: boo
 
 
 def split_problems(parallel: ParallelConfig, engine: int, shape: ModelShape) -> Iterator[str]:
-    """What must divide: for Megatron all; vLLM copies key-value heads when it has more ranks than
-    those."""
+    """Problems of sizes that must divide others.
+
+    For Megatron all must; vLLM copies key-value heads when it has more ranks than those."""
     engine = max(1, engine)
     heads = (("attention heads", shape.num_heads),)
     strict = (*heads, ("feed-forward units", shape.ffn_size))
@@ -276,8 +289,7 @@ def split_problems(parallel: ParallelConfig, engine: int, shape: ModelShape) -> 
 
 
 def stage_problems(parallel: ParallelConfig, policy: PolicyConfig, layers: int) -> Iterator[str]:
-    """How the model's layers are laid over pipeline stages and their chunks, and what of a chunk is
-    recomputed."""
+    """Problems of the layers of pipeline stages and their chunks, and of what they recompute."""
     pipeline = max(1, parallel.pipeline)
     virtual = max(1, parallel.virtual_pipeline)
     if pipeline == 1:
@@ -373,7 +385,7 @@ def _must_divide(key: str, ranks: int, number: int, what: str) -> Iterator[str]:
 
 
 def divisors(number: int) -> list[int]:
-    """From 1 to the number itself.
+    """Divisors of a number, from 1 to the number itself.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -382,7 +394,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _possible_sizes(number: int) -> str:
-    """Up to 1024, more ranks than any matrix is shared by."""
+    """Divisors up to 1024, more ranks than any matrix is shared by, as text."""
     return _listed([divisor for divisor in divisors(number) if divisor <= 1024])
 
 

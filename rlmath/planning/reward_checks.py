@@ -1,6 +1,7 @@
-"""What of rewards and of functions of the user's (`workers.hooks`) no run could start with:
-schemes, penalties and lists of rewards; whether functions can be loaded and called, and what they
-return for what is made up."""
+"""Problems of rewards and of functions of the user's (`workers.hooks`).
+
+These are schemes, penalties and lists of rewards; whether functions can be loaded and called, and
+what they return for made-up arguments."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 def reward_problems(config: Config) -> Iterator[str]:
-    """What was got, what is needed and what to change, one text per problem."""
+    """Problems of `reward`."""
     reward = config.reward
     limit = config.rollout.max_new_tokens
     if reward.overlong_buffer > limit:
@@ -176,8 +177,9 @@ def reward_lines(config: Config) -> Iterator[str]:
 
 
 def _extremes(part: NamedReward, reward: RewardConfig) -> tuple[float, ...]:
-    """The values between which a reward of the list lies, before weight, bias and scaling; 0 for a
-    function's."""
+    """The least and greatest value of a reward of the list, before weight, bias and scaling.
+
+    They are 0 for a function's."""
     if part.function is not None:
         return 0.0, 0.0
     if part.name != "correctness":
@@ -247,8 +249,9 @@ def _step_hooks(config: Config) -> list[Hook]:
 
 
 def hook_problems(config: Config, kind: Kind) -> Iterator[str]:
-    """Functions that cannot be loaded, or not be called as their kind is; each is imported in a
-    process of its own."""
+    """Problems of functions that cannot be loaded, or not be called as their kind is.
+
+    Each is imported in a process of its own."""
     yield from _metric_problems(config.telemetry.metrics)
     problems_of_plugins = [
         problem for plugin in config.run.plugins if (problem := plugin_problem(plugin))
@@ -299,8 +302,9 @@ def hook_lines(config: Config, kind: Kind) -> list[str]:
 
 
 def try_functions(config: Config, prompts: Sequence[Prompt]) -> Trial:
-    """Call each function of a GRPO run on what is made up, as the run would, but for those that the
-    data were read with. ValueError where one fails."""
+    """Call each function of a GRPO run on made-up arguments, as the run would.
+
+    The functions that the data were read with are left out. ValueError where one fails."""
     trial = try_reward_function(config.reward, prompts, config.run.plugins)
     if (scorer := scorer_hook(config)) is not None and validates(config):
         trial += try_scorer(scorer, config.reward, prompts)

@@ -1,6 +1,7 @@
-"""What is wrong, or without effect, in the settings of completions and their schedule: partial
-rollouts, tail batching and engines on ranks of their own; `data.curriculum`; `algorithm.rollback`;
-`stages` and `validation`."""
+"""Problems of the settings of completions and their schedule.
+
+These are partial rollouts, tail batching and engines on ranks of their own; `data.curriculum`;
+`algorithm.rollback`; `stages` and `validation`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from rlmath.config.schema import AlgorithmConfig, Config
 
 
 def partial_rollout_problems(config: Config) -> Iterator[str]:
-    """What does not go with completions that several versions of the policy sample."""
+    """Problems of settings that several policy versions sampling one completion do not allow."""
     rollout = config.rollout
     algorithm = config.algorithm
     per_step = config.data.prompts_per_step
@@ -41,8 +42,9 @@ def partial_rollout_problems(config: Config) -> Iterator[str]:
 
 
 def _old_token_problems(algorithm: AlgorithmConfig, got: str) -> Iterator[str]:
-    """What a loss needs to learn from tokens of older versions of the policy, where its ratio is
-    not to these."""
+    """Problems of a loss that learns from tokens of older versions of the policy.
+
+    Where its ratio is not to these versions, it needs a bounded correction."""
     corrected = algorithm.importance_correction is not None
     bounded = algorithm.importance_cap is not None or algorithm.importance_mask_high is not None
     if algorithm.recompute_logprobs and not (corrected and bounded):
@@ -63,7 +65,7 @@ def _old_token_problems(algorithm: AlgorithmConfig, got: str) -> Iterator[str]:
 
 
 def rollback_problems(config: Config) -> Iterator[str]:
-    """What a run that may go back to a checkpoint needs."""
+    """Problems of a run that may go back to a checkpoint."""
     algorithm = config.algorithm
     save = config.save
     if algorithm.rollback == 0:
@@ -77,7 +79,7 @@ def rollback_problems(config: Config) -> Iterator[str]:
 
 
 def curriculum_problems(config: Config) -> Iterator[str]:
-    """What does not go with draws by pass rate."""
+    """Problems of settings that do not go with draws by pass rate."""
     settings = config.data
     group_size = config.rollout.group_size
     most = settings.history_groups * group_size
@@ -99,9 +101,10 @@ Check = Callable[[Config], Iterable[str]]
 
 
 def in_every_stage(config: Config, check: Check) -> list[str]:
-    """The problems of every stage, which is named; one that all stages have alike is listed once.
+    """The problems of every stage, which is named.
 
-    Where the lists do not go together, there is no stage to check."""
+    One that all stages have alike is listed once. Where the lists do not go together, there is no
+    stage to check."""
     if any(length_curriculum.stage_list_problems(config)):
         return []
     stages = length_curriculum.length_stages(config, None)
@@ -136,7 +139,7 @@ def of_longest_stage(config: Config, check: Check) -> list[str]:
 
 
 def in_validation(config: Config, check: Check) -> list[str]:
-    """The problems that validation has with its own longest completion."""
+    """The problems of validation with its own longest completion."""
     if not length_curriculum.validates(config) or config.validation.max_new_tokens is None:
         return []
     rollout = replace(config.rollout, max_new_tokens=length_curriculum.validation_tokens(config))
@@ -149,7 +152,7 @@ def in_validation(config: Config, check: Check) -> list[str]:
 
 
 def validation_name_problems(config: Config) -> Iterator[str]:
-    """Files of `validation.paths` whose metrics would have one name."""
+    """Problems of files of `validation.paths` whose metrics would have one name."""
     names = Counter(length_curriculum.validation_names(config.validation.paths))
     for name in (name for name, count in names.items() if count > 1):
         yield (

@@ -1,9 +1,7 @@
-"""Numbers that a run may have, and that hardly anybody means: a slip of the comma, another
-setting's value.
+"""Numbers that a run may have, and that hardly anybody means.
 
-They are no errors, and are named at the start. What is sensible covers with room what papers and
-trainers take.
-"""
+They are slips of the comma, or another setting's value. They are no errors, and are named at the
+start. What is sensible covers, with room, what papers and trainers take."""
 
 from __future__ import annotations
 
@@ -18,15 +16,15 @@ from rlmath.planning.setting_tables import Condition, check_row
 
 @dataclass(frozen=True)
 class SensibleRange:
-    """From `low` to `high` a setting means something."""
+    """Range in which a setting means something, from `low` to `high`."""
 
     key: str
     low: float
     high: float = math.inf
     usual: str = ""
-    """What is taken most."""
+    """Usual values, as text."""
     zero: bool = False
-    """0 is sensible, too: it turns something off."""
+    """Whether 0 is sensible, too: it turns something off."""
     when: Condition = field(default=lambda _config: [], repr=False)
     """Condition of the runs that the range is for; without one, all."""
 
@@ -34,8 +32,9 @@ class SensibleRange:
         check_row(self, self.when, keys=[self.key])
 
     def doubt(self, config: Config, note: str = "") -> str | None:
-        """What is wrong with the setting's value; None: nothing, or it is not set, or this is no
-        such run."""
+        """The problem of the setting's value.
+
+        None where there is none, where it is not set, or where this is no such run."""
         number = attrgetter(self.key)(config)
         if number is None or self.low <= number <= self.high or (self.zero and number == 0):
             return None
@@ -128,8 +127,8 @@ SENSIBLE = (
 """Fewer than 8 tokens hold no \\boxed{...}, and a checkpoint takes longer than part of a second."""
 
 LEARNING_RATES = ((1_000_000_000, 1e-4), (100_000_000, 1e-3), (0, 1e-2))
-"""AdamW's of full training: of models with at least so many parameters the largest that is
-sensible."""
+"""AdamW's largest sensible learning rates of full training, for models of at least so many
+parameters."""
 LEAST_LEARNING_RATE = 1e-8
 ADAPTERS = 10
 """Factor by which LoRA's learning rates are above those of full training, up to 1e-2."""
@@ -149,8 +148,9 @@ def doubtful_values(config: Config, parameters: int | None = None) -> Iterator[s
 
 
 def learning_rates(config: Config, parameters: int | None) -> Iterator[SensibleRange]:
-    """What is sensible of AdamW's learning rates, which depends on the model's size and on what
-    learns of it."""
+    """Sensible ranges of AdamW's learning rates.
+
+    They depend on the model's size and on what learns of it."""
     most = next(rate for least, rate in LEARNING_RATES if (parameters or 0) >= least)
     most_of_all = LEARNING_RATES[-1][1]
     times = ADAPTERS if config.lora.rank else 1

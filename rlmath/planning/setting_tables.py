@@ -1,9 +1,8 @@
-"""Settings that do not go together, a rule a row: what is refused, what changes nothing, and what
-is doubtful.
+"""Settings that do not go together, a rule a row.
 
-A row says of which runs it is, `when`, in conditions that must all hold, and what the user reads,
-`text`. A name in it that is no setting's raises where the row is made: when this file is imported.
-"""
+Rules say what is refused, what changes nothing, and what is doubtful. A row says of which runs it
+is, `when`, in conditions that must all hold, and what the user reads, `text`. A name in it that is
+no setting's raises where the row is made: when this file is imported."""
 
 from __future__ import annotations
 
@@ -17,8 +16,9 @@ from rlmath.config.schema import Config
 # pyright: reportUnnecessaryComparison=true, reportUnnecessaryContains=true
 
 Condition = Callable[[Config], list[object]]
-"""What must be true of a run, all of it: a list and not `and`, so that every name is read when the
-row is checked."""
+"""Conditions of a run that must all be true.
+
+They are a list, not joined by `and`, so that every name is read when the row is checked."""
 
 DEFAULTS = Config()
 
@@ -27,7 +27,7 @@ DEFAULTS = Config()
 class Rule:
     when: Condition = field(repr=False)
     text: str
-    """What the user reads; {optimizer.lr} stands for the value."""
+    """Text that the user reads; {optimizer.lr} stands for the value."""
 
     def __post_init__(self) -> None:
         check_row(self, self.when, text=self.text)
@@ -38,13 +38,14 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Conflict(Rule):
-    """What is refused; the text is what was got, what is needed and what to change."""
+    """A refused combination; the text is what was got, what is needed and what to change."""
 
 
 @dataclass(frozen=True)
 class Unused(Rule):
-    """Settings that have no effect in such runs; the text goes on from "no effect", and may say
-    why."""
+    """Settings that have no effect in such runs.
+
+    The text goes on from "no effect", and may say why."""
 
     keys: Sequence[str]
     """A section with its dot, "critic.", stands for all its settings."""
@@ -55,7 +56,7 @@ class Unused(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class Doubt(Rule):
-    """What is told at the start, and is no error."""
+    """A doubtful combination, which is told at the start and is no error."""
 
 
 def check_row(row: object, when: Condition, text: str = "", keys: Iterable[str] = ()) -> None:
@@ -740,7 +741,7 @@ def doubts(config: Config) -> Iterator[str]:
 
 
 def without_effect(config: Config, changed: Sequence[str]) -> Iterator[str]:
-    """What UNUSED has of the settings that are `changed`."""
+    """The texts of UNUSED about the settings that are `changed`."""
     for rule in UNUSED:
         keys = [key for key in changed if is_among(key, rule.keys)]
         if keys and rule.holds(config):

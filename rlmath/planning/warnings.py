@@ -14,16 +14,18 @@ from rlmath.planning.setting_tables import doubts, without_effect
 from rlmath.rewards.several_rewards import functions_of, is_verified
 
 LORA_LEAST_LR = 5e-6
-"""Below it optimizer.lr is one of full training, whose 1e-6 to 3e-6 are usual for billions of
-weights."""
+"""Learning rate below which optimizer.lr is one of full training.
+
+1e-6 to 3e-6 are usual for billions of weights."""
 
 
 def config_warnings(
     config: Config, unused: Sequence[str] = (), parameters: int | None = None
 ) -> list[str]:
-    """Settings that change nothing in this run, or less than one may think, and numbers that are
-    hardly meant. `unused` are those of `only_used`, `parameters` those of the model, if it is
-    known."""
+    """Warnings about settings that change nothing in this run, or less than one may think.
+
+    Numbers that are hardly meant are among them. `unused` are those of `only_used`, `parameters`
+    those of the model, if it is known."""
     messages = [f"Without effect in supervised training: {', '.join(unused)}."] if unused else []
     values = setting_values(config)
     defaults = setting_values(Config())
@@ -55,8 +57,9 @@ def config_warnings(
 
 
 def _preset_warnings(config: Config, preset: Mapping[str, Any]) -> Iterator[str]:
-    """What a run that resumes keeps of its preset as it was, or as it was overridden, at its
-    beginning."""
+    """Warnings about preset settings that a resuming run keeps as they were at its beginning.
+
+    They were as the preset had them then, or overridden."""
     if config.algorithm.preset is None or config.run.recover_mode == "disabled":
         return
     values = setting_values(config)
@@ -76,8 +79,9 @@ def _preset_warnings(config: Config, preset: Mapping[str, Any]) -> Iterator[str]
 
 
 def _rollout_warnings(config: Config) -> Iterator[str]:
-    """Partial rollouts that fit the rest badly, and the loss of a run that learns from tokens of
-    older versions."""
+    """Warnings about partial rollouts that fit the other settings badly.
+
+    The loss of a run that learns from tokens of older versions is among them."""
     rollout = config.rollout
     algorithm = config.algorithm
     odd_steps = rollout.tail == "defer" or (rollout.tail == "carry" and rollout.max_staleness > 1)

@@ -1,5 +1,4 @@
-"""The cluster that a run is planned for, and the seconds that one of its ranks takes for work of
-one kind."""
+"""The cluster that a run is planned for, and the speed of its ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +15,14 @@ CPU = "CPU"
 RANKS_PER_NODE = 8
 """GPUs of a server, where nothing else is given."""
 CPU_CORE = Machine(CPU, "cpu", flops=50e9, memory=10e9, node=2e9, network=1e9, host=10e9)
-"""A rank on a core of its own, in float32. Round figures of a server's core with AVX-512 and of
-messages through its memory."""
+"""A rank on a core of its own, in float32.
+
+These are round figures of a server's core with AVX-512 and of messages through its memory."""
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What no data sheet has.
+    """Coefficients that no data sheet has.
 
     Shares are of what `Machine` can do at most; a machine may be faster than its figures."""
 
@@ -81,9 +81,10 @@ RETIRED = "switch_seconds"
 
 
 def read_coefficients(file: Path, kind: str) -> tuple[Coefficients, list[str]]:
-    """Coefficients of a JSON file {"kind": "cuda", "coefficients": {name: number}}, what it leaves
-    out as in the table; and warnings. ValueError for another kind of device, for an unknown name,
-    and for what is no number above 0."""
+    """Coefficients of a JSON file {"kind": "cuda", "coefficients": {name: number}}, and warnings.
+
+    Those that the file leaves out are as in the table. ValueError for another kind of device, for
+    an unknown name, and for what is no number above 0."""
     contents = read_json_object(file)
     names = [field.name for field in fields(Coefficients)]
     values = contents.get("coefficients")
@@ -180,8 +181,10 @@ def on_gpu(config: Config, name: str | None) -> Config:
 
 
 def machine_of(config: Config, target: Target, network_gbps: float | None = None) -> Machine:
-    """The device that a run is planned for; `network_gbps` (Gbit/s for each device) in place of the
-    table's. ValueError for a GPU whose speed is not known, or a network that carries nothing."""
+    """The device that a run is planned for.
+
+    `network_gbps` (Gbit/s for each device) replaces the table's. ValueError for a GPU whose speed
+    is not known, or a network that carries nothing."""
     if network_gbps is not None and not network_gbps > 0:
         raise ValueError(
             f"the network has {network_gbps:g}; needed: above 0 (Gbit/s for each GPU, "

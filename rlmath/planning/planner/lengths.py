@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 SPREAD = 0.78
-"""Standard deviation of the logarithm of a length that is not cut off. From the one step log in the
-documents of AReaL (7B, six steps of 16,384 completions, longest 16,384 tokens): mean 7,834, 12.4%
-cut off."""
+"""Standard deviation of the logarithm of a length that is not cut off.
+
+It is from the one step log in the documents of AReaL (7B, six steps of 16,384 completions, longest
+16,384 tokens): mean 7,834, 12.4% cut off."""
 _NORMAL = NormalDist()
 
 

@@ -1,5 +1,4 @@
-"""The seconds of sampling: prefill, decoding with all places of the engines taken, and the tail of
-the longest."""
+"""The seconds of sampling: prefill, decoding with full engines, and the tail of the longest."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from rlmath.planning.planner.training import StepInputs
 
 @dataclass(frozen=True)
 class PlannedRollout:
-    """What an engine does in a step."""
+    """Work of an engine in a step."""
 
     requests: int
     """Completions that it samples."""
@@ -32,11 +31,12 @@ class PlannedRollout:
 
 
 def plan_rollout(inputs: StepInputs) -> PlannedRollout:
-    """The rollout of a step, by engines on all ranks of the cluster, or on its `rollout.ranks` last
-    ones. With all places taken an engine needs mean x requests / places steps. What waits for every
-    completion of its step takes as many more as the longest has more tokens than the mean. Partial
-    rollouts, tail batching and engines on ranks of their own spread that over the steps that a
-    completion may take, and have those of as many steps in their places."""
+    """The rollout of a step, by engines on all ranks or on the `rollout.ranks` last ones.
+
+    With all places taken, an engine needs mean x requests / places steps. Where it waits for every
+    completion of its step, it takes as many more steps as the longest has more tokens than the
+    mean. Partial rollouts, tail batching and engines on ranks of their own spread these over the
+    steps that a completion may take, and have the requests of as many steps in their places."""
     rollout = inputs.config.rollout
     batch = inputs.batch
     lengths = inputs.batch.lengths
@@ -71,9 +71,10 @@ def steps_of_a_completion(inputs: StepInputs) -> int:
 
 
 def slots_of(inputs: StepInputs, requests: int) -> int:
-    """Sequences that an engine decodes at a time: as many as its KV cache holds of the mean length
-    of a running one. That is more than half of the mean: a long one runs long, and is half done on
-    average."""
+    """Sequences that an engine decodes at a time.
+
+    They are as many as its KV cache holds of the mean length of a running one. That is more than
+    half of the mean: a long one runs long, and is half done on average."""
     rollout = inputs.config.rollout
     lengths = inputs.batch.lengths
     most = (rollout.max_concurrent_sequences if rollout.ranks else None) or rollout.max_num_seqs
@@ -126,7 +127,7 @@ def _token_seconds(inputs: StepInputs, engines: int) -> float:
 
 
 def _exchange_seconds(inputs: StepInputs, tokens: float, messages: int) -> float:
-    """The ranks of an engine sum hidden states twice a layer."""
+    """Seconds in which the ranks of an engine sum hidden states, twice a layer."""
     size = inputs.config.rollout.tensor_parallel
     sums = 2 * inputs.shape.num_layers
     if size == 1:

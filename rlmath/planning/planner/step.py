@@ -1,5 +1,4 @@
-"""A step of a run on a cluster, predicted: its seconds, phase by phase, on one layout or on every
-one."""
+"""The predicted seconds of a step on a cluster, by phase, on one layout or on every one."""
 
 from __future__ import annotations
 
@@ -40,8 +39,9 @@ PHASES = (
 Where engines have no ranks of their own, phases take turns on the same memory, and none runs beside
 another."""
 TYPICAL_SHARE = 0.3
-"""Mean completion as a share of the longest, where not given: 0.29 to 0.31 for R1 models and 27,648
-tokens."""
+"""Mean completion as a share of the longest, where not given.
+
+It is 0.29 to 0.31 for R1 models and 27,648 tokens."""
 TYPICAL_PROMPT = 128
 """Mean prompt (tokens) where not given; AReaL's step log has 108."""
 
@@ -81,8 +81,9 @@ class StepPlan:
 def batch_of(
     config: Config, mean_response: float | None = None, mean_prompt: float | None = None
 ) -> Batch:
-    """The sequences of a step with completions and prompts of these mean lengths (tokens), or of
-    typical ones. ValueError for lengths that the settings do not allow."""
+    """The sequences of a step with completions and prompts of these mean lengths (tokens).
+
+    They are typical ones where not given. ValueError for lengths that the settings do not allow."""
     longest = config.rollout.max_new_tokens
     longest_prompt = config.data.max_prompt_tokens
     mean = max(1.0, TYPICAL_SHARE * longest) if mean_response is None else mean_response
@@ -118,7 +119,7 @@ def step_inputs(
 def plan_step(inputs: StepInputs) -> StepPlan:
     """A step and its seconds.
 
-    With engines on ranks of their own trainers are the first ranks, and nothing is switched or
+    With engines on ranks of their own, trainers are the first ranks, and nothing is switched or
     offloaded for engines; what it takes to send them weights is left out."""
     config = inputs.config
     cluster = inputs.cluster
@@ -170,14 +171,17 @@ def _training_phases(training: StepInputs) -> dict[str, float]:
 
 
 def recomputes_logprobs(config: Config) -> bool:
-    """Whether a step has a pass for the policy's own log-probs: not where its one minibatch gives
-    them itself (`Config.on_policy`)."""
+    """Whether a step has a pass for the policy's own log-probs.
+
+    It has none where its one minibatch gives them itself (`Config.on_policy`)."""
     algorithm = config.algorithm
     return algorithm.selects_tokens or (algorithm.recomputes and not config.on_policy)
 
 
 def sync_seconds(inputs: StepInputs) -> float:
-    """Every engine rank's weights are copied; where the layouts differ, other ranks have sent them,
+    """Seconds of a weight sync.
+
+    Every engine rank's weights are copied; where the layouts differ, other ranks have sent them,
     all at most."""
     mesh = inputs.mesh
     cluster = inputs.cluster
@@ -189,7 +193,9 @@ def sync_seconds(inputs: StepInputs) -> float:
 
 
 def switch_seconds(inputs: StepInputs) -> float:
-    """What is offloaded while the engine samples goes to the host and comes back; gradients hold
+    """Seconds of switching the memory between training and the engine.
+
+    What is offloaded while the engine samples goes to the host and comes back; gradients hold
     nothing then."""
     config = inputs.config
     cluster = inputs.cluster
@@ -230,7 +236,9 @@ def with_layout(config: Config, tensor: int, pipeline: int, engine: int) -> Conf
 
 
 def layouts_of(config: Config, shape: ModelShape, cluster: Cluster) -> Iterator[Config]:
-    """TP x PP x engine TP that no check refuses; tensor-parallel ranks stay within a node."""
+    """Layouts of TP x PP x engine TP that no check refuses.
+
+    Tensor-parallel ranks stay within a node."""
     inside = divisors(cluster.ranks_per_node)
     for engine in inside:
         for tensor in inside:
@@ -241,7 +249,7 @@ def layouts_of(config: Config, shape: ModelShape, cluster: Cluster) -> Iterator[
 
 
 def problems_of(config: Config, shape: ModelShape, cluster: Cluster) -> list[str]:
-    """What keeps a run from this layout, but for memory."""
+    """Problems of this layout, except those of memory."""
     return [
         *setting_problems(config, cluster.ranks),
         *shape_problems(config, shape),

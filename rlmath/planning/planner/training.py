@@ -17,7 +17,7 @@ from rlmath.planning.planner.lengths import Batch
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Everything that the seconds of a step follow from."""
+    """Inputs that the seconds of a step follow from."""
 
     config: Config
     shape: ModelShape
@@ -35,8 +35,9 @@ class StepInputs:
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches of one minibatch on a data-parallel rank: as few as hold its tokens, in the
-        needed multiple."""
+        """Micro-batches of one minibatch on a data-parallel rank.
+
+        They are as few as hold its tokens, in the needed multiple."""
         tokens = self.batch.tokens / self.config.algorithm.n_minibatches / self.mesh.data
         multiple = self.mesh.microbatch_multiple
         least = math.ceil(tokens / self.config.policy.max_tokens_per_microbatch)
@@ -44,8 +45,10 @@ class StepInputs:
 
     @property
     def idle_factor(self) -> float:
-        """Seconds of a pipeline over those of its work: (m + (p - 1) / v) / m of m micro-batches, p
-        stages and v chunks (Megatron-LM, arXiv:2104.04473, section 2.2)."""
+        """Seconds of a pipeline divided by those of its work.
+
+        For m micro-batches, p stages and v chunks this is (m + (p - 1) / v) / m (Megatron-LM,
+        arXiv:2104.04473, section 2.2)."""
         mesh = self.mesh
         count = self.microbatches
         return (count + (mesh.pipeline - 1) / mesh.virtual_pipeline) / count
@@ -73,9 +76,10 @@ LOGPROBS = Passes(1.0, 1.0)
 
 
 def update_passes(shape: ModelShape, config: Config, layers: int) -> Passes:
-    """Forward and backward, and what of `layers` of a chunk is recomputed: all ("full"), the first
-    ones of a chunk ("block"), or their MLPs ("selective"). With LoRA the backward pass has no
-    products for gradients of the weights."""
+    """Passes of an update: forward, backward and what is recomputed of `layers` of a chunk.
+
+    Recomputed are all ("full"), the first ones of a chunk ("block"), or their MLPs ("selective").
+    With LoRA the backward pass has no products for gradients of the weights."""
     policy = config.policy
     matrices = 2.0 if config.lora.rank else 3.0
     recomputed = 0.0
@@ -91,12 +95,12 @@ def update_passes(shape: ModelShape, config: Config, layers: int) -> Passes:
 
 
 def logprobs_seconds(inputs: StepInputs) -> float:
-    """Log-probs of all sequences of a step: one forward pass."""
+    """Seconds of the log-probs of all sequences of a step: one forward pass."""
     return max(_pass_seconds(inputs, mesh, LOGPROBS) for mesh in inputs.stages())
 
 
 def update_seconds(inputs: StepInputs) -> float:
-    """All updates of a step, on the rank that has the most to do."""
+    """Seconds of all updates of a step, on the rank that has the most to do."""
     algorithm = inputs.config.algorithm
     stage_seconds = []
     for mesh in inputs.stages():
@@ -108,7 +112,7 @@ def update_seconds(inputs: StepInputs) -> float:
 
 
 def _pass_seconds(inputs: StepInputs, mesh: Mesh, passes: Passes) -> float:
-    """All sequences of a step through one pipeline stage, once."""
+    """Seconds of all sequences of a step through one pipeline stage, once."""
     shape = inputs.shape
     batch = inputs.batch
     layers = own_layers(inputs.config, shape, mesh)
@@ -133,10 +137,11 @@ def _pass_seconds(inputs: StepInputs, mesh: Mesh, passes: Passes) -> float:
 
 
 def exchange_seconds(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes) -> float:
-    """Between the ranks of a micro-batch: two sums of hidden states a layer over tensor-parallel
-    ranks, every token to its experts and back, and hidden states to the next stage. What the
-    embedding, the output layer and adapters send is left out, and messages of context parallelism.
-    """
+    """Seconds of exchanges between the ranks of a micro-batch.
+
+    These are two sums of hidden states a layer over tensor-parallel ranks, every token to its
+    experts and back, and hidden states to the next stage. What the embedding, the output layer and
+    adapters send is left out, and messages of context parallelism."""
     shape = inputs.shape
     cluster = inputs.cluster
     config = inputs.config
@@ -166,9 +171,10 @@ def exchange_seconds(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes
 
 
 def gradient_seconds(inputs: StepInputs, mesh: Mesh, layers: int) -> float:
-    """One minibatch's gradients in float32 among the ranks that have the same parameters:
-    scattered, and the new parameters gathered; or summed on all ranks. The network cards of a node
-    share what its ranks send to others."""
+    """Seconds of one minibatch's gradients among the ranks that have the same parameters.
+
+    In float32 they are scattered, and the new parameters gathered; or they are summed on all ranks.
+    The network cards of a node share what its ranks send to others."""
     distributed = inputs.config.optimizer.distributed
     ways = FLOAT32_BYTES + (inputs.target.itemsize if distributed else FLOAT32_BYTES)
     per_node = inputs.cluster.ranks_per_node
