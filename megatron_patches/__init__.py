@@ -2,7 +2,11 @@
 
 Some are for GPU, too: to write checkpoints (`checkpointing`), to send hidden states between
 pipeline stages (`p2p_shapes`), to end the graphs of experts (`token_dispatcher`) and to start fewer
-kernels (`multi_tensor`)."""
+kernels (`multi_tensor`).
+
+Covers megatron-core 0.16.1 and 0.19.2. torch itself stays untouched: vLLM lives in the same
+process.
+"""
 
 from __future__ import annotations
 

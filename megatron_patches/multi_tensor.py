@@ -1,4 +1,13 @@
-"""Operations of a GPU on all tensors of a kind at once, without Transformer Engine and apex."""
+"""Operations of a GPU on all tensors of a kind at once, without Transformer Engine and apex.
+
+Upstream: megatron-core 0.16.1 to 0.19.2 then goes over tensors one by one, and its norm of
+gradients waits for each of them (`utils.local_multi_tensor_l2_norm`, `local_multi_tensor_scale`);
+it copies stepped parameters back one by one in any case
+(`DistributedOptimizer._copy_main_params_to_model_params`,
+`optimizer._multi_tensor_copy_this_to_that`); and gradients of weights are added to their float32
+buffers by the product itself only with apex's kernel (`fused_weight_gradient_mlp_cuda`), while
+torch's `addmm` can. Can go: when Megatron-Core uses torch's own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Facts that a job needs of its program, and problems that show before anything is queued."""
+"""Facts that a job needs of its program, and problems that show before anything is queued.
+
+Nothing here asks for GPUs, starts ranks or reads prompts: the machine that jobs are submitted on
+has none of the first, and the run's own start checks the rest (so does `launch/train_grpo.py
+--dry-run`).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """Other trainers' names for settings, the setting of ours for each, and how numbers are
-converted."""
+converted.
+
+An alias never sets anything. It answers where a user writes a name that is none of ours: in the
+errors of unknown settings, and in `--help NAME`. docs/coming_from.md has the same tables (`python
+-m tests.config.coming_from`).
+"""
 
 from __future__ import annotations
 

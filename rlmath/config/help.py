@@ -1,6 +1,10 @@
 """The settings as the schema has them, and their `--help`.
 
-Every key has its type, default, allowed values and sentence."""
+Every key has its type, default, allowed values and sentence.
+
+Also how a mistake is reported: all problems in one error, each with the nearest word or path that
+exists.
+"""
 
 from __future__ import annotations
 

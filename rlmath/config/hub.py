@@ -1,4 +1,14 @@
-"""Models and data files named by an id of the Hugging Face hub in place of a path."""
+"""Models and data files named by an id of the Hugging Face hub in place of a path.
+
+    hf://org/name[@revision]                           a model
+    hf://datasets/org/name[@revision]/path/file.jsonl  a file of a data set; a slash in the revision is written %2F
+
+A revision is a branch, a tag or a commit; none is the default branch. Once it is downloaded, its
+commit stands behind it, `hf://org/name@main#<commit>`: that is what a run records, and reads again
+when it resumes. Files lie in the cache of huggingface_hub. Settings then hold their places there,
+in a `FetchedConfig`, which has the ids for whatever is written or compared. huggingface_hub runs in
+a process of its own (`hub_client`), which is killed at the time limit.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,13 @@
 """Program that asks the Hugging Face hub for one thing.
 
 `hub` kills its process at the time limit: the timeouts of huggingface_hub bound a single read, and
-no download."""
+no download.
+
+    python -P hub_client.py PARENT   with a request in JSON on standard input, and the answer in JSON on standard output
+
+It imports huggingface_hub, whose are the locks, the cache and all checks of what a server sends,
+and nothing of rlmath.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The length curriculum of a run (`stages`): the steps and the settings of each stage."""
+"""The length curriculum of a run (`stages`): the steps and the settings of each stage.
+
+A run without `stages` is one stage with the settings as they are. Stages share everything but their
+lengths.
+"""
 
 from __future__ import annotations
 

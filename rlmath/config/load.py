@@ -1,6 +1,15 @@
 """Settings read from YAML files and a command line, and written back to YAML.
 
-Every mistake is reported at once."""
+Every mistake is reported at once.
+
+A YAML file holds sections with the settings that differ from the defaults, and may name another to
+start from (`base: other.yaml`); `key.sub=value` on the command line wins. The section `parallel`
+may be one word, d32t2p1, or d12t2+d4 where engines have ranks of their own.
+
+A value may name an environment variable, `${oc.env:NAME}`, another key, `${run.seed}`, or a
+multiple of one, `${times:2,${data.prompts_per_step}}`: the `Config` has what that stands for. No
+setting is a secret.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ TEMPORARY_FILE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
 def stage_folder(output_dir: str | Path, number: int) -> Path:
-    """The folder of the model of a stage: models/stage-1 for the first, whose number is 0."""
+    """Folder of the model of a stage, which is counted from 0: models/stage-1 of the first."""
     return Path(output_dir) / MODELS_FOLDER / f"stage-{number + 1}"
 
 

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SUFFIXES = (".jsonl", ".json", ".parquet", "")
-"""Suffixes of a benchmark's file, in the order of the search; "" is a folder of a Hugging Face data
-set."""
+"""Suffixes of a benchmark's file, in the order of the search.
+
+"" is a folder of a Hugging Face data set."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -39,8 +40,9 @@ class Problem(Prompt):
 
     @property
     def prompt_hash(self) -> str:
-        """Hash of everything that its completions and their verification depend on: tokens,
-        solutions, task."""
+        """Hash of all that its completions and their verification depend on.
+
+        These are tokens, solutions and task."""
         content = json.dumps([self.token_ids, self.solutions, self.task])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -124,9 +126,10 @@ def load_benchmark(
 def benchmark_warnings(
     benchmarks: Sequence[Benchmark], tokenizer: PreTrainedTokenizerFast, verified: bool
 ) -> tuple[str, ...]:
-    """Warnings about problems whose prompts end before the answer, and, where they are `verified`,
-    about those without a reference that an answer could equal, which are wrong whatever the model
-    says."""
+    """Warnings about problems whose prompts end before the answer.
+
+    Where they are `verified`, also about those without a reference that an answer could equal,
+    which are wrong whatever the model says."""
     files = [(benchmark.name, benchmark.problems) for benchmark in benchmarks]
     return audit_benchmarks(files, tokenizer, verified)
 
@@ -147,7 +150,9 @@ def check_lengths(
     max_prompt_tokens: int | None,
     default_new_tokens: int,
 ) -> LengthLimits:
-    """ValueError if a prompt and its completion may be longer than the model's `positions` (None:
+    """Length limits of an evaluation.
+
+    ValueError if a prompt and its completion may be longer than the model's `positions` (None:
     unknown). Without `max_new_tokens` they are `default_new_tokens`, or what the longest prompt
     leaves where that is less."""
     longest = max(problems, key=lambda problem: len(problem.token_ids))
@@ -178,8 +183,9 @@ def check_lengths(
 
 
 def check_head_dim(folder: Path) -> None:
-    """ValueError where vLLM's attention on CPU does not have the heads that a model's config.json
-    tells."""
+    """Refuse head dims of config.json that vLLM's attention on CPU does not have.
+
+    Raises ValueError."""
     values = read_json_object(folder / "config.json")
     head_dim = values.get("head_dim")
     if head_dim is None:

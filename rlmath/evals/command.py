@@ -116,9 +116,10 @@ def _end_with_mistake(arguments: argparse.Namespace, error: ValueError) -> int:
 
 
 def stop_on_signal(output: Path) -> None:
-    """On Ctrl-C, and on SIGUSR1, which Slurm sends before the time limit, this rank exits at once:
-    verified completions are on disk. (SIGTERM is not handled: torchrun sends it to all ranks after
-    one has failed.)"""
+    """Let this rank exit at once on Ctrl-C and on SIGUSR1, which Slurm sends before the time limit.
+
+    Verified completions are on disk. SIGTERM is not handled: torchrun sends it to all ranks after
+    one has failed."""
 
     def stop(number: int) -> None:
         try:
@@ -136,7 +137,7 @@ def stop_on_signal(output: Path) -> None:
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
-    """What is sampled.
+    """The plan of what is sampled.
 
     Raises ValueError with all problems."""
     required = ("model", "benchmarks", "data_dir", "output")
@@ -173,8 +174,9 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 
 def run_config(model: Path | str, level: int = logging.DEBUG) -> Config | None:
-    """The settings of the run whose folder, export or checkpoint the model is; None where it is
-    none of a run's, or they cannot be read, which is logged at this level."""
+    """The settings of the run whose folder, export or checkpoint the model is.
+
+    None where it is none of a run's, or they cannot be read, which is logged at this level."""
     folder = model
     if isinstance(model, Path) and model.name in (EXPORT_FOLDER, BEST_FOLDER):
         folder = model.parent
@@ -212,8 +214,9 @@ def run_template(config: Config | None, model: Path | str) -> str:
 
 
 def _default_new_tokens(run: Config | None, arguments: argparse.Namespace) -> int:
-    """What is taken for --max-new-tokens: that of the completions in the output folder, else the
-    run's."""
+    """Default of --max-new-tokens.
+
+    It is that of the completions in the output folder, else the run's."""
     recorded = recorded_new_tokens(arguments.output)
     if recorded is not None:
         return recorded
@@ -221,7 +224,7 @@ def _default_new_tokens(run: Config | None, arguments: argparse.Namespace) -> in
 
 
 def output_problem(arguments: argparse.Namespace) -> str:
-    """Why nothing may be written into --output; "" if nothing is wrong with it."""
+    """The reason why nothing may be written into --output; "" if there is none."""
     output = arguments.output
     if output is None:
         return ""
@@ -241,8 +244,9 @@ def output_problem(arguments: argparse.Namespace) -> str:
 
 
 def input_problems(plan: Plan) -> list[str]:
-    """Folders and benchmarks that are missing (ids of the hub are not yet), and lengths that the
-    model cannot have."""
+    """Problems of missing folders and benchmarks, and of lengths that the model cannot have.
+
+    Ids of the hub are not missing yet."""
     problems = (
         list(missing_problems("--model", str(plan.model))) if isinstance(plan.model, Path) else []
     )

@@ -24,8 +24,9 @@ class Difference:
     """Mean over problems, and both ends of its 95% interval."""
     second: tuple[float, float, float]
     difference: tuple[float, float, float]
-    """Second minus first, with the interval of pairs, problem by problem
-    (`difference_interval`)."""
+    """Second minus first, with the interval of pairs (`difference_interval`).
+
+    The pairs are formed problem by problem."""
 
     @property
     def is_clear(self) -> bool:

@@ -70,8 +70,9 @@ def read_completions(folder: Path, benchmark: str) -> dict[Key, CompletionRecord
 
 
 def remove_unfinished_lines(folder: Path) -> int:
-    """Remove unfinished last lines, which killed processes left; returns the number of files that
-    had one."""
+    """Remove unfinished last lines and return the number of files that had one.
+
+    Killed processes left them."""
     count = 0
     for path in (folder / GENERATIONS).glob("*/*.jsonl"):
         content = path.read_bytes()

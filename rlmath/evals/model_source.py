@@ -26,14 +26,15 @@ from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, SUMMARY_F
 logger = logging.getLogger(__name__)
 
 CONVERTED = "converted_model"
-"""The converted checkpoint in the output folder. No run's folder has this name, so a partial one
-can be removed."""
+"""Folder of the converted checkpoint in the output folder.
+
+No run's folder has this name, so a partial one can be removed."""
 _SOURCE = "converted_from.json"
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """The folder that vLLM loads, and the hash of its weights, config, tokenizer and generation
+    """Folder that vLLM loads, and the hash of its weights, config, tokenizer and generation
     config."""
 
     folder: Path
@@ -45,16 +46,17 @@ class EvaluatedModel:
     """The folder of the model or the checkpoint, whole, before any conversion."""
 
     def named_as(self, recorded: object) -> str:
-        """Its fingerprint; where an evaluation of an earlier release recorded the older one,
+        """Its fingerprint, or the older one where an evaluation of an earlier release recorded
         that."""
         return self.older_fingerprint if recorded == self.older_fingerprint else self.fingerprint
 
 
 def resolve_model(path: Path, output: Path) -> EvaluatedModel:
-    """The model at `path`: a Hugging Face folder; a run's folder, for the last model of a finished
-    run and the newest checkpoint of an unfinished one; or a checkpoint. A checkpoint is converted
-    once, into `output`/converted_model. ValueError if it is none of these, or has weights or a
-    tokenizer that cannot be loaded."""
+    """The model at `path`: a Hugging Face folder, a run's folder or a checkpoint.
+
+    In a run's folder it is the last model of a finished run and the newest checkpoint of an
+    unfinished one. A checkpoint is converted once, into `output`/converted_model. ValueError if it
+    is none of these, or has weights or a tokenizer that cannot be loaded."""
     if not path.is_dir():
         raise ValueError(missing_folder_problem(path, "--model"))
     if (adapter := adapter_alone(path)) is not None:
@@ -123,8 +125,9 @@ def _convert(path: Path, output: Path) -> Path:
 
 
 def _content(source: MegatronSource) -> str:
-    """Hash of a checkpoint's manifest, which has checksums; without one, of its files' names, sizes
-    and times."""
+    """Hash of a checkpoint's manifest, which has checksums.
+
+    Without one, hash of its files' names, sizes and times."""
     manifest = source.state.parent / MANIFEST
     if manifest.is_file():
         return file_entry(manifest).sha256[:16]

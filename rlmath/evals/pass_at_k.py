@@ -14,9 +14,10 @@ MOST_SAMPLES = 1000
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that k of n samples, drawn without replacement, include a correct one, when
+    """Probability that k of n samples, drawn without replacement, include a correct one.
+
     `correct` of the n are: 1 - C(n - correct, k) / C(n, k), the unbiased estimate of Chen et al.
-    2021 (arXiv:2107.03374, section 2.1). Computed as a product of k factors, so that nothing
+    2021 (arXiv:2107.03374, section 2.1). It is computed as a product of k factors, so that nothing
     overflows.
 
     >>> round(pass_at_k(n=4, correct=1, k=2), 10)  # 3 of the 6 pairs contain it
@@ -40,11 +41,11 @@ class Vote:
 
 
 def majority_at_k(votes: Sequence[Vote], blank: int, k: int) -> float:
-    """Probability that the most frequent answer among k samples, drawn without replacement, is
-    correct (maj@k).
+    """Probability that the most frequent answer among k samples is correct (maj@k).
 
-    `blank` samples have no answer: they may be drawn, and do not vote. Equally frequent answers win
-    with the same probability; without any vote the majority is wrong. Exact, no resampling.
+    The samples are drawn without replacement. `blank` samples have no answer: they may be drawn,
+    and do not vote. Equally frequent answers win with the same probability; without any vote the
+    majority is wrong. Exact, no resampling.
 
     >>> majority_at_k([Vote(2, True), Vote(1, False)], blank=0, k=3)
     1.0
@@ -72,8 +73,9 @@ def _expected_majority(votes: tuple[Vote, ...], blank: int, k: int) -> float:
 
 
 def _right_subsets(votes: Sequence[Vote], blank: int, k: int, top: int) -> float:
-    """Number of subsets of k samples whose top answers have `top` votes, weighted by the share of
-    right top answers."""
+    """Number of subsets of k samples whose top answers have `top` votes.
+
+    They are weighted by the share of right top answers."""
     ties = k // top
     right_ties = min(ties, sum(vote.right for vote in votes))
     # ways[s, j, c]: ways to draw s samples from the answers so far so that j have `top` votes, c of

@@ -1,5 +1,4 @@
-"""The arguments that determine an evaluation's completions, and settings.json, which records them
-for one folder."""
+"""Arguments that determine an evaluation's completions, and settings.json, which records them."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from rlmath.workers.hooks import NEEDED, Hook, function_problem, hook_of, plugin
 
 SETTINGS = "settings.json"
 EARLIER = {"answer_from": "boxed", "chat_template_kwargs": [], "system_prompt": None}
-"""What settings.json did not name before November 27, 2026."""
+"""Settings that settings.json did not name before November 27, 2026."""
 GENERATIONS = "generations"
 DEFAULT_NEW_TOKENS = 32768
 GREEDY_INDEX = -1
@@ -30,7 +29,7 @@ GREEDY_INDEX = -1
 
 @dataclass(frozen=True)
 class Plan:
-    """The arguments of launch/evaluate.py that determine what is sampled, by the name of their
+    """Arguments of launch/evaluate.py that determine what is sampled, by the name of their
     option."""
 
     model: Path | str
@@ -176,8 +175,9 @@ def check_settings(
 
 
 def recorded_new_tokens(folder: Path) -> int | None:
-    """The longest completion that those in the folder could have; None without any, or where it is
-    not known."""
+    """Longest completion that those in the folder could have.
+
+    None without any, or where it is not known."""
     new_tokens = read_settings(folder).get("max_new_tokens") if _has_completions(folder) else None
     return new_tokens if type(new_tokens) is int else None
 

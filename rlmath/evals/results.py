@@ -49,8 +49,9 @@ def useful_k(samples: int) -> tuple[int, ...]:
 
 
 def answer_key(answer: str) -> object:
-    """A key that is equal for answers that `answers.string_match` finds equal, not for those equal
-    only by algebra.
+    """A key that is equal for answers that `answers.string_match` finds equal.
+
+    It differs for answers that are equal only by algebra.
 
     >>> answer_key("0.50") == answer_key("\\\\frac{1}{2}"), answer_key("(C)") == answer_key("C) 12")
     (True, True)
@@ -71,11 +72,13 @@ def result_of(
     plan: Plan,
     max_prompt_tokens: int,
 ) -> BenchmarkResult:
-    """The row of a benchmark: mean lengths, accuracies with their 95% intervals
-    (`accuracy_interval`), pass@k, maj@k, and shares of truncated completions, of the modes that the
-    plan has. Problems with longer prompts count as wrong (`too_long`), and so do completions whose
-    verification failed (`not_judged`); `unusable` rows of the file are not in `num_questions`.
-    KeyError if a problem lacks a completion."""
+    """The row of a benchmark.
+
+    It has mean lengths, accuracies with their 95% intervals (`accuracy_interval`), pass@k, maj@k,
+    and shares of truncated completions, of the modes that the plan has. Problems with longer
+    prompts count as wrong (`too_long`), and so do completions whose verification failed
+    (`not_judged`); `unusable` rows of the file are not in `num_questions`. KeyError if a problem
+    lacks a completion."""
     fitting = [
         problem for problem in benchmark.problems if len(problem.token_ids) <= max_prompt_tokens
     ]
@@ -124,8 +127,9 @@ def _problem(problem_id: str, row: Mapping[int, CompletionRecord], plan: Plan) -
 def _pass_and_majority(
     problems: Sequence[ProblemResult], rows: Sequence[Sequence[CompletionRecord]], n: int
 ) -> Row:
-    """pass@k and maj@k of `n` samples of each problem; of a problem without a row no majority is
-    right."""
+    """pass@k and maj@k of `n` samples of each problem.
+
+    The majority of a problem without a row is wrong."""
     shares: Row = {}
     for k in useful_k(n):
         name = "sample_pass@1" if k == 1 else f"pass@{k}"

@@ -56,8 +56,9 @@ from rlmath.workers.worker_pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT_SECONDS = 24 * 3600.0
-"""Ranks wait for engines that still sample, and for the conversion of a checkpoint; torchrun
-reports dead ranks."""
+"""Timeout of ranks that wait for engines or for the conversion of a checkpoint.
+
+torchrun reports dead ranks."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,11 @@ class _Prepared:
 def evaluate(
     plan: Plan, rollout: RolloutConfig, reward_workers: int, reward_timeout: float, device_kind: str
 ) -> list[BenchmarkResult] | None:
-    """Sample the missing completions and write the tables, whose rows rank 0 returns, the others
-    None. All ranks call it. `reward_workers` processes of each engine verify its answers, with
-    `reward_timeout` seconds for each. ValueError, on all ranks, for a user's mistake."""
+    """Sample the missing completions and write the tables.
+
+    All ranks call it; rank 0 returns the rows of the tables, the others None. `reward_workers`
+    processes of each engine verify its answers, with `reward_timeout` seconds for each. ValueError,
+    on all ranks, for a user's mistake."""
     world_size = environment_world_size()
     rank = environment_rank()
     if world_size % rollout.tensor_parallel:
@@ -132,8 +135,9 @@ def evaluate(
 
 
 def _plan_after_rendezvous(plan: Plan) -> tuple[Plan, dist.Store | None]:
-    """Once all ranks are here and their nodes agree: the plan, whose model is on this node, and the
-    store, if any."""
+    """The plan and the store, if any, once all ranks are here and their nodes agree.
+
+    The plan's model is on this node."""
     rendezvous = open_rendezvous(RunConfig.start_timeout_seconds)
     if rendezvous is not None:
         meet(rendezvous, environment_facts(), RunConfig.start_timeout_seconds)

@@ -1,5 +1,4 @@
-"""Samples the missing completions of an evaluation; they are verified while others are still
-sampled."""
+"""Samples the missing completions of an evaluation, and verifies them meanwhile."""
 
 from __future__ import annotations
 
@@ -145,7 +144,9 @@ class Verification:
         scorer: WorkerPool | None = None,
         answer_from: str = "boxed",
     ) -> None:
-        """`problems` by the first part of the requests' keys; `write` takes the benchmark's name
+        """Take what verification needs.
+
+        `problems` are by the first part of the requests' keys; `write` takes the benchmark's name
         and the record. The `scorer` has a function of the user's, which says what is right in place
         of the `pool`."""
         self._pool = pool

@@ -48,8 +48,9 @@ def first_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
 
 
 def second_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
-    """Intervals, majorities, shares of truncated completions, and those of PROBLEM_COUNTS that are
-    not 0."""
+    """Intervals, majorities, shares of truncated completions, and counts that are not 0.
+
+    The counts are those of PROBLEM_COUNTS."""
     rows = [result.row for result in results]
     counts = [name for name in PROBLEM_COUNTS if any(row[name] for row in rows)]
     numbers = [*_by_k("maj@", rows), "greedy_truncated", "sample_truncated", *counts]
@@ -103,9 +104,10 @@ def boxed_table(table: Sequence[Sequence[str]]) -> str:
 
 
 def boxed_tables(table: Sequence[Sequence[str]], keys: int = 1) -> str:
-    """`boxed_table` without columns of "-", in as many boxes below each other as it takes for none
-    to be wider than WIDTH, where its cells allow that. Each begins with the first `keys` columns.
-    """
+    """`boxed_table` in as many boxes below each other as are needed for WIDTH.
+
+    Columns of "-" are left out. A box is wider where its cells do not allow less. Each begins with
+    the first `keys` columns."""
     widths = _widths(table)
     first = list(range(keys))
     boxes = []
@@ -135,8 +137,9 @@ def markdown_table(table: Sequence[Sequence[str]]) -> str:
 def write_results(
     folder: Path, settings: Mapping[str, Any], results: Sequence[BenchmarkResult]
 ) -> None:
-    """results.json (problem by problem), results.csv (a line for each benchmark) and results.md
-    (both tables); the same bytes for the same completions."""
+    """Write results.json (by problem), results.csv (a line a benchmark) and results.md.
+
+    The last has both tables. The same completions give the same bytes."""
     content = {
         "format": FORMAT,
         "settings": dict(settings),

@@ -1,5 +1,6 @@
-"""How right a run's models are: on its validation files while it trained, and in evaluations
-(`rlmath eval`), each beside the model before training, with intervals."""
+"""Accuracies of a run's models, each beside the model before training, with intervals.
+
+They are on its validation files while it trained, and in evaluations (`rlmath eval`)."""
 
 from __future__ import annotations
 
@@ -107,9 +108,10 @@ class Evaluation:
 def find_evaluations(
     folder: Path, settings: Settings, named: Sequence[Path], notes: list[str]
 ) -> list[Evaluation]:
-    """Evaluations of a run's models and of the model that it began with: those that the user
-    `named`, and those in the run's folder and beside it. What is named and is none of these is told
-    in `notes`."""
+    """Evaluations of a run's models and of the model that it began with.
+
+    They are those that the user `named`, and those in the run's folder and beside it. What is named
+    and is none of these is noted in `notes`."""
     base = settings.get("model.path")
     evaluations = {}
     for path in [*named, *_folders_with_results(folder)]:
@@ -147,8 +149,9 @@ def _folders_with_results(folder: Path) -> Iterator[Path]:
 
 
 def model_of(settings: dict[str, Any], folder: Path, base: str) -> str | None:
-    """What the evaluated model is to the run in `folder`, which began with the model `base`; None:
-    nothing."""
+    """Name of the evaluated model in the run in `folder`; None where it is none of the run's.
+
+    The run began with the model `base`."""
     about = str(settings.get("about_model") or "")
     if is_hub_id(about):
         return BEFORE if about.partition("#")[0] == base.partition("#")[0] else None

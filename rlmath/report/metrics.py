@@ -12,8 +12,9 @@ from rlmath.telemetry.metrics_writer import rows_by_step
 MOST_BYTES = 2**26
 """Bytes of a file that are read: of a longer one every second, third, ... row, and the last."""
 MOST_VALUE = 1e30
-"""Larger values are left out as those that are not finite: no axis could show the others beside
-them."""
+"""Largest value that is drawn.
+
+Larger ones are left out as those that are not finite: no axis could show the others beside them."""
 
 DRAWN_POINTS = 1500
 """Points of a curve in the page."""
@@ -32,7 +33,7 @@ class Metrics:
     last_step: int = 0
 
     def curve(self, name: str) -> Curve:
-        """Empty where the run has no such metric."""
+        """The curve of a metric; empty where the run has no such metric."""
         return self.curves.get(name, Curve([], []))
 
     def starting_with(self, prefix: str) -> list[str]:
@@ -80,8 +81,9 @@ def read_curves(path: Path, notes: list[str]) -> Metrics:
 
 
 def thinned(curve: Curve, most: int = DRAWN_POINTS) -> Curve:
-    """At most `most` points: the least and greatest of every bucket of neighbours, and the first
-    and last of all.
+    """The curve with at most `most` points.
+
+    They are the least and greatest of every bucket of neighbours, and the first and last of all.
 
     >>> thinned(Curve(list(range(8)), [0.0, 5.0, 1.0, 1.0, 1.0, -3.0, 1.0, 2.0]), 6)
     Curve(steps=[0, 1, 2, 4, 5, 7], values=[0.0, 5.0, 1.0, 1.0, -3.0, 2.0])
@@ -106,8 +108,9 @@ def thinned(curve: Curve, most: int = DRAWN_POINTS) -> Curve:
 
 
 def stacked(named: list[tuple[str, Curve]], most: int = DRAWN_POINTS) -> list[tuple[str, Curve]]:
-    """Curves over the same steps, at most `most`: means over as many steps, 0 where a curve has no
-    value.
+    """Curves over the same steps, at most `most`.
+
+    Values are means over as many steps, 0 where a curve has no value.
 
     >>> stacked([("a", Curve([1, 2, 3], [5.0, 5.0, 5.0])), ("b", Curve([2], [8.0]))], 2)
     [('a', Curve(steps=[2, 3], values=[5.0, 5.0])), ('b', Curve(steps=[2, 3], values=[4.0, 0.0]))]

@@ -113,8 +113,9 @@ def json_for_html(value: Any) -> str:
 
 
 def html_text(value: str) -> str:
-    """Text of others for HTML: escaped, with control characters and those that turn the direction
-    visible.
+    """Text of others, escaped for HTML.
+
+    Control characters and those that turn the direction are visible.
 
     >>> html_text("<b>\\u202e")
     '&lt;b&gt;\\\\u202e'
@@ -131,7 +132,7 @@ def _source_hash(script: str) -> str:
 
 
 def _data(runs: Sequence[ShownRun], figures: Sequence[dict[str, Any]]) -> str:
-    """What page.js reads."""
+    """The data that page.js reads, as JSON."""
     return json_for_html(
         {
             "figures": figures,
@@ -153,7 +154,7 @@ class Fact:
 
 
 def facts_of(run: ShownRun) -> Iterator[Fact]:
-    """What there is of status, steps, accuracy, reward, speed, time and layout."""
+    """The facts that there are of status, steps, accuracy, reward, speed, time and layout."""
     message = text_of(run.exit_status.get("message"), 200) if run.has_failed else ""
     yield Fact("Status", run.status, message, run.has_failed)
     planned = number_of(run.summary.get("steps"))
@@ -194,8 +195,9 @@ def facts_of(run: ShownRun) -> Iterator[Fact]:
 
 
 def _from_to(name: str, curve: Curve, shares_of: str = "") -> Iterator[Fact]:
-    """The mean of the last steps, beside that of the first ones; `shares_of`: what the values are
-    shares of."""
+    """The mean of the last steps, beside that of the first ones.
+
+    `shares_of`: what the values are shares of."""
     if not curve.values:
         return
     count = max(1, min(ENDS, len(curve.values) // 3))
@@ -276,7 +278,7 @@ def _accuracies(runs: Sequence[ShownRun]) -> str:
 def _accuracy_table(
     title: str, about: str, runs: Sequence[ShownRun], rows_by_run: Sequence[Sequence[AccuracyRow]]
 ) -> Iterator[str]:
-    """Nothing where nothing was measured."""
+    """The table of accuracies; nothing where nothing was measured."""
     models = columns([row for rows in rows_by_run for row in rows])
     if not models:
         return
@@ -351,8 +353,9 @@ def _events(runs: Sequence[ShownRun]) -> str:
 
 
 def _messages(messages: Sequence[Message]) -> Iterable[str]:
-    """Errors, alerts, rollbacks and restarts, then warnings, which are folded away where they are
-    many."""
+    """Messages as HTML: errors, alerts, rollbacks and restarts, then warnings.
+
+    Warnings are folded away where they are many."""
     grave = [message for message in messages if message.kind != "warning"]
     warnings = [message for message in messages if message.kind == "warning"]
     yield from map(_message, grave)
@@ -418,7 +421,7 @@ def _notes(runs: Sequence[ShownRun]) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], keys: bool = False) -> str:
-    """Cells are HTML.
+    """A table of cells in HTML.
 
     With `keys` the first column holds settings."""
     heads = "".join(f"<th>{title}</th>" for title in head)

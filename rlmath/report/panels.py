@@ -1,8 +1,7 @@
-"""What is drawn of the runs: sections of figures, as page.js reads them.
+"""Figures of the runs, in sections, as page.js reads them.
 
 A figure without data is left out. Metrics that are 0 in every step are named under their section
-instead.
-"""
+instead."""
 
 from __future__ import annotations
 
@@ -37,8 +36,9 @@ class Lines:
     unit: str
     """Unit of the values; one that begins with "share" is shown in percent."""
     metrics: Mapping[str, str]
-    """What the legend calls each metric; a star stands for all names without a slash in its place,
-    which the legend has then."""
+    """Name of each metric in the legend.
+
+    A star stands for all names without a slash in its place, which the legend has then."""
     note: str = ""
     form: Literal["lines", "log", "stack"] = "lines"
     """"log" for that scale; "stack" for areas on each other, of one run."""
@@ -49,7 +49,7 @@ class Section:
     title: str
     figures: list[dict[str, Any]] = field(default_factory=list)
     zero: list[str] = field(default_factory=list)
-    """Titles of what is 0 in every step."""
+    """Titles of figures that are 0 in every step."""
 
 
 FIGURES: Mapping[str, Sequence[Lines]] = {
@@ -255,7 +255,7 @@ FIGURES: Mapping[str, Sequence[Lines]] = {
 
 
 def sections(runs: Sequence[ShownRun]) -> list[Section]:
-    """All that has data, in the order of the page."""
+    """Sections that have data, in the order of the page."""
     all_sections: list[Section] = []
     for title, specs in FIGURES.items():
         make_lines = {"Learning": _reward_parts, "Your metrics": _own}.get(title)
@@ -329,8 +329,10 @@ def _lines(spec: Lines, runs: Sequence[ShownRun]) -> tuple[dict[str, Any] | None
 def axis_range(
     traces: Sequence[Mapping[str, Any]], is_share: bool, stacks: bool
 ) -> list[float] | None:
-    """The ends of the values' axis of shares, which has no place below 0, and none above all where
-    no value is; and of values that are all the same. None: as the values have it.
+    """Ends of the values' axis for shares and for values that are all the same.
+
+    An axis of shares has no place below 0, and none above all where no value is. None: the ends are
+    as the values have it.
 
     >>> axis_range([{"y": [1.0, 1.0]}], is_share=True, stacks=False)
     [0.0, 1.02]
@@ -361,7 +363,7 @@ def axis_range(
 
 
 def _curves(run: ShownRun, metric: str, called: str) -> list[tuple[str, Curve]]:
-    """(what it is called, curve) of a metric, or of all that a star stands for."""
+    """Names and curves of a metric, or of all that a star stands for."""
     metrics = run.validation if metric.startswith("validation/") else run.metrics
     if (
         metric == "validation/accuracy"
@@ -402,7 +404,8 @@ def _reward_parts(runs: Sequence[ShownRun]) -> Iterator[Lines]:
 
 
 def _own(runs: Sequence[ShownRun]) -> Iterator[Lines]:
-    """What functions of the user's measure (`telemetry.metrics`): a figure for each function."""
+    """Figures of what functions of the user's measure (`telemetry.metrics`), one for each
+    function."""
     names = dict.fromkeys(name for run in runs for name in run.metrics.starting_with("own/"))
     for function in dict.fromkeys(name.split("/")[1] for name in names):
         names_of_function = [name for name in names if name.split("/")[1] == function]

@@ -1,4 +1,4 @@
-"""Everything that a report needs of a run's folder, read with bounds."""
+"""Reads everything that a report needs of a run's folder, with bounds."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ class Events:
     starts: int = 0
     messages: list[Message] = field(default_factory=list)
     markers: list[dict[str, Any]] = field(default_factory=list)
-    """Steps at which the run went on from a checkpoint: {"x": steps done there, "kind": "restart"
-    or "rollback"}."""
+    """Steps at which the run went on from a checkpoint.
+
+    Each is {"x": steps done there, "kind": "restart" or "rollback"}."""
 
 
 @dataclass
@@ -154,8 +155,10 @@ def _read_run(folder: Path, most_steps: int, evaluations: Sequence[Path]) -> Sho
 
 
 def with_teaching_groups(metrics: Metrics) -> Metrics:
-    """The metrics, with those of earlier releases made of what they logged: no more groups taught
-    than were learned from, where any were selected, and no more than had different rewards."""
+    """The metrics, with teaching groups of earlier releases made of what they logged.
+
+    No more groups taught than were learned from, where any were selected, and no more than had
+    different rewards."""
     if TEACHING in metrics.curves:
         return metrics
     contrast = metrics.curve("rollout/groups_with_contrast")

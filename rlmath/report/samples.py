@@ -55,7 +55,7 @@ def samples_of(
 
 
 def _spread(items: Sequence[int], most: int) -> list[int]:
-    """At most `most` of them, evenly, the first and the last among them.
+    """At most `most` items, spread evenly, the first and the last among them.
 
     >>> _spread([1, 2, 3, 4, 5, 6, 7], 3)
     [1, 4, 7]
@@ -142,7 +142,7 @@ def text_of(value: Any, head: int, tail: int = 0) -> str:
 
 
 def number_of(value: Any) -> float | None:
-    """None for what is no number, or not finite."""
+    """The value as a number; None for what is no number, or not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

@@ -41,8 +41,9 @@ def read_settings(path: Path) -> Settings:
 
 
 def changed(settings: Settings) -> dict[str, tuple[str, str]]:
-    """Key to (value, default), of the settings that are not at their defaults; "" is that of an
-    unknown key."""
+    """Value and default by key, of the settings that are not at their defaults.
+
+    "" is the default of an unknown key."""
     differences = {}
     for key, value in settings.items():
         setting = all_settings().get(key)
@@ -57,8 +58,9 @@ def changed(settings: Settings) -> dict[str, tuple[str, str]]:
 
 
 def differing(runs: Sequence[Settings]) -> dict[str, list[str]]:
-    """Key to the values of the runs, of the settings that are not the same in all; "" where a run
-    has none."""
+    """Values of the runs by key, of the settings that are not the same in all.
+
+    "" stands where a run has none."""
     keys = dict.fromkeys(key for run in runs for key in run)
     order = {key: place for place, key in enumerate(all_settings())}
     differences = {}
@@ -70,7 +72,7 @@ def differing(runs: Sequence[Settings]) -> dict[str, list[str]]:
 
 
 def doc(key: str) -> str:
-    """What a setting does; "" for one that this version does not know."""
+    """Sentence on what a setting does; "" for one that this version does not know."""
     setting = all_settings().get(key)
     return "" if setting is None else " ".join(setting.doc.split())
 

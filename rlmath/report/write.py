@@ -23,9 +23,11 @@ class NoPlotlyError(RuntimeError):
 def write_report(
     folders: Sequence[str | Path], output: Path | None = None, evaluations: Sequence[Path] = ()
 ) -> Path:
-    """Write the report of the runs in these folders to `output`, by default `report.html` in the
-    folder or `compared.html` in the first of several; returns where. `evaluations` are folders of
-    evaluations of their models. Errors: NoRunError, NoPlotlyError, OSError."""
+    """Write the report of the runs in these folders and return its path.
+
+    The path is `output`, by default `report.html` in the folder or `compared.html` in the first of
+    several. `evaluations` are folders of evaluations of their models. Errors: NoRunError,
+    NoPlotlyError, OSError."""
     plotly_js = read_plotly()
     runs = read_runs(folders, evaluations)
     path = (
@@ -39,8 +41,9 @@ def write_report(
 
 
 def write_run_report(config: Config) -> None:
-    """Write `report.html` into the run's folder, if `telemetry.report` says so; an error is only
-    logged."""
+    """Write `report.html` into the run's folder, if `telemetry.report` says so.
+
+    An error is only logged."""
     if not config.telemetry.report:
         return
     try:

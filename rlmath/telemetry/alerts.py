@@ -1,10 +1,7 @@
-"""Alerts: the signs by which published runs were known, too late, to be going wrong.
+"""Alerts: signs by which published runs were known, too late, to be going wrong.
 
-Each is raised once.
-
-Rules read the rows of `metrics.jsonl`, so a resumed run finds in them which alerts were raised
-before.
-"""
+Each is raised once. Rules read the rows of `metrics.jsonl`, so a resumed run finds in them which
+alerts were raised before."""
 
 from __future__ import annotations
 
@@ -18,29 +15,33 @@ from rlmath.config.run_files import UNUSABLE_ROWS_FILE
 from rlmath.config.schema import TelemetryConfig
 
 RECENT_STEPS = 5
-"""Most rules look at the mean of so many steps: one step alone may be chance."""
+"""Steps whose mean most rules look at: one step alone may be chance."""
 FIRST_STEPS = 5
-"""What a run started from is the mean of so many steps."""
+"""First steps whose mean is what a run started from."""
 EARLY_STOP_STEPS = 10
-"""Discarded minibatches raise an alert where most of so many steps had one."""
+"""Steps of which most must have discarded minibatches to raise an alert."""
 IDLE_STEPS = 2
-"""So many steps in a row that learn nothing raise an alert: no group with two different rewards, or
-all dropped."""
+"""Steps in a row that learn nothing and raise an alert.
+
+No group has two different rewards, or all are dropped."""
 QUEUE_SECONDS = 1.0
 QUEUE_SHARE = 0.1
-"""Answers that wait longer for a reward worker, and longer than this share of a step, raise an
-alert."""
+"""Waits for a reward worker that raise an alert.
+
+Answers wait longer than these seconds, and longer than this share of a step."""
 DISCARDED_SHARE = 0.9
-"""Dynamic sampling that drops more of the groups raises an alert."""
+"""Share of groups above which dynamic sampling that drops them raises an alert."""
 DISCARDED_GROUPS = 16
 """Fewest groups in the last steps that raise that alert."""
 USUAL_CLIP_RATIO = 0.1
 """The AReaL documents: actor_clip_ratio "is usually less than 0.1"."""
 GOOD_ACCURACY = 0.95
-"""A reward that no longer rises raises no alert where answers are right this often."""
+"""Accuracy from which a reward that no longer rises raises no alert."""
 ENTROPY_AND_ERRORS = 0.5
-"""Entropy falls by nature as a model learns, about as far as the share of wrong answers. An alert
-is raised where it fell to less than this part of where that share fell to."""
+"""Ratio of the rest of entropy to the rest of wrong answers below which there is an alert.
+
+A rest is what is left of the share at the start. Entropy falls by nature as a model learns, about
+as far as the share of wrong answers."""
 
 Row = Mapping[str, float]
 
@@ -60,16 +61,17 @@ class Alerts:
 
     limits: TelemetryConfig
     clips_whole_completions: bool = False
-    """The loss is GSPO's, which clips many tokens by design."""
+    """Whether the loss is GSPO's, which clips many tokens by design."""
     length_key: str = "rollout.max_new_tokens"
     """The setting that cuts completions off: this, or "stages.max_new_tokens"."""
     group_relative: bool = True
-    """Advantages compare the completions of a group."""
+    """Whether advantages compare the completions of a group."""
 
     @property
     def length_advice(self) -> str:
-        """How completions get longer: a resumed run keeps the lengths of the steps that are
-        done."""
+        """Advice on longer completions.
+
+        A resumed run keeps the lengths of the steps that are done."""
         if self.length_key == "stages.max_new_tokens":
             return "Resume with a larger stages.max_new_tokens for the steps to come."
         return f"Resume with longer `stages` (--help stages); new runs: {self.length_key}."
@@ -100,7 +102,8 @@ class Alerts:
 
 
 def dropped_alert(share: float, limits: TelemetryConfig, is_written: bool = True) -> str | None:
-    """The alert at the start of a run whose filters dropped this share of the prompts (0 to 1);
+    """The alert of a run whose filters dropped this share of the prompts (0 to 1) at its start.
+
     `is_written`: they are listed in the run's folder."""
     if not share > limits.warn_dropped:
         return None
@@ -116,7 +119,9 @@ def dropped_alert(share: float, limits: TelemetryConfig, is_written: bool = True
 
 
 def truncated_alert(run: Alerts) -> str | None:
-    """SimpleRL's first run broke at 23% truncated completions, its report calls under 5% normal."""
+    """Alert of truncated completions.
+
+    SimpleRL's first run broke at 23% truncated completions, its report calls under 5% normal."""
     values = _recent(run, "no_eos_ratio")
     limit = run.limits.warn_truncated
     if not values or not statistics.mean(values) > limit:
@@ -150,8 +155,9 @@ def clip_alert(run: Alerts) -> str | None:
 
 
 def contrast_alert(run: Alerts) -> str | None:
-    """Rewards alike within every group: a reward function that returns a constant, or problems too
-    easy or too hard."""
+    """Alert of rewards that are alike within every group.
+
+    The reward function returns a constant, or problems are too easy or too hard."""
     rows = list(run.last)[-IDLE_STEPS:]
     dropped = [row.get("train/minibatches") == 0 for row in rows]
     alike = [run.group_relative and row.get("rollout/groups_with_contrast") == 0 for row in rows]
@@ -168,8 +174,9 @@ def contrast_alert(run: Alerts) -> str | None:
 
 
 def queue_alert(run: Alerts) -> str | None:
-    """Answers that wait long for a worker: as a rule those of a slow reward function, and the step
-    with them."""
+    """Alert of answers that wait long for a worker.
+
+    As a rule a slow reward function makes them wait, and the step with them."""
     waits = _recent(run, "reward/queue_wait_s_max")
     seconds = _recent(run, "seconds/step")
     if len(waits) < 2 or not seconds:  # workers start in the first step
@@ -185,8 +192,9 @@ def queue_alert(run: Alerts) -> str | None:
 
 
 def discarded_alert(run: Alerts) -> str | None:
-    """Almost all groups dropped: partial credit makes all answers count as right, or problems are
-    too easy or hard."""
+    """Alert of dynamic sampling that drops almost all groups.
+
+    Partial credit makes all answers count as right, or problems are too easy or hard."""
     names = {"right": "all right", "wrong": "all wrong", "uniform": "all alike"}
     dropped = {name: sum(_recent(run, f"selection/dropped/{name}")) for name in names}
     sampled = _recent(run, "selection/groups_sampled")
@@ -208,7 +216,9 @@ def discarded_alert(run: Alerts) -> str | None:
 
 
 def flat_alert(run: Alerts) -> str | None:
-    """No rise of the later half's mean over the earlier half's beyond the standard error of their
+    """Alert of a reward that does not rise.
+
+    The later half's mean is not above the earlier half's by more than the standard error of their
     difference."""
     steps = run.limits.warn_flat_steps
     rewards = [value for value in _recent(run, "task_reward", steps) if math.isfinite(value)]
@@ -232,8 +242,9 @@ def flat_alert(run: Alerts) -> str | None:
 
 
 def entropy_alert(run: Alerts) -> str | None:
-    """Entropy that fell below its share of the first steps', and at least twice as far as the wrong
-    answers did."""
+    """Alert of entropy that fell below its share of the first steps'.
+
+    It fell at least twice as far as the wrong answers did."""
     limit = run.limits.warn_entropy_share
     name = "train/entropy_loss"
     first_values = [row[name] for row in run.first if name in row]
@@ -255,8 +266,9 @@ def entropy_alert(run: Alerts) -> str | None:
 
 
 def _errors_left(run: Alerts) -> float:
-    """The share of wrong answers in the last steps over that in the first; 1 where it is not
-    known."""
+    """Share of wrong answers in the last steps over that in the first.
+
+    It is 1 where it is not known."""
     name = "rollout/accuracy"
     first_errors = [1 - row[name] for row in run.first if name in row]
     last_accuracies = _recent(run, name)

@@ -1,8 +1,8 @@
-"""What a run prints, and its log file.
+"""The console of a run, and its log file.
 
-The console has lines for a terminal of 80 columns, of rank 0 alone but for warnings. `run.log` in
-the run's folder has all of them with date and level; records of level DEBUG are for the file alone.
-"""
+The console has lines for a terminal of 80 columns, of rank 0 alone except for warnings. `run.log`
+in the run's folder has all of them with date and level; records of level DEBUG are for the file
+alone."""
 
 from __future__ import annotations
 
@@ -48,26 +48,31 @@ STEP_LINE_METRICS = {
     "rollout/groups_in_flight": ("in flight", ".0f"),
     "rollout/deferred_groups": ("deferred", ".0f"),
 }
-"""Metrics of a step's line, where the step has them and the line has room; their names there, and
-formats."""
+"""Metrics of a step's line; their names there, and formats.
+
+The line has those that the step has and that it has room for."""
 
 LIBRARIES = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "asyncio", "py")
 """First parts of the names of loggers that are not ours; "py.warnings" has Python's warnings."""
 LIBRARY_LEVEL = "VLLM_LOGGING_LEVEL"
 """Environment variable with the level from which libraries are shown on the console, too."""
 FOR_THE_USER = ("vllm.model_executor.model_loader.reload.inplace",)
-"""Loggers of libraries whose warnings are for the console: of weights that a sync did not load."""
+"""Loggers of libraries whose warnings are for the console.
+
+They are about weights that a sync did not load."""
 
 
 # ---------------------------------------------------------------- console and log file
 
 
 def setup_logging(rank: int) -> None:
-    """Lines on stderr: everything of rank 0, warnings of the others; of libraries only errors,
-    their warnings are for the log file. No text reaches the terminal with control characters
-    (`escape_terminal`), and a line takes a progress bar off the terminal first. Call it before vLLM
-    is imported, and `route_library_logs` after other libraries are. To hear the libraries, set
-    VLLM_LOGGING_LEVEL, TORCH_LOGS, TORCH_CPP_LOG_LEVEL or PYTHONWARNINGS."""
+    """Set up the lines on stderr: everything of rank 0, warnings of the others.
+
+    Of libraries only errors are shown; their warnings are for the log file. No text reaches the
+    terminal with control characters (`escape_terminal`), and a line takes a progress bar off the
+    terminal first. Call it before vLLM is imported, and `route_library_logs` after other libraries
+    are. To see the libraries' lines, set VLLM_LOGGING_LEVEL, TORCH_LOGS, TORCH_CPP_LOG_LEVEL or
+    PYTHONWARNINGS."""
     escape_terminal()
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     console = ConsoleHandler()
@@ -90,7 +95,7 @@ def setup_logging(rank: int) -> None:
 
 
 def route_library_logs() -> None:
-    """What libraries log from WARNING on goes to the handlers of `setup_logging` alone.
+    """Send what libraries log from WARNING on to the handlers of `setup_logging` alone.
 
     Some, as torch and transformers, install handlers of their own and set levels when they are
     imported: call it again after that."""
@@ -132,9 +137,10 @@ def _log_warning(
 
 
 def open_log_file(output_dir: str | Path) -> None:
-    """From now on this process's lines, those before included, are appended to `run.log` in the
-    folder, events also to `events.jsonl`. OSError where it cannot be opened; what the disk refuses
-    later is lost, with one warning."""
+    """Append this process's lines, those before included, to `run.log` in the folder.
+
+    Events are also appended to `events.jsonl`. OSError where it cannot be opened; what the disk
+    refuses later is lost, with one warning."""
     root = logging.getLogger()
     file = _LogFile(Path(output_dir) / LOG_FILE, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(
@@ -191,15 +197,17 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
             super().emit(record)
 
     def close(self) -> None:
-        """`logging.shutdown` calls it, also before `os._exit`: removes the bars, which would stay
-        on the terminal."""
+        """Remove the bars, which would stay on the terminal.
+
+        `logging.shutdown` calls it, also before `os._exit`."""
         close_bars()
         super().close()
 
 
 def close_bars() -> None:
-    """Take all progress bars off the terminal, before the last line of a process: they are drawn
-    below a line else."""
+    """Take all progress bars off the terminal, before the last line of a process.
+
+    Otherwise they are drawn below a line."""
     for bar in list(tqdm._instances):  # type: ignore[attr-defined]
         bar.close()
 
@@ -230,8 +238,9 @@ class _LogFile(logging.FileHandler):
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Columns of the terminal that a stream is, by default stderr, or COLUMNS where it does not
-    know its size (0, as in a container); None where it is none."""
+    """Columns of the terminal that a stream is, by default stderr; None where it is none.
+
+    They are COLUMNS where the terminal does not know its size (0, as in a container)."""
     stream = sys.stderr if stream is None else stream
     try:
         if not stream.isatty():
@@ -243,15 +252,17 @@ def terminal_width(stream: TextIO | None = None) -> int | None:
 
 
 def over_bar(text: str, width: int) -> str:
-    """The text in the place of a progress bar of another process that may stand on the terminal's
-    line."""
+    """The text over a progress bar of another process.
+
+    Such a bar may stand on the terminal's line."""
     first, newline, remainder = text.partition("\n")
     return f"\r{first.ljust(width - 1)}{newline}{remainder}"
 
 
 def wrapped(text: str, width: int) -> str:
-    """The text with lines of at most so many columns, but for words that are longer, such as paths,
-    and for commands, whose lines begin with "$ ".
+    """The text with lines of at most so many columns.
+
+    Longer words, such as paths, and commands, whose lines begin with "$ ", stay whole.
 
     >>> print(wrapped("12:00:00 a line that is too long", 24))
     12:00:00 a line that is
@@ -279,8 +290,10 @@ def wrapped(text: str, width: int) -> str:
 
 
 def remaining_seconds(step_ends: Sequence[float], steps_left: int) -> float | None:
-    """The seconds that a run still takes, by the ends of this start's last steps (seconds), between
-    which validations and saves lie. None where only the first step is known, which warms up.
+    """Seconds that a run still takes; None where only the first step is known, which warms up.
+
+    They follow from the ends of this start's last steps (seconds), between which validations and
+    saves lie.
 
     >>> remaining_seconds([20.0, 29.0, 31.0], 7)
     38.5
@@ -298,8 +311,9 @@ def step_line(
     metrics: Mapping[str, float],
     columns: int = COLUMNS - len("00:00:00 "),
 ) -> str:
-    """A step's line of at most so many columns, with STEP_LINE_METRICS as far as there is room;
-    steps count from 1.
+    """A step's line of at most so many columns; steps count from 1.
+
+    It has those of STEP_LINE_METRICS that there is room for.
 
     >>> step_line(3, 38, 1.234, 66.2, {"task_reward": -0.25, "other": 1.0})
     'step  3/38 reward -0.250 1.23s left 1:06'
@@ -319,7 +333,7 @@ def step_line(
 
 
 def _parts(metrics: Mapping[str, float]) -> list[str]:
-    """The metrics of several rewards: each has its share of failures beside it."""
+    """The metrics of several rewards, which have a share of failures beside them."""
     return [name for name in metrics if f"{name}/failures" in metrics]
 
 

@@ -1,10 +1,8 @@
-"""What happened in a run, as data: `events.jsonl`, a row for every start, checkpoint, warning and
-the like.
+"""Events of a run as data: `events.jsonl`, with a row for every start, checkpoint and warning.
 
 Events are warnings and errors of the log, and lines with `extra=event(...)`. A row has "time",
 "kind", "step" (steps done, or the step that the event is of) and "text", and whatever else the
-event was given.
-"""
+event was given."""
 
 from __future__ import annotations
 
@@ -26,18 +24,22 @@ MOST_EVENTS = 10_000
 MOST_CHARS = 1500
 """Characters of an event's text."""
 LASTING = ("start", "resume", "took back", "rollback", "end")
-"""Kinds that stay where a run goes back to an earlier step, and makes later steps again."""
+"""Kinds that stay where a run goes back to an earlier step and repeats later steps."""
 
 
 def event(kind: str, step: int | None = None, **fields: Any) -> dict[str, Any]:
-    """The `extra` of a line of the log that is an event, too; its text is the line's if there is no
-    `text` in `fields`. The kind "step" is not written: warnings that follow are of this step."""
+    """The `extra` of a line of the log that is an event, too.
+
+    Its text is the line's if there is no `text` in `fields`. The kind "step" is not written:
+    warnings that follow are of this step."""
     return {"event": {"kind": kind, **({} if step is None else {"step": step}), **fields}}
 
 
 class EventFile(logging.Handler):
-    """Appends events of the log to a run's `events.jsonl`, each in the file when the line has been
-    logged. A disk that refuses one costs the run a warning, and further events."""
+    """Appends events of the log to a run's `events.jsonl`.
+
+    Each is in the file when the line has been logged. A disk that refuses one costs the run a
+    warning, and further events."""
 
     def __init__(self, output_dir: str | Path) -> None:
         super().__init__()

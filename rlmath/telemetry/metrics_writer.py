@@ -36,13 +36,15 @@ seconds/ tokens_per_second/ train/mfu rollout/mfu memory rollout/idle_share roll
 rollout/trainer_busy_share rollout/engine_busy_share rollout/sequences_running rollout/scores_waiting sync/latency_s
 sync/transfer_s reward/queue_wait validation/seconds
 """.split()
-"""How the names of metrics begin that are times and memory, or follow from them: no two runs have
-the same."""
+"""Beginnings of the names of metrics that are times and memory, or follow from them.
+
+No two runs have the same."""
 
 
 def without_times(row: Mapping[str, float], *more: str) -> dict[str, float]:
-    """A row without the metrics that no two runs have the same of, and those whose names begin with
-    one of `more`.
+    """A row without the metrics that differ between any two runs.
+
+    Also without those whose names begin with one of `more`.
 
     >>> without_times({"step": 1, "seconds/step": 2.5, "sync/sent_gib": 0.5}, "sync/")
     {'step': 1}
@@ -51,8 +53,9 @@ def without_times(row: Mapping[str, float], *more: str) -> dict[str, float]:
 
 
 class Unwritten:
-    """What of a run's telemetry a (full) disk refuses: logged when that begins and when it ends,
-    and counted."""
+    """Telemetry of a run that a (full) disk refuses.
+
+    It is logged when that begins and when it ends, and counted."""
 
     def __init__(self) -> None:
         self.lost: Counter[str] = Counter()
@@ -60,9 +63,9 @@ class Unwritten:
         self._failing: set[str] = set()
 
     def attempt(self, what: str, write: Callable[[], object], lost: int = 1) -> bool:
-        """Whether `write` raised no OSError.
+        """Call `write`, and return whether it raised no OSError.
 
-        One counts as `lost` of this kind; 0 where it will be written later."""
+        An error counts as `lost` of this kind; 0 where it will be written later."""
         try:
             write()
         except OSError as error:
@@ -123,9 +126,10 @@ class _RowFile:
 
 
 class MetricsWriter:
-    """Appends one line a step to `metrics.jsonl`, and the same numbers as TensorBoard scalars and
-    to `wandb`. A line is on disk when `write` returns, or is written with a later one if the disk
-    refuses it."""
+    """Appends one line a step to `metrics.jsonl`.
+
+    The same numbers go to TensorBoard as scalars and to `wandb`. A line is on disk when `write`
+    returns, or is written with a later one if the disk refuses it."""
 
     def __init__(
         self,
@@ -135,7 +139,9 @@ class MetricsWriter:
         wandb: WandbLog | None = None,
         unwritten: Unwritten | None = None,
     ) -> None:
-        """A resumed run gives its `first_step`: TensorBoard then hides what an earlier start wrote
+        """Open the files.
+
+        A resumed run gives its `first_step`: TensorBoard then hides what an earlier start wrote
         from there."""
         folder = Path(output_dir)
         self.unwritten = unwritten or Unwritten()
@@ -150,15 +156,16 @@ class MetricsWriter:
         self.unwritten.attempt(METRICS_FILE, create, lost=0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One step's numbers.
+        """Write one step's numbers.
 
         JSON has no NaN or infinity: they become "NaN", "Infinity", "-Infinity"."""
         assert "step" not in metrics
         self._write(METRICS_FILE, step, metrics)
 
     def write_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The numbers of a validation of the weights that `step` left; call it before a later step
-        is written."""
+        """Write the numbers of a validation of the weights that `step` left.
+
+        Call it before a later step is written."""
         self._write(VALIDATION_FILE, step, metrics)
 
     def _write(self, name: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -230,8 +237,9 @@ class _Events:
 def _hook_of_threads(
     before: Callable[[threading.ExceptHookArgs], object], args: threading.ExceptHookArgs
 ) -> None:
-    """What the disk refuses to TensorBoard's thread is raised again at the next write: no traceback
-    of the thread."""
+    """Hook that hides tracebacks of TensorBoard's thread for what the disk refuses.
+
+    It is raised again at the next write."""
     if not (
         isinstance(args.exc_value, OSError)
         and type(args.thread).__module__.startswith("tensorboard.")
@@ -242,7 +250,7 @@ def _hook_of_threads(
 def open_metrics(
     config: Config, first_step: int = 1, unwritten: Unwritten | None = None
 ) -> MetricsWriter:
-    """Everything that the run's settings ask for."""
+    """The writer of everything that the run's settings ask for."""
     telemetry = config.telemetry
     folder = config.run.output_dir
     wandb = None
@@ -261,8 +269,9 @@ def tensorboard_tag(name: str) -> str:
 
 
 def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, float]]:
-    """The rows of a run's `metrics.jsonl`, or another file of such rows, by rising step, with NaN
-    and infinities as floats again. ValueError names the line that cannot be read."""
+    """The rows of a run's `metrics.jsonl`, or another file of such rows, by rising step.
+
+    NaN and infinities are floats again. ValueError names the line that cannot be read."""
     path = Path(output_dir) / name
     if not path.is_file():
         raise ValueError(
@@ -278,10 +287,11 @@ def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, fl
 def rows_by_step(
     path: Path, most_bytes: int | None = None
 ) -> tuple[dict[int, Row], list[tuple[int, Exception]]]:
-    """Rows by rising step, the later one of a step written twice, and (number from 1, why) of lines
-    that are none; an unfinished last line is skipped. Of a file of more than `most_bytes` every
-    second, third, ... line alone, the last among them. OSError where the file cannot be read,
-    ValueError where it is no regular file."""
+    """Rows by rising step, and (number from 1, error) of lines that are none.
+
+    Of a step written twice it is the later row; an unfinished last line is skipped. Of a file of
+    more than `most_bytes` only every second, third, ... line is read, the last among them. OSError
+    where the file cannot be read, ValueError where it is no regular file."""
     rows: dict[int, Row] = {}
     damaged: list[tuple[int, Exception]] = []
     with open_regular(path) as file:

@@ -1,5 +1,4 @@
-"""Profiles of chosen steps (`telemetry.profile_steps`): what torch's profiler saw on each rank, as
-a trace and a table.
+"""Profiles of chosen steps (`telemetry.profile_steps`), of torch's profiler on each rank.
 
 profile/step-000005-rank-0.json.gz   for ui.perfetto.dev or chrome://tracing; the phases of the step are named
 profile/step-000005-rank-0.md        seconds of the phases, and the operations that took longest
@@ -36,7 +35,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around step `number`; nothing where it is not to be profiled.
+        """Profile step `number` around its work; do nothing where it is not to be profiled.
 
         What the disk refuses is a warning."""
         if number not in self.steps:
@@ -68,8 +67,9 @@ class StepProfiler:
 
 
 def profile_table(averages: EventList, number: int, rank: int, on_gpu: bool) -> str:
-    """Torch's averages as Markdown: the phases by all their time, the operations by their own,
-    without callees."""
+    """Torch's averages as Markdown.
+
+    Phases are sorted by all their time, operations by their own, without callees."""
     phases = EventList(average for average in averages if average.key.startswith(PHASE_PREFIX))
     operations = EventList(
         average for average in averages if not average.key.startswith(PHASE_PREFIX)

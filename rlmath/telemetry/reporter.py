@@ -1,5 +1,6 @@
-"""What rank 0 reports of a run, over all its starts: metrics.jsonl, console, samples, alerts,
-summary.json."""
+"""Reports of rank 0 on a run, over all its starts.
+
+They are metrics.jsonl, console, samples, alerts and summary.json."""
 
 from __future__ import annotations
 
@@ -32,8 +33,7 @@ logger = logging.getLogger(__name__)
 FAILURES_STEPS = 50
 """Answers that could not be judged are warned of again so many steps on."""
 COUNTED = {"grpo": ("n_valid_tokens", "completion_tokens"), "sft": ("n_tokens", "tokens")}
-"""Metric that `tokens_per_second` of the summary counts and the name of its sum, by kind of
-program."""
+"""Metric of the summary's `tokens_per_second`, and the name of its sum, by kind of program."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,9 @@ class StepRecord:
 
     @property
     def skipped(self) -> str | None:
-        """Why nothing was learned of the step's minibatches; None where something was, or there
-        were none."""
+        """Reason why nothing was learned of the step's minibatches.
+
+        None where something was, or there were none."""
         if not self.results or any(result.discarded is None for result in self.results):
             return None
         return self.results[-1].discarded
@@ -122,15 +123,16 @@ class Reporter:
             self._count(metrics)
 
     def before_training(self, metrics: Mapping[str, float]) -> None:
-        """The evaluation of the model as it came: step 0."""
+        """Report the evaluation of the model as it came: step 0."""
         if metrics:
             self._metrics.write(0, metrics)
             text = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             logger.info("Before training: %s", text)
 
     def step(self, number: int, record: StepRecord, more: Mapping[str, float]) -> None:
-        """Step `number`, counted from 0, with what the life cycle measured (`seconds/save` is of
-        the step before)."""
+        """Report step `number`, counted from 0.
+
+        `more` is what the life cycle measured (`seconds/save` is of the step before)."""
         if record.validation is not None:
             self.validation(record.validation)
         metrics = record.metrics | more
@@ -189,7 +191,9 @@ class Reporter:
         logger.log(level, text, step, 100 * failures, 100 * limit, outcome, place)
 
     def validation(self, measured: ValidationResult) -> None:
-        """Call it before the step that began with the weights that were measured."""
+        """Write a validation.
+
+        Call it before the step that began with the weights that were measured."""
         self._metrics.write_validation(measured.step, measured.metrics)
 
     def write_summary(self, seconds_total: float, more: Mapping[str, Any]) -> None:
@@ -221,8 +225,9 @@ class Reporter:
             logger.info("The summary is in %s", path, extra=event("end", self._total_steps))
 
     def close(self) -> None:
-        """Close the files, of a run that ends here or stops before its end, and log what the disk
-        refused."""
+        """Close the files, and log what the disk refused.
+
+        The run ends here or stops before its end."""
         self._metrics.close()
         if lost := self._metrics.lost():
             text = ", ".join(f"{name}: {count}" for name, count in lost.items())
@@ -249,8 +254,9 @@ class Reporter:
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The seconds of a step's phases; those of the memory switch, where it has been used, added up
-    as "switch".
+    """The seconds of a step's phases.
+
+    Those of the memory switch, where it has been used, are added up as "switch".
 
     >>> phase_seconds({"seconds/sync": 2.0, "seconds/wake": 0.5, "seconds/sleep": 0.25, "loss": 1.0})
     {'sync': 2.0, 'switch': 0.75}

@@ -1,5 +1,6 @@
-"""A few groups of every step, kept to be read: prompt, texts, rewards, advantages; how they are
-written and read."""
+"""Samples of every step, kept to be read: how they are written and read.
+
+A few groups have their prompt, texts, rewards and advantages."""
 
 from __future__ import annotations
 
@@ -44,8 +45,9 @@ def keep_samples(output_dir: str | Path, last_step: int) -> None:
 
 
 def sample_files(output_dir: str | Path, kind: str = "step") -> dict[int, Path]:
-    """A run's files of samples by rising step; of what could not be judged with the kind
-    "failure"."""
+    """A run's files of samples by rising step.
+
+    With the kind "failure" they are of what could not be judged."""
     names = (
         (_OWN_NAME.fullmatch(path.name), path)
         for path in (Path(output_dir) / SAMPLES_FOLDER).glob("*")
@@ -164,8 +166,9 @@ def _parts(score: Score, rewards: Sequence[str]) -> dict:
 
 
 def completion_facts(completion: dict) -> str:
-    """Reward, advantage, verdict, length, end and continuations in one line, without the model's
-    own text.
+    """Facts of a completion in one line, without the model's own text.
+
+    They are reward, advantage, verdict, length, end and continuations.
 
     >>> completion_facts({"reward": 5.0, "advantage": 0.7, "verdict": "string", "correct": True, "length": 12,
     ...                   "finish_reason": "stop"})

@@ -68,8 +68,9 @@ class WandbLog:
             self._give_up(f"{MOST_WAITING} steps wait for it")
 
     def close(self) -> None:
-        """Wait until all is written or sent, at most FINISH_SECONDS; what is left then stays on
-        this disk."""
+        """Wait until all is written or sent, at most FINISH_SECONDS.
+
+        What is left then stays on this disk."""
         with suppress(queue.Full):
             self._rows.put_nowait(None)
         self._thread.join(FINISH_SECONDS)
@@ -158,8 +159,9 @@ def _end_service() -> None:
 
 
 def run_id(output_dir: str | Path) -> str:
-    """The id by which W&B recognises the folder's run when it is resumed, made and kept there when
-    there is none."""
+    """The id by which W&B recognises the folder's run when it is resumed.
+
+    It is made and kept there when there is none."""
     path = Path(output_dir) / WANDB_FOLDER / "run_id.txt"
     if not path.exists():
         write_whole(path, secrets.token_hex(4) + "\n")
@@ -170,7 +172,7 @@ def run_id(output_dir: str | Path) -> str:
 
 
 def wandb_problems(telemetry: TelemetryConfig) -> list[str]:
-    """What W&B lacks for `telemetry.wandb`, for the rank that logs.
+    """Problems of W&B for `telemetry.wandb`, for the rank that logs.
 
     Asks nothing, neither here nor over the network."""
     mode = telemetry.wandb
@@ -201,8 +203,9 @@ def wandb_problems(telemetry: TelemetryConfig) -> list[str]:
 
 
 def _api_key() -> tuple[str, object]:
-    """W&B's server, and the key for it as its own login finds it (environment, .netrc, settings);
-    None for none."""
+    """W&B's server, and the key for it; None for none.
+
+    Its own login finds the key (environment, .netrc, settings)."""
     _import_wandb()
     from wandb.sdk import wandb_setup
     from wandb.sdk.lib import wbauth

@@ -1,4 +1,4 @@
-"""The cluster that a run is planned for, and the speed of its ranks."""
+"""The cluster that a run is planned for, and how long one of its ranks takes for each work."""
 
 from __future__ import annotations
 
