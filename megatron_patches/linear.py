@@ -62,6 +62,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the input, the weight and the bias; None for other arguments."""
         x, weight_NK = ctx.saved_tensors
         grad_x = linear(grad, weight_NK.t())
         grad_TN = grad.reshape(-1, grad.shape[-1])

@@ -61,6 +61,7 @@ class _Proxy(types.ModuleType):
 
 
 def _cpu_torch() -> types.ModuleType:
+    """A stand-in for torch whose CUDA functions and factories work on CPU."""
     cuda = _Proxy(
         torch.cuda,
         {

@@ -231,6 +231,7 @@ def our_settings(
 def run_ours(
     place: Path, model: Path, data: Path, case: Case, overrides: Sequence[str], limit: float
 ) -> Measured:
+    """One run of ours."""
     output = Path(tempfile.mkdtemp(dir=place, prefix="ours-"))
     settings = our_settings(output, model, data, case, overrides)
     command = [*demo.torchrun(case.ranks), "launch/train_grpo.py", *settings]

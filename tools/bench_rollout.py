@@ -239,6 +239,7 @@ class Side:
 
 
 def bench(work: Work, repeats: int) -> None:
+    """Measure both sides in turns, and report the medians."""
     sides: dict[str, Side] = {}
     try:
         for name in ("plain", "ours"):

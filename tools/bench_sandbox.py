@@ -117,6 +117,7 @@ def median_of(work: Callable[[], float], repeats: int) -> float:
 
 
 def bench_case(sandboxes: Sandboxes, name: str, code: str, quick: bool) -> None:
+    """Measure one code in the sandbox and as a program of its own."""
     baseline_seconds = median_of(lambda: program_seconds(code), 5 if quick else 20)
     report(name, "python -c, p50", 1000 * baseline_seconds, "ms")
     count = 100 if quick else 1000

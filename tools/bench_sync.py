@@ -178,6 +178,7 @@ def gather_and_reload(
 def measure(
     case: Case, shape: ModelShape, engine: Engine, clock: PackingClock, repeats: int
 ) -> None:
+    """Measure the sync and the baseline of a layout in turns, and report them."""
     device = open_device("cpu")
     with laid_out(case, device) as mesh:
         chunks = build_policy(shape, mesh, device)
@@ -210,6 +211,7 @@ def measure(
 def tell(
     case: Case, shape: ModelShape, ours: Timings, theirs: Timings, sent: int, bound: int
 ) -> None:
+    """Print the figures of a layout."""
     name = f"{case.name}, {sum_parameters(shape) / 1e6:.0f}M"
     our_seconds = statistics.median(ours.seconds)
     baseline_seconds = statistics.median(theirs.seconds)

@@ -181,6 +181,7 @@ def bench_mixture(name: str, cases: Sequence[Case], repeats: int) -> None:
 
 
 def bench_classes(cases: Sequence[Case]) -> None:
+    """Measure each kind of answer by itself."""
     for kind in sorted({case.kind for case in cases}):
         chosen = [case for case in cases if case.kind == kind]
         library_time = library_seconds(chosen)

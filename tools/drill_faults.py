@@ -199,6 +199,7 @@ class Drill:
         return CHAINS[self.name]
 
     def overrides(self) -> list[str]:
+        """Overrides of every run of the chain."""
         common = [
             f"model.path={self.base}/base",
             "run.total_epochs=100000",
@@ -352,6 +353,7 @@ class Disturbed:
             attempt.wait_gone(0.0)  # nothing is there any more, unless this program fails
 
     def _disturb(self, attempt: Attempt, one: Start) -> bool:
+        """Disturb one start; returns whether the run ended as it should and the drill goes on."""
         ending = KINDS[one.ending] if one.ending else None
         steps_before = self._steps_done()
         started = time.monotonic()
@@ -603,6 +605,7 @@ def tell(outcome: Outcome) -> None:
 
 
 def print_table(outcomes: list[Outcome], seconds: float) -> None:
+    """Print a row and a JSON line for each disturbance."""
     print(
         f"\n{'chain':6} {'kind':18} {'step':>4} {'status':>7} {'end s':>6} {'recovery s':>10} "
         f"{'steps lost':>10}"

@@ -194,6 +194,7 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _meet(self, operation: str, args: Any) -> None:
+        """Count a collective by its group, operation and bytes."""
         group = next(
             dist.ProcessGroup.unbox(argument)
             for argument in args

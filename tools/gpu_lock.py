@@ -281,6 +281,7 @@ class Sources:
         return node
 
     def _in_class(self, place: str, owner: ast.ClassDef, name: str) -> ast.AST | None:
+        """The method or assignment of a class or its bases that has a name."""
         for node in ast.walk(owner):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
                 return node
@@ -390,6 +391,7 @@ def _target(node: ast.ImportFrom, name: str, module: str, sources: Sources) -> s
 
 
 def _arguments(arguments: ast.arguments) -> list[str]:
+    """The arguments of a function as they are written, without self and cls."""
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
     lines = [

@@ -162,6 +162,7 @@ def _names(known: Sequence[Partition]) -> str:
 
 
 def _problems_in(one: Partition, up: str, need: Need) -> Iterator[str]:
+    """Problems of a job in this partition; `up` names those that are up."""
     nodes = need.nodes
     gpus = need.gpus
     limit = need.seconds
@@ -238,6 +239,7 @@ def submit(script: Path, links: int) -> list[str]:
 
 
 def _ask(command: str, *arguments: str) -> str:
+    """The output of a command of Slurm; ValueError where it fails or does not answer."""
     overrides = [f"SBATCH_{name}" for name in OVERRIDES]
     try:
         process = subprocess.run(

@@ -195,6 +195,7 @@ def _plain_problems(job: Job) -> Iterator[str]:
 
 
 def _time_problems(job: Job) -> Iterator[str]:
+    """Problems of the time limit, and of the time to save before it."""
     if job.signal_seconds > MOST_SIGNAL_SECONDS:
         yield (
             f"run.stop_grace_seconds is {job.program.grace_seconds}; Slurm can tell a run to save "
@@ -220,6 +221,7 @@ def _time_problems(job: Job) -> Iterator[str]:
 
 
 def _container_problems(job: Job) -> Iterator[str]:
+    """Problems of the container, and of what it sees."""
     if job.runtime != "none" and INSTALLED.is_dir():
         yield (
             f"--runtime {job.runtime} runs the code of a checkout in the container, and here "
@@ -260,6 +262,7 @@ def script_text(job: Job) -> str:
 
 
 def _slurm_options(job: Job) -> Iterator[str]:
+    """Options of sbatch, as lines of the script have them."""
     yield f"--job-name={job.name}"
     yield f"--comment={OUTPUT_MARK}{job.program.output}"
     yield f"--nodes={job.nodes}"

@@ -201,6 +201,7 @@ def write_script(job: Job, text: str) -> Path:
 
 
 def tell(job: Job, script: Path, numbers: Sequence[str]) -> None:
+    """Print where the jobs, their script, logs and output are."""
     jobs = " ".join(numbers)
     print(f"Queued as job {jobs}" + (", each after the one before" if len(numbers) > 1 else ""))
     if job.roles:

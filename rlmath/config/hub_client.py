@@ -47,6 +47,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _push(repo_id: str, folder_path: str, commit_message: str) -> str:
+    """Upload a folder to a repository, made if it is not there, and return the commit."""
     from huggingface_hub import HfApi
 
     HfApi().create_repo(repo_id, private=True, exist_ok=True)

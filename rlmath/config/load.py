@@ -210,6 +210,7 @@ def shown_sections(config: Config) -> dict[str, dict[str, Any]]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        """End with a mistake of the command line, with what was probably meant."""
         text = message
         if message.startswith("unrecognized arguments"):
             for word in message.partition(":")[2].split():
@@ -420,6 +421,7 @@ class _Reader:
                 self._set(key, recorded.get(key, value), f"algorithm.preset={name}")
 
     def _recorded_settings(self, preset: str) -> dict[str, Any]:
+        """Settings that the run in `run.output_dir` has recorded, where it may resume."""
         if self._written("run.output_dir") == MISSING:
             return {}
         output_dir, recover_mode = (

@@ -100,6 +100,7 @@ def escape_terminal() -> None:
 
 
 def _escape(stream: TextIO) -> None:
+    """Let a stream write only visible characters."""
     # Not another stream in its place: handlers and progress bars may hold this one already.
     write = stream.write
 

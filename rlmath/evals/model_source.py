@@ -95,6 +95,7 @@ def _hugging_face(path: Path) -> Path | None:
 
 
 def _convert(path: Path, output: Path) -> Path:
+    """Convert a checkpoint into the output folder, unless that is done already."""
     source = find_megatron(path)
     if source.metadata_files is None:
         raise ValueError(

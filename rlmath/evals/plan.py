@@ -198,6 +198,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
+    """The content of settings.json by part; empty where there is no file."""
     if not path.is_file():
         return {}
     try:

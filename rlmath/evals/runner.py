@@ -178,6 +178,7 @@ def _prepare_on_rank_zero(
 
 
 def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Device) -> _Prepared:
+    """Read the model and the problems, and find the completions that are missing."""
     paths = {name: find_benchmark(name, plan.data_dir) for name in plan.benchmarks}
     place = (
         plan.model if isinstance(plan.model, Path) else parse_hub_id(plan.model, "--model").place
@@ -272,6 +273,7 @@ def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Mi
 def _log_work(
     benchmarks: Sequence[Benchmark], lengths: LengthLimits, plan: Plan, missing: int
 ) -> None:
+    """Log the problems, and how many completions are requested and on disk."""
     requested = 0
     for benchmark in benchmarks:
         name = benchmark.name
@@ -300,6 +302,7 @@ def _log_work(
 
 # ---------------------------------------------------------------- tables
 def _write_tables(plan: Plan, prepared: _Prepared) -> list[BenchmarkResult]:
+    """Write and print the tables of the completions on disk, and return their rows."""
     longest = prepared.lengths.max_prompt_tokens
     results = [
         result_of(benchmark, read_completions(plan.output, benchmark.name), plan, longest)

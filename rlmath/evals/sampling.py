@@ -118,6 +118,7 @@ def sample_missing(
 
 
 def _requests(number: int, missing: Missing, plan: Plan, lengths: LengthLimits) -> list[Request]:
+    """Requests for the missing completions of a problem."""
     problem = missing.problem
     return [
         Request(
@@ -180,6 +181,7 @@ class Verification:
             self._write_first()
 
     def _write_first(self) -> None:
+        """Write the record of the completion that was submitted first, once it is verified."""
         request, completion, future = self._submitted.popleft()
         number, index = request.key
         problem = self._problems[number]

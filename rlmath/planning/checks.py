@@ -335,6 +335,7 @@ def _chat_problems(config: Config, kind: Kind) -> Iterator[str]:
 
 
 def _length_problems(config: Config) -> Iterator[str]:
+    """Problems of the lengths of prompts, completions and micro-batches."""
     prompt_tokens = config.data.max_prompt_tokens
     new_tokens = config.rollout.max_new_tokens
     if config.rollout.min_new_tokens > new_tokens:
@@ -354,6 +355,7 @@ def _length_problems(config: Config) -> Iterator[str]:
 
 
 def _engine_problems(config: Config) -> Iterator[str]:
+    """Problems of the tokens of an engine step."""
     rollout = config.rollout
     budget = rollout.max_num_batched_tokens
     if budget is None:
@@ -375,6 +377,7 @@ def _engine_problems(config: Config) -> Iterator[str]:
 
 
 def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """The problem of sequences that are longer than the model's positions."""
     prompt_tokens = config.data.max_prompt_tokens
     new_tokens = config.rollout.max_new_tokens
     excess = prompt_tokens + new_tokens - shape.max_positions
@@ -462,6 +465,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
 
 
 def _selection_problems(config: Config) -> Iterator[str]:
+    """Problems of the lengths of completions that are selected."""
     selection = config.selection
     limit = config.rollout.max_new_tokens
     least = selection.min_completion_tokens
@@ -540,6 +544,7 @@ def only_used(config: Config) -> tuple[Config, list[str]]:
 
 
 def _sequence_length_problems(config: Config) -> Iterator[str]:
+    """The problem of sequences that do not fit a micro-batch in supervised training."""
     longest = config.sft.max_sequence_tokens
     budget = config.policy.max_tokens_per_microbatch
     if budget < longest:

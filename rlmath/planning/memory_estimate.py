@@ -522,6 +522,7 @@ def _resident(
 def _while_generating(
     resident: Mapping[str, int], memory: MemoryConfig, with_parameters: bool
 ) -> dict[str, int]:
+    """Bytes by part while the engine is awake."""
     gone = {
         "parameters": not with_parameters,
         "gradients": memory.offload_gradients,

@@ -326,6 +326,7 @@ def _given_stages(parallel: ParallelConfig) -> dict[str, int]:
 
 
 def _even_problems(pipeline: int, virtual: int, layers: int) -> Iterator[str]:
+    """Problems of stages that all have the same number of layers."""
     for problem in _must_divide("parallel.pipeline", pipeline, layers, "layers of the model"):
         yield f"{problem} Or let parallel.first_stage_layers or parallel.last_stage_layers differ."
     if layers % pipeline == 0:
@@ -338,6 +339,7 @@ def _even_problems(pipeline: int, virtual: int, layers: int) -> Iterator[str]:
 def _uneven_problems(
     given: dict[str, int], pipeline: int, virtual: int, layers: int
 ) -> Iterator[str]:
+    """Problems of a first or last stage that has a number of layers of its own."""
     keys = " + ".join(given)
     taken = sum(given.values())
     other_stages = pipeline - len(given)

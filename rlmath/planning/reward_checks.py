@@ -67,6 +67,7 @@ def reward_problems(config: Config) -> Iterator[str]:
 
 
 def _list_problems(reward: RewardConfig, plugins: Collection[str]) -> Iterator[str]:
+    """Problems of `reward.rewards`, and of settings that go with the list."""
     if not reward.rewards:
         return
     names = [reward_text.partition("=")[0] for reward_text in reward.rewards]
@@ -106,6 +107,7 @@ def _list_problems(reward: RewardConfig, plugins: Collection[str]) -> Iterator[s
 
 
 def _entry_problems(entry: str, plugins: Collection[str]) -> Iterator[str]:
+    """Problems of one text of `reward.rewards`."""
     name, equals, function = entry.partition("=")
     if not equals and plugins and name not in BUILT_IN:
         equals = "="
@@ -269,6 +271,7 @@ def hook_problems(config: Config, kind: Kind) -> Iterator[str]:
 
 
 def _metric_problems(entries: Sequence[str]) -> Iterator[str]:
+    """Problems of `telemetry.metrics`."""
     names = [text.partition("=")[0] for text in entries]
     for text, name in zip(entries, names, strict=True):
         if not _NAME.fullmatch(name) or text.endswith("="):
@@ -324,6 +327,7 @@ def try_functions(config: Config, prompts: Sequence[Prompt]) -> Trial:
 
 
 def _try(hook: Hook, *arguments: object) -> None:
+    """Call a function once; ValueError where that fails."""
     seconds = METRIC_SECONDS if hook.kind == "metric" else CALL_SECONDS
     with UserFunction(hook, seconds) as function:
         try:

@@ -123,6 +123,7 @@ def _rollout_warnings(config: Config) -> Iterator[str]:
 
 
 def _algorithm_warnings(config: Config, preset: Mapping[str, Any]) -> Iterator[str]:
+    """Warnings about settings of `reward` and `selection` that hardly do what is meant."""
     own_scheme = preset.get("reward.scheme", RewardConfig.scheme) != config.reward.scheme
     if config.reward.rewards and own_scheme and not is_verified(config.reward):
         yield (

@@ -228,6 +228,7 @@ def _percent(share: float) -> str:
 
 
 def _overview(runs: Sequence[ShownRun]) -> str:
+    """The facts of a run as cards, or those of several runs as a table."""
     if len(runs) == 1:
         card = '<div class="card"><dt>{}</dt><dd>{}</dd></div>'
         cards = "".join(card.format(escape(fact.name), _fact(fact)) for fact in facts_of(runs[0]))
@@ -328,6 +329,7 @@ def _change(change: Accuracy | None) -> str:
 
 
 def _section(section: Section, figures: Sequence[dict[str, Any]]) -> str:
+    """The figures of a section as HTML; page.js draws them."""
     shown = []
     for figure in section.figures:
         number = next(place for place, candidate in enumerate(figures) if candidate is figure)
@@ -343,6 +345,7 @@ def _section(section: Section, figures: Sequence[dict[str, Any]]) -> str:
 
 
 def _events(runs: Sequence[ShownRun]) -> str:
+    """Messages of the runs as HTML, under a run's label where there are several."""
     parts = []
     for run in runs:
         messages = [*_messages(run.events.messages)]
@@ -367,6 +370,7 @@ def _messages(messages: Sequence[Message]) -> Iterable[str]:
 
 
 def _message(one: Message) -> str:
+    """A message as HTML."""
     places = ", ".join(one.steps) + (", ..." if one.count > len(one.steps) == 8 else "")
     often = f", {one.count} times" if one.count > 1 else ""
     return (
@@ -377,6 +381,7 @@ def _message(one: Message) -> str:
 
 
 def _settings(runs: Sequence[ShownRun]) -> str:
+    """The table of a run's changed settings, or of those in which runs differ."""
     if len(runs) == 1:
         values_by_key: Mapping[str, Sequence[str]] = changed(runs[0].settings)
         heads = ["Value", "Default"]
@@ -401,6 +406,7 @@ def _named(number: int, run: ShownRun) -> str:
 
 
 def _samples(runs: Sequence[ShownRun]) -> str:
+    """The place in which page.js shows samples; nothing where there are none."""
     if not any(run.samples for run in runs):
         return ""
     return (

@@ -121,6 +121,7 @@ def label_of(folder: Path) -> str:
 
 
 def _read_run(folder: Path, most_steps: int, evaluations: Sequence[Path]) -> ShownRun:
+    """What a run's folder holds for a report; NoRunError where its metrics cannot be read."""
     notes: list[str] = []
 
     def read(name: str, read_part: Callable[[Path], Part], missing: Part) -> Part:

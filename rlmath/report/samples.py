@@ -103,6 +103,7 @@ def _group(row: Any, step: int, kind: str) -> dict[str, Any]:
 
 
 def _completion(one: Any) -> dict[str, Any]:
+    """A completion as page.js reads it; an error for what is none."""
     rewards = one.get("rewards") if isinstance(one.get("rewards"), dict) else {}
     failures = one.get("failures") if isinstance(one.get("failures"), dict) else {}
     return {

@@ -133,6 +133,7 @@ def truncated_alert(run: Alerts) -> str | None:
 
 
 def importance_alert(run: Alerts) -> str | None:
+    """Alert of importance weights that are far from 1."""
     values = _recent(run, "importance_weight")
     limit = run.limits.warn_importance_weight
     if not values or statistics.mean(abs(value - 1) for value in values) <= limit:
@@ -144,6 +145,7 @@ def importance_alert(run: Alerts) -> str | None:
 
 
 def clip_alert(run: Alerts) -> str | None:
+    """Alert of a share of clipped tokens that is above the usual one."""
     values = _recent(run, "actor_clip_ratio")
     if run.clips_whole_completions or not values or not statistics.mean(values) > USUAL_CLIP_RATIO:
         return None
@@ -278,6 +280,7 @@ def _errors_left(run: Alerts) -> float:
 
 
 def early_stop_alert(run: Alerts) -> str | None:
+    """Alert of steps that discard minibatches."""
     values = _recent(run, "train/early_stopped_minibatches", EARLY_STOP_STEPS)
     stopped = sum(value > 0 for value in values)
     if len(values) < EARLY_STOP_STEPS or 2 * stopped <= EARLY_STOP_STEPS:

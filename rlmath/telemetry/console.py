@@ -173,6 +173,7 @@ class ConsoleFormatter(logging.Formatter):
         self._over_bar = rank != 0
 
     def format(self, record: logging.LogRecord) -> str:
+        """A record's text, wrapped and drawn over a bar where that is on a terminal."""
         text = super().format(record)
         if record.levelno == logging.INFO:
             text = text.replace(" INFO: ", " ", 1)
@@ -227,6 +228,7 @@ class _LogFile(logging.FileHandler):
     _refused = False
 
     def handleError(self, record: logging.LogRecord) -> None:
+        """Warn once where the disk refuses a line."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)

@@ -48,6 +48,7 @@ class EventFile(logging.Handler):
         self._left = MOST_EVENTS
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Append the event of a record, if it is one."""
         event_fields = getattr(record, "event", None)
         if event_fields is None and record.levelno < logging.WARNING:
             return

@@ -169,6 +169,7 @@ class MetricsWriter:
         self._write(VALIDATION_FILE, step, metrics)
 
     def _write(self, name: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a row to a file, TensorBoard and W&B."""
         values = {name: float(metrics[name]) for name in sorted(metrics)}
         row = {"step": step, **{name: json_number(value) for name, value in values.items()}}
         line = json.dumps(row, allow_nan=False) + "\n"

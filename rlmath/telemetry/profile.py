@@ -55,6 +55,7 @@ class StepProfiler:
             )
 
     def _write(self, found: profile, number: int) -> None:
+        """Write a step's trace and table."""
         folder = self.output_dir / PROFILE_FOLDER
         folder.mkdir(exist_ok=True)
         path = folder / f"step-{number:06d}-rank-{self.rank}.md"

@@ -234,6 +234,7 @@ class Reporter:
             logger.warning("Not written, as the disk refused it (files, rows or values): %s", text)
 
     def _count(self, metrics: Mapping[str, float]) -> None:
+        """Add a step's metrics to what the summary will have."""
         self._last = dict(metrics)
         for phase, value in phase_seconds(metrics).items():
             self._seconds[phase].append(value)

@@ -121,6 +121,7 @@ def _write_rows(path: Path, rows: Sequence[dict]) -> None:
 
 
 def _row(group: ScoredGroup, advantages: Sequence[float], rewards: Sequence[str]) -> dict:
+    """A group as a row of a file of samples."""
     completions = [
         {
             "reward": json_number(score.reward),

@@ -80,6 +80,7 @@ class WandbLog:
             self._thread.join(FINISH_SECONDS / 10)
 
     def _work(self) -> None:
+        """Pass rows to W&B until the run ends; an error turns W&B off."""
         try:
             run = self._start()
             while (row := self._rows.get()) is not None:
@@ -98,6 +99,7 @@ class WandbLog:
                 self._wandb.teardown()
 
     def _start(self) -> Any:
+        """Begin or resume the run at W&B."""
         telemetry = self._telemetry
         online = telemetry.wandb == "online"
         run = self._wandb.init(
@@ -115,6 +117,7 @@ class WandbLog:
         return run
 
     def _give_up(self, why: str) -> None:
+        """Turn W&B off, with one warning."""
         with self._lock:
             if self._given_up:
                 return
