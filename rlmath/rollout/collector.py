@@ -46,11 +46,11 @@ from rlmath.rollout.work_queue import EngineUsage, WorkQueue
 logger = logging.getLogger(__name__)
 
 COUNT_SECONDS = 1.0
-"""Interval at which an engine tells how much it has sampled."""
+"""Interval at which an engine reports how much it has sampled."""
 PROGRESS_SECONDS = 20.0
 """Interval of the log lines on the progress, where there is no terminal for a bar."""
 LEAST_DONE = 0.1
-"""Share of the work after which the time that is left is told."""
+"""Share of the work after which the remaining time is shown."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class CollectGroups:
     sampling: SamplingSettings
     seed: RolloutSeed
     title: str
-    """For the console."""
+    """Shown on the console."""
     validates: bool = False
 
 
@@ -70,9 +70,9 @@ class Rollout:
     """The scored completions of some prompts."""
 
     groups: list[ScoredGroup]
-    """In the order of the prompts, whoever sampled them."""
+    """Sorted as the prompts are, whoever sampled them."""
     engines: list[EngineUsage]
-    """By engine."""
+    """What each engine did."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,10 @@ class Collector:
         scorer: RewardWorkers | None = None,
         has_scorer: bool = False,
     ) -> None:
-        """Every rank makes one, and one at a time: the number of a rollout names its keys in the
-        store. `scorer` says what is right in validation, where that is another than the `pool`: on
-        ranks that have a pool, if the run `has_scorer`."""
+        """Every rank makes one, one at a time: a rollout's number names its keys in the store.
+
+        `scorer` decides what is right in validation where the `pool` does not: ranks with a pool
+        have one if the run `has_scorer`."""
         assert (pool is not None) == mesh.is_engine_leader, (
             "the leading rank of an engine has the reward workers"
         )
@@ -119,7 +120,8 @@ class Collector:
 
     def collect(self, what: CollectGroups) -> Rollout:
         """G scored completions of each of the P prompts, the same on every rank."""
-        prompts, sampling = what.prompts, what.sampling
+        prompts = what.prompts
+        sampling = what.sampling
         rows = [
             [Work(prompt, request) for request in requests]
             for prompt, requests in zip(
@@ -138,20 +140,21 @@ class Collector:
     def score_groups(
         self, groups: list[ScoredGroup], max_new_tokens: int, validates: bool = False
     ) -> list[ScoredGroup]:
-        """The groups with their scores, the same on every rank, where a reward function takes whole
-        groups; the engines share them. Else they have their scores already."""
+        """Score the groups where a reward function takes whole ones; the same on every rank.
+
+        The engines share them. Without such a function they have their scores already."""
         if not groups or not self._takes_groups(validates):
             return groups
         scores: dict[int, list[Score]] = {}
         if self._pool is not None:
             rewards = self._reward_manager(max_new_tokens, validates)
-            own = range(self._mesh.engine_index, len(groups), self._mesh.num_engines)
-            for index in own:
+            group_indices = range(self._mesh.engine_index, len(groups), self._mesh.num_engines)
+            for index in group_indices:
                 rewards.submit_group(groups[index].prompt, groups[index].completions, key=index)
             rewards.wait(self._engine.on_step)
             scores = dict(rewards.take_finished())
-        for of_engine in all_gather_objects(scores):
-            scores |= of_engine
+        for engine_scores in all_gather_objects(scores):
+            scores |= engine_scores
         return [replace(group, scores=tuple(scores[index])) for index, group in enumerate(groups)]
 
     def _takes_groups(self, validates: bool) -> bool:
@@ -171,10 +174,11 @@ class Collector:
         title: str,
         validates: bool = False,
     ) -> tuple[dict[Key, Sampled], list[EngineUsage]]:
-        """Sample every request to its end, the same on every rank: by its key what there is then of
-        the completion, scored where it is finished, which is with a stop token or `max_new_tokens`
-        tokens; and by engine what it did. A request's key starts with the place of its row. `step`
-        is the step, counted from 0, that samples."""
+        """Sample every request to its end; returns, the same on every rank, two things.
+
+        The first is each request's completion by its key, scored where it is finished: with a stop
+        token or `max_new_tokens` tokens. The second is what each engine did. A request's key starts
+        with the index of its row. `step` is the step, counted from 0, that samples."""
         store = shared_store(f"rollout/{self._rollouts}")
         self._rollouts += 1
         requests = [[work.request for work in row] for row in rows]
@@ -194,8 +198,8 @@ class Collector:
         work_queue.close()
         sampled: dict[Key, Sampled] = {}
         for completions, scores, _ in gathered:
-            for key, new in completions.items():
-                completion = _with_first(new, by_key[key].request.so_far)
+            for key, new_tokens in completions.items():
+                completion = _with_first(new_tokens, by_key[key].request.so_far)
                 if isinstance(completion, Completion):
                     sampled[key] = ScoredCompletion(completion, scores[key])
                 else:
@@ -218,9 +222,11 @@ class Collector:
         rewards: RewardManager | None,
         by_group: bool,
     ) -> tuple[dict[Key, PartialCompletion | Completion], dict[Key, Score], EngineUsage | None]:
-        """What this rank's engine samples, without the tokens that there were before, the scores of
-        what is finished, and what the engine does; nothing on ranks that do not lead it. What is
-        scored `by_group` is unscored yet: an engine may have sampled a part of a group alone."""
+        """What this rank's engine samples, the scores of finished completions, and its usage.
+
+        The completions come without the tokens that they had before. Ranks that do not lead an
+        engine return nothing. What is scored `by_group` has no score yet: an engine may have
+        sampled only a part of a group."""
         scores: dict[Key, Score] = {}
 
         def submit(request: Request, completion: Completion) -> None:
@@ -249,7 +255,7 @@ class Collector:
 def _without_first(
     completion: PartialCompletion | Completion, tokens: int
 ) -> PartialCompletion | Completion:
-    """Without the first tokens: what is gathered is not what all ranks have already."""
+    """The completion without its first tokens, which all ranks have and need not be gathered."""
     if not tokens:
         return completion
     token_ids = completion.token_ids[tokens:]
@@ -259,7 +265,7 @@ def _without_first(
 def _with_first(
     completion: PartialCompletion | Completion, so_far: PartialCompletion
 ) -> PartialCompletion | Completion:
-    """With the tokens that there were before, where it was gathered without them."""
+    """The completion with the tokens of `so_far` put back in front, as it was gathered without."""
     if not so_far.token_ids:
         return completion
     token_ids = array("i", so_far.token_ids) + array("i", completion.token_ids)
@@ -286,8 +292,7 @@ class SamplingProgress:
         self._shown = shown and mesh.rank == 0
         self._done = 0
         self.tokens = 0
-        """That this engine has sampled, of unfinished completions, too; 0 where they are not
-        counted."""
+        """Tokens that this engine has sampled, unfinished completions included; 0: not counted."""
         self._longest = longest
         self._by_engine: dict[str, Any] = {}
         self._started = self._told = self._logged = time.monotonic()
@@ -303,28 +308,29 @@ class SamplingProgress:
     def tick(self) -> None:
         """Call it regularly.
 
-        Tells this engine's count at most once in COUNT_SECONDS; rank 0 shows the sum."""
-        now = time.monotonic()
-        if not self._mesh.is_engine_leader or now - self._told < COUNT_SECONDS:
+        Stores this engine's count at most once in COUNT_SECONDS; rank 0 shows the sum."""
+        clock = time.monotonic()
+        if not self._mesh.is_engine_leader or clock - self._told < COUNT_SECONDS:
             return
-        self._told = now
+        self._told = clock
         self._store.set(f"sampled/{self._mesh.engine_index}", [self._done, self.tokens])
         if not self._shown:
             return
         engines = range(self._mesh.num_engines)
         self._by_engine |= self._store.get_all([f"sampled/{engine}" for engine in engines])
         counts = [count for count in self._by_engine.values() if isinstance(count, list)]
-        done, tokens = sum(count[0] for count in counts), sum(count[1] for count in counts)
+        done = sum(count[0] for count in counts)
+        tokens = sum(count[1] for count in counts)
         left = left_text(
-            done, self._total, now - self._started, tokens=tokens, longest=self._longest
+            done, self._total, clock - self._started, tokens=tokens, longest=self._longest
         )
         if not self._bar.disable:
             self._bar.set_postfix_str(left.removeprefix(", "), refresh=False)
             self._bar.update(done - self._bar.n)
-        elif now - self._logged >= PROGRESS_SECONDS:
-            self._logged = now
+        elif clock - self._logged >= PROGRESS_SECONDS:
+            self._logged = clock
             logger.info(
-                "%s", progress_line(self._title, done, self._total, now - self._started, left)
+                "%s", progress_line(self._title, done, self._total, clock - self._started, left)
             )
 
     def close(self) -> None:
@@ -350,7 +356,7 @@ def progress_line(title: str, done: int, total: int, seconds: float, left: str) 
 def left_text(
     done: int, total: int, seconds: float, tokens: int = 0, longest: float = math.inf
 ) -> str:
-    """The time that is left, once LEAST_DONE of the work tells how long it takes.
+    """The remaining time, once LEAST_DONE of the work shows how long it takes.
 
     >>> left_text(50, 512, 60.0), left_text(128, 512, 60.0)
     ('', ', about 03:00 left')

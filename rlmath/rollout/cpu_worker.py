@@ -38,11 +38,12 @@ class RlmathCPUWorker(CPUWorker):
     """Size of every storage, once it was released for the first time."""
 
     def init_device(self) -> None:
-        """As vLLM's, with our sampler, and with names of its own for the shared memory in which the
-        ranks of an engine reduce. vLLM 0.32 derives the name from the init method, which is the
-        same for all external launchers: engines of two runs on one machine would share it, and the
-        file of a killed run would stop the next. Ours is removed as soon as all ranks have opened
-        it; the mapping stays."""
+        """Do what vLLM does, with our sampler and with our own name for the shared memory.
+
+        The ranks of an engine reduce in that memory. vLLM 0.32 derives its name from the init
+        method, which is the same for all external launchers: engines of two runs on one machine
+        would share it, and the file of a killed run would stop the next. Our file is removed as
+        soon as all ranks have opened it; the mapping stays."""
         external_launcher = self.parallel_config.distributed_executor_backend == "external_launcher"
         if external_launcher:
             name = self.vllm_config.additional_config["engine_name"]
@@ -56,14 +57,14 @@ class RlmathCPUWorker(CPUWorker):
         self.model_runner.sampler.gather_logprobs = gather_without_ranks
 
     def initialize_from_config(self, *arguments: Any, **more: Any) -> None:
-        """As vLLM's; a KV cache takes memory as it is written to, not all of it at the start."""
+        """Do what vLLM does; a KV cache takes memory when it is written to, not at the start."""
         with _ZeroPages():
             super().initialize_from_config(*arguments, **more)
 
     def load_model(self, *arguments: Any, **more: Any) -> None:
-        """As vLLM's; norms are computed by its kernels.
+        """Do what vLLM does, but compute norms with its kernels.
 
-        Its own choice for CPU is torch, an operation at a time."""
+        Its own choice for CPU is torch, one operation at a time."""
         super().load_model(*arguments, **more)
         for module in self.get_model().modules():
             if (
@@ -80,8 +81,9 @@ class RlmathCPUWorker(CPUWorker):
         top_k_R: torch.Tensor | None,
         top_p_R: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sampled tokens [R], log-probs [R, V] of the distribution that they are from). vLLM's own
-        makes a draw from every request's generator."""
+        """(sampled tokens [R], log-probs [R, V] of the distribution that they are drawn from).
+
+        vLLM's own sampler draws from every request's generator."""
         logits_RV = apply_top_k_top_p(logits_RV.float(), top_k_R, top_p_R)
         logprobs_RV = logits_RV.log_softmax(dim=-1)
         tokens_R = torch.ops._C.fused_gumbel_argmax(
@@ -109,8 +111,10 @@ class RlmathCPUWorker(CPUWorker):
             storage.resize_(0)
 
     def restore_kv_cache(self) -> None:
-        """Allocate the KV cache's memory again, as zeros: its kernels multiply what no token was
-        written to by 0, and what was there before may be no number."""
+        """Allocate the KV cache's memory again, filled with zeros.
+
+        Its kernels multiply places that no token was written to by 0, and what was there before
+        may be NaN."""
         assert self._kv_cache_bytes is not None, "the KV cache was never released"
         for storage, size in zip(cache_storages(self), self._kv_cache_bytes, strict=True):
             storage.resize_(size)
@@ -120,8 +124,9 @@ class RlmathCPUWorker(CPUWorker):
 def gather_without_ranks(
     logprobs_TV: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
 ) -> LogprobsTensors:
-    """The log-probs of the tokens alone. vLLM's own goes over the vocabulary again for their ranks,
-    0 here."""
+    """The log-probs of the tokens alone.
+
+    vLLM's own goes over the vocabulary once more for the tokens' ranks, which are 0 here."""
     assert num_logprobs == 0, "the most likely tokens are asked for by nobody"
     rows_T1 = token_ids.unsqueeze(-1)
     return LogprobsTensors(
@@ -130,7 +135,7 @@ def gather_without_ranks(
 
 
 class _ZeroPages(TorchFunctionMode):
-    """Inside, `torch.zeros` fills with `fill_with_zero_pages`."""
+    """Makes `torch.zeros` fill its memory with `fill_with_zero_pages` while it is active."""
 
     def __torch_function__(
         self,
@@ -141,14 +146,15 @@ class _ZeroPages(TorchFunctionMode):
     ) -> Any:
         if function is not torch.zeros:
             return function(*arguments, **(options or {}))
-        made = torch.empty(*arguments, **(options or {}))
-        fill_with_zero_pages(made.data_ptr(), made.nbytes)
-        return made
+        zeros = torch.empty(*arguments, **(options or {}))
+        fill_with_zero_pages(zeros.data_ptr(), zeros.nbytes)
+        return zeros
 
 
 def fill_with_zero_pages(address: int, size: int) -> None:
-    """Zero `size` bytes of private memory: whole pages go back to the kernel until they are touched
-    again."""
+    """Zero `size` bytes of private memory.
+
+    Whole pages go back to the kernel until they are touched again."""
     first = min(-(-address // PAGE_BYTES) * PAGE_BYTES, address + size)
     last = max((address + size) // PAGE_BYTES * PAGE_BYTES, first)
     ctypes.memset(address, 0, first - address)
@@ -174,8 +180,7 @@ def _rms_norm(
 
 
 def noise_seeds(seeds_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
-    """Seeds of the noise for the tokens at these positions of requests with these seeds (uint64): 0
-    to 2**63 - 1."""
+    """Seeds of the noise (0 to 2**63 - 1), from each request's seed (uint64) and token position."""
     mixed_R = _mix(_mix(seeds_R) ^ positions_R.astype(np.uint64))
     return (mixed_R >> np.uint64(1)).astype(np.int64)
 

@@ -45,8 +45,8 @@ allow."""
 CPU_WORKER = "rlmath.rollout.cpu_worker.RlmathCPUWorker"
 SHARED_GPU_WORKER = "rlmath.rollout.shared_gpu_worker.SharedGPUWorker"
 LEAST_SHARE = 0.01
-"""Of the device's memory: what vLLM asks to be free when it starts, where the size of the KV cache
-is given."""
+"""Share of the device's memory that vLLM asks to be free when it starts, where the size of the KV
+cache is set."""
 
 
 def prepare_environment(device_kind: DeviceKind) -> None:
@@ -96,7 +96,7 @@ def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]
 
 
 def _number_formats(device: Device) -> dict[str, Any]:
-    """Those of the policy; vLLM takes the logits' from the model's config.json."""
+    """The policy's number formats; vLLM takes that of the logits from the model's config.json."""
     logits = device.head_dtype
     head = (
         {}
@@ -123,7 +123,7 @@ def _mesh_arguments(settings: RolloutConfig, mesh: Mesh, device_kind: DeviceKind
 
 
 def _shared_gpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
-    """Of ranks on one GPU, as docs/gpu.md starts them.
+    """vLLM's arguments for ranks that share a GPU, as docs/gpu.md starts them.
 
     ValueError where the engine would measure free memory."""
     if settings.kv_cache_gib is None:
@@ -179,7 +179,8 @@ def _open_llm(
         use_tqdm_on_load=False,
         **arguments,
     )
-    model, tokenizer = llm.llm_engine.vllm_config.model_config, llm.get_tokenizer()
+    model = llm.llm_engine.vllm_config.model_config
+    tokenizer = llm.get_tokenizer()
     if stops is None:
         stops = stop_token_ids(model_path, tokenizer, model.get_vocab_size())
     # All requests take them from here; vLLM reads the folder's generation_config.json, and not its
@@ -196,15 +197,17 @@ def _open_llm(
 
 
 def samples_in_one_kernel(llm: Any) -> bool:
-    """GPU: whether the noise of all requests is drawn at once from seeds and positions, as vLLM's
-    second model runner does; the first one draws from every request's generator."""
+    """Whether, on GPU, the noise of all requests is drawn at once from seeds and positions.
+
+    vLLM's second model runner does so; the first one draws from every request's generator."""
     return bool(llm.llm_engine.vllm_config.use_v2_model_runner)
 
 
 class Engine:
-    """A vLLM engine over `mesh.engine_size` ranks, which all call every method with the same
-    arguments. It starts awake, as a rule with undefined weights: first put it to sleep, or write
-    its `weights`."""
+    """A vLLM engine over `mesh.engine_size` ranks.
+
+    All of them call every method with the same arguments. It starts awake, usually with undefined
+    weights: first put it to sleep, or write its `weights`."""
 
     def __init__(
         self,
@@ -217,10 +220,11 @@ class Engine:
         load_weights: bool = False,
         stop_token_ids: Sequence[int] | None = None,
     ) -> None:
-        """`max_sequence` is the longest prompt plus completion (tokens); `weight_shapes` are the
-        rows and columns of every parameter of one rank (`shard_layouts.engine_shapes`). With
-        `load_weights` it starts with those of the folder. `stop_token_ids` end a completion; None:
-        those of the folder's own chat template."""
+        """`max_sequence` is the longest prompt plus completion (tokens).
+
+        `weight_shapes` are the rows and columns of every parameter of one rank
+        (`shard_layouts.engine_shapes`). With `load_weights` it starts with the weights of the
+        folder. `stop_token_ids` end a completion; None: those of the folder's own chat template."""
         prepare_environment(device.kind)
         self._settings = settings
         self._device_kind: DeviceKind = device.kind
@@ -235,13 +239,14 @@ class Engine:
         self.weights = EngineWeights(model, weight_shapes)
         self.memory = EngineMemory(self._llm, self.weights, device.kind)
         self.on_step: Callable[[], None] = lambda: None
-        """Called before every step of vLLM's while it samples: progress for the heartbeat."""
+        """Called before every step of vLLM while it samples: progress for the heartbeat."""
         self.version = 0
         """Version of the policy's weights that it has: their number of optimizer steps."""
 
     def set_weight_version(self, version: int, reset_prefixes: bool = True) -> None:
-        """Call it once `weights` are written: drops prefixes cached with old ones, unless running
-        requests use them."""
+        """Call it once `weights` are written.
+
+        Drops prefixes that were cached with old weights, unless running requests use them."""
         if reset_prefixes:
             reset_prefix_cache(self._llm)
         self.version = version
@@ -251,8 +256,9 @@ class Engine:
 
     @property
     def continues_noise(self) -> bool:
-        """Whether the noise of a token follows from its request's seed and its position, so that a
-        completion that is sampled in slices is the same as a whole one."""
+        """Whether the noise of a token follows from its request's seed and its position.
+
+        A completion that is sampled in slices is then the same as a whole one."""
         return self._device_kind == "cpu" or samples_in_one_kernel(self._llm)
 
     def running_completions(
@@ -262,8 +268,9 @@ class Engine:
         score: Callable[[Request, Completion], None] = lambda request, completion: None,
         keeps_cache: bool = False,
     ) -> RunningCompletions:
-        """What samples with the weights that the engine has, in a step counted from 0; no
-        completion yet. See `RunningCompletions`."""
+        """A new `RunningCompletions`, which samples with the engine's weights.
+
+        `step` is the step, counted from 0, that samples."""
         return RunningCompletions(
             self._llm,
             self._settings,
@@ -275,8 +282,7 @@ class Engine:
         )
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs of every token but the first of each sequence, given those before it, at
-        temperature 1 (nats)."""
+        """Log-probs (nats, temperature 1) of every token but the first of each sequence."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
@@ -284,18 +290,21 @@ class Engine:
         parameters = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False
         )
-        engine, index_of = self._llm.llm_engine, {}
+        engine = self._llm.llm_engine
+        index_of = {}
         for index, token_ids in enumerate(sequences):
             name = f"score-{next(_REQUEST_NAMES)}"
             index_of[name] = index
             engine.add_request(name, tokens_input(list(token_ids)), parameters)
-        found: dict[int, list[float]] = {}
+        logprobs: dict[int, list[float]] = {}
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
                     rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-                    found[index_of[output.request_id]] = [row[token].logprob for token, row in rows]
-        return [found[index] for index in range(len(sequences))]
+                    logprobs[index_of[output.request_id]] = [
+                        row[token].logprob for token, row in rows
+                    ]
+        return [logprobs[index] for index in range(len(sequences))]
 
     def close(self) -> None:
         """`end_engine`: close it last."""
@@ -322,9 +331,10 @@ def open_standalone(
     mesh: Mesh | None = None,
     stop_token_ids: Sequence[int] | None = None,
 ) -> Any:
-    """A vLLM `LLM` with the weights of a Hugging Face folder, without the trainer: of one process,
-    or with a `mesh` the engine that this rank is part of, which every rank of a process group
-    opens."""
+    """A vLLM `LLM` with the weights of a Hugging Face folder, without the trainer.
+
+    It runs in one process, or with a `mesh` it is the engine that this rank is part of, which every
+    rank of a process group opens."""
     prepare_environment(device_kind)
     if device_kind == "cpu":
         arguments = _cpu_arguments(settings)

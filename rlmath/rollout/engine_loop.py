@@ -73,16 +73,16 @@ class Admit:
     first: int
     """The first draw of this start that no engine has begun."""
     draws: int
-    """All below this one."""
+    """Every draw below this number may begin."""
     length_stage: int
-    """Whose lengths they have."""
+    """The length stage whose lengths they have."""
 
 
 @dataclass(frozen=True)
 class Continue:
     """Groups that an earlier start left in flight, which this engine goes on with.
 
-    Before the first `Admit`."""
+    Sent before the first `Admit`."""
 
     groups: list[UnfinishedGroup]
     length_stage: int
@@ -97,7 +97,7 @@ class NewWeights:
     step: int
     """The step, counted from 0, that would sample with them in a synchronous run."""
     learned_at: float
-    """When the step that made them was done: by rank 0's monotonic clock (seconds)."""
+    """Time at which the step that made them was done, by rank 0's monotonic clock (seconds)."""
 
 
 @dataclass(frozen=True)
@@ -132,17 +132,16 @@ class GroupDone:
 
 @dataclass(frozen=True)
 class WeightsTaken:
-    """An engine has sampled its first token with new weights; and what it did since its report
-    before."""
+    """An engine has sampled its first token with new weights; its figures since its last report."""
 
     version: int
     learned_at: float
-    """As in `NewWeights`."""
+    """The one of `NewWeights`."""
     transfer_seconds: float
     seconds: float
-    """Since it took those of the report before."""
+    """Time since it took the weights of its last report."""
     busy_seconds: float
-    """The part of `seconds` that it spent in steps of vLLM's."""
+    """The part of `seconds` that it spent in steps of vLLM."""
     new_tokens: int
     interrupted: int
     """Completions that were being sampled when it took the version."""
@@ -176,8 +175,10 @@ class Scored:
 class _Group:
     prompt: Prompt
     samples: list[PartialCompletion | Completion | ScoredCompletion]
-    """By sample index: of an unfinished one what there was when it began, or at the last snapshot.
-    One that is finished waits for its score."""
+    """The samples by their index.
+
+    An unfinished one has the tokens that it had when it began or at the last snapshot; a finished
+    one waits for its score."""
 
 
 class _Draws:
@@ -191,8 +192,9 @@ class _Draws:
         """A draw that was taken from the counter, and that is not admitted yet."""
 
     def take(self, places: int, places_of_a_group: int, samples: int) -> list[int]:
-        """As many as groups of so many `samples` begin in the free `places`; none where no more is
-        admitted. An engine leaves the others their share of what is admitted."""
+        """Take as many draws as groups of `samples` begin in the free `places`.
+
+        None where no more are admitted. An engine leaves the others their share of those."""
         draws: list[int] = []
         most = 0
         while places >= places_of_a_group:
@@ -216,13 +218,13 @@ class SamplingPlan:
     rollout: RolloutConfig
     reward: RewardConfig
     sampling_of_stage: Sequence[SamplingSettings]
-    """By length stage."""
+    """One for each length stage."""
     run_seed: int
 
 
 @dataclass(frozen=True)
 class Leader:
-    """What the first rank of an engine has beside the others."""
+    """What only the first rank of an engine has."""
 
     mailbox: Mailbox
     workers: RewardWorkers
@@ -241,15 +243,14 @@ class EngineLoop:
         plan: SamplingPlan,
         leader: Leader | None,
     ) -> None:
-        """`mesh` is the one of the engines' world; `leader` is None on other ranks than an engine's
-        first."""
-        self._engine, self._mesh, self._receiver, self._collector = (
-            engine,
-            mesh,
-            receiver,
-            collector,
-        )
-        self._plan, self._leader, rollout = plan, leader, plan.rollout
+        """`mesh` is that of the engines' world; `leader` is None except on an engine's first rank."""
+        self._engine = engine
+        self._mesh = mesh
+        self._receiver = receiver
+        self._collector = collector
+        self._plan = plan
+        self._leader = leader
+        rollout = plan.rollout
         self._on_new_weights: Literal["recompute", "keep", "finish"] = rollout.on_new_weights
         self._capacity = rollout.max_concurrent_sequences or rollout.max_num_seqs
         # Without a limit of the user's, the last group may be begun in part: vLLM queues the
@@ -263,18 +264,18 @@ class EngineLoop:
         self._sampling = plan.sampling_of_stage[0]
         self._rewards: RewardManager | None = None
         self._groups: dict[int, _Group] = {}
-        """By draw, those that are not sampled and scored; none on ranks that lead no engine."""
+        """Groups not yet sampled and scored, by draw; none on ranks that lead no engine."""
         self._unfinished: list[UnfinishedGroup] = []
         """Groups of an earlier start, begun before any other."""
         self._draws = _Draws(mesh.num_engines)
         self._all_drawn = True
         """Nothing more is admitted; the same on all ranks of the engine."""
         self._pending: NewWeights | None = None
-        """What is taken once all running completions are finished."""
+        """Weights that are taken once all running completions are finished."""
         self._queue: list[Any] = []
-        """Messages that wait behind that."""
+        """Messages that wait behind them."""
         self._report: WeightsTaken | None = None
-        """What is reported with the first token under the version that was taken last."""
+        """The report that is sent with the first token under the version that was taken last."""
         self._steps = 0
         self._status: int | None = None
 
@@ -297,7 +298,7 @@ class EngineLoop:
             self._finish_scored()
 
     def _share(self, mine: list[Any]) -> list[Any]:
-        """What the leader holds, on all ranks of the engine."""
+        """The leader's list, on all ranks of the engine."""
         return share_in_engine(mine) if self._mesh.engine_size > 1 else mine
 
     def _read_messages(self) -> list[Any]:
@@ -316,8 +317,10 @@ class EngineLoop:
     # ------------------------------------------------------------ messages
 
     def _handle_messages(self) -> None:
-        """In their order; behind weights that wait for running completions, only those that change
-        nothing there."""
+        """Handle the queued messages in their order.
+
+        While weights wait for running completions, only messages that change nothing about these
+        are handled."""
         waiting: list[Any] = []
         while self._queue and self._status is None:
             message = self._queue.pop(0)
@@ -384,9 +387,9 @@ class EngineLoop:
     def _new_report(
         self, message: NewWeights, transfer_seconds: float, interrupted: int, prefilled_again: int
     ) -> WeightsTaken:
-        """What goes to the trainers with the first token.
+        """The report that goes to the trainers with the first token.
 
-        Where the one before has not gone, nothing was sampled since, and its figures count on."""
+        Where the last one was not sent, nothing was sampled since, and its figures count on."""
         usage, self._running.usage = self._running.usage, Usage()
         seconds = time.perf_counter() - usage.since
         if (unsent := self._report) is not None:
@@ -412,7 +415,7 @@ class EngineLoop:
         )
 
     def _send_snapshot(self) -> None:
-        """Finished completions get their score first."""
+        """Send what is in flight, once finished completions have their score."""
         requests = self._running.keep_tokens()
         if self._leader is None:
             return
@@ -438,7 +441,7 @@ class EngineLoop:
     # ------------------------------------------------------------ groups
 
     def _begin_groups(self) -> None:
-        """Begin as many groups as have a place; first those of an earlier start, then draws."""
+        """Begin as many groups as there are places for, first those of an earlier start."""
         if self._pending is not None:
             return
         while self._unfinished and self._free() >= self._free_for_a_group:
@@ -455,7 +458,7 @@ class EngineLoop:
             self._begin(draw, (NOTHING_SAMPLED,) * self._sampling.samples)
 
     def _free(self) -> int:
-        """Places for sequences."""
+        """Free places for sequences."""
         return self._capacity - len(self._running)
 
     def _begin(self, draw: int, samples: Sequence[PartialCompletion | ScoredCompletion]) -> None:
@@ -480,8 +483,8 @@ class EngineLoop:
             self._report = None
 
     def _score(self, request: Request, completion: Completion) -> None:
-        """Have a completion scored; by functions that take groups once all of its group is
-        sampled."""
+        """Have a completion scored, or its group, once all of it is sampled, where functions take
+        groups."""
         draw, g = request.key
         group = self._groups[draw]
         assert self._rewards is not None
@@ -495,7 +498,9 @@ class EngineLoop:
     def _submit_if_complete(self, draw: int) -> None:
         """Have a group scored as a whole, where all of it is sampled."""
         group = self._groups[draw]
-        completions = [one.completion for one in group.samples if isinstance(one, ScoredCompletion)]
+        completions = [
+            sample.completion for sample in group.samples if isinstance(sample, ScoredCompletion)
+        ]
         if self._rewards is not None and len(completions) == len(group.samples):
             self._rewards.submit_group(
                 group.prompt, completions, key=(draw, range(len(completions)))
@@ -511,6 +516,6 @@ class EngineLoop:
                 assert not isinstance(sample, PartialCompletion)
                 completion = sample.completion if isinstance(sample, ScoredCompletion) else sample
                 group.samples[g] = ScoredCompletion(completion, score)
-            if all(isinstance(one, ScoredCompletion) for one in group.samples):
+            if all(isinstance(sample, ScoredCompletion) for sample in group.samples):
                 del self._groups[draw]
                 self._send(GroupDone(draw, tuple(group.samples)))  # type: ignore[arg-type]

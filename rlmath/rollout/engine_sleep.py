@@ -35,8 +35,10 @@ class EngineMemory:
 
     @property
     def weights_bytes(self) -> int:
-        """What this rank's weights take while the engine is awake (bytes): on GPU all of vLLM's
-        allocator but the KV cache, which is cut into pieces of 2 and 20 MiB."""
+        """Memory of this rank's weights while the engine is awake (bytes).
+
+        On GPU it is all of vLLM's allocator but the KV cache, which is cut into pieces of 2 and
+        20 MiB."""
         return self._weights.bytes if self._on_cpu else allocator_bytes() - self.kv_cache_bytes
 
     def _require(self, state: str, action: str) -> None:
@@ -93,16 +95,16 @@ class EngineMemory:
 
 
 def allocator_bytes() -> int:
-    """What vLLM's allocator holds on this GPU, or gave back in sleep: weights and KV cache (bytes);
-    0: no engine."""
+    """What vLLM's allocator holds on this GPU, or gave back in sleep (bytes); 0 without an engine.
+
+    It holds weights and KV cache."""
     module = sys.modules.get("vllm.device_allocator.cumem")
     allocator = None if module is None else module.CuMemAllocator.instance
     return 0 if allocator is None else allocator.get_current_usage()
 
 
 def reset_prefix_cache(llm: Any) -> None:
-    """Empty vLLM's prefix cache, whose entries are valid for the weights they were computed
-    with."""
+    """Empty vLLM's prefix cache: its entries are valid for the weights that computed them."""
     if not llm.reset_prefix_cache():
         raise RuntimeError(
             "vLLM still holds blocks of its KV cache: prefixes of old weights would be used again"
@@ -121,6 +123,10 @@ def cache_storages(worker: Any) -> list[torch.UntypedStorage]:
     """The memory of a vLLM worker's KV cache; layers may share it."""
     caches: list[Any] = list(worker.model_runner.kv_caches)
     tensors = [
-        t for cache in caches for t in (cache if isinstance(cache, (list, tuple)) else [cache])
+        tensor
+        for cache in caches
+        for tensor in (cache if isinstance(cache, (list, tuple)) else [cache])
     ]
-    return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
+    return list(
+        {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values()
+    )

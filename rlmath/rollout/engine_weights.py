@@ -39,8 +39,9 @@ def holds_packed_experts(module: torch.nn.Module) -> bool:
 
 
 def pack_experts(module: Any, attribute: str, matrix: Tensor) -> None:
-    """Pack the experts of a matrix, one below the other, into `w13_weight` or `w2_weight` of a
-    layer of vLLM's."""
+    """Pack the experts of a matrix into `w13_weight` or `w2_weight` of a layer of vLLM.
+
+    In the matrix they lie one below the other."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     experts = module.quant_method.moe_kernel.fused_experts
@@ -52,8 +53,9 @@ def pack_experts(module: Any, attribute: str, matrix: Tensor) -> None:
 
 
 def _padded(plain: Tensor, attribute: str, size: torch.Size) -> Tensor:
-    """The experts with as many feed-forward units as the packed parameter: zeros behind gate and
-    behind up."""
+    """The experts with as many feed-forward units as the packed parameter.
+
+    The zeros stand behind gate and behind up."""
     if plain.shape == size:
         return plain
     filled = plain.new_zeros(size)
@@ -116,7 +118,7 @@ class EngineWeights:
         return getattr(module, attribute)
 
     def begin(self, planned_rows: Mapping[str, int]) -> None:
-        """Before the first write of a sync.
+        """Call it before the first write of a sync.
 
         Rows that nothing is planned for are padding, and zero."""
         self.packing_seconds = 0.0
@@ -129,7 +131,8 @@ class EngineWeights:
 
     def matrix(self, name: str) -> Tensor:
         """The memory of a parameter, [rows, columns], to be written before it is `complete`."""
-        shape, parameter = self._shapes[name], self._parameter(name)
+        shape = self._shapes[name]
+        parameter = self._parameter(name)
         if name in self._experts:
             if name not in self._unpacked:
                 self._unpacked[name] = self._take_scratch(shape)
@@ -145,7 +148,7 @@ class EngineWeights:
         return self._scratch.pop(shape)
 
     def complete(self, name: str) -> None:
-        """All of a parameter is written: hand it to vLLM."""
+        """Hand a parameter to vLLM, all of which is written."""
         started = time.perf_counter()
         matrix = self.matrix(name)
         for module in self._users[name]:
@@ -157,7 +160,7 @@ class EngineWeights:
         self.packing_seconds += time.perf_counter() - started
 
     def end(self) -> None:
-        """After the last write of a sync."""
+        """Call it after the last write of a sync."""
         self._scratch.clear()
         self._unpacked.clear()
 

@@ -11,8 +11,7 @@ logger = logging.getLogger(__name__)
 WARM_UP_CYCLES = 3
 """Cycles that later ones are not compared with: allocators, kernels and libraries still settle."""
 GROWTH_SHARE = 0.1
-"""By how much (share) an excess over the plan must exceed the largest that was logged to be logged,
-too."""
+"""Share by which an excess over the plan must exceed the largest logged one to be logged, too."""
 
 
 class MemoryLeak(RuntimeError):
@@ -36,7 +35,7 @@ class MemoryMonitor:
         self._found: list[str] = []
         """Where more was held in this cycle."""
         self.held: dict[str, int] = {}
-        """By phase, what was held after it in the last cycle (bytes)."""
+        """Memory held after each phase of the last cycle (bytes), by phase."""
 
     def start_cycle(self) -> None:
         """Call it first."""
@@ -50,15 +49,18 @@ class MemoryMonitor:
         return self._cycle % self._every == 0
 
     def expect(self, held: int, planned: Mapping[str, int]) -> None:
-        """`held` is what is held between two steps, `planned` by phase what should be held on top
-        of it (bytes; negative where training memory is offloaded). Memory that is only taken when
-        it is touched may stay below."""
-        self._expected = {phase: held + more for phase, more in planned.items()}
+        """Set what each phase is compared with.
+
+        `held` is what is held between two steps, `planned` what each phase should hold on top of it
+        (bytes; negative where training memory is offloaded). Memory that is only taken when it is
+        touched may stay below."""
+        self._expected = {phase: held + extra for phase, extra in planned.items()}
 
     def observe(self, phase: str, held: int, against_earlier: bool = True) -> None:
-        """What is held after a phase of this cycle, to be compared with the plan and with earlier
-        cycles. An excess is logged once: what is too much after one phase is so after the next
-        ones, and in the next cycles, too."""
+        """Compare what is held after a phase of this cycle with the plan and with earlier cycles.
+
+        An excess is logged once: what is too much after one phase is too much after the next ones
+        and in the next cycles, too."""
         self.held[phase] = held
         if not self.compares:
             return
@@ -73,7 +75,8 @@ class MemoryMonitor:
                 self._log(
                     f", {change:.0f} MiB more than was logged before" if self._logged_over else ""
                 )
-                self._logged_over, is_logged = over, True
+                self._logged_over = over
+                is_logged = True
         if self._cycle <= WARM_UP_CYCLES or not against_earlier:
             return
         earlier = self._earlier.setdefault(phase, held)
@@ -110,10 +113,10 @@ class MemoryMonitor:
         if not self._stop:
             return
         by_rank = gather([f"rank {self._rank}: {excess}" for excess in self._found])
-        found = [line for lines in by_rank for line in lines]
-        if found:
+        excesses = [line for lines in by_rank for line in lines]
+        if excesses:
             raise MemoryLeak(
-                f"{'; '.join(found)}. memory.stop_on_leak ends the run; raise "
+                f"{'; '.join(excesses)}. memory.stop_on_leak ends the run; raise "
                 "memory.leak_threshold_mib "
                 f"({self._threshold / 2**20:g}) if this is expected"
             )

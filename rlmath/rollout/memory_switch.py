@@ -35,8 +35,9 @@ memory is scarce."""
 
 
 class MemorySwitch:
-    """Owns the order of the phases; each is timed, measured and compared with what was planned
-    (`planned_phases`)."""
+    """Owns the order of the phases.
+
+    Each is timed, measured and compared with what was planned (`planned_phases`)."""
 
     def __init__(
         self,
@@ -95,10 +96,13 @@ class MemorySwitch:
         self._monitor.end_cycle(all_gather_objects)
 
     def metrics(self) -> dict[str, float]:
-        """What this rank held after each phase of the last cycle (GiB); by offloaded set, its size
-        (GiB) and how long offload and onload took together (seconds)."""
+        """What this rank held after each phase of the last cycle (GiB), and what was offloaded.
+
+        Each offloaded set has its size (GiB) and how long offload and onload took together
+        (seconds)."""
         metrics = {
-            f"memory/after_{phase}_gib": held / 2**30 for phase, held in self._monitor.held.items()
+            f"memory/after_{phase}_gib": held_bytes / 2**30
+            for phase, held_bytes in self._monitor.held.items()
         }
         for moved in self._offloaded:
             metrics[f"memory/offloaded/{moved.name}_gib"] = moved.bytes / 2**30
@@ -110,8 +114,10 @@ class MemorySwitch:
     def _to_generation(self, version: int, step: int) -> None:
         self._monitor.start_cycle()
         weights, kv_cache = self._engine.memory.weights_bytes, self._engine.memory.kv_cache_bytes
-        wanted = (weights + kv_cache) * (local_world_size() or 1)
-        self._releases = self._device.kind == "cuda" or self._monitor.compares or is_scarce(wanted)
+        engine_bytes = (weights + kv_cache) * (local_world_size() or 1)
+        self._releases = (
+            self._device.kind == "cuda" or self._monitor.compares or is_scarce(engine_bytes)
+        )
         self._release()
         planned = planned_phases(self._training.freed_bytes, weights, kv_cache)
         self._monitor.expect(device_bytes(self._device), planned)
@@ -141,9 +147,10 @@ class MemorySwitch:
         self._monitor.observe(name, device_bytes(self._device))
 
     def _release(self) -> None:
-        """Return to the system what allocators have cached, in the cycles that `_to_generation`
-        chose: on CPU the next phases would use it again, and the kernel takes a tenth of an update
-        and more to clear what it gives."""
+        """Return what allocators have cached to the system, in the cycles `_to_generation` chose.
+
+        On CPU the next phases would use it again, and the kernel takes a tenth of an update and
+        more to clear the memory that it gives."""
         if self._releases:
             release_cached(self._device)
 
@@ -156,9 +163,10 @@ class MemorySwitch:
 
 
 def planned_phases(training: Mapping[str, int], weights: int, kv_cache: int) -> dict[str, int]:
-    """What a rank holds after each phase on top of what it holds between steps (bytes), given what
-    each part of the training side frees when it is offloaded, the engine's weights and its KV
-    cache.
+    """What a rank holds after each phase on top of what it holds between steps (bytes).
+
+    `training` is what each part of the training side frees when it is offloaded, `weights` and
+    `kv_cache` are the engine's.
 
     >>> planned_phases({"gradients": 40, "parameters": 20}, weights=20, kv_cache=60)["wake_kv_cache"]
     20

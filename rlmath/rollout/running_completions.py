@@ -45,7 +45,7 @@ step before."""
 
 @dataclass(frozen=True)
 class Weights:
-    """What an engine samples with; every token of a completion knows it."""
+    """The weights that an engine samples with; every token of a completion is marked with them."""
 
     version: int = 0
     """Optimizer steps."""
@@ -79,7 +79,7 @@ class Usage:
 
     since: float = field(default_factory=time.perf_counter)
     busy_seconds: float = 0.0
-    """In steps of vLLM's."""
+    """Time spent in steps of vLLM."""
     new_tokens: int = 0
     steps: int = 0
     running: int = 0
@@ -92,12 +92,14 @@ class RequestSource(Protocol):
     All ranks of an engine must be given the same."""
 
     def pop(self, load: Load) -> Sequence[Request]:
-        """Requests to begin before the next step; sampling ends where an engine that has none is
-        given none."""
+        """Requests to begin before the next step.
+
+        Sampling ends where an engine that has none is given none."""
 
     def ended(self, key: Key, tokens: int) -> None:
-        """Called with every request that ended, before it is yielded, and the tokens of its
-        completion."""
+        """Called for every request that has ended, before it is yielded.
+
+        `tokens` is the number of tokens of its completion."""
 
 
 class AllAtOnce:
@@ -115,9 +117,10 @@ class AllAtOnce:
 
 
 class RunningCompletions:
-    """The completions that a vLLM `LLM` of this process samples; nothing else may use it while
-    there are any. All ranks of an engine call every method alike. The log-probs are of the
-    distribution that was sampled from, temperature included.
+    """The completions that a vLLM `LLM` of this process samples.
+
+    Nothing else may use the `LLM` while there are any. All ranks of an engine call every method
+    alike. The log-probs are of the distribution that was sampled from, temperature included.
 
         running = RunningCompletions(llm, settings, tokenizer=tokenizer, score=submit)
         for ended in running.sample(requests):
@@ -135,12 +138,12 @@ class RunningCompletions:
         on_step: Callable[[], None] = lambda: None,
         keeps_cache: bool = False,
     ) -> None:
-        """Of the `settings` those of the distribution count, where a request has none of its own.
+        """`settings` give the distribution where a request does not set its own.
 
-        Finished completions get their text by the `tokenizer` and are handed to `score`; without
-        one, as on ranks that do not lead their engine, neither. `on_step` is called before each
-        step. With `keeps_cache`, completions keep their KV cache when new weights come: those begun
-        later do not share its blocks."""
+        Finished completions get their text from the `tokenizer` and are handed to `score`; without
+        a tokenizer, as on ranks that do not lead their engine, neither happens. `on_step` is called
+        before each step. With `keeps_cache`, completions keep their KV cache when new weights come:
+        those begun later do not share its blocks."""
         self._core = llm.llm_engine.engine_core
         self._scheduler = (
             self._core.engine_core.scheduler
@@ -152,7 +155,7 @@ class RunningCompletions:
         self._keeps_cache = keeps_cache
         self._decoding: dict[str, _Decoding] = {}
         self.weights = weights
-        """Set them when the engine has others, behind `keep_tokens` or while all is interrupted."""
+        """Set them when the engine gets new ones, after `keep_tokens` or inside `interrupted`."""
         self.usage = Usage()
 
     def __len__(self) -> int:
@@ -168,8 +171,9 @@ class RunningCompletions:
         return Load(len(self._decoding), waiting)
 
     def sample(self, requests: Sequence[Request] | RequestSource) -> Iterator[Ended]:
-        """Sample all requests, those of a source as it gives them; yields each as soon as it has
-        ended."""
+        """Sample all requests, those of a source as it gives them.
+
+        Yields each as soon as it has ended."""
         source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
         while True:
             for request in source.pop(self.load()):
@@ -182,8 +186,9 @@ class RunningCompletions:
         assert not len(self), f"vLLM did not return {len(self)} requests"
 
     def begin(self, request: Request) -> None:
-        """Sample a completion from where it is. vLLM's VLLMValidationError for a prompt that the
-        model cannot take."""
+        """Sample a completion from where it is.
+
+        vLLM's VLLMValidationError for a prompt that the model cannot take."""
         if self._keeps_cache:
             request = replace(request, cache_salt=str(self.weights.version))
         name = str(next(_NAMES))
@@ -191,10 +196,12 @@ class RunningCompletions:
         self._core.add_request(self._prepare(name, request))
 
     def step(self) -> list[Ended]:
-        """Make one step of vLLM's; what has ended with it, after what is finished was handed to be
-        scored. RuntimeError where vLLM gave one up."""
+        """Make one step of vLLM; returns the completions that ended with it.
+
+        Finished ones are handed to `score` first. RuntimeError where vLLM gave one up."""
         self._on_step()
-        usage, started = self.usage, time.perf_counter()
+        usage = self.usage
+        started = time.perf_counter()
         usage.steps += 1
         usage.running += len(self._decoding)
         ended: list[tuple[_Decoding, str]] = []
@@ -225,17 +232,18 @@ class RunningCompletions:
         return Ended(request, completion)
 
     def keep_tokens(self) -> list[Request]:
-        """All in flight, with what is sampled of them by now; they go on.
+        """All requests in flight, with what is sampled of them by now; they go on.
 
-        Call it before the engine gets new weights: what it samples later is theirs."""
+        Call it before the engine gets new weights: later tokens are marked with those."""
         for decoding in self._decoding.values():
             decoding.keep_tokens(self.weights)
         return [decoding.request for decoding in self._decoding.values()]
 
     @contextmanager
     def interrupted(self) -> Iterator[list[Request]]:
-        """Take all out of vLLM while the engine does something else, or gets new weights; what
-        there is of them. Behind it they go on.
+        """Take all requests out of vLLM while the engine does something else or gets new weights.
+
+        Gives them with what is sampled of each. Afterwards they go on.
 
             with running.interrupted() as requests:
                 engine.score(sequences)
@@ -259,7 +267,7 @@ class _Decoding:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
 
     def add(self, output: Any) -> None:
-        """The tokens of one of vLLM's `EngineCoreOutput`."""
+        """Add the tokens of a vLLM `EngineCoreOutput`."""
         self.token_ids.extend(output.new_token_ids)
         if output.new_logprobs is not None:
             self.logprobs.extend(output.new_logprobs)  # a list (see `scheduler_shortcuts`)
@@ -275,15 +283,17 @@ class _Decoding:
         return so_far.extended(self.token_ids, self.logprobs, weights.version, weights.step)
 
     def keep_tokens(self, weights: Weights) -> None:
-        """Those that these weights have sampled."""
+        """Move the tokens that these weights have sampled into `request.so_far`."""
         self.request = replace(self.request, so_far=self.sampled(weights))
         self.token_ids = array("i")
         self.logprobs = array("f")
 
 
 class _Preparation:
-    """Makes vLLM's requests of ours. vLLM checks and completes one of those that follow each other
-    and are alike, the samples of a prompt; the others are copies of it with seeds of their own."""
+    """Turns our requests into vLLM's.
+
+    Of requests that follow one another and are alike, the samples of a prompt, vLLM checks and
+    completes the first; the others are copies of it with their own seeds."""
 
     def __init__(self, llm: Any, settings: RolloutConfig) -> None:
         self._engine = llm.llm_engine
@@ -291,20 +301,22 @@ class _Preparation:
         self._last: tuple[Request, Any] | None = None
 
     def __call__(self, name: str, request: Request) -> Any:
-        """An `EngineCoreRequest`. vLLM's VLLMValidationError for a prompt that the model cannot
-        take."""
+        """An `EngineCoreRequest`.
+
+        vLLM's VLLMValidationError for a prompt that the model cannot take."""
         if request.so_far.token_ids:  # there is none alike
-            made = self._check(name, request)
-            made.request_id = name
-            return made
+            core_request = self._check(name, request)
+            core_request.request_id = name
+            return core_request
         alike = replace(request, key=(0, 0), seed=0)
         if self._last is None or self._last[0] != alike:
             self._last = alike, self._check(name, request)
         checked = self._last[1]
-        made = copy.copy(checked)
-        made.request_id, made.sampling_params = name, copy.copy(checked.sampling_params)
-        made.sampling_params.seed = request.seed
-        return made
+        core_request = copy.copy(checked)
+        core_request.request_id = name
+        core_request.sampling_params = copy.copy(checked.sampling_params)
+        core_request.sampling_params.seed = request.seed
+        return core_request
 
     def _check(self, name: str, request: Request) -> Any:
         from vllm.inputs import tokens_input

@@ -42,7 +42,7 @@ class SamplingSettings:
 
 
 def training_sampling(settings: RolloutConfig) -> SamplingSettings:
-    """As the settings of the rollout say."""
+    """The sampling settings of a training rollout."""
     return SamplingSettings(
         samples=settings.group_size,
         temperature=settings.temperature,
@@ -76,9 +76,9 @@ class Request:
     max_new_tokens: int
     """Tokens after which the completion is cut off."""
     temperature: float | None = None
-    """None: as the settings say; 0 is greedy."""
+    """None: that of the settings; 0 is greedy."""
     top_p: float | None = None
-    """None: as the settings say."""
+    """None: that of the settings."""
     so_far: PartialCompletion = NOTHING_SAMPLED
     """What is sampled of the completion already."""
     slice_tokens: int | None = None

@@ -33,8 +33,9 @@ class SampledLogprobs:
 
 
 def return_plain_logprobs(scheduler: Any) -> None:
-    """Give every request its log-probs as a list, from one conversion a step, not as three slices
-    of arrays."""
+    """Give every request its log-probs as a list, from one conversion a step.
+
+    vLLM gives it three slices of arrays."""
     update = scheduler.update_from_output
 
     def update_from_output(scheduled: Any, output: Any) -> Any:
@@ -49,18 +50,19 @@ def return_plain_logprobs(scheduler: Any) -> None:
 
 
 def skip_needless_blocks(scheduler: Any) -> None:
-    """A request that decodes one more token in a block of the KV cache that it has is not asked
-    about again, nor is a block looked for in the prefix cache that is not full yet."""
+    """Skip work on blocks of the KV cache that changes nothing.
+
+    A request that decodes one more token into a block that it has needs no allocation, and a block
+    that is not full is not looked up in the prefix cache."""
     manager = scheduler.kv_cache_manager
-    of_layers = manager.coordinator.single_type_managers
-    if len(of_layers) != 1 or type(of_layers[0]) is not FullAttentionManager:
+    managers = manager.coordinator.single_type_managers
+    if len(managers) != 1 or type(managers[0]) is not FullAttentionManager:
         return
-    blocks_by_request, block_size = of_layers[0].req_to_blocks, of_layers[0].block_size
-    allocate, cache, no_blocks = (
-        manager.allocate_slots,
-        manager.cache_blocks,
-        manager.empty_kv_cache_blocks,
-    )
+    blocks_by_request = managers[0].req_to_blocks
+    block_size = managers[0].block_size
+    allocate = manager.allocate_slots
+    cache = manager.cache_blocks
+    no_blocks = manager.empty_kv_cache_blocks
 
     def allocate_slots(
         request: Any,
@@ -82,9 +84,11 @@ def skip_needless_blocks(scheduler: Any) -> None:
         )
 
     def cache_blocks(request: Any, num_computed_tokens: int) -> None:
-        """vLLM calls it for every token where it schedules asynchronously; prompts are cached by
-        their allocation."""
+        """Cache full blocks only; prompts are cached by their allocation.
+
+        vLLM calls it for every token where it schedules asynchronously."""
         if num_computed_tokens % block_size == 0:
             cache(request, num_computed_tokens)
 
-    manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
+    manager.allocate_slots = allocate_slots
+    manager.cache_blocks = cache_blocks

@@ -10,11 +10,12 @@ OTHERS_GREW = "Memory usage increased after sleeping"
 
 
 class SharedGPUWorker(Worker):
-    """A worker whose sleep may end with less free memory than before, which others have taken
-    meanwhile."""
+    """A worker whose sleep may end with less free memory than before.
+
+    Other processes may have taken it meanwhile."""
 
     def sleep(self, level: int = 1) -> None:
-        """As vLLM's."""
+        """Sleep as vLLM does, without its last assertion."""
         try:
             super().sleep(level)
         except AssertionError as error:

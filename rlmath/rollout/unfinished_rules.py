@@ -12,30 +12,32 @@ from rlmath.config.schema import Config, RolloutConfig
 
 
 def unfinished_rules(config: Config) -> UnfinishedRules:
-    """The rules of partial rollouts, and of engines on ranks of their own, whose only bound is
-    `max_staleness`."""
-    rollout, per_step = config.rollout, config.data.prompts_per_step
+    """The rules of partial rollouts, and of engines on ranks of their own.
+
+    The latter are bounded by `max_staleness` only."""
+    rollout = config.rollout
+    per_step = config.data.prompts_per_step
     dropped = (
         config.selection.max_extra_prompts if config.selection.dynamic_sampling is not None else 0
     )
     if rollout.tail == "defer":
         return UnfinishedRules(per_step, sys.maxsize, 0, dropped)
     most = per_step * (rollout.max_staleness + 1)
-    given = rollout.max_groups_in_flight if rollout.ranks == 0 else None
-    in_flight = most if given is None else given
+    limit = rollout.max_groups_in_flight if rollout.ranks == 0 else None
+    in_flight = most if limit is None else limit
     return UnfinishedRules(per_step, in_flight, rollout.max_staleness, dropped)
 
 
 def unfinished_bytes(config: Config) -> int:
-    """The most that the groups in flight take between two steps, in the memory of every rank and in
-    a checkpoint, with "carry", and with engines on ranks of their own: those that no step has
-    learned from yet x `rollout.group_size` x the greatest number of new tokens x 8 bytes."""
+    """The most that groups in flight take between two steps (bytes).
+
+    They take it in the memory of every rank and in a checkpoint, with "carry" and with engines on
+    ranks of their own: groups that no step has learned from yet x `rollout.group_size` x the
+    greatest number of new tokens x 8 bytes."""
     if config.rollout.tail != "carry" and config.rollout.ranks == 0:
         return 0
-    training, rules = (
-        with_longest_lengths(without_validation(config)).rollout,
-        unfinished_rules(config),
-    )
+    training = with_longest_lengths(without_validation(config)).rollout
+    rules = unfinished_rules(config)
     completions = (rules.max_groups - rules.groups_per_step) * training.group_size
     return completions * training.max_new_tokens * TOKEN_BYTES
 

@@ -38,7 +38,7 @@ from rlmath.rollout.sampling import Key, Request
 
 
 class WorkItem(NamedTuple):
-    """What is popped at once: the first sample of prompt `prompt`, or all its others."""
+    """Samples that are popped at once: the first one of prompt `prompt`, or all its others."""
 
     prompt: int
     is_remaining: bool
@@ -61,7 +61,7 @@ Share = Callable[[list[WorkItem]], list[WorkItem]]
 
 
 def share_in_engine(items: list[WorkItem]) -> list[WorkItem]:
-    """Over the process group of this rank's vLLM engine.
+    """Broadcast the items over the process group of this rank's vLLM engine.
 
     A collective."""
     from vllm.distributed.parallel_state import get_tp_group
@@ -70,9 +70,10 @@ def share_in_engine(items: list[WorkItem]) -> list[WorkItem]:
 
 
 class WorkQueue:
-    """The requests of one rollout as they are popped for this rank's engine; a source for
-    `RunningCompletions.sample`. Every rank makes one, with the same requests and a store (see
-    `shared_store`) that no other rollout uses."""
+    """The requests of one rollout as they are popped for this rank's engine.
+
+    It is a source for `RunningCompletions.sample`. Every rank makes one, with the same requests and
+    a store (see `shared_store`) that no other rollout uses."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class WorkQueue:
             items = self._share(items)
         self._popped_any = True
         self._empty = not items
-        return [request for item in items for request in self._requests_of(item)]
+        return [request for work_item in items for request in self._requests_of(work_item)]
 
     def ended(self, key: Key, tokens: int) -> None:
         """Called for every completion as soon as it is there, with its tokens."""
@@ -146,9 +147,9 @@ class WorkQueue:
 
     def _pop_items(self, free: int, first: bool) -> list[WorkItem]:
         items = []
-        for item in self._items.first_pop() if first else self._items.later_pop():
-            items.append(item)
-            free -= len(self._requests_of(item))
+        for work_item in self._items.first_pop() if first else self._items.later_pop():
+            items.append(work_item)
+            free -= len(self._requests_of(work_item))
             if free <= 0:
                 break
         return items
@@ -163,23 +164,27 @@ class _EngineItems:
         self.steps = 0
         """Engine steps so far: tokens that a first sample may have by now."""
         self.lengths: dict[int, int] = {}
-        """By prompt: tokens of its finished first sample."""
+        """Tokens of each prompt's finished first sample."""
         self._store = store
         self._has_remaining_P = has_remaining_P
-        self._with_remaining = [p for p, more in enumerate(has_remaining_P) if more]
+        self._with_remaining = [
+            p for p, has_remaining in enumerate(has_remaining_P) if has_remaining
+        ]
         self._mesh = mesh
         prompts = len(has_remaining_P)
         share = min(-(-prompts // mesh.num_engines), max_num_seqs)
         # Every engine takes every n-th row: rows that are alike follow one another.
-        mine = range(mesh.engine_index, min(mesh.num_engines * share, prompts), mesh.num_engines)
-        self._own_first = deque(mine)
+        own_prompts = range(
+            mesh.engine_index, min(mesh.num_engines * share, prompts), mesh.num_engines
+        )
+        self._own_first = deque(own_prompts)
         """Prompts whose first samples are this engine's, and not popped yet."""
         self._shared_first = range(min(mesh.num_engines * share, prompts), prompts)
         """Prompts whose first samples are no engine's own."""
         self._exhausted: set[str] = set()
         """Counters that have led past the last prompt."""
         self._started: dict[int, int] = {}
-        """By prompt: the step at which its first sample was popped here."""
+        """Step at which each prompt's first sample was popped here."""
         self._untried: set[int] = set()
         """Own prompts whose remaining samples have not been tried yet."""
         self._claimed: list[int] = []
@@ -229,8 +234,7 @@ class _EngineItems:
                 yield from self._claim(prompt)
 
     def _next_prompt(self, counter: str, prompts: Sequence[int]) -> int | None:
-        """The next of some prompts, by a counter of all engines; None when it has led past the last
-        one."""
+        """The next of some prompts, by a counter that all engines share; None after the last."""
         if counter in self._exhausted or not prompts:
             return None
         place = self._store.fetch_add(counter)
@@ -249,8 +253,10 @@ class _EngineItems:
 
 
 def idle_shares(seconds_by_rollout: Sequence[Sequence[float]]) -> list[float]:
-    """By engine: the share of some rollouts' time in which it was done while another engine was not
-    (0 to 1), by the seconds that each engine was busy, from a common start.
+    """The share of some rollouts' time in which each engine was idle (0 to 1).
+
+    It was done then while another engine was not. For each rollout there are the seconds that each
+    engine was busy, from a common start.
 
     >>> idle_shares([[3.0, 4.0], [1.0, 0.5]])  # of 5 s the first engine idled 1 s, the second 0.5 s
     [0.2, 0.1]

@@ -40,9 +40,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def rectangle_checksum(values: Tensor, row: int, col: int, width: int) -> int:
-    """Checksum of a rectangle [rows, columns] that lies at (row, col) of a tensor with `width`
-    columns."""
-    total, step = 0, max(1, _AT_ONCE // values.shape[1])
+    """Checksum of a rectangle that lies at (row, col) of a tensor with `width` columns."""
+    total = 0
+    step = max(1, _AT_ONCE // values.shape[1])
     columns = torch.arange(col, col + values.shape[1], device=values.device)
     for start in range(0, values.shape[0], step):
         part = values[start : start + step].contiguous()
@@ -53,8 +53,10 @@ def rectangle_checksum(values: Tensor, row: int, col: int, width: int) -> int:
 
 
 def _mixed(bits: Tensor, places: Tensor) -> Tensor:
-    """A hash of every element with its position, int64, in which each bit of both changes about
-    half of all bits: multiply and shift, as in splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """A hash of every element with its position (int64).
+
+    Each bit of both changes about half of all bits: multiply and shift, as in splitmix64 (Steele,
+    Lea and Flood, OOPSLA 2014)."""
     mixed = bits * 0x1F123BB5 + places * 0x61C8864680B583EB
     mixed = (mixed ^ (mixed >> 32)) * 0x2545F4914F6CDD1D
     return mixed ^ (mixed >> 29)
@@ -68,7 +70,8 @@ class SyncChecksums:
     def __init__(
         self, shape: ModelShape, layout: TrainingLayout, mesh: Mesh, device: Device
     ) -> None:
-        self._mesh, self._device = mesh, device
+        self._mesh = mesh
+        self._device = device
         part = mesh.rank % mesh.engine_size
         self._widths = {block.tensor: block.cols for block in engine_blocks(shape, 1, 0)}
         """Columns of every Hugging Face tensor."""
@@ -81,11 +84,11 @@ class SyncChecksums:
         self._sums = {side: dict.fromkeys(self._names, 0) for side in ("policy", "engine")}
 
     def add_engine(self, name: str, matrix: Tensor) -> None:
-        """A parameter of this rank's engine, as it was written."""
+        """Add a parameter of this rank's engine, as it was written."""
         self._add("engine", self._needed[name], matrix, matrix.dtype)
 
     def add_policy(self, matrix_of: Callable[[str], Tensor], dtype: torch.dtype) -> None:
-        """This rank's shard by the plan's names; `dtype` is the engine's."""
+        """Add this rank's shard, by the plan's names; `dtype` is the engine's."""
         for parameter, blocks in groupby(self._held, attrgetter("parameter")):
             self._add("policy", blocks, matrix_of(parameter), dtype)
 
@@ -96,8 +99,7 @@ class SyncChecksums:
             self._sums[side][block.tensor] += checksum
 
     def differing(self) -> list[str]:
-        """Tensors that differ between the policy and some engine, with the engines; the same on all
-        ranks."""
+        """Tensors that differ between the policy and an engine, with the engines, on all ranks."""
         mesh = self._mesh
         table = torch.zeros(1 + mesh.num_engines, len(self._names), dtype=torch.int64)
         table[0] = torch.tensor(
@@ -117,27 +119,32 @@ class SyncChecksums:
 
 
 def _copies(shape: ModelShape, engine_size: int) -> dict[str, int]:
-    """How often an engine has each element of a tensor: its ranks may split it, or each hold all of
-    it."""
-    held: Counter[str] = Counter()
+    """How often an engine has each element of a tensor.
+
+    Its ranks may split it, or each hold all of it."""
+    elements_by_tensor: Counter[str] = Counter()
     for part in range(engine_size):
         for block in engine_blocks(shape, engine_size, part):
-            held[block.tensor] += block.elements
+            elements_by_tensor[block.tensor] += block.elements
     return {
-        block.tensor: held[block.tensor] // block.elements for block in engine_blocks(shape, 1, 0)
+        block.tensor: elements_by_tensor[block.tensor] // block.elements
+        for block in engine_blocks(shape, 1, 0)
     }
 
 
 def _counted(shape: ModelShape, layout: TrainingLayout, mesh: Mesh) -> list[Block]:
-    """The blocks whose rectangle no earlier rank of this rank's stage holds: every element is
-    counted once."""
+    """The blocks whose rectangle no earlier rank of this rank's stage holds.
+
+    So every element is counted once."""
     first = mesh.pipeline_rank * (mesh.world_size // mesh.pipeline)
     before = {coordinates(replace(mesh, rank=rank)) for rank in range(first, mesh.rank)}
     if coordinates(mesh) in before:
         return []
-    held = [
-        b for b in training_blocks(shape, layout, coordinates(mesh)) if b.parameter != TIED_HEAD
+    blocks = [
+        block
+        for block in training_blocks(shape, layout, coordinates(mesh))
+        if block.parameter != TIED_HEAD
     ]
     rectangle = attrgetter("tensor", "row", "col", "rows", "cols")
     seen = {rectangle(block) for at in before for block in training_blocks(shape, layout, at)}
-    return [block for block in held if rectangle(block) not in seen]
+    return [block for block in blocks if rectangle(block) not in seen]

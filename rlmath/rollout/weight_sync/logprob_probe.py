@@ -23,12 +23,15 @@ SEQUENCES = 4
 TOKENS = 64
 """Most tokens of one sequence."""
 EngineScores = Callable[[Sequence[Sequence[int]]], Mapping[int, Sequence[Sequence[float]]]]
-"""By engine, its log-probs of every token but the first of each sequence (nats). A collective."""
+"""Gives each engine's log-probs of every token but the first of each sequence (nats).
+
+A collective."""
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether what is due every so many steps (0: never) is due: at 0, N, 2 N, ..., the same in a
-    resumed run."""
+    """Whether what is due every so many steps (0: never) is due: at 0, N, 2 N, ...
+
+    It is the same in a resumed run."""
     return every > 0 and step % every == 0
 
 
@@ -46,7 +49,9 @@ class Probe:
         engine_scores: EngineScores,
     ) -> None:
         """`longest`: most tokens of a sequence that the engine takes."""
-        self._mesh, self._settings, self._engine_scores = mesh, settings, engine_scores
+        self._mesh = mesh
+        self._settings = settings
+        self._engine_scores = engine_scores
         # The engine scores a prompt at temperature 1 and masks nothing.
         self._policy = ForwardBackward(policy.chunks, mesh, policy.device, policy.vocab_size)
         draw = random.Random(0)
@@ -57,36 +62,41 @@ class Probe:
         ]
         self._step = 0
         self._expected: list[list[float]] | None = None
-        """By micro-batch and sequence in it; None where nothing is to be compared."""
+        """Log-probs of each sequence, micro-batch by micro-batch; None: nothing to compare."""
 
     def score_policy(self, step: int) -> None:
-        """The policy's side, where step `step` (from 0) is due: its log-probs of every token but
-        the first of each sequence. Its parameters must be on the device."""
-        self._step, self._expected = step, None
+        """Compute the policy's side where step `step` (from 0) is due.
+
+        It is the log-probs of every token but the first of each sequence. The policy's parameters
+        must be on the device."""
+        self._step = step
+        self._expected = None
         if not is_due(self._settings.probe_every, step):
             return
         samples = [Sample(ids[:1], ids[1:], (0.0,) * (len(ids) - 1), 0.0) for ids in self.sequences]
         # All samples on every data-parallel rank, in as few micro-batches as the layout takes.
         batches = [pack(samples, members, self._mesh.tensor) for members in self._members()]
-        mine = self._policy.logprobs(batches)
-        found = None
+        logprobs_by_batch = self._policy.logprobs(batches)
+        rows = None
         if self._mesh.counts_loss and self._mesh.data_rank == 0:
             # One row a sample: the log-probs of its completion.
-            found = []
-            for batch, result in zip(batches, mine, strict=True):
-                bounds, row_T = batch.cu_seqlens_S1.tolist(), result.tolist()
-                found += [
-                    row_T[bounds[s] + 1 : bounds[s + 1]] for s in range(len(batch.sample_indices))
+            rows = []
+            for batch, logprobs_T in zip(batches, logprobs_by_batch, strict=True):
+                bounds, packed = batch.cu_seqlens_S1.tolist(), logprobs_T.tolist()
+                rows += [
+                    packed[bounds[s] + 1 : bounds[s + 1]] for s in range(len(batch.sample_indices))
                 ]
-        (self._expected,) = [values for values in all_gather_objects(found) if values is not None]
+        (self._expected,) = [
+            gathered_rows for gathered_rows in all_gather_objects(rows) if gathered_rows is not None
+        ]
 
     def _members(self) -> list[range]:
-        """Which sequences each micro-batch has."""
+        """The sequences of each micro-batch."""
         count = self._mesh.microbatch_multiple
         return [range(start, SEQUENCES, count) for start in range(count)]
 
     def compare(self) -> dict[str, float]:
-        """The engines' side, if the policy's was due: metrics of the engine that differs most.
+        """Compare with the engines if the policy's side was due; metrics of the one furthest off.
 
         RuntimeError on all ranks where the mean is above `sync.probe_threshold`, or NaN."""
         if self._expected is None:
@@ -94,15 +104,18 @@ class Probe:
         order = [index for members in self._members() for index in members]
         engines = sorted(self._engine_scores(self.sequences).items())
         differences = []
-        for _, found in engines:
+        for _, engine_rows in engines:
             pairs = zip(order, self._expected, strict=True)
-            values = [abs(a - b) for i, row in pairs for a, b in zip(found[i], row, strict=True)]
-            differences.append(torch.tensor(values, dtype=torch.float64))
+            gaps = [
+                abs(a - b) for i, row in pairs for a, b in zip(engine_rows[i], row, strict=True)
+            ]
+            differences.append(torch.tensor(gaps, dtype=torch.float64))
         self._expected = None
         worst = int(
-            torch.stack([one.mean() for one in differences]).argmax()
+            torch.stack([gap.mean() for gap in differences]).argmax()
         )  # for torch NaN is the largest
-        mean, largest = differences[worst].mean().item(), differences[worst].max().item()
+        mean = differences[worst].mean().item()
+        largest = differences[worst].max().item()
         threshold = self._settings.probe_threshold
         if not mean <= threshold:
             raise RuntimeError(

@@ -50,9 +50,9 @@ class OfferPlans:
     """What travels to the first engine (`reshard_plan.plan_sync`)."""
 
     first: SyncPlan
-    """With the first offer: all weights."""
+    """Plan of the first offer: all weights."""
     later: SyncPlan
-    """With the others: those that learn."""
+    """Plan of later offers: the weights that learn."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,14 @@ class WeightsWanted:
     """An engine asks a training rank for the weights that were offered last."""
 
     turn: int
-    """Engines are served in the order of their turns, counted from 0 over the whole start."""
+    """Place in the order in which engines are served, counted from 0 over the whole start."""
     engine: int
     offer: int
-    """Counted from 1 over the whole start."""
+    """Number of the offer, counted from 1 over the whole start."""
 
 
 class WeightSender:
-    """A training rank's side: holds the offered weights, and sends them to the engines that ask for
-    them."""
+    """A training rank's side: holds the offered weights and sends them to engines that ask."""
 
     def __init__(
         self,
@@ -84,13 +83,19 @@ class WeightSender:
         """`dtype` is the engines' number format."""
         self._sources = source_matrices(chunks, shape)
         self._copies = {
-            name: torch.empty(one.shape, dtype=dtype, device=HOST, pin_memory=device.kind == "cuda")
-            for name, one in self._sources.parameters.items()
+            name: torch.empty(
+                parameter.shape, dtype=dtype, device=HOST, pin_memory=device.kind == "cuda"
+            )
+            for name, parameter in self._sources.parameters.items()
         }
-        self._mesh, self._device, self._dtype, self._bridge = mesh, device, dtype, bridge
+        self._mesh = mesh
+        self._device = device
+        self._dtype = dtype
+        self._bridge = bridge
         self._follow(plans.first)
         self._later = plans.later
-        self._mailbox, self._wanted = mailbox, mailbox.box(WeightsWanted)
+        self._mailbox = mailbox
+        self._wanted = mailbox.box(WeightsWanted)
         self._offered = 0
         self._to_serve = 0
         self._changed = threading.Condition()
@@ -99,8 +104,9 @@ class WeightSender:
 
     @torch.no_grad()
     def offer(self) -> float:
-        """Take a copy of the parameters, once all engines have the one before; how long that took
-        to wait for (seconds). RuntimeError where the thread has failed."""
+        """Copy the parameters once all engines have the last copy; the time waited (seconds).
+
+        RuntimeError where the thread has failed."""
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._to_serve == 0 or self._error is not None)
@@ -118,11 +124,14 @@ class WeightSender:
         return waited
 
     def _follow(self, plan: SyncPlan) -> None:
-        """From the next offer on, send by this plan; copies that it does not read are freed."""
+        """Send by this plan from the next offer on; copies that it does not read are freed."""
         self._rounds = rank_rounds(plan, self._mesh.rank)
         self._runs = [runs_of_round(round_) for round_ in self._rounds]
         read = {
-            c.source_parameter for r in self._rounds for copies in r.sends.values() for c in copies
+            copy.source_parameter
+            for round_ in self._rounds
+            for copies in round_.sends.values()
+            for copy in copies
         }
         self._copies = {name: copy for name, copy in self._copies.items() if name in read}
         self.bytes_sent = plan.bytes_sent(self._mesh.rank) * self._mesh.num_engines
@@ -135,20 +144,21 @@ class WeightSender:
         self._wanted.put(None)
 
     def _serve(self) -> None:
-        """The thread: engines in the order of their turns."""
-        turn, waiting = 0, dict[int, WeightsWanted]()
+        """Serve engines in the order of their turns, in the thread."""
+        turn = 0
+        waiting = dict[int, WeightsWanted]()
         try:
             while True:
                 while turn not in waiting:
-                    wanted = self._wanted.get()
-                    if wanted is None:
+                    request = self._wanted.get()
+                    if request is None:
                         self._mailbox.raise_if_lost()
                         return
-                    waiting[wanted.message.turn] = wanted.message
-                wanted = waiting.pop(turn)
+                    waiting[request.message.turn] = request.message
+                request = waiting.pop(turn)
                 with self._changed:
-                    self._changed.wait_for(lambda number=wanted.offer: self._offered == number)
-                self._send(wanted.engine)
+                    self._changed.wait_for(lambda number=request.offer: self._offered == number)
+                self._send(request.engine)
                 turn += 1
                 with self._changed:
                     self._to_serve -= 1
@@ -175,7 +185,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """The side of one rank of an engine: writes offered weights into the engine's."""
+    """An engine rank's side: writes offered weights into the engine's."""
 
     def __init__(
         self,
@@ -190,25 +200,29 @@ class WeightReceiver:
         """`mesh` is that of the engines' world; the first rank of an engine has the `mailbox`.
 
         `on_progress` is called for every round."""
-        self._weights, self._mesh, self._device = weights, mesh, device
-        self._bridge, self._mailbox, self._on_progress = bridge, mailbox, on_progress
+        self._weights = weights
+        self._mesh = mesh
+        self._device = device
+        self._bridge = bridge
+        self._mailbox = mailbox
+        self._on_progress = on_progress
         self._plans = plans
         self._store = shared_store("weights")
         self._taken = 0
 
     @torch.no_grad()
     def take(self) -> float:
-        """All of the engine's weights become the next offer's; the seconds that took.
+        """Take the next offer's weights into the engine; how long that took (seconds).
 
-        All its ranks call it."""
+        All ranks of the engine call it."""
         started = time.perf_counter()
         self._taken += 1
         if self._mailbox is not None:
-            wanted = WeightsWanted(
+            request = WeightsWanted(
                 self._store.fetch_add("turns"), self._mesh.engine_index, self._taken
             )
             for rank in range(self._bridge.training_ranks):
-                self._mailbox.send(rank, wanted)
+                self._mailbox.send(rank, request)
         synchronize(self._device)  # what still computes with the old ones
         if self._taken == 1:
             self._follow(self._plans.first)

@@ -47,8 +47,9 @@ SHARED_BUCKET_BYTES = 16 * 2**20
 
 
 def bucket_bytes(settings_mib: float, device_kind: str, world_size: int) -> int:
-    """Size of a bucket where `sync.bucket_mib` is `settings_mib`: several ranks on CPU share
-    memory, in smaller ones.
+    """Size of a bucket (bytes) where `sync.bucket_mib` is `settings_mib`.
+
+    Several ranks on CPU share memory, in smaller buckets.
 
     >>> bucket_bytes(64, "cpu", 2) // 2**20, bucket_bytes(64, "cuda", 2) // 2**20
     (16, 64)
@@ -61,12 +62,11 @@ def bucket_bytes(settings_mib: float, device_kind: str, world_size: int) -> int:
 
 
 class Copy(NamedTuple):
-    """A rectangle of a Hugging Face tensor, copied from a rank's parameter into a parameter of a
-    rank's engine."""
+    """A rectangle of a Hugging Face tensor, copied from a parameter into an engine's parameter."""
 
     source: int
     target: int
-    """Ranks; equal where nothing travels."""
+    """Rank of the engine; equal to `source` where nothing travels."""
     tensor: str
     row: int
     col: int
@@ -86,16 +86,16 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The plan of some ranks that need nothing from others: of a cell, or of all."""
+    """The plan of ranks that need nothing from other ranks: those of a cell, or all."""
 
     local: Mapping[int, tuple[Copy, ...]]
-    """By rank that is part of an engine: what it copies from its own shard."""
+    """What each rank of an engine copies from its own shard."""
     rounds: tuple[tuple[Copy, ...], ...]
-    """What travels, one round after the other."""
+    """Copies that travel, one round after the other."""
     missing: Mapping[int, int]
-    """By rank: elements that its engine needs and its own shard lacks. No plan can send fewer."""
+    """Elements that each rank's engine needs and its shard lacks. No plan can send fewer."""
     element_bytes: int
-    """Bytes of an element on its way: it travels in the engine's number format."""
+    """Bytes of an element that travels, which it does in the engine's number format."""
 
     def bytes_copied(self, rank: int) -> int:
         """Bytes that a rank takes from its own shard."""
@@ -113,7 +113,7 @@ class SyncPlan:
 
     @property
     def largest_bucket_bytes(self) -> int:
-        """Most that any rank sends in any round."""
+        """The most that any rank sends in any round."""
         largest = 0
         for copies in self.rounds:
             sent: Counter[int] = Counter()
@@ -153,13 +153,13 @@ def plan_sync(
         parts = {rank: rank % mesh.engine_size for rank in ranks}
     coordinates_of = {rank: coordinates(replace(mesh, rank=rank)) for rank in ranks}
     senders = Senders(coordinates_of, ranks_per_node or mesh.world_size)
-    held = by_region(
+    regions = by_region(
         {at: training_blocks(shape, layout, at) for at in sorted(set(coordinates_of.values()))}
     )
     overlaps_of_part = [
         [
             overlap
-            for overlap in intersections(engine_blocks(shape, mesh.engine_size, part), held)
+            for overlap in intersections(engine_blocks(shape, mesh.engine_size, part), regions)
             if only is None or next(iter(overlap.sources.values())).parameter in only
         ]
         for part in range(mesh.engine_size)
@@ -174,20 +174,20 @@ def plan_sync(
     )
     for number, rank in ordered:
         overlap = needed[rank][number]
-        own = overlap.sources.get(coordinates_of[rank]) if rank in coordinates_of else None
-        if own is not None:
-            local[rank].append(_copy((rank, rank), own, overlap.target))
+        own_block = overlap.sources.get(coordinates_of[rank]) if rank in coordinates_of else None
+        if own_block is not None:
+            local[rank].append(_copy((rank, rank), own_block, overlap.target))
             continue
         step = max(1, budget // SLICES_OF_A_BUCKET // overlap.target.cols)
         for start in range(0, overlap.target.rows, step):
             rows = min(step, overlap.target.rows - start)
             source = senders.choose(rank, overlap.sources, rows * overlap.target.cols)
-            held_there = overlap.sources[coordinates_of[source]]
+            source_block = overlap.sources[coordinates_of[source]]
             travelling.append(
-                _copy((source, rank), held_there, overlap.target, start=start, rows=rows)
+                _copy((source, rank), source_block, overlap.target, start=start, rows=rows)
             )
     return SyncPlan(
-        local={rank: tuple(mine) for rank, mine in local.items()},
+        local={rank: tuple(copies) for rank, copies in local.items()},
         rounds=_in_rounds(travelling, {*coordinates_of, *parts}, budget),
         missing={
             rank: sum(
@@ -204,8 +204,7 @@ def plan_sync(
 def _copy(
     ranks: tuple[int, int], held: Block, needed: Block, start: int = 0, rows: int | None = None
 ) -> Copy:
-    """From one rank to another: `rows` rows of what is needed, from `start` on; None: all of
-    them."""
+    """The copy of `rows` rows of the needed block, from `start` on; None: all of them."""
     return Copy(
         *ranks,
         tensor=needed.tensor,
@@ -228,7 +227,8 @@ def _copy(
 def cells(mesh: Mesh, ranks_per_node: int | None = None) -> list[tuple[int, ...]]:
     """The ranks of every cell, in order.
 
-    One cell, where periods do not fill a stage. None: all ranks are on one node.
+    There is one cell where periods do not fill a stage. Without `ranks_per_node` all ranks are on
+    one node.
 
     >>> cells(Mesh(0, 8, 2, 2, 1))
     [(0, 1, 4, 5), (2, 3, 6, 7)]
@@ -258,29 +258,32 @@ def cell_of(mesh: Mesh, ranks_per_node: int | None = None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """A part of what an engine needs, and the same part in the shards of all ranks that hold it."""
+    """A block that an engine needs, and the same block in the shards of all ranks that hold it."""
 
     target: Block
     sources: dict[Coordinates, Block]
 
 
 Regions = Mapping[str, Mapping[tuple[int, int, int, int], Mapping[Coordinates, Block]]]
-"""By tensor and (row, column, rows, columns): who holds it, and where."""
+"""Who holds a rectangle, and where, by its tensor and (row, column, rows, columns)."""
 
 
 def by_region(held: Mapping[Coordinates, Iterable[Block]]) -> Regions:
-    """What the shards at some coordinates hold: any two hold the same rectangle, or rectangles
-    without overlap."""
-    found: dict[str, dict[tuple[int, int, int, int], dict[Coordinates, Block]]] = defaultdict(dict)
+    """What the shards at some coordinates hold, by rectangle.
+
+    Any two shards hold the same rectangle, or rectangles without overlap."""
+    regions: dict[str, dict[tuple[int, int, int, int], dict[Coordinates, Block]]] = defaultdict(
+        dict
+    )
     for at, blocks in held.items():
         for block in blocks:
             region = (block.row, block.col, block.rows, block.cols)
-            found[block.tensor].setdefault(region, {})[at] = block
-    return found
+            regions[block.tensor].setdefault(region, {})[at] = block
+    return regions
 
 
 def intersections(needed: Iterable[Block], held: Regions) -> list[Overlap]:
-    """What is needed, cut along the borders of the shards."""
+    """The needed blocks, cut along the borders of the shards."""
     overlaps = []
     for need in needed:
         covered = 0
@@ -303,7 +306,8 @@ def _common(block: Block, other: Block) -> Block | None:
     cols = min(block.col + block.cols, other.col + other.cols) - col
     if rows <= 0 or cols <= 0:
         return None
-    at_row, at_col = block.at_row + row - block.row, block.at_col + col - block.col
+    at_row = block.at_row + row - block.row
+    at_col = block.at_col + col - block.col
     return replace(block, rows=rows, cols=cols, row=row, col=col, at_row=at_row, at_col=at_col)
 
 
@@ -321,11 +325,12 @@ class Senders:
             self._ranks_at[at].append(rank)
         self._sent = dict.fromkeys(coordinates_of, 0)
         self._candidates: dict[tuple[tuple[Coordinates, ...], int], list[int]] = {}
-        """By holders and node."""
+        """Ranks that may send, by the holders' coordinates and the target's node."""
 
     def choose(self, target: int, holders: Iterable[Coordinates], elements: int) -> int:
-        """The rank with least to send so far of those at `holders`, of the target's node where
-        there is one; it is then counted as sending `elements` more."""
+        """The rank at `holders` that sends least so far; one of the target's node if there is one.
+
+        It is then counted as sending `elements` more."""
         key = tuple(holders), target // self._ranks_per_node
         if key not in self._candidates:
             ranks = [rank for at in holders for rank in self._ranks_at[at]]
@@ -342,11 +347,14 @@ class Senders:
 def _in_rounds(
     copies: Sequence[Copy], ranks: Iterable[int], budget: int
 ) -> tuple[tuple[Copy, ...], ...]:
-    """Every copy in the first round in which both its ends have room left of `budget` elements."""
+    """Put every copy into the first round in which both its ends have room left.
+
+    Each end has room for `budget` elements in a round."""
     sent, received = _Fill(ranks, budget), _Fill(ranks, budget)
     rounds: list[list[Copy]] = []
     for copy in copies:
-        number, later = -1, max(sent.first[copy.source], received.first[copy.target])
+        number = -1
+        later = max(sent.first[copy.source], received.first[copy.target])
         while later != number:
             number = later
             later = sent.room_from(number, copy.source, copy.elements)
@@ -363,13 +371,14 @@ class _Fill:
 
     def __init__(self, ranks: Iterable[int], budget: int) -> None:
         self.first = dict.fromkeys(ranks, 0)
-        """By rank: the first round that is not nearly full."""
+        """The first round of each rank that is not nearly full."""
         self._budget = budget
         self._filled: dict[int, list[int]] = {rank: [] for rank in ranks}
 
     def room_from(self, number: int, rank: int, elements: int) -> int:
-        """The first round from `number` on that has room for so many: empty, or all of them within
-        the budget."""
+        """The first round from `number` on with room for `elements`.
+
+        It is empty, or all of them stay within the budget."""
         filled = self._filled[rank]
         while number < len(filled) and filled[number] and filled[number] + elements > self._budget:
             number += 1
@@ -393,37 +402,44 @@ class RankRound:
     Both ends list a pair's copies in the same order."""
 
     sends: dict[int, tuple[Copy, ...]]
-    """By receiving rank."""
+    """Copies for each receiving rank."""
     receives: dict[int, tuple[Copy, ...]]
-    """By sending rank."""
+    """Copies from each sending rank."""
     offsets: dict[int, int]
-    """By sending rank: where its part for this rank starts among all that it sends in this round
-    (elements)."""
+    """Where the part for this rank starts in all that a sending rank sends in this round.
+
+    It is counted in elements, by sending rank."""
     local: tuple[Copy, ...]
-    """To be done while the others travel."""
+    """Copies within this rank, made while the others travel."""
     complete: tuple[str, ...]
     """Parameters of the engine that have all their elements after this round."""
 
 
 def rank_rounds(plan: SyncPlan, rank: int) -> list[RankRound]:
-    """One rank's part, at least one round.
+    """One rank's part of the plan, at least one round.
 
-    A parameter's local copies go with the last of its others; parameters without others are spread
+    A parameter that also receives copies from other ranks is completed in the round of its last
+    received copy, and its local copies are made then. Parameters with local copies only are spread
     over the rounds."""
     rounds = plan.rounds or ((),)
-    last = {
-        c.target_parameter: n for n, copies in enumerate(rounds) for c in copies if c.target == rank
+    last_rounds = {
+        copy.target_parameter: number
+        for number, copies in enumerate(rounds)
+        for copy in copies
+        if copy.target == rank
     }
     own_copies = plan.local.get(rank, ())
-    own = list(dict.fromkeys(copy.target_parameter for copy in own_copies))
-    alone = [name for name in own if name not in last]
-    done = last | {name: number * len(rounds) // len(alone) for number, name in enumerate(alone)}
+    own_parameters = list(dict.fromkeys(copy.target_parameter for copy in own_copies))
+    only_local = [name for name in own_parameters if name not in last_rounds]
+    completing_rounds = last_rounds | {
+        name: number * len(rounds) // len(only_local) for number, name in enumerate(only_local)
+    }
     complete: list[list[str]] = [[] for _ in rounds]
-    for name, number in done.items():
+    for name, number in completing_rounds.items():
         complete[number].append(name)
     local: list[list[Copy]] = [[] for _ in rounds]
     for copy in own_copies:
-        local[done[copy.target_parameter]].append(copy)
+        local[completing_rounds[copy.target_parameter]].append(copy)
     return [
         _rank_round(copies, rank, tuple(local[number]), tuple(complete[number]))
         for number, copies in enumerate(rounds)
@@ -436,14 +452,23 @@ def _rank_round(
     by_pair: dict[tuple[int, int], list[Copy]] = defaultdict(list)
     for copy in copies:
         by_pair[copy.source, copy.target].append(copy)
-    offsets, sent = {}, defaultdict(int)
+    offsets = {}
+    sent = defaultdict(int)
     for source, target in sorted(by_pair):
         if target == rank:
             offsets[source] = sent[source]
         sent[source] += sum(copy.elements for copy in by_pair[source, target])
     return RankRound(
-        sends={t: tuple(by_pair[s, t]) for s, t in sorted(by_pair) if s == rank},
-        receives={s: tuple(by_pair[s, t]) for s, t in sorted(by_pair) if t == rank},
+        sends={
+            target: tuple(by_pair[source, target])
+            for source, target in sorted(by_pair)
+            if source == rank
+        },
+        receives={
+            source: tuple(by_pair[source, target])
+            for source, target in sorted(by_pair)
+            if target == rank
+        },
         offsets=offsets,
         local=local,
         complete=complete,

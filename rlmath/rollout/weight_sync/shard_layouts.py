@@ -36,8 +36,7 @@ TIED_HEAD = "tied head"
 """Key of the last stage's copy of a tied embedding."""
 
 _FUSED_NAMES = {"qkv": ("q_proj", "qkv_proj"), "gate_up": ("gate_proj", "gate_up_proj")}
-"""By the form of a rule: the projection that vLLM's fused parameter is named after, and that
-name."""
+"""The projection that vLLM's fused parameter is named after, and that name, by a rule's form."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,9 @@ class Block:
     """A rectangle of a Hugging Face tensor, and where it lies in a parameter of one rank."""
 
     tensor: str
-    """Name of the Hugging Face tensor; of a part of it, with the part's number: each of query, key
-    and value, and of gate and up, counts as a tensor."""
+    """Name of the Hugging Face tensor, for a part of it with the part's number.
+
+    Query, key and value count as a tensor each, as do gate and up."""
     parameter: str
     """Training side: the first Hugging Face name of the Megatron tensor (`parameter_key`). Engine:
     vLLM's name."""
@@ -73,8 +73,9 @@ class TrainingLayout:
 
 
 class Coordinates(NamedTuple):
-    """Coordinates of a rank in the training layout: ranks that agree in all of them hold the same
-    weights."""
+    """Coordinates of a rank in the training layout.
+
+    Ranks that agree in all of them hold the same weights."""
 
     tensor: int
     stage: int
@@ -100,7 +101,7 @@ def training_layout(
 def stage_layers(
     layers: int, pipeline: int, virtual: int = 1, first: int | None = None, last: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Layers by pipeline stage.
+    """The layers of each pipeline stage.
 
     Chunks are assigned to the stages in turn: all first chunks, then all second ones.
 
@@ -109,20 +110,20 @@ def stage_layers(
     >>> stage_layers(5, pipeline=2, first=2)
     ((0, 1), (2, 3, 4))
     """
-    given = {
+    fixed_sizes = {
         stage: size for stage, size in {0: first, pipeline - 1: last}.items() if size is not None
     }
-    others = pipeline - len(given)
-    even = (layers - sum(given.values())) // others if others else 0
-    chunk_sizes = [given.get(stage, even) // virtual for stage in range(pipeline)]
-    held: list[list[int]] = [[] for _ in range(pipeline)]
+    even_stages = pipeline - len(fixed_sizes)
+    even_size = (layers - sum(fixed_sizes.values())) // even_stages if even_stages else 0
+    chunk_sizes = [fixed_sizes.get(stage, even_size) // virtual for stage in range(pipeline)]
+    layers_by_stage: list[list[int]] = [[] for _ in range(pipeline)]
     layer = 0
     for _ in range(virtual):
         for stage, size in enumerate(chunk_sizes):
-            held[stage].extend(range(layer, layer + size))
+            layers_by_stage[stage].extend(range(layer, layer + size))
             layer += size
     assert layer == layers, f"{layers} layers do not fit into stages of {chunk_sizes} x {virtual}"
-    return tuple(map(tuple, held))
+    return tuple(map(tuple, layers_by_stage))
 
 
 def parameter_key(placed: Placed) -> str:
@@ -131,19 +132,19 @@ def parameter_key(placed: Placed) -> str:
 
 
 def training_blocks(shape: ModelShape, layout: TrainingLayout, at: Coordinates) -> Iterator[Block]:
-    """What a rank holds.
+    """The blocks that a rank holds.
 
     With tied embeddings the last stage has a copy of the embedding (`TIED_HEAD`)."""
     last = len(layout.stages) - 1
     for placed in placed_tensors(shape):
         owner = {"first": 0, "last": last}.get(placed.rule.owner)
-        mine = placed.layer in layout.stages[at.stage] if owner is None else owner == at.stage
+        is_held = placed.layer in layout.stages[at.stage] if owner is None else owner == at.stage
         if placed.expert is not None:
-            if mine and placed.expert // (shape.num_experts // layout.expert) == at.expert:
+            if is_held and placed.expert // (shape.num_experts // layout.expert) == at.expert:
                 yield from _megatron_blocks(
                     placed, shape, layout.expert_tensor, at.expert_tensor, parameter_key(placed)
                 )
-        elif mine:
+        elif is_held:
             yield from _megatron_blocks(
                 placed, shape, layout.tensor, at.tensor, parameter_key(placed)
             )
@@ -169,21 +170,21 @@ def _megatron_blocks(
 def _qkv_groups(
     placed: Placed, shape: ModelShape, tensor: int, tensor_rank: int, key: str
 ) -> Iterator[Block]:
-    """Megatron's order: for each key-value group its queries, its key, its value."""
-    D, cols = shape.head_dim, _columns(placed, shape)
+    """Blocks in Megatron's order: for each key-value group its queries, its key, its value."""
+    D = shape.head_dim
+    cols = _columns(placed, shape)
     heads = shape.num_heads // shape.num_kv_heads
     groups = shape.num_kv_heads // tensor
     first = tensor_rank * groups
     for group in range(first, first + groups):
-        at = (group - first) * (heads + 2) * D
+        row = (group - first) * (heads + 2) * D
         for name, count in zip(_parts(placed, 3), (heads, 1, 1), strict=True):
-            yield Block(name, key, count * D, cols, row=group * count * D, at_row=at)
-            at += count * D
+            yield Block(name, key, count * D, cols, row=group * count * D, at_row=row)
+            row += count * D
 
 
 def _parts(placed: Placed, count: int) -> tuple[str, ...]:
-    """Names of the tensors that a rule joins; where Hugging Face has joined them already, of its
-    parts."""
+    """Names of the tensors that a rule joins, or of their parts where Hugging Face joins them."""
     names = placed.hf_names
     return names if len(names) == count else tuple(f"{names[0]}[{part}]" for part in range(count))
 
@@ -192,7 +193,8 @@ def _stacked(
     placed: Placed, shape: ModelShape, parts: int, part: int, parameter: str, at_row: int = 0
 ) -> Iterator[Block]:
     """The part's rows of each tensor, one after the other from `at_row` on: gate, then up."""
-    cols, rows = _columns(placed, shape), shape.ffn_size // parts
+    cols = _columns(placed, shape)
+    rows = shape.ffn_size // parts
     for number, name in enumerate(_parts(placed, 2)):
         yield Block(name, parameter, rows, cols, row=part * rows, at_row=at_row + number * rows)
 
@@ -221,11 +223,12 @@ def _columns(placed: Placed, shape: ModelShape) -> int:
 
 
 def engine_blocks(shape: ModelShape, engine_size: int, part: int) -> Iterator[Block]:
-    """What rank `part` of an engine of `engine_size` ranks needs.
+    """The blocks that rank `part` of an engine of `engine_size` ranks needs.
 
     A tied head is the embedding itself."""
     for placed in placed_tensors(shape):
-        name, form = engine_name(placed), placed.rule.form
+        name = engine_name(placed)
+        form = placed.rule.form
         # The part of one expert stands below the parts of the experts before it.
         if placed.expert is not None and form == "gate_up":
             rows = 2 * shape.ffn_size // engine_size
@@ -244,8 +247,9 @@ def engine_blocks(shape: ModelShape, engine_size: int, part: int) -> Iterator[Bl
 
 
 def engine_name(placed: Placed) -> str:
-    """vLLM's name of the parameter that a rule's tensors are fused into; all experts of a layer are
-    in one."""
+    """vLLM's name of the parameter that a rule's tensors are fused into.
+
+    All experts of a layer are in one."""
     if placed.expert is not None:
         mlp, _, _ = placed.hf_names[0].rpartition(".experts.")
         matrix = "w13_weight" if placed.rule.form == "gate_up" else "w2_weight"
@@ -263,9 +267,11 @@ def engine_vocab_rows(shape: ModelShape, engine_size: int) -> int:
 def _engine_qkv(
     placed: Placed, shape: ModelShape, engine_size: int, part: int, parameter: str
 ) -> Iterator[Block]:
-    """The part's queries, keys and values; with more ranks than key-value heads, several ranks have
-    the same heads."""
-    D, cols = shape.head_dim, _columns(placed, shape)
+    """The part's queries, keys and values.
+
+    With more ranks than key-value heads, several ranks have the same heads."""
+    D = shape.head_dim
+    cols = _columns(placed, shape)
     copies = max(1, engine_size // shape.num_kv_heads)
     kv_heads = max(1, shape.num_kv_heads // engine_size)
     spans = (
@@ -273,15 +279,16 @@ def _engine_qkv(
         (part // copies, kv_heads),
         (part // copies, kv_heads),
     )
-    at = 0
+    row = 0
     for name, (index, heads) in zip(_parts(placed, 3), spans, strict=True):
-        yield Block(name, parameter, heads * D, cols, row=index * heads * D, at_row=at)
-        at += heads * D
+        yield Block(name, parameter, heads * D, cols, row=index * heads * D, at_row=row)
+        row += heads * D
 
 
 def engine_shapes(shape: ModelShape, engine_size: int) -> dict[str, tuple[int, int]]:
-    """Rows and columns of every parameter on one rank of an engine, padding included; alike on all
-    its ranks."""
+    """Rows and columns of every parameter on one rank of an engine, padding included.
+
+    They are the same on all its ranks."""
     sizes: dict[str, tuple[int, int]] = {}
     for block in engine_blocks(shape, engine_size, part=0):
         rows, _ = sizes.get(block.parameter, (0, 0))

@@ -21,8 +21,10 @@ def run_rounds(
     rounds: int,
     on_round: Callable[[int, Callable[[], dict[int, Tensor]]], None],
 ) -> None:
-    """Carry out so many rounds, the next one on its way meanwhile: `on_round` gets the number of
-    one, and what waits for its buckets and returns them by their senders."""
+    """Carry out so many rounds; while one is handled, the next one is on its way.
+
+    `on_round` gets a round's number, and a function that waits for its buckets and returns them by
+    their senders."""
     transport.start(0)
     for number in range(rounds):
         if number + 1 < rounds:
@@ -40,7 +42,7 @@ def elements(copies: Sequence[Copy]) -> int:
 
 
 Waits = list[Callable[[], object]]
-"""Each waits for one operation."""
+"""Functions that each wait for one operation."""
 Exchange = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], Waits]
 """Starts sends and receives, each with the rank at the other end."""
 
@@ -48,7 +50,7 @@ Exchange = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]]
 def exchange_in_world(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
 ) -> Waits:
-    """Over the default process group, in one group of operations."""
+    """Exchange over the default process group, in one group of operations."""
     operations = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sends]
     operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in receives]
     return [work.wait for work in dist.batch_isend_irecv(operations)] if operations else []
@@ -69,15 +71,18 @@ class Messages:
         exchange: Exchange = exchange_in_world,
     ) -> None:
         """Buckets are at the device `at`."""
-        self._rounds, self._pack, self._exchange = rounds, pack, exchange
-        most_sent = max(sum(map(elements, r.sends.values())) for r in rounds)
-        most_received = max(sum(map(elements, r.receives.values())) for r in rounds)
+        self._rounds = rounds
+        self._pack = pack
+        self._exchange = exchange
+        most_sent = max(sum(map(elements, round_.sends.values())) for round_ in rounds)
+        most_received = max(sum(map(elements, round_.receives.values())) for round_ in rounds)
         self._out = [torch.empty(most_sent, dtype=dtype, device=at) for _ in range(2)]
         self._in = [torch.empty(most_received, dtype=dtype, device=at) for _ in range(2)]
         self._under_way: dict[int, tuple[Waits, dict[int, Tensor]]] = {}
 
     def start(self, number: int) -> None:
-        turn, round_ = number % 2, self._rounds[number]
+        turn = number % 2
+        round_ = self._rounds[number]
         sends = []
         for peer, bucket in _segments(round_.sends, self._out[turn]):
             self._pack(number, peer, bucket)
@@ -92,17 +97,19 @@ class Messages:
         return arrived
 
     def close(self) -> None:
-        self._out, self._in = [], []
+        self._out = []
+        self._in = []
 
 
 def _segments(by_peer: dict[int, tuple[Copy, ...]], buffer: Tensor) -> list[tuple[int, Tensor]]:
-    """Each rank at the other end with its part of the buffer."""
-    start, found = 0, []
+    """Pairs of the rank at the other end and its part of the buffer."""
+    start = 0
+    parts = []
     for peer, copies in by_peer.items():
         stop = start + elements(copies)
-        found.append((peer, buffer[start:stop]))
+        parts.append((peer, buffer[start:stop]))
         start = stop
-    return found
+    return parts
 
 
 class SharedBuckets:
@@ -119,17 +126,21 @@ class SharedBuckets:
         memory: Sequence[torch.UntypedStorage],
         bucket_elements: int,
     ) -> None:
-        self._rounds, self._pack = rounds, pack
+        self._rounds = rounds
+        self._pack = pack
         self._buckets = [
-            torch.empty(0, dtype=dtype).set_(piece)[: 2 * bucket_elements].view(2, bucket_elements)
-            for piece in memory
+            torch.empty(0, dtype=dtype)
+            .set_(storage)[: 2 * bucket_elements]
+            .view(2, bucket_elements)
+            for storage in memory
         ]
 
     def start(self, number: int) -> None:
         """Nothing to do: the others read this rank's memory in `finish`."""
 
     def finish(self, number: int) -> dict[int, Tensor]:
-        round_, turn = self._rounds[number], number % 2
+        round_ = self._rounds[number]
+        turn = number % 2
         for peer, part in _segments(round_.sends, self._buckets[dist.get_rank()][turn]):
             self._pack(number, peer, part)
         dist.barrier()
@@ -144,11 +155,12 @@ class SharedBuckets:
 
 
 def share_memory(size: int) -> list[torch.UntypedStorage] | None:
-    """By rank, `size` bytes (each may give another number), mapped by every rank.
+    """Memory of each rank, mapped by every rank; `size` bytes, which may differ between ranks.
 
     A collective. None, on all ranks, where that is impossible: ranks on several machines or in
     several containers, another user, no memory left."""
-    fd, name = -1, f"rlmath-{uuid.uuid4().hex}"
+    fd = -1
+    name = f"rlmath-{uuid.uuid4().hex}"
     try:
         fd = os.memfd_create(name)
         os.posix_fallocate(fd, 0, max(size, 1))
@@ -164,7 +176,7 @@ def share_memory(size: int) -> list[torch.UntypedStorage] | None:
 
 
 def _map(offers: list[tuple[int, int, str, int] | None]) -> list[torch.UntypedStorage] | None:
-    pieces = []
+    storages = []
     for offer in offers:
         if offer is None:
             return None
@@ -175,7 +187,7 @@ def _map(offers: list[tuple[int, int, str, int] | None]) -> list[torch.UntypedSt
             path = f"/proc/{pid}/fd/{fd}"
             if not os.readlink(path).startswith(f"/memfd:{name}"):
                 return None
-            pieces.append(torch.UntypedStorage.from_file(path, shared=True, nbytes=size))
+            storages.append(torch.UntypedStorage.from_file(path, shared=True, nbytes=size))
         except (OSError, RuntimeError):
             return None
-    return pieces
+    return storages

@@ -45,8 +45,7 @@ class SyncReport:
     bytes_received: int
 
     def metrics(self) -> dict[str, float]:
-        """What the sync moved on this rank (GiB), and the seconds of it that vLLM spent packing
-        matrices."""
+        """What the sync moved on this rank (GiB), and how long vLLM packed matrices (seconds)."""
         return {
             "sync/copied_gib": self.bytes_copied / 2**30,
             "sync/sent_gib": self.bytes_sent / 2**30,
@@ -105,9 +104,10 @@ class WeightTransfer:
 
     @torch.no_grad()
     def run(self, check: bool = False) -> SyncReport:
-        """Every element of the engine's weights becomes the policy's, in the engine's number
-        format. With `check` both sides are compared by checksums. RuntimeError on all ranks where
-        they differ."""
+        """Set the engine's weights to the policy's, in the engine's number format.
+
+        With `check` both sides are compared by checksums. RuntimeError on all ranks where they
+        differ."""
         started = time.perf_counter()
         checksums = self._new_checksums() if check else None
         self._weights.begin(self._planned_rows)
@@ -141,12 +141,12 @@ class WeightTransfer:
     def _finish_round(
         self, checksums: SyncChecksums | None, number: int, wait: Callable[[], Mapping[int, Tensor]]
     ) -> None:
-        """Parameters that need no other rank are completed while the others' parts travel."""
+        """Write a round's copies; parameters that need no other rank while its buckets travel."""
         round_ = self._rounds[number]
         local: dict[str, list[TensorRun]] = defaultdict(list)
         for run in self._runs[number].local:
             local[run.first.target_parameter].append(run)
-        awaited = {c.target_parameter for copies in round_.receives.values() for c in copies}
+        awaited = {copy.target_parameter for copies in round_.receives.values() for copy in copies}
         for name in round_.complete:
             if name not in awaited:
                 self._complete(name, local[name], checksums)
@@ -174,8 +174,10 @@ class WeightTransfer:
 
 @dataclass(frozen=True)
 class TensorRun:
-    """Copies of one tensor that are made in one operation: equal rectangles at equal distances, as
-    the heads of a layer's queries lie in Megatron's matrix."""
+    """Copies of one tensor that are made in one operation.
+
+    They are equal rectangles at equal distances, as the heads of a layer's queries lie in
+    Megatron's matrix."""
 
     first: Copy
     count: int
@@ -200,16 +202,20 @@ class TensorRun:
         )
 
     def _rectangles(self, matrix: Tensor, row: int, col: int, step: int) -> Tensor:
-        of, (high, wide) = self.first, matrix.stride()
-        assert row + (self.count - 1) * step + of.rows <= len(matrix), of
-        assert col + of.cols <= matrix.shape[1], of
-        corner = matrix.storage_offset() + row * high + col * wide
-        return matrix.as_strided((self.count, of.rows, of.cols), (step * high, high, wide), corner)
+        copy, (row_stride, column_stride) = self.first, matrix.stride()
+        assert row + (self.count - 1) * step + copy.rows <= len(matrix), copy
+        assert col + copy.cols <= matrix.shape[1], copy
+        corner = matrix.storage_offset() + row * row_stride + col * column_stride
+        return matrix.as_strided(
+            (self.count, copy.rows, copy.cols),
+            (step * row_stride, row_stride, column_stride),
+            corner,
+        )
 
 
 def runs_of(copies: Sequence[Copy]) -> list[TensorRun]:
     """The copies as runs, in the same order."""
-    found = []
+    runs = []
     start = 0
     while start < len(copies):
         first, stop = copies[start], start + 1
@@ -221,18 +227,17 @@ def runs_of(copies: Sequence[Copy]) -> list[TensorRun]:
             if steps is not None and next_steps != steps:
                 break
             steps, stop = next_steps, stop + 1
-        found.append(TensorRun(first, stop - start, *(steps or (0, 0))))
+        runs.append(TensorRun(first, stop - start, *(steps or (0, 0))))
         start = stop
-    return found
+    return runs
 
 
 def _steps(one: Copy, following: Copy) -> tuple[int, int] | None:
-    """Rows from a rectangle to the following one in source and target, where one operation can copy
-    both."""
-    source_step, target_step = (
-        following.source_row - one.source_row,
-        following.target_row - one.target_row,
-    )
+    """Rows from a rectangle to the following one, in source and target.
+
+    None where one operation cannot copy both."""
+    source_step = following.source_row - one.source_row
+    target_step = following.target_row - one.target_row
     moved = one._replace(
         row=following.row, source_row=following.source_row, target_row=following.target_row
     )
@@ -247,13 +252,13 @@ class RoundRuns:
 
     local: list[TensorRun]
     sends: dict[int, list[TensorRun]]
-    """By receiving rank."""
+    """Runs for each receiving rank."""
     receives: dict[int, list[TensorRun]]
-    """By sending rank."""
+    """Runs from each sending rank."""
 
 
 def runs_of_round(round_: RankRound) -> RoundRuns:
-    """What `_rank_round` has, as runs."""
+    """The copies of a rank's round as runs."""
 
     def by_peer(copies_by_peer: Mapping[int, Sequence[Copy]]) -> dict[int, list[TensorRun]]:
         return {peer: runs_of(copies) for peer, copies in copies_by_peer.items()}
@@ -262,7 +267,7 @@ def runs_of_round(round_: RankRound) -> RoundRuns:
 
 
 def planned_rows(rounds: Sequence[RankRound]) -> dict[str, int]:
-    """By the engine's parameter: rows that some copy fills."""
+    """Rows of each of the engine's parameters that copies fill."""
     rows: dict[str, int] = defaultdict(int)
     for round_ in rounds:
         for copy in (*round_.local, *chain(*round_.receives.values())):
@@ -291,8 +296,10 @@ def _bucket_parts(bucket: Tensor, runs: Sequence[TensorRun]) -> list[Tensor]:
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Into each target, its source: one operation for all pairs without gaps, and one for each
-    other pair: among them a single pair with gaps would make torch copy all one by one."""
+    """Copy each source into its target: all pairs without gaps in one operation.
+
+    Each pair with gaps has its own operation: a single one among the others would make torch copy
+    all of them one by one."""
     dense_targets, dense_sources = [], []
     for target, source in pairs:
         if target.is_contiguous() and source.is_contiguous():
@@ -306,20 +313,22 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 @dataclass(frozen=True)
 class SourceMatrices:
-    """What this rank's shard multiplies by, as matrices by the plan's names; adapters are merged in
-    at each reading."""
+    """This rank's shard as matrices by the plan's names.
+
+    Adapters are merged in at each reading."""
 
     parameters: Mapping[str, Tensor]
     """Views that stay valid: Megatron updates parameters in place."""
     adapters: Mapping[str, Any]
-    """`models.lora.Adapter`, of those that have one."""
+    """The `models.lora.Adapter` of each parameter that has one."""
 
     def matrix(self, name: str) -> Tensor:
-        adapter, matrix = self.adapters.get(name), self.parameters[name]
+        adapter = self.adapters.get(name)
+        matrix = self.parameters[name]
         return matrix if adapter is None else adapter.merged(matrix)
 
     def copy(self, runs: Sequence[TensorRun], targets: Sequence[Tensor]) -> None:
-        """The sources of runs into `targets`.
+        """Copy the sources of runs into `targets`.
 
         One merged matrix is held at a time; runs that read the same one should follow one another.
         """
@@ -340,18 +349,19 @@ def _with_sources(
 
 
 def source_matrices(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> SourceMatrices:
-    """Those of the policy's chunks on this rank."""
-    found, adapters = {}, {}
+    """The matrices of the policy's chunks on this rank."""
+    parameters = {}
+    adapters = {}
     for placed in placed_tensors(shape):
         parameter = local_parameter(chunks, placed)
         if parameter is not None:
-            found[parameter_key(placed)] = _as_matrix(parameter)
+            parameters[parameter_key(placed)] = _as_matrix(parameter)
         if (adapter := local_adapter(chunks, placed)) is not None:
             adapters[parameter_key(placed)] = adapter
     head = getattr(getattr(chunks[-1], "output_layer", None), "weight", None)
     if shape.tied_embeddings and head is not None:
-        found[TIED_HEAD] = _as_matrix(head)
-    return SourceMatrices(found, adapters)
+        parameters[TIED_HEAD] = _as_matrix(head)
+    return SourceMatrices(parameters, adapters)
 
 
 def _as_matrix(parameter: Tensor) -> Tensor:
