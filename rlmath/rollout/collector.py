@@ -1,5 +1,4 @@
-"""One step's rollout: every engine samples the work it pops from the queue, and scores completions
-while it samples.
+"""One step's rollout: every engine samples the work that it pops from a queue, and scores it.
 
     requests -> work queue -> engine -> completions -> reward workers -> gathered to all ranks ->
     groups
@@ -162,8 +161,7 @@ class Collector:
         return takes_groups(self._reward) and not by_scorer
 
     def reset_prefix_cache(self) -> None:
-        """Let the engine compute all prompts anew: what it has cached may differ in the last
-        bits."""
+        """Let the engine compute all prompts anew: cached blocks may differ in the last bits."""
         self._engine.reset_prefix_cache()
 
     def sample(
@@ -274,8 +272,9 @@ def _with_first(
 
 
 class SamplingProgress:
-    """How many completions all engines have sampled: a bar on rank 0's terminal, else lines every
-    PROGRESS_SECONDS."""
+    """Shows how many completions all engines have sampled.
+
+    It is a bar on rank 0's terminal, or else lines every PROGRESS_SECONDS."""
 
     def __init__(
         self,
@@ -286,8 +285,9 @@ class SamplingProgress:
         shown: bool = True,
         longest: float = math.inf,
     ) -> None:
-        """All engines sample `total` completions of at most `longest` tokens; `title` is for the
-        console. Several at a time need own stores."""
+        """All engines sample `total` completions of at most `longest` tokens.
+
+        `title` is shown on the console. Several at a time need a store each."""
         self._total, self._mesh, self._store, self._title = total, mesh, store, title
         self._shown = shown and mesh.rank == 0
         self._done = 0

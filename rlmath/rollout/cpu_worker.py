@@ -1,5 +1,7 @@
-"""vLLM's CPU worker, with a KV cache that can be freed, shared memory that leaves no files behind,
-norms that are one operation, and a sampler whose noise follows from a request's seed and position.
+"""vLLM's CPU worker, with changes for an engine inside of a training rank.
+
+Its KV cache can be freed, its shared memory leaves no files behind, a norm is one operation, and
+the sampler's noise follows from a request's seed and position.
 
 vLLM imports it by its name (`worker_cls`), in the process of the training rank. It is a module of
 its own because vLLM may be imported only after `engine.prepare_environment`.

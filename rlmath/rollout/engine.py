@@ -1,5 +1,4 @@
-"""A vLLM engine inside of the training ranks: how it is built, what it samples and scores, and its
-parts.
+"""A vLLM engine inside of the training ranks: how it is built, and what it samples and scores.
 
 `Engine` is that of a run, whose weights come from the policy (`weight_sync`) and which sleeps while
 the policy trains (`engine_sleep`); `open_standalone` is one with the weights of a model folder, for
@@ -39,14 +38,12 @@ logger = logging.getLogger(__name__)
 _REQUEST_NAMES = itertools.count()
 
 CPU_CHUNKED_PREFILL = False
-"""vLLM 0.32 rewinds the generator of a request whose prompt it split, which torch's on CPU does not
-allow."""
+"""Off: vLLM 0.32 rewinds the generator of a request with a split prompt; torch's on CPU cannot."""
 
 CPU_WORKER = "rlmath.rollout.cpu_worker.RlmathCPUWorker"
 SHARED_GPU_WORKER = "rlmath.rollout.shared_gpu_worker.SharedGPUWorker"
 LEAST_SHARE = 0.01
-"""Share of the device's memory that vLLM asks to be free when it starts, where the size of the KV
-cache is set."""
+"""Share of the device's memory that must be free when vLLM starts with a KV cache of set size."""
 
 
 def prepare_environment(device_kind: DeviceKind) -> None:

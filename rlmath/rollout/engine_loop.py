@@ -1,5 +1,4 @@
-"""What a rank of an engine does in an asynchronous run: it samples groups all the time, and takes
-new weights when they come.
+"""The loop of an engine's rank in an asynchronous run: it samples and takes new weights.
 
     trainers -> Admit, NewWeights, TakeSnapshot, CollectGroups, ScoreTokens, End -> engines
     engines  -> GroupDone, WeightsTaken, Snapshot, Rollout, Scored               -> trainers
@@ -483,8 +482,7 @@ class EngineLoop:
             self._report = None
 
     def _score(self, request: Request, completion: Completion) -> None:
-        """Have a completion scored, or its group, once all of it is sampled, where functions take
-        groups."""
+        """Have a completion scored; functions that take groups wait until all of it is sampled."""
         draw, g = request.key
         group = self._groups[draw]
         assert self._rewards is not None

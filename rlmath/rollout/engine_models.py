@@ -1,5 +1,6 @@
-"""Models that vLLM 0.32 has not, or not whole, made of those that it has, and registered before an
-engine is built.
+"""Models that vLLM 0.32 lacks in whole or in part, made of those that it has.
+
+They are registered before an engine is built.
 
 - SmolLM3 is a Llama, some of whose layers do not rotate. vLLM would take transformers' own layers,
   which are slower and whose parameters have other names.
@@ -58,8 +59,7 @@ class _WindowsInTurns:
 
 
 def _set_window(attention: Any, window: int, vllm_config: Any) -> None:
-    """Put attention with a window in the place of vLLM's, which is registered under the layer's
-    name."""
+    """Replace vLLM's attention, which is registered under the layer's name, by one with a window."""
     plain = attention.attn
     del vllm_config.compilation_config.static_forward_context[plain.layer_name]
     attention.attn = Attention(

@@ -26,8 +26,10 @@ class EngineMemory:
         self._weights = weights
         self._on_cpu = device_kind == "cpu"
         self.state = "awake"
-        """"awake", "weights" (memory for weights, none for the KV cache) or "asleep"; "waking"
-        where allocating memory for weights failed half-way."""
+        """The engine's state.
+
+        "awake", "weights" (memory for weights, none for the KV cache) or "asleep"; "waking" where
+        allocating memory for weights failed half-way."""
         self.kv_cache_bytes: int = llm.collective_rpc(
             lambda worker: sum(storage.nbytes() for storage in cache_storages(worker))
         )[0]

@@ -76,8 +76,9 @@ class EngineWeights:
     """The parameters of one rank's model."""
 
     def __init__(self, model: torch.nn.Module, shapes: Mapping[str, tuple[int, int]]) -> None:
-        """`shapes` are the rows and columns of every parameter by vLLM's name; a vector is a matrix
-        of one column."""
+        """`shapes` are the rows and columns of every parameter by vLLM's name.
+
+        A vector is a matrix of one column."""
         self._shapes = dict(shapes)
         places = {name: name.rpartition(".") for name in shapes}
         self._owners = {

@@ -1,5 +1,4 @@
-"""Compares what a rank holds after every phase with what was planned, and with the same phase of
-earlier steps."""
+"""Compares a rank's memory after every phase with the plan and with the same phase of past steps."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ class MemoryMonitor:
         self._logged_over = 0
         """The largest excess over the plan that was logged, after whatever phase (bytes)."""
         self._found: list[str] = []
-        """Where more was held in this cycle."""
+        """Lines about the phases of this cycle after which too much was held."""
         self.held: dict[str, int] = {}
         """Memory held after each phase of the last cycle (bytes), by phase."""
 
@@ -44,8 +43,9 @@ class MemoryMonitor:
 
     @property
     def compares(self) -> bool:
-        """Whether this cycle is compared: allocators should have released what they cached when it
-        observes."""
+        """Whether this cycle is compared.
+
+        Allocators should then have released what they cached before each `observe`."""
         return self._cycle % self._every == 0
 
     def expect(self, held: int, planned: Mapping[str, int]) -> None:

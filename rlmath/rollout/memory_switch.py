@@ -30,8 +30,9 @@ from rlmath.rollout.memory_monitor import MemoryMonitor
 logger = logging.getLogger(__name__)
 
 CPU_COMPARES_EVERY = 16
-"""Cycles on CPU of which one releases what is cached, to be compared; all do where the host's
-memory is scarce."""
+"""Number of cycles on CPU of which one releases what is cached, to be compared.
+
+All cycles do where the host's memory is scarce."""
 
 
 class MemorySwitch:
@@ -56,14 +57,14 @@ class MemorySwitch:
         self._timers = timers
         self._device = device
         self.broken = False
-        """After a failure inside of a cycle: `generating` raises RuntimeError."""
+        """Whether a cycle has failed: `generating` raises RuntimeError then."""
         self._releases = True
         self._offloaded: list[OffloadStats] = []
         self._onloaded: list[OffloadStats] = []
 
     @contextmanager
     def generating(self, version: int, step: int) -> Iterator[None]:
-        """Inside, the engine generates for step `step` (from 0) with weights of that version.
+        """Let the engine generate for step `step` (from 0) with weights of that version.
 
         A collective."""
         if self.broken:
@@ -134,8 +135,7 @@ class MemorySwitch:
             self._engine.memory.wake_kv_cache()
 
     def _to_onload(self) -> list[SetName]:
-        """What is offloaded and needed for training; those of RESTING are onloaded when they
-        compute."""
+        """The offloaded sets that training needs; those of RESTING are onloaded when they compute."""
         names: tuple[SetName, ...] = ("parameters", "optimizer", "gradients")
         return [name for name in names if name in self._training.offloaded]
 

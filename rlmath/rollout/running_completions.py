@@ -39,8 +39,9 @@ from rlmath.data.tokenizer import completion_text
 from rlmath.rollout.sampling import Key, Request
 
 _NAMES = itertools.count()
-"""Names of requests, never used twice in a process: an engine may still hold the last ones of the
-step before."""
+"""Names of requests, never used twice in a process.
+
+An engine may still hold the last ones of the step before."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,7 @@ class Load:
     in_flight: int
     """Begun and not ended."""
     waiting: int
-    """Those in flight that have no place: not begun yet, or put off because the KV cache is
-    full."""
+    """Sequences in flight without a place: not begun yet, or put off by a full KV cache."""
 
 
 @dataclass

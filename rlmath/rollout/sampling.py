@@ -22,8 +22,9 @@ Key = tuple[int, int]
 """(row of the request in its rollout, sample index); a row has requests for the same prompt."""
 
 CPU_SAMPLER_VERSION = 2
-"""On CPU, engines of another version draw other tokens from the same seeds: 1, every request's
-generator in turn; 2, noise from seed and position."""
+"""Version of the sampler on CPU: another one draws other tokens from the same seeds.
+
+1: every request's generator in turn; 2: noise from seed and position."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,9 @@ class Request:
     max_new_tokens: int
     """Tokens after which the completion is cut off."""
     temperature: float | None = None
-    """None: that of the settings; 0 is greedy."""
+    """Temperature, 0 for greedy; None: that of the settings."""
     top_p: float | None = None
-    """None: that of the settings."""
+    """Share of the probability that is sampled from; None: that of the settings."""
     so_far: PartialCompletion = NOTHING_SAMPLED
     """What is sampled of the completion already."""
     slice_tokens: int | None = None

@@ -1,5 +1,6 @@
-"""vLLM's GPU worker for a GPU that other processes use, too; vLLM imports it by its name
-(`worker_cls`)."""
+"""vLLM's GPU worker for a GPU that other processes use, too.
+
+vLLM imports it by its name (`worker_cls`)."""
 
 from __future__ import annotations
 

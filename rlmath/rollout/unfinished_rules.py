@@ -1,5 +1,4 @@
-"""What the settings say of unfinished completions: how many groups, of which size, how many tokens
-a step of each."""
+"""What the settings allow of unfinished completions: groups, their size, and tokens in a step."""
 
 from __future__ import annotations
 

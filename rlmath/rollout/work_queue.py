@@ -1,5 +1,4 @@
-"""Which engine samples what: engines pop their work while they sample, so that none waits for one
-with long answers.
+"""The queue from which engines pop work while they sample; none waits for one with long answers.
 
 The samples of a prompt are two items of work. Its *first sample* is popped in the order of the
 prompts: an engine has a part of its own, an even share as far as it has places, for which it asks
@@ -52,8 +51,7 @@ class EngineUsage:
     tail_steps: int
     """The last steps, in which it began nothing and nothing waited."""
     fill: float
-    """Sequences that it decoded, mean over its steps, as a share of the most that it did (0 to
-    1)."""
+    """Mean of the sequences that it decoded in a step, as a share of the most (0 to 1)."""
 
 
 Share = Callable[[list[WorkItem]], list[WorkItem]]

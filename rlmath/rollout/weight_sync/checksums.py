@@ -1,5 +1,4 @@
-"""Checks that the engines have the policy's weights: checksums of every Hugging Face tensor, on
-both sides.
+"""Checks that engines have the policy's weights, by checksums of every Hugging Face tensor.
 
 The checksum of a tensor is the sum over its elements of a hash of the element's bits, in the
 engine's number format, and of its position: a wrong value, a missing one, and a right one in the

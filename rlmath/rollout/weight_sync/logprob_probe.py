@@ -1,5 +1,4 @@
-"""A probe of the engines: log-probs of the same random tokens from the engine and from the policy,
-which should agree.
+"""A probe of the engines: their log-probs of random tokens should agree with the policy's.
 
 Where checksums compare bits, the probe compares what both sides compute: a wrong layout, mask or
 kernel shows, too.

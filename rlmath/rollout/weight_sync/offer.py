@@ -1,5 +1,4 @@
-"""New weights for engines on ranks of their own: trainers offer a version, and every engine takes
-it when it can.
+"""New weights for engines on ranks of their own: trainers offer a version, every engine takes it.
 
     trainer   offer(): copies its parameters, tells nobody, trains on
               its thread serves one engine after the other from that copy

@@ -1,6 +1,6 @@
-"""Which rank sends which part of the weights to which rank's engine, and in which round.
+"""The plan of a weight sync: which rank sends which part to which rank's engine, in which round.
 
-Pure arithmetic.
+It is pure arithmetic.
 
     training layout + engine layout -> overlaps of their blocks -> local copies, and copies that
     travel -> rounds
@@ -406,9 +406,7 @@ class RankRound:
     receives: dict[int, tuple[Copy, ...]]
     """Copies from each sending rank."""
     offsets: dict[int, int]
-    """Where the part for this rank starts in all that a sending rank sends in this round.
-
-    It is counted in elements, by sending rank."""
+    """Start of this rank's part in all that each sending rank sends in this round (elements)."""
     local: tuple[Copy, ...]
     """Copies within this rank, made while the others travel."""
     complete: tuple[str, ...]

@@ -1,6 +1,7 @@
-"""Which parts of the model each rank holds for training, and which parts its engine needs:
-rectangles of the Hugging Face tensors, from the architecture's table (`weight_map`) and the two
-layouts alone. Pure arithmetic.
+"""The parts of the model that each rank holds for training, and those that its engine needs.
+
+They are rectangles of the Hugging Face tensors, computed from the architecture's table
+(`weight_map`) and the two layouts alone.
 
     training_blocks(shape, layout, coordinates): what Megatron's parameters of a rank hold
     engine_blocks(shape, engine_size, part): what vLLM's parameters of a rank need
@@ -48,7 +49,9 @@ class Block:
 
     Query, key and value count as a tensor each, as do gate and up."""
     parameter: str
-    """Training side: the first Hugging Face name of the Megatron tensor (`parameter_key`). Engine:
+    """Name of the parameter.
+
+    Training side: the first Hugging Face name of the Megatron tensor (`parameter_key`). Engine:
     vLLM's name."""
     rows: int
     cols: int

@@ -1,5 +1,6 @@
-"""How buckets of weights travel between ranks: by sends and receives, or, between processes of one
-machine that compute on CPU, through memory that they share, without the network stack."""
+"""How buckets of weights travel between ranks: by sends and receives, or through shared memory.
+
+Processes of one machine that compute on CPU share memory, without the network stack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where new weights reach vLLM: from the policy's shards into the engines' parameters, in memory.
+"""New weights for vLLM: from the policy's shards into the engines' parameters, in memory.
 
     WeightTransfer.run -> engine parameters written -> checksums, where they are due
 
