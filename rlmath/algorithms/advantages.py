@@ -69,8 +69,8 @@ def advantages(
         return [best_of_k(row_G, pass_k).tolist() for row_G in groups]
     if kind == "lite_ppo":
         return [row_G.tolist() for row_G in _scaled_by_batch(groups, eps)]
-    of_group = _OF_GROUP[kind]
-    by_group = [of_group(row_G, eps) for row_G in groups]
+    advantages_of_group = _OF_GROUP[kind]
+    by_group = [advantages_of_group(row_G, eps) for row_G in groups]
     if kind not in ("ppo", "reinforce++") or not by_group:
         return [row_G.tolist() for row_G in by_group]
     weights_N = torch.tensor([n for row in tokens for n in row], dtype=torch.float64)
@@ -84,8 +84,9 @@ def centred(rewards_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
 
 
 def group_normalised(rewards_G: Float[Tensor, "G"], eps: float) -> Float[Tensor, "G"]:
-    """(reward - group mean) / (group deviation + eps), with the unbiased deviation (divided by G -
-    1).
+    """(reward - group mean) / (group deviation + eps).
+
+    The deviation is the unbiased one, divided by G - 1.
 
     >>> group_normalised(torch.tensor([5.0, -5.0]), eps=0.0)
     tensor([ 0.7071, -0.7071])
@@ -111,8 +112,9 @@ def length_weighted(
 
 
 def likelihood_weighted(rewards_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
-    """(s - p) / p with s 1 where the reward is above 0, else 0, and p the mean of s; zeros where
-    that is 0.
+    """(s - p) / p, where s is 1 if the reward is above 0, else 0, and p is the mean of s.
+
+    Zeros where p is 0.
 
     >>> likelihood_weighted(torch.tensor([5.0, -5.0, -5.0, -5.0])).tolist()
     [3.0, -1.0, -1.0, -1.0]
@@ -122,8 +124,10 @@ def likelihood_weighted(rewards_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
 
 
 def best_of_k(rewards_G: Float[Tensor, "G"], k: int) -> Float[Tensor, "G"]:
-    """k times by how much, on average over all choices of k - 1 others of the group, the
-    completion's reward is above the best of them. A group of less than k is one of its own size.
+    """k times how far a reward is above the best of k - 1 others, on average over their choices.
+
+    The others are of the same group, and a reward below the best of them counts as 0. In a group
+    of fewer than k completions, k is the size of the group.
 
     >>> best_of_k(torch.tensor([1.0, 0.0, 0.0]), 2).tolist(), best_of_k(torch.tensor([1.0, 1.0, 0.0]), 2).tolist()
     ([2.0, 0.0, 0.0], [1.0, 1.0, 0.0])
@@ -136,16 +140,17 @@ def best_of_k(rewards_G: Float[Tensor, "G"], k: int) -> Float[Tensor, "G"]:
     chance_O = rewards_G.new_tensor(
         chances
     )  # that the others' j-th reward, from the least, is the best one
-    found_G = torch.empty_like(rewards_G)
+    advantages_G = torch.empty_like(rewards_G)
     for g in range(G):
         others_O = torch.cat((rewards_G[:g], rewards_G[g + 1 :])).sort().values
-        found_G[g] = k * (chance_O * (rewards_G[g] - others_O).clamp(min=0.0)).sum()
-    return found_G
+        advantages_G[g] = k * (chance_O * (rewards_G[g] - others_O).clamp(min=0.0)).sum()
+    return advantages_G
 
 
 def _scaled_by_batch(groups: Sequence[Tensor], eps: float) -> list[Tensor]:
-    """Every reward's distance from its group's mean, in deviations of all rewards (divided by their
-    number less 1)."""
+    """Every reward's distance from its group's mean, in deviations of all rewards.
+
+    The deviation is divided by the number of rewards less 1."""
     every_N = torch.cat(list(groups)) if groups else torch.zeros(0)
     scale = every_N.std() + eps if len(every_N) > 1 else torch.ones(())
     return [_where_contrast(row_G, centred(row_G) / scale) for row_G in groups]
@@ -154,14 +159,18 @@ def _scaled_by_batch(groups: Sequence[Tensor], eps: float) -> list[Tensor]:
 def batch_normalised(
     values_N: Float[Tensor, "N"], weights_N: Float[Tensor, "N"], eps: float
 ) -> Float[Tensor, "N"]:
-    """(value - mean) / (deviation + eps), both over all tokens (AReaL's `masked_normalization`): a
-    completion counts as often as it has tokens, and without any gets 0."""
+    """(value - mean) / (deviation + eps), both over all tokens.
+
+    It is AReaL's `masked_normalization`: a completion counts as often as it has tokens, and gets 0
+    without any."""
     counted_N = weights_N > 0
     if not counted_N.all():
-        result_N = torch.zeros_like(values_N)
+        normalised_N = torch.zeros_like(values_N)
         if counted_N.any():
-            result_N[counted_N] = batch_normalised(values_N[counted_N], weights_N[counted_N], eps)
-        return result_N
+            normalised_N[counted_N] = batch_normalised(
+                values_N[counted_N], weights_N[counted_N], eps
+            )
+        return normalised_N
     mean = (weights_N * values_N).sum() / weights_N.sum()
     variance = (weights_N * (values_N - mean).square()).sum() / weights_N.sum()
     return _where_contrast(values_N, (values_N - mean) / (variance.sqrt() + eps))
@@ -170,10 +179,11 @@ def batch_normalised(
 def gdpo_advantages(
     parts: Sequence[Sequence[Sequence[float | None]]], weights: Sequence[float], eps: float
 ) -> list[list[float]]:
-    """Advantages of several rewards by group and sample (GDPO, arXiv:2601.05242): every reward is
-    normalised in its own group as "grpo" does, their weighted sum over all N samples of the batch,
-    whose mean is 0 (the deviation is divided by N - 1). `parts` are the K rewards by group and
-    sample, None where one failed, which then adds nothing.
+    """Advantages of several rewards by group and sample (GDPO, arXiv:2601.05242).
+
+    Every reward is normalised in its own group as "grpo" does, their weighted sum over all N
+    samples of the batch, whose mean is 0 (the deviation is divided by N - 1). `parts` are the K
+    rewards by group and sample, None where one failed, which then adds nothing.
 
     >>> found = gdpo_advantages([[(1.0, 0.0), (0.0, 0.0)], [(1.0, 1.0), (0.0, None)]], [1.0, 9.0], eps=0.0)
     >>> [[round(one, 3) for one in row] for row in found]
@@ -194,15 +204,16 @@ def _weighted_group(
     """Weighted sum of a group's rewards, each normalised over the samples that have it."""
     sum_G = torch.zeros(len(rows), dtype=torch.float64)
     for k, weight in enumerate(weights):
-        there = [g for g, row in enumerate(rows) if row[k] is not None]
-        values = torch.tensor([rows[g][k] for g in there], dtype=torch.float64)
-        sum_G[there] += weight * group_normalised(values, eps)
+        indices = [g for g, row in enumerate(rows) if row[k] is not None]
+        values = torch.tensor([rows[g][k] for g in indices], dtype=torch.float64)
+        sum_G[indices] += weight * group_normalised(values, eps)
     return sum_G
 
 
 def _where_contrast(rewards_G: Tensor, values_G: Tensor) -> Tensor:
-    """`values_G`, or exact zeros where all rewards are the same: rounding must not be divided by
-    itself."""
+    """`values_G`, or exact zeros where all rewards are the same.
+
+    Rounding must not be divided by itself."""
     if len(rewards_G) and rewards_G.amax() == rewards_G.amin():
         return torch.zeros_like(values_G)
     return values_G
@@ -237,11 +248,12 @@ class KLTotals:
 
 @dataclass(frozen=True)
 class ShapedAdvantages:
-    """Advantages with KL inside of the reward: that of token t of sample i is offsets[i] - slope *
-    K_t."""
+    """Advantages with KL inside of the reward.
+
+    That of token t of sample i is offsets[i] - slope * K_t."""
 
     offsets: list[list[float]]
-    """By group and sample."""
+    """Offset of each sample, by group."""
     slope: float
 
 
@@ -254,7 +266,7 @@ def kl_shaped_advantages(
     eps: float,
     pass_k: int = 2,
 ) -> ShapedAdvantages:
-    """As `advantages`, with -kl_coef times its KL added to the reward of every token.
+    """Do what `advantages` does, with -kl_coef times its KL added to the reward of every token.
 
     Kinds that look at groups compare whole completions; "ppo" has a return per token, the reward
     plus the penalties from there on (AReaL's `disable_value`), which is normalised over all tokens

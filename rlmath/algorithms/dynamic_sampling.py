@@ -1,6 +1,6 @@
-"""Which sampled completions are learned from: length filters and dynamic sampling.
+"""Choice of the sampled completions to learn from: length filters and dynamic sampling.
 
-Pure.
+All functions are pure.
 
     sampled groups -> length filters -> groups without contrast are dropped -> more prompts where
     too few are left
@@ -35,11 +35,11 @@ class SelectionRules:
     max_tokens: int | None = None
     drop_truncated: bool = False
     parts: tuple[int, ...] = ()
-    """With dynamic sampling by "reward", where several rewards are normalised each for itself:
-    which of a score's parts are. A group has contrast where any of them has. Empty: the reward
-    counts."""
+    """Parts of a score that are normalised each for itself, with dynamic sampling by "reward".
+
+    A group has contrast where any of them has. Empty: the reward counts."""
     keep: Callable[[Sequence[ScoredGroup]], list[bool]] | None = None
-    """With dynamic sampling by "function": which of some groups are learned from."""
+    """Says which groups are learned from, with dynamic sampling by "function"."""
 
     @property
     def drop_anything(self) -> bool:
@@ -48,16 +48,17 @@ class SelectionRules:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What of one sampled group is learned from."""
+    """The choice from one sampled group: what is learned from, and why the others are not."""
 
     samples: tuple[int, ...]
     """Positions of its completions; none where the group is dropped."""
     filtered: tuple[str, ...] = ()
     """Why completions left the group, one of FILTER_REASONS each."""
     dropped: str | None = None
-    """Why the whole group is left out: all "right" or "wrong", "uniform" (the same rewards), "rule"
-    (a function of the user's), "empty" (no completion is left) or "surplus" (the step has enough).
-    """
+    """Why the whole group is left out, if it is.
+
+    All are "right" or "wrong", "uniform" (the same rewards), "rule" (a function of the user's),
+    "empty" (no completion is left) or "surplus" (the step has enough)."""
 
     def learned(self, group: ScoredGroup) -> ScoredGroup:
         """The group without the completions that left it."""
@@ -74,18 +75,24 @@ def choose(group: ScoredGroup, rules: SelectionRules) -> Chosen:
 
 
 def choose_all(groups: Sequence[ScoredGroup], rules: SelectionRules) -> list[Chosen]:
-    """What of each group is learned from.
+    """The choice from each group.
 
-    Length filters first; the completions they keep are then checked for contrast, or given to
-    `rules.keep`."""
+    Length filters come first; the completions that they keep are then checked for contrast, or
+    given to `rules.keep`."""
     chosen = [_choose(group, rules) for group in groups]
     if rules.keep is None:
         return chosen
-    asked = [(group, one) for group, one in zip(groups, chosen, strict=True) if one.dropped is None]
-    kept = iter(rules.keep([one.learned(group) for group, one in asked]) if asked else ())
+    asked = [
+        (group, choice)
+        for group, choice in zip(groups, chosen, strict=True)
+        if choice.dropped is None
+    ]
+    verdicts = iter(rules.keep([choice.learned(group) for group, choice in asked]) if asked else ())
     return [
-        one if one.dropped is not None or next(kept) else replace(one, samples=(), dropped="rule")
-        for one in chosen
+        choice
+        if choice.dropped is not None or next(verdicts)
+        else replace(choice, samples=(), dropped="rule")
+        for choice in chosen
     ]
 
 
@@ -118,8 +125,7 @@ def _without_contrast(
 
 
 def has_contrast(scores: Sequence[Score], parts: Sequence[int] = ()) -> bool:
-    """Whether rewards differ: with `parts` any of these parts of the scores, among those that have
-    it."""
+    """Whether rewards differ, or with `parts` any of these parts, among the scores that have it."""
     if not parts:
         return len({score.reward for score in scores}) > 1
     return any(len({score.parts[k] for score in scores} - {None}) > 1 for k in parts)
@@ -127,7 +133,7 @@ def has_contrast(scores: Sequence[Score], parts: Sequence[int] = ()) -> bool:
 
 @dataclass(frozen=True)
 class Selection:
-    """All groups that a step sampled, and what of each is learned from."""
+    """All groups that a step sampled, and the choice from each."""
 
     sampled: list[ScoredGroup]
     chosen: list[Chosen]
@@ -144,8 +150,7 @@ class Selection:
         ]
 
     def spread(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Numbers of the learned completions laid out by sampled group, 0 for what is not learned
-        from."""
+        """Numbers of the learned completions, laid out by sampled group; 0 for the others."""
         assert len(values) == sum(bool(chosen.samples) for chosen in self.chosen)
         rows = iter(values)
         spread = []
@@ -167,10 +172,12 @@ class Selection:
 
     def line(self) -> str:
         """One line for the console: what was left out, and why."""
-        learned = sum(one.dropped is None for one in self.chosen)
-        groups = ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped_groups().items()))
+        learned = sum(choice.dropped is None for choice in self.chosen)
+        groups = ", ".join(
+            f"{count} {reason}" for reason, count in sorted(self.dropped_groups().items())
+        )
         completions = ", ".join(
-            f"{n} {reason}" for reason, n in sorted(self.filtered_completions().items())
+            f"{count} {reason}" for reason, count in sorted(self.filtered_completions().items())
         )
         return (
             f"{learned} of {len(self.sampled)} sampled groups are learned from, {self.wanted} "
@@ -183,8 +190,7 @@ class Selection:
 def select(
     sample: Callable[[int], list[ScoredGroup]], wanted: int, max_extra: int, rules: SelectionRules
 ) -> Selection:
-    """Sample `wanted` groups, and with dynamic sampling up to `max_extra` more until as many are
-    kept.
+    """Sample `wanted` groups, and with dynamic sampling up to `max_extra` more, until enough are kept.
 
     `sample(n)` gives the groups of the next n prompts, fewer where there are no more. A refill
     samples as many as should suffice by the share kept so far; groups beyond `wanted` are then
@@ -193,23 +199,23 @@ def select(
     sampled = list(sample(wanted))
     chosen = choose_all(sampled, rules)
     while rules.dynamic is not None:
-        kept = sum(one.dropped is None for one in chosen)
-        most = (wanted - kept) * MOST_PER_MISSING
-        enough = -(-(wanted - kept) * len(chosen) // kept) if kept else most
+        kept_groups = sum(choice.dropped is None for choice in chosen)
+        most = (wanted - kept_groups) * MOST_PER_MISSING
+        enough = -(-(wanted - kept_groups) * len(chosen) // kept_groups) if kept_groups else most
         count = min(enough, most, wanted + max_extra - len(sampled))
-        more = sample(count) if count > 0 else []
-        if not more:
+        new_groups = sample(count) if count > 0 else []
+        if not new_groups:
             break
-        sampled += more
-        chosen += choose_all(more, rules)
+        sampled += new_groups
+        chosen += choose_all(new_groups, rules)
     return Selection(sampled, _without_surplus(chosen, wanted), wanted)
 
 
 def _without_surplus(chosen: list[Chosen], wanted: int) -> list[Chosen]:
-    kept = 0
-    result = []
-    for one in chosen:
-        kept += one.dropped is None
-        surplus = one.dropped is None and kept > wanted
-        result.append(replace(one, samples=(), dropped="surplus") if surplus else one)
-    return result
+    kept_groups = 0
+    choices = []
+    for choice in chosen:
+        kept_groups += choice.dropped is None
+        surplus = choice.dropped is None and kept_groups > wanted
+        choices.append(replace(choice, samples=(), dropped="surplus") if surplus else choice)
+    return choices

@@ -1,4 +1,4 @@
-"""When a minibatch is discarded instead of learned from."""
+"""The bounds beyond which a minibatch is discarded instead of learned from."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ class EarlyStop:
     """Bounds of a minibatch that may be learned from; None bounds nothing."""
 
     ratio_high: float | None = 5.0
-    """Most of the mean importance ratio (RLinf's minibatch early stop, whose bound is 5)."""
+    """Largest mean importance ratio (RLinf's minibatch early stop, whose bound is 5)."""
     ratio_low: float | None = None
-    """Least of it."""
+    """Smallest mean importance ratio."""
     kl: float | None = None
-    """Most of the mean k3 estimate of KL(proximal || new) per token (nats), the `target_kl` of PPO
-    implementations."""
+    """Largest mean k3 estimate of KL(proximal || new) per token (nats).
+
+    It is the `target_kl` of PPO implementations."""
 
 
 def discard_reason(sums: Mapping[str, float], grad_norm: float, bounds: EarlyStop) -> str | None:
@@ -44,7 +45,8 @@ def discard_reason(sums: Mapping[str, float], grad_norm: float, bounds: EarlySto
             return f"the {name} is not finite ({value})"
     if not sums["tokens"] > 0:
         return f"no token has a weight (their number is {sums['tokens']:g})"
-    ratio, kl = sums["ratio"] / sums["tokens"], sums["proximal_kl"] / sums["tokens"]
+    ratio = sums["ratio"] / sums["tokens"]
+    kl = sums["proximal_kl"] / sums["tokens"]
     if bounds.ratio_high is not None and ratio > bounds.ratio_high:
         return f"mean importance ratio {ratio:.6g} is above {bounds.ratio_high:g}"
     if bounds.ratio_low is not None and ratio < bounds.ratio_low:

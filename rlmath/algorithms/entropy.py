@@ -1,5 +1,6 @@
-"""A coefficient of the entropy bonus that follows a target: pure (Skywork-OR1,
-arXiv:2505.22312)."""
+"""A coefficient of the entropy bonus that follows a target (Skywork-OR1, arXiv:2505.22312).
+
+All functions are pure."""
 
 from __future__ import annotations
 
@@ -8,16 +9,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EntropyControl:
-    """Where the coefficient stands after a step; a checkpoint has it."""
+    """The coefficient after a step; a checkpoint has it."""
 
     coef: float
     weight: float
-    """Of the entropy in the next step's loss: the coefficient, or 0 while the entropy is above the
-    target."""
+    """Weight of the entropy in the next step's loss.
+
+    It is the coefficient, or 0 while the entropy is above the target."""
 
     def after(self, entropy: float, target: float, delta: float) -> EntropyControl:
-        """After a step whose entropy was this (nats per token): the coefficient rises by `delta`
-        below the target, and falls by it, to 0 at least, elsewhere.
+        """The control after a step whose entropy was this (nats per token).
+
+        The coefficient rises by `delta` below the target, and falls by it, to 0 at least,
+        elsewhere.
 
         >>> EntropyControl(0.25, 0.0).after(0.1, target=0.2, delta=0.125)
         EntropyControl(coef=0.375, weight=0.375)

@@ -1,5 +1,4 @@
-"""Generalised advantage estimation over the completions of a critic's step, and the critic's loss:
-pure functions.
+"""Generalised advantage estimation over a critic's step, and the critic's loss: pure functions.
 
 With r_t the reward of token t, V_t the critic's value of what precedes it, and V after the last
 token:
@@ -92,7 +91,7 @@ class ValueLoss:
     """Sums over the tokens of one micro-batch; all but `loss` are without gradient."""
 
     loss: Float[Tensor, ""]
-    """Of the learned tokens, with their weights; with gradient."""
+    """Loss of the learned tokens, with their weights; with gradient."""
     tokens: Float[Tensor, ""]
     clipped: Float[Tensor, ""]
     """Tokens whose gradient the clip took."""
@@ -107,14 +106,14 @@ def value_loss(
     learned_T: Bool[Tensor, "T"],
     clip: float | None,
 ) -> ValueLoss:
-    """Half the squared distance from the return; with `clip` the greater of that and the same of
-    the value cut to `old_values_T` -+ clip (as the critics of AReaL and verl). Tokens that are not
-    sampled may hold anything; those that are sampled and not learned are counted alone."""
+    """Half the squared distance from the return.
+
+    With `clip` it is the greater of that and the same of the value cut to `old_values_T` -+ clip
+    (as the critics of AReaL and verl). Tokens that are not sampled may hold anything; those that
+    are sampled and not learned are only counted."""
     new_T = torch.where(sampled_T, values_T, 0.0)
-    old_T, returns_T = (
-        torch.where(sampled_T, old_values_T, 0.0),
-        torch.where(sampled_T, returns_T, 0.0),
-    )
+    old_T = torch.where(sampled_T, old_values_T, 0.0)
+    returns_T = torch.where(sampled_T, returns_T, 0.0)
     plain_T = (new_T - returns_T).square()
     clipped_T = plain_T
     if clip is not None:
@@ -133,9 +132,11 @@ def value_loss(
 def explained_variance(
     count: float, returns: float, squared_returns: float, errors: float, squared_errors: float
 ) -> float:
-    """1 - variance of the errors / variance of the returns, from sums over `count` tokens of returns, of errors (return
-    - value) and of their squares: 1 for a critic that is always right, 0 for one that knows the mean alone; 0 where all
-    returns are the same.
+    """1 - variance of the errors / variance of the returns.
+
+    It is computed from sums over `count` tokens of returns, of errors (return - value) and of
+    their squares. It is 1 for a critic that is always right, 0 for one that knows only the mean,
+    and 0 where all returns are the same.
 
     >>> explained_variance(2.0, returns=4.0, squared_returns=10.0, errors=1.0, squared_errors=1.0)
     0.75

@@ -1,5 +1,6 @@
-"""Importance ratios of tokens and of sequences, and weights that correct for the engine that
-sampled: pure functions.
+"""Importance ratios of tokens and sequences, and weights that correct for the sampling engine.
+
+All functions are pure.
 
 Two differences are kept apart, as in AReaL's decoupled PPO (arXiv:2505.24298, after
 arXiv:2110.00641): the policy now against the proximal policy, the policy at the start of the step,
@@ -24,16 +25,18 @@ CorrectionLevel = Literal["token", "sequence"]
 MOST_LOG_WEIGHT = 20.0
 """Log weights are clipped to -20 .. 20, so that no weight overflows."""
 LEAST_OTHERS = 1e-6
-"""Least probability of all other tokens together in `binary_kl`: float32 log-probs near 0 say no
-more about it."""
+"""Least probability of all other tokens together in `binary_kl`.
+
+Float32 log-probs near 0 say no more about it."""
 LEAST_LOGPROB = -50.0
 """Least log-prob of a token in `binary_kl` (nats), so that it is finite."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Weight of the surrogate for the difference between the engine and the trainer, and masks for
-    it. A token is left out of the surrogate where any mask says so.
+    """Weight of the surrogate for the difference between engine and trainer, and masks for it.
+
+    A token is left out of the surrogate where any mask says so.
 
     Truncated importance sampling (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
     2025) is a `cap`; AReaL's decoupled loss is level "token", its `behav_imp_weight_cap` is `mask_high`; IcePop
@@ -42,7 +45,9 @@ class Correction:
     """
 
     level: CorrectionLevel | None
-    """"token": proximal / behaviour of that token. "sequence": the product over the completion, for
+    """The level of the weights.
+
+    "token": proximal / behaviour of that token. "sequence": the product over the completion, for
     all its tokens. None: weight 1, for masks alone."""
     cap: float | None = None
     """Weights above this become this."""
@@ -51,8 +56,9 @@ class Correction:
     mask_high: float | None = None
     """Tokens whose weight (before the cap) is above this are left out of the surrogate."""
     geometric_low: float | None = None
-    """Completions whose geometric mean of proximal / behaviour is below this are left out, whatever
-    the level."""
+    """Completions whose geometric mean of proximal / behaviour is below this are left out.
+
+    The level does not matter."""
     geometric_high: float | None = None
     """Completions whose geometric mean is above this are left out, too."""
     binary_kl: float | None = None
@@ -75,15 +81,16 @@ class Corrected:
 
 def uncorrected(counted_T: Bool[Tensor, "T"], like_T: Float[Tensor, "T"]) -> Corrected:
     """Weight 1 where a token counts."""
-    none_T = torch.zeros_like(counted_T)
-    return Corrected(counted_T.to(like_T.dtype), none_T, none_T, none_T)
+    no_tokens_T = torch.zeros_like(counted_T)
+    return Corrected(counted_T.to(like_T.dtype), no_tokens_T, no_tokens_T, no_tokens_T)
 
 
 def segment_sums(
     values_T: Float[Tensor, "T"], segments_T: Int[Tensor, "T"], n_segments: int
 ) -> Float[Tensor, "S"]:
-    """Sum of the values of every segment, in float64: on a GPU the order of addition varies, and
-    all ranks that share a loss should clip alike."""
+    """Sum of the values of every segment, in float64.
+
+    On a GPU the order of addition varies, and all ranks that share a loss should clip alike."""
     sums_S = values_T.new_zeros(n_segments, dtype=torch.float64)
     return sums_S.index_add(0, segments_T, values_T.double()).to(values_T.dtype)
 
@@ -94,8 +101,9 @@ def sequence_log_ratio(
     segments_T: Int[Tensor, "T"],
     n_segments: int,
 ) -> Float[Tensor, "T"]:
-    """Log of the geometric mean of a completion's ratios, at each of its tokens (GSPO,
-    arXiv:2507.18071), of log ratios that are 0 where no token counts."""
+    """Log of the geometric mean of a completion's ratios, at each of its tokens.
+
+    The log ratios are 0 where no token counts (GSPO, arXiv:2507.18071)."""
     tokens_S = segment_sums(counted_T.to(log_ratio_T.dtype), segments_T, n_segments)
     mean_S = segment_sums(log_ratio_T, segments_T, n_segments) / tokens_S.clamp(min=1.0)
     return mean_S[segments_T]
@@ -104,8 +112,9 @@ def sequence_log_ratio(
 def binary_kl(
     proximal_T: Float[Tensor, "T"], behaviour_T: Float[Tensor, "T"]
 ) -> Float[Tensor, "T"]:
-    """KL(Bernoulli(p) || Bernoulli(b)) of a sampled token's two probabilities, from their logs
-    (nats), in float64.
+    """KL(Bernoulli(p) || Bernoulli(b)) of a sampled token's two probabilities, in float64.
+
+    They are given by their logs (nats).
 
     p log(p / b) + (1 - p) log((1 - p) / (1 - b)), with 1 - p and 1 - b at least LEAST_OTHERS and
     the logs at least LEAST_LOGPROB: always finite, and 0 where both are the same. A NaN stays one.
@@ -127,10 +136,12 @@ def interpolated_proximal(
     lag_T: Int[Tensor, "T"],
     updates: int,
 ) -> Float[Tensor, "T"]:
-    """Log-probs of the policy at the step's start, between those of the engine, whose weights are
-    `lag_T` optimizer steps older, and those of the policy now, `updates` steps later (nats): on the
-    straight line over the steps (A-3PO, arXiv:2512.06547; AReaL: prox_logp_method=loglinear).
-    Without any step they are the policy's own.
+    """Log-probs of the policy at the step's start (nats), interpolated.
+
+    They are between those of the engine, whose weights are `lag_T` optimizer steps older, and those
+    of the policy now, `updates` steps later: on the straight line over the steps (A-3PO,
+    arXiv:2512.06547; AReaL: prox_logp_method=loglinear). Without any step they are the policy's
+    own.
 
     >>> now, engine, lag = torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -2.0]), torch.tensor([3, 0])
     >>> interpolated_proximal(now, engine, lag, updates=1).tolist()
@@ -151,8 +162,9 @@ def corrected(
     n_segments: int,
     correction: Correction,
 ) -> Corrected:
-    """The weights for log-probs of the proximal and of the behaviour policy, both 0 where no token
-    counts."""
+    """The weights, from log-probs of the proximal and of the behaviour policy.
+
+    Both are 0 where no token counts."""
     log_ratio_T = log_weight_T = proximal_T - behaviour_T
     if correction.level == "sequence":
         log_weight_T = segment_sums(log_ratio_T, segments_T, n_segments)[segments_T]
@@ -181,7 +193,7 @@ def corrected(
 def _outside(
     values_T: Float[Tensor, "T"], low: float | None, high: float | None
 ) -> Bool[Tensor, "T"]:
-    """Below `low` or above `high`, where there are such bounds.
+    """Whether a value is below `low` or above `high`, where there are such bounds.
 
     A NaN is not."""
     outside_T = torch.zeros_like(values_T, dtype=torch.bool)

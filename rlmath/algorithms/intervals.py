@@ -17,10 +17,10 @@ LEVEL = 0.95
 
 
 def wilson_interval(share: float, observations: float, level: float = LEVEL) -> Interval:
-    """The score interval of a share of so many observations (Wilson 1927, J.
+    """The score interval of a share of so many observations.
 
-    Am. Stat. Assoc. 22:209). The number may be a fraction: an effective one. ValueError unless the
-    share is from 0 to 1 and the others are above 0.
+    Source: Wilson 1927, J. Am. Stat. Assoc. 22:209. The number of observations may be a fraction:
+    an effective one. ValueError unless the share is from 0 to 1 and the others are above 0.
 
     >>> [round(end, 4) for end in wilson_interval(0.0, 12.0)]
     [0.0, 0.2425]
@@ -43,9 +43,10 @@ def wilson_interval(share: float, observations: float, level: float = LEVEL) -> 
 
 
 def accuracy_interval(shares: Sequence[float], samples: int = 1, level: float = LEVEL) -> Interval:
-    """The interval of the mean of `shares`, which has for each problem the share of right ones of
-    its `samples` answers: Wilson's, for `effective_problems`. With one answer a problem that is
-    their number. ValueError without any problem.
+    """The interval of the mean of `shares`: Wilson's, for `effective_problems`.
+
+    `shares` has for each problem the share of right ones of its `samples` answers. With one answer
+    a problem, the effective problems are their number. ValueError without any problem.
 
     >>> accuracy_interval([1.0, 0.0, 1.0, 1.0]) == wilson_interval(0.75, 4.0)
     True
@@ -56,11 +57,13 @@ def accuracy_interval(shares: Sequence[float], samples: int = 1, level: float = 
 
 
 def effective_problems(shares: Sequence[float], samples: int) -> float:
-    """How many problems that are answered once tell as much as these: their number, divided by the
-    design effect (Kish 1965), which is the variance of the shares over that of right and wrong
-    answers with the same mean. Both are taken with two problems more that are right and two that
-    are wrong (Agresti and Coull 1998, Am. Stat. 52:119), so that few problems, or shares that are
-    all the same, do not look certain. At most the number of answers.
+    """How many problems that are answered once tell as much as these.
+
+    It is their number, divided by the design effect (Kish 1965), which is the variance of the
+    shares over that of right and wrong answers with the same mean. Both are taken with two problems
+    more that are right and two that are wrong (Agresti and Coull 1998, Am. Stat. 52:119), so that
+    few problems, or shares that are all the same, do not look certain. It is at most the number of
+    answers.
 
     >>> effective_problems([0.0, 1.0, 1.0], 1), round(effective_problems([0.5] * 20, 8), 1)
     (3.0, 120.0)
@@ -76,10 +79,11 @@ def effective_problems(shares: Sequence[float], samples: int) -> float:
 
 
 def difference_interval(differences: Sequence[float], level: float = LEVEL) -> Interval:
-    """The interval of the mean of `differences` of two shares of right answers, problem by problem
-    (from -1 to 1): a normal one, after half a problem is added of each of both right, both wrong,
-    and only the one or the other right (Agresti and Min 2005, Stat. Med. 24:729). ValueError
-    without any problem.
+    """The interval of the mean of `differences` of two shares of right answers (from -1 to 1).
+
+    There is one difference for each problem. The interval is a normal one, after half a problem is
+    added of each of both right, both wrong, and only the one or the other right (Agresti and Min
+    2005, Stat. Med. 24:729). ValueError without any problem.
 
     >>> [round(end, 3) for end in difference_interval([0.0] * 12)]
     [-0.14, 0.14]

@@ -1,5 +1,6 @@
-"""Estimates of KL(policy || other) from the log-probabilities of tokens that the policy sampled:
-pure functions."""
+"""Estimates of KL(policy || other) from log-probs of tokens that the policy sampled.
+
+All functions are pure."""
 
 # Shape legend: T packed tokens, S segments (samples) of a pack.
 
@@ -18,7 +19,7 @@ KL_KINDS: tuple[str, ...] = get_args(KLKind)
 def kl_estimate(
     kind: KLKind, logprobs_T: Float[Tensor, "T"], other_T: Float[Tensor, "T"]
 ) -> Float[Tensor, "T"]:
-    """Per token, with d = log policy - log other (nats).
+    """The estimate of every token, with d = log policy - log other (nats).
 
     "k1": d, unbiased, may be negative. "k2": d^2 / 2. "k3": exp(-d) - 1 + d, unbiased and never
     negative, GRPO's equation 4 and (without its bounds) verl's `low_var_kl`. "abs": |d|. As a loss
@@ -37,7 +38,7 @@ def kl_estimate(
 
 
 def to_go(values_T: Float[Tensor, "T"], cu_seqlens_S1: Int[Tensor, "S1"]) -> Float[Tensor, "T"]:
-    """For every token the sum of its own value and of all that follow in its segment.
+    """The sum, for every token, of its own value and of all that follow in its segment.
 
     >>> to_go(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 2, 3]))
     tensor([3., 2., 4.])

@@ -64,27 +64,32 @@ class LossSettings:
     dual_clip: float | None = None
     """Largest ratio that counts for tokens with a negative advantage; above 1."""
     correction: Correction | None = None
-    """For the difference between engine and trainer; None takes the surrogate as it is."""
+    """Correction for the difference between engine and trainer; None: the surrogate as it is."""
     kl_coef: float = 0.0
     kl_kind: KLKind = "k3"
     kl_ratio: CorrectionLevel | None = None
-    """Weigh the KL by policy / behaviour, with gradient: of the token, or their product over the
-    completion (DeepSeek-V3.2, arXiv:2512.02556)."""
+    """Level at which the KL is weighed by policy / behaviour, with gradient.
+
+    It is that of the token, or their product over the completion (DeepSeek-V3.2,
+    arXiv:2512.02556)."""
     entropy_coef: float = 0.0
     teacher_coef: float = 0.0
-    """Of the KL to a teacher over the whole vocabulary."""
+    """Weight of the KL to a teacher over the whole vocabulary."""
     sapo_positive: float = 1.0
     sapo_negative: float = 1.05
     """Temperatures of "sapo" where the advantage is above 0, and elsewhere."""
     off_policy_mask: float | None = None
-    """Completions with a negative advantage are left out of the surrogate where the mean of log
-    behaviour - log policy is above this (nats; DeepSeek-V3.2, arXiv:2512.02556)."""
+    """Largest mean of log behaviour - log policy (nats; DeepSeek-V3.2, arXiv:2512.02556).
+
+    Completions with a negative advantage are left out of the surrogate above it."""
 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """How the losses of a minibatch's tokens become one number: the sum over tokens of weight times
-    loss, divided by the sum over samples of `count`, both over all ranks and micro-batches.
+    """How the losses of a minibatch's tokens become one number.
+
+    It is the sum over tokens of weight times loss, divided by the sum over samples of `count`, both
+    over all ranks and micro-batches.
 
     | kind | loss of a minibatch | source |
     |---|---|---|
@@ -101,7 +106,7 @@ class Normalisation:
     """Tokens that "constant" divides by: the longest completion that may be."""
 
     def weight(self, n_tokens: int) -> float:
-        """Of each of a completion's `n_tokens` tokens."""
+        """The weight of each of a completion's `n_tokens` tokens."""
         if self.kind == "sequence":
             return 1.0 / n_tokens if n_tokens else 0.0
         return 1.0 / self.constant if self.kind == "constant" else 1.0
@@ -121,29 +126,31 @@ class TokenInputs:
     Log-probs and entropies in nats."""
 
     logprobs_T: Float[Tensor, "T"]
-    """Of the policy now, with gradient."""
+    """Log-probs of the policy now, with gradient."""
     entropy_T: Float[Tensor, "T"]
-    """Of the policy's distribution now; with gradient where it is part of the loss."""
+    """Entropy of the policy's distribution now; with gradient where it is part of the loss."""
     proximal_logprobs_T: Float[Tensor, "T"]
-    """Of the policy at the start of the step, the denominator of the importance ratio; the engine's
-    where they were not recomputed."""
+    """Log-probs of the policy at the start of the step, the importance ratio's denominator.
+
+    They are the engine's where they were not recomputed."""
     behaviour_logprobs_T: Float[Tensor, "T"]
-    """Of the engine that sampled."""
+    """Log-probs of the engine that sampled."""
     reference_logprobs_T: Float[Tensor, "T"] | None
-    """Of the reference; None without KL."""
+    """Log-probs of the reference; None without KL."""
     advantages_T: Float[Tensor, "T"]
     weights_T: Float[Tensor, "T"]
-    """Of each sampled token in the loss."""
+    """Weight of each sampled token in the loss."""
     sampled_T: Bool[Tensor, "T"]
-    """Which tokens the model produced."""
+    """Tokens that the model produced."""
     learned_T: Bool[Tensor, "T"]
-    """Which of these have weight in the gradient."""
+    """Sampled tokens that have weight in the gradient."""
     segments_T: Int[Tensor, "T"]
-    """Which segment (sample) of the pack the token is in, from 0."""
+    """Segment (sample) of the pack that the token is in, from 0."""
     n_segments: int
     teacher_kl_T: Float[Tensor, "T"] | None = None
-    """KL(policy || teacher) of the whole distributions, with gradient; None without a teacher, or
-    where its log-probs are in the advantages."""
+    """KL(policy || teacher) of the whole distributions, with gradient.
+
+    None without a teacher, or where its log-probs are in the advantages."""
     penalty_T: Float[Tensor, "T"] | None = None
     """Weight of abs(log policy - log proximal) in the loss of each token; None: nowhere."""
 
@@ -156,11 +163,10 @@ class TokenLoss:
     its weight in the loss."""
 
     loss: Float[Tensor, ""]
-    """Surrogate, weighted KLs and entropy bonus of the learned tokens with their weights; with
-    gradient."""
+    """Surrogate, weighted KLs and entropy bonus of the learned tokens, weighted; with gradient."""
     tokens: Float[Tensor, ""]
     ratio: Float[Tensor, ""]
-    """Of single tokens to the proximal policy, for every kind of loss."""
+    """Ratios of single tokens to the proximal policy, for every kind of loss."""
     clipped: Float[Tensor, ""]
     """Tokens whose gradient the clip took or, for "cispo", limited."""
     approx_kl: Float[Tensor, ""]
@@ -186,7 +192,8 @@ class TokenLoss:
 
 def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
     """The loss of one micro-batch, as the module's table has it."""
-    counted_T, learned_T = tokens.sampled_T, tokens.learned_T
+    counted_T = tokens.sampled_T
+    learned_T = tokens.learned_T
     new_T = torch.where(
         learned_T, tokens.logprobs_T, torch.where(counted_T, tokens.logprobs_T.detach(), 0.0)
     )
@@ -304,8 +311,9 @@ def _divergence_masked(
     log_ratio_T: Float[Tensor, "T"],
     advantages_T: Float[Tensor, "T"],
 ) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"]]:
-    """ "dppo_tv" and "dppo_kl": the mask looks at probabilities, so that improbable tokens may move
-    far."""
+    """The loss and its mask of "dppo_tv" and "dppo_kl".
+
+    The mask looks at probabilities, so that improbable tokens may move far."""
     now_T = new_T.detach()
     before_T = now_T - log_ratio_T.detach()
     gap_T = now_T.exp() - before_T.exp()
@@ -328,8 +336,10 @@ def _geometric_mean(
     advantages_T: Float[Tensor, "T"],
     counted_T: Bool[Tensor, "T"],
 ) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"]]:
-    """ "gmpo": value and gradient are those of the paper where all tokens of a completion have one
-    advantage."""
+    """The loss of "gmpo", and where it was clipped.
+
+    Value and gradient are those of the paper where all tokens of a completion have one advantage.
+    """
     cut_T = torch.where(
         advantages_T > 0,
         log_ratio_T.clamp(max=settings.clip_high),

@@ -1,5 +1,6 @@
-"""Partial rollouts (`rollout.tail`): which groups are in flight, and which of them a step learns
-from. Pure.
+"""Partial rollouts (`rollout.tail`): the groups in flight, and those that a step learns from.
+
+All functions are pure.
 
     draws -> groups in flight -> rounds: every sequence that is sampled gets at most so many new tokens
           -> complete groups leave in the order of their draws; the others stay in flight
@@ -42,13 +43,13 @@ class UnfinishedGroup:
     """A prompt that was drawn, and what is sampled of its completions."""
 
     draw: int
-    """Which draw of the run it was, counted from 0."""
+    """Number of the draw in the run, counted from 0."""
     first_step: int
     """The step, counted from 0, in which its first token was sampled."""
     samples: tuple[PartialCompletion | ScoredCompletion, ...]
-    """By sample index: those that are finished have a score."""
+    """Samples by their index; finished ones have a score."""
     deferred: bool = False
-    """A completion of it did not fit a short round: it waits for a whole one."""
+    """Whether a completion of it did not fit a short round: it waits for a whole one."""
 
     @property
     def unfinished(self) -> list[int]:
@@ -57,9 +58,10 @@ class UnfinishedGroup:
 
     @property
     def parts(self) -> list[PartialCompletion | Completion]:
-        """By sample index: what is sampled of it, without scores."""
+        """What is sampled of each completion, by sample index, without scores."""
         return [
-            one.completion if isinstance(one, ScoredCompletion) else one for one in self.samples
+            sample.completion if isinstance(sample, ScoredCompletion) else sample
+            for sample in self.samples
         ]
 
     @property
@@ -81,15 +83,14 @@ class UnfinishedGroup:
 
 @dataclass(frozen=True)
 class UnfinishedRules:
-    """How many groups are in flight, and for how long."""
+    """Bounds on how many groups are in flight, and for how long."""
 
     groups_per_step: int
     """Groups that a step learns from."""
     max_groups: int
     """Most groups in flight; with "carry" at most groups_per_step x (max_staleness + 1)."""
     max_staleness: int
-    """Most steps between the one that sampled a group's first token and the one that learns from
-    it."""
+    """Most steps from the one that sampled a group's first token to the one that learns from it."""
     max_dropped: int = 0
     """Most groups of a step that selection may drop and that others take the place of."""
 
@@ -99,28 +100,28 @@ class UnfinishedGroups:
     """The groups in flight: the state that partial rollouts carry from step to step."""
 
     groups: list[UnfinishedGroup] = field(default_factory=list)
-    """In the order of their draws."""
+    """Groups in flight, in the order of their draws."""
     next_draw: int = 0
     short_share: float = 0.5
-    """"defer": share of the groups of the last short rounds that became complete (0 to 1)."""
+    """Share of the groups of the last short rounds that became complete (0 to 1), with "defer"."""
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """What leaves the unfinished groups in a step."""
+    """The groups that leave the unfinished ones in a step."""
 
     groups: list[UnfinishedGroup]
-    """Complete, in the order of their draws."""
+    """Complete groups, in the order of their draws."""
     chosen: list[Chosen]
-    """What is learned from of each."""
+    """The choice from each group."""
     rounds: int = 0
     """Rounds that the step made."""
     waits: int = 0
-    """Of these, those that it made only because groups would have become too old."""
+    """Rounds that it made only because groups would have become too old."""
 
     @property
     def kept(self) -> int:
-        return sum(one.dropped is None for one in self.chosen)
+        return sum(choice.dropped is None for choice in self.chosen)
 
 
 def advance_carry(
@@ -132,9 +133,10 @@ def advance_carry(
     sample_round: Callable[[list[UnfinishedGroup]], list[UnfinishedGroup]],
     choose: Callable[[UnfinishedGroup], Chosen],
 ) -> Leaving:
-    """Make step `step`, counted from 0, of a run that has `steps_left` steps more, this one among
-    them: draw groups of so many `samples`, make rounds, and take out of the unfinished groups what
-    the step learns from. Where enough groups are complete already, nothing is drawn and no round is
+    """Make step `step` (from 0) of a run that has `steps_left` steps to make, this one included.
+
+    Draw groups of so many `samples`, make rounds, and take out of the unfinished groups what the
+    step learns from. Where enough groups are complete already, nothing is drawn and no round is
     made, unless the step would leave a group behind that could not be learned within
     `max_staleness` steps of its first token.
 
@@ -143,18 +145,21 @@ def advance_carry(
     at most `max_dropped` groups from which no step learns: others took their place where selection
     dropped some.
     """
-    found, rounds, waits = leaving(unfinished, rules, choose), 0, 0
-    while not (enough := is_enough(found, rules)) or too_old(
-        left_behind(unfinished, found), rules, step, choose
+    leaving_groups = leaving(unfinished, rules, choose)
+    rounds = 0
+    waits = 0
+    while not (enough := is_enough(leaving_groups, rules)) or too_old(
+        left_behind(unfinished, leaving_groups), rules, step, choose
     ):
-        draw(unfinished, room(unfinished, found, rules, steps_left), step, samples)
+        draw(unfinished, room(unfinished, leaving_groups, rules, steps_left), step, samples)
         if not any(group.unfinished for group in unfinished.groups):
             break
         unfinished.groups = sample_round(unfinished.groups)
-        rounds, waits = rounds + 1, waits + enough
-        found = leaving(unfinished, rules, choose)
-    unfinished.groups = left_behind(unfinished, found)
-    return replace(found, rounds=rounds, waits=waits)
+        rounds = rounds + 1
+        waits = waits + enough
+        leaving_groups = leaving(unfinished, rules, choose)
+    unfinished.groups = left_behind(unfinished, leaving_groups)
+    return replace(leaving_groups, rounds=rounds, waits=waits)
 
 
 def advance_defer(
@@ -166,7 +171,7 @@ def advance_defer(
     sample_round: Callable[[list[UnfinishedGroup], bool], list[UnfinishedGroup]],
     choose: Callable[[UnfinishedGroup], Chosen],
 ) -> Leaving:
-    """As `advance_carry`, but nothing that is sampled stays in flight.
+    """Do what `advance_carry` does, but leave nothing that is sampled in flight.
 
     `sample_round` gets groups of which nothing is sampled and whether to sample them whole, and
     returns them after that.
@@ -176,17 +181,18 @@ def advance_defer(
     - A whole round, as soon as a step's groups are deferred, or the run has too few draws left for
       a short one, samples as many as are missing.
     """
-    found, rounds = Leaving([], []), 0
-    while not is_enough(found, rules):
-        missing = rules.groups_per_step - found.kept
+    leaving_groups = Leaving([], [])
+    rounds = 0
+    while not is_enough(leaving_groups, rules):
+        missing = rules.groups_per_step - leaving_groups.kept
         waiting = [group for group in unfinished.groups if not group.is_complete]
         deferred = [group for group in waiting if group.deferred]
-        others = [group for group in waiting if not group.deferred]
-        new = room(unfinished, found, rules, steps_left)
-        whole = len(deferred) >= rules.groups_per_step or len(others) + new < missing
-        wanted = missing if whole else with_reserve(missing, unfinished.short_share)
-        chosen = [*deferred, *others][:wanted] if whole else others[:wanted]
-        chosen += draw(unfinished, min(new, wanted - len(chosen)), step, samples)
+        not_deferred = [group for group in waiting if not group.deferred]
+        new_draws = room(unfinished, leaving_groups, rules, steps_left)
+        whole = len(deferred) >= rules.groups_per_step or len(not_deferred) + new_draws < missing
+        count = missing if whole else with_reserve(missing, unfinished.short_share)
+        chosen = [*deferred, *not_deferred][:count] if whole else not_deferred[:count]
+        chosen += draw(unfinished, min(new_draws, count - len(chosen)), step, samples)
         if not chosen:
             break
         sampled = {group.draw: group for group in sample_round(chosen, whole)}
@@ -194,25 +200,29 @@ def advance_defer(
             complete = sum(group.is_complete for group in sampled.values()) / len(sampled)
             unfinished.short_share = (unfinished.short_share + complete) / 2
         unfinished.groups = [
-            one if one.is_complete else one.nothing_sampled(one.deferred or one.draw in sampled)
-            for one in (sampled.get(group.draw, group) for group in unfinished.groups)
+            unfinished_group
+            if unfinished_group.is_complete
+            else unfinished_group.nothing_sampled(
+                unfinished_group.deferred or unfinished_group.draw in sampled
+            )
+            for unfinished_group in (sampled.get(group.draw, group) for group in unfinished.groups)
         ]
-        found, rounds = leaving(unfinished, rules, choose), rounds + 1
+        leaving_groups = leaving(unfinished, rules, choose)
+        rounds = rounds + 1
     unfinished.groups = [
-        group.nothing_sampled(group.deferred) for group in left_behind(unfinished, found)
+        group.nothing_sampled(group.deferred) for group in left_behind(unfinished, leaving_groups)
     ]
-    return replace(found, rounds=rounds)
+    return replace(leaving_groups, rounds=rounds)
 
 
 RESERVE = 1.5
 """Standard deviations by which a short round has more groups than should suffice."""
 LEAST_SHARE = 0.25
-"""Of the groups of a short round that are expected to become complete."""
+"""Least share of the groups of a short round that are expected to become complete."""
 
 
 def with_reserve(missing: int, share: float) -> int:
-    """How many groups to sample, each of which becomes complete with probability `share`, so that
-    `missing` do.
+    """How many groups to sample so that `missing` become complete, each with probability `share`.
 
     >>> with_reserve(10, share=1.0), with_reserve(10, share=0.5), with_reserve(10, share=0.0)
     (10, 28, 61)
@@ -227,9 +237,12 @@ def with_reserve(missing: int, share: float) -> int:
 def draw(
     unfinished: UnfinishedGroups, count: int, step: int, samples: int
 ) -> list[UnfinishedGroup]:
-    """The next groups, which are in flight from now on."""
+    """Draw the next groups, which are in flight from now on."""
     first = unfinished.next_draw
-    drawn = [UnfinishedGroup(first + i, step, (NOTHING_SAMPLED,) * samples) for i in range(count)]
+    drawn = [
+        UnfinishedGroup(first + offset, step, (NOTHING_SAMPLED,) * samples)
+        for offset in range(count)
+    ]
     unfinished.groups += drawn
     unfinished.next_draw += len(drawn)
     return drawn
@@ -256,22 +269,28 @@ def leaving(
     rules: UnfinishedRules,
     choose: Callable[[UnfinishedGroup], Chosen],
 ) -> Leaving:
-    """The complete groups that a step would take now, those drawn first: up to `groups_per_step`
-    that selection keeps, and with the dropped ones among them at most `max_dropped` more."""
-    taken, chosen, kept = [], [], 0
+    """The complete groups that a step would take now, those drawn first.
+
+    They are up to `groups_per_step` that selection keeps, and with the dropped ones among them at
+    most `max_dropped` more."""
+    taken = []
+    chosen = []
+    kept_groups = 0
     for group in unfinished.groups:
-        if kept == rules.groups_per_step or len(taken) == rules.groups_per_step + rules.max_dropped:
+        if (
+            kept_groups == rules.groups_per_step
+            or len(taken) == rules.groups_per_step + rules.max_dropped
+        ):
             break
         if group.is_complete:
             taken.append(group)
             chosen.append(choose(group))
-            kept += chosen[-1].dropped is None
+            kept_groups += chosen[-1].dropped is None
     return Leaving(taken, chosen)
 
 
 def is_enough(found: Leaving, rules: UnfinishedRules) -> bool:
-    """Whether a step may learn from `found`: it has its groups, or has dropped as many as it
-    may."""
+    """Whether a step may learn from `found`: it has its groups, or dropped as many as it may."""
     whole = len(found.groups) == rules.groups_per_step + rules.max_dropped
     return whole or found.kept == rules.groups_per_step
 
@@ -288,15 +307,23 @@ def too_old(
     step: int,
     choose: Callable[[UnfinishedGroup], Chosen],
 ) -> bool:
-    """Whether one of the groups that step `step` leaves behind would be older than `max_staleness`
-    when it is learned: of those, each of the next steps takes the oldest, as `leaving` does. What
-    is not complete may all be kept."""
-    learning, taken, kept = step + 1, 0, 0
+    """Whether a group that step `step` leaves behind would be older than `max_staleness` when learned.
+
+    Each of the next steps takes the oldest of those groups, as `leaving` does. Selection may keep
+    every group that is not complete yet."""
+    learning = step + 1
+    taken = 0
+    kept_groups = 0
     for group in left:
-        if kept == rules.groups_per_step or taken == rules.groups_per_step + rules.max_dropped:
-            learning, taken, kept = learning + 1, 0, 0
+        if (
+            kept_groups == rules.groups_per_step
+            or taken == rules.groups_per_step + rules.max_dropped
+        ):
+            learning = learning + 1
+            taken = 0
+            kept_groups = 0
         if learning - group.first_step > rules.max_staleness:
             return True
         taken += 1
-        kept += not (group.is_complete and choose(group).dropped is not None)
+        kept_groups += not (group.is_complete and choose(group).dropped is not None)
     return False

@@ -1,6 +1,6 @@
 """How often the model solves each prompt, and which prompts a curriculum passes over.
 
-Pure.
+All functions are pure.
 
     sampled groups -> counts of the last groups of each prompt -> pass rate -> verdict: "easy",
     "hard" or to be drawn
@@ -24,8 +24,9 @@ Counts = tuple[int, int]
 """(right completions, sampled completions)."""
 
 BUCKETS = ("unseen", "0", "to_25", "to_50", "to_75", "below_100", "100")
-"""Of pass rates, in percent: no completion yet, none right, up to a quarter, ..., above three
-quarters, all right."""
+"""Ranges of pass rates in percent.
+
+No completion yet, none right, up to a quarter, ..., above three quarters, all right."""
 
 
 def bucket(correct: int, sampled: int) -> str:
@@ -59,13 +60,13 @@ class PromptHistory:
 
     @property
     def groups(self) -> Mapping[int, tuple[Counts, ...]]:
-        """By prompt that has any: the counts of its last groups, the oldest first."""
+        """The counts of each prompt's last groups, the oldest first; only prompts that have any."""
         return self._groups
 
     def record(self, index: int, correct: int, sampled: int) -> None:
-        """A group of a prompt: `correct` of `sampled` completions are right.
+        """Count a group of a prompt, in which `correct` of `sampled` completions are right.
 
-        One without any is none."""
+        A group without completions does not count."""
         assert 0 <= correct <= sampled, (correct, sampled)
         if sampled == 0:
             return
@@ -76,7 +77,7 @@ class PromptHistory:
         self._sizes[bucket(*self._totals[index])] += 1
 
     def totals(self, index: int) -> Counts:
-        """Of the groups that count; (0, 0) for a prompt that was never sampled."""
+        """Counts over the prompt's last groups; (0, 0) if it was never sampled."""
         return self._totals.get(index, (0, 0))
 
     def buckets(self, n_prompts: int) -> dict[str, int]:
@@ -94,14 +95,14 @@ def _sum(rows: tuple[Counts, ...]) -> Counts:
 
 @dataclass(frozen=True)
 class CurriculumRules:
-    """Which prompts are passed over: `data.curriculum`."""
+    """Rules by which prompts are passed over: `data.curriculum`."""
 
     kind: Literal["none", "skip_solved", "band"] = "none"
     solved_samples: int = 1
-    """ "skip_solved": fewest completions that must all be right."""
+    """Fewest completions that must all be right, with "skip_solved"."""
     low: float = 0.0
     high: float = 1.0
-    """ "band": pass rates that are drawn, both ends included."""
+    """Ends of the pass rates that are drawn, both included, with "band"."""
     floor: float = 0.1
     """Share of the draws that is taken from what is passed over, above 0 and below 1."""
 

@@ -31,14 +31,15 @@ _BINS = 2**16
 
 @dataclass(frozen=True)
 class TokenRules:
-    """Which tokens are chosen; a share is of all tokens of the step, and stands for at least one.
+    """Rules by which tokens are chosen; None: no such rule.
 
-    None: no rule."""
+    A share is of all tokens of the step, and stands for at least one."""
 
     entropy_share: float | None = None
     clip_cov: float | None = None
-    """Share whose advantage becomes 0, drawn among those with a covariance from `clip_low` to
-    `clip_high`."""
+    """Share of the tokens whose advantage becomes 0.
+
+    They are drawn among those with a covariance from `clip_low` to `clip_high`."""
     clip_low: float = 1.0
     clip_high: float = 5.0
     kl_cov: float | None = None
@@ -51,7 +52,7 @@ class ChosenTokens:
     """What the rules say of this rank's tokens."""
 
     learned_N: Bool[Tensor, "N"]
-    """False: the advantage counts as 0; other parts of the loss stay."""
+    """Tokens whose advantage counts; it is 0 for others, whose other parts of the loss stay."""
     penalty_N: Float[Tensor, "N"]
     """Weight of abs(log policy - log proximal) in the loss."""
 
@@ -64,8 +65,9 @@ def chosen_tokens(
     uniform_N: Float[Tensor, "N"] | None,
     summed: Summed,
 ) -> ChosenTokens:
-    """Entropies and log-probs in nats, `uniform_N` random numbers from 0 to 1, which `clip_cov`
-    alone needs. A collective."""
+    """What the rules choose, from entropies and log-probs (nats).
+
+    `uniform_N` are random numbers from 0 to 1, which only `clip_cov` needs. A collective."""
     learned_N = torch.ones_like(logprobs_N, dtype=torch.bool)
     penalty_N = torch.zeros_like(logprobs_N)
     if rules.entropy_share is not None:
@@ -94,20 +96,23 @@ def covariances(
 
 
 def among_largest(values_N: Float[Tensor, "N"], share: float, summed: Summed) -> Bool[Tensor, "N"]:
-    """Whether a value is among the largest of all ranks, exactly as float32: int(share x their
-    number) of them, at least one, and whatever equals the smallest of these. A collective.
+    """Whether a value is among the largest of all ranks, exactly as float32.
+
+    These are int(share x their number) values, at least one, and whatever equals the smallest of
+    them. A collective.
 
     >>> among_largest(torch.tensor([3.0, 1.0, 2.0, 2.0]), 0.5, summed=lambda one: one).tolist()
     [True, False, True, True]
     """
     keys_N = _ordered_keys(values_N)
-    high_N, low_N = keys_N // _BINS, keys_N % _BINS
-    of_high = summed(torch.bincount(high_N, minlength=_BINS))
-    total = int(of_high.sum())
+    high_N = keys_N // _BINS
+    low_N = keys_N % _BINS
+    counts_by_high = summed(torch.bincount(high_N, minlength=_BINS))
+    total = int(counts_by_high.sum())
     if total == 0:
         return torch.ones_like(values_N, dtype=torch.bool)
-    high, rest = _bin_of(of_high, max(1, int(share * total)))
-    low, _ = _bin_of(summed(torch.bincount(low_N[high_N == high], minlength=_BINS)), rest)
+    high, rank_in_bin = _bin_of(counts_by_high, max(1, int(share * total)))
+    low, _ = _bin_of(summed(torch.bincount(low_N[high_N == high], minlength=_BINS)), rank_in_bin)
     return keys_N >= high * _BINS + low
 
 
@@ -119,8 +124,9 @@ def _ordered_keys(values_N: Float[Tensor, "N"]) -> Tensor:
 
 
 def _bin_of(counts: Tensor, rank: int) -> tuple[int, int]:
-    """The bin of the value of this rank, counted from the largest and from 1, and its rank within
-    the bin."""
+    """The bin of the value of this rank, and its rank within the bin.
+
+    Ranks are counted from the largest value and from 1."""
     above = counts.flip(0).cumsum(0)
     index = int(torch.searchsorted(above, rank))
     before = int(above[index - 1]) if index else 0

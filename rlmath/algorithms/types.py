@@ -38,37 +38,35 @@ class Prompt:
     more_json: str = "{}"
     """The row's further columns, a JSON object; a reward function of the user's may want them."""
     problem_key: int = field(default=0, compare=False)
-    """The same for prompts of the same problem, whatever their file, name and template; 0: not
-    known."""
+    """Key of the problem, whatever the prompt's file, name and template; 0: not known."""
     question: str = field(default="", compare=False, repr=False)
-    """The problem as the data file has it, without template: its words may stand beside an answer's
-    value."""
+    """The problem as the data file has it, without template.
+
+    Its words may stand beside an answer's value."""
 
     @property
     def row(self) -> dict:
         """The row of the data file, as a reward function sees it."""
-        own = {
+        columns = {
             "prompt": self.text,
             "task": self.task,
             "query_id": self.prompt_id,
             "solutions": list(self.solutions),
         }
-        return {"question": self.question} | json.loads(self.more_json) | own
+        return {"question": self.question} | json.loads(self.more_json) | columns
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens in a row that were sampled with the same weights, or that others wrote between the
-    model's turns."""
+    """Tokens in a row that the same weights sampled, or that others wrote between two turns."""
 
     tokens: int
     policy_version: int
-    """Of the weights: their number of optimizer steps."""
+    """Version of the weights: their number of optimizer steps."""
     step: int
-    """The step, counted from 0, that sampled them; at its beginning the engines got these
-    weights."""
+    """The step (from 0) that sampled them; at its beginning the engines got these weights."""
     sampled: bool = True
-    """False: others wrote them, while the engines had these weights."""
+    """Whether the model sampled them; others wrote them if not, while engines had these weights."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,13 @@ class Completion:
     sample_index: int
     """Position in its group, 0 <= sample_index < group size."""
     token_ids: Sequence[int]
-    """All its tokens, the end-of-sequence token included when there was one; from an engine an
-    array, 4 bytes each."""
+    """All its tokens, the end-of-sequence token included when there was one.
+
+    From an engine they are an array, 4 bytes each."""
     logprobs: Sequence[float]
-    """Log-probability of each token under the distribution it was really sampled from (nats); where
-    it was not sampled, any number."""
+    """Log-probability of each token under the distribution it was really sampled from (nats).
+
+    It is any number where the token was not sampled."""
     text: str
     """Decoded without special tokens."""
     finish_reason: FinishReason
@@ -90,12 +90,13 @@ class Completion:
     policy_version: int
     """Version of the policy's weights that the engine sampled its last token with."""
     segments: tuple[Segment, ...] = ()
-    """By which weights its tokens were sampled, in order; from an engine there is at least one.
-    Without any all tokens are sampled."""
+    """The weights by which its tokens were sampled, in order.
+
+    From an engine there is at least one segment. Without any, all tokens are sampled."""
 
     @property
     def sampled(self) -> list[bool] | None:
-        """By token, whether the model produced it; None: all.
+        """Whether the model produced each token; None: all.
 
         >>> segments = (Segment(1, 4, 1), Segment(1, 4, 1, sampled=False))
         >>> done = Completion(0, (7, 8), (-1.0, 0.0), "", "stop", 4, segments)
@@ -113,15 +114,18 @@ class Completion:
         return len(self.token_ids) - others
 
     def lag(self, version: int) -> list[int]:
-        """By token, how many optimizer steps its weights are behind `version`; 0 where they are
-        newer, as in a replay from an earlier checkpoint.
+        """How many optimizer steps each token's weights are behind `version`.
+
+        It is 0 where they are newer, as in a replay from an earlier checkpoint.
 
         >>> done = Completion(0, (7, 8), (-1.0, -1.0), "", "stop", 4, (Segment(1, 2, 0), Segment(1, 4, 1)))
         >>> done.lag(5), done.lag(3)
         ([3, 1], [1, 0])
         """
         return [
-            max(0, version - one.policy_version) for one in self.segments for _ in range(one.tokens)
+            max(0, version - segment.policy_version)
+            for segment in self.segments
+            for _ in range(segment.tokens)
         ]
 
 
@@ -131,24 +135,23 @@ class PartialCompletion:
 
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
-    """As those of `Completion`."""
+    """Log-probability of each token, as in `Completion` (nats)."""
     segments: tuple[Segment, ...] = ()
 
     def extended(
         self, token_ids: Sequence[int], logprobs: Sequence[float], policy_version: int, step: int
     ) -> PartialCompletion:
-        """With more tokens behind, sampled by weights of this version.
+        """The completion with more tokens behind, sampled by weights of this version.
 
         >>> once = PartialCompletion().extended((7, 8), (-0.5, -0.5), policy_version=4, step=2)
         >>> once.extended((9,), (-0.1,), policy_version=4, step=2).segments
         (Segment(tokens=3, policy_version=4, step=2, sampled=True),)
         """
-        segment, before = Segment(len(token_ids), policy_version, step), self.segments
+        segment = Segment(len(token_ids), policy_version, step)
+        before = self.segments
         if before and replace(before[-1], tokens=0) == replace(segment, tokens=0):
-            segment, before = (
-                replace(segment, tokens=before[-1].tokens + segment.tokens),
-                before[:-1],
-            )
+            segment = replace(segment, tokens=before[-1].tokens + segment.tokens)
+            before = before[:-1]
         if not self.token_ids:
             return PartialCompletion(token_ids, logprobs, (segment,))
         return PartialCompletion(
@@ -188,8 +191,10 @@ class Score:
     extracted: str
     """The answer that was compared, "" when none was found."""
     verdict: str
-    """How it was decided: "string", "number", "choice", "symbolic", "no_answer", "too_long",
-    "timeout" or "error"; "function" where the user's function gave the reward."""
+    """How it was decided.
+
+    "string", "number", "choice", "symbolic", "no_answer", "too_long", "timeout" or "error";
+    "function" where the user's function gave the reward."""
     boxed: bool = False
     """Whether the final part of the completion has a complete box."""
     metrics: tuple[tuple[str, float], ...] = ()
@@ -197,13 +202,14 @@ class Score:
     queue_seconds: float = field(default=0.0, compare=False)
     """How long the completion waited for a reward worker."""
     parts: tuple[float | None, ...] = ()
-    """With `reward.rewards`: the value of each, in that order; None where it failed."""
+    """Value of each of `reward.rewards`, in that order; None where it failed."""
     failures: tuple[RewardFailure, ...] = ()
-    """Of the rewards that failed."""
+    """Failures of the rewards that failed."""
     verified_correct: bool | None = field(default=None, compare=False)
-    """What the verifier says of the answer, also where it is no part of the reward; None where it
-    is not asked. What counts as `correct` in selection and curriculum may be said by a function of
-    the user's."""
+    """What the verifier says of the answer, also where it is no part of the reward.
+
+    None where it is not asked. What counts as `correct` in selection and curriculum may be said by
+    a function of the user's."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +240,7 @@ def scored_group(
     done = [sample for sample in samples if isinstance(sample, ScoredCompletion)]
     assert len(done) == len(samples), f"a completion of {prompt.prompt_id} is not finished"
     return ScoredGroup(
-        prompt, tuple(one.completion for one in done), tuple(one.score for one in done)
+        prompt, tuple(sample.completion for sample in done), tuple(sample.score for sample in done)
     )
 
 
@@ -245,19 +251,22 @@ class Sample:
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
     behaviour_logprobs: Sequence[float]
-    """One per completion token (nats)."""
+    """Log-prob of each completion token (nats)."""
     advantage: float
     """Shared by all tokens of the completion."""
     sampled: Sequence[bool] | None = None
-    """By token of the completion, whether the model produced it; in supervised training, whether it
-    is to. None: all. What others wrote between two turns of the model's is not sampled."""
+    """Whether the model produced each token of the completion; None: all.
+
+    In supervised training, whether it is to produce it. What others wrote between two of the
+    model's turns is not sampled."""
     learned: Sequence[bool] | None = None
-    """By token of the completion, whether it has weight in the gradient, where it is sampled; None:
-    every sampled token has. A filter of turns or tokens says False, which changes no count and no
-    mean."""
+    """Whether each sampled token of the completion has weight in the gradient; None: all have.
+
+    A filter of turns or tokens says False, which changes no count and no mean."""
     lag: Sequence[int] | None = None
-    """By token of the completion, how many optimizer steps the weights that sampled it are behind
-    those that the step begins with; None: not asked for."""
+    """How many optimizer steps each completion token's weights are behind those of the step's start.
+
+    None: not asked for."""
 
     @property
     def length(self) -> int:

@@ -54,8 +54,9 @@ class SegmentBucket:
     positions_K: Tensor
     """Packed position of each of them."""
     start: int | None
-    """Where the segments begin in the pack if they are equally long and lie one after another: both
-    layouts are then the same, and nothing is copied."""
+    """Start of the segments in the pack if they are equally long and lie one after another.
+
+    Both layouts are then the same, and nothing is copied."""
 
     def padded(self, x: Tensor, zero: bool = False) -> Tensor:
         """[T, heads, D] laid out by segment: [N, heads, M, D].
@@ -84,17 +85,19 @@ class SegmentBucket:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """[T, heads, D] and buckets one after another, each [N, heads, M, D], as rows of D numbers:
-    which row goes where. Both directions are one selection of rows, whatever the number of buckets.
-    """
+    """Where each row of D numbers goes between [T, heads, D] and all buckets, [N, heads, M, D].
+
+    The buckets lie one after another. Both directions are one selection of rows, whatever the
+    number of buckets."""
 
     from_packed: Tensor
-    """int32 [P * heads], of every row of the buckets its row in the pack."""
+    """Row in the pack of every row of the buckets; int32 [P * heads]."""
     to_packed: Tensor
-    """int32 [T * heads], of every row of the pack its row in the buckets; 0 for tokens that are in
-    none of them."""
+    """Row in the buckets of every row of the pack; int32 [T * heads].
+
+    It is 0 for tokens that are in no bucket."""
     empty: Tensor
-    """int64, rows of the buckets without a token: they hold the segment's last one."""
+    """Rows of the buckets without a token, int64: they hold the segment's last one."""
     heads: int
 
     def padded(self, x: Tensor, zero: bool = False) -> Tensor:
@@ -105,14 +108,16 @@ class HeadRows:
         return laid_out.index_fill_(0, self.empty, 0.0) if zero else laid_out
 
     def unpadded(self, x: Tensor) -> Tensor:
-        """The tokens of [P * heads, D] at their places in [T, heads, D]; other tokens may hold
-        anything."""
+        """The tokens of [P * heads, D] at their places in [T, heads, D].
+
+        Other tokens may hold anything."""
         return x.index_select(0, self.to_packed).view(-1, self.heads, x.shape[1])
 
 
 def _head_rows(buckets: Sequence[SegmentBucket], T: int, heads: int) -> HeadRows:
     head_H = torch.arange(heads, device=buckets[0].gather_NM.device)
-    from_packed, first = [], 0
+    from_packed = []
+    first = 0
     to_packed_TH = head_H.new_zeros(T, heads)
     is_empty = head_H.new_ones(
         sum(bucket.gather_NM.numel() for bucket in buckets) * heads, dtype=torch.bool
@@ -140,13 +145,18 @@ class ShortSegments:
     key: HeadRows
 
     def by_bucket(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Tensors of [P * H, D] or [P * G, D] as views of every bucket: [N * G, R * M, D], with R
-        query heads for each key head, or [N * G, M, D]."""
-        slots, first = sum(N * M for N, M in self.shapes), 0
+        """Tensors of [P * H, D] or [P * G, D] as views of every bucket.
+
+        A view is [N * G, R * M, D], with R query heads for each key head, or [N * G, M, D]."""
+        slots = sum(N * M for N, M in self.shapes)
+        first = 0
         for N, M in self.shapes:
-            heads = [len(x) // slots for x in tensors]
-            rows = [x[first * n : (first + N * M) * n] for x, n in zip(tensors, heads, strict=True)]
-            yield tuple(x.view(N * self.key.heads, -1, x.shape[1]) for x in rows)
+            heads = [len(tensor) // slots for tensor in tensors]
+            rows = [
+                tensor[first * head_count : (first + N * M) * head_count]
+                for tensor, head_count in zip(tensors, heads, strict=True)
+            ]
+            yield tuple(tensor.view(N * self.key.heads, -1, tensor.shape[1]) for tensor in rows)
             first += N * M
 
 
@@ -163,18 +173,20 @@ class PackedSequences(PackedSeqParams):
 
     @cached_property
     def buckets(self) -> tuple[SegmentBucket, ...]:
-        """Longest segments first.
+        """Buckets of the segments, the longest first.
 
-        Of a GPU the host waits for their lengths."""
-        starts_S, lengths_S = self.cu_seqlens_q[:-1].long(), self.cu_seqlens_q.diff().long()
+        The host waits for a GPU to give their lengths."""
+        starts_S = self.cu_seqlens_q[:-1].long()
+        lengths_S = self.cu_seqlens_q.diff().long()
         groups = bucket_segments(lengths_S.tolist())
         return tuple(_make_bucket(starts_S[members], lengths_S[members]) for members in groups)
 
     def by_length(
         self, H: int, G: int, D: int
     ) -> tuple[ShortSegments | None, tuple[SegmentBucket, ...]]:
-        """The short segments for heads like these, None where there are none, and the buckets of
-        the others; computed once for all layers."""
+        """The short segments for such heads, None without any, and the buckets of the others.
+
+        They are computed once for all layers."""
         key = H, G, D
         if key not in self._by_length:
             short = [
@@ -183,21 +195,24 @@ class PackedSequences(PackedSeqParams):
             segments = None
             if short:
                 T = int(self.cu_seqlens_q[-1])
-                shapes = tuple((len(b.gather_NM), b.gather_NM.shape[1]) for b in short)
+                shapes = tuple(
+                    (len(bucket.gather_NM), bucket.gather_NM.shape[1]) for bucket in short
+                )
                 segments = ShortSegments(shapes, _head_rows(short, T, H), _head_rows(short, T, G))
             self._by_length[key] = segments, self.buckets[: len(self.buckets) - len(short)]
         return self._by_length[key]
 
 
 def bucket_segments(lengths: list[int]) -> list[list[int]]:
-    """Indices of segments grouped by similar length, longest first; segments of length 0 are left
-    out.
+    """Indices of segments grouped by similar length, longest first.
+
+    Segments of length 0 are left out.
 
     >>> bucket_segments([10, 2, 9, 0])
     [[0, 2], [1]]
     """
     groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(range(len(lengths)), key=lambda segment: (-lengths[segment], segment)):
         if lengths[index] == 0:
             continue
         if groups and lengths[index] >= BUCKET_FILL * lengths[groups[-1][0]]:
@@ -224,7 +239,7 @@ class Rotary:
     frequencies_F: Tensor
     """Radians per position."""
     magnitude: float = 1.0
-    """What cosines and sines are multiplied by."""
+    """Factor of cosines and sines."""
 
 
 def pack_sequences(
@@ -246,7 +261,7 @@ def pack_sequences(
         common["max_seqlen_q"] = common["max_seqlen_kv"] = 1 << (max_seqlen - 1).bit_length()
         return PackedSequences(**common)
     angles = torch.outer(position_ids_T.float(), rotary.frequencies_F)[:, None]
-    cos, sin = (x.mul_(rotary.magnitude) for x in (angles.cos(), angles.sin()))
+    cos, sin = (table.mul_(rotary.magnitude) for table in (angles.cos(), angles.sin()))
     return PackedSequences(**common, cos=cos, sin=sin)
 
 
@@ -260,8 +275,9 @@ def rotary_frequencies(shape: ModelShape) -> Tensor:
 
 
 def stretched_frequencies(frequencies_F: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Frequencies for longer sequences, of plain ones of base `theta` (F of them, radians per
-    position), as transformers' `modeling_rope_utils` has them."""
+    """Frequencies for longer sequences, from F plain ones of base `theta` (radians per position).
+
+    They are those of transformers' `modeling_rope_utils`."""
     match scaling:
         case LinearScaling(factor):
             return frequencies_F / factor
@@ -270,18 +286,17 @@ def stretched_frequencies(frequencies_F: Tensor, theta: float, scaling: RopeScal
         case Llama3Scaling():
             turns_F = scaling.original_max_positions * frequencies_F / (2 * math.pi)
             span = scaling.high_freq_factor - scaling.low_freq_factor
-            kept_F = ((turns_F - scaling.low_freq_factor) / span).clamp(0, 1)
+            kept_share_F = ((turns_F - scaling.low_freq_factor) / span).clamp(0, 1)
         case YarnScaling():
-            kept_F = 1 - _yarn_ramp(len(frequencies_F), theta, scaling)
-    return kept_F * frequencies_F + (1 - kept_F) * frequencies_F / scaling.factor
+            kept_share_F = 1 - _yarn_ramp(len(frequencies_F), theta, scaling)
+    return kept_share_F * frequencies_F + (1 - kept_share_F) * frequencies_F / scaling.factor
 
 
 def _yarn_ramp(F: int, theta: float, scaling: YarnScaling) -> Tensor:
     """0 for the frequencies that YaRN keeps to 1 for those that it divides, linear between."""
 
     def index_of(turns: float) -> float:
-        """The frequency that turns so often within the original length, in numbers of
-        frequencies."""
+        """Index (with fraction) of the frequency that turns so often within the original length."""
         return (
             F * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / math.log(theta)
         )
@@ -322,9 +337,9 @@ class SelfAttention(megatron_attention.SelfAttention):
         return self.linear_proj(attended)
 
     def _between(self, bias: Tensor | None, packing: PackedSequences, projected: Tensor) -> Tensor:
-        """What "selective" recomputes."""
+        """Heads, norms, rotation and attention: what "selective" recomputes."""
         heads = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
-        angles = [x if self.rotates else x[..., :0] for x in (packing.cos, packing.sin)]
+        angles = [table if self.rotates else table[..., :0] for table in (packing.cos, packing.sin)]
         norms = self.q_layernorm, self.k_layernorm
         qkv = split_heads(projected.view(len(projected), *heads), bias, norms, angles)
         return attend(*qkv, packing, self.window)[:, None]
@@ -337,9 +352,10 @@ def attend(
     packing: PackedSequences,
     window: int | None,
 ) -> Tensor:
-    """Causal scaled-dot-product attention within every segment of a pack, [T, H * D], of queries
-    and keys that are rotated already; a query attends to `window` tokens, itself and the last ones
-    before it, None: to all."""
+    """Causal scaled-dot-product attention within every segment of a pack, [T, H * D].
+
+    Queries and keys are rotated already. A query attends to `window` tokens, itself and the last
+    ones before it; None: to all."""
     if query_THD.device.type == "cpu":
         return _CPUAttention.apply(query_THD, key_TGD, value_TGD, packing, window).flatten(1)
     if flash_takes(query_THD.shape[2], query_THD.dtype.itemsize):
@@ -349,21 +365,21 @@ def attend(
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries of a segment, and the keys before them that they attend to; without a window all of
-    both."""
+    """Queries of a segment and the keys that they attend to; without a window all of both."""
 
     rows: slice
     columns: slice
     hidden: Tensor | None
-    """[queries, keys], -inf where a query does not attend to a key; None: only to those that come
-    later."""
+    """Mask [queries, keys], -inf where a query does not attend to a key.
+
+    None: a query attends to all keys but later ones."""
 
     def queries(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The block's part of tensors [N, heads, M, ...] of queries."""
-        return tuple(x[:, :, self.rows] for x in tensors)
+        return tuple(tensor[:, :, self.rows] for tensor in tensors)
 
     def keys(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x[:, :, self.columns] for x in tensors)
+        return tuple(tensor[:, :, self.columns] for tensor in tensors)
 
 
 _WINDOW_ROWS = 512
@@ -374,7 +390,8 @@ def _blocks(query_NHMD: Tensor, window: int | None) -> list[_Block]:
     M = query_NHMD.shape[2]
     if window is None or window >= M:
         return [_Block(slice(None), slice(None), None)]
-    most, before = min(M, _WINDOW_ROWS), window - 1
+    most = min(M, _WINDOW_ROWS)
+    before = window - 1
     hidden = _hidden(most, before, window, query_NHMD)
     blocks = []
     for start in range(0, M, most):
@@ -385,8 +402,10 @@ def _blocks(query_NHMD: Tensor, window: int | None) -> list[_Block]:
 
 
 def _hidden(rows: int, before: int, window: int | None, like: Tensor) -> Tensor:
-    """[rows, before + rows], of queries one after another by so many keys before the first and
-    their own: -inf where a query does not attend to a key, 0 elsewhere."""
+    """Mask [rows, before + rows]: -inf where a query does not attend to a key, 0 elsewhere.
+
+    The rows are queries one after another, the columns `before` keys before the first one, and
+    their own."""
     nothing = like.new_full((rows, before + rows), -math.inf)
     future = nothing.triu(before + 1)
     return future if window is None else future + nothing.tril(before - window)
@@ -399,9 +418,11 @@ def flash_over_segments(
     packing: PackedSequences,
     window: int | None,
 ) -> Tensor:
-    """The attention [T, H, D] of torch's flash kernel for GPUs: one over all segments, wherever
-    they lie, and the heads that share a key."""
-    bounds, longest = packing.cu_seqlens_q, packing.max_seqlen_q
+    """The attention [T, H, D] of torch's flash kernel for GPUs.
+
+    One call is over all segments, wherever they lie, and the heads that share a key."""
+    bounds = packing.cu_seqlens_q
+    longest = packing.max_seqlen_q
     sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     out_THD, *_ = torch.ops.aten._flash_attention_forward(
         query_THD,
@@ -430,7 +451,7 @@ def composed_attention(
     out_THD = query_THD.new_zeros(query_THD.shape)
     repeats = query_THD.shape[1] // key_TGD.shape[1]
     for bucket in buckets:
-        key, value = (_repeated(bucket.padded(x), repeats) for x in (key_TGD, value_TGD))
+        key, value = (_repeated(bucket.padded(tensor), repeats) for tensor in (key_TGD, value_TGD))
         query = bucket.padded(query_THD)
         outs = [
             F.scaled_dot_product_attention(
@@ -446,9 +467,11 @@ def composed_attention(
 
 
 class _CPUAttention(torch.autograd.Function):
-    """Attention on CPU within the segments, short ones by products of whole matrices and the
-    others, bucket by bucket, by torch's flash kernel. Slots behind a segment's end are of no
-    consequence: no query before them sees them, and what they return is dropped."""
+    """Attention on CPU within the segments.
+
+    Short ones are computed by products of whole matrices, the others, bucket by bucket, by torch's
+    flash kernel. Slots behind a segment's end are of no consequence: no query before them sees
+    them, and what they return is dropped."""
 
     @staticmethod
     def forward(
@@ -462,14 +485,17 @@ class _CPUAttention(torch.autograd.Function):
         ctx.window = window
         ctx.short, ctx.long = packing.by_length(query_THD.shape[1], *key_TGD.shape[1:])
         if ctx.short is None:
-            out_THD, saved = torch.empty_like(query_THD, memory_format=torch.contiguous_format), []
+            out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
+            saved = []
         else:
             out_THD, saved = _dense(ctx.short, window, query_THD, key_TGD, value_TGD)
         ctx.short_keeps = len(saved)
         for bucket in ctx.long:
-            out, kept = _flash(window, *(bucket.padded(x) for x in (query_THD, key_TGD, value_TGD)))
+            out, bucket_tensors = _flash(
+                window, *(bucket.padded(tensor) for tensor in (query_THD, key_TGD, value_TGD))
+            )
             bucket.unpad(out, out_THD)
-            saved += kept
+            saved += bucket_tensors
         ctx.save_for_backward(*saved)
         ctx.key_shape = key_TGD.shape
         return out_THD
@@ -486,10 +512,12 @@ class _CPUAttention(torch.autograd.Function):
                 ctx.short, grad_THD, *itertools.islice(saved, ctx.short_keeps)
             )
         for bucket in ctx.long:
-            kept = itertools.islice(saved, _FLASH_KEEPS)
-            found = _flash_backward(ctx.window, bucket.padded(grad_THD, zero=True), G, *kept)
-            for gradient, x in zip(gradients, found, strict=True):
-                bucket.unpad(x, gradient)
+            bucket_tensors = itertools.islice(saved, _FLASH_KEEPS)
+            bucket_gradients = _flash_backward(
+                ctx.window, bucket.padded(grad_THD, zero=True), G, *bucket_tensors
+            )
+            for gradient, bucket_gradient in zip(gradients, bucket_gradients, strict=True):
+                bucket.unpad(bucket_gradient, gradient)
         return *gradients, None, None
 
 
@@ -514,9 +542,9 @@ def _flash(
 ) -> tuple[Tensor, list[Tensor]]:
     """The attention [N, H, M, D], and what `_flash_backward` needs."""
     repeats = query_NHMD.shape[1] // key_NGMD.shape[1]
-    key, value = (_repeated(x, repeats) for x in (key_NGMD, value_NGMD))
+    key, value = (_repeated(tensor, repeats) for tensor in (key_NGMD, value_NGMD))
     blocks = _blocks(query_NHMD, window)
-    found = [
+    outputs = [
         _FLASH(
             *block.queries(query_NHMD),
             *block.keys(key, value),
@@ -526,7 +554,9 @@ def _flash(
         for block in blocks
     ]
     out, logsumexp = (
-        found[0] if len(found) == 1 else (torch.cat(x, 2) for x in zip(*found, strict=True))
+        outputs[0]
+        if len(outputs) == 1
+        else (torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
     )
     return out, [query_NHMD, key, value, out, logsumexp]
 
@@ -541,11 +571,16 @@ def _flash_backward(
     if len(blocks) == 1 and blocks[0].hidden is None:
         grads = _FLASH_BACKWARD(upstream_NHMD, *kept, 0.0, True)
         return grads[0], _summed(grads[1], repeats), _summed(grads[2], repeats)
-    grads = [torch.zeros_like(x) for x in (query, key, value)]
+    grads = [torch.zeros_like(tensor) for tensor in (query, key, value)]
     for block in blocks:
-        of_rows = block.queries(upstream_NHMD, query, out, logsumexp)
+        row_tensors = block.queries(upstream_NHMD, query, out, logsumexp)
         parts = _FLASH_BACKWARD(
-            *of_rows[:2], *block.keys(key, value), *of_rows[2:], 0.0, False, attn_mask=block.hidden
+            *row_tensors[:2],
+            *block.keys(key, value),
+            *row_tensors[2:],
+            0.0,
+            False,
+            attn_mask=block.hidden,
         )
         sums = *block.queries(grads[0]), *block.keys(*grads[1:])
         for total, part in zip(sums, parts, strict=True):
@@ -562,8 +597,10 @@ _CHUNK_BYTES = 2**20
 
 
 def _is_short(M: int, H: int, G: int, D: int) -> bool:
-    """Where the probabilities, M of a query, take no more memory than the copies that the flash
-    kernel needs: its result, and keys and values repeated for every query head."""
+    """Whether the probabilities take no more memory than the copies that the flash kernel needs.
+
+    There are M probabilities of a query; the copies are the kernel's result, and keys and values
+    repeated for every query head."""
     return H * M <= D * (3 * H - 2 * G)
 
 
@@ -572,7 +609,8 @@ def _dense(
 ) -> tuple[Tensor, list[Tensor]]:
     """The attention [T, H, D] of tokens of short segments, and what `_dense_backward` needs."""
     laid_out = short.query.padded(query_THD), short.key.padded(key_TGD), short.key.padded(value_TGD)
-    out, probs = torch.empty_like(laid_out[0]), []
+    out = torch.empty_like(laid_out[0])
+    probs = []
     for query_BLD, key_BMD, value_BMD, out_BLD in short.by_bucket(*laid_out, out):
         B, L, D = query_BLD.shape
         M = key_BMD.shape[1]
@@ -598,7 +636,7 @@ def _dense_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query [T, H, D], key and value [T, G, D] at tokens of short segments."""
     upstream = short.query.padded(upstream_THD, zero=True)
-    grads = [torch.empty_like(x) for x in (query, key, value)]
+    grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
     by_bucket = short.by_bucket(upstream, query, key, value, *grads)
     for probs_BLM, in_bucket in zip(probs, by_bucket, strict=True):
         for p, up, q, k, v, grad_q, grad_k, grad_v in _chunks(probs_BLM, *in_bucket):
@@ -617,7 +655,6 @@ def _dense_backward(
 
 
 def _chunks(probs_BLM: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """All of them in chunks of their first dimension, in which the probabilities take about
-    _CHUNK_BYTES."""
+    """All tensors in chunks of their first dimension; the probabilities take about _CHUNK_BYTES."""
     rows = max(1, _CHUNK_BYTES // probs_BLM[0].nbytes)
-    return zip(*(x.split(rows) for x in (probs_BLM, *tensors)), strict=True)
+    return zip(*(tensor.split(rows) for tensor in (probs_BLM, *tensors)), strict=True)

@@ -1,5 +1,4 @@
-"""The models of a run, built from the settings: the actors of GRPO and SFT, reference, critic and
-teacher.
+"""The models of a run, built from the settings: actors of GRPO and SFT, reference, critic, teacher.
 
     transformer config -> chunks with the weights of model.path -> wrapped for training -> optimizer
     -> learner
@@ -40,8 +39,9 @@ from rlmath.models.teacher import Teacher
 
 logger = logging.getLogger(__name__)
 CRITIC_LR_FACTOR = 2.0
-"""Learning rate of a critic, in that of its policy, where it is not given: VAPO's. With 5, values
-of the demo's tokens stayed alike over 1500 updates (docs/benchmarks.md)."""
+"""Learning rate of a critic, in that of its policy, where it is not set: VAPO's.
+
+With 5, values of the demo's tokens stayed alike over 1500 updates (docs/benchmarks.md)."""
 NO_TEACHER = TeacherConfig()
 
 
@@ -53,8 +53,9 @@ def build_actor(
     total_updates: int,
     stop_token_ids: tuple[int, ...],
 ) -> Actor[GrpoLearner]:
-    """GRPO's policy with the weights of `model.path`; `total_updates` optimizer steps end a
-    decaying learning rate."""
+    """GRPO's policy with the weights of `model.path`.
+
+    A decaying learning rate ends after `total_updates` optimizer steps."""
     chunks, wrapped, optimizer = _trained_chunks(
         config, shape, mesh, device, config.optimizer, config.lora
     )
@@ -74,8 +75,9 @@ def build_actor(
 def build_sft_actor(
     config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int
 ) -> Actor[SftLearner]:
-    """The policy of supervised training: its distribution is the model's own, at temperature 1 and
-    without a mask."""
+    """The policy of supervised training.
+
+    Its distribution is the model's own, at temperature 1 and without a mask."""
     chunks, wrapped, optimizer = _trained_chunks(
         config, shape, mesh, device, config.optimizer, config.lora
     )
@@ -97,13 +99,15 @@ def build_reference(
 
     Build it only where KL is used: it holds the memory of its parameters, unless the actor has
     adapters, without which it is the reference."""
-    chunks, passes = actor.chunks, WithoutAdapters
+    chunks = actor.chunks
+    passes = WithoutAdapters
     if not config.lora.rank:
         chunks = _frozen_chunks(
             config, config.model.path, shape, mesh=mesh, device=device, option="model.path"
         )
         passes = ForwardBackward
-    stops, vocab_size = stop_token_ids, shape.vocab_size
+    stops = stop_token_ids
+    vocab_size = shape.vocab_size
     return _as_the_engine(
         config, chunks, mesh, device, vocab_size=vocab_size, stops=stops, passes=passes
     )
@@ -118,8 +122,7 @@ def _as_the_engine(
     stops: tuple[int, ...],
     passes: type[ForwardBackward] = ForwardBackward,
 ) -> ForwardBackward:
-    """Passes of a model whose distribution is the engine's: at its temperature, and with its mask
-    of stop tokens."""
+    """Passes of a model at the engine's temperature and with its mask of stop tokens."""
     mask = MinTokensMask(stops, config.rollout.min_new_tokens)
     return passes(
         chunks,
@@ -134,9 +137,11 @@ def _as_the_engine(
 def build_critic(
     config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int
 ) -> Critic:
-    """The critic of `algorithm.advantage` "gae", laid out like the policy, with the weights of
-    `critic.path`; `shape` is that of `config_json.critic_shape`."""
-    settings, path = critic_optimizer(config), config.critic.path
+    """The critic of `algorithm.advantage` "gae", laid out like the policy.
+
+    It has the weights of `critic.path`; `shape` is that of `config_json.critic_shape`."""
+    settings = critic_optimizer(config)
+    path = config.critic.path
     start = ("model.path", config.model.path) if path is None else ("critic.path", path)
     chunks, wrapped, optimizer = _trained_chunks(
         config, shape, mesh, device=device, optimizer=settings, lora=LoraConfig(), start=start
@@ -152,9 +157,11 @@ def build_critic(
 
 
 def critic_optimizer(config: Config) -> OptimizerConfig:
-    """The policy's, with the critic's learning rate and warm-up; `min_lr` in the same
-    proportion."""
-    optimizer, critic = config.optimizer, config.critic
+    """The policy's optimizer settings with the critic's learning rate and warm-up.
+
+    `min_lr` is in the same proportion."""
+    optimizer = config.optimizer
+    critic = config.critic
     lr = CRITIC_LR_FACTOR * optimizer.lr if critic.lr is None else critic.lr
     min_lr = optimizer.min_lr / optimizer.lr * lr
     return replace(optimizer, lr=lr, min_lr=min_lr, warmup_steps=critic.warmup_steps)
@@ -162,11 +169,12 @@ def critic_optimizer(config: Config) -> OptimizerConfig:
 
 @torch.no_grad()
 def copy_weights(source: Sequence[GPTModel], target: Sequence[GPTModel]) -> None:
-    """Copy the weights of one model's bare chunks to another of the same layout, both on the
-    device."""
-    for one, other in zip(source, target, strict=True):
-        weights = dict(one.named_parameters())
-        for name, parameter in other.named_parameters():
+    """Copy the weights of bare chunks to those of another model of the same layout.
+
+    Both are on the device."""
+    for source_chunk, target_chunk in zip(source, target, strict=True):
+        weights = dict(source_chunk.named_parameters())
+        for name, parameter in target_chunk.named_parameters():
             parameter.copy_(weights.pop(name))
         assert not weights, f"the other model has no {sorted(weights)}"
 
@@ -179,9 +187,10 @@ def build_teacher(
     device: Device,
     stop_token_ids: tuple[int, ...],
 ) -> Teacher:
-    """The model of `teacher.path`, sharded like the actor, whose shape is `shape`, without
-    gradients. Its distribution is that of the tokens which both know, at the same temperature and
-    with the same mask."""
+    """The model of `teacher.path`, sharded like the actor, without gradients.
+
+    The actor's shape is `shape`. The teacher's distribution is that of the tokens which both know,
+    at the same temperature and with the same mask."""
     assert config.teacher.path is not None
     same_rows = replace(teacher_shape, vocab_size=shape.vocab_size)
     chunks = _frozen_chunks(
@@ -196,8 +205,9 @@ def build_teacher(
 def _frozen_chunks(
     config: Config, path: str, shape: ModelShape, mesh: Mesh, device: Device, option: str
 ) -> list[GPTModel]:
-    """This rank's chunks of a model that is only read, with the weights of `path`, which the
-    setting `option` names."""
+    """This rank's chunks of a model that is only read, with the weights of `path`.
+
+    The setting `option` names the path."""
     megatron = transformer_config(shape, mesh, device, config.parallel, Recompute())
     chunks = build_chunks(shape, mesh, device, megatron)
     load_hf_weights(chunks, path, shape, mesh, option)
@@ -215,8 +225,10 @@ def _trained_chunks(
     lora: LoraConfig,
     start: tuple[str, str] | None = None,
 ) -> tuple[list[GPTModel], list[DistributedDataParallel], Any]:
-    """The chunks of a model that is trained, wrapped and bare, and their optimizer; `start` is the
-    setting that names the folder of its weights, and the folder (None: those of `model.path`)."""
+    """The chunks of a model that is trained, bare and wrapped, and their optimizer.
+
+    `start` is the setting that names the folder of its weights, and the folder (None: those of
+    `model.path`)."""
     option, path = start or ("model.path", config.model.path)
     policy = config.policy
     recompute = Recompute(
@@ -238,7 +250,7 @@ def _trained_chunks(
 
 
 def build_loss_scale(config: Config, device: Device) -> LossScale | None:
-    """None where gradients need none."""
+    """The loss scale; None where gradients need none."""
     if device.params_dtype is not torch.float16:
         return None
     scale = config.optimizer.initial_loss_scale

@@ -21,17 +21,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ContextSplit:
-    """Which tokens of a pack each context rank computes."""
+    """The tokens of a pack that each context rank computes."""
 
     source_CN: Tensor
-    """int64, position in the pack of every rank's tokens; T where there is padding."""
+    """Position in the pack of every rank's tokens, int64; T where there is padding."""
     cu_seqlens_S1: Tensor
-    """int32, cumulative lengths of the padded segments, over all ranks."""
+    """Cumulative lengths of the padded segments over all ranks, int32."""
     max_seqlen: int
     """Longest padded segment, over all ranks."""
 
     def share(self, values_T: Tensor, rank: int) -> Tensor:
-        """A rank's [N] of a per-token tensor of the pack, 0 on padding."""
+        """A rank's part [N] of a per-token tensor of the pack, 0 on padding."""
         return torch.cat((values_T, values_T.new_zeros(1)))[self.source_CN[rank]]
 
     def join(self, values_CN: Tensor, length: int) -> Tensor:
@@ -43,8 +43,9 @@ class ContextSplit:
 
 
 def split_pack(cu_seqlens_S1: Tensor, context: int, multiple: int = 1) -> ContextSplit:
-    """Split a pack over `context` ranks in chunks whose length is a multiple of `multiple` (the
-    tensor-parallel size under sequence parallelism).
+    """Split a pack over `context` ranks, in chunks whose length is a multiple of `multiple`.
+
+    That is the tensor-parallel size under sequence parallelism.
 
     >>> split_pack(torch.tensor([0, 8, 11]), context=2).source_CN
     tensor([[ 0,  1,  6,  7,  8, 11],
@@ -64,7 +65,7 @@ def split_pack(cu_seqlens_S1: Tensor, context: int, multiple: int = 1) -> Contex
 
 
 class _GatherShares(torch.autograd.Function):
-    """All ranks' [N] as [C, N].
+    """Gathers all ranks' [N] as [C, N].
 
     Every rank computes the same loss from it, so a rank's own row of the gradient is the whole
     gradient of its share."""
@@ -88,14 +89,16 @@ def gather_and_shift(
     completion_index_T: Tensor,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, ...]:
-    """As `logprobs.shift_to_tokens`, of the whole pack on every context rank; `of_next(tokens_N,
-    completion_index_N)` has the values for the tokens that this rank's logits predict. A collective
-    of context ranks, with gradient."""
-    T, rank = token_ids_T.numel(), group.rank()
+    """Do `logprobs.shift_to_tokens` for the whole pack, on every context rank.
+
+    `of_next(tokens_N, completion_index_N)` has the values for the tokens that this rank's logits
+    predict. A collective of context ranks, with gradient."""
+    T = token_ids_T.numel()
+    rank = group.rank()
     next_tokens = split.share(token_ids_T.roll(-1), rank)
     next_index = split.share(completion_index_T.roll(-1), rank)
     joined = []
-    for mine_N in of_next(next_tokens, next_index):
-        whole_T = split.join(_GatherShares.apply(mine_N, group), T)
+    for values_N in of_next(next_tokens, next_index):
+        whole_T = split.join(_GatherShares.apply(values_N, group), T)
         joined.append(torch.cat((whole_T.new_zeros(1), whole_T[:-1])))
     return tuple(joined)

@@ -1,5 +1,6 @@
-"""The critic: a model like the policy whose last stage gives one number for each token, and its
-learner.
+"""The critic, a model whose last stage gives one number for each token, and its learner.
+
+It is otherwise a model like the policy.
 
     micro-batches -> values (old) -> returns (trainer) -> minibatches: clipped value loss, optimizer
     step
@@ -29,9 +30,10 @@ from rlmath.models.learner import Actor, Learner, MinibatchResult, not_finite
 
 
 class ValueHead(torch.nn.Module):
-    """[N, 1, H] hidden states to [T, 1, 1] values, in place of Megatron's output layer, whose call
-    it has. Every tensor-parallel rank has all of it and, with sequence parallelism, reads its share
-    of the tokens."""
+    """Maps [N, 1, H] hidden states to [T, 1, 1] values, in place of Megatron's output layer.
+
+    It is called like that layer. Every tensor-parallel rank has all of it and, with sequence
+    parallelism, reads its share of the tokens."""
 
     def __init__(self, hidden_size: int, sequence_parallel: bool) -> None:
         super().__init__()
@@ -56,13 +58,14 @@ class ValueHead(torch.nn.Module):
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Values of one micro-batch under the critic of the step's start, without gradient; empty off
-    the last stage."""
+    """Values of one micro-batch under the critic of the step's start, without gradient.
+
+    They are empty off the last stage."""
 
     values_T: Tensor
-    """float32, of what precedes each token."""
+    """Value of what precedes each token, float32."""
     ends_S: Tensor
-    """float32, after the last token of each segment."""
+    """Value after the last token of each segment, float32."""
 
 
 @dataclass(frozen=True)
@@ -71,18 +74,19 @@ class ValueTargets:
 
     old_values_T: Tensor
     returns_T: Tensor
-    """float32, both."""
+    """Return of each token; both fields are float32."""
 
 
-VALUE_SUMS = (*(one.name for one in fields(ValueLoss)), "denominator")
+VALUE_SUMS = (*(loss_field.name for loss_field in fields(ValueLoss)), "denominator")
 """Metrics of a minibatch of `CriticLearner`: sums over its tokens."""
 
 
 @dataclass(eq=False)
 class CriticLearner(Learner):
-    """The critic's learner: squared distance from the returns, clipped
-    (`algorithms.gae.value_loss`), with the weights, the masks and the denominator of the policy's
-    loss."""
+    """The critic's learner: squared distance from the returns, clipped.
+
+    The loss is `algorithms.gae.value_loss`, with the weights, the masks and the denominator of the
+    policy's loss."""
 
     clip: float | None
 
@@ -97,11 +101,11 @@ class CriticLearner(Learner):
             return TokenValues(self.forward_backward.values_of(batch, output_T1), ends_S.float())
 
         results = self.forward_backward.run(batches, keep, forward_only=True)
-        none = torch.empty(0)
+        empty = torch.empty(0)
         return (
             results
             if self.forward_backward.mesh.is_last_stage
-            else [TokenValues(none, none)] * len(batches)
+            else [TokenValues(empty, empty)] * len(batches)
         )
 
     def learn(
@@ -119,7 +123,7 @@ class CriticLearner(Learner):
         values_T = self.forward_backward.values_of(batch, output_T1)
         target = targets[index]
         old_T, returns_T = (
-            one.to(values_T.device) for one in (target.old_values_T, target.returns_T)
+            tensor.to(values_T.device) for tensor in (target.old_values_T, target.returns_T)
         )
         terms = value_loss(
             values_T,
@@ -131,7 +135,9 @@ class CriticLearner(Learner):
             clip=self.clip,
         )
         return self._loss_of(
-            terms.loss, batch, {one.name: getattr(terms, one.name) for one in fields(ValueLoss)}
+            terms.loss,
+            batch,
+            {loss_field.name: getattr(terms, loss_field.name) for loss_field in fields(ValueLoss)},
         )
 
 

@@ -1,5 +1,4 @@
-"""Forward and backward passes of micro-batches through one Megatron model, over all its pipeline
-stages.
+"""Forward and backward passes of micro-batches through a Megatron model and its pipeline stages.
 
     micro-batches -> inputs of this rank (packed, split over context ranks) -> Megatron's schedule
     -> on_logits
@@ -50,14 +49,13 @@ NO_MASK = MinTokensMask()
 def _split_once(
     bounds: tuple[int, ...], context: int, multiple: int, device: torch.device
 ) -> ContextSplit:
-    """A pack's split on the device, computed on the host: of a GPU it would have to wait for
-    lengths."""
+    """A pack's split on the device, computed on the host, which would wait for a GPU's lengths."""
     split = split_pack(torch.tensor(bounds), context, multiple)
     if device.type == "cpu":
         return split
     source_CN, bounds_S1 = (
-        one.pin_memory().to(device, non_blocking=True)
-        for one in (split.source_CN, split.cu_seqlens_S1)
+        tensor.pin_memory().to(device, non_blocking=True)
+        for tensor in (split.source_CN, split.cu_seqlens_S1)
     )
     return replace(split, source_CN=source_CN, cu_seqlens_S1=bounds_S1)
 
@@ -77,7 +75,9 @@ class ForwardBackward:
         temperature: float = 1.0,
         min_tokens_mask: MinTokensMask = NO_MASK,
     ) -> None:
-        """Without the last two the distribution is the model's own."""
+        """`temperature` and `min_tokens_mask` are the engine's.
+
+        Without them the distribution is the model's own."""
         self.chunks = list(chunks)
         self.mesh = mesh
         self.device = device
@@ -94,10 +94,12 @@ class ForwardBackward:
     def run(
         self, batches: Sequence[MicroBatch], on_logits: Callable[..., Any], forward_only: bool
     ) -> list[Any]:
-        """Forward (and backward) of every micro-batch; returns what `on_logits(index, batch,
-        logits)` returned, on the last stage only. Forward only, `on_logits` may return anything;
-        otherwise (loss sum, token count, metrics). All ranks need the same number of micro-batches,
-        a multiple of `Mesh.microbatch_multiple`."""
+        """Run the forward (and backward) pass of every micro-batch.
+
+        Returns what `on_logits(index, batch, logits)` returned, on the last stage only. In a
+        forward pass alone, `on_logits` may return anything; otherwise (loss sum, token count,
+        metrics). All ranks need the same number of micro-batches, a multiple of
+        `Mesh.microbatch_multiple`."""
         numbered = list(enumerate(batches))
         if not forward_only:
             get_model_config(self.chunks[0]).finalize_model_grads_func = self._finalize_gradients
@@ -120,7 +122,7 @@ class ForwardBackward:
     def _known_shapes(
         self, batches: Sequence[MicroBatch], forward_only: bool
     ) -> AbstractContextManager[None]:
-        """Every stage has all packs, and so knows the shape of every message between stages."""
+        """Tell Megatron the shapes of all messages between stages; every stage has all packs."""
         mesh = self.mesh
         if mesh.pipeline == 1:
             return nullcontext()
@@ -133,10 +135,8 @@ class ForwardBackward:
                 tokens = self._split(batch).source_CN.shape[1]
             shapes.append((tokens // shared, 1, config.hidden_size))
         # Which micro-batches pass through which of this stage's chunks, in their order.
-        chunks, group = (
-            mesh.virtual_pipeline,
-            config.microbatch_group_size_per_vp_stage or mesh.pipeline,
-        )
+        chunks = mesh.virtual_pipeline
+        group = config.microbatch_group_size_per_vp_stage or mesh.pipeline
         passes = get_schedule_table(len(batches), chunks, group)
         begins = 0 if mesh.pipeline_rank == 0 else None
         ends = chunks - 1 if mesh.is_last_stage else None
@@ -147,9 +147,10 @@ class ForwardBackward:
         return p2p_shapes.known_shapes(hidden_states, gradients)
 
     def pop_busy_seconds(self) -> float:
-        """Seconds of forward and backward passes since the last call, up to the reduction of
-        gradients: the time of this rank and of those of its own model replica, without waiting for
-        other replicas."""
+        """Seconds of forward and backward passes since the last call.
+
+        They end with the reduction of gradients: it is the time of this rank and of those of its
+        own model replica, without waiting for other replicas."""
         seconds, self._busy_seconds = self._busy_seconds, 0.0
         return seconds
 
@@ -159,8 +160,9 @@ class ForwardBackward:
         return time.perf_counter()
 
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Called by Megatron after the last backward pass: here the ranks of all replicas wait for
-        each other."""
+        """Reduce gradients, where the ranks of all replicas wait for each other.
+
+        Megatron calls it after the last backward pass."""
         self._busy_until = self._now()
         finalize_model_grads(*args, **kwargs)
 
@@ -186,24 +188,26 @@ class ForwardBackward:
             if forward_only:
                 # Megatron keeps what is returned until the next forward pass is over: not the
                 # logits.
-                found = on_logits(index, batch, output)
-                return output.new_empty(0), lambda output, non_loss_data=True: found
+                returned = on_logits(index, batch, output)
+                return output.new_empty(0), lambda output, non_loss_data=True: returned
         return output, partial(on_logits, index, batch)
 
     def counted_once(self, count: Tensor) -> Tensor:
-        """The denominator that `on_logits` returns: every context rank has the pack's, and the
-        first counts it."""
+        """The denominator that `on_logits` returns.
+
+        Every context rank has the pack's, and the first counts it."""
         return count if self.mesh.context_rank == 0 else torch.zeros_like(count)
 
     def _inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, PackedSequences]:
         """This rank's token ids and positions of a micro-batch, and how they are packed."""
-        token_ids, positions = batch.token_ids_T, batch.position_ids_T
+        token_ids = batch.token_ids_T
+        positions = batch.position_ids_T
         if self.mesh.context == 1:
             packing = pack_sequences(batch.cu_seqlens_S1, batch.max_seqlen, positions, self._rotary)
             return token_ids, positions, packing
         split = self._split(batch)
         token_ids, positions = (
-            split.share(x, self.mesh.context_rank) for x in (token_ids, positions)
+            split.share(values, self.mesh.context_rank) for values in (token_ids, positions)
         )
         packing = pack_sequences(split.cu_seqlens_S1, split.max_seqlen, positions, self._rotary)
         # Padding of a segment counts as tokens: behind its end, it changes nothing for those
@@ -224,10 +228,11 @@ class ForwardBackward:
         teacher: TeacherRows | None = None,
         vocab_size: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """Log-probability of each packed token, with gradient, and entropy of its distribution
-        (nats); where there is a teacher, third KL(this distribution || the teacher's), with
-        gradient. The distribution is over the model's vocabulary, or its first `vocab_size` tokens.
-        """
+        """Log-probability of each packed token and entropy of its distribution (nats).
+
+        Where there is a teacher, the third is KL(this distribution || the teacher's). Log-probs
+        and KL have gradients. The distribution is over the model's vocabulary, or its first
+        `vocab_size` tokens."""
 
         def of_next(tokens: Tensor, index: Tensor) -> tuple[Tensor, ...]:
             return next_logprobs(
@@ -244,8 +249,9 @@ class ForwardBackward:
         return self._shift_to_tokens(batch, of_next)
 
     def values_of(self, batch: MicroBatch, output_T1: Tensor) -> Tensor:
-        """Value of what precedes each packed token, of a model with a value head; float32, with
-        gradient."""
+        """Value of what precedes each packed token, by a model with a value head.
+
+        It is float32 and has a gradient."""
 
         def of_next(tokens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
             return output_T1[:, 0].float(), output_T1[:, 0].detach()
@@ -265,7 +271,8 @@ class ForwardBackward:
         self, batch: MicroBatch, of_next: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
         """`logprobs.shift_to_tokens` of the whole pack, which context-parallel ranks may share."""
-        tokens, index = batch.token_ids_T, batch.completion_index_T
+        tokens = batch.token_ids_T
+        index = batch.completion_index_T
         if self.mesh.context == 1:
             return shift_to_tokens(of_next, tokens, index)
         group = parallel_state.get_context_parallel_group()
@@ -275,8 +282,10 @@ class ForwardBackward:
     def logprobs(
         self, batches: Sequence[MicroBatch], vocab_size: int | None = None
     ) -> list[Tensor]:
-        """Log-probabilities of every micro-batch's tokens, [T], under the present weights, without
-        gradient; empty off the last pipeline stage. `vocab_size` as in `logprobs_of`."""
+        """Log-probabilities of every micro-batch's tokens, [T], under the present weights.
+
+        They have no gradient, and are empty off the last pipeline stage. `vocab_size` is that of
+        `logprobs_of`."""
         return [logprobs_T for logprobs_T, _ in self.logprobs_and_entropies(batches, vocab_size)]
 
     @torch.no_grad()
@@ -298,9 +307,10 @@ class ForwardBackward:
 
     @torch.no_grad()
     def hidden_states(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The output layer's inputs, for every micro-batch, in the host's memory: [N, 1, hidden], N
-        being this rank's tokens, under sequence parallelism its part; empty off the last pipeline
-        stage. Of bare chunks only."""
+        """The output layer's inputs [N, 1, hidden] for every micro-batch, in the host's memory.
+
+        N are this rank's tokens, under sequence parallelism its part. They are empty off the last
+        pipeline stage. Only bare chunks have them."""
 
         def keep(index: int, batch: MicroBatch, hidden: Tensor) -> Tensor:
             return hidden.to("cpu")

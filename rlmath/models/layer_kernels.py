@@ -1,6 +1,7 @@
-"""What Megatron's local layers do between their products, on a GPU: Triton kernels, one each way
-(`local_layers` has the same of torch's operations). They compute in float32 and round what they
-write.
+"""What Megatron's local layers do between their products on a GPU: Triton kernels, one each way.
+
+`local_layers` has the same made of torch's operations. The kernels compute in float32 and round
+what they write.
 
 A weight's gradient is a sum over tokens. Each program writes the sum over its own as one of P
 parts, and a product adds them to Megatron's buffer, in an order that is always the same.
@@ -36,8 +37,9 @@ def _blocks(**sizes: int) -> dict[str, int]:
 
 
 def _add_to_buffer(parts_PN: Tensor | None, weight_N: Tensor | None) -> Tensor | None:
-    """What autograd is given in place of the gradient, as by Megatron's products, so that its hooks
-    run."""
+    """Add the gradient to Megatron's buffer; returns what autograd gets in its place.
+
+    Megatron's products do the same, so that its hooks run."""
     if parts_PN is None:
         return None
     weight_N.main_grad.addmv_(parts_PN.t(), _ones(len(parts_PN), parts_PN.device))
@@ -51,16 +53,19 @@ def _ones(number: int, device: torch.device) -> Tensor:
 
 
 class AddNorm(Function):
-    """As `local_layers.RMSNorm.behind`."""
+    """The kernels of `local_layers.RMSNorm.behind`."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, added: Tensor | None, w_H: Tensor, eps: float
     ) -> tuple[Tensor, ...]:
-        x, H = x.contiguous(), len(w_H)
-        total, normed = x, torch.empty_like(x)
+        x = x.contiguous()
+        H = len(w_H)
+        total = x
+        normed = torch.empty_like(x)
         if added is not None:
-            total, added = torch.empty_like(x), added.contiguous()
+            total = torch.empty_like(x)
+            added = added.contiguous()
         ctx.sizes = {"eps": eps, "H": H, **_blocks(BLOCK=H)}
         _add_norm[(x.numel() // H,)](x, added, w_H, total, normed, **ctx.sizes)
         ctx.set_materialize_grads(False)
@@ -72,54 +77,59 @@ class AddNorm(Function):
     def backward(ctx: Any, grad_total: Tensor | None, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, w_H = ctx.saved_tensors
         _, adds, learns, _ = ctx.needs_input_grad
-        grad_x, rows = torch.empty_like(x), x.numel() // len(w_H)
+        grad_x = torch.empty_like(x)
+        rows = x.numel() // len(w_H)
         programs = min(rows, PROGRAMS)
         parts = x.new_empty(programs, len(w_H), dtype=torch.float32) if learns else None
         grad_total = None if grad_total is None else grad_total.contiguous()
-        given = grad.contiguous(), grad_total, x, w_H, grad_x, parts, rows
-        _add_norm_gradient[(programs,)](*given, **ctx.sizes)
+        arguments = grad.contiguous(), grad_total, x, w_H, grad_x, parts, rows
+        _add_norm_gradient[(programs,)](*arguments, **ctx.sizes)
         return grad_x, grad_x if adds else None, _add_to_buffer(parts, w_H), None
 
 
 @triton.jit
 def _add_norm(x, added, weight, total, normed, eps, H, BLOCK: constexpr):
-    at, column = tl.program_id(0).to(tl.int64) * H, tl.arange(0, BLOCK)
-    there = column < H
-    value = tl.load(x + at + column, there, 0.0).to(tl.float32)
+    at = tl.program_id(0).to(tl.int64) * H
+    column = tl.arange(0, BLOCK)
+    is_inside = column < H
+    value = tl.load(x + at + column, is_inside, 0.0).to(tl.float32)
     if added is not None:
-        value += tl.load(added + at + column, there, 0.0).to(tl.float32)
-        tl.store(total + at + column, value, there)
+        value += tl.load(added + at + column, is_inside, 0.0).to(tl.float32)
+        tl.store(total + at + column, value, is_inside)
         value = value.to(total.dtype.element_ty).to(tl.float32)
     r = tl.rsqrt(tl.sum(value * value, 0) / H + eps)
     tl.store(
-        normed + at + column, value * r * tl.load(weight + column, there, 0.0).to(tl.float32), there
+        normed + at + column,
+        value * r * tl.load(weight + column, is_inside, 0.0).to(tl.float32),
+        is_inside,
     )
 
 
 @triton.jit
 def _add_norm_gradient(grad, grad_total, x, weight, grad_x, parts, rows, eps, H, BLOCK: constexpr):
-    program, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    there = column < H
-    scale = tl.load(weight + column, there, 0.0).to(tl.float32)
-    of_weight = tl.zeros((BLOCK,), tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    is_inside = column < H
+    scale = tl.load(weight + column, is_inside, 0.0).to(tl.float32)
+    weight_gradient = tl.zeros((BLOCK,), tl.float32)
     for row in range(program, rows, tl.num_programs(0)):
         at = row * H + column
-        value = tl.load(x + at, there, 0.0).to(tl.float32)
+        value = tl.load(x + at, is_inside, 0.0).to(tl.float32)
         r = tl.rsqrt(tl.sum(value * value, 0) / H + eps)
         normed = value * r
-        upstream = tl.load(grad + at, there, 0.0).to(tl.float32)
-        of_weight += upstream * normed
+        upstream = tl.load(grad + at, is_inside, 0.0).to(tl.float32)
+        weight_gradient += upstream * normed
         upstream *= scale
         gradient = r * (upstream - normed * (tl.sum(upstream * normed, 0) / H))
         if grad_total is not None:
-            gradient += tl.load(grad_total + at, there, 0.0).to(tl.float32)
-        tl.store(grad_x + at, gradient, there)
+            gradient += tl.load(grad_total + at, is_inside, 0.0).to(tl.float32)
+        tl.store(grad_x + at, gradient, is_inside)
     if parts is not None:
-        tl.store(parts + program * H + column, of_weight, there)
+        tl.store(parts + program * H + column, weight_gradient, is_inside)
 
 
 class SplitHeads(Function):
-    """As `local_layers.split_heads`; `weights`: the bias and both norms'.
+    """The kernels of `local_layers.split_heads`; `weights` are the bias and both norms'.
 
     Without norms no projection is kept."""
 
@@ -145,7 +155,8 @@ class SplitHeads(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TGSD, *weights = ctx.saved_tensors
         T, G, D = grads[1].shape
-        S, programs = ctx.sizes["R"] + 2, min(T, PROGRAMS)
+        S = ctx.sizes["R"] + 2
+        programs = min(T, PROGRAMS)
         grad_x = grads[1].new_empty(T, G, S, D)
         sizes = (programs, G * S * D), (programs * G, D), (programs * G, D)
         needed = zip(ctx.needs_input_grad[2:5], sizes, strict=True)
@@ -153,27 +164,27 @@ class SplitHeads(Function):
             grad_x.new_empty(size, dtype=torch.float32) if learns else None
             for learns, size in needed
         ]
-        given = x_TGSD, *(grad.contiguous() for grad in grads), *weights, grad_x, *parts, T
-        _split_heads_gradient[(programs, G)](*given, **ctx.sizes)
+        arguments = x_TGSD, *(grad.contiguous() for grad in grads), *weights, grad_x, *parts, T
+        _split_heads_gradient[(programs, G)](*arguments, **ctx.sizes)
         return grad_x, None, *map(_add_to_buffer, parts, weights[:3]), None, None
 
 
 @triton.jit
 def _split_heads(x, q, k, v, b, wq, wk, cos, sin, eps, R, D, F, HEADS: constexpr, BLOCK: constexpr):
-    """A group of one token.
+    """One program for a group of one token.
 
     A dim that turns needs another one, its partner, which is read once more."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
     partner, cosine, sine = _angles(cos, sin, token, head, dim, R, F)
     at = token * tl.num_programs(1) + group
-    mine = _biased(x, b, at, group, head, dim, R, D)
-    other = _biased(x, b, at, group, head, partner, R, D)
+    value = _biased(x, b, at, group, head, dim, R, D)
+    partner_value = _biased(x, b, at, group, head, partner, R, D)
     if wq is not None:
-        r = tl.rsqrt(tl.sum(mine * mine, 1) / D + eps)[:, None]
-        mine *= _scale(wq, wk, r, head, dim, R, D)
-        other *= _scale(wq, wk, r, head, partner, R, D)
-    turned = mine * cosine + other * sine
+        r = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+        value *= _scale(wq, wk, r, head, dim, R, D)
+        partner_value *= _scale(wq, wk, r, head, partner, R, D)
+    turned = value * cosine + partner_value * sine
     tl.store(q + (at * R + head) * D + dim, turned, (dim < D) & (head < R))
     tl.store(k + (at + head - R) * D + dim, turned, (dim < D) & (head == R))
     tl.store(v + (at + head - R - 1) * D + dim, turned, (dim < D) & (head == R + 1))
@@ -202,12 +213,14 @@ def _split_heads_gradient(
     HEADS: constexpr,
     BLOCK: constexpr,
 ):
-    """A group of every so many tokens; q, k and v are their gradients."""
-    program, group, groups = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    """One program for a group of every so many tokens; q, k and v are their gradients."""
+    program = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    groups = tl.num_programs(1)
     head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
-    there = (head < R + 2) & (dim < D)
-    of_bias = tl.zeros((HEADS, BLOCK), tl.float32)
-    of_weight = tl.zeros((HEADS, BLOCK), tl.float32)
+    is_inside = (head < R + 2) & (dim < D)
+    bias_gradient = tl.zeros((HEADS, BLOCK), tl.float32)
+    weight_gradient = tl.zeros((HEADS, BLOCK), tl.float32)
     for token in range(program, T, tl.num_programs(0)):
         partner, cosine, sine = _angles(cos, sin, token, head, dim, R, F)
         at = token * groups + group
@@ -216,21 +229,25 @@ def _split_heads_gradient(
         if wq is not None:
             value = _biased(x, b, at, group, head, dim, R, D)
             r = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
-            of_weight += gradient * value * r
+            weight_gradient += gradient * value * r
             scaled = gradient * _scale(wq, wk, r, head, dim, R, D)
             through_r = r * r * value * (tl.sum(scaled * value, 1) / D)[:, None]
             gradient = tl.where(head <= R, scaled - through_r, gradient)
-        tl.store(dx + (at * (R + 2) + head) * D + dim, gradient, there)
-        of_bias += gradient
+        tl.store(dx + (at * (R + 2) + head) * D + dim, gradient, is_inside)
+        bias_gradient += gradient
     at = program * groups + group
     if db is not None:
-        tl.store(db + (at * (R + 2) + head) * D + dim, of_bias, there)
+        tl.store(db + (at * (R + 2) + head) * D + dim, bias_gradient, is_inside)
     if dwq is not None:
         tl.store(
-            dwq + at * D + dim, tl.sum(tl.where(head < R, of_weight, 0.0), 0)[None, :], dim < D
+            dwq + at * D + dim,
+            tl.sum(tl.where(head < R, weight_gradient, 0.0), 0)[None, :],
+            dim < D,
         )
         tl.store(
-            dwk + at * D + dim, tl.sum(tl.where(head == R, of_weight, 0.0), 0)[None, :], dim < D
+            dwk + at * D + dim,
+            tl.sum(tl.where(head == R, weight_gradient, 0.0), 0)[None, :],
+            dim < D,
         )
 
 
@@ -246,31 +263,31 @@ def _angles(cos, sin, token, head, dim, R, F):
 
 @triton.jit
 def _biased(x, b, at, group, head, dim, R, D):
-    there = (head < R + 2) & (dim < D)
-    found = tl.load(x + (at * (R + 2) + head) * D + dim, there, 0.0).to(tl.float32)
+    is_inside = (head < R + 2) & (dim < D)
+    values = tl.load(x + (at * (R + 2) + head) * D + dim, is_inside, 0.0).to(tl.float32)
     if b is not None:
-        found += tl.load(b + (group * (R + 2) + head) * D + dim, there, 0.0).to(tl.float32)
-    return found
+        values += tl.load(b + (group * (R + 2) + head) * D + dim, is_inside, 0.0).to(tl.float32)
+    return values
 
 
 @triton.jit
 def _scale(wq, wk, r, head, dim, R, D):
-    """What query and key are multiplied by; the value is not normed."""
+    """The factor of query and key; the value is not normed."""
     weight = tl.where(head < R, tl.load(wq + dim, dim < D, 0.0), tl.load(wk + dim, dim < D, 0.0))
     return tl.where(head <= R, r * weight.to(tl.float32), 1.0)
 
 
 @triton.jit
 def _joined(q, k, v, at, head, dim, R, D):
-    found = tl.load(q + (at * R + head) * D + dim, (dim < D) & (head < R), 0.0).to(tl.float32)
-    found += tl.load(k + (at + head - R) * D + dim, (dim < D) & (head == R), 0.0).to(tl.float32)
-    return found + tl.load(v + (at + head - R - 1) * D + dim, (dim < D) & (head == R + 1), 0.0).to(
+    values = tl.load(q + (at * R + head) * D + dim, (dim < D) & (head < R), 0.0).to(tl.float32)
+    values += tl.load(k + (at + head - R) * D + dim, (dim < D) & (head == R), 0.0).to(tl.float32)
+    return values + tl.load(v + (at + head - R - 1) * D + dim, (dim < D) & (head == R + 1), 0.0).to(
         tl.float32
     )
 
 
 class SwiGLU(Function):
-    """As `local_layers._SwiGLU`."""
+    """The kernels of `local_layers._SwiGLU`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -284,7 +301,8 @@ class SwiGLU(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        U, grad_x = grad.shape[-1], torch.empty_like(x)
+        U = grad.shape[-1]
+        grad_x = torch.empty_like(x)
         _swiglu_gradient[(grad.numel() // U, triton.cdiv(U, BLOCK))](
             grad.contiguous(), x, grad_x, U, BLOCK
         )
@@ -295,21 +313,21 @@ class SwiGLU(Function):
 def _swiglu(x, out, U, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = column < U
-    gate = tl.load(x + row * 2 * U + column, there, 0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * U + U + column, there, 0.0).to(tl.float32)
-    tl.store(out + row * U + column, gate * tl.sigmoid(gate) * up, there)
+    is_inside = column < U
+    gate = tl.load(x + row * 2 * U + column, is_inside, 0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * U + U + column, is_inside, 0.0).to(tl.float32)
+    tl.store(out + row * U + column, gate * tl.sigmoid(gate) * up, is_inside)
 
 
 @triton.jit
 def _swiglu_gradient(grad, x, grad_x, U, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = column < U
+    is_inside = column < U
     gate_at = row * 2 * U + column
-    gate = tl.load(x + gate_at, there, 0.0).to(tl.float32)
-    up = tl.load(x + gate_at + U, there, 0.0).to(tl.float32)
-    upstream = tl.load(grad + row * U + column, there, 0.0).to(tl.float32)
+    gate = tl.load(x + gate_at, is_inside, 0.0).to(tl.float32)
+    up = tl.load(x + gate_at + U, is_inside, 0.0).to(tl.float32)
+    upstream = tl.load(grad + row * U + column, is_inside, 0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
-    tl.store(grad_x + gate_at, upstream * up * sigmoid * (1 + gate * (1 - sigmoid)), there)
-    tl.store(grad_x + gate_at + U, upstream * gate * sigmoid, there)
+    tl.store(grad_x + gate_at, upstream * up * sigmoid * (1 + gate * (1 - sigmoid)), is_inside)
+    tl.store(grad_x + gate_at + U, upstream * gate * sigmoid, is_inside)

@@ -1,5 +1,6 @@
-"""One optimizer step on one minibatch: the losses of GRPO and of supervised training over one
-`Learner`. (That of the critic is in `critic`.)
+"""One optimizer step on one minibatch: the losses of GRPO and of supervised training.
+
+Both have one `Learner`; the critic's is in `critic`.
 
     micro-batches -> forward, loss, backward -> sums over all ranks -> discard or optimizer step ->
     MinibatchResult
@@ -34,7 +35,7 @@ from rlmath.models.optimizer import LossScale, learning_rate
 from rlmath.models.teacher import TeacherStates
 
 DiscardRule = Callable[[Mapping[str, float], float], str | None]
-"""(sums of the minibatch, gradient norm) to why it must be discarded, None where it need not be."""
+"""Gives the reason to discard a minibatch, or None, from its sums and its gradient norm."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,14 @@ class MinibatchResult:
     sums: dict[str, float]
     maxima: dict[str, float]
     grad_norm: float
-    """Before clipping (L2)."""
+    """Norm of the gradient before clipping (L2)."""
     learning_rate: float
     discarded: str | None
     """Why it was discarded; None when it was learned from."""
     loss_scale: float | None = None
-    """What the loss was multiplied by for its gradient; None where nothing was
-    (`optimizer.LossScale`)."""
+    """Factor of the loss for its gradient (`optimizer.LossScale`); None: it was not scaled."""
     overflowed: bool = False
-    """It was discarded since the loss scale was too large: a smaller one follows."""
+    """Whether it was discarded since the loss scale was too large: a smaller one follows."""
 
 
 @dataclass(eq=False)
@@ -70,15 +70,17 @@ class Learner:
     updates: int = field(default=0, init=False)
     """Optimizer steps so far: the version of the weights."""
     lr_scale: float = field(default=1.0, init=False)
-    """What the schedule's learning rate is multiplied by."""
+    """Factor of the schedule's learning rate."""
     loss_scale: LossScale | None = field(default=None, kw_only=True)
-    """Of float16; None: the loss is not scaled."""
+    """Loss scale of float16; None: the loss is not scaled."""
 
     def _loss_of(
         self, loss: Tensor, batch: MicroBatch, metrics: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """What a forward pass of Megatron's returns: loss, denominator and metrics, which are
-        copied, since Megatron divides the loss in place and metrics must not share its storage."""
+        """What a forward pass of Megatron returns: loss, denominator and metrics.
+
+        Metrics are copied, since Megatron divides the loss in place and they must not share its
+        storage."""
         count = loss.new_full((), batch.loss_count, dtype=torch.int)
         copies = {name: value.detach().clone() for name, value in metrics.items()}
         if self.loss_scale is not None:
@@ -86,8 +88,10 @@ class Learner:
         return loss, self.forward_backward.counted_once(count), copies | {"denominator": count}
 
     def restore_schedule(self, updates: int, loss_scale: Sequence[float] = ()) -> None:
-        """Set the schedule to where it is after so many optimizer steps, whose weights and state
-        were loaded, and the loss scale to what `loss_scale_state` was then."""
+        """Set the schedule to where it is after so many optimizer steps.
+
+        Their weights and state were loaded. The loss scale becomes what `loss_scale_state` was
+        then."""
         self._step_schedule(updates - self.updates)
         self.updates = updates
         if self.loss_scale is not None and loss_scale:
@@ -95,7 +99,7 @@ class Learner:
 
     @property
     def loss_scale_state(self) -> tuple[float, ...]:
-        """For a checkpoint; () where losses are not scaled."""
+        """The loss scale's state for a checkpoint; () where losses are not scaled."""
         scale = self.loss_scale
         return () if scale is None else (scale.scale, scale.clean_updates)
 
@@ -112,12 +116,15 @@ class Learner:
         sum_names: Sequence[str],
         max_names: Sequence[str] = (),
     ) -> MinibatchResult:
-        """One optimizer step with the gradients of a minibatch's passes, whose `metrics` these are,
-        or none where `discard_rule` has a reason. Megatron divides the summed loss by the
+        """Make an optimizer step with a minibatch's gradients, unless `discard_rule` has a reason.
+
+        `metrics` are those of the minibatch's passes. Megatron divides the summed loss by the
         minibatch's global count, once. The names are the arguments of `_reduce`. Gradients are zero
         before the pass, and again afterwards."""
         sums, maxima = self._reduce(metrics, sum_names, max_names)
-        lr, scale, overflowed = learning_rate(self.optimizer), None, False
+        lr = learning_rate(self.optimizer)
+        scale = None
+        overflowed = False
         if self.loss_scale is not None:
             scale = self.loss_scale.scale
             for chunk in self.forward_backward.chunks:
@@ -157,7 +164,10 @@ class Learner:
         counted = metrics if self.forward_backward.mesh.counts_loss else []
         names = (*sum_names, *max_names)
         # One transfer from the device for all micro-batches.
-        rows = [torch.stack([m[name].float() for name in names]) for m in counted]
+        rows = [
+            torch.stack([batch_metrics[name].float() for name in names])
+            for batch_metrics in counted
+        ]
         columns = dict(zip(names, torch.stack(rows, 1).tolist(), strict=True)) if rows else {}
         sums = {name: sum(columns.get(name, (0.0,))) for name in sum_names}
         maxima = {name: max(columns.get(name, (0.0,))) for name in max_names}
@@ -169,8 +179,9 @@ L = TypeVar("L", bound=Learner)
 
 @dataclass(frozen=True)
 class Actor(Generic[L]):
-    """The learner, and the bare model chunks of this rank, whose weights are synced, saved and
-    exported."""
+    """The learner, and the bare model chunks of this rank.
+
+    The weights of the chunks are synced, saved and exported."""
 
     learner: L
     chunks: list[GPTModel]
@@ -180,17 +191,17 @@ class Actor(Generic[L]):
         return self.learner.forward_backward
 
 
-LOSS_SUMS = tuple(one.name for one in fields(TokenLoss))
+LOSS_SUMS = tuple(loss_field.name for loss_field in fields(TokenLoss))
 GRPO_SUMS = (*LOSS_SUMS, "denominator", "mismatch", "proximal_error")
 GRPO_MAXIMA = ("mismatch_max",)
-"""Metrics of a minibatch of `GrpoLearner`: sums over its tokens, and the largest value of any
-token."""
+"""Metrics of a minibatch of `GrpoLearner`: sums over tokens, and the largest value of a token."""
 
 
 @dataclass(eq=False)
 class GrpoLearner(Learner):
-    """The learner of the GRPO family: policy gradient with the advantages of the samples
-    (`algorithms.losses`)."""
+    """The learner of the GRPO family: policy gradient with the samples' advantages.
+
+    The losses are in `algorithms.losses`."""
 
     settings: LossSettings
     bounds: EarlyStop
@@ -205,7 +216,7 @@ class GrpoLearner(Learner):
         on_policy: bool = False,
         teacher: TeacherStates | None = None,
     ) -> MinibatchResult:
-        """One optimizer step on a minibatch, or none where it is discarded.
+        """Make an optimizer step on a minibatch, or none where it is discarded.
 
         `old` are the proximal log-probs, None to use the engine's; with `on_policy` they are those
         of the same forward pass, which saves a pass where there is one minibatch a step.
@@ -230,7 +241,8 @@ class GrpoLearner(Learner):
         logprobs_T, entropy_T, *teacher_kl = self.forward_backward.logprobs_of(
             batch, logits_TV, rows
         )
-        behaviour_T, sampled_T = batch.behaviour_logprobs_T, batch.sampled_T
+        behaviour_T = batch.behaviour_logprobs_T
+        sampled_T = batch.sampled_T
         recomputed_T = logprobs_T.detach() if old is None else old[index]
         proximal_T = behaviour_T if old is None and not on_policy else recomputed_T
         approximate_T = proximal_T
@@ -263,8 +275,10 @@ class GrpoLearner(Learner):
 
 
 class SftLearner(Learner):
-    """The learner of supervised fine-tuning: cross-entropy of completion tokens, its mean over all
-    ranks and micro-batches. Tokens of prompts and of others' turns are not sampled."""
+    """The learner of supervised fine-tuning: cross-entropy of completion tokens.
+
+    It is the mean over all ranks and micro-batches. Tokens of prompts and of others' turns are not
+    sampled."""
 
     def learn(self, batches: Sequence[MicroBatch]) -> MinibatchResult:
         """One optimizer step, or none where the loss or the gradient is not finite."""
@@ -273,8 +287,10 @@ class SftLearner(Learner):
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """ "loss" (sum of nats), "tokens" and "hits" (tokens that are the most likely ones) of the
-        micro-batches of all data-parallel ranks. A collective."""
+        """Sums over the micro-batches of all data-parallel ranks.
+
+        "loss" (sum of nats), "tokens" and "hits" (tokens that are the most likely ones). A
+        collective."""
 
         def token_sums(index: int, batch: MicroBatch, logits_TV: Tensor) -> dict[str, Tensor]:
             hits_T = self.forward_backward.token_accuracy(batch, logits_TV)
@@ -293,7 +309,7 @@ class SftLearner(Learner):
         return self._loss_of(sums["loss"], batch, sums)
 
     def _sums(self, logprobs_T: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
-        """Log-probs at other tokens than the learned ones may be anything, and get no gradient."""
+        """Sums over tokens; log-probs of tokens that are not learned may be anything."""
         loss = -torch.where(batch.learned_T, logprobs_T, 0.0).sum()
         return {"loss": loss, "tokens": batch.sampled_T.sum()}
 

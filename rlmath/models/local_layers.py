@@ -48,9 +48,10 @@ class LocalLayer(TransformerLayer):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square norm that works under sequence parallelism, which Megatron's
-    `WrappedTorchNorm` refuses: with the attribute `sequence_parallel` on the weight, Megatron sums
-    its gradient over the tensor-parallel ranks."""
+    """Root-mean-square norm that works under sequence parallelism.
+
+    Megatron's `WrappedTorchNorm` refuses that. With the attribute `sequence_parallel` on the
+    weight, Megatron sums its gradient over the tensor-parallel ranks."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any
@@ -63,7 +64,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return self.behind(x)[1]
 
     def behind(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x, with what is added to it, and the norm of that."""
+        """x with `added`, and the norm of that sum."""
         if kernels := _kernels(x):
             return kernels.AddNorm.apply(x, added, self.weight, self.eps)
         x = x if added is None else x + added
@@ -84,8 +85,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """With s = sum over H of (grad w x): d x = r (grad w) - x r^3 s / H, d w = sum over T of
-        (grad x r)."""
+        """Gradients: d x = r (grad w) - x r^3 s / H and d w = sum over T of (grad x r).
+
+        s is the sum over H of (grad w x)."""
         x, weight_H, r = ctx.saved_tensors
         H = x.shape[-1]
         product = grad * x
@@ -130,9 +132,11 @@ def split_heads(
     norms: Sequence[torch.nn.Module | None],
     angles: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query [T, H, D], key and value [T, G, D] of their common projection: its bias added, query
-    and key normed (by `RMSNorm`s; none, or Megatron's `IdentityOp`), and each pair (d, d + R/2) of
-    their first R dims turned by the token's angle, whose cosines and sines are [T, 1, R/2]."""
+    """Query [T, H, D], key and value [T, G, D] of their common projection.
+
+    Its bias is added, query and key are normed (by `RMSNorm`s; none, or Megatron's `IdentityOp`),
+    and each pair (d, d + R/2) of their first R dims is turned by the token's angle, whose cosines
+    and sines are [T, 1, R/2]."""
     T, _, S, D = x_TGSD.shape
     if kernels := _kernels(x_TGSD):
         weights = (getattr(norm, "weight", None) for norm in norms)
@@ -142,14 +146,17 @@ def split_heads(
     if bias is not None:
         x_TGSD = x_TGSD + bias.view(x_TGSD.shape[1:])
     *pair, value = x_TGSD.split((S - 2, 1, 1), 2)
-    query, key = (x if norm is None else norm(x) for norm, x in zip(norms, pair, strict=True))
-    query, key = Rotate.apply(query, key, *(x[:, None] for x in angles))
+    query, key = (
+        heads if norm is None else norm(heads) for norm, heads in zip(norms, pair, strict=True)
+    )
+    query, key = Rotate.apply(query, key, *(angle[:, None] for angle in angles))
     return query.view(T, -1, D), key.squeeze(2), value.squeeze(2)
 
 
 class Rotate(torch.autograd.Function):
-    """Query and key, [T, ..., D], with each pair (d, d + R/2) of their first R dims turned; cosines
-    and sines are [T, ..., R/2], or 1 in place of the heads."""
+    """Turns each pair (d, d + R/2) of the first R dims of query and key, [T, ..., D].
+
+    Cosines and sines are [T, ..., R/2], or 1 in place of the heads."""
 
     @staticmethod
     def forward(
@@ -166,7 +173,7 @@ class Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """By the angle, or by minus the angle."""
+    """x turned by the angle, or by minus the angle where `sign` is -1."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     half = cos.shape[-1]
     out[..., 2 * half :] = x[..., 2 * half :]

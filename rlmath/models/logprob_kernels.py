@@ -1,5 +1,4 @@
-"""Sums over a vocabulary shard, and the gradient written over its logits, each in one pass: Triton
-kernels for a GPU.
+"""Triton kernels: sums over a vocabulary shard, and the gradient over its logits, in one pass each.
 
 They do what `logprobs.py` does by torch's operations in chunks, and read each logit from memory
 once a pass (backward: write it once). Beside the logits they hold a few numbers a row. Logits may
@@ -21,14 +20,16 @@ from torch import Tensor
 SUMS_BLOCK = 2048
 GRADIENT_BLOCK = 4096
 WARPS = 8
-"""Columns that a program works on at a time, and its warps of 32 threads. Compiled for an H100,
-with masked tokens: 59 registers a thread forward and 62 backward (48 without), none spilled."""
+"""Columns that a program works on at a time, and its warps of 32 threads.
+
+Compiled for an H100, with masked tokens: 59 registers a thread forward and 62 backward (48
+without), none spilled."""
 
 LN2 = tl.constexpr(math.log(2))
 NO_MAXIMUM = tl.constexpr(-1e30)
-"""Where no token can be sampled: finite, so that 0 times it is 0."""
+"""Largest logit where no token can be sampled: finite, so that 0 times it is 0."""
 NO_LOGIT = tl.constexpr(-2e30)
-"""In place of the logit of a token that cannot be sampled: below every maximum."""
+"""Stands for the logit of a token that cannot be sampled: below every maximum."""
 
 
 def shard_sums(
@@ -39,10 +40,12 @@ def shard_sums(
     masked_T: Tensor | None,
     masked_columns: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Minus the largest logit of every row over its first `columns`, and three sums: with b the
-    logits less the largest one, in bits, the mass, sum of 2^b, the moment, sum of b 2^b, and b of
-    the target at `column_T1`. In the rows of `masked_T` the `masked_columns` count as if they were
-    not there. float32; a row without any token has -1e30 for its largest logit, and sums of 0."""
+    """Minus the largest logit of every row over its first `columns`, and three sums (float32).
+
+    With b the logits less the largest one, in bits, the sums are the mass, sum of 2^b, the moment,
+    sum of b 2^b, and b of the target at `column_T1`. In the rows of `masked_T` the
+    `masked_columns` count as if they were not there. A row without any token has -1e30 for its
+    largest logit, and sums of 0."""
     T, V = logits_TV.shape
     neg_max_T = torch.empty(T, dtype=torch.float32, device=logits_TV.device)
     sums_3T = torch.empty(3, T, dtype=torch.float32, device=logits_TV.device)
@@ -224,21 +227,21 @@ def _gradient_kernel(
         b = (logit + tl.load(neg_max + row)) * bits
         factor = -pull / row_mass
         # The log-prob knows 1 - p no better than to float32's digits of 1: a series would add none.
-        of_target = (1 - tl.exp(row_logprob)) * pull
+        target_gradient = (1 - tl.exp(row_logprob)) * pull
         if grad_entropy is not None:
             factor += spread * (tl.log(row_mass) - row_entropy - LN2 * b) / row_mass
-            of_target -= tl.exp(row_logprob) * (row_logprob + row_entropy) * spread
+            target_gradient -= tl.exp(row_logprob) * (row_logprob + row_entropy) * spread
         gradient = factor * tl.exp2(b)
         is_target = (column == tl.load(target_column + row)) & tl.load(mine + row)
-        gradient = tl.where(is_target, of_target, gradient)
+        gradient = tl.where(is_target, target_gradient, gradient)
         gradient = tl.where(counts, gradient, 0.0)
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
 def _among(column, listed, number):
-    """Which columns are among the first `number` of those listed."""
-    found = column < 0
+    """Whether each column is among the first `number` of those listed."""
+    is_listed = column < 0
     for at in range(number):
-        found |= column == tl.load(listed + at)
-    return found
+        is_listed |= column == tl.load(listed + at)
+    return is_listed

@@ -1,5 +1,4 @@
-"""Log-probabilities and entropy from logits whose vocabulary is split over the tensor-parallel
-ranks, and the KL to a teacher's distribution.
+"""Log-probabilities, entropy and the KL to a teacher, from logits split over tensor-parallel ranks.
 
 THE BACKWARD PASS OVERWRITES THE LOGITS WITH THEIR GRADIENT. They are the largest tensor of a step
 (packed tokens times vocabulary), so nothing of their size is allocated beside them, neither forward
@@ -42,22 +41,21 @@ LN2 = math.log(2)
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """A teacher's distribution at every row: softmax(hidden states times output layer /
-    temperature)."""
+    """A teacher's distribution at every row: softmax(hidden states x output layer / temperature)."""
 
     hidden_TH: Tensor
     head_VH: Tensor
-    """This rank's rows of the output layer, for the same tokens as its columns of the student's
-    logits."""
+    """This rank's rows of the output layer, of the tokens of its columns of the student's logits."""
     vocab_size: int
     """Tokens that both models know; others are left out of both distributions."""
 
 
 @dataclass(frozen=True)
 class MinTokensMask:
-    """Tokens that the engine masks at the start of a completion: the stop tokens, under
-    `rollout.min_new_tokens`. The trainer masks them, too, so that both have the same distribution.
-    """
+    """Tokens that the engine masks at the start of a completion.
+
+    They are the stop tokens, under `rollout.min_new_tokens`. The trainer masks them, too, so that
+    both have the same distribution."""
 
     token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -74,7 +72,8 @@ def next_logprobs(
     group: dist.ProcessGroup,
     teacher: TeacherRows | None = None,
 ) -> tuple[Tensor, ...]:
-    """As `vocab_parallel_logprobs`, of the token that each row predicts, with the engine's mask;
+    """Do `vocab_parallel_logprobs` for the token that each row predicts, with the engine's mask.
+
     `next_index_T` are these tokens' positions in their completions, below 0 in prompts."""
     masked_T = None
     if min_tokens_mask.min_tokens:
@@ -96,11 +95,13 @@ def shift_to_tokens(
     token_ids_T: Tensor,
     completion_index_T: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Values per token from `of_next(tokens, completion_index)`, which has them for the token that
-    each row predicts: shifted by one, so that entry t is about the token at t, which the logits at
-    t - 1 predict. Entry 0 is 0, and that of the first token of a segment has no meaning."""
-    of_rows = of_next(token_ids_T.roll(-1), completion_index_T.roll(-1))
-    return tuple(torch.cat((values_T.new_zeros(1), values_T[:-1])) for values_T in of_rows)
+    """Values per token from `of_next(tokens, completion_index)`, shifted by one.
+
+    `of_next` has them for the token that each row predicts; shifted, entry t is about the token at
+    t, which the logits at t - 1 predict. Entry 0 is 0, and that of the first token of a segment has
+    no meaning."""
+    row_values = of_next(token_ids_T.roll(-1), completion_index_T.roll(-1))
+    return tuple(torch.cat((values_T.new_zeros(1), values_T[:-1])) for values_T in row_values)
 
 
 def vocab_parallel_logprobs(
@@ -113,10 +114,11 @@ def vocab_parallel_logprobs(
     masked_tokens: tuple[int, ...] = (),
     teacher: TeacherRows | None = None,
 ) -> tuple[Tensor, ...]:
-    """Log-probability of every target and entropy of every row under softmax(logits / temperature),
-    float32 (nats). With a teacher also KL(student || teacher) of every row over the tokens that
-    both know (nats): sum of p (log p - log t), both at the temperature and with the same tokens
-    masked.
+    """Log-probs of the targets and entropies of the rows under softmax(logits / temperature).
+
+    They are float32 (nats). With a teacher there is also KL(student || teacher) of every row over
+    the tokens that both know (nats): sum of p (log p - log t), both at the temperature and with the
+    same tokens masked.
 
     `logits_TV` are this rank's V consecutive columns of the padded vocabulary; columns from
     `vocab_size` on are padding, whose probability is 0, as is that of `masked_tokens` in the rows
@@ -128,8 +130,12 @@ def vocab_parallel_logprobs(
 
     def shard_of(tokens: int) -> _Shard:
         start, columns = _own_columns(logits_TV, tokens, group)
-        mine = tuple(token - start for token in masked_tokens if start <= token < start + columns)
-        return _Shard(temperature, start, columns, masked_T if mine else None, mine)
+        masked_columns = tuple(
+            token - start for token in masked_tokens if start <= token < start + columns
+        )
+        return _Shard(
+            temperature, start, columns, masked_T if masked_columns else None, masked_columns
+        )
 
     shard = shard_of(vocab_size)
     if teacher is None:
@@ -141,9 +147,10 @@ def vocab_parallel_logprobs(
 def is_argmax(
     logits_TV: Tensor, targets_T: Tensor, vocab_size: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """1.0 where no token of the vocabulary has a larger logit than the target, else 0.0; and the
-    largest logit of the row (float32). No tensor of the logits' size is made, and they are not
-    changed. A collective."""
+    """1.0 where no token has a larger logit than the target, else 0.0; and the row's largest logit.
+
+    Both are float32. No tensor of the logits' size is made, and they are not changed. A collective.
+    """
     start, columns = _own_columns(logits_TV, vocab_size, group)
     tops_2T = torch.full(
         (2, len(targets_T)), MASKED_LOGIT, dtype=torch.float32, device=logits_TV.device
@@ -198,7 +205,7 @@ class _Shard:
         return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
     def at(self, rows: slice) -> _Shard:
-        """The same for some rows alone."""
+        """The shard for some rows alone."""
         return self if self.masked_T is None else replace(self, masked_T=self.masked_T[rows])
 
     def scratch(self, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
@@ -304,8 +311,14 @@ def _row_sums(
     mine_T = (local_T >= 0) & (local_T < shard.columns)
     column_T1 = local_T.clamp(0, max(shard.columns - 1, 0))[:, None]
     if kernels := triton_kernels("logprob_kernels", logits_TV.device.type):
-        given = (shard.columns, shard.temperature, column_T1, shard.masked_T, shard.masked_columns)
-        own_neg_max_T, sums_3T = kernels.shard_sums(logits_TV, *given)
+        arguments = (
+            shard.columns,
+            shard.temperature,
+            column_T1,
+            shard.masked_T,
+            shard.masked_columns,
+        )
+        own_neg_max_T, sums_3T = kernels.shard_sums(logits_TV, *arguments)
         unit_bits = shard.bits
     else:
         own_neg_max_T, sums_3T = _local_sums(logits_TV, shard)
@@ -344,10 +357,18 @@ def _overwrite_with_gradient(
     are all 0 gets exactly 0, whatever its logits hold.
     """
     if kernels := triton_kernels("logprob_kernels", grad_TV.device.type):
-        given = sums.tensors, grad_logprobs_T, grad_entropy_T, shard.masked_T, shard.masked_columns
-        kernels.overwrite_with_gradient(grad_TV, shard.columns, shard.temperature, *given)
+        arguments = (
+            sums.tensors,
+            grad_logprobs_T,
+            grad_entropy_T,
+            shard.masked_T,
+            shard.masked_columns,
+        )
+        kernels.overwrite_with_gradient(grad_TV, shard.columns, shard.temperature, *arguments)
         return
-    logprobs_T, entropy_T, mass_T = sums.logprobs_T, sums.entropy_T, sums.mass_T
+    logprobs_T = sums.logprobs_T
+    entropy_T = sums.entropy_T
+    mass_T = sums.mass_T
     zero_T = torch.zeros_like(mass_T)
     pull_T = zero_T if grad_logprobs_T is None else grad_logprobs_T / shard.temperature
     spread_T = zero_T if grad_entropy_T is None else grad_entropy_T / shard.temperature
@@ -374,8 +395,10 @@ def _overwrite_with_gradient(
 
 
 def _local_sums(logits_TV: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """Sums of this shard alone: `_Shard.neg_max` of every row and, with b the shifted logits (bits,
-    0 at most), in rows 0 and 1 of the sums: the mass, sum of 2^b, and the moment, sum of b 2^b."""
+    """Sums of this shard alone: `_Shard.neg_max` of every row, and the sums.
+
+    With b the shifted logits (bits, 0 at most), rows 0 and 1 of the sums are the mass, sum of 2^b,
+    and the moment, sum of b 2^b."""
     T = logits_TV.shape[0]
     neg_max_T = torch.full((T,), -MASKED_LOGIT, dtype=torch.float32, device=logits_TV.device)
     sums_3T = torch.zeros(3, T, dtype=torch.float32, device=logits_TV.device)
@@ -402,8 +425,10 @@ def _shifted_targets(
 
 
 def _shift_further(sums_3T: Tensor, by_T: Tensor, mine_T: Tensor) -> None:
-    """Mass, moment and target of a shard, in place, as if `by_T` (bits, 0 at most) had been added
-    to its `neg_max_T`; the target becomes 0 where another shard holds it."""
+    """Shift mass, moment and target of a shard, in place.
+
+    They become what they would be had `by_T` (bits, 0 at most) been added to its `neg_max_T`; the
+    target becomes 0 where another shard holds it."""
     mass_T, moment_T, target_T = sums_3T.unbind()
     scale_T = by_T.exp2()
     moment_T.addcmul_(by_T, mass_T).mul_(scale_T)
@@ -419,8 +444,9 @@ def _write_gradient(
     offset_T: Tensor,
     slope_T: Tensor | None,
 ) -> None:
-    """Turn logits into (slope * b + offset) * 2^b, b being the shifted logits (bits), chunk by
-    chunk; None is a slope of 0. Idle rows may hold anything afterwards."""
+    """Turn logits into (slope * b + offset) * 2^b, b being the shifted logits (bits).
+
+    It is done chunk by chunk; None is a slope of 0. Idle rows may hold anything afterwards."""
     scratch = shard.scratch(grad_TV)
     for rows in shard.chunks(grad_TV):
         # Of a GPU the host would have to wait for the answer.
@@ -470,7 +496,9 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
         # stay for the pass.
         saved = (logits_TV, teacher.hidden_TH, teacher.head_VH, neg_max_2T, mass_2T, kl_T)
         ctx.save_for_backward(*saved, *sums.tensors)
-        ctx.shard, ctx.both, ctx.vocab_size = shard, both, teacher.vocab_size
+        ctx.shard = shard
+        ctx.both = both
+        ctx.vocab_size = teacher.vocab_size
         return sums.logprobs_T, sums.entropy_T, kl_T
 
     @staticmethod
@@ -481,19 +509,24 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
         grad_entropy_T: Tensor | None,
         grad_kl_T: Tensor | None,
     ) -> tuple[Tensor | None, None, None, None, None, None]:
-        """The gradient, in the storage of the logits, block by block: that of the KL is made from a
-        block's logits, and added to the block when the rest of its gradient stands there."""
+        """The gradient, in the storage of the logits, block by block.
+
+        That of the KL is made from a block's logits, and added to the block when the rest of its
+        gradient stands there."""
         logits_TV, hidden_TH, head_VH, neg_max_2T, mass_2T, kl_T, *saved = ctx.saved_tensors
-        sums, shard, both, grad_TV = _RowSums(*saved), ctx.shard, ctx.both, logits_TV.detach()
+        sums = _RowSums(*saved)
+        shard = ctx.shard
+        both = ctx.both
+        grad_TV = logits_TV.detach()
         teacher = TeacherRows(hidden_TH, head_VH, ctx.vocab_size)
         if grad_kl_T is None:
             _overwrite_with_gradient(grad_TV, sums, shard, grad_logprobs_T, grad_entropy_T)
             return grad_TV, None, None, None, None, None
         # A rank without a token that both know has other real columns, or none.
         for rows in both.rows_of(logits_TV, TEACHER_BLOCK_BYTES) or [slice(0, logits_TV.shape[0])]:
-            of_kl_RV = None
+            kl_gradient_RV = None
             if both.columns:
-                of_kl_RV = _teacher_kl_gradient(
+                kl_gradient_RV = _teacher_kl_gradient(
                     logits_TV,
                     both,
                     rows=rows,
@@ -508,19 +541,21 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
                 for grad_T in (grad_logprobs_T, grad_entropy_T)
             )
             _overwrite_with_gradient(grad_TV[rows], sums.at(rows), shard.at(rows), *grads)
-            if of_kl_RV is not None:
-                grad_TV[rows, : both.columns] += of_kl_RV
-            del of_kl_RV  # before the next one is made
+            if kl_gradient_RV is not None:
+                grad_TV[rows, : both.columns] += kl_gradient_RV
+            del kl_gradient_RV  # before the next one is made
         return grad_TV, None, None, None, None, None
 
 
 def _teacher_kl(
     logits_TV: Tensor, both: _Shard, group: dist.ProcessGroup, teacher: TeacherRows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For student (row 0) and teacher (row 1): minus the largest scaled logit (bits), and the mass;
-    and the KL of every row: sum of p (b - c) - log mass + log mass of the teacher, b and c being
-    the shifted logits. A collective."""
-    T, device = logits_TV.shape[0], logits_TV.device
+    """Minus the largest scaled logit (bits) and the mass of both models, and the KL of every row.
+
+    Row 0 is the student's, row 1 the teacher's. The KL is the sum of p (b - c) - log mass + log
+    mass of the teacher, b and c being the shifted logits. A collective."""
+    T = logits_TV.shape[0]
+    device = logits_TV.device
     own_neg_max_2T = torch.full((2, T), -MASKED_LOGIT, dtype=torch.float32, device=device)
     sums_3T = torch.zeros(3, T, dtype=torch.float32, device=device)
     for rows in both.rows_of(logits_TV, TEACHER_BLOCK_BYTES):
@@ -548,8 +583,9 @@ def _add_block_sums(
     neg_max_2T: Tensor,
     sums_3T: Tensor,
 ) -> None:
-    """Adds what a block has in this shard alone: both models' maxima and masses, and the sum of 2^b
-    (b - c)."""
+    """Write what a block has in this shard alone.
+
+    That is both models' maxima and masses, and the sum of 2^b (b - c)."""
     student_RV, teacher_RV = _block(logits_TV, both, rows, teacher, neg_max_2T, find_max=True)
     weight_RV = student_RV.exp2()
     torch.sum(weight_RV, -1, out=sums_3T[0, rows])
@@ -565,10 +601,11 @@ def _block(
     neg_max_2T: Tensor,
     find_max: bool,
 ) -> list[Tensor]:
-    """The shifted logits of student and teacher in bits and float32, masked tokens at
-    `MASKED_LOGIT`. With `find_max` their maxima are first written to `neg_max_2T`, by which they
-    are shifted."""
-    shard, shifted = both.at(rows), []
+    """The shifted logits of student and teacher (bits, float32), masked tokens at `MASKED_LOGIT`.
+
+    With `find_max` their maxima are first written to `neg_max_2T`, by which they are shifted."""
+    shard = both.at(rows)
+    shifted = []
     raw = (logits_TV[rows], torch.mm(teacher.hidden_TH[rows], teacher.head_VH[: both.columns].t()))
     for model, raw_RV in enumerate(raw):
         every = slice(0, raw_RV.shape[0])
@@ -591,8 +628,10 @@ def _teacher_kl_gradient(
     kl_T: Tensor,
     grad_kl_T: Tensor,
 ) -> Tensor:
-    """The gradient of a block: d KL / d logit_j = p_j (log p_j - log t_j - KL) / temperature, times
-    the incoming gradient, float32. A row whose incoming gradient is 0 gets exactly 0."""
+    """The gradient of a block: d KL / d logit_j = p_j (log p_j - log t_j - KL) / temperature.
+
+    It is multiplied by the incoming gradient, float32. A row whose incoming gradient is 0 gets
+    exactly 0."""
     student_RV, teacher_RV = _block(logits_TV, both, rows, teacher, neg_max_2T, find_max=False)
     log_mass_2R = mass_2T[:, rows].log()
     weight_RV = torch.sub(student_RV, teacher_RV, out=teacher_RV).mul_(LN2)

@@ -1,5 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) on the linear layers of a Megatron model that is
-otherwise frozen.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on the linear layers of a frozen Megatron model.
 
     y = x W^T + scale x A^T B^T        A [rank, columns] random, B [rows, rank] zero at first, scale = alpha / rank
 
@@ -62,8 +61,10 @@ class Adapter(torch.nn.Module):
         dtype = config.params_dtype
         self.A = torch.nn.Parameter(torch.zeros(shape_A, dtype=dtype, device=device))
         self.B = torch.nn.Parameter(torch.zeros(shape_B, dtype=dtype, device=device))
-        self.scale, self.active = scale, True
-        self._splits_columns, self._sequence_parallel = splits_columns, config.sequence_parallel
+        self.scale = scale
+        self.active = True
+        self._splits_columns = splits_columns
+        self._sequence_parallel = config.sequence_parallel
         split, whole = (self.A, self.B) if splits_columns else (self.B, self.A)
         split.tensor_model_parallel = True
         # Its gradient is of this rank's tokens: Megatron sums it over the tensor-parallel ranks.
@@ -97,9 +98,10 @@ class Adapter(torch.nn.Module):
 
 
 def _rows_of(parts: int, shape_B: tuple[int, ...], like: Tensor) -> Tensor | None:
-    """1 where a row of B, in its canonical form, belongs to a matrix, else 0: [..., P, 1], to be
-    multiplied with B; None where all do. Query heads of a group come before its key and its value;
-    gate before up."""
+    """Mask [..., P, 1] of B: 1 where a row, in its canonical form, belongs to a matrix, else 0.
+
+    None where all rows belong to one matrix. Query heads of a group come before its key and its
+    value; gate before up."""
     if parts == 1:
         return None
     if parts == 2:  # [2, F, R]
@@ -118,8 +120,9 @@ def add_adapters(
     lora: LoraConfig,
     seed: int,
 ) -> None:
-    """Freeze bare chunks and give their linear layers adapters: A uniform as in PEFT, alike on
-    every layout; B zero."""
+    """Freeze bare chunks and give their linear layers adapters.
+
+    A is uniform as in PEFT, and the same on every layout; B is zero."""
     placed = list(placed_tensors(shape, adapter_rules(shape.architecture, lora.rank, lora.target)))
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -130,7 +133,7 @@ def add_adapters(
             if a.layer in held_layers(chunk):
                 (name,) = a.rule.megatron
                 path = name.format(m=held_layers(chunk).index(a.layer)).removesuffix(".adapter.A")
-                shapes = (shard_shape(one.rule, shape, mesh.tensor) for one in (a, b))
+                shapes = (shard_shape(tensor.rule, shape, mesh.tensor) for tensor in (a, b))
                 columns = a.rule.split_axis is not None
                 attach(
                     chunk.get_submodule(path),
@@ -138,16 +141,19 @@ def add_adapters(
                         *shapes, lora.alpha / lora.rank, columns, chunk.config, device.torch_device
                     ),
                 )
-    for one in placed[::2]:
-        parameter = local_parameter(chunks, one)
+    for tensor in placed[::2]:
+        parameter = local_parameter(chunks, tensor)
         if parameter is not None:
-            whole = _initial(canonical_shape(one.rule, shape, mesh.tensor), one.hf_names, seed)
-            parameter.data.copy_(shard(one.rule, whole, mesh.tensor_rank, mesh.tensor))
+            whole = _initial(
+                canonical_shape(tensor.rule, shape, mesh.tensor), tensor.hf_names, seed
+            )
+            parameter.data.copy_(shard(tensor.rule, whole, mesh.tensor_rank, mesh.tensor))
 
 
 def attach(linear: torch.nn.Module, adapter: Adapter) -> None:
-    """Let a linear layer of Megatron's or Transformer Engine's, which returns (output, bias), add
-    its adapter."""
+    """Let a linear layer of Megatron or Transformer Engine add its adapter.
+
+    Such a layer returns (output, bias)."""
 
     def add(
         module: torch.nn.Module, inputs: tuple[Tensor, ...], returned: tuple[Tensor, Any]
@@ -164,14 +170,15 @@ def _needs_gradient(module: torch.nn.Module, inputs: Any, hidden: Tensor) -> Ten
 
 
 def _initial(shape_A: tuple[int, ...], names: Sequence[str], seed: int) -> Tensor:
-    """Kaiming's uniform with a = sqrt(5), which is 1 / sqrt(columns) either way; by the names of
-    the tensors."""
+    """Kaiming's uniform with a = sqrt(5), which is 1 / sqrt(columns) either way.
+
+    Its seed follows from the names of the tensors."""
     bound = 1 / math.sqrt(shape_A[-1])
-    made = []
+    matrices = []
     for name in names:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        made.append(torch.empty(shape_A[1:]).uniform_(-bound, bound, generator=generator))
-    return torch.stack(made)
+        matrices.append(torch.empty(shape_A[1:]).uniform_(-bound, bound, generator=generator))
+    return torch.stack(matrices)
 
 
 def adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:
@@ -181,20 +188,19 @@ def adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:
 
 @contextmanager
 def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, the chunks compute as the model that the adapters were added to."""
-    held = list(adapters(chunks))
-    for adapter in held:
+    """Let the chunks compute, inside, as the model that the adapters were added to."""
+    chunk_adapters = list(adapters(chunks))
+    for adapter in chunk_adapters:
         adapter.active = False
     try:
         yield
     finally:
-        for adapter in held:
+        for adapter in chunk_adapters:
             adapter.active = True
 
 
 class WithoutAdapters(ForwardBackward):
-    """Passes of the policy's own chunks without their adapters: the reference, which holds no
-    memory."""
+    """The reference as passes of the policy's own chunks without adapters; it holds no memory."""
 
     def run(self, *args: Any, **kwargs: Any) -> list[Any]:
         with adapters_off(self.chunks):

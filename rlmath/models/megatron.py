@@ -1,5 +1,4 @@
-"""Megatron: its process groups, the configuration of its GPT model, and the model's chunks on this
-rank.
+"""Megatron: process groups, configuration of its GPT model, and the model's chunks on this rank.
 
     start_megatron -> transformer_config -> build_chunks (layer_spec) -> wrap_for_training
 
@@ -49,9 +48,10 @@ from rlmath.models.output_layer import float32_logits
 def layer_spec(
     config: TransformerConfig, local_layers: bool, chunk: int | None, separate_norms: bool = False
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """What `GPTModel` builds its decoder from; `chunk` is the model chunk's number where a stage
-    has several. With `separate_norms` Transformer Engine's linear layers have no norm in them:
-    their input is what an adapter gets."""
+    """The spec from which `GPTModel` builds its decoder.
+
+    `chunk` is the model chunk's number where a stage has several. With `separate_norms` Transformer
+    Engine's linear layers have no norm in them: their input is what an adapter gets."""
     if not local_layers:
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
@@ -99,7 +99,7 @@ class Recompute:
 
 
 def selective_modules(shape: ModelShape, local_layers: bool) -> list[str]:
-    """What "selective" recomputes.
+    """The modules that "selective" recomputes.
 
     Transformer Engine's attention keeps no scores, so that there the MLP is the most memory for the
     least work; our attention keeps its inputs laid out by segment."""
@@ -109,8 +109,9 @@ def selective_modules(shape: ModelShape, local_layers: bool) -> list[str]:
 
 
 def start_megatron(mesh: Mesh, device: Device, seed: int, timeout_seconds: float) -> None:
-    """Patch Megatron where the device needs it and lay out its process groups, whose timeout is
-    rounded up to minutes. Needs `init_process_group` before."""
+    """Patch Megatron where the device needs it and lay out its process groups.
+
+    Their timeout is rounded up to minutes. Call `init_process_group` before."""
     megatron_patches.apply(device.kind)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=mesh.tensor,
@@ -133,7 +134,7 @@ def start_megatron(mesh: Mesh, device: Device, seed: int, timeout_seconds: float
             mesh.expert_tensor_rank,
         ),
     }
-    assert all(theirs == ours for theirs, ours in placed.values()), (
+    assert all(megatron_rank == mesh_rank for megatron_rank, mesh_rank in placed.values()), (
         f"(Megatron's, the mesh's) ranks: {placed}"
     )
 
@@ -152,7 +153,8 @@ def transformer_config(
     shape: ModelShape, mesh: Mesh, device: Device, parallel: ParallelConfig, recompute: Recompute
 ) -> TransformerConfig:
     """Megatron's description of the model and of how it is computed."""
-    is_cpu, local_layers = device.kind == "cpu", device.local_layers
+    is_cpu = device.kind == "cpu"
+    local_layers = device.local_layers
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -205,9 +207,10 @@ def transformer_config(
 
 
 def _softmax_scale(shape: ModelShape, local_layers: bool) -> float | None:
-    """What Transformer Engine multiplies query times key by: where all of a head is rotated, a
-    factor of both is one of their product. Our attention has the factor in its cosines and sines.
-    None: the usual scale."""
+    """The factor by which Transformer Engine multiplies query times key; None: the usual one.
+
+    Where all of a head is rotated, a factor of both is one of their product. Our attention has the
+    factor in its cosines and sines."""
     if local_layers or shape.rotary_magnitude == 1.0:
         return None
     assert shape.rotary_dim is None, "refused by `planning.parallelism`"
@@ -215,8 +218,9 @@ def _softmax_scale(shape: ModelShape, local_layers: bool) -> float | None:
 
 
 def _layer_kinds(shape: ModelShape) -> dict[str, Any]:
-    """Which layers have a window, and which do not rotate: read by Transformer Engine's attention
-    and by ours."""
+    """The layers that have a window, and those that do not rotate.
+
+    Transformer Engine's attention and ours read them."""
     kinds: dict[str, Any] = {}
     if shape.sliding_window is not None:  # Megatron counts the tokens before a query
         layers = range(shape.num_layers)
@@ -280,8 +284,7 @@ def build_chunks(
     config: TransformerConfig,
     separate_norms: bool = False,
 ) -> list[GPTModel]:
-    """This rank's model chunks in the order of their layers, on its device; their weights are
-    undefined."""
+    """This rank's model chunks in the order of their layers, on its device, weights undefined."""
     return [
         _build_chunk(shape, mesh, device, config, number, separate_norms)
         for number in range(mesh.virtual_pipeline)
@@ -342,8 +345,10 @@ def wrap_for_training(
     distributed_optimizer: bool,
     overlap: bool = False,
 ) -> list[DistributedDataParallel]:
-    """The chunks, each with one flat gradient buffer, reduced over the data-parallel ranks once per
-    minibatch: after the last backward pass, or with `overlap` bucket by bucket during it."""
+    """The chunks, each with one flat gradient buffer.
+
+    It is reduced over the data-parallel ranks once per minibatch: after the last backward pass, or
+    with `overlap` bucket by bucket during it."""
     reduction = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed_optimizer,
         overlap_grad_reduce=overlap,

@@ -1,5 +1,4 @@
-"""Which memory of the policy, reference, critic and teacher can be offloaded, and which set owns
-it.
+"""The memory of policy, reference, critic and teacher that can be offloaded, and which set owns it.
 
 - "gradients": the flat buffers that Megatron's data parallelism reduces. They are zero between
   steps, so they are freed, and onloaded as zeros.
@@ -57,7 +56,7 @@ class OffloadSets:
     Other names are accepted and ignored: they stay on the device."""
 
     def __init__(self, sets: Sequence[StorageSet]) -> None:
-        self._sets = {one.name: one for one in sets}
+        self._sets = {storage_set.name: storage_set for storage_set in sets}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,31 +65,35 @@ class OffloadSets:
     @property
     def offloaded(self) -> tuple[str, ...]:
         """Names of the sets that are offloaded now, or whose offload or onload failed."""
-        return tuple(name for name, one in self._sets.items() if one.offloaded)
+        return tuple(name for name, storage_set in self._sets.items() if storage_set.offloaded)
 
     @property
     def nbytes(self) -> dict[str, int]:
         """What each set holds on the device now (bytes)."""
-        return {name: one.nbytes for name, one in self._sets.items()}
+        return {name: storage_set.nbytes for name, storage_set in self._sets.items()}
 
     @property
     def freed_bytes(self) -> dict[str, int]:
         """What an offload of each set would free of the rank's memory now (bytes)."""
-        return {name: one.freed_bytes for name, one in self._sets.items()}
+        return {name: storage_set.freed_bytes for name, storage_set in self._sets.items()}
 
     def offload(self, *names: SetName) -> list[OffloadStats]:
         """Offload the sets, in this order; one of RESTING that is offloaded already is left out."""
-        leaving = [one for one in self._of(names) if not (one.name in RESTING and one.offloaded)]
-        return [one.offload() for one in leaving]
+        leaving = [
+            storage_set
+            for storage_set in self._of(names)
+            if not (storage_set.name in RESTING and storage_set.offloaded)
+        ]
+        return [storage_set.offload() for storage_set in leaving]
 
     def onload(self, *names: SetName) -> list[OffloadStats]:
-        return [one.onload() for one in self._of(names)]
+        return [storage_set.onload() for storage_set in self._of(names)]
 
     @contextmanager
     def on_device(self, *names: SetName) -> Iterator[list[OffloadStats]]:
-        """Inside, these sets of RESTING are on the device; then they are offloaded.
+        """Keep these sets of RESTING on the device inside; afterwards they are offloaded.
 
-        Gives both statistics."""
+        Gives the statistics of both."""
         stats = self.onload(*(name for name in names if name in self.offloaded))
         try:
             yield stats
@@ -148,12 +151,12 @@ def training_sets(
         def critic_tensors() -> list[Tensor]:
             return [*parameters(critic), *optimizer_tensors(critic.learner.optimizer)]
 
-        own = partial(gradients, critic)
-        add("critic", settings.offload_critic, critic_tensors, exclude=own)
+        critic_gradients = partial(gradients, critic)
+        add("critic", settings.offload_critic, critic_tensors, exclude=critic_gradients)
         add(
             "critic_gradients",
             settings.offload_critic or settings.offload_gradients,
-            own,
+            critic_gradients,
             keep=False,
         )
     if teacher is not None:
@@ -169,13 +172,13 @@ def optimizer_tensors(optimizer: Any) -> list[Tensor]:
     A chained optimizer has several parts; a part without parameters on this rank holds no torch
     optimizer."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for inner in (part.optimizer for part in parts if part.optimizer is not None):
-        found += [parameter for group in inner.param_groups for parameter in group["params"]]
-        found += [
+        tensors += [parameter for group in inner.param_groups for parameter in group["params"]]
+        tensors += [
             value
             for state in inner.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
         ]
-    return found
+    return tensors

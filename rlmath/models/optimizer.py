@@ -1,5 +1,4 @@
-"""Megatron's optimizer and learning-rate schedule from our settings, and the loss scale of
-float16."""
+"""Megatron's optimizer and learning-rate schedule from our settings; the loss scale of float16."""
 
 from __future__ import annotations
 
@@ -20,8 +19,9 @@ from rlmath.distributed.device import Device
 def build_optimizer(
     settings: OptimizerConfig, chunks: Sequence[DistributedDataParallel], device: Device
 ) -> Any:
-    """Megatron's optimizer over this rank's parameters; `distributed`: its state is shared over
-    data-parallel ranks."""
+    """Megatron's optimizer over this rank's parameters.
+
+    With the setting `distributed` its state is shared over data-parallel ranks."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer=settings.kind,
@@ -55,19 +55,20 @@ LEAST_LOSS_SCALE = 2**-8
 
 @dataclass
 class LossScale:
-    """What a loss is multiplied by before a backward pass in float16, which has nothing between 0
-    and 6e-8, and its gradients are divided by afterwards; a power of two costs them no bit. It
-    halves where gradients overflow. Megatron has a scale in each optimizer: that of a model's
-    experts could get another than that of the rest."""
+    """Factor of a loss before a backward pass in float16, by which gradients are divided afterwards.
+
+    float16 has nothing between 0 and 6e-8; a power of two costs gradients no bit. It halves where
+    gradients overflow. Megatron has a scale in each optimizer: that of a model's experts could get
+    another than that of the rest."""
 
     scale: float
     window: int
     """Updates without an overflow after which it doubles."""
     clean_updates: int = 0
-    """Since it last changed."""
+    """Updates without an overflow since it last changed."""
 
     def update(self, overflow: bool) -> bool:
-        """After a backward pass; whether it was too large, which it is not at `LEAST_LOSS_SCALE`.
+        """Adapt it after a backward pass; whether it was too large, never at `LEAST_LOSS_SCALE`.
 
         >>> scale = LossScale(4.0, window=2)
         >>> [(scale.update(one), scale.scale) for one in (True, False, False, False)]
@@ -81,7 +82,8 @@ class LossScale:
         if overflow:
             self.scale /= 2
         elif self.clean_updates == self.window:
-            self.scale, self.clean_updates = 2 * self.scale, 0
+            self.scale = 2 * self.scale
+            self.clean_updates = 0
         return overflow
 
 

@@ -1,5 +1,4 @@
-"""Logits in float32 from the output layer of a model whose format has 16 bits
-(`policy.head_dtype`).
+"""Logits in float32 from the output layer of a 16-bit model (`policy.head_dtype`).
 
 The products of its numbers are exact in float32, and are summed and kept there: what is not rounded
 are the logits themselves. vLLM's engines do the same (`ModelConfig.head_dtype`). The gradient of
@@ -32,8 +31,9 @@ def float32_logits(
     weight: Tensor | None = None,
     runtime_gather_output: bool | None = None,
 ) -> tuple[Tensor, None]:
-    """[T, 1, V] float32, in place of the forward pass of Megatron's output layer, whose call it
-    has; `weight` is the embedding's where it is tied."""
+    """Logits [T, 1, V] in float32, in place of the forward pass of Megatron's output layer.
+
+    It is called like that; `weight` is the embedding's where it is tied."""
     if layer.sequence_parallel:
         hidden_T1H = gather_from_sequence_parallel_region(hidden_N1H)
     else:
@@ -65,9 +65,10 @@ class _Float32Logits(torch.autograd.Function):
 
 
 def _rounded_in_place(grad_TV: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float32 gradient in a format of 16 bits, in the first half of its own memory: it is as
-    large as the logits (`logprobs`), and nobody reads it afterwards. Some rows at a time, since a
-    row is written where others are read."""
+    """A float32 gradient in a format of 16 bits, in the first half of its own memory.
+
+    It is as large as the logits (`logprobs`), and nobody reads it afterwards. Some rows are rounded
+    at a time, since a row is written where others are read."""
     T, V = grad_TV.shape
     assert grad_TV.is_contiguous()
     rounded_TV = grad_TV.view(-1).view(dtype)[: T * V].view(T, V)

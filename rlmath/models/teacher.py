@@ -30,7 +30,7 @@ from rlmath.models.logprobs import TeacherRows
 @dataclass(frozen=True)
 class Teacher:
     forward_backward: ForwardBackward
-    """Its `vocab_size` is that of the tokens which teacher and policy both know."""
+    """Passes of the teacher; `vocab_size` counts the tokens that teacher and policy both know."""
 
     @property
     def chunks(self) -> list[Any]:
@@ -45,7 +45,7 @@ class Teacher:
         return self.forward_backward.logprobs(batches)
 
     def states(self, batches: Sequence[MicroBatch]) -> TeacherStates:
-        """What gives the teacher's distributions of the micro-batches.
+        """The states that give the teacher's distributions of the micro-batches.
 
         A collective."""
         return TeacherStates(self, tuple(self.forward_backward.hidden_states(batches)))
@@ -69,7 +69,7 @@ class TeacherStates:
 
     teacher: Teacher
     hidden: tuple[Tensor, ...]
-    """As `ForwardBackward.hidden_states` has them."""
+    """Hidden states of each micro-batch, by `ForwardBackward.hidden_states`."""
 
     def __getitem__(self, which: slice) -> TeacherStates:
         return TeacherStates(self.teacher, self.hidden[which])

@@ -1,6 +1,7 @@
-"""Make a captured step of a run again (`rlmath replay`): its update from the recorded samples, or
-its samples and rewards from the weights that it began with; and compare. Nothing that is imported
-here loads Megatron and vLLM."""
+"""Make a captured step of a run again (`rlmath replay`), and compare.
+
+It is its update from the recorded samples, or its samples and rewards from the weights that it
+began with. Nothing that is imported here loads Megatron or vLLM."""
 
 from __future__ import annotations
 
@@ -39,10 +40,12 @@ if TYPE_CHECKING:
 
 PARTS = ("update", "rollout")
 TOLERANCE = 1e-4
-"""The norm of a gradient differs by up to 1e-5 on another layout in float32; means over tokens by
+"""Largest relative difference that counts as the same.
+
+The norm of a gradient differs by up to 1e-5 on another layout in float32; means over tokens by
 1e-7."""
 REPLAYS = "replays"
-"""In a capture's folder: a folder for each part and layout."""
+"""Folder in a capture's folder, with a folder for each part and layout."""
 
 DESCRIPTION = """Make a captured step of a run again, and compare.
 
@@ -58,12 +61,14 @@ not; 2: a mistake; 3: nothing was compared, as the step made no update.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One of `rlmath.distributed.fault_tolerance.exit_codes`; FAILURE also where the replay
-    differs, NOTHING_COMPARED where there is nothing to compare."""
+    """Run the command; returns one of `rlmath.distributed.fault_tolerance.exit_codes`.
+
+    It is FAILURE also where the replay differs, NOTHING_COMPARED where there is nothing to
+    compare."""
     escape_terminal()
     with mistakes_end_all_ranks():
-        given = parse(argv)
-    replay = Replay(given)
+        arguments = parse(argv)
+    replay = Replay(arguments)
     if (mistake := launcher_mistake()) is not None:
         return refuse_launcher(mistake, replay.load, lambda settings: None)
     from rlmath.run.startup import (
@@ -98,10 +103,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         help="processes (default: as many as the run had); of `rlmath replay` only",
     )
-    given = parser.parse_intermixed_args(argv)
-    if not (math.isfinite(given.tolerance) and given.tolerance >= 0):
-        parser.error(f"--tolerance is {given.tolerance}; needed: a number from 0 on")
-    return given
+    arguments = parser.parse_intermixed_args(argv)
+    if not (math.isfinite(arguments.tolerance) and arguments.tolerance >= 0):
+        parser.error(f"--tolerance is {arguments.tolerance}; needed: a number from 0 on")
+    return arguments
 
 
 def find_capture(run: Path, step: int | None) -> Path:
@@ -111,48 +116,59 @@ def find_capture(run: Path, step: int | None) -> Path:
     try:
         if (run / CAPTURE_FILE).is_file():
             return run
-        there = sorted(one.parent for one in (run / CAPTURES_FOLDER).glob(f"step-*/{CAPTURE_FILE}"))
+        capture_folders = sorted(
+            path.parent for path in (run / CAPTURES_FOLDER).glob(f"step-*/{CAPTURE_FILE}")
+        )
     except OSError as error:
         raise ValueError(f'"{run}" cannot be read: {error.strerror}') from error
-    fitting = [one for one in there if step is None or one == folder_of(run, step - 1)]
-    if len(fitting) != 1:
-        what = (
+    matches = [
+        folder for folder in capture_folders if step is None or folder == folder_of(run, step - 1)
+    ]
+    if len(matches) != 1:
+        problem = (
             "several captures"
-            if fitting
+            if matches
             else "no capture"
             if step is None
             else f"no capture of step {step}"
         )
         raise ValueError(
-            f'"{run}" has {what}; captures there: '
-            f"{', '.join(one.name for one in there) or 'none'}. Give the folder of "
+            f'"{run}" has {problem}; captures there: '
+            f"{', '.join(folder.name for folder in capture_folders) or 'none'}. Give the folder of "
             "a run that telemetry.capture_steps or a failure made one in, and --step N"
         )
-    return fitting[0]
+    return matches[0]
 
 
 def find_state(
     folder: Path, capture: Capture, given: Path | None
 ) -> tuple[CheckpointToResume | None, str]:
-    """The checkpoint that the step began with, None for the model that the run started from; and a
-    warning where it is an earlier one. ValueError where there is none."""
+    """The checkpoint that the step began with, and a warning where it is an earlier one.
+
+    The checkpoint is None for the model that the run started from. ValueError where there is none.
+    """
     if given is not None:
         place = given.resolve()
-        found, notes = complete_checkpoints(place.parent)
-        found = [one for one in found if one.folder.name == place.name]
+        checkpoints, notes = complete_checkpoints(place.parent)
+        checkpoints = [
+            checkpoint for checkpoint in checkpoints if checkpoint.folder.name == place.name
+        ]
     elif capture.step == 0:
         return None, ""
     else:
-        found, notes = complete_checkpoints(folder.absolute().parent.parent / CHECKPOINTS_FOLDER)
-        found = [one for one in found if one.step <= capture.step]
-    if not found:
-        wanted = given or folder.parent.parent / CHECKPOINTS_FOLDER / f"step-{capture.step:06d}"
+        checkpoints, notes = complete_checkpoints(
+            folder.absolute().parent.parent / CHECKPOINTS_FOLDER
+        )
+        checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.step <= capture.step]
+    if not checkpoints:
+        needed = given or folder.parent.parent / CHECKPOINTS_FOLDER / f"step-{capture.step:06d}"
         raise ValueError(
-            f'there is no complete checkpoint "{wanted}", with which step {capture.step + 1} '
+            f'there is no complete checkpoint "{needed}", with which step {capture.step + 1} '
             "began. "
             f"{' '.join([*notes, 'Give one: --state FOLDER'])}"
         )
-    checkpoint, progress = found[0], read_progress(found[0].folder)
+    checkpoint = checkpoints[0]
+    progress = read_progress(checkpoints[0].folder)
     warning = ""
     if checkpoint.step != capture.step or len(progress.rollback_steps) > capture.rollbacks:
         warning = (
@@ -164,9 +180,9 @@ def find_state(
 
 
 def replay_settings(settings: Config, output: Path, part: str) -> Config:
-    """A run's settings without what the replay of a step has no part in; it has a folder of its own
-    in `output`."""
-    layout, ranks = settings.parallel, environment_world_size()
+    """A run's settings without what a replay of a step does not use, with a folder in `output`."""
+    layout = settings.parallel
+    ranks = environment_world_size()
     name = f"{part}-{ranks}-ranks-tp{layout.tensor}-pp{layout.pipeline}"
     rollout = settings.rollout
     if part == "update":  # there is no engine
@@ -210,7 +226,7 @@ class Replay:
         )
 
     def _check_functions(self, settings: Config) -> None:
-        """Whoever wrote the capture says which code is imported."""
+        """Refuse functions without --with-functions: the capture says which code is imported."""
         named = [*settings.run.plugins, *functions_of(settings.reward).values()]
         if named and not self.given.with_functions:
             raise ValueError(
@@ -220,8 +236,10 @@ class Replay:
             )
 
     def _check_rollout(self, rollout: RolloutConfig) -> None:
-        completions = [one for group in self.capture.groups for one in group.completions]
-        steps = {segment.step for one in completions for segment in one.segments}
+        completions = [
+            completion for group in self.capture.groups for completion in group.completions
+        ]
+        steps = {segment.step for completion in completions for segment in completion.segments}
         if rollout.ranks or rollout.tail != "wait" or steps - {self.capture.step}:
             raise ValueError(
                 f"step {self.capture.step + 1} learned from completions that were drawn in, or "
@@ -233,7 +251,7 @@ class Replay:
             raise ValueError(f"{self.warning}. The rollout needs those of the step")
 
     def prepare(self, config: Config) -> PreparedRun[Inputs]:
-        """ValueError for all that can be known to be wrong before the replay starts."""
+        """Prepare the replay; ValueError for all that can be known to be wrong before it starts."""
         from rlmath.run.prepared import PreparedRun
 
         world_size = environment_world_size()
@@ -246,8 +264,8 @@ class Replay:
             )
         tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
         groups = self.capture.groups
-        tokens = [one.prompt.token_ids for one in groups]
-        tokens += [one.token_ids for group in groups for one in group.completions]
+        tokens = [group.prompt.token_ids for group in groups]
+        tokens += [completion.token_ids for group in groups for completion in group.completions]
         if any(not 0 <= token < shape.vocab_size for row in tokens for token in row):
             raise ValueError(
                 f"{self.folder} has tokens that are not below {shape.vocab_size}, those of "
@@ -267,11 +285,11 @@ class Replay:
             stop_token_ids=stop_token_ids(config.model.path, tokenizer, shape.vocab_size),
         )
         origin = Origin(model_fingerprint(config.model.path), "")
-        where = "model.path" if self.state is None else str(self.state[0].folder)
+        source = "model.path" if self.state is None else str(self.state[0].folder)
         lines = (
             f"Replay of the {self.given.part} of step {self.capture.step + 1}, captured on "
             f"{self.capture.layout}: from "
-            f"{where}, on {mesh_of(config, world_size, 0).training_layout}",
+            f"{source}, on {mesh_of(config, world_size, 0).training_layout}",
         )
         return PreparedRun(
             config,
@@ -285,7 +303,7 @@ class Replay:
         )
 
     def program(self) -> Program:
-        """Imported only now: a mistake is reported before Megatron and vLLM are loaded."""
+        """The program, imported only now: mistakes are reported before Megatron and vLLM load."""
         from rlmath.replay import replay_step
 
         part = (

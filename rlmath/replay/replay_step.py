@@ -1,5 +1,4 @@
-"""A captured step made again on the ranks of a replay (`replay`), and compared with what was
-captured."""
+"""Makes a captured step again on the ranks of a replay (`replay`), and compares the two."""
 
 from __future__ import annotations
 
@@ -59,15 +58,16 @@ SHOWN = ("loss", "tokens", "ratio", "grad_norm", "learning_rate")
 
 @dataclass(frozen=True)
 class Difference:
-    """A number of a minibatch in both."""
+    """A number of a minibatch, captured and replayed."""
 
     minibatch: str
     name: str
     captured: float
     replayed: float
     relative: float
-    """Of the larger value; where a value of a token, or its mean over tokens, is less than 1, of
-    1."""
+    """Share of the larger value that both differ by.
+
+    Where a value of a token, or its mean over tokens, is less than 1, it is a share of 1."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Comparison:
     weights: str
     """Whether the weights afterwards are the captured ones to the bit, in the same words."""
     minibatches: int = 0
-    """How many of policy and critic were compared."""
+    """Number of minibatches of policy and critic that were compared."""
     mistakes: tuple[str, ...] = ()
     """Why the two cannot be compared number by number."""
 
@@ -90,16 +90,20 @@ class Comparison:
 
         What a single token has, the largest mismatch, is rounded more than means are: it counts
         only where all bits must be the same."""
-        return [one for one in self.differences if tolerance == 0 or one.name not in MAXIMA]
+        return [
+            difference
+            for difference in self.differences
+            if tolerance == 0 or difference.name not in MAXIMA
+        ]
 
     def same(self, tolerance: float) -> bool:
-        """Whether minibatches were compared, and all numbers that count are within the
-        tolerance."""
+        """Whether minibatches were compared and all numbers that count are within the tolerance."""
         return self.minibatches > 0 and not self._differs(tolerance)
 
     def status(self, tolerance: float) -> int:
-        """The exit status: FINISHED where both are the same, FAILURE where they differ, else
-        NOTHING_COMPARED."""
+        """The exit status.
+
+        FINISHED where both are the same, FAILURE where they differ, else NOTHING_COMPARED."""
         if self._differs(tolerance):
             return exit_codes.FAILURE
         return exit_codes.FINISHED if self.minibatches else exit_codes.NOTHING_COMPARED
@@ -117,8 +121,7 @@ class Comparison:
 
 
 class ReplayTrainer(PolicyTrainer):
-    """The models of the run as they were before the step, and the step's update; there are no
-    engines."""
+    """The models of the run as they were before the step, and the step's update, without engines."""
 
     capture: Capture
     last: UpdateRecord
@@ -128,7 +131,7 @@ class ReplayTrainer(PolicyTrainer):
         return self.mesh.training_layout
 
     def step(self, number: int) -> StepRecord:
-        """The update of the captured step."""
+        """Make the update of the captured step."""
         learned = self.capture.learned
         updater = self.updaters[self.capture.length_stage]
         self.last = updater.update(learned, number, self.capture.own_advantages)
@@ -141,7 +144,7 @@ class ReplayTrainer(PolicyTrainer):
         )
 
     def scale_learning_rate(self) -> None:
-        """As the run's rollbacks before the step did."""
+        """Lower the learning rate as the run's rollbacks before the step did."""
         rate = self.config.algorithm.rollback_lr_factor**self.capture.rollbacks
         for model in filter(None, (self.actor, self.critic)):
             model.learner.lr_scale = rate
@@ -172,8 +175,8 @@ def replay_update(
         status = exit_codes.FINISHED
         if before is not None:
             comparison = compare(capture, before, replayed)
-            same = comparison.same(tolerance)
-            content = {"part": "update", "same": same, "bit_equal": comparison.bit_equal}
+            is_same = comparison.same(tolerance)
+            content = {"part": "update", "same": is_same, "bit_equal": comparison.bit_equal}
             content |= asdict(comparison)
             lines = comparison_lines(capture, comparison, replayed, tolerance)
             status = _end(prepared, comparison.status(tolerance), content, lines)
@@ -183,30 +186,36 @@ def replay_update(
 
 
 def compare(capture: Capture, before: str, replayed: CapturedUpdate) -> Comparison:
-    """What the replay of an update gave with what the run's gave; `before` is the digest of the
-    replay's weights."""
-    start, there = _compared(capture.weights_before, before), capture.update
-    if there is None:
+    """Compare what the replay of an update gave with what the run's gave.
+
+    `before` is the digest of the replay's weights."""
+    start = _compared(capture.weights_before, before)
+    captured = capture.update
+    if captured is None:
         return Comparison((), start, "not captured")
     mistakes, differences, minibatches = [], [], 0
     for kind in ("minibatches", "critic_minibatches"):
-        rows, again = getattr(there, kind), getattr(replayed, kind)
-        if len(rows) != len(again):
-            mistakes.append(f"{kind}: {len(rows)} captured, {len(again)} replayed")
+        rows = getattr(captured, kind)
+        other_rows = getattr(replayed, kind)
+        if len(rows) != len(other_rows):
+            mistakes.append(f"{kind}: {len(rows)} captured, {len(other_rows)} replayed")
         word = "critic " if kind.startswith("critic") else ""
-        for number, (row, other) in enumerate(zip(rows, again, strict=False), start=1):
-            if row.discarded != other.discarded and None in (row.discarded, other.discarded):
+        for number, (row, other_row) in enumerate(zip(rows, other_rows, strict=False), start=1):
+            if row.discarded != other_row.discarded and None in (
+                row.discarded,
+                other_row.discarded,
+            ):
                 mistakes.append(f"{word}minibatch {number}: discarded in one of the two only")
-            differences += _differences(f"{word}{number}", row, other)
+            differences += _differences(f"{word}{number}", row, other_row)
             minibatches += 1
-    captured_sizes, replayed_sizes = ([*map(len, part.advantages)] for part in (there, replayed))
+    captured_sizes, replayed_sizes = ([*map(len, part.advantages)] for part in (captured, replayed))
     if captured_sizes == replayed_sizes:
-        differences += _advantage_differences(there.advantages, replayed.advantages)
+        differences += _advantage_differences(captured.advantages, replayed.advantages)
     else:
         mistakes.append(
             f"advantages: groups of {captured_sizes} captured, of {replayed_sizes} replayed"
         )
-    weights = _compared(there.weights_after, replayed.weights_after)
+    weights = _compared(captured.weights_after, replayed.weights_after)
     return Comparison(tuple(differences), start, weights, minibatches, tuple(mistakes))
 
 
@@ -221,9 +230,11 @@ def _differences(
 ) -> Iterator[Difference]:
     tokens = abs(one.numbers.get("tokens", 1.0))
     for name, value in one.numbers.items():
-        again = other.numbers.get(name, math.nan)
+        other_value = other.numbers.get(name, math.nan)
         floor = 0.0 if name in PLAIN else 1.0 if name in MAXIMA else tokens
-        yield Difference(label, name, value, again, relative_difference(value, again, floor))
+        yield Difference(
+            label, name, value, other_value, relative_difference(value, other_value, floor)
+        )
 
 
 def _advantage_differences(
@@ -231,16 +242,19 @@ def _advantage_differences(
 ) -> Iterator[Difference]:
     pairs = [
         (a, b)
-        for row, other in zip(rows, again, strict=True)
-        for a, b in zip(row, other, strict=True)
+        for row, other_row in zip(rows, again, strict=True)
+        for a, b in zip(row, other_row, strict=True)
     ]
-    found = [Difference("all", "advantage", a, b, relative_difference(a, b, 1.0)) for a, b in pairs]
-    yield from sorted(found, key=lambda one: one.relative)[-1:]
+    differences = [
+        Difference("all", "advantage", a, b, relative_difference(a, b, 1.0)) for a, b in pairs
+    ]
+    yield from sorted(differences, key=lambda difference: difference.relative)[-1:]
 
 
 def relative_difference(one: float, other: float, floor: float) -> float:
-    """Of the larger of both and the floor; 0 for the same value, NaN for NaN, and infinite where
-    only one is finite.
+    """The difference as a share of the larger of both and the floor.
+
+    It is 0 for the same value or two NaN, and infinite where only one is finite.
 
     >>> relative_difference(2.0, 1.0, 0.0), relative_difference(2.0, 1.0, 10.0), relative_difference(1.0, math.nan, 0.0)
     (0.5, 0.1, inf)
@@ -254,14 +268,14 @@ def relative_difference(one: float, other: float, floor: float) -> float:
 def comparison_lines(
     capture: Capture, found: Comparison, replayed: CapturedUpdate, tolerance: float
 ) -> list[str]:
-    """For the console."""
+    """Lines for the console on the comparison of two updates."""
     lines = [f"The weights before the step, beside the captured ones: {found.start}"]
-    for one in found.differences:
-        if one.name in SHOWN:
+    for difference in found.differences:
+        if difference.name in SHOWN:
             lines.append(
-                f"  minibatch {one.minibatch:<3} {one.name:<14} {one.captured:>15.8g} "
-                f"{one.replayed:>15.8g} "
-                f"{one.relative:.1e}"
+                f"  minibatch {difference.minibatch:<3} {difference.name:<14} {difference.captured:>15.8g} "
+                f"{difference.replayed:>15.8g} "
+                f"{difference.relative:.1e}"
             )
     lines += [f"  {mistake}" for mistake in found.mistakes]
     if capture.update is None:
@@ -280,10 +294,10 @@ def comparison_lines(
         else "NOT the same"
     )
     if counted := found.counted(tolerance):
-        one = max(counted, key=lambda one: one.relative)
+        difference = max(counted, key=lambda difference: difference.relative)
         word += (
-            f": the largest relative difference is {one.relative:.1e}, {one.name} of "
-            f"minibatch {one.minibatch}"
+            f": the largest relative difference is {difference.relative:.1e}, {difference.name} of "
+            f"minibatch {difference.minibatch}"
         )
     lines.append(f"{word}; allowed: {tolerance:g}; weights afterwards: {found.weights}")
     return lines
@@ -300,7 +314,8 @@ def replay_rollout(
     rendezvous: Rendezvous | None,
 ) -> int:
     """Sample and score a captured step again; the exit status: `RolloutComparison.status`."""
-    config, shape = prepared.config, prepared.shape
+    config = prepared.config
+    shape = prepared.shape
     mesh = mesh_of(config, environment_world_size(), environment_rank())
     with ExitStack() as stack:
         workers = stack.enter_context(open_engine_workers(config, mesh))
@@ -335,10 +350,13 @@ def replay_rollout(
 def _model_folder(
     prepared: PreparedRun[Inputs], state: CheckpointToResume | None, mesh: Mesh, device: Device
 ) -> Path:
-    """The policy that the step began with, as a Hugging Face folder; rank 0 converts a checkpoint,
-    or merges the adapters that the run began with. A collective."""
-    config, shape = prepared.config, prepared.shape
-    base, folder = Path(config.model.path), Path(config.run.output_dir) / MODEL_FOLDER
+    """The policy that the step began with, as a Hugging Face folder.
+
+    Rank 0 converts a checkpoint, or merges the adapters that the run began with. A collective."""
+    config = prepared.config
+    shape = prepared.shape
+    base = Path(config.model.path)
+    folder = Path(config.run.output_dir) / MODEL_FOLDER
     if state is None and config.model.adapter_path is None:
         return base
     mistake = None
@@ -373,7 +391,8 @@ def _sample_again(
 ) -> list[ScoredGroup]:
     stages = length_curriculum.length_stages(prepared.config, capture.total_steps)
     sampling = training_sampling(stages[capture.length_stage].config.rollout)
-    config, tokenizer = prepared.config, prepared.inputs.tokenizer
+    config = prepared.config
+    tokenizer = prepared.inputs.tokenizer
     collector = Collector(
         engine,
         mesh,
@@ -397,7 +416,7 @@ class RolloutComparison:
     same_rewards: int
     """Completions with the same reward."""
     logprobs_apart: float
-    """How far log-probs of the same tokens are apart, at most (nats)."""
+    """Largest distance between log-probs of the same tokens (nats)."""
 
     @property
     def same(self) -> bool:
@@ -406,8 +425,9 @@ class RolloutComparison:
 
     @property
     def status(self) -> int:
-        """The exit status: FINISHED where both are the same, FAILURE where they differ, else
-        NOTHING_COMPARED."""
+        """The exit status.
+
+        FINISHED where both are the same, FAILURE where they differ, else NOTHING_COMPARED."""
         if not self.completions:
             return exit_codes.NOTHING_COMPARED
         is_same = self.same_tokens == self.same_rewards == self.completions
@@ -420,18 +440,27 @@ def compare_groups(
     """The completions of a replayed rollout beside the captured ones."""
     same_tokens = same_rewards = total = 0
     apart = 0.0
-    for group, other in zip(captured, replayed, strict=True):
-        for one, again, score, score_again in zip(
-            group.completions, other.completions, group.scores, other.scores, strict=True
+    for group, other_group in zip(captured, replayed, strict=True):
+        for completion, other_completion, score, other_score in zip(
+            group.completions,
+            other_group.completions,
+            group.scores,
+            other_group.scores,
+            strict=True,
         ):
             total += 1
-            same_rewards += score.reward == score_again.reward
-            if list(one.token_ids) == list(again.token_ids):
+            same_rewards += score.reward == other_score.reward
+            if list(completion.token_ids) == list(other_completion.token_ids):
                 same_tokens += 1
                 apart = max(
                     [
                         apart,
-                        *(abs(a - b) for a, b in zip(one.logprobs, again.logprobs, strict=True)),
+                        *(
+                            abs(a - b)
+                            for a, b in zip(
+                                completion.logprobs, other_completion.logprobs, strict=True
+                            )
+                        ),
                     ]
                 )
     return RolloutComparison(
@@ -440,7 +469,7 @@ def compare_groups(
 
 
 def rollout_line(comparison: RolloutComparison) -> str:
-    """For the console."""
+    """Line for the console on the comparison of two rollouts."""
     if not comparison.completions:
         return "Nothing was compared: the step has no completion"
     return (
@@ -474,7 +503,7 @@ def begin(
 
 
 def _whole(state: CheckpointToResume | None, heartbeat: Heartbeat) -> CheckpointToResume | None:
-    """The checkpoint; ValueError where its files, which are read, are not as they were written.
+    """The checkpoint, whose files are read; ValueError where they are not as they were written.
 
     A collective."""
     heartbeat.enter_phase("check checkpoint")

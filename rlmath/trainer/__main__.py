@@ -1,5 +1,6 @@
-"""`torchrun --nproc-per-node=N -m rlmath.trainer`: the training program (`rlmath.cli.program`) on
-one rank."""
+"""The training program on one rank (`rlmath.cli.program`).
+
+Start it by `torchrun --nproc-per-node=N -m rlmath.trainer`."""
 
 import sys
 

@@ -26,7 +26,7 @@ from rlmath.trainer.context import RankContext
 
 
 class Export(Protocol):
-    """Writes the model as it is in Hugging Face form into a folder, with some files `more`.
+    """Writes the model as it is in Hugging Face form into a folder, with the files `more`.
 
     A collective. OSError on rank 0 where the disk refuses."""
 
@@ -51,11 +51,13 @@ class Trainer(ABC):
     actor: Actor
 
     def __init__(self, context: RankContext[Any]) -> None:
-        """Starts Megatron's process groups; needs the process group.
+        """Start Megatron's process groups; torch's process group must exist.
 
         A subclass builds models, among them `actor`."""
-        self.config, self.shape = context.config, context.shape
-        self.mesh, self.device = context.mesh, context.device
+        self.config = context.config
+        self.shape = context.shape
+        self.mesh = context.mesh
+        self.device = context.device
         self.stop_token_ids = context.inputs.stop_token_ids
         self.chat_template = context.inputs.chat_template
         self.order = context.inputs.order
@@ -73,15 +75,16 @@ class Trainer(ABC):
     def open_workers(
         config: Config, mesh: Mesh, inputs: Any = None, validation: Sequence[Any] = ()
     ) -> AbstractContextManager[Any]:
-        """Processes that this rank needs beside it for what `inputs` and the files of `validation`
-        hold; opened before process groups and engines, whose threads they must not inherit.
+        """Processes that this rank needs beside it for `inputs` and the files of `validation`.
+
+        They are opened before process groups and engines, whose threads they must not inherit.
         `RankContext.workers` is what the context manager gives."""
         return nullcontext()
 
     @property
     @abstractmethod
     def layout(self) -> str:
-        """For the summary: "TP2 x PP1 x DP1, ..."."""
+        """The layout as the summary shows it: "TP2 x PP1 x DP1, ..."."""
 
     def begin(  # noqa: B027
         self, steps_done: int, export: Export, asked_to_stop: Callable[[], str | None]
@@ -93,19 +96,19 @@ class Trainer(ABC):
 
     @property
     def models(self) -> list[SavedModel]:
-        """The models whose weights a checkpoint may have: each is loaded from it where the
-        checkpoint has it."""
-        lora, actor = self.config.lora, self.actor
+        """The models whose weights a checkpoint may have; each that it has is loaded from it."""
+        lora = self.config.lora
+        actor = self.actor
         rules = adapter_rules(self.shape.architecture, lora.rank, lora.target)
         placed = tuple(placed_tensors(self.shape, rules))
         return [SavedModel(POLICY, actor.chunks, actor.learner.optimizer, adapters=placed)]
 
     def saved_models(self) -> list[SavedModel]:
-        """The models that a checkpoint of now must have, some of `models`."""
+        """The models, some of `models`, that a checkpoint written now must have."""
         return self.models
 
     def models_on_device(self, models: Sequence[SavedModel]) -> AbstractContextManager[Any]:
-        """Inside, these are on the device, though they may be offloaded between steps.
+        """Keep these models on the device, though they may be offloaded between steps.
 
         Not to be nested."""
         return nullcontext()
@@ -115,8 +118,7 @@ class Trainer(ABC):
         return {}
 
     def checkpoint_files(self) -> dict[str, bytes]:
-        """What a checkpoint keeps of this run beside tensors and `Progress`, by file name; rank 0
-        writes it."""
+        """Files of a checkpoint beside tensors and `Progress`, by name; rank 0 writes them."""
         return {}
 
     def resume(self, folder: Path, progress: Progress) -> None:  # noqa: B027
@@ -125,14 +127,15 @@ class Trainer(ABC):
         ValueError where one is damaged."""
 
     def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
-        """The run has made these so far: later prompts and samples have other seeds; the learning
-        rate is lower."""
+        """Apply the rollbacks that the run has made so far.
+
+        Later prompts and samples have other seeds; the learning rate is lower."""
         self.rollbacks = tuple(rollbacks)
         self.order.roll_back(rollbacks)
         self.actor.learner.lr_scale = self.config.algorithm.rollback_lr_factor ** len(rollbacks)
 
     def next_draw_step(self, steps_done: int) -> int:
-        """The first step of which nothing is drawn yet with so many steps done."""
+        """The first step for which nothing is drawn yet, with so many steps done."""
         return steps_done
 
     def evaluate_before_training(self) -> dict[str, float]:
@@ -152,15 +155,17 @@ class Trainer(ABC):
         return {}
 
     def busy_seconds(self) -> float:
-        """Seconds since the last call in which this rank's models computed without waiting for
-        other replicas."""
+        """Seconds since the last call in which this rank's models computed.
+
+        Time that they waited for other replicas is not counted."""
         return self.actor.forward_backward.pop_busy_seconds()
 
     def write_last_step(self, reason: str) -> None:  # noqa: B027
-        """The run fails or diverges here: write what the last step's update was made of, if kept.
+        """Write what the last step's update was made of, if kept, as the run fails or diverges.
 
         Not a collective."""
 
     def close(self, status: int) -> None:  # noqa: B027
-        """End what the constructor started, when the run ends with this exit status; not called
-        after an error."""
+        """End what the constructor started, when the run ends with this exit status.
+
+        Not called after an error."""

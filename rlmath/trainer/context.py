@@ -1,5 +1,6 @@
-"""What a training program is made of on one rank, in one record; importing it loads neither
-Megatron nor vLLM."""
+"""What a training program is made of on one rank, in one record.
+
+Importing it loads neither Megatron nor vLLM."""
 
 from __future__ import annotations
 

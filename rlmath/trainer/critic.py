@@ -1,5 +1,4 @@
-"""The critic's part of a step: values of the step's tokens, advantages and returns by GAE, and the
-critic's updates.
+"""The critic's part of a step: values, advantages and returns by GAE, and the critic's updates.
 
     values -> rewards of tokens (KL, the completion's reward at its last token) -> advantages,
     returns -> minibatches
@@ -41,7 +40,7 @@ count returns squared_returns errors squared_errors values advantages squared_ad
 
 @dataclass(frozen=True)
 class CriticInAdvantages:
-    """Advantages by the critic as it is, and its own updates afterwards.
+    """Gives advantages by the critic as it is, and updates the critic afterwards.
 
     All training ranks call it alike."""
 
@@ -59,12 +58,16 @@ class CriticInAdvantages:
         with self.timers.phase("critic"), self.offload.on_device("critic", "critic_gradients"):
             estimated, targets = self._estimate(packed, logprobs, advantages)
             results = []
-            for which in (packed.minibatch_slices[index] for order in orders for index in order):
-                result = self.critic.learner.learn(estimated.batches[which], targets[which])
+            for minibatch_slice in (
+                packed.minibatch_slices[index] for order in orders for index in order
+            ):
+                result = self.critic.learner.learn(
+                    estimated.batches[minibatch_slice], targets[minibatch_slice]
+                )
                 results.append(result)
                 if result.discarded is not None:
-                    what = packed.scored.number + 1, len(results), result.discarded
-                    logger.warning("step %d: minibatch %d of the critic discarded: %s", *what)
+                    details = packed.scored.number + 1, len(results), result.discarded
+                    logger.warning("step %d: minibatch %d of the critic discarded: %s", *details)
         metrics = estimated.critic_metrics | critic_metrics(results)
         return replace(estimated, critic_results=results, critic_metrics=metrics)
 
@@ -74,15 +77,16 @@ class CriticInAdvantages:
         """Advantages and returns of the step's samples.
 
         A collective."""
-        batches, groups, rewards = (
-            advantages.batches,
-            packed.scored.groups,
-            packed.scored.rewards_PG,
-        )
-        old, reference = logprobs.old, logprobs.reference
+        batches = advantages.batches
+        groups = packed.scored.groups
+        rewards = packed.scored.rewards_PG
+        old = logprobs.old
+        reference = logprobs.reference
         rewards_P = torch.tensor([reward for row in rewards for reward in row], dtype=torch.float64)
-        completions = [one for group in groups for one in group.completions]
-        truncated_P = torch.tensor([one.finish_reason == "length" for one in completions])
+        completions = [completion for group in groups for completion in group.completions]
+        truncated_P = torch.tensor(
+            [completion.finish_reason == "length" for completion in completions]
+        )
         values = self.critic.learner.values(batches)
         rows: list[_TokenEstimates] = []
         if self.mesh.is_last_stage:
@@ -99,8 +103,8 @@ class CriticInAdvantages:
         deviation = max(0.0, sums["squared_advantages"] / count - mean**2) ** 0.5
         divisor = deviation + self.config.algorithm.advantage_eps
         scale = 1.0 / divisor if divisor > 0 else 0.0
-        none = torch.empty(0)
-        targets = [ValueTargets(none, none)] * len(batches)
+        empty = torch.empty(0)
+        targets = [ValueTargets(empty, empty)] * len(batches)
         learned = batches
         if self.mesh.is_last_stage:  # nothing else looks at advantages and returns
             targets = [row.targets(batch) for batch, row in zip(batches, rows, strict=True)]
@@ -108,8 +112,8 @@ class CriticInAdvantages:
                 replace(batch, advantages_T=row.spread(batch, (row.advantages_N - mean) * scale))
                 for batch, row in zip(batches, rows, strict=True)
             ]
-        found = iter(((means_P - mean) * scale).tolist())
-        means_PG = [[next(found) for _ in group.completions] for group in groups]
+        normalised_means = iter(((means_P - mean) * scale).tolist())
+        means_PG = [[next(normalised_means) for _ in group.completions] for group in groups]
         reward_kl = None
         if self.kl_in_reward:
             reward_kl = RewardKL(sums["kl"] / count, sums["kl"] / max(1, len(completions)))
@@ -148,7 +152,8 @@ class CriticInAdvantages:
             : len(samples)
         ]
         has_tokens_S = lengths_S > 0
-        samples_S, tokens_S = samples[has_tokens_S], lengths_S[has_tokens_S]
+        samples_S = samples[has_tokens_S]
+        tokens_S = lengths_S[has_tokens_S]
         values_N = values.values_T.cpu().double()[sampled_T]
         kl_N = torch.zeros_like(values_N) if kl_T is None else kl_T[sampled_T]
         rewards_N = torch.zeros_like(values_N) - self.config.algorithm.kl_coef * kl_N
@@ -183,15 +188,16 @@ class CriticInAdvantages:
     def _totals(
         self, rows: Sequence[_TokenEstimates], samples: int
     ) -> tuple[dict[str, float], Tensor]:
-        """Sums over all tokens of the step, and the mean advantage of every sample, on all ranks;
-        over gloo."""
+        """Sums over all tokens of the step, and every sample's mean advantage, on all ranks.
+
+        They are reduced over gloo."""
         totals = torch.zeros(len(ESTIMATE_SUMS) + samples, dtype=torch.float64)
         if self.mesh.counts_loss:
             for row in rows:
                 totals[: len(ESTIMATE_SUMS)] += row.sums()
                 per_sample = row.advantages_N.split(row.tokens_S.tolist())
-                for index, mine_N in zip(row.samples_S.tolist(), per_sample, strict=True):
-                    totals[len(ESTIMATE_SUMS) + index] = mine_N.mean()
+                for index, advantages_N in zip(row.samples_S.tolist(), per_sample, strict=True):
+                    totals[len(ESTIMATE_SUMS) + index] = advantages_N.mean()
         dist.all_reduce(totals)
         return dict(zip(ESTIMATE_SUMS, totals[: len(ESTIMATE_SUMS)].tolist(), strict=True)), totals[
             len(ESTIMATE_SUMS) :
@@ -211,7 +217,7 @@ class _TokenEstimates:
     kl_N: Tensor
 
     def sums(self) -> Tensor:
-        """In the order of ESTIMATE_SUMS."""
+        """Sums over the tokens, in the order of ESTIMATE_SUMS."""
         errors_N = self.returns_N - self.values_N
         columns = (
             torch.ones_like(errors_N),
@@ -237,14 +243,15 @@ class _TokenEstimates:
 
 
 def critic_metrics(results: Sequence[MinibatchResult]) -> dict[str, float]:
-    """Metrics of the minibatches that were learned from, means over tokens; of all where every one
-    was discarded."""
-    kept = [result for result in results if result.discarded is None]
-    counted = kept or results
+    """Metrics of the minibatches that were learned from, means over tokens.
+
+    They are those of all minibatches where every one was discarded."""
+    learned_results = [result for result in results if result.discarded is None]
+    counted = learned_results or results
 
     def mean(name: str, of: str) -> float:
-        return sum(one.sums[name] for one in counted) / max(
-            1.0, sum(one.sums[of] for one in counted)
+        return sum(result.sums[name] for result in counted) / max(
+            1.0, sum(result.sums[of] for result in counted)
         )
 
     return {
@@ -252,5 +259,5 @@ def critic_metrics(results: Sequence[MinibatchResult]) -> dict[str, float]:
         "critic/clip_share": mean("clipped", "tokens"),
         "critic/grad_norm": sum(result.grad_norm for result in counted) / len(counted),
         "critic/learning_rate": results[-1].learning_rate,
-        "critic/discarded_minibatches": float(len(results) - len(kept)),
+        "critic/discarded_minibatches": float(len(results) - len(learned_results)),
     }

@@ -79,12 +79,13 @@ class GrpoTrainer(PolicyTrainer):
         return open_engine_workers(config, mesh, measured)
 
     def __init__(self, context: RankContext[Inputs]) -> None:
-        """Builds engine, actor and reference; the engine sleeps afterwards.
+        """Build engine, actor and reference; the engine sleeps afterwards.
 
         With a bridge the engines are elsewhere."""
         super().__init__(context)
         config = context.config
-        self.inputs, self.reward_fingerprint = context.inputs, context.reward_fingerprint
+        self.inputs = context.inputs
+        self.reward_fingerprint = context.reward_fingerprint
         self.entered_length_stage: int | None = None
         self.hooks = StepHooks(config, context.mesh.rank)
         self.failed_steps = FailedSteps(config.reward.timeout_seconds)
@@ -164,7 +165,8 @@ class GrpoTrainer(PolicyTrainer):
         seconds: dict[str, float],
     ) -> dict[str, float]:
         """All metrics of a step, under the names that `metrics.jsonl` has."""
-        algorithm, selection = self.config.algorithm, rollout.selection
+        algorithm = self.config.algorithm
+        selection = rollout.selection
         learned = selection.learned
         metrics = rollout_metrics(selection.sampled) | part_metrics(
             selection.sampled, self.config.reward
@@ -190,7 +192,7 @@ class GrpoTrainer(PolicyTrainer):
         return metrics | self.engines.metrics()
 
     def own_advantages(self, groups: Sequence[ScoredGroup]) -> list[list[float]] | None:
-        """By a function of the user's; None where there is none, or no reward is learned from.
+        """Advantages by the user's function; None without one, or where no reward is learned from.
 
         A collective. UserFunctionError where it fails."""
         if self.teacher is not None and not self.config.teacher.with_rewards:
@@ -227,8 +229,7 @@ class GrpoTrainer(PolicyTrainer):
         self.rollouts.resume(folder, progress.step, changed)
 
     def validate_at_end(self) -> ValidationResult | None:
-        """The validation of the weights after all steps, where it is due and not done; the engine
-        wakes for it."""
+        """Validate the weights after all steps, where that is due; the engine wakes for it."""
         if not self.validator.due(self.total_steps):
             return None
         with self.engines.generating(self.actor.learner.updates, self.total_steps):
@@ -237,7 +238,7 @@ class GrpoTrainer(PolicyTrainer):
         return validated
 
     def next_draw_step(self, steps_done: int) -> int:
-        """Groups in flight were drawn for later steps."""
+        """The first step for which nothing is drawn: groups in flight were drawn for later steps."""
         return max(steps_done, -(-self.rollouts.next_draw // self.order.prompts_per_step))
 
     def at_end(self) -> dict[str, Any]:

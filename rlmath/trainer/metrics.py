@@ -29,20 +29,22 @@ class UpdateRecord:
     """What the updates of a step leave for its metrics."""
 
     results: list[MinibatchResult]
-    """What every minibatch gave, in the order of their use."""
+    """The result of every minibatch, in the order of their use."""
     advantages: list[list[float]]
-    """By group and completion; with KL in the reward the mean over the completion's tokens."""
+    """Advantages by group and completion; with KL in the reward, means over a completion's tokens."""
     reward_kl: RewardKL | None
-    """Where KL is part of the reward."""
+    """The KL, where it is part of the reward."""
     passes: float = 0.0
-    """How often the samples were learned from; less than `algorithm.epochs` where early stop ended
-    the step."""
+    """How often the samples were learned from.
+
+    It is less than `algorithm.epochs` where early stop ended the step."""
     critic_results: list[MinibatchResult] = field(default_factory=list)
-    """What every minibatch of the critic gave, where there is one."""
+    """The result of every minibatch of the critic, where there is one."""
     critic_metrics: dict[str, float] = field(default_factory=dict)
     teacher_kl: float | None = None
-    """KL(policy || teacher) per token (nats), estimated from sampled tokens, where the teacher is
-    in the advantages."""
+    """KL(policy || teacher) per token (nats), where the teacher is in the advantages.
+
+    It is estimated from sampled tokens."""
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -74,9 +76,10 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def accuracy_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """The share of right answers, by the verifier, in a run whose rows all have a solution to
-    verify against; else the share of completions that a function of the user's counts as right, by
-    its metric "correct" or a reward above 0."""
+    """The share of right answers by the verifier, where all rows of the run have a solution.
+
+    Otherwise it is the share of completions that a function of the user's counts as right, by its
+    metric "correct" or a reward above 0."""
     verified = [score.verified_correct for score in scores if score.verified_correct is not None]
     if verified:
         return {"rollout/accuracy": sum(verified) / len(verified)}
@@ -84,11 +87,13 @@ def accuracy_metrics(scores: Sequence[Score]) -> dict[str, float]:
 
 
 def engine_metrics(rounds: Sequence[Sequence[EngineUsage]]) -> dict[str, float]:
-    """What the engines did in the rollouts of a step, which each have a usage by engine; nothing
-    where there was none. `idle_share`: of the time, in which an engine had nothing left to sample
-    while another still did (0 to 1): the mean over engines, the most, and each engine's own where
-    there are few. `tail_share`: of the engines' steps, in which nothing was left to begin.
-    `batch_fill`: sequences decoded at a time, of the most that the engine decoded."""
+    """What the engines did in the rollouts of a step, which each have a usage for every engine.
+
+    It is empty where there was no rollout. `idle_share` is the share of the time (0 to 1) in which
+    an engine had nothing left to sample while another still did: the mean over engines, the most,
+    and each engine's own where there are few. `tail_share` is the share of the engines' steps in
+    which nothing was left to begin. `batch_fill` is the number of sequences decoded at a time, as a
+    share of the most that the engine decoded."""
     if not rounds:
         return {}
     shares = idle_shares([[usage.seconds for usage in usages] for usages in rounds])
@@ -108,9 +113,10 @@ def engine_metrics(rounds: Sequence[Sequence[EngineUsage]]) -> dict[str, float]:
 
 
 def reward_metrics(scores: Sequence[Score], truncated: Sequence[bool]) -> dict[str, float]:
-    """The parts of the reward: shares of completions (0 to 1), how answers were decided, how long
-    they waited for a reward worker, and the means of what a reward function of the user's reports.
-    """
+    """The parts of the reward.
+
+    They are shares of completions (0 to 1), how answers were decided, how long they waited for a
+    reward worker, and the means of what the user's reward function reports."""
     n = len(scores)
     kinds = Counter(score.verdict for score in scores)
     metrics = {
@@ -136,20 +142,22 @@ def reward_metrics(scores: Sequence[Score], truncated: Sequence[bool]) -> dict[s
 
 
 def part_metrics(groups: Sequence[ScoredGroup], reward: RewardConfig) -> dict[str, float]:
-    """For each of several rewards: the mean of what it gave, where it gave anything, and the share
-    of completions on which it failed. Where each is normalised for itself, a group has contrast
-    where any of them has."""
+    """Means of each of several rewards, and the share of completions on which it failed.
+
+    A reward that gave nothing has no mean. Where each is normalised for itself, a group has
+    contrast where any of them has."""
     scores = [score for group in groups for score in group.scores]
     metrics = {}
-    for k, one in enumerate(named_rewards(reward)):
+    for k, named_reward in enumerate(named_rewards(reward)):
         values = [value for score in scores if (value := score.parts[k]) is not None]
         if values:
-            metrics[f"reward/{one.name}"] = _finite_mean(values)
+            metrics[f"reward/{named_reward.name}"] = _finite_mean(values)
         failed = sum(
-            score.parts[k] is None or any(failure.name == one.name for failure in score.failures)
+            score.parts[k] is None
+            or any(failure.name == named_reward.name for failure in score.failures)
             for score in scores
         )
-        metrics[f"reward/{one.name}/failures"] = failed / len(scores)
+        metrics[f"reward/{named_reward.name}/failures"] = failed / len(scores)
     if compared := compared_rewards(reward):
         mixed = sum(has_contrast(group.scores, compared) for group in groups)
         metrics["rollout/groups_with_contrast"] = mixed / len(groups)
@@ -176,10 +184,9 @@ def _finite_mean(values: Sequence[float]) -> float:
 
 
 def selection_metrics(selection: Selection) -> dict[str, float]:
-    """What length filters and dynamic sampling left out.
-
-    Counts of groups and completions."""
-    groups, completions = selection.dropped_groups(), selection.filtered_completions()
+    """Counts of groups and completions that length filters and dynamic sampling left out."""
+    groups = selection.dropped_groups()
+    completions = selection.filtered_completions()
     return {
         "selection/groups_sampled": float(len(selection.sampled)),
         "selection/groups_learned": float(len(selection.sampled) - groups.total()),
@@ -195,22 +202,23 @@ def update_metrics(
     task_reward: float,
     settings: AlgorithmConfig,
 ) -> dict[str, float]:
-    """Loss, ratio, KL and gradient of the minibatches that were learned from, means over tokens; of
-    all minibatches where every one was discarded. A step without any minibatch has only their
-    number. `kl_reward` is minus the weighted KL per token. `final_reward` is the mean reward of the
-    completions learned from with their KL taken off; where KL is part of the loss it is
-    `task_reward` plus `kl_reward`, for orientation only."""
+    """Loss, ratio, KL and gradient of the minibatches that were learned from, means over tokens.
+
+    They are those of all minibatches where every one was discarded. A step without any minibatch
+    has only their number. `kl_reward` is minus the weighted KL per token. `final_reward` is the
+    mean reward of the completions learned from with their KL taken off; where KL is part of the
+    loss it is `task_reward` plus `kl_reward`, for orientation only."""
     results = record.results
-    kept = [result for result in results if result.discarded is None]
+    learned_results = [result for result in results if result.discarded is None]
     overflowed = sum(result.overflowed for result in results)
     counts = {
-        "train/early_stopped_minibatches": float(len(results) - len(kept) - overflowed),
+        "train/early_stopped_minibatches": float(len(results) - len(learned_results) - overflowed),
         "train/minibatches": float(len(results)),
     }
     counts |= loss_scale_metrics(results)
     if not results:
         return counts
-    counted = kept or results
+    counted = learned_results or results
     mean = partial(_mean, counted)
     reference_kl = mean("reference_kl") if record.reward_kl is None else record.reward_kl.per_token
     kl_reward = -settings.kl_coef * reference_kl
@@ -248,16 +256,17 @@ def update_metrics(
 
 
 def teaching_metrics(record: UpdateRecord, sampled: int, every_group: bool) -> dict[str, float]:
-    """The share (0 to 1) of the `sampled` groups that the policy learned from: they were kept, an
-    advantage of theirs is not 0, and a minibatch was not discarded. With `every_group`, where a
-    teacher is part of the loss, every group that was kept teaches."""
+    """The share (0 to 1) of the `sampled` groups that the policy learned from.
+
+    They were kept, have an advantage that is not 0, and a minibatch was not discarded. With
+    `every_group`, where a teacher is part of the loss, every group that was kept teaches."""
     is_used = any(result.discarded is None for result in record.results)
     teaching = sum(every_group or any(row) for row in record.advantages) if is_used else 0
     return {"train/teaching_groups": teaching / sampled}
 
 
 def loss_scale_metrics(results: Sequence[MinibatchResult]) -> dict[str, float]:
-    """Of a run in float16: the last loss scale, and minibatches whose gradients overflowed it."""
+    """The last loss scale of a run in float16, and minibatches whose gradients overflowed it."""
     scales = [result.loss_scale for result in results if result.loss_scale is not None]
     if not scales:
         return {}
@@ -266,13 +275,14 @@ def loss_scale_metrics(results: Sequence[MinibatchResult]) -> dict[str, float]:
 
 
 def teacher_metrics(record: UpdateRecord) -> dict[str, float]:
-    """KL(policy || teacher) per token (nats): over the whole vocabulary of the minibatches that
-    were learned from, or estimated from the tokens that were sampled, where it is in the
-    advantages."""
+    """KL(policy || teacher) per token (nats).
+
+    It is over the whole vocabulary of the minibatches that were learned from, or estimated from
+    the sampled tokens where it is in the advantages."""
     if record.teacher_kl is not None:
         return {"train/teacher_kl": record.teacher_kl}
-    kept = [result for result in record.results if result.discarded is None] or record.results
-    return {"train/teacher_kl": _mean(kept, "teacher_kl")} if kept else {}
+    counted = [result for result in record.results if result.discarded is None] or record.results
+    return {"train/teacher_kl": _mean(counted, "teacher_kl")} if counted else {}
 
 
 def _mean(results: Sequence[MinibatchResult], name: str, of: str = "tokens") -> float:
@@ -280,16 +290,17 @@ def _mean(results: Sequence[MinibatchResult], name: str, of: str = "tokens") -> 
 
 
 def mismatch_metrics(results: Sequence[MinibatchResult], only_first: bool) -> dict[str, float]:
-    """Difference between the engine's log-probs and the policy's own, per token (nats); with
-    `only_first` of the first minibatch: without recomputed log-probs, only its policy is the one
-    that sampled."""
-    looked_at = results[:1] if only_first else results
-    if not looked_at:
+    """Difference between the engine's log-probs and the policy's own, per token (nats).
+
+    With `only_first` it is that of the first minibatch: without recomputed log-probs, only its
+    policy is the one that sampled."""
+    counted = results[:1] if only_first else results
+    if not counted:
         return {}
     return {
-        "train/behaviour_logprob_diff": _mean(looked_at, "mismatch"),
+        "train/behaviour_logprob_diff": _mean(counted, "mismatch"),
         "train/behaviour_logprob_diff_max": max(
-            result.maxima["mismatch_max"] for result in looked_at
+            result.maxima["mismatch_max"] for result in counted
         ),
     }
 
@@ -335,10 +346,12 @@ def mfu_metrics(
     trained: Cost,
     peak_flops: float,
 ) -> dict[str, float]:
-    """Model FLOP utilisation of rollout and update (0 to 1): what the model's own arithmetic takes,
-    over what all ranks could compute (`peak_flops`, FLOP/s), without padding and recomputation.
-    `forward` is the cost of a forward pass, `trained` that of forward and backward pass. A token of
-    the step's rollout counts as one of `sampled` on average."""
+    """Model FLOP utilisation of rollout and update (0 to 1).
+
+    It is the model's own arithmetic over what all ranks could compute (`peak_flops`, FLOP/s),
+    without padding and recomputation. `forward` is the cost of a forward pass, `trained` that of
+    forward and backward pass. A token of the step's rollout counts as one of `sampled` on
+    average."""
     metrics = {}
     if seconds.get("rollout", 0.0) > 0:
         all_tokens = sum(c.n_sampled for group in sampled for c in group.completions)

@@ -1,5 +1,4 @@
-"""From scored groups to a better policy: the models of a GRPO run on this rank, and its update,
-without any engine.
+"""The models of a GRPO run on this rank, and its update from scored groups, without any engine.
 
     advantages -> samples -> schedule -> packing -> log-probs (old, reference) -> critic -> teacher
     -> minibatches: loss, early stop, update
@@ -82,10 +81,13 @@ class PolicyTrainer(Trainer):
     kind: ClassVar = "grpo"
 
     def build_models(self, context: RankContext[Inputs]) -> None:
-        """Build actor, reference, critic and teacher, as set, and an updater for each length
-        stage."""
-        config, shape, mesh, device = context.config, context.shape, self.mesh, self.device
-        total_steps, stops = context.inputs.total_steps, context.inputs.stop_token_ids
+        """Build actor, reference, critic and teacher, as set, and an updater per length stage."""
+        config = context.config
+        shape = context.shape
+        mesh = self.mesh
+        device = self.device
+        total_steps = context.inputs.total_steps
+        stops = context.inputs.stop_token_ids
         self.actor = build_actor(
             config,
             shape,
@@ -99,7 +101,7 @@ class PolicyTrainer(Trainer):
         if config.algorithm.kl_coef > 0:
             self.reference = build_reference(config, shape, mesh, device, stops, self.actor)
         self.reference_moved = False
-        """Whether it is another than the model that the run started from."""
+        """Whether the reference is another than the model that the run started from."""
         self.critic = None
         critic_shape = critic_shape_of(config, shape)
         if critic_shape is not None:
@@ -147,7 +149,7 @@ class PolicyTrainer(Trainer):
         ]
 
     def move_reference(self, steps_done: int) -> None:
-        """The policy becomes the reference, where that is due after so many steps."""
+        """Make the policy the reference, where that is due after so many steps."""
         every = self.config.algorithm.reference_every_steps
         if self.reference is None or every is None or steps_done % every:
             return
@@ -157,10 +159,11 @@ class PolicyTrainer(Trainer):
         logger.info("The reference is the policy of step %d from here on", steps_done)
 
     def control_entropy(self, update: UpdateRecord) -> dict[str, float]:
-        """The weight of the entropy in the next step's loss, where a target is to be kept; its
-        metric."""
+        """Set the weight of the entropy in the next step's loss, where there is a target.
+
+        Returns the metric of the weight that this step used."""
         algorithm = self.config.algorithm
-        results = [one for one in update.results if one.discarded is None]
+        results = [result for result in update.results if result.discarded is None]
         if algorithm.entropy_target is None:
             return {}
         used = self.entropy.weight
@@ -174,7 +177,8 @@ class PolicyTrainer(Trainer):
 
     def use_entropy(self, control: EntropyControl) -> None:
         """Learn with this weight of the entropy."""
-        self.entropy, learner = control, self.actor.learner
+        self.entropy = control
+        learner = self.actor.learner
         learner.settings = replace(learner.settings, entropy_coef=control.weight)
 
     @property
@@ -187,24 +191,24 @@ class PolicyTrainer(Trainer):
         return models
 
     def saved_models(self) -> list[SavedModel]:
-        return [one for one in self.models if one.name != REFERENCE or self.reference_moved]
+        return [model for model in self.models if model.name != REFERENCE or self.reference_moved]
 
     def models_on_device(self, models: Sequence[SavedModel]) -> AbstractContextManager[Any]:
-        names = {one.name for one in models}
+        names = {model.name for model in models}
         sets: tuple[SetName, ...] = ("critic", "reference")
         return self.offload.on_device(*(name for name in sets if name in names))
 
     def own_progress(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self.critic is not None:
             learner = self.critic.learner
-            found |= {
+            fields |= {
                 "critic_updates": learner.updates,
                 "critic_loss_scale": learner.loss_scale_state,
             }
         if self.config.algorithm.entropy_target is not None:
-            found["entropy"] = self.entropy.coef, self.entropy.weight
-        return found
+            fields["entropy"] = self.entropy.coef, self.entropy.weight
+        return fields
 
     def resume(self, folder: Path, progress: Progress) -> None:
         if self.critic is not None:
@@ -227,12 +231,15 @@ class PolicyTrainer(Trainer):
             self.critic.learner.lr_scale = self.actor.learner.lr_scale
 
     def busy_seconds(self) -> float:
-        others = [self.reference]
-        others += [
-            None if one is None else one.forward_backward for one in (self.critic, self.teacher)
+        forward_backwards = [self.reference]
+        forward_backwards += [
+            None if model is None else model.forward_backward
+            for model in (self.critic, self.teacher)
         ]
         return super().busy_seconds() + sum(
-            one.pop_busy_seconds() for one in others if one is not None
+            forward_backward.pop_busy_seconds()
+            for forward_backward in forward_backwards
+            if forward_backward is not None
         )
 
 
@@ -242,18 +249,16 @@ class Minibatch:
 
     batches: list[MicroBatch]
     old: list[Tensor] | None
-    """Log-probs under the policy that the step began with; None: those of the engine are used."""
+    """Log-probs under the policy at the step's beginning; None: the engine's are used."""
     reference: list[Tensor] | None
     """Log-probs under the reference; None: no KL in the loss."""
     teacher: TeacherStates | None
-    """What gives the teacher's whole distributions; None: they are not in the loss."""
+    """States that give the teacher's whole distributions; None: they are not in the loss."""
 
 
 @dataclass(eq=False, repr=False)
 class PolicyUpdater:
-    """The updating half of a step; it needs no engine.
-
-    One for each length stage."""
+    """The updating half of a step, one for each length stage; it needs no engine."""
 
     config: Config
     shape: ModelShape
@@ -266,14 +271,15 @@ class PolicyUpdater:
     teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
-        algorithm, max_new_tokens = self.config.algorithm, self.config.rollout.max_new_tokens
+        algorithm = self.config.algorithm
+        max_new_tokens = self.config.rollout.max_new_tokens
         self.cost = training_cost(self.shape, frozen=self.config.lora.rank > 0)
         self.normalisation = Normalisation(algorithm.loss_normalisation, max_new_tokens)
         self.rules = token_rules(algorithm)
         self.kl_in_reward = self.reference is not None and algorithm.kl_in == "reward"
 
     def teaches(self, loss: str) -> bool:
-        """Whether there is a teacher whose part has this place, a word of `TeacherConfig.loss`."""
+        """Whether there is a teacher and `TeacherConfig.loss` is this word."""
         return self.teacher is not None and self.config.teacher.loss == loss
 
     def update(
@@ -282,18 +288,23 @@ class PolicyUpdater:
         number: int,
         own_advantages: list[list[float]] | None = None,
     ) -> UpdateRecord:
-        """Learn from the groups of step `number`, with the advantages that a function of the user's
-        gave, if it did. A minibatch whose ratio leaves its bounds is discarded. Without any
-        completion, or where the loss would have no gradient, nothing happens. A collective."""
-        algorithm, scored = self.config.algorithm, self.score(groups, number)
+        """Learn from the groups of step `number`.
+
+        `own_advantages` are those of a function of the user's, if there is one. A minibatch whose
+        ratio leaves its bounds is discarded. Without any completion, or where the loss would have
+        no gradient, nothing happens. A collective."""
+        algorithm = self.config.algorithm
+        scored = self.score(groups, number)
         means_PG = own_advantages
         if means_PG is None:
             means_PG = self.reward_advantages(groups, scored.rewards_PG, scored.tokens_PG)
         if not groups:
             return UpdateRecord([], means_PG, None)
         if self.has_no_gradient(means_PG):
-            what = "all advantages are 0; the update is skipped"
-            logger.info("step %d: %s", number + 1, what, extra=event("skipped update", number + 1))
+            details = "all advantages are 0; the update is skipped"
+            logger.info(
+                "step %d: %s", number + 1, details, extra=event("skipped update", number + 1)
+            )
             return UpdateRecord([], means_PG, None)
         packed = self.pack(scored, means_PG)
         logprobs = self.logprobs(packed)
@@ -316,9 +327,9 @@ class PolicyUpdater:
                     )
                     results.append(result)
                     if result.discarded is not None:
-                        what = number + 1, len(results), result.discarded
+                        details = number + 1, len(results), result.discarded
                         extra = event("discarded", number + 1)
-                        logger.info("step %d: minibatch %d discarded: %s", *what, extra=extra)
+                        logger.info("step %d: minibatch %d discarded: %s", *details, extra=extra)
                         if algorithm.early_stop_action == "end" and not result.overflowed:
                             break
         return UpdateRecord(
@@ -332,8 +343,9 @@ class PolicyUpdater:
         )
 
     def has_no_gradient(self, means_PG: Sequence[Sequence[float]]) -> bool:
-        """Whether nothing is to be learned: all advantages are 0, as for equal rewards, and the
-        loss has no more."""
+        """Whether nothing is to be learned.
+
+        All advantages are 0 then, as for equal rewards, and the loss has no other part."""
         algorithm = self.config.algorithm
         entropy = algorithm.entropy_coef or algorithm.entropy_target
         other_parts = self.reference or self.critic or self.teacher or entropy
@@ -345,8 +357,7 @@ class PolicyUpdater:
         return ScoredStep(number, groups, rewards_PG, token_counts(groups))
 
     def pack(self, scored: ScoredStep, means_PG: Sequence[Sequence[float]]) -> PackedStep:
-        """This data-parallel rank's micro-batches, with these advantages in all tokens of a
-        completion."""
+        """This data-parallel rank's micro-batches; all tokens of a completion have its advantage."""
         with self.timers.phase("pack"):
             algorithm = self.config.algorithm
             needs_lag = algorithm.recompute_logprobs and algorithm.proximal_logprobs != "recompute"
@@ -384,11 +395,13 @@ class PolicyUpdater:
         return self.critic is not None and number < self.config.critic.pretrain_steps
 
     def parts(self, number: int) -> list[AdvantagePart]:
-        """What changes the advantages of step `number`, in this order."""
+        """The parts that change the advantages of step `number`, in their order."""
         parts: list[AdvantagePart] = []
         if self.critic is not None:
-            given = self.critic, self.config, self.kl_in_reward, self.mesh
-            parts.append(CriticInAdvantages(*given, offload=self.offload, timers=self.timers))
+            critic_arguments = self.critic, self.config, self.kl_in_reward, self.mesh
+            parts.append(
+                CriticInAdvantages(*critic_arguments, offload=self.offload, timers=self.timers)
+            )
         elif self.kl_in_reward:
             parts.append(KLInReward(self.config.algorithm, self.mesh))
         if self.teacher is not None and self.teaches("advantage") and not self.pretrains(number):
@@ -410,8 +423,9 @@ class PolicyUpdater:
     def minibatches(
         self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
     ) -> list[Minibatch]:
-        """What each optimizer step learns from, with the teacher's states where its loss needs
-        them. A collective."""
+        """The minibatch of each optimizer step, with the teacher's states where its loss needs them.
+
+        A collective."""
         states = None
         if self.teacher is not None and self.teaches("full"):
             with self.timers.phase("teacher"), self.offload.on_device("teacher", "teacher_head"):
@@ -422,12 +436,12 @@ class PolicyUpdater:
         )  # else it is in the advantages
         return [
             Minibatch(
-                advantages.batches[which],
-                old[which] if old else None,
-                reference[which] if reference else None,
-                states[which] if states else None,
+                advantages.batches[minibatch_slice],
+                old[minibatch_slice] if old else None,
+                reference[minibatch_slice] if reference else None,
+                states[minibatch_slice] if states else None,
             )
-            for which in packed.minibatch_slices
+            for minibatch_slice in packed.minibatch_slices
         ]
 
     def reward_advantages(
@@ -436,23 +450,27 @@ class PolicyUpdater:
         rewards_PG: Sequence[Sequence[float]],
         tokens_PG: Sequence[Sequence[int]],
     ) -> list[list[float]]:
-        """By group and completion; 0 where the critic will give them, or the teacher alone is
-        learned from."""
-        algorithm, teacher = self.config.algorithm, self.config.teacher
+        """Advantages of the rewards, by group and completion.
+
+        They are 0 where the critic will give them, or where the teacher alone is learned from."""
+        algorithm = self.config.algorithm
+        teacher = self.config.teacher
         if algorithm.advantage == "gae" or (self.teacher is not None and not teacher.with_rewards):
             return [[0.0] * len(row) for row in rewards_PG]
         if self.config.reward.combine == "gdpo":
-            weights = [one.weight for one in named_rewards(self.config.reward)]
+            weights = [named_reward.weight for named_reward in named_rewards(self.config.reward)]
             parts_PG = [[score.parts for score in group.scores] for group in groups]
             return gdpo_advantages(parts_PG, weights, algorithm.advantage_eps)
         if not groups:
             return []
-        kind, eps = algorithm.advantage, algorithm.advantage_eps
+        kind = algorithm.advantage
+        eps = algorithm.advantage_eps
         return advantages(rewards_PG, tokens_PG, kind, eps, algorithm.pass_k)
 
     def pack_minibatches(self, samples: Sequence[Sample], number: int) -> list[list[MicroBatch]]:
         """This data-parallel rank's micro-batches of every minibatch."""
-        config, mesh = self.config, self.mesh
+        config = self.config
+        mesh = self.mesh
         schedule = plan_minibatches(
             [sample.length for sample in samples],
             min(config.algorithm.n_minibatches, len(samples)),
@@ -478,8 +496,9 @@ def make_samples(
     advantages_PG: Sequence[Sequence[float]],
     version: int | None = None,
 ) -> list[Sample]:
-    """All sequences to train on with their advantages, in order of prompt and completion; with how
-    far their tokens are behind a `version` of the weights."""
+    """All sequences to train on with their advantages, in order of prompt and completion.
+
+    With a `version` of the weights, they have how far their tokens are behind it."""
     return [
         Sample(
             group.prompt.token_ids,

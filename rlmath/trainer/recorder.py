@@ -45,10 +45,13 @@ class StepRecorder:
         selection: Selection,
         own_advantages: list[list[float]] | None,
     ) -> None:
-        """Step `number`, from 0, will learn from these groups, with the advantages that a function
-        of the user's gave, if it did. A collective where it is to be written."""
+        """Keep what step `number` (from 0) will learn from.
+
+        `own_advantages` are those of a function of the user's, if there is one. A collective where
+        the step is to be written."""
         trainer = self._trainer
-        self._written, self._began = False, time.time()
+        self._written = False
+        self._began = time.time()
         self._last = Capture(
             step=number,
             reason="",
@@ -60,14 +63,14 @@ class StepRecorder:
             layout=trainer.mesh.training_layout,
             world_size=trainer.mesh.world_size,
             groups=selection.sampled,
-            chosen=[one.samples for one in selection.chosen],
+            chosen=[chosen.samples for chosen in selection.chosen],
             own_advantages=own_advantages,
         )
         if number + 1 in self._steps:
             self._last = replace(self._last, weights_before=weights_digest(trainer))
 
     def after_update(self, update: UpdateRecord) -> None:
-        """The update of that step has ended.
+        """Keep the update of that step, which has ended.
 
         Writes it if wanted, a collective; what the disk refuses is a warning."""
         assert self._last is not None
@@ -86,29 +89,32 @@ class StepRecorder:
         if self._last is None or self._written:
             return
         config = self._trainer.config
-        found = replace(
+        capture = replace(
             self._last,
             reason=reason,
             settings_yaml=config_as_yaml(config),
             versions=library_versions(),
         )
         try:
-            folder = write_capture(Path(config.run.output_dir), found, self._began)
+            folder = write_capture(Path(config.run.output_dir), capture, self._began)
         except (OSError, MemoryError, UnicodeError) as error:
-            logger.warning("The records of step %d could not be written: %r", found.step + 1, error)
+            logger.warning(
+                "The records of step %d could not be written: %r", capture.step + 1, error
+            )
             return
         self._written = True
         if folder is not None:
             text = "The records of step %d are in %s; rlmath replay makes its update again"
-            logger.info(text, found.step + 1, folder)
+            logger.info(text, capture.step + 1, folder)
 
 
 def captured_update(update: UpdateRecord, weights_after: str | None = None) -> CapturedUpdate:
     """What a capture keeps of an update."""
-    minibatches, of_critic = (
-        [_captured(one) for one in results] for results in (update.results, update.critic_results)
+    minibatches, critic_minibatches = (
+        [_captured(result) for result in results]
+        for results in (update.results, update.critic_results)
     )
-    return CapturedUpdate(minibatches, of_critic, update.advantages, weights_after)
+    return CapturedUpdate(minibatches, critic_minibatches, update.advantages, weights_after)
 
 
 def _captured(result: MinibatchResult) -> CapturedMinibatch:

@@ -26,8 +26,9 @@ from rlmath.trainer.metrics import loss_scale_metrics
 
 
 class SftTrainer(Trainer):
-    """Cross-entropy on the completions of written solutions, with an evaluation of held-out ones
-    between steps."""
+    """Trains by cross-entropy on the completions of written solutions.
+
+    Held-out ones are evaluated between steps."""
 
     kind: ClassVar = "sft"
 
@@ -47,8 +48,7 @@ class SftTrainer(Trainer):
         return self.mesh.training_layout
 
     def step(self, number: int) -> StepRecord:
-        """Step `number`, counted from 0 over the whole run, with the evaluation that is due after
-        it."""
+        """Make step `number`, from 0 over the whole run, and the evaluation that is due after it."""
         started = time.perf_counter()
         self.timers.reset()
         _, indices = self.order.batch(number)
@@ -59,7 +59,7 @@ class SftTrainer(Trainer):
             result = self.actor.learner.learn(batches)
         evaluated = self.evaluate() if self.is_due(number + 1) else {}
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
-        tokens = sum(one.length for one in sequences)
+        tokens = sum(sequence.length for sequence in sequences)
         metrics = {
             "train/loss": result.sums["loss"] / result.sums["tokens"],
             "train/grad_norm": result.grad_norm,
@@ -68,7 +68,7 @@ class SftTrainer(Trainer):
             **loss_scale_metrics([result]),
             "n_seqs": float(len(sequences)),
             "n_tokens": float(tokens),
-            "n_valid_tokens": float(sum(one.n_learned for one in sequences)),
+            "n_valid_tokens": float(sum(sequence.n_learned for sequence in sequences)),
             "avg_seq_len": tokens / len(sequences),
         }
         metrics |= {f"seconds/{phase}": value for phase, value in seconds.items()}
@@ -76,7 +76,7 @@ class SftTrainer(Trainer):
             f"tokens_per_second/{phase}": tokens / seconds[phase] for phase in ("update", "step")
         }
         if self.peak_flops is not None:
-            trained = sum(self.cost.of(one.length) for one in sequences)
+            trained = sum(self.cost.of(sequence.length) for sequence in sequences)
             metrics["train/mfu"] = trained / (seconds["update"] * self.peak_flops)
         return StepRecord(metrics | evaluated, results=[result])
 
@@ -84,8 +84,9 @@ class SftTrainer(Trainer):
         return self.evaluate()
 
     def evaluate(self) -> dict[str, float]:
-        """Loss (nats per token), perplexity and share of likeliest tokens on what is held out; {}
-        without any."""
+        """Loss (nats per token), perplexity and share of likeliest tokens on held-out sequences.
+
+        {} without any."""
         if not self.held_out:
             return {}
         with self.timers.phase("evaluate"):
@@ -103,9 +104,10 @@ class SftTrainer(Trainer):
 
     def pack(self, sequences: Sequence[WrittenSequence]) -> list[MicroBatch]:
         """This data-parallel rank's micro-batches."""
-        config, mesh = self.config, self.mesh
+        config = self.config
+        mesh = self.mesh
         (plan,) = plan_minibatches(
-            [one.length for one in sequences],
+            [sequence.length for sequence in sequences],
             n_minibatches=1,
             data_size=mesh.data,
             max_tokens=config.policy.max_tokens_per_microbatch,
@@ -114,7 +116,7 @@ class SftTrainer(Trainer):
             count_multiple=mesh.microbatch_multiple,
             shuffle=False,
         )
-        samples = [one.sample() for one in sequences]
+        samples = [sequence.sample() for sequence in sequences]
         multiple = mesh.tensor if config.parallel.sequence else 1
         return [
             pack(samples, indices, multiple)

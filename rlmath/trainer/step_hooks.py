@@ -1,5 +1,4 @@
-"""Functions of the user's that a step calls: which groups are learned from, their advantages, and
-metrics.
+"""Functions of the user's that a step calls: choice of groups, their advantages, and metrics.
 
 Rank 0 has their workers and calls them; what a step computes with is broadcast, so that all ranks
 have the same, whatever the function does. Metrics are only logged, and only rank 0 has them.
@@ -33,9 +32,7 @@ class StepHooks:
     """All training ranks call `advantages` and `keep` alike."""
 
     def __init__(self, config: Config, rank: int) -> None:
-        """Rank 0 starts the workers.
-
-        Returns at once."""
+        """Start the workers on rank 0, without waiting for them."""
         self._rank = rank
         self._stack = ExitStack()
         self._advantage = self._open(advantage_hook(config))
@@ -47,12 +44,12 @@ class StepHooks:
         self._warned: set[str] = set()
 
     def _open(self, hook: Hook | None) -> UserFunction | Hook | None:
-        """The function on rank 0, elsewhere what it is called."""
+        """The function on rank 0, elsewhere its name."""
         return hook if hook is None or self._rank else self._stack.enter_context(UserFunction(hook))
 
     @property
     def keep(self) -> Callable[[Sequence[ScoredGroup]], list[bool]] | None:
-        """Which of some groups are learned from; None where no function says it.
+        """The function that says which groups are learned from; None without one.
 
         A collective, and so is the result of each call. UserFunctionError where the function fails.
         """
@@ -67,9 +64,10 @@ class StepHooks:
     def advantages(
         self, rewards: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]]
     ) -> list[list[float]] | None:
-        """Advantages of every completion by group and sample, as
-        `algorithms.advantages.advantages`; None where no function gives them. A collective.
-        UserFunctionError where the function fails."""
+        """Advantages of every completion by group and sample; None where no function gives them.
+
+        They are as those of `algorithms.advantages.advantages`. A collective. UserFunctionError
+        where the function fails."""
         if self._advantage is None or not rewards:
             return None
         return self._shared(self._advantage, [(rewards, tokens)])[0]
@@ -78,7 +76,8 @@ class StepHooks:
         self, function: UserFunction | Hook | None, calls: Sequence[Sequence[Any]]
     ) -> list[Any]:
         """The results of the calls of rank 0, on all ranks."""
-        values, problem = [], None
+        values = []
+        problem = None
         if isinstance(function, UserFunction):
             try:
                 values = function.values(calls)
@@ -90,24 +89,24 @@ class StepHooks:
         return values
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
-        """On rank 0, {} elsewhere.
+        """The user's metrics on rank 0, {} elsewhere.
 
         A failing function is warned of once, a slow one is not called again."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if not self._metrics:
-            return found
-        given = [group_for_hooks(group) for group in groups]
+            return metrics
+        hook_groups = [group_for_hooks(group) for group in groups]
         for name, function in list(self._metrics.items()):
             try:
-                value = function.call(given)
+                value = function.call(hook_groups)
             except (UserFunctionError, ValueError) as error:
                 self._warn(name, str(error))
                 if function.was_late:
                     del self._metrics[name]
                 continue
             values = value if isinstance(value, dict) else {"": value}
-            found |= {f"own/{name}/{key}".rstrip("/"): number for key, number in values.items()}
-        return found
+            metrics |= {f"own/{name}/{key}".rstrip("/"): number for key, number in values.items()}
+        return metrics
 
     def _warn(self, name: str, what: str) -> None:
         if name not in self._warned:

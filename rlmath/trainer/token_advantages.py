@@ -1,5 +1,4 @@
-"""Advantages of tokens, where more than the completion's reward gives them: KL in the reward, a
-teacher, a critic (`critic`).
+"""Advantages of tokens that more than a completion's reward gives: KL, a teacher, a critic.
 
 A step is scored, packed, given log-probs; then every `AdvantagePart` that the settings have makes
 new `Advantages` of the last ones, and the minibatches are learned from. All ranks call all of it
@@ -66,7 +65,8 @@ class PackedStep:
 
     def orders(self, epochs: int, shuffle: bool) -> list[list[int]]:
         """The order of the minibatches in every epoch."""
-        order, draw = list(range(len(self.minibatch_slices))), random.Random(self.seed)
+        order = list(range(len(self.minibatch_slices)))
+        draw = random.Random(self.seed)
         orders = []
         for epoch in range(epochs):
             if epoch > 0 and shuffle:
@@ -80,11 +80,11 @@ class StepLogprobs:
     """Log-probs of a packed step's tokens at the step's beginning."""
 
     old: list[Tensor] | None
-    """Under the policy; None: the engine's are used, or those of the update's own forward pass."""
+    """Log-probs under the policy; None: the engine's, or the update's own forward pass's."""
     reference: list[Tensor] | None
-    """Under the reference; None where there is no KL."""
+    """Log-probs under the reference; None where there is no KL."""
     entropy: list[Tensor] | None = None
-    """Of the policy's distribution at each token; None where no token is chosen by it."""
+    """Entropy of the policy's distribution at each token; None where no token is chosen by it."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Advantages:
     """Advantages of a step's tokens, and what the parts that gave them report of themselves."""
 
     batches: list[MicroBatch]
-    """This rank's, with advantages."""
+    """This rank's micro-batches, with advantages."""
     means_PG: list[list[float]]
     """The mean advantage of every completion."""
     reward_kl: RewardKL | None = None
@@ -103,8 +103,9 @@ class Advantages:
 
 
 class AdvantagePart(Protocol):
-    """A part of the algorithm that changes advantages: critic, KL in the reward, teacher, choice of
-    tokens."""
+    """A part of the algorithm that changes advantages.
+
+    Critic, KL in the reward, teacher and choice of tokens are such parts."""
 
     def apply(
         self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
@@ -128,7 +129,7 @@ class RewardKL:
 
 @dataclass(frozen=True)
 class KLInReward:
-    """The reference's log-probs become part of every token's advantage."""
+    """Makes the reference's log-probs part of every token's advantage."""
 
     algorithm: AlgorithmConfig
     mesh: Mesh
@@ -136,9 +137,13 @@ class KLInReward:
     def apply(
         self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
     ) -> Advantages:
-        algorithm, mesh, batches = self.algorithm, self.mesh, advantages.batches
-        rewards, tokens = packed.scored.rewards_PG, packed.scored.tokens_PG
-        old, reference = logprobs.old, logprobs.reference
+        algorithm = self.algorithm
+        mesh = self.mesh
+        batches = advantages.batches
+        rewards = packed.scored.rewards_PG
+        tokens = packed.scored.tokens_PG
+        old = logprobs.old
+        reference = logprobs.reference
         assert reference is not None
         to_go_by_batch = []
         if mesh.is_last_stage:
@@ -160,7 +165,7 @@ class KLInReward:
         reward_kl = RewardKL(kl / sum(map(sum, tokens)), kl / sum(map(len, rewards)))
         if mesh.is_last_stage:  # nothing else looks at advantages
             offsets_N = torch.tensor(
-                [a for row in shaped.offsets for a in row], dtype=torch.float64
+                [offset for row in shaped.offsets for offset in row], dtype=torch.float64
             )
             batches = [
                 replace(
@@ -199,20 +204,22 @@ def _gather_totals(
                 if len(K):
                     totals_N3[index] = torch.stack((K[0], K.mean(), (K - K.mean()).square().sum()))
     dist.all_reduce(totals_N3)
-    rest = iter(totals_N3.tolist())
-    return [[KLTotals(*next(rest)) for _ in row] for row in rewards]
+    rows = iter(totals_N3.tolist())
+    return [[KLTotals(*next(rows)) for _ in row] for row in rewards]
 
 
 def _to_go(batch: MicroBatch, old_T: Tensor | None, reference_T: Tensor, kind: KLKind) -> Tensor:
-    """For every sampled token its KL and that of those that follow it in its completion; float64,
-    on the CPU."""
+    """The sum of the KL of every sampled token and of those that follow it in its completion.
+
+    It is float64 and on the CPU."""
     kl_T = token_kl(batch, old_T, reference_T, kind)
     return to_go(torch.where(batch.sampled_T, kl_T, 0.0), batch.cu_seqlens_S1)
 
 
 def token_kl(batch: MicroBatch, old_T: Tensor | None, reference_T: Tensor, kind: KLKind) -> Tensor:
-    """The KL of every token (nats), of which those that are sampled have a meaning; float64, on the
-    CPU. `old_T` are the log-probs of the policy that sampled, None to use the engine's own."""
+    """The KL of every token (nats), float64, on the CPU; only that of sampled tokens has a meaning.
+
+    `old_T` are the log-probs of the policy that sampled, None to use the engine's own."""
     policy_T = batch.behaviour_logprobs_T if old_T is None else old_T.cpu()
     return kl_estimate(kind, policy_T.double(), reference_T.cpu().double())
 
@@ -245,16 +252,20 @@ class TokensThatCount:
     def apply(
         self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
     ) -> Advantages:
-        batches, entropy = advantages.batches, logprobs.entropy
+        batches = advantages.batches
+        entropy = logprobs.entropy
         assert entropy is not None
         if not self.mesh.is_last_stage:
-            batches, entropy = [], []
-        own = [batch.sampled_T for batch in batches]
+            batches = []
+            entropy = []
+        masks = [batch.sampled_T for batch in batches]
         policy = logprobs.old or [batch.behaviour_logprobs_T for batch in batches]
 
         def of_own(columns: Sequence[Tensor]) -> Tensor:
-            kept = [one.cpu().float()[which] for one, which in zip(columns, own, strict=False)]
-            return torch.cat([torch.empty(0), *kept])
+            sampled = [
+                column.cpu().float()[mask] for column, mask in zip(columns, masks, strict=False)
+            ]
+            return torch.cat([torch.empty(0), *sampled])
 
         uniform_N = None
         if self.rules.clip_cov is not None:
@@ -267,27 +278,26 @@ class TokensThatCount:
             uniform_N=uniform_N,
             summed=self._summed,
         )
-        sizes = [int(which.sum()) for which in own]
-        learned, penalty = chosen.learned_N.split(sizes), chosen.penalty_N.split(sizes)
-        found = []
-        for batch, which, learned_n, penalty_n in zip(batches, own, learned, penalty, strict=True):
-            advantages_T, penalty_T = (
-                batch.advantages_T.clone(),
-                torch.zeros_like(batch.advantages_T),
-            )
-            advantages_T[which] *= learned_n
-            penalty_T[which] = penalty_n
-            found.append(
+        sizes = [int(mask.sum()) for mask in masks]
+        learned = chosen.learned_N.split(sizes)
+        penalty = chosen.penalty_N.split(sizes)
+        new_batches = []
+        for batch, mask, learned_n, penalty_n in zip(batches, masks, learned, penalty, strict=True):
+            advantages_T = batch.advantages_T.clone()
+            penalty_T = torch.zeros_like(batch.advantages_T)
+            advantages_T[mask] *= learned_n
+            penalty_T[mask] = penalty_n
+            new_batches.append(
                 replace(
                     batch,
                     advantages_T=advantages_T,
                     penalty_T=None if self.rules.kl_cov is None else penalty_T,
                 )
             )
-        return replace(advantages, batches=found) if self.mesh.is_last_stage else advantages
+        return replace(advantages, batches=new_batches) if self.mesh.is_last_stage else advantages
 
     def _summed(self, values: Tensor) -> Tensor:
-        """Over gloo; of the ranks that share tokens one counts."""
+        """The sum over ranks, by gloo; of the ranks that share tokens one counts."""
         total = values.clone() if self.mesh.counts_loss else torch.zeros_like(values)
         dist.all_reduce(total)
         return total
@@ -319,7 +329,8 @@ def add_teacher_advantages(
     A collective. `policy` are the log-probs of the policy that sampled, None to use the engine's
     own. Tokens from `vocab_size` on are not known to both, and get nothing. `tokens` are the
     numbers of sampled tokens of all completions by group."""
-    batches, gaps = advantages.batches, []
+    batches = advantages.batches
+    gaps = []
     if mesh.is_last_stage:
         gaps = [
             _gap(batch, None if policy is None else policy[i], teacher[i], vocab_size)
@@ -332,13 +343,13 @@ def add_teacher_advantages(
     sums_N = torch.zeros(sum(map(len, tokens)), dtype=torch.float64)
     if mesh.counts_loss:
         for batch, gap_T in zip(batches, gaps, strict=True):
-            for index, its_tokens in _samples(batch):
-                sums_N[index] = gap_T[its_tokens].sum()
+            for index, tokens_of_sample in _samples(batch):
+                sums_N[index] = gap_T[tokens_of_sample].sum()
     dist.all_reduce(sums_N)  # over gloo
-    rest = iter(sums_N.tolist())
+    teacher_sums = iter(sums_N.tolist())
     mean = [
         [
-            advantage + coef * next(rest) / max(1, count)
+            advantage + coef * next(teacher_sums) / max(1, count)
             for advantage, count in zip(*rows, strict=True)
         ]
         for rows in zip(advantages.means_PG, tokens, strict=True)
@@ -356,7 +367,7 @@ def _gap(batch: MicroBatch, policy_T: Tensor | None, teacher_T: Tensor, vocab_si
 
 @dataclass(frozen=True)
 class TeacherInAdvantages:
-    """The teacher's log-probs become part of every token's advantage."""
+    """Makes the teacher's log-probs part of every token's advantage."""
 
     teacher: Teacher
     actor: Actor
@@ -370,7 +381,8 @@ class TeacherInAdvantages:
     def apply(
         self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
     ) -> Advantages:
-        common, policy = self.teacher.vocab_size, logprobs.old
+        common = self.teacher.vocab_size
+        policy = logprobs.old
         with self.timers.phase("teacher"):
             # Both distributions are compared over the tokens that both know.
             if common < self.vocab_size:

@@ -45,17 +45,18 @@ from rlmath.workers.user_functions import scorer_hook
 logger = logging.getLogger(__name__)
 
 BEST_FILE = "validation.json"
-"""In the folder of the best model: its step, accuracy and metrics, and how they were measured."""
+"""File in the best model's folder: its step, accuracy, metrics, and how they were measured."""
 NO_STEP = -1
 """Stands for the step in the seeds of validations: no step of training has it."""
 
 
 class GroupCollector(Protocol):
-    """Samples and scores: `rollout.collector.Collector`, or the connection to engines on ranks of
-    their own."""
+    """Samples and scores groups.
+
+    It is `rollout.collector.Collector`, or the connection to engines on ranks of their own."""
 
     def collect(self, what: CollectGroups) -> Rollout:
-        """As `Collector.collect`."""
+        """The scored groups; see `Collector.collect`."""
 
 
 @dataclass(eq=False, repr=False)
@@ -67,23 +68,25 @@ class Validator:
     config: Config
     mesh: Mesh
     collector: GroupCollector | None
-    """None where nothing is sampled."""
+    """Samples and scores; None where nothing is sampled."""
     timers: PhaseTimers
     files: Sequence[ValidationFile]
     steps_done: int
     """Steps done by a resumed run, whose folder has its validations and the best model."""
     total_steps: int
     export: Callable[[Path, Mapping[str, bytes]], None]
-    """Writes the model as it is now into a folder, with some files more; a collective. OSError on
-    rank 0."""
+    """Writes the model as it is now into a folder, with the files of the mapping.
+
+    A collective. OSError on rank 0."""
     asked_to_stop: Callable[[], str | None]
     """A collective, called before every batch."""
     stopped_by: str | None = field(default=None, init=False)
-    """What asked the run to stop while it validated, which broke that off."""
+    """The reason for which the run was asked to stop while it validated, which broke that off."""
 
     figure: str = field(init=False)
-    """What is measured: "accuracy", or "reward_positive" where a function of the user's alone says
-    what is right."""
+    """The measured figure.
+
+    "accuracy", or "reward_positive" where only a function of the user's says what is right."""
     measured: bool = field(init=False)
     """Whether the verifier gives the accuracy, and no part of the reward."""
 
@@ -93,8 +96,8 @@ class Validator:
         by_rule = is_verified(self.config.reward) or self.config.validation.scorer is not None
         self.figure = "accuracy" if by_rule or self.measured else "reward_positive"
         resumes = self.steps_done and self.mesh.rank == 0
-        found = _read_earlier(self._folder, self.config, self.measured) if resumes else None
-        self._done, self._best = broadcast_from_rank_zero(found or (set(), None))
+        earlier = _read_earlier(self._folder, self.config, self.measured) if resumes else None
+        self._done, self._best = broadcast_from_rank_zero(earlier or (set(), None))
 
     def due(self, step: int) -> bool:
         """Whether the weights with `step` steps done are to be measured, and are not yet."""
@@ -106,11 +109,13 @@ class Validator:
         return step % settings.every_steps == 0 or step == self.total_steps
 
     def validate(self, step: int) -> ValidationResult | None:
-        """The accuracy with `step` steps done, whose weights the engines have; None if not due, or
-        broken off."""
+        """The accuracy with `step` steps done, whose weights the engines have.
+
+        None if it is not due or was broken off."""
         if not self.due(step):
             return None
-        started, metrics = time.perf_counter(), {}
+        started = time.perf_counter()
+        metrics = {}
         logger.debug("The validation after step %d begins", step)
         with self.timers.phase("validation"):
             for file in self.files:
@@ -137,12 +142,14 @@ class Validator:
 
     def _sample(self, file: ValidationFile) -> list[ScoredGroup]:
         """The scored groups of a file; incomplete if the run is asked to stop."""
-        config, groups = self.config, []
+        config = self.config
+        groups = []
         settings = config.validation
         sampling = SamplingSettings(
             settings.samples, settings.temperature, settings.top_p, 0, validation_tokens(config)
         )
-        seed, title = RolloutSeed(config.run.seed, NO_STEP), f"validation {file.name}"
+        seed = RolloutSeed(config.run.seed, NO_STEP)
+        title = f"validation {file.name}"
         for start in range(0, len(file.prompts), settings.batch_size):
             self.stopped_by = self.asked_to_stop()
             if self.stopped_by is not None:
@@ -154,8 +161,10 @@ class Validator:
         return groups
 
     def keep_if_best(self, measured: ValidationResult | None) -> None:
-        """Export the model, whose weights must be those that were measured, where it is better than
-        all before. What the disk refuses costs the model, and not the run."""
+        """Export the model where it is better than all before.
+
+        Its weights must be those that were measured. What the disk refuses costs the model, and
+        not the run."""
         if measured is None or not self.config.validation.keep_best:
             return
         accuracy = measured.metrics[f"validation/{self.figure}"]
@@ -190,7 +199,7 @@ class Validator:
             )
 
     def _warn_of_scorer(self, file: ValidationFile, groups: Sequence[ScoredGroup]) -> None:
-        """Where `validation.scorer` failed, which else looks like a model that is wrong."""
+        """Warn where `validation.scorer` failed, which otherwise looks like a model that is wrong."""
         failed = [score for group in groups for score in group.scores if score.verdict in FAILURES]
         if self.config.validation.scorer is None or not failed or self.mesh.rank != 0:
             return
@@ -206,9 +215,10 @@ class Validator:
 def file_metrics(
     file: ValidationFile, groups: Sequence[ScoredGroup], samples: int, figure: str = "accuracy"
 ) -> dict[str, float]:
-    """Accuracy, or another `figure`, over all problems of the file with its 95% interval, mean
-    length (tokens) and truncated share of what was sampled. Right is what the verifier says, where
-    it is asked."""
+    """Accuracy, or another `figure`, over all problems of the file with its 95% interval.
+
+    Beside it stand the mean length (tokens) and the truncated share of the completions. The
+    verifier says what is right, where it is asked."""
     completions = [completion for group in groups for completion in group.completions]
     right = [sum(map(_is_right, group.scores)) for group in groups] + [0] * (
         file.problems - len(groups)
@@ -219,9 +229,12 @@ def file_metrics(
         f"validation/{file.name}/{figure}": sum(right) / (file.problems * samples),
         f"validation/{file.name}/{figure}_low": low,
         f"validation/{file.name}/{figure}_high": high,
-        f"validation/{file.name}/mean_tokens": sum(one.n_sampled for one in completions) / n,
+        f"validation/{file.name}/mean_tokens": sum(
+            completion.n_sampled for completion in completions
+        )
+        / n,
         f"validation/{file.name}/truncated": sum(
-            one.finish_reason == "length" for one in completions
+            completion.finish_reason == "length" for completion in completions
         )
         / n,
     }
@@ -264,7 +277,8 @@ def _read_earlier(folder: Path, config: Config, measured: bool) -> tuple[set[int
     done = set()
     if (folder / VALIDATION_FILE).is_file():
         done = {int(row["step"]) for row in read_metrics(str(folder), VALIDATION_FILE)}
-    path, best = folder / BEST_FOLDER / BEST_FILE, None
+    path = folder / BEST_FOLDER / BEST_FILE
+    best = None
     try:
         account = read_json(path)
         if account["measured_with"] == _measure(config, measured):

@@ -1,5 +1,4 @@
-"""Asynchronous rollouts: engines on ranks of their own sample all the time, and a step learns from
-complete groups.
+"""Asynchronous rollouts: engines on ranks of their own sample; a step learns from complete groups.
 
     admit draws -> engines sample and score -> groups arrive -> enough, and none too old soon -> the
     step's groups
@@ -58,11 +57,12 @@ from rlmath.trainer.rollouts.synchronous import (
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.2
-"""How long rank 0 waits in one look for messages."""
+"""How long rank 0 waits for messages at a time."""
 
 SHARE_SECONDS = 60.0
-"""After so long rank 0 tells the other ranks that it still waits: their collective ends at a
-timeout."""
+"""Time after which rank 0 lets the other ranks know that it still waits.
+
+Their collective ends at a timeout."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,9 @@ class EngineReport:
 
     taken: WeightsTaken
     latency_seconds: float
-    """Time from the end of the step that made the weights to an engine's first token with them, as
-    rank 0 sees it."""
+    """Time from the end of the step that made the weights to an engine's first token with them.
+
+    It is measured by rank 0."""
 
 
 Samples = tuple[PartialCompletion | ScoredCompletion, ...]
@@ -93,7 +94,7 @@ class EngineConnection:
         self._reports: list[EngineReport] = []
 
     def send(self, message: object) -> None:
-        """To all engines."""
+        """Send a message to all engines."""
         for leader in self.leaders:
             self.send_to(leader, message)
 
@@ -109,39 +110,44 @@ class EngineConnection:
             until = time.monotonic() + SHARE_SECONDS
             while self._mesh.rank == 0 and not self._done and time.monotonic() < until:
                 self._read(WAIT_SECONDS)
-            found, self._done = broadcast_from_rank_zero(self._done), []
-            if found:
-                return found
+            groups = broadcast_from_rank_zero(self._done)
+            self._done = []
+            if groups:
+                return groups
 
     def reports(self) -> list[EngineReport]:
-        """What the engines reported and was not returned yet; on rank 0, elsewhere nothing."""
+        """The engines' reports that were not returned yet; on rank 0, elsewhere nothing."""
         self._read(0.0)
-        found, self._reports = self._reports, []
-        return found
+        reports = self._reports
+        self._reports = []
+        return reports
 
     def snapshot(self) -> dict[int, Samples]:
-        """What is in flight in the engines, by draw, and the groups that are done and not returned.
+        """Samples in flight in the engines, by draw, and of groups that are done and not returned.
 
-        On rank 0 only."""
+        Call it on rank 0 only."""
         self.send(TakeSnapshot())
-        found: dict[int, Samples] = {}
-        for one in self._answers(Snapshot, len(self.leaders)):
-            found |= one.samples
-        return found | {one.draw: one.samples for one in self._done}
+        samples_by_draw: dict[int, Samples] = {}
+        for snapshot in self._answers(Snapshot, len(self.leaders)):
+            samples_by_draw |= snapshot.samples
+        return samples_by_draw | {group.draw: group.samples for group in self._done}
 
     def collect(self, what: CollectGroups) -> Rollout:
-        """As `Collector.collect`, by the engines, with the weights that were offered last.
+        """Let the engines do `Collector.collect`, with the weights that were offered last.
 
         A collective."""
         self.send(what)
         return self._shared_answers(Rollout, 1)[0]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
-        """By engine: log-probs of every token but the first of each sequence (nats).
+        """Each engine's log-probs of every token but the first of each sequence (nats).
 
         A collective."""
         self.send(ScoreTokens(sequences))
-        return {one.engine: one.logprobs for one in self._shared_answers(Scored, len(self.leaders))}
+        return {
+            scored.engine: scored.logprobs
+            for scored in self._shared_answers(Scored, len(self.leaders))
+        }
 
     def _shared_answers(self, kind: type, count: int) -> list:
         """`_answers` of rank 0, on all ranks.
@@ -155,8 +161,9 @@ class EngineConnection:
         return answers
 
     def _answers(self, kind: type, count: int, seconds: float = math.inf) -> list:
-        """Messages of a kind, fewer where they do not come within `seconds`; what else comes
-        meanwhile is kept."""
+        """Messages of a kind, fewer where they do not come within `seconds`.
+
+        Other messages that come meanwhile are kept."""
         answers: list = []
         until = time.monotonic() + seconds
         while len(answers) < count and time.monotonic() < until:
@@ -165,20 +172,20 @@ class EngineConnection:
 
     def _read(self, seconds: float, kind: type | None = None) -> list:
         """Keep what has arrived; returns the messages of one kind."""
-        wanted: list = []
+        messages: list = []
         if self._mailbox is None or self._mesh.rank != 0:
-            return wanted
+            return messages
         for _, message, arrived_at in self._mailbox.receive(seconds):
             self._on_progress()  # of engines: that this rank waits is no progress
             if kind is not None and isinstance(message, kind):
-                wanted.append(message)
+                messages.append(message)
             elif isinstance(message, GroupDone):
                 self._done.append(message)
             elif isinstance(message, WeightsTaken):
                 self._reports.append(EngineReport(message, arrived_at - message.learned_at))
             else:
                 raise TypeError(f"no message for the trainers: {message!r:.200}")
-        return wanted
+        return messages
 
 
 class AsynchronousRollouts(RolloutsWithUnfinished):
@@ -187,7 +194,7 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
     _engines: EngineConnection
     _begun = False
     _since = 0.0
-    """When the last step had its groups, by `time.perf_counter`; 0 before the first one."""
+    """Time at which the last step had its groups, by `time.perf_counter`; 0 before the first."""
 
     def step(self, number: int, stage: LengthStage) -> StepRollout:
         """Admit draws, and wait until enough groups are complete and none would be too old."""
@@ -198,15 +205,17 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
             self._begin(unfinished, stage)
         first = unfinished.next_draw
         started = time.perf_counter()
-        found = self._wait(unfinished, number, stage)
+        leaving_groups = self._wait(unfinished, number, stage)
         waited = time.perf_counter() - started
-        taken = self._take(number, found, unfinished)
-        reports, now = self._engines.reports(), time.perf_counter()
-        seconds, self._since = now - (self._since or started), now
+        taken = self._take(number, leaving_groups, unfinished)
+        reports = self._engines.reports()
+        ended = time.perf_counter()
+        seconds = ended - (self._since or started)
+        self._since = ended
         metrics = taken.metrics | {
             "rollout/groups_complete": float(sum(group.is_complete for group in unfinished.groups)),
             "rollout/groups_admitted": float(unfinished.next_draw - first),
-            "rollout/staleness_waits": float(found.waits),
+            "rollout/staleness_waits": float(leaving_groups.waits),
             "rollout/trainer_busy_share": 1.0 - min(1.0, waited / seconds) if seconds else 1.0,
         }
         metrics |= staleness_metrics(taken.selection.learned, number, self._limits.max_staleness)
@@ -214,14 +223,15 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
         return replace(taken, metrics=metrics)
 
     def files(self) -> dict[str, bytes]:
-        """With what the engines are sampling.
+        """The state's files, with the groups that the engines are sampling.
 
-        On rank 0 only."""
+        Call it on rank 0 only."""
         if not self._begun:
             return super().files()
-        at = self._engines.snapshot()
+        samples_by_draw = self._engines.snapshot()
         groups = [
-            replace(one, samples=at.get(one.draw, one.samples)) for one in self._unfinished.groups
+            replace(group, samples=samples_by_draw.get(group.draw, group.samples))
+            for group in self._unfinished.groups
         ]
         return super().files() | {
             UNFINISHED: write_unfinished(replace(self._unfinished, groups=groups))
@@ -235,70 +245,78 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
         leaders = self._engines.leaders
         for place, leader in enumerate(leaders):
             self._engines.send_to(leader, Continue(to_sample[place :: len(leaders)], stage.number))
-        self._first, self._begun = unfinished.next_draw, True
+        self._first = unfinished.next_draw
+        self._begun = True
 
     def _wait(self, unfinished: UnfinishedGroups, number: int, stage: LengthStage) -> Leaving:
-        rules, steps_left = self._limits, stage.end - number
-        found, waits = leaving(unfinished, rules, self._choose), 0
+        rules = self._limits
+        steps_left = stage.end - number
+        leaving_groups = leaving(unfinished, rules, self._choose)
+        waits = 0
         admitted = -1
         while True:
             draw(
                 unfinished,
-                room(unfinished, found, rules, steps_left),
+                room(unfinished, leaving_groups, rules, steps_left),
                 number,
                 stage.config.rollout.group_size,
             )
             if unfinished.next_draw != admitted:
                 admitted = unfinished.next_draw
                 self._engines.send(Admit(self._first, admitted, stage.number))
-            enough = is_enough(found, rules)
-            if enough and not too_old(left_behind(unfinished, found), rules, number, self._choose):
+            enough = is_enough(leaving_groups, rules)
+            if enough and not too_old(
+                left_behind(unfinished, leaving_groups), rules, number, self._choose
+            ):
                 break
             if not any(group.unfinished for group in unfinished.groups):
                 break
             self._keep(unfinished, self._engines.groups())
             waits += enough
-            found = leaving(unfinished, rules, self._choose)
-        unfinished.groups = left_behind(unfinished, found)
-        return replace(found, waits=waits)
+            leaving_groups = leaving(unfinished, rules, self._choose)
+        unfinished.groups = left_behind(unfinished, leaving_groups)
+        return replace(leaving_groups, waits=waits)
 
     def _keep(self, unfinished: UnfinishedGroups, arrived: Sequence[GroupDone]) -> None:
-        """Groups that engines have done.
+        """Keep the groups that engines have completed.
 
         RuntimeError for one that none of them should have sampled."""
-        done = {one.draw: one.samples for one in arrived}
+        done = {group.draw: group.samples for group in arrived}
         expected = {group.draw for group in unfinished.groups if not group.is_complete}
         if len(done) < len(arrived) or not done.keys() <= expected:
             raise RuntimeError(
                 f"engines sampled draws {sorted(done.keys() - expected) or sorted(done)} twice"
             )
         unfinished.groups = [
-            replace(one, samples=done.get(one.draw, one.samples)) for one in unfinished.groups
+            replace(group, samples=done.get(group.draw, group.samples))
+            for group in unfinished.groups
         ]
 
 
 def engine_report_metrics(reports: Sequence[EngineReport], engines: int) -> dict[str, float]:
-    """What the engines did between two versions: tokens per second of all together, sums of what is
-    counted, means of the rest. The reports need not be one of each engine."""
+    """What the engines did between two versions of the weights.
+
+    They are tokens per second of all engines together, sums of counts, and means of the other
+    figures. There need not be one report of each engine."""
     if not reports:
         return {}
-    n, taken, latency = (
-        len(reports),
-        [one.taken for one in reports],
-        [one.latency_seconds for one in reports],
-    )
-    seconds = sum(one.seconds for one in taken)
+    n = len(reports)
+    messages = [report.taken for report in reports]
+    latencies = [report.latency_seconds for report in reports]
+    seconds = sum(message.seconds for message in messages)
     per_second = engines / seconds if seconds else 0.0
     return {
-        "rollout/engine_busy_share": sum(one.busy_seconds for one in taken) / seconds
+        "rollout/engine_busy_share": sum(message.busy_seconds for message in messages) / seconds
         if seconds
         else 0.0,
-        "tokens_per_second/rollout": sum(one.new_tokens for one in taken) * per_second,
-        "rollout/sequences_running": sum(one.running for one in taken) / n,
-        "rollout/interrupted_sequences": float(sum(one.interrupted for one in taken)),
-        "rollout/prefilled_again_tokens": float(sum(one.prefilled_again_tokens for one in taken)),
-        "rollout/scores_waiting": sum(one.queued_scores for one in taken) / n,
-        "sync/latency_s": sum(latency) / n,
-        "sync/latency_s_max": max(latency),
-        "sync/transfer_s": sum(one.transfer_seconds for one in taken) / n,
+        "tokens_per_second/rollout": sum(message.new_tokens for message in messages) * per_second,
+        "rollout/sequences_running": sum(message.running for message in messages) / n,
+        "rollout/interrupted_sequences": float(sum(message.interrupted for message in messages)),
+        "rollout/prefilled_again_tokens": float(
+            sum(message.prefilled_again_tokens for message in messages)
+        ),
+        "rollout/scores_waiting": sum(message.queued_scores for message in messages) / n,
+        "sync/latency_s": sum(latencies) / n,
+        "sync/latency_s_max": max(latencies),
+        "sync/transfer_s": sum(message.transfer_seconds for message in messages) / n,
     }

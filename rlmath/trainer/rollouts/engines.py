@@ -1,5 +1,6 @@
-"""The engines as the trainer sees them: in the training ranks, where they take turns with training
-on the same memory, or on ranks of their own (`rollout.ranks`).
+"""The engines as the trainer sees them, in the training ranks or on ranks of their own.
+
+In the training ranks they take turns with training on the same memory; `rollout.ranks` decides.
 
     engines = open_engines(...)                   # before the models: an engine measures what memory is free
     engines.connect(actor, offload)
@@ -57,30 +58,33 @@ class Engines(ABC):
     collector: GroupCollector
     rollouts: StepRollouts
     phase: ClassVar[str]
-    """What a step's time for rollouts is called: "rollout", or "wait_for_groups" where it only
-    waits."""
+    """Name of a step's time for rollouts: "rollout", or "wait_for_groups" where it only waits."""
 
     def __init__(self, context: RankContext[Inputs], timers: PhaseTimers) -> None:
-        self._config, self._shape = context.config, context.shape
-        self._mesh, self._device, self._timers = context.mesh, context.device, timers
+        self._config = context.config
+        self._shape = context.shape
+        self._mesh = context.mesh
+        self._device = context.device
+        self._timers = timers
 
     @abstractmethod
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
-        """Where the weights come from; called once."""
+        """Set where the weights come from; called once."""
 
     @contextmanager
     def generating(self, version: int, step: int) -> Iterator[None]:
-        """Inside, the engines generate for step `step` (from 0) with the policy's weights of that
-        version. A function of the user's that fails inside is raised when the engines have left
-        their phase."""
-        failed = None
+        """Let the engines generate for step `step` (from 0) with the policy's weights of `version`.
+
+        The error of a user's function that fails inside is raised when the engines have left their
+        phase."""
+        failure = None
         with self._generating(version, step):
             try:
                 yield
             except UserFunctionError as error:
-                failed = error
-        if failed is not None:
-            raise failed
+                failure = error
+        if failure is not None:
+            raise failure
 
     @abstractmethod
     def _generating(self, version: int, step: int) -> AbstractContextManager[None]:
@@ -88,8 +92,9 @@ class Engines(ABC):
 
     @abstractmethod
     def probe(self) -> dict[str, float]:
-        """Metrics of the comparison of both sides' log-probs, where it is due; called inside of
-        `generating`. RuntimeError on all ranks where they differ too much."""
+        """Compare both sides' log-probs, where that is due; returns metrics.
+
+        Called inside of `generating`. RuntimeError on all ranks where they differ too much."""
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
@@ -97,7 +102,7 @@ class Engines(ABC):
 
     @abstractmethod
     def close(self, status: int) -> None:
-        """The run ends with this exit status."""
+        """End the engines; the run ends with this exit status."""
 
 
 def open_engine_workers(
@@ -105,8 +110,9 @@ def open_engine_workers(
     mesh: Mesh,
     measured: MeasuredRows = MeasuredRows(),  # noqa: B008
 ) -> AbstractContextManager[RewardWorkers | None]:
-    """The reward workers of an engine's first rank; to be opened before process groups and
-    engines."""
+    """The reward workers of an engine's first rank.
+
+    Open them before process groups and engines."""
     if not mesh.is_engine_leader:
         return nullcontext()
     return open_reward_workers(config.reward, config.run.plugins, measured)
@@ -115,9 +121,10 @@ def open_engine_workers(
 def open_engines(
     context: RankContext[Inputs], timers: PhaseTimers, keep: Keep | None = None
 ) -> Engines:
-    """The engines as `rollout.ranks` says: the context's bridge leads to engines on ranks of their
-    own, else its workers score completions. `keep` is a function of the user's that selects groups.
-    """
+    """The engines that `rollout.ranks` asks for.
+
+    The context's bridge leads to engines on ranks of their own; otherwise its workers score
+    completions. `keep` is a function of the user's that selects groups."""
     if context.bridge is None:
         return ColocatedEngines(context, timers, keep)
     return SeparateEngines(context, context.bridge, timers, keep)
@@ -131,9 +138,12 @@ class ColocatedEngines(Engines):
     def __init__(
         self, context: RankContext[Inputs], timers: PhaseTimers, keep: Keep | None
     ) -> None:
-        """Builds the engine; it sleeps afterwards."""
+        """Build the engine; it sleeps afterwards."""
         super().__init__(context, timers)
-        config, shape, inputs, mesh = context.config, context.shape, context.inputs, context.mesh
+        config = context.config
+        shape = context.shape
+        inputs = context.inputs
+        mesh = context.mesh
         self._scorer = validation_scorer(config, mesh)
         logger.info("Starting: importing vLLM, building the engine (seconds to minutes) ...")
         self.engine = Engine(
@@ -167,7 +177,9 @@ class ColocatedEngines(Engines):
         self.rollouts = rollouts(config, inputs, self.collector, shape.vocab_size, keep)
 
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
-        config, mesh, device = self._config, self._mesh, self._device
+        config = self._config
+        mesh = self._mesh
+        device = self._device
         self._transfer = WeightTransfer(
             actor.chunks,
             self._shape,
@@ -207,8 +219,10 @@ class ColocatedEngines(Engines):
         return self._report.metrics() | self.switch.metrics()
 
     def _sync(self, step: int) -> None:
-        """Write the weights that step `step` (from 0) samples with; with all steps done, those of
-        the last validation. RuntimeError on all ranks where a checksum was due and differs."""
+        """Write the weights that step `step` (from 0) samples with.
+
+        With all steps done, they are those of the last validation. RuntimeError on all ranks where
+        a checksum was due and differs."""
         self._report = self._transfer.run(check=is_due(self._config.sync.checksum_every, step))
         self._probe.score_policy(step)
 
@@ -234,7 +248,9 @@ class SeparateEngines(Engines):
         self, context: RankContext[Inputs], bridge: Bridge, timers: PhaseTimers, keep: Keep | None
     ) -> None:
         super().__init__(context, timers)
-        config, inputs, mesh = context.config, context.inputs, context.mesh
+        config = context.config
+        inputs = context.inputs
+        mesh = context.mesh
         self._bridge = bridge
         leaders = range(bridge.training_ranks, bridge.world_size, mesh.engine_size)
         self._mailbox = Mailbox(bridge, leaders)
@@ -264,9 +280,11 @@ class SeparateEngines(Engines):
 
     @contextmanager
     def _generating(self, version: int, step: int) -> Iterator[None]:
-        """The engines take the weights when they can; the trainers do not wait for that, but for
-        the version before."""
-        self._step, learned_at = step, time.monotonic()
+        """Offer the weights, which the engines take when they can.
+
+        The trainers do not wait for that, but for the version before."""
+        self._step = step
+        learned_at = time.monotonic()
         with self._timers.phase("sync"):
             self._waited = self._sender.offer()
         self._connection.send(NewWeights(version, step, learned_at))
@@ -292,8 +310,7 @@ class SeparateEngines(Engines):
 
 
 def validation_scorer(config: Config, mesh: Mesh) -> RewardWorkers | None:
-    """The workers of `validation.scorer`, on the first rank of every engine of a run that
-    validates."""
+    """The workers of `validation.scorer`, on every engine's first rank in a run that validates."""
     hook = (
         scorer_hook(config)
         if length_curriculum.validates(config) and mesh.is_engine_leader
@@ -303,8 +320,7 @@ def validation_scorer(config: Config, mesh: Mesh) -> RewardWorkers | None:
 
 
 def offer_plans(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -> OfferPlans:
-    """How weights come from the training ranks, those of `mesh`, to the first engine on ranks of
-    its own."""
+    """The plans of weights from the training ranks, those of `mesh`, to the first separate engine."""
     buckets = bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size + mesh.engine_ranks)
     layout = training_layout(shape.num_layers, mesh, config.parallel)
     plan = partial(plan_sync, shape, layout, mesh, device.params_dtype.itemsize, buckets)
@@ -316,8 +332,9 @@ def offer_plans(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -
 
 
 def probe_length(config: Config) -> int:
-    """Most tokens of a probe's sequence: the first length stage's, and without validation, since
-    they are the same in all and with any."""
+    """Most tokens of a probe's sequence: those of the first length stage, without validation.
+
+    So they are the same in all length stages and with any validation."""
     first = length_curriculum.without_validation(
         length_curriculum.length_stages(config, None)[0].config
     )

@@ -1,4 +1,4 @@
-"""What a step samples, and which groups it learns from: `rollout.tail`.
+"""The samples of a step, and the groups that it learns from, by `rollout.tail`.
 
 - "wait" (`WholeRollouts`): the step's own prompts, every completion to its end.
 - "carry" (`PartialRollouts`): rounds of a slice of every completion in flight, until enough groups
@@ -62,24 +62,25 @@ class StepRollout:
 
     selection: Selection
     rounds: list[list[EngineUsage]]
-    """What every engine did, by rollout of the step."""
+    """What every engine did, for each rollout of the step."""
     scores: list[Score]
     """Scores of all that was sampled and leaves."""
     sampled_tokens: int
-    """New tokens of the step; those of `selection` where every completion is sampled to its end."""
+    """New tokens of the step: those of `selection` if every completion is sampled to its end."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of what is in flight."""
 
 
 Keep = Callable[[Sequence[ScoredGroup]], list[bool]]
-"""Which of some groups a function of the user's learns from; a collective."""
+"""Says which groups are learned from, by a function of the user's; a collective."""
 
 
 def selection_rules(
     settings: SelectionConfig, reward: RewardConfig, keep: Keep | None = None
 ) -> SelectionRules:
-    """Which groups and completions are learned from; `keep` is the function of
-    selection.dynamic_sampling, if any."""
+    """The rules by which groups and completions are learned from.
+
+    `keep` is the function of selection.dynamic_sampling, if any."""
     word = settings.dynamic_sampling
     return SelectionRules(
         word if word in (None, "accuracy", "reward") else "function",
@@ -105,13 +106,16 @@ class StepRollouts(ABC):
         vocab_size: int,
         keep: Keep | None = None,
     ) -> None:
-        """`engines` is what asks them: a `Collector`, or an `EngineConnection`."""
-        self._config, self._inputs, self._total_steps = config, inputs, inputs.total_steps
-        self._engines, self._vocab_size = engines, vocab_size
+        """`engines` is a `Collector`, or an `EngineConnection`."""
+        self._config = config
+        self._inputs = inputs
+        self._total_steps = inputs.total_steps
+        self._engines = engines
+        self._vocab_size = vocab_size
         self._rules = selection_rules(config.selection, config.reward, keep)
         ids = [prompt.prompt_id for prompt in inputs.prompts]
         self.curriculum = PromptCurriculum(inputs.order, ids, rules_of(config.data), inputs.history)
-        """What draws the prompts, and counts how often they are solved."""
+        """Draws the prompts, and counts how often they are solved."""
         self._sampled: list[ScoredGroup] = []
         """The groups that the last step took."""
 
@@ -122,8 +126,10 @@ class StepRollouts(ABC):
         A collective."""
 
     def commit(self) -> dict[str, float]:
-        """Take what the last step left as the state, and count what it sampled in the prompts'
-        history, whose metrics are returned. A step that fails before leaves the state as it was."""
+        """Make what the last step left the state; returns the metrics of the prompts' history.
+
+        What the step sampled is counted in that history. A step that fails before leaves the state
+        as it was."""
         return self.curriculum.commit(self._sampled)
 
     def files(self) -> dict[str, bytes]:
@@ -159,18 +165,16 @@ class WholeRollouts(StepRollouts):
     next_draw = 0
 
     def step(self, number: int, stage: LengthStage) -> StepRollout:
-        """The step's own prompts, and then those that dynamic sampling asks for."""
+        """Sample the step's own prompts, and then those that dynamic sampling asks for."""
         order = self._inputs.order
-        sampling, seed = (
-            training_sampling(stage.config.rollout),
-            RolloutSeed(order.seed_at(number), number),
-        )
-        own = self.curriculum.begin(number).batch(number)
-        indices = chain(own, self.curriculum.extra(number))
+        sampling = training_sampling(stage.config.rollout)
+        seed = RolloutSeed(order.seed_at(number), number)
+        prompt_indices = self.curriculum.begin(number).batch(number)
+        indices = chain(prompt_indices, self.curriculum.extra(number))
         rounds: list[list[EngineUsage]] = []
 
         def sample(count: int) -> list[ScoredGroup]:
-            prompts = [self._inputs.prompts[i] for i in islice(indices, count)]
+            prompts = [self._inputs.prompts[index] for index in islice(indices, count)]
             if not prompts:
                 return []
             title = f"step {number + 1}/{self._total_steps}"
@@ -178,10 +182,15 @@ class WholeRollouts(StepRollouts):
             rounds.append(rollout.engines)
             return rollout.groups
 
-        selection = select(sample, len(own), self._config.selection.max_extra_prompts, self._rules)
-        tokens = sum(one.n_sampled for group in selection.sampled for one in group.completions)
+        selection = select(
+            sample, len(prompt_indices), self._config.selection.max_extra_prompts, self._rules
+        )
+        tokens = sum(
+            completion.n_sampled for group in selection.sampled for completion in group.completions
+        )
         scores = [score for group in selection.sampled for score in group.scores]
-        self._sampled, self.next_draw = selection.sampled, (number + 1) * order.prompts_per_step
+        self._sampled = selection.sampled
+        self.next_draw = (number + 1) * order.prompts_per_step
         return StepRollout(selection, rounds, scores, tokens)
 
     def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
@@ -196,7 +205,7 @@ class Rounds:
     """What the rounds of a step did."""
 
     usages: list[list[EngineUsage]] = field(default_factory=list)
-    """What every engine did, by round."""
+    """What every engine did, for each round."""
     new_tokens: int = 0
     prefilled_again: int = 0
     """Sampled tokens that were prefilled again."""
@@ -218,7 +227,7 @@ class RolloutsWithUnfinished(StepRollouts):
         self._unfinished = self._after = UnfinishedGroups()
         """The state, and what the last step left."""
         self._choices: dict[int, Chosen] = {}
-        """By draw: what is learned from of complete groups in flight."""
+        """Choice from each complete group in flight, by its draw."""
 
     @property
     def next_draw(self) -> int:  # type: ignore[override]
@@ -227,7 +236,7 @@ class RolloutsWithUnfinished(StepRollouts):
     def commit(self) -> dict[str, float]:
         self._unfinished = self._after
         complete = {group.draw for group in self._unfinished.groups if group.is_complete}
-        self._choices = {draw: one for draw, one in self._choices.items() if draw in complete}
+        self._choices = {draw: chosen for draw, chosen in self._choices.items() if draw in complete}
         return self.curriculum.commit(
             self._sampled, {group.draw for group in self._unfinished.groups}
         )
@@ -246,11 +255,13 @@ class RolloutsWithUnfinished(StepRollouts):
             raise ValueError(f"{folder}: the groups in flight cannot be read: {error}") from error
         if reward_changed:
             unfinished.groups = [unscored(group, steps_done) for group in unfinished.groups]
-        wanted = sum(
+        groups_to_learn = sum(
             not group.is_complete or self._choose(group).dropped is None
             for group in unfinished.groups
         )
-        if problem := unfinished_problem(self._config, self._total_steps, steps_done, wanted):
+        if problem := unfinished_problem(
+            self._config, self._total_steps, steps_done, groups_to_learn
+        ):
             raise ValueError(problem)
         self._unfinished = self._after = unfinished
 
@@ -302,8 +313,9 @@ class RolloutsWithUnfinished(StepRollouts):
         return self._choices[group.draw]
 
     def _take(self, number: int, found: Leaving, left: UnfinishedGroups) -> StepRollout:
-        """What step `number` learns from, with `rollout/groups_in_flight` as its only metric;
-        `left` stays."""
+        """What step `number` learns from; the groups of `left` stay in flight.
+
+        Its only metric is `rollout/groups_in_flight`."""
         self._sampled = sampled = [self._scored(group) for group in found.groups]
         if number + 1 == self._total_steps and left.groups:
             text = (
@@ -321,38 +333,41 @@ class RolloutsWithUnfinished(StepRollouts):
 
 
 class PartialRollouts(RolloutsWithUnfinished):
-    """Groups that a step does not complete stay in flight: "carry" continues their completions in
-    the next step, with the weights of that step; "defer" samples them anew, together with others
-    like them."""
+    """Leaves groups in flight that a step does not complete.
+
+    "carry" continues their completions in the next step, with the weights of that step; "defer"
+    samples them anew, together with others like them."""
 
     _engines: Collector
 
     def step(self, number: int, stage: LengthStage) -> StepRollout:
-        """Rounds of a slice, until enough groups are complete and none must wait any longer."""
+        """Sample slices in rounds until enough groups are complete and none must wait longer."""
         self.curriculum.begin(number)
-        before, rounds = self._unfinished, Rounds()
+        before = self._unfinished
+        rounds = Rounds()
         unfinished = self._after = replace(before, groups=list(before.groups))
-        found = self._advance(unfinished, number, stage, rounds)
-        taken = self._take(number, found, unfinished)
-        metrics = taken.metrics | {"rollout/rounds": float(found.rounds)}
+        leaving_groups = self._advance(unfinished, number, stage, rounds)
+        rollout = self._take(number, leaving_groups, unfinished)
+        metrics = rollout.metrics | {"rollout/rounds": float(leaving_groups.rounds)}
         if self._config.rollout.tail == "carry":
             metrics |= carry_metrics(
-                unfinished, taken.selection.learned, number, self._limits.max_staleness
+                unfinished, rollout.selection.learned, number, self._limits.max_staleness
             )
-            metrics["rollout/staleness_waits"] = float(found.waits)
+            metrics["rollout/staleness_waits"] = float(leaving_groups.waits)
             metrics["rollout/prefilled_again_tokens"] = float(rounds.prefilled_again)
         else:
             longest = slice_tokens(stage.config.rollout)
-            metrics |= defer_metrics(unfinished, found.groups, rounds.new_tokens, longest)
+            metrics |= defer_metrics(unfinished, leaving_groups.groups, rounds.new_tokens, longest)
         return replace(
-            taken, rounds=rounds.usages, sampled_tokens=rounds.new_tokens, metrics=metrics
+            rollout, rounds=rounds.usages, sampled_tokens=rounds.new_tokens, metrics=metrics
         )
 
     def _advance(
         self, unfinished: UnfinishedGroups, number: int, stage: LengthStage, rounds: Rounds
     ) -> Leaving:
         """Make the rounds of step `number`; what it learns from leaves `unfinished`."""
-        rollout, steps_left = stage.config.rollout, stage.end - number
+        rollout = stage.config.rollout
+        steps_left = stage.end - number
         length = slice_tokens(rollout)
         step = number, steps_left, rollout.group_size
         if rollout.tail == "carry":
@@ -381,16 +396,19 @@ class PartialRollouts(RolloutsWithUnfinished):
         stage: LengthStage,
         rounds: Rounds,
     ) -> list[UnfinishedGroup]:
-        """The groups after at most `length` new tokens of every unfinished completion, those begun
-        earlier first."""
+        """The groups after at most `length` new tokens of every unfinished completion.
+
+        Those begun earlier are sampled first."""
         sampling = training_sampling(stage.config.rollout)
         rows: list[list[Work]] = []
         keys: list[dict[int, Key]] = []
-        """By group and sample index."""
+        """Key of each request, by group and sample index."""
         for group in groups:
-            own = self._rows(group, sampling, length, len(rows))
-            rows += own
-            keys.append({work.request.key[1]: work.request.key for row in own for work in row})
+            group_rows = self._rows(group, sampling, length, len(rows))
+            rows += group_rows
+            keys.append(
+                {work.request.key[1]: work.request.key for row in group_rows for work in row}
+            )
         title = f"step {number + 1}/{self._total_steps}"
         if rounds.usages:
             title += f", round {len(rounds.usages) + 1}"
@@ -400,10 +418,11 @@ class PartialRollouts(RolloutsWithUnfinished):
             replace(
                 group,
                 samples=tuple(
-                    sampled[own[g]] if g in own else one for g, one in enumerate(group.samples)
+                    sampled[group_keys[g]] if g in group_keys else sample
+                    for g, sample in enumerate(group.samples)
                 ),
             )
-            for group, own in zip(groups, keys, strict=True)
+            for group, group_keys in zip(groups, keys, strict=True)
         ]
         after = self._score_complete(groups, after, sampling.max_new_tokens)
         rounds.usages.append(usages)
@@ -416,8 +435,7 @@ class PartialRollouts(RolloutsWithUnfinished):
     def _score_complete(
         self, before: Sequence[UnfinishedGroup], after: list[UnfinishedGroup], max_new_tokens: int
     ) -> list[UnfinishedGroup]:
-        """The groups after a round; those that it made complete have scores, also of functions that
-        take groups."""
+        """The groups after a round; those that it completed have scores of group functions, too."""
         if not takes_groups(self._config.reward):
             return after
         places = [
@@ -436,40 +454,39 @@ class PartialRollouts(RolloutsWithUnfinished):
     def _rows(
         self, group: UnfinishedGroup, sampling: SamplingSettings, length: int, first: int
     ) -> list[list[Work]]:
-        """A group's requests of a round, the first row's number being `first`: one row where
-        nothing is sampled yet, as the completions share their prompt, else a row for each
-        completion."""
+        """A group's requests of a round; the number of its first row is `first`.
+
+        There is one row where nothing is sampled yet, as the completions share their prompt, and
+        otherwise a row for each completion."""
         if group.is_complete:
             return []
         step, index, times = self.curriculum.drawn(group.draw)
-        prompt, seed = (
-            self._inputs.prompts[index],
-            RolloutSeed(self._inputs.order.seed_at(step), step),
-        )
+        prompt = self._inputs.prompts[index]
+        seed = RolloutSeed(self._inputs.order.seed_at(step), step)
         requests = requests_of(prompt, 0, sampling, seed, times)
-        work = []
+        works = []
         begun = any(
-            not isinstance(one, PartialCompletion) or one.token_ids for one in group.samples
+            not isinstance(sample, PartialCompletion) or sample.token_ids
+            for sample in group.samples
         )
         for g in group.unfinished:
             so_far = group.samples[g]
             assert isinstance(so_far, PartialCompletion)
-            row = first + len(work) if begun else first
+            row = first + len(works) if begun else first
             request = replace(requests[g], key=(row, g), so_far=so_far, slice_tokens=length)
-            work.append(Work(prompt, request))
-        return [[one] for one in work] if begun else [work]
+            works.append(Work(prompt, request))
+        return [[work] for work in works] if begun else [works]
 
 
 def unscored(group: UnfinishedGroup, steps_done: int) -> UnfinishedGroup:
-    """The group, of which nothing is sampled where another reward function has scored a part of
-    it."""
+    """The group, with nothing sampled where another reward function has scored a part of it."""
     if len(group.unfinished) == len(group.samples):
         return group
     return replace(group.nothing_sampled(group.deferred), first_step=steps_done)
 
 
 def tokens_of(group: UnfinishedGroup) -> int:
-    """Tokens that are sampled of it."""
+    """Number of the group's sampled tokens."""
     return sum(len(part.token_ids) for part in group.parts)
 
 
@@ -489,8 +506,9 @@ def carry_metrics(
 def staleness_metrics(
     learned: Sequence[ScoredGroup], number: int, max_staleness: int
 ) -> dict[str, float]:
-    """How old the tokens are that step `number` learns from (steps since the one whose weights
-    sampled them: mean, most, and the share of each age)."""
+    """How old the tokens are that step `number` learns from: mean, most, and share of each age.
+
+    The age is the number of steps since the one whose weights sampled a token."""
     ages = dict.fromkeys(range(max_staleness + 1), 0)
     for segment in (s for group in learned for c in group.completions for s in c.segments):
         ages[number - segment.step] += segment.tokens if segment.sampled else 0
@@ -510,9 +528,10 @@ def defer_metrics(
     new_tokens: int,
     slice_length: int,
 ) -> dict[str, float]:
-    """Groups that wait for a whole round, what was sampled in vain, and, of the deferred groups
-    that a step has sampled whole, the share that would have fitted a short round after all: by the
-    change of the weights, since the noise is the same."""
+    """Groups that wait for a whole round, and tokens that were sampled in vain.
+
+    Beside them stands the share of the deferred groups, sampled whole by now, that would have
+    fitted a short round after all: by the change of the weights, since the noise is the same."""
     metrics = {
         "rollout/deferred_groups": float(sum(group.deferred for group in unfinished.groups)),
         "rollout/discarded_tokens": float(new_tokens - sum(map(tokens_of, found))),
