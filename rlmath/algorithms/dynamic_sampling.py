@@ -105,6 +105,7 @@ def _choose(group: ScoredGroup, rules: SelectionRules) -> Chosen:
 
 
 def _filtered(completion: Completion, rules: SelectionRules) -> str | None:
+    """Why a completion leaves its group, one of FILTER_REASONS; None where it stays."""
     tokens = completion.n_sampled
     if rules.drop_truncated and completion.finish_reason == "length":
         return "truncated"
@@ -116,6 +117,7 @@ def _filtered(completion: Completion, rules: SelectionRules) -> str | None:
 def _without_contrast(
     group: ScoredGroup, samples: Sequence[int], rules: SelectionRules
 ) -> str | None:
+    """Why a group has no contrast, one of DROP_REASONS; None where it has any."""
     if rules.dynamic == "accuracy":
         correct = {group.scores[g].correct for g in samples}
         return None if len(correct) > 1 else ("right" if correct == {True} else "wrong")
@@ -190,7 +192,7 @@ class Selection:
 def select(
     sample: Callable[[int], list[ScoredGroup]], wanted: int, max_extra: int, rules: SelectionRules
 ) -> Selection:
-    """Sample `wanted` groups, and with dynamic sampling up to `max_extra` more, until enough are kept.
+    """Sample `wanted` groups, and with dynamic sampling up to `max_extra` more until enough are kept.
 
     `sample(n)` gives the groups of the next n prompts, fewer where there are no more. A refill
     samples as many as should suffice by the share kept so far; groups beyond `wanted` are then
@@ -212,6 +214,7 @@ def select(
 
 
 def _without_surplus(chosen: list[Chosen], wanted: int) -> list[Chosen]:
+    """The choices, in which groups beyond `wanted` are "surplus"."""
     kept_groups = 0
     choices = []
     for choice in chosen:

@@ -307,7 +307,7 @@ def too_old(
     step: int,
     choose: Callable[[UnfinishedGroup], Chosen],
 ) -> bool:
-    """Whether a group that step `step` leaves behind would be older than `max_staleness` when learned.
+    """Whether a group that step `step` leaves behind would be learned later than `max_staleness`.
 
     Each of the next steps takes the oldest of those groups, as `leaving` does. Selection may keep
     every group that is not complete yet."""

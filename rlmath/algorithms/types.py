@@ -264,7 +264,7 @@ class Sample:
 
     A filter of turns or tokens says False, which changes no count and no mean."""
     lag: Sequence[int] | None = None
-    """How many optimizer steps each completion token's weights are behind those of the step's start.
+    """How many optimizer steps each completion token's weights are behind the step's first ones.
 
     None: not asked for."""
 

@@ -85,7 +85,7 @@ class SegmentBucket:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Where each row of D numbers goes between [T, heads, D] and all buckets, [N, heads, M, D].
+    """Maps rows of D numbers between [T, heads, D] and all buckets, [N, heads, M, D].
 
     The buckets lie one after another. Both directions are one selection of rows, whatever the
     number of buckets."""
@@ -115,6 +115,7 @@ class HeadRows:
 
 
 def _head_rows(buckets: Sequence[SegmentBucket], T: int, heads: int) -> HeadRows:
+    """The rows of all buckets' heads and of a pack of T tokens, for both directions."""
     head_H = torch.arange(heads, device=buckets[0].gather_NM.device)
     from_packed = []
     first = 0
@@ -223,6 +224,7 @@ def bucket_segments(lengths: list[int]) -> list[list[int]]:
 
 
 def _make_bucket(starts_N: Tensor, lengths_N: Tensor) -> SegmentBucket:
+    """The bucket of segments with these starts and lengths in the pack."""
     longest = int(lengths_N.max())
     offsets_M = torch.arange(longest, device=starts_N.device)
     filled_NM = offsets_M[None, :] < lengths_N[:, None]
@@ -387,6 +389,7 @@ _WINDOW_ROWS = 512
 
 
 def _blocks(query_NHMD: Tensor, window: int | None) -> list[_Block]:
+    """The blocks of queries in which attention is computed, one without a window."""
     M = query_NHMD.shape[2]
     if window is None or window >= M:
         return [_Block(slice(None), slice(None), None)]

@@ -178,6 +178,7 @@ class ForwardBackward:
         batches: Iterator[tuple[int, MicroBatch]],
         model: Any,
     ) -> tuple[Tensor, Callable[..., Any]]:
+        """Megatron's forward step: a micro-batch through a chunk, and what makes its loss."""
         index, batch = next(batches)
         batch = batch.to(self.device.torch_device)
         self.on_microbatch()

@@ -89,6 +89,7 @@ class AddNorm(Function):
 
 @triton.jit
 def _add_norm(x, added, weight, total, normed, eps, H, BLOCK: constexpr):
+    """One program for a token: x with what is added to it, and the norm of that."""
     at = tl.program_id(0).to(tl.int64) * H
     column = tl.arange(0, BLOCK)
     is_inside = column < H
@@ -107,6 +108,7 @@ def _add_norm(x, added, weight, total, normed, eps, H, BLOCK: constexpr):
 
 @triton.jit
 def _add_norm_gradient(grad, grad_total, x, weight, grad_x, parts, rows, eps, H, BLOCK: constexpr):
+    """One program for every so many tokens: gradients of x, and a part of the weight's."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_inside = column < H
@@ -311,6 +313,7 @@ class SwiGLU(Function):
 
 @triton.jit
 def _swiglu(x, out, U, BLOCK: constexpr):
+    """One program for a block of a token's units."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = column < U
@@ -321,6 +324,7 @@ def _swiglu(x, out, U, BLOCK: constexpr):
 
 @triton.jit
 def _swiglu_gradient(grad, x, grad_x, U, BLOCK: constexpr):
+    """One program for a block of a token's units."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = column < U

@@ -237,6 +237,7 @@ class GrpoLearner(Learner):
         logits_TV: Tensor,
         teacher: TeacherStates | None = None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Loss of a micro-batch, and the metrics of GRPO_SUMS and GRPO_MAXIMA."""
         rows = None if teacher is None else teacher.rows(index)
         logprobs_T, entropy_T, *teacher_kl = self.forward_backward.logprobs_of(
             batch, logits_TV, rows

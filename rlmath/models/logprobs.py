@@ -41,11 +41,11 @@ LN2 = math.log(2)
 
 @dataclass(frozen=True)
 class TeacherRows:
-    """A teacher's distribution at every row: softmax(hidden states x output layer / temperature)."""
+    """A teacher's distribution at every row: softmax(hidden x output layer / temperature)."""
 
     hidden_TH: Tensor
     head_VH: Tensor
-    """This rank's rows of the output layer, of the tokens of its columns of the student's logits."""
+    """This rank's rows of the output layer, for the tokens of its columns of the logits."""
     vocab_size: int
     """Tokens that both models know; others are left out of both distributions."""
 

@@ -78,6 +78,7 @@ class Adapter(torch.nn.Module):
         return torch.addmm(y_N1M.flatten(0, 1), low_NR, self._wide_B().t()).view_as(y_N1M)
 
     def _across_ranks(self, low_N1R: Tensor) -> Tensor:
+        """x A^T for the tokens that B multiplies, as the module's table has it."""
         if self._splits_columns and self._sequence_parallel:
             return mappings.reduce_scatter_to_sequence_parallel_region(low_N1R)
         if self._splits_columns:

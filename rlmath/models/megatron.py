@@ -73,6 +73,7 @@ def layer_spec(
 
 
 def _with_separate_norms(layer: ModuleSpec) -> ModuleSpec:
+    """A layer of Transformer Engine whose norms are modules of their own."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
     parts = layer.submodules
@@ -299,6 +300,7 @@ def _build_chunk(
     number: int,
     separate_norms: bool,
 ) -> GPTModel:
+    """One model chunk of this rank, on its device; its weights are undefined."""
     local_layers = device.local_layers
     vp_stage = number if mesh.virtual_pipeline > 1 else None
     model = GPTModel(

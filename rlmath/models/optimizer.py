@@ -55,11 +55,11 @@ LEAST_LOSS_SCALE = 2**-8
 
 @dataclass
 class LossScale:
-    """Factor of a loss before a backward pass in float16, by which gradients are divided afterwards.
+    """Factor of a loss before a backward pass in float16, which has nothing between 0 and 6e-8.
 
-    float16 has nothing between 0 and 6e-8; a power of two costs gradients no bit. It halves where
-    gradients overflow. Megatron has a scale in each optimizer: that of a model's experts could get
-    another than that of the rest."""
+    Gradients are divided by it afterwards; a power of two costs them no bit. It halves where
+    gradients overflow. Megatron has a scale in each optimizer: that of a model's experts could
+    differ from that of the rest."""
 
     scale: float
     window: int

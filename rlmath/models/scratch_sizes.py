@@ -20,7 +20,7 @@ TEACHER_BLOCKS_HELD = 3
 
 
 def flash_takes(head_dim: int, itemsize: int) -> bool:
-    """Whether torch's flash kernel for GPUs takes our attention's heads, of `itemsize` bytes a number.
+    """Whether torch's flash kernel for GPUs takes such heads; `itemsize` is bytes a number.
 
     It has the gradients of larger heads on some GPUs only."""
     return itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128

@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(
         prog="rlmath replay",
         description=DESCRIPTION,
@@ -236,6 +237,7 @@ class Replay:
             )
 
     def _check_rollout(self, rollout: RolloutConfig) -> None:
+        """Refuse a step whose rollout cannot be made again."""
         completions = [
             completion for group in self.capture.groups for completion in group.completions
         ]

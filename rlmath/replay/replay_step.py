@@ -121,7 +121,7 @@ class Comparison:
 
 
 class ReplayTrainer(PolicyTrainer):
-    """The models of the run as they were before the step, and the step's update, without engines."""
+    """The models of the run as they were before the step, and its update, without engines."""
 
     capture: Capture
     last: UpdateRecord
@@ -389,6 +389,7 @@ def _sample_again(
     mesh: Mesh,
     workers: RewardWorkers | None,
 ) -> list[ScoredGroup]:
+    """The groups of the step, sampled and scored again."""
     stages = length_curriculum.length_stages(prepared.config, capture.total_steps)
     sampling = training_sampling(stages[capture.length_stage].config.rollout)
     config = prepared.config

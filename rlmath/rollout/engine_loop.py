@@ -242,7 +242,7 @@ class EngineLoop:
         plan: SamplingPlan,
         leader: Leader | None,
     ) -> None:
-        """`mesh` is that of the engines' world; `leader` is None except on an engine's first rank."""
+        """`mesh` is that of the engines' world; only an engine's first rank has a `leader`."""
         self._engine = engine
         self._mesh = mesh
         self._receiver = receiver
@@ -426,6 +426,7 @@ class EngineLoop:
         self._send(Snapshot(samples))  # type: ignore[arg-type]
 
     def _collect(self, message: CollectGroups) -> None:
+        """Let all engines collect groups while what is in flight waits, without cached prefixes."""
         with self._running.interrupted():
             self._engine.reset_prefix_cache()
             rollout = self._collector.collect(message)  # over all engines; what is in flight waits
@@ -461,6 +462,7 @@ class EngineLoop:
         return self._capacity - len(self._running)
 
     def _begin(self, draw: int, samples: Sequence[PartialCompletion | ScoredCompletion]) -> None:
+        """Begin those samples of a draw that are not finished."""
         step, index, times = self._plan.inputs.order.drawn(draw)
         prompt = self._plan.inputs.prompts[index]
         requests = requests_of(
@@ -505,6 +507,7 @@ class EngineLoop:
             )
 
     def _finish_scored(self, wait: bool = False) -> None:
+        """Record the scores that have come, and send the groups that have all of theirs."""
         if self._rewards is None or not len(self._rewards):
             return
         for (draw, indices), scores in self._rewards.take_finished(wait):

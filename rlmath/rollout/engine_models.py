@@ -59,7 +59,7 @@ class _WindowsInTurns:
 
 
 def _set_window(attention: Any, window: int, vllm_config: Any) -> None:
-    """Replace vLLM's attention, which is registered under the layer's name, by one with a window."""
+    """Replace vLLM's attention, registered under the layer's name, by one with a window."""
     plain = attention.attn
     del vllm_config.compilation_config.static_forward_context[plain.layer_name]
     attention.attn = Attention(

@@ -97,6 +97,7 @@ class EngineWeights:
         """Time that vLLM spent packing matrices since `begin` (seconds)."""
 
     def _check(self, model: torch.nn.Module) -> None:
+        """Require that the shapes are those of all of the model's parameters."""
         unknown = {name for name, _ in model.named_parameters()} - set(self._shapes)
         if unknown:
             raise RuntimeError(

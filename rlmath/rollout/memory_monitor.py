@@ -1,4 +1,4 @@
-"""Compares a rank's memory after every phase with the plan and with the same phase of past steps."""
+"""Compares a rank's memory after every phase with the plan and with earlier steps."""
 
 from __future__ import annotations
 

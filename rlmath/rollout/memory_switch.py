@@ -113,6 +113,7 @@ class MemorySwitch:
         return metrics
 
     def _to_generation(self, version: int, step: int) -> None:
+        """Offload the training side, wake the engine and sync its weights, phase by phase."""
         self._monitor.start_cycle()
         weights, kv_cache = self._engine.memory.weights_bytes, self._engine.memory.kv_cache_bytes
         engine_bytes = (weights + kv_cache) * (local_world_size() or 1)
@@ -135,7 +136,7 @@ class MemorySwitch:
             self._engine.memory.wake_kv_cache()
 
     def _to_onload(self) -> list[SetName]:
-        """The offloaded sets that training needs; those of RESTING are onloaded when they compute."""
+        """The offloaded sets that training needs; RESTING ones are onloaded when they compute."""
         names: tuple[SetName, ...] = ("parameters", "optimizer", "gradients")
         return [name for name in names if name in self._training.offloaded]
 

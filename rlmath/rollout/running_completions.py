@@ -217,6 +217,7 @@ class RunningCompletions:
         return [self._end(decoding, reason) for decoding, reason in ended]
 
     def _end(self, decoding: _Decoding, reason: str) -> Ended:
+        """The completion: partial, or finished with its text and handed to `score`."""
         stopped = reason == "stop"
         if not stopped and reason != "length":
             raise RuntimeError(f"vLLM ended a completion with {reason!r}, unfinished")
@@ -319,6 +320,7 @@ class _Preparation:
         return core_request
 
     def _check(self, name: str, request: Request) -> Any:
+        """vLLM's request, checked and completed by its input processor."""
         from vllm.inputs import tokens_input
 
         engine = self._engine

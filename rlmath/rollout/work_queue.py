@@ -107,6 +107,7 @@ class WorkQueue:
         return requests
 
     def _pop(self, load: Load) -> list[Request]:
+        """Pop work on the engine's first rank where there are free places, and share it."""
         self._items.steps += 1
         first = not self._popped_any
         full = load.in_flight >= self._capacity or load.waiting > 0
@@ -144,6 +145,7 @@ class WorkQueue:
         return row[1:] if item.is_remaining else row[:1]
 
     def _pop_items(self, free: int, first: bool) -> list[WorkItem]:
+        """Pop items until the free places are filled."""
         items = []
         for work_item in self._items.first_pop() if first else self._items.later_pop():
             items.append(work_item)

@@ -238,7 +238,7 @@ class GrpoTrainer(PolicyTrainer):
         return validated
 
     def next_draw_step(self, steps_done: int) -> int:
-        """The first step for which nothing is drawn: groups in flight were drawn for later steps."""
+        """The first step for which nothing is drawn; groups in flight are of later steps."""
         return max(steps_done, -(-self.rollouts.next_draw // self.order.prompts_per_step))
 
     def at_end(self) -> dict[str, Any]:

@@ -31,7 +31,9 @@ class UpdateRecord:
     results: list[MinibatchResult]
     """The result of every minibatch, in the order of their use."""
     advantages: list[list[float]]
-    """Advantages by group and completion; with KL in the reward, means over a completion's tokens."""
+    """Advantages by group and completion.
+
+    With KL in the reward they are means over the completion's tokens."""
     reward_kl: RewardKL | None
     """The KL, where it is part of the reward."""
     passes: float = 0.0

@@ -357,7 +357,9 @@ class PolicyUpdater:
         return ScoredStep(number, groups, rewards_PG, token_counts(groups))
 
     def pack(self, scored: ScoredStep, means_PG: Sequence[Sequence[float]]) -> PackedStep:
-        """This data-parallel rank's micro-batches; all tokens of a completion have its advantage."""
+        """This data-parallel rank's micro-batches.
+
+        All tokens of a completion have its advantage."""
         with self.timers.phase("pack"):
             algorithm = self.config.algorithm
             needs_lag = algorithm.recompute_logprobs and algorithm.proximal_logprobs != "recompute"
@@ -423,7 +425,7 @@ class PolicyUpdater:
     def minibatches(
         self, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
     ) -> list[Minibatch]:
-        """The minibatch of each optimizer step, with the teacher's states where its loss needs them.
+        """The minibatch of each optimizer step, with the teacher's states if its loss needs them.
 
         A collective."""
         states = None

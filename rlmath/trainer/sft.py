@@ -48,7 +48,7 @@ class SftTrainer(Trainer):
         return self.mesh.training_layout
 
     def step(self, number: int) -> StepRecord:
-        """Make step `number`, from 0 over the whole run, and the evaluation that is due after it."""
+        """Make step `number`, from 0 over the whole run, and the evaluation due after it."""
         started = time.perf_counter()
         self.timers.reset()
         _, indices = self.order.batch(number)

@@ -199,7 +199,7 @@ class Validator:
             )
 
     def _warn_of_scorer(self, file: ValidationFile, groups: Sequence[ScoredGroup]) -> None:
-        """Warn where `validation.scorer` failed, which otherwise looks like a model that is wrong."""
+        """Warn where `validation.scorer` failed, which otherwise looks like wrong answers."""
         failed = [score for group in groups for score in group.scores if score.verdict in FAILURES]
         if self.config.validation.scorer is None or not failed or self.mesh.rank != 0:
             return

@@ -301,6 +301,7 @@ def intersections(needed: Iterable[Block], held: Regions) -> list[Overlap]:
 
 
 def _common(block: Block, other: Block) -> Block | None:
+    """The part of a block that another has in common with it; None without any."""
     row, col = max(block.row, other.row), max(block.col, other.col)
     rows = min(block.row + block.rows, other.row + other.rows) - row
     cols = min(block.col + block.cols, other.col + other.cols) - col
@@ -447,6 +448,7 @@ def rank_rounds(plan: SyncPlan, rank: int) -> list[RankRound]:
 def _rank_round(
     copies: Sequence[Copy], rank: int, local: tuple[Copy, ...], complete: tuple[str, ...]
 ) -> RankRound:
+    """One rank's part of a round's copies."""
     by_pair: dict[tuple[int, int], list[Copy]] = defaultdict(list)
     for copy in copies:
         by_pair[copy.source, copy.target].append(copy)

@@ -158,6 +158,7 @@ def training_blocks(shape: ModelShape, layout: TrainingLayout, at: Coordinates) 
 def _megatron_blocks(
     placed: Placed, shape: ModelShape, tensor: int, tensor_rank: int, key: str
 ) -> Iterator[Block]:
+    """The blocks of a tensor in a rank's Megatron parameter, by the form of its rule."""
     rule = placed.rule
     if rule.form == "qkv":
         yield from _qkv_groups(placed, shape, tensor, tensor_rank, key)
@@ -212,6 +213,7 @@ def _vocab_rows(
 
 
 def _plain(placed: Placed, shape: ModelShape, parts: int, part: int, parameter: str) -> Block:
+    """The part's block of a tensor that is split by columns, or not at all."""
     size = canonical_shape(placed.rule, shape, tensor=1)
     rows, cols = size[0], math.prod(size[1:])
     if placed.rule.split_axis is None:

@@ -82,6 +82,7 @@ class Messages:
         self._under_way: dict[int, tuple[Waits, dict[int, Tensor]]] = {}
 
     def start(self, number: int) -> None:
+        """Pack a round's buckets, and start its sends and receives."""
         turn = number % 2
         round_ = self._rounds[number]
         sends = []
@@ -140,6 +141,7 @@ class SharedBuckets:
         """Nothing to do: the others read this rank's memory in `finish`."""
 
     def finish(self, number: int) -> dict[int, Tensor]:
+        """Pack this rank's parts; what the senders have packed, by rank, once all have."""
         round_ = self._rounds[number]
         turn = number % 2
         for peer, part in _segments(round_.sends, self._buckets[dist.get_rank()][turn]):
@@ -177,6 +179,7 @@ def share_memory(size: int) -> list[torch.UntypedStorage] | None:
 
 
 def _map(offers: list[tuple[int, int, str, int] | None]) -> list[torch.UntypedStorage] | None:
+    """The memory of all ranks, mapped by this one; None where that is impossible."""
     storages = []
     for offer in offers:
         if offer is None:

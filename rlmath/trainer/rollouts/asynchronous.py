@@ -249,6 +249,7 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
         self._begun = True
 
     def _wait(self, unfinished: UnfinishedGroups, number: int, stage: LengthStage) -> Leaving:
+        """Admit draws until enough groups are complete, and take out those that leave."""
         rules = self._limits
         steps_left = stage.end - number
         leaving_groups = leaving(unfinished, rules, self._choose)

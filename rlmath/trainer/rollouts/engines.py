@@ -320,7 +320,9 @@ def validation_scorer(config: Config, mesh: Mesh) -> RewardWorkers | None:
 
 
 def offer_plans(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -> OfferPlans:
-    """The plans of weights from the training ranks, those of `mesh`, to the first separate engine."""
+    """The plans by which weights come to the first engine on ranks of its own.
+
+    They come from the training ranks, those of `mesh`."""
     buckets = bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size + mesh.engine_ranks)
     layout = training_layout(shape.num_layers, mesh, config.parallel)
     plan = partial(plan_sync, shape, layout, mesh, device.params_dtype.itemsize, buckets)

@@ -174,6 +174,7 @@ class WholeRollouts(StepRollouts):
         rounds: list[list[EngineUsage]] = []
 
         def sample(count: int) -> list[ScoredGroup]:
+            """The groups of the next `count` prompts, fewer where there are no more."""
             prompts = [self._inputs.prompts[index] for index in islice(indices, count)]
             if not prompts:
                 return []
