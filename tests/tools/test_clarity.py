@@ -52,7 +52,7 @@ def test_each_count_of_a_file() -> None:
         "splatted_calls",
         "tuple_assignments",
     ),
-    [("rlmath", 0.075, 0.01, 210, 105, 725), ("tools", 0.10, 0.01, 95, 22, 70)],
+    [("rlmath", 0.005, 0.01, 210, 105, 60), ("tools", 0.005, 0.01, 95, 22, 10)],
 )
 def test_the_counts_do_not_grow(
     folder: str,
