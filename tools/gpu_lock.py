@@ -94,7 +94,7 @@ OBJECTS = {
         "scheduler.kv_cache_manager": MANAGER,
         "manager": MANAGER,
         "manager.coordinator": "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator",
-        "of_layers[0]": "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager",
+        "managers[0]": "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager",
         "request": "vllm.v1.request.Request",
     },
     "rlmath/rollout/shared_gpu_worker.py": {"super()": WORKER},
@@ -109,9 +109,9 @@ OBJECTS = {
         "self._core.get_output()": "vllm.v1.engine.EngineCoreOutputs",
         "self._scheduler": SCHEDULER,
         "output": "vllm.v1.engine.EngineCoreOutput",
-        "made": "vllm.v1.engine.EngineCoreRequest",
+        "core_request": "vllm.v1.engine.EngineCoreRequest",
         "checked": "vllm.v1.engine.EngineCoreRequest",
-        "made.sampling_params": "vllm.SamplingParams",
+        "core_request.sampling_params": "vllm.SamplingParams",
     },
 }
 """Expressions in our files, by file, and their class on a GPU."""
