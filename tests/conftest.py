@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -57,16 +58,38 @@ def pytest_collection_finish() -> None:
     freeze_live_objects()
 
 
+def record_failure(line: str) -> None:
+    """Append a line to the file that FAILURES_FILE names, so that CI can repeat at its end what
+    failed in sessions whose output is far above."""
+    path = os.environ.get("FAILURES_FILE")
+    if path:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        record_failure(f"{report.nodeid} ({report.when}): {message_of(report)}")
+
+
+def message_of(report: pytest.TestReport) -> str:
+    """The first line of a failure's message, cut to 300 characters."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    message = crash.message if crash else str(report.longrepr)
+    return message.strip().split("\n")[0][:300]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """After the last fixture's end, also of a session that was interrupted, no process of the tests
     may be left."""
-    found = left_over.left_over(left_over.GRACE_SECONDS)
-    if not found:
+    processes = left_over.left_over(left_over.GRACE_SECONDS)
+    if not processes:
         return
-    print(f"\n{len(found)} processes that tests have started are left:")
-    for process in found:
+    print(f"\n{len(processes)} processes that tests have started are left:")
+    for process in processes:
         print(f"  {left_over.described(process)}")
+        record_failure(f"a process is left: {left_over.described(process)}")
     session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
