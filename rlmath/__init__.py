@@ -1,5 +1,6 @@
-"""rlmath: reinforcement learning of mathematical reasoning, one SPMD program on Megatron-Core and
-vLLM.
+"""rlmath: reinforcement learning of mathematical reasoning.
+
+It is one SPMD program on Megatron-Core and vLLM.
 
 `verify`, `load_config`, `Config`, `train` and `Run` are its public names (`rlmath.cli.api`), and
 `hooks` the module (`rlmath.workers.hooks`) that files of the user's functions import; they are

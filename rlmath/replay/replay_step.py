@@ -178,8 +178,8 @@ def replay_update(
             is_same = comparison.same(tolerance)
             content = {"part": "update", "same": is_same, "bit_equal": comparison.bit_equal}
             content |= asdict(comparison)
-            lines = comparison_lines(capture, comparison, replayed, tolerance)
-            status = _end(prepared, comparison.status(tolerance), content, lines)
+            lines = comparison_lines(capture, comparison, replayed, tolerance=tolerance)
+            status = _end(prepared, comparison.status(tolerance), content, lines=lines)
         status = broadcast_from_rank_zero(status)
     dist.destroy_process_group()
     return status
@@ -216,7 +216,9 @@ def compare(capture: Capture, before: str, replayed: CapturedUpdate) -> Comparis
             f"advantages: groups of {captured_sizes} captured, of {replayed_sizes} replayed"
         )
     weights = _compared(captured.weights_after, replayed.weights_after)
-    return Comparison(tuple(differences), start, weights, minibatches, tuple(mistakes))
+    return Comparison(
+        tuple(differences), start, weights, minibatches=minibatches, mistakes=tuple(mistakes)
+    )
 
 
 def _compared(captured: str | None, replayed: str | None) -> str:
@@ -226,32 +228,43 @@ def _compared(captured: str | None, replayed: str | None) -> str:
 
 
 def _differences(
-    label: str, one: CapturedMinibatch, other: CapturedMinibatch
+    label: str, captured: CapturedMinibatch, replayed: CapturedMinibatch
 ) -> Iterator[Difference]:
-    tokens = abs(one.numbers.get("tokens", 1.0))
-    for name, value in one.numbers.items():
-        other_value = other.numbers.get(name, math.nan)
+    tokens = abs(captured.numbers.get("tokens", 1.0))
+    for name, captured_value in captured.numbers.items():
+        replayed_value = replayed.numbers.get(name, math.nan)
         floor = 0.0 if name in PLAIN else 1.0 if name in MAXIMA else tokens
         yield Difference(
-            label, name, value, other_value, relative_difference(value, other_value, floor)
+            label,
+            name,
+            captured=captured_value,
+            replayed=replayed_value,
+            relative=relative_difference(captured_value, replayed_value, floor),
         )
 
 
 def _advantage_differences(
-    rows: Sequence[Sequence[float]], again: Sequence[Sequence[float]]
+    captured: Sequence[Sequence[float]], replayed: Sequence[Sequence[float]]
 ) -> Iterator[Difference]:
     pairs = [
-        (a, b)
-        for row, other_row in zip(rows, again, strict=True)
-        for a, b in zip(row, other_row, strict=True)
+        pair
+        for captured_row, replayed_row in zip(captured, replayed, strict=True)
+        for pair in zip(captured_row, replayed_row, strict=True)
     ]
     differences = [
-        Difference("all", "advantage", a, b, relative_difference(a, b, 1.0)) for a, b in pairs
+        Difference(
+            "all",
+            "advantage",
+            captured=captured_value,
+            replayed=replayed_value,
+            relative=relative_difference(captured_value, replayed_value, floor=1.0),
+        )
+        for captured_value, replayed_value in pairs
     ]
     yield from sorted(differences, key=lambda difference: difference.relative)[-1:]
 
 
-def relative_difference(one: float, other: float, floor: float) -> float:
+def relative_difference(value: float, other: float, floor: float) -> float:
     """The difference as a share of the larger of both and the floor.
 
     It is 0 for the same value or two NaN, and infinite where only one is finite.
@@ -259,10 +272,12 @@ def relative_difference(one: float, other: float, floor: float) -> float:
     >>> relative_difference(2.0, 1.0, 0.0), relative_difference(2.0, 1.0, 10.0), relative_difference(1.0, math.nan, 0.0)
     (0.5, 0.1, inf)
     """
-    if one == other or (math.isnan(one) and math.isnan(other)):
+    if value == other or (math.isnan(value) and math.isnan(other)):
         return 0.0
-    difference = abs(one - other)
-    return difference / max(abs(one), abs(other), floor) if math.isfinite(difference) else math.inf
+    difference = abs(value - other)
+    return (
+        difference / max(abs(value), abs(other), floor) if math.isfinite(difference) else math.inf
+    )
 
 
 def comparison_lines(
@@ -321,7 +336,7 @@ def replay_rollout(
         workers = stack.enter_context(open_engine_workers(config, mesh))
         mesh, device, heartbeat = begin(stack, prepared, rendezvous)
         heartbeat.enter_phase("load checkpoint")
-        model = _model_folder(prepared, _whole(state, heartbeat), mesh, device)
+        model = _model_folder(prepared, _whole(state, heartbeat), mesh, device=device)
         heartbeat.enter_phase("build engine")
         engine = Engine(
             str(model),
@@ -335,12 +350,12 @@ def replay_rollout(
         )
         engine.on_step = heartbeat.report_progress
         heartbeat.enter_phase("rollout")
-        groups = _sample_again(capture, prepared, engine, mesh, workers)
+        groups = _sample_again(capture, prepared, engine, mesh=mesh, workers=workers)
         status = exit_codes.FINISHED
         if mesh.rank == 0:
             comparison = compare_groups(capture.groups, groups)
             content = {"part": "rollout", "same": comparison.same} | asdict(comparison)
-            status = _end(prepared, comparison.status, content, [rollout_line(comparison)])
+            status = _end(prepared, comparison.status, content, lines=[rollout_line(comparison)])
             shutil.rmtree(Path(config.run.output_dir) / MODEL_FOLDER, ignore_errors=True)
         status = broadcast_from_rank_zero(status)
         engine.close()
@@ -364,7 +379,7 @@ def _model_folder(
         try:
             shutil.rmtree(folder, ignore_errors=True)
             if state is None:
-                begun_model_to_hf(config, shape, folder, device.params_dtype)
+                begun_model_to_hf(config, shape, folder, dtype=device.params_dtype)
             else:
                 megatron_to_hf(
                     state[0].state,
@@ -404,7 +419,9 @@ def _sample_again(
     )
     seed = RolloutSeed(capture.sampling_seed, capture.step)
     title = f"replay of step {capture.step + 1}"
-    return collector.collect(CollectGroups(prepared.inputs.prompts, sampling, seed, title)).groups
+    return collector.collect(
+        CollectGroups(prepared.inputs.prompts, sampling, seed, title=title)
+    ).groups
 
 
 @dataclass(frozen=True)
@@ -494,7 +511,7 @@ def begin(
     mesh = mesh_of(config, environment_world_size(), environment_rank())
     device = run_device(config)
     stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, mesh.rank)
-    _, heartbeat = join_run(stack, config, device, rendezvous, stop)
+    _, heartbeat = join_run(stack, config, device, rendezvous=rendezvous, stop=stop)
     if mesh.rank == 0:
         for line in prepared.lines:
             logger.info("%s", line)

@@ -156,7 +156,7 @@ class Fact:
 def facts_of(run: ShownRun) -> Iterator[Fact]:
     """The facts that there are of status, steps, accuracy, reward, speed, time and layout."""
     message = text_of(run.exit_status.get("message"), 200) if run.has_failed else ""
-    yield Fact("Status", run.status, message, run.has_failed)
+    yield Fact("Status", run.status, message, is_bad=run.has_failed)
     planned = number_of(run.summary.get("steps"))
     planned_text = (
         f"of {planned:.0f}" if planned is not None and planned > run.metrics.last_step else ""
@@ -256,9 +256,11 @@ def _accuracies(runs: Sequence[ShownRun]) -> str:
             "Validation",
             "Answers to the run's validation files.",
             runs,
-            [run.validated for run in runs],
+            rows_by_run=[run.validated for run in runs],
         ),
-        *_accuracy_table("Evaluations", "By rlmath eval.", runs, [run.evaluated for run in runs]),
+        *_accuracy_table(
+            "Evaluations", "By rlmath eval.", runs, rows_by_run=[run.evaluated for run in runs]
+        ),
     ]
     without = [
         run

@@ -404,8 +404,7 @@ def _reward_parts(runs: Sequence[ShownRun]) -> Iterator[Lines]:
 
 
 def _own(runs: Sequence[ShownRun]) -> Iterator[Lines]:
-    """Figures of what functions of the user's measure (`telemetry.metrics`), one for each
-    function."""
+    """Figures of what the user's functions measure (`telemetry.metrics`), one for each function."""
     names = dict.fromkeys(name for run in runs for name in run.metrics.starting_with("own/"))
     for function in dict.fromkeys(name.split("/")[1] for name in names):
         names_of_function = [name for name in names if name.split("/")[1] == function]

@@ -150,7 +150,7 @@ def _read_run(folder: Path, most_steps: int, evaluations: Sequence[Path]) -> Sho
         events=read(EVENTS_FILE, lambda path: events_of(path, notes), Events()),
         samples=samples_of(folder, notes, most_steps),
         validated=validation_rows(validation),
-        evaluated=evaluation_rows(find_evaluations(folder, settings, evaluations, notes)),
+        evaluated=evaluation_rows(find_evaluations(folder, settings, evaluations, notes=notes)),
         notes=notes,
     )
 

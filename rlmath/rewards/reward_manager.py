@@ -42,7 +42,11 @@ def open_reward_workers(
                 f"reward.rewards: {named_reward.name}" if named_reward.name else "reward.function"
             )
             hooks[named_reward.name] = Hook(
-                "reward", named_reward.function, setting, tuple(plugins), reward.function_takes
+                "reward",
+                named_reward.function,
+                setting,
+                plugins=tuple(plugins),
+                takes=reward.function_takes,
             )
         elif named_reward.name == "correctness":
             hooks[named_reward.name] = None
@@ -161,7 +165,7 @@ def _trial_of(hook: Hook, reward: RewardConfig, prompt: Prompt) -> Trial:
     with WorkerPool(1, reward.timeout_seconds, function=hook) as pool:
         for completion in _made_up_completions(prompt):
             try:
-                right, wrong = _tried(pool, hook, completion, prompt)
+                right, wrong = _tried(pool, hook, completion, prompt=prompt)
             except RuntimeError as error:
                 raise ValueError(f"{function_name}: {error}") from None
             if right.failure is None:
@@ -200,7 +204,7 @@ def _change(hook: Hook, reward: RewardConfig, prompt: Prompt) -> str:
     if hook.kind == "reward":
         other = replace(hook, takes=takes)
         with WorkerPool(1, reward.timeout_seconds, function=other) as pool:
-            right, _ = _tried(pool, other, _made_up_completions(prompt)[0], prompt)
+            right, _ = _tried(pool, other, _made_up_completions(prompt)[0], prompt=prompt)
         if right.failure is None:
             return (
                 f"It works so with reward.function_takes: {takes}. Set that, or correct the "

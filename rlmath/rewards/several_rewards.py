@@ -111,7 +111,7 @@ def functions_of(reward: RewardConfig) -> dict[str, str]:
 def reward_hooks(reward: RewardConfig, plugins: Sequence[str] = ()) -> list[Hook]:
     """The user's functions, to be loaded."""
     return [
-        Hook("reward", function, setting, tuple(plugins), reward.function_takes)
+        Hook("reward", function, setting, plugins=tuple(plugins), takes=reward.function_takes)
         for setting, function in functions_of(reward).items()
     ]
 
@@ -244,7 +244,8 @@ def score_of(
     results = {name: result for name, result in results.items() if name != MEASURED}
     rewards = rewards_of(settings)
     values = tuple(
-        _value(named_reward, settings, results, boxed, length, limit) for named_reward in rewards
+        _value(named_reward, settings, results, boxed=boxed, length=length, limit=limit)
+        for named_reward in rewards
     )
     failures = tuple(
         RewardFailure(name, result.failure or "error", result.message)
@@ -260,7 +261,9 @@ def score_of(
         named_reward.weight * value
         for named_reward, value in zip(rewards, known_values, strict=True)
     )
-    reward = scaled_reward(settings, number, verdict is not None, length, limit, truncated)
+    reward = scaled_reward(
+        settings, number, verdict is not None, length=length, limit=limit, truncated=truncated
+    )
     called = {
         name: result for name, result in results.items() if isinstance(result, FunctionResult)
     }
@@ -349,7 +352,7 @@ def summed_rewards(group: ScoredGroup, reward: RewardConfig) -> list[float]:
         return rewards
     tokens = [completion.n_sampled for completion in group.completions]
     return length_penalised(
-        rewards, tokens, [score.correct for score in group.scores], reward.length_penalty
+        rewards, tokens, [score.correct for score in group.scores], penalty=reward.length_penalty
     )
 
 

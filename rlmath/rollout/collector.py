@@ -128,7 +128,11 @@ class Collector:
             )
         ]
         sampled, engines = self.sample(
-            rows, sampling.max_new_tokens, what.seed.step, what.title, what.validates
+            rows,
+            sampling.max_new_tokens,
+            what.seed.step,
+            title=what.title,
+            validates=what.validates,
         )
         groups = [
             scored_group(prompt, [sampled[p, g] for g in range(sampling.samples)])
@@ -180,10 +184,10 @@ class Collector:
         store = shared_store(f"rollout/{self._rollouts}")
         self._rollouts += 1
         requests = [[work.request for work in row] for row in rows]
-        work_queue = WorkQueue(store, requests, self._mesh, self._rollout.max_num_seqs)
+        work_queue = WorkQueue(store, requests, self._mesh, max_num_seqs=self._rollout.max_num_seqs)
         by_key = {work.request.key: work for row in rows for work in row}
         progress = SamplingProgress(
-            len(by_key), self._mesh, store, title, self._rollout.progress_bar
+            len(by_key), self._mesh, store, title=title, shown=self._rollout.progress_bar
         )
         rewards = None if self._pool is None else self._reward_manager(max_new_tokens, validates)
         by_group = self._takes_groups(validates)
@@ -208,7 +212,7 @@ class Collector:
         if validates and self._scorer is not None:
             return RewardManager(self._scorer, scorer_settings(self._reward), max_new_tokens)
         assert self._pool is not None
-        return RewardManager(self._pool, self._reward, max_new_tokens, validates)
+        return RewardManager(self._pool, self._reward, max_new_tokens, validates=validates)
 
     def _sample(
         self,
@@ -330,7 +334,10 @@ class SamplingProgress:
         elif clock - self._logged >= PROGRESS_SECONDS:
             self._logged = clock
             logger.info(
-                "%s", progress_line(self._title, done, self._total, clock - self._started, left)
+                "%s",
+                progress_line(
+                    self._title, done, self._total, seconds=clock - self._started, left=left
+                ),
             )
 
     def close(self) -> None:
@@ -343,7 +350,8 @@ class SamplingProgress:
 
 
 def progress_line(title: str, done: int, total: int, seconds: float, left: str) -> str:
-    """
+    """A line for the console on how far sampling is.
+
     >>> progress_line("step 7/20", 500, 2000, 60.0, ", about 03:00 left")
     'step 7/20: sampled 500 of 2,000 completions (25%) in 01:00, about 03:00 left'
     """

@@ -230,7 +230,12 @@ class Engine:
             "load_format": "auto" if load_weights else "dummy",
         }
         self._llm = _open_llm(
-            model_path, settings, max_sequence, device.kind, arguments, stop_token_ids
+            model_path,
+            settings,
+            max_sequence,
+            device_kind=device.kind,
+            arguments=arguments,
+            stops=stop_token_ids,
         )
         (model,) = self._llm.collective_rpc(lambda worker: worker.get_model())
         self.weights = EngineWeights(model, weight_shapes)
@@ -339,4 +344,11 @@ def open_standalone(
         arguments = _gpu_arguments(settings) | {"dtype": "auto"}
     if mesh is not None:
         arguments |= _mesh_arguments(settings, mesh, device_kind)
-    return _open_llm(model_path, settings, max_sequence, device_kind, arguments, stop_token_ids)
+    return _open_llm(
+        model_path,
+        settings,
+        max_sequence,
+        device_kind=device_kind,
+        arguments=arguments,
+        stops=stop_token_ids,
+    )

@@ -381,7 +381,9 @@ class EngineLoop:
         self._running.weights = Weights(message.version, message.step)
         self._on_weights(message.step)
         prefilled = 0 if keeps_cache else sum(len(request.so_far.token_ids) for request in requests)
-        self._report = self._new_report(message, transfer_seconds, len(requests), prefilled)
+        self._report = self._new_report(
+            message, transfer_seconds, len(requests), prefilled_again=prefilled
+        )
 
     def _new_report(
         self, message: NewWeights, transfer_seconds: float, interrupted: int, prefilled_again: int
@@ -466,7 +468,7 @@ class EngineLoop:
         step, index, times = self._plan.inputs.order.drawn(draw)
         prompt = self._plan.inputs.prompts[index]
         requests = requests_of(
-            prompt, draw, self._sampling, RolloutSeed(self._plan.run_seed, step), times
+            prompt, draw, self._sampling, seed=RolloutSeed(self._plan.run_seed, step), times=times
         )
         if self._leader is not None:
             self._groups[draw] = _Group(prompt, list(samples))

@@ -84,7 +84,10 @@ class EngineWeights:
         self._owners = {
             name: (model.get_submodule(path), last) for name, (path, _, last) in places.items()
         }
-        self._users = {name: _packing_users(model, *owner) for name, owner in self._owners.items()}
+        self._users = {
+            name: _packing_users(model, owner, attribute)
+            for name, (owner, attribute) in self._owners.items()
+        }
         self._scratch: dict[tuple[int, int], Tensor] = {}
         self._experts = {
             name: owner for name, (owner, _) in self._owners.items() if holds_packed_experts(owner)

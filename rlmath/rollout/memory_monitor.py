@@ -68,7 +68,7 @@ class MemoryMonitor:
         # In the first cycle a process still loads code, and maps what it keeps.
         if self._cycle > 1 and phase in self._expected:
             over = held - self._expected[phase]
-            if self._exceeds(phase, held, over, "planned") and over > self._logged_over * (
+            if self._exceeds(phase, held, over, than="planned") and over > self._logged_over * (
                 1 + GROWTH_SHARE
             ):
                 change = (over - self._logged_over) / 2**20
@@ -80,7 +80,7 @@ class MemoryMonitor:
         if self._cycle <= WARM_UP_CYCLES or not against_earlier:
             return
         earlier = self._earlier.setdefault(phase, held)
-        if self._exceeds(phase, held, held - earlier, "in the same phase of earlier steps"):
+        if self._exceeds(phase, held, held - earlier, than="in the same phase of earlier steps"):
             if not is_logged:
                 self._log()
             # Growth on top of it is logged again.

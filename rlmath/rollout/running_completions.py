@@ -281,7 +281,7 @@ class _Decoding:
         so_far = self.request.so_far
         if not self.token_ids:
             return so_far
-        return so_far.extended(self.token_ids, self.logprobs, weights.version, weights.step)
+        return so_far.extended(self.token_ids, self.logprobs, weights.version, step=weights.step)
 
     def keep_tokens(self, weights: Weights) -> None:
         """Move the tokens that these weights have sampled into `request.so_far`."""

@@ -121,7 +121,9 @@ def group_requests(
     times: Counter[str] = Counter()
     requests_PG = []
     for p, prompt in enumerate(prompts):
-        requests_PG.append(requests_of(prompt, p, sampling, seed, times[prompt.prompt_id]))
+        requests_PG.append(
+            requests_of(prompt, p, sampling, seed=seed, times=times[prompt.prompt_id])
+        )
         times[prompt.prompt_id] += 1
     return requests_PG
 
@@ -135,7 +137,7 @@ def requests_of(
         Request(
             key=(row, g),
             token_ids=prompt.token_ids,
-            seed=request_seed(seed.run_seed, seed.step, prompt.prompt_id, first + g),
+            seed=request_seed(seed.run_seed, seed.step, prompt.prompt_id, sample_index=first + g),
             min_new_tokens=sampling.min_new_tokens,
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,

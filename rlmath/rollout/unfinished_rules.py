@@ -20,11 +20,11 @@ def unfinished_rules(config: Config) -> UnfinishedRules:
         config.selection.max_extra_prompts if config.selection.dynamic_sampling is not None else 0
     )
     if rollout.tail == "defer":
-        return UnfinishedRules(per_step, sys.maxsize, 0, dropped)
+        return UnfinishedRules(per_step, sys.maxsize, 0, max_dropped=dropped)
     most = per_step * (rollout.max_staleness + 1)
     limit = rollout.max_groups_in_flight if rollout.ranks == 0 else None
     in_flight = most if limit is None else limit
-    return UnfinishedRules(per_step, in_flight, rollout.max_staleness, dropped)
+    return UnfinishedRules(per_step, in_flight, rollout.max_staleness, max_dropped=dropped)
 
 
 def unfinished_bytes(config: Config) -> int:

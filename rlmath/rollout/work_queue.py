@@ -88,7 +88,9 @@ class WorkQueue:
         self._mesh = mesh
         self._capacity = max_num_seqs
         self._share = share
-        self._items = _EngineItems(store, [len(row) > 1 for row in requests_PG], mesh, max_num_seqs)
+        self._items = _EngineItems(
+            store, [len(row) > 1 for row in requests_PG], mesh, max_num_seqs=max_num_seqs
+        )
         self._popped_any = False
         self._ended_any = False
         self._empty = False
@@ -138,7 +140,7 @@ class WorkQueue:
     def usage(self, seconds: float) -> EngineUsage:
         most = max(self._running, default=0)
         fill = sum(self._running) / (most * len(self._running)) if most else 0.0
-        return EngineUsage(seconds, len(self._running), self._tail_steps, fill)
+        return EngineUsage(seconds, len(self._running), self._tail_steps, fill=fill)
 
     def _requests_of(self, item: WorkItem) -> Sequence[Request]:
         row = self._requests_PG[item.prompt]

@@ -136,7 +136,7 @@ def plan_run(
     shape = planned.shape
     target = None
     data = None
-    problems_of_settings = checks.run_problems(config, world_size, shape, kind)
+    problems_of_settings = checks.run_problems(config, world_size, shape, kind=kind)
     problems_of_files = list(checks.file_problems(config, kind))
     problems_of_model, missing = model_problems(config.model.path, planned)
     problems = [*problems_of_settings, *problems_of_model, *problems_of_files]
@@ -179,7 +179,7 @@ def plan_run(
                     )
                 problems += checks.device_problems(config, shape, on_gpu=False, kind=kind)
                 problems += checks.host_memory_problems(config) if kind == "grpo" else ()
-            problems += checks.memory_problems(config, shape, world_size, kind)
+            problems += checks.memory_problems(config, shape, world_size, kind=kind)
     except ValueError as error:
         problems.append(str(error))
     raise_problems("this run", problems)
@@ -188,7 +188,7 @@ def plan_run(
     crowding = ""
     if target.kind == "cpu":
         needed_bytes = host_bytes(
-            length_curriculum.with_longest_lengths(config), shape, world_size, kind
+            length_curriculum.with_longest_lengths(config), shape, world_size, kind=kind
         )
         crowding = " ".join(room_problems(world_size, this_machine(gpus=0), needed_bytes))
     return RunPlan(
@@ -269,7 +269,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         *(reward_lines(config) if plan.kind == "grpo" else ()),
         *(_step_lines(plan) if plan.kind == "grpo" else _sft_step_lines(plan)),
         *start_up_lines(
-            length_curriculum.with_longest_lengths(config), shape, plan.ranks, plan.kind
+            length_curriculum.with_longest_lengths(config), shape, plan.ranks, kind=plan.kind
         ),
         *_disk_lines(plan),
         *_resume_lines(plan),

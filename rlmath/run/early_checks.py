@@ -32,7 +32,7 @@ def early_problems(config: Config, ranks: int, kind: Kind) -> Iterator[str]:
         planned = planned_shape(config.model.path)
         shape = planned.shape
         yield from planned.problems
-    yield from run_problems(config, ranks, shape, kind)
+    yield from run_problems(config, ranks, shape, kind=kind)
     yield from file_problems(config, kind)
     if config.run.device == "cpu" and shape is not None:
         yield from device_problems(config, shape, on_gpu=False, kind=kind)

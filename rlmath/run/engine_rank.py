@@ -47,7 +47,7 @@ def run_engine_rank(prepared: PreparedRun[Any], rendezvous: Rendezvous | None) -
     with ExitStack() as stack:
         measured = measured_rows(config, prepared.inputs.prompts, prepared.validation)
         workers = stack.enter_context(open_engine_workers(config, mesh, measured))
-        bridge, heartbeat = join_run(stack, config, device, rendezvous, stop)
+        bridge, heartbeat = join_run(stack, config, device, rendezvous=rendezvous, stop=stop)
         heartbeat.enter_phase("build engine")
         progress = heartbeat.report_progress
         rank_of_engine = EngineRank(
@@ -103,7 +103,7 @@ class EngineRank:
                 "whose noise begins anew where a completion is continued. Set "
                 "rollout.on_new_weights=keep or finish"
             )
-        plans = offer_plans(config, shape, mesh_of(config, bridge.world_size, 0), device)
+        plans = offer_plans(config, shape, mesh_of(config, bridge.world_size, 0), device=device)
         stages = length_curriculum.length_stages(config, inputs.total_steps)
         leader = None
         if self._mailbox is not None and context.workers is not None:
@@ -134,8 +134,8 @@ class EngineRank:
                 inputs,
                 config.rollout,
                 config.reward,
-                [training_sampling(stage.config.rollout) for stage in stages],
-                config.run.seed,
+                sampling_of_stage=[training_sampling(stage.config.rollout) for stage in stages],
+                run_seed=config.run.seed,
             ),
             leader=leader,
         )

@@ -61,7 +61,7 @@ def join_run(
     bridge = None
     if config.rollout.ranks:
         assert store is not None, "a run with engines on ranks of their own has several ranks"
-        bridge = open_worlds(device, timeout, store, config.rollout.ranks)
+        bridge = open_worlds(device, timeout, store, engine_ranks=config.rollout.ranks)
     else:
         init_process_group(device, timeout, store)
     heartbeat = Heartbeat(
@@ -91,7 +91,7 @@ def group_store(rendezvous: Rendezvous | None, config: Config, device: Device) -
     place = rendezvous.rank_info
     measures = device.kind == "cuda" and rollout.ranks and rollout.kv_cache_gib is None
     report = RankReport(place.host, place.node, gpu=gpu_name() if measures else "")
-    rendezvous.sync("group", report, run.start_timeout_seconds, refuse_shared_gpus)
+    rendezvous.sync("group", report, run.start_timeout_seconds, check=refuse_shared_gpus)
     return rendezvous.group_store(run.distributed_timeout_seconds)
 
 

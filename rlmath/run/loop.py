@@ -80,7 +80,7 @@ def run_training(
         )
         heartbeat.enter_phase("check checkpoint")
         resumed = choose_checkpoint(prepared.recovery, heartbeat.report_progress)
-        claim_folder(prepared, mesh, resumed, trainer_class.kind)
+        claim_folder(prepared, mesh, resumed, kind=trainer_class.kind)
         trainer = trainer_class(
             prepared.on_rank(
                 mesh,
@@ -93,10 +93,10 @@ def run_training(
         )
         on_error.trainer = trainer
         process.freeze_live_objects()
-        run = TrainingRun(prepared, trainer, heartbeat, stop, resumed)
+        run = TrainingRun(prepared, trainer, heartbeat, stop=stop, resumed=resumed)
         stack.callback(run.checkpointer.close)
         ending = run.train(started)
-        status = conclude(ending, config, stop, mesh.rank)
+        status = conclude(ending, config, stop, rank=mesh.rank)
         run.close_reporter(status)
         trainer.close(status)
     if dist.is_initialized():
@@ -131,9 +131,15 @@ class TrainingRun:
         config = prepared.config
         progress = None if resumed is None else resumed[1]
         rule = reward_rule(config.algorithm)
-        self.divergence = DivergenceCheck(trainer, config.run.max_discarded_steps, progress, rule)
+        self.divergence = DivergenceCheck(
+            trainer, config.run.max_discarded_steps, progress, rule=rule
+        )
         self.checkpointer = Checkpointer(
-            trainer, prepared.origin, stop, self.divergence, heartbeat.report_progress
+            trainer,
+            prepared.origin,
+            stop,
+            divergence=self.divergence,
+            on_progress=heartbeat.report_progress,
         )
         self.reporter: Reporter | None = None
         """Rank 0's, once the run has begun."""
@@ -194,7 +200,9 @@ class TrainingRun:
         stragglers = StragglerDetector(mesh)
         folder = Path(trainer.config.run.output_dir)
         on_gpu = trainer.device.kind == "cuda"
-        profiler = StepProfiler(trainer.config.telemetry.profile_steps, folder, mesh.rank, on_gpu)
+        profiler = StepProfiler(
+            trainer.config.telemetry.profile_steps, folder, mesh.rank, on_gpu=on_gpu
+        )
         self.stop.in_steps = True
         for number in range(steps_done, total_steps):
             self.heartbeat.step = number + 1
@@ -237,7 +245,11 @@ class TrainingRun:
         if trainer.mesh.rank == 0:
             steps_done = 0 if progress is None else progress.step
             self.reporter = Reporter(
-                trainer.config, self.prepared.inputs, trainer.kind, trainer.layout, steps_done
+                trainer.config,
+                self.prepared.inputs,
+                trainer.kind,
+                layout=trainer.layout,
+                steps_done=steps_done,
             )
 
     def close_reporter(self, status: int | None = None) -> None:
@@ -337,7 +349,13 @@ class TrainingRun:
         trainer.roll_back([*rollbacks, Rollback(number, step, step)])
         restore(trainer, resumed, self.heartbeat)
         rollbacks.append(
-            Rollback(number, step, trainer.next_draw_step(step), diverged_step, str(error))
+            Rollback(
+                number,
+                step,
+                trainer.next_draw_step(step),
+                diverged_step=diverged_step,
+                reason=str(error),
+            )
         )
         trainer.roll_back(rollbacks)
         refused = None
@@ -359,8 +377,13 @@ class TrainingRun:
                 "the learning rate is "
                 "%g times what the settings say, and prompts and samples have other seeds from "
                 "step %d on",
-                *(number, most, diverged_step, error, checkpoint.folder),
-                *(trainer.actor.learner.lr_scale, rollbacks[-1].draw_step + 1),
+                number,
+                most,
+                diverged_step,
+                error,
+                checkpoint.folder,
+                trainer.actor.learner.lr_scale,
+                rollbacks[-1].draw_step + 1,
                 extra=event("rollback", step, diverged_step=diverged_step),
             )
         return progress
@@ -400,7 +423,7 @@ def restore(
     heartbeat.enter_phase("load checkpoint")
     actor = trainer.actor
     with trainer.models_on_device(trainer.models):
-        load_checkpoint(trainer.models, trainer.device, checkpoint, progress)
+        load_checkpoint(trainer.models, trainer.device, checkpoint, progress=progress)
     actor.learner.restore_schedule(progress.updates, progress.loss_scale)
     try:
         trainer.resume(checkpoint.folder, progress)

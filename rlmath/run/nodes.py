@@ -45,7 +45,7 @@ def meet_with_mistake(
     ValueError with the mistakes of all ranks; MissingRanksError after `seconds`."""
     report = RankReport(rendezvous.rank_info.host, rendezvous.rank_info.node, problem=str(mistake))
     try:
-        rendezvous.sync("start", report, seconds, _compare_nodes)
+        rendezvous.sync("start", report, seconds, check=_compare_nodes)
     except MissingRanksError as error:
         raise MissingRanksError(
             f"{mistake}\nThe other ranks could not be reached: {error}"
@@ -76,7 +76,7 @@ def meet(
     report = RankReport(place.host, place.node, data=data, data_makers=data_makers)
     if place.is_node_leader:
         report = replace(report, facts=facts, address=address)
-    rendezvous.sync("start", report, seconds, _compare_nodes)
+    rendezvous.sync("start", report, seconds, check=_compare_nodes)
 
 
 def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:

@@ -78,7 +78,9 @@ def try_data(
     tokenizer = getattr(inputs, "tokenizer", None)
     validation = dataset.load_validation(config, tokenizer, shape.vocab_size)
     audit = (
-        dataset.audit_inputs(config, inputs, validation, tokenizer) if checks_data else DataAudit()
+        dataset.audit_inputs(config, inputs, validation, tokenizer=tokenizer)
+        if checks_data
+        else DataAudit()
     )
     trial = try_functions(config, inputs.prompts) if calls_functions else Trial()
     validation_lines = [line for file in validation for line in file.lines()]

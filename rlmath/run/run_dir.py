@@ -74,7 +74,7 @@ def check_output_folder(
 
     Reads only; any rank, at any time. `needed_bytes`: what the run will leave there; `resumes`:
     from a checkpoint there, to which its settings have been compared."""
-    problems = list(folder_problems(str(output_dir), config, needed_bytes, resumes))
+    problems = list(folder_problems(str(output_dir), config, needed_bytes, resumes=resumes))
     raise_problems(f'run.output_dir "{output_dir}"', problems)
 
 

@@ -94,7 +94,7 @@ def _prepare(given: Config, kind: Kind) -> PreparedRun[Any]:
     mesh = mesh_of(config, world_size, 0)
     recovery = find_recovery(config, run_data.origin, inputs.total_steps)
     check_output_folder(
-        config.run.output_dir, config, output_bytes(config, shape), recovery is not None
+        config.run.output_dir, config, output_bytes(config, shape), resumes=recovery is not None
     )
     data = try_data(config, shape, run_data, checks_data=is_first, calls_functions=is_first)
     lines = (
@@ -104,7 +104,7 @@ def _prepare(given: Config, kind: Kind) -> PreparedRun[Any]:
         *length_stage_lines(config),
         f"Layout: {mesh.describe() if kind == 'grpo' else mesh.training_layout}",
         *([f"  {roles_text}"] if (roles_text := roles(config, world_size)) else ()),
-        *start_up_lines(config, shape, world_size, kind),
+        *start_up_lines(config, shape, world_size, kind=kind),
     )
     warnings = (
         *data.warnings,

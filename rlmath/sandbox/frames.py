@@ -92,7 +92,7 @@ def decoded_reply(payload: bytes, most_characters: int) -> Reply:
         raise ValueError(f"a reply of status {status} with {len(text)} characters")
     if dropped and len(text) != 2 * most_characters:
         raise ValueError(f"a reply that dropped characters and has {len(text)}")
-    return Reply(number, REPLY_STATUSES[status], dropped, text)
+    return Reply(number, REPLY_STATUSES[status], dropped, text=text)
 
 
 def most_reply_bytes(output_characters: int) -> int:

@@ -464,7 +464,7 @@ class Server:
         text, left_out = shown_text(
             reply.text, reply.dropped_characters, self._limits.output_characters
         )
-        self._finish(sandbox, execution, reply.status, text, left_out)
+        self._finish(sandbox, execution, reply.status, text=text, left_out=left_out)
         self._failed_spares = 0
         if sandbox.key is None:
             self._kill(sandbox)
@@ -513,7 +513,7 @@ class Server:
                 step = execution.steps[0].number + 1
                 status = "lost"
                 text = f"the session cannot be rebuilt: call {step}, executed again: {text}"
-            self._finish(sandbox, execution, status, text)
+            self._finish(sandbox, execution, status, text=text)
         self._kill(sandbox)
 
     # ---------------------------------------------------------------- limits
@@ -696,7 +696,7 @@ class Server:
         if execution.is_rebuilding:
             status = "lost"
             text = f"the session cannot be rebuilt: {text.strip()}"
-        self._finish(sandbox, execution, status, text, used=used)
+        self._finish(sandbox, execution, status, text=text, used=used)
 
     def _end_all(self) -> None:
         """Kill and wait for all sandboxes."""

@@ -257,7 +257,9 @@ def open_metrics(
     wandb = None
     if telemetry.wandb != "off":
         wandb = WandbLog(folder, telemetry, shown_sections(config))
-    return MetricsWriter(folder, telemetry.tensorboard, first_step, wandb, unwritten)
+    return MetricsWriter(
+        folder, telemetry.tensorboard, first_step, wandb=wandb, unwritten=unwritten
+    )
 
 
 def tensorboard_tag(name: str) -> str:

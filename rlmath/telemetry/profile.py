@@ -61,7 +61,8 @@ class StepProfiler:
         path = folder / f"step-{number:06d}-rank-{self.rank}.md"
         found.export_chrome_trace(str(path.with_suffix(".json.gz")))
         path.write_text(
-            profile_table(found.key_averages(), number, self.rank, self.on_gpu), encoding="utf-8"
+            profile_table(found.key_averages(), number, self.rank, on_gpu=self.on_gpu),
+            encoding="utf-8",
         )
         if self.rank == 0:
             logger.info("Profile of step %d: %s", number, path)

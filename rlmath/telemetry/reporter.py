@@ -149,7 +149,11 @@ class Reporter:
         self._step_ends.append(time.perf_counter())
         seconds_left = remaining_seconds(self._step_ends, self._total_steps - number - 1)
         line = step_line(
-            number + 1, self._total_steps, metrics["seconds/step"], seconds_left, metrics
+            number + 1,
+            self._total_steps,
+            metrics["seconds/step"],
+            remaining=seconds_left,
+            metrics=metrics,
         )
         logger.info("%s", line, extra=event("step", number + 1))
 
@@ -157,14 +161,16 @@ class Reporter:
         """`failures`: share of the answers that could not be judged (0 to 1).
 
         Too many are warned of every FAILURES_STEPS; the log file has every such step."""
-        samples = step, record.groups, record.advantages
-        self._unwritten.attempt("samples", lambda: self._samples.write(*samples))
+        self._unwritten.attempt(
+            "samples", lambda: self._samples.write(step, record.groups, record.advantages)
+        )
         limit = self._config.reward.max_failure_share
         worst = self._config.reward.function_failure
         if failures <= limit:
             return
         written = self._unwritten.attempt(
-            "samples of failures", lambda: self._samples.write_failure(*samples)
+            "samples of failures",
+            lambda: self._samples.write_failure(step, record.groups, record.advantages),
         )
         path = samples_file(self._config.run.output_dir, step, "failure")
         place = (

@@ -67,7 +67,7 @@ class Trainer(ABC):
             self.mesh,
             self.device,
             self.config.run.seed,
-            self.config.run.distributed_timeout_seconds,
+            timeout_seconds=self.config.run.distributed_timeout_seconds,
         )
         self.peak_flops = peak_flops(self.shape, self.mesh, self.device)
 

@@ -66,8 +66,12 @@ class CriticInAdvantages:
                 )
                 results.append(result)
                 if result.discarded is not None:
-                    details = packed.scored.number + 1, len(results), result.discarded
-                    logger.warning("step %d: minibatch %d of the critic discarded: %s", *details)
+                    logger.warning(
+                        "step %d: minibatch %d of the critic discarded: %s",
+                        packed.scored.number + 1,
+                        len(results),
+                        result.discarded,
+                    )
         metrics = estimated.critic_metrics | critic_metrics(results)
         return replace(estimated, critic_results=results, critic_metrics=metrics)
 
@@ -95,8 +99,12 @@ class CriticInAdvantages:
                 if self.kl_in_reward:
                     assert reference is not None
                     old_T = None if old is None else old[i]
-                    kl_T = token_kl(batch, old_T, reference[i], self.config.algorithm.kl_estimator)
-                rows.append(self._row(batch, values[i], rewards_P, truncated_P, kl_T))
+                    kl_T = token_kl(
+                        batch, old_T, reference[i], kind=self.config.algorithm.kl_estimator
+                    )
+                rows.append(
+                    self._row(batch, values[i], rewards_P, truncated_P=truncated_P, kl_T=kl_T)
+                )
         sums, means_P = self._totals(rows, len(completions))
         count = max(1.0, sums["count"])
         mean = sums["advantages"] / count
@@ -249,9 +257,9 @@ def critic_metrics(results: Sequence[MinibatchResult]) -> dict[str, float]:
     learned_results = [result for result in results if result.discarded is None]
     counted = learned_results or results
 
-    def mean(name: str, of: str) -> float:
+    def mean(name: str, weight_name: str) -> float:
         return sum(result.sums[name] for result in counted) / max(
-            1.0, sum(result.sums[of] for result in counted)
+            1.0, sum(result.sums[weight_name] for result in counted)
         )
 
     return {

@@ -110,8 +110,8 @@ class GrpoTrainer(PolicyTrainer):
             self.config,
             self.mesh,
             self.engines.collector,
-            self.timers,
-            self.validation_files,
+            timers=self.timers,
+            files=self.validation_files,
             steps_done=steps_done,
             total_steps=self.total_steps,
             export=export,
@@ -140,7 +140,9 @@ class GrpoTrainer(PolicyTrainer):
         own_advantages = self.own_advantages(selection.learned)
         history = self.rollouts.commit()
         with self.timers.phase("capture"):
-            self.recorder.before_update(number, stage.number, selection, own_advantages)
+            self.recorder.before_update(
+                number, stage.number, selection, own_advantages=own_advantages
+            )
         update = self.updaters[stage.number].update(selection.learned, number, own_advantages)
         with self.timers.phase("capture"):
             self.recorder.after_update(update)
@@ -174,18 +176,31 @@ class GrpoTrainer(PolicyTrainer):
         metrics |= engine_metrics(rollout.rounds) | rollout.metrics
         if self.rules.drop_anything:
             metrics |= selection_metrics(selection)
-        metrics |= update_metrics(update, learned, metrics["task_reward"], algorithm)
+        metrics |= update_metrics(update, learned, metrics["task_reward"], settings=algorithm)
         in_loss = self.teacher is not None and self.config.teacher.loss == "full"
         metrics |= teaching_metrics(update, sampled=len(selection.sampled), every_group=in_loss)
         metrics |= update.critic_metrics
         if self.teacher is not None:
             metrics |= teacher_metrics(update)
         metrics |= mismatch_metrics(update.results, only_first=not algorithm.recomputes)
-        sampled = rollout.sampled_tokens, selection.sampled, learned
-        metrics |= pace_metrics(seconds, *sampled, update.passes)
+        metrics |= pace_metrics(
+            seconds,
+            sampled_tokens=rollout.sampled_tokens,
+            sampled=selection.sampled,
+            learned=learned,
+            passes=update.passes,
+        )
         if self.peak_flops is not None:
-            costs = forward_cost(self.shape), self.updaters[stage.number].cost
-            metrics |= mfu_metrics(seconds, *sampled, update.passes, *costs, self.peak_flops)
+            metrics |= mfu_metrics(
+                seconds,
+                sampled_tokens=rollout.sampled_tokens,
+                sampled=selection.sampled,
+                learned=learned,
+                passes=update.passes,
+                forward=forward_cost(self.shape),
+                trained=self.updaters[stage.number].cost,
+                peak_flops=self.peak_flops,
+            )
         if length_curriculum.has_length_stages(self.config):
             metrics["stage"] = stage.number + 1.0
             metrics["rollout/max_new_tokens"] = float(stage.config.rollout.max_new_tokens)

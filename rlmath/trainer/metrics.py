@@ -287,8 +287,9 @@ def teacher_metrics(record: UpdateRecord) -> dict[str, float]:
     return {"train/teacher_kl": _mean(counted, "teacher_kl")} if counted else {}
 
 
-def _mean(results: Sequence[MinibatchResult], name: str, of: str = "tokens") -> float:
-    return sum(result.sums[name] for result in results) / sum(result.sums[of] for result in results)
+def _mean(results: Sequence[MinibatchResult], name: str, weight_name: str = "tokens") -> float:
+    total = sum(result.sums[name] for result in results)
+    return total / sum(result.sums[weight_name] for result in results)
 
 
 def mismatch_metrics(results: Sequence[MinibatchResult], only_first: bool) -> dict[str, float]:

@@ -99,14 +99,18 @@ class PolicyTrainer(Trainer):
         self.actor.forward_backward.on_microbatch = context.on_progress
         self.reference = None
         if config.algorithm.kl_coef > 0:
-            self.reference = build_reference(config, shape, mesh, device, stops, self.actor)
+            self.reference = build_reference(
+                config, shape, mesh, device=device, stop_token_ids=stops, actor=self.actor
+            )
         self.reference_moved = False
         """Whether the reference is another than the model that the run started from."""
         self.critic = None
         critic_shape = critic_shape_of(config, shape)
         if critic_shape is not None:
             updates = most_critic_updates(config, total_steps)
-            self.critic = build_critic(config, critic_shape, mesh, device, updates)
+            self.critic = build_critic(
+                config, critic_shape, mesh, device=device, total_updates=updates
+            )
             self.critic.forward_backward.on_microbatch = context.on_progress
             folder = Path(config.critic.path or config.model.path)
             self.critic_config = critic_config_file(folder, critic_shape)
@@ -219,7 +223,7 @@ class PolicyTrainer(Trainer):
             if self.reference_moved and not progress.has_model(REFERENCE):  # after a rollback
                 with self.offload.on_device("reference"):
                     load_hf_weights(
-                        self.reference.chunks, self.config.model.path, self.shape, self.mesh
+                        self.reference.chunks, self.config.model.path, self.shape, mesh=self.mesh
                     )
             self.reference_moved = progress.has_model(REFERENCE)
         if self.config.algorithm.entropy_target is not None and progress.entropy:
@@ -322,14 +326,18 @@ class PolicyUpdater:
                         minibatch.batches,
                         minibatch.old,
                         minibatch.reference,
-                        self.config.on_policy,
-                        minibatch.teacher,
+                        on_policy=self.config.on_policy,
+                        teacher=minibatch.teacher,
                     )
                     results.append(result)
                     if result.discarded is not None:
-                        details = number + 1, len(results), result.discarded
-                        extra = event("discarded", number + 1)
-                        logger.info("step %d: minibatch %d discarded: %s", *details, extra=extra)
+                        logger.info(
+                            "step %d: minibatch %d discarded: %s",
+                            number + 1,
+                            len(results),
+                            result.discarded,
+                            extra=event("discarded", number + 1),
+                        )
                         if algorithm.early_stop_action == "end" and not result.overflowed:
                             break
         return UpdateRecord(
@@ -354,7 +362,7 @@ class PolicyUpdater:
     def score(self, groups: Sequence[ScoredGroup], number: int) -> ScoredStep:
         """The step's groups with their rewards, summed over the reward functions."""
         rewards_PG = [summed_rewards(group, self.config.reward) for group in groups]
-        return ScoredStep(number, groups, rewards_PG, token_counts(groups))
+        return ScoredStep(number, groups, rewards_PG, tokens_PG=token_counts(groups))
 
     def pack(self, scored: ScoredStep, means_PG: Sequence[Sequence[float]]) -> PackedStep:
         """This data-parallel rank's micro-batches.
@@ -370,7 +378,7 @@ class PolicyUpdater:
         bounds = pairwise(accumulate(map(len, packed), initial=0))
         slices = tuple(slice(start, end) for start, end in bounds)
         seed = step_seed(self.config.run.seed, scored.number)
-        return PackedStep(scored, list(chain.from_iterable(packed)), slices, seed)
+        return PackedStep(scored, list(chain.from_iterable(packed)), slices, seed=seed)
 
     def logprobs(self, packed: PackedStep) -> StepLogprobs:
         """Log-probs under the policy, where they are recomputed, and under the reference.
@@ -400,9 +408,15 @@ class PolicyUpdater:
         """The parts that change the advantages of step `number`, in their order."""
         parts: list[AdvantagePart] = []
         if self.critic is not None:
-            critic_arguments = self.critic, self.config, self.kl_in_reward, self.mesh
             parts.append(
-                CriticInAdvantages(*critic_arguments, offload=self.offload, timers=self.timers)
+                CriticInAdvantages(
+                    self.critic,
+                    self.config,
+                    self.kl_in_reward,
+                    mesh=self.mesh,
+                    offload=self.offload,
+                    timers=self.timers,
+                )
             )
         elif self.kl_in_reward:
             parts.append(KLInReward(self.config.algorithm, self.mesh))
@@ -441,7 +455,7 @@ class PolicyUpdater:
                 advantages.batches[minibatch_slice],
                 old[minibatch_slice] if old else None,
                 reference[minibatch_slice] if reference else None,
-                states[minibatch_slice] if states else None,
+                teacher=states[minibatch_slice] if states else None,
             )
             for minibatch_slice in packed.minibatch_slices
         ]
@@ -467,7 +481,7 @@ class PolicyUpdater:
             return []
         kind = algorithm.advantage
         eps = algorithm.advantage_eps
-        return advantages(rewards_PG, tokens_PG, kind, eps, algorithm.pass_k)
+        return advantages(rewards_PG, tokens_PG, kind, eps=eps, pass_k=algorithm.pass_k)
 
     def pack_minibatches(self, samples: Sequence[Sample], number: int) -> list[list[MicroBatch]]:
         """This data-parallel rank's micro-batches of every minibatch."""
@@ -477,7 +491,7 @@ class PolicyUpdater:
             [sample.length for sample in samples],
             min(config.algorithm.n_minibatches, len(samples)),
             mesh.data,
-            config.policy.max_tokens_per_microbatch,
+            max_tokens=config.policy.max_tokens_per_microbatch,
             seed=step_seed(config.run.seed, number),
             cost=self.cost,
             count_multiple=mesh.microbatch_multiple,
@@ -506,7 +520,7 @@ def make_samples(
             group.prompt.token_ids,
             completion.token_ids,
             completion.logprobs,
-            advantage,
+            advantage=advantage,
             sampled=completion.sampled,
             lag=None if version is None else completion.lag(version),
         )

@@ -114,7 +114,9 @@ def captured_update(update: UpdateRecord, weights_after: str | None = None) -> C
         [_captured(result) for result in results]
         for results in (update.results, update.critic_results)
     )
-    return CapturedUpdate(minibatches, critic_minibatches, update.advantages, weights_after)
+    return CapturedUpdate(
+        minibatches, critic_minibatches, update.advantages, weights_after=weights_after
+    )
 
 
 def _captured(result: MinibatchResult) -> CapturedMinibatch:

@@ -37,7 +37,7 @@ class SftTrainer(Trainer):
         self.inputs = context.inputs
         context.on_phase("build model")
         self.actor = build_sft_actor(
-            self.config, self.shape, self.mesh, self.device, self.total_steps
+            self.config, self.shape, self.mesh, device=self.device, total_updates=self.total_steps
         )
         self.actor.forward_backward.on_microbatch = context.on_progress
         self.cost = training_cost(self.shape, frozen=self.config.lora.rank > 0)

@@ -148,10 +148,15 @@ class KLInReward:
         to_go_by_batch = []
         if mesh.is_last_stage:
             to_go_by_batch = [
-                _to_go(batch, None if old is None else old[i], reference[i], algorithm.kl_estimator)
+                _to_go(
+                    batch,
+                    None if old is None else old[i],
+                    reference[i],
+                    kind=algorithm.kl_estimator,
+                )
                 for i, batch in enumerate(batches)
             ]
-        totals = _gather_totals(batches, to_go_by_batch, rewards, mesh)
+        totals = _gather_totals(batches, to_go_by_batch, rewards, mesh=mesh)
         shaped = kl_shaped_advantages(
             rewards,
             tokens,
@@ -169,7 +174,8 @@ class KLInReward:
             )
             batches = [
                 replace(
-                    batch, advantages_T=_token_advantages(batch, to_go_T, offsets_N, shaped.slope)
+                    batch,
+                    advantages_T=_token_advantages(batch, to_go_T, offsets_N, slope=shaped.slope),
                 )
                 for batch, to_go_T in zip(batches, to_go_by_batch, strict=True)
             ]
@@ -212,7 +218,7 @@ def _to_go(batch: MicroBatch, old_T: Tensor | None, reference_T: Tensor, kind: K
     """The sum of the KL of every sampled token and of those that follow it in its completion.
 
     It is float64 and on the CPU."""
-    kl_T = token_kl(batch, old_T, reference_T, kind)
+    kl_T = token_kl(batch, old_T, reference_T, kind=kind)
     return to_go(torch.where(batch.sampled_T, kl_T, 0.0), batch.cu_seqlens_S1)
 
 
@@ -333,7 +339,7 @@ def add_teacher_advantages(
     gaps = []
     if mesh.is_last_stage:
         gaps = [
-            _gap(batch, None if policy is None else policy[i], teacher[i], vocab_size)
+            _gap(batch, None if policy is None else policy[i], teacher[i], vocab_size=vocab_size)
             for i, batch in enumerate(batches)
         ]
         batches = [  # nothing else looks at advantages
@@ -393,7 +399,7 @@ class TeacherInAdvantages:
             advantages,
             policy,
             scored,
-            packed.scored.tokens_PG,
+            tokens=packed.scored.tokens_PG,
             coef=self.coef,
             vocab_size=common,
             mesh=self.mesh,

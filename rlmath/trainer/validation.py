@@ -127,7 +127,9 @@ class Validator:
                     )
                     logger.info(text, step, self.stopped_by)
                     return None
-                metrics |= file_metrics(file, groups, self.config.validation.samples, self.figure)
+                metrics |= file_metrics(
+                    file, groups, self.config.validation.samples, figure=self.figure
+                )
                 self._warn_of_scorer(file, groups)
         accuracies = [metrics[f"validation/{file.name}/{self.figure}"] for file in self.files]
         mean = metrics[f"validation/{self.figure}"] = sum(accuracies) / len(accuracies)
@@ -146,7 +148,11 @@ class Validator:
         groups = []
         settings = config.validation
         sampling = SamplingSettings(
-            settings.samples, settings.temperature, settings.top_p, 0, validation_tokens(config)
+            settings.samples,
+            settings.temperature,
+            settings.top_p,
+            min_new_tokens=0,
+            max_new_tokens=validation_tokens(config),
         )
         seed = RolloutSeed(config.run.seed, NO_STEP)
         title = f"validation {file.name}"
@@ -156,7 +162,7 @@ class Validator:
                 break
             batch = file.prompts[start : start + settings.batch_size]
             groups += self.collector.collect(
-                CollectGroups(batch, sampling, seed, title, True)
+                CollectGroups(batch, sampling, seed, title=title, validates=True)
             ).groups
         return groups
 

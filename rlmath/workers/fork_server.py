@@ -323,7 +323,7 @@ class _Server:
         child = os.fork()
         if child == 0:
             self._control.close()
-            run_worker(channel, server, self._settings, self._function)
+            run_worker(channel, server, self._settings, function=self._function)
         os.close(channel)
         self._workers[child] = _Child(number)
 
@@ -404,7 +404,7 @@ def main() -> None:
             flush_streams()
         gc.collect()
         gc.freeze()
-        _Server(control, int(parent), settings, function).serve()
+        _Server(control, int(parent), settings, function=function).serve()
 
 
 def _warm_up() -> None:

@@ -234,9 +234,10 @@ def _are_messages(value: Any) -> bool:
     )
 
 
-def _lengths(found: Sequence[int]) -> str:
-    """
+def _lengths(lengths: Sequence[int]) -> str:
+    """The first lengths, separated by commas.
+
     >>> _lengths([8, 8, 7])
     '8, 8, 7'
     """
-    return ", ".join(map(str, found[:8])) + (" ..." if len(found) > 8 else "")
+    return ", ".join(map(str, lengths[:8])) + (" ..." if len(lengths) > 8 else "")

@@ -205,7 +205,7 @@ def hook_of(kind: str, setting: str, value: str | None, plugins: Iterable[str] =
     return (
         None
         if value is None or value in taken_words(kind)
-        else Hook(kind, value, setting, tuple(plugins))
+        else Hook(kind, value, setting, plugins=tuple(plugins))
     )
 
 
@@ -528,7 +528,7 @@ def main() -> int:
         if kind == "plugin":
             import_plugin(spec, setting)
         else:
-            load(Hook(kind, spec, setting, tuple(plugins)))
+            load(Hook(kind, spec, setting, plugins=tuple(plugins)))
     except ValueError as error:
         print(" ".join(str(error).split()), file=sys.stderr, flush=True)
         return 2

@@ -127,7 +127,7 @@ def word_or_function(hook: Hook | None, word: str) -> Iterator[str | UserFunctio
 
 
 def form_hook(config: Config) -> Hook | None:
-    return hook_of("data_form", "data.format", config.data.format, config.run.plugins)
+    return hook_of("data_form", "data.format", config.data.format, plugins=config.run.plugins)
 
 
 def template_hook(config: Config, validation: bool = False) -> Hook | None:
@@ -135,23 +135,27 @@ def template_hook(config: Config, validation: bool = False) -> Hook | None:
     validation_template = config.validation.template if validation else None
     setting = "data.template" if validation_template is None else "validation.template"
     return hook_of(
-        "template", setting, validation_template or config.data.template, config.run.plugins
+        "template", setting, validation_template or config.data.template, plugins=config.run.plugins
     )
 
 
 def advantage_hook(config: Config) -> Hook | None:
     return hook_of(
-        "advantage", "algorithm.advantage", config.algorithm.advantage, config.run.plugins
+        "advantage", "algorithm.advantage", config.algorithm.advantage, plugins=config.run.plugins
     )
 
 
 def selection_hook(config: Config) -> Hook | None:
     dynamic_sampling = config.selection.dynamic_sampling
-    return hook_of("selection", "selection.dynamic_sampling", dynamic_sampling, config.run.plugins)
+    return hook_of(
+        "selection", "selection.dynamic_sampling", dynamic_sampling, plugins=config.run.plugins
+    )
 
 
 def scorer_hook(config: Config) -> Hook | None:
-    return hook_of("scorer", "validation.scorer", config.validation.scorer, config.run.plugins)
+    return hook_of(
+        "scorer", "validation.scorer", config.validation.scorer, plugins=config.run.plugins
+    )
 
 
 def metric_hooks(config: Config) -> dict[str, Hook]:
@@ -161,7 +165,7 @@ def metric_hooks(config: Config) -> dict[str, Hook]:
         name, equals, spec = entry.partition("=")
         setting = f"telemetry.metrics: {name}"
         plugins = tuple(config.run.plugins)
-        hooks[name] = Hook("metric", spec if equals else name, setting, plugins)
+        hooks[name] = Hook("metric", spec if equals else name, setting, plugins=plugins)
     return hooks
 
 

@@ -135,7 +135,7 @@ def _verify(request: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
     answer = request["answer"]
     solutions = request["solutions"]
     verdict = verify_by_string(answer, solutions, rules) if request["strings"] else None
-    verdict = verdict or verify_by_parser(answer, solutions, rules, request["question"])
+    verdict = verdict or verify_by_parser(answer, solutions, rules, question=request["question"])
     return {"correct": verdict.correct, "verdict": verdict.verdict}
 
 

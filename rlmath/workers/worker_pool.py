@@ -181,7 +181,7 @@ class WorkerPool:
         self.timeout_seconds = timeout_seconds
         self._size = workers
         hook = None if function is None else as_hook(function)
-        self._settings = WorkerSettings(memory_bytes, timeout_seconds, rules, hook)
+        self._settings = WorkerSettings(memory_bytes, timeout_seconds, rules, function=hook)
         scores = hook is None or (hook.kind in ("reward", "scorer") and hook.takes == "completion")
         self._most_reply_bytes = MAX_REPLY_BYTES if scores else MAX_HOOK_REPLY_BYTES
         self._lock = threading.Lock()
@@ -286,8 +286,8 @@ class WorkerPool:
                 bool(reply.get("correct")),
                 extracted,
                 kind,
-                reply["seconds"],
-                reply["queue_seconds"],
+                seconds=reply["seconds"],
+                queue_seconds=reply["queue_seconds"],
             )
 
         request = {
@@ -312,8 +312,8 @@ class WorkerPool:
             number,
             framed({"id": number, **request}, default=str),
             Future(),
-            as_result,
-            time.monotonic(),
+            as_result=as_result,
+            queued_at=time.monotonic(),
         )
         with self._lock:
             if self._broken:

@@ -84,17 +84,19 @@ class SyncChecksums:
 
     def add_engine(self, name: str, matrix: Tensor) -> None:
         """Add a parameter of this rank's engine, as it was written."""
-        self._add("engine", self._needed[name], matrix, matrix.dtype)
+        self._add("engine", self._needed[name], matrix, dtype=matrix.dtype)
 
     def add_policy(self, matrix_of: Callable[[str], Tensor], dtype: torch.dtype) -> None:
         """Add this rank's shard, by the plan's names; `dtype` is the engine's."""
         for parameter, blocks in groupby(self._held, attrgetter("parameter")):
-            self._add("policy", blocks, matrix_of(parameter), dtype)
+            self._add("policy", blocks, matrix_of(parameter), dtype=dtype)
 
     def _add(self, side: str, blocks: Iterable[Block], matrix: Tensor, dtype: torch.dtype) -> None:
         for block in blocks:
             part = matrix[block.at_row :, block.at_col :][: block.rows, : block.cols].to(dtype)
-            checksum = rectangle_checksum(part, block.row, block.col, self._widths[block.tensor])
+            checksum = rectangle_checksum(
+                part, block.row, block.col, width=self._widths[block.tensor]
+            )
             self._sums[side][block.tensor] += checksum
 
     def differing(self) -> list[str]:

@@ -52,7 +52,9 @@ class Probe:
         self._settings = settings
         self._engine_scores = engine_scores
         # The engine scores a prompt at temperature 1 and masks nothing.
-        self._policy = ForwardBackward(policy.chunks, mesh, policy.device, policy.vocab_size)
+        self._policy = ForwardBackward(
+            policy.chunks, mesh, policy.device, vocab_size=policy.vocab_size
+        )
         draw = random.Random(0)
         length = max(2, min(TOKENS, longest - 1))
         self.sequences = [
@@ -72,7 +74,10 @@ class Probe:
         self._expected = None
         if not is_due(self._settings.probe_every, step):
             return
-        samples = [Sample(ids[:1], ids[1:], (0.0,) * (len(ids) - 1), 0.0) for ids in self.sequences]
+        samples = [
+            Sample(ids[:1], ids[1:], (0.0,) * (len(ids) - 1), advantage=0.0)
+            for ids in self.sequences
+        ]
         # All samples on every data-parallel rank, in as few micro-batches as the layout takes.
         batches = [pack(samples, members, self._mesh.tensor) for members in self._members()]
         logprobs_by_batch = self._policy.logprobs(batches)

@@ -176,7 +176,7 @@ class WeightSender:
                 [(rank + shift, bucket) for rank, bucket in sends], receives
             )
 
-        transport = Messages(self._rounds, self._pack, self._dtype, HOST, exchange)
+        transport = Messages(self._rounds, self._pack, self._dtype, at=HOST, exchange=exchange)
         run_rounds(transport, len(self._rounds), lambda number, wait: wait())
 
     def _pack(self, number: int, peer: int, bucket: Tensor) -> None:
@@ -232,8 +232,8 @@ class WeightReceiver:
             self._rounds,
             lambda number, peer, bucket: None,
             self._weights.dtype,
-            HOST,
-            self._bridge.exchange,
+            at=HOST,
+            exchange=self._bridge.exchange,
         )
         run_rounds(transport, len(self._rounds), self._write)
         self._weights.end()

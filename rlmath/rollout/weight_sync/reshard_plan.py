@@ -176,7 +176,7 @@ def plan_sync(
         overlap = needed[rank][number]
         own_block = overlap.sources.get(coordinates_of[rank]) if rank in coordinates_of else None
         if own_block is not None:
-            local[rank].append(_copy((rank, rank), own_block, overlap.target))
+            local[rank].append(_copy(rank, rank, own_block, needed=overlap.target))
             continue
         step = max(1, budget // SLICES_OF_A_BUCKET // overlap.target.cols)
         for start in range(0, overlap.target.rows, step):
@@ -184,7 +184,7 @@ def plan_sync(
             source = senders.choose(rank, overlap.sources, rows * overlap.target.cols)
             source_block = overlap.sources[coordinates_of[source]]
             travelling.append(
-                _copy((source, rank), source_block, overlap.target, start=start, rows=rows)
+                _copy(source, rank, source_block, needed=overlap.target, start=start, rows=rows)
             )
     return SyncPlan(
         local={rank: tuple(copies) for rank, copies in local.items()},
@@ -202,19 +202,25 @@ def plan_sync(
 
 
 def _copy(
-    ranks: tuple[int, int], held: Block, needed: Block, start: int = 0, rows: int | None = None
+    source: int,
+    target: int,
+    source_block: Block,
+    needed: Block,
+    start: int = 0,
+    rows: int | None = None,
 ) -> Copy:
     """The copy of `rows` rows of the needed block, from `start` on; None: all of them."""
     return Copy(
-        *ranks,
+        source,
+        target,
         tensor=needed.tensor,
         row=needed.row + start,
         col=needed.col,
         rows=needed.rows if rows is None else rows,
         cols=needed.cols,
-        source_parameter=held.parameter,
-        source_row=held.at_row + start,
-        source_col=held.at_col,
+        source_parameter=source_block.parameter,
+        source_row=source_block.at_row + start,
+        source_col=source_block.at_col,
         target_parameter=needed.parameter,
         target_row=needed.at_row + start,
         target_col=needed.at_col,
@@ -440,7 +446,7 @@ def rank_rounds(plan: SyncPlan, rank: int) -> list[RankRound]:
     for copy in own_copies:
         local[completing_rounds[copy.target_parameter]].append(copy)
     return [
-        _rank_round(copies, rank, tuple(local[number]), tuple(complete[number]))
+        _rank_round(copies, rank, tuple(local[number]), complete=tuple(complete[number]))
         for number, copies in enumerate(rounds)
     ]
 

@@ -88,7 +88,10 @@ class Coordinates(NamedTuple):
 
 def coordinates(mesh: Mesh) -> Coordinates:
     return Coordinates(
-        mesh.tensor_rank, mesh.pipeline_rank, mesh.expert_rank, mesh.expert_tensor_rank
+        mesh.tensor_rank,
+        mesh.pipeline_rank,
+        mesh.expert_rank,
+        expert_tensor=mesh.expert_tensor_rank,
     )
 
 
@@ -97,8 +100,8 @@ def training_layout(
 ) -> TrainingLayout:
     """The layout that Megatron makes of the settings, which `planning.parallelism` has checked."""
     first, last = parallel.first_stage_layers, parallel.last_stage_layers
-    stages = stage_layers(layers, mesh.pipeline, mesh.virtual_pipeline, first, last)
-    return TrainingLayout(mesh.tensor, stages, mesh.expert, mesh.expert_tensor)
+    stages = stage_layers(layers, mesh.pipeline, mesh.virtual_pipeline, first=first, last=last)
+    return TrainingLayout(mesh.tensor, stages, mesh.expert, expert_tensor=mesh.expert_tensor)
 
 
 def stage_layers(
@@ -145,14 +148,20 @@ def training_blocks(shape: ModelShape, layout: TrainingLayout, at: Coordinates) 
         if placed.expert is not None:
             if is_held and placed.expert // (shape.num_experts // layout.expert) == at.expert:
                 yield from _megatron_blocks(
-                    placed, shape, layout.expert_tensor, at.expert_tensor, parameter_key(placed)
+                    placed,
+                    shape,
+                    layout.expert_tensor,
+                    tensor_rank=at.expert_tensor,
+                    key=parameter_key(placed),
                 )
         elif is_held:
             yield from _megatron_blocks(
-                placed, shape, layout.tensor, at.tensor, parameter_key(placed)
+                placed, shape, layout.tensor, tensor_rank=at.tensor, key=parameter_key(placed)
             )
         elif shape.tied_embeddings and placed.rule.form == "vocab" and at.stage == last:
-            yield from _megatron_blocks(placed, shape, layout.tensor, at.tensor, TIED_HEAD)
+            yield from _megatron_blocks(
+                placed, shape, layout.tensor, tensor_rank=at.tensor, key=TIED_HEAD
+            )
 
 
 def _megatron_blocks(
@@ -161,14 +170,14 @@ def _megatron_blocks(
     """The blocks of a tensor in a rank's Megatron parameter, by the form of its rule."""
     rule = placed.rule
     if rule.form == "qkv":
-        yield from _qkv_groups(placed, shape, tensor, tensor_rank, key)
+        yield from _qkv_groups(placed, shape, tensor, tensor_rank=tensor_rank, key=key)
     elif rule.form == "gate_up":
-        yield from _stacked(placed, shape, tensor, tensor_rank, key)
+        yield from _stacked(placed, shape, tensor, part=tensor_rank, parameter=key)
     elif rule.form == "vocab":
         share = padded_vocab(shape.vocab_size, tensor) // tensor
-        yield from _vocab_rows(placed, shape, share, tensor_rank, key)
+        yield from _vocab_rows(placed, shape, share, part=tensor_rank, parameter=key)
     else:
-        yield _plain(placed, shape, tensor, tensor_rank, key)
+        yield _plain(placed, shape, tensor, part=tensor_rank, parameter=key)
 
 
 def _qkv_groups(
@@ -183,7 +192,7 @@ def _qkv_groups(
     for group in range(first, first + groups):
         row = (group - first) * (heads + 2) * D
         for name, count in zip(_parts(placed, 3), (heads, 1, 1), strict=True):
-            yield Block(name, key, count * D, cols, row=group * count * D, at_row=row)
+            yield Block(name, key, count * D, cols=cols, row=group * count * D, at_row=row)
             row += count * D
 
 
@@ -200,7 +209,9 @@ def _stacked(
     cols = _columns(placed, shape)
     rows = shape.ffn_size // parts
     for number, name in enumerate(_parts(placed, 2)):
-        yield Block(name, parameter, rows, cols, row=part * rows, at_row=at_row + number * rows)
+        yield Block(
+            name, parameter, rows, cols=cols, row=part * rows, at_row=at_row + number * rows
+        )
 
 
 def _vocab_rows(
@@ -209,7 +220,7 @@ def _vocab_rows(
     """The part's rows that belong to tokens; the last parts may hold padding, or only padding."""
     start, stop = part * share, min((part + 1) * share, shape.vocab_size)
     if start < stop:
-        yield Block(placed.hf_names[0], parameter, stop - start, shape.hidden_size, row=start)
+        yield Block(placed.hf_names[0], parameter, stop - start, cols=shape.hidden_size, row=start)
 
 
 def _plain(placed: Placed, shape: ModelShape, parts: int, part: int, parameter: str) -> Block:
@@ -217,10 +228,10 @@ def _plain(placed: Placed, shape: ModelShape, parts: int, part: int, parameter: 
     size = canonical_shape(placed.rule, shape, tensor=1)
     rows, cols = size[0], math.prod(size[1:])
     if placed.rule.split_axis is None:
-        return Block(placed.hf_names[0], parameter, rows, cols)
+        return Block(placed.hf_names[0], parameter, rows, cols=cols)
     assert placed.rule.split_axis == 1, f"{parameter} is split on an axis that no rule has"
     share = cols // parts
-    return Block(placed.hf_names[0], parameter, rows, share, col=part * share)
+    return Block(placed.hf_names[0], parameter, rows, cols=share, col=part * share)
 
 
 def _columns(placed: Placed, shape: ModelShape) -> int:
@@ -237,18 +248,22 @@ def engine_blocks(shape: ModelShape, engine_size: int, part: int) -> Iterator[Bl
         # The part of one expert stands below the parts of the experts before it.
         if placed.expert is not None and form == "gate_up":
             rows = 2 * shape.ffn_size // engine_size
-            yield from _stacked(placed, shape, engine_size, part, name, at_row=placed.expert * rows)
+            yield from _stacked(
+                placed, shape, engine_size, part=part, parameter=name, at_row=placed.expert * rows
+            )
         elif placed.expert is not None:
-            down = _plain(placed, shape, engine_size, part, name)
+            down = _plain(placed, shape, engine_size, part=part, parameter=name)
             yield replace(down, at_row=placed.expert * down.rows)
         elif form == "qkv":
-            yield from _engine_qkv(placed, shape, engine_size, part, name)
+            yield from _engine_qkv(placed, shape, engine_size, part=part, parameter=name)
         elif form == "gate_up":
-            yield from _stacked(placed, shape, engine_size, part, name)
+            yield from _stacked(placed, shape, engine_size, part=part, parameter=name)
         elif form == "vocab":
-            yield from _vocab_rows(placed, shape, engine_vocab_rows(shape, engine_size), part, name)
+            yield from _vocab_rows(
+                placed, shape, engine_vocab_rows(shape, engine_size), part=part, parameter=name
+            )
         else:
-            yield _plain(placed, shape, engine_size, part, name)
+            yield _plain(placed, shape, engine_size, part=part, parameter=name)
 
 
 def engine_name(placed: Placed) -> str:
@@ -286,7 +301,7 @@ def _engine_qkv(
     )
     row = 0
     for name, (index, heads) in zip(_parts(placed, 3), spans, strict=True):
-        yield Block(name, parameter, heads * D, cols, row=index * heads * D, at_row=row)
+        yield Block(name, parameter, heads * D, cols=cols, row=index * heads * D, at_row=row)
         row += heads * D
 
 

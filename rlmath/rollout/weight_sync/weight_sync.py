@@ -135,8 +135,14 @@ class WeightTransfer:
     def _open_transport(self) -> Messages | SharedBuckets:
         dtype = self._weights.dtype
         if self._memory is None:
-            return Messages(self._rounds, self._pack, dtype, self._device.torch_device)
-        return SharedBuckets(self._rounds, self._pack, dtype, self._memory, self._bucket_elements)
+            return Messages(self._rounds, self._pack, dtype, at=self._device.torch_device)
+        return SharedBuckets(
+            self._rounds,
+            self._pack,
+            dtype,
+            memory=self._memory,
+            bucket_elements=self._bucket_elements,
+        )
 
     def _finish_round(
         self, checksums: SyncChecksums | None, number: int, wait: Callable[[], Mapping[int, Tensor]]
@@ -192,13 +198,13 @@ class TensorRun:
     def source(self, matrix: Tensor) -> Tensor:
         """[count, rows, cols], a view of the policy's `matrix`."""
         return self._rectangles(
-            matrix, self.first.source_row, self.first.source_col, self.source_step
+            matrix, self.first.source_row, self.first.source_col, step=self.source_step
         )
 
     def target(self, matrix: Tensor) -> Tensor:
         """[count, rows, cols], a view of the engine's parameter `matrix`."""
         return self._rectangles(
-            matrix, self.first.target_row, self.first.target_col, self.target_step
+            matrix, self.first.target_row, self.first.target_col, step=self.target_step
         )
 
     def _rectangles(self, matrix: Tensor, row: int, col: int, step: int) -> Tensor:

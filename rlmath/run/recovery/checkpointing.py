@@ -80,12 +80,12 @@ class Checkpointer:
             Path(config.run.output_dir) / CHECKPOINTS_FOLDER,
             trainer.saved_models,
             trainer.device,
-            self._metadata_files,
-            Retention(
+            metadata_files=self._metadata_files,
+            retention=Retention(
                 config.save.keep_last,
                 config.save.keep_models,
                 0 if divergence.rule is None else divergence.rule.steps,
-                save_schedule.steps_before_captures(config),
+                always=save_schedule.steps_before_captures(config),
             ),
         )
         self._origin = origin
@@ -200,7 +200,9 @@ class Checkpointer:
             files |= self._metadata_files
             if writes:
                 files[CARD_FILE] = self._card(is_adapter=False)
-        write_hf_folder(stream, files, folder, save_schedule.export_formats(trainer.config), writes)
+        write_hf_folder(
+            stream, files, folder, dtype=save_schedule.export_formats(trainer.config), writes=writes
+        )
 
     def _adapter_files(self, dtype: torch.dtype) -> dict[str, bytes]:
         """The adapters as a folder of PEFT's, on rank 0; none of full training.
@@ -214,14 +216,14 @@ class Checkpointer:
         tensors = {}
         writes = trainer.mesh.rank == 0
         for name, tensor in self._with_progress(
-            stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh, rules)
+            stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh, rules=rules)
         ):
             if writes:
                 tensors[name] = tensor.to("cpu", dtype, copy=True).contiguous()
         if not writes:
             return {}
         base = shown_values(trainer.config)["model.path"]
-        files = adapter_files(tensors, lora, trainer.shape, base)
+        files = adapter_files(tensors, lora, trainer.shape, base=base)
         files[CARD_FILE] = self._card(is_adapter=True)
         return {f"{ADAPTER_FOLDER}/{name}": content for name, content in files.items()}
 

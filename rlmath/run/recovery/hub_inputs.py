@@ -51,8 +51,14 @@ def fetch_inputs(config: Config, rendezvous: Rendezvous | None, weights: bool = 
         "this run", schema_problems(config)
     )  # they are found before hours of downloading
     recorded = recorded_ids(config) if environment_rank() == 0 else ()
-    limits = config.run.hub_timeout_seconds, config.run.start_timeout_seconds
-    pins = fetch_ids(ids, *limits, rendezvous=rendezvous, recorded=recorded, weights=weights)
+    pins = fetch_ids(
+        ids,
+        config.run.hub_timeout_seconds,
+        config.run.start_timeout_seconds,
+        rendezvous=rendezvous,
+        recorded=recorded,
+        weights=weights,
+    )
     return hub.with_places(config, pins)
 
 
@@ -79,7 +85,10 @@ def fetch_ids(
         return {str(hub_id): pinned.commit for hub_id, pinned in pins.items()}
 
     commits = _sync(
-        rendezvous, "hub commits", limit, lambda: commits_of(ids if rank_info.rank == 0 else ())
+        rendezvous,
+        "hub commits",
+        limit,
+        work=lambda: commits_of(ids if rank_info.rank == 0 else ()),
     )
     if unknown := {*map(str, ids)} - {*commits}:
         raise ValueError(
@@ -88,7 +97,7 @@ def fetch_ids(
         )
     pins = {hub_id: replace(hub_id, commit=commits[str(hub_id)]) for hub_id in ids}
     leads = rank_info.is_node_leader and rank_info.rank != 0
-    _sync(rendezvous, "hub files", limit, lambda: commits_of(pins.values() if leads else ()))
+    _sync(rendezvous, "hub files", limit, work=lambda: commits_of(pins.values() if leads else ()))
     return pins
 
 
@@ -107,7 +116,7 @@ def _sync(
         report = replace(report, problem=str(error), may_pass=isinstance(error, HubFailedError))
     try:
         return rendezvous.sync(
-            name, report, seconds, lambda reports: RendezvousResult(values=values)
+            name, report, seconds, check=lambda reports: RendezvousResult(values=values)
         )
     except ValueError as error:
         raise SharedMistakeError(str(error)) from None
@@ -152,7 +161,9 @@ def push_model(config: Config, steps: int) -> None:
         folder /= ADAPTER_FOLDER
     logger.info("Uploading %s to %s ...", folder, name)
     try:
-        commit = hub.push(name, folder, f"rlmath: {steps} steps", config.run.hub_timeout_seconds)
+        commit = hub.push(
+            name, folder, f"rlmath: {steps} steps", seconds=config.run.hub_timeout_seconds
+        )
     except (ValueError, OSError, HubFailedError) as error:
         command = f"hf upload {name} {folder}"
         logger.error(

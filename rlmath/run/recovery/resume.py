@@ -127,7 +127,7 @@ def origin_of(config: Config, inputs: PromptFiles, has_weights: bool = True) -> 
     hooks = hooks_fingerprint(learning_hooks(config))
     adapter = adapter_fingerprint(config) if has_weights else ""
     stops = inputs.stop_token_ids if isinstance(inputs, Inputs) else None
-    return Origin(model, data, reward, hooks, adapter=adapter, stop_token_ids=stops)
+    return Origin(model, data, reward, hooks=hooks, adapter=adapter, stop_token_ids=stops)
 
 
 def adapter_fingerprint(config: Config) -> str:
@@ -190,11 +190,13 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
             text = f"rollback {later.number} of the run went back to step {later.step}"
             notes.append(f"the checkpoint {checkpoint.folder} is skipped: {text}")
             continue
-        problems = list(_other_run(saved_config, config, progress, origin, total_steps))
+        problems = list(
+            _other_run(saved_config, config, progress, origin=origin, total_steps=total_steps)
+        )
         if origin.stop_token_ids is not None:
             model = Path(config.model.path)
             problems += tokenizer_changes(
-                model, model_files, checkpoint.folder, origin.stop_token_ids
+                model, model_files, checkpoint.folder, stops=origin.stop_token_ids
             )
         if problems:
             lines = [*(f"  - {problem}" for problem in problems), f"{START_OVER.capitalize()}."]
@@ -294,7 +296,7 @@ def _other_run(
             f"{keys}: {counted(progress.step, 'step', 'are')} done there, the run has "
             f"{total_steps} now"
         )
-    yield from _changed_settings(then, now, progress, total_steps)
+    yield from _changed_settings(then, now, progress, total_steps=total_steps)
     as_many_files = len(then.data.more_train_paths) == len(now.data.more_train_paths)
     data_then = progress.data_fingerprint
     if as_many_files and data_then == origin.older_data:
@@ -307,7 +309,7 @@ def _other_run(
         model = fingerprint_to_compare(model_then, model, now.model.path)
     if adapter and now.model.adapter_path is not None:
         place = now.model.adapter_path
-        adapter = fingerprint_to_compare(adapter_then, adapter, place, ADAPTER_CONFIG)
+        adapter = fingerprint_to_compare(adapter_then, adapter, place, config=ADAPTER_CONFIG)
     for key, path, was, is_now in (
         ("model.path", now.model.path, model_then, model),
         ("model.adapter_path", now.model.adapter_path, adapter_then, adapter),
@@ -357,7 +359,9 @@ def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) ->
 def _changed_settings(
     then: Config, now: Config, progress: Progress, total_steps: int | None = None
 ) -> list[str]:
-    changes = refused_changes(then, now, progress.step, progress.reward_fingerprint, total_steps)
+    changes = refused_changes(
+        then, now, progress.step, reward_code=progress.reward_fingerprint, total_steps=total_steps
+    )
     return [change for change in changes if not change.startswith(BY_CONTENT)]
 
 
@@ -407,7 +411,7 @@ def refused_changes(
     ):
         return changes
     lengths = _stage_changes(then, now, steps_done) if staged else ()
-    way = _stages_that_resume(then, now, steps_done, total_steps)
+    way = _stages_that_resume(then, now, steps_done, total_steps=total_steps)
     return [
         f"{change}{way}" if change.startswith(_LENGTH) else change
         for change in (*changes, *lengths)

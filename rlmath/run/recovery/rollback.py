@@ -55,7 +55,7 @@ def _read_rollback(number: int, row: dict) -> Rollback:
     ]
     if any(type(step_number) is not int or not 0 <= step_number < 2**63 for step_number in steps):
         raise ValueError(f"{steps} are no steps")
-    return Rollback(number, step, draw_step, diverged, str(row["reason"]))
+    return Rollback(number, step, draw_step, diverged_step=diverged, reason=str(row["reason"]))
 
 
 def write_rollbacks(output_dir: str | Path, rollbacks: Sequence[Rollback]) -> None:
@@ -87,7 +87,9 @@ def rollbacks_of(
     if progress is None:
         return there
     steps = zip(progress.rollback_steps, progress.rollback_draw_steps, strict=False)
-    checkpoint_rollbacks = [Rollback(number, *pair) for number, pair in enumerate(steps, start=1)]
+    checkpoint_rollbacks = [
+        Rollback(number, step, draw_step) for number, (step, draw_step) in enumerate(steps, start=1)
+    ]
     if len(there) < len(checkpoint_rollbacks):
         return checkpoint_rollbacks
     if [rollback.step for rollback in there[: len(checkpoint_rollbacks)]] != list(

@@ -258,16 +258,16 @@ class AsynchronousRollouts(RolloutsWithUnfinished):
         while True:
             draw(
                 unfinished,
-                room(unfinished, leaving_groups, rules, steps_left),
+                room(unfinished, leaving_groups, rules, steps_left=steps_left),
                 number,
-                stage.config.rollout.group_size,
+                samples=stage.config.rollout.group_size,
             )
             if unfinished.next_draw != admitted:
                 admitted = unfinished.next_draw
                 self._engines.send(Admit(self._first, admitted, stage.number))
             enough = is_enough(leaving_groups, rules)
             if enough and not too_old(
-                left_behind(unfinished, leaving_groups), rules, number, self._choose
+                left_behind(unfinished, leaving_groups), rules, number, choose=self._choose
             ):
                 break
             if not any(group.unfinished for group in unfinished.groups):

@@ -127,7 +127,7 @@ def open_engines(
     completions. `keep` is a function of the user's that selects groups."""
     if context.bridge is None:
         return ColocatedEngines(context, timers, keep)
-    return SeparateEngines(context, context.bridge, timers, keep)
+    return SeparateEngines(context, context.bridge, timers, keep=keep)
 
 
 class ColocatedEngines(Engines):
@@ -191,13 +191,21 @@ class ColocatedEngines(Engines):
             ranks_per_node=broadcast_from_rank_zero(local_world_size()),
         )
         longest = probe_length(config)
-        self._probe = Probe(actor.forward_backward, mesh, longest, config.sync, self._engine_scores)
+        self._probe = Probe(
+            actor.forward_backward,
+            mesh,
+            longest,
+            settings=config.sync,
+            engine_scores=self._engine_scores,
+        )
         self._report: SyncReport | None = None
         monitor = MemoryMonitor(
             int(config.memory.leak_threshold_mib * 2**20),
             config.memory.stop_on_leak,
             mesh.rank,
-            CPU_COMPARES_EVERY if device.kind == "cpu" and not config.memory.stop_on_leak else 1,
+            every=CPU_COMPARES_EVERY
+            if device.kind == "cpu" and not config.memory.stop_on_leak
+            else 1,
         )
         self.switch = MemorySwitch(
             self.engine,
@@ -257,7 +265,9 @@ class SeparateEngines(Engines):
         self._connection = EngineConnection(mesh, self._mailbox, context.on_progress)
         self.collector = self._connection
         vocab_size = context.shape.vocab_size
-        self.rollouts = AsynchronousRollouts(config, inputs, self._connection, vocab_size, keep)
+        self.rollouts = AsynchronousRollouts(
+            config, inputs, self._connection, vocab_size=vocab_size, keep=keep
+        )
         self._step = 0
         self._waited = 0.0
 
@@ -265,7 +275,7 @@ class SeparateEngines(Engines):
         self._sender = WeightSender(
             actor.chunks,
             self._shape,
-            plans=offer_plans(self._config, self._shape, self._mesh, self._device),
+            plans=offer_plans(self._config, self._shape, self._mesh, device=self._device),
             mesh=self._mesh,
             device=self._device,
             dtype=self._device.params_dtype,
@@ -274,7 +284,11 @@ class SeparateEngines(Engines):
         )
         longest = probe_length(self._config)
         self._probe = Probe(
-            actor.forward_backward, self._mesh, longest, self._config.sync, self._connection.score
+            actor.forward_backward,
+            self._mesh,
+            longest,
+            settings=self._config.sync,
+            engine_scores=self._connection.score,
         )
         offload.offload(*RESTING)
 

@@ -114,7 +114,9 @@ class StepRollouts(ABC):
         self._vocab_size = vocab_size
         self._rules = selection_rules(config.selection, config.reward, keep)
         ids = [prompt.prompt_id for prompt in inputs.prompts]
-        self.curriculum = PromptCurriculum(inputs.order, ids, rules_of(config.data), inputs.history)
+        self.curriculum = PromptCurriculum(
+            inputs.order, ids, rules_of(config.data), history=inputs.history
+        )
         """Draws the prompts, and counts how often they are solved."""
         self._sampled: list[ScoredGroup] = []
         """The groups that the last step took."""
@@ -179,12 +181,12 @@ class WholeRollouts(StepRollouts):
             if not prompts:
                 return []
             title = f"step {number + 1}/{self._total_steps}"
-            rollout = self._engines.collect(CollectGroups(prompts, sampling, seed, title))
+            rollout = self._engines.collect(CollectGroups(prompts, sampling, seed, title=title))
             rounds.append(rollout.engines)
             return rollout.groups
 
         selection = select(
-            sample, len(prompt_indices), self._config.selection.max_extra_prompts, self._rules
+            sample, len(prompt_indices), self._config.selection.max_extra_prompts, rules=self._rules
         )
         tokens = sum(
             completion.n_sampled for group in selection.sampled for completion in group.completions
@@ -192,7 +194,7 @@ class WholeRollouts(StepRollouts):
         scores = [score for group in selection.sampled for score in group.scores]
         self._sampled = selection.sampled
         self.next_draw = (number + 1) * order.prompts_per_step
-        return StepRollout(selection, rounds, scores, tokens)
+        return StepRollout(selection, rounds, scores, sampled_tokens=tokens)
 
     def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
         super().resume(folder, steps_done, reward_changed)
@@ -261,7 +263,7 @@ class RolloutsWithUnfinished(StepRollouts):
             for group in unfinished.groups
         )
         if problem := unfinished_problem(
-            self._config, self._total_steps, steps_done, groups_to_learn
+            self._config, self._total_steps, steps_done, wanted=groups_to_learn
         ):
             raise ValueError(problem)
         self._unfinished = self._after = unfinished
@@ -273,7 +275,7 @@ class RolloutsWithUnfinished(StepRollouts):
             (folder / UNFINISHED).read_bytes(),
             rollout.group_size,
             self._vocab_size,
-            lambda token_ids, stopped: completion_text(tokenizer, token_ids, stopped),
+            text_of=lambda token_ids, stopped: completion_text(tokenizer, token_ids, stopped),
         )
         self.curriculum.require_draws(
             unfinished.next_draw, [group.draw for group in unfinished.groups]
@@ -297,7 +299,7 @@ class RolloutsWithUnfinished(StepRollouts):
                     f"draw {group.draw} has an unfinished completion of the greatest length"
                 )
         if rollout.tail != "defer" and too_old(
-            unfinished.groups, self._limits, steps_done - 1, self._choose
+            unfinished.groups, self._limits, steps_done - 1, choose=self._choose
         ):
             raise ValueError(
                 f"groups are older than rollout.max_staleness, {rollout.max_staleness} steps, "
@@ -313,11 +315,11 @@ class RolloutsWithUnfinished(StepRollouts):
             self._choices[group.draw] = choose(self._scored(group), self._rules)
         return self._choices[group.draw]
 
-    def _take(self, number: int, found: Leaving, left: UnfinishedGroups) -> StepRollout:
+    def _take(self, number: int, leaving_groups: Leaving, left: UnfinishedGroups) -> StepRollout:
         """What step `number` learns from; the groups of `left` stay in flight.
 
         Its only metric is `rollout/groups_in_flight`."""
-        self._sampled = sampled = [self._scored(group) for group in found.groups]
+        self._sampled = sampled = [self._scored(group) for group in leaving_groups.groups]
         if number + 1 == self._total_steps and left.groups:
             text = (
                 "%d groups that were drawn are not learned from: the run has fewer steps than "
@@ -325,10 +327,10 @@ class RolloutsWithUnfinished(StepRollouts):
             )
             logger.warning(text, len(left.groups))
         return StepRollout(
-            Selection(sampled, found.chosen, self._limits.groups_per_step),
+            Selection(sampled, leaving_groups.chosen, self._limits.groups_per_step),
             rounds=[],
             scores=[score for group in sampled for score in group.scores],
-            sampled_tokens=sum(map(tokens_of, found.groups)),
+            sampled_tokens=sum(map(tokens_of, leaving_groups.groups)),
             metrics={"rollout/groups_in_flight": float(len(left.groups))},
         )
 
@@ -347,18 +349,23 @@ class PartialRollouts(RolloutsWithUnfinished):
         before = self._unfinished
         rounds = Rounds()
         unfinished = self._after = replace(before, groups=list(before.groups))
-        leaving_groups = self._advance(unfinished, number, stage, rounds)
+        leaving_groups = self._advance(unfinished, number, stage, rounds=rounds)
         rollout = self._take(number, leaving_groups, unfinished)
         metrics = rollout.metrics | {"rollout/rounds": float(leaving_groups.rounds)}
         if self._config.rollout.tail == "carry":
             metrics |= carry_metrics(
-                unfinished, rollout.selection.learned, number, self._limits.max_staleness
+                unfinished,
+                rollout.selection.learned,
+                number,
+                max_staleness=self._limits.max_staleness,
             )
             metrics["rollout/staleness_waits"] = float(leaving_groups.waits)
             metrics["rollout/prefilled_again_tokens"] = float(rounds.prefilled_again)
         else:
             longest = slice_tokens(stage.config.rollout)
-            metrics |= defer_metrics(unfinished, leaving_groups.groups, rounds.new_tokens, longest)
+            metrics |= defer_metrics(
+                unfinished, leaving_groups.groups, rounds.new_tokens, slice_length=longest
+            )
         return replace(
             rollout, rounds=rounds.usages, sampled_tokens=rounds.new_tokens, metrics=metrics
         )
@@ -370,22 +377,37 @@ class PartialRollouts(RolloutsWithUnfinished):
         rollout = stage.config.rollout
         steps_left = stage.end - number
         length = slice_tokens(rollout)
-        step = number, steps_left, rollout.group_size
         if rollout.tail == "carry":
             return advance_carry(
                 unfinished,
                 self._limits,
-                *step,
-                lambda groups: self._round(groups, length, number, stage, rounds),
-                self._choose,
+                step=number,
+                steps_left=steps_left,
+                samples=rollout.group_size,
+                sample_round=lambda groups: self._round(
+                    groups, length, number, stage=stage, rounds=rounds
+                ),
+                choose=self._choose,
             )
 
         def sample_round(groups: list[UnfinishedGroup], whole: bool) -> list[UnfinishedGroup]:
             return self._round(
-                groups, rollout.max_new_tokens if whole else length, number, stage, rounds
+                groups,
+                rollout.max_new_tokens if whole else length,
+                number,
+                stage=stage,
+                rounds=rounds,
             )
 
-        return advance_defer(unfinished, self._limits, *step, sample_round, self._choose)
+        return advance_defer(
+            unfinished,
+            self._limits,
+            step=number,
+            steps_left=steps_left,
+            samples=rollout.group_size,
+            sample_round=sample_round,
+            choose=self._choose,
+        )
 
     # ------------------------------------------------------------ parts of a step
 
@@ -464,7 +486,7 @@ class PartialRollouts(RolloutsWithUnfinished):
         step, index, times = self.curriculum.drawn(group.draw)
         prompt = self._inputs.prompts[index]
         seed = RolloutSeed(self._inputs.order.seed_at(step), step)
-        requests = requests_of(prompt, 0, sampling, seed, times)
+        requests = requests_of(prompt, 0, sampling, seed=seed, times=times)
         works = []
         begun = any(
             not isinstance(sample, PartialCompletion) or sample.token_ids
