@@ -142,14 +142,14 @@ def find_capture(run: Path, step: int | None) -> Path:
 
 
 def find_state(
-    folder: Path, capture: Capture, given: Path | None
+    folder: Path, capture: Capture, checkpoint_folder: Path | None
 ) -> tuple[CheckpointToResume | None, str]:
     """The checkpoint that the step began with, and a warning where it is an earlier one.
 
     The checkpoint is None for the model that the run started from. ValueError where there is none.
     """
-    if given is not None:
-        place = given.resolve()
+    if checkpoint_folder is not None:
+        place = checkpoint_folder.resolve()
         checkpoints, notes = complete_checkpoints(place.parent)
         checkpoints = [
             checkpoint for checkpoint in checkpoints if checkpoint.folder.name == place.name
@@ -162,7 +162,10 @@ def find_state(
         )
         checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.step <= capture.step]
     if not checkpoints:
-        needed = given or folder.parent.parent / CHECKPOINTS_FOLDER / f"step-{capture.step:06d}"
+        needed = (
+            checkpoint_folder
+            or folder.parent.parent / CHECKPOINTS_FOLDER / f"step-{capture.step:06d}"
+        )
         raise ValueError(
             f'there is no complete checkpoint "{needed}", with which step {capture.step + 1} '
             "began. "

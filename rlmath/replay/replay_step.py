@@ -193,7 +193,9 @@ def compare(capture: Capture, before: str, replayed: CapturedUpdate) -> Comparis
     captured = capture.update
     if captured is None:
         return Comparison((), start, "not captured")
-    mistakes, differences, minibatches = [], [], 0
+    mistakes = []
+    differences = []
+    minibatches = 0
     for kind in ("minibatches", "critic_minibatches"):
         rows = getattr(captured, kind)
         other_rows = getattr(replayed, kind)
@@ -281,40 +283,40 @@ def relative_difference(value: float, other: float, floor: float) -> float:
 
 
 def comparison_lines(
-    capture: Capture, found: Comparison, replayed: CapturedUpdate, tolerance: float
+    capture: Capture, comparison: Comparison, replayed: CapturedUpdate, tolerance: float
 ) -> list[str]:
     """Lines for the console on the comparison of two updates."""
-    lines = [f"The weights before the step, beside the captured ones: {found.start}"]
-    for difference in found.differences:
+    lines = [f"The weights before the step, beside the captured ones: {comparison.start}"]
+    for difference in comparison.differences:
         if difference.name in SHOWN:
             lines.append(
                 f"  minibatch {difference.minibatch:<3} {difference.name:<14} {difference.captured:>15.8g} "
                 f"{difference.replayed:>15.8g} "
                 f"{difference.relative:.1e}"
             )
-    lines += [f"  {mistake}" for mistake in found.mistakes]
+    lines += [f"  {mistake}" for mistake in comparison.mistakes]
     if capture.update is None:
         results = [asdict(minibatch) for minibatch in replayed.minibatches]
         ended = f"the run ended in the update ({capture.reason}); the replay gave {results}"
-        has_differences = found.status(tolerance) == exit_codes.FAILURE
+        has_differences = comparison.status(tolerance) == exit_codes.FAILURE
         return [*lines, f"{'NOT the same' if has_differences else 'Nothing was compared'}: {ended}"]
-    if found.status(tolerance) == exit_codes.NOTHING_COMPARED:
+    if comparison.status(tolerance) == exit_codes.NOTHING_COMPARED:
         made_none = f"step {capture.step + 1} made no update, neither in the run nor here"
         return [*lines, f"Nothing was compared: {made_none}"]
     word = (
         "The same to the bit"
-        if found.bit_equal
+        if comparison.bit_equal
         else "The same"
-        if found.same(tolerance)
+        if comparison.same(tolerance)
         else "NOT the same"
     )
-    if counted := found.counted(tolerance):
+    if counted := comparison.counted(tolerance):
         difference = max(counted, key=lambda difference: difference.relative)
         word += (
             f": the largest relative difference is {difference.relative:.1e}, {difference.name} of "
             f"minibatch {difference.minibatch}"
         )
-    lines.append(f"{word}; allowed: {tolerance:g}; weights afterwards: {found.weights}")
+    lines.append(f"{word}; allowed: {tolerance:g}; weights afterwards: {comparison.weights}")
     return lines
 
 

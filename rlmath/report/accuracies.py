@@ -181,8 +181,9 @@ def evaluation_rows(evaluations: Sequence[Evaluation]) -> list[AccuracyRow]:
     for evaluation in evaluations:
         for benchmark, measures in evaluation.results.accuracies.items():
             for measure, measured in measures.items():
-                key = benchmark, _way_of_asking(measure, measured, evaluation.results.settings)
-                row = rows.setdefault(key, AccuracyRow(*key))
+                way = _way_of_asking(measure, measured, evaluation.results.settings)
+                key = (benchmark, way)
+                row = rows.setdefault(key, AccuracyRow(problems=benchmark, measure=way))
                 row.by_model[evaluation.model] = Accuracy(measured.mean, measured.interval)
                 accuracies.setdefault(key, {})[evaluation.model] = measured
     for key, row in rows.items():

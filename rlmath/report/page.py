@@ -38,7 +38,7 @@ ENDS = 10
 """First and last values are means of so many steps, or of as many as a third of the run has."""
 
 
-def build_page(runs: Sequence[ShownRun], plotly_js: str, made: datetime) -> str:
+def build_page(runs: Sequence[ShownRun], plotly_js: str, date: datetime) -> str:
     """The HTML.
 
     `plotly_js` is the library's source. Text is valid for UTF-8."""
@@ -92,7 +92,7 @@ def build_page(runs: Sequence[ShownRun], plotly_js: str, made: datetime) -> str:
 <noscript><p class="message alert">The figures and samples need JavaScript.</p></noscript>
 {body}
 </main>
-<footer>Made by rlmath on {made:%Y-%m-%d %H:%M}. Curves of many points are thinned: of neighbouring steps their smallest
+<footer>Made by rlmath on {date:%Y-%m-%d %H:%M}. Curves of many points are thinned: of neighbouring steps their smallest
 and largest value are drawn.</footer>
 <script type="application/json" id="data">{_data(runs, figures)}</script>
 <script>{plotly_js}</script>
@@ -371,14 +371,14 @@ def _messages(messages: Sequence[Message]) -> Iterable[str]:
         yield f"<details><summary>{len(warnings)} different warnings</summary>{inside}</details>"
 
 
-def _message(one: Message) -> str:
+def _message(message: Message) -> str:
     """A message as HTML."""
-    places = ", ".join(one.steps) + (", ..." if one.count > len(one.steps) == 8 else "")
-    often = f", {one.count} times" if one.count > 1 else ""
+    places = ", ".join(message.steps) + (", ..." if message.count > len(message.steps) == 8 else "")
+    often = f", {message.count} times" if message.count > 1 else ""
     return (
-        f'<div class="message {one.kind}"><div class="where">{one.kind.capitalize()}, '
+        f'<div class="message {message.kind}"><div class="where">{message.kind.capitalize()}, '
         f"{html_text(places)}{often}, "
-        f"first at {html_text(one.time)}</div><p>{html_text(one.text)}</p></div>"
+        f"first at {html_text(message.time)}</div><p>{html_text(message.text)}</p></div>"
     )
 
 

@@ -201,11 +201,12 @@ def events_of(path: Path, notes: list[str]) -> Events:
         events.starts += kind == "start"
         if kind not in MESSAGES:
             continue
-        key = kind, text_of(row.get("text"), MOST_CHARS)
+        message_text = text_of(row.get("text"), MOST_CHARS)
+        key = (kind, message_text)
         if key in messages:
             messages[key].count += 1
         elif len(messages) < MOST_MESSAGES:
-            messages[key] = Message(*key, text_of(row["time"], 40))
+            messages[key] = Message(kind, text=message_text, time=text_of(row["time"], 40))
         else:
             left_out += 1
             continue

@@ -102,18 +102,18 @@ def _group(row: Any, step: int, kind: str) -> dict[str, Any]:
     }
 
 
-def _completion(one: Any) -> dict[str, Any]:
+def _completion(completion: Any) -> dict[str, Any]:
     """A completion as page.js reads it; an error for what is none."""
-    rewards = one.get("rewards") if isinstance(one.get("rewards"), dict) else {}
-    failures = one.get("failures") if isinstance(one.get("failures"), dict) else {}
+    rewards = completion.get("rewards") if isinstance(completion.get("rewards"), dict) else {}
+    failures = completion.get("failures") if isinstance(completion.get("failures"), dict) else {}
     return {
-        "reward": number_of(one.get("reward")),
-        "advantage": number_of(one.get("advantage")),
-        "correct": one.get("correct") is True,
-        "verdict": text_of(one.get("verdict"), 40),
-        "extracted": text_of(one.get("extracted"), SHORT_CHARS),
-        "length": number_of(one.get("length")),
-        "finish": text_of(one.get("finish_reason"), 40),
+        "reward": number_of(completion.get("reward")),
+        "advantage": number_of(completion.get("advantage")),
+        "correct": completion.get("correct") is True,
+        "verdict": text_of(completion.get("verdict"), 40),
+        "extracted": text_of(completion.get("extracted"), SHORT_CHARS),
+        "length": number_of(completion.get("length")),
+        "finish": text_of(completion.get("finish_reason"), 40),
         "rewards": [
             [text_of(name, 60), number_of(value)] for name, value in list(rewards.items())[:16]
         ],
@@ -121,7 +121,7 @@ def _completion(one: Any) -> dict[str, Any]:
             [text_of(name, 60), text_of(reason, SHORT_CHARS)]
             for name, reason in list(failures.items())[:16]
         ],
-        "text": text_of(one["text"], HEAD_CHARS, TAIL_CHARS),
+        "text": text_of(completion["text"], HEAD_CHARS, TAIL_CHARS),
     }
 
 

@@ -306,7 +306,7 @@ def _failed(result: Verdict | FunctionResult) -> bool:
 
 
 def _value(
-    one: NamedReward,
+    named_reward: NamedReward,
     settings: RewardConfig,
     results: Mapping[str, Verdict | FunctionResult],
     boxed: bool,
@@ -314,11 +314,11 @@ def _value(
     limit: int,
 ) -> float | None:
     """The value of one reward of the list; None where its function failed."""
-    if one.name == "format":
+    if named_reward.name == "format":
         return float(boxed)
-    if one.name == "length":
+    if named_reward.name == "length":
         return max(0.0, 1.0 - length / limit)
-    result = results[one.name]
+    result = results[named_reward.name]
     if isinstance(result, FunctionResult):
         return result.reward if result.failure is None else None
     # An answer whose check does not end is wrong: the policy wrote it.

@@ -117,28 +117,30 @@ class Collector:
         self._has_scorer = has_scorer
         self._rollouts = 0
 
-    def collect(self, what: CollectGroups) -> Rollout:
+    def collect(self, command: CollectGroups) -> Rollout:
         """G scored completions of each of the P prompts, the same on every rank."""
-        prompts = what.prompts
-        sampling = what.sampling
+        prompts = command.prompts
+        sampling = command.sampling
         rows = [
             [Work(prompt, request) for request in requests]
             for prompt, requests in zip(
-                prompts, group_requests(prompts, sampling, what.seed), strict=True
+                prompts, group_requests(prompts, sampling, command.seed), strict=True
             )
         ]
         sampled, engines = self.sample(
             rows,
             sampling.max_new_tokens,
-            what.seed.step,
-            title=what.title,
-            validates=what.validates,
+            command.seed.step,
+            title=command.title,
+            validates=command.validates,
         )
         groups = [
             scored_group(prompt, [sampled[p, g] for g in range(sampling.samples)])
             for p, prompt in enumerate(prompts)
         ]
-        return Rollout(self.score_groups(groups, sampling.max_new_tokens, what.validates), engines)
+        return Rollout(
+            self.score_groups(groups, sampling.max_new_tokens, command.validates), engines
+        )
 
     def score_groups(
         self, groups: list[ScoredGroup], max_new_tokens: int, validates: bool = False
@@ -292,7 +294,10 @@ class SamplingProgress:
         """All engines sample `total` completions of at most `longest` tokens.
 
         `title` is shown on the console. Several at a time need a store each."""
-        self._total, self._mesh, self._store, self._title = total, mesh, store, title
+        self._total = total
+        self._mesh = mesh
+        self._store = store
+        self._title = title
         self._shown = shown and mesh.rank == 0
         self._done = 0
         self.tokens = 0

@@ -58,16 +58,16 @@ class RlmathCPUWorker(CPUWorker):
         self.model_runner.sampler.topk_topp_sampler.forward = self._sample
         self.model_runner.sampler.gather_logprobs = gather_without_ranks
 
-    def initialize_from_config(self, *arguments: Any, **more: Any) -> None:
+    def initialize_from_config(self, *arguments: Any, **keywords: Any) -> None:
         """Do what vLLM does; a KV cache takes memory when it is written to, not at the start."""
         with _ZeroPages():
-            super().initialize_from_config(*arguments, **more)
+            super().initialize_from_config(*arguments, **keywords)
 
-    def load_model(self, *arguments: Any, **more: Any) -> None:
+    def load_model(self, *arguments: Any, **keywords: Any) -> None:
         """Do what vLLM does, but compute norms with its kernels.
 
         Its own choice for CPU is torch, one operation at a time."""
-        super().load_model(*arguments, **more)
+        super().load_model(*arguments, **keywords)
         for module in self.get_model().modules():
             if (
                 type(module) is RMSNorm

@@ -48,29 +48,29 @@ class MemoryMonitor:
         Allocators should then have released what they cached before each `observe`."""
         return self._cycle % self._every == 0
 
-    def expect(self, held: int, planned: Mapping[str, int]) -> None:
+    def expect(self, held_bytes: int, planned: Mapping[str, int]) -> None:
         """Set what each phase is compared with.
 
-        `held` is what is held between two steps, `planned` what each phase should hold on top of it
-        (bytes; negative where training memory is offloaded). Memory that is only taken when it is
-        touched may stay below."""
-        self._expected = {phase: held + extra for phase, extra in planned.items()}
+        `held_bytes` is what is held between two steps, `planned` what each phase should hold on top
+        of it (bytes; negative where training memory is offloaded). Memory that is only taken when
+        it is touched may stay below."""
+        self._expected = {phase: held_bytes + extra for phase, extra in planned.items()}
 
-    def observe(self, phase: str, held: int, against_earlier: bool = True) -> None:
+    def observe(self, phase: str, held_bytes: int, against_earlier: bool = True) -> None:
         """Compare what is held after a phase of this cycle with the plan and with earlier cycles.
 
         An excess is logged once: what is too much after one phase is too much after the next ones
         and in the next cycles, too."""
-        self.held[phase] = held
+        self.held[phase] = held_bytes
         if not self.compares:
             return
         is_logged = False
         # In the first cycle a process still loads code, and maps what it keeps.
         if self._cycle > 1 and phase in self._expected:
-            over = held - self._expected[phase]
-            if self._exceeds(phase, held, over, than="planned") and over > self._logged_over * (
-                1 + GROWTH_SHARE
-            ):
+            over = held_bytes - self._expected[phase]
+            if self._exceeds(
+                phase, held_bytes, over, than="planned"
+            ) and over > self._logged_over * (1 + GROWTH_SHARE):
                 change = (over - self._logged_over) / 2**20
                 self._log(
                     f", {change:.0f} MiB more than was logged before" if self._logged_over else ""
@@ -79,19 +79,21 @@ class MemoryMonitor:
                 is_logged = True
         if self._cycle <= WARM_UP_CYCLES or not against_earlier:
             return
-        earlier = self._earlier.setdefault(phase, held)
-        if self._exceeds(phase, held, held - earlier, than="in the same phase of earlier steps"):
+        earlier = self._earlier.setdefault(phase, held_bytes)
+        if self._exceeds(
+            phase, held_bytes, held_bytes - earlier, than="in the same phase of earlier steps"
+        ):
             if not is_logged:
                 self._log()
             # Growth on top of it is logged again.
-            self._earlier[phase] = held
+            self._earlier[phase] = held_bytes
 
-    def _exceeds(self, phase: str, held: int, over: int, than: str) -> bool:
+    def _exceeds(self, phase: str, held_bytes: int, over: int, than: str) -> bool:
         if over <= self._threshold:
             return False
         self._found.append(
-            f'after "{phase}" this rank holds {held / 2**30:.3f} GiB, {over / 2**20:.0f} MiB more '
-            f"than {than}"
+            f'after "{phase}" this rank holds {held_bytes / 2**30:.3f} GiB, '
+            f"{over / 2**20:.0f} MiB more than {than}"
         )
         return True
 

@@ -142,9 +142,9 @@ class WorkQueue:
         fill = sum(self._running) / (most * len(self._running)) if most else 0.0
         return EngineUsage(seconds, len(self._running), self._tail_steps, fill=fill)
 
-    def _requests_of(self, item: WorkItem) -> Sequence[Request]:
-        row = self._requests_PG[item.prompt]
-        return row[1:] if item.is_remaining else row[:1]
+    def _requests_of(self, work_item: WorkItem) -> Sequence[Request]:
+        row = self._requests_PG[work_item.prompt]
+        return row[1:] if work_item.is_remaining else row[:1]
 
     def _pop_items(self, free: int, first: bool) -> list[WorkItem]:
         """Pop items until the free places are filled."""

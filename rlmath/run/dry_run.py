@@ -121,14 +121,14 @@ def dry_run(
 
 
 def plan_run(
-    given: Config, ranks: int | None = None, kind: Kind = "grpo", *, oversubscribe: bool = False
+    settings: Config, ranks: int | None = None, kind: Kind = "grpo", *, oversubscribe: bool = False
 ) -> RunPlan:
     """The plan of a run that could start; else a ValueError that lists all problems.
 
     `ranks` is the number of ranks; without it `parallelism.planned_ranks` finds one. With
     `oversubscribe` they may be more than this machine has room for.
     """
-    config, unused = checks.only_used(given) if kind == "sft" else (given, [])
+    config, unused = checks.only_used(settings) if kind == "sft" else (settings, [])
     planned = planned_shape(config.model.path)
     world_size = planned_ranks(config, ranks)
     if world_size < 1:

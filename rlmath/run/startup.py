@@ -79,11 +79,11 @@ def prepare_sft(config: Config) -> PreparedRun[dataset.SftInputs]:
     return _prepare(config, "sft")
 
 
-def _prepare(given: Config, kind: Kind) -> PreparedRun[Any]:
+def _prepare(settings: Config, kind: Kind) -> PreparedRun[Any]:
     """Check the settings, read the data and compile what the run logs at its start."""
     world_size = environment_world_size()
     is_first = environment_rank() == 0
-    config, unused = only_used(given) if kind == "sft" else (given, [])
+    config, unused = only_used(settings) if kind == "sft" else (settings, [])
     shape = check_config(config, world_size, kind)
     if (problem := tokenizer_problem(config)) is not None:
         raise ValueError(

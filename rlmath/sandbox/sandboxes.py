@@ -380,17 +380,17 @@ class Sandboxes:
         elif self._asked_at is not None and time_now - self._asked_at > limit:
             self._lose_server(f"has said nothing for {limit:.0f} s")
 
-    def _lose_server(self, what: str) -> None:
+    def _lose_server(self, failure: str) -> None:
         """Replace a server that is lost.
 
         Every call that it had is tried again, by another one, or has failed."""
         was_ready = self._is_ready
         self._end_server(0.0)
         code = self._process.returncode
-        logger.warning("The sandboxes' server %s (exit status %s)", what, code)
+        logger.warning("The sandboxes' server %s (exit status %s)", failure, code)
         lost = [number for number, pending in self._pending.items() if pending.retry_at is None]
         done_keys = {key for key, _ in self._done}
-        reason = f"the sandboxes' server {what} (exit status {code})"
+        reason = f"the sandboxes' server {failure} (exit status {code})"
         for number in lost:
             if self._pending[number].key not in done_keys:
                 outcome = CallResult(

@@ -140,7 +140,7 @@ class Call:
 
     @staticmethod
     def from_json(message: Mapping[str, Any]) -> Call:
-        steps = [Step(*step) for step in message["steps"]]
+        steps = [Step(number, seed, code) for number, seed, code in message["steps"]]
         return Call(
             id=message["id"],
             key=message["key"],
@@ -535,17 +535,17 @@ class Server:
                 sandbox.was_killed = True
                 os.kill(sandbox.pid, signal.SIGKILL)
 
-    def _look_at(self, sandbox: _Sandbox, execution: _Execution, now: float) -> None:
+    def _look_at(self, sandbox: _Sandbox, execution: _Execution, time_now: float) -> None:
         """End a call that is above a limit.
 
         Wall time that it did not sleep through is the machine's fault."""
         seconds_used = sandbox.cpu_seconds() - execution.cpu_before
         execution.looks += 1
         execution.looks_asleep += sandbox.is_asleep()
-        execution.look_at = now + SAMPLE_SECONDS
+        execution.look_at = time_now + SAMPLE_SECONDS
         if seconds_used >= execution.cpu_limit:
             self._end(sandbox, "timeout", _timeout_text(f"{execution.cpu_limit:g} s of CPU time"))
-        elif now - execution.step_started >= execution.wall_limit:
+        elif time_now - execution.step_started >= execution.wall_limit:
             limit = f"{execution.wall_limit:g} s"
             if 2 * execution.looks_asleep >= execution.looks:
                 self._end(sandbox, "timeout", _timeout_text(f"{limit}, most of which it slept,"))
@@ -726,9 +726,10 @@ def _drain(wake: socket.socket) -> None:
             pass
 
 
-def _timeout_text(what: str) -> str:
+def _timeout_text(limit_text: str) -> str:
     return (
-        f"TimeoutError: the call took more than {what} and was ended; what it had defined is lost\n"
+        f"TimeoutError: the call took more than {limit_text} and was ended; "
+        "what it had defined is lost\n"
     )
 
 

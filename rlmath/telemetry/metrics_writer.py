@@ -62,24 +62,24 @@ class Unwritten:
         """How often each kind was not written for good."""
         self._failing: set[str] = set()
 
-    def attempt(self, what: str, write: Callable[[], object], lost: int = 1) -> bool:
+    def attempt(self, kind: str, write: Callable[[], object], lost: int = 1) -> bool:
         """Call `write`, and return whether it raised no OSError.
 
         An error counts as `lost` of this kind; 0 where it will be written later."""
         try:
             write()
         except OSError as error:
-            self.lost[what] += lost
-            if what not in self._failing:
+            self.lost[kind] += lost
+            if kind not in self._failing:
                 self.log_refused(
-                    "%s cannot be written: %s. The run continues, and tries again", what, error
+                    "%s cannot be written: %s. The run continues, and tries again", kind, error
                 )
-            self._failing.add(what)
+            self._failing.add(kind)
             return False
-        if what in self._failing:
-            self._failing.remove(what)
-            loss_text = f"; {self.lost[what]} were lost" if self.lost[what] else ""
-            logger.info("%s can be written again%s", what, loss_text)
+        if kind in self._failing:
+            self._failing.remove(kind)
+            loss_text = f"; {self.lost[kind]} were lost" if self.lost[kind] else ""
+            logger.info("%s can be written again%s", kind, loss_text)
         return True
 
     def log_refused(self, text: str, *values: object) -> None:

@@ -54,14 +54,14 @@ class StepProfiler:
                 error,
             )
 
-    def _write(self, found: profile, number: int) -> None:
+    def _write(self, step_profile: profile, number: int) -> None:
         """Write a step's trace and table."""
         folder = self.output_dir / PROFILE_FOLDER
         folder.mkdir(exist_ok=True)
         path = folder / f"step-{number:06d}-rank-{self.rank}.md"
-        found.export_chrome_trace(str(path.with_suffix(".json.gz")))
+        step_profile.export_chrome_trace(str(path.with_suffix(".json.gz")))
         path.write_text(
-            profile_table(found.key_averages(), number, self.rank, on_gpu=self.on_gpu),
+            profile_table(step_profile.key_averages(), number, self.rank, on_gpu=self.on_gpu),
             encoding="utf-8",
         )
         if self.rank == 0:

@@ -129,13 +129,13 @@ class Reporter:
             text = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             logger.info("Before training: %s", text)
 
-    def step(self, number: int, record: StepRecord, more: Mapping[str, float]) -> None:
+    def step(self, number: int, record: StepRecord, run_metrics: Mapping[str, float]) -> None:
         """Report step `number`, counted from 0.
 
-        `more` is what the life cycle measured (`seconds/save` is of the step before)."""
+        `run_metrics` is what the life cycle measured (`seconds/save` is of the step before)."""
         if record.validation is not None:
             self.validation(record.validation)
-        metrics = record.metrics | more
+        metrics = record.metrics | run_metrics
         self._count(metrics)
         self._metrics.write(number + 1, metrics)
         if record.groups:
@@ -202,10 +202,11 @@ class Reporter:
         Call it before the step that began with the weights that were measured."""
         self._metrics.write_validation(measured.step, measured.metrics)
 
-    def write_summary(self, seconds_total: float, more: Mapping[str, Any]) -> None:
+    def write_summary(self, seconds_total: float, trainer_summary: Mapping[str, Any]) -> None:
         """Write the summary of the whole run.
 
-        `seconds_total` are the seconds since this process started, `more` is the trainer's."""
+        `seconds_total` are the seconds since this process started; `trainer_summary` is what the
+        trainer adds."""
         self._metrics.flush()
         training = self._seconds_before + time.perf_counter() - self._started
         medians = {
@@ -222,7 +223,7 @@ class Reporter:
             "median_seconds": medians,
             **({} if self._held_out is None else {"held_out": self._held_out}),
             "not_written": self._metrics.lost(),
-            **more,
+            **trainer_summary,
             "last_step": self._last,
         }
         path = Path(self._config.run.output_dir) / SUMMARY_FILE

@@ -26,11 +26,11 @@ from rlmath.trainer.context import RankContext
 
 
 class Export(Protocol):
-    """Writes the model as it is in Hugging Face form into a folder, with the files `more`.
+    """Writes the model as it is in Hugging Face form into a folder, with `further_files`.
 
     A collective. OSError on rank 0 where the disk refuses."""
 
-    def __call__(self, folder: Path, more: Mapping[str, bytes] | None = None) -> None: ...
+    def __call__(self, folder: Path, further_files: Mapping[str, bytes] | None = None) -> None: ...
 
 
 @dataclass(frozen=True)

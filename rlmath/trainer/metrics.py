@@ -232,7 +232,7 @@ def update_metrics(
     pairs = zip(chain.from_iterable(record.advantages), tokens, strict=True)
     metrics = {
         "advantage": sum(advantage * n for advantage, n in pairs) / sum(tokens),
-        "actor_loss": mean("loss", of="denominator"),
+        "actor_loss": mean("loss", weight_name="denominator"),
         "importance_weight": mean("ratio"),
         "actor_clip_ratio": mean("clipped"),
         "ppo_approx_kl": mean("approx_kl"),

@@ -108,10 +108,10 @@ class StepHooks:
             metrics |= {f"own/{name}/{key}".rstrip("/"): number for key, number in values.items()}
         return metrics
 
-    def _warn(self, name: str, what: str) -> None:
+    def _warn(self, name: str, reason: str) -> None:
         if name not in self._warned:
             self._warned.add(name)
-            logger.warning("The metric %r is missing in this step (logged once): %s", name, what)
+            logger.warning("The metric %r is missing in this step (logged once): %s", name, reason)
 
     def close(self) -> None:
         self._stack.close()

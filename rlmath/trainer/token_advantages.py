@@ -180,8 +180,11 @@ class KLInReward:
                 for batch, to_go_T in zip(batches, to_go_by_batch, strict=True)
             ]
         mean_advantages = [
-            [offset - shaped.slope * total.mean for offset, total in zip(*rows, strict=True)]
-            for rows in zip(shaped.offsets, totals, strict=True)
+            [
+                offset - shaped.slope * total.mean
+                for offset, total in zip(group_offsets, group_totals, strict=True)
+            ]
+            for group_offsets, group_totals in zip(shaped.offsets, totals, strict=True)
         ]
         return replace(
             advantages, batches=list(batches), means_PG=mean_advantages, reward_kl=reward_kl

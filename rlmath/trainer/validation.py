@@ -55,7 +55,7 @@ class GroupCollector(Protocol):
 
     It is `rollout.collector.Collector`, or the connection to engines on ranks of their own."""
 
-    def collect(self, what: CollectGroups) -> Rollout:
+    def collect(self, command: CollectGroups) -> Rollout:
         """The scored groups; see `Collector.collect`."""
 
 

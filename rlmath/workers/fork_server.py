@@ -178,12 +178,13 @@ class ForkServer:
             raise self._lost("has ended")
         return message
 
-    def _lost(self, what: str) -> ServerLost:
+    def _lost(self, event: str) -> ServerLost:
         """The error, with how the process has ended."""
+        exit_status = ""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            what += f", {exit_text(self._process.wait(1.0))}"
+            exit_status = f", {exit_text(self._process.wait(1.0))}"
         return ServerLost(
-            f"process {self._process.pid} {what}. Is the machine short of memory, or does a "
+            f"process {self._process.pid} {event}{exit_status}. Is the machine short of memory, or does a "
             "function end its parent?"
         )
 

@@ -139,7 +139,7 @@ def checked_value(kind: str, returned: Any, shape: Sequence[int] = ()) -> Any:
     `shape` has the lengths of the lists that an advantage returns, or the length of the list that a
     group's reward returns."""
     if kind == GROUP_REWARD:
-        return _group_rewards(returned, *shape)
+        return _group_rewards(returned, count=shape[0])
     if kind in ("reward", "scorer"):
         return _reward(returned, with_metrics=kind == "reward")
     if kind == "data_form":

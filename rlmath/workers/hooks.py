@@ -419,18 +419,24 @@ def code_fingerprint(spec: str | None, plugins: Sequence[str] = ()) -> str:
     return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def is_same_function(there: str | None, here: str | None, code_there: str = "") -> bool:
+def is_same_function(
+    saved_spec: str | None, current_spec: str | None, saved_code: str = ""
+) -> bool:
     """Whether two spellings name one function: a module or a file, a relative or an absolute path.
 
     They do where the file is the same, which may have changed since, or the content is the same;
-    `code_there` is the first one's fingerprint."""
-    names = [match["name"] for spec in (there, here) if (match := _SPEC.fullmatch(spec or ""))]
-    if there == here or len(names) < 2 or names[0] != names[1]:
-        return there == here
-    files = _file_of(there), _file_of(here)
+    `saved_code` is the first one's fingerprint."""
+    names = [
+        match["name"]
+        for spec in (saved_spec, current_spec)
+        if (match := _SPEC.fullmatch(spec or ""))
+    ]
+    if saved_spec == current_spec or len(names) < 2 or names[0] != names[1]:
+        return saved_spec == current_spec
+    files = _file_of(saved_spec), _file_of(current_spec)
     if files[0] is not None and files[1] is not None and files[0].samefile(files[1]):
         return True
-    return (code_there or code_fingerprint(there)) == code_fingerprint(here) != ""
+    return (saved_code or code_fingerprint(saved_spec)) == code_fingerprint(current_spec) != ""
 
 
 def _file_of(spec: str | None) -> Path | None:

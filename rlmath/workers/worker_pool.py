@@ -535,13 +535,13 @@ class WorkerPool:
                 if worker.state is State.BUSY and not self._extend(worker, time_now):
                     self._fail(worker, {"failure": "timeout", "message": "timeout"})
 
-    def _extend(self, worker: _Worker, now: float) -> bool:
+    def _extend(self, worker: _Worker, time_now: float) -> bool:
         """Whether a worker that verifies has processor time left; then its deadline is moved."""
         end = worker.since + self._settings.wall_seconds
         seconds_left = self.timeout_seconds - worker.cpu_seconds()
-        if self._settings.function is not None or now >= end or seconds_left <= 0:
+        if self._settings.function is not None or time_now >= end or seconds_left <= 0:
             return False
-        worker.deadline = min(end, now + max(seconds_left, LOOK_SECONDS))
+        worker.deadline = min(end, time_now + max(seconds_left, LOOK_SECONDS))
         return True
 
     def _fail(self, worker: _Worker, reply: Mapping[str, Any]) -> None:
@@ -550,7 +550,7 @@ class WorkerPool:
         if worker.job is not None:
             worker.job.future.set_result(worker.job.result(reply, time.monotonic() - worker.since))
 
-    def _fail_start(self, worker: _Worker, what: str) -> None:
+    def _fail_start(self, worker: _Worker, failure: str) -> None:
         """End a worker that did not become ready.
 
         RuntimeError when that happens too often."""
@@ -558,7 +558,7 @@ class WorkerPool:
         self._start_failures += 1
         if self._start_failures >= MAX_START_FAILURES:
             raise RuntimeError(
-                f"{MAX_START_FAILURES} workers one after the other failed; the last {what}"
+                f"{MAX_START_FAILURES} workers one after the other failed; the last {failure}"
             )
 
     def _kill(self, worker: _Worker) -> None:

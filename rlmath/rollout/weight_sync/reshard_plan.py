@@ -274,26 +274,26 @@ Regions = Mapping[str, Mapping[tuple[int, int, int, int], Mapping[Coordinates, B
 """Who holds a rectangle, and where, by its tensor and (row, column, rows, columns)."""
 
 
-def by_region(held: Mapping[Coordinates, Iterable[Block]]) -> Regions:
+def by_region(blocks_of_shards: Mapping[Coordinates, Iterable[Block]]) -> Regions:
     """What the shards at some coordinates hold, by rectangle.
 
     Any two shards hold the same rectangle, or rectangles without overlap."""
     regions: dict[str, dict[tuple[int, int, int, int], dict[Coordinates, Block]]] = defaultdict(
         dict
     )
-    for at, blocks in held.items():
+    for at, blocks in blocks_of_shards.items():
         for block in blocks:
             region = (block.row, block.col, block.rows, block.cols)
             regions[block.tensor].setdefault(region, {})[at] = block
     return regions
 
 
-def intersections(needed: Iterable[Block], held: Regions) -> list[Overlap]:
+def intersections(needed: Iterable[Block], regions: Regions) -> list[Overlap]:
     """The needed blocks, cut along the borders of the shards."""
     overlaps = []
     for need in needed:
         covered = 0
-        for holders in held[need.tensor].values():
+        for holders in regions[need.tensor].values():
             target = _common(need, next(iter(holders.values())))
             if target is None:
                 continue

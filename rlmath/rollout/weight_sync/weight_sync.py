@@ -208,7 +208,8 @@ class TensorRun:
         )
 
     def _rectangles(self, matrix: Tensor, row: int, col: int, step: int) -> Tensor:
-        copy, (row_stride, column_stride) = self.first, matrix.stride()
+        copy = self.first
+        row_stride, column_stride = matrix.stride()
         assert row + (self.count - 1) * step + copy.rows <= len(matrix), copy
         assert col + copy.cols <= matrix.shape[1], copy
         corner = matrix.storage_offset() + row * row_stride + col * column_stride
@@ -224,7 +225,7 @@ def runs_of(copies: Sequence[Copy]) -> list[TensorRun]:
     runs = []
     start = 0
     while start < len(copies):
-        first, stop = copies[start], start + 1
+        stop = start + 1
         steps = None
         while (
             stop < len(copies)
@@ -232,23 +233,25 @@ def runs_of(copies: Sequence[Copy]) -> list[TensorRun]:
         ):
             if steps is not None and next_steps != steps:
                 break
-            steps, stop = next_steps, stop + 1
-        runs.append(TensorRun(first, stop - start, *(steps or (0, 0))))
+            steps = next_steps
+            stop += 1
+        source_step, target_step = steps or (0, 0)
+        runs.append(TensorRun(copies[start], stop - start, source_step, target_step))
         start = stop
     return runs
 
 
-def _steps(one: Copy, following: Copy) -> tuple[int, int] | None:
+def _steps(previous: Copy, following: Copy) -> tuple[int, int] | None:
     """Rows from a rectangle to the following one, in source and target.
 
     None where one operation cannot copy both."""
-    source_step = following.source_row - one.source_row
-    target_step = following.target_row - one.target_row
-    moved = one._replace(
+    source_step = following.source_row - previous.source_row
+    target_step = following.target_row - previous.target_row
+    moved = previous._replace(
         row=following.row, source_row=following.source_row, target_row=following.target_row
     )
     # One view has rectangles in ascending order that do not overlap.
-    apart = min(source_step, target_step) >= one.rows
+    apart = min(source_step, target_step) >= previous.rows
     return (source_step, target_step) if moved == following and apart else None
 
 

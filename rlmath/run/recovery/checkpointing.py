@@ -144,7 +144,7 @@ class Checkpointer:
         with self._trainer.timers.phase("save"):
             self.finish()
             if step not in (0, self.newest):
-                self._start(step, kept=False)
+                self._start(step, is_kept=False)
             self.finish()
             self._store.wait_for_removals()
 
@@ -169,34 +169,38 @@ class Checkpointer:
         Collective: all ranks call it."""
         return REASONS[int(self._agree(False, False)["stop"])]
 
-    def _agree(self, kept: bool, point: bool) -> dict[str, float]:
+    def _agree(self, model_due: bool, point_due: bool) -> dict[str, float]:
         """Flags on which all ranks act: rank 0's clock, any rank's signal and unfinished writing.
 
         A collective."""
         is_clock = self._trainer.mesh.rank == 0
         flags = {
             "stop": float(REASONS.index(self._stop.requested)),
-            "kept": float(kept and is_clock),
-            "point": float(point and is_clock),
+            "kept": float(model_due and is_clock),
+            "point": float(point_due and is_clock),
             "writing": float(self._store.busy and not self._store.written),
         }
         return reduce_over_ranks({}, flags)[1]
 
-    def export(self, folder: Path, more: Mapping[str, bytes] | None = None) -> None:
+    def export(self, folder: Path, further_files: Mapping[str, bytes] | None = None) -> None:
         """Write the model in Hugging Face form, and its adapters in ADAPTER_FOLDER there.
 
-        `more` are further files. A collective. OSError on rank 0 if the disk refuses, DivergedError
-        if the model is not finite."""
+        `further_files` are written beside them. A collective. OSError on rank 0 if the disk
+        refuses, DivergedError if the model is not finite."""
         self._divergence.raise_if_not_finite()
         trainer = self._trainer
-        stream = iter(())
         writes = trainer.mesh.rank == 0
         files = self._adapter_files(getattr(torch, save_schedule.adapter_format(trainer.config)))
-        files |= dict(more or {})
-        if save_schedule.exports_merged(trainer.config):
-            stream = self._with_progress(
+        files |= dict(further_files or {})
+        exports_merged = save_schedule.exports_merged(trainer.config)
+        stream = (
+            self._with_progress(
                 stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh)
             )
+            if exports_merged
+            else iter(())
+        )
+        if exports_merged:
             files |= self._metadata_files
             if writes:
                 files[CARD_FILE] = self._card(is_adapter=False)
@@ -324,12 +328,12 @@ class Checkpointer:
             self._on_progress()
             yield named
 
-    def _start(self, step: int, kept: bool) -> None:
+    def _start(self, step: int, is_kept: bool) -> None:
         self._divergence.raise_if_not_finite()
         settings = config_as_yaml(self._trainer.config)
         files = self._trainer.checkpoint_files()
         with self._trainer.models_on_device(self._trainer.saved_models()):
-            error = self._store.start(self._progress(step), kept, settings, files)
+            error = self._store.start(self._progress(step), is_kept, settings, files)
         if error is not None:
             self._log_failure(step, error)
 

@@ -287,17 +287,19 @@ def _read_small_files(checkpoint: Checkpoint) -> tuple[Progress, Config]:
 
 
 def _other_run(
-    then: Config, now: Config, progress: Progress, origin: Origin, total_steps: int
+    saved_config: Config, new_config: Config, progress: Progress, origin: Origin, total_steps: int
 ) -> Iterator[str]:
-    """Why a checkpoint with the settings `then` belongs to another run than that of `now`."""
+    """Why a checkpoint with the settings `saved_config` is not of the run of `new_config`."""
     if progress.step > total_steps:
-        keys = "stages.steps" if has_length_stages(now) else "run.total_steps, run.total_epochs"
+        keys = (
+            "stages.steps" if has_length_stages(new_config) else "run.total_steps, run.total_epochs"
+        )
         yield (
             f"{keys}: {counted(progress.step, 'step', 'are')} done there, the run has "
             f"{total_steps} now"
         )
-    yield from _changed_settings(then, now, progress, total_steps=total_steps)
-    as_many_files = len(then.data.more_train_paths) == len(now.data.more_train_paths)
+    yield from _changed_settings(saved_config, new_config, progress, total_steps=total_steps)
+    as_many_files = len(saved_config.data.more_train_paths) == len(new_config.data.more_train_paths)
     data_then = progress.data_fingerprint
     if as_many_files and data_then == origin.older_data:
         data_then = origin.data
@@ -306,14 +308,14 @@ def _other_run(
     model_then = progress.model_fingerprint
     adapter_then = progress.adapter_fingerprint
     if model:
-        model = fingerprint_to_compare(model_then, model, now.model.path)
-    if adapter and now.model.adapter_path is not None:
-        place = now.model.adapter_path
+        model = fingerprint_to_compare(model_then, model, new_config.model.path)
+    if adapter and new_config.model.adapter_path is not None:
+        place = new_config.model.adapter_path
         adapter = fingerprint_to_compare(adapter_then, adapter, place, config=ADAPTER_CONFIG)
     for key, path, was, is_now in (
-        ("model.path", now.model.path, model_then, model),
-        ("model.adapter_path", now.model.adapter_path, adapter_then, adapter),
-        ("data.train_path", now.data.train_path, data_then, origin.data),
+        ("model.path", new_config.model.path, model_then, model),
+        ("model.adapter_path", new_config.model.adapter_path, adapter_then, adapter),
+        ("data.train_path", new_config.data.train_path, data_then, origin.data),
     ):
         is_known = is_now or (key == "model.adapter_path" and origin.model)
         if is_known and was != is_now:
@@ -357,17 +359,21 @@ def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) ->
 
 
 def _changed_settings(
-    then: Config, now: Config, progress: Progress, total_steps: int | None = None
+    saved_config: Config, new_config: Config, progress: Progress, total_steps: int | None = None
 ) -> list[str]:
     changes = refused_changes(
-        then, now, progress.step, reward_code=progress.reward_fingerprint, total_steps=total_steps
+        saved_config,
+        new_config,
+        progress.step,
+        reward_code=progress.reward_fingerprint,
+        total_steps=total_steps,
     )
     return [change for change in changes if not change.startswith(BY_CONTENT)]
 
 
 def refused_changes(
-    then: Config,
-    now: Config,
+    saved_config: Config,
+    new_config: Config,
     steps_done: int | None = None,
     reward_code: str = "",
     total_steps: int | None = None,
@@ -377,16 +383,16 @@ def refused_changes(
     `reward_code` is the fingerprint of its reward function: another spelling of the same function
     is no change. Length stages must keep the lengths of the `steps_done` (None: all stages).
     `total_steps` is the number of steps now planned; None: not known."""
-    values_then = setting_values(then)
-    values_now = setting_values(now)
-    shown_then = shown_values(then)
-    shown_now = shown_values(now)
-    staged = has_length_stages(then) or has_length_stages(now)
+    values_then = setting_values(saved_config)
+    values_now = setting_values(new_config)
+    shown_then = shown_values(saved_config)
+    shown_now = shown_values(new_config)
+    staged = has_length_stages(saved_config) or has_length_stages(new_config)
     # Where there are stages, it is their max_new_tokens that count.
     may_change = (*MAY_CHANGE, "rollout.max_new_tokens") if staged else tuple(MAY_CHANGE)
     if steps_done is not None:
         may_change = (*may_change, "stages.")
-    own_ranks = then.rollout.ranks > 0, now.rollout.ranks > 0
+    own_ranks = saved_config.rollout.ranks > 0, new_config.rollout.ranks > 0
     if all(own_ranks):
         may_change = (
             *may_change,
@@ -394,9 +400,9 @@ def refused_changes(
         )  # but not to or from 0: what is in flight is another
     elif not any(own_ranks):
         may_change = (*may_change, "rollout.on_new_weights")
-        if then.rollout.tail == now.rollout.tail != "carry":
+        if saved_config.rollout.tail == new_config.rollout.tail != "carry":
             may_change = (*may_change, "rollout.max_staleness")
-    if is_same_function(then.reward.function, now.reward.function, reward_code):
+    if is_same_function(saved_config.reward.function, new_config.reward.function, reward_code):
         may_change = (*may_change, "reward.function")
     for key in ("algorithm.advantage", "selection.dynamic_sampling"):
         if is_same_function(values_then[key], values_now[key]):
@@ -407,11 +413,11 @@ def refused_changes(
         if not is_same(shown_then[key], shown_now[key]) and not is_among(key, may_change)
     ]
     if steps_done is None or (
-        not staged and then.rollout.max_new_tokens == now.rollout.max_new_tokens
+        not staged and saved_config.rollout.max_new_tokens == new_config.rollout.max_new_tokens
     ):
         return changes
-    lengths = _stage_changes(then, now, steps_done) if staged else ()
-    way = _stages_that_resume(then, now, steps_done, total_steps=total_steps)
+    lengths = _stage_changes(saved_config, new_config, steps_done) if staged else ()
+    way = _stages_that_resume(saved_config, new_config, steps_done, total_steps=total_steps)
     return [
         f"{change}{way}" if change.startswith(_LENGTH) else change
         for change in (*changes, *lengths)
@@ -422,19 +428,21 @@ _LENGTH = ("rollout.max_new_tokens: ", "stages: ")
 """Beginnings of a refused change of the completions' length."""
 
 
-def _stages_that_resume(then: Config, now: Config, steps_done: int, total_steps: int | None) -> str:
+def _stages_that_resume(
+    saved_config: Config, new_config: Config, steps_done: int, total_steps: int | None
+) -> str:
     """The advice with which length stages the run resumes.
 
-    The steps that are done keep their lengths, the others have those of `now`."""
-    if list(stage_list_problems(now)):
+    The steps that are done keep their lengths, the others have those of `new_config`."""
+    if list(stage_list_problems(new_config)):
         return ""
-    staged = has_length_stages(now)
-    total = sum(now.stages.steps) if staged else total_steps or now.run.total_steps
+    staged = has_length_stages(new_config)
+    total = sum(new_config.stages.steps) if staged else total_steps or new_config.run.total_steps
     last = steps_done + 1 if total is None else total
     if last <= steps_done:
         return ""
-    old_stages = length_stages(then, steps_done)
-    new_stages = length_stages(now, last)
+    old_stages = length_stages(saved_config, steps_done)
+    new_stages = length_stages(new_config, last)
     rows = []
     for step in range(last):
         length = length_stage_at(
@@ -448,21 +456,23 @@ def _stages_that_resume(then: Config, now: Config, steps_done: int, total_steps:
     if total is None:
         counts[-1] = "N"
     lists = {"steps": counts, "max_new_tokens": [str(length) for (length, _), _ in runs]}
-    if now.stages.max_tokens_per_microbatch:
+    if new_config.stages.max_tokens_per_microbatch:
         lists["max_tokens_per_microbatch"] = [str(budget) for (_, budget), _ in runs]
     words = [f"stages.{name}=[{','.join(numbers)}]" for name, numbers in lists.items()]
-    if now.run.total_steps is not None:
+    if new_config.run.total_steps is not None:
         words = ["run.total_steps=null", *words]
     note = "" if total is not None else " (N: the steps that are left)"
     return f". For other lengths from step {steps_done + 1} on, resume with {' '.join(words)}{note}"
 
 
-def _stage_changes(then: Config, now: Config, steps_done: int) -> Iterator[str]:
+def _stage_changes(saved_config: Config, new_config: Config, steps_done: int) -> Iterator[str]:
     """The first step that is done and had completions of another length than it would have now."""
-    if problems := list(stage_list_problems(now)):
+    if problems := list(stage_list_problems(new_config)):
         yield problems[0]
         return
-    stages_then, stages_now = (length_stages(config, steps_done) for config in (then, now))
+    stages_then, stages_now = (
+        length_stages(config, steps_done) for config in (saved_config, new_config)
+    )
     for step in range(steps_done):
         stages = length_stage_at(stages_then, step), length_stage_at(stages_now, step)
         old, new = (stage.config.rollout.max_new_tokens for stage in stages)

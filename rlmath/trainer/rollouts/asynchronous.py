@@ -87,7 +87,9 @@ class EngineConnection:
     def __init__(
         self, mesh: Mesh, mailbox: Mailbox | None, on_progress: Callable[[], None]
     ) -> None:
-        self._mesh, self._mailbox, self._on_progress = mesh, mailbox, on_progress
+        self._mesh = mesh
+        self._mailbox = mailbox
+        self._on_progress = on_progress
         self.leaders = range(mesh.world_size, mesh.world_size + mesh.engine_ranks, mesh.engine_size)
         """First ranks of the engines."""
         self._done: list[GroupDone] = []
@@ -132,11 +134,11 @@ class EngineConnection:
             samples_by_draw |= snapshot.samples
         return samples_by_draw | {group.draw: group.samples for group in self._done}
 
-    def collect(self, what: CollectGroups) -> Rollout:
+    def collect(self, command: CollectGroups) -> Rollout:
         """Let the engines do `Collector.collect`, with the weights that were offered last.
 
         A collective."""
-        self.send(what)
+        self.send(command)
         return self._shared_answers(Rollout, 1)[0]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:

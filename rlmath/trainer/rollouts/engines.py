@@ -174,7 +174,9 @@ class ColocatedEngines(Engines):
             has_scorer=scorer_hook(config) is not None,
         )
         rollouts = WholeRollouts if config.rollout.tail == "wait" else PartialRollouts
-        self.rollouts = rollouts(config, inputs, self.collector, shape.vocab_size, keep)
+        self.rollouts = rollouts(
+            config, inputs, self.collector, vocab_size=shape.vocab_size, keep=keep
+        )
 
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
         config = self._config

@@ -225,7 +225,7 @@ class RolloutsWithUnfinished(StepRollouts):
         vocab_size: int,
         keep: Keep | None = None,
     ) -> None:
-        super().__init__(config, inputs, engines, vocab_size, keep)
+        super().__init__(config, inputs, engines, vocab_size=vocab_size, keep=keep)
         self._limits = unfinished_rules(config)
         self._unfinished = self._after = UnfinishedGroups()
         """The state, and what the last step left."""
@@ -547,7 +547,7 @@ def staleness_metrics(
 
 def defer_metrics(
     unfinished: UnfinishedGroups,
-    found: Sequence[UnfinishedGroup],
+    leaving_groups: Sequence[UnfinishedGroup],
     new_tokens: int,
     slice_length: int,
 ) -> dict[str, float]:
@@ -557,10 +557,10 @@ def defer_metrics(
     fitted a short round after all: by the change of the weights, since the noise is the same."""
     metrics = {
         "rollout/deferred_groups": float(sum(group.deferred for group in unfinished.groups)),
-        "rollout/discarded_tokens": float(new_tokens - sum(map(tokens_of, found))),
+        "rollout/discarded_tokens": float(new_tokens - sum(map(tokens_of, leaving_groups))),
         "rollout/short_share": unfinished.short_share,
     }
-    whole = [group for group in found if group.deferred]
+    whole = [group for group in leaving_groups if group.deferred]
     if whole:
         now_short = [
             all(len(part.token_ids) <= slice_length for part in group.parts) for group in whole
