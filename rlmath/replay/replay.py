@@ -211,28 +211,28 @@ def replay_settings(settings: Config, output: Path, part: str) -> Config:
 class Replay:
     """The command on this rank: what `startup.start` needs of a program."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given = given
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
 
     def load(self) -> Config:
         """The settings of the capture, and of the command line.
 
         ValueError for what is damaged or not there."""
-        self.folder = find_capture(self.given.run, self.given.step)
+        self.folder = find_capture(self.arguments.run, self.arguments.step)
         self.capture = read_capture(self.folder)
-        self.state, self.warning = find_state(self.folder, self.capture, self.given.state)
-        settings = load_config([self.folder / CONFIG_FILE], self.given.overrides, saved=True)
-        if self.given.part == "rollout":
+        self.state, self.warning = find_state(self.folder, self.capture, self.arguments.state)
+        settings = load_config([self.folder / CONFIG_FILE], self.arguments.overrides, saved=True)
+        if self.arguments.part == "rollout":
             self._check_rollout(settings.rollout)
             self._check_functions(settings)
         return replay_settings(
-            settings, self.given.output or self.folder / REPLAYS, self.given.part
+            settings, self.arguments.output or self.folder / REPLAYS, self.arguments.part
         )
 
     def _check_functions(self, settings: Config) -> None:
         """Refuse functions without --with-functions: the capture says which code is imported."""
         named = [*settings.run.plugins, *functions_of(settings.reward).values()]
-        if named and not self.given.with_functions:
+        if named and not self.arguments.with_functions:
             raise ValueError(
                 f"{self.folder / CONFIG_FILE} names functions, which this replay would import: "
                 f"{', '.join(named)}. "
@@ -260,7 +260,7 @@ class Replay:
         from rlmath.run.prepared import PreparedRun
 
         world_size = environment_world_size()
-        shape = check_replay(config, world_size, self.given.part == "rollout")
+        shape = check_replay(config, world_size, self.arguments.part == "rollout")
         stages = length_stages(config, self.capture.total_steps)
         if self.capture.length_stage >= len(stages):
             raise ValueError(
@@ -292,7 +292,7 @@ class Replay:
         origin = Origin(model_fingerprint(config.model.path), "")
         source = "model.path" if self.state is None else str(self.state[0].folder)
         lines = (
-            f"Replay of the {self.given.part} of step {self.capture.step + 1}, captured on "
+            f"Replay of the {self.arguments.part} of step {self.capture.step + 1}, captured on "
             f"{self.capture.layout}: from "
             f"{source}, on {mesh_of(config, world_size, 0).training_layout}",
         )
@@ -313,10 +313,10 @@ class Replay:
 
         part = (
             replay_step.replay_rollout
-            if self.given.part == "rollout"
+            if self.arguments.part == "rollout"
             else replay_step.replay_update
         )
-        return partial(part, self.capture, self.state, self.given.tolerance)
+        return partial(part, self.capture, self.state, self.arguments.tolerance)
 
 
 if __name__ == "__main__":

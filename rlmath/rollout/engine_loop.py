@@ -351,7 +351,8 @@ class EngineLoop:
         self._queue = waiting
 
     def _admit(self, message: Admit) -> None:
-        self._draws.admitted, self._all_drawn = message, False
+        self._draws.admitted = message
+        self._all_drawn = False
         self._enter_length_stage(message.length_stage)
 
     def _enter_length_stage(self, number: int) -> None:

@@ -299,7 +299,8 @@ class TrainingRun:
         try:
             sound = self.checkpointer.sound()[:1] if self.trainer.mesh.rank == 0 else []
         except (OSError, ValueError) as read_error:
-            sound, checkpoint_text = [], f"the checkpoints cannot be looked at: {read_error}"
+            sound = []
+            checkpoint_text = f"the checkpoints cannot be looked at: {read_error}"
         for checkpoint in sound:
             checkpoint_text = (
                 f"the newest checkpoint from before that is {checkpoint.folder}; rlmath convert to-hf "

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
@@ -14,6 +14,9 @@ from rlmath.data.dataset import Inputs, SftInputs, ValidationFile
 from rlmath.distributed.bridge import Bridge
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
+
+if TYPE_CHECKING:
+    from rlmath.rewards.reward_manager import RewardWorkers
 
 InputsT = TypeVar("InputsT", Inputs, SftInputs)
 
@@ -30,7 +33,7 @@ class RankContext(Generic[InputsT]):
     validation: tuple[ValidationFile, ...] = ()
     reward_fingerprint: str = ""
     """What the files and settings of reward functions amount to; "" where there are none."""
-    workers: Any = None
+    workers: RewardWorkers | None = None
     """What `Trainer.open_workers` gave."""
     bridge: Bridge | None = None
     """Leads to engines on ranks of their own; None where they are in the training ranks."""

@@ -479,9 +479,13 @@ class PolicyUpdater:
             return gdpo_advantages(parts_PG, weights, algorithm.advantage_eps)
         if not groups:
             return []
-        kind = algorithm.advantage
-        eps = algorithm.advantage_eps
-        return advantages(rewards_PG, tokens_PG, kind, eps=eps, pass_k=algorithm.pass_k)
+        return advantages(
+            rewards_PG,
+            tokens_PG,
+            algorithm.advantage,
+            eps=algorithm.advantage_eps,
+            pass_k=algorithm.pass_k,
+        )
 
     def pack_minibatches(self, samples: Sequence[Sample], number: int) -> list[list[MicroBatch]]:
         """This data-parallel rank's micro-batches of every minibatch."""

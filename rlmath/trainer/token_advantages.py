@@ -359,9 +359,9 @@ def add_teacher_advantages(
     mean = [
         [
             advantage + coef * next(teacher_sums) / max(1, count)
-            for advantage, count in zip(*rows, strict=True)
+            for advantage, count in zip(group_advantages, group_tokens, strict=True)
         ]
-        for rows in zip(advantages.means_PG, tokens, strict=True)
+        for group_advantages, group_tokens in zip(advantages.means_PG, tokens, strict=True)
     ]
     kl_per_token = -float(sums_N.sum()) / max(1, sum(map(sum, tokens)))
     return replace(advantages, batches=batches, means_PG=mean, teacher_kl=kl_per_token)

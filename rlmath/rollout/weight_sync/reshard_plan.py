@@ -357,7 +357,8 @@ def _in_rounds(
     """Put every copy into the first round in which both its ends have room left.
 
     Each end has room for `budget` elements in a round."""
-    sent, received = _Fill(ranks, budget), _Fill(ranks, budget)
+    sent = _Fill(ranks, budget)
+    received = _Fill(ranks, budget)
     rounds: list[list[Copy]] = []
     for copy in copies:
         number = -1

@@ -2,7 +2,7 @@
 
 In the training ranks they take turns with training on the same memory; `rollout.ranks` decides.
 
-    engines = open_engines(...)                   # before the models: an engine measures what memory is free
+    engines = open_engines(...)                   # before the models: it measures free memory
     engines.connect(actor, offload)
     with engines.generating(version, step):       # they have the policy's weights of that version
         engines.probe(); validation; engines.rollouts.step(...)
