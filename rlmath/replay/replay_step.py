@@ -271,8 +271,10 @@ def relative_difference(value: float, other: float, floor: float) -> float:
 
     It is 0 for the same value or two NaN, and infinite where only one is finite.
 
-    >>> relative_difference(2.0, 1.0, 0.0), relative_difference(2.0, 1.0, 10.0), relative_difference(1.0, math.nan, 0.0)
-    (0.5, 0.1, inf)
+    >>> relative_difference(2.0, 1.0, 0.0), relative_difference(2.0, 1.0, 10.0)
+    (0.5, 0.1)
+    >>> relative_difference(1.0, math.nan, 0.0)
+    inf
     """
     if value == other or (math.isnan(value) and math.isnan(other)):
         return 0.0
@@ -290,8 +292,8 @@ def comparison_lines(
     for difference in comparison.differences:
         if difference.name in SHOWN:
             lines.append(
-                f"  minibatch {difference.minibatch:<3} {difference.name:<14} {difference.captured:>15.8g} "
-                f"{difference.replayed:>15.8g} "
+                f"  minibatch {difference.minibatch:<3} {difference.name:<14} "
+                f"{difference.captured:>15.8g} {difference.replayed:>15.8g} "
                 f"{difference.relative:.1e}"
             )
     lines += [f"  {mistake}" for mistake in comparison.mistakes]

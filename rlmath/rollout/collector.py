@@ -379,8 +379,10 @@ def left_text(
     are half of the work where the others have come as far, and no estimate waits for the first to
     finish.
 
-    >>> left_text(128, 512, 60.0, tokens=512 * 500, longest=1000), left_text(0, 512, 60.0, tokens=25_600, longest=100)
-    (', about 01:00 left', ', about 01:00 left')
+    >>> left_text(128, 512, 60.0, tokens=512 * 500, longest=1000)
+    ', about 01:00 left'
+    >>> left_text(0, 512, 60.0, tokens=25_600, longest=100)
+    ', about 01:00 left'
     """
     share = done / total
     if tokens:

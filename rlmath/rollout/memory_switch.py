@@ -1,8 +1,9 @@
 """The switch of a device's memory between training and generation.
 
-    with switch.generating(version, step):   # offload -> wake weights -> sync -> offload parameters -> wake KV cache
-        ...                                  # generate
-                                             # sleep -> restore
+    # offload -> wake weights -> sync -> offload parameters -> wake KV cache
+    with switch.generating(version, step):
+        ...  # generate
+    # sleep -> restore
 
 After any failure inside, the engine is put to sleep and the training side is onloaded, as far as
 the device permits: the run can save the policy and stop. After that the switch is `broken` and

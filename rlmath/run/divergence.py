@@ -42,9 +42,9 @@ ADVICE = (
 NO_STEP = 2**62
 """Later than every step: there are no best rewards."""
 MIN_DEVIATIONS = 3.0
-"""By how many deviations of single steps rewards must have fallen, too."""
+"""The deviations of single steps by which rewards must have fallen, too."""
 ROUNDING = 1e-9
-"""By how much means of a reward may differ that is always the same."""
+"""The difference that means of a reward may have that is always the same."""
 
 
 class DivergedError(Exception):

@@ -166,7 +166,10 @@ def plan_run(
     recovery, recovery_problems = _recovery(config, data)
     problems += recovery_problems
     for problem in folder_problems(
-        config.run.output_dir, config, 0, bool(recovery or recovery_problems)
+        config.run.output_dir,
+        config,
+        needed_bytes=0,
+        resumes=bool(recovery or recovery_problems),
     ):
         problems.append(f'run.output_dir "{config.run.output_dir}": {problem}')
     try:
@@ -509,7 +512,7 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
     needed_bytes = needed_disk(plan)
     if free_bytes < needed_bytes:
         yield (
-            f'the disk of "{config.run.output_dir}" has {_gib(free_bytes)} GiB free on this machine, '
-            "and the run may leave "
+            f'the disk of "{config.run.output_dir}" has {_gib(free_bytes)} GiB free on this '
+            "machine, and the run may leave "
             f"{_gib(needed_bytes)} GiB. A start there refuses when not even the recovery points fit."
         )

@@ -303,8 +303,8 @@ class TrainingRun:
             checkpoint_text = f"the checkpoints cannot be looked at: {read_error}"
         for checkpoint in sound:
             checkpoint_text = (
-                f"the newest checkpoint from before that is {checkpoint.folder}; rlmath convert to-hf "
-                "makes a model of it"
+                f"the newest checkpoint from before that is {checkpoint.folder}; "
+                "rlmath convert to-hf makes a model of it"
             )
         return self.ending("diverged", step=self.heartbeat.step, error=error, left=checkpoint_text)
 

@@ -137,11 +137,9 @@ def _compare_nodes(reports: Mapping[int, RankReport]) -> RendezvousResult:
         differing_ranks = [rank for rank, report in reports.items() if report.data != fingerprint]
         makers = reports[min(reports)].data_makers or "the files"
         problems.append(
-            f"the data: {ranks_text(differing_ranks)} read other prompts than rank {min(reports)}. What "
-            "makes them of "
-            "the rows must give the same for the same row in every process, without random "
-            "numbers and "
-            f"clocks: {makers}"
+            f"the data: {ranks_text(differing_ranks)} read other prompts than rank {min(reports)}. "
+            "What makes them of the rows must give the same for the same row in every process, "
+            f"without random numbers and clocks: {makers}"
         )
     if problems:
         text = "\n".join(f"  {problem}" for problem in problems)

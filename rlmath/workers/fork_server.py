@@ -184,8 +184,8 @@ class ForkServer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             exit_status = f", {exit_text(self._process.wait(1.0))}"
         return ServerLost(
-            f"process {self._process.pid} {event}{exit_status}. Is the machine short of memory, or does a "
-            "function end its parent?"
+            f"process {self._process.pid} {event}{exit_status}. Is the machine short of memory, "
+            "or does a function end its parent?"
         )
 
     def close(self) -> None:

@@ -236,7 +236,14 @@ def runs_of(copies: Sequence[Copy]) -> list[TensorRun]:
             steps = next_steps
             stop += 1
         source_step, target_step = steps or (0, 0)
-        runs.append(TensorRun(copies[start], stop - start, source_step, target_step))
+        runs.append(
+            TensorRun(
+                copies[start],
+                count=stop - start,
+                source_step=source_step,
+                target_step=target_step,
+            )
+        )
         start = stop
     return runs
 

@@ -95,7 +95,7 @@ class Checkpointer:
         self._divergence = divergence
         self._on_progress = on_progress
         self._points = save_schedule.SaveTimes(
-            points, per_epoch, start_time, save_schedule.FIRST_POINT
+            points, per_epoch, start_time, first=save_schedule.FIRST_POINT
         )
         self._models = save_schedule.SaveTimes(models, per_epoch, start_time)
         self._last_step_too = not points.never
@@ -333,7 +333,7 @@ class Checkpointer:
         settings = config_as_yaml(self._trainer.config)
         files = self._trainer.checkpoint_files()
         with self._trainer.models_on_device(self._trainer.saved_models()):
-            error = self._store.start(self._progress(step), is_kept, settings, files)
+            error = self._store.start(self._progress(step), is_kept, settings, files=files)
         if error is not None:
             self._log_failure(step, error)
 

@@ -55,9 +55,9 @@ def tokenizer_changes(
         stops_then = stop_token_ids(str(checkpoint_files), tokenizer, _ANY_TOKEN)
         if {*stops_then} != {*stops}:
             yield (
-                f"model.path: completions ended with the tokens {_listed(stops_then)} there, and do "
-                f"with {_listed(stops)} "
-                f"now ({GENERATION_CONFIG}, or the chat template). {restore}"
+                f"model.path: completions ended with the tokens {_listed(stops_then)} there, and "
+                f"do with {_listed(stops)} now ({GENERATION_CONFIG}, or the chat template). "
+                f"{restore}"
             )
 
 

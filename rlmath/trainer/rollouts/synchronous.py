@@ -427,7 +427,7 @@ class PartialRollouts(RolloutsWithUnfinished):
         keys: list[dict[int, Key]] = []
         """Key of each request, by group and sample index."""
         for group in groups:
-            group_rows = self._rows(group, sampling, length, len(rows))
+            group_rows = self._rows(group, sampling, length, first=len(rows))
             rows += group_rows
             keys.append(
                 {work.request.key[1]: work.request.key for row in group_rows for work in row}
