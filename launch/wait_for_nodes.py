@@ -62,7 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_mine(host):
             store = dist.TCPStore("0.0.0.0", int(port), is_master=True, wait_for_workers=False)
             error = count_nodes(
-                store, own_name, arguments.nnodes, arguments.seconds, arguments.nodes.split(",")
+                store,
+                own_name,
+                arguments.nnodes,
+                seconds=arguments.seconds,
+                names=arguments.nodes.split(","),
             )
         else:
             wait = timedelta(seconds=arguments.seconds + SLACK_SECONDS)

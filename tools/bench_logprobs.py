@@ -68,10 +68,10 @@ def ours(logits_TV: Tensor, token_ids_T: Tensor, gradients: str) -> Results:
             logits_TV,
             tokens_T,
             next_index_T,
-            TEMPERATURE,
-            vocabulary,
-            MinTokensMask(),
-            dist.group.WORLD,
+            temperature=TEMPERATURE,
+            vocab_size=vocabulary,
+            min_tokens_mask=MinTokensMask(),
+            group=dist.group.WORLD,
         )
 
     return shift_to_tokens(of_next, token_ids_T, index_T)
@@ -204,8 +204,8 @@ def bench(device: str, gradients: str, tokens: int) -> None:
                 "logprobs",
                 case,
                 metric,
-                ours_figure,
-                unit,
+                value=ours_figure,
+                unit=unit,
                 baseline=baseline_text,
                 ratio=baseline_figure / max(ours_figure, 1e-9),
             )

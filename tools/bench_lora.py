@@ -29,7 +29,17 @@ from tools.figures import print_figure
 from tools.gpu_setup import random_model
 
 CASES = {
-    size: Case(f"{size}, {prompts} x 8 x 64 tokens", prompts, (64, 64), 1, 1, 2, {}, (), ranks=1)
+    size: Case(
+        f"{size}, {prompts} x 8 x 64 tokens",
+        prompts,
+        (64, 64),
+        optimizer_steps=1,
+        warm_up=1,
+        steps=2,
+        ours={},
+        theirs=(),
+        ranks=1,
+    )
     for size, prompts in {"9.5M": 16, "100M": 4}.items()
 }
 PARTS = ("step", "rollout", "update", "sync")
@@ -43,7 +53,7 @@ def run(place: Path, model: Path, data: Path, case: Case, rank: int) -> list[dic
     # alike rewards teach nothing
     reward = f"reward.function={REPOSITORY / 'tools' / 'peer_reward.py'}:early_letters"
     overrides = f"lora.rank={rank}", "policy.max_tokens_per_microbatch=2048", reward
-    settings = our_settings(output, model, data, case, overrides)
+    settings = our_settings(output, model, data, case=case, overrides=overrides)
     command = [*demo.torchrun(case.ranks), "launch/train_grpo.py", *settings]
     with (place / "console.txt").open("w", encoding="utf-8") as console:
         process = subprocess.Popen(
@@ -73,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             model, (_, data_file) = random_model(place, size), prepare(place, "P1")
             for _ in range(1 if options.quick else options.rounds):
                 for rank, steps in sides.items():
-                    steps += run(place, model, data_file, CASES[size], rank)
+                    steps += run(place, model, data_file, case=CASES[size], rank=rank)
         for name in (*PARTS, "memory"):
             full_median, lora_median = (
                 statistics.median(step[name] for step in steps) for steps in sides.values()
@@ -85,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "lora",
                 title,
                 name,
-                lora_median,
-                unit,
+                value=lora_median,
+                unit=unit,
                 baseline=baseline,
                 ratio=full_median / lora_median,
             )

@@ -90,10 +90,24 @@ def layouts(*tokens: int) -> dict[str, tuple[str, ...]]:
 
 CASES = {
     "P1": Case(
-        "0.6M, 32 x 8 x 128 tokens", 32, (128, 128), 1, 2, 4, layouts(2048, 8192), (128, 32)
+        "0.6M, 32 x 8 x 128 tokens",
+        32,
+        (128, 128),
+        optimizer_steps=1,
+        warm_up=2,
+        steps=4,
+        ours=layouts(2048, 8192),
+        theirs=(128, 32),
     ),
     "P3": Case(
-        "the demo's base, 64 x 8, 4 optimizer steps", 64, (0, 32), 4, 2, 8, layouts(8192), (64, 32)
+        "the demo's base, 64 x 8, 4 optimizer steps",
+        64,
+        (0, 32),
+        optimizer_steps=4,
+        warm_up=2,
+        steps=8,
+        ours=layouts(8192),
+        theirs=(64, 32),
     ),
     "G1": Case(
         "a chat model, 64 x 16 x 256 tokens",
@@ -233,7 +247,7 @@ def run_ours(
 ) -> Measured:
     """One run of ours."""
     output = Path(tempfile.mkdtemp(dir=place, prefix="ours-"))
-    settings = our_settings(output, model, data, case, overrides)
+    settings = our_settings(output, model, data, case=case, overrides=overrides)
     command = [*demo.torchrun(case.ranks), "launch/train_grpo.py", *settings]
     run_limited(command, demo.one_thread(), place / "log.txt", limit)
     lines = (output / METRICS_FILE).read_text(encoding="utf-8").splitlines()
@@ -242,7 +256,7 @@ def run_ours(
         [row["seconds/step"] for row in rows],
         [row["seconds/rollout"] for row in rows],
         [row["n_valid_tokens"] for row in rows],
-        statistics.median(row["train/mfu"] for row in rows),
+        mfu=statistics.median(row["train/mfu"] for row in rows),
     )
 
 
@@ -316,12 +330,18 @@ def bench(
         our_runs[best].append(ours_by(best))
         their_runs[best_of_theirs].append(theirs_by(best_of_theirs))
     title = f"{case.title}; ours {best}; TRL micro-batch {best_of_theirs}"
-    report(title, our_runs[best], their_runs[best_of_theirs], case.prompts * case.group)
+    report(title, our_runs[best], their_runs[best_of_theirs], completions=case.prompts * case.group)
 
 
 def line(case: str, metric: str, unit: str, ours: float, theirs: float, ratio: float) -> None:
     print_figure(
-        "peer", case, metric, ours, unit, baseline=f"TRL: {theirs:.3f} {unit}", ratio=ratio
+        "peer",
+        case,
+        metric,
+        value=ours,
+        unit=unit,
+        baseline=f"TRL: {theirs:.3f} {unit}",
+        ratio=ratio,
     )
 
 
@@ -336,7 +356,9 @@ def report(
     pair = median(ours, "step_seconds"), median(theirs, "step_seconds")
     line(title, "step_seconds", "s", *pair, pair[1] / pair[0])
     reached = [run.mfu for run in ours if run.mfu is not None]
-    print_figure("peer", title, "mfu of the update", statistics.median(reached), "of the ceiling")
+    print_figure(
+        "peer", title, "mfu of the update", value=statistics.median(reached), unit="of the ceiling"
+    )
     pair = median(ours, "generate_seconds"), median(theirs, "generate_seconds")
     line(title, "generate_seconds", "s", *pair, pair[1] / pair[0])
     pair = median(ours, "completion_tokens"), median(theirs, "completion_tokens")
@@ -350,7 +372,14 @@ def report(
         )
         for runs in (ours, theirs)
     ]
-    line(title, "completion_tokens_per_second", "tokens/s", rates[0], rates[1], rates[0] / rates[1])
+    line(
+        title,
+        "completion_tokens_per_second",
+        "tokens/s",
+        ours=rates[0],
+        theirs=rates[1],
+        ratio=rates[0] / rates[1],
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -404,7 +433,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             case = case_of(name, options.device)
             files = prepare(Path(place), name, options.model, options.data)
-            bench(case, files, Path(place), python, options)
+            bench(case, files, Path(place), python=python, given=options)
     return 0
 
 

@@ -95,7 +95,15 @@ def our_side(
         cpu_kv_cache_gib=work.cache_bytes / 2**30,
     )
     shapes = engine_shapes(read_model_shape(Path(work.model)), engine_size=1)
-    engine = Engine(work.model, settings, work.length, WORLD, device, shapes, load_weights=True)
+    engine = Engine(
+        work.model,
+        settings,
+        work.length,
+        mesh=WORLD,
+        device=device,
+        weight_shapes=shapes,
+        load_weights=True,
+    )
     core = engine._llm.llm_engine.engine_core
     count_seconds(core, seconds)
 
@@ -104,9 +112,9 @@ def our_side(
             Request(
                 (number, 0),
                 tuple(prompt),
-                request_seed(1, repeat, "", number),
-                work.new_tokens,
-                work.new_tokens,
+                request_seed(1, repeat, "", sample_index=number),
+                min_new_tokens=work.new_tokens,
+                max_new_tokens=work.new_tokens,
             )
             for number, prompt in enumerate(work.prompts(repeat))
         ]
@@ -170,7 +178,7 @@ def plain_side(work: Work) -> tuple[Sample, dict[str, Any]]:
             SamplingParams(
                 min_tokens=work.new_tokens,
                 max_tokens=work.new_tokens,
-                seed=request_seed(1, repeat, "", number) if seeds else None,
+                seed=request_seed(1, repeat, "", sample_index=number) if seeds else None,
                 logprobs=0 if logprobs else None,
                 detokenize=False,
             )
@@ -281,15 +289,15 @@ def report(case: str, tokens: int, found: dict[str, list[dict[str, float]]]) -> 
             "rollout",
             case,
             "tokens_per_second",
-            rates["ours"],
-            "tokens/s",
+            value=rates["ours"],
+            unit="tokens/s",
             baseline=baseline,
             ratio=ratio,
         )
     causes = [run | {"ours": run["all"] - run["vLLM's step"]} for run in found["ours"]]
     for cause in dict.fromkeys(cause for run in causes for cause in run):
         seconds = statistics.median(run.get(cause, 0.0) for run in causes)
-        print_figure("rollout", case, f"seconds: {cause}", seconds, "s")
+        print_figure("rollout", case, f"seconds: {cause}", value=seconds, unit="s")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -318,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             tokens = options.tokens // 4 if options.quick else options.tokens
             bench(
-                Work(str(model), options.device, options.requests, tokens),
+                Work(str(model), options.device, options.requests, new_tokens=tokens),
                 3 if options.quick else 5,
             )
 

@@ -43,7 +43,7 @@ def report(
     baseline: str | None = None,
     ratio: float | None = None,
 ) -> None:
-    print_figure("sandbox", case, metric, value, unit, baseline=baseline, ratio=ratio)
+    print_figure("sandbox", case, metric, value=value, unit=unit, baseline=baseline, ratio=ratio)
 
 
 def program_seconds(code: str) -> float:
@@ -119,16 +119,28 @@ def median_of(work: Callable[[], float], repeats: int) -> float:
 def bench_case(sandboxes: Sandboxes, name: str, code: str, quick: bool) -> None:
     """Measure one code in the sandbox and as a program of its own."""
     baseline_seconds = median_of(lambda: program_seconds(code), 5 if quick else 20)
-    report(name, "python -c, p50", 1000 * baseline_seconds, "ms")
+    report(name, "python -c, p50", 1000 * baseline_seconds, unit="ms")
     count = 100 if quick else 1000
     times = sorted(call_seconds(sandboxes, code, f"{name} {number}") for number in range(count))
     for metric, seconds in (("p50", times[count // 2]), ("p99", times[count * 99 // 100])):
-        report(name, metric, 1000 * seconds, "ms", BASELINE, baseline_seconds / seconds)
+        report(
+            name,
+            metric,
+            1000 * seconds,
+            unit="ms",
+            baseline=BASELINE,
+            ratio=baseline_seconds / seconds,
+        )
     seconds, cpu = burst(sandboxes, code, count)
     report(
-        name, "one core's", count / seconds, "calls/s", BASELINE, baseline_seconds * count / seconds
+        name,
+        "one core's",
+        count / seconds,
+        unit="calls/s",
+        baseline=BASELINE,
+        ratio=baseline_seconds * count / seconds,
     )
-    report(name, "CPU time of a call", 1000 * cpu / count, "ms")
+    report(name, "CPU time of a call", 1000 * cpu / count, unit="ms")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -142,18 +154,18 @@ def main(arguments: list[str] | None = None) -> int:
     with Sandboxes(cores=1, sessions=16, limits=LIMITS, isolation=best_isolation()) as sandboxes:
         started = time.perf_counter()
         sandboxes.await_ready()
-        report("server", "start", time.perf_counter() - started, "s")
+        report("server", "start", time.perf_counter() - started, unit="s")
         for name, code in CASES.items():
             bench_case(sandboxes, name, code, options.quick)
         for name, code in CASES.items():
             mib = session_bytes(sandboxes, code) / 2**20
-            report(f"live session, {name}", "memory of its own", mib, "MiB")
+            report(f"live session, {name}", "memory of its own", mib, unit="MiB")
         resident = (
             Path(f"/proc/{sandboxes.server_pid}/statm").read_text(encoding="ascii").split()[1]
         )
-        report("server", "resident", int(resident) * PAGE_BYTES / 2**20, "MiB")
+        report("server", "resident", int(resident) * PAGE_BYTES / 2**20, unit="MiB")
     load, _, _ = os.getloadavg()
-    report("machine", "load", load, "processes")
+    report("machine", "load", load, unit="processes")
     return 0
 
 

@@ -74,12 +74,12 @@ class Case:
 
 
 CASES = (
-    Case("equal layouts, TP2 to engines of TP2", 2, 1, 2),
-    Case("resharding, TP2 to engines of TP1", 2, 1, 1),
-    Case("resharding, PP2 to engines of TP1", 1, 2, 1),
-    Case("resharding, PP2 to engines of TP2", 1, 2, 2),
-    Case("resharding, DP2 to engines of TP2 (nothing to gather)", 1, 1, 2),
-    Case("equal layouts, DP2 to engines of TP1 (nothing to gather)", 1, 1, 1),
+    Case("equal layouts, TP2 to engines of TP2", 2, 1, engine_size=2),
+    Case("resharding, TP2 to engines of TP1", 2, 1, engine_size=1),
+    Case("resharding, PP2 to engines of TP1", 1, 2, engine_size=1),
+    Case("resharding, PP2 to engines of TP2", 1, 2, engine_size=2),
+    Case("resharding, DP2 to engines of TP2 (nothing to gather)", 1, 1, engine_size=2),
+    Case("equal layouts, DP2 to engines of TP1 (nothing to gather)", 1, 1, engine_size=1),
 )
 
 
@@ -147,7 +147,9 @@ class Timings:
 
 def build_policy(shape: ModelShape, mesh: Mesh, device: Device) -> list[torch.nn.Module]:
     """Model chunks with random weights."""
-    config = transformer_config(shape, mesh, device, ParallelConfig(), Recompute())
+    config = transformer_config(
+        shape, mesh, device, parallel=ParallelConfig(), recompute=Recompute()
+    )
     chunks = build_chunks(shape, mesh, device, config)
     for parameter in (p for chunk in chunks for p in chunk.parameters()):
         parameter.data.normal_(std=0.02)
@@ -157,7 +159,11 @@ def build_policy(shape: ModelShape, mesh: Mesh, device: Device) -> list[torch.nn
 @contextmanager
 def laid_out(case: Case, device: Device) -> Iterator[Mesh]:
     mesh = Mesh(
-        environment_rank(), environment_world_size(), case.tensor, case.pipeline, case.engine_size
+        environment_rank(),
+        environment_world_size(),
+        case.tensor,
+        pipeline=case.pipeline,
+        engine_size=case.engine_size,
     )
     start_megatron(mesh, device, seed=1, timeout_seconds=600.0)
     yield mesh
@@ -187,10 +193,10 @@ def measure(
             chunks,
             shape,
             layout,
-            mesh,
-            device,
-            engine.weights,
-            bucket_bytes(BUCKET_MIB, device.kind, mesh.world_size),
+            mesh=mesh,
+            device=device,
+            weights=engine.weights,
+            bucket_bytes=bucket_bytes(BUCKET_MIB, device.kind, mesh.world_size),
         )
         report = sync.run(check=True)
         gather_and_reload(chunks, shape, mesh, engine)
@@ -205,7 +211,9 @@ def measure(
                 timings.add(work, clock)
         sent = sum(all_gather_objects(report.bytes_sent))
         if mesh.rank == 0:
-            tell(case, shape, our_timings, baseline_timings, sent, sync.lower_bound)
+            tell(
+                case, shape, our_timings, theirs=baseline_timings, sent=sent, bound=sync.lower_bound
+            )
 
 
 def tell(
@@ -221,9 +229,11 @@ def tell(
         ("packing_seconds", statistics.median(ours.packing), None, None),
         ("packing_seconds of the baseline", statistics.median(theirs.packing), None, None),
     ):
-        print_figure("sync", name, metric, value, "s", baseline=baseline, ratio=ratio)
+        print_figure("sync", name, metric, value=value, unit="s", baseline=baseline, ratio=ratio)
     ratio = bound / sent if sent else None
-    print_figure("sync", name, "bytes_sent", sent, "bytes", baseline="lower bound", ratio=ratio)
+    print_figure(
+        "sync", name, "bytes_sent", value=sent, unit="bytes", baseline="lower bound", ratio=ratio
+    )
 
 
 def sum_parameters(shape: ModelShape) -> int:
@@ -235,14 +245,23 @@ def rank_main(folder: Path, engine_size: int, repeats: int) -> None:
     device = open_device("cpu")
     init_process_group(device, 600.0)
     shape = read_model_shape(folder)
-    mesh = Mesh(environment_rank(), environment_world_size(), 1, 1, engine_size)
+    mesh = Mesh(
+        environment_rank(), environment_world_size(), 1, pipeline=1, engine_size=engine_size
+    )
     settings = RolloutConfig(cpu_kv_cache_gib=0.05, progress_bar=False)
-    engine = Engine(str(folder), settings, 64, mesh, device, engine_shapes(shape, engine_size))
+    engine = Engine(
+        str(folder),
+        settings,
+        64,
+        mesh=mesh,
+        device=device,
+        weight_shapes=engine_shapes(shape, engine_size),
+    )
     (model,) = engine._llm.collective_rpc(lambda worker: worker.get_model())
     clock = PackingClock(model)
     for case in CASES:
         if case.engine_size == engine_size:
-            measure(case, shape, engine, clock, repeats)
+            measure(case, shape, engine, clock=clock, repeats=repeats)
     engine.close()
 
 

@@ -49,7 +49,7 @@ def report(
     baseline: str | None = None,
     ratio: float | None = None,
 ) -> None:
-    print_figure("verify", case, metric, value, unit, baseline=baseline, ratio=ratio)
+    print_figure("verify", case, metric, value=value, unit=unit, baseline=baseline, ratio=ratio)
 
 
 # ---------------------------------------------------------------- cases
@@ -171,12 +171,17 @@ def processes_left() -> int:
 
 def bench_mixture(name: str, cases: Sequence[Case], repeats: int) -> None:
     library_time = median(lambda: library_seconds(cases), repeats)
-    report(name, "math-verify", len(cases) / library_time, "answers/s")
+    report(name, "math-verify", len(cases) / library_time, unit="answers/s")
     for workers in (1, 2):
         pool_time = median(lambda workers=workers: pool_seconds(cases, workers), repeats)
         title = f"{name}, {workers} worker{'s' * (workers > 1)}"
         report(
-            title, "judged", len(cases) / pool_time, "answers/s", SERIAL, library_time / pool_time
+            title,
+            "judged",
+            len(cases) / pool_time,
+            unit="answers/s",
+            baseline=SERIAL,
+            ratio=library_time / pool_time,
         )
 
 
@@ -190,9 +195,9 @@ def bench_classes(cases: Sequence[Case]) -> None:
             f"class {kind}, 1 worker",
             "judged",
             len(chosen) / pool_time,
-            "answers/s",
-            SERIAL,
-            library_time / pool_time,
+            unit="answers/s",
+            baseline=SERIAL,
+            ratio=library_time / pool_time,
         )
 
 
@@ -207,9 +212,16 @@ def bench_hanging(cases: Sequence[Case], size: int, repeats: int) -> None:
     quiet = median(lambda: pool_seconds(calm, workers, HANG_LIMIT_SECONDS), repeats)
     seconds = median(lambda: pool_seconds(all_cases, workers, HANG_LIMIT_SECONDS), repeats)
     name = f"{size} answers, {len(hangs)} hang, {workers} workers, limit {HANG_LIMIT_SECONDS:g} s"
-    report(name, "all judged", seconds, "s", "(hangs / workers + 1) x limit", bound / seconds)
-    report(name, "without the hangs", quiet, "s")
-    report(name, "processes left", processes_left(), "processes")
+    report(
+        name,
+        "all judged",
+        seconds,
+        unit="s",
+        baseline="(hangs / workers + 1) x limit",
+        ratio=bound / seconds,
+    )
+    report(name, "without the hangs", quiet, unit="s")
+    report(name, "processes left", processes_left(), unit="processes")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -123,16 +123,16 @@ CHAINS: dict[str, Chain] = {
             "algorithm.importance_correction=token",
             "algorithm.importance_mask_high=5",
         ),
-        STEPS_UNTIL_NOTHING_IS_LEFT,
-        "rollout/sequences_in_flight",
+        steps_after=STEPS_UNTIL_NOTHING_IS_LEFT,
+        in_flight="rollout/sequences_in_flight",
     ),
     # Groups with long completions are deferred.
     "defer": Chain(
         "grpo",
         1,
         ("reward.mask_no_eos_with_zero=true", "rollout.tail=defer", *LONG_TAIL),
-        STEPS_UNTIL_NOTHING_IS_LEFT,
-        "rollout/deferred_groups",
+        steps_after=STEPS_UNTIL_NOTHING_IS_LEFT,
+        in_flight="rollout/deferred_groups",
     ),
     # All that adds a model, a memory of earlier steps or another seed. The rewards of a random
     # model go up and down, and a small drop is taken for a collapse: it goes back several times.
@@ -231,7 +231,9 @@ class Drill:
         number = len(list(self.output.glob(f"{folder.name}-*.console.txt"))) + 1
         console = self.output / f"{folder.name}-{number:03d}.console.txt"
         overrides = [*self.overrides(), f"run.total_steps={steps}", *settings]
-        return start(self.chain.command, self.ranks, overrides, folder / "run", console)
+        return start(
+            self.chain.command, self.ranks, overrides, output=folder / "run", console=console
+        )
 
 
 @dataclass
@@ -390,7 +392,17 @@ class Disturbed:
         attempt.rows_or_end(count + STEPS_AFTER, START_SECONDS)
         step = self._steps_done()
         self.outcomes.append(
-            Outcome(self.drill.name, name, step, done, None, "", seconds, seconds, 0)
+            Outcome(
+                self.drill.name,
+                name,
+                step,
+                done=done,
+                status=None,
+                told="",
+                end_seconds=seconds,
+                recovery_seconds=seconds,
+                lost_steps=0,
+            )
         )
         tell(self.outcomes[-1])
         return self._still_there(attempt, name)
@@ -426,7 +438,13 @@ class Disturbed:
             done = f"{done}; {kind.spoil(attempt, self.rng)}"
         self.outcomes.append(
             Outcome(
-                self.drill.name, name, step, done, exit_status.status, exit_status.message, took
+                self.drill.name,
+                name,
+                step,
+                done=done,
+                status=exit_status.status,
+                told=exit_status.message,
+                end_seconds=took,
             )
         )
         self.problems += [f"{name}: a process was left: {command}" for command in leftovers]
@@ -444,7 +462,15 @@ class Disturbed:
         for name in names:
             done = KINDS[name].disturb(attempt, self.rng)
             self.outcomes.append(
-                Outcome(self.drill.name, name, self._steps_done(), done, None, "", 0.0)
+                Outcome(
+                    self.drill.name,
+                    name,
+                    self._steps_done(),
+                    done=done,
+                    status=None,
+                    told="",
+                    end_seconds=0.0,
+                )
             )
             tell(self.outcomes[-1])
         return True
@@ -696,7 +722,7 @@ def main() -> int:
     outcomes: list[Outcome] = []
     problems: list[str] = []
     for name, kinds in assign_kinds(arguments.kinds, arguments.kills, arguments.chains).items():
-        drill = Drill(name, output / name, arguments.ranks, output)
+        drill = Drill(name, output / name, arguments.ranks, base=output)
         new_outcomes, new_problems = run_chain(drill, kinds, rng)
         outcomes = outcomes + new_outcomes
         problems = problems + new_problems

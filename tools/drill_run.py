@@ -168,4 +168,4 @@ def start(
             stdout=stream,
             stderr=stream,
         )
-    return Attempt(process, output, console, mark, earlier_lines)
+    return Attempt(process, output, console, mark=mark, lines_before=earlier_lines)

@@ -108,12 +108,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
-    target = Target("cuda", "GPU", None, config.policy.transformer_impl == "local")
+    target = Target("cuda", "GPU", None, local_layers=config.policy.transformer_impl == "local")
     held_bytes, sent = count(config, shape, mesh, target.local_layers)
     plan = plan_rank(config, shape, mesh, target)
     rows = compare(plan, held_bytes) + rows_of_sent(sent)
     if not config.rollout.ranks:
-        rows += compare_sync(config, shape, mesh, target, plan)
+        rows += compare_sync(config, shape, mesh, target=target, plan=plan)
     for row in rows:
         print(json.dumps(asdict(row)) if options.json else line(row))
     sums = [(row.planned, row.counted) for row in rows if row.part == "all"]
@@ -141,8 +141,10 @@ def compare(plan: MemoryPlan, counted: dict[str, dict[str, int]]) -> list[Row]:
             part: size for part, size in plan.phases[phase].items() if part not in ENGINE_PARTS
         }
         planned["pass"] = sum(planned.pop(part, 0) for part in PARTS_OF_A_PASS)
-        rows += [Row(phase, part, planned.get(part, 0), size) for part, size in parts.items()]
-        rows.append(Row(phase, "all", sum(planned.values()), sum(parts.values())))
+        rows += [
+            Row(phase, part, planned.get(part, 0), counted=size) for part, size in parts.items()
+        ]
+        rows.append(Row(phase, "all", sum(planned.values()), counted=sum(parts.values())))
     return rows
 
 
@@ -150,7 +152,7 @@ def rows_of_sent(counted: dict[str, dict[tuple[str, str], list[int]]]) -> list[R
     """Rows by phase: every operation of a group of ranks, of which the plan of memory knows
     nothing."""
     return [
-        Row(phase, f"{group}: {operation}", None, size, number)
+        Row(phase, f"{group}: {operation}", None, counted=size, messages=number)
         for phase, operations in counted.items()
         for (group, operation), (number, size) in operations.items()
     ]
@@ -166,7 +168,14 @@ def compare_sync(
     layout = training_layout(shape.num_layers, mesh, config.parallel)
     bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
     ranks_per_node = min(mesh.world_size, RANKS_PER_NODE)
-    sync = plan_sync(shape, layout, mesh, target.itemsize, bucket, ranks_per_node)
+    sync = plan_sync(
+        shape,
+        layout,
+        mesh,
+        element_bytes=target.itemsize,
+        bucket_bytes=bucket,
+        ranks_per_node=ranks_per_node,
+    )
     ranks = cell_of(mesh, ranks_per_node)
     rounds = rank_rounds(sync, mesh.rank)
     most = [
@@ -181,14 +190,14 @@ def compare_sync(
             "sync",
             "buckets",
             plan.phases["sync"].get("sync_buffers", 0),
-            2 * sum(most) * target.itemsize,
+            counted=2 * sum(most) * target.itemsize,
         ),
         Row(
             "sync",
             "received, mean",
             None,
-            sum(map(sync.bytes_received, ranks)) // len(ranks),
-            len(rounds),
+            counted=sum(map(sync.bytes_received, ranks)) // len(ranks),
+            messages=len(rounds),
         ),
     ]
 
@@ -204,7 +213,14 @@ def count(
     What it sends is by phase, group and operation: (number, bytes)."""
     fake_cuda.join_fake_group(mesh.rank, mesh.world_size)
     head_dtype = torch.float32 if config.policy.head_dtype else None
-    device = Device("cuda", torch.device("cpu"), "fake", torch.bfloat16, local_layers, head_dtype)
+    device = Device(
+        "cuda",
+        torch.device("cpu"),
+        "fake",
+        params_dtype=torch.bfloat16,
+        local_layers=local_layers,
+        head_dtype=head_dtype,
+    )
     batches = full_batches(config, mesh)
     sent = fake_cuda.Sent()
     patch_gpu_path(shape, device, sent)
@@ -214,12 +230,16 @@ def count(
 
     memory = fake_cuda.FakeBytes()
     with FakeTensorMode(allow_non_fake_inputs=True), memory, sent:
-        start_megatron(mesh, device, 1, 1800)
+        start_megatron(mesh, device, 1, timeout_seconds=1800)
         sent.groups = group_names()
-        actor = build_actor(config, shape, mesh, device, 10, (0,))
+        actor = build_actor(
+            config, shape, mesh, device=device, total_updates=10, stop_token_ids=(0,)
+        )
         reference = None
         if config.algorithm.kl_coef > 0:
-            reference = build_reference(config, shape, mesh, device, (0,), actor)
+            reference = build_reference(
+                config, shape, mesh, device=device, stop_token_ids=(0,), actor=actor
+            )
         learn = actor.learner.learn
         learn(batches, None, None, True)  # Adam's state is there afterwards
         gc.collect()
@@ -243,7 +263,7 @@ def count(
             learn(batches, old_logprobs, reference_logprobs)
         bytes_by_phase["update"], exchanged["update"] = parts | {"pass": most[0]}, sent.pop()
         if not config.rollout.ranks:
-            sets = training_sets(actor, reference, config.memory, of_fake_storages(device))
+            sets = training_sets(actor, reference, config.memory, device=of_fake_storages(device))
             sets.offload("gradients", "optimizer", "parameters", "reference")
             bytes_by_phase["generate"] = resident(actor, reference, device)
     return bytes_by_phase, exchanged
@@ -286,7 +306,7 @@ def resident(actor: Any, reference: Any, device: Device) -> dict[str, int]:
         offload_parameters=True,
         offload_reference=True,
     )
-    return training_sets(actor, reference, everything, of_fake_storages(device)).nbytes | {
+    return training_sets(actor, reference, everything, device=of_fake_storages(device)).nbytes | {
         "gather_buffer": sum(
             tensor.nbytes for tensor in get_global_memory_buffer().buffer.values()
         ),
@@ -310,7 +330,7 @@ def full_batches(config: Config, mesh: Mesh) -> list[MicroBatch]:
     length = tokens // segments
     prompt = min(config.data.max_prompt_tokens, length // 2)
     completion = length - prompt
-    sample = Sample((1,) * prompt, (2,) * completion, (-0.5,) * completion, 1.0)
+    sample = Sample((1,) * prompt, (2,) * completion, (-0.5,) * completion, advantage=1.0)
     multiple = mesh.tensor if config.parallel.sequence else 1
     return [pack([sample] * segments, range(segments), multiple)] * number_of_batches(mesh)
 
@@ -339,7 +359,7 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
     layers._grad_accum_fusion_available = True
     attention._CPUAttention.apply = attention.flash_over_segments
     param_and_grad_buffer._coalescing_manager = fake_cuda.coalesced
-    build.load_hf_weights = lambda *arguments: None
+    build.load_hf_weights = lambda *arguments, **named: None
     CudaRNGStatesTracker.fork = lambda tracker, *arguments: nullcontext()
     megatron.GPTModel.to = lambda model, *arguments: model
     output_layer.float32_product = lambda hidden, weight: hidden.new_empty(

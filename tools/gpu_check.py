@@ -79,56 +79,68 @@ class Stage:
 
 
 STAGES = (
-    Stage("machine", "GPU, memory, matrix units", ("torch",), 120, 60),
+    Stage("machine", "GPU, memory, matrix units", ("torch",), seconds=120, quick_seconds=60),
     Stage(
         "policy",
         "local layers in bfloat16 against float32 on CPU",
         ("torch", "megatron-core", "transformers"),
-        300,
-        120,
+        seconds=300,
+        quick_seconds=120,
         wants=("apex",),
     ),
     Stage(
         "transformer_engine",
         "Transformer Engine's layers against float32 on CPU",
         ("torch", "megatron-core", "transformers", "transformer-engine"),
-        300,
-        120,
+        seconds=300,
+        quick_seconds=120,
         on_cpu=False,
         wants=("apex",),
     ),
-    Stage("logprobs", "log-probs over 151,936 tokens of vocabulary", ("torch",), 400, 120),
+    Stage(
+        "logprobs",
+        "log-probs over 151,936 tokens of vocabulary",
+        ("torch",),
+        seconds=400,
+        quick_seconds=120,
+    ),
     Stage(
         "step",
         "an optimizer step, its memory beside the plan",
         ("torch", "megatron-core", "transformers"),
-        600,
-        120,
+        seconds=600,
+        quick_seconds=120,
         wants=("transformer-engine", "apex"),
     ),
     Stage(
         "packed",
         "sequences of 16,384 and 32,768 tokens, recomputation",
         ("torch", "megatron-core", "transformers"),
-        900,
-        180,
+        seconds=900,
+        quick_seconds=180,
         wants=("transformer-engine", "apex"),
     ),
     Stage(
         "engine",
         "rollout, weight sync in place, sleep and wake",
         ("torch", "megatron-core", "transformers", "vllm"),
-        900,
-        240,
+        seconds=900,
+        quick_seconds=240,
         wants=("transformer-engine",),
     ),
-    Stage("rollout", "a rollout beside LLM.generate", ("torch", "transformers", "vllm"), 600, 240),
+    Stage(
+        "rollout",
+        "a rollout beside LLM.generate",
+        ("torch", "transformers", "vllm"),
+        seconds=600,
+        quick_seconds=240,
+    ),
     Stage(
         "peer",
         "steps beside TRL's",
         ("torch", "megatron-core", "transformers", "vllm", "trl"),
-        420,
-        400,
+        seconds=420,
+        quick_seconds=400,
         on_cpu=False,
         wants=("transformer-engine",),
         variables=("MODEL", "DATA"),
@@ -137,16 +149,16 @@ STAGES = (
         "ranks",
         "GRPO on several ranks of one GPU beside one rank",
         ("torch", "megatron-core", "transformers", "vllm"),
-        1200,
-        240,
+        seconds=1200,
+        quick_seconds=240,
         wants=("transformer-engine",),
     ),
     Stage(
         "tests",
         "tests/gpu",
         ("torch", "megatron-core", "transformers", "pytest"),
-        1800,
-        240,
+        seconds=1800,
+        quick_seconds=240,
         on_cpu=False,
         wants=("vllm", "transformer-engine", "apex"),
     ),
@@ -154,8 +166,8 @@ STAGES = (
         "demo",
         "the demo on one rank",
         ("torch", "megatron-core", "transformers", "vllm", "transformer-engine"),
-        900,
-        300,
+        seconds=900,
+        quick_seconds=300,
         on_cpu=False,
     ),
 )
@@ -207,7 +219,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcomes = []
     for stage in stages:
         seconds_left = options.seconds - (time.monotonic() - started)
-        outcomes.append(check(stage, machine, options.quick, seconds_left, output, environment))
+        outcomes.append(
+            check(
+                stage,
+                machine,
+                options.quick,
+                left=seconds_left,
+                output=output,
+                environment=environment,
+            )
+        )
         write(output, machine, outcomes, options.quick)
     print(
         f"\n{output / 'gpu_check.md'} has the table, {output / 'gpu_check.json'} the same as JSON."
@@ -399,7 +420,7 @@ def check(
         outcome.reason = f"{max(left, 0):.0f} s are left"
     else:
         limit = min(stage.quick_seconds if quick else stage.seconds, left)
-        run(outcome, found.device, quick, limit, output, environment)
+        run(outcome, found.device, quick, limit=limit, output=output, environment=environment)
     tell_outcome(outcome)
     return outcome
 

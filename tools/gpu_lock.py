@@ -269,7 +269,7 @@ class Sources:
             return place
         node = _bound(tree, attribute)
         if isinstance(node, ast.ImportFrom):
-            return self.home(_target(node, attribute, place, self))
+            return self.home(_target(node, attribute, place, sources=self))
         return place
 
     def _in_module(self, module: str, name: str) -> ast.AST | None:
@@ -277,7 +277,7 @@ class Sources:
         assert tree is not None
         node = _bound(tree, name)
         if isinstance(node, ast.ImportFrom):
-            return self.find(_target(node, name, module, self))
+            return self.find(_target(node, name, module, sources=self))
         return node
 
     def _in_class(self, place: str, owner: ast.ClassDef, name: str) -> ast.AST | None:

@@ -135,7 +135,7 @@ def engine(given: argparse.Namespace) -> None:
             tell(f"{title}: held after {phase}", row[f"memory/after_{phase}_gib"], "GiB")
         mean = row["train/behaviour_logprob_diff"]
         figure_name = f"{title}: engine against policy, mean difference of log-probs"
-        tell(figure_name, mean, "nats", f"{most:g} at most", mean <= most)
+        tell(figure_name, mean, "nats", expected=f"{most:g} at most", holds=mean <= most)
 
 
 def ranks(given: argparse.Namespace) -> None:
@@ -178,7 +178,12 @@ def ranks(given: argparse.Namespace) -> None:
                 tell(name, text, expected="exit status 0", holds=False)
                 continue
             tell_found(
-                name, layout, outcome, base, load_weights(places[layout.model][0]), given.device
+                name,
+                layout,
+                outcome,
+                base=base,
+                start=load_weights(places[layout.model][0]),
+                device=given.device,
             )
 
 

@@ -40,7 +40,7 @@ QWEN = {
 }
 """Shapes of Qwen2.5 and of SmolLM2, as Qwen2: hidden size, width of the feed-forward layers,
 layers, heads, heads of keys and values, vocabulary; of the small ones the demo's tokenizer's."""
-WORLD = Mesh(0, 1, 1, 1, 1)
+WORLD = Mesh(0, 1, 1, pipeline=1, engine_size=1)
 
 
 def tell(
@@ -160,7 +160,7 @@ def one_rank(kind: str, local_layers: bool, dtype: torch.dtype | None = None) ->
     init_process_group(device, 600.0)
     from rlmath.models.megatron import start_megatron
 
-    start_megatron(WORLD, device, 1, 600.0)
+    start_megatron(WORLD, device, 1, timeout_seconds=600.0)
     yield device
     if dist.is_initialized():
         dist.destroy_process_group()

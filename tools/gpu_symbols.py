@@ -165,7 +165,7 @@ def read_table(file: BinaryIO, wheel: str, path: str) -> Table | None:
             undefined[name] = libraries.get(number & 0x7FFF, "")
     needed = [tag.needed for tag in dynamic.iter_tags("DT_NEEDED")]
     soname = next((tag.soname for tag in dynamic.iter_tags("DT_SONAME")), Path(path).name)
-    return Table(wheel, path, soname, needed, sorted(defined), undefined)
+    return Table(wheel, path, soname, needed=needed, defined=sorted(defined), undefined=undefined)
 
 
 def tables_of_wheel(wheel: Path, pin: str) -> Iterator[Table]:

@@ -90,14 +90,16 @@ def training(
         f"train_{kind}.py",
         (*files, *overrides),
         Path(config.run.output_dir).resolve(),
-        tuple(Path(path).absolute() for path in reads if not is_hub_id(str(path))),
-        ("checkpoints", "manifest.json"),
-        math.ceil(config.run.stop_grace_seconds),
-        math.ceil(config.run.heartbeat_timeout_seconds) + END_SECONDS + math.ceil(upload),
-        config.run.recover_mode != "disabled",
-        tuple(early_problems(config, ranks, kind)),
-        config.rollout.ranks,
-        config.rollout.tensor_parallel,
+        reads=tuple(Path(path).absolute() for path in reads if not is_hub_id(str(path))),
+        work_files=("checkpoints", "manifest.json"),
+        grace_seconds=math.ceil(config.run.stop_grace_seconds),
+        wait_seconds=math.ceil(config.run.heartbeat_timeout_seconds)
+        + END_SECONDS
+        + math.ceil(upload),
+        goes_on=config.run.recover_mode != "disabled",
+        problems=tuple(early_problems(config, ranks, kind)),
+        engine_ranks=config.rollout.ranks,
+        engine_size=config.rollout.tensor_parallel,
     )
 
 
@@ -125,10 +127,10 @@ def evaluation(arguments: Sequence[str], ranks: int) -> Program:
         "evaluate.py",
         tuple(arguments),
         plan.output.resolve(),
-        tuple(path.absolute() for path in (*model_folders, plan.data_dir)),
-        ("generations", "*.jsonl"),
-        EVALUATION_GRACE_SECONDS,
-        END_SECONDS,
-        True,
-        tuple(problems),
+        reads=tuple(path.absolute() for path in (*model_folders, plan.data_dir)),
+        work_files=("generations", "*.jsonl"),
+        grace_seconds=EVALUATION_GRACE_SECONDS,
+        wait_seconds=END_SECONDS,
+        goes_on=True,
+        problems=tuple(problems),
     )

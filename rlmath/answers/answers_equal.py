@@ -118,7 +118,7 @@ def answers_equal(answer: str, gold: str, rules: Rules, question: Question) -> b
         answer = answer[: match.start()]
         declared = tuple(re.findall(r"[a-dkm]", match[1] or match[2]))
     try:
-        return equal_by_grammar(answer, gold, rules, question, declared)
+        return equal_by_grammar(answer, gold, rules, question=question, declared=declared)
     except Unsupported:
         return _is_bounded(answer) and _equal_by_math_verify(answer, gold)
     except NotMathematics:

@@ -212,7 +212,7 @@ def same_expression(one: Expr, other: Expr) -> bool:
         (value_of(one, point, at_whole, has_i), value_of(other, point, at_whole, has_i))
         for point, at_whole in places
     )
-    far_values = _far_values(one, other, whole, has_i)
+    far_values = _far_values(one, other, whole, complex_numbers=has_i)
     return _agree_wherever_defined(pairs, least=2) and all(_agree(a, b) for a, b in far_values)
 
 

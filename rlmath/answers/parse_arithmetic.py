@@ -466,7 +466,7 @@ def vector_times(factor: Expr, vector: Group | MatrixOf) -> Group | MatrixOf:
         "(",
         tuple(Scalar(Call("mul", (factor, as_expr(coordinate)))) for coordinate in vector.items),
         ")",
-        True,
+        computed=True,
     )
 
 
@@ -478,7 +478,7 @@ def vector_sum(one: Group | MatrixOf, other: Group | MatrixOf) -> Group | Matrix
     if {one.opening + one.closing, other.opening + other.closing} != {"()"}:
         raise NotMathematics("a sum of other than points")
     terms = zip(map(as_expr, one.items), map(as_expr, other.items), strict=True)
-    return Group("(", tuple(Scalar(Call("add", pair)) for pair in terms), ")", True)
+    return Group("(", tuple(Scalar(Call("add", pair)) for pair in terms), ")", computed=True)
 
 
 def direction(angle: Expr) -> Expr:

@@ -134,7 +134,7 @@ class Commands(Arithmetic):
             body = as_expr(self.term())
         except NotMathematics as error:
             raise Unevaluated(f"\\{name}") from error
-        return Scalar(repeated(name, letter, low, high, body))
+        return Scalar(repeated(name, letter, low, high=high, body=body))
 
     def _bounds(self) -> tuple[str, Expr, Expr]:
         """Steps over (index, its first value, its last value) of a sum."""

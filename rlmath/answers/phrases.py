@@ -69,7 +69,7 @@ def with_numbers(tokens: list[Token]) -> list[Token]:
         if value < 0:
             with_digits.append(Token("sign", "-", first.space, first.prose))
         text = str(abs(value))
-        with_digits.append(Token("number", text, first.space, first.prose, abs(value)))
+        with_digits.append(Token("number", text, first.space, prose=first.prose, value=abs(value)))
         position = after
     return with_digits
 

@@ -209,7 +209,9 @@ def verify_by_parser(
             ) or (
                 every_box
                 and not _is_one_where_answer_is_two(solution, every_box)
-                and boxes_equal(every_box.split(BOX_SEPARATOR), gold, rules, parsed_question)
+                and boxes_equal(
+                    every_box.split(BOX_SEPARATOR), gold, rules, question=parsed_question
+                )
             ):
                 return Verdict(True, extracted, "symbolic")
         except Exception:  # a parser may raise anything on hostile text, MemoryError among it

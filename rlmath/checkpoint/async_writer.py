@@ -196,7 +196,7 @@ def _lay_out(buckets: Sequence[Any]) -> tuple[int, list[FileToWrite]]:
                 str(path),
                 key,
                 [(write_item, buffer.getvalue()) for write_item, buffer in objects],
-                staged,
+                tensors=staged,
             )
         )
     return offset, jobs

@@ -149,7 +149,9 @@ class CheckpointManager:
         assert not self.busy, "finish the save in flight first"
         state, progress = self._state(progress)
         partial = directory.partial_of(self._root, progress.step)
-        self._unfinished = save = _SaveInFlight(partial, progress.step, kept, progress.sound_before)
+        self._unfinished = save = _SaveInFlight(
+            partial, progress.step, kept, learned_step=progress.sound_before
+        )
         files = files or {}
         beside = sum(map(len, files.values()))
         error = self._room_for(state, beside) or self._open(progress, settings_yaml, files)
@@ -315,7 +317,9 @@ class CheckpointManager:
                 {}, state / "common.pt"
             )  # what Megatron keeps beside the tensors; of ours it is empty
             read_metadata(state)
-            checkpoint = directory.finish_partial(save.partial, save.step, save.kept, known_entries)
+            checkpoint = directory.finish_partial(
+                save.partial, save.step, save.kept, known=known_entries
+            )
         except (OSError, RuntimeError, ValueError) as error:
             return directory.write_error_text(error, save.partial)
         try:

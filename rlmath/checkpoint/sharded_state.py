@@ -209,8 +209,8 @@ def held_by(optimizer: Any) -> Iterator[Held]:
                         parameter,
                         parameter_range.start,
                         parameter_range.end,
-                        stepped,
-                        state[stepped],
+                        stepped=stepped,
+                        state=state[stepped],
                         is_share=True,
                     )
             continue
@@ -223,7 +223,9 @@ def held_by(optimizer: Any) -> Iterator[Held]:
         copied = {id(main): model for model, main in zip(models, mains, strict=True)}
         for stepped in (parameter for group in groups for parameter in group["params"]):
             parameter = copied.get(id(stepped), stepped)
-            yield Held(parameter, 0, stepped.numel(), stepped, state[stepped], is_share=False)
+            yield Held(
+                parameter, 0, stepped.numel(), stepped=stepped, state=state[stepped], is_share=False
+            )
 
 
 def _stepping(optimizer: Any) -> list[Any]:

@@ -122,7 +122,7 @@ def _read_group(
         read_count(row["draw"]),
         read_count(row["first_step"]),
         tuple(samples),
-        bool(row["deferred"]),
+        deferred=bool(row["deferred"]),
     )
 
 

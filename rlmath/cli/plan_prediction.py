@@ -81,7 +81,9 @@ def predict_run(config: Config, asked: Namespace) -> RunPrediction:
     if asked.nodes is not None:
         # Another cluster than that of the settings: what remains of the ranks is data parallel.
         config = replace(config, parallel=replace(config.parallel, data=None))
-    cluster = cluster_of(machine, ranks_or_least(config, None), asked.nodes, asked.gpus_per_node)
+    cluster = cluster_of(
+        machine, ranks_or_least(config, None), asked.nodes, ranks_per_node=asked.gpus_per_node
+    )
     file_warnings: list[str] = []
     if asked.coefficients is not None:
         coefficients, file_warnings = read_coefficients(asked.coefficients, target.kind)
@@ -102,7 +104,7 @@ def predict_run(config: Config, asked: Namespace) -> RunPrediction:
         for stage in stages
     ]
     inputs = [
-        step_inputs(stage.config, shape, target, cluster, batch)
+        step_inputs(stage.config, shape, target, cluster=cluster, batch=batch)
         for stage, batch in zip(stages, batches, strict=True)
     ]
     return RunPrediction(

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.config,
             arguments.overrides,
             arguments.ranks,
-            program,
+            kind=program,
             oversubscribe=arguments.oversubscribe,
         )
     load = partial(load_config, arguments.config, arguments.overrides)

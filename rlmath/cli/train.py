@@ -96,7 +96,7 @@ def _train(program: Kind, argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return MISTAKE
     command = ["-m", "rlmath.trainer", program, *words]
-    status = launch(ranks, command, output, used.run.stop_grace_seconds)
+    status = launch(ranks, command, output, grace_seconds=used.run.stop_grace_seconds)
     if status not in (0, MISTAKE) and (
         line := _line_after(output, used.run.recover_mode == "disabled")
     ):
@@ -149,7 +149,7 @@ def evaluate(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return MISTAKE
     program = ["-m", "rlmath.evals", *words]
-    status = launch(ranks, program, arguments.output, RunConfig().stop_grace_seconds)
+    status = launch(ranks, program, arguments.output, grace_seconds=RunConfig().stop_grace_seconds)
     if status not in (0, MISTAKE) and AGAIN not in read_exit_status(arguments.output).message:
         print(f"{AGAIN.capitalize()} samples what is missing ({arguments.output})", file=sys.stderr)
     return status
@@ -174,7 +174,10 @@ def replay(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return MISTAKE
     return launch(
-        ranks, ["-m", "rlmath.trainer", "replay", *words], None, RunConfig().stop_grace_seconds
+        ranks,
+        ["-m", "rlmath.trainer", "replay", *words],
+        None,
+        grace_seconds=RunConfig().stop_grace_seconds,
     )
 
 

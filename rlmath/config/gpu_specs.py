@@ -57,11 +57,11 @@ GPUS = {
         name,
         "cuda",
         1e12 * figures[0],
-        1e9 * figures[1],
-        1e9 * figures[2],
-        1e9 * figures[3],
-        1e9 * figures[4],
-        figures[5],
+        memory=1e9 * figures[1],
+        node=1e9 * figures[2],
+        network=1e9 * figures[3],
+        host=1e9 * figures[4],
+        gib=figures[5],
     )
     for name, figures in _FIGURES.items()
 }

@@ -71,7 +71,7 @@ def length_stages(config: Config, total_steps: int | None) -> list[LengthStage]:
             policy=replace(config.policy, max_tokens_per_microbatch=budget),
         )
         stages.append(
-            LengthStage(len(stages), stages[-1].end if stages else 0, steps, stage_config)
+            LengthStage(len(stages), stages[-1].end if stages else 0, steps, config=stage_config)
         )
     return stages
 

@@ -125,8 +125,8 @@ def sequence_lines(
             text.pieces,
             text.row,
             text.answer,
-            text.template,
-            tokenizer,
+            template=text.template,
+            tokenizer=tokenizer,
             system_prompt=data.system_prompt,
             prompt_ids=sequence.prompt_ids,
             last_token=sequence.completion_ids[-1],
@@ -174,7 +174,9 @@ def audit_prompts(
         for name, prompts_of_file in (*training, *validation):
             findings += ends_and_beginnings(name, prompts_of_file, tokenizer)
     findings += _overlaps(training, validation)
-    findings += _in_earlier_file(training, "problems", lambda prompt: prompt.problem_key, _named)
+    findings += _in_earlier_file(
+        training, "problems", lambda prompt: prompt.problem_key, shown=_named
+    )
     compared = f"{len(prompts)} prompts and {n_validated} of validation compared"
     if is_verified(reward):
         rules = Rules(reward.answer_from, protocol=not reward.strict)
@@ -249,7 +251,9 @@ def ends_and_beginnings(
     name: str, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Finding]:
     """Prompts of a file that end before the answer, or begin twice, as their tokens show."""
-    return _ends_and_beginnings(name, prompts, lambda prompt: prompt.token_ids, _named, tokenizer)
+    return _ends_and_beginnings(
+        name, prompts, lambda prompt: prompt.token_ids, shown=_named, tokenizer=tokenizer
+    )
 
 
 def _ends_and_beginnings(
@@ -468,8 +472,12 @@ def audit_sequences(
         findings.append(_unknown(parts, missing_characters, _decoded(unreadable, tokenizer)))
     decoded = functools.partial(_decoded, tokenizer=tokenizer)
     for path, sequences in (*training, ("what is held out", held_out)):
-        findings += _ends_and_beginnings(path, sequences, _prompt_ids, decoded, tokenizer)
-    findings += _in_earlier_file(training, "prompts", lambda sequence: sequence.prompt_ids, decoded)
+        findings += _ends_and_beginnings(
+            path, sequences, _prompt_ids, shown=decoded, tokenizer=tokenizer
+        )
+    findings += _in_earlier_file(
+        training, "prompts", lambda sequence: sequence.prompt_ids, shown=decoded
+    )
     trained_prompts = {sequence.prompt_ids for _, sequences in training for sequence in sequences}
     shared = [sequence for sequence in held_out if sequence.prompt_ids in trained_prompts]
     if shared:

@@ -129,7 +129,7 @@ def load_inputs(config: Config, shape: ModelShape) -> Inputs:
     tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
     prompt_files = load_prompt_files(config, tokenizer)
     sequences = [*(prompt.token_ids for prompt in prompt_files.prompts), (tokenizer.eos_token_id,)]
-    check_vocabulary(sequences, tokenizer, shape.vocab_size, "data.train_path")
+    check_vocabulary(sequences, tokenizer, shape.vocab_size, source="data.train_path")
     stops = stop_token_ids(config.model.path, tokenizer, shape.vocab_size)
     named_template = chat_settings(config.data).named_template(tokenizer)
     return Inputs(
@@ -228,7 +228,11 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     with word_or_function(template_hook(config), data.template) as template:
         files = [
             load_sequences(
-                path, tokenizer, template, sft.max_sequence_tokens, data.max_unusable_share
+                path,
+                tokenizer,
+                template,
+                limit=sft.max_sequence_tokens,
+                max_unusable_share=data.max_unusable_share,
             )
             for path in (*paths, *held_out_paths)
         ]
@@ -247,7 +251,7 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
         for sequence in (*sequences, *held_out)
         for ids in (sequence.prompt_ids, sequence.completion_ids)
     ]
-    check_vocabulary(token_ids, tokenizer, shape.vocab_size, "data.train_path")
+    check_vocabulary(token_ids, tokenizer, shape.vocab_size, source="data.train_path")
     reports = tuple(report for _, report in files)
     with _explained(line for report in reports for line in report.lines()):
         order = order_of(config, [len(train) for train, _ in split[: len(paths)]])
@@ -260,9 +264,9 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
         trained_files,
         evaluated,
         reports,
-        tokenizer,
-        shown,
-        without_conversation(reports, chat_settings(data)),
+        tokenizer=tokenizer,
+        shown=shown,
+        more=without_conversation(reports, chat_settings(data)),
     )
     report_lines = (line for report in reports for line in report.lines())
     lines = (*report_lines, order.line(), f"Held out: {len(held_out)} sequences.")
@@ -305,7 +309,9 @@ def order_of(config: Config, counts: Sequence[int]) -> PromptOrder:
     """The order of use of files with these counts of prompts or sequences."""
     data = config.data
     shares = shares_of(counts, data.train_weights)
-    return PromptOrder(sum(counts), data.prompts_per_step, config.run.seed, data.shuffle, shares)
+    return PromptOrder(
+        sum(counts), data.prompts_per_step, config.run.seed, shuffle=data.shuffle, shares=shares
+    )
 
 
 def check_vocabulary(
@@ -419,7 +425,7 @@ def load_validation(
         return ()
     paths = config.validation.paths
     return tuple(
-        _load_validation_file(name, path, config, tokenizer, vocab_size)
+        _load_validation_file(name, path, config, tokenizer=tokenizer, vocab_size=vocab_size)
         for name, path in zip(length_curriculum.validation_names(paths), paths, strict=True)
     )
 
@@ -456,8 +462,10 @@ def _load_validation_file(
         check_tasks(prompt.task for prompt in prompts)
     if tokenizer is not None:
         token_ids = (prompt.token_ids for prompt in prompts)
-        check_vocabulary(token_ids, tokenizer, vocab_size, f"validation.paths: {path}")
-    return ValidationFile(name, prompts, len(file.rows) - len(prompts), tuple(file.unusable), path)
+        check_vocabulary(token_ids, tokenizer, vocab_size, source=f"validation.paths: {path}")
+    return ValidationFile(
+        name, prompts, len(file.rows) - len(prompts), unusable=tuple(file.unusable), path=path
+    )
 
 
 def measured_rows(
@@ -493,5 +501,10 @@ def audit_inputs(
     problems_of_files = [(file.name, file.prompts) for file in validation]
     findings = without_conversation(inputs.reports, chat_settings(config.data))
     return audit_prompts(
-        inputs.prompts_of_files, problems_of_files, config.reward, tokenizer, shown, findings
+        inputs.prompts_of_files,
+        problems_of_files,
+        config.reward,
+        tokenizer=tokenizer,
+        shown=shown,
+        more=findings,
     )

@@ -145,7 +145,9 @@ def _areal_row(columns: dict, solutions: object) -> PromptRow:
     if not isinstance(solutions, list) or not solutions:
         raise RowError(f"solutions must be a list of at least one string, got {short(solutions)}")
     texts = tuple(checked_text(solution, "each of solutions") for solution in solutions)
-    return PromptRow(prompt, task, query_id, texts, further_columns(columns, _BOBA_COLUMNS))
+    return PromptRow(
+        prompt, task, query_id, solutions=texts, more_json=further_columns(columns, _BOBA_COLUMNS)
+    )
 
 
 def _v01_reader(place: Path) -> Reader:
@@ -416,7 +418,7 @@ def _own_rows(
                         f"{function.hook.setting} {function} failed: {function.reason(outcome)}"
                     )
                 parsed_rows[place] = _own_row(
-                    function, outcome.value, calls[place][0], n_before + place + 1
+                    function, outcome.value, calls[place][0], number=n_before + place + 1
                 )
             except RowError as error:
                 parsed_rows[place] = error
@@ -486,7 +488,9 @@ def read_prompts(
     rows = raw_rows(path)
     if isinstance(form, UserFunction):
         about = f"what {form} makes of its rows"
-        return _collected(path, str(form), about, _own_rows(form, rows), most_characters)
+        return _collected(
+            path, str(form), about, found=_own_rows(form, rows), most_characters=most_characters
+        )
     first: list[RawRow] = []
     for row in rows:
         first.append(row)
@@ -494,7 +498,9 @@ def read_prompts(
             break
     file_form = _checked_form(path, form, first)
     parsed_rows = _rows_of(file_form.reader_of(Path(path)), itertools.chain(first, rows))
-    return _collected(path, file_form.name, file_form.columns, parsed_rows, most_characters)
+    return _collected(
+        path, file_form.name, file_form.columns, found=parsed_rows, most_characters=most_characters
+    )
 
 
 def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:

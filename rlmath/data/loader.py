@@ -191,7 +191,7 @@ def load_prompts(
     if tokenizer is not None:
         file, texts = usable_prompts(file, template, tokenizer, most_characters)
     rows = len(file.rows) + file.repeated + len(file.unusable)
-    check_unusable(path, file.unusable, rows, max_unusable_share)
+    check_unusable(path, file.unusable, rows, most=max_unusable_share)
     prompts: list[Prompt] = []
     dropped: list[DroppedPrompt] = []
     first_template = ""
@@ -204,7 +204,9 @@ def load_prompts(
                 first_row = row
         else:
             reason = "too long" if ids else "empty"
-            dropped.append(DroppedPrompt(row.query_id, len(ids), reason, row.prompt[:_START_CHARS]))
+            dropped.append(
+                DroppedPrompt(row.query_id, len(ids), reason, start=row.prompt[:_START_CHARS])
+            )
     empty = sum(dropped_prompt.reason == "empty" for dropped_prompt in dropped)
     report = FilterReport(
         read=len(file.rows),

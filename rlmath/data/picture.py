@@ -125,7 +125,7 @@ def prompt_picture(
     if template == "chat":
         generation = generation_prompt(asked(row), text, tokenizer, row.tools)
     contents = _contents(text, row, template, system_prompt)
-    return _drawn(_parts([Piece(text, False)], contents, generation, ""), tokenizer, token_ids)
+    return _drawn(_parts([Piece(text, False)], contents, generation, end=""), tokenizer, token_ids)
 
 
 def sequence_picture(

@@ -51,7 +51,11 @@ MAX_GROUPS = 1000
 
 def rules_of(data: DataConfig) -> CurriculumRules:
     return CurriculumRules(
-        data.curriculum, data.solved_samples, data.band_low, data.band_high, data.curriculum_floor
+        data.curriculum,
+        data.solved_samples,
+        data.band_low,
+        high=data.band_high,
+        floor=data.curriculum_floor,
     )
 
 

@@ -120,7 +120,13 @@ def load_sequences(
     too_long = longest = 0
     rows = raw_rows(path)
     while chunk := list(itertools.islice(rows, _CHUNK)):
-        texts = _texts(chunk, template, tokenizer, unusable, CHARACTERS_PER_TOKEN * limit)
+        texts = _texts(
+            chunk,
+            template,
+            tokenizer,
+            unusable=unusable,
+            most_characters=CHARACTERS_PER_TOKEN * limit,
+        )
         for row, sequence in zip(texts, _tokenized(texts, tokenizer), strict=True):
             if not sequence.prompt_ids:
                 unusable.append(
@@ -222,7 +228,10 @@ def _texts(
         token for token in (chat_end(tokenizer), tokenizer.eos_token_id) if isinstance(token, int)
     ]
     ends = tuple(map(str, tokenizer.convert_ids_to_tokens(end_ids)))
-    parsed = [_parsed(raw, template, tokenizer, ends, most_characters) for raw in rows]
+    parsed = [
+        _parsed(raw, template, tokenizer, ends=ends, most_characters=most_characters)
+        for raw in rows
+    ]
     rows_outside_chat = [
         row
         for _, row in parsed
@@ -235,7 +244,9 @@ def _texts(
             if isinstance(row, RowError):
                 raise row
             is_chat = _in_chat(row.prompt, template, tokenizer)
-            texts = _written(row, template, tokenizer, None if is_chat else next(prompts), ends)
+            texts = _written(
+                row, template, tokenizer, prompt=None if is_chat else next(prompts), ends=ends
+            )
             if texts.length > most_characters:
                 raise RowError(
                     f"in its template it has {texts.length} characters, more than "
@@ -270,7 +281,7 @@ def _parsed(
         row = _parse(raw.columns, raw.where)
         check_length(_whole(row.prompt, row.answer), most_characters)
         _check_messages(row.prompt, template, tokenizer)
-        check_row(row.prompt, template, tokenizer, without_end(row.answer, ends))
+        check_row(row.prompt, template, tokenizer, answer=without_end(row.answer, ends))
         return raw, row
     except RowError as error:
         return raw, error
@@ -360,7 +371,7 @@ def _parse(columns: dict, where: str) -> _Row:
         if first in columns and second in columns:
             prompt = checked_text(columns[first], first)
             completion = checked_text(columns[second], second)
-            row = PromptRow(prompt, "math", where, (completion,), whole=whole)
+            row = PromptRow(prompt, "math", where, solutions=(completion,), whole=whole)
             return _Row(row, assistant(completion))
     if "messages" in columns:
         *turns, answer = messages_of(columns["messages"], "messages")
@@ -451,7 +462,11 @@ def _in_whole_text(
 def _check(report: SequenceReport, max_unusable_share: float) -> None:
     """ValueError where too many rows are unusable, and where no sequence is left."""
     check_unusable(
-        report.path, report.unusable, report.rows, max_unusable_share, f" Needed: {FORMS}."
+        report.path,
+        report.unusable,
+        report.rows,
+        most=max_unusable_share,
+        needed=f" Needed: {FORMS}.",
     )
     if not report.kept and report.dropped:
         raise ValueError(

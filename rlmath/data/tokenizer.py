@@ -174,7 +174,7 @@ def _prompt_of(
     setting = template.hook.setting
     messages = messages_of(written, f"what {setting} returned")
     check_turns(messages, row.tools, marks_of(tokenizer, None))
-    return PromptText(_chat(messages, row, tokenizer, setting), is_chat=True)
+    return PromptText(_chat(messages, row, tokenizer, function_of=setting), is_chat=True)
 
 
 def _made_by(template: UserFunction, rows: Sequence[PromptRow]) -> Iterator[str | list[dict]]:

@@ -158,8 +158,8 @@ def check_turns(messages: Sequence[Message], tools: Sequence[Message], marks: Ma
     for message in messages:
         is_answer = message["role"] == "assistant"
         pattern = marks.in_answers if is_answer else marks.in_prompts
-        _check_texts(texts_of([message]), pattern, marks, "answer" if is_answer else "problem")
-    _check_texts(texts_of(tools), marks.in_prompts, marks, "tools")
+        _check_texts(texts_of([message]), pattern, marks, part="answer" if is_answer else "problem")
+    _check_texts(texts_of(tools), marks.in_prompts, marks, part="tools")
 
 
 def _check_texts(texts: Iterable[str], pattern: re.Pattern[str], marks: Marks, part: str) -> None:

@@ -148,11 +148,15 @@ def open_worlds(
 
     The run's store becomes that of all ranks. A collective of all ranks of the run."""
     bridge = Bridge(
-        store, environment_rank(), environment_world_size(), engine_ranks, timeout_seconds
+        store,
+        environment_rank(),
+        environment_world_size(),
+        engine_ranks=engine_ranks,
+        timeout_seconds=timeout_seconds,
     )
     world_store = dist.PrefixStore(bridge.world, store)
     init_process_group(
-        device, timeout_seconds, world_store, (bridge.rank_in_world, bridge.size_of_world)
+        device, timeout_seconds, world_store, place=(bridge.rank_in_world, bridge.size_of_world)
     )
     use_run_store(store)
     return bridge

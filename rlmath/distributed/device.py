@@ -99,7 +99,14 @@ def open_device(
     set_cuda_defaults()
     torch.cuda.set_device(local_rank)
     at = torch.device("cuda", local_rank)
-    return Device("cuda", at, "cpu:gloo,cuda:nccl", params_dtype, local_layers, logits)
+    return Device(
+        "cuda",
+        at,
+        "cpu:gloo,cuda:nccl",
+        params_dtype=params_dtype,
+        local_layers=local_layers,
+        head_dtype=logits,
+    )
 
 
 SHARED_GPU = (

@@ -94,7 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rlmath.evals.runner import evaluate
 
         device_kind = resolve_kind(arguments.device)
-        evaluate(plan, rollout, arguments.reward_workers, arguments.reward_timeout, device_kind)
+        evaluate(
+            plan,
+            rollout,
+            arguments.reward_workers,
+            reward_timeout=arguments.reward_timeout,
+            device_kind=device_kind,
+        )
         record_exit(plan.output, FINISHED, "the tables are written")
         process.skip_collection_at_exit()
     except ValueError as error:

@@ -54,7 +54,9 @@ def differences(first: Results, second: Results) -> list[Difference]:
             )
             if second_accuracies is not None and common:
                 rows.append(
-                    _difference(dataset, measure, first_accuracies, second_accuracies, common)
+                    _difference(
+                        dataset, measure, first_accuracies, theirs=second_accuracies, common=common
+                    )
                 )
     if not rows:
         raise ValueError(

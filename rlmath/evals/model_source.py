@@ -75,7 +75,7 @@ def resolve_model(path: Path, output: Path) -> EvaluatedModel:
         _with_metadata(weights, metadata_files)
         for weights in (model_fingerprint(folder), older_model_fingerprint(folder))
     )
-    return EvaluatedModel(folder, fingerprint, older, source.resolve())
+    return EvaluatedModel(folder, fingerprint, older, source=source.resolve())
 
 
 def _with_metadata(fingerprint: str, metadata_files: Mapping[str, bytes]) -> str:

@@ -132,7 +132,7 @@ def completion_seed(seed: int, benchmark: str, problem_id: str, index: int) -> i
     """Seed of one completion.
 
     It depends neither on the engine that samples it nor on the other completions."""
-    return request_seed(seed, 0, f"{benchmark}/{problem_id}", index)
+    return request_seed(seed, 0, f"{benchmark}/{problem_id}", sample_index=index)
 
 
 # ---------------------------------------------------------------- settings.json

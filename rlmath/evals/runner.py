@@ -87,7 +87,7 @@ def evaluate(
             f"--tensor-parallel is {rollout.tensor_parallel}, which does not divide the "
             f"{counted(world_size, 'rank')}; change one"
         )
-    mesh = Mesh(rank, world_size, 1, 1, rollout.tensor_parallel)
+    mesh = Mesh(rank, world_size, 1, pipeline=1, engine_size=rollout.tensor_parallel)
     if "RANK" not in os.environ:
         # Without torchrun: what it would set for a single rank. Port 0 is any free one.
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -116,7 +116,14 @@ def evaluate(
             model = prepared.model.folder
             lengths = prepared.lengths
             llm = stack.enter_context(
-                open_engine(model, rollout, lengths, mesh, device, prepared.stop_token_ids)
+                open_engine(
+                    model,
+                    rollout,
+                    lengths,
+                    mesh=mesh,
+                    device=device,
+                    stop_token_ids=prepared.stop_token_ids,
+                )
             )
             missing = prepared.missing
             sample_missing(
@@ -203,7 +210,11 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
         check_head_dim(model.folder)
     positions = model_positions(model.folder)
     lengths = check_lengths(
-        problems, positions, plan.max_new_tokens, plan.max_prompt_tokens, plan.default_new_tokens
+        problems,
+        positions,
+        plan.max_new_tokens,
+        max_prompt_tokens=plan.max_prompt_tokens,
+        default_new_tokens=plan.default_new_tokens,
     )
     common = {
         "about_model": str(plan.model),
@@ -233,7 +244,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
     missing = [gap for benchmark in benchmarks for gap in _missing(benchmark, plan, lengths)]
     for warning in benchmark_warnings(benchmarks, tokenizer, verified):
         logger.warning("%s", warning)
-    _log_work(benchmarks, lengths, plan, sum(len(gap.indices) for gap in missing))
+    _log_work(benchmarks, lengths, plan, missing=sum(len(gap.indices) for gap in missing))
     if plan.max_new_tokens is None:
         logger.info(
             "Completions have at most %d tokens (--max-new-tokens is not given): prompts have up "
@@ -246,7 +257,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
     stops = None  # the engine's own, of the folder's template
     if plan.chat_template is not None:
         stops = stop_token_ids(str(model.folder), tokenizer, len(tokenizer))
-    return _Prepared(model, benchmarks, lengths, missing, stops)
+    return _Prepared(model, benchmarks, lengths, missing=missing, stop_token_ids=stops)
 
 
 def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Missing]:
@@ -305,7 +316,12 @@ def _write_tables(plan: Plan, prepared: _Prepared) -> list[BenchmarkResult]:
     """Write and print the tables of the completions on disk, and return their rows."""
     longest = prepared.lengths.max_prompt_tokens
     results = [
-        result_of(benchmark, read_completions(plan.output, benchmark.name), plan, longest)
+        result_of(
+            benchmark,
+            read_completions(plan.output, benchmark.name),
+            plan,
+            max_prompt_tokens=longest,
+        )
         for benchmark in prepared.benchmarks
     ]
     settings = read_settings(plan.output) | {

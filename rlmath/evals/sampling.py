@@ -57,7 +57,14 @@ def open_engine(
     longest = lengths.max_prompt_tokens + lengths.max_new_tokens
     logger.info("Building the engine (seconds to minutes) ...")
     started = time.monotonic()
-    llm = open_standalone(str(model), rollout, longest, device.kind, mesh, stop_token_ids)
+    llm = open_standalone(
+        str(model),
+        rollout,
+        longest,
+        device_kind=device.kind,
+        mesh=mesh,
+        stop_token_ids=stop_token_ids,
+    )
     process.freeze_live_objects()
     logger.info("The engine is ready after %.0f s. Sampling ...", time.monotonic() - started)
     try:
@@ -94,7 +101,9 @@ def sample_missing(
     progress = SamplingProgress(
         total, mesh, store, title="evaluation", longest=lengths.max_new_tokens
     )
-    verification = Verification(pool, problems, writer.add, scorer, plan.answer_from)
+    verification = Verification(
+        pool, problems, writer.add, scorer=scorer, answer_from=plan.answer_from
+    )
 
     def on_step() -> None:
         verification.write_done()
@@ -125,8 +134,8 @@ def _requests(number: int, missing: Missing, plan: Plan, lengths: LengthLimits) 
             (number, index),
             problem.token_ids,
             completion_seed(plan.seed, problem.benchmark, problem.prompt_id, index),
-            0,
-            lengths.max_new_tokens,
+            min_new_tokens=0,
+            max_new_tokens=lengths.max_new_tokens,
             temperature=0.0 if index == GREEDY_INDEX else plan.temperature,
             top_p=1.0 if index == GREEDY_INDEX else plan.top_p,
         )

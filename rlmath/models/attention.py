@@ -232,7 +232,7 @@ def _make_bucket(starts_N: Tensor, lengths_N: Tensor) -> SegmentBucket:
     in_place = bool((lengths_N == longest).all()) and bool((starts_N.diff() == longest).all())
     slots_K = filled_NM.flatten().nonzero().squeeze(1)
     return SegmentBucket(
-        gather_NM, slots_K, gather_NM[filled_NM], int(starts_N[0]) if in_place else None
+        gather_NM, slots_K, gather_NM[filled_NM], start=int(starts_N[0]) if in_place else None
     )
 
 
@@ -361,8 +361,12 @@ def attend(
     if query_THD.device.type == "cpu":
         return _CPUAttention.apply(query_THD, key_TGD, value_TGD, packing, window).flatten(1)
     if flash_takes(query_THD.shape[2], query_THD.dtype.itemsize):
-        return flash_over_segments(query_THD, key_TGD, value_TGD, packing, window).flatten(1)
-    return composed_attention(query_THD, key_TGD, value_TGD, packing.buckets, window).flatten(1)
+        return flash_over_segments(
+            query_THD, key_TGD, value_TGD, packing=packing, window=window
+        ).flatten(1)
+    return composed_attention(
+        query_THD, key_TGD, value_TGD, buckets=packing.buckets, window=window
+    ).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -395,7 +399,7 @@ def _blocks(query_NHMD: Tensor, window: int | None) -> list[_Block]:
         return [_Block(slice(None), slice(None), None)]
     most = min(M, _WINDOW_ROWS)
     before = window - 1
-    hidden = _hidden(most, before, window, query_NHMD)
+    hidden = _hidden(most, before, window, like=query_NHMD)
     blocks = []
     for start in range(0, M, most):
         first, stop = max(0, start - before), min(M, start + most)
@@ -491,7 +495,9 @@ class _CPUAttention(torch.autograd.Function):
             out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
             saved = []
         else:
-            out_THD, saved = _dense(ctx.short, window, query_THD, key_TGD, value_TGD)
+            out_THD, saved = _dense(
+                ctx.short, window, query_THD, key_TGD=key_TGD, value_TGD=value_TGD
+            )
         ctx.short_keeps = len(saved)
         for bucket in ctx.long:
             out, bucket_tensors = _flash(
@@ -617,7 +623,7 @@ def _dense(
     for query_BLD, key_BMD, value_BMD, out_BLD in short.by_bucket(*laid_out, out):
         B, L, D = query_BLD.shape
         M = key_BMD.shape[1]
-        hidden_LM = _hidden(M, 0, window, query_BLD).repeat(L // M, 1)
+        hidden_LM = _hidden(M, 0, window, like=query_BLD).repeat(L // M, 1)
         probs_BLM = query_BLD.new_empty(B, L, M)
         for probs_, query, key, value, out_ in _chunks(
             probs_BLM, query_BLD, key_BMD, value_BMD, out_BLD

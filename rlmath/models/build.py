@@ -57,7 +57,7 @@ def build_actor(
 
     A decaying learning rate ends after `total_updates` optimizer steps."""
     chunks, wrapped, optimizer = _trained_chunks(
-        config, shape, mesh, device, config.optimizer, config.lora
+        config, shape, mesh, device=device, optimizer=config.optimizer, lora=config.lora
     )
     learner = GrpoLearner(
         _as_the_engine(
@@ -79,7 +79,7 @@ def build_sft_actor(
 
     Its distribution is the model's own, at temperature 1 and without a mask."""
     chunks, wrapped, optimizer = _trained_chunks(
-        config, shape, mesh, device, config.optimizer, config.lora
+        config, shape, mesh, device=device, optimizer=config.optimizer, lora=config.lora
     )
     forward_backward = ForwardBackward(wrapped, mesh, device, shape.vocab_size)
     scheduler = build_scheduler(config.optimizer, optimizer, total_updates)
@@ -208,9 +208,11 @@ def _frozen_chunks(
     """This rank's chunks of a model that is only read, with the weights of `path`.
 
     The setting `option` names the path."""
-    megatron = transformer_config(shape, mesh, device, config.parallel, Recompute())
-    chunks = build_chunks(shape, mesh, device, megatron)
-    load_hf_weights(chunks, path, shape, mesh, option)
+    megatron = transformer_config(
+        shape, mesh, device, parallel=config.parallel, recompute=Recompute()
+    )
+    chunks = build_chunks(shape, mesh, device, config=megatron)
+    load_hf_weights(chunks, path, shape, mesh=mesh, option=option)
     for chunk in chunks:
         chunk.requires_grad_(False).eval()
     return chunks
@@ -234,14 +236,23 @@ def _trained_chunks(
     recompute = Recompute(
         policy.recompute_granularity, policy.recompute_method, policy.recompute_num_layers
     )
-    megatron = transformer_config(shape, mesh, device, config.parallel, recompute)
-    chunks = build_chunks(shape, mesh, device, megatron, separate_norms=lora.rank > 0)
-    load_hf_weights(chunks, path, shape, mesh, option)
+    megatron = transformer_config(
+        shape, mesh, device, parallel=config.parallel, recompute=recompute
+    )
+    chunks = build_chunks(shape, mesh, device, config=megatron, separate_norms=lora.rank > 0)
+    load_hf_weights(chunks, path, shape, mesh=mesh, option=option)
     if lora.rank:
-        add_adapters(chunks, shape, mesh, device, lora, config.run.seed)
+        add_adapters(chunks, shape, mesh, device=device, lora=lora, seed=config.run.seed)
     if lora.rank and config.model.adapter_path is not None:
         rules = adapter_rules(shape.architecture, lora.rank, lora.target)
-        load_hf_weights(chunks, config.model.adapter_path, shape, mesh, "model.adapter_path", rules)
+        load_hf_weights(
+            chunks,
+            config.model.adapter_path,
+            shape,
+            mesh=mesh,
+            option="model.adapter_path",
+            rules=rules,
+        )
     overlap = optimizer.overlap_grad_reduce
     if overlap is None:
         overlap = device.kind == "cuda"

@@ -204,13 +204,17 @@ class ForwardBackward:
         token_ids = batch.token_ids_T
         positions = batch.position_ids_T
         if self.mesh.context == 1:
-            packing = pack_sequences(batch.cu_seqlens_S1, batch.max_seqlen, positions, self._rotary)
+            packing = pack_sequences(
+                batch.cu_seqlens_S1, batch.max_seqlen, positions, rotary=self._rotary
+            )
             return token_ids, positions, packing
         split = self._split(batch)
         token_ids, positions = (
             split.share(values, self.mesh.context_rank) for values in (token_ids, positions)
         )
-        packing = pack_sequences(split.cu_seqlens_S1, split.max_seqlen, positions, self._rotary)
+        packing = pack_sequences(
+            split.cu_seqlens_S1, split.max_seqlen, positions, rotary=self._rotary
+        )
         # Padding of a segment counts as tokens: behind its end, it changes nothing for those
         # before.
         packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = split.cu_seqlens_S1
@@ -277,7 +281,9 @@ class ForwardBackward:
         if self.mesh.context == 1:
             return shift_to_tokens(of_next, tokens, index)
         group = parallel_state.get_context_parallel_group()
-        return gather_and_shift(of_next, self._split(batch), tokens, index, group)
+        return gather_and_shift(
+            of_next, self._split(batch), tokens, completion_index_T=index, group=group
+        )
 
     @torch.no_grad()
     def logprobs(

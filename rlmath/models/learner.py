@@ -150,7 +150,15 @@ class Learner:
             self.updates += 1
         self.forward_backward.zero_grad()
         self.optimizer.zero_grad()
-        return MinibatchResult(sums, maxima, grad_norm, lr, reason, scale, overflowed)
+        return MinibatchResult(
+            sums,
+            maxima,
+            grad_norm,
+            learning_rate=lr,
+            discarded=reason,
+            loss_scale=scale,
+            overflowed=overflowed,
+        )
 
     def _reduce(
         self,
@@ -225,7 +233,7 @@ class GrpoLearner(Learner):
         on_logits = partial(self._loss, old, reference, on_policy, teacher=teacher)
         metrics = self.forward_backward.run(batches, on_logits, forward_only=False)
         rule = partial(discard_reason, bounds=self.bounds)
-        return self._optimizer_step(metrics, rule, GRPO_SUMS, GRPO_MAXIMA)
+        return self._optimizer_step(metrics, rule, GRPO_SUMS, max_names=GRPO_MAXIMA)
 
     def _loss(
         self,
@@ -249,7 +257,9 @@ class GrpoLearner(Learner):
         approximate_T = proximal_T
         if batch.lag_T is not None:
             since = self.updates - self.step_version
-            approximate_T = interpolated_proximal(logprobs_T, behaviour_T, batch.lag_T, since)
+            approximate_T = interpolated_proximal(
+                logprobs_T, behaviour_T, batch.lag_T, updates=since
+            )
             proximal_T = approximate_T if old is None else proximal_T
         tokens = TokenInputs(
             logprobs_T=logprobs_T,

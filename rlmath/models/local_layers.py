@@ -163,13 +163,18 @@ class Rotate(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        return _rotated(query, cos, sin, 1), _rotated(key, cos, sin, 1)
+        return _rotated(query, cos, sin, sign=1), _rotated(key, cos, sin, sign=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grad_query, cos, sin, -1), _rotated(grad_key, cos, sin, -1), None, None
+        return (
+            _rotated(grad_query, cos, sin, sign=-1),
+            _rotated(grad_key, cos, sin, sign=-1),
+            None,
+            None,
+        )
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:

@@ -134,7 +134,11 @@ def vocab_parallel_logprobs(
             token - start for token in masked_tokens if start <= token < start + columns
         )
         return _Shard(
-            temperature, start, columns, masked_T if masked_columns else None, masked_columns
+            temperature,
+            start,
+            columns,
+            masked_T=masked_T if masked_columns else None,
+            masked_columns=masked_columns,
         )
 
     shard = shard_of(vocab_size)
@@ -296,7 +300,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         # is refused.
         grad_TV = logits_TV.detach()
         _overwrite_with_gradient(
-            grad_TV, _RowSums(*sums), ctx.shard, grad_logprobs_T, grad_entropy_T
+            grad_TV,
+            _RowSums(*sums),
+            ctx.shard,
+            grad_logprobs_T=grad_logprobs_T,
+            grad_entropy_T=grad_entropy_T,
         )
         return grad_TV, None, None, None
 
@@ -405,7 +413,7 @@ def _local_sums(logits_TV: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
     scratch = shard.scratch(logits_TV)
     for rows in shard.chunks(logits_TV):
         neg_max_T[rows] = shard.neg_max(logits_TV, rows, scratch[0])
-        bits_RV = shard.shifted_logits(logits_TV, rows, neg_max_T, scratch[0])
+        bits_RV = shard.shifted_logits(logits_TV, rows, neg_max_T, out_RV=scratch[0])
         shard.mask(bits_RV, rows, MASKED_LOGIT)
         weight_RV = torch.exp2(bits_RV, out=scratch[1][: bits_RV.shape[0]])
         torch.sum(weight_RV, -1, out=sums_3T[0, rows])
@@ -452,7 +460,7 @@ def _write_gradient(
         # Of a GPU the host would have to wait for the answer.
         if idle_T.device.type == "cpu" and bool(idle_T[rows].all()):
             continue
-        bits_RV = shard.shifted_logits(grad_TV, rows, neg_max_T, scratch[0])
+        bits_RV = shard.shifted_logits(grad_TV, rows, neg_max_T, out_RV=scratch[0])
         out_RV = grad_TV[rows, : shard.columns]
         if slope_T is None:
             torch.mul(bits_RV.exp2_(), offset_T[rows, None], out=out_RV)
@@ -520,7 +528,9 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
         grad_TV = logits_TV.detach()
         teacher = TeacherRows(hidden_TH, head_VH, ctx.vocab_size)
         if grad_kl_T is None:
-            _overwrite_with_gradient(grad_TV, sums, shard, grad_logprobs_T, grad_entropy_T)
+            _overwrite_with_gradient(
+                grad_TV, sums, shard, grad_logprobs_T=grad_logprobs_T, grad_entropy_T=grad_entropy_T
+            )
             return grad_TV, None, None, None, None, None
         # A rank without a token that both know has other real columns, or none.
         for rows in both.rows_of(logits_TV, TEACHER_BLOCK_BYTES) or [slice(0, logits_TV.shape[0])]:
@@ -586,7 +596,9 @@ def _add_block_sums(
     """Write what a block has in this shard alone.
 
     That is both models' maxima and masses, and the sum of 2^b (b - c)."""
-    student_RV, teacher_RV = _block(logits_TV, both, rows, teacher, neg_max_2T, find_max=True)
+    student_RV, teacher_RV = _block(
+        logits_TV, both, rows, teacher=teacher, neg_max_2T=neg_max_2T, find_max=True
+    )
     weight_RV = student_RV.exp2()
     torch.sum(weight_RV, -1, out=sums_3T[0, rows])
     torch.sum(weight_RV.mul_(student_RV.sub_(teacher_RV)), -1, out=sums_3T[2, rows])
@@ -612,7 +624,7 @@ def _block(
         bits_RV = torch.empty(every.stop, both.columns, dtype=torch.float32, device=raw_RV.device)
         if find_max:
             neg_max_2T[model, rows] = shard.neg_max(raw_RV, every, bits_RV)
-        shard.shifted_logits(raw_RV, every, neg_max_2T[model, rows], bits_RV)
+        shard.shifted_logits(raw_RV, every, neg_max_2T[model, rows], out_RV=bits_RV)
         shard.mask(bits_RV, every, MASKED_LOGIT)
         shifted.append(bits_RV)
     return shifted
@@ -632,7 +644,9 @@ def _teacher_kl_gradient(
 
     It is multiplied by the incoming gradient, float32. A row whose incoming gradient is 0 gets
     exactly 0."""
-    student_RV, teacher_RV = _block(logits_TV, both, rows, teacher, neg_max_2T, find_max=False)
+    student_RV, teacher_RV = _block(
+        logits_TV, both, rows, teacher=teacher, neg_max_2T=neg_max_2T, find_max=False
+    )
     log_mass_2R = mass_2T[:, rows].log()
     weight_RV = torch.sub(student_RV, teacher_RV, out=teacher_RV).mul_(LN2)
     weight_RV.add_((log_mass_2R[1] - log_mass_2R[0] - kl_T[rows])[:, None])

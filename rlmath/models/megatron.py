@@ -287,7 +287,9 @@ def build_chunks(
 ) -> list[GPTModel]:
     """This rank's model chunks in the order of their layers, on its device, weights undefined."""
     return [
-        _build_chunk(shape, mesh, device, config, number, separate_norms)
+        _build_chunk(
+            shape, mesh, device, config=config, number=number, separate_norms=separate_norms
+        )
         for number in range(mesh.virtual_pipeline)
     ]
 

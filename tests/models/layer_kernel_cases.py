@@ -320,7 +320,7 @@ def operations(kernels: None, monkeypatch: pytest.MonkeyPatch) -> Operations:
     return found
 
 
-def draw_weights(chunks: Any, *unused: Any) -> None:
+def draw_weights(chunks: Any, *unused: Any, **unused_options: Any) -> None:
     draw = torch.Generator().manual_seed(1)
     for parameter in chunks[0].parameters():
         parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=draw))
@@ -363,10 +363,10 @@ def learn(
     learner = build_actor(config, shape, mesh, device, 10, (0,)).learner
     step = learner._optimizer_step
 
-    def optimizer_step(*given: Any) -> Any:
+    def optimizer_step(*arguments: Any, **named: Any) -> Any:
         if count is not None:
             count.where = "optimizer"
-        return step(*given)
+        return step(*arguments, **named)
 
     learner._optimizer_step = optimizer_step
     draw = torch.Generator().manual_seed(2)

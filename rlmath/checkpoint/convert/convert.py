@@ -118,7 +118,7 @@ def hf_to_megatron(
         writer = StateWriter(state)
         for stored in stored_tensors(shape, tensor):
             placed = stored.placed
-            rows = _rows(reader, stored, shape, tensor, dtype)
+            rows = _rows(reader, stored, shape, tensor=tensor, dtype=dtype)
             stage = 0 if placed.rule.owner == "first" else pipeline - 1
             if placed.layer is not None:
                 stage = placed.layer * pipeline // shape.num_layers
@@ -165,14 +165,14 @@ def megatron_to_hf(
     if run is None and base is not None:
         raise ValueError(f"{state} has no adapters (LoRA) to merge into {base}. Leave --base out.")
     if run is not None:
-        base = base_model(reader, run, shape, base)
+        base = base_model(reader, run, shape, given=base)
     formats = dtype if isinstance(dtype, TensorFormats) else None
     chosen = dtype if isinstance(dtype, torch.dtype) else None
-    places, stored_dtype, written_dtype = _found_in(reader, shape, run, chosen)
+    places, stored_dtype, written_dtype = _found_in(reader, shape, run, dtype=chosen)
     tensors = _tensors(reader, places, shape)
     if run is not None:
         assert base is not None
-        tensors = merged_tensors(dict(tensors), run, shape, base, stored_dtype)
+        tensors = merged_tensors(dict(tensors), run, shape, base=base, dtype=stored_dtype)
     finite = ((name, _finite(name, weight, written_dtype, state)) for name, weight in tensors)
     formats = formats or as_formats(written_dtype)
     return _write_hf(
@@ -190,7 +190,7 @@ def begun_model_to_hf(
     reader = HFReader(run.model.adapter_path or "", ADAPTER_FILE)
     rules = adapter_rules(shape.architecture, run.lora.rank, run.lora.target)
     adapters = {name: reader.tensor(name).to(dtype) for name in hf_tensors(shape, rules)}
-    tensors = merged_tensors(adapters, run, shape, base, dtype)
+    tensors = merged_tensors(adapters, run, shape, base=base, dtype=dtype)
     metadata = read_metadata_files(base)
     formats = as_formats(dtype)
     return _write_hf(
@@ -244,7 +244,9 @@ def adapters_to_hf(
     }
     size = sum(weight.nbytes for weight in tensors.values())
     with _fresh_folder(output, size) as folder:
-        write_files(folder, adapter_files(tensors, run.lora, shape, run.model.path) | dict(card))
+        write_files(
+            folder, adapter_files(tensors, run.lora, shape, base=run.model.path) | dict(card)
+        )
     return Converted(len(tensors), size, dtype)
 
 

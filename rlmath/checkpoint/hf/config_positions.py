@@ -132,7 +132,9 @@ def _llama3(fields: Fields, rope: dict[str, Any]) -> Llama3Scaling:
             f'"high_freq_factor" is {high_factor}; needed: more than "low_freq_factor", '
             f"{low_factor}"
         )
-    return Llama3Scaling(factor, low_factor, high_factor, _original_positions(fields))
+    return Llama3Scaling(
+        factor, low_factor, high_factor, original_max_positions=_original_positions(fields)
+    )
 
 
 def _yarn(fields: Fields, rope: dict[str, Any]) -> YarnScaling:
@@ -160,7 +162,14 @@ def _yarn(fields: Fields, rope: dict[str, Any]) -> YarnScaling:
     if theta <= 1 and not fields.problems:
         fields.note(f'"rope_theta" is {theta}; YaRN needs more than 1')
     truncate = fields.flag("truncate", rope, default=True)
-    return YarnScaling(factor, beta_fast, beta_slow, original, magnitude, truncate)
+    return YarnScaling(
+        factor,
+        beta_fast,
+        beta_slow,
+        original_max_positions=original,
+        attention_factor=magnitude,
+        truncate=truncate,
+    )
 
 
 def _yarn_magnitude(factor: float, scale: float) -> float:

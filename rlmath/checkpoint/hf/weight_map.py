@@ -82,7 +82,7 @@ def _of_decoder(
         tuple(f"decoder.layers.{{m}}.{name}" for name in megatron.split()),
         tuple(f"model.layers.{{n}}.{name}" for name in hf.split()),
         cast(tuple[Size, ...], tuple(sizes.split())),
-        "expert" if "{x}" in megatron else "layer",
+        owner="expert" if "{x}" in megatron else "layer",
         split_axis=split_axis,
         form=form,
     )
@@ -92,18 +92,18 @@ _EMBEDDING = Rule(
     ("embedding.word_embeddings.weight",),
     ("model.embed_tokens.weight",),
     ("vocab", "hidden"),
-    "first",
+    owner="first",
     split_axis=0,
     form="vocab",
 )
 _HEAD = (
-    Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), ("hidden",), "last"),
+    Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), ("hidden",), owner="last"),
     replace(_EMBEDDING, megatron=("output_layer.weight",), hf=("lm_head.weight",), owner="last"),
 )
 _VALUE_HEAD = (
     _HEAD[0],
-    Rule(("output_layer.weight",), ("score.weight",), ("one", "hidden"), "last"),
-    Rule(("output_layer.bias",), ("score.bias",), ("one",), "last"),
+    Rule(("output_layer.weight",), ("score.weight",), ("one", "hidden"), owner="last"),
+    Rule(("output_layer.bias",), ("score.bias",), ("one",), owner="last"),
 )
 """The value head in place of `_HEAD`: one number for each token.
 
@@ -119,17 +119,19 @@ _ATTENTION = (
         "self_attention.linear_qkv.weight",
         "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight",
         "group heads_per_group_and_2 head hidden",
-        0,
-        "qkv",
+        split_axis=0,
+        form="qkv",
     ),
-    _of_decoder("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden query", 1),
+    _of_decoder(
+        "self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden query", split_axis=1
+    ),
 )
 _QKV_BIAS = _of_decoder(
     "self_attention.linear_qkv.bias",
     "self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias",
     "group heads_per_group_and_2 head",
-    0,
-    "qkv",
+    split_axis=0,
+    form="qkv",
 )
 _QK_NORM = (
     _of_decoder("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head"),
@@ -146,10 +148,10 @@ _GATED_MLP = (
         "mlp.linear_fc1.weight",
         "mlp.gate_proj.weight mlp.up_proj.weight",
         "two ffn hidden",
-        1,
-        "gate_up",
+        split_axis=1,
+        form="gate_up",
     ),
-    _of_decoder("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden ffn", 1),
+    _of_decoder("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden ffn", split_axis=1),
 )
 _EXPERTS = (
     _MLP_NORM,
@@ -158,14 +160,14 @@ _EXPERTS = (
         "mlp.experts.local_experts.{x}.linear_fc1.weight mlp.experts.linear_fc1.weight{x}",
         "mlp.experts.{e}.gate_proj.weight mlp.experts.{e}.up_proj.weight",
         "two ffn hidden",
-        1,
-        "gate_up",
+        split_axis=1,
+        form="gate_up",
     ),
     _of_decoder(
         "mlp.experts.local_experts.{x}.linear_fc2.weight mlp.experts.linear_fc2.weight{x}",
         "mlp.experts.{e}.down_proj.weight",
         "hidden ffn",
-        1,
+        split_axis=1,
     ),
 )
 

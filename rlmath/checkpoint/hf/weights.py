@@ -180,10 +180,14 @@ def load_hf_weights(
             if not weight_map.is_value_head(placed.rule) or reader.files.keys() >= {
                 *placed.hf_names
             }:
-                problems += _fill(local_parameter(chunks, placed), reader, placed, shape, mesh)
+                problems += _fill(
+                    local_parameter(chunks, placed), reader, placed, shape=shape, mesh=mesh
+                )
         if rules is None and shape.tied_embeddings and mesh.is_last_stage and mesh.pipeline > 1:
             embedding = next(iter(placed_tensors(shape)))
-            problems += _fill(chunks[-1].output_layer.weight, reader, embedding, shape, mesh)
+            problems += _fill(
+                chunks[-1].output_layer.weight, reader, embedding, shape=shape, mesh=mesh
+            )
         unknown_names = (
             unexpected_tensors(shape, reader.files) if rules is None and mesh.rank == 0 else []
         )
@@ -507,7 +511,9 @@ class SafetensorsWriter:
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
         """Append one tensor as `dtype` (float32, bfloat16 or float16); it may be on any device."""
-        if self._open is None or not self._open.has_room(name, tensor, dtype, self._shard_bytes):
+        if self._open is None or not self._open.has_room(
+            name, tensor, dtype, most=self._shard_bytes
+        ):
             self._close_file()
             self._open = _File(self._folder / f"part-{len(self._files)}")
             self._files.append([])
