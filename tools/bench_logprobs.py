@@ -218,8 +218,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.measure:
-        *names, tokens, repeats = options.measure
-        print(json.dumps(measure(*names, int(tokens), int(repeats))))
+        way, gradients, device, tokens, repeats = options.measure
+        figures = measure(way, gradients, device, tokens=int(tokens), repeats=int(repeats))
+        print(json.dumps(figures))
         return
     sizes = (8192, 20480) if options.device == "cuda" else (1024, 3072)
     if options.quick:

@@ -306,17 +306,29 @@ def bench(
     case: Case, files: tuple[Path, Path], place: Path, python: Path, given: argparse.Namespace
 ) -> None:
     """Both sides of a case, in turns, as long as a further round fits."""
+    model, data = files
     began = time.monotonic()
     until = began + given.seconds
 
     def ours_by(setting: str) -> Measured:
         return run_ours(
-            place, *files, case, case.ours[setting], min(given.limit, until - time.monotonic())
+            place,
+            model,
+            data,
+            case=case,
+            overrides=case.ours[setting],
+            limit=min(given.limit, until - time.monotonic()),
         )
 
     def theirs_by(size: int) -> Measured:
         return run_theirs(
-            place, python, *files, case, size, min(given.limit, until - time.monotonic())
+            place,
+            python,
+            model,
+            data=data,
+            case=case,
+            micro_batch=size,
+            limit=min(given.limit, until - time.monotonic()),
         )
 
     our_runs = {key: [ours_by(key)] for key in case.ours}
@@ -353,17 +365,48 @@ def report(
     def median(runs: Sequence[Measured], name: str) -> float:
         return statistics.median(value for run in runs for value in getattr(run, name))
 
-    pair = median(ours, "step_seconds"), median(theirs, "step_seconds")
-    line(title, "step_seconds", "s", *pair, pair[1] / pair[0])
+    our_seconds = median(ours, "step_seconds")
+    their_seconds = median(theirs, "step_seconds")
+    line(
+        title,
+        "step_seconds",
+        "s",
+        ours=our_seconds,
+        theirs=their_seconds,
+        ratio=their_seconds / our_seconds,
+    )
     reached = [run.mfu for run in ours if run.mfu is not None]
     print_figure(
         "peer", title, "mfu of the update", value=statistics.median(reached), unit="of the ceiling"
     )
-    pair = median(ours, "generate_seconds"), median(theirs, "generate_seconds")
-    line(title, "generate_seconds", "s", *pair, pair[1] / pair[0])
-    pair = median(ours, "completion_tokens"), median(theirs, "completion_tokens")
-    line(title, "completion_tokens_of_a_step", "tokens", *pair, pair[0] / pair[1])
-    line(title, "mean_length", "tokens", *(n / completions for n in pair), pair[0] / pair[1])
+    our_generate_seconds = median(ours, "generate_seconds")
+    their_generate_seconds = median(theirs, "generate_seconds")
+    line(
+        title,
+        "generate_seconds",
+        "s",
+        ours=our_generate_seconds,
+        theirs=their_generate_seconds,
+        ratio=their_generate_seconds / our_generate_seconds,
+    )
+    our_tokens = median(ours, "completion_tokens")
+    their_tokens = median(theirs, "completion_tokens")
+    line(
+        title,
+        "completion_tokens_of_a_step",
+        "tokens",
+        ours=our_tokens,
+        theirs=their_tokens,
+        ratio=our_tokens / their_tokens,
+    )
+    line(
+        title,
+        "mean_length",
+        "tokens",
+        ours=our_tokens / completions,
+        theirs=their_tokens / completions,
+        ratio=our_tokens / their_tokens,
+    )
     rates = [
         statistics.median(
             n / s

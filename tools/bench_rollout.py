@@ -256,10 +256,10 @@ def bench(work: Work, repeats: int) -> None:
         for repeat in range(repeats):
             turns = [
                 ("ours", "ours", (True, True)),
-                *(("plain", *variant) for variant in VARIANTS.items()),
+                *(("plain", name, variant) for name, variant in VARIANTS.items()),
             ]
-            for side, name, variant in turns if repeat % 2 else reversed(turns):
-                seconds_by_name[name].append(sides[side].sample(repeat, *variant))
+            for side, name, (seeds, logprobs) in turns if repeat % 2 else reversed(turns):
+                seconds_by_name[name].append(sides[side].sample(repeat, seeds, logprobs))
     finally:
         for side in sides.values():
             side.close()

@@ -517,13 +517,18 @@ def lost_too_much(outcomes: list[Outcome]) -> list[str]:
 
 def run_differences(undisturbed: Path, disturbed: Path) -> list[str]:
     """The first differences between the metrics, the validations and the models of two runs."""
-    rows = [[json.loads(line) for line in metric_lines(run)] for run in (undisturbed, disturbed)]
-    texts = differences(*rows)
-    validations = [
+    undisturbed_rows, disturbed_rows = (
+        [json.loads(line) for line in metric_lines(run)] for run in (undisturbed, disturbed)
+    )
+    texts = differences(undisturbed_rows, disturbed_rows)
+    undisturbed_validations, disturbed_validations = (
         [json.loads(line) for line in metric_lines(run, VALIDATION_FILE)]
         for run in (undisturbed, disturbed)
+    )
+    texts += [
+        f"{VALIDATION_FILE}: {difference}"
+        for difference in row_differences(undisturbed_validations, disturbed_validations)
     ]
-    texts += [f"{VALIDATION_FILE}: {difference}" for difference in row_differences(*validations)]
     return texts + model_differences(undisturbed / EXPORT_FOLDER, disturbed / EXPORT_FOLDER)
 
 

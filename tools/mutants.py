@@ -160,12 +160,13 @@ def nodes_below(
         is_statement = isinstance(child, ast.stmt)
         is_element = isinstance(node, WITH_NAMES) and isinstance(child, ast.expr)
         is_place = is_statement or is_element or child in getattr(node, "ifs", ())
-        context = (child if is_place else place, child if is_statement else statement)
+        child_place = child if is_place else place
+        child_statement = child if is_statement else statement
         if hasattr(child, "lineno") and not any(
             isinstance(part, NOT_TWICE) for part in ast.walk(child)
         ):
-            yield child, *context
-        yield from nodes_below(child, *context)
+            yield child, child_place, child_statement
+        yield from nodes_below(child, child_place, child_statement)
 
 
 def is_chain(node: ast.AST) -> bool:

@@ -197,12 +197,15 @@ def _same_answer(
         or not names_agree(interpreted_gold.name, interpreted_answer.name)
     ):
         return False
-    exprs = interpreted_gold.scalar.expr, interpreted_answer.scalar.expr
+    gold_expr = interpreted_gold.scalar.expr
+    answer_expr = interpreted_answer.scalar.expr
     if interpreted_answer.family is not None and interpreted_answer.family[0] in ("R", "C"):
         declared = (*declared, *interpreted_answer.family[1])
-    if same_antiderivative(*exprs) or same_up_to_constants(*exprs, declared):
+    if same_antiderivative(gold_expr, answer_expr):
         return True
-    return same_up_to_renaming(*exprs, declared)
+    if same_up_to_constants(gold_expr, answer_expr, declared):
+        return True
+    return same_up_to_renaming(gold_expr, answer_expr, declared)
 
 
 def _without_working(text: str) -> str:

@@ -161,11 +161,11 @@ class Equivalence:
         One of them may leave out its set."""
         gold_angles = _angles(gold)
         answer_angles = _angles(answer)
-        return (
-            gold_angles is not None
-            and answer_angles is not None
-            and same_progressions(*gold_angles, *answer_angles)
-        )
+        if gold_angles is None or answer_angles is None:
+            return False
+        gold_exprs, gold_letter = gold_angles
+        answer_exprs, answer_letter = answer_angles
+        return same_progressions(gold_exprs, gold_letter, answer_exprs, other=answer_letter)
 
     def _same_relation(self, gold: Interpretations, answer: Interpretations) -> bool:
         """Whether two equations, or several of each, say the same."""
@@ -230,11 +230,11 @@ class Equivalence:
         is_large = size is None or not abs(to_mp(size.value)) <= 1
         if is_large and self._same_expr(gold.expr, answer.expr):
             return True
-        sides = [
+        gold_share, answer_share = (
             side.expr if side.unit is None else Call("percent", (side.expr,))
             for side in (gold, answer)
-        ]
-        return not (is_large and is_bare) and self._same_expr(*sides)
+        )
+        return not (is_large and is_bare) and self._same_expr(gold_share, answer_share)
 
     def _same_expr(self, gold: Expr, answer: Expr) -> bool:
         """Whether two expressions are the same; with the protocol also a factor of 100 off."""
@@ -307,7 +307,10 @@ class Equivalence:
             return all_match
         # A solution that only the longer list repeats counts once.
         shorter = min(gold_members, answer_members, key=len)
-        return not any(self._same_member(*pair) for pair in combinations(shorter, 2))
+        return not any(
+            self._same_member(member, other_member)
+            for member, other_member in combinations(shorter, 2)
+        )
 
     def _same_member(self, one: Interpretations, other: Interpretations) -> bool:
         """Members are compared as they are: {1} inside a set is not 1."""
@@ -322,8 +325,11 @@ class Equivalence:
 
 def _same_line(gold: Interpretations, answer: Interpretations) -> bool:
     """Whether two points with one parameter each are the same points together."""
-    exprs = [plain_exprs(point.row or ()) for point in (gold, answer)]
-    return len(exprs[0]) == len(exprs[1]) > 1 and same_line(*exprs, of_reals=gold.line)
+    gold_exprs = plain_exprs(gold.row or ())
+    answer_exprs = plain_exprs(answer.row or ())
+    if not len(gold_exprs) == len(answer_exprs) > 1:
+        return False
+    return same_line(gold_exprs, answer_exprs, of_reals=gold.line)
 
 
 def _solved_to_zero(difference: Expr) -> tuple[str, Expr] | None:

@@ -131,12 +131,14 @@ def write_capture(output_dir: Path, capture: Capture, since: float = math.inf) -
         partial.mkdir(parents=True)
     except FileExistsError:
         return None
-    rows = zip(capture.groups, capture.chosen, strict=True)
     try:
         files = {
             CONFIG_FILE: capture.settings_yaml.encode(),
             TOKENS_FILE: _tokens_of(capture.groups),
-            GROUPS_FILE: "".join(f"{json.dumps(_group_row(*row))}\n" for row in rows).encode(),
+            GROUPS_FILE: "".join(
+                f"{json.dumps(_group_row(group, samples))}\n"
+                for group, samples in zip(capture.groups, capture.chosen, strict=True)
+            ).encode(),
         }
         header = _header(capture) | {"digests": {name: _digest(files[name]) for name in _DIGESTED}}
         files[CAPTURE_FILE] = f"{json.dumps(header, indent=1)}\n".encode()

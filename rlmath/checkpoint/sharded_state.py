@@ -154,12 +154,12 @@ def rectangles(
             yield (first_row, *offset), (1, *size)
     else:
         next_row = -(-start // row_size) * row_size
-        for part in (
+        for part_start, part_stop in (
             (start, next_row),
             (next_row, last_row * row_size),
             (last_row * row_size, stop),
         ):
-            yield from rectangles(shape, *part)
+            yield from rectangles(shape, part_start, part_stop)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,14 @@ def to_megatron(given: argparse.Namespace) -> Converted:
         hf_to_megatron,
     )  # torch, when nothing is wrong
 
-    return hf_to_megatron(source, shape, given.output, *sizes, DTYPES[given.dtype])
+    return hf_to_megatron(
+        source,
+        shape,
+        given.output,
+        tensor=given.tensor_parallel,
+        pipeline=given.pipeline_parallel,
+        dtype=DTYPES[given.dtype],
+    )
 
 
 def to_hf(given: argparse.Namespace) -> Converted:

@@ -38,7 +38,10 @@ class Share:
 
 def shares_of(counts: Sequence[int], weights: Sequence[float]) -> tuple[Share, ...]:
     """One share for each file; without weights all prompts come once."""
-    return tuple(Share(*pair) for pair in zip(counts, weights or [1.0] * len(counts), strict=True))
+    return tuple(
+        Share(n_prompts, weight)
+        for n_prompts, weight in zip(counts, weights or [1.0] * len(counts), strict=True)
+    )
 
 
 def shuffled_range(n: int, name: str) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ def peak_flops(shape: ModelShape, mesh: Mesh, device: Device) -> float | None:
         (shape.hidden_size, min(MAX_COLUMNS, shape.vocab_size // mesh.tensor)),
     }
     dist.barrier()
-    fastest = max(_measured_flops(*size) for size in sorted(sizes))
+    fastest = max(_measured_flops(inner, columns) for inner, columns in sorted(sizes))
     return reduce_over_ranks({"flops": fastest}, {})[0]["flops"]
 
 

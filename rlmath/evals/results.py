@@ -136,7 +136,8 @@ def _pass_and_majority(
         shares[name] = fmean(pass_at_k(n, problem.right, k) for problem in problems)
     votes = [_votes(row) for row in rows]
     for k in useful_k(n)[1:]:
-        shares[f"maj@{k}"] = sum(majority_at_k(*vote, k) for vote in votes) / len(problems)
+        majorities = (majority_at_k(problem_votes, blank, k) for problem_votes, blank in votes)
+        shares[f"maj@{k}"] = sum(majorities) / len(problems)
     return shares
 
 

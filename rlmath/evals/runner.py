@@ -152,8 +152,13 @@ def _plan_after_rendezvous(plan: Plan) -> tuple[Plan, dist.Store | None]:
         hub_id = parse_hub_id(plan.model, "--model")
         earlier = str(read_settings(plan.output).get("about_model", ""))
         recorded = [parse_hub_id(earlier, "--model")] if is_hub_id(earlier) else []
-        limits = RunConfig.hub_timeout_seconds, RunConfig.start_timeout_seconds
-        pins = fetch_ids([hub_id], *limits, rendezvous=rendezvous, recorded=recorded)
+        pins = fetch_ids(
+            [hub_id],
+            seconds=RunConfig.hub_timeout_seconds,
+            start_seconds=RunConfig.start_timeout_seconds,
+            rendezvous=rendezvous,
+            recorded=recorded,
+        )
         plan = replace(plan, model=str(pins[hub_id]))
     return plan, None if rendezvous is None else rendezvous.group_store(COLLECTIVE_TIMEOUT_SECONDS)
 

@@ -343,8 +343,10 @@ class SelfAttention(megatron_attention.SelfAttention):
         heads = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
         angles = [table if self.rotates else table[..., :0] for table in (packing.cos, packing.sin)]
         norms = self.q_layernorm, self.k_layernorm
-        qkv = split_heads(projected.view(len(projected), *heads), bias, norms, angles)
-        return attend(*qkv, packing, self.window)[:, None]
+        query_THD, key_TGD, value_TGD = split_heads(
+            projected.view(len(projected), *heads), bias, norms, angles
+        )
+        return attend(query_THD, key_TGD, value_TGD, packing=packing, window=self.window)[:, None]
 
 
 def attend(
@@ -578,7 +580,7 @@ def _flash_backward(
     query, key, value, out, logsumexp = kept
     blocks = _blocks(query, window)
     if len(blocks) == 1 and blocks[0].hidden is None:
-        grads = _FLASH_BACKWARD(upstream_NHMD, *kept, 0.0, True)
+        grads = _FLASH_BACKWARD(upstream_NHMD, query, key, value, out, logsumexp, 0.0, True)
         return grads[0], _summed(grads[1], repeats), _summed(grads[2], repeats)
     grads = [torch.zeros_like(tensor) for tensor in (query, key, value)]
     for block in blocks:

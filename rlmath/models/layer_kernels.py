@@ -82,8 +82,9 @@ class AddNorm(Function):
         programs = min(rows, PROGRAMS)
         parts = x.new_empty(programs, len(w_H), dtype=torch.float32) if learns else None
         grad_total = None if grad_total is None else grad_total.contiguous()
-        arguments = grad.contiguous(), grad_total, x, w_H, grad_x, parts, rows
-        _add_norm_gradient[(programs,)](*arguments, **ctx.sizes)
+        _add_norm_gradient[(programs,)](
+            grad.contiguous(), grad_total, x, w_H, grad_x, parts, rows, **ctx.sizes
+        )
         return grad_x, grad_x if adds else None, _add_to_buffer(parts, w_H), None
 
 

@@ -319,14 +319,14 @@ def _row_sums(
     mine_T = (local_T >= 0) & (local_T < shard.columns)
     column_T1 = local_T.clamp(0, max(shard.columns - 1, 0))[:, None]
     if kernels := triton_kernels("logprob_kernels", logits_TV.device.type):
-        arguments = (
+        own_neg_max_T, sums_3T = kernels.shard_sums(
+            logits_TV,
             shard.columns,
             shard.temperature,
-            column_T1,
-            shard.masked_T,
-            shard.masked_columns,
+            column_T1=column_T1,
+            masked_T=shard.masked_T,
+            masked_columns=shard.masked_columns,
         )
-        own_neg_max_T, sums_3T = kernels.shard_sums(logits_TV, *arguments)
         unit_bits = shard.bits
     else:
         own_neg_max_T, sums_3T = _local_sums(logits_TV, shard)
@@ -365,14 +365,16 @@ def _overwrite_with_gradient(
     are all 0 gets exactly 0, whatever its logits hold.
     """
     if kernels := triton_kernels("logprob_kernels", grad_TV.device.type):
-        arguments = (
-            sums.tensors,
-            grad_logprobs_T,
-            grad_entropy_T,
-            shard.masked_T,
-            shard.masked_columns,
+        kernels.overwrite_with_gradient(
+            grad_TV,
+            shard.columns,
+            shard.temperature,
+            row_sums=sums.tensors,
+            grad_logprobs_T=grad_logprobs_T,
+            grad_entropy_T=grad_entropy_T,
+            masked_T=shard.masked_T,
+            masked_columns=shard.masked_columns,
         )
-        kernels.overwrite_with_gradient(grad_TV, shard.columns, shard.temperature, *arguments)
         return
     logprobs_T = sums.logprobs_T
     entropy_T = sums.entropy_T
@@ -546,11 +548,13 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
                     kl_T=kl_T,
                     grad_kl_T=grad_kl_T,
                 )
-            grads = (
-                None if grad_T is None else grad_T[rows]
-                for grad_T in (grad_logprobs_T, grad_entropy_T)
+            _overwrite_with_gradient(
+                grad_TV[rows],
+                sums.at(rows),
+                shard.at(rows),
+                grad_logprobs_T=None if grad_logprobs_T is None else grad_logprobs_T[rows],
+                grad_entropy_T=None if grad_entropy_T is None else grad_entropy_T[rows],
             )
-            _overwrite_with_gradient(grad_TV[rows], sums.at(rows), shard.at(rows), *grads)
             if kl_gradient_RV is not None:
                 grad_TV[rows, : both.columns] += kl_gradient_RV
             del kl_gradient_RV  # before the next one is made

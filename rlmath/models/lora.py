@@ -134,12 +134,15 @@ def add_adapters(
             if a.layer in held_layers(chunk):
                 (name,) = a.rule.megatron
                 path = name.format(m=held_layers(chunk).index(a.layer)).removesuffix(".adapter.A")
-                shapes = (shard_shape(tensor.rule, shape, mesh.tensor) for tensor in (a, b))
-                columns = a.rule.split_axis is not None
                 attach(
                     chunk.get_submodule(path),
                     Adapter(
-                        *shapes, lora.alpha / lora.rank, columns, chunk.config, device.torch_device
+                        shard_shape(a.rule, shape, mesh.tensor),
+                        shard_shape(b.rule, shape, mesh.tensor),
+                        lora.alpha / lora.rank,
+                        splits_columns=a.rule.split_axis is not None,
+                        config=chunk.config,
+                        device=device.torch_device,
                     ),
                 )
     for tensor in placed[::2]:

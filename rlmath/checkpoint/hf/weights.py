@@ -252,7 +252,10 @@ def held_layers(chunk: torch.nn.Module) -> list[int]:
 def local_parameter(chunks: Sequence[torch.nn.Module], placed: Placed) -> Tensor | None:
     """This rank's parameter for a placed tensor, None where other ranks own it."""
     owner = _local_owner(chunks, placed)
-    return None if owner is None else getattr(*owner)
+    if owner is None:
+        return None
+    module, name = owner
+    return getattr(module, name)
 
 
 def local_weight(chunks: Sequence[torch.nn.Module], placed: Placed) -> Tensor | None:
