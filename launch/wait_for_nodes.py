@@ -95,16 +95,16 @@ def is_mine(host: str) -> bool:
 
 
 def count_nodes(
-    store: dist.TCPStore, own: str, wanted: int, seconds: float, names: Sequence[str]
+    store: dist.TCPStore, first_node: str, n_nodes: int, seconds: float, names: Sequence[str]
 ) -> str:
     """Count the nodes, on the first one, until all are there or the time is over.
 
-    `own` is the first node's name. Returns which nodes are missing, "" where all are there."""
+    `first_node` is the first node's name. Returns which nodes are missing, "" where all are there."""
     values = RunStore(store, STORE_NAME)
     started = time.monotonic()
     next_log = FIRST_LOG_SECONDS
-    present = [own]
-    while len(present) < wanted:
+    present = [first_node]
+    while len(present) < n_nodes:
         present += [name for name in hosts_here(store, values) if name not in present]
         passed = time.monotonic() - started
         if passed >= seconds:
@@ -112,12 +112,12 @@ def count_nodes(
         if passed >= next_log:
             next_log *= 2
             print(
-                f"after {passed:.0f} s {missing_text(present, wanted, names)}",
+                f"after {passed:.0f} s {missing_text(present, n_nodes, names)}",
                 file=sys.stderr,
                 flush=True,
             )
         time.sleep(POLL_SECONDS)
-    error = missing_text(present, wanted, names) if len(present) < wanted else ""
+    error = missing_text(present, n_nodes, names) if len(present) < n_nodes else ""
     error = f"the nodes are not all there after {seconds:.0f} s: {error}" if error else ""
     readers = [f"left/{name}" for name in present[1:]]
     deadline = time.monotonic() + READ_SECONDS
@@ -136,7 +136,7 @@ def hosts_here(store: dist.Store, values: RunStore) -> list[str]:
     return [name for name in hosts if values.get(f"host/{name}") == name]
 
 
-def missing_text(here: Sequence[str], wanted: int, names: Sequence[str]) -> str:
+def missing_text(present: Sequence[str], n_nodes: int, names: Sequence[str]) -> str:
     """
     >>> missing_text(["a", "c"], 4, ["a", "b", "c", "d"])
     '2 of 4 nodes are here; missing: b, d'
@@ -145,29 +145,29 @@ def missing_text(here: Sequence[str], wanted: int, names: Sequence[str]) -> str:
     >>> missing_text(["a"], 2, [""])
     '1 of 2 nodes is here (a); --nodes would name the 1 that is missing'
     """
-    missing = [name for name in names if name and name not in here]
-    verb = "is" if len(here) == 1 else "are"
-    missing_count = wanted - len(here)
+    missing = [name for name in names if name and name not in present]
+    verb = "is" if len(present) == 1 else "are"
+    missing_count = n_nodes - len(present)
     if missing:
-        return f"{len(here)} of {wanted} nodes {verb} here; missing: {', '.join(missing)}"
-    text = f"{len(here)} of {wanted} nodes {verb} here ({', '.join(here)})"
+        return f"{len(present)} of {n_nodes} nodes {verb} here; missing: {', '.join(missing)}"
+    text = f"{len(present)} of {n_nodes} nodes {verb} here ({', '.join(present)})"
     return (
         f"{text}; --nodes would name the {missing_count} that "
         f"{'is' if missing_count == 1 else 'are'} missing"
     )
 
 
-def report_to(store: dist.TCPStore, own: str, seconds: float) -> str:
+def report_to(store: dist.TCPStore, node: str, seconds: float) -> str:
     """Runs on the other nodes; returns the first node's result."""
     values = RunStore(store, STORE_NAME)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        values.set(f"host/{own}", own)
+        values.set(f"host/{node}", node)
         if isinstance(error := values.get("end"), str):
-            values.set(f"left/{own}", own)
+            values.set(f"left/{node}", node)
             return error
         time.sleep(POLL_SECONDS)
-    return f"{own} got no answer from {store.host}:{store.port} within {seconds:.0f} s"
+    return f"{node} got no answer from {store.host}:{store.port} within {seconds:.0f} s"
 
 
 if __name__ == "__main__":

@@ -51,9 +51,9 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 class _Proxy(types.ModuleType):
     """A module that answers some names itself and hands all others to another module."""
 
-    def __init__(self, target: types.ModuleType, own: dict[str, Any]) -> None:
+    def __init__(self, target: types.ModuleType, replacements: dict[str, Any]) -> None:
         super().__init__(target.__name__)
-        self.__dict__.update(own)
+        self.__dict__.update(replacements)
         self.__dict__["_target"] = target
 
     def __getattr__(self, name: str) -> Any:

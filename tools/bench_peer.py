@@ -303,12 +303,12 @@ def run_theirs(
 
 
 def bench(
-    case: Case, files: tuple[Path, Path], place: Path, python: Path, given: argparse.Namespace
+    case: Case, files: tuple[Path, Path], place: Path, python: Path, options: argparse.Namespace
 ) -> None:
     """Both sides of a case, in turns, as long as a further round fits."""
     model, data = files
     began = time.monotonic()
-    until = began + given.seconds
+    until = began + options.seconds
 
     def ours_by(setting: str) -> Measured:
         return run_ours(
@@ -317,7 +317,7 @@ def bench(
             data,
             case=case,
             overrides=case.ours[setting],
-            limit=min(given.limit, until - time.monotonic()),
+            limit=min(options.limit, until - time.monotonic()),
         )
 
     def theirs_by(size: int) -> Measured:
@@ -328,7 +328,7 @@ def bench(
             data=data,
             case=case,
             micro_batch=size,
-            limit=min(given.limit, until - time.monotonic()),
+            limit=min(options.limit, until - time.monotonic()),
         )
 
     our_runs = {key: [ours_by(key)] for key in case.ours}
@@ -336,7 +336,7 @@ def bench(
     best = min(our_runs, key=lambda key: our_runs[key][0].seconds)
     best_of_theirs = min(their_runs, key=lambda size: their_runs[size][0].seconds)
     longest = time.monotonic() - began
-    for _ in range(given.rounds - 1):
+    for _ in range(options.rounds - 1):
         if time.monotonic() + longest > until:
             break
         our_runs[best].append(ours_by(best))
@@ -476,7 +476,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             case = case_of(name, options.device)
             files = prepare(Path(place), name, options.model, options.data)
-            bench(case, files, Path(place), python=python, given=options)
+            bench(case, files, Path(place), python=python, options=options)
     return 0
 
 

@@ -266,10 +266,10 @@ def bench(work: Work, repeats: int) -> None:
     report(title_of(work, sides["ours"].what), work.requests * work.new_tokens, seconds_by_name)
 
 
-def title_of(work: Work, what: dict[str, Any]) -> str:
+def title_of(work: Work, scheduling: dict[str, Any]) -> str:
     """What ours is may decide the figures."""
-    how = "asynchronously" if what["asynchronous"] else "step by step"
-    runner = "second" if what["second_runner"] else "first"
+    how = "asynchronously" if scheduling["asynchronous"] else "step by step"
+    runner = "second" if scheduling["second_runner"] else "first"
     return (
         f"{work.device}, {work.requests} x {work.prompt_tokens} + {work.new_tokens} tokens, "
         f"{Path(work.model).name}, "
@@ -277,10 +277,11 @@ def title_of(work: Work, what: dict[str, Any]) -> str:
     )
 
 
-def report(case: str, tokens: int, found: dict[str, list[dict[str, float]]]) -> None:
+def report(case: str, tokens: int, runs_by_name: dict[str, list[dict[str, float]]]) -> None:
     """The medians of ours and of vLLM's variants, of so many tokens; then the causes of ours."""
     rates = {
-        name: statistics.median(tokens / run["all"] for run in runs) for name, runs in found.items()
+        name: statistics.median(tokens / run["all"] for run in runs)
+        for name, runs in runs_by_name.items()
     }
     for name in VARIANTS:
         baseline = f"LLM.generate, {name}: {rates[name]:.0f} tokens/s"
@@ -294,7 +295,7 @@ def report(case: str, tokens: int, found: dict[str, list[dict[str, float]]]) -> 
             baseline=baseline,
             ratio=ratio,
         )
-    causes = [run | {"ours": run["all"] - run["vLLM's step"]} for run in found["ours"]]
+    causes = [run | {"ours": run["all"] - run["vLLM's step"]} for run in runs_by_name["ours"]]
     for cause in dict.fromkeys(cause for run in causes for cause in run):
         seconds = statistics.median(run.get(cause, 0.0) for run in causes)
         print_figure("rollout", case, f"seconds: {cause}", value=seconds, unit="s")

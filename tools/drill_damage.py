@@ -230,13 +230,13 @@ def remove_samples(attempt: Attempt, rng: random.Random) -> str:
 
 
 @contextlib.contextmanager
-def own_disk(folder: Path, wanted: bool, kept: Path) -> Iterator[None]:
-    """A disk of its own under the folder, where that is wanted and allowed; at the end its files
-    lie in `kept`."""
-    mounted = wanted and mount_disk(folder)
+def own_disk(folder: Path, mounts: bool, target: Path) -> Iterator[None]:
+    """A disk of its own under the folder, where one is asked for and allowed; at the end its files
+    lie in `target`."""
+    mounted = mounts and mount_disk(folder)
     try:
         yield
     finally:
         if mounted:
-            shutil.copytree(folder, kept, dirs_exist_ok=True, symlinks=True)
+            shutil.copytree(folder, target, dirs_exist_ok=True, symlinks=True)
             unmount_disk(folder)

@@ -32,13 +32,13 @@ STOP_OPTIONS = (
 
 
 def wait_for(
-    condition: Callable[[], bool], seconds: float, what: str, look_seconds: float = LOOK_SECONDS
+    condition: Callable[[], bool], seconds: float, event: str, look_seconds: float = LOOK_SECONDS
 ) -> None:
     """Until the condition holds; TimeoutError that says what did not come."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not come within {seconds:g} s")
+            raise TimeoutError(f"{event} did not come within {seconds:g} s")
         time.sleep(look_seconds)
 
 

@@ -69,8 +69,8 @@ def join_fake_group(rank: int, ranks: int, ranks_per_node: int = 8) -> None:
             ranks, timeout, "fake", None, **{k: v for k, v in named.items() if k == "group_desc"}
         )
 
-    def all_gather_object(found: list[Any], mine: Any, group: Any = None) -> None:
-        found[:] = [mine] * len(found)
+    def all_gather_object(gathered: list[Any], local_object: Any, group: Any = None) -> None:
+        gathered[:] = [local_object] * len(gathered)
 
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     for module in (dist, distributed_c10d):

@@ -387,11 +387,11 @@ def look_at(name: str, environment: Mapping[str, str]) -> dict[str, Any]:
     )
 
 
-def tell_machine(found: Found) -> None:
-    print(f"Python {platform.python_version()}, CUDA of torch: {found.cuda or 'none'}")
-    print("GPUs: " + (", ".join(found.gpus) or "none; what the CPU can run is run"))
-    for name, version in found.packages.items():
-        print(f"  {name:<20} {version or 'missing: ' + found.reasons.get(name, '')}"[:79])
+def tell_machine(machine: Found) -> None:
+    print(f"Python {platform.python_version()}, CUDA of torch: {machine.cuda or 'none'}")
+    print("GPUs: " + (", ".join(machine.gpus) or "none; what the CPU can run is run"))
+    for name, version in machine.packages.items():
+        print(f"  {name:<20} {version or 'missing: ' + machine.reasons.get(name, '')}"[:79])
     print(flush=True)
 
 
@@ -400,18 +400,18 @@ def tell_machine(found: Found) -> None:
 
 def check(
     stage: Stage,
-    found: Found,
+    machine: Found,
     quick: bool,
     left: float,
     output: Path,
     environment: Mapping[str, str],
 ) -> Outcome:
     """Run a stage, or say why not."""
-    missing = [name for name in stage.needs if found.packages[name] is None]
+    missing = [name for name in stage.needs if machine.packages[name] is None]
     missing += [f"the variable {name}" for name in stage.variables if name not in environment]
-    without = [name for name in stage.wants if found.packages[name] is None]
+    without = [name for name in stage.wants if machine.packages[name] is None]
     outcome = Outcome(stage.name, stage.what, "not run", without=without)
-    if found.device == "cpu" and not stage.on_cpu:
+    if machine.device == "cpu" and not stage.on_cpu:
         outcome.reason = "needs a GPU"
     elif missing:
         outcome.reason = f"needs {', '.join(missing)}"
@@ -420,7 +420,7 @@ def check(
         outcome.reason = f"{max(left, 0):.0f} s are left"
     else:
         limit = min(stage.quick_seconds if quick else stage.seconds, left)
-        run(outcome, found.device, quick, limit=limit, output=output, environment=environment)
+        run(outcome, machine.device, quick, limit=limit, output=output, environment=environment)
     tell_outcome(outcome)
     return outcome
 
@@ -525,31 +525,35 @@ def tell_outcome(outcome: Outcome) -> None:
 # ---------------------------------------------------------------- the files
 
 
-def write(output: Path, found: Found, outcomes: Sequence[Outcome], quick: bool) -> None:
+def write(output: Path, machine: Found, outcomes: Sequence[Outcome], quick: bool) -> None:
     """Write the results after every stage, so that they are there whatever comes next."""
     everything = {
         "python": platform.python_version(),
         "quick": quick,
-        **asdict(found),
+        **asdict(machine),
         "stages": [asdict(outcome) for outcome in outcomes],
     }
     (output / "gpu_check.json").write_text(
         json.dumps(everything, indent=1) + "\n", encoding="utf-8"
     )
-    (output / "gpu_check.md").write_text("\n".join(table(found, outcomes)) + "\n", encoding="utf-8")
+    (output / "gpu_check.md").write_text(
+        "\n".join(table(machine, outcomes)) + "\n", encoding="utf-8"
+    )
 
 
-def table(found: Found, outcomes: Sequence[Outcome]) -> list[str]:
+def table(machine: Found, outcomes: Sequence[Outcome]) -> list[str]:
     """The figures as a table in Markdown; what did not run has blanks."""
-    versions = ", ".join(f"{name} {version}" for name, version in found.packages.items() if version)
-    missing = ", ".join(name for name, version in found.packages.items() if version is None)
+    versions = ", ".join(
+        f"{name} {version}" for name, version in machine.packages.items() if version
+    )
+    missing = ", ".join(name for name, version in machine.packages.items() if version is None)
     lines = [
         "# GPU check",
         "",
-        f"GPUs: {', '.join(found.gpus) or 'none'}. CUDA of torch: {found.cuda or 'none'}. "
+        f"GPUs: {', '.join(machine.gpus) or 'none'}. CUDA of torch: {machine.cuda or 'none'}. "
         f"Installed: {versions}. "
         f"Missing: {missing or 'nothing'}. "
-        f"Installed, but cannot be imported: {', '.join(found.broken) or 'nothing'}.",
+        f"Installed, but cannot be imported: {', '.join(machine.broken) or 'nothing'}.",
         "",
         "| stage | figure | value | expected | as expected |",
         "|---|---|---|---|---|",

@@ -158,12 +158,12 @@ def uses_of_repository(root: Path = REPOSITORY) -> list[Use]:
     return sorted(uses)
 
 
-def names_used(source: str, where: str) -> set[str]:
+def names_used(source: str, path: str) -> set[str]:
     """Names of the packages that a module of ours uses."""
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
     imported = _imported(nodes)
-    objects = OBJECTS.get(where, {})
+    objects = OBJECTS.get(path, {})
     names = set(imported.values())
     for node in nodes:
         if not isinstance(node, ast.Attribute):
@@ -179,7 +179,7 @@ def names_used(source: str, where: str) -> set[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     names |= {f"{ENVIRONMENT}.{word}" for word in words if re.fullmatch("VLLM_[A-Z0-9_]+", word)}
-    if where == "rlmath/rollout/engine.py":
+    if path == "rlmath/rollout/engine.py":
         names |= {f"{ENGINE_ARGUMENTS}.{name}" for name in _engine_arguments(tree)}
     return names
 
@@ -408,8 +408,8 @@ def _arguments(arguments: ast.arguments) -> list[str]:
     return [line for line in lines if line not in ("self", "cls")]
 
 
-def _argument(one: ast.arg, default: ast.expr | None) -> str:
-    return one.arg if default is None else f"{one.arg} = {ast.unparse(default)}"
+def _argument(argument: ast.arg, default: ast.expr | None) -> str:
+    return argument.arg if default is None else f"{argument.arg} = {ast.unparse(default)}"
 
 
 # ---------------------------------------------------------------- the list

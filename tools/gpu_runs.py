@@ -94,11 +94,11 @@ also of gradients that are rounding alone; half of the weights unchanged is 0.7.
 # ---------------------------------------------------------------- stages
 
 
-def engine(given: argparse.Namespace) -> None:
+def engine(options: argparse.Namespace) -> None:
     """Run a rank with the engine as users have it.
 
     There is a rollout, a sync of weights in place under CUDA graphs, and sleep and wake."""
-    size = sizes(given)[-1]
+    size = sizes(options)[-1]
     groups, new_tokens = (2, 32) if size == "tiny" else (32, 256)
     settings = (
         "run.total_steps=3",
@@ -116,15 +116,15 @@ def engine(given: argparse.Namespace) -> None:
         # random tokens of a large vocabulary are no text, and all rewards the same
         "algorithm.entropy_coef=0.01",
     )
-    work = workplace(given)
+    work = workplace(options)
     failed, outcome = run(
         work / f"engine-{size}",
         Layout(1, (*settings, CHECKED)),
-        *model_and_common(given, work, size),
+        *model_and_common(options, work, size),
     )
     if failed is not None:
         raise SystemExit(failed)
-    most = MISMATCH_NATS[given.device]
+    most = MISMATCH_NATS[options.device]
     for number, row in enumerate(outcome.rows):
         title = f"{size}, step {number + 1}"
         tell(
@@ -138,13 +138,13 @@ def engine(given: argparse.Namespace) -> None:
         tell(figure_name, mean, "nats", expected=f"{most:g} at most", holds=mean <= most)
 
 
-def ranks(given: argparse.Namespace) -> None:
+def ranks(options: argparse.Namespace) -> None:
     """A line of metrics for each layout, or for those of --case ("one rank; TP2").
 
     The metrics should be those of one rank."""
-    work = workplace(given)
-    te = given.device == "cuda" and has_transformer_engine()
-    names_wanted = given.case.split("; ") if given.case else LAYOUTS
+    work = workplace(options)
+    te = options.device == "cuda" and has_transformer_engine()
+    names_wanted = options.case.split("; ") if options.case else LAYOUTS
     runs = {
         name: LAYOUTS[name]
         for name in names_wanted
@@ -154,10 +154,10 @@ def ranks(given: argparse.Namespace) -> None:
         if name not in runs:
             tell(name, "not run: needs Transformer Engine")
     places = {
-        name: model_and_common(given, work, name)
+        name: model_and_common(options, work, name)
         for name in {layout.model for layout in runs.values()}
     }
-    with ThreadPoolExecutor(len(runs) if given.device == "cuda" else 1) as pool:
+    with ThreadPoolExecutor(len(runs) if options.device == "cuda" else 1) as pool:
         started = {
             name: pool.submit(run, work / name.replace(" ", "-"), layout, *places[layout.model])
             for name, layout in runs.items()
@@ -183,7 +183,7 @@ def ranks(given: argparse.Namespace) -> None:
                 outcome,
                 base=base,
                 start=load_weights(places[layout.model][0]),
-                device=given.device,
+                device=options.device,
             )
 
 
@@ -200,9 +200,9 @@ class Found:
     """At its end."""
 
 
-def workplace(given: argparse.Namespace) -> Path:
+def workplace(options: argparse.Namespace) -> Path:
     """A folder with problems and the reward."""
-    work = given.folder.resolve() / "runs"
+    work = options.folder.resolve() / "runs"
     work.mkdir(parents=True, exist_ok=True)
     (work / "own.py").write_text(REWARD)
     if not (work / "sums").exists():
@@ -221,16 +221,16 @@ def workplace(given: argparse.Namespace) -> Path:
     return work
 
 
-def model_and_common(given: argparse.Namespace, work: Path, size: str) -> tuple[Path, list[str]]:
+def model_and_common(options: argparse.Namespace, work: Path, size: str) -> tuple[Path, list[str]]:
     """A random model, and the settings of all its runs on this device."""
     common = [
-        f"run.device={given.device}",
+        f"run.device={options.device}",
         f"data.train_path={work / 'sums' / 'train.jsonl'}",
         f"reward.function={work / 'own.py'}:low",
     ]
-    if given.device == "cuda" and not has_transformer_engine():
+    if options.device == "cuda" and not has_transformer_engine():
         common.append("policy.transformer_impl=local")
-    return random_model(given.folder.resolve(), size), common
+    return random_model(options.folder.resolve(), size), common
 
 
 def run(
@@ -326,21 +326,21 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def tell_found(
-    name: str, layout: Layout, found: Found, base: Found, start: Mapping[str, Tensor], device: str
+    name: str, layout: Layout, outcome: Found, base: Found, start: Mapping[str, Tensor], device: str
 ) -> None:
     """The line of a layout whose run began with the weights `start`, beside that of one rank,
     `base`."""
     texts = []
     wrong = []
     for title, (metric, on_cpu, on_gpu) in COMPARED.items():
-        number = found.rows[0][metric]
+        number = outcome.rows[0][metric]
         base_number = base.rows[0][metric]
         most = (on_cpu if device == "cpu" else on_gpu) * (
             base_number if title == "gradient norm" else 1.0
         )
         texts.append(f"{title} {number:.5g}")
         wrong += [f"{title} {base_number:.5g}"] if not abs(number - base_number) <= most else []
-    checked_rows = found.rows if layout.follows else found.rows[:1]
+    checked_rows = outcome.rows if layout.follows else outcome.rows[:1]
     mismatch = max(row["train/behaviour_logprob_diff"] for row in checked_rows)
     texts.append(f"mismatch {mismatch:.2g}")
     wrong += (
@@ -348,7 +348,7 @@ def tell_found(
         if not mismatch <= MISMATCH_NATS[device]
         else []
     )
-    cosine = cosine_of_changes(start, base.weights, found.weights)
+    cosine = cosine_of_changes(start, base.weights, outcome.weights)
     texts.append(f"cosine {cosine:.5f}")
     least = LEAST_COSINE[device] if layout.follows else 0.0
     wrong += [f"cosine at least {least:g}"] if not cosine >= least else []
@@ -356,11 +356,11 @@ def tell_found(
 
 
 def cosine_of_changes(
-    start: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor]
+    start: Mapping[str, Tensor], first: Mapping[str, Tensor], second: Mapping[str, Tensor]
 ) -> float:
     """Cosine of the changes that two runs made to their first weights; 1 where they are alike."""
     changes = [
         torch.cat([(end[name] - initial).flatten() for name, initial in start.items()])
-        for end in (one, other)
+        for end in (first, second)
     ]
     return float(torch.nn.functional.cosine_similarity(*changes, dim=0))

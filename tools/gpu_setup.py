@@ -44,12 +44,12 @@ WORLD = Mesh(0, 1, 1, pipeline=1, engine_size=1)
 
 
 def tell(
-    what: str, value: float | str, unit: str = "", expected: str = "", holds: bool | None = None
+    quantity: str, value: float | str, unit: str = "", expected: str = "", holds: bool | None = None
 ) -> None:
     """Print a figure at once: what is measured stays known where the stage fails later."""
     if isinstance(value, float):
         value = float(f"{value:.4g}")
-    line = {"what": what, "value": value, "unit": unit, "expected": expected, "holds": holds}
+    line = {"what": quantity, "value": value, "unit": unit, "expected": expected, "holds": holds}
     print(json.dumps(line), flush=True)
 
 
@@ -174,7 +174,7 @@ def has_transformer_engine() -> bool:
     return True
 
 
-def sizes(given: argparse.Namespace) -> list[str]:
-    if given.device == "cpu":
+def sizes(options: argparse.Namespace) -> list[str]:
+    if options.device == "cpu":
         return ["tiny"]
-    return ["0.5B"] if given.quick else ["0.5B", "1.5B"]
+    return ["0.5B"] if options.quick else ["0.5B", "1.5B"]

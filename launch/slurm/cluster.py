@@ -161,36 +161,40 @@ def _names(known: Sequence[Partition]) -> str:
     return ", ".join(partition.name for partition in known) or "none"
 
 
-def _problems_in(one: Partition, up: str, need: Need) -> Iterator[str]:
+def _problems_in(partition: Partition, up: str, need: Need) -> Iterator[str]:
     """Problems of a job in this partition; `up` names those that are up."""
     nodes = need.nodes
     gpus = need.gpus
     limit = need.seconds
     least = need.signal_seconds
-    if not one.up:
-        yield f'--partition "{one.name}" is not up. These are: {up}.'
-    if nodes > min(one.nodes(), one.most_nodes):
-        bound = f" and allows a job {one.most_nodes:g}" if one.most_nodes < one.nodes() else ""
+    if not partition.up:
+        yield f'--partition "{partition.name}" is not up. These are: {up}.'
+    if nodes > min(partition.nodes(), partition.most_nodes):
+        bound = (
+            f" and allows a job {partition.most_nodes:g}"
+            if partition.most_nodes < partition.nodes()
+            else ""
+        )
         yield (
-            f'--nodes is {nodes}; the partition "{one.name}" has {one.nodes()}{bound}. Give '
+            f'--nodes is {nodes}; the partition "{partition.name}" has {partition.nodes()}{bound}. Give '
             "fewer, or another "
             "partition."
         )
-    elif nodes > one.nodes(gpus):
+    elif nodes > partition.nodes(gpus):
         yield (
-            f'--gpus-per-node is {gpus} and --nodes is {nodes}; in the partition "{one.name}" '
-            f"{one.nodes(gpus)} of "
-            f"{one.nodes()} nodes have as many. Give fewer, or another partition."
+            f'--gpus-per-node is {gpus} and --nodes is {nodes}; in the partition "{partition.name}" '
+            f"{partition.nodes(gpus)} of "
+            f"{partition.nodes()} nodes have as many. Give fewer, or another partition."
         )
-    if limit is not None and limit > one.limit_seconds:
+    if limit is not None and limit > partition.limit_seconds:
         yield (
-            f'--time is {limit / 60:g} minutes; the partition "{one.name}" allows '
-            f"{one.limit_seconds / 60:g}. Give "
+            f'--time is {limit / 60:g} minutes; the partition "{partition.name}" allows '
+            f"{partition.limit_seconds / 60:g}. Give "
             "less, with --chain or --requeue for what is longer."
         )
-    if limit is None and one.limit_seconds <= least:
+    if limit is None and partition.limit_seconds <= least:
         yield (
-            f'the partition "{one.name}" ends a job after {one.limit_seconds:g} s, and the run is '
+            f'the partition "{partition.name}" ends a job after {partition.limit_seconds:g} s, and the run is '
             "told to save "
             f"{least:g} s before its end: nothing is left to work in. Give another partition, or "
             "(in training) "

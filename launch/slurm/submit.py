@@ -129,33 +129,35 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def job_of(given: argparse.Namespace) -> Job:
+def job_of(options: argparse.Namespace) -> Job:
     """ValueError where settings cannot be loaded."""
-    ranks_per_node = given.gpus_per_node if given.ranks_per_node is None else given.ranks_per_node
-    ranks = max(1, given.nodes * ranks_per_node)
-    if given.program == "evaluate":
-        program = evaluation(given.own, ranks)
+    ranks_per_node = (
+        options.gpus_per_node if options.ranks_per_node is None else options.ranks_per_node
+    )
+    ranks = max(1, options.nodes * ranks_per_node)
+    if options.program == "evaluate":
+        program = evaluation(options.own, ranks)
     else:
-        program = training(given.program, given.config, given.overrides, ranks)
-    name = given.name or f"rlmath-{program.output.name}"
-    continues = "requeue" if given.requeue else "chain" if given.chain is not None else "no"
+        program = training(options.program, options.config, options.overrides, ranks)
+    name = options.name or f"rlmath-{program.output.name}"
+    continues = "requeue" if options.requeue else "chain" if options.chain is not None else "no"
     return Job(
         program,
         name,
-        given.nodes,
-        gpus_per_node=given.gpus_per_node,
+        options.nodes,
+        gpus_per_node=options.gpus_per_node,
         ranks_per_node=ranks_per_node,
         workdir=Path.cwd(),
         logs=Path.cwd() / LOGS / name,
-        python=given.python or (sys.executable if given.runtime == "none" else "python3"),
-        partition=given.partition or os.environ.get("SBATCH_PARTITION") or None,
-        time=given.time,
+        python=options.python or (sys.executable if options.runtime == "none" else "python3"),
+        partition=options.partition or os.environ.get("SBATCH_PARTITION") or None,
+        time=options.time,
         continues=continues,
-        links=1 if given.chain is None else given.chain,
-        runtime=given.runtime,
-        image=given.container,
-        mounts=tuple(path.absolute() for path in given.mount),
-        slurm_options=tuple(given.sbatch),
+        links=1 if options.chain is None else options.chain,
+        runtime=options.runtime,
+        image=options.container,
+        mounts=tuple(path.absolute() for path in options.mount),
+        slurm_options=tuple(options.sbatch),
     )
 
 

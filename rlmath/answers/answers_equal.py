@@ -79,8 +79,8 @@ def answers_equal(answer: str, gold: str, rules: Rules, question: Question) -> b
     special = same_special(gold_plain.key, answer_plain.key)
     if special is not None:
         return special
-    for is_same in (same_objects, same_integers):
-        if (decided := is_same(gold_plain.key, answer_plain.key)) is not None:
+    for compare in (same_objects, same_integers):
+        if (decided := compare(gold_plain.key, answer_plain.key)) is not None:
             return decided
     sentences = plain_sentences(gold_plain.key, answer_plain.key)
     if sentences != (None, None) and _said_equal(

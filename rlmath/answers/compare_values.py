@@ -168,10 +168,10 @@ def _checked_value(expr: Expr, context: Context) -> ApproximateValue:
     return ApproximateValue(value, rounding)
 
 
-def _agree(one: ApproximateValue, other: ApproximateValue) -> bool:
+def _agree(first: ApproximateValue, second: ApproximateValue) -> bool:
     """Whether two values are equal up to rounding."""
-    a = one.value
-    b = other.value
+    a = first.value
+    b = second.value
     if type(a) is Fraction and type(b) is Fraction:
         return a == b
     x = to_mp(a)
@@ -182,56 +182,58 @@ def _agree(one: ApproximateValue, other: ApproximateValue) -> bool:
     if difference <= AGREE * max(abs(x), abs(y)):
         return True
     # A sum whose terms cancel: it is known to be within its rounding error only.
-    return difference <= ZERO and difference <= min(one.rounding + other.rounding, ZERO)
+    return difference <= ZERO and difference <= min(first.rounding + second.rounding, ZERO)
 
 
-def same_expression(one: Expr, other: Expr) -> bool:
+def same_expression(first: Expr, second: Expr) -> bool:
     """Whether two expressions are the same function of their symbols, or the same number."""
-    if one == other:
+    if first == second:
         return True
-    if mentions(one, REPEATED) or mentions(other, REPEATED):
-        return _same_series(one, other)
-    letters = symbols(one) | symbols(other)
-    has_i = mentions(one, _IMAGINARY) or mentions(other, _IMAGINARY)
+    if mentions(first, REPEATED) or mentions(second, REPEATED):
+        return _same_series(first, second)
+    letters = symbols(first) | symbols(second)
+    has_i = mentions(first, _IMAGINARY) or mentions(second, _IMAGINARY)
     if not letters:
         try:
-            a = value_of(one, complex_numbers=has_i)
-            b = value_of(other, complex_numbers=has_i)
+            a = value_of(first, complex_numbers=has_i)
+            b = value_of(second, complex_numbers=has_i)
         except NotMathematics:
-            residues = [(_residue(one, prime), _residue(other, prime)) for prime in _PRIMES]
+            residues = [(_residue(first, prime), _residue(second, prime)) for prime in _PRIMES]
             if any(None in pair for pair in residues):
                 raise
             return all(residue == other_residue for residue, other_residue in residues)
         return a is not None and b is not None and _agree(a, b)
-    whole = any(mentions(expr, _STEPWISE) or _whole_only(expr) for expr in (one, other))
+    whole = any(mentions(expr, _STEPWISE) or _whole_only(expr) for expr in (first, second))
     steps_of_reals = whole and any(name[:1] in _REAL_LETTERS for name in letters)
     places = [(point, whole) for point in range(_WHOLE_POINTS)]
     if not whole or steps_of_reals:
         places = [(point, False) for point in range(_REAL_POINTS)] + places[: 3 * steps_of_reals]
     pairs = (
-        (value_of(one, point, at_whole, has_i), value_of(other, point, at_whole, has_i))
+        (value_of(first, point, at_whole, has_i), value_of(second, point, at_whole, has_i))
         for point, at_whole in places
     )
-    far_values = _far_values(one, other, whole, complex_numbers=has_i)
+    far_values = _far_values(first, second, whole, complex_numbers=has_i)
     return _agree_wherever_defined(pairs, least=2) and all(_agree(a, b) for a, b in far_values)
 
 
 def _far_values(
-    one: Expr, other: Expr, whole: bool = False, complex_numbers: bool = False
+    first: Expr, second: Expr, whole: bool = False, complex_numbers: bool = False
 ) -> Iterator[tuple[ApproximateValue, ApproximateValue]]:
     """Values of both beyond all numbers in them, where `\\max(x, -1000)` is not x.
 
     They are left out where one is undefined, and where one is an inexact 0, of which no digit is
     known: `1 - 1/(1 + e^{-x})` far out."""
-    scale = 10 * min(_reach(one) * _reach(other), _MOST_REACH)
+    scale = 10 * min(_reach(first) * _reach(second), _MOST_REACH)
     for point in _FAR_POINTS:
-        a, b = (value_of(expr, point, whole, complex_numbers, scale=scale) for expr in (one, other))
+        a, b = (
+            value_of(expr, point, whole, complex_numbers, scale=scale) for expr in (first, second)
+        )
         if a is not None and b is not None and not (_is_inexact_zero(a) or _is_inexact_zero(b)):
             yield a, b
 
 
-def _is_inexact_zero(one: ApproximateValue) -> bool:
-    return type(one.value) is not Fraction and abs(one.value) <= ZERO
+def _is_inexact_zero(approximation: ApproximateValue) -> bool:
+    return type(approximation.value) is not Fraction and abs(approximation.value) <= ZERO
 
 
 @lru_cache(maxsize=4096)
@@ -269,23 +271,23 @@ _STEPS = frozenset(("floor", "ceil"))
 _SERIES_POINTS = 8
 
 
-def _same_series(one: Expr, other: Expr) -> bool:
+def _same_series(first: Expr, second: Expr) -> bool:
     """Whether two sums or products of many terms are the same.
 
     Raises Unsupported for steps, and where only one of the two has infinitely many terms: few
     points do not tell steps from lines."""
-    if mentions(one, _STEPS) or mentions(other, _STEPS):
+    if mentions(first, _STEPS) or mentions(second, _STEPS):
         raise NotMathematics("steps in a sum")
-    infinite = {mentions(expr, INFINITE) for expr in (one, other)}
+    infinite = {mentions(expr, INFINITE) for expr in (first, second)}
     if len(infinite) > 1:
         raise Unsupported("an infinite sum")
-    letters = symbols(one) | symbols(other)
-    whole_letters = _whole_letters(one) | _whole_letters(other)
+    letters = symbols(first) | symbols(second)
+    whole_letters = _whole_letters(first) | _whole_letters(second)
     terms = _SERIES_TERMS if True in infinite else 0
     pairs = (
         (
-            value_of(one, point, whole_letters, series_terms=terms),
-            value_of(other, point, whole_letters, series_terms=terms),
+            value_of(first, point, whole_letters, series_terms=terms),
+            value_of(second, point, whole_letters, series_terms=terms),
         )
         for point in range(_SERIES_POINTS if letters else 1)
     )
@@ -358,11 +360,13 @@ def is_constant(expr: Expr) -> bool:
     )
 
 
-def are_proportional(one: Expr, other: Expr) -> bool:
-    """Whether one = c * other with a real number c other than zero."""
+def are_proportional(first: Expr, second: Expr) -> bool:
+    """Whether first = c * second with a real number c other than zero."""
     ratios: list[Any] = []
-    near_values = ((value_of(one, point), value_of(other, point)) for point in range(_REAL_POINTS))
-    for a, b in itertools.chain(near_values, _far_values(one, other)):
+    near_values = (
+        (value_of(first, point), value_of(second, point)) for point in range(_REAL_POINTS)
+    )
+    for a, b in itertools.chain(near_values, _far_values(first, second)):
         if a is None or b is None or a.value == 0 or b.value == 0:
             continue
         if not (is_finite(a.value) and is_finite(b.value)):

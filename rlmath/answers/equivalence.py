@@ -312,9 +312,9 @@ class Equivalence:
             for member, other_member in combinations(shorter, 2)
         )
 
-    def _same_member(self, one: Interpretations, other: Interpretations) -> bool:
+    def _same_member(self, first: Interpretations, second: Interpretations) -> bool:
         """Members are compared as they are: {1} inside a set is not 1."""
-        return (one.members is None) == (other.members is None) and self.same(one, other)
+        return (first.members is None) == (second.members is None) and self.same(first, second)
 
     def _same_matrix(self, gold: MatrixOf, answer: MatrixOf) -> bool:
         if len(gold.rows) != len(answer.rows) or len(gold.rows[0]) != len(answer.rows[0]):
@@ -383,17 +383,17 @@ def single_member(value: Interpretations) -> tuple[Interpretations, ...] | None:
 
 
 def _can_be_paired(
-    ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, Any], bool]
+    members: Sequence[Any], other_members: Sequence[Any], are_same: Callable[[Any, Any], bool]
 ) -> bool:
-    """Whether each of ours is the same as a different one of theirs, and all are used.
+    """Whether each member is the same as a different one of the other members, and all are used.
 
     The first match is taken."""
-    if len(ours) != len(theirs):
+    if len(members) != len(other_members):
         return False
-    unpaired = list(theirs)
-    for member in ours:
+    unpaired = list(other_members)
+    for member in members:
         position = next(
-            (index for index, other in enumerate(unpaired) if same(member, other)), None
+            (index for index, other in enumerate(unpaired) if are_same(member, other)), None
         )
         if position is None:
             return False
@@ -441,11 +441,11 @@ def _same_family(gold: Family, answer: Family) -> bool:
     ]
     gold_rows = [tuple(substituted(expr, gold[1][0], letter) for expr in row) for row in gold[2]]
 
-    def same(one: tuple[Expr, ...], other: tuple[Expr, ...]) -> bool:
-        return len(one) == len(other) and any(
+    def same(first: tuple[Expr, ...], second: tuple[Expr, ...]) -> bool:
+        return len(first) == len(second) and any(
             all(
                 same_expression(gold_expr, substituted(answer_expr, answer[1][0], shifted))
-                for gold_expr, answer_expr in zip(one, other, strict=True)
+                for gold_expr, answer_expr in zip(first, second, strict=True)
             )
             for shifted in shifts
         )
@@ -603,16 +603,16 @@ def _whole_classes(residue: Residue) -> set[tuple[int, int]] | None:
     return classes
 
 
-def names_agree(one: str | None, other: str | None) -> bool:
+def names_agree(first: str | None, second: str | None) -> bool:
     """Whether values assigned to these names may be compared; `y` and `f(x)` name the same."""
-    if one is None or other is None or one == other:
+    if first is None or second is None or first == second:
         return True
-    if one.partition("(")[0] == other or one == other.partition("(")[0]:
+    if first.partition("(")[0] == second or first == second.partition("(")[0]:
         return True  # f and f(x)
-    if "a derivative" in (one, other):
-        return "'" in one or "'" in other
-    return "y" in (one, other) and any(
-        name.endswith(")") and len(name) > 1 for name in (one, other)
+    if "a derivative" in (first, second):
+        return "'" in first or "'" in second
+    return "y" in (first, second) and any(
+        name.endswith(")") and len(name) > 1 for name in (first, second)
     )
 
 

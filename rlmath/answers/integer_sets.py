@@ -90,17 +90,17 @@ def same_integers(gold: str, answer: str) -> bool | None:
     return is_same
 
 
-def _same_members(ours: _Described, theirs: _Described) -> bool | None:
+def _same_members(first: _Described, second: _Described) -> bool | None:
     """Whether two sets have the same members in the window; None where that cannot be told."""
     least = None
-    if ours.is_open != theirs.is_open:
-        least = theirs.least if ours.is_open else ours.least
-    if ours.letters and theirs.letters and ours.letters.isdisjoint(theirs.letters):
+    if first.is_open != second.is_open:
+        least = second.least if first.is_open else first.least
+    if first.letters and second.letters and first.letters.isdisjoint(second.letters):
         return False
-    if lcm(ours.period, theirs.period) > min(ours.longest_period, theirs.longest_period):
+    if lcm(first.period, second.period) > min(first.longest_period, second.longest_period):
         return None
-    zero = {0} if ours.may_lack_zero or theirs.may_lack_zero else set()
-    sets = ours.members(least) - zero, theirs.members(least) - zero
+    zero = {0} if first.may_lack_zero or second.may_lack_zero else set()
+    sets = first.members(least) - zero, second.members(least) - zero
     return sets[0] == sets[1] if min(map(len, sets)) >= _FEWEST else None
 
 
@@ -170,14 +170,14 @@ def _whole_numbers(text: str) -> list[int]:
     ]
 
 
-def _take_domain(found: _Described, match: re.Match[str], negated: bool) -> bool:
+def _take_domain(described: _Described, match: re.Match[str], negated: bool) -> bool:
     """Take the domain: positive, natural, nonnegative, whole or all integers."""
     least = {"positive": 1, "natural": 1, "nonnegative": 0, "whole": 0}.get(
-        match[1].lower(), found.least
+        match[1].lower(), described.least
     )
     if not negated:
-        found.least = least
-        found.is_open = False
+        described.least = least
+        described.is_open = False
     return not negated
 
 
@@ -197,60 +197,60 @@ _LONGEST_PERIODS = {"prime": 24, "composite": 24, "square": 12, "cube": 6, "powe
 """Longest periods at which the window has members of these kinds in every class."""
 
 
-def _take_kind(found: _Described, match: re.Match[str], negated: bool) -> bool:
+def _take_kind(described: _Described, match: re.Match[str], negated: bool) -> bool:
     """Take a kind of numbers, such as odd or prime."""
     word = match[1].lower()
-    found.is_open = False
-    found.may_lack_zero = found.may_lack_zero or word == "square"
-    found.add(_KINDS[word], negated, 2 if word in ("odd", "even") else 1)
-    found.longest_period = min(found.longest_period, _LONGEST_PERIODS.get(word, _LARGEST))
+    described.is_open = False
+    described.may_lack_zero = described.may_lack_zero or word == "square"
+    described.add(_KINDS[word], negated, 2 if word in ("odd", "even") else 1)
+    described.longest_period = min(described.longest_period, _LONGEST_PERIODS.get(word, _LARGEST))
     return True
 
 
-def _take_divisor(found: _Described, match: re.Match[str], negated: bool) -> bool:
+def _take_divisor(described: _Described, match: re.Match[str], negated: bool) -> bool:
     """Take `multiples of 6`, `divisible by 6` or `powers of 2`."""
     word, (base,) = match[1].lower(), _whole_numbers(match[2])
     if base < 2:
         return False
     powers = {base**k for k in range(10)}
-    found.is_open = found.is_open and word == "divisible"
+    described.is_open = described.is_open and word == "divisible"
     if word == "power":
-        found.add(powers.__contains__, negated)
-        found.longest_period = min(found.longest_period, _LONGEST_PERIODS[word])
+        described.add(powers.__contains__, negated)
+        described.longest_period = min(described.longest_period, _LONGEST_PERIODS[word])
     else:
-        found.add(lambda n: n % base == 0, negated, base)
+        described.add(lambda n: n % base == 0, negated, base)
     return True
 
 
-def _take_divides(found: _Described, match: re.Match[str], negated: bool) -> bool:
+def _take_divides(described: _Described, match: re.Match[str], negated: bool) -> bool:
     """Take `3 \\mid n` or `3 \\nmid n`."""
     (divisor,) = _whole_numbers(match[1])
     if divisor > 1:
-        found.add(lambda n: n % divisor == 0, "\\n" in match[2], divisor)
-        found.letters.add(match[3])
+        described.add(lambda n: n % divisor == 0, "\\n" in match[2], divisor)
+        described.letters.add(match[3])
     return divisor > 1
 
 
-def _take_congruence(found: _Described, match: re.Match[str], negated: bool) -> bool:
+def _take_congruence(described: _Described, match: re.Match[str], negated: bool) -> bool:
     """Take a congruence: `\\equiv 1, 4 \\pmod 5`."""
     classes, (modulus,) = _whole_numbers(match["classes"]), _whole_numbers(match["modulus"])
     if modulus < 2:
         return False
     signs = (1, -1) if match["both"] else (1,)
     residues = {sign * number % modulus for number in classes for sign in signs}
-    found.add(lambda n: n % modulus in residues, bool(match["differs"]) or negated, modulus)
+    described.add(lambda n: n % modulus in residues, bool(match["differs"]) or negated, modulus)
     return True
 
 
-def _take_bound(found: _Described, match: re.Match[str], negated: bool) -> bool:
+def _take_bound(described: _Described, match: re.Match[str], negated: bool) -> bool:
     """Take a lower bound: `n > 2`, `at least 3`."""
     if negated:
         return False
     (number,) = _whole_numbers(match[2])
     least = number + (match[1].lower() in (">", "greater than", "more than"))
-    found.least = least if found.least is None else max(least, found.least)
-    found.is_open = False
-    found.add(range(least, WINDOW[-1] + 1).__contains__)
+    described.least = least if described.least is None else max(least, described.least)
+    described.is_open = False
+    described.add(range(least, WINDOW[-1] + 1).__contains__)
     return True
 
 

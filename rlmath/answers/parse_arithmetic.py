@@ -470,14 +470,14 @@ def vector_times(factor: Expr, vector: Group | MatrixOf) -> Group | MatrixOf:
     )
 
 
-def vector_sum(one: Group | MatrixOf, other: Group | MatrixOf) -> Group | MatrixOf:
-    if not (isinstance(one, Group) and isinstance(other, Group)) or len(one.items) != len(
-        other.items
+def vector_sum(first: Group | MatrixOf, second: Group | MatrixOf) -> Group | MatrixOf:
+    if not (isinstance(first, Group) and isinstance(second, Group)) or len(first.items) != len(
+        second.items
     ):
         raise NotMathematics("a sum of different things")
-    if {one.opening + one.closing, other.opening + other.closing} != {"()"}:
+    if {first.opening + first.closing, second.opening + second.closing} != {"()"}:
         raise NotMathematics("a sum of other than points")
-    terms = zip(map(as_expr, one.items), map(as_expr, other.items), strict=True)
+    terms = zip(map(as_expr, first.items), map(as_expr, second.items), strict=True)
     return Group("(", tuple(Scalar(Call("add", pair)) for pair in terms), ")", computed=True)
 
 

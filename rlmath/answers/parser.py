@@ -115,10 +115,12 @@ def _set_in_words(tokens: list[Token], reading: Reading) -> Answer | None:
     return SetOperation("without", (named_set, SetOf(tuple(map(_value_of_name, points)))))
 
 
-def _value_of_name(item: Answer) -> Answer:
+def _value_of_name(answer: Answer) -> Answer:
     """The 2 of `x = 2`."""
-    is_value = isinstance(item, Relation) and item.ops == ("=",) and isinstance(item.sides[0], Name)
-    return item.sides[1] if is_value and isinstance(item, Relation) else item
+    is_value = (
+        isinstance(answer, Relation) and answer.ops == ("=",) and isinstance(answer.sides[0], Name)
+    )
+    return answer.sides[1] if is_value and isinstance(answer, Relation) else answer
 
 
 class _Parser(Commands):
@@ -573,8 +575,10 @@ def _listing(items: list[Answer], joiners: list[str]) -> Answer:
     return Listing(_with_modulus(items), words[-1] if words else ",")
 
 
-def _is_equation(item: Answer) -> bool:
-    return isinstance(item, Relation) and item.ops == ("=",) and isinstance(item.sides[0], Name)
+def _is_equation(answer: Answer) -> bool:
+    return (
+        isinstance(answer, Relation) and answer.ops == ("=",) and isinstance(answer.sides[0], Name)
+    )
 
 
 def _with_modulus(items: list[Answer]) -> tuple[Answer, ...]:

@@ -32,15 +32,15 @@ def name_of(side: Answer) -> str | None:
     return None
 
 
-def bound_of(item: Answer) -> Bound | None:
+def bound_of(side: Answer) -> Bound | None:
     """The number that a side is; None where it is none."""
-    if not isinstance(item, Scalar) or (
-        item.unit is not None and item.unit not in (DEGREE, PERCENT)
+    if not isinstance(side, Scalar) or (
+        side.unit is not None and side.unit not in (DEGREE, PERCENT)
     ):
         return None
-    if symbols(item.expr) or mentions(item.expr, frozenset(("i", "pm", "mp"))):
+    if symbols(side.expr) or mentions(side.expr, frozenset(("i", "pm", "mp"))):
         return None
-    value = value_of(item.expr)
+    value = value_of(side.expr)
     return None if value is None else value.value
 
 
@@ -244,9 +244,9 @@ def has_shift(relation: Relation) -> bool:
     )
 
 
-def near(one: Expr, other: Expr) -> bool:
-    """Whether `one ~ other` rounds an expression that is not a literal number to one."""
-    if symbols(one) or symbols(other) or isinstance(one, Num):
-        return isinstance(one, Num) and isinstance(other, Num) and one.value == other.value
-    value = value_of(one)
-    return value is not None and is_finite(value.value) and rounds_to(other, value.value)
+def near(first: Expr, second: Expr) -> bool:
+    """Whether `first ~ second` rounds an expression that is not a literal number to one."""
+    if symbols(first) or symbols(second) or isinstance(first, Num):
+        return isinstance(first, Num) and isinstance(second, Num) and first.value == second.value
+    value = value_of(first)
+    return value is not None and is_finite(value.value) and rounds_to(second, value.value)

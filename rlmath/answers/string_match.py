@@ -53,32 +53,35 @@ class Plain:
     """Several words or names in a list, in order."""
 
 
-def compare_plain(ours: Plain, gold: Plain, rules: Rules) -> tuple[bool, str] | None:
+def compare_plain(answer: Plain, gold: Plain, rules: Rules) -> tuple[bool, str] | None:
     """(equal, kind of comparison); None if it cannot be decided here.
 
     The kind is "string", "number" or "choice"."""
-    if ours.key == gold.key:
+    if answer.key == gold.key:
         return True, "string"
-    if gold.choice is not None and ours.choice is not None:
-        if gold.choice.letter != ours.choice.letter or "" in (gold.choice.rest, ours.choice.rest):
-            return gold.choice.letter == ours.choice.letter, "choice"
+    if gold.choice is not None and answer.choice is not None:
+        if gold.choice.letter != answer.choice.letter or "" in (
+            gold.choice.rest,
+            answer.choice.rest,
+        ):
+            return gold.choice.letter == answer.choice.letter, "choice"
         return None
-    if gold.choice is not None and not gold.choice.rest and ours.key in ("a", "b", "c", "d"):
-        return ours.key.upper() == gold.choice.letter, "choice"
-    if gold.words is not None and ours.words is not None:
+    if gold.choice is not None and not gold.choice.rest and answer.key in ("a", "b", "c", "d"):
+        return answer.key.upper() == gold.choice.letter, "choice"
+    if gold.words is not None and answer.words is not None:
         unordered = " and " in gold.key
         same_words = (
-            sorted(ours.words) == sorted(gold.words) if unordered else ours.words == gold.words
+            sorted(answer.words) == sorted(gold.words) if unordered else answer.words == gold.words
         )
         return same_words, "string"
-    if gold.letters is not None and ours.letters is not None:
+    if gold.letters is not None and answer.letters is not None:
         return _same_letters(
-            gold.letters, ours.letters, separated=ours.key != ours.letters
+            gold.letters, answer.letters, separated=answer.key != answer.letters
         ), "choice"
-    if ours.number is not None and gold.number is not None:
-        if ours.number == gold.number:
+    if answer.number is not None and gold.number is not None:
+        if answer.number == gold.number:
             return True, "number"
-        if ours.exact and gold.exact and not rules.protocol and "," not in gold.key + ours.key:
+        if answer.exact and gold.exact and not rules.protocol and "," not in gold.key + answer.key:
             return False, "number"
     return None
 

@@ -233,9 +233,9 @@ def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) ->
         lower = text.lower()
         step = 1
         exponent = 1
-        known_unit = _known(tokens, position)
+        unit_and_size = _known(tokens, position)
         if (
-            known_unit is None
+            unit_and_size is None
             and known_words is not None
             and singular(lower) in known_words.counted
         ):
@@ -270,8 +270,8 @@ def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) ->
             factor *= quotient_unit.factor
             _multiply(dimensions, quotient_unit.dimensions, 1)
             parts |= quotient_unit.parts
-        elif known_unit is not None:
-            known_unit, size = known_unit
+        elif unit_and_size is not None:
+            known_unit, size = unit_and_size
             exponent, exponent_size = _exponent(tokens, position + size)
             step = (
                 size
@@ -459,24 +459,24 @@ def _exponent(tokens: Sequence[Token], position: int) -> tuple[int, int]:
     return 1, 0
 
 
-def _multiply(dimensions: dict[str, int], more: Dimensions, times: int) -> None:
+def _multiply(dimensions: dict[str, int], factors: Dimensions, times: int) -> None:
     """Multiply dimensions in place by others, to the power `times`."""
-    for base, exponent in more:
+    for base, exponent in factors:
         dimensions[base] = dimensions.get(base, 0) + exponent * times
 
 
 _POUNDS = {(("pound", 1),), (("sterling", 1),)}
 
 
-def compatible(one: Unit, other: Unit) -> bool:
+def compatible(first: Unit, second: Unit) -> bool:
     """Whether values in these units can be compared: equal dimensions, and no different nouns."""
-    pounds = {one.dimensions, other.dimensions} == _POUNDS and one.factor == other.factor == 1
+    pounds = {first.dimensions, second.dimensions} == _POUNDS and first.factor == second.factor == 1
     if (
         not pounds
-        and one.dimensions != other.dimensions
-        and all(u.dimensions or u.nouns for u in (one, other))
+        and first.dimensions != second.dimensions
+        and all(u.dimensions or u.nouns for u in (first, second))
     ):
         return False
-    one_nouns = set(one.nouns)
-    other_nouns = set(other.nouns)
+    one_nouns = set(first.nouns)
+    other_nouns = set(second.nouns)
     return one_nouns <= other_nouns or other_nouns <= one_nouns

@@ -376,27 +376,27 @@ def set_superseded_aside(
     ]
 
 
-def _still_judged(found: Sequence[Checkpoint], steps: int) -> Iterator[Checkpoint]:
-    """At most four of the checkpoints `found`, which are given newest first.
+def _still_judged(checkpoints: Sequence[Checkpoint], steps: int) -> Iterator[Checkpoint]:
+    """At most four of the checkpoints `checkpoints`, which are given newest first.
 
     They are the newest one that is at least `steps` older than the newest of all, and then later
     ones that are half as many steps apart, beginning with the oldest."""
-    newest = found[0].step if found else 0
-    yield from [checkpoint for checkpoint in found if checkpoint.step <= newest - steps][:1]
+    newest = checkpoints[0].step if checkpoints else 0
+    yield from [checkpoint for checkpoint in checkpoints if checkpoint.step <= newest - steps][:1]
     last = None
     for checkpoint in reversed(
-        [checkpoint for checkpoint in found if checkpoint.step > newest - steps]
+        [checkpoint for checkpoint in checkpoints if checkpoint.step > newest - steps]
     ):
         if last is None or 2 * (checkpoint.step - last) >= steps:
             last = checkpoint.step
             yield checkpoint
 
 
-def sound_checkpoints(found: Sequence[Checkpoint], learned_step: int) -> list[Checkpoint]:
+def sound_checkpoints(checkpoints: Sequence[Checkpoint], learned_step: int) -> list[Checkpoint]:
     """The checkpoints from before `learned_step` (`Progress.learned_step`), in the same order.
 
     Their weights learned in a later step."""
-    return [checkpoint for checkpoint in found if checkpoint.step < learned_step]
+    return [checkpoint for checkpoint in checkpoints if checkpoint.step < learned_step]
 
 
 def set_newer_aside(root: Path, step: int) -> None:

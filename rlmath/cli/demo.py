@@ -141,25 +141,25 @@ def make_base(folder: Path, seed: int) -> None:
     teach(folder, seed)
 
 
-def training_words(folder: Path, given: argparse.Namespace) -> list[str]:
+def training_words(folder: Path, options: argparse.Namespace) -> list[str]:
     """Config files and settings of the training run of `folder`'s base model."""
     data_folder = folder / "data"
     command = ["--config", str(shipped("configs/demo.yaml"))]
-    command += ["--config", str(ALGORITHMS / f"{given.algorithm}.yaml")]
+    command += ["--config", str(ALGORITHMS / f"{options.algorithm}.yaml")]
     command += [
         f"run.output_dir={folder / 'run'}",
-        f"run.seed={given.seed}",
+        f"run.seed={options.seed}",
         f"model.path={folder / 'base'}",
     ]
     command += [f"data.train_path={data_folder / 'train.jsonl'}"]
     command += [
-        f"parallel.tensor={given.tensor_parallel}",
-        f"parallel.pipeline={given.pipeline_parallel}",
+        f"parallel.tensor={options.tensor_parallel}",
+        f"parallel.pipeline={options.pipeline_parallel}",
     ]
     command += [f"validation.paths=[{json.dumps(str(data_folder / 'heldout.jsonl'))}]"]
-    if preset_settings(given.algorithm).get("reward.scheme") in WRONG_ANSWER:
+    if preset_settings(options.algorithm).get("reward.scheme") in WRONG_ANSWER:
         command.append(REWARD)
-    if given.algorithm == "lora":  # its file leaves the learning rate to the model's size
+    if options.algorithm == "lora":  # its file leaves the learning rate to the model's size
         command += LORA_RATES
     return [
         *command,
@@ -169,15 +169,15 @@ def training_words(folder: Path, given: argparse.Namespace) -> list[str]:
     ]
 
 
-def train(folder: Path, given: argparse.Namespace) -> Path:
+def train(folder: Path, options: argparse.Namespace) -> Path:
     """The training run of `folder`'s base model, and its folder.
 
     Before and after, every held-out problem is answered once at temperature 1."""
-    command = [*RLMATH, "train", "--ranks", str(given.ranks), *training_words(folder, given)]
-    command += [OVERSUBSCRIBE] * given.oversubscribe
-    layout = f"TP{given.tensor_parallel} x PP{given.pipeline_parallel}"
+    command = [*RLMATH, "train", "--ranks", str(options.ranks), *training_words(folder, options)]
+    command += [OVERSUBSCRIBE] * options.oversubscribe
+    layout = f"TP{options.tensor_parallel} x PP{options.pipeline_parallel}"
     run(
-        f"Training ({given.algorithm}) on {counted(given.ranks, 'rank')}, {layout}",
+        f"Training ({options.algorithm}) on {counted(options.ranks, 'rank')}, {layout}",
         command,
         one_thread(),
     )
@@ -219,23 +219,23 @@ def fitting_ranks(gpus: int) -> int:
     return min(MOST_RANKS, gpus or MOST_RANKS)
 
 
-def fill_layout(given: argparse.Namespace, gpus: int) -> None:
+def fill_layout(options: argparse.Namespace, gpus: int) -> None:
     """Fill in the ranks and the tensor parallelism that the command line leaves open.
 
     They are those for a machine with so many GPUs (`fitting_ranks`). ValueError if the layout does
     not fit the ranks, or they do not fit the machine."""
-    if given.ranks is None:
-        given.ranks = fitting_ranks(gpus)
-    if given.tensor_parallel is None:
-        given.tensor_parallel = 1 if given.ranks == 1 else 2
-    sizes = given.tensor_parallel, given.pipeline_parallel
-    if min(given.ranks, *sizes) < 1 or given.ranks % math.prod(sizes):
+    if options.ranks is None:
+        options.ranks = fitting_ranks(gpus)
+    if options.tensor_parallel is None:
+        options.tensor_parallel = 1 if options.ranks == 1 else 2
+    sizes = options.tensor_parallel, options.pipeline_parallel
+    if min(options.ranks, *sizes) < 1 or options.ranks % math.prod(sizes):
         raise ValueError(
-            f"--ranks is {given.ranks}; needed: a multiple of TP x PP = "
+            f"--ranks is {options.ranks}; needed: a multiple of TP x PP = "
             f"{' x '.join(map(str, sizes))}"
         )
-    if not given.oversubscribe:
-        refuse_crowding(given.ranks, this_machine(gpus))
+    if not options.oversubscribe:
+        refuse_crowding(options.ranks, this_machine(gpus))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

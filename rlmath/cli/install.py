@@ -186,12 +186,12 @@ def pip(python: str, *arguments: str) -> list[str]:
     return [python, "-m", "pip", "install", *options, *arguments]
 
 
-def run(command: list[str], what: str = "packages") -> None:
-    if call(command, what):
+def run(command: list[str], subject: str = "packages") -> None:
+    if call(command, subject):
         fail(f"this failed: {' '.join(command)}")
 
 
-def call(command: list[str], what: str, **outputs: Any) -> int:
+def call(command: list[str], subject: str, **outputs: Any) -> int:
     """Run a command, with a line every LINE_SECONDS that it is still running; its exit status."""
     started = time.monotonic()
     process = subprocess.Popen(command, **outputs)
@@ -199,7 +199,7 @@ def call(command: list[str], what: str, **outputs: Any) -> int:
         try:
             return process.wait(LINE_SECONDS)
         except subprocess.TimeoutExpired:
-            say(f"still installing {what}, {time.monotonic() - started:.0f} s so far")
+            say(f"still installing {subject}, {time.monotonic() - started:.0f} s so far")
 
 
 def lock_line(lock: Path) -> str:

@@ -94,7 +94,7 @@ def epoch_lines(run: RunPrediction) -> Iterator[str]:
         yield f"  - {warning}".replace("\n", "\n    ")
 
 
-def layout_lines(layouts: Comparison, own: StepPlan, shown: int) -> Iterator[str]:
+def layout_lines(layouts: Comparison, run_plan: StepPlan, shown: int) -> Iterator[str]:
     """The fastest layouts, and where the run's own stands."""
     yield (
         f"Legal layouts: {len(layouts.plans)} fit, {layouts.without_room} do not. Fastest by "
@@ -102,15 +102,16 @@ def layout_lines(layouts: Comparison, own: StepPlan, shown: int) -> Iterator[str
     )
     fastest = layouts.plans[:shown]
     for plan in (
-        fastest if any(fast_plan.mesh == own.mesh for fast_plan in fastest) else (*fastest, own)
+        fastest
+        if any(fast_plan.mesh == run_plan.mesh for fast_plan in fastest)
+        else (*fastest, run_plan)
     ):
-        mark = "  (as configured)" if plan.mesh == own.mesh else ""
+        mark = "  (as configured)" if plan.mesh == run_plan.mesh else ""
         yield f"  {_seconds(plan.step_seconds):>9} s  {plan.mesh.describe()}{mark}"
 
 
 def _seconds(number: float) -> str:
     """Seconds with three digits, or rounded from 100 on.
-
 
     ('1,234', '0.0123')
     """

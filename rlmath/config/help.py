@@ -231,8 +231,10 @@ def help_text(word: str = "", width: int | None = None, keys: Collection[str] | 
     to. Only settings of `keys` are in it. ValueError for another word."""
     width = width or min(max(shutil.get_terminal_size().columns, 60), 120)
 
-    def wrapped(text: str, first: int, then: int) -> list[str]:
-        wrapper = textwrap.TextWrapper(width, " " * first, " " * then, break_on_hyphens=False)
+    def wrapped(text: str, first_indent: int, further_indent: int) -> list[str]:
+        wrapper = textwrap.TextWrapper(
+            width, " " * first_indent, " " * further_indent, break_on_hyphens=False
+        )
         return wrapper.wrap(text)
 
     shown = [setting for setting in all_settings().values() if keys is None or setting.key in keys]

@@ -257,25 +257,25 @@ def fetch(
     return pins
 
 
-def _request(wanted: HubId, weights: bool) -> dict[str, Any]:
+def _request(hub_id: HubId, weights: bool) -> dict[str, Any]:
     """Request to `hub_client` for a download, with advice for users without a network."""
     patterns = [*METADATA_PATTERNS, *([WEIGHT_PATTERN] if weights else ())]
-    command = f"hf download {wanted.repo}" + (
-        f" {wanted.file} --repo-type dataset" if wanted.file else ""
+    command = f"hf download {hub_id.repo}" + (
+        f" {hub_id.file} --repo-type dataset" if hub_id.file else ""
     )
-    revision = wanted.commit or wanted.revision or None
+    revision = hub_id.commit or hub_id.revision or None
     if revision:
         command += f" --revision {revision}"
     return {
-        "name": str(wanted),
-        "blobs": str(wanted.repo_folder / "blobs"),
+        "name": str(hub_id),
+        "blobs": str(hub_id.repo_folder / "blobs"),
         "download": {
-            "repo_id": wanted.repo,
-            "repo_type": wanted.repo_type,
+            "repo_id": hub_id.repo,
+            "repo_type": hub_id.repo_type,
             "revision": revision,
             "cache_dir": str(cache_folder()),
-            "allow_patterns": glob.escape(wanted.file) if wanted.file else patterns,
-            "ignore_patterns": None if wanted.file else FOLDERS,
+            "allow_patterns": glob.escape(hub_id.file) if hub_id.file else patterns,
+            "ignore_patterns": None if hub_id.file else FOLDERS,
         },
         "advice": (
             ", and what is needed is not, or not whole, in the cache. The same command goes on "

@@ -524,15 +524,15 @@ def _named_values(mapping: Mapping[Any, Any]) -> list[str]:
     return entries
 
 
-def _bounded(what: object) -> str:
+def _bounded(content: object) -> str:
     """Text for a message, however long it is."""
-    text = str(what)
+    text = str(content)
     return text if len(text) <= 500 else f"{text[:400]} [... {len(text) - 400} more characters]"
 
 
-def _sentence(what: object) -> str:
+def _sentence(content: object) -> str:
     """`_bounded` text with the stop that ends a sentence."""
-    text = _bounded(what)
+    text = _bounded(content)
     return text if text.endswith((".", "?")) else f"{text}."
 
 

@@ -160,16 +160,16 @@ def audit_prompts(
     reward: RewardConfig,
     tokenizer: PreTrainedTokenizerFast | None,
     shown: tuple[str, ...] = (),
-    more: Sequence[Finding] = (),
+    earlier_findings: Sequence[Finding] = (),
 ) -> DataAudit:
-    """Audit the prompts of all files, beside the findings that there are already (`more`).
+    """Audit the prompts of all files, beside the findings that there are already (`earlier_findings`).
 
     With a reward function of the user's, references are not judged. ValueError where no training
     prompt has a reference that an answer could equal."""
     started = time.monotonic()
     n_validated = sum(len(problems) for _, problems in validation)
     prompts = [prompt for _, prompts_of_file in training for prompt in prompts_of_file]
-    findings = [*more, *_unknown_in(prompts, tokenizer)]
+    findings = [*earlier_findings, *_unknown_in(prompts, tokenizer)]
     if tokenizer is not None:
         for name, prompts_of_file in (*training, *validation):
             findings += ends_and_beginnings(name, prompts_of_file, tokenizer)
@@ -237,10 +237,10 @@ def _unknown_in(
         yield _unknown(parts, missing_characters, _named(unreadable))
 
 
-def _unknown(what: str, lost: Collection[str], examples: tuple[str, ...]) -> Finding:
+def _unknown(texts: str, lost: Collection[str], examples: tuple[str, ...]) -> Finding:
     left_out = f" It has no token for {_characters(lost)}." if lost else ""
     return Finding(
-        f"The tokenizer does not know {what}{left_out} Use the tokenizer that belongs to the "
+        f"The tokenizer does not know {texts}{left_out} Use the tokenizer that belongs to the "
         "model, or other "
         "characters.",
         examples,
@@ -447,14 +447,14 @@ def audit_sequences(
     reports: Sequence[SequenceReport],
     tokenizer: PreTrainedTokenizerFast,
     shown: tuple[str, ...] = (),
-    more: Sequence[Finding] = (),
+    earlier_findings: Sequence[Finding] = (),
 ) -> DataAudit:
     """Audit the sequences of all files.
 
     Two sequences with the same tokens of the prompt have the same problem."""
     started = time.monotonic()
     total = sum(len(sequences) for _, sequences in training)
-    findings = [*more]
+    findings = [*earlier_findings]
     missing_characters = characters_without_token(
         frozenset().union(*(report.characters for report in reports)), tokenizer
     )

@@ -267,11 +267,13 @@ def role_names(template: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def _named_template(held: Any, settings: ChatSettings, folder: str) -> str | None:
+def _named_template(templates: Any, settings: ChatSettings, folder: str) -> str | None:
     """The template that the settings name, or the default; None where the tokenizer has none.
 
-    `held` is what the tokenizer has: a template, several by name, or none."""
-    named: dict[str, str] = held if isinstance(held, dict) else {"default": held} if held else {}
+    `templates` is what the tokenizer has: a template, several by name, or none."""
+    named: dict[str, str] = (
+        templates if isinstance(templates, dict) else {"default": templates} if templates else {}
+    )
     available = ", ".join(map(repr, named)) or "none"
     setting = settings.names[0]
     name = settings.template or "default"

@@ -266,7 +266,7 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
         reports,
         tokenizer=tokenizer,
         shown=shown,
-        more=without_conversation(reports, chat_settings(data)),
+        earlier_findings=without_conversation(reports, chat_settings(data)),
     )
     report_lines = (line for report in reports for line in report.lines())
     lines = (*report_lines, order.line(), f"Held out: {len(held_out)} sequences.")
@@ -506,5 +506,5 @@ def audit_inputs(
         config.reward,
         tokenizer=tokenizer,
         shown=shown,
-        more=findings,
+        earlier_findings=findings,
     )

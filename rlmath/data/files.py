@@ -217,18 +217,18 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
         yield None
 
 
-def _parsed(where: str, line: bytes) -> RawRow:
+def _parsed(place: str, line: bytes) -> RawRow:
     """The row of one line, or the reason why the line is none."""
     start = line[: 4 * START_CHARS].decode("utf-8", "replace").strip()[:START_CHARS]
     try:
         row = parse_json(line.decode("utf-8"), unique_keys=True)
     except UnicodeDecodeError as error:
         reason = f"not UTF-8 (byte {error.start} is {line[error.start]:#04x}), or compressed"
-        return RawRow(where, None, reason, start)
+        return RawRow(place, None, reason, start)
     except ValueError as error:
-        return RawRow(where, None, f"not JSON ({error})", start)
+        return RawRow(place, None, f"not JSON ({error})", start)
     if type(row) is not dict:
         return RawRow(
-            where, None, f"a JSON {type(row).__name__}, where a JSON object is needed", start
+            place, None, f"a JSON {type(row).__name__}, where a JSON object is needed", start
         )
-    return RawRow(where, row, start=start)
+    return RawRow(place, row, start=start)

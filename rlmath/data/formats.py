@@ -489,7 +489,11 @@ def read_prompts(
     if isinstance(form, UserFunction):
         about = f"what {form} makes of its rows"
         return _collected(
-            path, str(form), about, found=_own_rows(form, rows), most_characters=most_characters
+            path,
+            str(form),
+            about,
+            parsed_rows=_own_rows(form, rows),
+            most_characters=most_characters,
         )
     first: list[RawRow] = []
     for row in rows:
@@ -499,7 +503,11 @@ def read_prompts(
     file_form = _checked_form(path, form, first)
     parsed_rows = _rows_of(file_form.reader_of(Path(path)), itertools.chain(first, rows))
     return _collected(
-        path, file_form.name, file_form.columns, found=parsed_rows, most_characters=most_characters
+        path,
+        file_form.name,
+        file_form.columns,
+        parsed_rows=parsed_rows,
+        most_characters=most_characters,
     )
 
 
@@ -554,7 +562,7 @@ def _collected(
     path: str,
     name: str,
     about: str,
-    found: Iterable[tuple[RawRow, PromptRow | RowError]],
+    parsed_rows: Iterable[tuple[RawRow, PromptRow | RowError]],
     most_characters: int,
 ) -> PromptFile:
     """The rows that can be used; `name` and `about` are the form's."""
@@ -562,7 +570,7 @@ def _collected(
     unusable: list[UnusableRow] = []
     repeated = 0
     first_of_id: dict[str, tuple[int, str]] = {}
-    for raw_row, row in found:
+    for raw_row, row in parsed_rows:
         try:
             if isinstance(row, RowError):
                 raise row

@@ -267,12 +267,12 @@ class PromptOrder:
         indices = self.batch(step)[1]
         return Draw(step, indices[place], indices[:place].count(indices[place]))
 
-    def extra(self, step: int, own: Collection[int] | None = None) -> Iterator[int]:
-        """All prompts but the step's `own` (None: those of `batch`), drawn from (seed, step).
+    def extra(self, step: int, step_prompts: Collection[int] | None = None) -> Iterator[int]:
+        """All prompts but the step's `step_prompts` (None: those of `batch`), drawn from (seed, step).
 
         Those of heavier files come earlier. Dynamic sampling takes them for dropped groups. They
         keep their turn in the epochs."""
-        taken = set(self.batch(step)[1] if own is None else own)
+        taken = set(self.batch(step)[1] if step_prompts is None else step_prompts)
         name = f"{self.seed_at(step)}:extra:{step}"
         shares = self.shares
         order_N = (

@@ -363,7 +363,7 @@ def _completion(answer: Message, ends: tuple[str, ...]) -> str:
     return text.rstrip() if text.rstrip().endswith(ends) else text
 
 
-def _parse(columns: dict, where: str) -> _Row:
+def _parse(columns: dict, place: str) -> _Row:
     """The prompt, and the answer.
 
     RowError for a row of none of the forms."""
@@ -371,7 +371,7 @@ def _parse(columns: dict, where: str) -> _Row:
         if first in columns and second in columns:
             prompt = checked_text(columns[first], first)
             completion = checked_text(columns[second], second)
-            row = PromptRow(prompt, "math", where, solutions=(completion,), whole=whole)
+            row = PromptRow(prompt, "math", place, solutions=(completion,), whole=whole)
             return _Row(row, assistant(completion))
     if "messages" in columns:
         *turns, answer = messages_of(columns["messages"], "messages")
@@ -382,7 +382,7 @@ def _parse(columns: dict, where: str) -> _Row:
         row = PromptRow(
             str(turns[-1].get("content") or ""),
             "math",
-            query_id=where,
+            query_id=place,
             solutions=(str(answer.get("content") or ""),),
             whole=False,
             messages=tuple(turns),

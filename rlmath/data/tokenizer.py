@@ -211,7 +211,7 @@ def _row_for_template(row: PromptRow) -> dict[str, Any]:
 
 def check_row(
     row: PromptRow,
-    given: str | UserFunction,
+    template: str | UserFunction,
     tokenizer: PreTrainedTokenizerFast,
     answer: Message | None = None,
 ) -> None:
@@ -219,23 +219,23 @@ def check_row(
 
     Its texts are those of the prompt and of an `answer` that is to be learned. Texts that stay as
     they stand may have any marks."""
-    word = template_of(row, given, tokenizer)
+    word = template_of(row, template, tokenizer)
     if word == "raw" or _is_around(word, row):
         return
-    if isinstance(given, UserFunction):
+    if isinstance(template, UserFunction):
         if row.whole or has_template(row.prompt):
             return  # the function knows what it is given
         messages = (*row.messages, chat.user(row.prompt))
         written = None
     else:
         if not row.messages:
-            _refuse_second_template(row, given)
+            _refuse_second_template(row, template)
         messages = asked(row) if word == "chat" else (chat.user(row.prompt),)
         written = FIXED[word].head + FIXED[word].tail if word in FIXED else None
     answers = () if answer is None else (answer,)
     check_turns((*messages, *answers), row.tools, marks_of(tokenizer, written))
-    if row.messages and not isinstance(given, UserFunction):
-        _refuse_second_template(row, given)
+    if row.messages and not isinstance(template, UserFunction):
+        _refuse_second_template(row, template)
 
 
 def _is_around(word: str, row: PromptRow) -> bool:
@@ -256,14 +256,14 @@ def prompt_text(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFas
     return PromptText(FIXED[word].render(row.prompt))
 
 
-def _refuse_second_template(row: PromptRow, given: str) -> None:
-    """RowError where the prompt has a template already, and `given` puts another around it."""
+def _refuse_second_template(row: PromptRow, template: str) -> None:
+    """RowError where the prompt has a template already, and `template` puts another around it."""
     if has_template(row.prompt):
         change = 'Use data.template "auto" or "raw"' if row.whole else 'Use data.template "raw"'
         if row.messages:
             change = "Take it out of the message"
         raise RowError(
-            f'data.template is "{given}", and the prompt {row.query_id[:60]!r} has a template '
+            f'data.template is "{template}", and the prompt {row.query_id[:60]!r} has a template '
             "already: it begins "
             f"{row.prompt[:60]!r}. {change}"
         )

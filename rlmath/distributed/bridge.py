@@ -105,11 +105,11 @@ class Bridge:
     def size_of_world(self) -> int:
         return self.training_ranks if self.trains else self.world_size - self.training_ranks
 
-    def broadcast(self, mine: T) -> T:
+    def broadcast(self, local_object: T) -> T:
         """The object of rank 0 of the run, on every rank of the run.
 
         A collective."""
-        content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(pickle.dumps(local_object)), dtype=torch.uint8)
         size = torch.tensor([len(content)])
         self._group.broadcast([size], dist.BroadcastOptions()).wait()
         if self.rank != 0:

@@ -31,11 +31,11 @@ def shared_store(name: str) -> RunStore:
     return RunStore(store, f"rlmath/{name}")
 
 
-def all_gather_objects(mine: T) -> list[T]:
+def all_gather_objects(local_object: T) -> list[T]:
     """The objects of all ranks, in order of ranks, on every rank.
 
     Objects travel pickled between our own processes."""
-    content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    content = torch.frombuffer(bytearray(pickle.dumps(local_object)), dtype=torch.uint8)
     sizes = torch.empty(dist.get_world_size(), dtype=torch.int64)
     dist.all_gather_single(sizes, torch.tensor([len(content)]))
     return [pickle.loads(part.numpy()) for part in _gather(content, sizes.tolist())]
@@ -56,41 +56,43 @@ def gathered_bytes(sizes: Sequence[int]) -> tuple[bool, int]:
     return summed < filled_up, min(summed, filled_up)
 
 
-def _gather(mine: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+def _gather(local_bytes: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
     """The bytes of all ranks, whose numbers are `sizes`, in order of ranks."""
     rank = dist.get_rank()
     largest = max(sizes)
     by_sum, _ = gathered_bytes(sizes)
     if not by_sum:
-        padded = mine.new_zeros(largest)
-        gathered = mine.new_empty(len(sizes), largest)
-        padded[: len(mine)] = mine
+        padded = local_bytes.new_zeros(largest)
+        gathered = local_bytes.new_empty(len(sizes), largest)
+        padded[: len(local_bytes)] = local_bytes
         dist.all_gather_single(gathered.view(-1), padded)
         return [row[:size] for row, size in zip(gathered, sizes, strict=True)]
-    gathered = mine.new_zeros(sum(sizes))
+    gathered = local_bytes.new_zeros(sum(sizes))
     parts = gathered.split(list(sizes))
-    parts[rank].copy_(mine)
+    parts[rank].copy_(local_bytes)
     dist.all_reduce(gathered)
     return parts
 
 
-def broadcast_from_rank_zero(mine: T) -> T:
+def broadcast_from_rank_zero(local_object: T) -> T:
     """The object of rank 0, on every rank."""
-    box = [mine]
+    box = [local_object]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def gather_to_rank_zero(mine: T) -> list[T] | None:
+def gather_to_rank_zero(local_object: T) -> list[T] | None:
     """The objects of all ranks, in order of ranks, on rank 0; None elsewhere."""
-    gathered: list[T] | None = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, gathered, dst=0)
+    gathered: list[T] | None = (
+        [local_object] * dist.get_world_size() if dist.get_rank() == 0 else None
+    )
+    dist.gather_object(local_object, gathered, dst=0)
     return gathered
 
 
-def first_error(mine: str | None) -> str | None:
+def first_error(local_error: str | None) -> str | None:
     """The first error of any rank, on all ranks."""
-    return next((error for error in all_gather_objects(mine) if error is not None), None)
+    return next((error for error in all_gather_objects(local_error) if error is not None), None)
 
 
 def reduce_over_ranks(

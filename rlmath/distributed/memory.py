@@ -40,12 +40,12 @@ def out_of_memory_kills(statistics: Path = Path("/proc/vmstat")) -> int | None:
         return None
 
 
-def is_scarce(wanted: int) -> bool:
+def is_scarce(needed_bytes: int) -> bool:
     """Whether the host's memory is scarce.
 
     It is if less than a quarter is available, or less than twice the bytes that all of its ranks
     want."""
-    return available_bytes() < max(total_bytes() // 4, 2 * wanted)
+    return available_bytes() < max(total_bytes() // 4, 2 * needed_bytes)
 
 
 def _number(file: Path) -> int | None:

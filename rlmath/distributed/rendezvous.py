@@ -94,15 +94,15 @@ class _Outcome:
 class Rendezvous:
     """One per rank, from the start of its program until the process group exists."""
 
-    def __init__(self, own: RankInfo, store: dist.Store) -> None:
+    def __init__(self, rank_info: RankInfo, store: dist.Store) -> None:
         """Register this rank.
 
         RuntimeError where the store does not answer."""
-        self.rank_info = own
+        self.rank_info = rank_info
         self._whole_store = store
         self._store = RunStore(store, f"rlmath/{run_id()}/rendezvous")
         self._nonce = secrets.token_hex(8)
-        self._store.set(f"info/{own.rank}", asdict(own))
+        self._store.set(f"info/{rank_info.rank}", asdict(rank_info))
         self._start: str | None = None
         """Name of this start; other ranks than rank 0 know it after the first sync.
 
@@ -110,7 +110,7 @@ class Rendezvous:
         self._ranks_store: dist.TCPStore | None = None
         self._ranks_port = 0
         """Port of the ranks' own store on a single node."""
-        if own.rank == 0:
+        if rank_info.rank == 0:
             self._start = secrets.token_hex(8)
             self._store.set("start", self._start)
 
@@ -276,10 +276,10 @@ class Rendezvous:
             self._wait_until_read(at, nonces)
         return result
 
-    def _wait_for_entries(self, at: str, own: _Entry, seconds: float) -> dict[int, _Entry]:
+    def _wait_for_entries(self, at: str, own_entry: _Entry, seconds: float) -> dict[int, _Entry]:
         """The entries of all ranks, or of those that are there at the timeout, by rank."""
-        entries = {0: own}
-        problem = own.report["problem"] is not None
+        entries = {0: own_entry}
+        problem = own_entry.report["problem"] is not None
         started = time.monotonic()
         next_log = FIRST_LOG_SECONDS
         deadline = started + seconds
@@ -336,7 +336,7 @@ class Rendezvous:
             )
         return check(reports)
 
-    def _missing(self, here: Iterable[int]) -> str:
+    def _missing(self, present_ranks: Iterable[int]) -> str:
         """Which ranks are missing, and where.
 
         For example "ranks 2-3 on node1 (started, not here yet), ranks 4-5 of the node with number 2
@@ -344,7 +344,7 @@ class Rendezvous:
         known_ranks = self._known_ranks()
         groups = {}
         hosts = {rank_info.node: rank_info.host for rank_info in known_ranks.values()}
-        for rank in sorted(set(range(self.rank_info.world_size)) - set(here)):
+        for rank in sorted(set(range(self.rank_info.world_size)) - set(present_ranks)):
             node = (
                 known_ranks[rank].node
                 if rank in known_ranks
@@ -461,5 +461,5 @@ def prefer_for_gloo(route: Route | None) -> None:
         os.environ.setdefault(GLOO_INTERFACE, route.interface)
 
 
-def _are(those: Collection[int]) -> str:
-    return "is" if len(those) == 1 else "are"
+def _are(ranks: Collection[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"

@@ -55,7 +55,7 @@ def differences(first: Results, second: Results) -> list[Difference]:
             if second_accuracies is not None and common:
                 rows.append(
                     _difference(
-                        dataset, measure, first_accuracies, theirs=second_accuracies, common=common
+                        dataset, measure, first_accuracies, second=second_accuracies, common=common
                     )
                 )
     if not rows:
@@ -69,17 +69,17 @@ def differences(first: Results, second: Results) -> list[Difference]:
 
 
 def _difference(
-    dataset: str, measure: str, ours: Accuracies, theirs: Accuracies, common: list[str]
+    dataset: str, measure: str, first: Accuracies, second: Accuracies, common: list[str]
 ) -> Difference:
-    """The difference between theirs and ours on these problems."""
-    before = ours.of(common)
-    after = theirs.of(common)
+    """The difference of the second evaluation from the first on these problems."""
+    before = first.of(common)
+    after = second.of(common)
     pairs = [after.shares[problem] - before.shares[problem] for problem in common]
     return Difference(
         dataset,
         measure,
         problems=len(common),
-        left_out=len(ours.shares.keys() ^ theirs.shares.keys()),
+        left_out=len(first.shares.keys() ^ second.shares.keys()),
         first=(before.mean, *before.interval),
         second=(after.mean, *after.interval),
         difference=(sum(pairs) / len(pairs), *difference_interval(pairs)),

@@ -130,9 +130,13 @@ def training_sets(
     sets: list[StorageSet] = []
 
     def add(
-        name: SetName, wanted: bool, tensors: Tensors, keep: bool = True, exclude: Tensors = tuple
+        name: SetName,
+        is_needed: bool,
+        tensors: Tensors,
+        keep: bool = True,
+        exclude: Tensors = tuple,
     ) -> None:
-        if wanted:
+        if is_needed:
             sets.append(StorageSet(name, tensors, keep=keep, device=device, exclude=exclude))
 
     add("gradients", settings.offload_gradients, gradients, keep=False)

@@ -142,7 +142,9 @@ def test_prompts_of_discarded_steps_are_drawn_again_in_what_is_left_of_their_epo
     ]
     assert order.batch(per_epoch)[0] == 1
     for step, same in ((2, True), (3, False)):
-        assert (list(order.extra(step, own=())) == list(planned.extra(step, own=()))) is same
+        assert (
+            list(order.extra(step, step_prompts=())) == list(planned.extra(step, step_prompts=()))
+        ) is same
 
 
 def test_seeds_and_orders_follow_from_the_rollbacks_that_still_count() -> None:

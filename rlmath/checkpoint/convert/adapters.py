@@ -34,14 +34,14 @@ def lora_run(reader: StateReader) -> Config | None:
     return load_config([settings], [], saved=True)
 
 
-def base_model(reader: StateReader, run: Config, shape: ModelShape, given: Path | None) -> Path:
-    """The folder of the adapters' model, `given` or the run's `model.path`.
+def base_model(reader: StateReader, run: Config, shape: ModelShape, base: Path | None) -> Path:
+    """The folder of the adapters' model, `base` or the run's `model.path`.
 
     ValueError if it is missing or wrong."""
     needed = read_progress(reader.folder.parent).model_fingerprint
-    folder = given or local_folder(run.model.path, "model.path")
+    folder = base or local_folder(run.model.path, "model.path")
     change = (
-        "Name it by rlmath convert to-hf --base." if given is None else "Name another by --base."
+        "Name it by rlmath convert to-hf --base." if base is None else "Name another by --base."
     )
     if not (folder / "config.json").is_file():
         raise ValueError(

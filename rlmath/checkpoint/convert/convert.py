@@ -165,7 +165,7 @@ def megatron_to_hf(
     if run is None and base is not None:
         raise ValueError(f"{state} has no adapters (LoRA) to merge into {base}. Leave --base out.")
     if run is not None:
-        base = base_model(reader, run, shape, given=base)
+        base = base_model(reader, run, shape, base=base)
     formats = dtype if isinstance(dtype, TensorFormats) else None
     chosen = dtype if isinstance(dtype, torch.dtype) else None
     places, stored_dtype, written_dtype = _found_in(reader, shape, run, dtype=chosen)
@@ -251,9 +251,9 @@ def adapters_to_hf(
 
 
 def _tensors(
-    reader: StateReader, found: Iterable[Found], shape: ModelShape
+    reader: StateReader, places: Iterable[Found], shape: ModelShape
 ) -> Iterator[tuple[str, Tensor]]:
-    return (named for place in found for named in place.tensors(reader, shape))
+    return (named for place in places for named in place.tensors(reader, shape))
 
 
 def _found_in(

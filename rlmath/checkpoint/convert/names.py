@@ -229,9 +229,9 @@ def _find(reader: StateReader, stored: Stored) -> Found | str | None:
     return Found(stored, name, offset, size=((1,) * len(lead)) + expected_shape[len(lead) :])
 
 
-def listed(what: str, names: list[str]) -> list[str]:
+def listed(problem: str, names: list[str]) -> list[str]:
     """["2 tensors are missing: a; b"], [] where there are none."""
     if not names:
         return []
     ending = f" and {len(names) - _NAMES_IN_ERRORS} more" if len(names) > _NAMES_IN_ERRORS else ""
-    return [f"{len(names)} {what}: {'; '.join(names[:_NAMES_IN_ERRORS])}{ending}"]
+    return [f"{len(names)} {problem}: {'; '.join(names[:_NAMES_IN_ERRORS])}{ending}"]

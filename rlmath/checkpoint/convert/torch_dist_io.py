@@ -144,8 +144,8 @@ def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]
     )
 
 
-def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> bool:
-    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
+def _overlap(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> bool:
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(first, second, strict=True))
 
 
 class StateWriter:

@@ -237,9 +237,9 @@ def read_model_shape(folder: Path, option: str = "model.path") -> ModelShape:
     return _sound(f'the model "{folder}"', *read_shape(folder, option))
 
 
-def _sound(what: str, shape: ModelShape | None, problems: Sequence[str]) -> ModelShape:
+def _sound(source: str, shape: ModelShape | None, problems: Sequence[str]) -> ModelShape:
     """The shape; ValueError that lists the problems where there are some."""
-    raise_problems(what, list(problems))
+    raise_problems(source, list(problems))
     assert shape is not None
     return shape
 

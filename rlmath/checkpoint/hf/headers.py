@@ -195,14 +195,14 @@ def weight_files(folder: Path, name: str = SINGLE_FILE) -> tuple[dict[Path, set[
 def tensor_problems(
     folder: Path,
     shape: ModelShape,
-    found: dict[str, TensorHeader],
+    headers: dict[str, TensorHeader],
     rules: tuple[Rule, ...] | None = None,
 ) -> Iterator[str]:
     """Problems of tensors that follow from config.json, or from other `rules` (adapters).
 
     They are missing, have another shape, or are not in floating-point numbers."""
     expected = hf_tensors(shape, rules)
-    missing_names = [name for name in expected if name not in found]
+    missing_names = [name for name in expected if name not in headers]
     if missing_names:
         names = ", ".join(missing_names[:3])
         yield (
@@ -210,24 +210,24 @@ def tensor_problems(
             f"{names}."
         )
     wrong_names = [
-        name for name in expected if name in found and found[name].shape != expected[name]
+        name for name in expected if name in headers and headers[name].shape != expected[name]
     ]
     for name in wrong_names[:3]:
         yield (
-            f'"{folder}": {name} has shape {found[name].shape}, config.json makes it '
+            f'"{folder}": {name} has shape {headers[name].shape}, config.json makes it '
             f"{expected[name]}."
         )
     wrong_names = [
-        name for name in expected if name in found and found[name].dtype_name not in FORMATS
+        name for name in expected if name in headers and headers[name].dtype_name not in FORMATS
     ]
     note = f" {len(wrong_names) - 1} tensors more are like that." if len(wrong_names) > 1 else ""
     for name in wrong_names[:1]:
         yield (
-            f"{name} in {found[name].file} has numbers in {found[name].dtype_name}; "
+            f"{name} in {headers[name].file} has numbers in {headers[name].dtype_name}; "
             f"{NEEDED_FORMATS}.{note}"
         )
-    tied = shape.tied_embeddings and HEAD in found and EMBEDDING in found
-    if tied and not _are_equal(found[EMBEDDING], found[HEAD], EMBEDDING, HEAD):
+    tied = shape.tied_embeddings and HEAD in headers and EMBEDDING in headers
+    if tied and not _are_equal(headers[EMBEDDING], headers[HEAD], EMBEDDING, HEAD):
         yield (
             f'"{folder}": config.json says "tie_word_embeddings": true, and {HEAD} is another '
             f"tensor than {EMBEDDING}; "
@@ -340,15 +340,15 @@ def older_model_fingerprint(folder: str | Path, config: str = "config.json") -> 
 
 
 def fingerprint_to_compare(
-    recorded: str, now: str, folder: str | Path, config: str = "config.json"
+    recorded: str, fingerprint: str, folder: str | Path, config: str = "config.json"
 ) -> str:
     """The fingerprint of a folder that can be compared with a recorded one.
 
-    It is `now`, the folder's `model_fingerprint`, or the older form if that was recorded."""
+    It is `fingerprint`, the folder's `model_fingerprint`, or the older form if that was recorded."""
     is_older = recorded != "" and not recorded.startswith(FINGERPRINT_FORM)
-    if is_older and now.startswith(FINGERPRINT_FORM):
+    if is_older and fingerprint.startswith(FINGERPRINT_FORM):
         return older_model_fingerprint(folder, config)
-    return now
+    return fingerprint
 
 
 def content_digests(folder: Path) -> dict[str, str]:

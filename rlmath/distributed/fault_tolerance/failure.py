@@ -130,18 +130,18 @@ class Shutdown:
         self._rank = rank
         self._world_size = world_size
 
-    def report_and_exit(self, failure: Failure, store: RunStore, own: RankStatus) -> NoReturn:
+    def report_and_exit(self, failure: Failure, store: RunStore, status: RankStatus) -> NoReturn:
         """Log the failure, write the exit status, end the process.
 
         A thread calls it, as the main one may hang for ever."""
         try:
             if failure.kind == "hang":
-                self._report_hang(failure, store, own)
+                self._report_hang(failure, store, status)
             is_error = (
                 self._rank in (0, failure.reporter) or os.environ.get("LOCAL_RANK", "0") == "0"
             )
             log = logger.error if is_error else logger.info
-            log("rank %d on %s ends: %s", self._rank, own.host, failure.message)
+            log("rank %d on %s ends: %s", self._rank, status.host, failure.message)
             self.write_exit_status(failure)
             report_to_torchrun(failure.message)
         except (OSError, RuntimeError) as error:
@@ -178,9 +178,9 @@ class Shutdown:
         }
         return {rank: status for rank, status in statuses.items() if status is not None}
 
-    def _report_hang(self, failure: Failure, store: RunStore, own: RankStatus) -> None:
+    def _report_hang(self, failure: Failure, store: RunStore, status: RankStatus) -> None:
         """Every rank writes its stacks; rank 0 waits for all and logs where each rank is."""
-        write_stacks(self._output_dir, self._rank, f"{own}: {failure.message}")
+        write_stacks(self._output_dir, self._rank, f"{status}: {failure.message}")
         store.set(f"stacks/{self._rank}", innermost_call())
         logged = "stacks/logged"
         deadline = time.monotonic() + STACKS_SECONDS

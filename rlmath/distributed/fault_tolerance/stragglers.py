@@ -50,15 +50,15 @@ class StragglerDetector:
         self._steps = 0
         self._logged_at: dict[str, int] = {}
 
-    def after_step(self, alone: float, answer: float) -> dict[str, float]:
+    def after_step(self, own_seconds: float, wait_seconds: float) -> dict[str, float]:
         """Metrics on rank 0, {} elsewhere; logs warnings.
 
-        A collective of all ranks after every step. `alone` are the seconds that this rank computed
-        on its own in the step, `answer` the longest wait for the store."""
+        A collective of all ranks after every step. `own_seconds` are the seconds that this rank computed
+        on its own in the step, `wait_seconds` the longest wait for the store."""
         world_size = self._mesh.world_size
         if world_size == 1:
             return {}
-        local_seconds = torch.tensor([alone, answer], dtype=torch.float64)
+        local_seconds = torch.tensor([own_seconds, wait_seconds], dtype=torch.float64)
         rows = (
             [torch.empty_like(local_seconds) for _ in range(world_size)]
             if self._mesh.rank == 0

@@ -42,9 +42,9 @@ def tokenizer_changes(
         return
     restore = f'Copy the files of "{checkpoint_files}" into "{model}"'
     if _say_other_tokenizers(files, model_files):
-        checkpoint_tokenizer = load_tokenizer(str(checkpoint_files), "the checkpoint")
+        recorded_tokenizer = load_tokenizer(str(checkpoint_files), "the checkpoint")
         model_tokenizer = load_tokenizer(str(model))
-        if difference := _difference(checkpoint_tokenizer, model_tokenizer):
+        if difference := _difference(recorded_tokenizer, model_tokenizer):
             yield (
                 f"model.path: its tokenizer is another than the checkpoint's own: {difference}. "
                 f"{restore}"
@@ -52,12 +52,12 @@ def tokenizer_changes(
             return
     if _said_stops(files) != {*stops}:
         tokenizer = load_tokenizer(str(checkpoint_files), "the checkpoint")
-        stops_then = stop_token_ids(str(checkpoint_files), tokenizer, _ANY_TOKEN)
-        if {*stops_then} != {*stops}:
+        recorded_stops = stop_token_ids(str(checkpoint_files), tokenizer, _ANY_TOKEN)
+        if {*recorded_stops} != {*stops}:
             yield (
-                f"model.path: completions ended with the tokens {_listed(stops_then)} there, and "
-                f"do with {_listed(stops)} now ({GENERATION_CONFIG}, or the chat template). "
-                f"{restore}"
+                f"model.path: completions ended with the tokens {_listed(recorded_stops)} there, "
+                f"and do with {_listed(stops)} "
+                f"now ({GENERATION_CONFIG}, or the chat template). {restore}"
             )
 
 
@@ -65,13 +65,11 @@ def _listed(tokens: Sequence[int]) -> str:
     return ", ".join(map(str, sorted(tokens))) or "none"
 
 
-def _say_other_tokenizers(
-    checkpoint_files: Mapping[str, bytes], model_files: Mapping[str, bytes]
-) -> bool:
+def _say_other_tokenizers(then: Mapping[str, bytes], now: Mapping[str, bytes]) -> bool:
     """Whether the files of two models' folders say different things of their tokenizers."""
-    names = (checkpoint_files.keys() | model_files.keys()) - {*_OF_NO_TOKENIZER}
-    changed = [name for name in names if checkpoint_files.get(name) != model_files.get(name)]
-    return any(_parsed(name, checkpoint_files) != _parsed(name, model_files) for name in changed)
+    names = (then.keys() | now.keys()) - {*_OF_NO_TOKENIZER}
+    changed = [name for name in names if then.get(name) != now.get(name)]
+    return any(_parsed(name, then) != _parsed(name, now) for name in changed)
 
 
 def _parsed(name: str, files: Mapping[str, bytes]) -> Any:
@@ -94,12 +92,10 @@ def _said_stops(files: Mapping[str, bytes]) -> set[Any]:
     return {*(stop_tokens if isinstance(stop_tokens, list) else [stop_tokens])}
 
 
-def _difference(
-    checkpoint_tokenizer: PreTrainedTokenizerFast, model_tokenizer: PreTrainedTokenizerFast
-) -> str | None:
+def _difference(then: PreTrainedTokenizerFast, now: PreTrainedTokenizerFast) -> str | None:
     """The first thing that gives other tokens or texts."""
-    ids_then = checkpoint_tokenizer.get_vocab()
-    ids_now = model_tokenizer.get_vocab()
+    ids_then = then.get_vocab()
+    ids_now = now.get_vocab()
     changed = sorted(
         (ids_then.get(token, -1), token)
         for token in ids_then.keys() | ids_now.keys()
@@ -110,20 +106,11 @@ def _difference(
         places = (f"{ids.get(token, 'none')}" for ids in (ids_then, ids_now))
         return f"{len(changed)} tokens have other ids, {token!r} {' there and '.join(places)} now"
     for name in _SPECIAL_TOKENS:
-        token_then = getattr(checkpoint_tokenizer, name)
-        token_now = getattr(model_tokenizer, name)
-        if token_then != token_now:
-            return f"{name} is {token_then} there and {token_now} now"
-    descriptions = [
-        json.loads(tokenizer.backend_tokenizer.to_str())
-        for tokenizer in (checkpoint_tokenizer, model_tokenizer)
-    ]
+        if getattr(then, name) != getattr(now, name):
+            return f"{name} is {getattr(then, name)} there and {getattr(now, name)} now"
+    descriptions = [json.loads(tokenizer.backend_tokenizer.to_str()) for tokenizer in (then, now)]
     for part in _PARTS:
         if descriptions[0].get(part) != descriptions[1].get(part):
             return f"its {part} differs"
     name = "clean_up_tokenization_spaces"
-    return (
-        f"{name} differs"
-        if getattr(checkpoint_tokenizer, name, None) != getattr(model_tokenizer, name, None)
-        else None
-    )
+    return f"{name} differs" if getattr(then, name, None) != getattr(now, name, None) else None
