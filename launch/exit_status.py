@@ -1,5 +1,6 @@
-"""Exit with the status of a run, for scripts; torchrun itself exits with 1 whatever its ranks
-exited with.
+"""Exit with the status of a run, for scripts.
+
+torchrun itself exits with 1 whatever its ranks exited with.
 
 torchrun ... launch/train_grpo.py ... run.output_dir=FOLDER || python launch/exit_status.py FOLDER
 

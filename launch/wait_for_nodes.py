@@ -1,5 +1,6 @@
-"""Wait until all nodes are there, and name those that are missing: torchrun itself waits for them
-silently.
+"""Wait until all nodes are there, and name those that are missing.
+
+torchrun itself waits for them silently.
 
 On every node, before torchrun:
 
@@ -137,7 +138,8 @@ def hosts_here(store: dist.Store, values: RunStore) -> list[str]:
 
 
 def missing_text(present: Sequence[str], n_nodes: int, names: Sequence[str]) -> str:
-    """
+    """The sentence that says how many nodes are there, and which are missing.
+
     >>> missing_text(["a", "c"], 4, ["a", "b", "c", "d"])
     '2 of 4 nodes are here; missing: b, d'
     >>> missing_text(["a", "c"], 4, [""])

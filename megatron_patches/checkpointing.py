@@ -1,5 +1,4 @@
-"""Patches `FileSystemWriterAsync`'s queue of results and the reader of
-`TorchDistLoadShardedStrategy`.
+"""Patches the result queue of `FileSystemWriterAsync` and `TorchDistLoadShardedStrategy`'s reader.
 
 Upstream: megatron-core 0.16.1 to 0.19.2. `filesystem_async._get_write_results_queue`, in 0.19
 `get_write_results_queue`, starts a manager process for the queue in which a process that writes

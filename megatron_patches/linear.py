@@ -1,5 +1,6 @@
-"""Patches the autograd functions of linear layers in `megatron.core.tensor_parallel.layers`: their
-products on CPU.
+"""Patches the products on CPU in the autograd functions of Megatron's linear layers.
+
+They are in `megatron.core.tensor_parallel.layers`.
 
 Upstream: megatron-core 0.16.1 to 0.19.2, `LinearWithGradAccumulationAndAsyncCommunication` and
 `LinearWithFrozenWeight` multiply with `torch.matmul`. Why: `rlmath.distributed.cpu_matmul`; the

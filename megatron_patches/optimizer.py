@@ -18,8 +18,7 @@ import torch
 
 @contextlib.contextmanager
 def tensor_types_named_as_on_cuda() -> Iterator[None]:
-    """Context in which `Tensor.type()` of a CPU tensor says what the same tensor on a GPU would
-    say."""
+    """Context in which `Tensor.type()` of a CPU tensor is that of the same tensor on a GPU."""
     original = torch.Tensor.type
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,4 @@
-"""Memory and time of log-probabilities and entropy over Qwen2.5's vocabulary, against the plain
-way.
+"""Memory and time of log-probs and entropy over Qwen2.5's vocabulary, against the plain way.
 
     python tools/bench_logprobs.py [--quick] [--device cpu|cuda]
 

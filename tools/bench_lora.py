@@ -1,5 +1,6 @@
-"""Steps and memory with low-rank adapters beside those of full training: the same model, lengths
-and batch, in turns.
+"""Steps and memory with low-rank adapters beside those of full training, in turns.
+
+Both have the same model, lengths and batch.
 
     python tools/bench_lora.py [--sizes 9.5M 100M] [--rank 8] [--rounds 2] [--quick]
 

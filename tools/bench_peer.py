@@ -1,5 +1,6 @@
-"""Steps of this trainer and of TRL's GRPO on this machine, in turns: the same model, lengths and
-batch.
+"""Steps of this trainer and of TRL's GRPO on this machine, in turns.
+
+Both have the same model, lengths and batch.
 
     python tools/bench_peer.py [--cases P1 P3] [--rounds 3] [--quick] python tools/bench_peer.py
     --device cuda --model SmolLM2-135M-Instruct --data gsm8k.jsonl [--seconds 350]
@@ -170,8 +171,9 @@ def case_of(name: str, device: str) -> Case:
 def prepare(
     place: Path, name: str, model: Path | None = None, data: Path | None = None
 ) -> tuple[Path, Path]:
-    """The case's model folder and prompt file; G1's are given, and its questions asked alike on
-    both sides."""
+    """The case's model folder and prompt file.
+
+    G1's are given, and its questions are asked alike on both sides."""
     if name == "G1":
         assert model is not None and data is not None
         rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
@@ -426,8 +428,9 @@ def report(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0, also where TRL's environment is not there; the status of a program that
-    failed."""
+    """Run the bench; the exit status is that of a program that failed, else 0.
+
+    It is 0 also where TRL's environment is not there."""
     escape_terminal()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(

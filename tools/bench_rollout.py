@@ -158,8 +158,10 @@ def counted(
 
 
 def plain_side(work: Work) -> tuple[Sample, dict[str, Any]]:
-    """vLLM with its own settings; on CPU, as ours, one thread that the system places, and prompts
-    are not split, which its seeds do not bear there."""
+    """vLLM with its own settings.
+
+    On CPU it has, as ours, one thread that the system places, and prompts are not split, which its
+    seeds do not bear there."""
     engine_settings: dict[str, Any] = {"gpu_memory_utilization": work.memory_share}
     if work.device == "cpu":
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}

@@ -54,8 +54,9 @@ def program_seconds(code: str) -> float:
 
 
 def call_seconds(sandboxes: Sandboxes, code: str, key: str) -> float:
-    """One call of a new completion, from `submit` to its result, and a pause in which the next
-    sandbox is forked."""
+    """One call of a new completion, from `submit` to its result.
+
+    A pause follows in which the next sandbox is forked."""
     started = time.perf_counter()
     sandboxes.submit(key, code, seed=1)
     ((_, outcome),) = sandboxes.wait()

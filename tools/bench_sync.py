@@ -1,5 +1,4 @@
-"""Seconds until the engines have new weights: ours, against gathering every tensor whole and
-reloading it.
+"""Seconds until the engines have new weights, against gathering and reloading whole tensors.
 
     python tools/bench_sync.py [--quick]
 

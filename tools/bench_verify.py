@@ -1,5 +1,6 @@
-"""Answers judged per second, against math-verify called one by one in one process on the same
-cases.
+"""Answers judged per second, against math-verify on the same cases.
+
+math-verify is called one by one in one process.
 
     python tools/bench_verify.py [--quick] [--benchmarks DIR]
 

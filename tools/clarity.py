@@ -120,8 +120,7 @@ def is_text(node: ast.AST) -> TypeGuard[Any]:
 
 
 def docstrings_of(node: ast.AST) -> Iterator[str]:
-    """The docstring of a module, class or function, and those below the fields of a class or the
-    names of a module."""
+    """The docstring of a module, class or function, and those below fields and module names."""
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         docstring = ast.get_docstring(node)
         if docstring:

@@ -1,5 +1,4 @@
-"""What a drill does to files: the disk under a run, its newest checkpoints, and what stands in its
-folder.
+"""What a drill does to files: to a run's disk, its newest checkpoints, and its folder.
 
 Every function takes a run and says what it did. Those of the first part work on a run that is
 there, the others on the folder of one that has ended.
@@ -231,8 +230,9 @@ def remove_samples(attempt: Attempt, rng: random.Random) -> str:
 
 @contextlib.contextmanager
 def own_disk(folder: Path, mounts: bool, target: Path) -> Iterator[None]:
-    """A disk of its own under the folder, where one is asked for and allowed; at the end its files
-    lie in `target`."""
+    """A disk of its own under the folder, where one is asked for and allowed.
+
+    At the end its files lie in `target`."""
     mounted = mounts and mount_disk(folder)
     try:
         yield

@@ -1,5 +1,4 @@
-"""Disturb training runs again and again, start them again, and see whether they end as if nothing
-had been.
+"""Disturb training runs and start them again; see whether they end as if nothing had happened.
 
     python tools/drill_faults.py --kills 100 --seed 1 --output outputs/drill [--chains tp2 carry
     ...] [--kinds kill ...]
@@ -269,8 +268,10 @@ def plan_starts(names: Sequence[str]) -> list[Start]:
 
 
 def assign_kinds(kinds: Sequence[str], count: int, chains: Sequence[str]) -> dict[str, list[str]]:
-    """So many disturbances, the kinds in turn; each for the chain that has the fewest of those that
-    it can happen in, and of this kind."""
+    """So many disturbances, the kinds in turn.
+
+    Each goes to the chain that has the fewest of those that it can happen in, and of this
+    kind."""
     dealt: dict[str, list[str]] = {chain: [] for chain in chains}
     for number in range(count):
         name = kinds[number % len(kinds)]
@@ -476,8 +477,9 @@ class Disturbed:
         return True
 
     def _note_recovery(self, rows: list[dict[str, float]], before: int, seconds: float) -> None:
-        """A start's first new step ends the recoveries that were open; several, where one was
-        disturbed while it began."""
+        """End the open recoveries, which a start's first new step does.
+
+        There are several where a start was disturbed while it began."""
         for outcome in self.outcomes:
             if outcome.lost_steps < 0 and rows:
                 outcome.recovery_seconds = seconds

@@ -1,5 +1,6 @@
-"""What a drill does to a run: each kind is a moment, and what is done then to its processes, its
-disk or its files."""
+"""What a drill does to a run.
+
+Each kind is a moment, and what is done then to its processes, its disk or its files."""
 
 from __future__ import annotations
 
@@ -64,8 +65,9 @@ class Kind:
 
 
 def reward(completion: str, solutions: Sequence[str], row: Mapping[str, object]) -> float:
-    """A reward function that a random model gets something from, and never learns: no answer does
-    not end contrast."""
+    """A reward function that a random model gets something from, and never learns.
+
+    A group without an answer still has contrast."""
     return float(sum(completion.encode()) % 5)
 
 

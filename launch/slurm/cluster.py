@@ -92,9 +92,10 @@ def _partition(line: str) -> Partition:
 
 
 def seconds_of(time: str) -> float:
-    """Slurm's spelling of a duration: minutes, minutes:seconds, hours:minutes:seconds,
-    days-hours[:minutes[:seconds]], or "infinite". ValueError for anything else, as of the option
-    --time.
+    """Read Slurm's spelling of a duration, as its option --time takes it.
+
+    It is minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]], or
+    "infinite"; ValueError for anything else.
 
     >>> seconds_of("1-12"), seconds_of("90"), seconds_of("1:30")
     (129600.0, 5400.0, 90.0)

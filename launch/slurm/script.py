@@ -1,5 +1,6 @@
-"""The script of a job: Slurm's options, the job's settings, and after them `job.sh`, which is the
-same for all."""
+"""The script of a job: Slurm's options, the job's settings, and after them `job.sh`.
+
+`job.sh` is the same for all jobs."""
 
 from __future__ import annotations
 
@@ -83,8 +84,9 @@ class Job:
 
     @property
     def seconds(self) -> float | None:
-        """The time limit; None where none is given, or none that can be read (`job_problems`
-        tells)."""
+        """The time limit; None where none is given, or none that can be read.
+
+        `job_problems` reports one that cannot be read."""
         try:
             return None if self.time is None else seconds_of(self.time)
         except ValueError:

@@ -47,8 +47,9 @@ def verify(
     answer_from: str = "boxed",
     question: str = "",
 ) -> Verdict:
-    r"""Whether a model's text gives the right answer: that of its last \boxed{}, or the whole text
-    where it has none.
+    r"""Whether a model's text gives the right answer.
+
+    The answer is that of its last \boxed{}, or the whole text where it has none.
 
     `reference` is one answer or several of which each is right, with or without a box. The
     comparison runs in a worker process with a time limit of VERIFY_SECONDS, as in training: hostile
@@ -120,8 +121,10 @@ class Run:
         return read_metrics(str(self.folder))
 
     def samples(self) -> list[dict[str, Any]]:
-        """A row for each sampled completion that the run has kept, with "step", "prompt",
-        "solutions" and what the file has of the completion; what cannot be read is left out."""
+        """A row for each sampled completion that the run has kept.
+
+        It has "step", "prompt", "solutions" and what the file has of the completion; what cannot be
+        read is left out."""
         files = sample_files(self.folder).items()
         groups = ((step, group) for step, path in files for _, group in read_samples(path))
         return [

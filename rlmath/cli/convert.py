@@ -160,8 +160,9 @@ def to_hf(options: argparse.Namespace) -> Converted:
 
 
 def _card_of(checkpoint: Path, steps_done: int, is_adapter: bool = False) -> dict[str, bytes]:
-    """The card of the model, or of its adapters alone, of a checkpoint of ours, with what its run
-    has measured; none where its settings are gone, or are those of another release."""
+    """The card of a checkpoint's model, or of its adapters alone, with what its run has measured.
+
+    There is none where the run's settings are gone, or are those of another release."""
     from rlmath.run.recovery.model_card import CARD_FILE, model_card
 
     try:
@@ -178,8 +179,9 @@ def _card_of(checkpoint: Path, steps_done: int, is_adapter: bool = False) -> dic
 def critic_of(
     source: MegatronSource, metadata_files: dict[str, bytes]
 ) -> tuple[ModelShape, dict[str, bytes]]:
-    """The shape of a checkpoint's critic, and its metadata files: its own config.json and the
-    policy's tokenizer."""
+    """The shape of a checkpoint's critic, and its metadata files.
+
+    These are its own config.json and the policy's tokenizer."""
     path = source.state.parent / CRITIC_CONFIG
     if not path.is_file():
         raise ValueError(

@@ -1,5 +1,4 @@
-"""Make a virtual environment from lock files, or install one of the locks into the environment that
-is there.
+"""Make a virtual environment from lock files, or install one of them into the present environment.
 
     rlmath install cpu                                                      # or gpu: into this environment
     python -m rlmath.cli.install .venv requirements/cpu.txt --project       # as `make` does it, from a checkout

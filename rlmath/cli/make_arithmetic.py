@@ -1,5 +1,4 @@
-"""Makes the demo's problems: additions, as training and held-out files, and worked solutions to
-learn from.
+"""Makes the demo's problems, additions, and worked solutions to learn from.
 
   python -m rlmath.cli.make_arithmetic --output data/arithmetic --seed 1 --train 8000 --heldout 500
 

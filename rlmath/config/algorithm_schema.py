@@ -1,5 +1,6 @@
-"""The settings of what is learned, and how: rewards, selection, the algorithm, critic and teacher;
-see `schema`."""
+"""The settings of what is learned, and how: rewards, selection, algorithm, critic and teacher.
+
+See `schema`."""
 
 from __future__ import annotations
 
@@ -294,8 +295,9 @@ class AlgorithmConfig:
 
     @property
     def selects_tokens(self) -> bool:
-        """Whether tokens are chosen by entropy or covariance, which takes the policy's own
-        log-probs before a step."""
+        """Whether tokens are chosen by entropy or covariance.
+
+        That takes the policy's own log-probs before a step."""
         return (
             self.top_entropy_share < 1
             or self.clip_cov_ratio is not None

@@ -1,5 +1,4 @@
-"""Other trainers' names for settings, the setting of ours for each, and how numbers are
-converted.
+"""Other trainers' names for settings, ours for each, and how numbers are converted.
 
 An alias never sets anything. It answers where a user writes a name that is none of ours: in the
 errors of unknown settings, and in `--help NAME`. docs/coming_from.md has the same tables (`python

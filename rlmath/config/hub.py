@@ -90,8 +90,9 @@ class HubId:
 
     @property
     def place(self) -> str:
-        """The folder, or the data set's file, in this machine's cache, once the commit is
-        downloaded."""
+        """The folder, or the data set's file, in this machine's cache.
+
+        It is there once the commit is downloaded."""
         return str(self.repo_folder / "snapshots" / self.commit / self.file)
 
     def __str__(self) -> str:
@@ -102,8 +103,9 @@ class HubId:
 
 
 def cache_folder() -> Path:
-    """The cache of huggingface_hub, whose variables are read here for ranks that do not import
-    it."""
+    """The cache of huggingface_hub.
+
+    Its variables are read here for ranks that do not import it."""
     variables = os.environ
     caches = variables.get("XDG_CACHE_HOME") or "~/.cache"
     home = variables.get("HF_HOME") or os.path.join(caches, "huggingface")

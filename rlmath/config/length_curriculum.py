@@ -94,8 +94,9 @@ def length_stage_at(stages: Sequence[LengthStage], step: int) -> LengthStage:
 
 
 def planned_steps(config: Config, steps_per_epoch: int) -> int:
-    """Steps of the whole run: those of its stages, or of `run.total_epochs` and
-    `run.total_steps`."""
+    """Steps of the whole run.
+
+    They are those of its stages, or of `run.total_epochs` and `run.total_steps`."""
     if has_length_stages(config):
         return sum(config.stages.steps)
     steps = config.run.total_epochs * steps_per_epoch

@@ -227,8 +227,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """`--help`: the options and the sections of settings; `--help SECTION`: the settings of a
-    section."""
+    """The action of `--help`: print the options and the sections of settings.
+
+    `--help SECTION` prints the settings of a section."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, const: Collection[str] | None
@@ -259,8 +260,9 @@ class _Help(argparse.Action):
 
 
 def make_parser(description: str, keys: Collection[str] | None = None) -> argparse.ArgumentParser:
-    """`--config FILE` (repeatable), overrides, and `--help` about all settings, or those of
-    `keys`."""
+    """A parser that takes `--config FILE` (repeatable), overrides, and `--help`.
+
+    The help is about all settings, or those of `keys`."""
     parser = _Parser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -537,8 +539,9 @@ def _sentence(content: object) -> str:
 
 
 def _times(factor: int | float, number: int | float) -> int | float:
-    """The product that `${times:2,${data.prompts_per_step}}` stands for; a whole number where it is
-    one.
+    """The product that `${times:2,${data.prompts_per_step}}` stands for.
+
+    A product that is a whole number is an int.
 
     >>> _times(2, 64), _times(0.5, 64), _times(0.3, 64)
     (128, 32, 19.2)

@@ -1,5 +1,6 @@
-"""Every setting of a training run, said once: name, type, allowed values, default, and its sentence
-of `--help`.
+"""Every setting of a training run, stated once.
+
+A setting has a name, a type, allowed values, a default, and its sentence of `--help`.
 
 A field's type carries its range (`PositiveInt`, `Annotated[float, Range(...)]`) or its words
 (`Literal`); the string under it is what `--help` prints. `help` reads all of it from here, `load`
@@ -625,9 +626,10 @@ class Config:
 
     @property
     def on_policy(self) -> bool:
-        """Whether a step's old log-probs are those of the update's own forward pass, so that no
-        extra pass is needed: one minibatch, one epoch, and neither KL in the reward nor a teacher
-        in the advantages nor a choice of tokens."""
+        """Whether a step's old log-probs are those of the update's own forward pass.
+
+        No extra pass is then needed. That takes one minibatch, one epoch, and neither KL in the
+        reward nor a teacher in the advantages nor a choice of tokens."""
         algorithm = self.algorithm
         teacher = self.teacher
         only_one = algorithm.n_minibatches == algorithm.epochs == 1

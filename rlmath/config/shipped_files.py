@@ -13,16 +13,16 @@ FOLDERS = ("configs", "launch", "requirements")
 
 
 def shipped(name: str) -> Path:
-    """The file or folder `name`, which begins with one of FOLDERS:
-    `shipped("configs/demo.yaml")`."""
+    """The file or folder `name`, which begins with one of FOLDERS.
+
+    An example is `shipped("configs/demo.yaml")`."""
     assert name.split("/")[0] in FOLDERS, name
     root = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
     return root / name
 
 
 def shipped_config(path: Path) -> Path | None:
-    """The shipped file that a relative path such as `configs/demo.yaml` names; None where there is
-    none."""
+    """The shipped file that a relative path such as `configs/demo.yaml` names, if any."""
     parts = path.parts
     if not parts or parts[0] != "configs" or ".." in parts:
         return None

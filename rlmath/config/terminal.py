@@ -1,9 +1,8 @@
-"""Text on a terminal: what others wrote (a model, a file, a stranger on the network) never moves
-its cursor.
+"""Text on a terminal, whose cursor foreign text never moves.
 
-It gets there by many ways: `print`, handlers of the libraries' loggers, argparse, Python's own
-tracebacks. All of them end in `sys.stdout` or `sys.stderr`, so that is where `escape_terminal`
-replaces control characters.
+Foreign text is that of a model, a file, or a stranger on the network. It gets there by many ways:
+`print`, handlers of the libraries' loggers, argparse, Python's own tracebacks. All of them end in
+`sys.stdout` or `sys.stderr`, so that is where `escape_terminal` replaces control characters.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def visible(text: str) -> str:
-    """Control, format and surrogate characters written as \\x1b or \\u202e; new lines and tabs
-    stay.
+    """The text with control, format and surrogate characters written as \\x1b or \\u202e.
+
+    New lines and tabs stay.
 
     >>> visible("a\\x1b[31mb")
     'a\\\\x1b[31mb'
@@ -46,8 +46,9 @@ def _visible_char(char: str) -> str:
 
 
 def excerpt(text: str | bytes, most: int = 200) -> str:
-    """The beginning of foreign text on one line, with every character visible: for messages that
-    quote it.
+    """The beginning of foreign text on one line, with every character visible.
+
+    Messages quote it so.
 
     >>> excerpt(b"no\\nstatus\\x1b[2J", 13), excerpt("a" * 9, 4)
     ('no\\\\nstatus\\\\x1b[2J', 'aaaa... (9 in all)')

@@ -34,8 +34,9 @@ _SOURCE = "converted_from.json"
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """Folder that vLLM loads, and the hash of its weights, config, tokenizer and generation
-    config."""
+    """A folder that vLLM loads, and its hash.
+
+    The hash is that of its weights, config, tokenizer and generation config."""
 
     folder: Path
     fingerprint: str
@@ -46,8 +47,7 @@ class EvaluatedModel:
     """The folder of the model or the checkpoint, whole, before any conversion."""
 
     def named_as(self, recorded: object) -> str:
-        """Its fingerprint, or the older one where an evaluation of an earlier release recorded
-        that."""
+        """Its fingerprint, in the older form where an earlier release recorded that."""
         return self.older_fingerprint if recorded == self.older_fingerprint else self.fingerprint
 
 

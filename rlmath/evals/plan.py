@@ -29,8 +29,7 @@ GREEDY_INDEX = -1
 
 @dataclass(frozen=True)
 class Plan:
-    """Arguments of launch/evaluate.py that determine what is sampled, by the name of their
-    option."""
+    """Arguments of launch/evaluate.py that determine what is sampled, by option name."""
 
     model: Path | str
     """Text: its id on the Hugging Face hub, with the commit once it is downloaded."""

@@ -1,5 +1,4 @@
-"""The tables of an evaluation, with the columns of the AReaL documents first, and the files that
-hold them.
+"""The tables of an evaluation and their files; the AReaL documents' columns come first.
 
 On the console a table is as wide as a terminal at most; the columns of pass@k follow in a further
 box:
