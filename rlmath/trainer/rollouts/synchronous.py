@@ -263,7 +263,7 @@ class RolloutsWithUnfinished(StepRollouts):
             for group in unfinished.groups
         )
         if problem := unfinished_problem(
-            self._config, self._total_steps, steps_done, wanted=groups_to_learn
+            self._config, self._total_steps, steps_done, usable_groups=groups_to_learn
         ):
             raise ValueError(problem)
         self._unfinished = self._after = unfinished
