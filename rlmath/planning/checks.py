@@ -57,7 +57,7 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
     training files."""
     shape, model_problems = inspect_model_folder(Path(config.model.path))
     problems = [
-        *run_problems(config, world_size, shape, kind),
+        *run_problems(config, world_size, shape, kind=kind),
         *machine_problems(config, shape, kind),
         *(host_memory_problems(config) if kind == "grpo" and not runs_on_gpu(config) else ()),
         *file_problems(config, kind),
@@ -89,7 +89,7 @@ def check_replay(config: Config, world_size: int, samples: bool) -> ModelShape:
     else:
         problems += machine_problems(config, shape)
         problems += model_checks.folder_problems(config, shape)
-    return _fitting_shape("this replay", problems, config, shape, world_size)
+    return _fitting_shape("this replay", problems, config, shape=shape, world_size=world_size)
 
 
 def _fitting_shape(
@@ -102,7 +102,7 @@ def _fitting_shape(
 ) -> ModelShape:
     """Return `shape`, or raise a ValueError with the problems, those of memory included."""
     if shape is not None and not problems:
-        problems = memory_problems(config, shape, world_size, kind)
+        problems = memory_problems(config, shape, world_size, kind=kind)
     raise_problems(what, problems)
     assert shape is not None
     return shape
@@ -118,7 +118,7 @@ def machine_problems(config: Config, shape: ModelShape | None, kind: Kind = "grp
     A requested GPU that is not there is one of them."""
     on_gpu = runs_on_gpu(config)
     return [
-        *device_problems(config, shape, on_gpu or config.run.device == "cuda", kind),
+        *device_problems(config, shape, on_gpu or config.run.device == "cuda", kind=kind),
         *(transformer_engine_problems(config.policy.transformer_impl) if on_gpu else ()),
         *cuda_problems(config.run.device),
     ]
@@ -238,7 +238,7 @@ def memory_problems(
 
     The layout must have no problems."""
     if kind == "sft":
-        return fit_problems(config, shape, world_size, kind)
+        return fit_problems(config, shape, world_size, kind=kind)
     return rollouts.of_longest_stage(
         config, lambda largest: fit_problems(largest, shape, world_size)
     )
@@ -404,7 +404,7 @@ def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         )
     ranks = max(1, config.rollout.tensor_parallel)
     itemsize = FORMAT_BYTES[number_format(config.policy.dtype, "cpu")]
-    needed = longest_sequence_bytes(shape, ranks, itemsize, longest, "cpu")
+    needed = longest_sequence_bytes(shape, ranks, itemsize, tokens=longest, device_kind="cpu")
     if config.rollout.cpu_kv_cache_gib * 2**30 < needed:
         yield (
             f"rollout.cpu_kv_cache_gib is {config.rollout.cpu_kv_cache_gib}; one sequence of "

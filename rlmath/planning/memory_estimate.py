@@ -124,7 +124,9 @@ def plan_ranks(
     parallel = config.parallel
     per_stage = training_ranks(config, world_size) // parallel.pipeline
     return [
-        plan_rank(config, shape, mesh_of(config, world_size, stage * per_stage), target, kind)
+        plan_rank(
+            config, shape, mesh_of(config, world_size, stage * per_stage), target=target, kind=kind
+        )
         for stage in range(parallel.pipeline)
     ]
 
@@ -135,14 +137,18 @@ def plan_engine_ranks(
     """The plan of the engines' own ranks, which all hold the same; empty where they have none."""
     if config.rollout.ranks == 0:
         return []
-    return [plan_engine_rank(config, shape, training_ranks(config, world_size), target)]
+    return [plan_engine_rank(config, shape, training_ranks(config, world_size), target=target)]
 
 
 def plan_engine_rank(config: Config, shape: ModelShape, rank: int, target: Target) -> MemoryPlan:
     """The plan of a rank that an engine has for itself, for the longest of the run's lengths."""
     config = with_longest_lengths(config)
     engine = formulas.engine_bytes(
-        shape, config.rollout, target.kind, target.itemsize, target.total_bytes
+        shape,
+        config.rollout,
+        target.kind,
+        itemsize=target.itemsize,
+        device_bytes=target.total_bytes,
     )
     sizes = {
         "engine_weights": engine.weights,
@@ -209,21 +215,27 @@ def plan_rank(
     """The plan of one rank, for the longest of its length stages."""
     config = with_longest_lengths(config)
     layers = own_layers(config, shape, mesh)
-    work = stage_work(config, shape, mesh, target, layers)
+    work = stage_work(config, shape, mesh, target=target, layers=layers)
     critic = teacher = NO_MODEL
     if kind == "grpo":
         critic, teacher = (
             plan(config, shape, mesh, target) for plan in (plan_critic, plan_teacher)
         )
-    update = formulas.backward_bytes(shape, work, config.policy, teacher.in_loss)
+    update = formulas.backward_bytes(shape, work, config.policy, in_loss=teacher.in_loss)
     forward = formulas.forward_bytes(shape, work)
     gather = formulas.gather_bytes(shape, work)
     gather = max(gather, critic.gather, teacher.gather)
-    resident = _resident(config, shape, mesh, target, layers) | critic.resident | teacher.resident
+    resident = (
+        _resident(config, shape, mesh, target=target, layers=layers)
+        | critic.resident
+        | teacher.resident
+    )
     resident["gather_buffer"] = gather
     if not config.lora.rank:
         with_head = work.head_itemsize == work.itemsize
-        resident["dummy_gradients"] = _dummy_gradient_bytes(shape, mesh, target, with_head)
+        resident["dummy_gradients"] = _dummy_gradient_bytes(
+            shape, mesh, target, with_head=with_head
+        )
     memory = config.memory
     if target.kind != "cuda":  # on CPU only dropping gradients frees memory
         memory = replace(
@@ -238,7 +250,11 @@ def plan_rank(
         sizes = _in_order(_while_training(resident, memory) | asdict(update))
         return MemoryPlan(mesh.rank, mesh.pipeline_rank, {"update": sizes})
     engine = formulas.engine_bytes(
-        shape, config.rollout, target.kind, target.itemsize, target.total_bytes
+        shape,
+        config.rollout,
+        target.kind,
+        itemsize=target.itemsize,
+        device_bytes=target.total_bytes,
     )
     asleep = {} if mesh.engine_ranks else {"engine_workspace": engine.asleep}
     passes = {"logprobs": ("", forward)}
@@ -262,7 +278,11 @@ def plan_rank(
         to_sync = (
             weights
             | asleep
-            | {"sync_buffers": _sync_bytes(config, shape, mesh, target, engine.weights)}
+            | {
+                "sync_buffers": _sync_bytes(
+                    config, shape, mesh, target=target, weights=engine.weights
+                )
+            }
         )
         phases = {
             "sync": _while_generating(resident, memory, with_parameters=True) | to_sync,
@@ -293,24 +313,29 @@ NO_MODEL = ModelBytes({}, formulas.PassBytes(0, 0, 0))
 def plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> ModelBytes:
     """The plan of the critic of a policy of this shape."""
     critic = critic_shape_of(config, shape)
-    config = without_adapters(config)
     if critic is None:
         return NO_MODEL
-    layers = own_layers(config, critic, mesh)
-    sizes = _resident(config, critic, mesh, target, layers)
+    critic_config = without_adapters(config)
+    layers = own_layers(critic_config, critic, mesh)
+    sizes = _resident(critic_config, critic, mesh, target=target, layers=layers)
     names = ("parameters", "gradients", "optimizer")
-    work = stage_work(config, critic, mesh, target, layers)
+    work = stage_work(critic_config, critic, mesh, target=target, layers=layers)
     return ModelBytes(
         {f"critic_{name}": sizes[name] for name in names},
-        formulas.backward_bytes(critic, work, config.policy),
+        formulas.backward_bytes(critic, work, critic_config.policy),
         formulas.gather_bytes(critic, work),
     )
 
 
 def own_layers(config: Config, shape: ModelShape, mesh: Mesh) -> int:
     """Layers of a model of this shape that the stage of `mesh.rank` has."""
-    ends = config.parallel.first_stage_layers, config.parallel.last_stage_layers
-    stages = stage_layers(shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *ends)
+    stages = stage_layers(
+        shape.num_layers,
+        mesh.pipeline,
+        mesh.virtual_pipeline,
+        first=config.parallel.first_stage_layers,
+        last=config.parallel.last_stage_layers,
+    )
     return len(stages[mesh.pipeline_rank])
 
 
@@ -337,7 +362,7 @@ def gradient_buffers(
     shares = mesh.data * mesh.context
     stride = mesh.expert * mesh.expert_tensor
     if config.lora.rank:
-        dense = adapter_sizes(config.lora, shape, mesh, layers)
+        dense = adapter_sizes(config.lora, shape, mesh, layers=layers)
         experts = []
     else:
         dense = parameter_sizes(shape, mesh, layers)
@@ -350,13 +375,13 @@ def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) 
     """The plan of the teacher on a rank.
 
     It has the layout of a policy of this shape, and as many rows in its embedding."""
-    teacher = teacher_shape_of(config)
-    if teacher is None:
+    teacher_shape = teacher_shape_of(config)
+    if teacher_shape is None:
         return NO_MODEL
-    teacher = replace(teacher, vocab_size=shape.vocab_size)
+    teacher = replace(teacher_shape, vocab_size=shape.vocab_size)
     whole_vocabulary = config.teacher.loss == "full"
-    config = without_adapters(config)
-    layers = own_layers(config, teacher, mesh)
+    teacher_config = without_adapters(config)
+    layers = own_layers(teacher_config, teacher, mesh)
     sizes = [*parameter_sizes(teacher, mesh, layers), *expert_sizes(teacher, mesh, layers)]
     head = (
         formulas.head_bytes(teacher, mesh.tensor, target.itemsize)
@@ -364,7 +389,7 @@ def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) 
         else 0
     )
     resident = {"teacher": sum(map(sum, sizes)) * target.itemsize - head, "teacher_head": head}
-    work = stage_work(config, teacher, mesh, target, layers)
+    work = stage_work(teacher_config, teacher, mesh, target=target, layers=layers)
     in_loss = formulas.teacher_loss_bytes(teacher, work) if whole_vocabulary else 0
     # For hidden states alone the pass ends before the output layer.
     pass_work = replace(work, has_head=work.has_head and not whole_vocabulary)
@@ -429,7 +454,7 @@ def parameter_sizes(
 def adapter_sizes(lora: LoraConfig, shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
     """Elements of LoRA's adapters, in the form of `parameter_sizes`."""
     return parameter_sizes(
-        shape, mesh, layers, adapter_rules(shape.architecture, lora.rank, lora.target)
+        shape, mesh, layers, rules=adapter_rules(shape.architecture, lora.rank, lora.target)
     )
 
 
@@ -490,7 +515,7 @@ def _resident(
     divides these among data-parallel ranks. With LoRA all this is of the adapters alone, the
     weights are in no buffer, and they are the reference."""
     optimizer = config.optimizer
-    buffers = gradient_buffers(config, shape, mesh, layers)
+    buffers = gradient_buffers(config, shape, mesh, layers=layers)
     learned = sum(sum(gradient_buffer.sizes) for gradient_buffer in buffers)
     lengths = [
         buffer_elements(gradient_buffer.sizes, optimizer.distributed, gradient_buffer.ranks)
@@ -569,7 +594,7 @@ def _sync_bytes(config: Config, shape: ModelShape, mesh: Mesh, target: Target, w
     for a, b in zip(rules[::2], rules[1::2], strict=True):
         parts, rank, columns = shard_shape(a, shape, mesh.tensor)
         rows = math.prod(shard_shape(b, shape, mesh.tensor)) // rank
-        merging = max(merging, merging_bytes(rows, columns, parts * rank, target.itemsize))
+        merging = max(merging, merging_bytes(rows, columns, parts * rank, itemsize=target.itemsize))
     if mesh.pipeline == mesh.expert == 1 and mesh.tensor in (1, mesh.engine_size):
         return merging
     bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)

@@ -127,7 +127,7 @@ def fit_problems(
         return [
             f"memory: {target.name} has {total} GiB, no more than {RESERVE}. Take a larger GPU."
         ]
-    plans = all_plans(config, shape, world_size, target, kind)
+    plans = all_plans(config, shape, world_size, target=target, kind=kind)
     problems = []
     phase_groups = (TRAINING_PHASES,)
     if kind == "grpo":
@@ -136,7 +136,7 @@ def fit_problems(
     for phases in phase_groups:
         plan, phase = memory_estimate.largest(plans, phases)
         if plan.held(phase) > usable_bytes(target):
-            advice = _advice(config, plan, phase, kind)
+            advice = _advice(config, plan, phase, kind=kind)
             problems.append(
                 f"memory: {plan.name} needs {figures(plan, phase, 3)} in the phase "
                 f'"{phase}"; {target.name} has {_gib(target.total_bytes)} GiB, of which a run may '
@@ -153,11 +153,14 @@ def all_plans(
 
     There is one for each pipeline stage, and one for engines with ranks of their own."""
     engines = (
-        memory_estimate.plan_engine_ranks(config, shape, world_size, target)
+        memory_estimate.plan_engine_ranks(config, shape, world_size, target=target)
         if kind == "grpo"
         else []
     )
-    return [*memory_estimate.plan_ranks(config, shape, world_size, target, kind), *engines]
+    return [
+        *memory_estimate.plan_ranks(config, shape, world_size, target=target, kind=kind),
+        *engines,
+    ]
 
 
 def start_up_lines(
@@ -169,7 +172,7 @@ def start_up_lines(
     most and that of an engine's rank. On CPU a line also says where all ranks need more than this
     machine has."""
     target = planned_target(config)
-    plans = all_plans(config, shape, world_size, target, kind)
+    plans = all_plans(config, shape, world_size, target=target, kind=kind)
     most, _ = memory_estimate.largest([plan for plan in plans if not plan.is_engine])
     limit = "" if target.total_bytes is None else f", may fill {_gib(usable_bytes(target))} GiB"
     lines = []
@@ -178,7 +181,7 @@ def start_up_lines(
         lines += [f"  {phase}: {figures(plan, phase)}" for phase in plan.phases]
     if target.total_bytes is None:
         ranks_here = local_world_size() or world_size
-        planned = host_bytes(config, shape, world_size, kind) * ranks_here // world_size
+        planned = host_bytes(config, shape, world_size, kind=kind) * ranks_here // world_size
         needed = planned + int(ranks_here * PROCESS_GIB * GIB)
         available = total_bytes()
         if needed > available:
@@ -196,7 +199,7 @@ def host_bytes(config: Config, shape: ModelShape, world_size: int, kind: Kind = 
     """Most bytes that the ranks of a run on CPU hold together, by the plan.
 
     The layout must have no problems."""
-    plans = all_plans(config, shape, world_size, cpu_target(config), kind)
+    plans = all_plans(config, shape, world_size, target=cpu_target(config), kind=kind)
     engines = [plan for plan in plans if plan.is_engine]
     trainer, phase = memory_estimate.largest([plan for plan in plans if not plan.is_engine])
     engine_ranks = config.rollout.ranks if engines else 0
@@ -216,7 +219,7 @@ def measured_line(
     what its engine's weights and KV cache have of that, and `used` what the driver counts now
     (bytes). Torch goes on counting what a sleeping engine has given back: vLLM's allocator unmaps
     it without torch's knowledge."""
-    plan = memory_estimate.plan_rank(config, shape, mesh, planned_target(config), kind)
+    plan = memory_estimate.plan_rank(config, shape, mesh, target=planned_target(config), kind=kind)
     beside = {phase: plan.held(phase) - _of_engine(parts) for phase, parts in plan.phases.items()}
     worst = max(beside, key=beside.__getitem__)
     planned_engine = max(map(_of_engine, plan.phases.values()))
@@ -261,7 +264,7 @@ def _advice(config: Config, plan: MemoryPlan, phase: str, kind: Kind) -> str:
     sizes = plan.phases[phase]
     parts = sorted(sizes, key=lambda part: -sizes[part])
     offloads = [text for part in parts for text in _offloads(config, part, phase)]
-    changes = [text for part in parts for text in _changes(config, part, phase, kind)]
+    changes = [text for part in parts for text in _changes(config, part, phase, kind=kind)]
     return " ".join(list(dict.fromkeys([*offloads, *changes]))[:3] or ["Take a larger GPU."])
 
 
@@ -328,9 +331,11 @@ def _engine_problems(config: Config, shape: ModelShape, target: Target) -> Itera
     It must hold the engine's weights, its workspace and the KV cache of one longest sequence."""
     rollout = config.rollout
     tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    engine = engine_bytes(shape, rollout, target.kind, target.itemsize, target.total_bytes)
+    engine = engine_bytes(
+        shape, rollout, target.kind, itemsize=target.itemsize, device_bytes=target.total_bytes
+    )
     sequence = longest_sequence_bytes(
-        shape, rollout.tensor_parallel, target.itemsize, tokens, target.kind
+        shape, rollout.tensor_parallel, target.itemsize, tokens=tokens, device_kind=target.kind
     )
     if engine.kv_cache >= sequence:
         return

@@ -386,7 +386,7 @@ def engine_bytes(
 
     if device_kind == "cpu" or device_bytes is None:
         return EngineBytes(weights, 0, given(rollout.cpu_kv_cache_gib, "cpu"), 0)
-    workspace = workspace_bytes(shape, rollout, itemsize, device_bytes)
+    workspace = workspace_bytes(shape, rollout, itemsize, device_bytes=device_bytes)
     if rollout.kv_cache_gib is not None:
         return EngineBytes(
             weights, workspace, given(rollout.kv_cache_gib, "cuda"), _graph_bytes(rollout)

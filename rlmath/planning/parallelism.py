@@ -181,9 +181,11 @@ def expert_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str
             if ranks > 1:
                 yield f"{key} is {ranks}; a {shape.architecture} has no experts. Set it to 1."
         return
-    yield from _must_divide("parallel.expert", expert, shape.num_experts, "experts of a layer")
+    yield from _must_divide(
+        "parallel.expert", expert, shape.num_experts, parts="experts of a layer"
+    )
     units = "feed-forward units of an expert"
-    yield from _must_divide("parallel.expert_tensor", split, shape.ffn_size, units)
+    yield from _must_divide("parallel.expert_tensor", split, shape.ffn_size, parts=units)
     if parallel.tensor > 1 and not parallel.sequence:
         yield (
             f"parallel.tensor is {parallel.tensor}, of a model with experts; Megatron then trains "
@@ -295,7 +297,7 @@ def stage_problems(parallel: ParallelConfig, policy: PolicyConfig, layers: int) 
     if pipeline == 1:
         problems = []
     elif _given_stages(parallel):
-        problems = list(_uneven_problems(_given_stages(parallel), pipeline, virtual, layers))
+        problems = list(_uneven_problems(_given_stages(parallel), pipeline, virtual, layers=layers))
     else:
         problems = list(_even_problems(pipeline, virtual, layers))
     yield from problems or _recompute_problems(policy, chunk_sizes(parallel, layers))
@@ -327,12 +329,12 @@ def _given_stages(parallel: ParallelConfig) -> dict[str, int]:
 
 def _even_problems(pipeline: int, virtual: int, layers: int) -> Iterator[str]:
     """Problems of stages that all have the same number of layers."""
-    for problem in _must_divide("parallel.pipeline", pipeline, layers, "layers of the model"):
+    for problem in _must_divide("parallel.pipeline", pipeline, layers, parts="layers of the model"):
         yield f"{problem} Or let parallel.first_stage_layers or parallel.last_stage_layers differ."
     if layers % pipeline == 0:
         stage = layers // pipeline
         yield from _must_divide(
-            "parallel.virtual_pipeline", virtual, stage, "layers of a pipeline stage"
+            "parallel.virtual_pipeline", virtual, stage, parts="layers of a pipeline stage"
         )
 
 
@@ -378,10 +380,10 @@ def _recompute_problems(policy: PolicyConfig, chunks: list[int]) -> Iterator[str
         )
 
 
-def _must_divide(key: str, ranks: int, number: int, what: str) -> Iterator[str]:
+def _must_divide(key: str, ranks: int, number: int, parts: str) -> Iterator[str]:
     if number % ranks:
         yield (
-            f"{key} is {ranks}; it must divide the {number} {what}. Possible: "
+            f"{key} is {ranks}; it must divide the {number} {parts}. Possible: "
             f"{_possible_sizes(number)}."
         )
 

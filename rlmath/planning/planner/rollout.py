@@ -92,7 +92,11 @@ def engine_of(inputs: StepInputs) -> EngineBytes:
     """The memory of an engine rank."""
     target = inputs.target
     return engine_bytes(
-        inputs.shape, inputs.config.rollout, target.kind, target.itemsize, target.total_bytes
+        inputs.shape,
+        inputs.config.rollout,
+        target.kind,
+        itemsize=target.itemsize,
+        device_bytes=target.total_bytes,
     )
 
 

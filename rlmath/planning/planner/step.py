@@ -199,7 +199,7 @@ def switch_seconds(inputs: StepInputs) -> float:
     nothing then."""
     config = inputs.config
     cluster = inputs.cluster
-    plan, _ = largest(plan_ranks(config, inputs.shape, cluster.ranks, inputs.target))
+    plan, _ = largest(plan_ranks(config, inputs.shape, cluster.ranks, target=inputs.target))
     names = [
         name for name in ("optimizer", "parameters") if getattr(config.memory, f"offload_{name}")
     ]
@@ -243,7 +243,7 @@ def layouts_of(config: Config, shape: ModelShape, cluster: Cluster) -> Iterator[
     for engine in inside:
         for tensor in inside:
             for pipeline in divisors(shape.num_layers):
-                layout = with_layout(config, tensor, pipeline, engine)
+                layout = with_layout(config, tensor, pipeline, engine=engine)
                 if not problems_of(layout, shape, cluster):
                     yield layout
 
@@ -269,7 +269,9 @@ def compare_layouts(inputs: StepInputs) -> Comparison:
         if memory_problems(layout, shape, cluster.ranks):
             without_room += 1
         else:
-            plans.append(plan_step(step_inputs(layout, shape, target, cluster, batch)))
+            plans.append(
+                plan_step(step_inputs(layout, shape, target, cluster=cluster, batch=batch))
+            )
     return Comparison(tuple(sorted(plans, key=_by_seconds)), without_room)
 
 

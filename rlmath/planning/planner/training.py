@@ -133,7 +133,7 @@ def _pass_seconds(inputs: StepInputs, mesh: Mesh, passes: Passes) -> float:
     )
     seconds = inputs.cluster.compute_seconds(flops / inputs.parts / mesh.tensor)
     seconds += runs * inputs.cluster.coefficients.microbatch_seconds
-    return seconds * inputs.idle_factor + exchange_seconds(inputs, mesh, layers, passes)
+    return seconds * inputs.idle_factor + exchange_seconds(inputs, mesh, layers, passes=passes)
 
 
 def exchange_seconds(inputs: StepInputs, mesh: Mesh, layers: int, passes: Passes) -> float:
@@ -179,7 +179,7 @@ def gradient_seconds(inputs: StepInputs, mesh: Mesh, layers: int) -> float:
     ways = FLOAT32_BYTES + (inputs.target.itemsize if distributed else FLOAT32_BYTES)
     per_node = inputs.cluster.ranks_per_node
     seconds = 0.0
-    for sizes, ranks, stride in gradient_buffers(inputs.config, inputs.shape, mesh, layers):
+    for sizes, ranks, stride in gradient_buffers(inputs.config, inputs.shape, mesh, layers=layers):
         sent = sum(sizes) * ways * (ranks - 1) / ranks
         beside = max(1, min(ranks, per_node // stride))
         if ranks > 1:
