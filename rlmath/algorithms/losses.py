@@ -30,6 +30,7 @@ like all others, but add nothing to the loss, and no gradient reaches them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -190,6 +191,32 @@ class TokenLoss:
     """Tokens of completions that `off_policy_mask` left out."""
 
 
+@dataclass(frozen=True)
+class SurrogateInputs:
+    """Inputs of a surrogate for every token; log-probs and advantages are 0 where none counts."""
+
+    new_T: Float[Tensor, "T"]
+    """Log-probs of the policy now, with the gradient of learned tokens."""
+    log_ratio_T: Float[Tensor, "T"]
+    """Log of the ratio to the proximal policy, with the same gradient."""
+    advantages_T: Float[Tensor, "T"]
+    counted_T: Bool[Tensor, "T"]
+    segments_T: Int[Tensor, "T"]
+    n_segments: int
+
+    def sequence_mean(self, log_ratio_T: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+        """Mean of the log ratios of each token's completion."""
+        return sequence_log_ratio(log_ratio_T, self.counted_T, self.segments_T, self.n_segments)
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """The policy-gradient loss of every token, and where it was clipped."""
+
+    loss_T: Float[Tensor, "T"]
+    clipped_T: Bool[Tensor, "T"]
+
+
 def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
     """The loss of one micro-batch, as the module's table has it."""
     counted_T = tokens.sampled_T
@@ -200,7 +227,15 @@ def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
     proximal_T = torch.where(counted_T, tokens.proximal_logprobs_T, 0.0)
     entropy_T = torch.where(counted_T, tokens.entropy_T, 0.0)
     log_ratio_T = new_T - proximal_T
-    surrogate_T, clipped_T = _surrogate(tokens, settings, new_T, log_ratio_T, counted_T)
+    inputs = SurrogateInputs(
+        new_T=new_T,
+        log_ratio_T=log_ratio_T,
+        advantages_T=torch.where(counted_T, tokens.advantages_T, 0.0),
+        counted_T=counted_T,
+        segments_T=tokens.segments_T,
+        n_segments=tokens.n_segments,
+    )
+    surrogate = SURROGATES[settings.kind](inputs, settings)
     correction = uncorrected(counted_T, proximal_T)
     behaviour_T = torch.where(counted_T, tokens.behaviour_logprobs_T, 0.0)
     if settings.correction is not None:
@@ -212,7 +247,7 @@ def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
             n_segments=tokens.n_segments,
             correction=settings.correction,
         )
-    loss_T = surrogate_T * correction.weights_T
+    loss_T = surrogate.loss_T * correction.weights_T
     off_policy_T = torch.zeros_like(counted_T)
     if settings.off_policy_mask is not None:
         drift_T = sequence_log_ratio(
@@ -248,7 +283,7 @@ def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
         loss=torch.where(learned_T, loss_T * tokens.weights_T, 0.0).sum(),
         tokens=total(torch.ones_like(new_T)),
         ratio=total(log_ratio_T.exp()),
-        clipped=total(clipped_T.to(new_T.dtype)),
+        clipped=total(surrogate.clipped_T.to(new_T.dtype)),
         approx_kl=total(-log_ratio_T),
         proximal_kl=total(kl_estimate("k3", proximal_T, new_T)),
         reference_kl=total(kl_T),
@@ -262,60 +297,73 @@ def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
     )
 
 
-def _surrogate(
-    tokens: TokenInputs,
-    settings: LossSettings,
-    new_T: Float[Tensor, "T"],
-    log_ratio_T: Float[Tensor, "T"],
-    counted_T: Bool[Tensor, "T"],
-) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"]]:
-    """The policy-gradient loss of every token, and where it was clipped."""
-    low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
-    advantages_T = torch.where(counted_T, tokens.advantages_T, 0.0)
-    if settings.kind == "cispo":
-        ratio_T = log_ratio_T.detach().exp()
-        cut_T = ratio_T.clamp(low, high)
-        return -advantages_T * cut_T * new_T, cut_T != ratio_T
-    if settings.kind in ("dppo_tv", "dppo_kl"):
-        return _divergence_masked(settings, new_T, log_ratio_T, advantages_T)
-    if settings.kind == "gmpo":
-        return _geometric_mean(tokens, settings, log_ratio_T, advantages_T, counted_T)
-    ratio_T = log_ratio_T.exp()
-    if settings.kind == "sapo":
-        tau_T = torch.full_like(ratio_T, settings.sapo_negative)
-        tau_T = torch.where(advantages_T > 0, settings.sapo_positive, tau_T)
-        gate_T = 4.0 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1.0))
-        return -advantages_T * gate_T, torch.zeros_like(counted_T)
-    if settings.kind == "gspo":
-        sequence_T = sequence_log_ratio(
-            log_ratio_T, counted_T, tokens.segments_T, tokens.n_segments
-        )
-        # GSPO-token: the value is the sequence's, each token's gradient is weighted by its own
-        # advantage.
-        ratio_T = sequence_T.detach().exp() * (new_T - new_T.detach()).exp()
+def _clip(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
+    """PPO's surrogate, clipped on both sides, with `dual_clip` where it is set."""
+    return _clipped(inputs.log_ratio_T.exp(), inputs.advantages_T, settings)
+
+
+def _gspo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
+    """The surrogate of "clip" with the geometric mean of a completion's ratios."""
+    sequence_T = inputs.sequence_mean(inputs.log_ratio_T)
+    # GSPO-token: the value is the sequence's, each token's gradient is weighted by its own
+    # advantage.
+    ratio_T = sequence_T.detach().exp() * (inputs.new_T - inputs.new_T.detach()).exp()
+    return _clipped(ratio_T, inputs.advantages_T, settings)
+
+
+def _clipped(
+    ratio_T: Float[Tensor, "T"], advantages_T: Float[Tensor, "T"], settings: LossSettings
+) -> Surrogate:
     plain_T = -advantages_T * ratio_T
-    clipped_T = -advantages_T * ratio_T.clamp(low, high)
-    loss_T = torch.maximum(plain_T, clipped_T)
-    is_clipped_T = clipped_T > plain_T
+    bounded_T = -advantages_T * ratio_T.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    loss_T = torch.maximum(plain_T, bounded_T)
+    clipped_T = bounded_T > plain_T
     if settings.dual_clip is not None:
         most_T = -advantages_T * settings.dual_clip
         over_T = (advantages_T < 0) & (loss_T > most_T)
         loss_T = torch.where(over_T, most_T, loss_T)
-        is_clipped_T = is_clipped_T | over_T
-    return loss_T, is_clipped_T
+        clipped_T = clipped_T | over_T
+    return Surrogate(loss_T, clipped_T)
 
 
-def _divergence_masked(
-    settings: LossSettings,
-    new_T: Float[Tensor, "T"],
-    log_ratio_T: Float[Tensor, "T"],
-    advantages_T: Float[Tensor, "T"],
-) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"]]:
+def _cispo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
+    """The log-prob's gradient, weighted by the clipped ratio."""
+    ratio_T = inputs.log_ratio_T.detach().exp()
+    cut_T = ratio_T.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    return Surrogate(-inputs.advantages_T * cut_T * inputs.new_T, cut_T != ratio_T)
+
+
+def _gmpo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
+    """The geometric mean of ratios that were clipped before it.
+
+    Value and gradient are those of the paper where all tokens of a completion have one advantage.
+    """
+    cut_T = torch.where(
+        inputs.advantages_T > 0,
+        inputs.log_ratio_T.clamp(max=settings.clip_high),
+        inputs.log_ratio_T.clamp(min=-settings.clip_low),
+    )
+    mean_T = inputs.sequence_mean(cut_T.detach())
+    ratio_T = mean_T.exp() * (cut_T - cut_T.detach()).exp()
+    return Surrogate(-inputs.advantages_T * ratio_T, cut_T != inputs.log_ratio_T)
+
+
+def _sapo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
+    """A soft gate of the ratio, whose temperature depends on the advantage's sign."""
+    ratio_T = inputs.log_ratio_T.exp()
+    tau_T = torch.full_like(ratio_T, settings.sapo_negative)
+    tau_T = torch.where(inputs.advantages_T > 0, settings.sapo_positive, tau_T)
+    gate_T = 4.0 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1.0))
+    return Surrogate(-inputs.advantages_T * gate_T, torch.zeros_like(inputs.counted_T))
+
+
+def _dppo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
     """The loss and its mask of "dppo_tv" and "dppo_kl".
 
     The mask looks at probabilities, so that improbable tokens may move far."""
-    now_T = new_T.detach()
-    before_T = now_T - log_ratio_T.detach()
+    advantages_T = inputs.advantages_T
+    now_T = inputs.new_T.detach()
+    before_T = now_T - inputs.log_ratio_T.detach()
     gap_T = now_T.exp() - before_T.exp()
     divergence_T = gap_T.abs() if settings.kind == "dppo_tv" else binary_kl(before_T, now_T)
     leaves_T = torch.where(
@@ -326,25 +374,18 @@ def _divergence_masked(
     weight_T = (now_T - before_T).exp()
     if settings.dual_clip is not None:
         weight_T = weight_T.clamp(max=settings.dual_clip)
-    return -advantages_T * torch.where(leaves_T, 0.0, weight_T) * (new_T - now_T).exp(), leaves_T
+    masked_weight_T = torch.where(leaves_T, 0.0, weight_T)
+    loss_T = -advantages_T * masked_weight_T * (inputs.new_T - now_T).exp()
+    return Surrogate(loss_T, leaves_T)
 
 
-def _geometric_mean(
-    tokens: TokenInputs,
-    settings: LossSettings,
-    log_ratio_T: Float[Tensor, "T"],
-    advantages_T: Float[Tensor, "T"],
-    counted_T: Bool[Tensor, "T"],
-) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"]]:
-    """The loss of "gmpo", and where it was clipped.
-
-    Value and gradient are those of the paper where all tokens of a completion have one advantage.
-    """
-    cut_T = torch.where(
-        advantages_T > 0,
-        log_ratio_T.clamp(max=settings.clip_high),
-        log_ratio_T.clamp(min=-settings.clip_low),
-    )
-    mean_T = sequence_log_ratio(cut_T.detach(), counted_T, tokens.segments_T, tokens.n_segments)
-    ratio_T = mean_T.exp() * (cut_T - cut_T.detach()).exp()
-    return -advantages_T * ratio_T, cut_T != log_ratio_T
+SURROGATES: dict[LossKind, Callable[[SurrogateInputs, LossSettings], Surrogate]] = {
+    "clip": _clip,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "gmpo": _gmpo,
+    "sapo": _sapo,
+    "dppo_tv": _dppo,
+    "dppo_kl": _dppo,
+}
+"""The formula of every kind of loss."""
