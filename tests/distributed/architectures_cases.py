@@ -36,14 +36,14 @@ def round_trips(
 
     device = open_device("cpu")
     init_process_group(device, 120.0)
-    found = []
+    outcomes = []
     for folder, output in zip(folders, outputs, strict=True):
         stage = lay_out(folder, case, device)
         _export(stage, folder, output)
         batches = microbatches(stage, samples)
-        found.append(Found(_logits(stage, batches), _gradients(stage, batches)))
+        outcomes.append(Found(_logits(stage, batches), _gradients(stage, batches)))
         parallel_state.destroy_model_parallel()
-    return found
+    return outcomes
 
 
 def _export(stage: Stage, folder: Path, output: Path) -> None:
@@ -65,7 +65,7 @@ def _logits(stage: Stage, batches: list[MicroBatch]) -> dict[int, Tensor]:
 
     with torch.no_grad():
         by_batch = stage.actor.forward_backward.run(batches, whole, forward_only=True)
-    return {index: logits for found in by_batch for index, logits in found.items()}
+    return {index: logits for batch_logits in by_batch for index, logits in batch_logits.items()}
 
 
 def _gradients(stage: Stage, batches: list[MicroBatch]) -> dict[str, Tensor]:

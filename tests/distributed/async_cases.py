@@ -74,7 +74,9 @@ def run(
     learns = ADAPTERS_LEARN if "lora" in sections else LEARNS
     config = partial.config_of(folder, place, steps, rollout, {"optimizer": learns} | sections)
     prepared = partial.prepared_run(config)
-    world, rank, device = environment_world_size(), environment_rank(), open_device("cpu")
+    world = environment_world_size()
+    rank = environment_rank()
+    device = open_device("cpu")
     if rank >= world - rollout.ranks:
         _sample(prepared, world, rank, device, bool(more.get("paced")))
         return None
@@ -127,12 +129,12 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, pace
     mesh = engine_mesh_of(config, world, rank)
     with open_engine_workers(config, mesh) as workers:
         bridge = open_worlds(device, 120.0, _store(), config.rollout.ranks)
-        one = EngineRank(prepared.on_rank(mesh, device, workers=workers, bridge=bridge))
+        engine_rank = EngineRank(prepared.on_rank(mesh, device, workers=workers, bridge=bridge))
         if paced:
-            one._loop.__class__ = Paced
+            engine_rank._loop.__class__ = Paced
         steps: list[int] = []
-        assert one.run(steps.append) == 7 and steps == sorted(set(steps)), steps
-        one.close()
+        assert engine_rank.run(steps.append) == 7 and steps == sorted(set(steps)), steps
+        engine_rank.close()
 
 
 def _train(
@@ -146,7 +148,10 @@ def _train(
     from rlmath.trainer.grpo import GrpoTrainer
 
     config: Config = prepared.config
-    mesh, found, bridge, store = mesh_of(config, world, rank), Run(), None, _store()
+    mesh = mesh_of(config, world, rank)
+    history = Run()
+    bridge = None
+    store = _store()
     with GrpoTrainer.open_workers(config, mesh) as workers:
         if config.rollout.ranks:
             bridge = open_worlds(device, 120.0, store, config.rollout.ranks)
@@ -158,19 +163,19 @@ def _train(
         for number in range(steps):
             weights[trainer.actor.learner.updates] = _copy_of(trainer)
             record = trainer.step(number)
-            found.groups.append(list(record.groups))
-            found.metrics.append(record.metrics)
-            found.validated.append({} if record.validation is None else record.validation.metrics)
+            history.groups.append(list(record.groups))
+            history.metrics.append(record.metrics)
+            history.validated.append({} if record.validation is None else record.validation.metrics)
             unfinished = getattr(trainer.rollouts, "_unfinished", None)
-            found.in_flight.append(
+            history.in_flight.append(
                 [] if unfinished is None else [group.draw for group in unfinished.groups]
             )
             if more.get("snapshots") and rank == 0:
-                found.left.append(_unfinished_in(trainer.rollouts.files(), prepared))
+                history.left.append(_unfinished_in(trainer.rollouts.files(), prepared))
         trainer.close(7)
         if more.get("score"):
-            found.scored = _score_segments(trainer, found.groups, weights)
-    return found
+            history.scored = _score_segments(trainer, history.groups, weights)
+    return history
 
 
 def _copy_of(trainer: Any) -> list[dict[str, torch.Tensor]]:
@@ -183,7 +188,8 @@ def _copy_of(trainer: Any) -> list[dict[str, torch.Tensor]]:
 def _unfinished_in(files: dict[str, bytes], prepared: PreparedRun[Any]) -> int:
     from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 
-    config, shape = prepared.config, prepared.shape
+    config = prepared.config
+    shape = prepared.shape
     unfinished = read_unfinished(
         files[UNFINISHED], config.rollout.group_size, shape.vocab_size, lambda *_: ""
     )
@@ -197,23 +203,24 @@ def _score_segments(
     trainer: Any, groups: list[list[ScoredGroup]], weights: dict[int, list[dict[str, torch.Tensor]]]
 ) -> list[tuple[list[float], list[float]]]:
     """On one rank: every segment by the policy of its version, which reads the whole sequence."""
-    found = []
+    scores = []
     for group in (group for step in groups for group in step):
-        for one in group.completions:
-            start, sample = 0, Sample(group.prompt.token_ids, one.token_ids, one.logprobs, 0.0)
+        for completion in group.completions:
+            start = 0
+            sample = Sample(group.prompt.token_ids, completion.token_ids, completion.logprobs, 0.0)
             batch = pack([sample], [0], 1)
-            for segment in one.segments:
+            for segment in completion.segments:
                 for chunk, saved in zip(
                     trainer.actor.chunks, weights[segment.policy_version], strict=True
                 ):
                     for name, tensor in chunk.named_parameters():
                         tensor.copy_(saved[name])
-                (result,) = trainer.actor.forward_backward.logprobs([batch])
-                row = result.tolist()[len(group.prompt.token_ids) :]
+                (logprobs_T,) = trainer.actor.forward_backward.logprobs([batch])
+                row = logprobs_T.tolist()[len(group.prompt.token_ids) :]
                 end = start + segment.tokens
-                found.append((list(one.logprobs[start:end]), row[start:end]))
+                scores.append((list(completion.logprobs[start:end]), row[start:end]))
                 start = end
-    return found
+    return scores
 
 
 def layout_of(lora: LoraConfig | None = None, **sizes: int) -> dict[str, Any]:

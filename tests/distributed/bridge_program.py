@@ -43,13 +43,13 @@ def send_what_is_no_message(bridge: Bridge, behaviour: str) -> None:
 def errors_of(mailbox: Mailbox, box: object) -> str:
     assert box.get(timeout=60) is None
     ways = {"receive": mailbox.receive, "send": lambda: mailbox.send(2, 0), "close": mailbox.close}
-    told = ""
+    errors = ""
     for name, way in ways.items():
         try:
             way()
         except Exception as error:
-            told += f"{name} {type(error).__name__}; "
-    return told
+            errors += f"{name} {type(error).__name__}; "
+    return errors
 
 
 def run_rank(rank: int, port: int, behaviour: str, told: Connection) -> None:
@@ -62,7 +62,8 @@ def run_rank(rank: int, port: int, behaviour: str, told: Connection) -> None:
     store.wait([f"here/{other}" for other in range(RANKS)])
     bridge = Bridge(store, rank, RANKS, 2, TIMEOUT_SECONDS)
     assert bridge.broadcast(f"of rank {rank}") == "of rank 0"
-    mailbox, received = Mailbox(bridge, [2, 3] if bridge.trains else [0, 1]), []
+    mailbox = Mailbox(bridge, [2, 3] if bridge.trains else [0, 1])
+    received = []
     box = mailbox.box(str)
     for number in range(MESSAGES):
         if not bridge.trains:
@@ -72,7 +73,7 @@ def run_rank(rank: int, port: int, behaviour: str, told: Connection) -> None:
     if closes:
         time.sleep(PAUSE_SECONDS)
         while bridge.trains and len(received) < 2 * MESSAGES:
-            received += [one.message for one in mailbox.receive(1.0)]
+            received += [envelope.message for envelope in mailbox.receive(1.0)]
         if rank == 3:
             time.sleep(PAUSE_SECONDS)
         mailbox.close()
@@ -108,11 +109,16 @@ def main() -> None:
         port = free_port()
         connections[behaviour] = []
         for rank in range(RANKS):
-            ours, theirs = fork.Pipe(duplex=False)
-            fork.Process(target=run_rank, args=(rank, port, behaviour, theirs), daemon=True).start()
-            theirs.close()
-            connections[behaviour].append(ours)
-    print({name: [what_is_told(one) for one in ranks] for name, ranks in connections.items()})
+            receiver, sender = fork.Pipe(duplex=False)
+            fork.Process(target=run_rank, args=(rank, port, behaviour, sender), daemon=True).start()
+            sender.close()
+            connections[behaviour].append(receiver)
+    print(
+        {
+            name: [what_is_told(connection) for connection in ranks]
+            for name, ranks in connections.items()
+        }
+    )
     sys.stdout.flush()
 
 

@@ -46,25 +46,26 @@ def spoiled(
 ) -> list[list[str]]:
     """By (kind of damage, parameter, rank): what differs then, after nothing did."""
     stage = build(folder, case)
-    one = target(stage, engine_size, dtype)
-    one.sync.run(check=True)
-    found = []
+    sync_target = target(stage, engine_size, dtype)
+    sync_target.sync.run(check=True)
+    differences = []
     for kind, name, rank in where:
-        if rank == one.mesh.rank:
-            kept = one.parameters[name].clone()
-            SPOIL[kind](one.parameters[name])
-        found.append(differing(one))
-        if rank == one.mesh.rank:
-            one.parameters[name].copy_(kept)
-    assert differing(one) == []
-    return found
+        if rank == sync_target.mesh.rank:
+            undamaged = sync_target.parameters[name].clone()
+            SPOIL[kind](sync_target.parameters[name])
+        differences.append(differing(sync_target))
+        if rank == sync_target.mesh.rank:
+            sync_target.parameters[name].copy_(undamaged)
+    assert differing(sync_target) == []
+    return differences
 
 
 def differing(one: Target) -> list[str]:
     """Both sides' checksums, compared, of the target as it is now."""
     from rlmath.rollout.weight_sync.checksums import SyncChecksums
 
-    stage, parallel = one.stage, one.stage.config.parallel
+    stage = one.stage
+    parallel = one.stage.config.parallel
     layout = training_layout(stage.shape.num_layers, one.mesh, parallel)
     checksums = SyncChecksums(stage.shape, layout, one.mesh, stage.device)
     for name, parameter in one.parameters.items():
@@ -81,16 +82,16 @@ def replica_astray(folder: Path, case: Case, engine_size: int, rank: int) -> dic
     from rlmath.checkpoint.hf.weights import local_parameter
 
     stage = build(folder, case)
-    one = target(stage, engine_size)
+    sync_target = target(stage, engine_size)
     (placed,) = [
         p for p in placed_tensors(stage.shape) if "mlp.down_proj" in p.hf_names[0] and p.layer == 2
     ]
     parameter = local_parameter(stage.actor.chunks, placed)
     if stage.mesh.rank == rank and parameter is not None:
         flip_a_bit(parameter.data)
-    one.sync.run(check=False)
+    sync_target.sync.run(check=False)
     try:
-        one.sync.run(check=True)
+        sync_target.sync.run(check=True)
     except RuntimeError as error:
         return {"error": str(error)}
     return {"error": ""}

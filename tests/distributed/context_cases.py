@@ -35,8 +35,11 @@ def gathered_attention() -> Iterator[None]:
         group = parallel_state.get_context_parallel_group()
         source_CN = split_pack(packing.cu_seqlens_q, group.size()).source_CN
         mine_N = source_CN[group.rank()]
-        whole = [x.new_zeros(source_CN.numel(), *x.shape[1:]).index_copy(0, mine_N, x) for x in qkv]
-        gathered = [all_reduce(x, group=group) for x in whole]
+        whole = [
+            tensor.new_zeros(source_CN.numel(), *tensor.shape[1:]).index_copy(0, mine_N, tensor)
+            for tensor in qkv
+        ]
+        gathered = [all_reduce(tensor, group=group) for tensor in whole]
         return attend(*gathered, packing, window)[mine_N]
 
     with mock.patch.object(attention, "attend", attend_gathered):

@@ -19,9 +19,10 @@ def differing(model: Path, state: Path, case: Case) -> tuple[int, list[str]]:
     parameters this rank has, and those that are then not what `load_hf_weights` gave."""
     from megatron.core import dist_checkpointing
 
-    count, differ = 0, []
+    count = 0
+    differ = []
     for chunk in build(model, case).actor.chunks:
-        wanted = {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
+        weights = {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
         for parameter in chunk.parameters():
             parameter.data.fill_(99.0)
         loaded = dist_checkpointing.load(
@@ -29,8 +30,10 @@ def differing(model: Path, state: Path, case: Case) -> tuple[int, list[str]]:
             str(state),
             validate_access_integrity=case.virtual_pipeline == 1,
         )
-        count += len(wanted)
-        differ += [name for name, weight in wanted.items() if not torch.equal(loaded[name], weight)]
+        count += len(weights)
+        differ += [
+            name for name, weight in weights.items() if not torch.equal(loaded[name], weight)
+        ]
     return count, differ
 
 

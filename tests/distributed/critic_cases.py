@@ -98,12 +98,12 @@ def values(
     """Values of completion tokens by sample; empty off the last stage."""
     stage, built, _ = with_critic(build(folder, case), critic, AlgorithmConfig(advantage="gae"))
     batches = microbatches(stage, samples)
-    found = built.learner.values(batches)
+    predictions = built.learner.values(batches)
     if not stage.mesh.is_last_stage:
         return {}
-    for batch, one in zip(batches, found, strict=True):
-        assert len(one.ends_S) == batch.n_segments
-    return by_sample(batches, [one.values_T for one in found])
+    for batch, prediction in zip(batches, predictions, strict=True):
+        assert len(prediction.ends_S) == batch.n_segments
+    return by_sample(batches, [prediction.values_T for prediction in predictions])
 
 
 def save(
@@ -122,8 +122,8 @@ def save(
     models = [policy_of(stage), SavedModel(CRITIC, built.chunks, built.learner.optimizer)]
     store = CheckpointManager(root, lambda: models, stage.device, {}, Retention(1, None))
     try:
-        now = replace(progress(2, 0, stage.mesh.world_size), critic_updates=2)
-        failed = store.start(now, False, SETTINGS)
+        current_progress = replace(progress(2, 0, stage.mesh.world_size), critic_updates=2)
+        failed = store.start(current_progress, False, SETTINGS)
         assert failed is None, failed
         learn(stage, built, samples)
         saved = store.finish()
@@ -143,11 +143,11 @@ def load(
     from tests.distributed.store_cases import policy_of
 
     stage, built, shape = with_critic(build(folder, case), critic, AlgorithmConfig(advantage="gae"))
-    (found,), _ = complete_checkpoints(root)
-    progress = read_progress(found.folder)
+    (checkpoint,), _ = complete_checkpoints(root)
+    progress = read_progress(checkpoint.folder)
     assert progress.models == (CRITIC,) and progress.critic_updates == 2
     models = [policy_of(stage), SavedModel(CRITIC, built.chunks, built.learner.optimizer)]
-    load_checkpoint(models, stage.device, found, progress)
+    load_checkpoint(models, stage.device, checkpoint, progress)
     built.learner.restore_schedule(progress.critic_updates)
     learn(stage, built, samples)
     return critic_tensors(stage, built, shape)
@@ -159,7 +159,7 @@ def learn(stage: Stage, critic: Any, samples: list[Any]) -> None:
 
     batches = microbatches(stage, samples)
     targets = [
-        ValueTargets(torch.zeros(len(one.token_ids_T)), torch.ones(len(one.token_ids_T)))
-        for one in batches
+        ValueTargets(torch.zeros(len(batch.token_ids_T)), torch.ones(len(batch.token_ids_T)))
+        for batch in batches
     ]
     assert critic.learner.learn(batches, targets).discarded is None

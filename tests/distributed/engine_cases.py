@@ -43,7 +43,7 @@ def open_engine(
 def completions_of(engine: Any, requests: Any) -> dict[Any, Any]:
     """What an engine that is awake samples, by the keys of the requests, in their order."""
     ended = engine.running_completions().sample(requests)
-    return dict(sorted((one.request.key, one.completion) for one in ended))
+    return dict(sorted((ending.request.key, ending.completion) for ending in ended))
 
 
 @dataclass
@@ -71,7 +71,8 @@ def pair(stage: Stage, engine: Any, engine_size: int, bucket_bytes: int = 40_000
     from rlmath.rollout.weight_sync.weight_sync import WeightTransfer
 
     mesh = replace(stage.mesh, engine_size=engine_size)
-    parallel, layers = stage.config.parallel, stage.shape.num_layers
+    parallel = stage.config.parallel
+    layers = stage.shape.num_layers
     layout = training_layout(layers, mesh, parallel)
     sync = WeightTransfer(
         stage.actor.chunks, stage.shape, layout, mesh, stage.device, engine.weights, bucket_bytes
@@ -121,13 +122,13 @@ def mismatch_of_layouts(
     device = open_device("cpu")
     init_process_group(device, 120.0)
     engine = open_engine(folder, engine_size, device)
-    found = []
+    mismatches = []
     for case in cases:
         stage = lay_out(folder, replace(case, lr=1.0), device)
-        found.append(mismatch(pair(stage, engine, engine_size), case, updates))
+        mismatches.append(mismatch(pair(stage, engine, engine_size), case, updates))
         stop_megatron()
     engine.close()
-    return found
+    return mismatches
 
 
 Sampled = dict[tuple[int, int], tuple[list[int], list[float]]]
@@ -140,19 +141,28 @@ def whole_and_in_slices(
     """The completions of an engine that is awake: in one piece, and in slices, each of which the
     engine prefills with what is sampled so far, without cached blocks of the one before."""
     whole = completions_of(engine, requests)
-    parts, left = {one.key: PartialCompletion() for one in requests}, list(requests)
-    while left:
+    parts = {request.key: PartialCompletion() for request in requests}
+    unfinished = list(requests)
+    while unfinished:
         engine.reset_prefix_cache()
-        slices = [replace(one, so_far=parts[one.key], slice_tokens=slice_tokens) for one in left]
+        slices = [
+            replace(request, so_far=parts[request.key], slice_tokens=slice_tokens)
+            for request in unfinished
+        ]
         parts |= completions_of(engine, slices)
-        left = [one for one in left if isinstance(parts[one.key], PartialCompletion)]
+        unfinished = [
+            request for request in unfinished if isinstance(parts[request.key], PartialCompletion)
+        ]
     assert all(whole[key].finish_reason == part.finish_reason for key, part in parts.items())
     assert all(whole[key].segments == part.segments for key, part in parts.items())
     return _tokens(whole), _tokens(parts)
 
 
 def _tokens(completions: dict[Any, Any]) -> Sampled:
-    return {key: (list(one.token_ids), list(one.logprobs)) for key, one in completions.items()}
+    return {
+        key: (list(completion.token_ids), list(completion.logprobs))
+        for key, completion in completions.items()
+    }
 
 
 def greedy_in_slices(folder: Path, device_kind: str, slice_tokens: int) -> dict[str, Any]:
@@ -176,13 +186,15 @@ def greedy_in_slices(folder: Path, device_kind: str, slice_tokens: int) -> dict[
     whole, slices = whole_and_in_slices(engine, requests, slice_tokens)
     ties = {}
     for key, (tokens, _) in whole.items():
-        others = slices[key][0]
-        first = next(
-            (n for n, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), None
+        sliced_tokens = slices[key][0]
+        first_difference = next(
+            (n for n, (a, b) in enumerate(zip(tokens, sliced_tokens, strict=False)) if a != b), None
         )
-        if first is not None:
-            behind = [*prompts[key[0]], *tokens[:first]]
-            a, b = engine.score([[*behind, tokens[first]], [*behind, others[first]]])
+        if first_difference is not None:
+            behind = [*prompts[key[0]], *tokens[:first_difference]]
+            a, b = engine.score(
+                [[*behind, tokens[first_difference]], [*behind, sliced_tokens[first_difference]]]
+            )
             ties[key] = abs(a[-1] - b[-1])
     engine.close()
     return {"whole": whole, "slices": slices, "ties": ties}
@@ -207,24 +219,28 @@ def engine_settings(folder: Path, device_kind: str) -> dict[str, bool]:
 
 
 def mismatch(both: Pair, case: Case, updates: int) -> list[float]:
-    stage, mesh, prompts = both.stage, both.mesh, list(PROMPTS.values())
+    stage = both.stage
+    mesh = both.mesh
+    prompts = list(PROMPTS.values())
     largest = []
     for step in range(updates + 1):
         generated = both.generate(_requests(step, case.min_new_tokens))
-        assert all(len(one.token_ids) >= case.min_new_tokens for one in generated.values())
+        assert all(
+            len(completion.token_ids) >= case.min_new_tokens for completion in generated.values()
+        )
         samples = [
-            Sample(prompts[p], one.token_ids, one.logprobs, 1.0)
-            for (p, _), one in generated.items()
+            Sample(prompts[p], completion.token_ids, completion.logprobs, 1.0)
+            for (p, _), completion in generated.items()
         ]
         batches = _pack_all(samples, mesh)
         policy = stage.actor.forward_backward.logprobs(batches)
         if mesh.is_last_stage:
-            mine = by_sample(batches, policy)
+            policy_logprobs = by_sample(batches, policy)
             largest.append(
                 max(
                     abs(a - b)
                     for index, sample in enumerate(samples)
-                    for a, b in zip(mine[index], sample.behaviour_logprobs, strict=True)
+                    for a, b in zip(policy_logprobs[index], sample.behaviour_logprobs, strict=True)
                 )
             )
         if step < updates:
@@ -260,12 +276,16 @@ def old_prefixes(folder: Path) -> dict[str, Any]:
 
     def difference(keeps_cache: bool = False) -> float:
         ended = engine.running_completions(keeps_cache=keeps_cache).sample(requests)
-        generated = [one.completion for one in ended]
-        samples = [Sample(prompt, one.token_ids, one.logprobs, 1.0) for one in generated]
+        generated = [ending.completion for ending in ended]
+        samples = [
+            Sample(prompt, completion.token_ids, completion.logprobs, 1.0)
+            for completion in generated
+        ]
         batches = _pack_all(samples, stage.mesh)
-        mine = by_sample(batches, stage.actor.forward_backward.logprobs(batches))
+        policy_logprobs = by_sample(batches, stage.actor.forward_backward.logprobs(batches))
         pairs = [
-            zip(mine[i], sample.behaviour_logprobs, strict=True) for i, sample in enumerate(samples)
+            zip(policy_logprobs[i], sample.behaviour_logprobs, strict=True)
+            for i, sample in enumerate(samples)
         ]
         return max(abs(a - b) for row in pairs for a, b in row)
 

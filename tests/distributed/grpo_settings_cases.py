@@ -30,13 +30,20 @@ from tests.distributed.optimizer_cases import run_here
 from tests.distributed.partial_rollout_cases import prepared_run
 
 SEED = 101
-PROMPTS, PER_STEP, GROUP = 9, 3, 4
-VALIDATED, BATCH, SAMPLES = 5, 3, 2
+PROMPTS = 9
+PER_STEP = 3
+GROUP = 4
+VALIDATED = 5
+BATCH = 3
+SAMPLES = 2
 STAGE_TOKENS = (24, 28)
 STEPS = (1, 2)
 """Of the two stages."""
-MINIBATCHES, EPOCHS = 3, 2
-RATE, LEAST, WARM_UP = 0.004, 0.001, 3
+MINIBATCHES = 3
+EPOCHS = 2
+RATE = 0.004
+LEAST = 0.001
+WARM_UP = 3
 
 
 def settings(model: Path, folder: Path) -> Config:
@@ -141,44 +148,42 @@ def whole_run(model: Path, folder: Path) -> dict[str, Any]:
     """A run of three steps; the last one begins with a validation, and one follows it."""
     from rlmath.trainer.grpo import GrpoTrainer
 
-    found: dict[str, Any] = {"records": []}
+    report: dict[str, Any] = {"records": []}
 
     class Observed(GrpoTrainer):
         """Reports what it is made of and what it is asked for; it trains as ever."""
 
         def __init__(self, context: Any) -> None:
             super().__init__(context)
-            found["built"], found["asked"] = _built(self, context.on_progress), _watch(self)
+            report["built"], report["asked"] = _built(self, context.on_progress), _watch(self)
 
         def begin(self, steps_done: int, export: Any, asked_to_stop: Any) -> None:
             super().begin(steps_done, export, asked_to_stop)
             checkpointer = export.__self__
             self.check = check = checkpointer._divergence
-            found["diverges"] = check._max_discarded_steps, check.rule
-            found["keeps"] = checkpointer._store._retention
-            found["saves"] = checkpointer._points._frequency, checkpointer._models._frequency
+            report["diverges"] = check._max_discarded_steps, check.rule
+            report["keeps"] = checkpointer._store._retention
+            report["saves"] = checkpointer._points._frequency, checkpointer._models._frequency
 
         def step(self, number: int) -> Any:
             record = super().step(number)
-            found["records"].append(record)
+            report["records"].append(record)
             return record
 
         def close(self, status: int) -> None:
-            found["updates"] = self.actor.learner.updates
-            found["watched"] = self.check.rewards
+            report["updates"] = self.actor.learner.updates
+            report["watched"] = self.check.rewards
             super().close(status)
 
-    found["status"] = run_here(Observed, prepared_run(settings(model, folder)))
-    return found
+    report["status"] = run_here(Observed, prepared_run(settings(model, folder)))
+    return report
 
 
 def _built(trainer: Any, on_progress: Any) -> dict[str, Any]:
     vllm = trainer.engines.engine._llm.llm_engine.vllm_config
-    scheduler, policy, monitor = (
-        trainer.actor.learner.scheduler,
-        trainer.actor.forward_backward,
-        trainer.engines.switch._monitor,
-    )
+    scheduler = trainer.actor.learner.scheduler
+    policy = trainer.actor.forward_backward
+    monitor = trainer.engines.switch._monitor
     return {
         "steps": [(stage.first_step, stage.steps) for stage in trainer.length_stages],
         "order": {
@@ -206,11 +211,11 @@ def _built(trainer: Any, on_progress: Any) -> dict[str, Any]:
             trainer.engines.engine.on_step == on_progress,
             policy.on_microbatch == on_progress,
         ),
-        "probe": [len(one) for one in trainer.engines._probe.sequences],
+        "probe": [len(sequence) for sequence in trainer.engines._probe.sequences],
         "probe_temperature": trainer.engines._probe._policy.temperature,
         "updaters": [
-            (one.normalisation, one.config.policy.max_tokens_per_microbatch)
-            for one in trainer.updaters
+            (updater.normalisation, updater.config.policy.max_tokens_per_microbatch)
+            for updater in trainer.updaters
         ],
     }
 
@@ -225,16 +230,19 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
         "learned": [],
     }
     asked |= {"samples": [], "versions": [], "waiting": []}
-    engine, collector = trainer.engines.engine, trainer.engines.collector
-    take, manage = engine.set_weight_version, collector._reward_manager
-    transfer, probe, learner = (
-        trainer.engines._transfer,
-        trainer.engines._probe,
-        trainer.actor.learner,
-    )
+    engine = trainer.engines.engine
+    collector = trainer.engines.collector
+    take = engine.set_weight_version
+    manage = collector._reward_manager
+    transfer = trainer.engines._transfer
+    probe = trainer.engines._probe
+    learner = trainer.actor.learner
     core = trainer.engines.engine._llm.llm_engine.engine_core
-    collect, add, run = trainer.engines.collector.collect, core.add_request, transfer.run
-    ask, learn = probe._policy.logprobs, learner.learn
+    collect = trainer.engines.collector.collect
+    add = core.add_request
+    run = transfer.run
+    ask = probe._policy.logprobs
+    learn = learner.learn
 
     def collecting(what: Any) -> Any:
         assert what.validates == what.title.startswith("validation")
@@ -292,7 +300,8 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
         manager.wait = waiting
         return manager
 
-    engine.set_weight_version, collector._reward_manager = taking, managing
+    engine.set_weight_version = taking
+    collector._reward_manager = managing
     trainer.engines.collector.collect, core.add_request = collecting, adding
     transfer.run, probe._policy.logprobs, learner.learn = running, asking, learning
     return asked
@@ -301,7 +310,8 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
 def _rows_of(batch: Any) -> list[tuple[Any, ...]]:
     """(index, tokens, advantages, log-probs of the engine) of every sample of a micro-batch; the
     last two of its completion."""
-    rows, bounds = [], batch.cu_seqlens_S1.tolist()
+    rows = []
+    bounds = batch.cu_seqlens_S1.tolist()
     for index, start, end in zip(batch.sample_indices, bounds, bounds[1:], strict=False):
         learned = batch.completion_index_T[start:end] >= 0
         columns = (

@@ -26,7 +26,8 @@ from rlmath.trainer.step_hooks import StepHooks
 from rlmath.workers.user_functions import UserFunctionError
 from tests.distributed import partial_rollout_cases as partial
 
-REWARDS, TOKENS = [[1.0, 0.0], [2.0]], [[3, 4], [5]]
+REWARDS = [[1.0, 0.0], [2.0]]
+TOKENS = [[3, 4], [5]]
 
 
 def shared(plugin: str) -> dict[str, Any]:
@@ -61,23 +62,23 @@ def shared(plugin: str) -> dict[str, Any]:
         except UserFunctionError as error:
             return str(error)
 
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     random = hooks_of("at_random", "longer", ("fails", "lengths"))
-    found["random"] = [random.advantages(REWARDS, TOKENS) for _ in range(2)]
+    report["random"] = [random.advantages(REWARDS, TOKENS) for _ in range(2)]
     assert random.keep is not None
-    found["kept"] = random.keep(groups)
-    found["metrics"] = [random.metrics(groups) for _ in range(2)]
+    report["kept"] = random.keep(groups)
+    report["metrics"] = [random.metrics(groups) for _ in range(2)]
     random.close()
     wrong = hooks_of("wrong_shape", "fails_on_three")
     assert wrong.keep is not None
-    found["wrong"] = refusal(wrong.advantages, REWARDS, TOKENS)
-    found["fails"] = refusal(wrong.keep, groups)
-    found["after"] = wrong.keep(groups[:2])
+    report["wrong"] = refusal(wrong.advantages, REWARDS, TOKENS)
+    report["fails"] = refusal(wrong.keep, groups)
+    report["after"] = wrong.keep(groups[:2])
     wrong.close()
     none = hooks_of("grpo")
-    found["none"] = none.advantages(REWARDS, TOKENS), none.keep, none.metrics(groups)
+    report["none"] = none.advantages(REWARDS, TOKENS), none.keep, none.metrics(groups)
     none.close()
-    return found
+    return report
 
 
 def steps(folder: Path, place: Path, plugin: str) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def steps(folder: Path, place: Path, plugin: str) -> dict[str, Any]:
     rows = [{"question": f"{n}+{n}=", "answer": str(2 * n), "id": f"q{n}"} for n in range(8)]
     for name in ("train", "held"):
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    more = {
+    sections = {
         "run": RunConfig(
             output_dir=str(place / "run"),
             total_steps=3,
@@ -115,9 +116,10 @@ def steps(folder: Path, place: Path, plugin: str) -> dict[str, Any]:
     rollout = RolloutConfig(
         group_size=3, max_new_tokens=12, cpu_kv_cache_gib=0.1, progress_bar=False
     )
-    config = partial.config_of(folder, place, 3, rollout, more)
+    config = partial.config_of(folder, place, 3, rollout, sections)
     prepared = partial.prepared_run(config)
-    device, mesh = open_device("cpu"), Mesh(0, 1, 1, 1, 1)
+    device = open_device("cpu")
+    mesh = Mesh(0, 1, 1, 1, 1)
     with GrpoTrainer.open_workers(config, mesh) as workers:
         init_process_group(device, 120.0)
         trainer = GrpoTrainer(prepared.on_rank(mesh, device, workers=workers))
@@ -132,15 +134,15 @@ def steps(folder: Path, place: Path, plugin: str) -> dict[str, Any]:
             failed = str(error)
         after = trainer.rollouts.files(), trainer.actor.learner.updates
         (place / "fail").unlink()
-        again = trainer.step(1)
+        repeated = trainer.step(1)
         trainer.close(0)
     functions = trainer.hooks._advantage, trainer.hooks._selection, *trainer.hooks._metrics.values()
-    left = [str(one) for one in functions if one._pool._thread.is_alive()]
+    alive = [str(function) for function in functions if function._pool._thread.is_alive()]
     return {
-        "left": left,
+        "left": alive,
         "first": first,
         "failed": failed,
         "before": (state[0], state[2]),
         "after": after,
-        "again": again,
+        "again": repeated,
     }

@@ -63,7 +63,7 @@ def outcomes(
     out, since a rank has only its share of them.
     """
     stage = build(folder, case)
-    found = []
+    measured = []
     for variant in variants:
         batches = _microbatches(stage, samples, variant)
         stage.actor.learner.settings = LossSettings(
@@ -81,9 +81,9 @@ def outcomes(
             after = whole_tensors(stage)
         assert result.discarded is None, result.discarded
         update = {name: after[name] - before[name] for name in after}
-        value = result.sums["loss"] / result.sums["denominator"]
-        found.append(Outcome(gradients, update, value, len(batches)))
-    return found if stage.mesh.rank == 0 else []
+        loss = result.sums["loss"] / result.sums["denominator"]
+        measured.append(Outcome(gradients, update, loss, len(batches)))
+    return measured if stage.mesh.rank == 0 else []
 
 
 def _microbatches(stage: Stage, samples: list[Sample], variant: Variant) -> list[MicroBatch]:
@@ -97,8 +97,8 @@ def _microbatches(stage: Stage, samples: list[Sample], variant: Variant) -> list
         count_multiple=mesh.microbatch_multiple,
     )
     normalisation = Normalisation(variant.normalisation, constant=256)
-    mine = plan.microbatches_by_rank[mesh.data_rank]
-    return [pack(samples, indices, 1, normalisation) for indices in mine]
+    indices_by_microbatch = plan.microbatches_by_rank[mesh.data_rank]
+    return [pack(samples, indices, 1, normalisation) for indices in indices_by_microbatch]
 
 
 def _gradients(
@@ -116,8 +116,8 @@ def _gradients(
 @contextmanager
 def _weights_kept(stage: Stage) -> Iterator[None]:
     parameters = [parameter for chunk in stage.actor.chunks for parameter in chunk.parameters()]
-    kept = [parameter.detach().clone() for parameter in parameters]
+    copies = [parameter.detach().clone() for parameter in parameters]
     yield
     with torch.no_grad():
-        for parameter, old in zip(parameters, kept, strict=True):
+        for parameter, old in zip(parameters, copies, strict=True):
             parameter.copy_(old)

@@ -53,8 +53,8 @@ def logits(model: Path, adapter: Path | None = None) -> Tensor:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     if adapter is not None:
-        found = PeftModel.from_pretrained(found, str(adapter))
+        network = PeftModel.from_pretrained(network, str(adapter))
     with torch.no_grad():
-        return found(torch.tensor([TOKENS])).logits
+        return network(torch.tensor([TOKENS])).logits

@@ -49,13 +49,14 @@ def learned(
 
     stage = build(folder, case)
     set_adapters(stage, adapters)
-    weights, batches = whole_tensors(stage), [microbatches(stage, part) for part in parts]
+    weights = whole_tensors(stage)
+    batches = [microbatches(stage, part) for part in parts]
     reference = build_reference(
         stage.config, stage.shape, stage.mesh, stage.device, (1,), stage.actor
     )
-    passes = [one.logprobs(batches[0]) for one in (reference, stage.actor.forward_backward)]
-    without, given = (
-        by_sample(batches[0], one) if stage.mesh.is_last_stage else {} for one in passes
+    passes = [model.logprobs(batches[0]) for model in (reference, stage.actor.forward_backward)]
+    reference_logprobs, policy_logprobs = (
+        by_sample(batches[0], logprobs) if stage.mesh.is_last_stage else {} for logprobs in passes
     )
     learner = stage.actor.learner
     learner.forward_backward.run(
@@ -65,12 +66,12 @@ def learned(
     learner.forward_backward.zero_grad()
     results = [learner.learn(batch, None, None) for batch in batches]
     assert all(result.discarded is None for result in results), results
-    norms, after = (
-        [result.grad_norm for result in results],
-        whole_tensors(stage, adapters_alone=True),
+    norms = [result.grad_norm for result in results]
+    after = whole_tensors(stage, adapters_alone=True)
+    outcome = Learned(reference_logprobs, policy_logprobs, gradients, norms, after, weights)
+    return (
+        outcome if stage.mesh.rank == 0 else replace(outcome, gradients={}, adapters={}, weights={})
     )
-    found = Learned(without, given, gradients, norms, after, weights)
-    return found if stage.mesh.rank == 0 else replace(found, gradients={}, adapters={}, weights={})
 
 
 def learned_in_context(*given: Any) -> Learned:
@@ -88,7 +89,8 @@ def set_adapters(stage: Stage, adapters: dict[str, Tensor]) -> None:
     from rlmath.checkpoint.hf.weight_map import adapter_rules, placed_tensors
     from rlmath.checkpoint.hf.weights import local_parameter, shard, to_canonical
 
-    lora, mesh = stage.config.lora, stage.mesh
+    lora = stage.config.lora
+    mesh = stage.mesh
     rules = adapter_rules(stage.shape.architecture, lora.rank, lora.target)
     for placed in placed_tensors(stage.shape, rules):
         parameter = local_parameter(stage.actor.chunks, placed)

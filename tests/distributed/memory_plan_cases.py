@@ -85,7 +85,8 @@ class StorageWatch(TorchDispatchMode):
         return out
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key in self._before or key in self._alive:
             return
         self._alive[key] = weakref.ref(storage, lambda _: self._forget(key, size))
@@ -126,19 +127,20 @@ def _build(folder: Path, layout: Layout) -> Stage:
 
 def _batches(stage: Stage, layout: Layout) -> list[MicroBatch]:
     """Full micro-batches of random tokens."""
-    draw, length = random.Random(0), layout.sequence_tokens
+    draw = random.Random(0)
+    length = layout.sequence_tokens
 
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(draw.randrange(3, stage.shape.vocab_size) for _ in range(count))
 
-    each = layout.case.max_tokens // length
+    samples_per_batch = layout.case.max_tokens // length
     samples = [
         Sample(tokens(8), tokens(length - 8), (-7.6,) * (length - 8), draw.uniform(-1, 1))
-        for _ in range(each * layout.microbatches)
+        for _ in range(samples_per_batch * layout.microbatches)
     ]
     multiple = stage.mesh.tensor if layout.case.sequence else 1
-    starts = range(0, len(samples), each)
-    return [pack(samples, range(start, start + each), multiple) for start in starts]
+    starts = range(0, len(samples), samples_per_batch)
+    return [pack(samples, range(start, start + samples_per_batch), multiple) for start in starts]
 
 
 def measure_training(folder: Path, layout: Layout) -> dict[str, Any]:
@@ -147,7 +149,8 @@ def measure_training(folder: Path, layout: Layout) -> dict[str, Any]:
     from rlmath.models.build import build_reference
 
     stage = _build(folder, layout)
-    learner, batches = stage.actor.learner, _batches(stage, layout)
+    learner = stage.actor.learner
+    batches = _batches(stage, layout)
     assert learner.learn(batches, None, None).discarded is None
     parameters = [p for chunk in stage.actor.chunks for p in chunk.parameters()]
     measured = {
@@ -174,18 +177,20 @@ def measure_training(folder: Path, layout: Layout) -> dict[str, Any]:
     plan = plan_rank(stage.config, stage.shape, stage.mesh, CPU)
     return {
         "measured": measured,
-        "phases": {name: dict(held) for name, held in plan.phases.items()},
+        "phases": {name: dict(parts) for name, parts in plan.phases.items()},
     }
 
 
 def _optimizer_bytes(optimizer: Any, parameters: list[Tensor]) -> int:
     """State of the optimizer, and its own copies of parameters where it has any."""
-    held = []
+    candidates = []
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        held += [p for group in part.optimizer.param_groups for p in group["params"]]
-        held += [value for state in part.optimizer.state.values() for value in state.values()]
+        candidates += [p for group in part.optimizer.param_groups for p in group["params"]]
+        candidates += [value for state in part.optimizer.state.values() for value in state.values()]
     known = {p.untyped_storage()._cdata for p in parameters}
-    tensors = [t for t in held if isinstance(t, Tensor) and t.untyped_storage()._cdata not in known]
+    tensors = [
+        t for t in candidates if isinstance(t, Tensor) and t.untyped_storage()._cdata not in known
+    ]
     return storage_bytes(tensors)
 
 
@@ -198,18 +203,20 @@ def _gather_buffer_bytes() -> int:
 def _saved_activations(stage: Stage, batches: list[MicroBatch], parameters: list[Tensor]) -> int:
     """Bytes that autograd keeps when the forward pass is over and the logits' own results are still
     to come."""
-    saved, forward_backward, found = SavedActivations(parameters), stage.actor.forward_backward, []
+    saved = SavedActivations(parameters)
+    forward_backward = stage.actor.forward_backward
+    sizes = []
 
     def look(
         index: int, batch: MicroBatch, logits_TV: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        found.append(saved.alive())
+        sizes.append(saved.alive())
         return logits_TV.sum(), torch.ones((), dtype=torch.int), {}
 
     with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
         forward_backward.run(batches, look, forward_only=False)
     forward_backward.zero_grad()
-    return max(found, default=0)
+    return max(sizes, default=0)
 
 
 def make_model(folder: Path, tokenizer_of: Path) -> Path:

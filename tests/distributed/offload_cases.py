@@ -41,23 +41,26 @@ def around_an_offload(stage: Stage, samples: list[Sample]) -> dict[str, Any]:
     round_trip(sets)
     stage.actor.learner.learn(batches, None, None)
 
-    before, here, dirty = state_of(stage), measured(stage), gradients_not_zero(stage)
-    left = sets.offload("gradients", "optimizer", "reference", "parameters")
+    before = state_of(stage)
+    bytes_before = measured(stage)
+    dirty = gradients_not_zero(stage)
+    offloaded = sets.offload("gradients", "optimizer", "reference", "parameters")
     away = measured(stage)
     back = sets.onload("parameters", "optimizer", "gradients")
-    after, again = state_of(stage), measured(stage)
+    after = state_of(stage)
+    bytes_after = measured(stage)
 
     dirty += gradients_not_zero(stage)
     stage.actor.learner.learn(batches, None, None)
     round_trip(sets)
     return {
         "names": sets.names,
-        "here": here,
+        "here": bytes_before,
         "away": away,
-        "again": again,
-        "left": {moved.name: moved.bytes for moved in left},
+        "again": bytes_after,
+        "left": {moved.name: moved.bytes for moved in offloaded},
         "back": {moved.name: moved.bytes for moved in back},
-        "seconds": [moved.seconds for moved in (*left, *back)],
+        "seconds": [moved.seconds for moved in (*offloaded, *back)],
         "same": before.keys() == after.keys()
         and all(torch.equal(before[n], after[n]) for n in before),
         "gradients not zero": dirty,
@@ -108,7 +111,8 @@ def stepped_by_optimizers(stage: Stage) -> list[Tensor]:
 def measured(stage: Stage) -> dict[str, int]:
     """Bytes on the device of what Megatron and torch hold themselves, found without the code under
     test."""
-    chunks, optimizers = stage.actor.forward_backward.chunks, megatrons_optimizers(stage)
+    chunks = stage.actor.forward_backward.chunks
+    optimizers = megatrons_optimizers(stage)
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
     state = [
         value for inner in optimizers for entry in inner.state.values() for value in entry.values()
@@ -125,15 +129,17 @@ def measured(stage: Stage) -> dict[str, int]:
 def gradients_not_zero(stage: Stage) -> list[str]:
     """Gradients that hold something, in Megatron's buffers, their padding too, or beside the
     parameters."""
-    found = []
+    nonzero = []
     for number, chunk in enumerate(stage.actor.forward_backward.chunks):
-        found += [f"buffer of chunk {number}" for buffer in chunk.buffers if buffer.grad_data.any()]
-        found += [
+        nonzero += [
+            f"buffer of chunk {number}" for buffer in chunk.buffers if buffer.grad_data.any()
+        ]
+        nonzero += [
             name
             for name, p in chunk.named_parameters()
             if p.grad is not None or (p.requires_grad and p.main_grad.any())
         ]
-    return found
+    return nonzero
 
 
 def reference_in_and_out(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Any]:
@@ -147,7 +153,7 @@ def reference_in_and_out(folder: Path, case: Case, samples: list[Sample]) -> dic
     )
     sets = training_sets(stage.actor, reference, EVERYTHING, stage.device)
     batches = microbatches(stage, samples)
-    wanted = reference.logprobs(batches)
+    expected = reference.logprobs(batches)
 
     def held() -> int:
         return storage_bytes(stage, parameters_of(reference.chunks))
@@ -157,13 +163,17 @@ def reference_in_and_out(folder: Path, case: Case, samples: list[Sample]) -> dic
         "left": [moved.bytes for moved in sets.offload("reference")],
     }
     report["away"] = held()
-    ways, got = [], []
+    ways = []
+    got = []
     for _ in range(2):
         with sets.on_device("reference") as moved:
             report["inside"] = held()
             got = reference.logprobs(batches)
-        ways.append([(one.name, one.bytes) for one in moved])
+        ways.append([(move.name, move.bytes) for move in moved])
         report["passed over"] = sets.offload("reference")
-    same = all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+    unchanged = all(
+        torch.equal(logprobs_T, expected_T)
+        for logprobs_T, expected_T in zip(got, expected, strict=True)
+    )
     elements = sum(p.numel() for p in itertools.chain(*(c.parameters() for c in reference.chunks)))
-    return report | {"outside": held(), "ways": ways, "same": same, "elements": elements}
+    return report | {"outside": held(), "ways": ways, "same": unchanged, "elements": elements}

@@ -51,19 +51,22 @@ def updates(
     before clipping."""
     from rlmath.data.packing import pack
 
-    device, found = start(), []
+    device = start()
+    outcomes = []
     for optimizer in optimizers:
         config = replace(settings(folder, Case()), optimizer=optimizer)
         config = replace(config, rollout=replace(config.rollout, min_new_tokens=0))
         actor = actor_of(config, folder, device, total)
-        stage, weights, norms = Stage(actor, ALONE, shape_of(folder), config, device), [], []
+        stage = Stage(actor, ALONE, shape_of(folder), config, device)
+        weights = []
+        norms = []
         for samples in minibatches:
             result = actor.learner.learn([pack(samples, range(len(samples)), 1)], None, None)
             assert result.discarded is None
             weights.append(whole_tensors(stage))
             norms.append(result.grad_norm)
-        found.append((weights, norms))
-    return found
+        outcomes.append((weights, norms))
+    return outcomes
 
 
 def run_here(trainer_class: type[Trainer], prepared: PreparedRun[Any]) -> int:

@@ -46,7 +46,8 @@ def loss(
     """The losses of docs/algorithm.md as the papers write them, sample by sample; k3 KL; mean over
     tokens or over the samples' means. With `kl_ratio` the KL is to the policy that sampled, a tenth
     of it."""
-    total, count = torch.zeros(()), 0
+    total = torch.zeros(())
+    count = 0
     for sample in samples:
         logprobs, entropy = completion_terms(model, sample)
         log_ratio = logprobs - torch.tensor(sample.behaviour_logprobs)
@@ -77,8 +78,8 @@ def _surrogate(kind: str, logprobs: Tensor, log_ratio: Tensor, advantage: float)
         tau = 1.0 if advantage > 0 else 1.05
         return -4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantage
     if kind == "dppo_tv":
-        now = logprobs.detach().exp()
-        moved = now - now / log_ratio.detach().exp()
+        probability = logprobs.detach().exp()
+        moved = probability - probability / log_ratio.detach().exp()
         return torch.where(
             (moved * advantage > 0) & (moved.abs() > 0.2), 0.0, -log_ratio.exp() * advantage
         )

@@ -86,13 +86,13 @@ class Program:
         """By rank.
 
         Processes that a rank has started have its environment, but not its parent."""
-        found = {}
-        for one in self.everyone():
+        processes = {}
+        for process in self.everyone():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                parent = one.parent()
-                if "RANK" in one.environ() and parent and "RANK" not in parent.environ():
-                    found[int(one.environ()["RANK"])] = one
-        return found
+                parent = process.parent()
+                if "RANK" in process.environ() and parent and "RANK" not in parent.environ():
+                    processes[int(process.environ()["RANK"])] = process
+        return processes
 
     def kill(self) -> None:
         self.process.kill()
@@ -113,9 +113,9 @@ class Node:
     def start(
         self, command: Sequence[str], console: Path, environment: Mapping[str, str] | None = None
     ) -> Program:
-        own = ("--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
+        unshare_options = ("--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
         named = ("sh", "-c", 'hostname "$0" && exec "$@"', self.name)
-        whole = ["ip", "netns", "exec", self.space, "unshare", *own, *named, *command]
+        whole = ["ip", "netns", "exec", self.space, "unshare", *unshare_options, *named, *command]
         # A name of its own for every start: consoles of earlier ones stay.
         path = console.with_name(f"{console.name}-{self.name}-{len(self.programs)}.txt")
         with path.open("wb") as output:
@@ -142,10 +142,10 @@ class Node:
 def cluster(count: int) -> Iterator[list[Node]]:
     """So many nodes, which can reach each other by name; all is removed at the end of the block."""
     _remove_leftovers()
-    mine = f"{PREFIX}-{os.getpid()}-{next(_NUMBERS)}"
-    bridge = f"{mine}-bridge"
+    prefix = f"{PREFIX}-{os.getpid()}-{next(_NUMBERS)}"
+    bridge = f"{prefix}-bridge"
     nodes = [
-        Node(f"node{i}", f"{mine}-node{i}", f"link{i}", "eth0" if i == 0 else f"ens{i}", bridge)
+        Node(f"node{i}", f"{prefix}-node{i}", f"link{i}", "eth0" if i == 0 else f"ens{i}", bridge)
         for i in range(count)
     ]
     try:
@@ -197,7 +197,7 @@ def _remove_leftovers() -> None:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
     for line in listed.stdout.splitlines():
         name = line.split()[0]
-        kind, _, rest = name.partition("-")
-        owner = rest.partition("-")[0]
+        kind, _, suffix = name.partition("-")
+        owner = suffix.partition("-")[0]
         if kind == PREFIX and owner.isdecimal() and not psutil.pid_exists(int(owner)):
             _remove(name)

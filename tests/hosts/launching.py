@@ -22,16 +22,20 @@ class Launch:
 
     def end_within(self, seconds: float) -> list[int]:
         deadline = time.monotonic() + seconds
-        return [one.ends_within(max(1.0, deadline - time.monotonic())) for one in self.programs]
+        return [
+            program.ends_within(max(1.0, deadline - time.monotonic())) for program in self.programs
+        ]
 
     @property
     def consoles(self) -> str:
-        return "\n".join(f"== {one.console_path.name}\n{one.console}" for one in self.programs)
+        return "\n".join(
+            f"== {program.console_path.name}\n{program.console}" for program in self.programs
+        )
 
     def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            ended = [one for one in self.programs if one.process.poll() is not None]
+            ended = [program for program in self.programs if program.process.poll() is not None]
             assert not ended, self.consoles[-8000:]
             assert time.monotonic() < deadline, f"not within {seconds} s:\n{self.consoles[-8000:]}"
             time.sleep(0.05)

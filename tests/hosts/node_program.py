@@ -31,17 +31,18 @@ HOST = socket.gethostname()
 
 def facts(behaviour: str) -> dict[str, str]:
     """Of this node; node1 is another one where that is asked for."""
-    mine = environment_facts() | {"run.seed": "1"}
+    host_facts = environment_facts() | {"run.seed": "1"}
     return (
-        mine | {"torch": "2.12.0", "run.seed": "2"}
+        host_facts | {"torch": "2.12.0", "run.seed": "2"}
         if (behaviour, HOST) == ("differ", "node1")
-        else mine
+        else host_facts
     )
 
 
 def gather(rendezvous: Rendezvous, behaviour: str, settings: RunConfig) -> None:
     """Both meetings of the ranks, as `rlmath.run.startup` and `rlmath.run.loop` have them."""
-    seconds, rank = settings.start_timeout_seconds, rendezvous.rank_info.rank
+    seconds = settings.start_timeout_seconds
+    rank = rendezvous.rank_info.rank
     if behaviour == "hang":  # the limit begins when all are there, however long their imports took
         folder = Path(settings.output_dir)
         (folder / f"here-{rank}").touch()
@@ -51,13 +52,14 @@ def gather(rendezvous: Rendezvous, behaviour: str, settings: RunConfig) -> None:
             time.sleep(1000)
     meet(rendezvous, facts(behaviour), seconds)
     word = RankReport(rendezvous.rank_info.host, rendezvous.rank_info.node)
-    rendezvous.sync("group", word, seconds, lambda said: RendezvousResult())
+    rendezvous.sync("group", word, seconds, lambda reports: RendezvousResult())
 
 
 def main() -> int:
-    folder, behaviour = Path(sys.argv[1]), sys.argv[2]
+    folder = Path(sys.argv[1])
+    behaviour = sys.argv[2]
     folder.mkdir(exist_ok=True)
-    keys = {key: float(value) for key, value in (one.split("=") for one in sys.argv[3:])}
+    keys = {key: float(value) for key, value in (argument.split("=") for argument in sys.argv[3:])}
     settings = dataclasses.replace(RunConfig(output_dir=str(folder)), **keys)
     rank = int(os.environ["RANK"])
     setup_logging(rank)

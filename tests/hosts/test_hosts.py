@@ -32,8 +32,8 @@ SMALL = "tests/hosts/node_program.py"
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[list[Node]]:
     """Two hosts."""
-    with cluster(2) as made:
-        yield made
+    with cluster(2) as hosts:
+        yield hosts
 
 
 def sft_settings(place: Path, output: Path, *more: str) -> list[str]:
@@ -78,9 +78,9 @@ def undisturbed(
 
 @matrix
 def test_two_hosts_train_together_and_say_who_they_are(undisturbed: Path) -> None:
-    found = rows(undisturbed)
-    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
-    assert all(row["train/grad_norm"] > 0 for row in found)
+    metric_rows = rows(undisturbed)
+    assert [row["step"] for row in metric_rows] == list(range(1, STEPS + 1))
+    assert all(row["train/grad_norm"] > 0 for row in metric_rows)
     console = undisturbed.with_suffix(".console.txt").read_text()
     assert "2 nodes, 4 ranks:" in console
     assert "node0: ranks 0-1, 10.77.0.1 (eth0)" in console
@@ -113,8 +113,8 @@ def test_a_link_that_is_cut_is_found_and_the_run_goes_on_after_it_is_mended(
     finally:
         nodes[1].mend()
     second.kill()
-    again = run_to_the_end(nodes, tmp_path / "mended", *program)
-    assert "Resuming from" in again.consoles
+    resumed = run_to_the_end(nodes, tmp_path / "mended", *program)
+    assert "Resuming from" in resumed.consoles
     assert rows(output) == rows(undisturbed)
     model = Path("hf_model") / "model.safetensors"
     assert (output / model).read_bytes() == (undisturbed / model).read_bytes()
@@ -138,11 +138,11 @@ def test_a_rank_that_never_comes_is_named_with_its_host(nodes: list[Node], tmp_p
         nodes, tmp_path / "hang", SMALL, str(tmp_path / "run"), "hang", "start_timeout_seconds=6"
     )
     assert 0 not in run.end_within(START_SECONDS)
-    told = (
+    message = (
         "3 of 4 ranks are at the start after 6 s (run.start_timeout_seconds). Missing: rank 3 "
         "on node1"
     )
-    assert all(told in program.console for program in run.programs), run.consoles[-6000:]
+    assert all(message in program.console for program in run.programs), run.consoles[-6000:]
 
 
 @full
@@ -181,7 +181,7 @@ def test_engines_have_a_host_of_their_own(
     )
     program = (*GRPO, *small_run(arithmetic, output), *settings)
     run_to_the_end(nodes, tmp_path / "console", *program)
-    found = rows(output)
-    assert [row["step"] for row in found] == [1, 2, 3, 4, 5]
-    assert all(row["sync/probe_difference_max"] <= 1e-5 for row in found)
-    assert all(row["sync/sent_gib"] > 0 for row in found)
+    metric_rows = rows(output)
+    assert [row["step"] for row in metric_rows] == [1, 2, 3, 4, 5]
+    assert all(row["sync/probe_difference_max"] <= 1e-5 for row in metric_rows)
+    assert all(row["sync/sent_gib"] > 0 for row in metric_rows)

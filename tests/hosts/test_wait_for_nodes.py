@@ -25,12 +25,12 @@ sys.exit(program.main())
 def test_all_nodes_come(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        asked = ("--nnodes=2", f"--endpoint=127.0.0.1:{probe.getsockname()[1]}", "--seconds=300")
+        options = ("--nnodes=2", f"--endpoint=127.0.0.1:{probe.getsockname()[1]}", "--seconds=300")
     other = subprocess.Popen(
-        [sys.executable, "-c", ANOTHER, *asked], cwd=REPOSITORY, env=ENVIRONMENT
+        [sys.executable, "-c", ANOTHER, *options], cwd=REPOSITORY, env=ENVIRONMENT
     )
     try:
-        assert main(asked) == 0 and other.wait(60) == 0
+        assert main(options) == 0 and other.wait(60) == 0
     finally:
         other.kill()
         other.wait()
@@ -46,17 +46,19 @@ def head() -> dist.TCPStore:
 def came(pool: ThreadPoolExecutor, head: dist.TCPStore) -> Future[str]:
     """What node07 is told, which has said that it is there."""
     node = dist.TCPStore("127.0.0.1", head.port, wait_for_workers=False)
-    told = pool.submit(report_to, node, "node07", 300.0)
+    report = pool.submit(report_to, node, "node07", 300.0)
     wait_for(lambda: head.check([f"{STORE_NAME}/host/node07"]))
-    return told
+    return report
 
 
 def test_a_node_that_never_comes_is_named_on_all_that_did(head: dist.TCPStore) -> None:
     with ThreadPoolExecutor() as pool:
         other = came(pool, head)
-        told = count_nodes(head, "node06", 3, 0.0, ["node06", "node07", "node08"])
-        assert other.result() == told
-    assert told == "the nodes are not all there after 0 s: 2 of 3 nodes are here; missing: node08"
+        message = count_nodes(head, "node06", 3, 0.0, ["node06", "node07", "node08"])
+        assert other.result() == message
+    assert (
+        message == "the nodes are not all there after 0 s: 2 of 3 nodes are here; missing: node08"
+    )
 
 
 def test_a_wrong_endpoint_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,15 +168,15 @@ class Cluster:
 
     def processes(self, chosen: Callable[[dict[str, str]], bool]) -> list[psutil.Process]:
         """The cluster's processes, by their environment."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 environment = process.environ()
                 if environment.get("SLURM_CONF") == self.environment["SLURM_CONF"] and chosen(
                     environment
                 ):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def wait_for(
         self, condition: Callable[[], bool], seconds: float, log: Path | None = None

@@ -42,12 +42,12 @@ class Submitted:
         """Metrics, without times."""
         path = self.output / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        found = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [without_times(row, "sync/") for row in found]
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [without_times(row, "sync/") for row in rows]
 
     def last_step(self) -> int:
-        found = self.rows()
-        return found[-1]["step"] if found else 0
+        rows = self.rows()
+        return rows[-1]["step"] if rows else 0
 
     def state(self, link: int = 0) -> str:
         return self.cluster.job(self.jobs[link], "JobState")

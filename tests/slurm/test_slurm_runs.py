@@ -36,8 +36,8 @@ def arguments(program: str, inputs: Path, output: Path) -> list[str]:
     """A run of either program on two nodes."""
     steps = f"run.total_steps={STEPS[program]}"
     if program == "grpo":
-        more = ("reward.function=slow:reward", "save.ckpt_freq_steps=1", steps)
-        return [config("demo.yaml"), *TWO_NODES, *small_run(inputs, output), *more]
+        settings = ("reward.function=slow:reward", "save.ckpt_freq_steps=1", steps)
+        return [config("demo.yaml"), *TWO_NODES, *small_run(inputs, output), *settings]
     return [
         "--program=sft",
         config("demo_sft.yaml"),
@@ -70,11 +70,11 @@ def test_a_run_trains_across_both_nodes_and_the_later_links_of_its_chain_end_at_
     assert [path.name.partition("-")[0] for path in logs] == ["0", "1"]
 
     assert run.wait_for_state(*ENDED, link=1) == "COMPLETED"
-    said = run.said(link=1)
+    log = run.said(link=1)
     assert (
-        "link 2 of 2" in said
-        and "the start before: status 0" in said
-        and "nothing is left to do" in said
+        "link 2 of 2" in log
+        and "the start before: status 0" in log
+        and "nothing is left to do" in log
     )
     assert list((run.logs / run.jobs[1]).iterdir()) == []
 
@@ -84,7 +84,8 @@ def test_a_run_trains_across_both_nodes_and_the_later_links_of_its_chain_end_at_
 def test_requeued_and_after_the_loss_of_a_node_the_run_is_the_same(
     slurm: Cluster, submitter: Submitter, inputs: Path, tmp_path: Path, program: str
 ) -> None:
-    steps, whole = STEPS[program], submit(submitter, program, inputs, tmp_path / "whole")
+    steps = STEPS[program]
+    whole = submit(submitter, program, inputs, tmp_path / "whole")
     assert whole.wait_for_state(*ENDED) == "COMPLETED", whole.said()
     run = submit(submitter, program, inputs, tmp_path / "run", "--requeue")
     run.wait_for_step(EARLY[program])
@@ -96,11 +97,13 @@ def test_requeued_and_after_the_loss_of_a_node_the_run_is_the_same(
     run.wait_for_requeue(2)
     slurm.bring_back("n2")
     assert run.wait_for_state(*ENDED) == "COMPLETED", run.said()
-    said = run.said()
-    assert "NODE FAILURE" in said and "node n2 is down: power lost" in said
-    assert "start 2" in said and "start 3" in said and "the start before: status " in said
+    log = run.said()
+    assert "NODE FAILURE" in log and "node n2 is down: power lost" in log
+    assert "start 2" in log and "start 3" in log and "the start before: status " in log
     assert whole.last_step() == steps and run.rows() == whole.rows()
-    models = [one.output / "hf_model" / "model.safetensors" for one in (run, whole)]
+    models = [
+        finished_run.output / "hf_model" / "model.safetensors" for finished_run in (run, whole)
+    ]
     assert models[0].read_bytes() == models[1].read_bytes()
 
 
@@ -134,8 +137,8 @@ def test_a_run_that_cannot_start_is_not_queued_again(
 ) -> None:
     prompts = tmp_path / "worked.jsonl"
     prompts.write_text((inputs / "data" / "worked.jsonl").read_text())
-    more = ("--requeue", "--sbatch=--hold", f"data.train_path={prompts}")
-    run = submit(submitter, "sft", inputs, tmp_path / "run", *more)
+    options = ("--requeue", "--sbatch=--hold", f"data.train_path={prompts}")
+    run = submit(submitter, "sft", inputs, tmp_path / "run", *options)
     prompts.write_text("no row\n")
     slurm.ask("scontrol", "release", run.jobs[0])
     assert run.wait_for_state(*ENDED) == "FAILED", run.said()
@@ -148,8 +151,15 @@ def test_an_evaluation_that_is_stopped_goes_on(
     slurm: Cluster, submitter: Submitter, inputs: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "eval"
-    own = ("--model", f"{inputs}/base", "--data-dir", f"{inputs}/data", "--output", str(output))
-    what = (
+    path_options = (
+        "--model",
+        f"{inputs}/base",
+        "--data-dir",
+        f"{inputs}/data",
+        "--output",
+        str(output),
+    )
+    sampling_options = (
         "--benchmarks",
         "heldout",
         "--samples",
@@ -160,7 +170,9 @@ def test_an_evaluation_that_is_stopped_goes_on(
         "16",
     )
     options = ("--program=evaluate", *TWO_NODES, "--requeue")
-    run = submitter.submit(output, *options, "--", *own, *what, "--cpu-kv-cache-gib", "0.1")
+    run = submitter.submit(
+        output, *options, "--", *path_options, *sampling_options, "--cpu-kv-cache-gib", "0.1"
+    )
     slurm.wait_for(lambda: len(completions(output)) > 0, START_SECONDS, run.log)
     slurm.ask("scancel", "--signal=USR1", run.jobs[0])
     run.wait_for_requeue(1)

@@ -77,16 +77,16 @@ def test_what_slurm_would_not_run_is_not_queued(
 def test_a_second_run_of_the_same_name_or_folder_is_not_queued(
     submitter: Submitter, run: list[str], tmp_path: Path
 ) -> None:
-    (held,) = submitter.submit(tmp_path / "run", *run, "--sbatch=--hold").jobs
+    (job,) = submitter.submit(tmp_path / "run", *run, "--sbatch=--hold").jobs
     status, _, err = submitter.call(*run)
     assert status == 2
-    assert f'a job of yours is named "rlmath-run" already: {held} PENDING' in err
-    assert f'"{tmp_path}/run" is what another job writes: {held}' in err
+    assert f'a job of yours is named "rlmath-run" already: {job} PENDING' in err
+    assert f'"{tmp_path}/run" is what another job writes: {job}' in err
     status, _, err = submitter.call(*run, "--name=another")
     assert status == 2 and "is named" not in err and "is what another job writes" in err
     status, _, err = submitter.call(*run, "run.output_dir=elsewhere/run")
     assert status == 2 and "is named" in err and "is what another job writes" not in err
-    assert submitter.queue() == [held]
+    assert submitter.queue() == [job]
     assert (
         submitter.call(*run, "--name=another", "run.output_dir=elsewhere/run", "--dry-run")[0] == 0
     )
@@ -177,8 +177,8 @@ def test_mistakes_are_told_before_anything_is_queued(
 def test_options_that_the_script_relies_on_are_refused_also_abbreviated(
     run: list[str], option: str
 ) -> None:
-    told = called(*run, "--dry-run", f"--sbatch=--{option}")[2]
-    assert f'--sbatch is "--{option}", which the script sets itself or cannot have' in told
+    refusal = called(*run, "--dry-run", f"--sbatch=--{option}")[2]
+    assert f'--sbatch is "--{option}", which the script sets itself or cannot have' in refusal
 
 
 def test_the_environment_does_not_win_over_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,27 +192,53 @@ def test_the_environment_does_not_win_over_the_script(monkeypatch: pytest.Monkey
 def test_other_options_of_sbatch_are_passed_on(run: list[str], alone: Path) -> None:
     """Also those that have a reserved one's name as their beginning, and those for parts of
     nodes."""
-    more = ("--account=math", "--mem=64G", "--exclusive=user", "--time-min=90", "--nodelist=n[1-2]")
-    status, out, err = called(*run, "--dry-run", *(f"--sbatch={option}" for option in more))
+    options = (
+        "--account=math",
+        "--mem=64G",
+        "--exclusive=user",
+        "--time-min=90",
+        "--nodelist=n[1-2]",
+    )
+    status, out, err = called(*run, "--dry-run", *(f"--sbatch={option}" for option in options))
     assert status == 0, err
     lines = out.splitlines()
-    own = lines.index("#SBATCH --mem=0")  # what stands later wins
-    assert all(f"#SBATCH {option}" in lines[own:] for option in more)
+    memory_line = lines.index("#SBATCH --mem=0")  # what stands later wins
+    assert all(f"#SBATCH {option}" in lines[memory_line:] for option in options)
 
 
 def test_an_evaluation_takes_its_own_options(arithmetic: Path, alone: Path) -> None:
-    own = ("--model", f"{arithmetic}/base", "--data-dir", f"{arithmetic}/data", "--output", "eval")
-    status, out, err = called(*EVALUATION, "--dry-run", "--", *own, "--benchmarks", "heldout")
+    path_options = (
+        "--model",
+        f"{arithmetic}/base",
+        "--data-dir",
+        f"{arithmetic}/data",
+        "--output",
+        "eval",
+    )
+    status, out, err = called(
+        *EVALUATION, "--dry-run", "--", *path_options, "--benchmarks", "heldout"
+    )
     assert status == 0, err
     assert "launch/evaluate.py\n" in out and "work_files=(generations '*.jsonl')" in out
-    assert called(*EVALUATION, "--dry-run", "--", *own)[2].startswith("--benchmarks must be given")
+    assert called(*EVALUATION, "--dry-run", "--", *path_options)[2].startswith(
+        "--benchmarks must be given"
+    )
     split = called(
-        *EVALUATION, "--dry-run", "--", *own, "--benchmarks", "heldout", "--tensor-parallel", "3"
+        *EVALUATION,
+        "--dry-run",
+        "--",
+        *path_options,
+        "--benchmarks",
+        "heldout",
+        "--tensor-parallel",
+        "3",
     )
     assert "--tensor-parallel is 3, which does not divide the 2 ranks" in split[2]
-    outside = called(*EVALUATION, "--dry-run", "--", *own, "--benchmarks", "heldout,../../x")
+    outside = called(
+        *EVALUATION, "--dry-run", "--", *path_options, "--benchmarks", "heldout,../../x"
+    )
     assert outside[0] == 2 and "--benchmarks: '../../x' is no name of a benchmark" in outside[2]
-    wrong = called(*EVALUATION, "--dry-run", "--", *own, "--benchmarks", "held_out")
+    wrong = called(*EVALUATION, "--dry-run", "--", *path_options, "--benchmarks", "held_out")
     assert (
         wrong[0] == 2
         and "has no held_out.jsonl" in wrong[2]
@@ -290,13 +316,13 @@ def test_which_nodes_train_and_which_generate_is_told(
 
 
 def test_the_roles_of_nodes_stand_in_the_script(run: list[str], alone: Path) -> None:
-    own = ["parallel=d1+d1", "rollout.max_staleness=0"]
-    status, out, err = called(*run, "--dry-run", *own)
+    settings = ["parallel=d1+d1", "rollout.max_staleness=0"]
+    status, out, err = called(*run, "--dry-run", *settings)
     assert status == 0, err
     assert "\n# node 1 trains, node 2 generates\n" in out
     assert "# node" not in called(*run, "--dry-run")[1].partition("# shellcheck")[0]
     assert "none is left to train" in called(*run, "--dry-run", "rollout.ranks=2")[2]
-    sft = called(*run, "--dry-run", "--program=sft", "sft.max_sequence_tokens=64", *own)
+    sft = called(*run, "--dry-run", "--program=sft", "sft.max_sequence_tokens=64", *settings)
     assert "parallel.data is 1" in sft[2] and "this run has 2" in sft[2]
 
 
@@ -333,8 +359,8 @@ def test_nodes_are_counted_that_have_the_gpus() -> None:
     assert len(told("debug,gpu", [mixed, small], nodes=7)) == 2
     (unknown,) = told("gpu,none", [mixed, small], nodes=1)
     assert 'There is no partition "none"' in unknown
-    (short,) = told("debug", [small], nodes=1, seconds=None, signal_seconds=3600)
-    assert "nothing is left to work in" in short
+    (problem,) = told("debug", [small], nodes=1, seconds=None, signal_seconds=3600)
+    assert "nothing is left to work in" in problem
     assert told("debug", [small], nodes=1, seconds=3500.0, signal_seconds=3600) == []
 
 
@@ -352,14 +378,14 @@ def test_the_script_reads_how_a_run_ended_as_the_program_does(tmp_path: Path) ->
         program = [sys.executable, str(REPOSITORY / "launch/exit_status.py"), str(tmp_path)]
         return [told(["/bin/bash", "-c", bash]), told(program)]
 
-    found = both()
-    assert found[0] == found[1] and found[0][0] == FAILURE
+    endings = both()
+    assert endings[0] == endings[1] and endings[0][0] == FAILURE
     for status in MEANINGS:
         write_exit_status(
             tmp_path, status, 'run.output_dir "a\\b": stopped after step 3 $(touch x)'
         )
-        found = both()
-        assert found[0] == found[1] and found[0][0] == status
+        endings = both()
+        assert endings[0] == endings[1] and endings[0][0] == status
     (tmp_path / "exit_status.json").write_text("{")
     assert [status for status, _ in both()] == [FAILURE, FAILURE]
 
@@ -372,17 +398,17 @@ def test_what_a_start_would_go_on_from_may_be_queued(
     output = tmp_path / "run"
     settings = [*small_run(arithmetic, output), "run.seed=3", "sft.max_sequence_tokens=64"]
     queued = (f"--program={program}", *TWO_NODES, config("demo.yaml"), "--dry-run")
-    then = load_config(
+    saved_config = load_config(
         [REPOSITORY / "configs" / "demo.yaml"], [*settings, "model.path=/elsewhere/base"]
     )
-    then = only_used(then)[0] if program == "sft" else then
+    saved_config = only_used(saved_config)[0] if program == "sft" else saved_config
     output.mkdir()
-    save_config(then, output / "config.yaml")
-    told = "it belongs to a run with another config: model.path"
-    assert told in called(*queued, *settings)[2]
+    save_config(saved_config, output / "config.yaml")
+    refusal = "it belongs to a run with another config: model.path"
+    assert refusal in called(*queued, *settings)[2]
     partial = open_partial(output / "checkpoints", 3)
     write_progress(partial, Progress(3, 0, 24, 6, 3, "TP1", 1, (), ("torch",), "model", "data", {}))
-    save_config(then, partial / "config.yaml")
+    save_config(saved_config, partial / "config.yaml")
     (partial / "state" / ".metadata").write_text("index")
     finish_partial(partial, 3, False, {})
     assert called(*queued, *settings)[0] == 0

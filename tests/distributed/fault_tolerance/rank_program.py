@@ -73,9 +73,10 @@ def walk(heartbeat: Heartbeat, stop: StopRequest, folder: Path, behaviour: str) 
 
 
 def main() -> int:
-    folder, behaviour = Path(sys.argv[1]), sys.argv[2]
+    folder = Path(sys.argv[1])
+    behaviour = sys.argv[2]
     folder.mkdir(exist_ok=True)
-    keys = {key: float(value) for key, value in (one.split("=") for one in sys.argv[3:])}
+    keys = {key: float(value) for key, value in (argument.split("=") for argument in sys.argv[3:])}
     settings = dataclasses.replace(RunConfig(output_dir=str(folder)), **keys)
     setup_logging(RANK)
     stop = StopRequest(settings.stop_grace_seconds, str(folder), RANK)

@@ -59,11 +59,11 @@ class Run:
     def family(self) -> list[psutil.Process]:
         """What the launcher has started, and the ranks: one that was killed is not their parent any
         more, also while it is still listed."""
-        found = set(family(self.launcher.pid))
+        processes = set(family(self.launcher.pid))
         for path in self.folder.glob("pid-*"):
             with contextlib.suppress(psutil.NoSuchProcess):
-                found.add(psutil.Process(int(path.read_text())))
-        return list(found)
+                processes.add(psutil.Process(int(path.read_text())))
+        return list(processes)
 
 
 @contextmanager
@@ -91,15 +91,16 @@ def running(
         process = subprocess.Popen(
             command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=output, stderr=output
         )
-    run, everyone = Run(process, folder, console), []
+    run = Run(process, folder, console)
+    everyone = []
     try:
         wait_for(lambda: run.step() >= 2 or process.poll() is not None)
         everyone = run.family()
         yield run
     finally:
-        for one in [*everyone, process]:
+        for member in [*everyone, process]:
             try:
-                one.kill()
+                member.kill()
             except psutil.NoSuchProcess:
                 continue
         process.wait()

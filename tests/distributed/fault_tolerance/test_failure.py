@@ -17,8 +17,8 @@ def error_of_writing(path: str) -> OSError:
 
 
 def test_a_full_disk_that_the_kernel_does_not_name_is_looked_for() -> None:
-    told = first_line(error_of_writing("/dev/full"))
-    assert told.startswith("OSError: [Errno 28] No space left on device")
-    assert "df -i" in told and "/dev/shm" in told
+    line = first_line(error_of_writing("/dev/full"))
+    assert line.startswith("OSError: [Errno 28] No space left on device")
+    assert "df -i" in line and "/dev/shm" in line
     named = OSError(28, "No space left on device", "/data/run/metrics.jsonl")
     assert first_line(named) == f"OSError: {named}"

@@ -109,7 +109,8 @@ def lonely(
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
-    settings, folder = RunConfig(output_dir=str(tmp_path)), str(tmp_path)
+    settings = RunConfig(output_dir=str(tmp_path))
+    folder = str(tmp_path)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield Heartbeat(settings, 0, 2, folder, StopRequest(60.0, folder, 0)), server
@@ -156,7 +157,7 @@ def test_a_request_of_another_rank_reaches_rank_zero_which_tells_at_its_end_that
     first, second = (
         Heartbeat(lonely[0]._settings, rank, 2, str(tmp_path), stops[rank], broadcast)
         for rank, broadcast in enumerate(
-            (lambda mine: sent.append(mine) or mine, lambda mine: sent.pop(0))
+            (lambda message: sent.append(message) or message, lambda message: sent.pop(0))
         )
     )
     stops[1].request("SIGTERM")

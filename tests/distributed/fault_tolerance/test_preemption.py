@@ -105,10 +105,12 @@ def test_control_c_while_a_program_starts_ends_it_without_a_traceback() -> None:
         for process, lines in zip(ranks, (1, 0), strict=True):
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGINT)
-            _, told = process.communicate(timeout=END_SECONDS)
+            _, errors = process.communicate(timeout=END_SECONDS)
             assert process.returncode == FAILURE
             assert (
-                told.count("\n") == told.count("the same command starts the run again\n") == lines
+                errors.count("\n")
+                == errors.count("the same command starts the run again\n")
+                == lines
             )
     finally:
         for process in ranks:
@@ -281,7 +283,8 @@ def test_a_killed_torchrun_of_the_first_of_two_nodes_lets_short_steps_be_saved(
     tmp_path: Path,
 ) -> None:
     """The other node ends when it has missed the store for RECONNECT_SECONDS."""
-    folder, console = tmp_path / "run", tmp_path / "console.txt"
+    folder = tmp_path / "run"
+    console = tmp_path / "console.txt"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     launcher = [
@@ -300,20 +303,21 @@ def test_a_killed_torchrun_of_the_first_of_two_nodes_lets_short_steps_be_saved(
         ]
     try:
         wait_for(lambda: Run(nodes[0], folder, console).step(1) >= 2)
-        everyone = [one for node in nodes for one in family(node.pid)]
+        everyone = [process for node in nodes for process in family(node.pid)]
         nodes[0].kill()
         _, alive = psutil.wait_procs(everyone, timeout=END_SECONDS)
         assert not alive, console.read_text()
     finally:
         for node in nodes:
             end_family(node)
-    run, told = Run(nodes[0], folder, console), console.read_text()
+    run = Run(nodes[0], folder, console)
+    log = console.read_text()
     first, second = run.saved_steps()
-    assert run.status().status == SAVED_AND_STOPPED and first == second, told
+    assert run.status().status == SAVED_AND_STOPPED and first == second, log
     assert (
-        told.count("the run's store with it: other nodes may end before the step is saved") == 1
-    ), told
-    assert told.count("saves after this step") == 1, told
+        log.count("the run's store with it: other nodes may end before the step is saved") == 1
+    ), log
+    assert log.count("saves after this step") == 1, log
 
 
 @pytest.mark.full

@@ -68,12 +68,12 @@ def test_half_of_the_ranks_does_not_make_itself_the_measure() -> None:
 @pytest.mark.full
 @pytest.mark.distributed
 def test_the_first_rank_warns_once_of_a_slow_rank_and_a_slow_network(ranks: RankPool) -> None:
-    (messages, metrics), *others = ranks.run(
+    (messages, metrics), *other_ranks = ranks.run(
         3, straggler_cases.steps_with_a_slow_last_rank, 3.0, 2.0
     )
-    assert sorted(one.partition(" ")[0] for one in messages) == ["Ranks", "Slow"]
-    assert all("rank 2 on " in one for one in messages)
+    assert sorted(message.partition(" ")[0] for message in messages) == ["Ranks", "Slow"]
+    assert all("rank 2 on " in message for message in messages)
     assert metrics == 2 * RECENT_STEPS * [
         {"seconds/alone_usual": 1.0, "seconds/alone_slowest": 3.0, "seconds/answer_slowest": 2.0}
     ]
-    assert others == 2 * [([], 2 * RECENT_STEPS * [{}])]
+    assert other_ranks == 2 * [([], 2 * RECENT_STEPS * [{}])]
