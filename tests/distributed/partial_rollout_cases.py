@@ -34,7 +34,10 @@ from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.resume import Origin
 from tests.tiny_models import shape_of
 
-PROMPTS, PER_STEP, GROUP, LONGEST = 90, 3, 2, 96
+PROMPTS = 90
+PER_STEP = 3
+GROUP = 2
+LONGEST = 96
 NO_CHANGE = 1e-30
 """A learning rate that changes no weight."""
 CARRY = RolloutConfig(
@@ -151,29 +154,31 @@ def run(
         name: value for name, value in more.items() if name not in ("stop_after", "reward_changed")
     }
     prepared = prepared_run(config := config_of(folder, place, steps, rollout, sections))
-    world, parallel = environment_world_size(), config.parallel
+    world = environment_world_size()
+    parallel = config.parallel
     mesh = Mesh(environment_rank(), world, parallel.tensor, 1, rollout.tensor_parallel)
-    device, found = open_device("cpu"), Run([], [], [], [], [])
+    device = open_device("cpu")
+    history = Run([], [], [], [], [])
     with GrpoTrainer.open_workers(config, mesh, prepared.inputs, prepared.validation) as workers:
         init_process_group(device, 120.0)
         trainer = GrpoTrainer(prepared.on_rank(mesh, device, workers=workers))
         begin(trainer)
         if config.optimizer.lr > NO_CHANGE:
-            _score_new_tokens(trainer, found)
+            _score_new_tokens(trainer, history)
         for number in range(steps):
             if number == more.get("stop_after"):
                 _restart_rollouts(trainer, place, number, bool(more.get("reward_changed")))
             record = trainer.step(number)
-            found.groups.append(list(record.groups))
-            found.metrics.append(record.metrics)
-            found.validated.append({} if record.validation is None else record.validation.metrics)
+            history.groups.append(list(record.groups))
+            history.metrics.append(record.metrics)
+            history.validated.append({} if record.validation is None else record.validation.metrics)
             rollouts = trainer.rollouts
             unfinished = (
                 rollouts._unfinished.groups if isinstance(rollouts, PartialRollouts) else []
             )
-            found.in_flight.append([group.draw for group in unfinished])
+            history.in_flight.append([group.draw for group in unfinished])
         trainer.close(0)
-    return found
+    return history
 
 
 def _restart_rollouts(trainer: Any, place: Path, steps_done: int, reward_changed: bool) -> None:
@@ -183,8 +188,8 @@ def _restart_rollouts(trainer: Any, place: Path, steps_done: int, reward_changed
     folder.mkdir()
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    given = trainer.config, trainer.inputs, trainer.engines.collector, trainer.shape.vocab_size
-    trainer.rollouts = type(trainer.rollouts)(*given)
+    arguments = trainer.config, trainer.inputs, trainer.engines.collector, trainer.shape.vocab_size
+    trainer.rollouts = type(trainer.rollouts)(*arguments)
     trainer.rollouts.resume(folder, steps_done, reward_changed)
 
 

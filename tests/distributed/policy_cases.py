@@ -33,7 +33,8 @@ from tests.tiny_models import shape_of
 
 LEARNING_RATE = {"sgd": 10.0, "adam": 0.05}
 """Large, so that an update is not lost in the rounding of the weights it is added to."""
-LORA_RANK, LORA_ALPHA = 3, 5.0
+LORA_RANK = 3
+LORA_ALPHA = 5.0
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,8 @@ def lay_out(folder: Path, case: Case, device: Any, **policy: Any) -> Stage:
         expert=case.expert,
     )
     start_megatron(mesh, device, seed=1, timeout_seconds=120.0)
-    config, shape = settings(folder, case), shape_of(folder)
+    config = settings(folder, case)
+    shape = shape_of(folder)
     config = replace(config, policy=replace(config.policy, **policy))
     actor = build_actor(config, shape, mesh, device, total_updates=10, stop_token_ids=(1,))
     return Stage(actor, mesh, shape, config, device)
@@ -179,7 +181,8 @@ def lay_out(folder: Path, case: Case, device: Any, **policy: Any) -> Stage:
 
 def microbatches(stage: Stage, samples: list[Sample]) -> list[MicroBatch]:
     """This rank's share of one minibatch of all samples."""
-    config, mesh = stage.config, stage.mesh
+    config = stage.config
+    mesh = stage.mesh
     lengths = [sample.length for sample in samples]
     (plan,) = plan_minibatches(
         lengths,
@@ -197,15 +200,15 @@ def microbatches(stage: Stage, samples: list[Sample]) -> list[MicroBatch]:
 
 def by_sample(batches: list[MicroBatch], per_token: list[Tensor]) -> dict[int, list[float]]:
     """Completion values of every sample (by its index) out of packed tensors."""
-    found = {}
+    completion_values = {}
     for batch, values_T in zip(batches, per_token, strict=True):
         bounds = batch.cu_seqlens_S1.tolist()
         for index, (start, end) in zip(
             batch.sample_indices, itertools.pairwise(bounds), strict=False
         ):
             counted = batch.loss_weights_T[start:end] > 0
-            found[index] = values_T.cpu()[start:end][counted].tolist()
-    return found
+            completion_values[index] = values_T.cpu()[start:end][counted].tolist()
+    return completion_values
 
 
 def logprobs(folder: Path, case: Case, samples: list[Sample]) -> dict[int, list[float]]:
@@ -233,7 +236,8 @@ def whole_tensors(stage: Stage, adapters_alone: bool = False) -> dict[str, Tenso
     from rlmath.checkpoint.hf.weight_map import adapter_rules
     from rlmath.checkpoint.hf.weights import stream_hf_tensors
 
-    lora, rules = stage.config.lora, None
+    lora = stage.config.lora
+    rules = None
     if adapters_alone:
         rules = adapter_rules(stage.shape.architecture, lora.rank, lora.target)
     stream = stream_hf_tensors(stage.actor.chunks, stage.shape, stage.mesh, rules)
@@ -251,11 +255,12 @@ def updates(
     discarded, the results, and how often an expert got no token, from rank 0."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    stage, idle = build(folder, replace(case, early_stop_ratio=5.0)), []
+    stage = build(folder, replace(case, early_stop_ratio=5.0))
+    idle = []
     for module in itertools.chain(*(chunk.modules() for chunk in stage.actor.chunks)):
         if isinstance(module, SequentialMLP):
             module.register_forward_pre_hook(
-                lambda _, given: idle.append(int((given[1] == 0).sum()))
+                lambda _, inputs: idle.append(int((inputs[1] == 0).sum()))
             )
     short = [Sample((5,), (6,), (-4.6,), 1.0), Sample((7,), (8,), (-4.6,), -1.0)]
     parts = [samples[:16], _poisoned(samples, "runaway"), short, samples[4:]]
@@ -302,8 +307,8 @@ def gradients(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Tens
     learner.forward_backward.run(
         batches, partial(learner._loss, None, None, False), forward_only=False
     )
-    found = whole_gradients(stage)
-    return found if stage.mesh.rank == 0 else None
+    tensors = whole_gradients(stage)
+    return tensors if stage.mesh.rank == 0 else None
 
 
 def update(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, Tensor], Any] | None:
@@ -354,20 +359,22 @@ def discard(folder: Path, case: Case, samples: list[Sample], poison: str) -> dic
 def overflows(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Any]:
     """The same minibatch until it is learned from: what every try gave, whether each left all bits
     of the state, and the state in the end."""
-    stage, results, same = build(folder, case), [], True
+    stage = build(folder, case)
+    results = []
+    unchanged = True
     while not results or (results[-1].discarded and len(results) < 40):
         before = policy_state(stage)
         results.append(stage.actor.learner.learn(microbatches(stage, samples), None, None))
         after = policy_state(stage)
         if results[-1].discarded:
-            same = (
-                same
+            unchanged = (
+                unchanged
                 and before.keys() == after.keys()
                 and all(map(torch.equal, before.values(), after.values()))
             )
     return {
         "results": results,
-        "same": same,
+        "same": unchanged,
         "state": after,
         "updates": stage.actor.learner.updates,
     }
@@ -380,31 +387,32 @@ def finds_values_that_are_not_finite(folder: Path, case: Case, samples: list[Sam
     from rlmath.run.divergence import all_state_finite
 
     stage = build(folder, case)
-    chunks, optimizer = stage.actor.chunks, stage.actor.learner.optimizer
+    chunks = stage.actor.chunks
+    optimizer = stage.actor.learner.optimizer
     assert stage.actor.learner.learn(microbatches(stage, samples), None, None).discarded is None
-    states = {id(held.parameter): held.tensors()["exp_avg"] for held in held_by(optimizer)}
-    found = [all_state_finite(chunks, optimizer)]
+    states = {id(stepped.parameter): stepped.tensors()["exp_avg"] for stepped in held_by(optimizer)}
+    verdicts = [all_state_finite(chunks, optimizer)]
     for chunk in chunks:
-        parameter = next(one for one in chunk.parameters() if id(one) in states)
+        parameter = next(candidate for candidate in chunk.parameters() if id(candidate) in states)
         for tensor in (parameter.detach(), states[id(parameter)]):
             last = tensor.view(-1)[-1:]
             before = last.clone()
             last.fill_(float("nan"))
-            found.append(all_state_finite(chunks, optimizer))
+            verdicts.append(all_state_finite(chunks, optimizer))
             last.copy_(before)
-    return [*found, all_state_finite(chunks, optimizer)]
+    return [*verdicts, all_state_finite(chunks, optimizer)]
 
 
 def _poisoned(samples: list[Sample], poison: str) -> list[Sample]:
     """The samples with one that is bad, so that one micro-batch of one rank has it."""
-    first, *others = samples
+    first, *unharmed = samples
     if poison == "runaway":
         off = tuple(p - 12.0 for p in first.behaviour_logprobs)
-        return [replace(first, behaviour_logprobs=off), *others]
+        return [replace(first, behaviour_logprobs=off), *unharmed]
     if poison == "overflow":
         off = tuple(p - 200.0 for p in first.behaviour_logprobs)
-        return [replace(first, behaviour_logprobs=off), *others]
-    return [replace(first, advantage=float(poison)), *others]
+        return [replace(first, behaviour_logprobs=off), *unharmed]
+    return [replace(first, advantage=float(poison)), *unharmed]
 
 
 def policy_state(stage: Stage) -> dict[str, Tensor]:
@@ -418,7 +426,9 @@ def policy_state(stage: Stage) -> dict[str, Tensor]:
         stage.actor.learner.optimizer, "chained_optimizers", [stage.actor.learner.optimizer]
     )
     for number, optimizer in enumerate(chained):
-        stepped = [one for group in optimizer.optimizer.param_groups for one in group["params"]]
+        stepped = [
+            tensor for group in optimizer.optimizer.param_groups for tensor in group["params"]
+        ]
         for index, parameter in enumerate(stepped):
             for key, value in optimizer.optimizer.state.get(parameter, {}).items():
                 state[f"optimizer {number}.{index}.{key}"] = torch.as_tensor(value).clone()

@@ -84,26 +84,26 @@ def agreement(
     folder: Path, cases: list[Case], engine_size: int, threshold: float
 ) -> list[dict[str, Any]]:
     """What equal weights give, and what the harm of `HARMS` gives in the same layout."""
-    found = []
+    reports = []
     for both in pairs(folder, cases, engine_size):
         strict = SyncConfig(checksum_every=1, probe_every=1, probe_threshold=threshold)
-        one = checked(both, strict)
-        with one.awake():
-            metrics = one.probe.compare()
-        found.append(
+        checked_pair = checked(both, strict)
+        with checked_pair.awake():
+            metrics = checked_pair.probe.compare()
+        reports.append(
             {
                 "metrics": metrics,
                 "harmed": {name: _harmed(both, harm, strict) for name, harm in HARMS.items()},
                 "healed": _probed(both, strict),
             }
         )
-    return found
+    return reports
 
 
 def _probed(both: Pair, settings: SyncConfig) -> dict[str, float]:
-    one = checked(both, settings)
-    with one.awake():
-        return one.probe.compare()
+    checked_pair = checked(both, settings)
+    with checked_pair.awake():
+        return checked_pair.probe.compare()
 
 
 def _harmed(
@@ -114,10 +114,10 @@ def _harmed(
     report: dict[str, Any] = {}
 
     def probe(name: str, allowed: SyncConfig) -> None:
-        one = checked(both, allowed)
-        with one.awake():
-            undo = harm(one)
-            report[name] = error_of(lambda: report.update(one.probe.compare()))
+        checked_pair = checked(both, allowed)
+        with checked_pair.awake():
+            undo = harm(checked_pair)
+            report[name] = error_of(lambda: report.update(checked_pair.probe.compare()))
             undo()
 
     probe("error", settings)
@@ -144,14 +144,14 @@ def _change_the_policy(one: Checked, change: Callable[[torch.Tensor], Any]) -> C
 
     The result undoes it."""
     parameter = _parameter_of_the_policy(one.both)
-    kept = None if parameter is None else parameter.clone()
+    original = None if parameter is None else parameter.clone()
     if parameter is not None:
         change(parameter)
     one.probe.score_policy(0)
 
     def undo() -> None:
-        if parameter is not None and kept is not None:
-            parameter.copy_(kept)
+        if parameter is not None and original is not None:
+            parameter.copy_(original)
 
     return undo
 
@@ -204,19 +204,21 @@ def texts_after_scores(folder: Path) -> dict[str, Any]:
     both = pair(lay_out(folder, Case(), device), engine, 1)
     draw = random.Random(7)
     prompts = [tuple(draw.randrange(3, shape.vocab_size) for _ in range(200)) for _ in range(3)]
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for scored in (False, True):
         engine.memory.wake_weights()
         both.sync.run()
         engine.set_weight_version(1)
         engine.memory.wake_kv_cache()
         if scored:
-            found["scores"] = [engine.score(prompts) for _ in range(2)]
-            found["left"] = left_behind(engine)
-        found["after scores" if scored else "alone"] = completions_of(engine, _requests_of(prompts))
+            report["scores"] = [engine.score(prompts) for _ in range(2)]
+            report["left"] = left_behind(engine)
+        report["after scores" if scored else "alone"] = completions_of(
+            engine, _requests_of(prompts)
+        )
         engine.memory.sleep()
     engine.close()
-    return found
+    return report
 
 
 def _requests_of(prompts: list[tuple[int, ...]]) -> list[Any]:

@@ -85,13 +85,13 @@ class RankPool:
 
     def _grow(self, size: int) -> None:
         while len(self._workers) < size:
-            ours, theirs = self._context.Pipe()
+            connection, worker_end = self._context.Pipe()
             process = self._context.Process(
-                target=_serve, args=(theirs, len(self._workers), os.getpid()), daemon=True
+                target=_serve, args=(worker_end, len(self._workers), os.getpid()), daemon=True
             )
             process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+            worker_end.close()
+            self._workers.append((process, connection))
 
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 600.0

@@ -119,14 +119,14 @@ def _hashed(engine: Any, mesh: Mesh, folder: Path) -> dict[str, list[ScoredGroup
     pool = open_reward_workers(HASHED) if mesh.is_engine_leader else None
     collector = Collector(engine, mesh, load_tokenizer(str(folder)), ROLLOUT, HASHED, pool)
     sampling = replace(training_sampling(ROLLOUT), temperature=1.0)
-    found = {}
+    groups = {}
     for name, (run_seed, step) in SEEDS.items():
-        what = CollectGroups(PROMPTS, sampling, RolloutSeed(run_seed, step), "")
-        found[name] = collector.collect(what).groups
+        collection = CollectGroups(PROMPTS, sampling, RolloutSeed(run_seed, step), "")
+        groups[name] = collector.collect(collection).groups
         dist.barrier()
     if pool is not None:
         pool.close()
-    return found
+    return groups
 
 
 def _in_slices(engine: Any, temperature: float) -> tuple[Sampled, Sampled]:
@@ -177,13 +177,13 @@ def _interrupted(engine: Any, mesh: Mesh, folder: Path) -> Interrupted:
     running = engine.running_completions(step=0, tokenizer=tokenizer, score=score)
     for request in requests:
         running.begin(request)
-    ended = [one for _ in range(KEPT_AFTER) for one in running.step()]
+    ended = [ending for _ in range(KEPT_AFTER) for ending in running.step()]
     running.keep_tokens()
     running.weights = Weights(4, 1)
-    ended += [one for _ in range(INTERRUPTED_AFTER) for one in running.step()]
+    ended += [ending for _ in range(INTERRUPTED_AFTER) for ending in running.step()]
     with running.interrupted() as in_flight:
-        held = {request.key: len(request.so_far.token_ids) for request in in_flight}
-        left = len(running) + running.busy
+        token_counts = {request.key: len(request.so_far.token_ids) for request in in_flight}
+        remaining = len(running) + running.busy
         running.weights = Weights(5, 2)
     while running.busy:
         ended += running.step()
@@ -192,7 +192,13 @@ def _interrupted(engine: Any, mesh: Mesh, folder: Path) -> Interrupted:
         given_up = ""
     except RuntimeError as error:
         given_up = str(error)
-    completions = {one.request.key: one.completion for one in ended}
+    completions = {ending.request.key: ending.completion for ending in ended}
     return Interrupted(
-        whole, completions, scored, held=held, left=left, usage=running.usage, given_up=given_up
+        whole,
+        completions,
+        scored,
+        held=token_counts,
+        left=remaining,
+        usage=running.usage,
+        given_up=given_up,
     )

@@ -23,7 +23,8 @@ BETAS = (0.9, 0.95)
 
 def make_sequences(count: int, seed: int) -> list[WrittenSequence]:
     return [
-        WrittenSequence(one.prompt_ids, one.completion_ids) for one in make_samples(count, seed)
+        WrittenSequence(sample.prompt_ids, sample.completion_ids)
+        for sample in make_samples(count, seed)
     ]
 
 

@@ -41,8 +41,8 @@ class Outcome:
 def progress(step: int, updates: int, world_size: int) -> Any:
     from rlmath.checkpoint.directory import Progress
 
-    mine = step, 0, 8 * step, updates, step, "", world_size, (), (), "model", "data", {}
-    return Progress(*mine, learned_step=step, good_step=3)
+    fields = step, 0, 8 * step, updates, step, "", world_size, (), (), "model", "data", {}
+    return Progress(*fields, learned_step=step, good_step=3)
 
 
 def open_store(stage: Stage, root: Path, keep_last: int = 2) -> Any:
@@ -58,7 +58,8 @@ def policy_of(stage: Stage) -> Any:
     from rlmath.checkpoint.hf.weight_map import adapter_rules, placed_tensors
     from rlmath.checkpoint.sharded_state import POLICY, SavedModel
 
-    lora, actor = stage.config.lora, stage.actor
+    lora = stage.config.lora
+    actor = stage.actor
     rules = adapter_rules(stage.shape.architecture, lora.rank, lora.target)
     placed = tuple(placed_tensors(stage.shape, rules))
     return SavedModel(POLICY, actor.chunks, actor.learner.optimizer, adapters=placed)
@@ -81,7 +82,8 @@ def save(folder: Path, case: Case, samples: list[Sample], root: Path) -> Outcome
     draws()
     store = open_store(stage, root)
     try:
-        state, weights = policy_state(stage), whole_tensors(stage)
+        state = policy_state(stage)
+        weights = whole_tensors(stage)
         failed = store.start(progress(2, 2, stage.mesh.world_size), False, SETTINGS)
         assert failed is None, failed
         numbers = draws()
@@ -99,12 +101,14 @@ def load(folder: Path, case: Case, samples: list[Sample], root: Path) -> Outcome
     from rlmath.checkpoint.manager import load_checkpoint
 
     stage = build(folder, case)
-    found, problems = complete_checkpoints(root)
+    checkpoints, problems = complete_checkpoints(root)
     assert not problems, problems
-    progress = read_progress(found[0].folder)
-    load_checkpoint([policy_of(stage)], stage.device, found[0], progress)
+    progress = read_progress(checkpoints[0].folder)
+    load_checkpoint([policy_of(stage)], stage.device, checkpoints[0], progress)
     stage.actor.learner.restore_schedule(progress.updates)
-    numbers, state, weights = draws(), policy_state(stage), whole_tensors(stage)
+    numbers = draws()
+    state = policy_state(stage)
+    weights = whole_tensors(stage)
     learn(stage, samples)
     return Outcome(state, weights, whole_tensors(stage), numbers)
 
@@ -116,8 +120,8 @@ def save_often(
     stage = build(folder, case)
     store = open_store(stage, root, keep_last)
     try:
-        for step, kept in steps:
-            assert store.start(progress(step, 0, stage.mesh.world_size), kept, SETTINGS) is None
+        for step, is_kept in steps:
+            assert store.start(progress(step, 0, stage.mesh.world_size), is_kept, SETTINGS) is None
             assert not isinstance(store.finish(), str)
     finally:
         store.close()

@@ -17,7 +17,8 @@ def steps_with_a_slow_last_rank(
 ) -> tuple[list[str], list[dict[str, float]]]:
     """What a rank logs, and its metrics of every step, twice as many as it takes to be sure."""
     init_process_group(open_device("cpu"), 60)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     detector = StragglerDetector(Mesh(rank, ranks, 1, 1, 1))
     is_last = rank == ranks - 1
     heard = BufferingHandler(capacity=1000)

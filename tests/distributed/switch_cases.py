@@ -90,18 +90,18 @@ class Rig:
         """Largest difference of log-probs to the policy as it is now (nats); 0 off the last
         stage."""
         samples = [
-            Sample((5 + p, 6, 7), one.token_ids, one.logprobs, 1.0)
-            for (p, _), one in generated.items()
+            Sample((5 + p, 6, 7), completion.token_ids, completion.logprobs, 1.0)
+            for (p, _), completion in generated.items()
         ]
         batches = _pack_all(samples, self.stage.mesh)
         results = self.stage.actor.forward_backward.logprobs(batches)
         if not self.stage.mesh.is_last_stage:
             return 0.0
-        mine = by_sample(batches, results)
+        policy_logprobs = by_sample(batches, results)
         return max(
             abs(a - b)
             for index, sample in enumerate(samples)
-            for a, b in zip(mine[index], sample.behaviour_logprobs, strict=True)
+            for a, b in zip(policy_logprobs[index], sample.behaviour_logprobs, strict=True)
         )
 
     def look(self) -> dict[str, Any]:
@@ -116,7 +116,8 @@ class Rig:
 
 def cycles(folder: Path, case: Case, engine_size: int, count: int) -> list[dict[str, Any]]:
     """What is where at the three stations of a cycle, again and again."""
-    rig, found = Rig(folder, case, engine_size), []
+    rig = Rig(folder, case, engine_size)
+    reports = []
     looks: dict[str, Any] = {}
 
     def sync(step: int) -> None:
@@ -125,15 +126,16 @@ def cycles(folder: Path, case: Case, engine_size: int, count: int) -> list[dict[
 
     switch = rig.switch(sync)
     for number in range(count):
-        before, here = state_of(rig.stage), rig.look()
+        before = state_of(rig.stage)
+        look_before = rig.look()
         rig.timers.reset()
         with switch.generating(version=number + 1, step=number):
             looks["body"] = rig.look()
             generated = rig.generate(number)
         after = state_of(rig.stage)
-        found.append(
+        reports.append(
             {
-                "before": here,
+                "before": look_before,
                 **looks,
                 "after": rig.look(),
                 "same": before.keys() == after.keys()
@@ -145,7 +147,7 @@ def cycles(folder: Path, case: Case, engine_size: int, count: int) -> list[dict[
         )
         rig.learn(number + 1)
     rig.engine.close()
-    return found
+    return reports
 
 
 class Trouble(Exception):
@@ -157,7 +159,8 @@ class FailsOnce:
     here."""
 
     def __init__(self, sets: Any) -> None:
-        self._sets, self._failed = sets, False
+        self._sets = sets
+        self._failed = False
         self.offload = sets.offload
 
     @property
@@ -218,12 +221,12 @@ def _parameters_cannot_leave(rig: Rig) -> None:
     Half of the parameters have left by then."""
     parameters = parameters_of(rig.stage.actor.chunks)
     borrowed = parameters[len(parameters) // 2]
-    kept = borrowed.data
-    borrowed.data = torch.from_numpy(np.zeros(kept.shape, np.float32)).copy_(kept)
+    original = borrowed.data
+    borrowed.data = torch.from_numpy(np.zeros(original.shape, np.float32)).copy_(original)
     try:
         _use(rig.switch(), lambda: None)
     finally:
-        borrowed.data = kept
+        borrowed.data = original
 
 
 def _use(switch: MemorySwitch, body: Callable[[], Any]) -> None:
@@ -253,17 +256,21 @@ FAILURES = {
 def failures(folder: Path, case: Case, engine_size: int) -> dict[str, dict[str, Any]]:
     """After every failure: what is where, what has changed, and whether all goes on with another
     switch."""
-    rig, found = Rig(folder, case, engine_size), {}
+    rig = Rig(folder, case, engine_size)
+    reports = {}
     for name, fail in FAILURES.items():
-        before, weights, here = state_of(rig.stage), whole_tensors(rig.stage), rig.look()
+        before = state_of(rig.stage)
+        weights = whole_tensors(rig.stage)
+        look_before = rig.look()
         report: dict[str, Any] = {"error": None}
         try:
             fail(rig)
         except BaseException as error:
             report = {"error": repr(error), "next": error.__notes__[-1]}
-        after, exported = state_of(rig.stage), whole_tensors(rig.stage)
-        found[name] = report | {
-            "before": here,
+        after = state_of(rig.stage)
+        exported = whole_tensors(rig.stage)
+        reports[name] = report | {
+            "before": look_before,
             "after": rig.look(),
             "same": all(torch.equal(before[key], after[key]) for key in before),
             "exported": all(torch.equal(weights[key], exported[key]) for key in weights),
@@ -271,6 +278,6 @@ def failures(folder: Path, case: Case, engine_size: int) -> dict[str, dict[str, 
         rig.learn(1)
         with rig.switch().generating(7, step=6):
             generated = rig.generate(2)
-        found[name]["mismatch"] = rig.mismatch(generated)
+        reports[name]["mismatch"] = rig.mismatch(generated)
     rig.engine.close()
-    return found
+    return reports

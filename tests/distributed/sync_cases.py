@@ -46,22 +46,25 @@ class Target:
         whole = (
             merged_on_host(self.stage) if self.stage.config.lora.rank else whole_tensors(self.stage)
         )
-        wanted = engine_parameters(self.stage.shape, whole, size, part)
-        found = self.parameters
-        assert found.keys() == wanted.keys()
+        expected = engine_parameters(self.stage.shape, whole, size, part)
+        parameters = self.parameters
+        assert parameters.keys() == expected.keys()
         return [
             name
-            for name, matrix in wanted.items()
-            if not torch.equal(found[name], matrix.to(found[name].dtype).view_as(found[name]))
+            for name, matrix in expected.items()
+            if not torch.equal(
+                parameters[name], matrix.to(parameters[name].dtype).view_as(parameters[name])
+            )
         ]
 
 
 def merged_on_host(stage: Stage) -> dict[str, Tensor]:
     """The tensors of the policy's folder with their adapters, PEFT's formula in float64, rounded
     once."""
-    lora, folder = stage.config.lora, Path(stage.config.model.path)
+    lora = stage.config.lora
+    folder = Path(stage.config.model.path)
     adapters = {
-        name: one.double() for name, one in whole_tensors(stage, adapters_alone=True).items()
+        name: tensor.double() for name, tensor in whole_tensors(stage, adapters_alone=True).items()
     }
     whole = {
         n: t.to(stage.device.params_dtype)
@@ -70,9 +73,11 @@ def merged_on_host(stage: Stage) -> dict[str, Tensor]:
     for name in adapters:
         prefix, _, matrix = name.removesuffix(".weight").rpartition(".")
         if matrix == "lora_A":
-            of = prefix.removeprefix("base_model.model.") + ".weight"
+            weight_name = prefix.removeprefix("base_model.model.") + ".weight"
             product = adapters[f"{prefix}.lora_B.weight"] @ adapters[name]
-            whole[of] = (whole[of] + lora.alpha / lora.rank * product).to(whole[of].dtype)
+            whole[weight_name] = (whole[weight_name] + lora.alpha / lora.rank * product).to(
+                whole[weight_name].dtype
+            )
     return whole
 
 
@@ -100,7 +105,8 @@ def target(
     """Buckets are small, so that there are many rounds."""
     from rlmath.rollout.weight_sync.weight_sync import WeightTransfer
 
-    mesh, parallel = replace(stage.mesh, engine_size=engine_size), stage.config.parallel
+    mesh = replace(stage.mesh, engine_size=engine_size)
+    parallel = stage.config.parallel
     shapes = engine_shapes(stage.shape, engine_size)
     model = plain_model(shapes, dtype)
     layout = training_layout(stage.shape.num_layers, mesh, parallel)
@@ -151,16 +157,17 @@ def transfer(
     for case, stage in stages_of(folder, cases):
         with no_shared_memory() if messages else nullcontext():
             targets = [target(stage, size, dtype) for size in engine_sizes]
-        wrong, before = [], {}
+        wrong = []
+        before = {}
         for step in range(3):
-            for one in targets:
-                sent = one.sync.run(check=step == 1)
-                wrong += one.wrong()
+            for sync_target in targets:
+                sent = sync_target.sync.run(check=step == 1)
+                wrong += sync_target.wrong()
             if step == 0:
                 before = {name: tensor.clone() for name, tensor in targets[0].parameters.items()}
             if step < 2:
                 learn(stage, step)
-        reports += [_report(case, one, sent) for one in targets]
+        reports += [_report(case, sync_target, sent) for sync_target in targets]
         reports[-1]["wrong"] = wrong
         moved = {
             name
@@ -197,33 +204,37 @@ def without_shared_memory_on_one_rank(folder: Path, case: Case) -> tuple[str, li
     """How weights travel where only the last rank lacks shared memory, and what is wrong then."""
     stage = build(folder, case)
     with no_shared_memory() if stage.mesh.rank == stage.mesh.world_size - 1 else nullcontext():
-        one = target(stage, 1)
-    one.sync.run(check=True)
-    return type(one.sync._open_transport()).__name__, one.wrong()
+        sync_target = target(stage, 1)
+    sync_target.sync.run(check=True)
+    return type(sync_target.sync._open_transport()).__name__, sync_target.wrong()
 
 
 def extra_bytes(folder: Path, case: Case, engine_size: int, messages: bool) -> dict[str, int]:
     """Most bytes of tensors that one sync takes beside the shard and the engine's weights."""
     stage = build(folder, case)
     with no_shared_memory() if messages else nullcontext():
-        one = target(stage, engine_size)
-    one.sync.run()
+        sync_target = target(stage, engine_size)
+    sync_target.sync.run()
     with StorageWatch() as watch:
-        one.sync.run()
+        sync_target.sync.run()
     elements = sum(tensor.numel() for tensor in whole_tensors(stage).values())
     return {
         "peak": watch.peak,
         "left": watch.held,
-        "bucket": _bucket_bytes(one),
+        "bucket": _bucket_bytes(sync_target),
         "received": max(
             4 * sum(copy.elements for copies in round_.receives.values() for copy in copies)
-            for round_ in one.sync._rounds
+            for round_ in sync_target.sync._rounds
         ),
         "model": elements * 4,
         "merging": max(
-            (merging_bytes(*matrix.shape, one.sync._sources.adapters[name].A[..., 0].numel(), 4))
-            for name, matrix in one.sync._sources.parameters.items()
-            if name in one.sync._sources.adapters
+            (
+                merging_bytes(
+                    *matrix.shape, sync_target.sync._sources.adapters[name].A[..., 0].numel(), 4
+                )
+            )
+            for name, matrix in sync_target.sync._sources.parameters.items()
+            if name in sync_target.sync._sources.adapters
         )
         if case.lora
         else 0,
@@ -261,8 +272,8 @@ def into_vllms_own_model(folder: Path, case: Case) -> dict[str, Any]:
         sync.run(check=True)
         unlike = [
             name
-            for name, data in synced.parameters.items()
-            if not torch.equal(data, of_checkpoint[name])
+            for name, tensor in synced.parameters.items()
+            if not torch.equal(tensor, of_checkpoint[name])
         ]
         learn(stage, 0)
         sync.run(check=True)

@@ -44,7 +44,9 @@ def gradients(
     from rlmath.trainer.token_advantages import Advantages, add_teacher_advantages
 
     stage, teacher = _build(folder, replace(case, optimizer="sgd"), settings)
-    batches, states, learner = microbatches(stage, samples), None, stage.actor.learner
+    batches = microbatches(stage, samples)
+    states = None
+    learner = stage.actor.learner
     learner.forward_backward.zero_grad()
     if settings.loss == "full":
         states = teacher.states(batches)
@@ -62,8 +64,8 @@ def gradients(
     learner.forward_backward.run(
         batches, partial(learner._loss, None, None, False, teacher=states), forward_only=False
     )
-    found = whole_gradients(stage)
-    return found if stage.mesh.rank == 0 else None
+    tensors = whole_gradients(stage)
+    return tensors if stage.mesh.rank == 0 else None
 
 
 def step(

@@ -86,7 +86,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def wanted(folders: dict[str, Path]) -> dict[str, tuple[list[Tensor], dict[str, Tensor]]]:
     """Logits by sample, and gradients, of transformers."""
-    found = {}
+    expected = {}
     for name, folder in folders.items():
         model = oracle.load(folder)
         with torch.no_grad():
@@ -94,8 +94,8 @@ def wanted(folders: dict[str, Path]) -> dict[str, tuple[list[Tensor], dict[str, 
                 model(torch.tensor([s.prompt_ids + s.completion_ids])).logits[0] for s in SAMPLES
             ]
         oracle.loss(model, SAMPLES).backward()
-        found[name] = (logits, oracle.gradients(model))
-    return found
+        expected[name] = (logits, oracle.gradients(model))
+    return expected
 
 
 @matrix
@@ -112,17 +112,17 @@ def test_a_model_answers_learns_and_leaves_as_in_transformers(
     by_rank = ranks.run(
         case.ranks, architectures_cases.round_trips, list(folders.values()), case, SAMPLES, outputs
     )
-    for name, *found in zip(folders, *by_rank, strict=True):
+    for name, *outcomes in zip(folders, *by_rank, strict=True):
         logits, gradients = wanted[name]
-        on_last_stage = [one.logits for one in found if one.logits]
+        on_last_stage = [outcome.logits for outcome in outcomes if outcome.logits]
         assert len(on_last_stage) == case.tensor, name
         for got in on_last_stage:
             distances = [
                 float((got[index] - expected).abs().max()) for index, expected in enumerate(logits)
             ]
             assert max(distances) <= 1e-4, f"{name}: the logits are off by {max(distances):.2e}"
-        for one in found:
-            assert_close(one.gradients, gradients, 1e-5)
+        for outcome in outcomes:
+            assert_close(outcome.gradients, gradients, 1e-5)
         assert_same_weights(folders[name], tmp_path / name)
 
 
@@ -144,7 +144,9 @@ ENGINES = [
 @pytest.mark.parametrize(
     ("name", "cases", "engine_size"),
     ENGINES,
-    ids=lambda x: f"{x[0].ranks}-ranks" if isinstance(x, list) else x,
+    ids=lambda parameter: (
+        f"{parameter[0].ranks}-ranks" if isinstance(parameter, list) else parameter
+    ),
 )
 def test_engine_logprobs_equal_the_policys_after_every_update(
     ranks: RankPool, folders: dict[str, Path], name: str, cases: list[Case], engine_size: int

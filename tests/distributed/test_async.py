@@ -41,8 +41,8 @@ def train(
     pool: RankPool, count: int, folder: Path, place: Path, steps: int, rollout: Any, **more: Any
 ) -> list[Any]:
     """The runs of the ranks that train, which are alike but for their samples' times."""
-    found = pool.run(count, run, folder, place, steps, rollout, more)
-    return [one for one in found if one is not None]
+    runs = pool.run(count, run, folder, place, steps, rollout, more)
+    return [rank_run for rank_run in runs if rank_run is not None]
 
 
 def prompts_of(found: Any) -> list[str]:
@@ -77,21 +77,24 @@ def test_engines_of_their_own_have_the_policys_weights_and_every_prompt_is_learn
     engine: dict[str, int],
     layout: dict[str, Any],
 ) -> None:
-    steps, rollout = 6, with_engines(**engine)
-    found, *others = train(ranks, count, model, tmp_path, steps, rollout, **layout_of(**layout))
-    sent = [metrics["sync/sent_gib"] for metrics in found.metrics]
+    steps = 6
+    rollout = with_engines(**engine)
+    history, *other_histories = train(
+        ranks, count, model, tmp_path, steps, rollout, **layout_of(**layout)
+    )
+    sent = [metrics["sync/sent_gib"] for metrics in history.metrics]
     assert len(set(sent[1:])) == 1 and (
         sent[1] < sent[0] if "lora" in layout else sent[1] == sent[0]
     )
-    assert all(one.groups == found.groups for one in others)
-    assert [len(groups) for groups in found.groups] == [PER_STEP] * steps
-    assert set(Counter(prompts_of(found)).values()) == {1}
-    assert found.in_flight[-1] == []
-    for number, metrics in enumerate(found.metrics):
+    assert all(other_history.groups == history.groups for other_history in other_histories)
+    assert [len(groups) for groups in history.groups] == [PER_STEP] * steps
+    assert set(Counter(prompts_of(history)).values()) == {1}
+    assert history.in_flight[-1] == []
+    for number, metrics in enumerate(history.metrics):
         assert metrics["sync/probe_difference_max"] <= 1e-5
         assert metrics["rollout/staleness_max"] <= min(number, rollout.max_staleness)
     assert (
-        max(metrics["rollout/staleness_max"] for metrics in found.metrics) >= 1
+        max(metrics["rollout/staleness_max"] for metrics in history.metrics) >= 1
     )  # they did not wait
 
 
@@ -112,8 +115,10 @@ def test_with_staleness_0_a_run_is_the_synchronous_one_bit_by_bit(
     ]
     compared = [name for name in trained if name != "train/mfu"]
     assert len(compared) > 8
-    for ours, theirs in zip(apart.metrics, together.metrics, strict=True):
-        assert {name: ours[name] for name in compared} == {name: theirs[name] for name in compared}
+    for apart_metrics, together_metrics in zip(apart.metrics, together.metrics, strict=True):
+        assert {name: apart_metrics[name] for name in compared} == {
+            name: together_metrics[name] for name in compared
+        }
     assert together.metrics[0]["train/grad_norm"] > 0
     if more:
         assert max(metrics["sync/probe_difference_max"] for metrics in apart.metrics) <= 1e-5
@@ -125,14 +130,16 @@ def test_interrupted_completions_go_on_with_the_new_weights(
     ranks: RankPool, model: Path, tmp_path: Path, on_new_weights: str
 ) -> None:
     rollout = with_engines(on_new_weights=on_new_weights)
-    (found,) = train(ranks, 2, model, tmp_path, 8, rollout, score=True, paced=True, snapshots=True)
-    completions = [c for step in found.groups for group in step for c in group.completions]
+    (history,) = train(
+        ranks, 2, model, tmp_path, 8, rollout, score=True, paced=True, snapshots=True
+    )
+    completions = [c for step in history.groups for group in step for c in group.completions]
     assert sum(segment.tokens for c in completions for segment in c.segments) == sum(
         len(c.token_ids) for c in completions
     )
     assert all(c.policy_version == c.segments[-1].policy_version for c in completions)
     tokenizer = load_tokenizer(str(model))
-    for group in (group for step in found.groups for group in step):
+    for group in (group for step in history.groups for group in step):
         texts = [
             completion_text(tokenizer, c.token_ids, c.finish_reason == "stop")
             for c in group.completions
@@ -142,11 +149,11 @@ def test_interrupted_completions_go_on_with_the_new_weights(
         assert group.rewards == pytest.approx(judged), "the whole text has the reward"
     later = [index for c in completions for index, _ in enumerate(c.segments)]
     assert sum(index > 0 for index in later) >= 3, "hardly any completion was interrupted"
-    assert max(found.left[:-1]) > 0 and found.left[-1] == 0, (
+    assert max(history.left[:-1]) > 0 and history.left[-1] == 0, (
         "a checkpoint would have what the engine samples"
     )
     largest: dict[bool, float] = {False: 0.0, True: 0.0}
-    for index, (sampled, scored) in zip(later, found.scored, strict=True):
+    for index, (sampled, scored) in zip(later, history.scored, strict=True):
         difference = max(abs(a - b) for a, b in zip(sampled, scored, strict=True))
         largest[index > 0] = max(largest[index > 0], difference)
     assert largest[False] <= 1e-5
@@ -163,9 +170,9 @@ def test_no_engine_begins_more_sequences_than_it_is_told(
     """Groups of two: where one of two places is free, nothing begins.
 
     Where no engine reports there is no figure."""
-    (found,) = train(ranks, 2, model, tmp_path, 4, with_engines(max_concurrent_sequences=2))
+    (history,) = train(ranks, 2, model, tmp_path, 4, with_engines(max_concurrent_sequences=2))
     name = "rollout/sequences_running"
-    running = [metrics[name] for metrics in found.metrics[1:] if name in metrics]
+    running = [metrics[name] for metrics in history.metrics[1:] if name in metrics]
     assert running and 1 < max(running) <= 2
 
 
@@ -173,12 +180,13 @@ def test_no_engine_begins_more_sequences_than_it_is_told(
 def test_dropped_groups_are_replaced(ranks: RankPool, model: Path, tmp_path: Path) -> None:
     """Half of the groups have no contrast: a hash rewards, rounded to right and wrong."""
     selection = SelectionConfig(dynamic_sampling="accuracy", max_extra_prompts=4)
-    (found,) = train(ranks, 2, model, tmp_path, 8, with_engines(), selection=selection)
-    for metrics in found.metrics:
-        kept, sampled = metrics["selection/groups_learned"], metrics["selection/groups_sampled"]
-        assert kept == PER_STEP or sampled == PER_STEP + 4
-    assert sum(metrics["selection/extra_prompts"] for metrics in found.metrics) > 0
-    assert set(Counter(prompts_of(found)).values()) == {1}
+    (history,) = train(ranks, 2, model, tmp_path, 8, with_engines(), selection=selection)
+    for metrics in history.metrics:
+        learned = metrics["selection/groups_learned"]
+        sampled = metrics["selection/groups_sampled"]
+        assert learned == PER_STEP or sampled == PER_STEP + 4
+    assert sum(metrics["selection/extra_prompts"] for metrics in history.metrics) > 0
+    assert set(Counter(prompts_of(history)).values()) == {1}
 
 
 @matrix
@@ -190,21 +198,21 @@ def test_a_function_of_whole_groups_is_called_when_an_engine_has_all_of_a_group(
     held_out = tmp_path / "held_out.jsonl"
     row = {"prompt": "1+1=", "solutions": ["2"], "query_id": "h", "task": "math"}
     held_out.write_text(json.dumps(row) + "\n")
-    more = {
+    sections = {
         "reward": RewardConfig(function="tests.reward_by_hash:of_group", function_takes="group"),
         "validation": ValidationConfig(
             every_steps=2, paths=[str(held_out)], max_new_tokens=8, samples=2
         ),
     }
-    (found,) = train(ranks, 2, model, tmp_path, 4, with_engines(), snapshots=True, **more)
-    groups = [group for step in found.groups for group in step]
+    (history,) = train(ranks, 2, model, tmp_path, 4, with_engines(), snapshots=True, **sections)
+    groups = [group for step in history.groups for group in step]
     assert len(groups) == 4 * PER_STEP
     for group in groups:
         for completion, score in zip(group.completions, group.scores, strict=True):
             assert score.reward == hash_of(completion.text, group.prompt.solutions)
             assert score.verdict == "function"
-    assert [bool(one) for one in found.validated] == [True, False, True, False]
-    assert sum(found.left) > 0, "snapshots had groups in flight"
+    assert [bool(metrics) for metrics in history.validated] == [True, False, True, False]
+    assert sum(history.left) > 0, "snapshots had groups in flight"
 
 
 PLUGIN = """
@@ -233,7 +241,7 @@ def test_engines_are_given_every_setting_of_training_and_of_validation(
         for n in range(6)
     ]
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    more: dict[str, Any] = {
+    sections: dict[str, Any] = {
         "run": RunConfig(
             output_dir=str(tmp_path / "run"),
             total_epochs=6,
@@ -254,7 +262,7 @@ def test_engines_are_given_every_setting_of_training_and_of_validation(
     }
     stages = StagesConfig(steps=[3, 3], max_new_tokens=[24, LONGEST])
     rollout = with_engines(max_new_tokens=LONGEST // 2)  # without effect beside those of the stages
-    (apart,) = train(ranks, 2, model, tmp_path, 6, rollout, stages=stages, **more)
+    (apart,) = train(ranks, 2, model, tmp_path, 6, rollout, stages=stages, **sections)
     completions = [[c for group in step for c in group.completions] for step in apart.groups]
     lengths = [[len(c.token_ids) for c in step] for step in completions]
     assert max(map(max, lengths[:3])) == 24 < max(map(max, lengths[3:]))
@@ -263,15 +271,19 @@ def test_engines_are_given_every_setting_of_training_and_of_validation(
         pairs = [
             pair for group in step for pair in zip(group.completions, group.scores, strict=True)
         ]
-        for one, score in pairs:
-            short, digits = 1 - len(one.token_ids) / limit, sum(map(str.isdigit, one.text)) / 10
+        for completion, score in pairs:
+            short = 1 - len(completion.token_ids) / limit
+            digits = sum(map(str.isdigit, completion.text)) / 10
             assert score.reward == pytest.approx(1 * short + 3 * digits)
-    for segment in (segment for step in completions for one in step for segment in one.segments):
+    for segment in (
+        segment for step in completions for completion in step for segment in completion.segments
+    ):
         assert segment.policy_version == 2 * segment.step, "two updates a step"
-    assert [bool(one) for one in apart.validated] == [True, False, True, False, True, False]
-    (together,) = train(ranks, 1, model, tmp_path, 1, with_engines(ranks=0), **more)
-    ours, theirs = apart.validated[0], together.validated[0]
-    assert 0 < ours["validation/held_out/accuracy"] < 1
-    assert {k: v for k, v in ours.items() if "seconds" not in k} == {
-        k: v for k, v in theirs.items() if "seconds" not in k
+    assert [bool(metrics) for metrics in apart.validated] == [True, False, True, False, True, False]
+    (together,) = train(ranks, 1, model, tmp_path, 1, with_engines(ranks=0), **sections)
+    apart_metrics = apart.validated[0]
+    together_metrics = together.validated[0]
+    assert 0 < apart_metrics["validation/held_out/accuracy"] < 1
+    assert {k: v for k, v in apart_metrics.items() if "seconds" not in k} == {
+        k: v for k, v in together_metrics.items() if "seconds" not in k
     }

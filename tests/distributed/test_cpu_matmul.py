@@ -32,25 +32,31 @@ def test_products_equal_those_in_float64(sizes: tuple[int, int, int]) -> None:
     T, K, N = sizes
     x, weight, bias, grad = tensors(*sizes)
     assert uses_onednn(x, N) == (T * K * N >= cpu_matmul.LEAST_MULTIPLICATIONS)
-    for found, wanted in (
+    for product, expected in (
         (linear(x, weight), x.double() @ weight.double().t()),
         (linear(x, weight, bias), x.double() @ weight.double().t() + bias.double()),
         (linear(grad, weight.t()), grad.double() @ weight.double()),
         (weight_gradient(grad, x), grad.double().t() @ x.double()),
     ):
-        assert found.shape == wanted.shape and found.dtype == torch.float32
+        assert product.shape == expected.shape and product.dtype == torch.float32
         # Sums of 5,000 products in the order of AVX2's 8 lanes are off by 1.1e-6.
-        assert (found - wanted).norm() <= 3e-6 * wanted.norm(), "float32 has 24 bits, bfloat16 8"
+        assert (product - expected).norm() <= 3e-6 * expected.norm(), (
+            "float32 has 24 bits, bfloat16 8"
+        )
 
 
 def test_more_dimensions_and_strides() -> None:
     x, weight, _, grad = tensors(*LARGE)
-    turned, doubled = x.view(512, 2, 128).transpose(0, 1), torch.cat((grad, grad), 1)[:, ::2]
-    for found, wanted in (
+    turned = x.view(512, 2, 128).transpose(0, 1)
+    doubled = torch.cat((grad, grad), 1)[:, ::2]
+    for product, expected in (
         (linear(turned, weight), turned.double() @ weight.double().t()),
         (weight_gradient(doubled, x), doubled.double().t() @ x.double()),
     ):
-        assert found.shape == wanted.shape and (found - wanted).norm() <= 1e-6 * wanted.norm()
+        assert (
+            product.shape == expected.shape
+            and (product - expected).norm() <= 1e-6 * expected.norm()
+        )
 
 
 def test_the_same_product_again_has_the_same_bits() -> None:
@@ -61,7 +67,7 @@ def test_the_same_product_again_has_the_same_bits() -> None:
 
 
 def test_other_number_formats_are_torchs() -> None:
-    x, weight, _, _ = (one.double() for one in tensors(*LARGE))
+    x, weight, _, _ = (tensor.double() for tensor in tensors(*LARGE))
     assert not uses_onednn(x, 256) and torch.equal(
         linear(x, weight), torch.nn.functional.linear(x, weight)
     )

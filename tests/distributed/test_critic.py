@@ -43,7 +43,10 @@ ALGORITHM = AlgorithmConfig(
     kl_coef=0.5,
     early_stop_ratio=None,
 )
-GAMMA, VALUE_LAMBDA, ALPHA, CLIP = 0.99, 0.97, 0.2, 0.3
+GAMMA = 0.99
+VALUE_LAMBDA = 0.97
+ALPHA = 0.2
+CLIP = 0.3
 
 
 def with_cut_off_completions(groups: list[ScoredGroup]) -> list[ScoredGroup]:
@@ -81,7 +84,7 @@ def value_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(value_model: Path, **changes: Any) -> CriticConfig:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "path": str(value_model),
         "lr": LEARNING_RATE["sgd"],
         "gamma": GAMMA,
@@ -90,7 +93,7 @@ def settings(value_model: Path, **changes: Any) -> CriticConfig:
         "clip": CLIP,
         "bootstrap_truncated": True,
     }
-    return CriticConfig(**given | changes)
+    return CriticConfig(**defaults | changes)
 
 
 def value_oracle(folder: Path) -> torch.nn.Module:
@@ -111,7 +114,9 @@ def slow_gae(
     rewards: list[float], values: list[float], end: float, gamma: float, lam: float
 ) -> list[float]:
     """Token by token, as the papers write it."""
-    advantages, behind, after = [0.0] * len(rewards), 0.0, end
+    advantages = [0.0] * len(rewards)
+    behind = 0.0
+    after = end
     for t in reversed(range(len(rewards))):
         behind = rewards[t] + gamma * after - values[t] + gamma * lam * behind
         advantages[t], after = behind, values[t]
@@ -124,30 +129,29 @@ def dense_step(
     """Advantages, the updates of policy and critic by SGD, and the critic's loss, in plain
     torch."""
     samples = make_samples(GROUPS, [[0.0] * len(group.completions) for group in GROUPS])
-    completions = [one for group in GROUPS for one in group.completions]
+    completions = [completion for group in GROUPS for completion in group.completions]
     rewards = [reward for group in GROUPS for reward in group.rewards]
-    policy, reference, critic = (
-        oracle.load(policy_folder),
-        oracle.load(policy_folder),
-        value_oracle(critic_folder),
-    )
+    policy = oracle.load(policy_folder)
+    reference = oracle.load(policy_folder)
+    critic = value_oracle(critic_folder)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.mul_(REFERENCE_FACTOR)
     logprobs = [oracle.completion_logprobs(policy, sample) for sample in samples]
     values = [values_of(critic, sample) for sample in samples]
-    advantages, returns = [], []
+    advantages = []
+    returns = []
     for i, sample in enumerate(samples):
         with torch.no_grad():
             log_ref = oracle.completion_logprobs(reference, sample)
         kl = kl_estimate("k1", logprobs[i].detach().double(), log_ref.double())
-        own = (-ALGORITHM.kl_coef * kl).tolist()
-        own[-1] += rewards[i]
+        token_rewards = (-ALGORITHM.kl_coef * kl).tolist()
+        token_rewards[-1] += rewards[i]
         *before, end = values[i].detach().double().tolist()
         end = end if completions[i].finish_reason == "length" else 0.0
-        lam = max(0.0, 1 - 1 / (ALPHA * len(own)))
-        advantages.append(slow_gae(own, before, end, GAMMA, lam))
-        gains = slow_gae(own, before, end, GAMMA, VALUE_LAMBDA)
+        lam = max(0.0, 1 - 1 / (ALPHA * len(token_rewards)))
+        advantages.append(slow_gae(token_rewards, before, end, GAMMA, lam))
+        gains = slow_gae(token_rewards, before, end, GAMMA, VALUE_LAMBDA)
         returns.append([gain + value for gain, value in zip(gains, before, strict=True)])
     every = torch.tensor(list(itertools.chain.from_iterable(advantages)), dtype=torch.float64)
     scale = 1 / (every.std(correction=0) + ALGORITHM.advantage_eps)
@@ -175,17 +179,17 @@ def test_a_step_of_policy_and_critic_is_that_of_transformers(
 ) -> None:
     torch.set_num_threads(1)
     critic = settings(value_model)
-    ours = ranks.run(case.ranks, critic_cases.step, untied_model, case, GROUPS, critic, ALGORITHM)[
-        0
-    ]
+    outcome = ranks.run(
+        case.ranks, critic_cases.step, untied_model, case, GROUPS, critic, ALGORITHM
+    )[0]
     advantages, policy_update, critic_update, loss = dense_step(untied_model, value_model)
-    found = [advantage for row in ours.record.advantages for advantage in row]
-    assert found == pytest.approx([sum(row) / len(row) for row in advantages], abs=1e-4)
-    assert_close(ours.policy_update, policy_update, 1e-5)
-    assert_close(ours.critic_update, critic_update, 1e-5)
-    assert ours.record.critic_metrics["critic/loss"] == pytest.approx(loss, rel=1e-5)
-    assert ours.record.critic_metrics["critic/clip_share"] == 0.0
-    assert ours.record.reward_kl.per_token != 0
+    mean_advantages = [advantage for row in outcome.record.advantages for advantage in row]
+    assert mean_advantages == pytest.approx([sum(row) / len(row) for row in advantages], abs=1e-4)
+    assert_close(outcome.policy_update, policy_update, 1e-5)
+    assert_close(outcome.critic_update, critic_update, 1e-5)
+    assert outcome.record.critic_metrics["critic/loss"] == pytest.approx(loss, rel=1e-5)
+    assert outcome.record.critic_metrics["critic/clip_share"] == 0.0
+    assert outcome.record.reward_kl.per_token != 0
 
 
 @pytest.mark.full
@@ -195,13 +199,13 @@ def test_without_a_value_head_the_critic_begins_with_values_of_zero(
 ) -> None:
     samples = make_samples(GROUPS, [[0.0] * len(group.completions) for group in GROUPS])
     critic = settings(untied_model, path=None)
-    found: dict[int, list[float]] = {}
+    values_by_index: dict[int, list[float]] = {}
     for part in ranks.run(case.ranks, critic_cases.values, untied_model, case, samples, critic):
-        found |= part
-    assert [len(found[i]) for i in range(len(samples))] == [
-        len(one.completion_ids) for one in samples
+        values_by_index |= part
+    assert [len(values_by_index[i]) for i in range(len(samples))] == [
+        len(sample.completion_ids) for sample in samples
     ]
-    assert {value for row in found.values() for value in row} == {0.0}
+    assert {value for row in values_by_index.values() for value in row} == {0.0}
 
 
 ON_TWO = Case(optimizer="adam", data=2)
@@ -234,9 +238,9 @@ def test_a_checkpoint_has_the_critic_and_its_optimizer(
     before the others."""
     samples = make_samples(GROUPS, [[0.0] * len(group.completions) for group in GROUPS])
     critic = settings(value_model, lr=0.01, warmup_steps=2)
-    given = samples, critic, tmp_path / "checkpoints"
-    wanted = ranks.run(saved.ranks, critic_cases.save, untied_model, saved, *given)[0]
-    found = ranks.run(loaded.ranks, critic_cases.load, untied_model, loaded, *given)[0]
+    arguments = samples, critic, tmp_path / "checkpoints"
+    saved_weights = ranks.run(saved.ranks, critic_cases.save, untied_model, saved, *arguments)[0]
+    loaded_weights = ranks.run(loaded.ranks, critic_cases.load, untied_model, loaded, *arguments)[0]
     if saved == loaded:
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert_close(found, wanted, 1e-4)
+        assert all(torch.equal(loaded_weights[name], saved_weights[name]) for name in saved_weights)
+    assert_close(loaded_weights, saved_weights, 1e-4)

@@ -53,18 +53,18 @@ print(*held, resident_bytes() - before)
 def test_freed_memory_is_kept_until_it_is_released():
     """In a process of its own, which has freed nothing yet."""
     ran = subprocess.run([sys.executable, "-c", KEEPS], capture_output=True, text=True, check=True)
-    first, again, released = (int(word) / 2**20 for word in ran.stdout.split())
-    assert first > 48 and abs(again) < 16, "used again"
+    first, reused, released = (int(word) / 2**20 for word in ran.stdout.split())
+    assert first > 48 and abs(reused) < 16, "used again"
     assert released < -48
 
 
 def test_the_most_memory_is_this_programs_own():
     """A large parent does not count; `ru_maxrss` of the child would have it."""
-    held = bytearray(os.urandom(1)) * 600_000_000
+    block = bytearray(os.urandom(1)) * 600_000_000
     code = (
         "from rlmath.distributed import device as d; print(d.most_resident_bytes(), "
         "d.resident_bytes())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    most, now = map(int, done.stdout.split())
-    assert now * 0.9 < most < now + 200_000_000 and len(held) == 600_000_000
+    most, resident = map(int, done.stdout.split())
+    assert resident * 0.9 < most < resident + 200_000_000 and len(block) == 600_000_000

@@ -36,7 +36,11 @@ OTHERS = [(case, *poison) for case in (STAGES, ADAPTERS) for poison in POISONS]
 @pytest.mark.parametrize(
     ("case", "poison", "reason"),
     keeping(
-        [*IN_MATRIX, *POISONED, *(one for one in OTHERS if one not in IN_MATRIX)],
+        [
+            *IN_MATRIX,
+            *POISONED,
+            *(parameters for parameters in OTHERS if parameters not in IN_MATRIX),
+        ],
         *POISONED,
         others=2,
     ),

@@ -73,8 +73,8 @@ def check_engines(
     by_rank = ranks.run(
         cases[0].ranks, engine_cases.mismatch_of_layouts, folder, cases, engine_size, updates
     )
-    for case, *found in zip(cases, *by_rank, strict=True):
-        measured = [largest for largest in found if largest]
+    for case, *mismatches in zip(cases, *by_rank, strict=True):
+        measured = [largest for largest in mismatches if largest]
         assert measured and all(len(largest) == updates + 1 for largest in measured), case
         assert max(max(largest) for largest in measured) < 1e-5, case
 

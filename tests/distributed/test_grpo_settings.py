@@ -122,7 +122,7 @@ def test_what_is_asked_for_in_training_and_validation(found: dict[str, Any]) -> 
 
 def test_what_vllm_is_asked_for(found: dict[str, Any]) -> None:
     def wanted(name: str, n: int, g: int, step: int, most: int) -> tuple[Any, ...]:
-        prompt = tuple(ord(one) - 32 + 3 for one in f"{n}+1=")
+        prompt = tuple(ord(character) - 32 + 3 for character in f"{n}+1=")
         how = {"temperature": 0.8, "top_p": 0.99, "top_k": 60, "max_tokens": most, "min_tokens": 2}
         if name == "v":
             how |= {"temperature": 0.5, "top_p": 0.9, "min_tokens": 0}
@@ -161,32 +161,33 @@ def test_minibatches_are_all_samples_once_an_epoch_and_others_each_step(
     by_step = [learned[start : start + PER_STEP] for start in range(0, UPDATES, PER_STEP)]
     for number, step in enumerate(by_step):
         for epoch in (step[: cases.MINIBATCHES], step[cases.MINIBATCHES :]):
-            assert sorted(index for one in epoch for index in one[0]) == list(range(12))
-            assert [len(one[0]) for one in epoch] == [4, 4, 4]
+            assert sorted(index for minibatch in epoch for index in minibatch[0]) == list(range(12))
+            assert [len(minibatch[0]) for minibatch in epoch] == [4, 4, 4]
         most = cases.STAGE_TOKENS[0 if number == 0 else 1]
         for _, weights, no_old, no_reference, on_policy in step:
             assert weights == [pytest.approx(1 / most)]
             assert (no_old, no_reference, on_policy) == (False, False, False)
-    cuts = [tuple(sorted(tuple(one[0]) for one in step[: cases.MINIBATCHES])) for step in by_step]
+    cuts = [
+        tuple(sorted(tuple(minibatch[0]) for minibatch in step[: cases.MINIBATCHES]))
+        for step in by_step
+    ]
     assert len(set(cuts)) == STEPS, "every step deals its samples anew"
-    orders = [[one[0] for one in step] for step in by_step]
+    orders = [[minibatch[0] for minibatch in step] for step in by_step]
     assert any(order[: cases.MINIBATCHES] != order[cases.MINIBATCHES :] for order in orders)
 
 
 def test_every_sample_is_learned_with_its_own_tokens_log_probs_and_advantage(
     found: dict[str, Any],
 ) -> None:
-    seen = Counter()
+    counts = Counter()
     for step, index, tokens, advantages, logprobs in found["asked"]["samples"]:
         record = found["records"][step]
-        group, completion = (
-            record.groups[index // 4],
-            record.groups[index // 4].completions[index % 4],
-        )
+        group = record.groups[index // 4]
+        completion = record.groups[index // 4].completions[index % 4]
         assert tokens == [*group.prompt.token_ids, *completion.token_ids]
         assert logprobs == pytest.approx(list(completion.logprobs))
         assert advantages == pytest.approx(
             [record.advantages[index // 4][index % 4]] * len(logprobs), abs=1e-6
         )
-        seen[step, index] += 1
-    assert seen == {(step, index): cases.EPOCHS for step in range(STEPS) for index in range(12)}
+        counts[step, index] += 1
+    assert counts == {(step, index): cases.EPOCHS for step in range(STEPS) for index in range(12)}

@@ -71,12 +71,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @matrix
 def test_all_ranks_have_what_rank_0_computes(ranks: RankPool, place: Path) -> None:
     first, second = ranks.run(2, hook_cases.shared, f"{place}/step_functions.py")
-    own = {"metrics"}
-    assert {key: first[key] for key in first.keys() - own} == {
-        key: second[key] for key in second.keys() - own
+    rank_dependent = {"metrics"}
+    assert {key: first[key] for key in first.keys() - rank_dependent} == {
+        key: second[key] for key in second.keys() - rank_dependent
     }
-    one, other = first["random"]
-    assert [len(row) for row in one] == [2, 1] and one != other
+    first_call, second_call = first["random"]
+    assert [len(row) for row in first_call] == [2, 1] and first_call != second_call
     assert first["kept"] == [False, True, True]
     assert first["metrics"] == [{"own/lengths/most": 3.0, "own/lengths/groups": 3.0}] * 2
     assert second["metrics"] == [{}, {}], "rank 0 alone logs them"
@@ -105,20 +105,22 @@ def test_a_step_learns_with_the_advantages_of_the_groups_that_are_selected(
     for record in (made["first"], made["again"]):
         learned = 0
         for group, row in zip(record.groups, record.advantages, strict=True):
-            lengths = [len(one.token_ids) for one in group.completions]
-            cost = 0.25 * max(sum(one.correct for one in group.scores), 1) / 3
+            lengths = [len(completion.token_ids) for completion in group.completions]
+            cost = 0.25 * max(sum(score.correct for score in group.scores), 1) / 3
             per_token = [
                 (reward - cost * n) / n for reward, n in zip(group.rewards, lengths, strict=True)
             ]
             is_even = int(group.prompt.prompt_id[1:]) % 2 == 0
-            kept = is_even and learned < 4
-            learned += kept
-            assert row == pytest.approx(per_token if kept else [0.0] * len(row))
+            is_learned = is_even and learned < 4
+            learned += is_learned
+            assert row == pytest.approx(per_token if is_learned else [0.0] * len(row))
         dropped = sum(int(group.prompt.prompt_id[1:]) % 2 for group in record.groups)
         assert record.metrics["selection/dropped/rule"] == dropped > 0
         assert record.metrics["selection/groups_learned"] == learned > 0
         assert record.metrics["own/lengths/groups"] == len(record.groups)
-        lengths = [len(one.token_ids) for group in record.groups for one in group.completions]
+        lengths = [
+            len(completion.token_ids) for group in record.groups for completion in group.completions
+        ]
         assert record.metrics["own/lengths/most"] == max(lengths)
     assert made["left"] == [], "their workers end with the trainer"
 

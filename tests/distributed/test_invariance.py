@@ -86,10 +86,10 @@ def dense(untied_model: Path) -> Dense:
 
 def check(ours: list[Outcome], variants: list[Variant], dense: Dense) -> None:
     for variant, outcome in zip(variants, ours, strict=True):
-        wanted = dense[replace(variant, split="one")]
-        assert_close(outcome.gradients, wanted.gradients, 1e-5)
-        assert_close(outcome.update, wanted.update, 1e-5)
-        assert outcome.loss == pytest.approx(wanted.loss, rel=1e-5)
+        expected = dense[replace(variant, split="one")]
+        assert_close(outcome.gradients, expected.gradients, 1e-5)
+        assert_close(outcome.update, expected.update, 1e-5)
+        assert outcome.loss == pytest.approx(expected.loss, rel=1e-5)
 
 
 def test_the_recorded_batch_is_long_and_uneven() -> None:
@@ -101,12 +101,12 @@ def test_the_recorded_batch_is_long_and_uneven() -> None:
 def test_gradients_and_sgd_updates_do_not_depend_on_layout_and_split(
     ranks: RankPool, untied_model: Path, dense: Dense, case: Case
 ) -> None:
-    ours = ranks.run(case.ranks, invariance_cases.outcomes, untied_model, case, SAMPLES, VARIANTS)[
-        0
-    ]
-    check(ours, VARIANTS, dense)
-    one, two, many = (outcome.microbatches for outcome in ours[:3])
-    assert one == (2 if case.virtual_pipeline > 1 else 1)
+    outcomes = ranks.run(
+        case.ranks, invariance_cases.outcomes, untied_model, case, SAMPLES, VARIANTS
+    )[0]
+    check(outcomes, VARIANTS, dense)
+    unsplit, two, many = (outcome.microbatches for outcome in outcomes[:3])
+    assert unsplit == (2 if case.virtual_pipeline > 1 else 1)
     assert two in (2, 3, 4) and many > 6
 
 
@@ -117,7 +117,7 @@ def test_gradients_and_sgd_updates_do_not_depend_on_layout_and_split(
 def test_so_do_those_of_the_other_losses(
     ranks: RankPool, untied_model: Path, dense: Dense, case: Case
 ) -> None:
-    ours = ranks.run(
+    outcomes = ranks.run(
         case.ranks, invariance_cases.outcomes, untied_model, case, SAMPLES, OTHER_LOSSES
     )[0]
-    check(ours, OTHER_LOSSES, dense)
+    check(outcomes, OTHER_LOSSES, dense)

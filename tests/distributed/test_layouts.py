@@ -55,10 +55,8 @@ def test_the_stream_gives_back_the_very_tensors_of_the_folder(
     ranks: RankPool, request: pytest.FixtureRequest, model: str, case: Case
 ) -> None:
     folder = request.getfixturevalue(model)
-    streamed, reader = (
-        ranks.run(case.ranks, policy_cases.streamed, folder, case)[0],
-        HFReader(folder),
-    )
+    streamed = ranks.run(case.ranks, policy_cases.streamed, folder, case)[0]
+    reader = HFReader(folder)
     assert streamed.keys() == reader.files.keys()
     assert all(torch.equal(tensor, reader.tensor(name)) for name, tensor in streamed.items())
 
@@ -85,10 +83,10 @@ def test_all_ranks_refuse_weights_that_are_not_finite_whoever_reads_them(
     tensors = load_file(folder / "model.safetensors")
     tensors[name][place] = number
     save_file(tensors, folder / "model.safetensors")
-    told = ranks.run(2, policy_cases.refusal, folder, Case(pipeline=2))
+    messages = ranks.run(2, policy_cases.refusal, folder, Case(pipeline=2))
     assert (
-        told[0] == told[1]
-        and f"{name} in {folder / 'model.safetensors'} has numbers that are NaN" in told[0]
+        messages[0] == messages[1]
+        and f"{name} in {folder / 'model.safetensors'} has numbers that are NaN" in messages[0]
     )
 
 

@@ -38,12 +38,12 @@ def trained(
 ) -> tuple[Path, Trained]:
     """A folder with a checkpoint, and what is converted of it: merged/ and adapter/."""
     place = tmp_path_factory.mktemp("lora")
-    given = untied_model, SPLIT, make_samples(12, seed=4, longest=40), place / "checkpoints"
-    found = ranks.run(SPLIT.ranks, lora_cases.save, *given)[0]
+    arguments = untied_model, SPLIT, make_samples(12, seed=4, longest=40), place / "checkpoints"
+    policy = ranks.run(SPLIT.ranks, lora_cases.save, *arguments)[0]
     to_hf = ["to-hf", "--checkpoint", str(place), "--output"]
     assert convert.main([*to_hf, str(place / "merged")]) == 0
     assert convert.main([*to_hf, str(place / "adapter"), "--adapter"]) == 0
-    return place, found
+    return place, policy
 
 
 def test_a_checkpoint_is_converted_to_what_the_policy_was(
@@ -54,9 +54,9 @@ def test_a_checkpoint_is_converted_to_what_the_policy_was(
         ("merged/model.safetensors", policy.merged),
         (f"adapter/{ADAPTER_FILE}", policy.adapters),
     ):
-        found = load_file(place / folder)
-        assert found.keys() == tensors.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items()), folder
+        loaded = load_file(place / folder)
+        assert loaded.keys() == tensors.keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items()), folder
     card = (place / "adapter" / "README.md").read_text()
     assert "\nlibrary_name: peft\n" in card and "\n# LoRA adapters of " in card
     base = load_file(untied_model / "model.safetensors")
@@ -92,11 +92,12 @@ def vllm_logprobs(model: str, adapter: str) -> list[float]:
         "dtype": "float32",
     }
     llm = LLM(model, enable_lora=True, max_lora_rank=8, skip_tokenizer_init=True, **small)
-    asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     lora = LoRARequest("adapter", 1, adapter)
-    (found,) = llm.generate([{"prompt_token_ids": list(TOKENS)}], asked, lora_request=lora)
+    (output,) = llm.generate([{"prompt_token_ids": list(TOKENS)}], sampling, lora_request=lora)
     return [
-        one[token].logprob for one, token in zip(found.prompt_logprobs[1:], TOKENS[1:], strict=True)
+        logprobs[token].logprob
+        for logprobs, token in zip(output.prompt_logprobs[1:], TOKENS[1:], strict=True)
     ]
 
 
@@ -106,12 +107,14 @@ def test_vllm_s_own_lora_has_the_log_probs_of_the_merged_model(
 ) -> None:
     place, _ = trained
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        found = process.submit(vllm_logprobs, str(untied_model), str(place / "adapter")).result()
+        engine_logprobs = process.submit(
+            vllm_logprobs, str(untied_model), str(place / "adapter")
+        ).result()
     merged, base = (
         logits(model)[0, :-1].log_softmax(-1).gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
         for model in (place / "merged", untied_model)
     )
-    torch.testing.assert_close(torch.tensor(found), merged, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(engine_logprobs), merged, atol=1e-5, rtol=0)
     assert (base - merged).abs().max() > 1e-2
 
 
@@ -171,12 +174,12 @@ WRONG = [
 def test_a_folder_that_does_not_fit_is_refused_before_the_start(
     trained: tuple[Path, Trained], untied_model: Path, tmp_path: Path
 ) -> None:
-    for number, (change, said) in enumerate(WRONG):
+    for number, (change, text) in enumerate(WRONG):
         folder = shutil.copytree(trained[0] / "adapter", tmp_path / str(number))
         assert list(adapter_problems(folder, LORA, shape_of(untied_model))) == []
         change(folder)
         (problem,) = adapter_problems(folder, LORA, shape_of(untied_model))
-        assert said in problem and "model.adapter_path" in problem
+        assert text in problem and "model.adapter_path" in problem
 
 
 @matrix
@@ -184,8 +187,15 @@ def test_adapters_are_not_merged_into_another_model(
     trained: tuple[Path, Trained], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = make_model_folder(tmp_path / "other", tied=False, seed=7)
-    given = ["to-hf", "--checkpoint", str(trained[0]), "--output", str(tmp_path / "out"), "--base"]
-    assert convert.main([*given, str(other)]) == convert.MISTAKE
+    arguments = [
+        "to-hf",
+        "--checkpoint",
+        str(trained[0]),
+        "--output",
+        str(tmp_path / "out"),
+        "--base",
+    ]
+    assert convert.main([*arguments, str(other)]) == convert.MISTAKE
     assert "for another model than that in" in capsys.readouterr().err
-    assert convert.main([*given, str(tmp_path / "nothing")]) == convert.MISTAKE
+    assert convert.main([*arguments, str(tmp_path / "nothing")]) == convert.MISTAKE
     assert not (tmp_path / "out").exists()

@@ -39,7 +39,8 @@ def on(case: Case = ADAM, **changes: object) -> Case:
     return replace(case, **changes)
 
 
-TP2, TP2_SP = on(tensor=2), on(tensor=2, sequence=True)
+TP2 = on(tensor=2)
+TP2_SP = on(tensor=2, sequence=True)
 VPP2_RC = on(pipeline=2, virtual_pipeline=2, recompute=True)
 LAYOUTS = [
     TP2_SP,
@@ -106,15 +107,23 @@ def of_peft(folder: Path, target: str) -> tuple[dict[str, Tensor], Learned]:
     optimizer = torch.optim.AdamW(
         trained, lr=LEARNING_RATE["adam"], betas=(0.9, 0.95), weight_decay=0.0
     )
-    gradients, norms = [], []
+    gradients = []
+    norms = []
     for part in PARTS:
         optimizer.zero_grad()
         oracle.loss(model, part).backward()
         gradients.append(
-            {name.replace(".default", ""): one for name, one in oracle.gradients(model).items()}
+            {
+                name.replace(".default", ""): gradient
+                for name, gradient in oracle.gradients(model).items()
+            }
         )
         norms.append(
-            float(torch.cat([one.flatten() for one in gradients[-1].values()]).double().norm())
+            float(
+                torch.cat([gradient.flatten() for gradient in gradients[-1].values()])
+                .double()
+                .norm()
+            )
         )
         optimizer.step()
     return start, Learned(reference, logprobs, gradients[0], norms, adapters_of(model), weights)
@@ -133,11 +142,13 @@ def check(
     exact: float = 1e-5,
     learned: FunctionType = lora_learning_cases.learned,
 ) -> None:
-    start, wanted = of_peft(folder, case.lora)
+    start, expected = of_peft(folder, case.lora)
     by_rank = ranks.run(case.ranks, learned, folder, case, start, PARTS)
     for name in ("reference", "logprobs"):
-        got = {index: values for one in by_rank for index, values in getattr(one, name).items()}
-        for index, values in getattr(wanted, name).items():
+        got = {
+            index: values for outcome in by_rank for index, values in getattr(outcome, name).items()
+        }
+        for index, values in getattr(expected, name).items():
             torch.testing.assert_close(
                 torch.tensor(got[index]),
                 torch.tensor(values),
@@ -145,17 +156,20 @@ def check(
                 rtol=0.0,
                 msg=f"{name} {index}",
             )
-    assert_close(by_rank[0].gradients, wanted.gradients, exact)
-    assert all(one.norms[0] == pytest.approx(wanted.norms[0], rel=exact) for one in by_rank)
+    assert_close(by_rank[0].gradients, expected.gradients, exact)
+    assert all(
+        outcome.norms[0] == pytest.approx(expected.norms[0], rel=exact) for outcome in by_rank
+    )
     moves = [
         {name: after[name] - start[name] for name in start}
-        for after in (by_rank[0].adapters, wanted.adapters)
+        for after in (by_rank[0].adapters, expected.adapters)
     ]
     assert_close_together(*moves, 3e-3)
-    assert by_rank[0].norms == pytest.approx(wanted.norms, rel=1e-3)
-    both = by_rank[0].weights.keys() & wanted.weights.keys()  # experts have other names
+    assert by_rank[0].norms == pytest.approx(expected.norms, rel=1e-3)
+    both = by_rank[0].weights.keys() & expected.weights.keys()  # experts have other names
     assert_close(
-        *({name: one.weights[name] for name in both} for one in (by_rank[0], wanted)), 1e-6
+        *({name: outcome.weights[name] for name in both} for outcome in (by_rank[0], expected)),
+        1e-6,
     )
 
 
@@ -183,12 +197,14 @@ def test_so_do_those_of_ranks_that_share_sequences(ranks: RankPool, untied_model
 def test_new_adapters_change_nothing_and_are_the_same_on_every_layout(
     ranks: RankPool, untied_model: Path
 ) -> None:
-    one, other = (
+    adapters, other_adapters = (
         ranks.run(case.ranks, lora_learning_cases.new_adapters, untied_model, case)[0]
         for case in (ADAM, on(tensor=2, pipeline=2))
     )
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    for name, tensor in one.items():
+    assert adapters.keys() == other_adapters.keys() and all(
+        torch.equal(adapters[name], other_adapters[name]) for name in adapters
+    )
+    for name, tensor in adapters.items():
         bound = 0.0 if "lora_B" in name else tensor.shape[1] ** -0.5
         assert bound * 0.9 <= tensor.abs().max() <= bound, name
 
@@ -197,15 +213,17 @@ def test_new_adapters_change_nothing_and_are_the_same_on_every_layout(
 def test_supervised_training_has_the_same_curve_on_every_layout(
     ranks: RankPool, untied_model: Path
 ) -> None:
-    given = (sft_cases.make_sequences(20, seed=1), sft_cases.make_sequences(5, seed=2), 4)
-    alone, other = (
-        ranks.run(case.ranks, sft_cases.curve, untied_model, case, *given)[0]
+    arguments = (sft_cases.make_sequences(20, seed=1), sft_cases.make_sequences(5, seed=2), 4)
+    plain_curve, split_curve = (
+        ranks.run(case.ranks, sft_cases.curve, untied_model, case, *arguments)[0]
         for case in (on(lr=0.01), on(TP2_SP, lr=0.01))
     )
-    losses = [[row["train/loss"] for row in one[1:]] for one in (alone, other)]
+    losses = [[row["train/loss"] for row in curve[1:]] for curve in (plain_curve, split_curve)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert other[-1]["held_out/loss"] == pytest.approx(alone[-1]["held_out/loss"], rel=1e-5)
-    assert abs(alone[-1]["held_out/loss"] - alone[0]["held_out/loss"]) > 0.01, (
+    assert split_curve[-1]["held_out/loss"] == pytest.approx(
+        plain_curve[-1]["held_out/loss"], rel=1e-5
+    )
+    assert abs(plain_curve[-1]["held_out/loss"] - plain_curve[0]["held_out/loss"]) > 0.01, (
         "or nothing would be learned"
     )
 

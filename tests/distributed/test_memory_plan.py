@@ -56,8 +56,10 @@ def test_training_holds_what_is_planned(ranks: RankPool, model: Path, layout: La
 
 
 def check_training(report: dict[str, Any]) -> None:
-    measured, phases = report["measured"], report["phases"]
-    update, logprobs = phases["update"], phases["logprobs"]
+    measured = report["measured"]
+    phases = report["phases"]
+    update = phases["update"]
+    logprobs = phases["logprobs"]
     for part in (*RESIDENT, "reference", "activations"):
         if measured.get(part):
             assert update[part] == within_a_tenth(measured[part]), part

@@ -53,27 +53,27 @@ def of_transformers(folder: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
     model = oracle.load(folder)
     with torch.no_grad():
         ids = [torch.tensor(sample.prompt_ids + sample.completion_ids) for sample in SAMPLES]
-        logits = [model(one[None]).logits[0] for one in ids]
+        logits = [model(token_ids[None]).logits[0] for token_ids in ids]
     oracle.loss(model, SAMPLES).backward()
     return logits, in_files(oracle.gradients(model))
 
 
 def in_files(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as files on the Hub have them: transformers holds all experts of a layer in one."""
-    found = {}
+    file_tensors = {}
     for name, tensor in tensors.items():
         layer, _, kind = name.rpartition(".experts.")
         if kind == "gate_up_proj":
             for expert, fused in enumerate(tensor):
                 gate, up = fused.chunk(2)
-                found[f"{layer}.experts.{expert}.gate_proj.weight"] = gate
-                found[f"{layer}.experts.{expert}.up_proj.weight"] = up
+                file_tensors[f"{layer}.experts.{expert}.gate_proj.weight"] = gate
+                file_tensors[f"{layer}.experts.{expert}.up_proj.weight"] = up
         elif kind == "down_proj":
-            for expert, one in enumerate(tensor):
-                found[f"{layer}.experts.{expert}.down_proj.weight"] = one
+            for expert, matrix in enumerate(tensor):
+                file_tensors[f"{layer}.experts.{expert}.down_proj.weight"] = matrix
         else:
-            found[name] = tensor
-    return found
+            file_tensors[name] = tensor
+    return file_tensors
 
 
 @pytest.mark.parity
@@ -117,12 +117,12 @@ def check_round_trip(
     )
     logits, gradients = wanted
     seen: set[int] = set()
-    for (found,) in by_rank:
-        for index, got in found.logits.items():
+    for (outcome,) in by_rank:
+        for index, got in outcome.logits.items():
             distance = float((got - logits[index]).abs().max())
             assert distance <= 1e-4, f"the logits are off by {distance:.2e}"
-        seen |= found.logits.keys()
-        assert_close(found.gradients, gradients, 1e-4)
+        seen |= outcome.logits.keys()
+        assert_close(outcome.gradients, gradients, 1e-4)
     assert seen == set(range(len(SAMPLES)))
     assert_same_weights(folder, output)
 
@@ -131,17 +131,17 @@ def check_round_trip(
 @pytest.mark.parity
 @pytest.mark.parametrize("case", [EP2, pytest.param(Case(data=2), marks=pytest.mark.full)], ids=str)
 def test_a_rank_without_samples_takes_part(ranks: RankPool, folder: Path, case: Case) -> None:
-    alone = SAMPLES[:1]
-    got = ranks.run(case.ranks, policy_cases.gradients, folder, case, alone)[0]
+    samples = SAMPLES[:1]
+    got = ranks.run(case.ranks, policy_cases.gradients, folder, case, samples)[0]
     model = oracle.load(folder)
-    oracle.loss(model, alone).backward()
-    wanted = in_files(oracle.gradients(model))
+    oracle.loss(model, samples).backward()
+    expected = in_files(oracle.gradients(model))
     # Experts that no token of the sample was sent to have no gradient.
-    idle = {name for name, gradient in wanted.items() if not gradient.any()}
+    idle = {name for name, gradient in expected.items() if not gradient.any()}
     assert idle and all(not got[name].any() for name in idle)
     assert_close(
-        {name: one for name, one in got.items() if name not in idle},
-        {name: one for name, one in wanted.items() if name not in idle},
+        {name: gradient for name, gradient in got.items() if name not in idle},
+        {name: gradient for name, gradient in expected.items() if name not in idle},
         1e-4,
     )
 
@@ -165,9 +165,9 @@ def test_experts_shared_by_ranks_are_updated_as_those_of_one_rank(
     optimizer: str,
     clip_grad: float,
 ) -> None:
-    cases = [replace(one, optimizer=optimizer, clip_grad=clip_grad) for one in (Case(), case)]
-    (alone, result), (shared, other) = (
-        ranks.run(one.ranks, policy_cases.update, folder, one, SAMPLES)[0] for one in cases
+    cases = [replace(layout, optimizer=optimizer, clip_grad=clip_grad) for layout in (Case(), case)]
+    (unshared, result), (shared, other) = (
+        ranks.run(layout.ranks, policy_cases.update, folder, layout, SAMPLES)[0] for layout in cases
     )
     norm = float(torch.cat([gradient.flatten() for gradient in wanted[1].values()]).double().norm())
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
@@ -177,7 +177,7 @@ def test_experts_shared_by_ranks_are_updated_as_those_of_one_rank(
     before = HFReader(folder)
     moves = [
         {name: weights[name] - before.tensor(name) for name in weights}
-        for weights in (alone, shared)
+        for weights in (unshared, shared)
     ]
     if optimizer == "adam":
         assert_close_together(moves[1], moves[0], 1e-2)
@@ -203,8 +203,8 @@ def test_an_overlapped_reduction_waits_for_no_idle_expert(
 ) -> None:
     case = replace(case, max_tokens=64, optimizer="adam")
     plain, overlapped = (
-        ranks.run(case.ranks, policy_cases.updates, folder, one, SAMPLES)[0]
-        for one in (case, replace(case, overlap_grad_reduce=True))
+        ranks.run(case.ranks, policy_cases.updates, folder, variant, SAMPLES)[0]
+        for variant in (case, replace(case, overlap_grad_reduce=True))
     )
     assert overlapped[1:] == plain[1:] and plain[2] > 0
     assert all(torch.equal(overlapped[0][name], weight) for name, weight in plain[0].items())
@@ -243,7 +243,9 @@ def test_a_checkpoint_with_experts_loads_on_this_and_on_other_layouts(
         ([EP2], 1),
         pytest.param([EP2, Case(tensor=2, sequence=True, expert=2)], 2, marks=pytest.mark.full),
     ],
-    ids=lambda x: "+".join(map(str, x)) if isinstance(x, list) else x,
+    ids=lambda parameter: (
+        "+".join(map(str, parameter)) if isinstance(parameter, list) else parameter
+    ),
 )
 @matrix
 def test_engine_logprobs_equal_the_policys_after_every_update(

@@ -35,7 +35,11 @@ EVERY = [(case, folder) for case in LAYOUTS for folder in ("untied_model", "tied
 @pytest.mark.parametrize(
     ("case", "folder"),
     keeping(
-        [*IN_MATRIX, FIRST, *(one for one in EVERY if one not in (FIRST, *IN_MATRIX))],
+        [
+            *IN_MATRIX,
+            FIRST,
+            *(parameters for parameters in EVERY if parameters not in (FIRST, *IN_MATRIX)),
+        ],
         FIRST,
         others=2,
     ),
@@ -45,9 +49,9 @@ def test_learning_goes_on_bit_by_bit_as_if_nothing_had_left(
     ranks: RankPool, request: pytest.FixtureRequest, case: Case, folder: str
 ) -> None:
     model = request.getfixturevalue(folder)
-    wanted = ranks.run(case.ranks, offload_cases.learn_twice, model, case, SAMPLES)
+    expected = ranks.run(case.ranks, offload_cases.learn_twice, model, case, SAMPLES)
     reports = ranks.run(case.ranks, offload_cases.learn_around_an_offload, model, case, SAMPLES)
-    for report, state in zip(reports, wanted, strict=True):
+    for report, state in zip(reports, expected, strict=True):
         assert report["names"] == ("gradients", "optimizer", "parameters")
         assert set(report["away"].values()) == {0}, report["away"]
         assert report["again"] == report["here"]

@@ -52,10 +52,10 @@ def updates(
     ranks: RankPool, tied_model: Path
 ) -> dict[str, tuple[list[dict[str, Tensor]], list[float]]]:
     optimizers = list(OPTIMIZERS.values())
-    (found,) = ranks.run(
+    (outcomes,) = ranks.run(
         1, optimizer_cases.updates, tied_model, optimizers, MINIBATCHES, len(MINIBATCHES)
     )
-    return dict(zip(OPTIMIZERS, found, strict=True))
+    return dict(zip(OPTIMIZERS, outcomes, strict=True))
 
 
 def torch_updates(
@@ -69,10 +69,13 @@ def torch_updates(
     named = dict(model.named_parameters())
     groups = [
         {
-            "params": [one for one in named.values() if one.ndim > 1],
+            "params": [parameter for parameter in named.values() if parameter.ndim > 1],
             "weight_decay": settings.weight_decay,
         },
-        {"params": [one for one in named.values() if one.ndim == 1], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in named.values() if parameter.ndim == 1],
+            "weight_decay": 0.0,
+        },
     ]
     betas = (settings.adam_beta1, settings.adam_beta2)
     optimizer: torch.optim.Optimizer = (
@@ -80,7 +83,8 @@ def torch_updates(
         if settings.kind == "adam"
         else torch.optim.SGD(groups, lr=1.0)
     )
-    weights, norms = [], []
+    weights = []
+    norms = []
     for samples, rate in zip(MINIBATCHES, rates, strict=True):
         optimizer.zero_grad()
         oracle.loss(model, samples).backward()
@@ -89,13 +93,13 @@ def torch_updates(
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-        weights.append({name: one.detach().clone() for name, one in named.items()})
+        weights.append({name: parameter.detach().clone() for name, parameter in named.items()})
     return weights, norms
 
 
 def moves(folder: Path, weights: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """What each update added to the weights."""
-    start = {name: one.detach() for name, one in oracle.load(folder).named_parameters()}
+    start = {name: parameter.detach() for name, parameter in oracle.load(folder).named_parameters()}
     return [
         {name: after[name] - before[name] for name in start}
         for before, after in zip([start, *weights], weights, strict=False)
@@ -108,9 +112,13 @@ def test_three_updates_are_those_of_torch(
 ) -> None:
     settings = OPTIMIZERS[name]
     weights, norms = updates[name]
-    wanted, wanted_norms = torch_updates(tied_model, settings, RATES.get(name, [settings.lr] * 3))
-    assert norms == pytest.approx(wanted_norms, rel=1e-4)
+    torch_weights, torch_norms = torch_updates(
+        tied_model, settings, RATES.get(name, [settings.lr] * 3)
+    )
+    assert norms == pytest.approx(torch_norms, rel=1e-4)
     if settings.clip_grad:
         assert min(norms) > 1.2 * settings.clip_grad, "the clip has to be at work"
-    for ours, theirs in zip(moves(tied_model, weights), moves(tied_model, wanted), strict=True):
-        assert_close(ours, theirs, 2e-3)
+    for move, torch_move in zip(
+        moves(tied_model, weights), moves(tied_model, torch_weights), strict=True
+    ):
+        assert_close(move, torch_move, 2e-3)

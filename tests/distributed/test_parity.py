@@ -41,8 +41,10 @@ def assert_close_together(
 
     Adam's first step is nearly the gradient's sign, which rounding decides where the gradient is
     nearly zero; one such element is much in a small tensor and little in the model."""
-    one, other = (torch.cat([t[name].flatten() for name in sorted(wanted)]) for t in (got, wanted))
-    distance = float((one - other).norm() / other.norm())
+    got_vector, wanted_vector = (
+        torch.cat([t[name].flatten() for name in sorted(wanted)]) for t in (got, wanted)
+    )
+    distance = float((got_vector - wanted_vector).norm() / wanted_vector.norm())
     assert distance <= relative, f"off by {distance:.2e}"
 
 
@@ -53,14 +55,14 @@ def check_logprobs(
     samples: list[Sample],
     cases: ModuleType = policy_cases,
 ) -> None:
-    found: dict[int, list[float]] = {}
+    logprobs: dict[int, list[float]] = {}
     for part in ranks.run(case.ranks, cases.logprobs, folder, case, samples):
-        found |= part
+        logprobs |= part
     model = oracle.load(folder)
     with torch.no_grad():
         for index, sample in enumerate(samples):
             torch.testing.assert_close(
-                torch.tensor(found[index]),
+                torch.tensor(logprobs[index]),
                 oracle.completion_logprobs(model, sample),
                 atol=3e-6,
                 rtol=1e-6,
@@ -88,7 +90,8 @@ def check_update(
 ) -> None:
     weights, result = ranks.run(case.ranks, cases.update, folder, case, SAMPLES)[0]
     assert result.discarded is None
-    model, reference = oracle.load(folder), None
+    model = oracle.load(folder)
+    reference = None
     if case.kl_coef:
         reference = oracle.load(folder)
         with torch.no_grad():
@@ -104,9 +107,9 @@ def check_update(
         torch.optim.AdamW(
             model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
         ).step()
-    wanted = {name: p.detach() - start[name] for name, p in model.named_parameters()}
+    expected = {name: p.detach() - start[name] for name, p in model.named_parameters()}
     compare = assert_close if case.optimizer == "sgd" else assert_close_together
-    compare({name: weights[name] - start[name] for name in wanted}, wanted, relative)
+    compare({name: weights[name] - start[name] for name in expected}, expected, relative)
     assert result.sums["loss"] / result.sums["tokens"] == pytest.approx(loss.item(), rel=1e-5)
     norm = (
         torch.cat([gradient.flatten() for gradient in oracle.gradients(model).values()])
@@ -201,10 +204,10 @@ def test_an_overlapped_reduction_gives_the_same_bits(
     """From the second minibatch on: in the first one, Megatron learns which parameters have
     gradients."""
     plain, overlapped = (
-        ranks.run(case.ranks, policy_cases.updates, tied_model, one, SAMPLES)[0]
-        for one in (case, replace(case, overlap_grad_reduce=True))
+        ranks.run(case.ranks, policy_cases.updates, tied_model, variant, SAMPLES)[0]
+        for variant in (case, replace(case, overlap_grad_reduce=True))
     )
-    assert [one.discarded is None for one in plain[1]] == [True, False, True, True]
+    assert [result.discarded is None for result in plain[1]] == [True, False, True, True]
     assert overlapped[1] == plain[1]
     assert all(torch.equal(overlapped[0][name], weight) for name, weight in plain[0].items())
 

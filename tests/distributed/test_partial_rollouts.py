@@ -76,11 +76,11 @@ def deferred(make: Make) -> Run:
 def completions_of(run: Run) -> dict[tuple[str, int], Completion]:
     """By prompt and sample."""
     groups = [group for step in run.groups for group in step]
-    found = {
+    completions = {
         (group.prompt.prompt_id, c.sample_index): c for group in groups for c in group.completions
     }
-    assert len(found) == len(groups) * GROUP, "every prompt comes once in these steps"
-    return found
+    assert len(completions) == len(groups) * GROUP, "every prompt comes once in these steps"
+    return completions
 
 
 def learned_from(groups: list[ScoredGroup]) -> list[ScoredGroup]:
@@ -89,15 +89,18 @@ def learned_from(groups: list[ScoredGroup]) -> list[ScoredGroup]:
 
 
 def assert_same_completions(run: Run, other: Run) -> None:
-    ours, theirs = completions_of(run), completions_of(other)
-    assert ours.keys() == theirs.keys()
-    for key, completion in ours.items():
-        assert list(completion.token_ids) == list(theirs[key].token_ids)
+    completions = completions_of(run)
+    other_completions = completions_of(other)
+    assert completions.keys() == other_completions.keys()
+    for key, completion in completions.items():
+        assert list(completion.token_ids) == list(other_completions[key].token_ids)
         assert (
-            completion.finish_reason == theirs[key].finish_reason
-            and completion.text == theirs[key].text
+            completion.finish_reason == other_completions[key].finish_reason
+            and completion.text == other_completions[key].text
         )
-        assert list(completion.logprobs) == pytest.approx(list(theirs[key].logprobs), abs=1e-5)
+        assert list(completion.logprobs) == pytest.approx(
+            list(other_completions[key].logprobs), abs=1e-5
+        )
 
 
 def test_cut_or_whole_the_completions_are_the_same(whole: Run, carried: Run) -> None:
@@ -131,10 +134,11 @@ def test_a_function_of_whole_groups_pays_what_one_of_single_completions_pays(
 ) -> None:
     """Whoever sampled what of a group, and in which step: it is called once, with all completions,
     when all are there; also of a group of which a checkpoint had a part."""
-    again = make(2, CARRY, reward=BY_GROUP, stop_after=5)
-    assert again.groups == carried.groups and again.in_flight == carried.in_flight
+    repeated = make(2, CARRY, reward=BY_GROUP, stop_after=5)
+    assert repeated.groups == carried.groups and repeated.in_flight == carried.in_flight
     assert all(
-        "reward/own/row" in metrics and metrics["reward/failures"] == 0 for metrics in again.metrics
+        "reward/own/row" in metrics and metrics["reward/failures"] == 0
+        for metrics in repeated.metrics
     )
 
 
@@ -166,8 +170,9 @@ def test_dynamic_sampling_replaces_dropped_groups_by_further_draws(
     selection = SelectionConfig(dynamic_sampling="accuracy", max_extra_prompts=4)
     run = make(1, rollout, steps=5, selection=selection)
     for metrics in run.metrics:
-        kept, sampled = metrics["selection/groups_learned"], metrics["selection/groups_sampled"]
-        assert kept == PER_STEP or sampled == PER_STEP + 4
+        learned = metrics["selection/groups_learned"]
+        sampled = metrics["selection/groups_sampled"]
+        assert learned == PER_STEP or sampled == PER_STEP + 4
         assert metrics["selection/dropped/surplus"] == 0
     assert any(m["selection/extra_prompts"] > 0 for m in run.metrics) and run.in_flight[-1] == []
     names = [group.prompt.prompt_id for step in run.groups for group in step]
@@ -198,11 +203,11 @@ def test_groups_that_another_reward_function_has_scored_are_sampled_anew(
     ]
 
     def begun_again(one: Run) -> int:
-        left = [
+        redrawn = [
             group for step in one.groups[1:] for group in step if group.prompt.prompt_id in drawn
         ]
         return sum(
-            all(s.step >= 1 for c in group.completions for s in c.segments) for group in left
+            all(s.step >= 1 for c in group.completions for s in c.segments) for group in redrawn
         )
 
     assert begun_again(run) > begun_again(carried) == 0
@@ -224,7 +229,7 @@ def test_deferred_or_not_the_completions_are_the_same(whole: Run, deferred: Run)
         {len(c.token_ids) > DEFER.slice_tokens for g in step for c in g.completions}
         for step in deferred.groups
     ]
-    assert {False} in lengths and any(True in one for one in lengths), (
+    assert {False} in lengths and any(True in kinds for kinds in lengths), (
         "steps of short groups, and others"
     )
     assert deferred.in_flight[-1] == []

@@ -40,18 +40,18 @@ def test_reset_forgets_and_what_was_handed_out_stays():
 
 
 def test_the_observer_is_told_where_the_program_is():
-    told: list[str] = []
-    timers = PhaseTimers(told.append)
+    places: list[str] = []
+    timers = PhaseTimers(places.append)
     with timers.phase("rollout"), timers.phase("sync"):
         pass
-    assert told == ["rollout", "sync", "rollout", "after rollout"]
+    assert places == ["rollout", "sync", "rollout", "after rollout"]
 
 
 def test_after_an_error_the_last_word_is_where_it_was():
-    told: list[str] = []
-    timers = PhaseTimers(told.append)
+    places: list[str] = []
+    timers = PhaseTimers(places.append)
     with pytest.raises(KeyError), timers.phase("update"), timers.phase("loss"):
         raise KeyError
     with timers.phase("save"):
         pass
-    assert told == ["update", "loss", "save", "after save"]
+    assert places == ["update", "loss", "save", "after save"]

@@ -66,18 +66,19 @@ def test_other_weights_end_every_rank_with_the_difference(
 ) -> None:
     for reports in by_layout:
         harmed = [report["harmed"][harm] for report in reports]
-        assert len({one["error"] for one in harmed}) == 1
+        assert len({report["error"] for report in harmed}) == 1
         assert "sync.probe_threshold" in harmed[0]["error"]
         if harm.endswith("not finite"):
             assert all(
-                "sync.probe_threshold" in one["error where anything is allowed"] for one in harmed
+                "sync.probe_threshold" in report["error where anything is allowed"]
+                for report in harmed
             )
             assert "nan" in harmed[0]["error"]
             continue
-        (difference,) = {one["sync/probe_difference"] for one in harmed}
-        assert difference > 0.01 and {one["error where anything is allowed"] for one in harmed} == {
-            ""
-        }
+        (difference,) = {report["sync/probe_difference"] for report in harmed}
+        assert difference > 0.01 and {
+            report["error where anything is allowed"] for report in harmed
+        } == {""}
         named = [
             float(number) for number in re.findall(r"\d+\.?\d*(?:e-?\d+)?", harmed[0]["error"])
         ]
@@ -90,7 +91,7 @@ def test_scored_tokens_do_not_change_texts_that_go_on_from_them(
 ) -> None:
     """The prompts fill blocks of vLLM's prefix cache, which those of the probe do only where blocks
     are small."""
-    (found,) = ranks.run(1, probe_cases.texts_after_scores, untied_model)
-    assert found["scores"][0] == found["scores"][1]
-    assert found["left"] == 0
-    assert found["after scores"] == found["alone"]
+    (report,) = ranks.run(1, probe_cases.texts_after_scores, untied_model)
+    assert report["scores"][0] == report["scores"][1]
+    assert report["left"] == 0
+    assert report["after scores"] == report["alone"]

@@ -56,7 +56,7 @@ def come(
     place = rendezvous.rank_info
     word = RankReport(place.host, place.node, problem)
     rendezvous.sync(
-        call, word, seconds, lambda said: RendezvousResult(judged(said), is_mistake=True)
+        call, word, seconds, lambda reports: RendezvousResult(judged(reports), is_mistake=True)
     )
 
 
@@ -69,25 +69,25 @@ def judged(said: dict[int, RankReport]) -> str | None:
 
 def outcomes(*calls: Callable[[], None]) -> list[BaseException | None]:
     """What each call, in a thread of its own, raised."""
-    found: list[BaseException | None] = [None] * len(calls)
+    errors: list[BaseException | None] = [None] * len(calls)
 
     def run(index: int) -> None:
         try:
             calls[index]()
         except BaseException as error:
-            found[index] = error
+            errors[index] = error
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return errors
 
 
 def test_all_come_and_what_they_said_is_judged(port: int) -> None:
     meetings = [sign_in(port, rank) for rank in range(4)]
-    assert outcomes(*(lambda one=one: come(one) for one in meetings)) == [None] * 4
+    assert outcomes(*(lambda meeting=meeting: come(meeting) for meeting in meetings)) == [None] * 4
     meetings[0].group_store(5.0).set("key", "of this start")
     assert meetings[3].group_store(5.0).get("key") == b"of this start"
 
@@ -96,25 +96,25 @@ def test_missing_ranks_are_named_with_their_hosts_on_all_ranks(port: int) -> Non
     """Rank 2 has signed in and hangs; rank 3 of the same node, and the third node, never
     started."""
     meetings = [sign_in(port, rank, 6) for rank in range(3)]
-    found = outcomes(*(lambda one=one: come(one, 1.0) for one in meetings[:2]))
-    assert [type(error) for error in found] == [MissingRanksError] * 2
-    told = (
+    errors = outcomes(*(lambda meeting=meeting: come(meeting, 1.0) for meeting in meetings[:2]))
+    assert [type(error) for error in errors] == [MissingRanksError] * 2
+    message = (
         "2 of 6 ranks are at the start after 1 s (run.start_timeout_seconds). Missing: rank 2 "
         "on host1 (started, "
     )
-    told += (
+    message += (
         "not here yet), rank 3 on host1 (never started), ranks 4-5 of the node with number 2 "
         "(never started)."
     )
-    assert all(str(error).startswith(told) for error in found), found
+    assert all(str(error).startswith(message) for error in errors), errors
 
 
 def test_rank_0_that_never_comes_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlmath.distributed.rendezvous.SLACK_SECONDS", 0.0)
     sign_in(port, 0)
-    (found,) = outcomes(lambda: come(sign_in(port, 3), 1.0))
-    assert isinstance(found, MissingRanksError)
-    assert "rank 3 on host1 waited 1 s at the start for rank 0 on host0 (pid 100)" in str(found)
+    (error,) = outcomes(lambda: come(sign_in(port, 3), 1.0))
+    assert isinstance(error, MissingRanksError)
+    assert "rank 3 on host1 waited 1 s at the start for rank 0 on host0 (pid 100)" in str(error)
 
 
 def test_a_mistake_of_one_node_is_told_with_its_host_by_all(
@@ -122,15 +122,18 @@ def test_a_mistake_of_one_node_is_told_with_its_host_by_all(
 ) -> None:
     meetings = [sign_in(port, rank) for rank in range(4)]
     mistake = ValueError("no folder /models/a")
-    found = outcomes(
-        *(lambda one=one: come(one) for one in meetings[:2]),
-        *(lambda one=one: meet_with_mistake(one, mistake, SECONDS) for one in meetings[2:]),
+    errors = outcomes(
+        *(lambda meeting=meeting: come(meeting) for meeting in meetings[:2]),
+        *(
+            lambda meeting=meeting: meet_with_mistake(meeting, mistake, SECONDS)
+            for meeting in meetings[2:]
+        ),
     )
-    assert {str(error) for error in found} == {
+    assert {str(error) for error in errors} == {
         "on host1 (ranks 2-3): no folder /models/a\n2 of the 4 ranks that are here found "
         "something wrong."
     }
-    assert all(isinstance(error, ValueError) for error in found)
+    assert all(isinstance(error, ValueError) for error in errors)
 
 
 def test_a_mistake_of_all_is_told_as_it_stands_and_does_not_wait_for_a_rank_that_hangs(
@@ -138,8 +141,13 @@ def test_a_mistake_of_all_is_told_as_it_stands_and_does_not_wait_for_a_rank_that
 ) -> None:
     monkeypatch.setattr("rlmath.distributed.rendezvous.PROBLEM_SECONDS", 1.0)
     meetings = [sign_in(port, rank) for rank in range(4)]
-    found = outcomes(*(lambda one=one: come(one, problem="run.seed is -1") for one in meetings[:3]))
-    assert {str(error) for error in found} == {"run.seed is -1"}
+    errors = outcomes(
+        *(
+            lambda meeting=meeting: come(meeting, problem="run.seed is -1")
+            for meeting in meetings[:3]
+        )
+    )
+    assert {str(error) for error in errors} == {"run.seed is -1"}
 
 
 def test_a_rank_that_fails_between_two_calls_is_told_at_the_second(
@@ -147,12 +155,12 @@ def test_a_rank_that_fails_between_two_calls_is_told_at_the_second(
 ) -> None:
     monkeypatch.setattr("rlmath.distributed.rendezvous.PROBLEM_SECONDS", 1.0)
     meetings = [sign_in(port, rank, 2) for rank in range(2)]
-    assert outcomes(*(lambda one=one: come(one) for one in meetings)) == [None] * 2
+    assert outcomes(*(lambda meeting=meeting: come(meeting) for meeting in meetings)) == [None] * 2
     meetings[1].report_failure("OSError: no GPU")
-    (found,) = outcomes(lambda: come(meetings[0], call="group"))
+    (error,) = outcomes(lambda: come(meetings[0], call="group"))
     assert (
-        isinstance(found, MissingRanksError)
-        and str(found) == "rank 1 on host0 failed: OSError: no GPU"
+        isinstance(error, MissingRanksError)
+        and str(error) == "rank 1 on host0 failed: OSError: no GPU"
     )
 
 
@@ -160,14 +168,14 @@ def test_what_an_earlier_start_left_is_never_taken_for_this_one(port: int) -> No
     """The store stays when torchrun starts the ranks again: rank 1 did come, in the start
     before."""
     earlier = [sign_in(port, rank, 2) for rank in range(2)]
-    assert outcomes(*(lambda one=one: come(one) for one in earlier)) == [None] * 2
+    assert outcomes(*(lambda meeting=meeting: come(meeting) for meeting in earlier)) == [None] * 2
     earlier[0].group_store(5.0).set("address", "of a process that is gone")
-    again = sign_in(port, 0, 2)
-    (found,) = outcomes(lambda: come(again, 1.0))
-    assert isinstance(found, MissingRanksError) and "1 of 2 ranks" in str(found)
+    restarted = sign_in(port, 0, 2)
+    (error,) = outcomes(lambda: come(restarted, 1.0))
+    assert isinstance(error, MissingRanksError) and "1 of 2 ranks" in str(error)
     third = [sign_in(port, rank, 2) for rank in (1, 0)]
-    assert outcomes(*(lambda one=one: come(one) for one in third)) == [None] * 2
-    stores = [one.group_store(5.0) for one in reversed(third)]  # rank 0 serves it
+    assert outcomes(*(lambda meeting=meeting: come(meeting) for meeting in third)) == [None] * 2
+    stores = [meeting.group_store(5.0) for meeting in reversed(third)]  # rank 0 serves it
     assert not any(store.check(["address"]) for store in stores)
 
 
@@ -182,21 +190,28 @@ def test_the_store_of_ranks_on_one_node_outlives_the_launchers_and_is_for_this_n
         port = int(launcher.stdout.readline())
         meetings = [sign_in(port, rank, 2) for rank in range(2)]
         before = set(listening())
-        assert outcomes(*(lambda one=one: come(one) for one in meetings)) == [None] * 2
-        first, second = (one.group_store(5.0) for one in meetings)
+        assert (
+            outcomes(*(lambda meeting=meeting: come(meeting) for meeting in meetings)) == [None] * 2
+        )
+        first, second = (meeting.group_store(5.0) for meeting in meetings)
         assert [address.partition(":")[0] for address in set(listening()) - before] == ["127.0.0.1"]
         launcher.kill()
         launcher.wait()
         assert all(
-            outcomes(lambda one=one: come(one, 1.0, "later"))[0] is not None for one in meetings
+            outcomes(lambda meeting=meeting: come(meeting, 1.0, "later"))[0] is not None
+            for meeting in meetings
         )
     second.set("key", "there")
     assert first.get("key") == b"there" and second.add("count", 2) == 2
 
 
 def listening() -> list[str]:
-    found = psutil.Process().net_connections("tcp")
-    return [f"{one.laddr.ip}:{one.laddr.port}" for one in found if one.status == psutil.CONN_LISTEN]
+    connections = psutil.Process().net_connections("tcp")
+    return [
+        f"{connection.laddr.ip}:{connection.laddr.port}"
+        for connection in connections
+        if connection.status == psutil.CONN_LISTEN
+    ]
 
 
 def test_a_store_that_is_lost_is_told(port: int) -> None:
@@ -212,9 +227,9 @@ def test_a_store_that_is_lost_is_told(port: int) -> None:
             return fail
 
     rendezvous._store = Lost()  # type: ignore[assignment]
-    (found,) = outcomes(lambda: come(rendezvous))
-    assert isinstance(found, MissingRanksError) and str(found).endswith("Broken pipe"), found
-    assert "lost the run's key-value store" in str(found)
+    (error,) = outcomes(lambda: come(rendezvous))
+    assert isinstance(error, MissingRanksError) and str(error).endswith("Broken pipe"), error
+    assert "lost the run's key-value store" in str(error)
 
 
 def test_a_port_that_another_program_uses_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,11 +253,13 @@ def test_a_run_of_another_name_on_the_same_port_is_not_met(
 ) -> None:
     other = [sign_in(port, rank, 2) for rank in range(2)]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    mine = sign_in(port, 0, 2)
-    found = outcomes(*(lambda one=one: come(one) for one in other), lambda: come(mine, 1.0))
-    assert found[:2] == [None, None]
-    assert isinstance(found[2], MissingRanksError)
-    assert "Missing: rank 1 on host0 (never started)" in str(found[2])
+    renamed = sign_in(port, 0, 2)
+    errors = outcomes(
+        *(lambda meeting=meeting: come(meeting) for meeting in other), lambda: come(renamed, 1.0)
+    )
+    assert errors[:2] == [None, None]
+    assert isinstance(errors[2], MissingRanksError)
+    assert "Missing: rank 1 on host0 (never started)" in str(errors[2])
 
 
 def test_no_rank_ends_with_an_error_before_the_others_have_read_it(
@@ -268,8 +285,8 @@ def test_no_rank_ends_with_an_error_before_the_others_have_read_it(
         return outcome(at)
 
     monkeypatch.setattr(meetings[3], "_outcome", slow)
-    found = outcomes(*(lambda rank=rank: attend(rank) for rank in range(4)))
-    assert all(isinstance(error, ValueError) for error in found), found
+    errors = outcomes(*(lambda rank=rank: attend(rank) for rank in range(4)))
+    assert all(isinstance(error, ValueError) for error in errors), errors
 
 
 def test_many_ranks_and_hosts_are_named_shortly() -> None:

@@ -24,7 +24,8 @@ class Collected:
     """What the ranks report of an engine or several, each number of them run once."""
 
     def __init__(self, ranks: RankPool, model: Path) -> None:
-        self._ranks, self._model = ranks, model
+        self._ranks = ranks
+        self._model = model
         self._reports: dict[tuple[int, int], list[dict]] = {}
 
     def by(self, engines: int, engine_size: int = 1) -> list[dict]:
@@ -55,8 +56,8 @@ def test_groups_are_whole_and_in_the_order_of_the_prompts(alone: dict) -> None:
             assert {c.policy_version for c in group.completions} == {3}
             assert all(c.segments == (Segment(len(c.token_ids), 3, 0),) for c in group.completions)
             assert len(group.scores) == ROLLOUT.group_size
-    first, *_, again = alone["groups"]
-    assert first == again
+    first, *_, repeated = alone["groups"]
+    assert first == repeated
     lengths = [len(c.token_ids) for group in first for c in group.completions]
     assert min(lengths) < max(lengths)
 
@@ -78,13 +79,11 @@ def test_every_completion_has_its_own_reward_and_its_own_prompts_solutions(
     collected: Collected, untied_model: Path, engines: int, engine_size: int
 ) -> None:
     """The reward is a hash of the text and of the solutions that it was scored against."""
-    tokenizer, found = (
-        load_tokenizer(str(untied_model)),
-        collected.by(engines, engine_size)[-1]["hashed"],
-    )
-    assert found.keys() == SEEDS.keys()
+    tokenizer = load_tokenizer(str(untied_model))
+    groups_by_seed = collected.by(engines, engine_size)[-1]["hashed"]
+    assert groups_by_seed.keys() == SEEDS.keys()
     rewards = set()
-    for groups in found.values():
+    for groups in groups_by_seed.values():
         assert [group.prompt for group in groups] == PROMPTS
         for group, prompt in zip(groups, PROMPTS, strict=True):
             for completion, score in zip(group.completions, group.scores, strict=True):
@@ -121,31 +120,34 @@ def test_completions_go_on_where_they_were_interrupted(
     collected: Collected, untied_model: Path, engine_size: int
 ) -> None:
     """Weights come twice: while the completions go on, and while they are interrupted."""
-    tokenizer, reports = load_tokenizer(str(untied_model)), collected.by(1, engine_size)
+    tokenizer = load_tokenizer(str(untied_model))
+    reports = collected.by(1, engine_size)
     for rank, report in enumerate(reports):
-        found = report["interrupted"]
-        assert found.ended.keys() == found.whole.keys() and found.left == 0
-        assert found.scored == (found.ended if rank == 0 else {})
-        tokens = {key: list(completion.token_ids) for key, completion in found.ended.items()}
+        interrupted = report["interrupted"]
+        assert interrupted.ended.keys() == interrupted.whole.keys() and interrupted.left == 0
+        assert interrupted.scored == (interrupted.ended if rank == 0 else {})
+        tokens = {key: list(completion.token_ids) for key, completion in interrupted.ended.items()}
         assert tokens == {
-            key: list(completion.token_ids) for key, completion in found.whole.items()
+            key: list(completion.token_ids) for key, completion in interrupted.whole.items()
         }
-        assert found.usage.new_tokens == sum(map(len, tokens.values()))
-        assert found.usage.steps == max(map(len, tokens.values()))
+        assert interrupted.usage.new_tokens == sum(map(len, tokens.values()))
+        assert interrupted.usage.steps == max(map(len, tokens.values()))
         assert (
-            found.held == {key: 7 for key in tokens if len(tokens[key]) > 7} and len(found.held) > 1
+            interrupted.held == {key: 7 for key in tokens if len(tokens[key]) > 7}
+            and len(interrupted.held) > 1
         )
-        for key, completion in found.ended.items():
-            length, stopped = len(tokens[key]), tokens[key][-1] == tokenizer.eos_token_id
+        for key, completion in interrupted.ended.items():
+            length = len(tokens[key])
+            stopped = tokens[key][-1] == tokenizer.eos_token_id
             assert completion.finish_reason == ("stop" if stopped else "length")
             assert stopped or length == ROLLOUT.max_new_tokens
             whole = [Segment(4, 3, 0), Segment(3, 4, 1), Segment(length - 7, 5, 2)]
             assert length <= 7 or completion.segments == tuple(whole)
             assert completion.policy_version == completion.segments[-1].policy_version
-            assert completion.logprobs == pytest.approx(found.whole[key].logprobs, abs=1e-5)
+            assert completion.logprobs == pytest.approx(interrupted.whole[key].logprobs, abs=1e-5)
             text = completion_text(tokenizer, tokens[key], stopped)
             assert completion.text == (text if rank == 0 else "")
-        assert found.given_up == "vLLM ended a completion with 'abort', unfinished"
+        assert interrupted.given_up == "vLLM ended a completion with 'abort', unfinished"
 
 
 @matrix

@@ -22,20 +22,27 @@ def server() -> dist.TCPStore:
 def test_values_come_back_and_a_key_that_is_not_there_is_not_waited_for(
     server: dist.TCPStore,
 ) -> None:
-    ours, other = RunStore(server, "rlmath/a"), RunStore(server, "rlmath/a")
-    ours.set("status/0", {"step": 3, "text": "\x1b é"})
-    assert other.get("status/0") == {"step": 3, "text": "\x1b é"} and other.get("status/1") is None
-    assert other.get_all(["status/0", "status/1"]) == {"status/0": {"step": 3, "text": "\x1b é"}}
+    store = RunStore(server, "rlmath/a")
+    other_store = RunStore(server, "rlmath/a")
+    store.set("status/0", {"step": 3, "text": "\x1b é"})
+    assert (
+        other_store.get("status/0") == {"step": 3, "text": "\x1b é"}
+        and other_store.get("status/1") is None
+    )
+    assert other_store.get_all(["status/0", "status/1"]) == {
+        "status/0": {"step": 3, "text": "\x1b é"}
+    }
     assert RunStore(server, "rlmath/b").get("status/0") is None
     assert RunStore(server, "rlmath/a").all_there(["status/0"])
-    ours.delete("status/0")
-    assert other.get("status/0") is None
+    store.delete("status/0")
+    assert other_store.get("status/0") is None
 
 
 def test_the_first_value_stays(server: dist.TCPStore) -> None:
-    one, two = RunStore(server, "rlmath"), RunStore(server, "rlmath")
-    assert one.set_first("failure", "of rank 1") == "of rank 1"
-    assert two.set_first("failure", "of rank 2") == "of rank 1"
+    store = RunStore(server, "rlmath")
+    other_store = RunStore(server, "rlmath")
+    assert store.set_first("failure", "of rank 1") == "of rank 1"
+    assert other_store.set_first("failure", "of rank 2") == "of rank 1"
 
 
 def test_numbers_are_given_once_to_many_threads(server: dist.TCPStore) -> None:
@@ -56,7 +63,7 @@ def test_numbers_are_given_once_to_many_threads(server: dist.TCPStore) -> None:
 def test_a_record_of_other_code_with_other_fields_is_none() -> None:
     good = {"host": "a", "node": 1, "problem": None, "may_pass": True, "facts": {"torch": "2"}}
     good |= {"address": "", "data": "d", "data_makers": "", "gpu": ""}
-    wanted = RankReport("a", 1, None, may_pass=True, facts={"torch": "2"}, data="d")
-    assert record_of(RankReport, good) == wanted
+    expected = RankReport("a", 1, None, may_pass=True, facts={"torch": "2"}, data="d")
+    assert record_of(RankReport, good) == expected
     assert record_of(RankReport, good | {"more": 1}) is None
     assert record_of(RankReport, [good]) is None and record_of(RankReport, None) is None

@@ -36,12 +36,12 @@ CURVE = ("train/loss", "train/grad_norm", "held_out/loss", "held_out/perplexity"
 
 def curve(ranks: RankPool, folder: Path, case: Case) -> list[dict[str, float]]:
     """Of rank 0; all ranks tell the same."""
-    found = ranks.run(case.ranks, sft_cases.curve, folder, case, SEQUENCES, HELD_OUT, STEPS)
-    for other in found[1:]:
+    curves = ranks.run(case.ranks, sft_cases.curve, folder, case, SEQUENCES, HELD_OUT, STEPS)
+    for other in curves[1:]:
         assert [row.get("train/loss") for row in other] == [
-            row.get("train/loss") for row in found[0]
+            row.get("train/loss") for row in curves[0]
         ]
-    return found[0]
+    return curves[0]
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,16 @@ def loss_and_hits(
     model: torch.nn.Module, sequences: list[WrittenSequence]
 ) -> tuple[torch.Tensor, int, int]:
     """(sum of nats, tokens, tokens that are the likeliest) of completions, sequence by sequence."""
-    total, tokens, hits = torch.zeros(()), 0, 0
-    for one in sequences:
-        ids = torch.tensor(one.prompt_ids + one.completion_ids)
-        logits = model(ids[None]).logits[0, len(one.prompt_ids) - 1 : -1]
-        targets = torch.tensor(one.completion_ids)
+    total = torch.zeros(())
+    tokens = 0
+    hits = 0
+    for sequence in sequences:
+        ids = torch.tensor(sequence.prompt_ids + sequence.completion_ids)
+        logits = model(ids[None]).logits[0, len(sequence.prompt_ids) - 1 : -1]
+        targets = torch.tensor(sequence.completion_ids)
         total = total + torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
-        tokens, hits = tokens + len(targets), hits + int((logits.argmax(-1) == targets).sum())
+        tokens = tokens + len(targets)
+        hits = hits + int((logits.argmax(-1) == targets).sum())
     return total, tokens, hits
 
 
@@ -72,7 +75,8 @@ def test_the_curve_is_that_of_transformers_with_adamw(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=BETAS, eps=1e-8, weight_decay=0.0
     )
-    order, found = order_of(SEQUENCES), []
+    order = order_of(SEQUENCES)
+    losses_and_norms = []
     with torch.no_grad():
         total, tokens, hits = loss_and_hits(model, HELD_OUT)
     assert alone[0]["held_out/loss"] == pytest.approx(float(total) / tokens, rel=1e-5)
@@ -85,15 +89,15 @@ def test_the_curve_is_that_of_transformers_with_adamw(
         (total / tokens).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-        found.append((float(total.detach()) / tokens, float(norm)))
+        losses_and_norms.append((float(total.detach()) / tokens, float(norm)))
     assert [row["train/loss"] for row in alone[1:]] == pytest.approx(
-        [loss for loss, _ in found], rel=1e-5
+        [loss for loss, _ in losses_and_norms], rel=1e-5
     )
     assert [row["train/grad_norm"] for row in alone[1:]] == pytest.approx(
-        [norm for _, norm in found], rel=1e-3
+        [norm for _, norm in losses_and_norms], rel=1e-3
     )
-    assert min(norm for _, norm in found) > CLIP, "or nothing would be clipped"
-    assert found[-1][0] < found[0][0] - 0.2, "or the curve would be flat"
+    assert min(norm for _, norm in losses_and_norms) > CLIP, "or nothing would be clipped"
+    assert losses_and_norms[-1][0] < losses_and_norms[0][0] - 0.2, "or the curve would be flat"
     with torch.no_grad():
         total, tokens, hits = loss_and_hits(model, HELD_OUT)
     assert alone[-1]["held_out/loss"] == pytest.approx(float(total) / tokens, rel=1e-5)
@@ -108,21 +112,21 @@ def test_the_curve_is_that_of_transformers_with_adamw(
     "case",
     [
         *keeping(LAYOUTS, LAYOUTS[0], others=0),
-        *(pytest.param(one, marks=pytest.mark.full) for one in FULL_LAYOUTS),
+        *(pytest.param(layout, marks=pytest.mark.full) for layout in FULL_LAYOUTS),
     ],
     ids=str,
 )
 def test_every_layout_has_the_curve_of_a_single_rank(
     ranks: RankPool, alone: list[dict[str, float]], untied_model: Path, case: Case
 ) -> None:
-    found = curve(ranks, untied_model, case)
-    assert len(found) == len(alone) == STEPS + 1
-    for ours, theirs in zip(found, alone, strict=True):
-        assert ours.keys() == theirs.keys()
+    rows = curve(ranks, untied_model, case)
+    assert len(rows) == len(alone) == STEPS + 1
+    for row, alone_row in zip(rows, alone, strict=True):
+        assert row.keys() == alone_row.keys()
         for name in CURVE:
-            if name in theirs:
-                assert ours[name] == pytest.approx(
-                    theirs[name], rel=1e-5 if "loss" in name else 1e-3
+            if name in alone_row:
+                assert row[name] == pytest.approx(
+                    alone_row[name], rel=1e-5 if "loss" in name else 1e-3
                 ), name
         for name in (
             "held_out/token_accuracy",
@@ -130,8 +134,8 @@ def test_every_layout_has_the_curve_of_a_single_rank(
             "n_valid_tokens",
             "train/learning_rate",
         ):
-            assert ours.get(name) == theirs.get(name), name
-    assert ["held_out/loss" in row for row in found] == [
+            assert row.get(name) == alone_row.get(name), name
+    assert ["held_out/loss" in row for row in rows] == [
         True,
         False,
         True,

@@ -50,7 +50,9 @@ class Saved(dict[Case, tuple[Path, list[Outcome]]]):
     """Checkpoint and outcomes of a layout, made when they are first asked for."""
 
     def __init__(self, ranks: RankPool, folder: Path, place: Path) -> None:
-        self._ranks, self._folder, self._place = ranks, folder, place
+        self._ranks = ranks
+        self._folder = folder
+        self._place = place
 
     def __missing__(self, case: Case) -> tuple[Path, list[Outcome]]:
         root = self._place / str(case)
@@ -126,10 +128,15 @@ def test_recovery_points_give_way_to_newer_ones_and_kept_models_stay(
 ) -> None:
     steps = [(1, False), (2, True), (3, False), (4, False), (5, False)]
     ranks.run(1, store_cases.save_often, untied_model, adam(Case()), tmp_path, steps, 2)
-    found, problems = complete_checkpoints(tmp_path)
+    checkpoints, problems = complete_checkpoints(tmp_path)
     assert not problems
     good = (3, False)  # the best rewards were those up to step 3
-    assert [(one.step, one.kept) for one in found] == [(5, False), (4, False), good, (2, True)]
+    assert [(checkpoint.step, checkpoint.kept) for checkpoint in checkpoints] == [
+        (5, False),
+        (4, False),
+        good,
+        (2, True),
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"step-{n:06d}" for n in range(2, 6)
     ]
@@ -165,9 +172,7 @@ def test_every_file_is_in_the_manifest_and_as_large_as_its_tensors(saved_by: Sav
     }
     assert on_disk - {"manifest.json"} == set(checkpoint.files)
     parameters = sum(tensor.nbytes for tensor in saved.weights.values())
-    written = sum(
-        entry.size for name, entry in checkpoint.files.items() if name.endswith(".distcp")
-    )
+    written = sum(file.size for name, file in checkpoint.files.items() if name.endswith(".distcp"))
     # Parameters and Adam's two moments of them, and some hundred bytes for each tensor.
     assert 3 * parameters < written < 3.6 * parameters
     assert json.loads((checkpoint.folder / "progress.json").read_text())["optimizer_tensors"] == [

@@ -56,9 +56,11 @@ def test_memory_changes_hands_in_order_and_nothing_is_lost(
             assert body["engine bytes"] > sync["engine bytes"] > 0
             assert {**after, "version": 0} == {**before, "version": 0}
             assert report["same"] and report["mismatch"] < ROUNDING
-            held = before["training bytes"]
+            training_bytes = before["training bytes"]
             for name in ("gradients", "optimizer", "parameters"):
-                assert report["metrics"][f"memory/offloaded/{name}_gib"] == held[name] / GIB
+                assert (
+                    report["metrics"][f"memory/offloaded/{name}_gib"] == training_bytes[name] / GIB
+                )
                 assert report["metrics"][f"seconds/offload/{name}"] > 0
             names = {f"memory/after_{phase}_gib" for phase in (*PHASES, "generate")}
             assert names < report["metrics"].keys()
@@ -85,9 +87,9 @@ def test_a_failure_anywhere_leaves_the_policy_whole_and_the_engine_asleep(
         "coming back": "no memory to come back to",
         "leaving": "not resizable",
     }
-    for found in ranks.run(case.ranks, switch_cases.failures, untied_model, case, engine_size):
-        assert found.keys() == errors.keys()
-        for name, report in found.items():
+    for reports in ranks.run(case.ranks, switch_cases.failures, untied_model, case, engine_size):
+        assert reports.keys() == errors.keys()
+        for name, report in reports.items():
             assert errors[name] in report["error"], name
             assert report["next"].startswith(
                 "True: generation failed before; this switch is broken"

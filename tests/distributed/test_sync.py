@@ -33,9 +33,11 @@ FOUR = [
 ]
 
 
-SHARED, SENT = False, True
+SHARED = False
+SENT = True
 SIZES = {2: (1, 2), 4: (1, 2, 4)}
-FIRST, SECOND = (2, False, torch.float32, SHARED), (2, False, torch.bfloat16, SENT)
+FIRST = (2, False, torch.float32, SHARED)
+SECOND = (2, False, torch.bfloat16, SENT)
 
 
 def _variant(count: int, tied: bool, dtype: torch.dtype, messages: bool) -> Any:
@@ -67,7 +69,8 @@ def test_every_engine_has_the_policys_weights_after_every_sync(
     messages: bool,
 ) -> None:
     """Three syncs with an update of the policy between them, in many rounds, in every layout."""
-    folder, cases = (tied_model if tied else untied_model), {2: TWO, 4: FOUR}[count]
+    folder = tied_model if tied else untied_model
+    cases = {2: TWO, 4: FOUR}[count]
     check_syncs(
         ranks.run(count, sync_cases.transfer, folder, cases, SIZES[count], dtype, messages),
         messages,
@@ -118,19 +121,19 @@ def test_vllms_own_model_gets_what_it_would_load_into_the_memory_that_it_has(
     ranks: RankPool, untied_model: Path, case: Case
 ) -> None:
     """CUDA graphs read parameters where they were when they were captured."""
-    for found in ranks.run(2, sync_cases.into_vllms_own_model, untied_model, case):
-        assert found.pop("parameters") > 10
-        assert found == {"unlike the checkpoint": [], "wrong": [], "elsewhere": []}
+    for report in ranks.run(2, sync_cases.into_vllms_own_model, untied_model, case):
+        assert report.pop("parameters") > 10
+        assert report == {"unlike the checkpoint": [], "wrong": [], "elsewhere": []}
 
 
 @matrix
 def test_one_rank_that_cannot_share_memory_makes_all_send_messages(
     ranks: RankPool, untied_model: Path
 ) -> None:
-    found = ranks.run(
+    reports = ranks.run(
         2, sync_cases.without_shared_memory_on_one_rank, untied_model, Case(pipeline=2)
     )
-    assert found == [("Messages", []), ("Messages", [])]
+    assert reports == [("Messages", []), ("Messages", [])]
 
 
 @pytest.mark.full
@@ -151,16 +154,19 @@ def test_a_sync_takes_no_more_memory_than_its_buckets(
 ) -> None:
     """Two to send and two to receive, none of which stay; or two for every rank that are shared and
     stay, and the byte of a barrier. With LoRA one matrix is merged at a time."""
-    for found in ranks.run(2, sync_cases.extra_bytes, untied_model, case, engine_size, messages):
-        assert found["bucket"] <= 40_000 and found["received"] <= 40_000 < found["model"] / 40
-        sending, most = 2 * found["bucket"], found["merging"]
-        most += sending + 2 * found["received"] if messages else 2 * sending + 1
-        assert found["peak"] <= most
-        assert found["left"] <= (0 if messages else 2 * sending)
+    for report in ranks.run(2, sync_cases.extra_bytes, untied_model, case, engine_size, messages):
+        assert report["bucket"] <= 40_000 and report["received"] <= 40_000 < report["model"] / 40
+        sending = 2 * report["bucket"]
+        most = report["merging"]
+        most += sending + 2 * report["received"] if messages else 2 * sending + 1
+        assert report["peak"] <= most
+        assert report["left"] <= (0 if messages else 2 * sending)
 
 
-QKV, NORM = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.3.input_layernorm.weight"
-EMBEDDING, DOWN = "model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"
+QKV = "model.layers.1.self_attn.qkv_proj.weight"
+NORM = "model.layers.3.input_layernorm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
 
 
 @matrix
@@ -169,8 +175,8 @@ def test_damage_to_an_engines_weights_is_found_and_named(
     ranks: RankPool, untied_model: Path, dtype: torch.dtype
 ) -> None:
     """Two engines of two ranks: rank 3 is the second one of engine 1."""
-    query, key = (f"model.layers.1.self_attn.{x}_proj.weight" for x in "qk")
-    where = {
+    query, key = (f"model.layers.1.self_attn.{letter}_proj.weight" for letter in "qk")
+    damages = {
         ("bit", QKV, 0): [f"{key} in engine 0"],
         ("bit", DOWN, 1): [f"{DOWN} in engine 0"],
         ("rows", QKV, 3): [f"{query} in engine 1"],
@@ -178,9 +184,9 @@ def test_damage_to_an_engines_weights_is_found_and_named(
         ("slice", EMBEDDING, 3): [f"{EMBEDDING} in engine 1"],
         ("rows", NORM, 2): [f"{NORM} in engine 1"],
     }
-    arguments = (untied_model, Case(tensor=2, pipeline=2), 2, dtype, list(where))
-    for found in ranks.run(4, checksum_cases.spoiled, *arguments):
-        assert dict(zip(where, found, strict=True)) == where
+    arguments = (untied_model, Case(tensor=2, pipeline=2), 2, dtype, list(damages))
+    for names in ranks.run(4, checksum_cases.spoiled, *arguments):
+        assert dict(zip(damages, names, strict=True)) == damages
 
 
 @matrix

@@ -66,23 +66,26 @@ def dense_loss(
     distributions; and the mean KL, of the sampled tokens or of the whole. The advantages' log-probs
     are those of the model itself."""
     common = min(model.config.vocab_size, teacher.config.vocab_size)
-    total, kl, count = torch.zeros(()), torch.zeros(()), 0
+    total = torch.zeros(())
+    kl = torch.zeros(())
+    count = 0
     for sample in samples:
-        own = oracle.completion_logprobs(model, sample)
-        ours = all_logprobs(model, sample, common)
+        logprobs = oracle.completion_logprobs(model, sample)
+        model_logprobs = all_logprobs(model, sample, common)
         with torch.no_grad():
-            theirs = all_logprobs(teacher, sample, common)
-        advantage = torch.full_like(own.detach(), sample.advantage)
+            teacher_logprobs = all_logprobs(teacher, sample, common)
+        advantage = torch.full_like(logprobs.detach(), sample.advantage)
         if loss == "full":
-            kl_T = (ours.exp() * (ours - theirs)).sum(-1)
+            kl_T = (model_logprobs.exp() * (model_logprobs - teacher_logprobs)).sum(-1)
             total = total + coef * kl_T.sum()
         else:
             ids = torch.tensor(sample.completion_ids)[:, None]
-            kl_T = (ours - theirs).gather(1, ids)[:, 0].detach()
+            kl_T = (model_logprobs - teacher_logprobs).gather(1, ids)[:, 0].detach()
             advantage = advantage - coef * kl_T
-        ratio = (own - torch.tensor(sample.behaviour_logprobs)).exp()
+        ratio = (logprobs - torch.tensor(sample.behaviour_logprobs)).exp()
         total = total - torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
-        kl, count = kl + kl_T.detach().sum(), count + len(sample.completion_ids)
+        kl = kl + kl_T.detach().sum()
+        count = count + len(sample.completion_ids)
     return total / count, kl / count
 
 
@@ -104,14 +107,16 @@ def check_gradients(
 def check_step(
     ours: StepOutcome, model: torch.nn.Module, teacher: Path, samples: list[Sample], loss: str
 ) -> None:
-    value, kl = dense_loss(model, oracle.load(teacher), samples, loss)
-    value.backward()
-    wanted = {n: -LEARNING_RATE["sgd"] * g for n, g in oracle.gradients(model).items()}
-    assert_close(ours.update, wanted, 2e-5)
+    total, kl = dense_loss(model, oracle.load(teacher), samples, loss)
+    total.backward()
+    expected = {n: -LEARNING_RATE["sgd"] * g for n, g in oracle.gradients(model).items()}
+    assert_close(ours.update, expected, 2e-5)
     (result,) = ours.record.results
-    told = ours.record.teacher_kl
-    told = result.sums["teacher_kl"] / result.sums["tokens"] if told is None else told
-    assert told == pytest.approx(kl.item(), rel=1e-4)
+    teacher_kl = ours.record.teacher_kl
+    teacher_kl = (
+        result.sums["teacher_kl"] / result.sums["tokens"] if teacher_kl is None else teacher_kl
+    )
+    assert teacher_kl == pytest.approx(kl.item(), rel=1e-4)
 
 
 @matrix
@@ -146,33 +151,32 @@ def test_a_step_learns_from_the_teacher_alone_or_with_rewards(
 ) -> None:
     """On-policy, ratios are 1; an offloaded teacher gives the same bits."""
     torch.set_num_threads(1)
-    groups, algorithm = (
-        make_groups((4, 3, 4)),
-        AlgorithmConfig(advantage="dr_grpo", early_stop_ratio=None),
-    )
+    groups = make_groups((4, 3, 4))
+    algorithm = AlgorithmConfig(advantage="dr_grpo", early_stop_ratio=None)
     for with_rewards in (False, True):
         settings = TeacherConfig(str(teachers["more"]), loss, COEF, with_rewards)
         arguments = (untied_model, case, groups, algorithm, settings)
-        ours, _ = ranks.run(case.ranks, teacher_cases.step, *arguments)[0]
+        outcome, _ = ranks.run(case.ranks, teacher_cases.step, *arguments)[0]
         moved, offloaded = ranks.run(case.ranks, teacher_cases.step, *arguments, True)[0]
         assert "teacher" in offloaded and set(offloaded) <= {"teacher", "teacher_head"}
-        assert all(torch.equal(moved.update[name], value) for name, value in ours.update.items())
+        assert all(torch.equal(moved.update[name], value) for name, value in outcome.update.items())
         rewards = [[reward for reward in group.rewards] for group in groups]
         centred = [
-            [one - sum(row) / len(row) if with_rewards else 0.0 for one in row] for row in rewards
+            [reward - sum(row) / len(row) if with_rewards else 0.0 for reward in row]
+            for row in rewards
         ]
         model = oracle.load(untied_model)
         samples = [
             Sample(
-                one.prompt_ids,
-                one.completion_ids,
-                tuple(oracle.completion_logprobs(model, one).tolist()),
-                one.advantage,
+                sample.prompt_ids,
+                sample.completion_ids,
+                tuple(oracle.completion_logprobs(model, sample).tolist()),
+                sample.advantage,
             )
-            for one in samples_of(groups, centred)
+            for sample in samples_of(groups, centred)
         ]
-        check_step(ours, model, teachers["more"], samples, loss)
-        assert (ours.record.teacher_kl is None) == (loss == "full")
+        check_step(outcome, model, teachers["more"], samples, loss)
+        assert (outcome.record.teacher_kl is None) == (loss == "full")
 
 
 @matrix
@@ -191,17 +195,22 @@ def test_a_step_compares_both_over_the_tokens_that_both_know(
             group,
             prompt=replace(group.prompt, token_ids=known(group.prompt.token_ids)),
             completions=tuple(
-                replace(one, token_ids=known(one.token_ids)) for one in group.completions
+                replace(completion, token_ids=known(completion.token_ids))
+                for completion in group.completions
             ),
         )
         for group in make_groups((4, 3))
     ]
     algorithm = AlgorithmConfig(advantage="dr_grpo", early_stop_ratio=None)
     settings = TeacherConfig(str(teachers["fewer"]), loss, COEF, with_rewards=False)
-    ours, _ = ranks.run(1, teacher_cases.step, untied_model, Case(), groups, algorithm, settings)[0]
+    outcome, _ = ranks.run(
+        1, teacher_cases.step, untied_model, Case(), groups, algorithm, settings
+    )[0]
     model = oracle.load(untied_model)
     samples = [
-        replace(one, behaviour_logprobs=tuple(oracle.completion_logprobs(model, one).tolist()))
-        for one in samples_of(groups, [[0.0] * len(group.completions) for group in groups])
+        replace(
+            sample, behaviour_logprobs=tuple(oracle.completion_logprobs(model, sample).tolist())
+        )
+        for sample in samples_of(groups, [[0.0] * len(group.completions) for group in groups])
     ]
-    check_step(ours, model, teachers["fewer"], samples, loss)
+    check_step(outcome, model, teachers["fewer"], samples, loss)

@@ -37,20 +37,22 @@ def test_what_is_kept_comes_back_bit_by_bit_in_the_same_tensors() -> None:
         torch.tensor([7], dtype=torch.int64),
         torch.ones(3).bfloat16(),
     ]
-    wanted = [tensor.clone() for tensor in tensors]
-    kept = StorageSet("weights", lambda: tensors, keep=True, device=CPU)
+    originals = [tensor.clone() for tensor in tensors]
+    weights = StorageSet("weights", lambda: tensors, keep=True, device=CPU)
     size = (1000 + 1 + 333) * 4 + 8 + 3 * 2
-    assert kept.nbytes == size and not kept.offloaded
+    assert weights.nbytes == size and not weights.offloaded
 
-    left = kept.offload()
-    assert (left.name, left.bytes) == ("weights", size) and left.seconds > 0
-    assert kept.offloaded and kept.nbytes == on_device(tensors) == 0
-    assert kept._host.nbytes >= size
+    move = weights.offload()
+    assert (move.name, move.bytes) == ("weights", size) and move.seconds > 0
+    assert weights.offloaded and weights.nbytes == on_device(tensors) == 0
+    assert weights._host.nbytes >= size
 
-    back = kept.onload()
+    back = weights.onload()
     assert (back.name, back.bytes) == ("weights", size) and back.seconds > 0
-    assert not kept.offloaded and kept.nbytes == on_device(tensors) == size
-    assert all(torch.equal(tensor, other) for tensor, other in zip(tensors, wanted, strict=True))
+    assert not weights.offloaded and weights.nbytes == on_device(tensors) == size
+    assert all(
+        torch.equal(tensor, original) for tensor, original in zip(tensors, originals, strict=True)
+    )
 
 
 def test_what_is_given_up_comes_back_as_zeros_and_costs_no_host_memory() -> None:
@@ -66,27 +68,29 @@ def test_views_of_one_storage_count_once_and_stay_views() -> None:
     (flat,) = random_tensors(100)
     parameter = torch.nn.Parameter(torch.empty(0))
     parameter.data = flat[10:30].view(4, 5)
-    wanted = parameter.detach().clone()
+    original = parameter.detach().clone()
     together = StorageSet("views", lambda: [parameter, flat[50:], flat], keep=True, device=CPU)
     assert together.offload().bytes == 400
     assert together.onload().bytes == 400
-    assert torch.equal(parameter, wanted)
+    assert torch.equal(parameter, original)
     flat[10] = 5.0
     assert parameter[0, 0] == 5.0
 
 
 def test_a_storage_that_belongs_to_another_set_stays() -> None:
-    ours, theirs = random_tensors(10, 20)
-    mine = StorageSet("ours", lambda: [ours, theirs[3:]], True, CPU, exclude=lambda: [theirs[:2]])
-    assert mine.offload().bytes == 40
-    assert on_device([ours]) == 0 and on_device([theirs]) == 80
-    mine.onload()
+    included, excluded = random_tensors(10, 20)
+    included_set = StorageSet(
+        "ours", lambda: [included, excluded[3:]], True, CPU, exclude=lambda: [excluded[:2]]
+    )
+    assert included_set.offload().bytes == 40
+    assert on_device([included]) == 0 and on_device([excluded]) == 80
+    included_set.onload()
 
 
 def test_tensors_on_another_device_stay_there() -> None:
     elsewhere = torch.empty(10, device="meta")
-    (here,) = random_tensors(10)
-    mixed = StorageSet("mixed", lambda: [here, elsewhere], keep=True, device=CPU)
+    (on_cpu,) = random_tensors(10)
+    mixed = StorageSet("mixed", lambda: [on_cpu, elsewhere], keep=True, device=CPU)
     assert mixed.offload().bytes == 40
     mixed.onload()
     assert elsewhere.untyped_storage().nbytes() == 40
@@ -97,9 +101,9 @@ def test_tensors_made_later_leave_the_next_time() -> None:
     growing = StorageSet("optimizer", lambda: state, keep=True, device=CPU)
     assert growing.offload().bytes == growing.onload().bytes == 0
     state += random_tensors(10)
-    wanted = state[0].clone()
+    original = state[0].clone()
     assert growing.offload().bytes == growing.onload().bytes == 40
-    assert torch.equal(state[0], wanted)
+    assert torch.equal(state[0], original)
 
 
 @pytest.mark.parametrize(
@@ -120,12 +124,14 @@ def test_pieces_of_host_memory_end_where_blocks_end(offset: int, size: int, cut:
 
 def test_a_storage_larger_than_a_block_comes_back_bit_by_bit() -> None:
     tensors = random_tensors(BLOCK_BYTES // 4 - 5, BLOCK_BYTES // 4 + 3, 10)
-    wanted = [tensor.clone() for tensor in tensors]
+    originals = [tensor.clone() for tensor in tensors]
     large = StorageSet("large", lambda: tensors, keep=True, device=CPU)
     large.offload()
     assert 0 <= large._host.nbytes - (2 * BLOCK_BYTES + 32) < 2 * ALIGNMENT_BYTES
     large.onload()
-    assert all(torch.equal(tensor, other) for tensor, other in zip(tensors, wanted, strict=True))
+    assert all(
+        torch.equal(tensor, original) for tensor, original in zip(tensors, originals, strict=True)
+    )
     assert large._host.nbytes == 0, "ordinary memory is cheap to take again"
 
 
@@ -133,15 +139,15 @@ def test_a_storage_larger_than_a_block_comes_back_bit_by_bit() -> None:
 def test_a_storage_that_cannot_be_given_up_costs_no_other_one_its_content(keep: bool) -> None:
     first, last = random_tensors(100, 50)
     stubborn = torch.from_numpy(np.ones(30))
-    wanted = [first.clone(), last.clone()]
+    originals = [first.clone(), last.clone()]
     mixed = StorageSet("mixed", lambda: [first, stubborn, last], keep, CPU)
     with pytest.raises(RuntimeError, match="not resizable"):
         mixed.offload()
-    assert mixed.offloaded and on_device([first]) == 0 and torch.equal(last, wanted[1])
+    assert mixed.offloaded and on_device([first]) == 0 and torch.equal(last, originals[1])
     mixed.onload()
     assert not mixed.offloaded and on_device([first, last]) == 600
-    assert torch.equal(last, wanted[1])
-    assert torch.equal(first, wanted[0] if keep else torch.zeros(100))
+    assert torch.equal(last, originals[1])
+    assert torch.equal(first, originals[0] if keep else torch.zeros(100))
 
 
 def test_want_of_memory_loses_nothing() -> None:
@@ -163,29 +169,30 @@ def run_out_of_memory() -> dict[str, object]:
     """Four storages of 64 MiB, where there is room for two more: in a fresh process; elsewhere
     threads of old process groups may end meanwhile and make room."""
     tensors = random_tensors(*[16 * MIB] * 4)
-    kept = StorageSet("weights", lambda: tensors, keep=True, device=CPU)
+    weights = StorageSet("weights", lambda: tensors, keep=True, device=CPU)
     report: dict[str, object] = {}
 
     def fail(moment: str) -> None:
         with room_for(150 * MIB):
             try:
-                getattr(kept, moment)()
+                getattr(weights, moment)()
             except RuntimeError as error:
                 report[f"error in {moment}"] = str(error)
-        report[f"away after {moment} failed"] = kept.offloaded
-        report[f"bytes after {moment} failed"] = kept.nbytes
+        report[f"away after {moment} failed"] = weights.offloaded
+        report[f"bytes after {moment} failed"] = weights.nbytes
 
     def restore(moment: str) -> None:
-        kept.onload()
-        wanted = random_tensors(*[16 * MIB] * 4)
+        weights.onload()
+        originals = random_tensors(*[16 * MIB] * 4)
         whole = all(
-            torch.equal(tensor, other) for tensor, other in zip(tensors, wanted, strict=True)
+            torch.equal(tensor, original)
+            for tensor, original in zip(tensors, originals, strict=True)
         )
-        report[f"whole after {moment}"] = whole and not kept.offloaded
+        report[f"whole after {moment}"] = whole and not weights.offloaded
 
     fail("offload")
     restore("offload")
-    kept.offload()
+    weights.offload()
     fail("onload")
     restore("onload")
     return report

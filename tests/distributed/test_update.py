@@ -53,7 +53,7 @@ def returns(groups: list[ScoredGroup], kls: list[Tensor], coef: float) -> list[T
 
 def normalised(values: list[Tensor], eps: float) -> list[Tensor]:
     every = torch.cat(values)
-    return [(value - every.mean()) / (every.std(correction=0) + eps) for value in values]
+    return [(tensor - every.mean()) / (every.std(correction=0) + eps) for tensor in values]
 
 
 def dense_ppo(
@@ -61,7 +61,8 @@ def dense_ppo(
 ) -> tuple[list[Tensor], Tensor]:
     """Advantages per token and loss of AReaL's PPO without a critic, in plain torch; the loss is
     on-policy."""
-    model, reference = oracle.load(folder), oracle.load(folder)
+    model = oracle.load(folder)
+    reference = oracle.load(folder)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.mul_(REFERENCE_FACTOR)
@@ -88,11 +89,11 @@ def test_ppo_with_kl_in_the_reward_is_that_of_plain_torch(
     torch.set_num_threads(1)
     samples = make_samples(GROUPS, [[0.0] * len(group.completions) for group in GROUPS])
     advantages, update = dense_ppo(untied_model, samples, PPO)
-    ours = step(ranks, untied_model, case, PPO)
-    found = [advantage for row in ours.record.advantages for advantage in row]
-    assert found == pytest.approx([float(a.mean()) for a in advantages], abs=1e-4)
-    assert_close(ours.update, update, 1e-5)
-    assert ours.record.reward_kl.per_token != 0
+    outcome = step(ranks, untied_model, case, PPO)
+    mean_advantages = [advantage for row in outcome.record.advantages for advantage in row]
+    assert mean_advantages == pytest.approx([float(a.mean()) for a in advantages], abs=1e-4)
+    assert_close(outcome.update, update, 1e-5)
+    assert outcome.record.reward_kl.per_token != 0
 
 
 @matrix
@@ -132,10 +133,10 @@ def test_after_a_discard_the_step_goes_on_or_ends(
         n_minibatches=2, epochs=2, early_stop_kl=1e-5, early_stop_action=action
     )
     record = step(ranks, untied_model, LAYOUTS[2], algorithm).record
-    first, *others = record.results
+    first, *later_results = record.results
     assert record.passes == made / 2
-    assert first.discarded is None and len(others) == made - 1
-    assert all("approximate KL" in result.discarded for result in others)
+    assert first.discarded is None and len(later_results) == made - 1
+    assert all("approximate KL" in result.discarded for result in later_results)
 
 
 @pytest.mark.parametrize(("entropy_coef", "skipped"), [(0.0, True), (0.1, False)])
@@ -170,17 +171,19 @@ def test_chosen_tokens_do_not_depend_on_ranks_and_micro_batches(
         n_minibatches=2,
     )
     for chosen in (algorithm, replace(algorithm, clip_cov_ratio=None, kl_cov_ratio=0.1, epochs=2)):
-        one, other = (step(ranks, untied_model, case, chosen) for case in (LAYOUTS[0], LAYOUTS[2]))
-        assert_close(one.update, other.update, 1e-4)
-        for ours, theirs in zip(one.record.results, other.record.results, strict=True):
-            assert ours.sums == pytest.approx(theirs.sums, rel=1e-3, abs=1e-3)
+        single, split = (
+            step(ranks, untied_model, case, chosen) for case in (LAYOUTS[0], LAYOUTS[2])
+        )
+        assert_close(single.update, split.update, 1e-4)
+        for result, split_result in zip(single.record.results, split.record.results, strict=True):
+            assert result.sums == pytest.approx(split_result.sums, rel=1e-3, abs=1e-3)
     plain = step(
         ranks,
         untied_model,
         LAYOUTS[0],
         replace(algorithm, clip_cov_ratio=None, top_entropy_share=1.0),
     )
-    differ = [(one.update[name] - plain.update[name]).abs().max() for name in plain.update]
+    differ = [(single.update[name] - plain.update[name]).abs().max() for name in plain.update]
     assert max(differ) > 1e-2 * max(update.abs().max() for update in plain.update.values())
 
 
@@ -193,13 +196,13 @@ def test_interpolated_log_probs_are_the_recomputed_ones_until_the_first_update(
         replace(
             group,
             completions=tuple(
-                replace(one, segments=(Segment(len(one.token_ids), -2, 0),))
-                for one in group.completions
+                replace(completion, segments=(Segment(len(completion.token_ids), -2, 0),))
+                for completion in group.completions
             ),
         )
         for group in GROUPS
     ]
-    found = {}
+    sums_by_setting = {}
     for word in ("recompute", "interpolate", "compare"):
         algorithm = AlgorithmConfig(
             n_minibatches=2,
@@ -208,11 +211,15 @@ def test_interpolated_log_probs_are_the_recomputed_ones_until_the_first_update(
             proximal_logprobs=word,
         )
         outcome = ranks.run(1, update_cases.step, untied_model, LAYOUTS[0], old, algorithm)[0]
-        found[word] = [result.sums for result in outcome.record.results]
-    assert found["interpolate"][0] == pytest.approx(found["recompute"][0], rel=1e-4, abs=1e-3)
-    errors = [one["proximal_error"] / one["tokens"] for one in found["compare"]]
+        sums_by_setting[word] = [result.sums for result in outcome.record.results]
+    assert sums_by_setting["interpolate"][0] == pytest.approx(
+        sums_by_setting["recompute"][0], rel=1e-4, abs=1e-3
+    )
+    errors = [sums["proximal_error"] / sums["tokens"] for sums in sums_by_setting["compare"]]
     assert errors[0] < 1e-5 < 1e-3 < errors[1]
-    assert found["compare"][1]["ratio"] == pytest.approx(found["recompute"][1]["ratio"], rel=1e-3)
-    assert found["interpolate"][1]["ratio"] != pytest.approx(
-        found["recompute"][1]["ratio"], rel=1e-3
+    assert sums_by_setting["compare"][1]["ratio"] == pytest.approx(
+        sums_by_setting["recompute"][1]["ratio"], rel=1e-3
+    )
+    assert sums_by_setting["interpolate"][1]["ratio"] != pytest.approx(
+        sums_by_setting["recompute"][1]["ratio"], rel=1e-3
     )

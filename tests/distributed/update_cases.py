@@ -43,7 +43,9 @@ def make_groups(sizes: tuple[int, ...], seed: int = 3) -> list[ScoredGroup]:
             for g, ids in enumerate(answers)
         )
         right = [draw.random() < 0.5 for _ in answers]
-        scores = tuple(Score(5.0 if one else -5.0, one, "", "string") for one in right)
+        scores = tuple(
+            Score(5.0 if is_right else -5.0, is_right, "", "string") for is_right in right
+        )
         groups.append(
             ScoredGroup(
                 Prompt(f"q{number}", "?", tokens(2, 8), ("1",), "math"), completions, scores
@@ -80,13 +82,15 @@ def steps(
     updater = PolicyUpdater(
         config, stage.shape, stage.mesh, stage.actor, reference, offload, PhaseTimers()
     )
-    made, before = [], whole_tensors(stage)
+    outcomes = []
+    before = whole_tensors(stage)
     for number, groups in enumerate(groups_by_step):
-        record, after = updater.update(groups, number), whole_tensors(stage)
+        record = updater.update(groups, number)
+        after = whole_tensors(stage)
         update = {name: after[name] - before[name] for name in after}
-        made.append(StepOutcome(record, update) if stage.mesh.rank == 0 else None)
+        outcomes.append(StepOutcome(record, update) if stage.mesh.rank == 0 else None)
         before = after
-    return made
+    return outcomes
 
 
 def _reference(stage: Stage) -> Any:
