@@ -1,5 +1,7 @@
-"""What the ranks do in the tests of the architectures: bring each model into a layout, let it
-answer and learn, and write it out again."""
+"""What the ranks do in the tests of the architectures.
+
+They bring each model into a layout, let it answer and learn, and write it out again.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,16 @@ class Found:
     """What one layout of a model gives, in the terms of transformers."""
 
     logits: dict[int, Tensor]
-    """Of every token of a sample, by its index; empty off the last stage."""
+    """Logits of every token of a sample, by the sample's index; empty off the last stage."""
     gradients: dict[str, Tensor]
 
 
 def round_trips(
     folders: list[Path], case: Case, samples: list[Sample], outputs: list[Path]
 ) -> list[Found]:
-    """Logits and gradients of every model in one layout; its folder is written out again
-    unchanged."""
+    """Logits and gradients of every model in one layout.
+
+    Each model's folder is written out again, unchanged."""
     from megatron.core import parallel_state
 
     device = open_device("cpu")

@@ -1,5 +1,7 @@
-"""What the ranks do in the tests of asynchronous training: some train, the others have engines of
-their own."""
+"""What the ranks do in the tests of asynchronous training.
+
+Some train, the others have engines of their own.
+"""
 
 from __future__ import annotations
 
@@ -48,16 +50,17 @@ class Run:
     """What the trainers did; None on the other ranks."""
 
     groups: list[list[ScoredGroup]] = field(default_factory=list)
-    """By step, those that it learned from."""
+    """The groups that it learned from, by step."""
     metrics: list[dict[str, float]] = field(default_factory=list)
     in_flight: list[list[int]] = field(default_factory=list)
-    """By step, the draws that it left in flight."""
+    """The draws that a step left in flight, by step."""
     validated: list[dict[str, float]] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
-    """By step: unfinished completions with tokens in what a checkpoint would hold."""
+    """Unfinished completions with tokens in what a checkpoint would hold, by step."""
     scored: list[tuple[list[float], list[float]]] = field(default_factory=list)
-    """By segment of a completion: its log-probs as sampled, and those of the policy of its version
-    on all before."""
+    """Log-probs of every segment of a completion, in pairs.
+
+    As sampled, and by the policy of the segment's version, which reads the whole sequence."""
 
 
 def run(
@@ -98,8 +101,9 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, pace
     from rlmath.trainer.rollouts.engines import open_engine_workers
 
     class Paced(EngineLoop):
-        """Samples no further while the trainer has all that it needs for its step, until it gets
-        the next weights."""
+        """Stops sampling while the trainer has all that it needs for its step.
+
+        It goes on when it gets the next weights."""
 
         needed = 0
         """Draws that the trainer needs for the step of the weights that it has."""

@@ -1,10 +1,11 @@
-"""Runs with two worlds of two ranks each, one run of every behaviour beside the others:
-bridge_program.py
+"""Runs with two worlds of two ranks each, one run of every behaviour beside the others.
+
+    bridge_program.py
 
 Ranks 2 and 3 send messages to 0 and 1; rank 3 closes its mailbox long after rank 2 has ended. With
 the behaviours "breaks off" and "unreadable" the last message of rank 3 breaks off or is none, and
-ranks 0 and 1 tell what then raises what. The program prints a dictionary: by behaviour, what every
-rank has told. All ranks are forks of one process, which has imported torch.
+ranks 0 and 1 report which call then raises which error. The program prints a dictionary of what
+every rank reports, by behaviour. All ranks are forks of one process, which has imported torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BEHAVIOURS = ("closes", "closes lazily", "breaks off", "unreadable")
 RANKS = 4
 MESSAGES = 3
 TIMEOUT_SECONDS = 6.0
-"""Of the group: all ranks must have met by then, so they begin together."""
+"""Timeout of the group: all ranks must have met by then, so they begin together."""
 PAUSE_SECONDS = 7.0
 """Messages may be further apart."""
 

@@ -1,5 +1,7 @@
-"""What the ranks do in the tests of the checksums: spoil an engine's weights, or a policy's, and
-ask what differs."""
+"""What the ranks do in the tests of the checksums.
+
+They spoil an engine's weights, or a policy's, and ask what differs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def swap_rows(matrix: Tensor) -> None:
 
 
 def lose_a_slice(matrix: Tensor) -> None:
-    """As it would be if it had never arrived."""
+    """Leave the slice as it would be if it had never arrived."""
     matrix[:2] = 0.0
 
 
@@ -44,7 +46,7 @@ def spoiled(
     dtype: torch.dtype,
     where: list[tuple[str, str, int]],
 ) -> list[list[str]]:
-    """By (kind of damage, parameter, rank): what differs then, after nothing did."""
+    """Differences after each damage (kind, parameter, rank); without one there are none."""
     stage = build(folder, case)
     sync_target = target(stage, engine_size, dtype)
     sync_target.sync.run(check=True)
@@ -76,8 +78,9 @@ def differing(one: Target) -> list[str]:
 
 
 def replica_astray(folder: Path, case: Case, engine_size: int, rank: int) -> dict[str, Any]:
-    """One data-parallel replica's weights go astray by one bit: what a checked sync says, and what
-    an unchecked one."""
+    """Let one data-parallel replica's weights differ by one bit.
+
+    The result is what a checked sync reports; an unchecked one before it raises nothing."""
     from rlmath.checkpoint.hf.weight_map import placed_tensors
     from rlmath.checkpoint.hf.weights import local_parameter
 

@@ -1,5 +1,7 @@
-"""What the ranks do in the tests of the converters: Megatron loads what was converted, and saves
-what is to be."""
+"""What the ranks do in the tests of the converters.
+
+Megatron loads what was converted, and saves what is to be converted.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ from tests.distributed.store_cases import SETTINGS, open_store, progress
 
 
 def differing(model: Path, state: Path, case: Case) -> tuple[int, list[str]]:
-    """Megatron's own loading of a converted checkpoint into a model that was emptied: how many
-    parameters this rank has, and those that are then not what `load_hf_weights` gave."""
+    """Let Megatron itself load a converted checkpoint into a model that was emptied.
+
+    Returns how many parameters this rank has, and those that then differ from what
+    `load_hf_weights` gave."""
     from megatron.core import dist_checkpointing
 
     count = 0
@@ -59,8 +63,9 @@ def save_plainly(model: Path, folder: Path, case: Case) -> None:
 
 
 def _end_manager() -> None:
-    """End the process that Megatron's `save` starts for a queue and keeps as long as this one
-    lives: it would outlive a rank that is killed."""
+    """End the process that Megatron's `save` starts for a queue.
+
+    Megatron keeps it as long as this process lives: it would outlive a rank that is killed."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     queue, filesystem_async._results_queue = filesystem_async._results_queue, None

@@ -1,5 +1,7 @@
-"""What the ranks do in the tests of the critic: a step's updates of policy and critic, and
-checkpoints of both."""
+"""What the ranks do in the tests of the critic.
+
+They make a step's updates of policy and critic, and checkpoints of both.
+"""
 
 from __future__ import annotations
 
@@ -109,8 +111,9 @@ def values(
 def save(
     folder: Path, case: Case, samples: list[Any], critic: CriticConfig, root: Path
 ) -> dict[str, Tensor]:
-    """Two updates of the critic, and a checkpoint of both models; the critic's weights after a
-    third."""
+    """Two updates of the critic, and a checkpoint of both models.
+
+    Returns the critic's weights after a third update."""
     from rlmath.checkpoint.directory import CRITIC
     from rlmath.checkpoint.manager import CheckpointManager, Retention
     from rlmath.checkpoint.sharded_state import SavedModel

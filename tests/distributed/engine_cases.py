@@ -29,8 +29,9 @@ PROMPTS = {"a": (5, 6, 7), "b": (40, 41), "c": (9, 9, 9, 9, 9, 9)}
 def open_engine(
     folder: Path, engine_size: int, device: Any, rollout: RolloutConfig = ROLLOUT, longest: int = 64
 ) -> Any:
-    """An engine over the ranks of the process group, for sequences of up to `longest` tokens;
-    asleep, as the trainer keeps it."""
+    """An engine over the ranks of the process group, for sequences of up to `longest` tokens.
+
+    It is asleep, as the trainer keeps it."""
     from rlmath.rollout.engine import Engine
 
     shape = shape_of(folder)
@@ -105,8 +106,9 @@ def _pack_all(samples: list[Sample], mesh: Mesh) -> list[MicroBatch]:
 
 
 def mismatch_after_updates(folder: Path, case: Case, engine_size: int, updates: int) -> list[float]:
-    """Largest difference between the engine's and the policy's log-probs, at the start and after
-    every update; empty off the last stage."""
+    """Largest difference between the engine's and the policy's log-probs.
+
+    Measured at the start and after every update; empty off the last stage."""
     both = _open(folder, replace(case, lr=1.0), engine_size)
     largest = mismatch(both, case, updates)
     both.engine.close()
@@ -138,8 +140,10 @@ Sampled = dict[tuple[int, int], tuple[list[int], list[float]]]
 def whole_and_in_slices(
     engine: Any, requests: list[Any], slice_tokens: int
 ) -> tuple[Sampled, Sampled]:
-    """The completions of an engine that is awake: in one piece, and in slices, each of which the
-    engine prefills with what is sampled so far, without cached blocks of the one before."""
+    """The completions of an engine that is awake, sampled in one piece and in slices.
+
+    For each slice the engine prefills what is sampled so far, without cached blocks of the slice
+    before."""
     whole = completions_of(engine, requests)
     parts = {request.key: PartialCompletion() for request in requests}
     unfinished = list(requests)
@@ -201,8 +205,10 @@ def greedy_in_slices(folder: Path, device_kind: str, slice_tokens: int) -> dict[
 
 
 def engine_settings(folder: Path, device_kind: str) -> dict[str, bool]:
-    """Of one engine: whether it draws the noise of all its requests at once, and whether FlashInfer
-    reduces over its ranks, alone or in one kernel with a norm."""
+    """Two settings of one engine.
+
+    Whether it draws the noise of all its requests at once, and whether FlashInfer reduces over its
+    ranks, alone or in one kernel with a norm."""
     from rlmath.rollout import engine
 
     device = open_device(device_kind)

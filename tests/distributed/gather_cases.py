@@ -12,8 +12,9 @@ from rlmath.distributed.device import init_process_group, open_device
 
 
 def metrics_beside_tensors(device_kind: str) -> tuple[list[str], Any]:
-    """Which backend reduces tensors of the device, and of the host; and a sum and a largest value
-    of metrics."""
+    """Which backend reduces tensors of the device, and which those of the host.
+
+    Also a sum and a largest value of metrics."""
     device = open_device(device_kind)
     init_process_group(device, 60)
     places = (device.torch_device, torch.device("cpu"))

@@ -1,5 +1,7 @@
-"""What one rank does in the test of a GRPO run from its settings: the run with a real engine, and
-what was asked of whom."""
+"""What one rank does in the test of a GRPO run from its settings.
+
+It makes the run with a real engine, and notes what each part was asked for.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ BATCH = 3
 SAMPLES = 2
 STAGE_TOKENS = (24, 28)
 STEPS = (1, 2)
-"""Of the two stages."""
+"""Steps of the two stages."""
 MINIBATCHES = 3
 EPOCHS = 2
 RATE = 0.004
@@ -308,8 +310,9 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
 
 
 def _rows_of(batch: Any) -> list[tuple[Any, ...]]:
-    """(index, tokens, advantages, log-probs of the engine) of every sample of a micro-batch; the
-    last two of its completion."""
+    """Rows of every sample of a micro-batch: index, tokens, advantages, log-probs of the engine.
+
+    The last two are of its completion only."""
     rows = []
     bounds = batch.cu_seqlens_S1.tolist()
     for index, start, end in zip(batch.sample_indices, bounds, bounds[1:], strict=False):

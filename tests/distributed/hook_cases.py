@@ -31,8 +31,9 @@ TOKENS = [[3, 4], [5]]
 
 
 def shared(plugin: str) -> dict[str, Any]:
-    """What every rank gets of functions that give something else at each call, that fail, and that
-    end their worker."""
+    """What every rank gets of functions that misbehave.
+
+    They give something else at each call, fail, or end their worker."""
     init_process_group(open_device("cpu"), 120.0)
     rank = dist.get_rank()
     prompt = Prompt("q", "1+1=", (1,), ("2",), "math", '{"level": 3}')

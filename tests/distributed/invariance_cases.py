@@ -1,5 +1,7 @@
-"""What the ranks do in the invariance tests: one recorded batch, learned from in many splits, with
-several losses."""
+"""What the ranks do in the invariance tests.
+
+They learn from one recorded batch in many splits, with several losses.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class Variant:
     entropy_coef: float = 0.0
     off_policy_mask: float | None = None
     kl_ratio: CorrectionLevel | None = None
-    """With a KL to the policy that sampled, weighed so."""
+    """How the KL to the policy that sampled is weighed; None: there is none."""
 
     def max_tokens(self, samples: list[Sample], data_size: int) -> int:
         total = sum(sample.length for sample in samples)
@@ -43,25 +45,23 @@ class Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one variant, whole, by Hugging Face names."""
+    """Results of one variant, whole, by Hugging Face names."""
 
     gradients: dict[str, Tensor]
     update: dict[str, Tensor]
     """New weights minus old ones."""
     loss: float
     microbatches: int
-    """Of every data-parallel rank, those of weight 0 included."""
+    """Number of micro-batches of every data-parallel rank, those of weight 0 included."""
 
 
 def outcomes(
     folder: Path, case: Case, samples: list[Sample], variants: list[Variant]
 ) -> list[Outcome]:
-    """Gradients of every variant, and one optimizer step of the case's optimizer from the same
-    weights; from rank 0.
+    """Gradients of every variant, and one optimizer step from the same weights; from rank 0.
 
-    Adam keeps its state from one variant to the next: give it one variant. Its gradients are left
-    out, since a rank has only its share of them.
-    """
+    The optimizer is the case's. Adam keeps its state from one variant to the next: give it one
+    variant. Its gradients are left out, since a rank has only its share of them."""
     stage = build(folder, case)
     measured = []
     for variant in variants:

@@ -49,7 +49,7 @@ def save(model: Path, case: Case, samples: list[Sample], root: Path) -> Trained:
 
 
 def logits(model: Path, adapter: Path | None = None) -> Tensor:
-    """Of TOKENS, by transformers, and by PEFT with an adapter."""
+    """Logits of TOKENS by transformers, or by PEFT where there is an adapter."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

@@ -1,5 +1,7 @@
-"""What the ranks do in the tests of LoRA: learn by given adapters in some layout, and report them
-whole by PEFT's names."""
+"""What the ranks do in the tests of LoRA.
+
+They learn by given adapters in some layout, and report them whole by PEFT's names.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,14 @@ from tests.distributed.policy_cases import (
 
 @dataclass(frozen=True)
 class Learned:
-    """Of three updates, the tensors by PEFT's names."""
+    """Results of three updates, the tensors by PEFT's names."""
 
     reference: dict[int, list[float]]
     """Log-probs by sample without the adapters; the ranks of the last stage have them."""
     logprobs: dict[int, list[float]]
-    """With them, before the first update."""
+    """Log-probs with the adapters, before the first update."""
     gradients: dict[str, Tensor]
-    """Of the first update; rank 0 has these and the following."""
+    """Gradients of the first update; rank 0 has these and the following."""
     norms: list[float]
     adapters: dict[str, Tensor]
     """After the last update."""

@@ -1,5 +1,7 @@
-"""What the ranks do in the tests of the memory plan: measure the bytes of tensor storages, each
-counted once."""
+"""What the ranks do in the tests of the memory plan.
+
+They measure the bytes of tensor storages, each counted once.
+"""
 
 from __future__ import annotations
 
@@ -50,20 +52,19 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _objects() -> list[Any]:
-    """Everything that the collector knows; vLLM freezes, and so hides, what is there when an engine
-    has started."""
+    """Everything that the collector knows.
+
+    When an engine starts, vLLM freezes, and so hides, what is there."""
     gc.collect()
     gc.unfreeze()
     return gc.get_objects()
 
 
 class StorageWatch(TorchDispatchMode):
-    """Bytes of the tensor storages that are made while it is on: those alive now, and the most at
-    any time.
+    """Bytes of the tensor storages that are made while it is on: alive now, and at most.
 
     Every operation that torch runs passes here, also those of the backward pass; what was there
-    before is not counted.
-    """
+    before is not counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,8 +100,9 @@ class StorageWatch(TorchDispatchMode):
 
 
 class SavedActivations:
-    """Bytes of the storages that autograd keeps for backward passes: hooks of
-    torch.autograd.graph."""
+    """Bytes of the storages that autograd keeps for backward passes.
+
+    The methods are hooks of torch.autograd.graph."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._excluded = {p.untyped_storage()._cdata for p in parameters}
@@ -144,8 +146,9 @@ def _batches(stage: Stage, layout: Layout) -> list[MicroBatch]:
 
 
 def measure_training(folder: Path, layout: Layout) -> dict[str, Any]:
-    """Measured and planned bytes of this rank; the passes are those of a second step, when Adam's
-    state is there."""
+    """Measured and planned bytes of this rank.
+
+    The passes are those of a second step, when Adam's state is there."""
     from rlmath.models.build import build_reference
 
     stage = _build(folder, layout)
@@ -201,8 +204,9 @@ def _gather_buffer_bytes() -> int:
 
 
 def _saved_activations(stage: Stage, batches: list[MicroBatch], parameters: list[Tensor]) -> int:
-    """Bytes that autograd keeps when the forward pass is over and the logits' own results are still
-    to come."""
+    """Bytes that autograd keeps when the forward pass is over.
+
+    The logits' own results are still to come."""
     saved = SavedActivations(parameters)
     forward_backward = stage.actor.forward_backward
     sizes = []
@@ -220,8 +224,9 @@ def _saved_activations(stage: Stage, batches: list[MicroBatch], parameters: list
 
 
 def make_model(folder: Path, tokenizer_of: Path) -> Path:
-    """A model in Hugging Face form, with 4 layers of 3.8 million parameters, in which no part is
-    lost in the others' overheads."""
+    """A model in Hugging Face form, with 4 layers of 3.8 million parameters.
+
+    It is large enough that no part is lost in the others' overheads."""
     import transformers
 
     torch.manual_seed(1)

@@ -1,5 +1,7 @@
-"""What the ranks do in the tests of offloading: learn, let everything leave and come back, learn
-again."""
+"""What the ranks do in the tests of offloading.
+
+They learn, let everything leave and come back, and learn again.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +80,9 @@ def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def state_of(stage: Stage) -> dict[str, Tensor]:
-    """Every tensor of parameters, optimizer and scheduler of this rank, and what the optimizer
-    steps."""
+    """Every tensor of parameters, optimizer and scheduler of this rank.
+
+    Also the tensors that the optimizer steps."""
     stepped = {
         f"stepped {number}": tensor for number, tensor in enumerate(stepped_by_optimizers(stage))
     }
@@ -109,8 +112,9 @@ def stepped_by_optimizers(stage: Stage) -> list[Tensor]:
 
 
 def measured(stage: Stage) -> dict[str, int]:
-    """Bytes on the device of what Megatron and torch hold themselves, found without the code under
-    test."""
+    """Bytes on the device of what Megatron and torch hold themselves.
+
+    They are found without the code under test."""
     chunks = stage.actor.forward_backward.chunks
     optimizers = megatrons_optimizers(stage)
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
@@ -127,8 +131,9 @@ def measured(stage: Stage) -> dict[str, int]:
 
 
 def gradients_not_zero(stage: Stage) -> list[str]:
-    """Gradients that hold something, in Megatron's buffers, their padding too, or beside the
-    parameters."""
+    """Names of gradients that are not all zero.
+
+    They lie in Megatron's buffers, padding included, or beside the parameters."""
     nonzero = []
     for number, chunk in enumerate(stage.actor.forward_backward.chunks):
         nonzero += [

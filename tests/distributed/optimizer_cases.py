@@ -47,8 +47,9 @@ def actor_of(config: Config, folder: Path, device: Device, total_updates: int) -
 def updates(
     folder: Path, optimizers: Sequence[OptimizerConfig], minibatches: list[list[Sample]], total: int
 ) -> list[tuple[list[dict[str, Tensor]], list[float]]]:
-    """By optimizer the weights after each minibatch, by Hugging Face names, and the gradient norms
-    before clipping."""
+    """Weights after each minibatch, and gradient norms before clipping, for each optimizer.
+
+    The weights have Hugging Face names."""
     from rlmath.data.packing import pack
 
     device = start()
@@ -70,8 +71,9 @@ def updates(
 
 
 def run_here(trainer_class: type[Trainer], prepared: PreparedRun[Any]) -> int:
-    """`run_training`; afterwards signals and the bond to the parent are as they were: this process
-    runs other tests, too."""
+    """Call `run_training`, then restore signals and the bond to the parent.
+
+    This process runs other tests, too."""
     from rlmath.run.loop import run_training
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}

@@ -43,9 +43,10 @@ def loss(
     off_policy_mask: float | None = None,
     kl_ratio: str | None = None,
 ) -> Tensor:
-    """The losses of docs/algorithm.md as the papers write them, sample by sample; k3 KL; mean over
-    tokens or over the samples' means. With `kl_ratio` the KL is to the policy that sampled, a tenth
-    of it."""
+    """The losses of docs/algorithm.md as the papers write them, sample by sample.
+
+    The KL is k3; the mean is over tokens or over the samples' means. With `kl_ratio` a tenth of the
+    KL to the policy that sampled is added."""
     total = torch.zeros(())
     count = 0
     for sample in samples:

@@ -1,5 +1,7 @@
-"""What the ranks do in the tests of partial rollouts: a real trainer samples and learns, step by
-step."""
+"""What the ranks do in the tests of partial rollouts.
+
+A real trainer samples and learns, step by step.
+"""
 
 from __future__ import annotations
 
@@ -60,20 +62,21 @@ class Run:
     """What a run did."""
 
     groups: list[list[ScoredGroup]]
-    """By step, those that it learned from."""
+    """The groups that it learned from, by step."""
     metrics: list[dict[str, float]]
     in_flight: list[list[int]]
-    """By step, the draws that it left in flight."""
+    """The draws that a step left in flight, by step."""
     scored: list[tuple[list[float], list[float]]]
     """Log-probs of new tokens, as sampled and as the engine gives them when it only reads the
     tokens, right after the rollout that sampled them."""
     validated: list[dict[str, float]]
-    """By step, empty where there is no validation."""
+    """Metrics of validation by step, empty where there is no validation."""
 
 
 def uniform_model(source: Path, folder: Path) -> Path:
-    """A model to which all tokens are nearly as likely, the end among them: lengths fall off
-    geometrically."""
+    """A model to which all tokens are nearly equally likely, the end among them.
+
+    Lengths fall off geometrically."""
     return with_scaled_logits(source, folder, 0.1)
 
 
@@ -131,7 +134,7 @@ def prepared_run(config: Config) -> PreparedRun[Any]:
 
 
 def begin(trainer: Any) -> None:
-    """As the loop of a run begins, from its first step on."""
+    """Begin as the loop of a run does, from its first step on."""
     from rlmath.run.divergence import DivergenceCheck
     from rlmath.run.recovery.checkpointing import Checkpointer
 
@@ -144,9 +147,11 @@ def begin(trainer: Any) -> None:
 def run(
     folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Mapping[str, Any]
 ) -> Run:
-    """All steps of a small run, without the life cycle around them; `more` has sections of its
-    settings. With "stop_after" the rollouts begin anew after so many steps, with what a checkpoint
-    would hold of them, with "reward_changed" with another reward function."""
+    """All steps of a small run, without the life cycle around them.
+
+    `more` has sections of its settings. With "stop_after" the rollouts begin anew after that many
+    steps, from what a checkpoint would hold of them; with "reward_changed" they do so with another
+    reward function."""
     from rlmath.trainer.grpo import GrpoTrainer
     from rlmath.trainer.rollouts.synchronous import PartialRollouts
 
@@ -182,7 +187,7 @@ def run(
 
 
 def _restart_rollouts(trainer: Any, place: Path, steps_done: int, reward_changed: bool) -> None:
-    """As a run that is resumed."""
+    """Replace the rollouts as a resumed run would."""
     files = trainer.rollouts.files()
     folder = place / f"checkpoint-{environment_rank()}"
     folder.mkdir()

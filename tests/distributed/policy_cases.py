@@ -1,6 +1,8 @@
-"""What the ranks do in the parity tests: build the policy in some layout, and report whole tensors
-by their Hugging Face names, so that results of all layouts compare to each other and to
-transformers."""
+"""What the ranks do in the parity tests.
+
+They build the policy in some layout, and report whole tensors by their Hugging Face names, so that
+results of all layouts compare to each other and to transformers.
+"""
 
 from __future__ import annotations
 
@@ -156,8 +158,9 @@ def build(folder: Path, case: Case, **policy: Any) -> Stage:
 
 
 def lay_out(folder: Path, case: Case, device: Any, **policy: Any) -> Stage:
-    """The actor in the layout of `case` over the ranks of the process group; `policy` are settings
-    of that section."""
+    """The actor in the layout of `case` over the ranks of the process group.
+
+    `policy` are settings of that section."""
     from rlmath.models.build import build_actor
     from rlmath.models.megatron import start_megatron
 
@@ -231,8 +234,9 @@ def refusal(folder: Path, case: Case) -> str:
 
 
 def whole_tensors(stage: Stage, adapters_alone: bool = False) -> dict[str, Tensor]:
-    """The actor's parameters as Hugging Face tensors, whole, its adapters merged; or these alone,
-    by PEFT's names."""
+    """The actor's parameters as whole Hugging Face tensors, its adapters merged.
+
+    With `adapters_alone` only the adapters, by PEFT's names."""
     from rlmath.checkpoint.hf.weight_map import adapter_rules
     from rlmath.checkpoint.hf.weights import stream_hf_tensors
 
@@ -251,8 +255,9 @@ def trained_parameters(stage: Stage) -> list[Tensor]:
 def updates(
     folder: Path, case: Case, samples: list[Sample]
 ) -> tuple[dict[str, Tensor], list[Any], int] | None:
-    """Weights after minibatches of different numbers of micro-batches, the second of which is
-    discarded, the results, and how often an expert got no token, from rank 0."""
+    """Updates by minibatches of different numbers of micro-batches; the second is discarded.
+
+    Returns, from rank 0, the weights, the results, and how often an expert got no token."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     stage = build(folder, replace(case, early_stop_ratio=5.0))
@@ -278,12 +283,11 @@ def streamed(folder: Path, case: Case) -> dict[str, Tensor] | None:
 
 @torch.no_grad()
 def whole_gradients(stage: Stage) -> dict[str, Tensor]:
-    """The reduced gradients as Hugging Face tensors, of adapters PEFT's: swapped into the
-    parameters, streamed, swapped back.
+    """The reduced gradients as Hugging Face tensors, those of adapters by PEFT's names.
 
-    Without the distributed optimizer: under it a rank only holds the reduced gradient of its share
-    of the buffer.
-    """
+    They are swapped into the parameters, streamed, and swapped back. Needs training
+    without the distributed optimizer: with it a rank holds the reduced gradient of its share of the
+    buffer only."""
     scale = stage.actor.learner.loss_scale
     parameters = trained_parameters(stage)
     weights = [parameter.data.clone() for parameter in parameters]
@@ -332,8 +336,9 @@ def update(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, T
 
 
 def discard(folder: Path, case: Case, samples: list[Sample], poison: str) -> dict[str, Any]:
-    """Learn once, then meet a minibatch that must be discarded; whether every bit of the state
-    stayed, and gradients are zero again."""
+    """Learn once, then meet a minibatch that must be discarded.
+
+    Reports whether every bit of the state stayed, and whether gradients are zero again."""
     stage = build(folder, case)
     learner = stage.actor.learner
     first = learner.learn(microbatches(stage, samples), None, None)
@@ -357,8 +362,10 @@ def discard(folder: Path, case: Case, samples: list[Sample], poison: str) -> dic
 
 
 def overflows(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Any]:
-    """The same minibatch until it is learned from: what every try gave, whether each left all bits
-    of the state, and the state in the end."""
+    """Try the same minibatch until it is learned from.
+
+    Reports what every try gave, whether each discarded try left all bits of the state, and the
+    state in the end."""
     stage = build(folder, case)
     results = []
     unchanged = True
@@ -381,8 +388,10 @@ def overflows(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Any]
 
 
 def finds_values_that_are_not_finite(folder: Path, case: Case, samples: list[Sample]) -> list[bool]:
-    """What is found on this rank after an update, and with a NaN at the end of a parameter of each
-    chunk, and of a tensor of the optimizer's state for it, one after the other."""
+    """Whether this rank's state is finite: after an update, with each NaN, and without them again.
+
+    One NaN at a time stands at the end of a parameter of each chunk, then of a tensor of the
+    optimizer's state for it."""
     from rlmath.checkpoint.sharded_state import held_by
     from rlmath.run.divergence import all_state_finite
 

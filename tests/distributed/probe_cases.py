@@ -1,5 +1,7 @@
-"""What the ranks do in the tests of the probe and of the checked sync: a real policy and a real
-engine, which agree, or one of which was harmed after the sync."""
+"""What the ranks do in the tests of the probe and of the checked sync.
+
+A real policy and a real engine agree, or one of them was harmed after the sync.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.tiny_models import shape_of
 LONGEST = 64
 """What `open_engine` opens engines for (tokens)."""
 ENGINE_NORM = "model.layers.1.input_layernorm.weight"
-"""Of those that vLLM does not pack: they can be harmed after a sync."""
+"""A parameter that vLLM does not pack: it can be harmed after a sync."""
 
 
 @dataclass
@@ -109,8 +111,9 @@ def _probed(both: Pair, settings: SyncConfig) -> dict[str, float]:
 def _harmed(
     both: Pair, harm: Callable[[Checked], Callable[[], None]], settings: SyncConfig
 ) -> dict[str, Any]:
-    """The error under these settings, and what the probe measures where any difference is
-    allowed."""
+    """The error under these settings, and what the probe measures.
+
+    The probe measures where any difference is allowed."""
     report: dict[str, Any] = {}
 
     def probe(name: str, allowed: SyncConfig) -> None:
@@ -190,8 +193,9 @@ HARMS = {
 
 
 def texts_after_scores(folder: Path) -> dict[str, Any]:
-    """Texts after prompts that fill blocks of vLLM's cache, without and with the same tokens scored
-    before."""
+    """Texts after prompts that fill blocks of vLLM's cache.
+
+    They are sampled without and with the same tokens scored before."""
     from rlmath.distributed.mesh import Mesh
     from rlmath.rollout.engine import Engine
     from rlmath.rollout.weight_sync.shard_layouts import engine_shapes

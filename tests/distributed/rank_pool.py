@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from rlmath.distributed.process import end_with_parent, freeze_live_objects
 
 MANY_THREADS = 100
-"""Of a process of the pool; each group of gloo's has three."""
+"""Threads of a process of the pool; each group of gloo's has three."""
 
 
 def _serve(connection: Connection, rank: int, parent: int) -> None:
@@ -62,7 +62,9 @@ def _run_task(
 
 
 def _end_threads_of_old_groups() -> None:
-    """A process group ends its threads when nothing refers to it, and models that did are freed as
+    """Collect the garbage that keeps process groups alive.
+
+    A process group ends its threads when nothing refers to it, and models that did are freed as
     garbage only. vLLM takes what there is out of the collector's sight when an engine starts."""
     if len(os.listdir("/proc/self/task")) > MANY_THREADS:
         gc.unfreeze()
@@ -76,8 +78,9 @@ def _free_port() -> int:
 
 
 class RankPool:
-    """Up to `size` processes; `run` calls a module-level function on the first `world_size` of
-    them."""
+    """A pool of up to `size` processes.
+
+    `run` calls a module-level function on the first `world_size` of them."""
 
     def __init__(self) -> None:
         self._context = mp.get_context("spawn")

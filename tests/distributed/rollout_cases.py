@@ -1,5 +1,7 @@
-"""What the ranks do in the tests of rollouts: engines with the same random weights, on prompts of
-their own."""
+"""What the ranks do in the tests of rollouts.
+
+Engines with the same random weights sample, on prompts of their own.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,10 @@ def _open(folder: Path, engine_size: int) -> tuple[Any, Mesh]:
 
 
 def _write_weights(weights: Any, shapes: dict[str, tuple[int, int]]) -> None:
-    """Random numbers drawn by a parameter's name. vLLM's own for tests are so small that every
-    token is equally likely after any prompt, and a mix-up of prompts or log-probs could not be
-    seen."""
+    """Write random weights, drawn by each parameter's name.
+
+    vLLM's own for tests are so small that every token is equally likely after any prompt, and a
+    mix-up of prompts or log-probs could not be seen."""
     weights.begin({name: rows for name, (rows, _) in shapes.items()})
     for name, shape in shapes.items():
         draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -66,9 +69,10 @@ def _write_weights(weights: Any, shapes: dict[str, tuple[int, int]]) -> None:
 
 
 def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[str, Any]:
-    """The groups of several rollouts by one `Collector`, each on the first so many prompts; and
-    what it leaves in the store. The weights have version 3. Then the rollouts of `SEEDS`, see
-    `_hashed`; where there is one engine, by temperature, completions that are cut, see
+    """The groups of several rollouts by one `Collector`, and what it leaves in the store.
+
+    Each rollout is on the first so many prompts; the weights have version 3. Then the rollouts of
+    `SEEDS`, see `_hashed`; where there is one engine, by temperature, completions that are cut, see
     `_in_slices`; and completions under changing weights, see `_interrupted`."""
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.rewards.reward_manager import open_reward_workers
@@ -109,8 +113,9 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
 
 
 def _hashed(engine: Any, mesh: Mesh, folder: Path) -> dict[str, list[ScoredGroup]]:
-    """Rollouts at temperature 1 that a hash of text and solutions rewards, by the names of
-    `SEEDS`."""
+    """Rollouts at temperature 1 by the names of `SEEDS`.
+
+    A hash of text and solutions rewards them."""
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.rewards.reward_manager import open_reward_workers
     from rlmath.rollout.collector import CollectGroups, Collector
@@ -157,9 +162,10 @@ class Interrupted:
 
 
 def _interrupted(engine: Any, mesh: Mesh, folder: Path) -> Interrupted:
-    """Completions of as many prompts as the engine has places: new weights by name, which are the
-    same, behind `KEPT_AFTER` steps, and again, while they are interrupted, behind
-    `INTERRUPTED_AFTER` more."""
+    """Completions of as many prompts as the engine has places, under changing weights.
+
+    Weights that are new only by name come after `KEPT_AFTER` steps, and again, while the
+    completions are interrupted, after `INTERRUPTED_AFTER` more."""
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.rollout.running_completions import Weights, _Decoding
     from rlmath.rollout.sampling import RolloutSeed, group_requests, training_sampling

@@ -1,5 +1,7 @@
-"""What the ranks do in the tests of checkpoints: learn, save, learn on; load in some layout, learn
-on."""
+"""What the ranks do in the tests of checkpoints.
+
+They learn, save and learn on; or load in some layout and learn on.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ SETTINGS = "run: {}\n"
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one rank."""
+    """Results of one rank."""
 
     state: dict[str, Tensor]
     """Parameters, optimizer and schedule of this rank where the checkpoint was made, or loaded."""
@@ -128,8 +130,9 @@ def save_often(
 
 
 def signal_the_writers(folder: Path, case: Case, root: Path) -> list[str | None]:
-    """What Slurm sends to all processes of a job arrives when the writers have just been started,
-    and at work."""
+    """Send the writers what Slurm sends to all processes of a job.
+
+    It arrives when they have just been started, and when they are at work."""
     from rlmath.distributed.fault_tolerance.preemption import SIGNALS
 
     stage = build(folder, case)

@@ -1,5 +1,7 @@
-"""What the ranks do in the tests of the memory switch: a real policy and a real engine take turns,
-undisturbed and with a failure in every place."""
+"""What the ranks do in the tests of the memory switch.
+
+A real policy and a real engine take turns, undisturbed and with a failure in every place.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ NO_LIMIT = 2**60
 
 
 class Rig:
-    """A policy that has learned once, an engine, and all of the policy's memory in sets that can
-    leave."""
+    """A policy that has learned once, and an engine.
+
+    All of the policy's memory is in sets that can leave."""
 
     def __init__(self, folder: Path, case: Case, engine_size: int) -> None:
         from rlmath.models.offload import training_sets
@@ -74,7 +77,7 @@ class Rig:
         return sum(storage.nbytes() for storage in storages) + len(packed)
 
     def requests(self, step: int) -> list[Any]:
-        """Of different lengths, so that some are still running when the first is finished."""
+        """Requests of different lengths: some are still running when the first is finished."""
         from rlmath.rollout.sampling import Request
 
         return [Request((p, 0), (5 + p, 6, 7), 10 * step + p, 0, 6 * (p + 1)) for p in range(4)]
@@ -87,8 +90,9 @@ class Rig:
         return self.engine.running_completions().sample(self.requests(1))
 
     def mismatch(self, generated: dict[Any, Any]) -> float:
-        """Largest difference of log-probs to the policy as it is now (nats); 0 off the last
-        stage."""
+        """Largest difference of log-probs to the policy as it is now (nats).
+
+        It is 0 off the last stage."""
         samples = [
             Sample((5 + p, 6, 7), completion.token_ids, completion.logprobs, 1.0)
             for (p, _), completion in generated.items()
@@ -155,8 +159,7 @@ class Trouble(Exception):
 
 
 class FailsOnce:
-    """The real sets; the first time that they come back ends in an error when one of them is
-    here."""
+    """The real sets, but their first return ends in an error when one of them is back."""
 
     def __init__(self, sets: Any) -> None:
         self._sets = sets
@@ -254,8 +257,9 @@ FAILURES = {
 
 
 def failures(folder: Path, case: Case, engine_size: int) -> dict[str, dict[str, Any]]:
-    """After every failure: what is where, what has changed, and whether all goes on with another
-    switch."""
+    """Reports after every failure.
+
+    They say what is where, what has changed, and whether all goes on with another switch."""
     rig = Rig(folder, case, engine_size)
     reports = {}
     for name, fail in FAILURES.items():

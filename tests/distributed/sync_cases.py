@@ -1,5 +1,8 @@
-"""What the ranks do in the tests of the weight sync: bring a plain module, which has the names and
-shapes of vLLM's, up to the policy's weights, and compare it with the policy's whole tensors."""
+"""What the ranks do in the tests of the weight sync.
+
+They bring a plain module, which has the names and shapes of vLLM's, up to the policy's weights, and
+compare it with the policy's whole tensors.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +62,9 @@ class Target:
 
 
 def merged_on_host(stage: Stage) -> dict[str, Tensor]:
-    """The tensors of the policy's folder with their adapters, PEFT's formula in float64, rounded
-    once."""
+    """The tensors of the policy's folder with its adapters merged.
+
+    PEFT's formula is computed in float64 and rounded once."""
     lora = stage.config.lora
     folder = Path(stage.config.model.path)
     adapters = {
@@ -151,8 +155,9 @@ def transfer(
     dtype: torch.dtype,
     messages: bool,
 ) -> list[dict[str, Any]]:
-    """Sync, learn, sync again: what is wrong in the target each time, and what the reports
-    count."""
+    """Sync, learn, and sync again.
+
+    Reports what is wrong in the target each time, and what the reports of the syncs count."""
     reports = []
     for case, stage in stages_of(folder, cases):
         with no_shared_memory() if messages else nullcontext():
@@ -246,8 +251,10 @@ def _bucket_bytes(one: Target) -> int:
 
 
 def into_vllms_own_model(folder: Path, case: Case) -> dict[str, Any]:
-    """Two syncs, with an update between them, into vLLM's model class in bfloat16 as a GPU has it:
-    its parameters are what its layers multiply by, nothing is packed. One engine of all ranks."""
+    """Two syncs into vLLM's model class in bfloat16 as a GPU has it, with an update between.
+
+    The model's parameters are what its layers multiply by, nothing is packed. All ranks are one
+    engine."""
     from rlmath.rollout.weight_sync.weight_sync import WeightTransfer
 
     stage = build(folder, case)
@@ -291,8 +298,9 @@ def into_vllms_own_model(folder: Path, case: Case) -> dict[str, Any]:
 
 @contextmanager
 def _vllm_model(folder: Path, ranks: int) -> Iterator[torch.nn.Module]:
-    """vLLM's model of a checkpoint in bfloat16, without its weights, on one engine of so many
-    ranks."""
+    """vLLM's model of a checkpoint in bfloat16, without its weights.
+
+    It is on one engine of so many ranks."""
     from rlmath.rollout.engine import prepare_environment
 
     prepare_environment("cpu")

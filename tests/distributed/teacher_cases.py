@@ -1,5 +1,7 @@
-"""What the ranks do in the tests of a teacher: score samples with it, and report whole gradients
-and updates."""
+"""What the ranks do in the tests of a teacher.
+
+They score samples with it, and report whole gradients and updates.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,9 @@ def _build(folder: Path, case: Case, teacher: TeacherConfig) -> tuple[Stage, Any
 def gradients(
     folder: Path, case: Case, samples: list[Sample], settings: TeacherConfig
 ) -> dict[str, Tensor] | None:
-    """Gradients of one minibatch, from rank 0, with the teacher in the advantages or in the
-    loss."""
+    """Gradients of one minibatch, from rank 0.
+
+    The teacher is in the advantages or in the loss."""
     from rlmath.trainer.token_advantages import Advantages, add_teacher_advantages
 
     stage, teacher = _build(folder, replace(case, optimizer="sgd"), settings)
@@ -76,8 +79,9 @@ def step(
     settings: TeacherConfig,
     offload: bool = False,
 ) -> tuple[StepOutcome, list[str]] | None:
-    """The updates of one step with a teacher, from rank 0; and the sets that are offloaded
-    afterwards."""
+    """The updates of one step with a teacher, from rank 0.
+
+    Also the sets that are offloaded afterwards."""
     from rlmath.models.build import early_stop, loss_settings
     from rlmath.models.offload import training_sets
     from rlmath.trainer.policy_update import PolicyUpdater

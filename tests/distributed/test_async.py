@@ -193,8 +193,9 @@ def test_dropped_groups_are_replaced(ranks: RankPool, model: Path, tmp_path: Pat
 def test_a_function_of_whole_groups_is_called_when_an_engine_has_all_of_a_group(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
-    """Also where a snapshot for a checkpoint is taken meanwhile; a validation has groups of its
-    own."""
+    """Snapshots for a checkpoint are taken meanwhile.
+
+    A validation has groups of its own."""
     held_out = tmp_path / "held_out.jsonl"
     row = {"prompt": "1+1=", "solutions": ["2"], "query_id": "h", "task": "math"}
     held_out.write_text(json.dumps(row) + "\n")
@@ -232,8 +233,10 @@ def even(completion, solutions, row):
 def test_engines_are_given_every_setting_of_training_and_of_validation(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
-    """Rewards of weights 1 and 3, a scorer by its name in a plugin, two updates a step, two length
-    stages, and lengths and a template of validation's own: as engines of training ranks are."""
+    """The settings are the same as for engines of training ranks.
+
+    They are rewards of weights 1 and 3, a scorer by its name in a plugin, two updates a step, two
+    length stages, and lengths and a template of validation's own."""
     (tmp_path / "own.py").write_text(PLUGIN)
     held_out = tmp_path / "held_out.jsonl"
     rows = [

@@ -1,5 +1,7 @@
-"""Messages between ranks that train and ranks of engines: where one is lost, the others do not wait
-for it."""
+"""Messages between ranks that train and ranks of engines.
+
+Where one is lost, the others do not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ SENT = [(rank, number) for rank in (2, 3) for number in range(3)]
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, list[Any]]:
-    """By behaviour, what each of four ranks tells."""
+    """What each of four ranks reports, by behaviour."""
     return ast.literal_eval(run("-m", "tests.distributed.bridge_program", timeout=300).stdout)
 
 

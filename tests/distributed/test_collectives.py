@@ -1,5 +1,7 @@
-"""Plain objects on every rank, whatever their sizes; and groups that connect ranks when they
-talk."""
+"""Plain objects on every rank, whatever their sizes.
+
+Groups connect ranks when they talk.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Context-parallel ranks against transformers, with a stand-in for Transformer Engine's attention
-(see `context_cases`)."""
+"""Context-parallel ranks against transformers.
+
+A stand-in takes the place of Transformer Engine's attention (see `context_cases`).
+"""
 
 from __future__ import annotations
 

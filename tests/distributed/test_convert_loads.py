@@ -1,5 +1,7 @@
-"""The converters against Megatron: it loads what they write in any layout, and they read what it
-saves in any."""
+"""The converters against Megatron.
+
+It loads what they write in any layout, and they read what it saves in any.
+"""
 
 from __future__ import annotations
 

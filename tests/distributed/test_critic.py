@@ -1,5 +1,7 @@
-"""The critic on every layout against transformers: values, advantages, and the updates of both
-models."""
+"""The critic on every layout against transformers.
+
+Compared are values, advantages, and the updates of both models.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,9 @@ GROUPS = with_cut_off_completions(make_groups((4, 4, 3, 1, 4)))
 
 @pytest.fixture(scope="module")
 def value_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random critic of another shape than the policy, with a value head, and with fewer rows of
-    the embedding."""
+    """A random critic with a value head.
+
+    Its shape differs from the policy's, and its embedding has fewer rows."""
     import transformers
 
     torch.manual_seed(9)
@@ -126,8 +129,9 @@ def slow_gae(
 def dense_step(
     policy_folder: Path, critic_folder: Path
 ) -> tuple[list[list[float]], dict[str, Tensor], dict[str, Tensor], float]:
-    """Advantages, the updates of policy and critic by SGD, and the critic's loss, in plain
-    torch."""
+    """One step of policy and critic in plain torch.
+
+    Returns advantages, the updates of both by SGD, and the critic's loss."""
     samples = make_samples(GROUPS, [[0.0] * len(group.completions) for group in GROUPS])
     completions = [completion for group in GROUPS for completion in group.completions]
     rewards = [reward for group in GROUPS for reward in group.rewards]
@@ -233,9 +237,10 @@ def test_a_checkpoint_has_the_critic_and_its_optimizer(
     saved: Case,
     loaded: Case,
 ) -> None:
-    """Loaded on the same layout, the next update is bit-equal; on another one it is the same to
-    rounding. In bfloat16, as on GPU, the head is float32 beside it, and the optimizer steps it
-    before the others."""
+    """On the same layout the next update is bit-equal; on another one it is equal to rounding.
+
+    In bfloat16, as on GPU, the head is float32 beside it, and the optimizer steps it before the
+    others."""
     samples = make_samples(GROUPS, [[0.0] * len(group.completions) for group in GROUPS])
     critic = settings(value_model, lr=0.01, warmup_steps=2)
     arguments = samples, critic, tmp_path / "checkpoints"

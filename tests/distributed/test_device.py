@@ -51,7 +51,7 @@ print(*held, resident_bytes() - before)
 
 
 def test_freed_memory_is_kept_until_it_is_released():
-    """In a process of its own, which has freed nothing yet."""
+    """The program has a process of its own, which has freed nothing yet."""
     ran = subprocess.run([sys.executable, "-c", KEEPS], capture_output=True, text=True, check=True)
     first, reused, released = (int(word) / 2**20 for word in ran.stdout.split())
     assert first > 48 and abs(reused) < 16, "used again"

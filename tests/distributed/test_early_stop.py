@@ -61,8 +61,9 @@ def test_a_discarded_minibatch_leaves_every_bit_of_the_state(
 def test_an_overflow_in_float16_halves_the_loss_scale_and_leaves_every_bit_of_the_state(
     ranks: RankPool, untied_model: Path
 ) -> None:
-    """Scaled too much, or as much as it takes, the update is the same to the bit: scales are powers
-    of two. The norm of its gradient is that of float32."""
+    """Scaled too much or just enough, the update is the same to the bit.
+
+    Scales are powers of two. The norm of its gradient is that of float32."""
     planted = replace(SHARED, dtype="float16", initial_loss_scale=2.0**30)
     reports = ranks.run(planted.ranks, policy_cases.overflows, untied_model, planted, SAMPLES)
     for report in reports:

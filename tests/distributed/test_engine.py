@@ -1,5 +1,7 @@
-"""Engines in the ranks: their weights are the policy's, their text depends on nothing but the
-seed."""
+"""Engines in the ranks: their weights are the policy's.
+
+Their text depends on nothing but the seed.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,9 @@ def test_engine_logprobs_equal_the_policys_after_every_update(
 def check_engines(
     ranks: RankPool, folder: Path, cases: list[Case], engine_size: int, updates: int
 ) -> None:
-    """Log-probs of every layout's engines are the policy's within 1e-5 nats, before and after each
-    update."""
+    """Log-probs of every layout's engines are the policy's within 1e-5 nats.
+
+    They are compared before and after each update."""
     by_rank = ranks.run(
         cases[0].ranks, engine_cases.mismatch_of_layouts, folder, cases, engine_size, updates
     )

@@ -1,5 +1,7 @@
-"""A whole GRPO run on one rank: what the settings make of every part, and what is asked of the
-engine, in training and in validation, and of the learner."""
+"""A whole GRPO run on one rank: what the settings make of every part.
+
+Observed is what the engine is asked for, in training and in validation, and what the learner is.
+"""
 
 from __future__ import annotations
 

@@ -100,8 +100,9 @@ def made(ranks: RankPool, untied_model: Path, place: Path) -> dict[str, Any]:
 def test_a_step_learns_with_the_advantages_of_the_groups_that_are_selected(
     made: dict[str, Any],
 ) -> None:
-    """The function gets rewards less the length penalty: 0.25 a token times the share of right
-    ones, at least 1/3."""
+    """The function gets rewards less the length penalty.
+
+    The penalty is 0.25 a token times the share of right ones, at least 1/3."""
     for record in (made["first"], made["again"]):
         learned = 0
         for group, row in zip(record.groups, record.advantages, strict=True):

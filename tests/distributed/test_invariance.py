@@ -1,5 +1,7 @@
-"""The same samples give the same gradient and the same update on every layout, in every split into
-micro-batches, and in plain torch with transformers."""
+"""The same samples give the same gradient and the same update however they are computed.
+
+On every layout, in every split into micro-batches, and in plain torch with transformers.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,9 @@ LAYOUTS = [
 
 
 class Dense(dict[Variant, Outcome]):
-    """What plain torch makes of a loss, by variant with the split left out; computed when it is
-    first asked for."""
+    """What plain torch makes of a loss, by variant with the split left out.
+
+    It is computed when it is first asked for."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""Stages of several model chunks (Megatron's interleaved pipeline) and stages of unlike size,
-against transformers."""
+"""Stages of several model chunks and stages of unlike size, against transformers.
+
+Several chunks make Megatron's interleaved pipeline.
+"""
 
 from __future__ import annotations
 

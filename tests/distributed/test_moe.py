@@ -1,5 +1,7 @@
-"""A model with experts, spread over expert-parallel ranks, against transformers: logits, gradients,
-updates, and the way of its weights in and out."""
+"""A model with experts, spread over expert-parallel ranks, against transformers.
+
+Compared are logits, gradients, updates, and the way of its weights in and out.
+"""
 
 from __future__ import annotations
 

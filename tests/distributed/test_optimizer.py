@@ -44,7 +44,7 @@ OPTIMIZERS = {
 }
 MINIBATCHES = [make_samples(6, seed=seed) for seed in (21, 22, 23)]
 RATES = {"adam whose rate moves": [0.025, 0.05, 0.03]}
-"""With 3 updates in all; the others stay where they are."""
+"""Learning rates of the 3 updates; those of the other optimizers stay constant."""
 
 
 @pytest.fixture(scope="module")

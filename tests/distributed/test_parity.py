@@ -201,8 +201,9 @@ def test_one_adam_update_equals_that_of_torch(ranks: RankPool, untied_model: Pat
 def test_an_overlapped_reduction_gives_the_same_bits(
     ranks: RankPool, tied_model: Path, case: Case
 ) -> None:
-    """From the second minibatch on: in the first one, Megatron learns which parameters have
-    gradients."""
+    """The bits are compared from the second minibatch on.
+
+    In the first one, Megatron learns which parameters have gradients."""
     plain, overlapped = (
         ranks.run(case.ranks, policy_cases.updates, tied_model, variant, SAMPLES)[0]
         for variant in (case, replace(case, overlap_grad_reduce=True))

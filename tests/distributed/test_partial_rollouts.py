@@ -1,5 +1,7 @@
-"""Partial rollouts with real engines: cut or whole, the text is the same; nothing is lost, and all
-is in time."""
+"""Partial rollouts with real engines: cut or whole, the text is the same.
+
+Nothing is lost, and all is in time.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,9 @@ def model(untied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def make(ranks: RankPool, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """A run of `STEPS` steps on some ranks, what its first rank reports; the others must report the
-    same."""
+    """Make a run of `STEPS` steps on some ranks and return what its first rank reports.
+
+    The others must report the same."""
 
     def made(
         world: int = 1, rollout: RolloutConfig = CARRY, steps: int = STEPS, **more: object
@@ -74,7 +77,7 @@ def deferred(make: Make) -> Run:
 
 
 def completions_of(run: Run) -> dict[tuple[str, int], Completion]:
-    """By prompt and sample."""
+    """Completions by prompt and sample."""
     groups = [group for step in run.groups for group in step]
     completions = {
         (group.prompt.prompt_id, c.sample_index): c for group in groups for c in group.completions
@@ -132,8 +135,10 @@ BY_GROUP = RewardConfig(function="tests.reward_by_hash:of_group", function_takes
 def test_a_function_of_whole_groups_pays_what_one_of_single_completions_pays(
     make: Make, carried: Run
 ) -> None:
-    """Whoever sampled what of a group, and in which step: it is called once, with all completions,
-    when all are there; also of a group of which a checkpoint had a part."""
+    """The function is called once for a group, with all completions, when all are there.
+
+    That holds whoever sampled what of the group, and in which step; also for a group of which a
+    checkpoint had a part."""
     repeated = make(2, CARRY, reward=BY_GROUP, stop_after=5)
     assert repeated.groups == carried.groups and repeated.in_flight == carried.in_flight
     assert all(
@@ -144,8 +149,9 @@ def test_a_function_of_whole_groups_pays_what_one_of_single_completions_pays(
 
 @matrix
 def test_log_probs_are_those_of_the_weights_that_sampled(make: Make) -> None:
-    """While the policy changes: each segment's log-probs are the engine's at its time, and those of
-    earlier segments are kept, not computed again."""
+    """Each segment's log-probs are the engine's at its time, while the policy changes.
+
+    Those of earlier segments are kept, not computed again."""
     run = make(1, steps=6, optimizer=LEARNS)
     assert sum(len(sampled) for sampled, _ in run.scored) > 300
     for sampled, read in run.scored:

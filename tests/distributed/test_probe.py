@@ -1,5 +1,7 @@
-"""Engines that are asked for the policy's log-probs: equal weights pass on every layout, others end
-every rank."""
+"""Engines that are asked for the policy's log-probs.
+
+Equal weights pass on every layout, others end every rank.
+"""
 
 from __future__ import annotations
 
@@ -89,8 +91,9 @@ def test_other_weights_end_every_rank_with_the_difference(
 def test_scored_tokens_do_not_change_texts_that_go_on_from_them(
     ranks: RankPool, untied_model: Path
 ) -> None:
-    """The prompts fill blocks of vLLM's prefix cache, which those of the probe do only where blocks
-    are small."""
+    """The prompts fill blocks of vLLM's prefix cache.
+
+    Those of the probe do so only where blocks are small."""
     (report,) = ranks.run(1, probe_cases.texts_after_scores, untied_model)
     assert report["scores"][0] == report["scores"][1]
     assert report["left"] == 0

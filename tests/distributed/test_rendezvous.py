@@ -1,5 +1,7 @@
-"""Ranks as threads at a real key-value store: who is missing, who found a mistake, what an earlier
-start left."""
+"""Ranks as threads at a real key-value store.
+
+The tests ask who is missing, who found a mistake, and what an earlier start left.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ SECONDS = 3600.0
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Of a store that outlives starts, as torchrun's does."""
+    """The port of a store that outlives starts, as torchrun's does."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield server.port
     del server
@@ -93,8 +95,9 @@ def test_all_come_and_what_they_said_is_judged(port: int) -> None:
 
 
 def test_missing_ranks_are_named_with_their_hosts_on_all_ranks(port: int) -> None:
-    """Rank 2 has signed in and hangs; rank 3 of the same node, and the third node, never
-    started."""
+    """Rank 2 has signed in and hangs.
+
+    Rank 3 of the same node, and the third node, never started."""
     meetings = [sign_in(port, rank, 6) for rank in range(3)]
     errors = outcomes(*(lambda meeting=meeting: come(meeting, 1.0) for meeting in meetings[:2]))
     assert [type(error) for error in errors] == [MissingRanksError] * 2
@@ -165,8 +168,9 @@ def test_a_rank_that_fails_between_two_calls_is_told_at_the_second(
 
 
 def test_what_an_earlier_start_left_is_never_taken_for_this_one(port: int) -> None:
-    """The store stays when torchrun starts the ranks again: rank 1 did come, in the start
-    before."""
+    """The store stays when torchrun starts the ranks again.
+
+    Rank 1 did come, in the start before."""
     earlier = [sign_in(port, rank, 2) for rank in range(2)]
     assert outcomes(*(lambda meeting=meeting: come(meeting) for meeting in earlier)) == [None] * 2
     earlier[0].group_store(5.0).set("address", "of a process that is gone")

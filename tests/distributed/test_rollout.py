@@ -1,5 +1,7 @@
-"""Rollouts by engines that draw their work: the same result whoever drew what, and nothing left
-behind."""
+"""Rollouts by engines that draw their work.
+
+The result is the same whoever drew what, and nothing is left behind.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ CURVE = ("train/loss", "train/grad_norm", "held_out/loss", "held_out/perplexity"
 
 
 def curve(ranks: RankPool, folder: Path, case: Case) -> list[dict[str, float]]:
-    """Of rank 0; all ranks tell the same."""
+    """The curve that rank 0 reports; all ranks report the same."""
     curves = ranks.run(case.ranks, sft_cases.curve, folder, case, SEQUENCES, HELD_OUT, STEPS)
     for other in curves[1:]:
         assert [row.get("train/loss") for row in other] == [

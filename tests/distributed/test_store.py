@@ -1,5 +1,7 @@
-"""Checkpoints: what is loaded is what was saved, on the same and on other layouts, whatever
-happened meanwhile."""
+"""Checkpoints: what is loaded is what was saved.
+
+That holds on the same and on other layouts, whatever happened meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Training and generation take turns on one memory: what is where, in which order, and what a
-failure leaves behind."""
+"""Training and generation take turns on one memory.
+
+The tests look at what is where, in which order, and what a failure leaves behind.
+"""
 
 from __future__ import annotations
 

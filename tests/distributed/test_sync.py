@@ -102,7 +102,7 @@ def test_engines_get_the_base_with_adapters_merged_as_one_process_would(
 
 
 def check_syncs(by_rank: list[list[dict[str, Any]]], messages: bool) -> None:
-    """Of what every rank reports (`sync_cases.transfer`)."""
+    """Check what every rank reports (`sync_cases.transfer`)."""
     for reports in zip(*by_rank, strict=True):
         first = reports[0]
         assert all(report["wrong"] == [] and report["moved"] for report in reports), first["case"]
@@ -152,8 +152,10 @@ def test_one_rank_that_cannot_share_memory_makes_all_send_messages(
 def test_a_sync_takes_no_more_memory_than_its_buckets(
     ranks: RankPool, untied_model: Path, case: Case, engine_size: int, messages: bool
 ) -> None:
-    """Two to send and two to receive, none of which stay; or two for every rank that are shared and
-    stay, and the byte of a barrier. With LoRA one matrix is merged at a time."""
+    """A sync takes two buckets to send and two to receive, none of which stay.
+
+    Where they are shared it takes two for every rank, which stay, and the byte of a barrier. With
+    LoRA one matrix is merged at a time."""
     for report in ranks.run(2, sync_cases.extra_bytes, untied_model, case, engine_size, messages):
         assert report["bucket"] <= 40_000 and report["received"] <= 40_000 < report["model"] / 40
         sending = 2 * report["bucket"]
@@ -193,8 +195,9 @@ def test_damage_to_an_engines_weights_is_found_and_named(
 def test_a_replica_that_went_astray_ends_every_rank_with_the_tensor_and_the_engine(
     ranks: RankPool, untied_model: Path
 ) -> None:
-    """Engines copy from their own rank's shard; what they are held against is the first
-    replica's."""
+    """Engines copy from their own rank's shard.
+
+    They are compared with the first replica's."""
     reports = ranks.run(2, checksum_cases.replica_astray, untied_model, Case(data=2), 1, 1)
     for report in reports:
         assert "1 tensors differ" in report["error"]

@@ -39,7 +39,7 @@ COEF = 0.7
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of another shape than the policy, with more rows or fewer."""
+    """Teachers of another shape than the policy, with more rows or fewer."""
     place = tmp_path_factory.mktemp("teachers")
     shape = {"hidden_size": 160, "intermediate_size": 224, "num_hidden_layers": 8}
     return {
@@ -49,7 +49,7 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def all_logprobs(model: torch.nn.Module, sample: Sample, common: int) -> Tensor:
-    """Of the completion's positions, over the first `common` tokens."""
+    """Log-probs at the completion's positions, over the first `common` tokens."""
     ids = torch.tensor(sample.prompt_ids + sample.completion_ids)
     logits = model(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1, :common].float()
     return torch.log_softmax(logits / oracle.TEMPERATURE, -1)
@@ -62,9 +62,10 @@ def dense_loss(
     loss: str,
     coef: float = COEF,
 ) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate with the teacher in the advantages, or with the KL of the whole
-    distributions; and the mean KL, of the sampled tokens or of the whole. The advantages' log-probs
-    are those of the model itself."""
+    """The clipped surrogate with a teacher, and the mean KL.
+
+    The teacher is in the advantages, or as the KL of the whole distributions; the mean KL is of the
+    sampled tokens or of the whole. The advantages' log-probs are those of the model itself."""
     common = min(model.config.vocab_size, teacher.config.vocab_size)
     total = torch.zeros(())
     kl = torch.zeros(())

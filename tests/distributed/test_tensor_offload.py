@@ -1,5 +1,7 @@
-"""Storages that leave and come back: what stays valid, what is counted, and what an error leaves
-behind."""
+"""Storages that leave and come back.
+
+The tests look at what stays valid, what is counted, and what an error leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -166,8 +168,10 @@ def test_want_of_memory_loses_nothing() -> None:
 
 
 def run_out_of_memory() -> dict[str, object]:
-    """Four storages of 64 MiB, where there is room for two more: in a fresh process; elsewhere
-    threads of old process groups may end meanwhile and make room."""
+    """Offload four storages of 64 MiB where there is room for two more.
+
+    This needs a fresh process: elsewhere threads of old process groups may end meanwhile and make
+    room."""
     tensors = random_tensors(*[16 * MIB] * 4)
     weights = StorageSet("weights", lambda: tensors, keep=True, device=CPU)
     report: dict[str, object] = {}

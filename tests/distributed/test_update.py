@@ -59,8 +59,9 @@ def normalised(values: list[Tensor], eps: float) -> list[Tensor]:
 def dense_ppo(
     folder: Path, samples: list[Sample], algorithm: AlgorithmConfig
 ) -> tuple[list[Tensor], Tensor]:
-    """Advantages per token and loss of AReaL's PPO without a critic, in plain torch; the loss is
-    on-policy."""
+    """Advantages per token and the update by AReaL's PPO without a critic, in plain torch.
+
+    The loss is on-policy."""
     model = oracle.load(folder)
     reference = oracle.load(folder)
     with torch.no_grad():
@@ -110,8 +111,9 @@ def test_ppo_with_kl_in_the_reward_is_that_of_plain_torch(
 def test_the_ratio_is_to_the_policy_before_the_steps_first_update(
     ranks: RankPool, untied_model: Path, algorithm: AlgorithmConfig, moved: list[bool | None]
 ) -> None:
-    """Also where one minibatch is learned from again: only the first update has ratio 1, and narrow
-    bounds cut the others. None: it has moved, but wide bounds do not cut."""
+    """Only the first update has ratio 1, also where one minibatch is learned from again.
+
+    Narrow bounds cut the others. None: it has moved, but wide bounds do not cut."""
     results = step(ranks, untied_model, LAYOUTS[0], algorithm).record.results
     assert len(results) == len(moved)
     for result, has_moved in zip(results, moved, strict=True):
@@ -161,8 +163,9 @@ def test_a_step_without_any_contrast_is_not_learned_from(
 def test_chosen_tokens_do_not_depend_on_ranks_and_micro_batches(
     ranks: RankPool, untied_model: Path
 ) -> None:
-    """One rank with large micro-batches, two with small ones: the same tokens lose their advantage
-    or pay."""
+    """The same tokens lose their advantage or pay.
+
+    One rank has large micro-batches, two have small ones."""
     algorithm = AlgorithmConfig(
         top_entropy_share=0.3,
         clip_cov_ratio=0.1,
@@ -191,7 +194,7 @@ def test_chosen_tokens_do_not_depend_on_ranks_and_micro_batches(
 def test_interpolated_log_probs_are_the_recomputed_ones_until_the_first_update(
     ranks: RankPool, untied_model: Path
 ) -> None:
-    """Of tokens whose weights are two optimizer steps older than those of the step's start."""
+    """The tokens' weights are two optimizer steps older than those of the step's start."""
     old = [
         replace(
             group,

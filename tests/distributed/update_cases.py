@@ -1,5 +1,7 @@
-"""What the ranks do in the tests of a whole step's updates: groups in, new weights and what was
-told out."""
+"""What the ranks do in the tests of a whole step's updates.
+
+Groups go in, new weights and what was reported come out.
+"""
 
 from __future__ import annotations
 

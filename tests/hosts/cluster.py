@@ -1,5 +1,6 @@
-"""Several hosts on one machine: network namespaces with addresses, interfaces and host names of
-their own.
+"""Several hosts on one machine.
+
+They are network namespaces with addresses, interfaces and host names of their own.
 
                       bridge (a namespace of its own)
             link0 |          | link1          ...
@@ -83,7 +84,7 @@ class Program:
             return []
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """By rank.
+        """The processes of the ranks, by rank.
 
         Processes that a rank has started have its environment, but not its parent."""
         processes = {}
@@ -193,7 +194,7 @@ def _remove(space: str) -> None:
 
 
 def _remove_leftovers() -> None:
-    """Of a test run that was killed."""
+    """Remove what a test run that was killed has left."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
     for line in listed.stdout.splitlines():
         name = line.split()[0]

@@ -1,5 +1,6 @@
-"""A small run over several hosts, without a model: it starts as every run does, and makes steps
-with an all-reduce.
+"""A small run over several hosts, without a model.
+
+It starts as every run does, and makes steps with an all-reduce.
 
 node_program.py OUTPUT_DIR BEHAVIOUR [start_timeout_seconds=..., other keys of RunConfig]
 """
@@ -30,7 +31,7 @@ HOST = socket.gethostname()
 
 
 def facts(behaviour: str) -> dict[str, str]:
-    """Of this node; node1 is another one where that is asked for."""
+    """The facts of this node; node1's differ where the behaviour is "differ"."""
     host_facts = environment_facts() | {"run.seed": "1"}
     return (
         host_facts | {"torch": "2.12.0", "run.seed": "2"}

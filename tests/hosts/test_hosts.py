@@ -1,5 +1,7 @@
-"""Runs over several hosts, which are network namespaces: they meet, differ, go missing, are cut
-off, and go on."""
+"""Runs over several hosts, which are network namespaces.
+
+They meet, differ, go missing, are cut off, and go on.
+"""
 
 from __future__ import annotations
 
@@ -166,8 +168,9 @@ def test_torchrun_starts_a_run_again_that_lost_a_rank_and_it_goes_on(
 def test_engines_have_a_host_of_their_own(
     nodes: list[Node], arithmetic: Path, tmp_path: Path
 ) -> None:
-    """The first host trains, the second samples: weights, prompts, scores and log-probs cross the
-    network."""
+    """The first host trains, the second samples.
+
+    Weights, prompts, scores and log-probs cross the network."""
     output = tmp_path / "run"
     settings = (
         "parallel.tensor=1",

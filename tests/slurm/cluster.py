@@ -1,5 +1,6 @@
-"""A Slurm of a test's own on this machine: munge, the controller and emulated nodes, all in one
-folder.
+"""A Slurm of a test's own on this machine.
+
+Munge, the controller and emulated nodes are all in one folder.
 
 Nothing of it is in /etc or at Slurm's usual ports, it needs no other user and no root, and its
 processes end with the test's (see `keeper`). Two nodes of one machine have one address and one host
@@ -144,13 +145,14 @@ class Cluster:
         return next(word.partition("=")[2] for word in words if word.startswith(f"{key}="))
 
     def set_down(self, node: str) -> None:
-        """As if the machine were switched off, and Slurm had found out."""
+        """Take a node down as if the machine were switched off and Slurm had found out."""
         self.kill_node(node)
         self.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=power lost")
 
     def kill_node(self, node: str) -> None:
-        """Everything that runs on a node: its daemon, the daemons of its steps, and the steps'
-        processes."""
+        """Kill everything that runs on a node.
+
+        That is its daemon, the daemons of its steps, and the steps' processes."""
         tasks = self.processes(lambda environment: environment.get("SLURMD_NODENAME") == node)
         steps = [step for task in tasks if (step := step_daemon_of(task)) is not None]
         for process in {*self._daemons_of(node), *steps, *tasks}:
@@ -258,8 +260,9 @@ def step_daemon_of(task: psutil.Process) -> psutil.Process | None:
 
 
 def free_ports(count: int) -> tuple[int, int]:
-    """The first and the last of so many ports in a row that nobody uses, below those that the
-    kernel hands out."""
+    """The first and the last of so many free ports in a row.
+
+    Nobody uses them, and they are below those that the kernel hands out."""
     for _ in range(200):
         first = 10000 + secrets.randbelow(20000)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):

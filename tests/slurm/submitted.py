@@ -18,7 +18,7 @@ from tests.programs import REPOSITORY
 from tests.slurm.cluster import Cluster
 
 START_SECONDS = 180.0
-"""By when a job has made its first steps on a busy machine."""
+"""The time in which a job has made its first steps on a busy machine."""
 END_SECONDS = 240.0
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
 TWO_NODES = ("--nodes=2", "--gpus-per-node=0", "--ranks-per-node=1", "--time=30")

@@ -1,5 +1,7 @@
-"""Runs over two nodes of a real Slurm: they train, are disturbed, and go on as if nothing had
-been."""
+"""Runs over two nodes of a real Slurm.
+
+They train, are disturbed, and go on as if nothing had been.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.distributed, pytest.mark.timeout(90
 
 @pytest.fixture(scope="module")
 def inputs(arithmetic: Path) -> Path:
-    """With a reward that takes its time, so that a run of few steps can be disturbed in mid-run."""
+    """Inputs with a reward that takes its time, so that a short run can be disturbed in mid-run."""
     functions = arithmetic / "functions"
     functions.mkdir()
     (functions / "slow.py").write_text(

@@ -1,5 +1,7 @@
-"""What launch/slurm/submit.py queues, and what it refuses to queue, with a Slurm and without
-one."""
+"""What launch/slurm/submit.py queues, and what it refuses to queue.
+
+With a Slurm and without one.
+"""
 
 from __future__ import annotations
 
@@ -190,8 +192,9 @@ def test_the_environment_does_not_win_over_the_script(monkeypatch: pytest.Monkey
 
 
 def test_other_options_of_sbatch_are_passed_on(run: list[str], alone: Path) -> None:
-    """Also those that have a reserved one's name as their beginning, and those for parts of
-    nodes."""
+    """Options whose names begin with a reserved one's are passed on too.
+
+    So are those for parts of nodes."""
     options = (
         "--account=math",
         "--mem=64G",

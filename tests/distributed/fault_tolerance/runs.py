@@ -57,8 +57,9 @@ class Run:
         return status
 
     def family(self) -> list[psutil.Process]:
-        """What the launcher has started, and the ranks: one that was killed is not their parent any
-        more, also while it is still listed."""
+        """The processes that the launcher has started, and the ranks.
+
+        A launcher that was killed is no longer the ranks' parent, even while it is still listed."""
         processes = set(family(self.launcher.pid))
         for path in self.folder.glob("pid-*"):
             with contextlib.suppress(psutil.NoSuchProcess):

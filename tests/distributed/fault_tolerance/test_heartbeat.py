@@ -104,8 +104,9 @@ def test_a_lost_store_is_told(tmp_path: Path) -> None:
 def lonely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Heartbeat, dist.TCPStore]]:
-    """Rank 0 of two, whose neighbour's values the test writes, and the store; its threads do not
-    run."""
+    """Rank 0 of two, and the store; the test writes the other rank's values.
+
+    Its threads do not run."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(server.port))

@@ -1,5 +1,7 @@
-"""SIGINT, SIGTERM and SIGUSR1, however they come, lead to a saved checkpoint and a status that says
-so."""
+"""SIGINT, SIGTERM and SIGUSR1, however they come, lead to a saved checkpoint.
+
+The exit status says so.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A rank that computes longer than its like, or hears later from the store, is named; chance and
-layout are not."""
+"""A rank that computes longer than its like, or hears later from the store, is named.
+
+Differences by chance or by layout are not.
+"""
 
 from __future__ import annotations
 
