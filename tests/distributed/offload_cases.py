@@ -76,7 +76,7 @@ def round_trip(sets: Any) -> None:
 
 
 def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.cpu() for name, value in state.items()}
+    return {name: tensor.cpu() for name, tensor in state.items()}
 
 
 def state_of(stage: Stage) -> dict[str, Tensor]:
@@ -168,17 +168,17 @@ def reference_in_and_out(folder: Path, case: Case, samples: list[Sample]) -> dic
         "left": [moved.bytes for moved in sets.offload("reference")],
     }
     report["away"] = held()
-    ways = []
-    got = []
+    moves = []
+    logprobs = []
     for _ in range(2):
         with sets.on_device("reference") as moved:
             report["inside"] = held()
-            got = reference.logprobs(batches)
-        ways.append([(move.name, move.bytes) for move in moved])
+            logprobs = reference.logprobs(batches)
+        moves.append([(move.name, move.bytes) for move in moved])
         report["passed over"] = sets.offload("reference")
     unchanged = all(
         torch.equal(logprobs_T, expected_T)
-        for logprobs_T, expected_T in zip(got, expected, strict=True)
+        for logprobs_T, expected_T in zip(logprobs, expected, strict=True)
     )
     elements = sum(p.numel() for p in itertools.chain(*(c.parameters() for c in reference.chunks)))
-    return report | {"outside": held(), "ways": ways, "same": unchanged, "elements": elements}
+    return report | {"outside": held(), "ways": moves, "same": unchanged, "elements": elements}

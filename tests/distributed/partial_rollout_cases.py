@@ -206,12 +206,15 @@ def _score_new_tokens(trainer: Any, found: Run) -> None:
     def sample_and_score(rows: Any, *more: Any) -> Any:
         sampled, usages = sample(rows, *more)
         for work in (work for row in rows for work in row):
-            after = sampled[work.request.key]
-            after = after if isinstance(after, PartialCompletion) else after.completion
+            part = sampled[work.request.key]
+            part = part if isinstance(part, PartialCompletion) else part.completion
             start = len(work.request.so_far.token_ids)
-            (read,) = trainer.engines.engine.score([[*work.prompt.token_ids, *after.token_ids]])
+            (scored,) = trainer.engines.engine.score([[*work.prompt.token_ids, *part.token_ids]])
             found.scored.append(
-                (list(after.logprobs[start:]), read[len(work.prompt.token_ids) - 1 + start :])
+                (
+                    list(part.logprobs[start:]),
+                    scored[len(work.prompt.token_ids) - 1 + start :],
+                )
             )
         return sampled, usages
 

@@ -267,8 +267,8 @@ def updates(
             module.register_forward_pre_hook(
                 lambda _, inputs: idle.append(int((inputs[1] == 0).sum()))
             )
-    short = [Sample((5,), (6,), (-4.6,), 1.0), Sample((7,), (8,), (-4.6,), -1.0)]
-    parts = [samples[:16], _poisoned(samples, "runaway"), short, samples[4:]]
+    short_samples = [Sample((5,), (6,), (-4.6,), 1.0), Sample((7,), (8,), (-4.6,), -1.0)]
+    parts = [samples[:16], _poisoned(samples, "runaway"), short_samples, samples[4:]]
     results = [stage.actor.learner.learn(microbatches(stage, part), None, None) for part in parts]
     weights = whole_tensors(stage)
     return (weights, results, sum(idle)) if stage.mesh.rank == 0 else None
@@ -285,9 +285,9 @@ def streamed(folder: Path, case: Case) -> dict[str, Tensor] | None:
 def whole_gradients(stage: Stage) -> dict[str, Tensor]:
     """The reduced gradients as Hugging Face tensors, those of adapters by PEFT's names.
 
-    They are swapped into the parameters, streamed, and swapped back. Needs training
-    without the distributed optimizer: with it a rank holds the reduced gradient of its share of the
-    buffer only."""
+    They are swapped into the parameters, streamed, and swapped back. Needs training without the
+    distributed optimizer: with it a rank holds the reduced gradient of its share of the buffer
+    only."""
     scale = stage.actor.learner.loss_scale
     parameters = trained_parameters(stage)
     weights = [parameter.data.clone() for parameter in parameters]
@@ -404,11 +404,11 @@ def finds_values_that_are_not_finite(folder: Path, case: Case, samples: list[Sam
     for chunk in chunks:
         parameter = next(candidate for candidate in chunk.parameters() if id(candidate) in states)
         for tensor in (parameter.detach(), states[id(parameter)]):
-            last = tensor.view(-1)[-1:]
-            before = last.clone()
-            last.fill_(float("nan"))
+            last_element = tensor.view(-1)[-1:]
+            number = last_element.clone()
+            last_element.fill_(float("nan"))
             verdicts.append(all_state_finite(chunks, optimizer))
-            last.copy_(before)
+            last_element.copy_(number)
     return [*verdicts, all_state_finite(chunks, optimizer)]
 
 

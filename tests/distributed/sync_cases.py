@@ -89,7 +89,7 @@ def plain_model(shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> to
     """Parameters of these names and nothing else, full of NaN; one column is a vector."""
     root = torch.nn.Module()
     for name, (rows, cols) in shapes.items():
-        *path, last = name.split(".")
+        *path, parameter_name = name.split(".")
         module = root
         for step in path:
             if step not in module._modules:
@@ -99,7 +99,7 @@ def plain_model(shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> to
         parameter = torch.nn.Parameter(
             torch.full(size, torch.nan, dtype=dtype), requires_grad=False
         )
-        module.register_parameter(last, parameter)
+        module.register_parameter(parameter_name, parameter)
     return root
 
 
@@ -317,7 +317,7 @@ def _vllm_model(folder: Path, ranks: int) -> Iterator[torch.nn.Module]:
         distributed_executor_backend="external_launcher",
         enforce_eager=True,
     ).create_engine_config()
-    before = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     with set_current_vllm_config(config):
         rank = int(os.environ["RANK"])
         parallel_state.init_distributed_environment(ranks, rank, "env://", rank, backend="gloo")
@@ -326,7 +326,7 @@ def _vllm_model(folder: Path, ranks: int) -> Iterator[torch.nn.Module]:
         try:
             model = initialize_model(config)
         finally:
-            torch.set_default_dtype(before)
+            torch.set_default_dtype(default_dtype)
         try:
             yield model
         finally:

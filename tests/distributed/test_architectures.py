@@ -116,9 +116,10 @@ def test_a_model_answers_learns_and_leaves_as_in_transformers(
         logits, gradients = wanted[name]
         on_last_stage = [outcome.logits for outcome in outcomes if outcome.logits]
         assert len(on_last_stage) == case.tensor, name
-        for got in on_last_stage:
+        for logits_by_index in on_last_stage:
             distances = [
-                float((got[index] - expected).abs().max()) for index, expected in enumerate(logits)
+                float((logits_by_index[index] - expected).abs().max())
+                for index, expected in enumerate(logits)
             ]
             assert max(distances) <= 1e-4, f"{name}: the logits are off by {max(distances):.2e}"
         for outcome in outcomes:

@@ -275,9 +275,9 @@ def test_engines_are_given_every_setting_of_training_and_of_validation(
             pair for group in step for pair in zip(group.completions, group.scores, strict=True)
         ]
         for completion, score in pairs:
-            short = 1 - len(completion.token_ids) / limit
-            digits = sum(map(str.isdigit, completion.text)) / 10
-            assert score.reward == pytest.approx(1 * short + 3 * digits)
+            length_reward = 1 - len(completion.token_ids) / limit
+            digits_reward = sum(map(str.isdigit, completion.text)) / 10
+            assert score.reward == pytest.approx(1 * length_reward + 3 * digits_reward)
     for segment in (
         segment for step in completions for completion in step for segment in completion.segments
     ):

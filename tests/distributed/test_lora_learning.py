@@ -148,12 +148,12 @@ def check(
     start, expected = of_peft(folder, case.lora)
     by_rank = ranks.run(case.ranks, learned, folder, case, start, PARTS)
     for name in ("reference", "logprobs"):
-        got = {
+        values_by_index = {
             index: values for outcome in by_rank for index, values in getattr(outcome, name).items()
         }
         for index, values in getattr(expected, name).items():
             torch.testing.assert_close(
-                torch.tensor(got[index]),
+                torch.tensor(values_by_index[index]),
                 torch.tensor(values),
                 atol=exact,
                 rtol=0.0,

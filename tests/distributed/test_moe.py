@@ -118,14 +118,14 @@ def check_round_trip(
         case.ranks, architectures_cases.round_trips, [folder], case, SAMPLES, [output]
     )
     logits, gradients = wanted
-    seen: set[int] = set()
+    indices: set[int] = set()
     for (outcome,) in by_rank:
-        for index, got in outcome.logits.items():
-            distance = float((got - logits[index]).abs().max())
+        for index, index_logits in outcome.logits.items():
+            distance = float((index_logits - logits[index]).abs().max())
             assert distance <= 1e-4, f"the logits are off by {distance:.2e}"
-        seen |= outcome.logits.keys()
+        indices |= outcome.logits.keys()
         assert_close(outcome.gradients, gradients, 1e-4)
-    assert seen == set(range(len(SAMPLES)))
+    assert indices == set(range(len(SAMPLES)))
     assert_same_weights(folder, output)
 
 
@@ -134,15 +134,15 @@ def check_round_trip(
 @pytest.mark.parametrize("case", [EP2, pytest.param(Case(data=2), marks=pytest.mark.full)], ids=str)
 def test_a_rank_without_samples_takes_part(ranks: RankPool, folder: Path, case: Case) -> None:
     samples = SAMPLES[:1]
-    got = ranks.run(case.ranks, policy_cases.gradients, folder, case, samples)[0]
+    gradients = ranks.run(case.ranks, policy_cases.gradients, folder, case, samples)[0]
     model = oracle.load(folder)
     oracle.loss(model, samples).backward()
     expected = in_files(oracle.gradients(model))
     # Experts that no token of the sample was sent to have no gradient.
     idle = {name for name, gradient in expected.items() if not gradient.any()}
-    assert idle and all(not got[name].any() for name in idle)
+    assert idle and all(not gradients[name].any() for name in idle)
     assert_close(
-        {name: gradient for name, gradient in got.items() if name not in idle},
+        {name: gradient for name, gradient in gradients.items() if name not in idle},
         {name: gradient for name, gradient in expected.items() if name not in idle},
         1e-4,
     )

@@ -76,13 +76,13 @@ def check_gradients(
     cases: ModuleType = policy_cases,
     together: float | None = None,
 ) -> None:
-    got = ranks.run(case.ranks, cases.gradients, folder, case, SAMPLES)[0]
+    gradients = ranks.run(case.ranks, cases.gradients, folder, case, SAMPLES)[0]
     model = oracle.load(folder)
     oracle.loss(model, SAMPLES).backward()
     if together is None:
-        assert_close(got, oracle.gradients(model), 1e-5)
+        assert_close(gradients, oracle.gradients(model), 1e-5)
     else:
-        assert_close_together(got, oracle.gradients(model), together)
+        assert_close_together(gradients, oracle.gradients(model), together)
 
 
 def check_update(

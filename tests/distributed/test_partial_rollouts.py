@@ -154,8 +154,8 @@ def test_log_probs_are_those_of_the_weights_that_sampled(make: Make) -> None:
     Those of earlier segments are kept, not computed again."""
     run = make(1, steps=6, optimizer=LEARNS)
     assert sum(len(sampled) for sampled, _ in run.scored) > 300
-    for sampled, read in run.scored:
-        assert sampled == pytest.approx(read, abs=1e-5)
+    for sampled, scored in run.scored:
+        assert sampled == pytest.approx(scored, abs=1e-5)
     versions = [
         [s.policy_version for s in c.segments]
         for step in run.groups

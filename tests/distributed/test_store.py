@@ -174,9 +174,11 @@ def test_every_file_is_in_the_manifest_and_as_large_as_its_tensors(saved_by: Sav
     }
     assert on_disk - {"manifest.json"} == set(checkpoint.files)
     parameters = sum(tensor.nbytes for tensor in saved.weights.values())
-    written = sum(file.size for name, file in checkpoint.files.items() if name.endswith(".distcp"))
+    state_bytes = sum(
+        file.size for name, file in checkpoint.files.items() if name.endswith(".distcp")
+    )
     # Parameters and Adam's two moments of them, and some hundred bytes for each tensor.
-    assert 3 * parameters < written < 3.6 * parameters
+    assert 3 * parameters < state_bytes < 3.6 * parameters
     assert json.loads((checkpoint.folder / "progress.json").read_text())["optimizer_tensors"] == [
         "exp_avg",
         "exp_avg_sq",

@@ -99,10 +99,10 @@ def check_gradients(
     samples: list[Sample] = SAMPLES,
 ) -> None:
     settings = TeacherConfig(path=str(teacher), loss=loss, coef=COEF)
-    got = ranks.run(case.ranks, teacher_cases.gradients, folder, case, samples, settings)[0]
+    gradients = ranks.run(case.ranks, teacher_cases.gradients, folder, case, samples, settings)[0]
     model = oracle.load(folder)
     dense_loss(model, oracle.load(teacher), samples, loss)[0].backward()
-    assert_close(got, oracle.gradients(model), 1e-5)
+    assert_close(gradients, oracle.gradients(model), 1e-5)
 
 
 def check_step(
@@ -160,7 +160,9 @@ def test_a_step_learns_from_the_teacher_alone_or_with_rewards(
         outcome, _ = ranks.run(case.ranks, teacher_cases.step, *arguments)[0]
         moved, offloaded = ranks.run(case.ranks, teacher_cases.step, *arguments, True)[0]
         assert "teacher" in offloaded and set(offloaded) <= {"teacher", "teacher_head"}
-        assert all(torch.equal(moved.update[name], value) for name, value in outcome.update.items())
+        assert all(
+            torch.equal(moved.update[name], tensor) for name, tensor in outcome.update.items()
+        )
         rewards = [[reward for reward in group.rewards] for group in groups]
         centred = [
             [reward - sum(row) / len(row) if with_rewards else 0.0 for reward in row]

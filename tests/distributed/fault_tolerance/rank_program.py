@@ -58,8 +58,8 @@ def walk(heartbeat: Heartbeat, stop: StopRequest, folder: Path, behaviour: str) 
         with timers.phase("update"):
             dist.all_reduce(torch.ones(1))
         (folder / f"step-{RANK}").write_text(str(step))
-        asked = reduce_over_ranks({}, {"stop": float(REASONS.index(stop.requested))})[1]
-        if asked["stop"]:
+        reduced = reduce_over_ranks({}, {"stop": float(REASONS.index(stop.requested))})[1]
+        if reduced["stop"]:
             with timers.phase("save"):
                 if behaviour == "slow save":
                     waits_for_ever()

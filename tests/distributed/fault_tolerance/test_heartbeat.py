@@ -142,12 +142,12 @@ def test_a_rank_that_left_and_ended_since_its_status_was_read_has_not_died(
 ) -> None:
     heartbeat, _ = lonely
     process = subprocess.Popen(["true"])
-    read = replace(heartbeat._status(), rank=1, pid=process.pid, process_start="long ago")
+    status = replace(heartbeat._status(), rank=1, pid=process.pid, process_start="long ago")
     process.wait()
-    heartbeat._store.set("status/1", asdict(read))
-    assert heartbeat._has_died(read)
-    heartbeat._store.set("status/1", asdict(replace(read, left=True)))
-    assert not heartbeat._has_died(read)
+    heartbeat._store.set("status/1", asdict(status))
+    assert heartbeat._has_died(status)
+    heartbeat._store.set("status/1", asdict(replace(status, left=True)))
+    assert not heartbeat._has_died(status)
 
 
 def test_a_request_of_another_rank_reaches_rank_zero_which_tells_at_its_end_that_all_is_saved(
