@@ -206,7 +206,9 @@ def _unfinished_in(files: dict[str, bytes], prepared: PreparedRun[Any]) -> int:
 def _score_segments(
     trainer: Any, groups: list[list[ScoredGroup]], weights: dict[int, list[dict[str, torch.Tensor]]]
 ) -> list[tuple[list[float], list[float]]]:
-    """On one rank: every segment by the policy of its version, which reads the whole sequence."""
+    """Log-probs of every segment by the policy of its version, which reads the whole sequence.
+
+    For one rank that trains."""
     scores = []
     for group in (group for step in groups for group in step):
         for completion in group.completions:

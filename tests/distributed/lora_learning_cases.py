@@ -38,7 +38,7 @@ class Learned:
     """Gradients of the first update; rank 0 has these and the following."""
     norms: list[float]
     adapters: dict[str, Tensor]
-    """After the last update."""
+    """The adapters after the last update."""
     weights: dict[str, Tensor]
     """The adapters merged before the first update, by Hugging Face names."""
 

@@ -199,7 +199,7 @@ def _restart_rollouts(trainer: Any, place: Path, steps_done: int, reward_changed
 
 
 def _score_new_tokens(trainer: Any, found: Run) -> None:
-    """After every rollout the engine reads what it has sampled."""
+    """Let the engine read what it has sampled after every rollout."""
     collector = trainer.engines.collector
     sample = collector.sample
 

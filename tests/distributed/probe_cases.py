@@ -143,7 +143,7 @@ def _parameter_of_the_policy(both: Pair) -> torch.Tensor | None:
 
 
 def _change_the_policy(one: Checked, change: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
-    """After the sync; the probe then asks the policy anew.
+    """Change the policy after the sync; the probe then asks the policy anew.
 
     The result undoes it."""
     parameter = _parameter_of_the_policy(one.both)

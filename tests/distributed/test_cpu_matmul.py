@@ -14,7 +14,7 @@ LARGE = (1024, 128, 256)
 
 @pytest.fixture(autouse=True)
 def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on processors on which it is not faster."""
+    """Use oneDNN also on processors on which it is not faster."""
     monkeypatch.setattr(cpu_matmul, "ONEDNN_IS_FASTER", True)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.hosts.cluster import PORT, Node, Program
 
 RANKS = 2
-"""On each node."""
+"""Ranks on each node."""
 
 
 @dataclass

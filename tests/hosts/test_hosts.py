@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.skipif(WHY_NOT is not None, r
 full = pytest.mark.full
 
 START_SECONDS = 150.0
-"""On a busy machine."""
+"""What a start may take on a busy machine."""
 HEARTBEAT_SECONDS = 6.0
 STEPS = 30
 SFT = ("launch/train_sft.py", "--config", "configs/demo_sft.yaml")

@@ -17,7 +17,7 @@ from tests.slurm.submitted import ENDED, START_SECONDS, TWO_NODES, Submitted, Su
 
 STEPS = {"grpo": 10, "sft": 60}
 EARLY = {"grpo": 2, "sft": 6}
-"""After so many steps of a start it is disturbed."""
+"""Steps of a start after which it is disturbed."""
 
 pytestmark = [pytest.mark.slurm, pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -368,7 +368,7 @@ def test_nodes_are_counted_that_have_the_gpus() -> None:
 
 
 def test_the_script_reads_how_a_run_ended_as_the_program_does(tmp_path: Path) -> None:
-    """Without Python, and without the last line of the script, which runs it."""
+    """The functions of the script run without Python, and without its last line, which runs it."""
     functions = BODY.read_text().removesuffix("main\n")
     assert functions != BODY.read_text()
 
