@@ -52,11 +52,11 @@ ACCURACY = SelectionRules(dynamic="accuracy")
 
 def test_where_each_reward_counts_for_itself_a_group_has_contrast_in_any_of_them():
     def with_parts(*parts: tuple[float | None, ...]) -> ScoredGroup:
-        made = group("q", [1.0] * len(parts))
+        scored_group = group("q", [1.0] * len(parts))
         scores = tuple(
-            replace(score, parts=row) for score, row in zip(made.scores, parts, strict=True)
+            replace(score, parts=row) for score, row in zip(scored_group.scores, parts, strict=True)
         )
-        return replace(made, scores=scores)
+        return replace(scored_group, scores=scores)
 
     rules = SelectionRules(dynamic="reward", parts=(0, 1))
     assert choose(with_parts((1.0, 0.0, 0.5), (0.0, 1.0, 0.5)), rules).dropped is None
@@ -90,11 +90,11 @@ def test_without_rules_all_is_learned_from():
 def test_contrast_is_of_accuracy_or_of_rewards(
     rewards: list[float], correct: list[bool], by_accuracy: str | None, by_reward: str | None
 ):
-    one = group("q", rewards, correct)
+    scored_group = group("q", rewards, correct)
     every = tuple(range(len(rewards)))
-    assert choose(one, SelectionRules()).dropped is None
+    assert choose(scored_group, SelectionRules()).dropped is None
     for rules, dropped in ((ACCURACY, by_accuracy), (SelectionRules(dynamic="reward"), by_reward)):
-        assert choose(one, rules) == Chosen(() if dropped else every, (), dropped)
+        assert choose(scored_group, rules) == Chosen(() if dropped else every, (), dropped)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_contrast_is_of_accuracy_or_of_rewards(
 def test_completions_leave_their_group_by_length(
     rules: SelectionRules, samples: tuple[int, ...], filtered: tuple[str, ...]
 ):
-    one = group("q", [1.0, 0.0, 1.0, 0.0], lengths=[2, 3, 8, 9], truncated=(2, 3))
-    assert choose(one, rules) == Chosen(samples, filtered, None if samples else "empty")
+    scored_group = group("q", [1.0, 0.0, 1.0, 0.0], lengths=[2, 3, 8, 9], truncated=(2, 3))
+    assert choose(scored_group, rules) == Chosen(samples, filtered, None if samples else "empty")
 
 
 def test_contrast_is_looked_for_in_what_the_filters_leave():
@@ -143,14 +143,15 @@ def sampler(
 ) -> tuple[Callable[[int], list[ScoredGroup]], list[int]]:
     """Gives groups with contrast where `kept` says so, and writes down how many it was asked
     for."""
-    supply, asked = iter(kept), []
+    supply = iter(kept)
+    asked = []
 
     def sample(n: int) -> list[ScoredGroup]:
         start = sum(asked)
         asked.append(n)
         return [
-            group(f"q-{start + i}", MIXED if one else RIGHT)
-            for i, one in enumerate(islice(supply, n))
+            group(f"q-{start + i}", MIXED if has_contrast else RIGHT)
+            for i, has_contrast in enumerate(islice(supply, n))
         ]
 
     return sample, asked
@@ -196,8 +197,13 @@ def test_what_is_beyond_the_wanted_number_is_surplus_from_the_end():
     sample, _ = sampler(pattern("x.x. xx.x"))
     selection = select(sample, 4, 99, ACCURACY)
     dropped = [None, "right", None, "right", None, None, "right", "surplus"]
-    assert [one.dropped for one in selection.chosen] == dropped
-    assert [one.prompt.prompt_id for one in selection.learned] == ["q-0", "q-2", "q-4", "q-5"]
+    assert [choice.dropped for choice in selection.chosen] == dropped
+    assert [learned_group.prompt.prompt_id for learned_group in selection.learned] == [
+        "q-0",
+        "q-2",
+        "q-4",
+        "q-5",
+    ]
     assert selection.chosen[-1].samples == ()
 
 
@@ -228,7 +234,7 @@ SOME = select(
 
 def test_learned_groups_are_without_what_left_them():
     first, second = SOME.learned
-    assert [one.text for one in first.completions] == ["q-0-1", "q-0-2"]
+    assert [completion.text for completion in first.completions] == ["q-0-1", "q-0-2"]
     assert first.rewards == [0.0, 1.0]
     assert first.prompt == FILTERED.prompt
     assert second == SOME.sampled[3]
@@ -286,42 +292,55 @@ def test_whatever_is_sampled_the_bounds_hold(
         )
         for i, row in enumerate(drawn)
     ]
-    supply, asked = iter(stock), []
+    supply = iter(stock)
+    asked = []
 
     def sample(n: int) -> list[ScoredGroup]:
-        kept = sum(choose(one, rules).dropped is None for one in stock[: sum(asked)])
-        assert not asked or kept < wanted
+        n_kept = sum(
+            choose(scored_group, rules).dropped is None for scored_group in stock[: sum(asked)]
+        )
+        assert not asked or n_kept < wanted
         asked.append(n)
         return list(islice(supply, n))
 
     selection = select(sample, wanted, max_extra, rules)
-    sampled, learned = selection.sampled, selection.learned
+    sampled = selection.sampled
+    learned = selection.learned
     assert sampled == stock[: len(sampled)] and len(sampled) <= wanted + max_extra
     assert min(asked) > 0 and (rules.dynamic is not None or asked == [wanted])
-    whole = [one for one in (choose(one, rules) for one in sampled) if one.dropped is None]
+    whole = [
+        choice
+        for choice in (choose(scored_group, rules) for scored_group in sampled)
+        if choice.dropped is None
+    ]
     assert len(learned) == min(wanted, len(whole))
     if rules.dynamic is not None and len(learned) < wanted:
         assert len(sampled) == min(len(stock), wanted + max_extra)
-    for one in learned:
-        assert 0 < len(one.completions) == len(one.scores)
+    for learned_group in learned:
+        assert 0 < len(learned_group.completions) == len(learned_group.scores)
         assert all(
             rules.min_tokens <= len(c.token_ids) <= (rules.max_tokens or math.inf)
-            for c in one.completions
+            for c in learned_group.completions
         )
     # every learned completion has a number of its own, found again at its place
     names = iter(count(1))
-    values = [[float(next(names)) for _ in one.completions] for one in learned]
+    values = [[float(next(names)) for _ in learned_group.completions] for learned_group in learned]
     spread = selection.spread(values)
-    assert [len(row) for row in spread] == [len(one.completions) for one in sampled]
-    found = {
-        value: sampled[p].completions[g]
+    assert [len(row) for row in spread] == [
+        len(scored_group.completions) for scored_group in sampled
+    ]
+    completions_by_number = {
+        number: sampled[p].completions[g]
         for p, row in enumerate(spread)
-        for g, value in enumerate(row)
-        if value
+        for g, number in enumerate(row)
+        if number
     }
-    numbered = [value for row in values for value in row]
-    assert [found[v] for v in numbered] == [c for one in learned for c in one.completions]
-    assert len(found) == len(numbered)
-    dropped, filtered = selection.dropped_groups(), selection.filtered_completions()
+    numbered = [number for row in values for number in row]
+    assert [completions_by_number[v] for v in numbered] == [
+        c for learned_group in learned for c in learned_group.completions
+    ]
+    assert len(completions_by_number) == len(numbered)
+    dropped = selection.dropped_groups()
+    filtered = selection.filtered_completions()
     assert dropped.total() == len(sampled) - len(learned)
     assert set(dropped) <= set(DROP_REASONS) and set(filtered) <= set(FILTER_REASONS)

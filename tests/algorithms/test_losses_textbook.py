@@ -60,13 +60,13 @@ class Book:
         if self.rule.kind in ("dppo_tv", "dppo_kl"):
             return self.divergence_masked(t, A)
         if self.rule.kind == "gmpo":
-            own = [self.bounded(u) for u in self.counted(int(self.tokens.segments_T[t]))]
-            mean = math.prod(u.item() for u in own) ** (1 / len(own))
+            positions = [self.bounded(u) for u in self.counted(int(self.tokens.segments_T[t]))]
+            mean = math.prod(u.item() for u in positions) ** (1 / len(positions))
             cut = self.bounded(t)
             return mean * A * cut / cut.item(), cut.item() != r.item()
         if self.rule.kind == "gspo":
-            own = self.counted(int(self.tokens.segments_T[t]))
-            mean = torch.stack([self.ratio(u) for u in own]).prod() ** (1 / len(own))
+            positions = self.counted(int(self.tokens.segments_T[t]))
+            mean = torch.stack([self.ratio(u) for u in positions]).prod() ** (1 / len(positions))
             r = mean.detach() * r / r.detach()  # GSPO-token
         if A > 0 and r.item() > high:
             return torch.tensor(high * A, dtype=torch.float64), True
@@ -78,16 +78,16 @@ class Book:
 
     def bounded(self, t: int) -> Tensor:
         """The ratio of "gmpo", which is clipped where the advantage pushes it."""
-        r, low, high = self.ratio(t), math.exp(-self.rule.clip_low), math.exp(self.rule.clip_high)
+        r = self.ratio(t)
+        low = math.exp(-self.rule.clip_low)
+        high = math.exp(self.rule.clip_high)
         if self.tokens.advantages_T[t] > 0:
             return torch.tensor(high, dtype=torch.float64) if r.item() > high else r
         return torch.tensor(low, dtype=torch.float64) if r.item() < low else r
 
     def divergence_masked(self, t: int, A: float) -> tuple[Tensor, bool]:
-        p, q = (
-            self.tokens.logprobs_T[t].detach().exp().item(),
-            math.exp(self.tokens.proximal_logprobs_T[t]),
-        )
+        p = self.tokens.logprobs_T[t].detach().exp().item()
+        q = math.exp(self.tokens.proximal_logprobs_T[t])
         gap = abs(p - q)
         if self.rule.kind == "dppo_kl":
             at_most_1 = min(p, 1 - 1e-6), min(q, 1 - 1e-6)
@@ -101,9 +101,10 @@ class Book:
     def off_policy(self, t: int) -> bool:
         if self.rule.off_policy_mask is None or self.tokens.advantages_T[t] >= 0:
             return False
-        own = self.counted(int(self.tokens.segments_T[t]))
+        positions = self.counted(int(self.tokens.segments_T[t]))
         gaps = [
-            (self.tokens.behaviour_logprobs_T[u] - self.tokens.logprobs_T[u]).item() for u in own
+            (self.tokens.behaviour_logprobs_T[u] - self.tokens.logprobs_T[u]).item()
+            for u in positions
         ]
         return sum(gaps) / len(gaps) > self.rule.off_policy_mask
 
@@ -112,14 +113,13 @@ class Book:
         rule = self.rule.correction
         if rule is None:
             return False, False
-        own = self.counted(int(self.tokens.segments_T[t]))
-        mean = math.prod(self.mismatch(u) for u in own) ** (1 / len(own))
+        positions = self.counted(int(self.tokens.segments_T[t]))
+        mean = math.prod(self.mismatch(u) for u in positions) ** (1 / len(positions))
         low, high = rule.geometric_low or 0.0, rule.geometric_high or math.inf
-        p, b = (
-            math.exp(self.tokens.proximal_logprobs_T[t]),
-            math.exp(self.tokens.behaviour_logprobs_T[t]),
-        )
-        p, b = min(p, 1 - 1e-6), min(b, 1 - 1e-6)
+        p = math.exp(self.tokens.proximal_logprobs_T[t])
+        b = math.exp(self.tokens.behaviour_logprobs_T[t])
+        p = min(p, 1 - 1e-6)
+        b = min(b, 1 - 1e-6)
         kl = p * math.log(p / b) + (1 - p) * math.log((1 - p) / (1 - b))
         return not low <= mean <= high, kl > (rule.binary_kl or math.inf)
 
@@ -134,11 +134,13 @@ class Book:
             return 1.0, False
         if any(self.masks(t)):
             return 0.0, True
-        own = {"token": [t], "sequence": self.counted(int(self.tokens.segments_T[t])), None: []}[
-            rule.level
-        ]
+        positions = {
+            "token": [t],
+            "sequence": self.counted(int(self.tokens.segments_T[t])),
+            None: [],
+        }[rule.level]
         weight = 1.0
-        for u in own:
+        for u in positions:
             weight *= self.mismatch(u)
         if rule.mask_low is not None and weight < rule.mask_low:
             return 0.0, True
@@ -153,9 +155,13 @@ class Book:
             return torch.zeros((), dtype=torch.float64)
         policy = torch.exp(self.logprob(t))
         reference = math.exp(self.tokens.reference_logprobs_T[t])
-        own = {"token": [t], "sequence": self.counted(int(self.tokens.segments_T[t])), None: []}
+        positions_by_level = {
+            "token": [t],
+            "sequence": self.counted(int(self.tokens.segments_T[t])),
+            None: [],
+        }
         weight = torch.ones((), dtype=torch.float64)
-        for u in own[self.rule.kl_ratio]:
+        for u in positions_by_level[self.rule.kl_ratio]:
             weight = weight * torch.exp(self.logprob(u) - self.tokens.behaviour_logprobs_T[u])
         estimate = {
             "k1": torch.log(policy / reference),
@@ -171,11 +177,13 @@ class Book:
             objective, clipped = self.surrogate(t)
             weight, cut = self.correction(t)
             weight_of_it = 0.0 if self.off_policy(t) else weight
-            r, kl, entropy = self.ratio(t).item(), self.kl(t), self.tokens.entropy_T[t]
+            r = self.ratio(t).item()
+            kl = self.kl(t)
+            entropy = self.tokens.entropy_T[t]
             objective = (
                 weight_of_it * objective - self.rule.kl_coef * kl + self.rule.entropy_coef * entropy
             )
-            more = {
+            terms = {
                 "loss": -self.tokens.weights_T[t] * objective if self.tokens.learned_T[t] else 0.0,
                 "tokens": 1,
                 "ratio": r,
@@ -191,7 +199,7 @@ class Book:
                 "masked_binary_kl": self.masks(t)[1],
                 "masked_off_policy": self.off_policy(t),
             }
-            total = {name: total[name] + more[name] for name in SUMS}
+            total = {name: total[name] + terms[name] for name in SUMS}
         return total
 
 
@@ -279,13 +287,13 @@ def test_all_sums_and_gradients_equal_the_papers_formulas(pack: TokenInputs, rul
     tokens, leaves = with_leaves(pack)
     got = policy_loss(tokens, rule)
     book_tokens, book_leaves = with_leaves(pack)
-    wanted = Book(book_tokens, rule).sums()
+    book_sums = Book(book_tokens, rule).sums()
     for name in SUMS:
-        torch.testing.assert_close(getattr(got, name), wanted[name], rtol=1e-10, atol=1e-10)
-    for ours, theirs in zip(
-        gradients(got.loss, leaves), gradients(wanted["loss"], book_leaves), strict=True
+        torch.testing.assert_close(getattr(got, name), book_sums[name], rtol=1e-10, atol=1e-10)
+    for gradient, book_gradient in zip(
+        gradients(got.loss, leaves), gradients(book_sums["loss"], book_leaves), strict=True
     ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(gradient, book_gradient, rtol=1e-10, atol=1e-10)
 
 
 @settings(max_examples=40, deadline=None)
@@ -298,7 +306,7 @@ def test_a_pack_split_between_segments_gives_the_same_sums_and_gradients(
 
     def part(of_T: Tensor, first_segment: int, n_segments: int) -> TokenInputs:
         columns = {
-            name: value[of_T] for name, value in vars(pack).items() if isinstance(value, Tensor)
+            name: column[of_T] for name, column in vars(pack).items() if isinstance(column, Tensor)
         }
         columns["segments_T"] = columns["segments_T"] - first_segment
         return replace(pack, **columns, n_segments=n_segments)
@@ -308,10 +316,16 @@ def test_a_pack_split_between_segments_gives_the_same_sums_and_gradients(
         with_leaves(part(first_T, 0, border)),
         with_leaves(part(~first_T, border, pack.n_segments - border)),
     ]
-    once, split = policy_loss(whole, rule), [policy_loss(tokens, rule) for tokens, _ in parts]
+    once = policy_loss(whole, rule)
+    split = [policy_loss(tokens, rule) for tokens, _ in parts]
     for name in SUMS:
         sums = getattr(split[0], name) + getattr(split[1], name)
         torch.testing.assert_close(sums, getattr(once, name), rtol=1e-12, atol=1e-12)
-    by_part = [gradients(terms.loss, own) for terms, (_, own) in zip(split, parts, strict=True)]
-    for ours, *theirs in zip(gradients(once.loss, leaves), *by_part, strict=True):
-        torch.testing.assert_close(torch.cat(theirs), ours, rtol=1e-12, atol=1e-12)
+    by_part = [
+        gradients(terms.loss, part_leaves)
+        for terms, (_, part_leaves) in zip(split, parts, strict=True)
+    ]
+    for whole_gradient, *part_gradients in zip(gradients(once.loss, leaves), *by_part, strict=True):
+        torch.testing.assert_close(
+            torch.cat(part_gradients), whole_gradient, rtol=1e-12, atol=1e-12
+        )

@@ -49,7 +49,8 @@ class Engines:
                 if isinstance(sample, ScoredCompletion):
                     samples.append(sample)
                     continue
-                whole, done = self.length(group.draw, g), len(sample.token_ids)
+                whole = self.length(group.draw, g)
+                done = len(sample.token_ids)
                 new = min(self.slice_tokens, whole - done)
                 longest = max(longest, new)
                 part = sample.extended(
@@ -78,15 +79,16 @@ def run(
     samples: int,
     choose: Callable[[UnfinishedGroup], Chosen] = keep,
 ) -> tuple[list[Leaving], UnfinishedGroups]:
-    unfinished, found = UnfinishedGroups(), []
+    unfinished = UnfinishedGroups()
+    leavings = []
     for step in range(steps):
         engines.step = step
-        found.append(
+        leavings.append(
             advance_carry(
                 unfinished, rules, step, steps - step, samples, engines.sample_round, choose
             )
         )
-    return found, unfinished
+    return leavings, unfinished
 
 
 def draws(found: Leaving) -> list[int]:
@@ -98,7 +100,7 @@ def check_all_left(found: list[Leaving], unfinished: UnfinishedGroups, replaced:
 
     So many may be in flight still: others took their place when they were dropped, and older ones
     that were complete only then left before them."""
-    left = sorted(d for one in found for d in draws(one))
+    left = sorted(d for leaving in found for d in draws(leaving))
     assert sorted([*left, *(group.draw for group in unfinished.groups)]) == list(
         range(unfinished.next_draw)
     )
@@ -111,24 +113,34 @@ def test_short_groups_overtake_long_ones_and_long_ones_are_carried() -> None:
     # of 4 tokens.
     rules = UnfinishedRules(groups_per_step=2, max_groups=4, max_staleness=1)
     engines = Engines(lambda draw, g: 8 if draw in (0, 3) else 2, slice_tokens=4)
-    found, unfinished = run(engines, rules, steps=3, samples=1)
+    leavings, unfinished = run(engines, rules, steps=3, samples=1)
     # Step 0 draws 0-3 and learns 1 and 2; step 1 draws 4 and 5, finishes 0 and 3, which are older;
     # step 2 has 4 and 5.
-    assert [draws(one) for one in found] == [[1, 2], [0, 3], [4, 5]]
+    assert [draws(leaving) for leaving in leavings] == [[1, 2], [0, 3], [4, 5]]
     assert unfinished == UnfinishedGroups([], 6)
-    assert found[1].groups[0].samples[0].completion.segments == (Segment(4, 0, 0), Segment(4, 1, 1))
-    assert [one.rounds for one in found] == [1, 1, 0], "all groups of the last step were complete"
+    assert leavings[1].groups[0].samples[0].completion.segments == (
+        Segment(4, 0, 0),
+        Segment(4, 1, 1),
+    )
+    assert [leaving.rounds for leaving in leavings] == [1, 1, 0], (
+        "all groups of the last step were complete"
+    )
 
 
 def test_a_step_waits_for_groups_that_are_about_to_be_too_old() -> None:
     # Only draw 0 is long: it has 4 of 12 tokens after step 0, which learns from draw 1.
     rules = UnfinishedRules(groups_per_step=1, max_groups=2, max_staleness=1)
     engines = Engines(lambda draw, g: 12 if draw == 0 else 2, slice_tokens=4)
-    found, _ = run(engines, rules, steps=4, samples=1)
+    leavings, _ = run(engines, rules, steps=4, samples=1)
     # Step 1 must learn from it: it has 8 tokens after the round that completes draw 2, and 12 after
     # one more.
-    assert [draws(one) for one in found] == [[1], [0], [2], [3]]
-    assert [(one.rounds, one.waits) for one in found] == [(1, 0), (2, 1), (0, 0), (1, 0)]
+    assert [draws(leaving) for leaving in leavings] == [[1], [0], [2], [3]]
+    assert [(leaving.rounds, leaving.waits) for leaving in leavings] == [
+        (1, 0),
+        (2, 1),
+        (0, 0),
+        (1, 0),
+    ]
 
 
 def test_room_by_hand() -> None:
@@ -208,22 +220,24 @@ def test_every_group_leaves_once_whole_and_in_time(
         return Chosen((), dropped="uniform") if is_dropped(group.draw) else keep(group)
 
     engines = Engines(length, slice_tokens)
-    found, unfinished = run(engines, rules, steps, samples, choose)
-    left = check_all_left(found, unfinished, max_dropped if drop_every else 0)
+    leavings, unfinished = run(engines, rules, steps, samples, choose)
+    left = check_all_left(leavings, unfinished, max_dropped if drop_every else 0)
     assert drop_every or left == per_step * steps
     assert max(engines.rounds) <= slice_tokens
-    for step, one in enumerate(found):
-        assert one.kept == per_step or (drop_every and len(one.groups) == per_step + max_dropped)
-        assert draws(one) == sorted(draws(one))
-        for group in one.groups:
+    for step, leaving in enumerate(leavings):
+        assert leaving.kept == per_step or (
+            drop_every and len(leaving.groups) == per_step + max_dropped
+        )
+        assert draws(leaving) == sorted(draws(leaving))
+        for group in leaving.groups:
             assert 0 <= step - group.first_step <= staleness
             for g, sample in enumerate(group.samples):
                 assert isinstance(sample, ScoredCompletion)
                 segments = sample.completion.segments
                 assert sum(segment.tokens for segment in segments) == length(group.draw, g)
-                own = [segment.step for segment in segments]
-                assert own == sorted(set(own)), "one for each version"
-                assert own[0] >= group.first_step and own[-1] <= step
+                sampled_steps = [segment.step for segment in segments]
+                assert sampled_steps == sorted(set(sampled_steps)), "one for each version"
+                assert sampled_steps[0] >= group.first_step and sampled_steps[-1] <= step
 
 
 def test_a_step_replaces_what_was_complete_and_is_dropped() -> None:
@@ -235,10 +249,10 @@ def test_a_step_replaces_what_was_complete_and_is_dropped() -> None:
     def choose(group: UnfinishedGroup) -> Chosen:
         return Chosen((), dropped="right") if group.draw == 4 else keep(group)
 
-    found = advance_carry(
+    leaving = advance_carry(
         unfinished, UnfinishedRules(2, 4, 2, max_dropped=2), 1, 1, 1, engines.sample_round, choose
     )
-    assert draws(found) == [4, 5, 6] and found.kept == 2 and found.rounds == 1
+    assert draws(leaving) == [4, 5, 6] and leaving.kept == 2 and leaving.rounds == 1
 
 
 # ---------------------------------------------------------------- defer
@@ -256,7 +270,7 @@ class DeferringEngines:
     """By round: whether it was a whole one, and its draws."""
 
     def sample_round(self, groups: list[UnfinishedGroup], whole: bool) -> list[UnfinishedGroup]:
-        assert groups and not any(one.token_ids for group in groups for one in group.samples)
+        assert groups and not any(sample.token_ids for group in groups for sample in group.samples)
         self.rounds.append((whole, [group.draw for group in groups]))
         engines = Engines(self.length, 10**6 if whole else self.slice_tokens, self.step)
         return engines.sample_round(groups)
@@ -271,15 +285,16 @@ def run_deferring(
     unfinished: UnfinishedGroups | None = None,
     first: int = 0,
 ) -> tuple[list[Leaving], UnfinishedGroups]:
-    unfinished, found = unfinished or UnfinishedGroups(), []
+    unfinished = unfinished or UnfinishedGroups()
+    leavings = []
     for step in range(first, steps):
         engines.step = step
-        found.append(
+        leavings.append(
             advance_defer(
                 unfinished, rules, step, steps - step, samples, engines.sample_round, choose
             )
         )
-    return found, unfinished
+    return leavings, unfinished
 
 
 def test_long_groups_are_sampled_anew_in_a_step_of_their_own() -> None:
@@ -287,8 +302,8 @@ def test_long_groups_are_sampled_anew_in_a_step_of_their_own() -> None:
     # the first 2.
     assert with_reserve(2, 0.5) == 9
     engines = DeferringEngines(lambda draw, g: 9 if draw % 3 == 2 else 3, slice_tokens=4)
-    found, unfinished = run_deferring(engines, UnfinishedRules(2, 10**6, 0), steps=5)
-    assert [draws(one) for one in found] == [[0, 1], [2, 5], [3, 4], [6, 7], [8, 9]]
+    leavings, unfinished = run_deferring(engines, UnfinishedRules(2, 10**6, 0), steps=5)
+    assert [draws(leaving) for leaving in leavings] == [[0, 1], [2, 5], [3, 4], [6, 7], [8, 9]]
     assert engines.rounds == [
         (False, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
         (True, [2, 5]),
@@ -298,7 +313,10 @@ def test_long_groups_are_sampled_anew_in_a_step_of_their_own() -> None:
     ]
     assert unfinished.groups == [] and unfinished.next_draw == 10
     assert [
-        segment.step for one in found for g in one.groups for segment in g.parts[0].segments
+        segment.step
+        for leaving in leavings
+        for group in leaving.groups
+        for segment in group.parts[0].segments
     ] == [step for step in range(5) for _ in range(2)], (
         "every token is of the step that learns from it"
     )
@@ -307,12 +325,10 @@ def test_long_groups_are_sampled_anew_in_a_step_of_their_own() -> None:
 def test_what_is_learned_from_was_short_in_every_short_round_or_is_sampled_whole() -> None:
     """While the weights change, and with them what is long: docs/algorithm.md derives the estimator
     from this."""
-    rules, unfinished, steps, seen = (
-        UnfinishedRules(4, 10**6, 0),
-        UnfinishedGroups(),
-        40,
-        {"anew": 0, "surplus": 0},
-    )
+    rules = UnfinishedRules(4, 10**6, 0)
+    unfinished = UnfinishedGroups()
+    steps = 40
+    seen = {"anew": 0, "surplus": 0}
     engines = DeferringEngines(
         lambda draw, g: random.Random(f"{draw}/{engines.step // 2}").choice([3, 3, 3, 9]),
         slice_tokens=4,
@@ -327,10 +343,11 @@ def test_what_is_learned_from_was_short_in_every_short_round_or_is_sampled_whole
         return sampled
 
     for step in range(steps):
-        engines.step, before = step, len(engines.rounds)
-        found = advance_defer(unfinished, rules, step, steps - step, 1, sample_round, keep)
+        engines.step = step
+        before = len(engines.rounds)
+        leaving = advance_defer(unfinished, rules, step, steps - step, 1, sample_round, keep)
         sampled = {draw: whole for whole, round_ in engines.rounds[before:] for draw in round_}
-        for group in found.groups:
+        for group in leaving.groups:
             fitted = was_short.get(group.draw, [])
             assert group.deferred == (fitted[-1:] == [False]) and False not in fitted[:-1]
             assert sampled[group.draw] or len(group.parts[0].token_ids) <= 4
@@ -384,38 +401,48 @@ def test_every_deferred_group_leaves_once_and_whole(
         return Chosen((), dropped="uniform") if is_dropped(group.draw) else keep(group)
 
     engines = DeferringEngines(length, slice_tokens)
-    found, unfinished = run_deferring(engines, rules, steps, samples, choose)
-    left = check_all_left(found, unfinished, max_dropped if drop_every else 0)
+    leavings, unfinished = run_deferring(engines, rules, steps, samples, choose)
+    left = check_all_left(leavings, unfinished, max_dropped if drop_every else 0)
     assert drop_every or left == per_step * steps
-    for step, one in enumerate(found):
-        assert one.kept == per_step or (drop_every and len(one.groups) == per_step + max_dropped)
-        assert draws(one) == sorted(draws(one))
-        for group in one.groups:
+    for step, leaving in enumerate(leavings):
+        assert leaving.kept == per_step or (
+            drop_every and len(leaving.groups) == per_step + max_dropped
+        )
+        assert draws(leaving) == sorted(draws(leaving))
+        for group in leaving.groups:
             for g, sample in enumerate(group.samples):
                 assert isinstance(sample, ScoredCompletion)
                 assert sample.completion.segments == (Segment(length(group.draw, g), step, step),)
                 assert (
-                    group.deferred or one.rounds or len(sample.completion.token_ids) <= slice_tokens
+                    group.deferred
+                    or leaving.rounds
+                    or len(sample.completion.token_ids) <= slice_tokens
                 )
     # A checkpoint in between changes nothing.
     middle = min(resumed_at, steps)
-    engines, unfinished, again = DeferringEngines(length, slice_tokens), UnfinishedGroups(), []
+    engines = DeferringEngines(length, slice_tokens)
+    unfinished = UnfinishedGroups()
+    resumed_leavings = []
     for step in range(steps):
         if step == middle:
             unfinished = read_unfinished(write_unfinished(unfinished), samples, 8, lambda *_: "")
         engines.step = step
-        again.append(
+        resumed_leavings.append(
             advance_defer(
                 unfinished, rules, step, steps - step, samples, engines.sample_round, choose
             )
         )
-    assert [draws(one) for one in again] == [draws(one) for one in found]
+    assert [draws(leaving) for leaving in resumed_leavings] == [
+        draws(leaving) for leaving in leavings
+    ]
 
 
 def test_the_reserve_of_a_short_round() -> None:
     """By simulation: a step needs a second round in about 1 of 15 cases (1.5 standard deviations:
     6.7%)."""
-    random_draws, rounds, short = random.Random(7), 20_000, 0
+    random_draws = random.Random(7)
+    rounds = 20_000
+    short = 0
     for _ in range(rounds):
         complete = sum(random_draws.random() < 0.6 for _ in range(with_reserve(32, 0.6)))
         short += complete < 32

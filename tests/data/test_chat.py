@@ -40,8 +40,8 @@ def sequence(tmp_path: Path, tokenizer, *turns: tuple[str, str]) -> WrittenSeque
 def load_rows(tmp_path: Path, tokenizer, row: dict, template: str = "auto") -> WrittenSequence:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    (found,), _ = load_sequences(str(file), tokenizer, template, 2000, 0.0)
-    return found
+    (written,), _ = load_sequences(str(file), tokenizer, template, 2000, 0.0)
+    return written
 
 
 def render(row: PromptRow, template: str, tokenizer) -> str:
@@ -65,20 +65,21 @@ def learned_text(one: WrittenSequence, tokenizer) -> str:
 def test_a_sequence_is_the_templates_own_conversation(
     name: str, special_thinking: bool, tmp_path: Path
 ) -> None:
-    tokenizer, chat = chat_tokenizer(name, special_thinking), CHATS[name]
+    tokenizer = chat_tokenizer(name, special_thinking)
+    chat = CHATS[name]
     system = [("system", "Be brief.")] if chat.takes_system else []
     first = [*system, ("user", "6 x 7?")]
     turns = [*first, ("assistant", "42"), ("user", "7 x 7?"), ("assistant", "It is 49")]
-    one = sequence(tmp_path, tokenizer, *turns)
+    written = sequence(tmp_path, tokenizer, *turns)
     whole = rendered(tokenizer, turns)
     assert (
-        tokenizer.decode([*one.prompt_ids, *one.completion_ids])
+        tokenizer.decode([*written.prompt_ids, *written.completion_ids])
         == whole[: whole.rindex(chat.end) + len(chat.end)]
     )
-    assert tokenizer.decode(one.prompt_ids) == rendered(
+    assert tokenizer.decode(written.prompt_ids) == rendered(
         tokenizer, first if "qwen3" not in name else turns[:-1], add_generation_prompt=True
     )
-    assert learned_text(one, tokenizer) == {
+    assert learned_text(written, tokenizer) == {
         "mistral": " 42</s> It is 49</s>",
         "qwen3": "<think>\n\n</think>\n\nIt is 49<|im_end|>",
         "qwen3-thinking": "\n</think>\n\nIt is 49<|im_end|>",
@@ -101,25 +102,25 @@ def test_the_answer_is_learned_as_the_template_writes_it(
     name: str, answer: str, learned: str, tmp_path: Path
 ) -> None:
     tokenizer = chat_tokenizer(name)
-    one = sequence(tmp_path, tokenizer, ("user", "1+1?"), ("assistant", answer))
-    assert learned_text(one, tokenizer) == learned
-    assert one.learned is None, "no other turn lies between"
+    written = sequence(tmp_path, tokenizer, ("user", "1+1?"), ("assistant", answer))
+    assert learned_text(written, tokenizer) == learned
+    assert written.learned is None, "no other turn lies between"
     by_columns = load_rows(tmp_path, tokenizer, {"question": "1+1?", "solution": answer})
-    assert by_columns.completion_ids == one.completion_ids, "a solution is the assistant's turn"
+    assert by_columns.completion_ids == written.completion_ids, "a solution is the assistant's turn"
 
 
 def test_variables_of_the_chat_template_are_the_runs(tmp_path: Path) -> None:
     chat_tokenizer("qwen3").save_pretrained(tmp_path)
     thinking, silent = (
-        load_tokenizer(str(tmp_path), settings=ChatSettings(kwargs=given))
-        for given in ([], ["enable_thinking=false"])
+        load_tokenizer(str(tmp_path), settings=ChatSettings(kwargs=variables))
+        for variables in ([], ["enable_thinking=false"])
     )
     begins = "<|im_start|>assistant\n"
     assert render(QUESTION, "chat", thinking).endswith(begins)
     assert render(QUESTION, "chat", silent).endswith(begins + "<think>\n\n</think>\n\n")
-    one = sequence(tmp_path, silent, ("user", "1+1?"), ("assistant", "2"))
-    assert learned_text(one, silent) == "2<|im_end|>", "the prompt has the empty thinking"
-    for given, told in {
+    written = sequence(tmp_path, silent, ("user", "1+1?"), ("assistant", "2"))
+    assert learned_text(written, silent) == "2<|im_end|>", "the prompt has the empty thinking"
+    for variables, reason in {
         ("thinking",): "'thinking'; needed",
         (
             "enable_thinkin=false",
@@ -128,8 +129,8 @@ def test_variables_of_the_chat_template_are_the_runs(tmp_path: Path) -> None:
         ("ns=1",): "'ns', .* Those that it reads: enable_thinking",
         ("enable_thinking=true", "enable_thinking=false"): "'enable_thinking' 2 times",
     }.items():
-        with pytest.raises(ValueError, match=rf"data\.chat_template_kwargs has {told}"):
-            load_tokenizer(str(tmp_path), settings=ChatSettings(kwargs=given))
+        with pytest.raises(ValueError, match=rf"data\.chat_template_kwargs has {reason}"):
+            load_tokenizer(str(tmp_path), settings=ChatSettings(kwargs=variables))
 
 
 def test_variables_are_looked_for_in_templates_of_every_kind(tmp_path: Path) -> None:
@@ -169,14 +170,18 @@ def test_a_system_prompt_is_before_every_conversation_without_one(
     tokenizer = load_tokenizer(str(tmp_path), settings=ChatSettings(system_prompt=HOSTILE))
     turns = [("user", "1+1?"), ("assistant", "2")] if name in CONTINUING else [("user", "1+1?")]
     row = replace(QUESTION, messages=(user("1+1?"),))
-    wanted = rendered(plain, [("system", HOSTILE), turns[0]], add_generation_prompt=True)
-    assert render(row, "auto", tokenizer) == wanted
-    own = replace(QUESTION, messages=({"role": "system", "content": "Own."}, user("1+1?")))
-    assert render(own, "chat", tokenizer) == render(own, "chat", plain), "a row's own wins"
+    expected = rendered(plain, [("system", HOSTILE), turns[0]], add_generation_prompt=True)
+    assert render(row, "auto", tokenizer) == expected
+    row_with_system = replace(
+        QUESTION, messages=({"role": "system", "content": "Own."}, user("1+1?"))
+    )
+    assert render(row_with_system, "chat", tokenizer) == render(row_with_system, "chat", plain), (
+        "a row's own wins"
+    )
     assert chat_end(tokenizer) == chat_end(plain)
     if len(turns) == 2:
-        one = sequence(tmp_path, tokenizer, *turns)
-        assert one == sequence(tmp_path, plain, ("system", HOSTILE), *turns)
+        written = sequence(tmp_path, tokenizer, *turns)
+        assert written == sequence(tmp_path, plain, ("system", HOSTILE), *turns)
 
 
 @pytest.mark.parametrize(
@@ -202,27 +207,34 @@ def test_a_template_without_system_turns_refuses_a_system_prompt(
 
 
 def test_a_chat_template_has_a_name_or_is_a_file_and_is_exported(tmp_path: Path) -> None:
-    tokenizer, named = chat_tokenizer("qwen2.5"), tmp_path / "named"
+    tokenizer = chat_tokenizer("qwen2.5")
+    named = tmp_path / "named"
     tokenizer.chat_template = {"default": CHATS["phi"].template, "think": CHATS["qwen3"].template}
     tokenizer.save_pretrained(named)
-    own = tmp_path / "own.jinja"
-    own.write_text(CHATS["llama3"].template)
+    template_path = tmp_path / "own.jinja"
+    template_path.write_text(CHATS["llama3"].template)
     (tmp_path / "broken.jinja").write_text("{{ x }}\n{% if %}")
     (tmp_path / "fails.jinja").write_text("{{ x }}\n{{ messages[0].content.y() }}")
-    more = ChatSettings(system_prompt="S")
-    for name, chat in ((None, "phi"), ("default", "phi"), ("think", "qwen3"), (str(own), "llama3")):
+    base_settings = ChatSettings(system_prompt="S")
+    for name, chat in (
+        (None, "phi"),
+        ("default", "phi"),
+        ("think", "qwen3"),
+        (str(template_path), "llama3"),
+    ):
         variables = ["enable_thinking=true"] if chat == "qwen3" else []
-        settings = replace(more, template=name, kwargs=variables)
-        found = load_tokenizer(str(named), settings=settings)
-        assert found.chat_template == settings.head + CHATS[chat].template
-        files = with_chat_template(read_metadata_files(named), settings.named_template(found))
+        settings = replace(base_settings, template=name, kwargs=variables)
+        loaded = load_tokenizer(str(named), settings=settings)
+        assert loaded.chat_template == settings.head + CHATS[chat].template
+        files = with_chat_template(read_metadata_files(named), settings.named_template(loaded))
         write_files(exported := tmp_path / chat, {"config.json": b"{}", **files})
-        again = load_tokenizer(str(exported), settings=ChatSettings())
-        assert again.chat_template == CHATS[chat].template, "without variables and system prompt"
+        reloaded = load_tokenizer(str(exported), settings=ChatSettings())
+        assert reloaded.chat_template == CHATS[chat].template, "without variables and system prompt"
         assert load_tokenizer(str(exported), settings=ChatSettings("think")).chat_template == _QWEN3
         if name is not None:
             assert (
-                json.loads(files["tokenizer_config.json"])["chat_template"] == again.chat_template
+                json.loads(files["tokenizer_config.json"])["chat_template"]
+                == reloaded.chat_template
             )
     for name, reason in (
         (
@@ -269,18 +281,19 @@ def test_a_template_that_does_not_continue_its_prompt_is_refused_with_both_texts
 def test_turns_between_have_no_weight(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("qwen2.5")
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    one = sequence(tmp_path, tokenizer, *turns)
-    batch = pack([one.sample()], [0], 1)
+    written = sequence(tmp_path, tokenizer, *turns)
+    batch = pack([written.sample()], [0], 1)
     weighted = batch.token_ids_T[batch.loss_weights_T > 0].tolist()
     assert tokenizer.decode(weighted) == "b<|im_end|>d<|im_end|>"
-    assert batch.loss_count == one.n_learned == 4
-    by_sequence = pack([one.sample()], [0], 1, Normalisation("sequence"))
+    assert batch.loss_count == written.n_learned == 4
+    by_sequence = pack([written.sample()], [0], 1, Normalisation("sequence"))
     assert by_sequence.loss_weights_T.unique().tolist() == [0.0, 0.25]
 
 
 @pytest.mark.parametrize("name", CHATS)
 def test_what_ends_a_turn_is_taught_and_stops(name: str, tmp_path: Path) -> None:
-    tokenizer, chat = chat_tokenizer(name), CHATS[name]
+    tokenizer = chat_tokenizer(name)
+    chat = CHATS[name]
     end = tokenizer.convert_tokens_to_ids(chat.end)
     assert chat_end(tokenizer) == end
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
@@ -292,8 +305,8 @@ def test_what_ends_a_turn_is_taught_and_stops(name: str, tmp_path: Path) -> None
     )
     prompt = rendered(tokenizer, [("user", "1+1?")], add_generation_prompt=True)
     for completion in ("2", "2" + chat.end):
-        one = load_rows(tmp_path, tokenizer, {"prompt": prompt, "completion": completion})
-        assert tokenizer.decode(one.completion_ids) == "2" + chat.end
+        written = load_rows(tmp_path, tokenizer, {"prompt": prompt, "completion": completion})
+        assert tokenizer.decode(written.completion_ids) == "2" + chat.end
     plain = load_rows(tmp_path, tokenizer, {"prompt": "1+1=", "completion": "2"})
     assert tokenizer.decode(plain.completion_ids) == "2" + chat.eos
 
@@ -334,13 +347,16 @@ def test_the_judge_sees_all_that_was_said() -> None:
 
 
 def test_an_export_stops_where_the_run_did(tmp_path: Path) -> None:
-    said = {"generation_config.json": b'{"eos_token_id": 0, "top_p": 0.9}', "config.json": b"{}"}
-    for files, top_p in ((said, 0.9), ({}, None)):
+    metadata_files = {
+        "generation_config.json": b'{"eos_token_id": 0, "top_p": 0.9}',
+        "config.json": b"{}",
+    }
+    for files, top_p in ((metadata_files, 0.9), ({}, None)):
         for name, content in with_stop_tokens(files, (5, 0)).items():
             (tmp_path / name).write_bytes(content)
-        found = GenerationConfig.from_pretrained(tmp_path)
-        assert (found.eos_token_id, found.top_p) == ([0, 5], top_p)
-    assert with_stop_tokens(said, (0,)) == said, "the same bytes"
+        generation_config = GenerationConfig.from_pretrained(tmp_path)
+        assert (generation_config.eos_token_id, generation_config.top_p) == ([0, 5], top_p)
+    assert with_stop_tokens(metadata_files, (0,)) == metadata_files, "the same bytes"
 
 
 def test_a_template_that_does_not_show_the_answer_has_no_end() -> None:
@@ -365,10 +381,10 @@ def test_tokens_are_those_of_the_whole_text_where_a_tokenizer_marks_beginnings(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=CHATS[name].eos)
     tokenizer.chat_template = CHATS[name].template
     turns = [("user", "1+1?"), ("assistant", "2"), ("user", "x"), ("assistant", "7")]
-    one = sequence(tmp_path, tokenizer, *turns)
-    found = [*one.prompt_ids, *one.completion_ids]
+    written = sequence(tmp_path, tokenizer, *turns)
+    token_ids = [*written.prompt_ids, *written.completion_ids]
     whole = tokenizer(rendered(tokenizer, turns), add_special_tokens=False)["input_ids"]
-    assert found[:-1] == whole[: len(found) - 1]
+    assert token_ids[:-1] == whole[: len(token_ids) - 1]
 
 
 def test_what_would_forge_a_turn_or_does_nothing_is_refused(tmp_path: Path) -> None:
@@ -381,9 +397,9 @@ def test_what_would_forge_a_turn_or_does_nothing_is_refused(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="has a template already"):
         load_sequences(str(path), tokenizer, "chat", 200, 0.0)
     tokenizer.save_pretrained(tmp_path)
-    for entry, told in (
+    for variable, reason in (
         ("enable_thinking=False", "needed: true, false, null"),
         ("thinkin_on=1", "no such"),
     ):
-        with pytest.raises(ValueError, match=told):
-            load_tokenizer(str(tmp_path), settings=ChatSettings(kwargs=[entry]))
+        with pytest.raises(ValueError, match=reason):
+            load_tokenizer(str(tmp_path), settings=ChatSettings(kwargs=[variable]))

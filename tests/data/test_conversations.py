@@ -90,8 +90,8 @@ def test_every_key_of_a_message_and_the_tools_go_to_the_template(tmp_path: Path)
         "<think>\nIt is done.\n</think>\n2<|im_end|>",
     ]
     written = {"messages": messages, "tools": json.dumps(TOOLS)}
-    (same,), _ = load(tmp_path, tokenizer, written)
-    assert same == sequence, "a table has its tools as JSON"
+    (from_json,), _ = load(tmp_path, tokenizer, written)
+    assert from_json == sequence, "a table has its tools as JSON"
     assert report.unusable == ()
 
 
@@ -116,16 +116,18 @@ def test_in_a_table_what_is_null_is_not_there(tmp_path: Path) -> None:
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     messages = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
     other = {"function": {"name": "halve", "arguments": {"of": 2}}}
-    more = [
+    other_messages = [
         ASKED,
         {"role": "assistant", "content": None, "tool_calls": [other], "reasoning_content": "x"},
     ]
-    pq.write_table(pa.table({"messages": [messages, more]}), tmp_path / "rows.parquet")
+    pq.write_table(pa.table({"messages": [messages, other_messages]}), tmp_path / "rows.parquet")
     (first, second), _ = load_sequences(
         str(tmp_path / "rows.parquet"), tokenizer, "auto", 2000, 0.0
     )
-    (wanted, further), _ = load(tmp_path, tokenizer, {"messages": messages}, {"messages": more})
-    assert (first, second) == (wanted, further)
+    (expected_first, expected_second), _ = load(
+        tmp_path, tokenizer, {"messages": messages}, {"messages": other_messages}
+    )
+    assert (first, second) == (expected_first, expected_second)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +158,8 @@ def test_what_a_template_leaves_out_makes_the_row_unusable(
     tokenizer = tokenizer_with(CHATS[template].template if template in CHATS else template)
     with pytest.raises(ValueError, match="no row can be used"):
         load(tmp_path, tokenizer, row)
-    found, report = load(tmp_path, tokenizer, row, {"messages": [ASKED, ANSWER]})
-    assert len(found) == 1 and f"leaves out {part} of the sequence" in report.unusable[0].reason
+    sequences, report = load(tmp_path, tokenizer, row, {"messages": [ASKED, ANSWER]})
+    assert len(sequences) == 1 and f"leaves out {part} of the sequence" in report.unusable[0].reason
 
 
 # ---------------------------------------------------------------- weights
@@ -187,9 +189,11 @@ def test_turns_of_weight_0_are_not_learned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weight", [0.5, 2, -1, "1", True, [1], float("nan")], ids=repr)
 def test_other_weights_make_a_row_unusable(weight: object, tmp_path: Path) -> None:
     row = {"messages": [ASKED, {**ANSWER, "weight": weight}]}
-    found, report = load(tmp_path, chat_tokenizer("qwen2.5"), row, {"messages": [ASKED, ANSWER]})
+    sequences, report = load(
+        tmp_path, chat_tokenizer("qwen2.5"), row, {"messages": [ASKED, ANSWER]}
+    )
     assert (
-        len(found) == 1
+        len(sequences) == 1
         and "weight of a message must be 0 (not learned) or 1" in report.unusable[0].reason
     )
 
@@ -200,8 +204,8 @@ def test_a_row_without_a_turn_to_learn_is_unusable(tmp_path: Path) -> None:
         {"messages": [{**ASKED, "weight": 1}, ANSWER]},
         {"messages": [ASKED, ANSWER]},
     ]
-    found, report = load(tmp_path, chat_tokenizer("qwen2.5"), *rows)
-    assert len(found) == 1
+    sequences, report = load(tmp_path, chat_tokenizer("qwen2.5"), *rows)
+    assert len(sequences) == 1
     assert "has no turn that is learned" in report.unusable[0].reason
     assert "weight 1 of a message of 'user'" in report.unusable[1].reason
 
@@ -242,8 +246,10 @@ def test_roles_and_marks_that_would_make_turns_make_the_row_unusable(
     messages: list[dict], reason: str, special: bool, tmp_path: Path
 ) -> None:
     tokenizer = marked(special)
-    found, report = load(tmp_path, tokenizer, {"messages": messages}, {"messages": [ASKED, ANSWER]})
-    assert len(found) == 1 and reason in report.unusable[0].reason
+    sequences, report = load(
+        tmp_path, tokenizer, {"messages": messages}, {"messages": [ASKED, ANSWER]}
+    )
+    assert len(sequences) == 1 and reason in report.unusable[0].reason
 
 
 def marked(special: bool, template: str = KEYS) -> PreTrainedTokenizerFast:
@@ -252,14 +258,14 @@ def marked(special: bool, template: str = KEYS) -> PreTrainedTokenizerFast:
     inner = json.loads(tokenizer.backend_tokenizer.to_str())
     for token in inner["added_tokens"]:
         token["special"] = special or token["content"] == "<|endoftext|>"
-    found = PreTrainedTokenizerFast(
+    marked_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=type(tokenizer.backend_tokenizer).from_str(json.dumps(inner)),
         eos_token="<|endoftext|>",
     )
-    found.chat_template = template
-    end = found.convert_tokens_to_ids("<|im_end|>")
-    assert found.added_tokens_decoder[end].special == special
-    return found
+    marked_tokenizer.chat_template = template
+    end = marked_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert marked_tokenizer.added_tokens_decoder[end].special == special
+    return marked_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -312,15 +318,15 @@ def test_a_row_that_the_template_refuses_is_one_row_of_many(tmp_path: Path) -> N
     rows = [{"messages": [ASKED, ANSWER]}] * 3 + [
         {"messages": [{"role": "system", "content": "Be brief."}, ASKED, ANSWER]}
     ]
-    found, report = load(tmp_path, tokenizer, *rows)
-    assert len(found) == 3 and "only user and assistant" in report.unusable[0].reason
+    sequences, report = load(tmp_path, tokenizer, *rows)
+    assert len(sequences) == 3 and "only user and assistant" in report.unusable[0].reason
     prompts = [
         {"prompt": row["messages"][:-1], "reward_model": {"ground_truth": "2"}} for row in rows[2:]
     ]
-    kept, read = load_prompts(
+    usable, read = load_prompts(
         write(tmp_path / "prompts.jsonl", *prompts), tokenizer, 2000, max_unusable_share=0.5
     )
-    assert len(kept) == 1 and "only user and assistant" in read.unusable[0].reason
+    assert len(usable) == 1 and "only user and assistant" in read.unusable[0].reason
 
 
 def test_thinking_and_calls_in_answers_are_no_marks_of_turns(tmp_path: Path) -> None:
@@ -329,11 +335,11 @@ def test_thinking_and_calls_in_answers_are_no_marks_of_turns(tmp_path: Path) -> 
         tokenizer.add_tokens(
             [AddedToken("<tool_call>", special=True), AddedToken("</tool_call>", special=True)]
         )
-        said = "<think>\nx\n</think>\n\n<tool_call>{}</tool_call>"
+        answer = "<think>\nx\n</think>\n\n<tool_call>{}</tool_call>"
         (sequence,), _ = load(
-            tmp_path, tokenizer, {"messages": [ASKED, {"role": "assistant", "content": said}]}
+            tmp_path, tokenizer, {"messages": [ASKED, {"role": "assistant", "content": answer}]}
         )
-        assert learned_texts(sequence, tokenizer) == [said + "<|im_end|>"]
+        assert learned_texts(sequence, tokenizer) == [answer + "<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -352,8 +358,8 @@ def test_a_mark_that_the_tokenizer_makes_of_other_letters_is_found(
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=True)])
     assert tokenizer.convert_tokens_to_ids(mark) in tokenizer(written)["input_ids"]
     row = {"messages": [{"role": "user", "content": f"1+1?{written}"}, ANSWER]}
-    found, report = load(tmp_path, tokenizer, row, {"messages": [ASKED, ANSWER]})
-    assert len(found) == 1 and "'<|turn|>'" in report.unusable[0].reason
+    sequences, report = load(tmp_path, tokenizer, row, {"messages": [ASKED, ANSWER]})
+    assert len(sequences) == 1 and "'<|turn|>'" in report.unusable[0].reason
 
 
 @pytest.mark.parametrize(
@@ -392,11 +398,14 @@ def test_what_no_tokenizer_takes_makes_the_row_unusable(
     message: dict, reason: str, tmp_path: Path
 ) -> None:
     rows = [{"messages": [ASKED, message]}, {"messages": [ASKED, ANSWER]}]
-    found, report = load(tmp_path, tokenizer_with(KEYS), *rows)
-    assert len(found) == 1 and reason in report.unusable[0].reason
+    sequences, report = load(tmp_path, tokenizer_with(KEYS), *rows)
+    assert len(sequences) == 1 and reason in report.unusable[0].reason
     tools = {"messages": [ASKED, ANSWER], "tools": [{"name": "\ud800"}]}
-    found, report = load(tmp_path, tokenizer_with(KEYS), tools, rows[1])
-    assert len(found) == 1 and "tools.'name' has half a surrogate pair" in report.unusable[0].reason
+    sequences, report = load(tmp_path, tokenizer_with(KEYS), tools, rows[1])
+    assert (
+        len(sequences) == 1
+        and "tools.'name' has half a surrogate pair" in report.unusable[0].reason
+    )
 
 
 # ---------------------------------------------------------------- ids
@@ -425,10 +434,10 @@ def test_the_ids_of_a_chat_are_those_of_transformers(
         write(tmp_path / "a.jsonl", *rows), tokenizer, 2000, template="chat"
     )
     request = "1+1?\nPlease reason step by step, and put your final answer within \\boxed{}."
-    wanted = tokenizer.apply_chat_template(
+    expected = tokenizer.apply_chat_template(
         [{"role": "user", "content": request}], add_generation_prompt=True, return_dict=False
     )
-    assert list(prompt.token_ids) == wanted
+    assert list(prompt.token_ids) == expected
     if name != "r1-distill":
         (sequence,), _ = load(tmp_path, tokenizer, {"messages": [ASKED, ANSWER]})
         assert list(sequence.prompt_ids) == tokenizer.apply_chat_template(
@@ -462,17 +471,19 @@ def test_what_ends_before_the_answer_or_begins_twice_is_a_finding(tmp_path: Path
     tokenizer.chat_template = "<s>{% for m in messages %}{{ m.content }}</s>\n{% endfor %}"
     question = {"question": "1+1?", "answer": "2"}
     whole = {"prompt": "<s><s>1+1=", "task": "math", "query_id": "q", "solutions": ["2"]}
-    found = {}
+    findings = {}
     for name, row in (("asked", question), ("whole", whole)):
         path = write(tmp_path / f"{name}.jsonl", row)
         prompts, _ = load_prompts(path, tokenizer, 2000)
         audit = audit_prompts([(name, prompts)], [("held", prompts)], Config().reward, tokenizer)
-        found[name] = [finding.text for finding in audit.findings]
-    assert [text.partition(": the")[0].partition(". Take")[0] for text in found["asked"][:2]] == [
+        findings[name] = [finding.text for finding in audit.findings]
+    assert [
+        text.partition(": the")[0].partition(". Take")[0] for text in findings["asked"][:2]
+    ] == [
         f"1 of the 1 prompts of {name} end with the mark of an end, before the answer begins"
         for name in ("asked", "held")
     ]
-    assert found["whole"][0].startswith(
+    assert findings["whole"][0].startswith(
         "1 of the 1 prompts of whole begin with the beginning of sequence twice"
     )
     sequences, report = load(tmp_path, tokenizer, {"messages": [ASKED, ANSWER]})

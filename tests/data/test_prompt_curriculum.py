@@ -58,10 +58,10 @@ def make_steps(
     `extra` prompts."""
     drawn = []
     for step in steps:
-        own = one.begin(step).batch(step)
-        more = [index for index, _ in zip(one.extra(step), range(extra), strict=False)]
-        one.commit(group(index, correct_of(step, index)) for index in [*own, *more])
-        drawn.append([*own, *more])
+        batch = one.begin(step).batch(step)
+        extras = [index for index, _ in zip(one.extra(step), range(extra), strict=False)]
+        one.commit(group(index, correct_of(step, index)) for index in [*batch, *extras])
+        drawn.append([*batch, *extras])
     return drawn
 
 
@@ -72,80 +72,82 @@ def test_a_band_passes_over_what_is_too_easy_or_too_hard_and_runs_on_into_the_ne
     """Of 0 to 5, 1 is too easy and 4 too hard.
 
     Draws 3, 7, 11, ... are the queue's."""
-    one = curriculum(6, 2, known={1: RIGHT, 4: WRONG})
-    drawn = make_steps(one, range(6), lambda step, index: {1: 8, 4: 0}.get(index, 4))
+    prompt_curriculum = curriculum(6, 2, known={1: RIGHT, 4: WRONG})
+    drawn = make_steps(prompt_curriculum, range(6), lambda step, index: {1: 8, 4: 0}.get(index, 4))
     #  draw 0: 0; 1: passes over 1, 2 | 2: 3; 3 (floor): 1 | 4: passes over 4, 5; 5: the next pass, 0 | 6: 2, 1 waits;
     #  7 (floor): 4 | 8: 3; 9: passes over 4, 5 | 10: 0; 11 (floor): 1 again
     assert drawn == [[0, 2], [3, 1], [5, 0], [2, 4], [3, 5], [0, 1]]
-    found = one.summary()
-    assert found["skipped_at_the_end"] == {"easy": 1, "hard": 1}
-    assert found["places_passed_over"] == {"easy": 2, "hard": 2}
-    assert (found["draws"], found["draws_from_skipped"]) == (12, 3)
+    summary = prompt_curriculum.summary()
+    assert summary["skipped_at_the_end"] == {"easy": 1, "hard": 1}
+    assert summary["places_passed_over"] == {"easy": 2, "hard": 2}
+    assert (summary["draws"], summary["draws_from_skipped"]) == (12, 3)
 
 
 def test_what_a_draw_of_the_floor_finds_inside_the_band_is_drawn_in_its_turn_again() -> None:
-    one = curriculum(4, 2, known={1: WRONG})
+    prompt_curriculum = curriculum(4, 2, known={1: WRONG})
     drawn = make_steps(
-        one, range(4), lambda step, index: 8 if index == 1 else 4
+        prompt_curriculum, range(4), lambda step, index: 8 if index == 1 else 4
     )  # 8 of 16 are right then
     assert drawn == [[0, 2], [3, 1], [0, 1], [2, 3]]
-    assert one.summary()["skipped_at_the_end"] == {"easy": 0, "hard": 0}
+    assert prompt_curriculum.summary()["skipped_at_the_end"] == {"easy": 0, "hard": 0}
 
 
 def test_solved_prompts_are_those_of_which_enough_samples_are_all_right() -> None:
     rules = CurriculumRules("skip_solved", solved_samples=16, floor=0.01)
-    one = curriculum(3, 3, rules, known={0: (16, 16), 1: (8, 8), 2: (15, 16)})
-    assert one.begin(0).batch(0)[:2] == [1, 2]
-    one.commit([group(1, 8)])
-    assert one.summary()["skipped_at_the_end"] == {"easy": 2, "hard": 0}
+    prompt_curriculum = curriculum(3, 3, rules, known={0: (16, 16), 1: (8, 8), 2: (15, 16)})
+    assert prompt_curriculum.begin(0).batch(0)[:2] == [1, 2]
+    prompt_curriculum.commit([group(1, 8)])
+    assert prompt_curriculum.summary()["skipped_at_the_end"] == {"easy": 2, "hard": 0}
 
 
 def test_a_step_sees_the_pass_rates_of_earlier_steps_only_and_draws_again_the_same_until_it_is_made() -> (
     None
 ):
-    one = curriculum(6, 3)
-    before = one.file()
-    first = one.begin(0).batch(0)
-    assert one.file() == before  # a step that fails leaves the state as it was
-    again = one.begin(0).batch(0)
-    assert first == again == [0, 1, 2]
-    one.commit([group(0, 8), group(1, 4), group(2, 0)])
-    assert one.begin(1).batch(1) == [3, 4, 5]
-    one.commit([group(index, 4) for index in (3, 4, 5)])
-    assert one.begin(2).batch(2) == [1, 0, 3]  # the second is the floor's; 2 waits
+    prompt_curriculum = curriculum(6, 3)
+    before = prompt_curriculum.file()
+    first = prompt_curriculum.begin(0).batch(0)
+    assert prompt_curriculum.file() == before  # a step that fails leaves the state as it was
+    repeated = prompt_curriculum.begin(0).batch(0)
+    assert first == repeated == [0, 1, 2]
+    prompt_curriculum.commit([group(0, 8), group(1, 4), group(2, 0)])
+    assert prompt_curriculum.begin(1).batch(1) == [3, 4, 5]
+    prompt_curriculum.commit([group(index, 4) for index in (3, 4, 5)])
+    assert prompt_curriculum.begin(2).batch(2) == [1, 0, 3]  # the second is the floor's; 2 waits
 
 
 def test_extra_prompts_of_dynamic_sampling_keep_their_turn_and_are_counted() -> None:
-    one = curriculum(8, 2, known={5: RIGHT, 6: RIGHT})
-    own = one.begin(0).batch(0)
-    extra = list(one.extra(0))
+    prompt_curriculum = curriculum(8, 2, known={5: RIGHT, 6: RIGHT})
+    batch = prompt_curriculum.begin(0).batch(0)
+    extra = list(prompt_curriculum.extra(0))
     assert sorted(extra) == [2, 3, 4, 5, 6, 7] and set(extra[-2:]) == {5, 6}
-    metrics = one.commit([group(index, 0) for index in (*own, extra[0])])
+    metrics = prompt_curriculum.commit([group(index, 0) for index in (*batch, extra[0])])
     assert metrics["history/prompts/0"] == 3 and metrics["history/prompts/100"] == 2
     assert metrics["history/skipped_share"] == 5 / 8
 
 
 def test_without_a_curriculum_the_draws_are_those_of_the_order() -> None:
     rules = CurriculumRules("none")
-    one = curriculum(7, 3, rules, known=dict.fromkeys(range(7), RIGHT), shuffle=True)
+    prompt_curriculum = curriculum(7, 3, rules, known=dict.fromkeys(range(7), RIGHT), shuffle=True)
     order = PromptOrder(7, 3, 1, True)
     for step in range(9):
-        assert one.begin(step).batch(step) == order.batch(step)[1]
-        assert list(one.extra(step)) == list(order.extra(step))
-        one.commit([])
-    assert [one.drawn(draw) for draw in range(27)] == [order.drawn(draw) for draw in range(27)]
+        assert prompt_curriculum.begin(step).batch(step) == order.batch(step)[1]
+        assert list(prompt_curriculum.extra(step)) == list(order.extra(step))
+        prompt_curriculum.commit([])
+    assert [prompt_curriculum.drawn(draw) for draw in range(27)] == [
+        order.drawn(draw) for draw in range(27)
+    ]
 
 
 def test_draws_of_groups_in_flight_stay_known() -> None:
     """Two draws stay in flight while later steps draw on with other pass rates."""
-    one = curriculum(6, 2, known={1: RIGHT})
-    before = [one.begin(0).drawn(draw) for draw in range(4)]
+    prompt_curriculum = curriculum(6, 2, known={1: RIGHT})
+    before = [prompt_curriculum.begin(0).drawn(draw) for draw in range(4)]
     assert before == [(0, 0, 0), (0, 2, 0), (1, 3, 0), (1, 1, 0)]
-    one.commit([group(0, 4), group(2, 8)], in_flight=[2, 3])
+    prompt_curriculum.commit([group(0, 4), group(2, 8)], in_flight=[2, 3])
     resumed = curriculum(6, 2)
-    resumed.resume(one.file())
+    resumed.resume(prompt_curriculum.file())
     resumed.require_draws(4, [2, 3])
-    for each in (one, resumed):
+    for each in (prompt_curriculum, resumed):
         each.begin(1)
         assert [each.drawn(draw) for draw in (2, 3, 4, 5)] == [*before[2:], (2, 4, 0), (2, 5, 0)]
     with pytest.raises(ValueError, match="other draws in flight"):
@@ -153,19 +155,23 @@ def test_draws_of_groups_in_flight_stay_known() -> None:
 
 
 def test_drift_is_the_change_of_a_pass_rate_by_its_new_group() -> None:
-    one = curriculum(4, 2, known={0: (2, 8)})
-    one.begin(0)
-    assert one.commit([group(0, 6), group(1, 8)])["history/drift"] == 0.5
-    one.begin(1)
-    assert one.commit([group(0, 4), group(1, 4)])["history/drift"] == pytest.approx((0.0 - 0.5) / 2)
+    prompt_curriculum = curriculum(4, 2, known={0: (2, 8)})
+    prompt_curriculum.begin(0)
+    assert prompt_curriculum.commit([group(0, 6), group(1, 8)])["history/drift"] == 0.5
+    prompt_curriculum.begin(1)
+    assert prompt_curriculum.commit([group(0, 4), group(1, 4)])["history/drift"] == pytest.approx(
+        (0.0 - 0.5) / 2
+    )
 
 
 def test_only_the_last_groups_of_a_prompt_count() -> None:
-    one = curriculum(2, 1, CurriculumRules("none"), known={0: RIGHT})
+    prompt_curriculum = curriculum(2, 1, CurriculumRules("none"), known={0: RIGHT})
     for correct in (0, 0, 0, 2):
-        one.begin(0)
-        one.commit([group(0, correct)])
-    assert one.summary()["prompts"]["to_25"] == 1  # 2 of 32: the first group is forgotten
+        prompt_curriculum.begin(0)
+        prompt_curriculum.commit([group(0, correct)])
+    assert (
+        prompt_curriculum.summary()["prompts"]["to_25"] == 1
+    )  # 2 of 32: the first group is forgotten
 
 
 # ---------------------------------------------------------------- what holds for any pass rates
@@ -189,16 +195,22 @@ def test_nothing_starves_and_every_step_is_full(
 ) -> None:
     per_step = min(per_step, n_prompts)
     rules = CurriculumRules(kind, solved_samples=8, low=0.25, high=0.75, floor=floor)  # pyright: ignore
-    one = curriculum(n_prompts, per_step, rules, shuffle=shuffle)
+    prompt_curriculum = curriculum(n_prompts, per_step, rules, shuffle=shuffle)
     bound = 2 * n_prompts / (1 - floor) + n_prompts / floor + 2 * per_step
     steps = int(2 * bound / per_step) + 3
     drawn = make_steps(
-        one, range(steps), lambda step, index: (0, 4, 8)[hash((seed, step // 7, index)) % 3]
+        prompt_curriculum,
+        range(steps),
+        lambda step, index: (0, 4, 8)[hash((seed, step // 7, index)) % 3],
     )
     assert all(len(set(step)) == per_step for step in drawn)
     flat = [index for step in drawn for index in step]
     for index in range(n_prompts):
-        places = [-1, *(place for place, one in enumerate(flat) if one == index), len(flat)]
+        places = [
+            -1,
+            *(place for place, drawn_index in enumerate(flat) if drawn_index == index),
+            len(flat),
+        ]
         assert max(b - a for a, b in pairwise(places)) <= bound, (index, places)
 
 
@@ -239,20 +251,20 @@ def test_a_curriculum_goes_on_in_another_order_after_a_rollback_and_loses_no_pro
     None
 ):
     order = PromptOrder(40, 4, 1, True)
-    one = PromptCurriculum(order, names(40), BAND, PromptHistory(4))
-    before = make_steps(one, range(3), lambda step, index: 4)
-    saved = one.file()
-    as_planned = make_steps(one, range(3, 10), lambda step, index: 4)
+    prompt_curriculum = PromptCurriculum(order, names(40), BAND, PromptHistory(4))
+    before = make_steps(prompt_curriculum, range(3), lambda step, index: 4)
+    saved = prompt_curriculum.file()
+    as_planned = make_steps(prompt_curriculum, range(3, 10), lambda step, index: 4)
     order.roll_back([Rollback(1, step=3, draw_step=3)])
-    one.resume(saved)
-    anew = make_steps(one, range(3, 10), lambda step, index: 4)
+    prompt_curriculum.resume(saved)
+    anew = make_steps(prompt_curriculum, range(3, 10), lambda step, index: 4)
     assert anew != as_planned and order.seed_at(2) == 1 != order.seed_at(3)
     flat = [[index for step in part for index in step] for part in (before, as_planned, anew)]
     assert sorted(flat[0] + flat[1]) == sorted(flat[0] + flat[2]) == list(range(40))
     resumed = PromptCurriculum(order, names(40), BAND, PromptHistory(4))
-    resumed.resume(one.file())
+    resumed.resume(prompt_curriculum.file())
     assert make_steps(resumed, range(10, 14), lambda s, i: 4) == make_steps(
-        one, range(10, 14), lambda s, i: 4
+        prompt_curriculum, range(10, 14), lambda s, i: 4
     )
 
 
@@ -273,13 +285,15 @@ def test_pass_rates_of_a_file_and_of_another_run_are_read(tmp_path: Path) -> Non
     history, line = read_history(plain, names(3), 4)
     assert [history.totals(index) for index in range(3)] == [(0, 0), (3, 8), (0, 16)]
     assert "2 of 3 prompts" in line and "1 rows of other prompts are left out" in line
-    one = curriculum(3, 1)
-    make_steps(one, range(6), lambda step, index: step)
-    (tmp_path / "ours.jsonl").write_bytes(one.file())
-    ours, _ = read_history(str(tmp_path / "ours.jsonl"), names(3), 4)
+    prompt_curriculum = curriculum(3, 1)
+    make_steps(prompt_curriculum, range(6), lambda step, index: step)
+    (tmp_path / "ours.jsonl").write_bytes(prompt_curriculum.file())
+    run_history, _ = read_history(str(tmp_path / "ours.jsonl"), names(3), 4)
     resumed = curriculum(3, 1)
-    resumed.resume(one.file())
-    assert [ours.totals(i) for i in range(3)] == [resumed._history.totals(i) for i in range(3)]
+    resumed.resume(prompt_curriculum.file())
+    assert [run_history.totals(i) for i in range(3)] == [
+        resumed._history.totals(i) for i in range(3)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -334,9 +348,14 @@ def damaged(content: bytes, change: Callable[[dict], object]) -> bytes:
     ],
 )
 def test_a_damaged_state_is_refused(change: Callable[[dict], object]) -> None:
-    one = curriculum(4, 2)
-    make_steps(one, range(3), lambda step, index: 4 * index)
-    curriculum(4, 2).resume(one.file())
-    for content in (damaged(one.file(), change), one.file()[:20], b"", b"\xff"):
+    prompt_curriculum = curriculum(4, 2)
+    make_steps(prompt_curriculum, range(3), lambda step, index: 4 * index)
+    curriculum(4, 2).resume(prompt_curriculum.file())
+    for content in (
+        damaged(prompt_curriculum.file(), change),
+        prompt_curriculum.file()[:20],
+        b"",
+        b"\xff",
+    ):
         with pytest.raises(ValueError, match="is damaged"):
             curriculum(4, 2).resume(content)

@@ -77,37 +77,38 @@ def compare(
     """Results and gradients by the kernels, fewer programs than tokens, and by torch's operations
     in float64. Weights have a buffer as Megatron has it, with something in it already; the last
     `frozen` inputs have neither gradient nor buffer."""
-    found = []
+    runs = []
     for exact in (True, False):
         if not exact:
             request.getfixturevalue("kernels")
-        given = [
-            torch.nn.Parameter(one.double() if exact else one, requires_grad=False)
-            for one in inputs
+        parameters = [
+            torch.nn.Parameter(tensor.double() if exact else tensor, requires_grad=False)
+            for tensor in inputs
         ]
-        learning = given[: len(given) - frozen]
-        for one in learning:
-            one.main_grad, one.grad_added_to_main_grad = torch.ones(one.shape), False
-            one.requires_grad_()
-        out = function(*given)
+        learning = parameters[: len(parameters) - frozen]
+        for parameter in learning:
+            parameter.main_grad = torch.ones(parameter.shape)
+            parameter.grad_added_to_main_grad = False
+            parameter.requires_grad_()
+        out = function(*parameters)
         out = out if isinstance(out, tuple) else (out,)
         upstream = [
-            drawn(*one.shape, seed=3 + n).to(inputs[0].dtype).to(one.dtype)
-            for n, one in enumerate(out)
+            drawn(*output.shape, seed=3 + n).to(inputs[0].dtype).to(output.dtype)
+            for n, output in enumerate(out)
         ]
         grads = torch.autograd.grad(out, learning, upstream)
         pairs = zip(learning, grads, strict=True)
-        found.append(
+        runs.append(
             [
                 *out,
                 *(
-                    one.main_grad - 1 if one.grad_added_to_main_grad else grad
-                    for one, grad in pairs
+                    parameter.main_grad - 1 if parameter.grad_added_to_main_grad else grad
+                    for parameter, grad in pairs
                 ),
             ]
         )
-    for exact, mine in zip(*found, strict=True):
-        torch.testing.assert_close(mine.double(), exact, rtol=DTYPES[mine.dtype], atol=8e-6)
+    for exact, actual in zip(*runs, strict=True):
+        torch.testing.assert_close(actual.double(), exact, rtol=DTYPES[actual.dtype], atol=8e-6)
 
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:
@@ -153,7 +154,7 @@ def test_residual_and_norm(
         return norm_of(inputs[-1]).behind(*inputs[:-1])
 
     inputs = [drawn(*shape), *[drawn(*shape, seed=3)] * adds, drawn(shape[-1], seed=2)]
-    compare(request, both, [((8 * one).round() / 8).to(dtype) for one in inputs], int(frozen))
+    compare(request, both, [((8 * tensor).round() / 8).to(dtype) for tensor in inputs], int(frozen))
 
 
 @pytest.mark.parametrize(("dtype", "frozen"), WEIGHTS)
@@ -176,14 +177,14 @@ def test_heads(
     angles = 9 * drawn(T, 1, F).contiguous()
 
     def split(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        bias, *of_norms = weights if biased else (None, *weights)
-        norms = [norm_of(one) for one in of_norms] if normed else [None, None]
+        bias, *norm_weights = weights if biased else (None, *weights)
+        norms = [norm_of(weight) for weight in norm_weights] if normed else [None, None]
         return split_heads(x, bias, norms, [angles.cos(), angles.sin()])
 
     weights = [drawn(G * (R + 2) * D, seed=2)] * biased + [
         drawn(D, seed=seed) for seed in (3, 4)
     ] * normed
-    inputs = [one.to(dtype) for one in (drawn(T, G, R + 2, D), *weights)]
+    inputs = [tensor.to(dtype) for tensor in (drawn(T, G, R + 2, D), *weights)]
     compare(request, split, inputs, len(weights) * frozen)
 
 
@@ -218,11 +219,12 @@ def flash(
     *given: Any,
     **window: Any,
 ) -> tuple[Tensor, ...]:
-    most, left = int(bounds.diff().max()), window.get("window_size_left")
+    longest = int(bounds.diff().max())
+    left = window.get("window_size_left")
     assert (
         bounds is of_keys
         and bounds.dtype == torch.int32
-        and given == (most, most, 0.0, left is None, False)
+        and given == (longest, longest, 0.0, left is None, False)
     )
     assert window.get("window_size_right") == (None if left is None else 0)
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1
@@ -234,14 +236,17 @@ def flash(
 def flash_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *given: Any, **window: Any
 ) -> tuple[Tensor, ...]:
-    q, up, k, v = query.float(), grad.float(), repeated(key, query), repeated(value, query)
+    q = query.float()
+    up = grad.float()
+    k = repeated(key, query)
+    v = repeated(value, query)
     p = probabilities(q, k, given[1], window.get("window_size_left"))
-    of_p = torch.einsum("thd,shd->hts", up, v)
-    of_scores = query.shape[2] ** -0.5 * p * (of_p - (of_p * p).sum(-1, keepdim=True))
-    of_keys = [torch.einsum("hts,thd->shd", x, y) for x, y in ((of_scores, q), (p, up))]
-    summed = [x.unflatten(1, (key.shape[1], -1)).sum(2) for x in of_keys]
-    found = torch.einsum("hts,shd->thd", of_scores, k), *summed
-    return tuple(x.to(query.dtype).contiguous() for x in found)
+    p_grad = torch.einsum("thd,shd->hts", up, v)
+    scores_grad = query.shape[2] ** -0.5 * p * (p_grad - (p_grad * p).sum(-1, keepdim=True))
+    key_value_grads = [torch.einsum("hts,thd->shd", x, y) for x, y in ((scores_grad, q), (p, up))]
+    summed = [tensor.unflatten(1, (key.shape[1], -1)).sum(2) for tensor in key_value_grads]
+    gradients = torch.einsum("hts,shd->thd", scores_grad, k), *summed
+    return tuple(gradient.to(query.dtype).contiguous() for gradient in gradients)
 
 
 LIBRARY = torch.library.Library("aten", "IMPL")
@@ -270,7 +275,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        empty = [one.numel() == 0 for one in tree_iter(out) if isinstance(one, Tensor)]
+        empty = [tensor.numel() == 0 for tensor in tree_iter(out) if isinstance(tensor, Tensor)]
         if name in WAITS or (
             name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
         ):
@@ -295,9 +300,9 @@ class Operations(TorchDispatchMode):
     @contextmanager
     def one(self) -> Iterator[None]:
         """What is inside is one kernel."""
-        found = self.found.copy()
+        counts = self.found.copy()
         yield
-        self.found = found + Counter({self.place(): 1})
+        self.found = counts + Counter({self.place(): 1})
 
     def count(self, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
         with self.one():
@@ -307,17 +312,21 @@ class Operations(TorchDispatchMode):
 @pytest.fixture
 def operations(kernels: None, monkeypatch: pytest.MonkeyPatch) -> Operations:
     """The way of a GPU from here on."""
-    found = Operations()
+    counter = Operations()
     megatron_patches.apply("cpu")
     monkeypatch.setattr(megatron_layers, LINEAR, ON_GPU)
     monkeypatch.setattr(forward_backward, "finish_computation", lambda device: None)
     monkeypatch.setattr(attention._CPUAttention, "apply", attention.flash_over_segments)
-    monkeypatch.setattr(Tensor, "tolist", lambda x, real=Tensor.tolist: found.listed(x, real))
+    monkeypatch.setattr(
+        Tensor, "tolist", lambda tensor, real=Tensor.tolist: counter.listed(tensor, real)
+    )
     run = InterpretedFunction.run
     monkeypatch.setattr(
-        InterpretedFunction, "run", lambda *given, **named: found.count(run, *given, **named)
+        InterpretedFunction,
+        "run",
+        lambda *arguments, **keywords: counter.count(run, *arguments, **keywords),
     )
-    return found
+    return counter
 
 
 def draw_weights(chunks: Any, *unused: Any, **unused_options: Any) -> None:
@@ -373,20 +382,27 @@ def learn(
     samples = []
     for number, length in enumerate(LENGTHS):
         ids = torch.randint(0, 64, (length,), generator=draw).tolist()
-        rest = length - length // 3
+        completion_tokens = length - length // 3
         samples.append(
-            Sample(tuple(ids[:-rest]), tuple(ids[-rest:]), (-4.0,) * rest, (-1.0) ** number)
+            Sample(
+                tuple(ids[:-completion_tokens]),
+                tuple(ids[-completion_tokens:]),
+                (-4.0,) * completion_tokens,
+                (-1.0) ** number,
+            )
         )
     batches = [pack(samples, numbers, 1) for numbers in ((0, 1, 2), (3, 2))]
     results = [learner.learn(batches, None, None)]
     if count is None:
         results.append(learner.learn(batches, None, None))
     else:
-        count.found, count.waits, count.where = Counter(), Counter(), None
+        count.found = Counter()
+        count.waits = Counter()
+        count.where = None
         with count:
             learner.learn(batches, None, None)
     stop_megatron()
-    return [value for one in results for value in (one.sums["loss"], one.grad_norm)]
+    return [value for result in results for value in (result.sums["loss"], result.grad_norm)]
 
 
 CPU = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
@@ -414,8 +430,8 @@ def on_cpu() -> list[list[float]]:
 
 def test_a_gpu_learns_what_a_cpu_learns(on_cpu: list[list[float]], operations: Operations) -> None:
     """Loss and gradient norm before and after an update, in float32: rounding aside."""
-    for model, wanted in zip(MODELS, on_cpu, strict=True):
-        assert learn(GPU, **model) == pytest.approx(wanted, rel=2e-5), model
+    for model, expected in zip(MODELS, on_cpu, strict=True):
+        assert learn(GPU, **model) == pytest.approx(expected, rel=2e-5), model
 
 
 def test_few_operations_and_none_to_wait_for(
@@ -431,14 +447,14 @@ def test_few_operations_and_none_to_wait_for(
         learn(replace(GPU, params_dtype=torch.bfloat16), layers, count=operations)
         counts.append(dict(operations.found))
     a_layer = {
-        where: (counts[1][where] - counts[0][where]) / 4 for where in ("forward", "backward")
+        phase: (counts[1][phase] - counts[0][phase]) / 4 for phase in ("forward", "backward")
     }
     assert a_layer == {"forward": 10, "backward": 16}
     assert counts[0]["optimizer"] == counts[1]["optimizer"]
     most = {"forward": 340, "backward": 98, "optimizer": 23}
-    assert all(number <= most[where] for where, number in counts[0].items()), counts[0]
+    assert all(number <= most[phase] for phase, number in counts[0].items()), counts[0]
     # Once a minibatch, for the denominator.
-    assert [operations.waits[where] for where in ("forward", "backward")] == [1, 0]
+    assert [operations.waits[phase] for phase in ("forward", "backward")] == [1, 0]
 
 
 # ---------------------------------------------------------------- compiled for a GPU
@@ -476,9 +492,9 @@ def launch_all(layer: Layer) -> None:
         return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
 
     def weight(size: int) -> Tensor:
-        made = torch.nn.Parameter(empty(size), requires_grad=not frozen)
-        made.main_grad = torch.empty(size)
-        return made
+        parameter = torch.nn.Parameter(empty(size), requires_grad=not frozen)
+        parameter.main_grad = torch.empty(size)
+        return parameter
 
     norms = [norm_of(weight(D)) if normed else None for _ in range(2)]
     angles = [torch.empty(T, 1, D // 2) for _ in range(2)]
@@ -490,7 +506,7 @@ def launch_all(layer: Layer) -> None:
         *heads,
         swiglu(empty(T, 1, 2 * U)),
     )
-    torch.autograd.backward(out, [torch.empty_like(one) for one in out])
+    torch.autograd.backward(out, [torch.empty_like(output) for output in out])
 
 
 def main() -> None:
@@ -507,8 +523,8 @@ def main() -> None:
         compiled = run(kernel, *given, **more | {"warmup": True})
         row = re.search(r"(%\w+) = tt\.get_program_id x", compiled.asm["ttir"])[1]
         narrow = re.findall(rf".* = (?!arith\.extsi).*{row}\b.*", compiled.asm["ttir"])
-        found = resources(compiled) | {"narrow_rows": len(narrow)}
-        print(json.dumps([arch, layer, compiled.metadata.num_warps, kernel.__name__, found]))
+        usage = resources(compiled) | {"narrow_rows": len(narrow)}
+        print(json.dumps([arch, layer, compiled.metadata.num_warps, kernel.__name__, usage]))
 
     triton.JITFunction.run = only_compile
     for arch in (80, 90):

@@ -190,9 +190,10 @@ def test_presets_are_the_files_and_start_without_a_warning():
 
 
 def test_a_preset_lies_below_files_and_command_line_wherever_it_is_named(tmp_path: Path):
-    own, saved = tmp_path / "own.yaml", tmp_path / "saved.yaml"
-    own.write_text("algorithm: {clip_ratio_high: 0.2, n_minibatches: 1, preset: top_entropy}")
-    config = load_config([own], [*PATHS, "algorithm.n_minibatches=8"])
+    own_path = tmp_path / "own.yaml"
+    saved = tmp_path / "saved.yaml"
+    own_path.write_text("algorithm: {clip_ratio_high: 0.2, n_minibatches: 1, preset: top_entropy}")
+    config = load_config([own_path], [*PATHS, "algorithm.n_minibatches=8"])
     assert (config.algorithm.n_minibatches, config.algorithm.clip_ratio_high) == (8, 0.2)
     assert list(preset_lines(config)) == [
         "Preset: top_entropy is configs/algorithms/top_entropy.yaml",
@@ -253,8 +254,8 @@ def test_a_function_of_the_users_is_paid_as_it_says_whatever_the_preset():
         ).reward
         facts = {"verified": False, "length": 8, "limit": 64, "truncated": False}
         assert scaled_reward(reward, 0.25, **facts) == 0.25, name
-    told = notes("algorithm.preset=dapo", "reward.rewards=[mine=a.b:c]")
-    assert not any("reward.scheme" in note for note in told)
+    dapo_notes = notes("algorithm.preset=dapo", "reward.rewards=[mine=a.b:c]")
+    assert not any("reward.scheme" in note for note in dapo_notes)
 
 
 @pytest.mark.parametrize(
@@ -268,18 +269,19 @@ def test_a_function_of_the_users_is_paid_as_it_says_whatever_the_preset():
     ],
 )
 def test_extra_prompts_of_a_preset_are_a_multiple_of_the_batch(name: str, prompts: int, extra: int):
-    given = [*PATHS, f"algorithm.preset={name}", f"data.prompts_per_step={prompts}"]
-    assert load_config([], given).selection.max_extra_prompts == extra
+    overrides = [*PATHS, f"algorithm.preset={name}", f"data.prompts_per_step={prompts}"]
+    assert load_config([], overrides).selection.max_extra_prompts == extra
     assert (
-        load_config([], [*given, "selection.max_extra_prompts=3"]).selection.max_extra_prompts == 3
+        load_config([], [*overrides, "selection.max_extra_prompts=3"]).selection.max_extra_prompts
+        == 3
     )
 
 
 def test_a_preset_has_its_multiples_also_where_the_folder_is_named_after_a_setting():
     """The folder, in which a run may have recorded the preset, is resolved before the preset is
     read."""
-    given = ["run.output_dir=o${run.seed}", *PATHS[1:], "run.seed=7", "data.prompts_per_step=4"]
-    config = load_config([], [*given, "algorithm.preset=dapo"])
+    overrides = ["run.output_dir=o${run.seed}", *PATHS[1:], "run.seed=7", "data.prompts_per_step=4"]
+    config = load_config([], [*overrides, "algorithm.preset=dapo"])
     assert (config.run.output_dir, config.selection.max_extra_prompts) == ("o7", 8)
 
 
@@ -347,20 +349,20 @@ def recorded_run(folder: Path, *overrides: str) -> Config:
 
 def test_a_run_that_resumes_keeps_what_it_recorded_of_its_preset(tmp_path: Path):
     recorded = recorded_run(tmp_path / "run")
-    given = [
+    overrides = [
         f"run.output_dir={tmp_path / 'run'}",
         *PATHS[1:],
         "algorithm.preset=dapo",
         "data.prompts_per_step=4",
     ]
-    now = load_config([], given)
-    assert now == recorded and refused_changes(recorded, now) == []
-    assert config_warnings(now) == [
+    resumed = load_config([], overrides)
+    assert resumed == recorded and refused_changes(recorded, resumed) == []
+    assert config_warnings(resumed) == [
         f"algorithm.preset=dapo: kept as the run in {tmp_path / 'run'} has recorded it: "
         "selection.max_extra_prompts=256 (the preset has 8), reward.scheme=correctness (the "
         "preset has plus_minus_one)"
     ]
-    (line,) = reward_lines(now)
+    (line,) = reward_lines(resumed)
     assert line == "Rewards: -5 to 5 (reward.scheme=correctness: right 5, wrong -5)"
 
 
@@ -377,17 +379,22 @@ def test_what_is_recorded_counts_for_the_same_preset_and_a_run_that_resumes(
     tmp_path: Path, override: str
 ):
     recorded_run(tmp_path / "run")
-    given = [f"run.output_dir={tmp_path / 'run'}", *PATHS[1:], "algorithm.preset=dapo", override]
-    assert load_config([], given).reward.scheme == "plus_minus_one"
+    overrides = [
+        f"run.output_dir={tmp_path / 'run'}",
+        *PATHS[1:],
+        "algorithm.preset=dapo",
+        override,
+    ]
+    assert load_config([], overrides).reward.scheme == "plus_minus_one"
 
 
 def test_a_run_that_begins_anew_takes_the_preset_whatever_an_earlier_start_recorded(tmp_path: Path):
     """As after a start that ended before its first checkpoint, or within it."""
     recorded_run(tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"
-    given = [f"run.output_dir={tmp_path / 'run'}", *PATHS[1:], "algorithm.preset=dapo"]
+    overrides = [f"run.output_dir={tmp_path / 'run'}", *PATHS[1:], "algorithm.preset=dapo"]
     (folder / "step-000003").rename(folder / "step-000003.partial")
-    assert load_config([], given).reward.scheme == "plus_minus_one"
+    assert load_config([], overrides).reward.scheme == "plus_minus_one"
 
 
 @pytest.mark.parametrize("key", ["run.output_dir", "run.recover_mode"])
@@ -424,9 +431,9 @@ CARRY = [
 
 def carry_problems(*overrides: str) -> list[str]:
     return [
-        one
-        for one in run_problems(load_config([], [*PATHS, *overrides]), 1, None)
-        if "rollout." in one
+        problem
+        for problem in run_problems(load_config([], [*PATHS, *overrides]), 1, None)
+        if "rollout." in problem
     ]
 
 
@@ -475,8 +482,8 @@ def test_partial_rollouts_that_would_be_wrong(overrides: list[str], told: str) -
 
 def test_settings_of_partial_rollouts_without_effect_are_told() -> None:
     def told(*overrides: str) -> list[str]:
-        found = config_warnings(load_config([], [*PATHS, *overrides]))
-        return [one for one in found if "rollout." in one]
+        warnings = config_warnings(load_config([], [*PATHS, *overrides]))
+        return [warning for warning in warnings if "rollout." in warning]
 
     assert told() == told(*CARRY, "rollout.slice_tokens=100") == []
     assert told("rollout.slice_tokens=100", "rollout.max_staleness=3") == [
@@ -577,8 +584,8 @@ def test_asynchronous_runs_that_would_be_wrong(overrides: list[str], told: str) 
 
 def test_settings_without_effect_beside_or_without_ranks_of_the_engines_are_told() -> None:
     def told(*overrides: str) -> list[str]:
-        found = config_warnings(load_config([], [*PATHS, *overrides]))
-        return [one for one in found if "rollout." in one]
+        warnings = config_warnings(load_config([], [*PATHS, *overrides]))
+        return [warning for warning in warnings if "rollout." in warning]
 
     assert (
         told(*OWN_RANKS)
@@ -726,9 +733,9 @@ def test_every_function_of_the_list_is_looked_for():
     config = load_config(
         [], [*PATHS, "reward.rewards=['a=math:sqrt','b=json:dumbs','c=no_such_module:f']"]
     )
-    told = [one for one in run_problems(config, 1, None) if "reward." in one]
+    messages = [message for message in run_problems(config, 1, None) if "reward." in message]
     assert (
-        len(told) == 2
-        and "'json' has no function 'dumbs'" in told[0]
-        and "no_such_module" in told[1]
+        len(messages) == 2
+        and "'json' has no function 'dumbs'" in messages[0]
+        and "no_such_module" in messages[1]
     )

@@ -25,7 +25,13 @@ from rlmath.distributed.memory import total_bytes
 from rlmath.planning.checks import check_config, transformer_engine_problems
 from rlmath.planning.warnings import config_warnings
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 6, 384, 12, 4, 24, 11, 64
+LAYERS = 6
+HIDDEN = 384
+HEADS = 12
+KV_HEADS = 4
+FFN = 24
+VOCAB = 11
+POSITIONS = 64
 MODEL_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_act": "silu",
@@ -152,7 +158,7 @@ def test_runs_that_can_start(place: Path, overrides: list[str], world_size: int)
 
 
 def test_values_that_cannot_mean_anything_are_told_of() -> None:
-    given = {
+    absurd_values = {
         "rollout.max_new_tokens": "1",
         "rollout.temperature": "1e30",
         "optimizer.lr": "1e30",
@@ -161,11 +167,13 @@ def test_values_that_cannot_mean_anything_are_told_of() -> None:
         "save.ckpt_freq_secs": "1e-9",
     }
     overrides = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
-    found = config_warnings(
-        load_config([], [*overrides, *(f"{key}={value}" for key, value in given.items())])
+    warnings = config_warnings(
+        load_config([], [*overrides, *(f"{key}={value}" for key, value in absurd_values.items())])
     )
-    told = {one.partition("=")[0] for one in found if "hardly what you mean" in one}
-    assert told == set(given) and config_warnings(load_config([], overrides)) == []
+    warned_keys = {
+        warning.partition("=")[0] for warning in warnings if "hardly what you mean" in warning
+    }
+    assert warned_keys == set(absurd_values) and config_warnings(load_config([], overrides)) == []
 
 
 def test_settings_without_effect_are_noted_and_no_error(place: Path):
@@ -184,17 +192,18 @@ def test_settings_without_effect_are_noted_and_no_error(place: Path):
 
 @pytest.mark.parametrize("key", [key for key, setting in all_settings().items() if setting.range])
 def test_a_number_out_of_its_range_is_told_with_the_range(key: str):
-    limits, kind = all_settings()[key].range, all_settings()[key].type_name
+    limits = all_settings()[key].range
+    kind = all_settings()[key].type_name
     assert limits is not None
     paths = ["run.output_dir=out", "model.path=model", "data.train_path=train.jsonl"]
     for value in just_outside(limits, whole=kind.removeprefix("list of ").startswith("int")):
         override = f"{key}=[1,{value}]" if kind.startswith("list") else f"{key}={value}"
-        told = schema_problems(load_config([], [*paths, override]))
+        messages = schema_problems(load_config([], [*paths, override]))
         finite = (
             "" if value[-1].isdigit() or str(limits) == "a finite number" else "a finite number, "
         )
         needed = f"needed: {finite}{limits}.{_why(limits)}"
-        assert any(text.startswith(f"{key} is ") and needed in text for text in told), value
+        assert any(text.startswith(f"{key} is ") and needed in text for text in messages), value
 
 
 def just_outside(limits: Range, whole: bool) -> list[str]:
@@ -357,13 +366,14 @@ def test_transformer_engine_that_cannot_be_imported(
     broken = package / "pytorch.py"
     broken.write_text("raise ImportError('libcudart.so.13: cannot open shared object file')")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    told = problem(place, "run.device=auto")
+    message = problem(place, "run.device=auto")
     assert (
         'policy.transformer_impl is "transformer_engine", which cannot be imported here '
-        "(ImportError: " in told
+        "(ImportError: " in message
     )
     assert (
-        "libcudart.so.13" in told and "set policy.transformer_impl=local, which is slower." in told
+        "libcudart.so.13" in message
+        and "set policy.transformer_impl=local, which is slower." in message
     )
     broken.write_text("assert False, 'versions differ'")
     assert "(AssertionError: versions differ). Install it" in problem(place, "run.device=auto")
@@ -392,22 +402,24 @@ def test_all_problems_are_told_at_once(place: Path):
 
 
 def test_a_training_file_that_is_not_there_names_the_nearest(place: Path):
-    told = problem(place, f"data.train_path={place}/trian.jsonl")
-    assert f'there is no file "{place}/trian.jsonl". There is "{place}/train.jsonl".' in told
+    message = problem(place, f"data.train_path={place}/trian.jsonl")
+    assert f'there is no file "{place}/trian.jsonl". There is "{place}/train.jsonl".' in message
     for name, near in {
         "boba.jsonl": "",
         "Train.json": ' There is "{}".',
         "train.parquet": ' There is "{}".',
     }.items():
-        told = problem(place, f"data.train_path={place}/{name}")
-        assert told.endswith(
+        message = problem(place, f"data.train_path={place}/{name}")
+        assert message.endswith(
             f'there is no file "{place}/{name}".{near.format(place / "train.jsonl")}'
         )
 
 
 def test_training_files_that_are_missing_or_empty(place: Path):
-    told = problem(place, f"data.more_train_paths=[{place}/trian.jsonl]")
-    assert told.startswith("data.more_train_paths: there is no file") and "train.jsonl" in told
+    message = problem(place, f"data.more_train_paths=[{place}/trian.jsonl]")
+    assert (
+        message.startswith("data.more_train_paths: there is no file") and "train.jsonl" in message
+    )
     odd = " is neither a file nor a folder, nor a link to one. Give one."
     assert problem(place, "data.more_train_paths=[/dev/null]").endswith(f'"/dev/null"{odd}')
     (place / "link.jsonl").symlink_to(place / "unmounted")
@@ -419,8 +431,8 @@ def test_training_files_that_are_missing_or_empty(place: Path):
 
 
 def test_a_model_folder_that_is_not_there_names_the_nearest(place: Path):
-    told = problem(place, f"model.path={place}/models")
-    assert f'there is no folder "{place}/models". There is "{place}/model".' in told
+    message = problem(place, f"model.path={place}/models")
+    assert f'there is no folder "{place}/models". There is "{place}/model".' in message
     assert "is not a folder" in problem(place, f"model.path={place}/train.jsonl")
     assert "not expanded" in problem(place, "model.path=~/no/such/model")
 
@@ -435,10 +447,10 @@ def test_the_model_in_the_folder_of_a_run_is_named(place: Path):
 
 def test_a_folder_without_the_files_of_a_model(place: Path):
     (place / "empty").mkdir()
-    told = problems(place, f"model.path={place}/empty")
-    assert "has no config.json" in told[0]
-    assert "neither model.safetensors nor model.safetensors.index.json" in told[1]
-    assert "no tokenizer: neither tokenizer.json nor vocab.json with merges.txt" in told[2]
+    messages = problems(place, f"model.path={place}/empty")
+    assert "has no config.json" in messages[0]
+    assert "neither model.safetensors nor model.safetensors.index.json" in messages[1]
+    assert "no tokenizer: neither tokenizer.json nor vocab.json with merges.txt" in messages[2]
 
 
 def test_a_tokenizer_may_be_a_vocabulary_with_merges(place: Path):
@@ -452,7 +464,8 @@ def split_weights(place: Path) -> Path:
     """Two shards with an index in place of the one file; returns the index."""
     model = place / "model"
     (model / "model.safetensors").unlink()
-    names, weight_map = sorted(TENSORS), {}
+    names = sorted(TENSORS)
+    weight_map = {}
     for shard, part in (("a.safetensors", names[:9]), ("b.safetensors", names[9:])):
         save_file({name: np.zeros(TENSORS[name], np.float16) for name in part}, model / shard)
         weight_map |= dict.fromkeys(part, shard)
@@ -470,7 +483,8 @@ def test_an_index_and_its_files(place: Path):
     assert "1 are not there: xxx" in problem(place)
     index.write_text('{"weight_map": {"x": "../../etc/passwd"}}')
     assert "names files outside of its folder" in problem(place)
-    deep, long = '{"weight_map": ' + "[" * 5000, '{"weight_map": {"a": 1' + "0" * 6000 + "}}"
+    deep = '{"weight_map": ' + "[" * 5000
+    long = '{"weight_map": {"a": 1' + "0" * 6000 + "}}"
     for text in ("{", "[]", '{"weight_map": {}}', '{"weight_map": 3}', "\xff", deep, long):
         index.write_bytes(text.encode("latin-1"))
         assert "model.safetensors.index.json" in problem(place)
@@ -482,10 +496,10 @@ def test_an_index_that_looks_into_the_wrong_file(place: Path):
     values["weight_map"]["model.norm.weight"] = "a.safetensors"
     values["weight_map"]["lm_head.weight"] = "b.safetensors"
     index.write_text(json.dumps(values))
-    told = problems(place)
+    messages = problems(place)
     assert any(
         'a.safetensors" lacks 1 tensors that the index looks for there: model.norm' in t
-        for t in told
+        for t in messages
     )
 
 
@@ -499,8 +513,8 @@ def test_an_index_that_leaves_a_tensor_out(place: Path):
 
 def test_weights_that_are_cut_off(place: Path):
     path = place / "model" / "model.safetensors"
-    for kept in (-10, 4, 0):
-        path.write_bytes(path.read_bytes()[:kept])
+    for end in (-10, 4, 0):
+        path.write_bytes(path.read_bytes()[:end])
         assert "is not a whole safetensors file" in problem(place)
 
 
@@ -537,9 +551,9 @@ def test_a_config_json_that_is_no_object(place: Path, text: str):
 
 def test_an_architecture_that_is_not_supported(place: Path):
     change_model(place, architectures=["Qwen2ForCausalLMs"])
-    told = problem(place)
-    assert '"Qwen2ForCausalLMs" is not supported; supported: ' in told
-    assert 'Did you mean "Qwen2ForCausalLM"?' in told
+    message = problem(place)
+    assert '"Qwen2ForCausalLMs" is not supported; supported: ' in message
+    assert 'Did you mean "Qwen2ForCausalLM"?' in message
     change_model(place, architectures=["Gemma2ForCausalLM"])
     assert '"Gemma2ForCausalLM" is not supported (no layer of Megatron\'s has its norms' in problem(
         place
@@ -572,8 +586,8 @@ def test_sizes_that_are_missing_or_odd(place: Path, key: str):
         (2**40, "1099"),
     ):
         change_model(place, **{key: odd})
-        told = [text for text in problems(place) if f'"{key}" is {shown}' in text]
-        assert len(told) == 1 and "needed: a whole number from 1 to " in told[0]
+        messages = [text for text in problems(place) if f'"{key}" is {shown}' in text]
+        assert len(messages) == 1 and "needed: a whole number from 1 to " in messages[0]
 
 
 @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
@@ -627,22 +641,24 @@ def test_the_shape_alone_needs_config_json_only(place: Path):
 
 
 def test_sgd_has_no_state_to_share(place: Path):
-    told = problem(place, "optimizer.kind=sgd")
-    assert "optimizer.distributed" in told and 'With kind "sgd" set it to false' in told
+    message = problem(place, "optimizer.kind=sgd")
+    assert "optimizer.distributed" in message and 'With kind "sgd" set it to false' in message
     check(place, "optimizer.kind=sgd", "optimizer.distributed=false")
 
 
 def test_a_head_dim_that_the_engine_cannot_run_on_cpu(place: Path):
     change_model(place, num_attention_heads=24, num_key_value_heads=8)
-    told = problems(place, "run.device=cpu")
-    assert any("head dim is 16; vLLM's attention on CPU has only 32, 64" in text for text in told)
+    messages = problems(place, "run.device=cpu")
+    assert any(
+        "head dim is 16; vLLM's attention on CPU has only 32, 64" in text for text in messages
+    )
 
 
 def test_a_kv_cache_that_cannot_hold_one_sequence(place: Path):
     # 48 tokens: 1 block and one to spare, 6 layers x 2 x 4 heads x 32 x 4 bytes x 256 tokens = 1.5
     # MiB
-    told = problem(place, "rollout.cpu_kv_cache_gib=0.0014")
-    assert "one sequence of 48 tokens" in told and "needs 0.00146 GiB" in told
+    message = problem(place, "rollout.cpu_kv_cache_gib=0.0014")
+    assert "one sequence of 48 tokens" in message and "needs 0.00146 GiB" in message
     check(place, "rollout.cpu_kv_cache_gib=0.0015")
 
 
@@ -650,14 +666,14 @@ def test_a_kv_cache_larger_than_the_memory_of_the_machine(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ):
     total = total_bytes() / 2**30
-    told = problem(place, "rollout.cpu_kv_cache_gib=5000")
-    assert told.startswith(
+    message = problem(place, "rollout.cpu_kv_cache_gib=5000")
+    assert message.startswith(
         f"rollout.cpu_kv_cache_gib is 5000; this machine has {total:.1f} GiB of memory, of which"
     )
     # One such cache has room, all of them together have not.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "200")
-    told = problem(place, f"rollout.cpu_kv_cache_gib={total / 100:.3f}", world_size=200)
-    assert "for each of the 200 ranks on this machine" in told
+    message = problem(place, f"rollout.cpu_kv_cache_gib={total / 100:.3f}", world_size=200)
+    assert "for each of the 200 ranks on this machine" in message
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     check(place, f"rollout.cpu_kv_cache_gib={total / 100:.3f}")
 
@@ -669,8 +685,8 @@ def test_a_reward_function_is_imported_once_for_all_stages(place: Path):
         "f.write('x')\n"
     )
     stages = ("stages.steps=[2,3,4]", "stages.max_new_tokens=[8,12,16]")
-    (told,) = problems(place, f"reward.function={file}:reward", *stages)
-    assert "has no function 'reward'" in told
+    (message,) = problems(place, f"reward.function={file}:reward", *stages)
+    assert "has no function 'reward'" in message
     assert (place / "imports").read_text() == "x"
 
 
@@ -678,10 +694,10 @@ def test_a_name_of_the_hub_is_told_how_to_be_downloaded(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(place)
-    told = problem(place, "model.path=Qwen/Qwen2.5-0.5B")
-    assert "which is written hf://Qwen/Qwen2.5-0.5B. Give that, or run" in told
-    assert 'run "hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B"' in told
-    assert told.endswith("and give model.path models/Qwen2.5-0.5B.")
+    message = problem(place, "model.path=Qwen/Qwen2.5-0.5B")
+    assert "which is written hf://Qwen/Qwen2.5-0.5B. Give that, or run" in message
+    assert 'run "hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B"' in message
+    assert message.endswith("and give model.path models/Qwen2.5-0.5B.")
     (place / "Qwen").mkdir()  # a folder of one's own
     for path in ("Qwen/Qwen2.5-0.5B", "models/mine", "/Qwen/Qwen2.5-0.5B", "a/b/c", "tiny"):
         assert "hf download" not in problem(place, f"model.path={path}")

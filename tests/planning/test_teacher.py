@@ -74,8 +74,8 @@ def test_a_teacher_that_the_layout_does_not_fit_is_refused_by_the_setting(
 ) -> None:
     """The policy, of 4 layers and 4 heads in 2 groups, allows all of them."""
     shape = shape_of(tied_model)
-    found = shape_problems(config_of(folder, tied_model, parallel=parallel), shape)
-    assert len(found) == 1 and found[0].startswith(
+    problems = shape_problems(config_of(folder, tied_model, parallel=parallel), shape)
+    assert len(problems) == 1 and problems[0].startswith(
         f"teacher.path, which has the layout of the policy: {told}"
     )
     assert (
@@ -91,8 +91,8 @@ def test_a_teacher_with_too_few_positions_or_no_folder_is_refused(
     folder: Path, tied_model: Path
 ) -> None:
     long = config_of(folder, tied_model, rollout=RolloutConfig(max_new_tokens=60))
-    (told,) = shape_problems(long, shape_of(tied_model))
-    assert "is 76; the model in teacher.path has 64 positions" in told
+    (problem,) = shape_problems(long, shape_of(tied_model))
+    assert "is 76; the model in teacher.path has 64 positions" in problem
     missing = config_of(folder.with_name("other"), tied_model)
     assert "teacher.path: there is no folder" in shape_problems(missing, shape_of(tied_model))[0]
     assert "teacher.path: there is no folder" in teacher_folder_problems(missing)[0]
@@ -116,35 +116,39 @@ def test_what_needs_rewards_is_refused_where_the_teacher_alone_is_learned_from(
     folder: Path, tied_model: Path, algorithm: AlgorithmConfig, told: str
 ) -> None:
     config = config_of(folder, tied_model, algorithm=algorithm)
-    assert [one for one in run_problems(config, 1, None) if one.startswith(told)]
+    assert [problem for problem in run_problems(config, 1, None) if problem.startswith(told)]
     both = replace(config, teacher=replace(config.teacher, with_rewards=True))
-    assert [one for one in run_problems(both, 1, None) if one.startswith(told)] == []
+    assert [problem for problem in run_problems(both, 1, None) if problem.startswith(told)] == []
 
 
 def test_a_group_of_one_may_learn_from_a_teacher_alone(folder: Path, tied_model: Path) -> None:
     rollout = RolloutConfig(max_new_tokens=32, group_size=1)
-    alone = config_of(folder, tied_model, rollout=rollout)
-    both = replace(alone, teacher=replace(alone.teacher, with_rewards=True))
-    found = [
-        [one for one in run_problems(c, 1, None) if "rollout.group_size is 1" in one]
-        for c in (alone, both)
+    teacher_only = config_of(folder, tied_model, rollout=rollout)
+    both = replace(teacher_only, teacher=replace(teacher_only.teacher, with_rewards=True))
+    problems_by_config = [
+        [problem for problem in run_problems(c, 1, None) if "rollout.group_size is 1" in problem]
+        for c in (teacher_only, both)
     ]
-    assert [len(one) for one in found] == [0, 1]
+    assert [len(problems) for problems in problems_by_config] == [0, 1]
 
 
 def test_settings_without_effect_are_told(folder: Path, tied_model: Path) -> None:
     without = Config(
         teacher=TeacherConfig(loss="full", coef=2.0), memory=MemoryConfig(offload_teacher=True)
     )
-    told = "memory.offload_teacher, teacher.loss, teacher.coef: no effect without teacher.path."
-    assert told in config_warnings(without)
+    warning = "memory.offload_teacher, teacher.loss, teacher.coef: no effect without teacher.path."
+    assert warning in config_warnings(without)
     drops = config_of(folder, tied_model, selection=SelectionConfig(dynamic_sampling="accuracy"))
-    assert [one for one in config_warnings(drops) if "the teacher would teach them, too" in one]
+    assert [
+        warning
+        for warning in config_warnings(drops)
+        if "the teacher would teach them, too" in warning
+    ]
     moves = Config(algorithm=AlgorithmConfig(reference_every_steps=5))
     assert [
-        one
-        for one in config_warnings(moves)
-        if one.startswith("algorithm.reference_every_steps: no")
+        warning
+        for warning in config_warnings(moves)
+        if warning.startswith("algorithm.reference_every_steps: no")
     ]
 
 
@@ -163,8 +167,8 @@ def edited(folder: Path, place: Path, change: object) -> Path:
 def test_the_same_tokenizer_is_taken_and_the_token_that_differs_is_named(
     folder: Path, tied_model: Path, tmp_path: Path
 ) -> None:
-    ours = load_tokenizer(str(tied_model))
-    assert check_teacher_tokenizer(config_of(folder, tied_model), ours) == ()
+    policy_tokenizer = load_tokenizer(str(tied_model))
+    assert check_teacher_tokenizer(config_of(folder, tied_model), policy_tokenizer) == ()
 
     def swap(name: str, content: dict) -> None:
         if name == "tokenizer.json":
@@ -175,14 +179,14 @@ def test_the_same_tokenizer_is_taken_and_the_token_that_differs_is_named(
         ValueError, match=r"token \d+ is 'B' in the teacher's and 'A' in the policy's"
     ):
         check_teacher_tokenizer(
-            config_of(edited(folder, tmp_path / "swapped", swap), tied_model), ours
+            config_of(edited(folder, tmp_path / "swapped", swap), tied_model), policy_tokenizer
         )
 
     def special(name: str, content: dict) -> None:
         if name == "tokenizer.json":
-            (one,) = (token for token in content["added_tokens"] if token["content"] == "<pad>")
-            one.update(id=5, content="!", special=True)
-            one["content"] = next(
+            (pad,) = (token for token in content["added_tokens"] if token["content"] == "<pad>")
+            pad.update(id=5, content="!", special=True)
+            pad["content"] = next(
                 text for text, number in content["model"]["vocab"].items() if number == 5
             )
 
@@ -190,7 +194,7 @@ def test_the_same_tokenizer_is_taken_and_the_token_that_differs_is_named(
     with pytest.raises(
         ValueError, match=r"token \d+ is .* in the teacher's and .* in the policy's"
     ):
-        check_teacher_tokenizer(config_of(other, tied_model), ours)
+        check_teacher_tokenizer(config_of(other, tied_model), policy_tokenizer)
 
 
 def test_a_teacher_that_ends_otherwise_is_warned_of(
@@ -200,14 +204,16 @@ def test_a_teacher_that_ends_otherwise_is_warned_of(
         if name == "tokenizer_config.json":
             content["eos_token"] = "<pad>"
 
-    ours, other = load_tokenizer(str(tied_model)), edited(folder, tmp_path / "end", end)
-    (told,) = check_teacher_tokenizer(config_of(other, tied_model), ours)
-    assert told.startswith("the policy ends with '<eos>' and the teacher with '<pad>'")
+    policy_tokenizer = load_tokenizer(str(tied_model))
+    other = edited(folder, tmp_path / "end", end)
+    (warning,) = check_teacher_tokenizer(config_of(other, tied_model), policy_tokenizer)
+    assert warning.startswith("the policy ends with '<eos>' and the teacher with '<pad>'")
 
 
 def test_the_plan_has_the_teacher_where_it_is_held(folder: Path, tied_model: Path) -> None:
     """Of two stages the second has the output layer: V x H = 101 x 96 elements of 2 bytes."""
-    gpu, shape = Target("cuda", "any", 80 * 2**30, local_layers=True), shape_of(tied_model)
+    gpu = Target("cuda", "any", 80 * 2**30, local_layers=True)
+    shape = shape_of(tied_model)
     parallel = ParallelConfig(pipeline=2)
     config = config_of(
         folder, tied_model, parallel=parallel, policy=PolicyConfig(max_tokens_per_microbatch=512)
@@ -220,8 +226,8 @@ def test_the_plan_has_the_teacher_where_it_is_held(folder: Path, tied_model: Pat
                 memory=MemoryConfig(offload_teacher=offload),
             )
             plan = plan_rank(full, shape, Mesh(1, 2, 1, 2, 1), gpu)
-            holding = {phase for phase, held in plan.phases.items() if "teacher" in held}
-            heads = {phase for phase, held in plan.phases.items() if "teacher_head" in held}
+            holding = {phase for phase, parts in plan.phases.items() if "teacher" in parts}
+            heads = {phase for phase, parts in plan.phases.items() if "teacher_head" in parts}
             every = {"sync", "generate", "logprobs", "teacher", "update"}
             assert holding == ({"teacher"} if offload else every)
             assert heads == (
@@ -229,16 +235,18 @@ def test_the_plan_has_the_teacher_where_it_is_held(folder: Path, tied_model: Pat
             )
             assert plan.part("teacher_head") == (2 * VOCAB * 96 if loss == "full" else 0)
             assert ("logits" in plan.phases["teacher"]) == (loss == "advantage")
-    full, own = (
-        replace(config, teacher=replace(config.teacher, loss="full")),
-        teacher_shape_of(config),
-    )
+    full = replace(config, teacher=replace(config.teacher, loss="full"))
+    teacher_shape = teacher_shape_of(config)
     first, last = (plan_rank(full, shape, Mesh(rank, 2, 1, 2, 1), gpu) for rank in (0, 1))
-    assert first.part("teacher_head") == 0 and own is not None
-    held = sum(one.part(part) for one in (first, last) for part in ("teacher", "teacher_head"))
-    assert held == 2 * parameter_count(replace(own, vocab_size=VOCAB))
-    alone = plan_rank(config, shape, Mesh(1, 2, 1, 2, 1), gpu).phases["update"]["working"]
-    assert last.phases["update"]["working"] > alone + 2 * 512 * 96, (
+    assert first.part("teacher_head") == 0 and teacher_shape is not None
+    teacher_bytes = sum(
+        rank_plan.part(part) for rank_plan in (first, last) for part in ("teacher", "teacher_head")
+    )
+    assert teacher_bytes == 2 * parameter_count(replace(teacher_shape, vocab_size=VOCAB))
+    advantage_working = plan_rank(config, shape, Mesh(1, 2, 1, 2, 1), gpu).phases["update"][
+        "working"
+    ]
+    assert last.phases["update"]["working"] > advantage_working + 2 * 512 * 96, (
         "its hidden states, and blocks of its logits"
     )
 
