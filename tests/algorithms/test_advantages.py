@@ -178,7 +178,8 @@ def by_the_book(rewards: Rows, tokens: list[list[int]], kind: str, eps: float) -
         for a, n in zip(row, ns, strict=True)
         for _ in range(n)
     ]
-    mean, scale = statistics.fmean(of_tokens), statistics.pstdev(of_tokens) + eps
+    mean = statistics.fmean(of_tokens)
+    scale = statistics.pstdev(of_tokens) + eps
     return [
         [(a - mean) / scale if len(set(of_tokens)) > 1 else 0.0 for a in row] for row in by_group
     ]
@@ -210,13 +211,13 @@ def shaped_by_token(
     rewards: Rows, kls: list[list[list[float]]], kl_coef: float, kind: AdvantageKind, eps: float
 ) -> list[list[list[float]]]:
     """What `kl_shaped_advantages` gives every token."""
-    tokens = [[len(one) for one in row] for row in kls]
-    totals = [[totals_of(one) for one in row] for row in kls]
+    tokens = [[len(token_kls) for token_kls in row] for row in kls]
+    totals = [[totals_of(token_kls) for token_kls in row] for row in kls]
     shaped = kl_shaped_advantages(rewards, tokens, totals, kl_coef, kind, eps)
     return [
         [
-            [offset - shaped.slope * math.fsum(one[t:]) for t in range(len(one))]
-            for offset, one in zip(*rows, strict=True)
+            [offset - shaped.slope * math.fsum(token_kls[t:]) for t in range(len(token_kls))]
+            for offset, token_kls in zip(*rows, strict=True)
         ]
         for rows in zip(shaped.offsets, kls, strict=True)
     ]
@@ -228,10 +229,10 @@ def test_kinds_of_groups_take_the_kl_of_the_whole_completion_from_its_reward(kin
     got = shaped_by_token(
         [[1.0, 0.0], [3.0]], [[[0.25, 0.25], [0.25]], [[0.0] * 3]], 0.4, kind, 0.5
     )
-    wanted = advantages([[0.8, -0.1], [3.0]], [[2, 1], [3]], kind, 0.5)
+    expected = advantages([[0.8, -0.1], [3.0]], [[2, 1], [3]], kind, 0.5)
     assert got == [
-        [approx_row([wanted[0][0]] * 2), approx_row([wanted[0][1]])],
-        [approx_row([wanted[1][0]] * 3)],
+        [approx_row([expected[0][0]] * 2), approx_row([expected[0][1]])],
+        [approx_row([expected[1][0]] * 3)],
     ]
 
 
@@ -262,15 +263,19 @@ def dense_returns(
 ) -> list[list[list[float]]]:
     returns = [
         [
-            [r - kl_coef * math.fsum(one[t:]) for t in range(len(one))]
-            for r, one in zip(*rows, strict=True)
+            [r - kl_coef * math.fsum(token_kls[t:]) for t in range(len(token_kls))]
+            for r, token_kls in zip(*rows, strict=True)
         ]
         for rows in zip(rewards, kls, strict=True)
     ]
-    flat = [value for row in returns for one in row for value in one]
-    mean, scale = statistics.fmean(flat), statistics.pstdev(flat) + eps
+    flat = [value for row in returns for token_returns in row for value in token_returns]
+    mean = statistics.fmean(flat)
+    scale = statistics.pstdev(flat) + eps
     return [
-        [[(v - mean) / scale if len(set(flat)) > 1 else 0.0 for v in one] for one in row]
+        [
+            [(v - mean) / scale if len(set(flat)) > 1 else 0.0 for v in token_returns]
+            for token_returns in row
+        ]
         for row in returns
     ]
 
@@ -293,8 +298,8 @@ def test_ppo_equals_the_normalised_returns_of_all_tokens(
     kls = [[kl for _, kl in row] for row in drawn]
     got = shaped_by_token(rewards, kls, kl_coef, "ppo", eps)
     for got_row, wanted_row in zip(got, dense_returns(rewards, kls, kl_coef, eps), strict=True):
-        for ours, wanted in zip(got_row, wanted_row, strict=True):
-            assert ours == pytest.approx(wanted, abs=1e-6, rel=1e-6)
+        for got_token, wanted_token in zip(got_row, wanted_row, strict=True):
+            assert got_token == pytest.approx(wanted_token, abs=1e-6, rel=1e-6)
 
 
 def test_ppo_does_not_lose_a_contrast_far_from_zero():
@@ -369,9 +374,9 @@ def test_gdpo_without_contrast_gives_exact_zeros(parts: list):
 
 
 def test_a_reward_that_failed_everywhere_in_a_group_changes_nothing_of_the_others():
-    alone = gdpo_advantages([[(1.0,), (0.0,)], [(0.0,), (3.0,)]], [1.0], eps=1e-6)
+    single_reward = gdpo_advantages([[(1.0,), (0.0,)], [(0.0,), (3.0,)]], [1.0], eps=1e-6)
     parts = [[(1.0, None), (0.0, None)], [(0.0, None), (3.0, None)]]
-    assert gdpo_advantages(parts, [1.0, 5.0], eps=1e-6) == alone
+    assert gdpo_advantages(parts, [1.0, 5.0], eps=1e-6) == single_reward
 
 
 batches = st.lists(st.lists(st.floats(-9, 9), min_size=1, max_size=5), min_size=1, max_size=4)
@@ -383,6 +388,6 @@ def test_gdpo_with_one_reward_is_grpo_and_then_the_batch(rewards: Rows, eps: flo
     by_group = advantages(rewards, one_token_each(rewards), "grpo", eps)
     flat = torch.tensor([value for row in by_group for value in row], dtype=torch.float64)
     spread = flat.std().item() if len(flat) > 1 else 0.0
-    wanted = (flat - flat.mean()) / (spread + eps)
+    expected = (flat - flat.mean()) / (spread + eps)
     got = gdpo_advantages([[(value,) for value in row] for row in rewards], [1.0], eps)
-    assert [value for row in got for value in row] == pytest.approx(wanted.tolist(), abs=1e-6)
+    assert [value for row in got for value in row] == pytest.approx(expected.tolist(), abs=1e-6)

@@ -23,7 +23,7 @@ def test_advantages_of_two_completions_by_hand() -> None:
     the end A = 2, -1 + 0.5 = -0.5, 0 - 0.125. Second, cut off with a value of 4 behind it: d = 1 +
     2 - 3 = 0.
     """
-    found = gae(
+    advantages = gae(
         f64(0, 0, 8, 1),
         f64(2, 4, 6, 3),
         f64(0, 4),
@@ -31,7 +31,7 @@ def test_advantages_of_two_completions_by_hand() -> None:
         gamma=0.5,
         lambda_S=f64(0.5, 0.5),
     )
-    assert found.tolist() == [-0.125, -0.5, 2.0, 0.0]
+    assert advantages.tolist() == [-0.125, -0.5, 2.0, 0.0]
 
 
 def test_every_completion_has_its_own_lambda_over_any_number_of_blocks() -> None:
@@ -39,22 +39,25 @@ def test_every_completion_has_its_own_lambda_over_any_number_of_blocks() -> None
     tokens = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7]
     lambdas = [0.0, 0.5, 0.95, 1.0, 0.999]
     rewards, values = ([[draw.uniform(-1, 1) for _ in range(n)] for n in tokens] for _ in range(2))
-    ends, gamma = [draw.uniform(-1, 1) for _ in tokens], 0.98
-    wanted: list[float] = []
+    ends = [draw.uniform(-1, 1) for _ in tokens]
+    gamma = 0.98
+    expected: list[float] = []
     for reward, value, end, lam in zip(rewards, values, ends, lambdas, strict=True):
-        row, behind, after = [0.0] * len(reward), 0.0, end
+        row = [0.0] * len(reward)
+        behind = 0.0
+        after = end
         for t in reversed(range(len(reward))):
             behind = reward[t] + gamma * after - value[t] + gamma * lam * behind
             row[t], after = behind, value[t]
-        wanted += row
-    flat = [f64(*(x for row in rows for x in row)) for rows in (rewards, values)]
-    found = gae(*flat, f64(*ends), torch.tensor(tokens), gamma, f64(*lambdas))
-    assert found.tolist() == pytest.approx(wanted, abs=1e-12)
+        expected += row
+    flat = [f64(*(number for row in rows for number in row)) for rows in (rewards, values)]
+    advantages = gae(*flat, f64(*ends), torch.tensor(tokens), gamma, f64(*lambdas))
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_lambda_of_a_completion_grows_with_its_length() -> None:
-    found = length_adaptive_lambda(torch.tensor([1, 20, 40, 2000]), alpha=0.05)
-    assert found.tolist() == pytest.approx([0.0, 0.0, 0.5, 0.99])
+    lambdas = length_adaptive_lambda(torch.tensor([1, 20, 40, 2000]), alpha=0.05)
+    assert lambdas.tolist() == pytest.approx([0.0, 0.0, 0.5, 0.99])
 
 
 def test_the_value_loss_takes_the_worse_of_value_and_clipped_value() -> None:
@@ -64,7 +67,7 @@ def test_the_value_loss_takes_the_worse_of_value_and_clipped_value() -> None:
     2.25. The third token is not sampled and is NaN; the fourth is clipped, and not learned."""
     values = torch.tensor([0.5, -0.5, math.nan, 0.5], requires_grad=True)
     returns = torch.tensor([1.0, 1.0, math.nan, 1.0])
-    found = value_loss(
+    terms = value_loss(
         values,
         torch.zeros(4),
         returns,
@@ -73,16 +76,16 @@ def test_the_value_loss_takes_the_worse_of_value_and_clipped_value() -> None:
         learned_T=torch.tensor([True, True, False, False]),
         clip=0.2,
     )
-    assert found.loss.item() == pytest.approx(0.32 + 2 * 1.125)
-    assert (found.tokens.item(), found.clipped.item()) == (3.0, 2.0)
-    found.loss.backward()
+    assert terms.loss.item() == pytest.approx(0.32 + 2 * 1.125)
+    assert (terms.tokens.item(), terms.clipped.item()) == (3.0, 2.0)
+    terms.loss.backward()
     assert values.grad.tolist() == [0.0, -3.0, 0.0, 0.0]
 
 
 def test_without_a_clip_the_value_loss_is_half_the_squared_distance() -> None:
     values = torch.tensor([0.5, 3.0])
     every_T = torch.ones(2, dtype=torch.bool)
-    found = value_loss(
+    terms = value_loss(
         values,
         torch.zeros(2),
         torch.ones(2),
@@ -91,7 +94,7 @@ def test_without_a_clip_the_value_loss_is_half_the_squared_distance() -> None:
         learned_T=every_T,
         clip=None,
     )
-    assert (found.loss.item(), found.clipped.item()) == (0.125 + 2.0, 0.0)
+    assert (terms.loss.item(), terms.clipped.item()) == (0.125 + 2.0, 0.0)
 
 
 def test_explained_variance_by_hand() -> None:

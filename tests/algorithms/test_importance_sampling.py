@@ -30,15 +30,16 @@ def weights(ratios: list[float], rule: Correction, segments: list[int] | None = 
 def test_interpolated_proximal_log_probs_are_near_those_of_the_step_between():
     """Of a policy that learns for 2 + 6 steps, what the interpolation makes of the first and the
     last for the third: much nearer than either, and exact where nothing was learned since."""
-    logits, draw = torch.zeros(50, dtype=torch.float64), torch.Generator().manual_seed(2)
+    logits = torch.zeros(50, dtype=torch.float64)
+    draw = torch.Generator().manual_seed(2)
     direction = torch.randn(50, dtype=torch.float64, generator=draw)
     path = [logits.log_softmax(0)]
     for _ in range(8):  # plain gradient ascent of the mean of `direction`
         p = logits.softmax(0)
         logits = logits + 2.0 * p * (direction - (p * direction).sum())
         path.append(logits.log_softmax(0))
-    found = interpolated_proximal(path[8], path[0], torch.full((50,), 2), updates=6)
-    error = (found - path[2]).abs().mean()
+    interpolated = interpolated_proximal(path[8], path[0], torch.full((50,), 2), updates=6)
+    error = (interpolated - path[2]).abs().mean()
     assert 0 < error < 0.2 * (path[0] - path[2]).abs().mean() < (path[8] - path[2]).abs().mean()
     assert (
         interpolated_proximal(path[2], path[0], torch.zeros(50).long(), updates=0) - path[2]
@@ -72,8 +73,11 @@ def test_a_weight_on_its_bound_is_not_cut(level):
     ],
 )
 def test_no_weight_overflows(log_weights: list[float], level, wanted: list[float]):
-    both, one = torch.tensor([True, True]), torch.tensor([0, 0])
-    got = corrected(torch.tensor(log_weights), torch.zeros(2), both, one, 1, Correction(level))
+    sampled_T = torch.tensor([True, True])
+    segments_T = torch.tensor([0, 0])
+    got = corrected(
+        torch.tensor(log_weights), torch.zeros(2), sampled_T, segments_T, 1, Correction(level)
+    )
     assert got.weights_T.tolist() == pytest.approx(wanted, rel=1e-5)
     assert got.cut_T.tolist() == [weight in (MOST, 1 / MOST) for weight in wanted]
 
@@ -81,19 +85,20 @@ def test_no_weight_overflows(log_weights: list[float], level, wanted: list[float
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_have_no_gradient(level):
     log_T = torch.zeros(2, requires_grad=True)
-    both, one = torch.tensor([True, True]), torch.tensor([0, 0])
-    got = corrected(log_T, torch.zeros(2), both, one, 1, Correction(level, cap=2.0))
+    sampled_T = torch.tensor([True, True])
+    segments_T = torch.tensor([0, 0])
+    got = corrected(log_T, torch.zeros(2), sampled_T, segments_T, 1, Correction(level, cap=2.0))
     assert not got.weights_T.requires_grad
 
 
 def test_the_binary_kl_of_probabilities_at_their_ends_is_finite_and_bounded_by_what_float32_tells():
     log_T = torch.tensor([0.0, -1e-7, -0.5, -200.0, -math.inf])
-    log_p_T, log_b_T = (one.flatten() for one in torch.meshgrid(log_T, log_T, indexing="ij"))
+    log_p_T, log_b_T = (grid.flatten() for grid in torch.meshgrid(log_T, log_T, indexing="ij"))
     for dtype in (torch.float32, torch.float64):
-        found = binary_kl(log_p_T.to(dtype), log_b_T.to(dtype)).reshape(5, 5)
-        assert found.isfinite().all() and (found >= -1e-15).all()
-        assert found.diagonal().tolist() == [0.0] * 5
+        kl_TT = binary_kl(log_p_T.to(dtype), log_b_T.to(dtype)).reshape(5, 5)
+        assert kl_TT.isfinite().all() and (kl_TT >= -1e-15).all()
+        assert kl_TT.diagonal().tolist() == [0.0] * 5
         # an engine that rounds 1 - 1e-7 to 1 does not differ from a trainer that does not
-        assert found[0, 1] == found[1, 0] == 0.0
-        assert found[2, 0] > 3 and found[2, 4] > 29 and found[0, 4] > 49
+        assert kl_TT[0, 1] == kl_TT[1, 0] == 0.0
+        assert kl_TT[2, 0] > 3 and kl_TT[2, 4] > 29 and kl_TT[0, 4] > 49
     assert binary_kl(torch.tensor([math.nan]), torch.tensor([-1.0])).isnan().all()

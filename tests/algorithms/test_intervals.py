@@ -23,12 +23,12 @@ def test_the_interval_of_single_answers_is_scipys_score_interval(
     problems: int, level: float
 ) -> None:
     for right in {0, 1, problems // 3, problems - 1, problems}:
-        theirs = stats.binomtest(right, problems).proportion_ci(
+        scipy_interval = stats.binomtest(right, problems).proportion_ci(
             confidence_level=level, method="wilson"
         )
         shares = [1.0] * right + [0.0] * (problems - right)
         assert accuracy_interval(shares, level=level) == pytest.approx(
-            (theirs.low, theirs.high), abs=1e-12
+            (scipy_interval.low, scipy_interval.high), abs=1e-12
         )
 
 
@@ -44,10 +44,8 @@ def test_more_answers_to_the_same_problems_tell_less_than_more_problems() -> Non
     Shares that are all alike: at most all answers are answers to different problems."""
     assert effective_problems([1.0, 0.0, 1.0, 0.0], samples=8) == pytest.approx(4.0)
     assert effective_problems([0.5] * 1000, samples=4) == 4000.0
-    single, several = (
-        accuracy_interval([0.5] * 40, samples=2),
-        accuracy_interval([1.0, 0.0] * 20, samples=2),
-    )
+    single = accuracy_interval([0.5] * 40, samples=2)
+    several = accuracy_interval([1.0, 0.0] * 20, samples=2)
     assert single[1] - single[0] < several[1] - several[0]
     narrower = accuracy_interval([0.0] * 4 + [1.0] * 4, samples=1)
     assert several[1] - several[0] < narrower[1] - narrower[0]
@@ -72,7 +70,8 @@ def test_nineteen_of_twenty_intervals_hold_the_accuracy_on_all_problems(
 ) -> None:
     """Of 1,000 simulated evaluations, at least 92.5%; of intervals by bootstrap it is 38% on the
     easy ones."""
-    rng, truth = np.random.default_rng(1), a / (a + b)
+    rng = np.random.default_rng(1)
+    truth = a / (a + b)
     ends = [
         accuracy_interval(simulated(rng, a, b, problems, samples), samples) for _ in range(1000)
     ]
@@ -89,7 +88,8 @@ def test_the_interval_of_a_difference_is_that_of_agresti_and_min(
     """By their formula for counts, half a problem more in each of the four cells."""
     differences = [0.0] * (both + neither) + [-1.0] * only_first + [1.0] * only_second
     problems = len(differences) + 2
-    worse, better = only_first + 0.5, only_second + 0.5
+    worse = only_first + 0.5
+    better = only_second + 0.5
     centre = (better - worse) / problems
     error = math.sqrt((better + worse) - (better - worse) ** 2 / problems) / problems
     z = stats.norm.ppf(0.975)
@@ -102,14 +102,16 @@ def test_the_interval_of_a_difference_is_that_of_agresti_and_min(
 @pytest.mark.parametrize(("problems", "samples"), [(12, 1), (30, 32), (200, 4)])
 def test_nineteen_of_twenty_intervals_hold_the_difference(problems: int, samples: int) -> None:
     """One of ten wrong answers became right."""
-    rng, held, truth = np.random.default_rng(2), 0, 0.1 * (1 - 0.3)
+    rng = np.random.default_rng(2)
+    covered = 0
+    truth = 0.1 * (1 - 0.3)
     for _ in range(1000):
         before = rng.beta(0.3, 0.7, problems)
         after = before + 0.1 * (1 - before)
         shares = rng.binomial(samples, after) / samples - rng.binomial(samples, before) / samples
         low, high = difference_interval(list(shares))
-        held += low <= truth <= high
-    assert held >= 940
+        covered += low <= truth <= high
+    assert covered >= 940
 
 
 @pytest.mark.parametrize(

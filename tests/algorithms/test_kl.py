@@ -40,9 +40,13 @@ def test_a_nan_is_seen(kind: KLKind):
 def policies(seed: int, *shape: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logits of the policy, and log-probs of the policy, the reference and an older policy."""
     draw = torch.Generator().manual_seed(seed)
-    logits, *others = torch.randn(3, *shape, dtype=torch.float64, generator=draw)
+    logits, *other_logits = torch.randn(3, *shape, dtype=torch.float64, generator=draw)
     logits.requires_grad_()
-    return logits, logits.log_softmax(-1), *(one.log_softmax(-1) for one in others)
+    return (
+        logits,
+        logits.log_softmax(-1),
+        *(policy_logits.log_softmax(-1) for policy_logits in other_logits),
+    )
 
 
 def loss_of(
@@ -51,7 +55,8 @@ def loss_of(
     """The loss of [completion, token]; a completion's chance of being sampled is its tokens'
     weight."""
     n, length = sampled.shape
-    weights, segments = sampled.sum(1).exp(), torch.arange(n).repeat_interleave(length)
+    weights = sampled.sum(1).exp()
+    segments = torch.arange(n).repeat_interleave(length)
     columns = [
         logp,
         0 * sampled,
@@ -62,20 +67,23 @@ def loss_of(
         weights[:, None].expand(n, length),
     ]
     columns += [torch.ones_like(sampled, dtype=torch.bool)] * 2
-    flat = [None if one is None else one.flatten() for one in columns]
+    flat = [None if column is None else column.flatten() for column in columns]
     return policy_loss(TokenInputs(*flat, segments, n), LossSettings(kl_coef=1.0, **rule)).loss
 
 
 def expected_gradients(kind: KLKind) -> dict[str, Tensor]:
     """Of one token out of five, by where the estimate stands."""
-    logits, *others = policies(3, 5)
-    logp, ref, old = (one[:, None] for one in others)
-    now, none = logp.detach(), torch.zeros_like(old)
+    logits, *logprobs = policies(3, 5)
+    logp, ref, old = (row[:, None] for row in logprobs)
+    current = logp.detach()
+    zeros = torch.zeros_like(old)
     losses = {
-        "loss": loss_of(logp, now, ref, none, kl_kind=kind),
-        "loss, older policy": loss_of(logp, old, ref, none, kl_kind=kind),
-        "loss, `kl_ratio`": loss_of(logp, old, ref, none, kl_kind=kind, kl_ratio="token"),
-        "reward": loss_of(logp, now, None, -kl_estimate(kind, now[:, 0], ref[:, 0])[:, None]),
+        "loss": loss_of(logp, current, ref, zeros, kl_kind=kind),
+        "loss, older policy": loss_of(logp, old, ref, zeros, kl_kind=kind),
+        "loss, `kl_ratio`": loss_of(logp, old, ref, zeros, kl_kind=kind, kl_ratio="token"),
+        "reward": loss_of(
+            logp, current, None, -kl_estimate(kind, current[:, 0], ref[:, 0])[:, None]
+        ),
     }
     return {
         place: torch.autograd.grad(loss, logits, retain_graph=True)[0]
@@ -85,13 +93,13 @@ def expected_gradients(kind: KLKind) -> dict[str, Tensor]:
 
 def named_gradients() -> dict[str, Tensor]:
     logits, logp, ref, old = policies(3, 5)
-    p, d = logp.exp(), logp - ref
-    kl, forward = (p * d).sum(), (ref.exp() * -d).sum()
-    square, twice_tv, absolute = (
-        (p * d**2).sum() / 2,
-        (p - ref.exp()).abs().sum(),
-        (p * d.abs()).sum(),
-    )
+    p = logp.exp()
+    d = logp - ref
+    kl = (p * d).sum()
+    forward = (ref.exp() * -d).sum()
+    square = (p * d**2).sum() / 2
+    twice_tv = (p - ref.exp()).abs().sum()
+    absolute = (p * d.abs()).sum()
     formulas = {
         "none": 0 * kl,
         "**exact**": kl,
@@ -105,8 +113,8 @@ def named_gradients() -> dict[str, Tensor]:
         "-KL(old \\|\\| p)": (old.exp() * logp).sum(),
     }
     return {
-        name: torch.autograd.grad(one, logits, retain_graph=True)[0]
-        for name, one in formulas.items()
+        name: torch.autograd.grad(formula, logits, retain_graph=True)[0]
+        for name, formula in formulas.items()
     }
 
 
@@ -120,14 +128,15 @@ WORDS = {
 
 
 def test_the_table_of_gradients_in_the_docs_is_that_of_the_enumeration():
-    known, lines = named_gradients(), []
+    known_gradients = named_gradients()
+    lines = []
     for kind in KL_KINDS:
         cells = [f"`{kind}`", *WORDS[kind]]
         for gradient in expected_gradients(kind).values():
             fits = [
                 name
-                for name, one in known.items()
-                if torch.allclose(one, gradient, rtol=0, atol=1e-12)
+                for name, known_gradient in known_gradients.items()
+                if torch.allclose(known_gradient, gradient, rtol=0, atol=1e-12)
             ]
             cells.append(fits[0] if fits else "another")
         lines.append(f"| {' | '.join(cells)} |")
@@ -150,7 +159,8 @@ def test_weighed_by_the_ratio_the_gradient_is_that_of_the_kl_of_whole_completion
     def of_both(one: Tensor, two: Tensor) -> Tensor:
         return torch.stack((one[pairs[:, 0]], two[pairs[:, 0], pairs[:, 1]]), 1)
 
-    old, ref = of_both(old1, old2), of_both(ref1, ref2)
+    old = of_both(old1, old2)
+    ref = of_both(ref1, ref2)
     loss = loss_of(
         of_both(logp1, logp2), old, ref, torch.zeros_like(old), kl_kind=kind, kl_ratio=level
     )
@@ -160,9 +170,11 @@ def test_weighed_by_the_ratio_the_gradient_is_that_of_the_kl_of_whole_completion
     kl = (logp1.exp() * (logp1 - ref1)).sum() + (
         behind * (logp2.exp() * (logp2 - ref2)).sum(1)
     ).sum()
-    gradients = (torch.autograd.grad(one, [first, second], retain_graph=True) for one in (loss, kl))
-    for ours, exact in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
+    gradients = (
+        torch.autograd.grad(term, [first, second], retain_graph=True) for term in (loss, kl)
+    )
+    for gradient, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, exact, rtol=0, atol=1e-12)
     assert loss.item() == pytest.approx(kl.item(), abs=1e-12)
 
 

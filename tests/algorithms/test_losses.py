@@ -181,10 +181,8 @@ def test_the_kl_to_a_teacher_has_the_tokens_weights_and_no_ratio():
 
     What is not sampled may be NaN."""
     tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
-    weights_T, kl_T = (
-        torch.tensor([1.0, 0.0, 0.5]),
-        torch.tensor([0.2, math.nan, 0.4], requires_grad=True),
-    )
+    weights_T = torch.tensor([1.0, 0.0, 0.5])
+    kl_T = torch.tensor([0.2, math.nan, 0.4], requires_grad=True)
     plain = TokenInputs(**tensors, weights_T=weights_T, **masks("x.x"), **SEGMENTS)
     settings = LossSettings(teacher_coef=0.5)
     with_teacher = policy_loss(replace(plain, teacher_kl_T=kl_T), settings)

@@ -16,24 +16,26 @@ def on_ranks(
     parts: list[Tensor], work: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 ) -> Tensor:
     """What ranks with these tokens find, each in its thread, laid end to end."""
-    barrier, shared, found = threading.Barrier(len(parts)), {}, {}
+    barrier = threading.Barrier(len(parts))
+    shared = {}
+    outputs = {}
 
     def rank(number: int) -> None:
         def summed(values: Tensor) -> Tensor:
             shared[number] = values
             barrier.wait(timeout=60)
-            total = sum(shared[one] for one in range(len(parts)))
+            total = sum(shared[rank_number] for rank_number in range(len(parts)))
             barrier.wait(timeout=60)
             return total
 
-        found[number] = work(parts[number], summed)
+        outputs[number] = work(parts[number], summed)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(parts))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return torch.cat([found[number] for number in range(len(parts))])
+    return torch.cat([outputs[number] for number in range(len(parts))])
 
 
 few = st.sampled_from([0.0, -0.0, 0.5, 0.50000006, 0.5000001, -0.5, 1e-40, 3e38])
@@ -48,17 +50,17 @@ values_of_ranks = st.lists(
 @given(values_of_ranks, st.floats(0.01, 1.0))
 @example([[9.0, 1.0], [1.0000001, 1.0000002]], 0.5)
 def test_the_largest_of_all_ranks_are_those_of_a_sort(rows: list[list[float]], share: float):
-    every = sorted((one for row in rows for one in row), reverse=True)
+    every = sorted((number for row in rows for number in row), reverse=True)
     parts = [torch.tensor(row, dtype=torch.float32) for row in rows]
-    got = on_ranks(parts, lambda mine, summed: among_largest(mine, share, summed))
+    got = on_ranks(parts, lambda part, summed: among_largest(part, share, summed))
     least = every[max(1, int(share * len(every))) - 1] if every else 0.0
-    assert got.tolist() == [one >= least for row in rows for one in row]
+    assert got.tolist() == [number >= least for row in rows for number in row]
 
 
 def test_covariances_are_to_the_means_of_all_ranks():
     # log-probs -1, -3 | -5: mean -3; advantages 1, 1 | -2: mean 0
     parts = [torch.tensor([[-1.0, -3.0], [1.0, 1.0]]), torch.tensor([[-5.0], [-2.0]])]
-    got = on_ranks(parts, lambda mine, summed: covariances(mine[0], mine[1], summed))
+    got = on_ranks(parts, lambda part, summed: covariances(part[0], part[1], summed))
     assert got.tolist() == [2.0, 0.0, 4.0]
 
 
@@ -88,6 +90,6 @@ NUMBERS = {
     ],
 )
 def test_choices_by_hand(rules: TokenRules, learned: str, penalty: list[float]):
-    got = chosen_tokens(rules, **NUMBERS, summed=lambda one: one)
+    got = chosen_tokens(rules, **NUMBERS, summed=lambda tensor: tensor)
     assert got.learned_N.tolist() == [mark == "x" for mark in learned]
     assert got.penalty_N.tolist() == penalty

@@ -141,13 +141,13 @@ def chat_tokenizer(name: str, special_thinking: bool = False) -> PreTrainedToken
     """Bytes and marks; `<think>` and `</think>` are special tokens, added ones or text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(
-        models.BPE(vocab={one: index for index, one in enumerate(alphabet)}, merges=[])
+        models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
     )
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
     if special_thinking:
         inner.add_special_tokens(["<think>", "</think>"])
-    found = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=CHATS[name].eos)
-    found.chat_template = CHATS[name].template
-    return found
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=CHATS[name].eos)
+    tokenizer.chat_template = CHATS[name].template
+    return tokenizer

@@ -100,8 +100,10 @@ def test_unknown_tokens_are_counted_by_the_name_that_the_tokenizer_gives_them(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     path = questions(tmp_path / "a.jsonl", [("one", "1"), ("one two", "2")])
     prompts, _ = load_prompts(path, tokenizer, 9, template="raw")
-    (found,) = audit_prompts([("a", prompts)], [], RewardConfig(), tokenizer).findings
-    assert "parts of 1 of 2 prompts" in found.text and "no token for" not in found.text
+    (only_finding,) = audit_prompts([("a", prompts)], [], RewardConfig(), tokenizer).findings
+    assert (
+        "parts of 1 of 2 prompts" in only_finding.text and "no token for" not in only_finding.text
+    )
 
 
 def test_a_tokenizer_that_leaves_out_spaces(model: Path, tmp_path: Path) -> None:
@@ -117,9 +119,13 @@ def test_a_tokenizer_that_leaves_out_spaces(model: Path, tmp_path: Path) -> None
 
 def test_problems_that_are_validated_and_trained_on(model: Path, tmp_path: Path) -> None:
     train = questions(tmp_path / "train.jsonl", SUMS)
-    held = questions(tmp_path / "held.jsonl", [("what is  3 + 1", "4"), ("What is 7-1?", "6")])
+    held_out_path = questions(
+        tmp_path / "held.jsonl", [("what is  3 + 1", "4"), ("What is 7-1?", "6")]
+    )
     checked = ("validation.every_steps=2", "validation.max_new_tokens=8")
-    text, examples = finding(audited(model, [train], *checked, f"validation.paths=[{held}]"))
+    text, examples = finding(
+        audited(model, [train], *checked, f"validation.paths=[{held_out_path}]")
+    )
     assert text.startswith(
         f'1 of the 2 problems of validation "held" are trained on, too, in {train}'
     )
@@ -130,10 +136,12 @@ def test_problems_that_are_validated_and_trained_on(model: Path, tmp_path: Path)
 
 def test_a_problem_in_two_files(model: Path, tmp_path: Path) -> None:
     train = questions(tmp_path / "train.jsonl", SUMS)
-    more = questions(tmp_path / "more.jsonl", [("What is 3+1?", "4"), ("What is 70+1?", "71")])
-    text, examples = finding(audited(model, [train, more]))
+    other_path = questions(
+        tmp_path / "more.jsonl", [("What is 3+1?", "4"), ("What is 70+1?", "71")]
+    )
+    text, examples = finding(audited(model, [train, other_path]))
     assert (
-        text.startswith(f"1 of the 2 problems of {more} are in an earlier file, too")
+        text.startswith(f"1 of the 2 problems of {other_path} are in an earlier file, too")
         and len(examples) == 1
     )
     text, examples = finding(audited(model, [train, questions(tmp_path / "copy.jsonl", SUMS)]))
@@ -216,10 +224,12 @@ def test_one_good_reference_of_several_is_enough_and_own_functions_are_not_judge
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     prompts, _ = load_prompts(str(tmp_path / "a.jsonl"), None, 99)
-    (found,) = audit_prompts([("a", prompts)], [], RewardConfig(), None).findings
-    assert found.text.startswith("1 of 2") and found.examples[0].endswith("('1': 'see solution')")
-    own = RewardConfig(function="tests.reward_by_hash:reward")
-    assert audit_prompts([("a", prompts)], [], own, None).findings == ()
+    (only_finding,) = audit_prompts([("a", prompts)], [], RewardConfig(), None).findings
+    assert only_finding.text.startswith("1 of 2") and only_finding.examples[0].endswith(
+        "('1': 'see solution')"
+    )
+    own_function = RewardConfig(function="tests.reward_by_hash:reward")
+    assert audit_prompts([("a", prompts)], [], own_function, None).findings == ()
 
 
 def test_data_without_any_reference_that_could_be_answered_are_refused(
@@ -240,8 +250,11 @@ def test_sentences_as_references_are_warned_of_and_not_refused(tmp_path: Path) -
     words = "zeal yam wolf vine urn tree sun rope quilt pear oak nut moon"
     path = questions(tmp_path / "a.jsonl", [(f"Sort {n}: {words}", words) for n in range(3)])
     prompts, _ = load_prompts(path, None, 99)
-    (found,) = audit_prompts([("a", prompts)], [], RewardConfig(), None).findings
-    assert found.text.startswith("3 of 3 training prompts") and "is a sentence" in found.examples[0]
+    (only_finding,) = audit_prompts([("a", prompts)], [], RewardConfig(), None).findings
+    assert (
+        only_finding.text.startswith("3 of 3 training prompts")
+        and "is a sentence" in only_finding.examples[0]
+    )
 
 
 # --------------------------------------------------- supervised training, and refusals that explain
@@ -273,11 +286,11 @@ def test_a_sequence_is_shown_with_the_part_that_is_learned(model: Path, tmp_path
     )
     assert inputs.audit.findings == ()
     copy = shutil.copy(path, tmp_path / "copy.jsonl")
-    same = sft_config(
+    config = sft_config(
         model, str(path), f"sft.held_out_path={path}", f"data.more_train_paths=[{copy}]"
     )
-    again, both = load_sft_inputs(same, read_model_shape(model)).audit.findings
-    assert again.text.startswith("20 of the 20 prompts") and both.text.startswith(
+    repeated, both = load_sft_inputs(config, read_model_shape(model)).audit.findings
+    assert repeated.text.startswith("20 of the 20 prompts") and both.text.startswith(
         "20 of the 20 held-out sequences"
     )
     assert both.examples == ("0+1=", "1+1=", "2+1=")

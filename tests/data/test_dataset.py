@@ -77,10 +77,10 @@ def write_rows(path: Path, rows: list[dict]) -> str:
 
 def test_a_mixture_of_forms_with_weights(tmp_path: Path, place: Path, config: Config) -> None:
     plain = [{"question": f"{n}-1", "answer": n - 1, "id": f"q{n}"} for n in range(8)]
-    more = write_rows(tmp_path / "more.jsonl", [*plain, {"question": "9-1"}])
+    other_path = write_rows(tmp_path / "more.jsonl", [*plain, {"question": "9-1"}])
     data = replace(
         config.data,
-        more_train_paths=[more],
+        more_train_paths=[other_path],
         train_weights=[1.0, 0.5],
         template="raw",
         max_prompt_tokens=5,
@@ -95,7 +95,7 @@ def test_a_mixture_of_forms_with_weights(tmp_path: Path, place: Path, config: Co
     ]
     assert inputs.prompts[10].text == "0-1" and inputs.prompts[10].solutions == ("-1",)
     assert inputs.total_steps == 3 * ((10 + 4) // 4)
-    assert [row.where for row in inputs.unusable] == [f"{more}, line 9"]
+    assert [row.where for row in inputs.unusable] == [f"{other_path}, line 9"]
     assert [report.form for report in inputs.reports] == ["boba", "question_answer"]
     assert data_fingerprint(inputs.prompts, [10, 8]) != data_fingerprint(inputs.prompts, [9, 9])
 
@@ -125,8 +125,8 @@ def mixed(tmp_path: Path, tied_model: Path) -> Config:
 
 
 def test_the_order_of_prompts(mixed: Config, tied_model: Path) -> None:
-    found = load_inputs(mixed, shape_of(tied_model))
-    order = found.order
+    inputs = load_inputs(mixed, shape_of(tied_model))
+    order = inputs.order
     assert (order.n_prompts, order.prompts_per_step, order.seed, order.shuffle) == (
         17,
         4,
@@ -134,8 +134,8 @@ def test_the_order_of_prompts(mixed: Config, tied_model: Path) -> None:
         False,
     )
     assert order.shares == (Share(9, 2.0), Share(8, 0.5))
-    assert found.total_steps == 6 * ((18 + 4) // 4)
-    assert [prompt.prompt_id for prompt in found.prompts] == [
+    assert inputs.total_steps == 6 * ((18 + 4) // 4)
+    assert [prompt.prompt_id for prompt in inputs.prompts] == [
         *(f"a-{n}" for n in range(9)),
         *(f"b-{n}" for n in range(8)),
     ]
@@ -179,7 +179,7 @@ def test_plugins_make_prompts_of_rows_and_validation_has_a_template_of_its_own(
 ) -> None:
     (tmp_path / "own.py").write_text(PLUGIN)
     pairs = write_rows(tmp_path / "pairs.jsonl", [{"left": f"{n}", "right": n} for n in range(5)])
-    held = problems(tmp_path / "held.jsonl", 2)
+    held_out_path = problems(tmp_path / "held.jsonl", 2)
     config = replace(
         mixed,
         run=replace(mixed.run, plugins=[str(tmp_path / "own.py")]),
@@ -193,14 +193,16 @@ def test_plugins_make_prompts_of_rows_and_validation_has_a_template_of_its_own(
             max_prompt_tokens=7,
         ),
         rollout=RolloutConfig(max_new_tokens=11),
-        validation=ValidationConfig(every_steps=1, paths=[held], template="held", max_new_tokens=9),
+        validation=ValidationConfig(
+            every_steps=1, paths=[held_out_path], template="held", max_new_tokens=9
+        ),
     )
     inputs = load_inputs(config, shape_of(tied_model))
     assert [prompt.text for prompt in inputs.prompts] == [f"Q{n}" for n in range(5)]
 
     def validated(**changes: object) -> list[tuple[str, tuple[int, ...]]]:
-        one = replace(config, validation=replace(config.validation, **changes))  # type: ignore[arg-type]
-        (file,) = load_validation(one, inputs.tokenizer, shape_of(tied_model).vocab_size)
+        changed = replace(config, validation=replace(config.validation, **changes))  # type: ignore[arg-type]
+        (file,) = load_validation(changed, inputs.tokenizer, shape_of(tied_model).vocab_size)
         assert file.name == "held"
         return [(prompt.text, tuple(prompt.token_ids)) for prompt in file.prompts]
 
@@ -227,9 +229,9 @@ def test_pass_rates_of_an_earlier_run(tmp_path: Path, mixed: Config, tied_model:
     nothing = load_inputs(mixed, shape)
     assert (dict(nothing.history.groups), nothing.history_line) == ({}, "")
     data = replace(mixed.data, history_path=rates, history_groups=2)
-    found = load_inputs(replace(mixed, data=data), shape)
+    inputs = load_inputs(replace(mixed, data=data), shape)
     assert (
-        dict(found.history.groups) == {0: ((2, 4),), 12: ((1, 4), (3, 4))}
-        and found.history.keep == 2
+        dict(inputs.history.groups) == {0: ((2, 4),), 12: ((1, 4), (3, 4))}
+        and inputs.history.keep == 2
     )
-    assert f"pass rates of 2 of 17 prompts from {rates}" in found.history_line
+    assert f"pass rates of 2 of 17 prompts from {rates}" in inputs.history_line

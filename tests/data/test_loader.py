@@ -179,10 +179,10 @@ def test_more_unusable_rows_than_the_share_end_the_run(tmp_path, tokenizer):
 def test_the_report_is_written_with_shares_examples_and_unusable_rows(tmp_path):
     row = UnusableRow("f, line 2", "not JSON (...)", "x")
     example = DroppedPrompt("q", 9, "too long", "one")
-    one = FilterReport(
+    report = FilterReport(
         8, 6, 2, 9, 5, path="f", form="boba", repeated=1, unusable=(row,), examples=(example,)
     )
-    write_report(tmp_path, [one, FilterReport(8, 8, 0, 0, 5, path="g", form="dapo")])
+    write_report(tmp_path, [report, FilterReport(8, 8, 0, 0, 5, path="g", form="dapo")])
     written = json.loads((tmp_path / "data_report.json").read_text())
     assert (written["prompts"], written["dropped_share"]) == (14, 2 / 16)
     first = written["files"][0]
@@ -201,11 +201,11 @@ def test_the_report_is_written_with_shares_examples_and_unusable_rows(tmp_path):
     assert [json.loads(line) for line in lines] == [
         {"where": "f, line 2", "reason": "not JSON (...)", "start": "x"}
     ]
-    told = "\n".join(one.lines())
+    text = "\n".join(report.lines())
     assert (
-        "'q', which begins 'one'" in told
-        and "1 further row repeating" in told
-        and "\n    1: not JSON (...) (line 2)" in told
+        "'q', which begins 'one'" in text
+        and "1 further row repeating" in text
+        and "\n    1: not JSON (...) (line 2)" in text
     )
 
 

@@ -36,12 +36,12 @@ def test_an_epoch_has_every_files_share_and_no_prompt_more_often_than_it_must(
     counts = Counter(order)
     first = 0
     for share in shares:
-        own = [counts[index] for index in range(first, first + share.n_prompts)]
-        assert sum(own) == share.places
+        file_counts = [counts[index] for index in range(first, first + share.n_prompts)]
+        assert sum(file_counts) == share.places
         # A window of an endless sequence of permutations: at most one more turn than it has whole
         # ones, and one less.
-        assert max(own) <= -(-share.places // share.n_prompts) + 1
-        assert min(own) >= share.places // share.n_prompts - 1
+        assert max(file_counts) <= -(-share.places // share.n_prompts) + 1
+        assert min(file_counts) >= share.places // share.n_prompts - 1
         first += share.n_prompts
     assert len(order) == sum(share.places for share in shares)
 
@@ -114,9 +114,14 @@ def test_names_get_their_files_name_only_where_they_clash():
 
 @given(st.lists(st.lists(st.sampled_from("01ab/"), unique=True), max_size=5))
 def test_names_stay_unique(names):
-    files = [("f.jsonl", prompts(*["f/" + name for name in own], *own)) for own in names]
-    found = [prompt.prompt_id for prompt in with_unique_names(files)]
-    assert len(found) == len(set(found)) == sum(2 * len(own) for own in names)
+    files = [
+        ("f.jsonl", prompts(*["f/" + name for name in file_names], *file_names))
+        for file_names in names
+    ]
+    prompt_ids = [prompt.prompt_id for prompt in with_unique_names(files)]
+    assert (
+        len(prompt_ids) == len(set(prompt_ids)) == sum(2 * len(file_names) for file_names in names)
+    )
 
 
 def test_weights_and_paths_must_fit():
@@ -124,6 +129,6 @@ def test_weights_and_paths_must_fit():
     check_weights(["a", "b"], [1.0, 0.5])
     with pytest.raises(ValueError, match="train_weights has 1 numbers for 2 files"):
         check_weights(["a", "b"], [1.0])
-    for again in ("a", "./a", "b/../a"):
-        with pytest.raises(ValueError, match=f"'{again}' is there twice"):
-            check_weights(["a", "b", again], [])
+    for repeated_path in ("a", "./a", "b/../a"):
+        with pytest.raises(ValueError, match=f"'{repeated_path}' is there twice"):
+            check_weights(["a", "b", repeated_path], [])

@@ -31,10 +31,12 @@ def shown_sequence(tmp_path: Path, tokenizer, row: dict, data: DataConfig) -> li
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
     set_template(tokenizer, chat_settings(data), "here")
-    ((one,), report) = load_sequences(str(file), tokenizer, data.template, 2000, 0.0)
+    ((sequence,), report) = load_sequences(str(file), tokenizer, data.template, 2000, 0.0)
     lines = sequence_lines(report, data, tokenizer)
     learned = sum(line.count("│") for line in lines[3:] if line.startswith("  *"))
-    assert learned == one.n_learned and f"the {learned} of lines with * are learned" in lines[2]
+    assert (
+        learned == sequence.n_learned and f"the {learned} of lines with * are learned" in lines[2]
+    )
     return list(lines[3:])
 
 
@@ -90,7 +92,8 @@ def test_what_the_tokenizer_adds_and_whole_prompts(tmp_path: Path) -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", begin)]
     )
-    data, row = DataConfig(system_prompt=None), {"prompt": "1+1=", "completion": "2"}
+    data = DataConfig(system_prompt=None)
+    row = {"prompt": "1+1=", "completion": "2"}
     assert shown_sequence(tmp_path, tokenizer, row, data) == [
         "    tokenizer  <s>│",
         "    row        1│+│1│=│",
@@ -105,8 +108,8 @@ def test_what_the_tokenizer_adds_and_whole_prompts(tmp_path: Path) -> None:
     ]
     _, report = load_prompts(str(tmp_path / "rows.jsonl"), chat_tokenizer("phi"), 2000)
     assert without_conversation([report], ChatSettings()) == []
-    (found,) = without_conversation([report], ChatSettings(system_prompt="x"))
-    assert found.text.startswith("data.system_prompt does nothing for the whole prompts of")
+    (finding,) = without_conversation([report], ChatSettings(system_prompt="x"))
+    assert finding.text.startswith("data.system_prompt does nothing for the whole prompts of")
 
 
 def test_a_picture_fits_the_console_whatever_the_text_has() -> None:

@@ -64,12 +64,15 @@ def rank_costs(minibatch: MinibatchPlan, lengths: list[int], cost: Cost) -> list
 @settings(deadline=None, max_examples=100)
 @given(plans())
 def test_the_invariants_of_a_plan(plan: dict):
-    lengths, found = plan["lengths"], plan_minibatches(**plan)
-    assert sorted(index for one in found for index in members(one)) == list(range(len(lengths)))
-    sizes = [len(members(minibatch)) for minibatch in found]
+    lengths = plan["lengths"]
+    minibatches = plan_minibatches(**plan)
+    assert sorted(index for minibatch in minibatches for index in members(minibatch)) == list(
+        range(len(lengths))
+    )
+    sizes = [len(members(minibatch)) for minibatch in minibatches]
     assert len(sizes) == plan["n_minibatches"]
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
-    for minibatch in found:
+    for minibatch in minibatches:
         counts = [len(rank) for rank in minibatch.microbatches_by_rank]
         assert len(counts) == plan["data_size"] and len(set(counts)) == 1
         assert counts[0] >= 1 and counts[0] % plan["count_multiple"] == 0
@@ -78,9 +81,9 @@ def test_the_invariants_of_a_plan(plan: dict):
         for rank in minibatch.microbatches_by_rank:
             costs = [sum(plan["cost"].of(lengths[index]) for index in part) for part in rank]
             assert costs == sorted(costs, reverse=True)
-    assert plan_minibatches(**plan) == found
+    assert plan_minibatches(**plan) == minibatches
     if not plan["shuffle"]:
-        assert [index for one in found for index in sorted(members(one))] == list(
+        assert [index for minibatch in minibatches for index in sorted(members(minibatch))] == list(
             range(len(lengths))
         )
 
@@ -101,8 +104,10 @@ def test_which_samples_are_a_minibatch_does_not_depend_on_layout_cost_or_budget(
 ):
     layout = {key: other[key] for key in ("data_size", "cost", "count_multiple")}
     changed = plan | layout | {"max_tokens": plan["max_tokens"] + other["max_tokens"]}
-    for ours, theirs in zip(plan_minibatches(**plan), plan_minibatches(**changed), strict=True):
-        assert sorted(members(ours)) == sorted(members(theirs))
+    for minibatch, changed_minibatch in zip(
+        plan_minibatches(**plan), plan_minibatches(**changed), strict=True
+    ):
+        assert sorted(members(minibatch)) == sorted(members(changed_minibatch))
 
 
 def test_the_shuffle_is_pinned():
@@ -219,7 +224,8 @@ def test_even_bins_are_those_of_the_plain_rule(
 def test_exchanges_are_looked_for_between_a_bounded_number_of_pairs_for_each_rank(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pairs, exchange = [0], seqlen_balancing._exchange
+    pairs = [0]
+    exchange = seqlen_balancing._exchange
 
     def counted(*args, **named) -> bool:
         pairs[0] += 1

@@ -48,11 +48,11 @@ def config(tmp_path: Path, tied_model: Path) -> Config:
 
 
 def test_order_and_steps(config: Config, tied_model: Path) -> None:
-    found = load_sft_inputs(config, shape_of(tied_model))
-    order = found.order
+    inputs = load_sft_inputs(config, shape_of(tied_model))
+    order = inputs.order
     assert (order.n_prompts, order.prompts_per_step, order.seed, order.shuffle) == (8, 4, 77, False)
     assert order.shares == ()
-    assert found.total_steps == 9
+    assert inputs.total_steps == 9
     short = replace(config, run=replace(config.run, total_epochs=3))
     assert load_sft_inputs(short, shape_of(tied_model)).total_steps == 3 * (8 // 4)
 
@@ -62,35 +62,38 @@ def test_the_held_out_share_is_drawn_from_the_runs_seed(config: Config, tied_mod
     none = replace(config, sft=replace(config.sft, held_out_share=0.0))
     everything = load_sft_inputs(none, shape)
     assert len(everything.sequences) == 10 and everything.held_out == []
-    found = load_sft_inputs(config, shape)
-    assert (found.sequences, found.held_out) == split_held_out(everything.sequences, 0.2, 77)
-    assert len(found.held_out) == 2
+    inputs = load_sft_inputs(config, shape)
+    assert (inputs.sequences, inputs.held_out) == split_held_out(everything.sequences, 0.2, 77)
+    assert len(inputs.held_out) == 2
     other = load_sft_inputs(replace(config, run=replace(config.run, seed=79)), shape)
-    assert other.held_out != found.held_out
+    assert other.held_out != inputs.held_out
     unevaluated = replace(config, sft=replace(config.sft, eval_every_steps=None))
     assert load_sft_inputs(unevaluated, shape).held_out == []
-    assert load_sft_inputs(unevaluated, shape).sequences == found.sequences
+    assert load_sft_inputs(unevaluated, shape).sequences == inputs.sequences
 
 
 def test_a_held_out_file_leaves_the_training_file_whole(
     tmp_path: Path, config: Config, tied_model: Path
 ) -> None:
-    held = written(tmp_path / "held.jsonl", 3, sign="-")
-    found = load_sft_inputs(
-        replace(config, sft=replace(config.sft, held_out_path=held)), shape_of(tied_model)
+    held_out_path = written(tmp_path / "held.jsonl", 3, sign="-")
+    inputs = load_sft_inputs(
+        replace(config, sft=replace(config.sft, held_out_path=held_out_path)), shape_of(tied_model)
     )
     minus = ord("-") - 32 + 3
-    assert len(found.sequences) == 10 and len(found.held_out) == 3
-    assert all(minus in one.prompt_ids for one in found.held_out)
-    assert not any(minus in one.prompt_ids for one in found.sequences)
+    assert len(inputs.sequences) == 10 and len(inputs.held_out) == 3
+    assert all(minus in sequence.prompt_ids for sequence in inputs.held_out)
+    assert not any(minus in sequence.prompt_ids for sequence in inputs.sequences)
 
 
 def test_weights_belong_to_their_files(tmp_path: Path, config: Config, tied_model: Path) -> None:
-    more = written(tmp_path / "more.jsonl", 5, sign="-")
-    data = replace(config.data, more_train_paths=[more], train_weights=[1.0, 0.5])
-    found = load_sft_inputs(replace(config, data=data), shape_of(tied_model))
-    assert [(share.n_prompts, share.weight) for share in found.order.shares] == [(8, 1.0), (4, 0.5)]
-    assert found.order.n_places == 8 + 2
+    other_path = written(tmp_path / "more.jsonl", 5, sign="-")
+    data = replace(config.data, more_train_paths=[other_path], train_weights=[1.0, 0.5])
+    inputs = load_sft_inputs(replace(config, data=data), shape_of(tied_model))
+    assert [(share.n_prompts, share.weight) for share in inputs.order.shares] == [
+        (8, 1.0),
+        (4, 0.5),
+    ]
+    assert inputs.order.n_places == 8 + 2
 
 
 def test_limits_and_template(tmp_path: Path, config: Config, tied_model: Path) -> None:
@@ -103,17 +106,17 @@ def test_limits_and_template(tmp_path: Path, config: Config, tied_model: Path) -
     )
     sft = replace(config.sft, held_out_share=0.0, max_sequence_tokens=6)
     shape = shape_of(tied_model)
-    found = load_sft_inputs(replace(config, data=data, sft=sft), shape)
+    inputs = load_sft_inputs(replace(config, data=data, sft=sft), shape)
     # Prompts of 3 tokens, an end of one.
-    assert [one.length for one in found.sequences] == [5, 6]
+    assert [sequence.length for sequence in inputs.sequences] == [5, 6]
     wide = replace(sft, max_sequence_tokens=10)
     boxed = load_sft_inputs(replace(config, data=replace(data), sft=wide), shape)
-    assert [one.length for one in boxed.sequences] == [5, 6, 7]
+    assert [sequence.length for sequence in boxed.sequences] == [5, 6, 7]
     templated = replace(data, template="qwen_boxed")
     much = replace(sft, max_sequence_tokens=300)
     lengths = [
-        len(one.prompt_ids)
-        for one in load_sft_inputs(replace(config, data=templated, sft=much), shape).sequences
+        len(sequence.prompt_ids)
+        for sequence in load_sft_inputs(replace(config, data=templated, sft=much), shape).sequences
     ]
     assert min(lengths) > 100
     with pytest.raises(ValueError, match="unusable"):

@@ -41,19 +41,19 @@ def texts(one: WrittenSequence, tokenizer) -> tuple[str, str]:
 def test_prompt_and_completion_are_taken_as_they_stand_and_closed(
     tmp_path: Path, tokenizer
 ) -> None:
-    (one,), report = load(write(tmp_path / "a.jsonl", PROMPT_FORM), tokenizer)
-    assert texts(one, tokenizer) == ("47+85=", "\\boxed{132}<eos>")
-    assert len(one.prompt_ids) == 6 and one.completion_ids[-1] == tokenizer.eos_token_id
+    (sequence,), report = load(write(tmp_path / "a.jsonl", PROMPT_FORM), tokenizer)
+    assert texts(sequence, tokenizer) == ("47+85=", "\\boxed{132}<eos>")
+    assert len(sequence.prompt_ids) == 6 and sequence.completion_ids[-1] == tokenizer.eos_token_id
     assert (report.rows, report.kept, report.dropped) == (1, 1, 0)
 
 
 def test_an_end_that_is_written_is_not_doubled(tmp_path: Path, tokenizer) -> None:
     for number, completion in enumerate(("2<eos>", "2<eos>\n")):
-        (one,), _ = load(
+        (sequence,), _ = load(
             write(tmp_path / f"{number}.jsonl", {"prompt": "1", "completion": completion}),
             tokenizer,
         )
-        assert one.completion_ids.count(tokenizer.eos_token_id) == 1
+        assert sequence.completion_ids.count(tokenizer.eos_token_id) == 1
 
 
 def test_messages_need_a_chat_template(tmp_path: Path, tokenizer) -> None:
@@ -76,8 +76,8 @@ def test_a_row_that_cannot_be_used_is_left_out_up_to_a_share(
     tmp_path: Path, tokenizer, row: object, why: str
 ) -> None:
     path = write(tmp_path / "a.jsonl", PROMPT_FORM, row, PROMPT_FORM)
-    found, report = load(path, tokenizer, share=0.34)
-    assert len(found) == 2 and len(report.unusable) == 1
+    sequences, report = load(path, tokenizer, share=0.34)
+    assert len(sequences) == 2 and len(report.unusable) == 1
     assert why in report.unusable[0].reason and "line 2" in report.unusable[0].where
     assert "  1 row cannot be used and left out" in report.lines()[1]
     with pytest.raises(
@@ -88,8 +88,8 @@ def test_a_row_that_cannot_be_used_is_left_out_up_to_a_share(
 
 def test_longer_ones_are_dropped_and_counted(tmp_path: Path, tokenizer) -> None:
     rows = [{"prompt": "1" * n, "completion": "2"} for n in (3, 4, 5, 9)]
-    found, report = load(write(tmp_path / "a.jsonl", *rows), tokenizer, limit=6)
-    assert [one.length for one in found] == [5, 6]
+    sequences, report = load(write(tmp_path / "a.jsonl", *rows), tokenizer, limit=6)
+    assert [sequence.length for sequence in sequences] == [5, 6]
     assert "dropped: 2 longer than sft.max_sequence_tokens=6" in report.line()
     assert "the longest has 11)" in report.line()
     shares = {"kept": 0.5, "too_long": 0.5, "empty": 0, "repeated": 0, "unusable": 0}
@@ -115,9 +115,13 @@ def numbered(count: int) -> list[WrittenSequence]:
 
 def test_what_is_held_out_is_disjoint_and_drawn_by_the_seed() -> None:
     whole = numbered(50)
-    train, held = split_held_out(whole, 0.1, seed=1)
-    assert len(held) == 5 and sorted((*train, *held), key=whole.index) == whole
-    assert split_held_out(whole, 0.1, seed=1) == (train, held) != split_held_out(whole, 0.1, seed=2)
+    train, held_out = split_held_out(whole, 0.1, seed=1)
+    assert len(held_out) == 5 and sorted((*train, *held_out), key=whole.index) == whole
+    assert (
+        split_held_out(whole, 0.1, seed=1)
+        == (train, held_out)
+        != split_held_out(whole, 0.1, seed=2)
+    )
     assert train == sorted(train, key=whole.index)
 
 
@@ -125,8 +129,8 @@ def test_what_is_held_out_is_disjoint_and_drawn_by_the_seed() -> None:
     ("count", "share", "held"), [(50, 0.0, 0), (50, 0.001, 1), (3, 0.99, 2), (1, 0.5, 0)]
 )
 def test_at_least_one_is_held_out_and_one_left(count: int, share: float, held: int) -> None:
-    train, found = split_held_out(numbered(count), share, seed=1)
-    assert (len(found), len(train)) == (held, count - held)
+    train, held_out = split_held_out(numbered(count), share, seed=1)
+    assert (len(held_out), len(train)) == (held, count - held)
 
 
 def test_the_fingerprint_tells_sequences_and_their_order_apart() -> None:
@@ -136,7 +140,7 @@ def test_the_fingerprint_tells_sequences_and_their_order_apart() -> None:
         sequences_fingerprint(whole[::-1]),
         sequences_fingerprint(whole[:3]),
         sequences_fingerprint(
-            [WrittenSequence((3, *one.completion_ids[:1]), (1,)) for one in whole]
+            [WrittenSequence((3, *sequence.completion_ids[:1]), (1,)) for sequence in whole]
         ),
     }
     assert len(names) == 4 and sequences_fingerprint(numbered(4)) in names

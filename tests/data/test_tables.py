@@ -149,9 +149,11 @@ def test_wrong_bytes_anywhere_cost_rows_or_the_file_and_nothing_else(tmp_path, k
     else:
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table, max_chunksize=20)
-    data, outcomes = file.read_bytes(), set()
+    content = file.read_bytes()
+    outcomes = set()
     for seed in range(100):
-        chance, wrong = random.Random(seed), bytearray(data)
+        chance = random.Random(seed)
+        wrong = bytearray(content)
         for _ in range(chance.choice([1, 3, 20])):
             wrong[chance.randrange(len(wrong))] = chance.randrange(256)
         file.write_bytes(wrong)
@@ -194,9 +196,9 @@ def test_a_downloaded_folder_gives_its_training_split_in_the_order_of_its_shards
 def test_which_files_of_a_folder_are_read_is_said(tmp_path):
     for name in ("train-00000-of-00001.parquet", "other_0.parquet"):
         write(tmp_path / name, [simplerl(0)])
-    said = f"{tmp_path} is a folder; read: train-00000-of-00001.parquet."
+    expected = f"{tmp_path} is a folder; read: train-00000-of-00001.parquet."
     _, report = load_prompts(str(tmp_path), None, 100)
-    assert report.lines()[0] == said
+    assert report.lines()[0] == expected
     assert load_prompts(str(tmp_path / "other_0.parquet"), None, 100)[1].files == ""
 
 
@@ -241,13 +243,14 @@ def test_a_state_that_names_no_files_is_refused(tmp_path, state):
 def save_to_disk(folder, rows, files=("data-00000-of-00001.arrow",)):
     """As `datasets` writes it: Arrow streams, state.json and dataset_info.json."""
     folder.mkdir(parents=True)
-    table, each = pa.Table.from_pylist(rows), -(-len(rows) // len(files))
+    table = pa.Table.from_pylist(rows)
+    rows_per_file = -(-len(rows) // len(files))
     for number, name in enumerate(files):
         with (
             pa.OSFile(str(folder / name), "wb") as sink,
             pa.ipc.new_stream(sink, table.schema) as stream,
         ):
-            stream.write_table(table.slice(number * each, each), max_chunksize=2)
+            stream.write_table(table.slice(number * rows_per_file, rows_per_file), max_chunksize=2)
     state = {
         "_data_files": [{"filename": name} for name in files],
         "_split": "train",
@@ -276,8 +279,8 @@ def test_arrow_files_are_read_and_damaged_ones_refused(tmp_path):
     ):
         file.write_table(table)
     assert read_prompts(str(tmp_path / "t.arrow")).form == "dapo"
-    data = (tmp_path / "t.arrow").read_bytes()
-    (tmp_path / "cut.arrow").write_bytes(data[: len(data) // 2])
+    content = (tmp_path / "t.arrow").read_bytes()
+    (tmp_path / "cut.arrow").write_bytes(content[: len(content) // 2])
     assert "download it again" in refused(tmp_path / "cut.arrow")
     (tmp_path / "empty.arrow").write_bytes(b"")
     assert "download it again" in refused(tmp_path / "empty.arrow")

@@ -233,9 +233,9 @@ def test_problems_with_a_special_token_in_them_cannot_be_used():
     )
     whole = replace(marked, query_id="whole", whole=True)
     file = PromptFile("question_answer", [ROW, marked, in_chat, whole], [])
-    found, texts = usable_prompts(file, "auto", tokenizer)
+    usable, texts = usable_prompts(file, "auto", tokenizer)
     assert [text.is_chat for text in texts] == [True, False]
-    assert [row.query_id for row in found.rows] == ["q", "whole"]
-    assert [row.where for row in found.unusable] == ["query_id 'end'", "query_id 'chat'"]
-    assert "special token '<|im_end|>'" in found.unusable[0].reason
+    assert [row.query_id for row in usable.rows] == ["q", "whole"]
+    assert [row.where for row in usable.unusable] == ["query_id 'end'", "query_id 'chat'"]
+    assert "special token '<|im_end|>'" in usable.unusable[0].reason
     assert usable_prompts(file, "raw", tokenizer)[0].rows == file.rows

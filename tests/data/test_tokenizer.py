@@ -52,14 +52,17 @@ def test_tokenizer_json_alone_suffices_where_the_model_names_the_end(tmp_path):
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "special_tokens_map.json").unlink(missing_ok=True)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    for named, told in ((None, "no eos_token"), (10**6, "no eos_token")):
+    for named, reason in ((None, "no eos_token"), (10**6, "no eos_token")):
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": named}))
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reason):
             load_tokenizer(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [whole.eos_token_id]}))
-    alone = load_tokenizer(str(tmp_path))
-    assert alone.eos_token == whole.eos_token and alone.chat_template == "{{ messages[0].content }}"
-    assert alone("one two").input_ids == whole("one two").input_ids
+    reloaded = load_tokenizer(str(tmp_path))
+    assert (
+        reloaded.eos_token == whole.eos_token
+        and reloaded.chat_template == "{{ messages[0].content }}"
+    )
+    assert reloaded("one two").input_ids == whole("one two").input_ids
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{broken"])
@@ -109,15 +112,15 @@ def test_a_row_that_is_far_too_long_is_never_tokenized(tmp_path: Path, load: str
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if load == "prompts":
-        kept, report = load_prompts(str(file), tokenizer, limit, max_unusable_share=0.5)
+        usable, report = load_prompts(str(file), tokenizer, limit, max_unusable_share=0.5)
         assert report.dropped_too_long == 1
     else:
-        kept, report = load_sequences(str(file), tokenizer, "raw", limit, 0.5)
+        usable, report = load_sequences(str(file), tokenizer, "raw", limit, 0.5)
         assert report.dropped == 1
     (unusable,) = report.unusable
     assert unusable.where.endswith("rows.jsonl, line 2")
     assert re.match("its text has 700000[01] characters, more than 2048", unusable.reason)
-    assert len(kept) == 1 and 0 < longest <= CHARACTERS_PER_TOKEN * limit
+    assert len(usable) == 1 and 0 < longest <= CHARACTERS_PER_TOKEN * limit
 
 
 def test_texts_are_tokenized_some_million_characters_at_a_time(

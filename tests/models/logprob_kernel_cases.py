@@ -77,7 +77,8 @@ def test_sizes_beside_a_multiple_of_the_blocks(V: int, dtype: torch.dtype) -> No
 
     In some rows tokens of every block are masked."""
     wide_TV, targets_T = random_logits(5, V + 9)
-    wide_TV, targets_T = wide_TV.to(dtype), targets_T % V
+    wide_TV = wide_TV.to(dtype)
+    targets_T = targets_T % V
     logits_TV = wide_TV[:, 2 : 2 + V]
     masked = tuple(column for column in (0, 7, V // 2, V - 1) if V > 31)
     masked_T = torch.arange(5) % 2 == 0
@@ -85,12 +86,14 @@ def test_sizes_beside_a_multiple_of_the_blocks(V: int, dtype: torch.dtype) -> No
     masked_TN[masked_T] = masked_TN[masked_T].index_fill(
         1, torch.tensor(masked, dtype=torch.int64), True
     )
-    wanted = dense(logits_TV, targets_T, 0.7, V, masked_TN)
+    exact = dense(logits_TV, targets_T, 0.7, V, masked_TN)
     between_TV = wide_TV.clone()
     between_TV[:, 2 : 2 + V] = 0
     leaf_TV = logits_TV.detach().requires_grad_()
-    found = vocab_parallel_logprobs(leaf_TV, targets_T, 0.7, V, dist.group.WORLD, masked_T, masked)
-    compare(leaf_TV, found, wanted, V)
+    outputs = vocab_parallel_logprobs(
+        leaf_TV, targets_T, 0.7, V, dist.group.WORLD, masked_T, masked
+    )
+    compare(leaf_TV, outputs, exact, V)
     wide_TV[:, 2 : 2 + V] = 0
     assert torch.equal(wide_TV, between_TV)
 
@@ -112,8 +115,8 @@ def test_extreme_logits(dtype: torch.dtype, temperature: float) -> None:
     logits_TV = torch.stack([*rows, steps_V / 9, -steps_V / 9]).to(dtype)
     logits_TV[:, 88:] = -torch.inf
     targets_T = torch.tensor([0, 87, 1, 5, 3, 87, 0])
-    *found, leaf_TV = ours(logits_TV, targets_T, temperature, 88)
-    compare(leaf_TV, tuple(found), dense(logits_TV, targets_T, temperature, 88), 88)
+    *outputs, leaf_TV = ours(logits_TV, targets_T, temperature, 88)
+    compare(leaf_TV, tuple(outputs), dense(logits_TV, targets_T, temperature, 88), 88)
 
 
 @pytest.mark.usefixtures("group")
@@ -122,9 +125,9 @@ def test_rows_beyond_what_32_bits_count() -> None:
     far = torch.empty(3 * 2**30 + 64, dtype=torch.bfloat16).as_strided((4, 48), (2**30, 1))
     logits_TV, targets_T = random_logits(4, 48)
     leaf_TV = far.copy_(logits_TV).detach().requires_grad_()
-    wanted = dense(leaf_TV, targets_T, 0.9, 48)
-    found = vocab_parallel_logprobs(leaf_TV, targets_T, 0.9, 48, dist.group.WORLD)
-    compare(leaf_TV, found, wanted, 48)
+    exact = dense(leaf_TV, targets_T, 0.9, 48)
+    outputs = vocab_parallel_logprobs(leaf_TV, targets_T, 0.9, 48, dist.group.WORLD)
+    compare(leaf_TV, outputs, exact, 48)
 
 
 # ---------------------------------------------------------------- compiled for a GPU
@@ -143,8 +146,11 @@ def launch_all(
     dtype: torch.dtype, masked_columns: tuple[int, ...], grads: list[Tensor | None]
 ) -> None:
     """Both kernels, as a step launches them: one vocabulary's shard, its last columns padding."""
-    T, V, columns = 4, 37_984, 37_713
-    logits_TV, targets_T1 = torch.empty(T, V, dtype=dtype), torch.zeros(T, 1, dtype=torch.int64)
+    T = 4
+    V = 37_984
+    columns = 37_713
+    logits_TV = torch.empty(T, V, dtype=dtype)
+    targets_T1 = torch.zeros(T, 1, dtype=torch.int64)
     masked = (torch.zeros(T, dtype=torch.bool) if masked_columns else None, masked_columns)
     neg_max_T, sums_3T = logprob_kernels.shard_sums(logits_TV, columns, 0.7, targets_T1, *masked)
     row_sums = (neg_max_T, *sums_3T, torch.zeros(T, dtype=torch.bool), targets_T1)
@@ -155,11 +161,11 @@ def resources(compiled: CompiledKernel) -> dict[str, int]:
     """Registers and stack of a thread, and loads of 16 bytes, of the machine code."""
     Path("kernel.cubin").write_bytes(compiled.asm["cubin"])
     dump = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "kernel.cubin"]
-    told = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
-    found = {
-        name.lower(): int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)
+    usage = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
+    counts = {
+        name.lower(): int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)
     }
-    return found | {"wide_loads": compiled.asm["ptx"].count("ld.global.v4")}
+    return counts | {"wide_loads": compiled.asm["ptx"].count("ld.global.v4")}
 
 
 def main() -> None:

@@ -56,7 +56,8 @@ def dense_attention(lengths: list[int], qkv: list[Tensor], window: int | None = 
     diagonals."""
     query, key, value = qkv
     repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    key = key.repeat_interleave(repeats, 1)
+    value = value.repeat_interleave(repeats, 1)
     segment_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     seen_TT = (segment_T[:, None] == segment_T[None, :]).tril()
     if window is not None:
@@ -74,13 +75,14 @@ def test_values_and_gradients_equal_dense_attention(
 ):
     monkeypatch.setattr(attention, "_WINDOW_ROWS", 5)
     qkv = inputs(lengths, heads, groups)
-    got, wanted = attend(lengths, qkv, window), dense_attention(lengths, qkv, window)
-    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    got = attend(lengths, qkv, window)
+    exact = dense_attention(lengths, qkv, window)
+    torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
     upstream = torch.randn(
-        wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        exact.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
-    ours, theirs = (torch.autograd.grad(out, qkv, upstream) for out in (got, wanted))
-    for gradient, expected in zip(ours, theirs, strict=True):
+    gradients, exact_gradients = (torch.autograd.grad(out, qkv, upstream) for out in (got, exact))
+    for gradient, expected in zip(gradients, exact_gradients, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -94,20 +96,20 @@ def test_the_attention_of_other_devices_is_the_same(
     composed = composed_attention(*qkv, packing(lengths).buckets, window).flatten(1)
     ways = [composed, attend(lengths, qkv, window)]
     torch.testing.assert_close(ways[0], ways[1], rtol=1e-12, atol=1e-12)
-    ours, theirs = (torch.autograd.grad(out.square().sum(), qkv) for out in ways)
-    for gradient, expected in zip(ours, theirs, strict=True):
+    composed_gradients, gradients = (torch.autograd.grad(out.square().sum(), qkv) for out in ways)
+    for gradient, expected in zip(composed_gradients, gradients, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_short_segments_in_chunks_are_the_same(monkeypatch: pytest.MonkeyPatch):
     lengths = [3, 9, 4, 10, 1, 7]
     qkv = inputs(lengths, heads=4, groups=2)
-    found = []
+    runs = []
     for size in (attention._CHUNK_BYTES, 1):
         monkeypatch.setattr(attention, "_CHUNK_BYTES", size)
         out = attend(lengths, qkv)
-        found.append([out, *torch.autograd.grad(out.square().sum(), qkv)])
-    for whole, in_chunks in zip(*found, strict=True):
+        runs.append([out, *torch.autograd.grad(out.square().sum(), qkv)])
+    for whole, in_chunks in zip(*runs, strict=True):
         torch.testing.assert_close(in_chunks, whole, rtol=1e-12, atol=1e-12)
 
 
@@ -116,30 +118,31 @@ def test_short_segments_keep_no_more_memory_than_the_flash_kernel(heads: int, gr
     short = [M for M in range(1, 64) if attention._is_short(M, heads, groups, D)]
     assert short == list(range(1, len(short) + 1)) and len(short) >= D
     for M in short:
-        qkv, packed = [x.detach() for x in inputs([M] * 3, heads, groups)], packing([M] * 3)
-        segments, others = packed.by_length(heads, groups, D)
-        assert segments is not None and not others
+        qkv = [tensor.detach() for tensor in inputs([M] * 3, heads, groups)]
+        packed = packing([M] * 3)
+        segments, long_buckets = packed.by_length(heads, groups, D)
+        assert segments is not None and not long_buckets
         dense = attention._dense(segments, None, *qkv)[1]
-        flash = attention._flash(None, *(packed.buckets[0].padded(x) for x in qkv))[1]
-        assert sum(x.numel() for x in dense) <= sum(x.numel() for x in flash)
+        flash = attention._flash(None, *(packed.buckets[0].padded(tensor) for tensor in qkv))[1]
+        assert sum(tensor.numel() for tensor in dense) <= sum(tensor.numel() for tensor in flash)
 
 
 @pytest.mark.parametrize("poison", [math.nan, 1e6])
 def test_nothing_leaks_into_another_segment(poison: float):
     lengths = [4, 5, 3, 4]
     clean = inputs(lengths, heads=2, groups=2)
-    dirty = [x.detach().clone() for x in clean]
-    for x in dirty:
-        x[4:9] = poison
-    outs = [attend(lengths, [x.requires_grad_() for x in qkv]) for qkv in (clean, dirty)]
-    others = [0, 1, 2, 3, *range(9, 16)]
-    assert torch.equal(outs[0][others], outs[1][others])
+    dirty = [tensor.detach().clone() for tensor in clean]
+    for tensor in dirty:
+        tensor[4:9] = poison
+    outs = [attend(lengths, [tensor.requires_grad_() for tensor in qkv]) for qkv in (clean, dirty)]
+    other_rows = [0, 1, 2, 3, *range(9, 16)]
+    assert torch.equal(outs[0][other_rows], outs[1][other_rows])
     gradients = [
-        torch.autograd.grad(out[others].sum(), qkv)
+        torch.autograd.grad(out[other_rows].sum(), qkv)
         for out, qkv in zip(outs, (clean, dirty), strict=True)
     ]
-    for ours, theirs in zip(*gradients, strict=True):
-        assert torch.equal(ours[others], theirs[others])
+    for clean_gradient, dirty_gradient in zip(*gradients, strict=True):
+        assert torch.equal(clean_gradient[other_rows], dirty_gradient[other_rows])
 
 
 segment_lengths = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
@@ -170,26 +173,27 @@ def _filled(bucket) -> list[int]:
 def test_short_segments_are_laid_out_by_segment_and_head_and_come_back(
     lengths: list[int], heads: int
 ):
-    packed, T = packing(lengths), sum(lengths)
-    segments, others = packed.by_length(heads, heads, D)
+    packed = packing(lengths)
+    T = sum(lengths)
+    segments, long_buckets = packed.by_length(heads, heads, D)
     assert packed.by_length(heads, heads, D)[0] is segments, "once for all layers"
     shared = packed.by_length(heads, 1, D)[0]
     assert shared is None or (shared.query.heads, shared.key.heads) == (heads, 1)
-    short = packed.buckets[len(others) :]
-    assert others == packed.buckets[: len(others)]
+    short = packed.buckets[len(long_buckets) :]
+    assert long_buckets == packed.buckets[: len(long_buckets)]
     assert (segments is None) == (not short)
     if segments is None:
         return
     x_THD = torch.arange(1.0, T * heads * D + 1).view(T, heads, D)
     laid_out, zeroed = (segments.query.padded(x_THD, zero) for zero in (False, True))
-    for bucket, (mine,), (blank,) in zip(
+    for bucket, (rows,), (blank,) in zip(
         short, segments.by_bucket(laid_out), segments.by_bucket(zeroed), strict=True
     ):
         N, M = bucket.gather_NM.shape
-        assert torch.equal(mine.view(N, heads, M, D), x_THD[bucket.gather_NM].transpose(1, 2))
+        assert torch.equal(rows.view(N, heads, M, D), x_THD[bucket.gather_NM].transpose(1, 2))
         assert torch.equal(blank.view(N, heads, M, D), bucket.padded(x_THD, zero=True))
-    here = torch.cat([bucket.positions_K for bucket in short])
-    assert torch.equal(segments.query.unpadded(laid_out)[here], x_THD[here])
+    short_positions = torch.cat([bucket.positions_K for bucket in short])
+    assert torch.equal(segments.query.unpadded(laid_out)[short_positions], x_THD[short_positions])
 
 
 def test_rotary_angles_by_hand():
@@ -234,22 +238,22 @@ def test_stretched_frequencies_are_those_of_transformers(
     scaling: RopeScaling, changes: dict[str, Any]
 ):
     kind = type(scaling).__name__.removesuffix("Scaling").lower()
-    own = {
-        name.replace("max_positions", "max_position_embeddings"): x
-        for name, x in vars(scaling).items()
+    parameters = {
+        name.replace("max_positions", "max_position_embeddings"): setting
+        for name, setting in vars(scaling).items()
     }
     if isinstance(scaling, LongRopeScaling):
-        own = {"short_factor": [*scaling.short_factors], "long_factor": [9.0] * 32}
-    rope = {"rope_type": kind, "rope_theta": 500000.0, **own, **changes}
+        parameters = {"short_factor": [*scaling.short_factors], "long_factor": [9.0] * 32}
+    rope = {"rope_type": kind, "rope_theta": 500000.0, **parameters, **changes}
     settings: dict[str, Any] = {
         "hidden_size": 256,
         "num_attention_heads": 4,
         "max_position_embeddings": 131072,
     }
     config = (Phi3Config if kind == "longrope" else LlamaConfig)(**settings, rope_parameters=rope)
-    wanted, attention_factor = ROPE_INIT_FUNCTIONS[kind](config)
+    expected, attention_factor = ROPE_INIT_FUNCTIONS[kind](config)
     shape = replace(SMALL, head_dim=64, rope_theta=rope["rope_theta"], rope_scaling=scaling)
-    torch.testing.assert_close(rotary_frequencies(shape), wanted, rtol=5e-7, atol=0)
+    torch.testing.assert_close(rotary_frequencies(shape), expected, rtol=5e-7, atol=0)
     assert shape.rotary_magnitude == pytest.approx(attention_factor)
     plain = rotary_frequencies(replace(shape, rope_scaling=None))
-    assert (rotary_frequencies(shape) <= plain).all() and not torch.equal(wanted, plain)
+    assert (rotary_frequencies(shape) <= plain).all() and not torch.equal(expected, plain)

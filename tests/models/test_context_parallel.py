@@ -56,7 +56,8 @@ def test_positions_are_those_that_megatron_rotates_by(context: int):
 
 def test_shares_join_to_the_pack_again():
     cu_seqlens = bounds_of(5, 1, 12)
-    split, values = split_pack(cu_seqlens, context=3), torch.arange(1.0, 19.0)
+    split = split_pack(cu_seqlens, context=3)
+    values = torch.arange(1.0, 19.0)
     shares = torch.stack([split.share(values, rank) for rank in range(3)])
     assert shares.sum() == values.sum()
     assert torch.equal(split.join(shares, 18), values)

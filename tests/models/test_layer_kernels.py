@@ -20,11 +20,11 @@ def test_the_kernels_are_right_and_a_layer_starts_few_of_them(tmp_path: Path) ->
 
 def test_they_compile_for_gpus_without_spilling_and_load_16_bytes_at_a_time(tmp_path: Path) -> None:
     """But for one register of Qwen2.5-0.5B's norm on an A100."""
-    found = [
+    compiled = [
         json.loads(line) for line in run(["-m", CASES], tmp_path, TRITON_INTERPRET="0").splitlines()
     ]
-    assert len(found) == 48
-    for *case, resources in found:
+    assert len(compiled) == 48
+    for *case, resources in compiled:
         assert resources["local"] == resources["narrow_rows"] == 0 and resources["stack"] <= 8, (
             case,
             resources,

@@ -24,7 +24,8 @@ from rlmath.models.forward_backward import ForwardBackward
 from rlmath.models.learner import GRPO_MAXIMA, LOSS_SUMS, GrpoLearner, SftLearner
 from tests.algorithms.test_losses_textbook import Book
 
-VOCABULARY, TEMPERATURE = 11, 0.7
+VOCABULARY = 11
+TEMPERATURE = 0.7
 MARKS = ("xx..oxx", "x.x.")
 """The completions: "x" is learned, "o" sampled and not learned, "." what others wrote."""
 COUNTED = "xxoxxxx"
@@ -120,16 +121,16 @@ def test_the_loss_of_grpo(kind: LossKind, normalisation: Normalisation) -> None:
         segments_T=batch.segments_T,
         n_segments=batch.n_segments,
     )
-    wanted = Book(tokens, settings).sums()
-    (gradient_TV,) = torch.autograd.grad(wanted["loss"], dense_TV)
+    book_sums = Book(tokens, settings).sums()
+    (gradient_TV,) = torch.autograd.grad(book_sums["loss"], dense_TV)
     torch.testing.assert_close(leaf_TV.grad.double(), gradient_TV, rtol=1e-4, atol=1e-6)
     assert not leaf_TV.grad[~batch.learned_T.roll(-1)].any() and leaf_TV.grad.any()
-    assert loss.item() == pytest.approx(wanted["loss"].item(), rel=1e-4)
+    assert loss.item() == pytest.approx(book_sums["loss"].item(), rel=1e-4)
     assert count.item() == (len(COUNTED) if normalisation.kind == "token" else len(MARKS))
     assert metrics["tokens"].item() == len(COUNTED)
     for name in LOSS_SUMS:
         assert metrics[name].item() == pytest.approx(
-            torch.as_tensor(wanted[name]).item(), rel=1e-4, abs=1e-5
+            torch.as_tensor(book_sums[name]).item(), rel=1e-4, abs=1e-5
         ), name
     mismatch_N = (old_T - batch.behaviour_logprobs_T)[batch.sampled_T].abs()
     assert metrics["mismatch"].item() == pytest.approx(float(mismatch_N.sum()))
@@ -152,10 +153,10 @@ def test_the_loss_of_supervised_training() -> None:
     leaf_TV = logits_TV.clone().requires_grad_()
     loss, count, metrics = learner._loss(0, batch, leaf_TV)
     loss.backward()
-    wanted = -logprobs_T[batch.learned_T].sum()
-    (gradient_TV,) = torch.autograd.grad(wanted, dense_TV)
+    expected_loss = -logprobs_T[batch.learned_T].sum()
+    (gradient_TV,) = torch.autograd.grad(expected_loss, dense_TV)
     torch.testing.assert_close(leaf_TV.grad.double(), gradient_TV, rtol=1e-4, atol=1e-6)
-    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-5)
     assert (count.item(), metrics["tokens"].item()) == (len(COUNTED), len(COUNTED))
 
 
@@ -169,13 +170,13 @@ def test_the_loss_of_the_critic() -> None:
     targets = [ValueTargets(spoiled(batch, torch.zeros(T)), returns_T)]
     loss, count, metrics = learner._loss(targets, 0, batch, output_T1)
     loss.backward()
-    wanted = torch.zeros(T, 1, dtype=torch.float64)
+    expected_gradient = torch.zeros(T, 1, dtype=torch.float64)
     total = 0.0
     for t in batch.learned_T.nonzero()[:, 0].tolist():
         length = sum(mark != "." for mark in MARKS[int(batch.segments_T[t])])
         distance = (output_T1[t - 1, 0] - returns_T[t]).item()
-        wanted[t - 1, 0] = distance / length
+        expected_gradient[t - 1, 0] = distance / length
         total += distance**2 / 2 / length
-    torch.testing.assert_close(output_T1.grad.double(), wanted, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(output_T1.grad.double(), expected_gradient, rtol=1e-5, atol=1e-7)
     assert loss.item() == pytest.approx(total)
     assert (count.item(), metrics["tokens"].item()) == (len(MARKS), len(COUNTED))

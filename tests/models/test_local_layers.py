@@ -23,27 +23,32 @@ def norm_of(width: int, dtype: torch.dtype = torch.float64) -> RMSNorm:
 
 @pytest.mark.parametrize("shape", [(5, 1, 6), (3, 2, 4)], ids=str)
 def test_the_norm_is_torchs(shape: tuple[int, ...]):
-    norm, x = norm_of(shape[-1]), draw(*shape)
+    norm = norm_of(shape[-1])
+    x = draw(*shape)
     with torch.no_grad():
         norm.weight.copy_(draw(shape[-1]))
-    wanted = F.rms_norm(x, shape[-1:], norm.weight, eps=1e-3)
-    torch.testing.assert_close(norm(x), wanted, rtol=1e-12, atol=1e-12)
+    reference = F.rms_norm(x, shape[-1:], norm.weight, eps=1e-3)
+    torch.testing.assert_close(norm(x), reference, rtol=1e-12, atol=1e-12)
     upstream = draw(*shape).detach()
-    ours, theirs = (torch.autograd.grad(y, (x, norm.weight), upstream) for y in (norm(x), wanted))
-    for gradient, expected in zip(ours, theirs, strict=True):
+    gradients, reference_gradients = (
+        torch.autograd.grad(y, (x, norm.weight), upstream) for y in (norm(x), reference)
+    )
+    for gradient, expected in zip(gradients, reference_gradients, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_norm_of_a_permuted_tensor():
-    norm, x = norm_of(4), draw(2, 3, 4)
+    norm = norm_of(4)
+    x = draw(2, 3, 4)
     permuted = norm(x.transpose(0, 1))
     (gradient,) = torch.autograd.grad(permuted.transpose(0, 1).square().sum(), x)
-    (wanted,) = torch.autograd.grad(F.rms_norm(x, (4,), eps=1e-3).square().sum(), x)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+    (expected,) = torch.autograd.grad(F.rms_norm(x, (4,), eps=1e-3).square().sum(), x)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_norm_of_zeros_is_zero_and_its_gradient_finite():
-    norm, x = norm_of(4), torch.zeros(2, 1, 4, dtype=torch.float64, requires_grad=True)
+    norm = norm_of(4)
+    x = torch.zeros(2, 1, 4, dtype=torch.float64, requires_grad=True)
     y = norm(x)
     (gradient,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(y, torch.zeros_like(y))
@@ -51,7 +56,8 @@ def test_the_norm_of_zeros_is_zero_and_its_gradient_finite():
 
 
 def test_the_norm_of_short_numbers_is_torchs_own():
-    norm, x = norm_of(512, torch.bfloat16), draw(3, 1, 512).detach().bfloat16()
+    norm = norm_of(512, torch.bfloat16)
+    x = draw(3, 1, 512).detach().bfloat16()
     assert torch.equal(norm(x), F.rms_norm(x, (512,), norm.weight, eps=1e-3))
 
 
@@ -91,7 +97,8 @@ def test_a_rotation_by_hand_and_by_finite_differences():
 
 def test_a_part_of_a_larger_tensor_is_rotated():
     """Queries and keys come as views of one projection."""
-    angles, whole = draw(3, 1, 2).detach(), draw(3, 4, 4)
+    angles = draw(3, 1, 2).detach()
+    whole = draw(3, 4, 4)
     part = rotate(whole[:, 1:3], angles.cos(), angles.sin())
     copied = rotate(whole[:, 1:3].clone(), angles.cos(), angles.sin())
     assert torch.equal(part, copied) and part.is_contiguous()

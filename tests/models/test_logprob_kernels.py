@@ -63,11 +63,11 @@ def test_what_the_chunks_must_do_the_kernels_do_in_the_interpreter(tmp_path: Pat
 def test_they_compile_for_gpus_without_spilling_and_load_16_bytes_at_a_time(tmp_path: Path) -> None:
     """32 to 64 registers a thread leave room for 32 or more warps on a multiprocessor of 64 Ki
     registers."""
-    found = [
+    compiled = [
         json.loads(line) for line in run(["-m", CASES], tmp_path, TRITON_INTERPRET="0").splitlines()
     ]
-    assert len(found) == 26
-    for _, _, grads, _, name, resources in found:
+    assert len(compiled) == 26
+    for _, _, grads, _, name, resources in compiled:
         assert resources["reg"] <= 64 and resources["stack"] == resources["local"] == 0, (
             name,
             resources,

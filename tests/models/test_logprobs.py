@@ -87,22 +87,22 @@ def shard_of(rank: int = -1, store: dist.Store | None = None) -> list[Tensor]:
     logits_TV, targets_T = halves()
     leaf_TV = logits_TV.chunk(2, 1)[dist.get_rank()].clone().requires_grad_()
     masked = {"masked_T": torch.arange(7) < 3, "masked_tokens": (2, 60)}
-    found = vocab_parallel_logprobs(leaf_TV, targets_T, 0.4, 97, dist.group.WORLD, **masked)
-    loss(*found, "logprobs and entropy").backward()
-    return [*(one.detach() for one in found), leaf_TV.grad]
+    outputs = vocab_parallel_logprobs(leaf_TV, targets_T, 0.4, 97, dist.group.WORLD, **masked)
+    loss(*outputs, "logprobs and entropy").backward()
+    return [*(output.detach() for output in outputs), leaf_TV.grad]
 
 
 def check_shards(first: list[Tensor], second: list[Tensor]) -> None:
     """Two shards give what the whole vocabulary gives."""
     masked_TN = torch.zeros(7, 97, dtype=torch.bool)
     masked_TN[:3, [2, 60]] = True
-    wanted = dense(*halves(), 0.4, 97, masked_TN)
-    loss(*wanted[:2], "logprobs and entropy").backward()
-    for mine_T, other_T, theirs_T in zip(first[:2], second[:2], wanted[:2], strict=True):
+    exact = dense(*halves(), 0.4, 97, masked_TN)
+    loss(*exact[:2], "logprobs and entropy").backward()
+    for mine_T, other_T, theirs_T in zip(first[:2], second[:2], exact[:2], strict=True):
         assert torch.equal(mine_T, other_T)
         torch.testing.assert_close(mine_T, theirs_T.float(), **CLOSE)
     grad_TV = torch.cat((first[2], second[2]), 1)
-    torch.testing.assert_close(grad_TV[:, :97], wanted[2].grad.float(), **CLOSE)
+    torch.testing.assert_close(grad_TV[:, :97], exact[2].grad.float(), **CLOSE)
     assert not grad_TV[:, 97:].any()
 
 
@@ -115,7 +115,8 @@ def chunk_rows(monkeypatch: pytest.MonkeyPatch):
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_any_shape_chunk_and_temperature_agrees_with_the_dense_formula(data: st.DataObject) -> None:
-    T, N = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 300))
+    T = data.draw(st.integers(1, 9))
+    N = data.draw(st.integers(1, 300))
     padding = data.draw(st.integers(0, 3))
     parts = data.draw(st.sampled_from(["logprobs", "entropy", "logprobs and entropy"]))
     temperature = data.draw(st.floats(0.2, 3.0))
@@ -126,15 +127,15 @@ def test_any_shape_chunk_and_temperature_agrees_with_the_dense_formula(data: st.
     logits_TV += data.draw(st.sampled_from([-300.0, 0.0, 90.0]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(module.CHUNK_BYTES, "cpu", data.draw(st.integers(1, 4 * T * N + 8)))
-        found = ours(logits_TV, targets_T, temperature, N)
-        wanted = dense(logits_TV, targets_T, temperature, N)
-        loss(*found[:2], parts).backward()
-        loss(*wanted[:2], parts).backward()
+        outputs = ours(logits_TV, targets_T, temperature, N)
+        exact = dense(logits_TV, targets_T, temperature, N)
+        loss(*outputs[:2], parts).backward()
+        loss(*exact[:2], parts).backward()
     tolerance = {"atol": 2e-6 / temperature, "rtol": 2e-6}
-    torch.testing.assert_close(found[0], wanted[0].float(), **tolerance)
-    torch.testing.assert_close(found[1], wanted[1].float(), **tolerance)
-    torch.testing.assert_close(found[2].grad[:, :N], wanted[2].grad.float(), **tolerance)
-    assert not found[2].grad[:, N:].any()
+    torch.testing.assert_close(outputs[0], exact[0].float(), **tolerance)
+    torch.testing.assert_close(outputs[1], exact[1].float(), **tolerance)
+    torch.testing.assert_close(outputs[2].grad[:, :N], exact[2].grad.float(), **tolerance)
+    assert not outputs[2].grad[:, N:].any()
 
 
 def test_flat_rows_have_the_logarithm_of_the_vocabulary_as_entropy() -> None:
@@ -151,13 +152,13 @@ def test_flat_rows_have_the_logarithm_of_the_vocabulary_as_entropy() -> None:
 def test_a_peaked_row_keeps_its_small_entropy_and_its_gradient() -> None:
     logits_TV = torch.zeros(1, 1000)
     logits_TV[0, 3] = 20.0
-    found, wanted = (f(logits_TV, torch.tensor([3]), 1.0, 1000) for f in (ours, dense))
-    assert wanted[1].item() == pytest.approx(4.3e-5, rel=0.02)
-    torch.testing.assert_close(found[1], wanted[1].float(), atol=3e-7, rtol=0)
-    torch.testing.assert_close(found[0], wanted[0].float(), atol=3e-7, rtol=0)
-    loss(*found[:2], "logprobs").backward()
-    loss(*wanted[:2], "logprobs").backward()
-    error_TV = (found[2].grad - wanted[2].grad).abs()
+    outputs, exact = (f(logits_TV, torch.tensor([3]), 1.0, 1000) for f in (ours, dense))
+    assert exact[1].item() == pytest.approx(4.3e-5, rel=0.02)
+    torch.testing.assert_close(outputs[1], exact[1].float(), atol=3e-7, rtol=0)
+    torch.testing.assert_close(outputs[0], exact[0].float(), atol=3e-7, rtol=0)
+    loss(*outputs[:2], "logprobs").backward()
+    loss(*exact[:2], "logprobs").backward()
+    error_TV = (outputs[2].grad - exact[2].grad).abs()
     assert error_TV[0, 3] < 3e-7
     assert error_TV.max() == error_TV[0, 3] and error_TV.sort().values[0, -2] < 1e-14
 
@@ -169,8 +170,8 @@ def test_padded_columns_have_no_probability_and_no_gradient_whatever_they_hold(
     logits_TV, targets_T = random_logits(6, 50)
     clean = ours(logits_TV, targets_T, 0.9, 50)
     padded = ours(torch.cat((logits_TV, torch.full((6, 5), padding)), 1), targets_T, 0.9, 50)
-    for found in (clean, padded):
-        loss(*found[:2], "logprobs and entropy").backward()
+    for outputs in (clean, padded):
+        loss(*outputs[:2], "logprobs and entropy").backward()
     assert torch.equal(padded[0], clean[0]) and torch.equal(padded[1], clean[1])
     assert torch.equal(padded[2].grad[:, :50], clean[2].grad)
     assert not padded[2].grad[:, 50:].any()
@@ -193,15 +194,15 @@ def test_logits_of_16_bits_give_float32_results_and_a_gradient_rounded_once(
     logits_TV, targets_T = random_logits(9, 200, spread=6.0)
     logits_TV = logits_TV.to(dtype)
     targets_T %= 190
-    found = ours(logits_TV, targets_T, 0.8, 190)
-    wanted = dense(logits_TV, targets_T, 0.8, 190)
-    loss(*found[:2], parts).backward()
-    loss(*wanted[:2], parts).backward()
-    assert found[0].dtype == found[1].dtype == torch.float32
-    torch.testing.assert_close(found[0], wanted[0].float(), **CLOSE)
-    torch.testing.assert_close(found[1], wanted[1].float(), **CLOSE)
-    grad_TN = found[2].grad[:, :190].double()
-    torch.testing.assert_close(grad_TN, wanted[2].grad, atol=1e-7, rtol=rounding)
+    outputs = ours(logits_TV, targets_T, 0.8, 190)
+    exact = dense(logits_TV, targets_T, 0.8, 190)
+    loss(*outputs[:2], parts).backward()
+    loss(*exact[:2], parts).backward()
+    assert outputs[0].dtype == outputs[1].dtype == torch.float32
+    torch.testing.assert_close(outputs[0], exact[0].float(), **CLOSE)
+    torch.testing.assert_close(outputs[1], exact[1].float(), **CLOSE)
+    grad_TN = outputs[2].grad[:, :190].double()
+    torch.testing.assert_close(grad_TN, exact[2].grad, atol=1e-7, rtol=rounding)
 
 
 def test_masked_tokens_have_no_probability_in_their_rows_even_where_they_tower() -> None:
@@ -216,13 +217,13 @@ def test_masked_tokens_have_no_probability_in_their_rows_even_where_they_tower()
     assert torch.all(
         (ours(logits_TV, 0 * targets_T + 33, 0.7, 38, **masked)[0] < -1e29) == masked_T
     )
-    found = ours(logits_TV, targets_T, 0.7, 38, **masked)
-    wanted = dense(logits_TV, targets_T, 0.7, 38, masked_TN)
-    loss(*found[:2], "logprobs and entropy").backward()
-    loss(*wanted[:2], "logprobs and entropy").backward()
-    torch.testing.assert_close(found[0], wanted[0].float(), **CLOSE)
-    torch.testing.assert_close(found[1], wanted[1].float(), **CLOSE)
-    torch.testing.assert_close(found[2].grad[:, :38], wanted[2].grad.float(), **CLOSE)
+    outputs = ours(logits_TV, targets_T, 0.7, 38, **masked)
+    exact = dense(logits_TV, targets_T, 0.7, 38, masked_TN)
+    loss(*outputs[:2], "logprobs and entropy").backward()
+    loss(*exact[:2], "logprobs and entropy").backward()
+    torch.testing.assert_close(outputs[0], exact[0].float(), **CLOSE)
+    torch.testing.assert_close(outputs[1], exact[1].float(), **CLOSE)
+    torch.testing.assert_close(outputs[2].grad[:, :38], exact[2].grad.float(), **CLOSE)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 100])
@@ -323,13 +324,13 @@ def test_packed_tokens_are_predicted_by_the_row_before_them() -> None:
     for row in (1, 2, 5, 6, 8):
         masked_TN[row, [3, 27]] = True
     targets_T = token_ids_T[1:]
-    wanted = dense(logits_TV[:-1], targets_T, 0.7, 28, masked_TN)
-    torch.testing.assert_close(logprobs_T[1:], wanted[0].float(), **CLOSE)
-    torch.testing.assert_close(entropy_T[1:], wanted[1].float(), **CLOSE)
+    exact = dense(logits_TV[:-1], targets_T, 0.7, 28, masked_TN)
+    torch.testing.assert_close(logprobs_T[1:], exact[0].float(), **CLOSE)
+    torch.testing.assert_close(entropy_T[1:], exact[1].float(), **CLOSE)
     assert logprobs_T[0] == 0 and entropy_T[0] == 0
     loss(logprobs_T[1:], entropy_T[1:], "logprobs and entropy").backward()
-    loss(*wanted[:2], "logprobs and entropy").backward()
-    torch.testing.assert_close(leaf_TV.grad[:-1, :28], wanted[2].grad.float(), **CLOSE)
+    loss(*exact[:2], "logprobs and entropy").backward()
+    torch.testing.assert_close(leaf_TV.grad[:-1, :28], exact[2].grad.float(), **CLOSE)
     assert not leaf_TV.grad[-1].any()
     assert leaf_TV.grad.data_ptr() == leaf_TV.data_ptr()
 

@@ -10,7 +10,8 @@ import torch
 from rlmath.config.schema import OptimizerConfig
 from rlmath.models.optimizer import build_scheduler, learning_rate
 
-LR, LEAST = 0.012, 0.002
+LR = 0.012
+LEAST = 0.002
 
 
 def cosine(part: float) -> float:
@@ -32,8 +33,9 @@ def test_the_learning_rate_of_every_update_and_of_the_next(
 ) -> None:
     settings = OptimizerConfig(lr=LR, min_lr=LEAST, decay=decay, warmup_steps=warmup)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler, found = build_scheduler(settings, optimizer, total), []
+    scheduler = build_scheduler(settings, optimizer, total)
+    learning_rates = []
     for _ in range(total + 1):
-        found.append(learning_rate(optimizer))
+        learning_rates.append(learning_rate(optimizer))
         scheduler.step(increment=1)
-    assert found == pytest.approx(rates, rel=1e-9)
+    assert learning_rates == pytest.approx(rates, rel=1e-9)

@@ -17,16 +17,17 @@ from rlmath.models.logprobs import (
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
-TEMPERATURE, VOCAB, ROWS, HIDDEN = 0.7, 37, 23, 11
+TEMPERATURE = 0.7
+VOCAB = 37
+ROWS = 23
+HIDDEN = 11
 
 
 def inputs(common: int) -> tuple[Tensor, Tensor, TeacherRows]:
     draw = torch.Generator().manual_seed(3)
     logits_TV = 3 * torch.randn(ROWS, VOCAB + 3, generator=draw)  # three columns of padding
-    hidden_TH, head_VH = (
-        torch.randn(ROWS, HIDDEN, generator=draw),
-        torch.randn(VOCAB + 3, HIDDEN, generator=draw),
-    )
+    hidden_TH = torch.randn(ROWS, HIDDEN, generator=draw)
+    head_VH = torch.randn(VOCAB + 3, HIDDEN, generator=draw)
     targets_T = torch.randint(0, common, (ROWS,), generator=draw)
     return logits_TV, targets_T, TeacherRows(hidden_TH, head_VH, common)
 
@@ -37,14 +38,14 @@ def dense(
     """Log-probs, KL and the leaf; the token 2 is masked in the rows of `masked_T`."""
     leaf = logits_TV[:, :VOCAB].double().requires_grad_()
     both = leaf, (teacher.hidden_TH @ teacher.head_VH.t()).double()
-    scaled = [one / TEMPERATURE for one in both]
+    scaled = [logits / TEMPERATURE for logits in both]
     if masked_T is not None:
         column = torch.arange(scaled[0].shape[1]) == 2
         scaled[0] = scaled[0].masked_fill(masked_T[:, None] & column, -1e30)
         column = torch.arange(scaled[1].shape[1]) == 2
         scaled[1] = scaled[1].masked_fill(masked_T[:, None] & column, -1e30)
     logprobs_T = torch.log_softmax(scaled[0], -1).gather(1, targets_T[:, None])[:, 0]
-    student, taught = (torch.log_softmax(one[:, : teacher.vocab_size], -1) for one in scaled)
+    student, taught = (torch.log_softmax(logits[:, : teacher.vocab_size], -1) for logits in scaled)
     return logprobs_T, (student.exp() * (student - taught)).sum(-1), leaf
 
 
@@ -55,7 +56,7 @@ def test_kl_and_its_gradient_are_those_of_the_textbook(
 ) -> None:
     monkeypatch.setitem(module.TEACHER_BLOCK_BYTES, "cpu", 4 * common * block_rows)
     logits_TV, targets_T, teacher = inputs(common)
-    wanted_logprobs_T, wanted_kl_T, wanted = dense(logits_TV, targets_T, teacher)
+    wanted_logprobs_T, wanted_kl_T, wanted_leaf = dense(logits_TV, targets_T, teacher)
     leaf_TV = logits_TV.clone().requires_grad_()
     logprobs_T, entropy_T, kl_T = vocab_parallel_logprobs(
         leaf_TV, targets_T, TEMPERATURE, VOCAB, dist.group.WORLD, teacher=teacher
@@ -65,7 +66,9 @@ def test_kl_and_its_gradient_are_those_of_the_textbook(
     weights_T = torch.linspace(0, 2, ROWS)
     ((0.3 * logprobs_T - entropy_T.detach() + kl_T) * weights_T).sum().backward()
     ((0.3 * wanted_logprobs_T + wanted_kl_T) * weights_T.double()).sum().backward()
-    torch.testing.assert_close(leaf_TV.grad[:, :VOCAB].double(), wanted.grad, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        leaf_TV.grad[:, :VOCAB].double(), wanted_leaf.grad, atol=1e-5, rtol=1e-5
+    )
     assert not leaf_TV.grad[:, VOCAB:].any() and not leaf_TV.grad[0].any()
 
 
@@ -76,7 +79,7 @@ def test_both_models_lack_the_tokens_that_the_engine_masks() -> None:
         torch.arange(ROWS) - 4
     )  # the completion begins at row 4; of its tokens the first 6 are masked
     masked_T = (index_T >= 0) & (index_T < 6)
-    _, wanted_T, wanted = dense(logits_TV, targets_T, teacher, masked_T)
+    _, wanted_T, wanted_leaf = dense(logits_TV, targets_T, teacher, masked_T)
     leaf_TV = logits_TV.clone().requires_grad_()
     mask = MinTokensMask((2,), 6)
     kl_T = next_logprobs(
@@ -85,7 +88,9 @@ def test_both_models_lack_the_tokens_that_the_engine_masks() -> None:
     torch.testing.assert_close(kl_T.double(), wanted_T, atol=1e-5, rtol=1e-5)
     kl_T.sum().backward()
     wanted_T.sum().backward()
-    torch.testing.assert_close(leaf_TV.grad[:, :VOCAB].double(), wanted.grad, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        leaf_TV.grad[:, :VOCAB].double(), wanted_leaf.grad, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_a_row_that_is_not_counted_gets_no_gradient_whatever_it_holds() -> None:

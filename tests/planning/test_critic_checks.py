@@ -30,14 +30,15 @@ def config_of(*overrides: str) -> Config:
 
 
 def problems(policy: Path, *overrides: str) -> list[str]:
-    config, shape = config_of(GAE, *overrides), shape_of(policy)
-    found = [
+    config = config_of(GAE, *overrides)
+    shape = shape_of(policy)
+    messages = [
         *critic_folder_problems(config, shape),
         *critic_layout_problems(config, shape),
         *length_problems(config, shape),
         *conflicts(config),
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(messages))
 
 
 def test_a_critic_of_the_policy_needs_no_folder(untied_model: Path) -> None:
@@ -50,18 +51,18 @@ def test_a_critic_of_the_policy_needs_no_folder(untied_model: Path) -> None:
 def test_a_critic_of_another_model_is_looked_at(untied_model: Path, tmp_path: Path) -> None:
     other = make_model_folder(tmp_path / "other", num_key_value_heads=1)
     assert problems(untied_model, f"critic.path={other}") == []
-    (told,) = problems(untied_model, f"critic.path={other}", "parallel.tensor=2")
-    assert told.startswith("critic.path, which has the layout of the policy: parallel.tensor")
-    (told,) = problems(untied_model, f"critic.path={other}", "rollout.max_new_tokens=200")
-    assert "the model in critic.path has 256 positions" in told
-    told, *_ = problems(untied_model, f"critic.path={tmp_path}/othr")
-    assert "critic.path" in told and "othr" in told
+    (problem,) = problems(untied_model, f"critic.path={other}", "parallel.tensor=2")
+    assert problem.startswith("critic.path, which has the layout of the policy: parallel.tensor")
+    (problem,) = problems(untied_model, f"critic.path={other}", "rollout.max_new_tokens=200")
+    assert "the model in critic.path has 256 positions" in problem
+    problem, *_ = problems(untied_model, f"critic.path={tmp_path}/othr")
+    assert "critic.path" in problem and "othr" in problem
 
 
 def test_a_folder_that_is_no_model_is_refused(untied_model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2Model"]}))
-    (told, *_) = problems(untied_model, f"critic.path={tmp_path}")
-    assert "GPT2Model" in told and "Qwen2ForTokenClassification" in told
+    (problem, *_) = problems(untied_model, f"critic.path={tmp_path}")
+    assert "GPT2Model" in problem and "Qwen2ForTokenClassification" in problem
 
 
 def test_a_critics_config_says_what_it_is(untied_model: Path, tmp_path: Path) -> None:
@@ -105,16 +106,17 @@ def test_settings_without_effect_are_named() -> None:
 
 
 def test_a_value_after_the_end_needs_whole_packs(untied_model: Path) -> None:
-    (told,) = problems(untied_model, "critic.bootstrap_truncated=true", "parallel.context=2")
-    assert "critic.bootstrap_truncated is true and parallel.context 2" in told
+    (problem,) = problems(untied_model, "critic.bootstrap_truncated=true", "parallel.context=2")
+    assert "critic.bootstrap_truncated is true and parallel.context 2" in problem
 
 
 def test_a_checkpoint_is_larger_by_the_critic(untied_model: Path) -> None:
     policy = shape_of(untied_model)
-    alone, both = (
-        checkpoint_bytes(config_of("run.device=cpu", *more), policy) for more in ([], [GAE])
+    without_critic, with_critic = (
+        checkpoint_bytes(config_of("run.device=cpu", *overrides), policy)
+        for overrides in ([], [GAE])
     )
     head = (
         VOCAB * policy.hidden_size - policy.hidden_size - 1
     )  # a row for each token, or one and a bias
-    assert both == 2 * alone - 12 * head
+    assert with_critic == 2 * without_critic - 12 * head

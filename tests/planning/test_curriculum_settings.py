@@ -19,7 +19,7 @@ def config(ranks: int = 0, group_size: int = 8, **data: object) -> Config:
 
 
 def problems(given: Config) -> list[str]:
-    return [one for one in run_problems(given, 2, None) if one.startswith("data.")]
+    return [problem for problem in run_problems(given, 2, None) if problem.startswith("data.")]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_settings_without_effect_are_told(given: Config, told: str) -> None:
 
 
 def test_a_history_that_is_not_there_is_told_before_the_start(tmp_path: Path) -> None:
-    given = config(train_path=__file__, history_path=str(tmp_path / "rates.jsonl"))
-    (problem,) = file_problems(given)
+    settings = config(train_path=__file__, history_path=str(tmp_path / "rates.jsonl"))
+    (problem,) = file_problems(settings)
     assert problem.startswith("data.history_path: there is no file")
-    assert list(file_problems(given, "sft")) == []
+    assert list(file_problems(settings, "sft")) == []

@@ -60,17 +60,18 @@ def test_a_critic_has_no_adapters():
 def test_what_enters_layers_without_adapters_is_not_kept():
     # 64 wide, 4 heads of 16 with keys of their own, 256 feed-forward units, 10 tokens.
     full = layer_elements(ONE_LAYER, work())
-    found = {
+    elements = {
         target: layer_elements(ONE_LAYER, work(lora=LoraConfig(rank=2, target=target)))
         for target in ("all", "attention", "mlp")
     }
     # Products with A: of query, key and value, and of the projection; of gate and up, and of fc2.
     # The rows of B among zeros are shared out to 10 tokens: 3 x 64 rows of 3 x 2, 512 rows of 2 x
     # 2.
-    attention, mlp = (3 + 1) * 2 + -(-192 * 6 // 10), (2 + 1) * 2 + -(-512 * 4 // 10)
-    assert found["all"] == full + attention + mlp
-    assert found["attention"] == full + attention - 64 - 256
-    assert found["mlp"] == full + mlp - 64
+    attention = (3 + 1) * 2 + -(-192 * 6 // 10)
+    mlp = (2 + 1) * 2 + -(-512 * 4 // 10)
+    assert elements["all"] == full + attention + mlp
+    assert elements["attention"] == full + attention - 64 - 256
+    assert elements["mlp"] == full + mlp - 64
 
 
 def test_the_backward_pass_has_half_of_the_products_and_adapters_alone_are_exchanged():
@@ -89,26 +90,33 @@ def test_the_backward_pass_has_half_of_the_products_and_adapters_alone_are_excha
     ("target", "refused"), [("all", True), ("mlp", True), ("attention", False)]
 )
 def test_experts_get_no_adapters(target: str, refused: bool):
-    given = config(lora=LoraConfig(rank=8, target=target))
-    found = [one for one in shape_problems(given, QWEN_30B_A3B) if one.startswith("lora.target")]
-    assert bool(found) == refused
+    settings = config(lora=LoraConfig(rank=8, target=target))
+    problems = [
+        problem
+        for problem in shape_problems(settings, QWEN_30B_A3B)
+        if problem.startswith("lora.target")
+    ]
+    assert bool(problems) == refused
     assert (
-        not refused or "has experts, which get no adapters. Set lora.target=attention" in found[0]
+        not refused
+        or "has experts, which get no adapters. Set lora.target=attention" in problems[0]
     )
-    assert not [one for one in shape_problems(given, QWEN_7B) if one.startswith("lora.")]
+    assert not [
+        problem for problem in shape_problems(settings, QWEN_7B) if problem.startswith("lora.")
+    ]
 
 
 def warnings(*overrides: str) -> list[str]:
-    given = ["run.output_dir=o", "model.path=m", "data.train_path=t", *overrides]
-    return config_warnings(load_config([], given))
+    all_overrides = ["run.output_dir=o", "model.path=m", "data.train_path=t", *overrides]
+    return config_warnings(load_config([], all_overrides))
 
 
 def test_a_learning_rate_of_full_training_is_told():
-    (told,) = warnings("lora.rank=8", "optimizer.lr=1e-6")
-    assert told.startswith("optimizer.lr=1e-06 is a learning rate of full training")
+    (warning,) = warnings("lora.rank=8", "optimizer.lr=1e-6")
+    assert warning.startswith("optimizer.lr=1e-06 is a learning rate of full training")
     critic = ("lora.rank=8", "optimizer.lr=2e-5", "algorithm.advantage=gae")
-    (told,) = warnings(*critic)
-    assert told.startswith("critic.lr is twice optimizer.lr=2e-05, a learning rate of adapters")
+    (warning,) = warnings(*critic)
+    assert warning.startswith("critic.lr is twice optimizer.lr=2e-05, a learning rate of adapters")
     assert (
         warnings(*critic, "critic.lr=2e-6")
         == warnings("lora.rank=8", "optimizer.lr=2e-5")
@@ -121,15 +129,15 @@ def test_settings_without_effect_beside_lora_and_without_it_are_told():
     assert warnings("lora.alpha=16") == [
         "lora.alpha: no effect with lora.rank=0: all weights learn."
     ]
-    (told,) = warnings(
+    (warning,) = warnings(
         "lora.rank=8", "optimizer.lr=1e-5", "algorithm.kl_coef=0.1", "memory.offload_reference=true"
     )
-    assert told.startswith("memory.offload_reference: no effect with lora.rank")
+    assert warning.startswith("memory.offload_reference: no effect with lora.rank")
 
 
 def test_supervised_training_has_adapters():
-    given = Config(lora=LoraConfig(rank=8, alpha=16.0, target="attention"))
-    assert only_used(given) == (given, [])
+    settings = Config(lora=LoraConfig(rank=8, alpha=16.0, target="attention"))
+    assert only_used(settings) == (settings, [])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +156,9 @@ def test_supervised_training_has_adapters():
 def test_adapters_of_another_base_model_are_told_with_both_names(
     tmp_path: Path, named: str | None, warns: bool
 ) -> None:
-    base, copy, adapter = tmp_path / "base", tmp_path / "a copy", tmp_path / "adapter"
+    base = tmp_path / "base"
+    copy = tmp_path / "a copy"
+    adapter = tmp_path / "adapter"
     for folder in (base, copy, adapter):
         folder.mkdir()
         (folder / "config.json").write_text("{}")

@@ -27,8 +27,8 @@ def test_64_ranks_on_two_cores_are_refused_unless_asked_for_by_name() -> None:
         "64 ranks need about 54.4 GiB (16.0 planned, 0.6 for the processes of each), "
     )
     assert "this machine has 24.0" in memory
-    (alone,) = room_problems(1, LAPTOP, 24 * GIB)
-    assert alone.startswith("1 rank needs about 24.6 GiB (24.0 planned, ")
+    (problem,) = room_problems(1, LAPTOP, 24 * GIB)
+    assert problem.startswith("1 rank needs about 24.6 GiB (24.0 planned, ")
 
 
 def test_ranks_that_the_memory_does_not_hold_are_refused_however_many_cores_there_are() -> None:

@@ -86,17 +86,19 @@ def test_experts_are_shared_by_expert_parallel_ranks_and_their_optimizer_by_thos
     # parameters.
     experts = 128 * 48 * 3 * 768 * 2048
     assert parameter_count(QWEN_30B_A3B) == 30_532_122_624
-    rest = 30_532_122_624 - experts
+    other_parameters = 30_532_122_624 - experts
     plain = OptimizerConfig(distributed=False)
     (plan,) = plan_ranks(
         config(parallel=ParallelConfig(expert=8), optimizer=plain), QWEN_30B_A3B, 16, H100
     )
-    assert plan.part("parameters") == 2 * (rest + experts // 8)
-    assert plan.part("gradients") == 4 * (rest + experts // 8)
+    assert plan.part("parameters") == 2 * (other_parameters + experts // 8)
+    assert plan.part("gradients") == 4 * (other_parameters + experts // 8)
     # 16 ranks share what all have, 2 the experts that they have both; every size is a multiple of
     # 128.
     (plan,) = plan_ranks(config(parallel=ParallelConfig(expert=8)), QWEN_30B_A3B, 16, H100)
-    assert plan.part("optimizer") == pytest.approx(12 * (rest / 16 + experts / 8 / 2), rel=1e-6)
+    assert plan.part("optimizer") == pytest.approx(
+        12 * (other_parameters / 16 + experts / 8 / 2), rel=1e-6
+    )
 
 
 def test_logits_in_float32_take_twice_as_much_as_those_of_a_policy_of_16_bits():
@@ -117,7 +119,8 @@ def test_logits_in_float32_take_twice_as_much_as_those_of_a_policy_of_16_bits():
     assert plain.part("dummy_gradients") - head.part("dummy_gradients") == 2 * 152_064 * 3584
     both = PolicyConfig(dtype="float32", head_dtype="float32")
     of_float32 = [
-        plan_ranks(config(policy=one), QWEN_7B, 1, CPU)[0].phases for one in (both, PolicyConfig())
+        plan_ranks(config(policy=policy), QWEN_7B, 1, CPU)[0].phases
+        for policy in (both, PolicyConfig())
     ]
     assert of_float32[0] == of_float32[1]
 
@@ -129,9 +132,9 @@ def test_sgd_has_no_moments():
 
 
 def test_the_distributed_optimizer_is_shared_over_data_parallel_ranks():
-    alone, four = (plan_ranks(config(), QWEN_7B, ranks, H100)[0] for ranks in (1, 4))
-    assert four.part("optimizer") == pytest.approx(alone.part("optimizer") / 4, rel=1e-6)
-    assert four.part("gradients") == pytest.approx(alone.part("gradients"), rel=1e-6)
+    single, four = (plan_ranks(config(), QWEN_7B, ranks, H100)[0] for ranks in (1, 4))
+    assert four.part("optimizer") == pytest.approx(single.part("optimizer") / 4, rel=1e-6)
+    assert four.part("gradients") == pytest.approx(single.part("gradients"), rel=1e-6)
 
 
 def test_the_distributed_optimizers_buffer_is_padded():
@@ -170,15 +173,15 @@ def test_what_is_offloaded_leaves_while_the_engine_generates():
     awake = {"dummy_gradients", "engine_weights", "engine_workspace", "kv_cache"}
     assert set(plan.phases["generate"]) == awake
     assert {"parameters", "gradients", "optimizer"} < set(plan.phases["update"])
-    assert [phase for phase, held in plan.phases.items() if "reference" in held] == ["reference"]
+    assert [phase for phase, parts in plan.phases.items() if "reference" in parts] == ["reference"]
 
 
 def test_what_is_not_offloaded_stays():
     memory = MemoryConfig(offload_gradients=False)
     settings = config(memory=memory, algorithm=AlgorithmConfig(kl_coef=0.1))
     (plan,) = plan_ranks(settings, QWEN_7B, 1, H100)
-    for held in plan.phases.values():
-        assert {"parameters", "gradients", "optimizer", "reference"} < set(held)
+    for parts in plan.phases.values():
+        assert {"parameters", "gradients", "optimizer", "reference"} < set(parts)
     assert plan.worst == "update"
     assert plan.held("update") == sum(plan.phases["update"].values())
 
@@ -188,9 +191,9 @@ def test_on_cpu_only_gradients_leave():
     memory = MemoryConfig(offload_optimizer=True, offload_parameters=True, offload_reference=True)
     settings = config(memory=memory, algorithm=AlgorithmConfig(kl_coef=0.1))
     (plan,) = plan_ranks(settings, QWEN_7B, 1, CPU)
-    for phase, held in plan.phases.items():
-        assert {"parameters", "optimizer", "reference"} < set(held)
-        assert ("gradients" in held) == (phase not in ("sync", "generate"))
+    for phase, parts in plan.phases.items():
+        assert {"parameters", "optimizer", "reference"} < set(parts)
+        assert ("gradients" in parts) == (phase not in ("sync", "generate"))
 
 
 def test_a_whole_policy_needs_no_buffers_for_the_sync():
@@ -230,27 +233,25 @@ def own_ranks(ranks: int, engine: int = 1, **sections: object) -> Config:
 
 
 def test_a_training_rank_beside_engines_of_their_own_has_training_alone():
-    plain, memory = (
-        OptimizerConfig(distributed=False),
-        MemoryConfig(offload_optimizer=True, offload_parameters=True),
-    )
+    plain = OptimizerConfig(distributed=False)
+    memory = MemoryConfig(offload_optimizer=True, offload_parameters=True)
     (plan,) = plan_ranks(own_ranks(2, optimizer=plain, memory=memory), QWEN_7B, 3, H100)
     assert list(plan.phases) == ["logprobs", "update"] and plan.name == "rank 0 (pipeline stage 0)"
-    (alone,) = plan_ranks(
+    (colocated,) = plan_ranks(
         config(optimizer=plain, rollout=RolloutConfig(cuda_graphs=False)), QWEN_7B, 1, H100
     )
     # what training alone holds, nothing is offloaded
-    assert plan.phases == {phase: alone.phases[phase] for phase in plan.phases}
+    assert plan.phases == {phase: colocated.phases[phase] for phase in plan.phases}
 
 
 def test_the_ranks_that_the_engines_leave_share_the_model_and_the_optimizer():
     # 6 ranks, 2 of them an engine's: tensor 2 leaves 2 replicas, that share 3 x 4 bytes a
     # parameter.
     (plan,) = plan_ranks(own_ranks(2, 2, parallel=ParallelConfig(tensor=2)), QWEN_7B, 6, H100)
-    (same,) = plan_ranks(config(parallel=ParallelConfig(tensor=2)), QWEN_7B, 4, H100)
+    (four_rank_plan,) = plan_ranks(config(parallel=ParallelConfig(tensor=2)), QWEN_7B, 4, H100)
     assert (plan.part("parameters"), plan.part("optimizer")) == (
-        same.part("parameters"),
-        same.part("optimizer"),
+        four_rank_plan.part("parameters"),
+        four_rank_plan.part("optimizer"),
     )
 
 
@@ -258,8 +259,8 @@ def test_a_rank_of_an_engine_alone_holds_weights_and_cache():
     settings = own_ranks(2, 2, algorithm=AlgorithmConfig(kl_coef=0.1))
     (plan,) = plan_engine_ranks(settings, QWEN_7B, 6, H100)
     assert (plan.rank, plan.name, list(plan.phases)) == (4, "engine rank 4", ["generate"])
-    held = plan.phases["generate"]
-    assert held["engine_weights"] == weight_bytes(QWEN_7B, 2, 2, packed_head=False)
+    parts = plan.phases["generate"]
+    assert parts["engine_weights"] == weight_bytes(QWEN_7B, 2, 2, packed_head=False)
     assert plan.held("generate") == int(0.6 * H100.total_bytes), "whatever is in it"
     assert plan_engine_ranks(config(), QWEN_7B, 6, H100) == []
     (plan,) = plan_engine_ranks(settings, QWEN_7B, 6, CPU)
@@ -279,9 +280,9 @@ def test_an_engine_mesh_counts_from_the_first_rank_of_the_engines():
         (mesh.world_size, mesh.num_engines, mesh.tensor, mesh.engine_ranks) for mesh in meshes
     } == {(4, 2, 1, 0)}
     assert [mesh_of(settings, 6, rank).tensor_rank for rank in range(2)] == [0, 1]
-    for of, wrong in ((mesh_of, 2), (engine_mesh_of, 1), (engine_mesh_of, 6)):
+    for function, wrong in ((mesh_of, 2), (engine_mesh_of, 1), (engine_mesh_of, 6)):
         with pytest.raises(AssertionError):
-            of(settings, 6, wrong)
+            function(settings, 6, wrong)
 
 
 # ---------------------------------------------------------------- passes
@@ -302,18 +303,18 @@ def test_a_recomputed_mlp_is_there_once():
     one's output, and its attention; the layer whose turn it is in the backward pass has all."""
     selective = PolicyConfig(recompute_granularity="selective")
     middle = work(chunk_layers=4, has_embedding=False, has_head=False, pipelined=True)
-    whole, kept = (
-        layer_elements(ONE_LAYER, middle),
-        layer_elements(ONE_LAYER, middle, selective=True),
-    )
-    assert whole - kept == 64 + 3 * 256  # the second norm's output; gate, up and their product
+    whole = layer_elements(ONE_LAYER, middle)
+    kept_elements = layer_elements(ONE_LAYER, middle, selective=True)
+    assert (
+        whole - kept_elements == 64 + 3 * 256
+    )  # the second norm's output; gate, up and their product
     experts = replace(ONE_LAYER, num_experts=8, experts_per_token=2)
     full, recomputed = (layer_elements(experts, middle, selective) for selective in (False, True))
     assert full - recomputed == 2 * (3 * 256 + 64)  # of two experts each, and what they get
     planned = backward_bytes(ONE_LAYER, middle, selective)
-    assert planned.activations == 10 * 2 * (4 * kept + 64)
+    assert planned.activations == 10 * 2 * (4 * kept_elements + 64)
     plain = backward_bytes(ONE_LAYER, middle, PolicyConfig())
-    assert planned.working == plain.working + 10 * 2 * (whole - kept)
+    assert planned.working == plain.working + 10 * 2 * (whole - kept_elements)
 
 
 @pytest.mark.parametrize(
@@ -352,9 +353,9 @@ def test_stages_hold_the_micro_batches_of_megatrons_schedules():
     # Interleaved on 2 stages of 2 chunks: 2 x 1 + 2 warm-up passes and one more, then 2 and one
     # more.
     assert [in_flight(2, stage, 2) for stage in (0, 1)] == [5, 3]
-    two = backward_bytes(ONE_LAYER, work(in_flight=2, has_head=False), PolicyConfig())
-    one = backward_bytes(ONE_LAYER, work(in_flight=1, has_head=False), PolicyConfig())
-    assert two.activations == 2 * one.activations
+    two_in_flight = backward_bytes(ONE_LAYER, work(in_flight=2, has_head=False), PolicyConfig())
+    one_in_flight = backward_bytes(ONE_LAYER, work(in_flight=1, has_head=False), PolicyConfig())
+    assert two_in_flight.activations == 2 * one_in_flight.activations
 
 
 # ---------------------------------------------------------------- engines

@@ -172,7 +172,7 @@ def test_what_torch_counted_is_told_beside_the_plan_without_the_engine_that_slee
     assert "generate: 71.95 GiB" in "".join(start_up_lines(settings, smol, 1))
     update = plan_ranks(settings, smol, 1, planned_target(settings))[0].held("update") / GIB
     assert 68.63 + update == pytest.approx(82.5, rel=0.03)
-    told = measured_line(
+    measured = measured_line(
         settings,
         smol,
         mesh_of(settings, 1, 0),
@@ -181,7 +181,7 @@ def test_what_torch_counted_is_told_beside_the_plan_without_the_engine_that_slee
         int(68.6 * GIB),
         int(13.25 * GIB),
     )
-    assert told == (
+    assert measured == (
         "GPU memory of rank 0 until the end of its first step: beside the engine's weights and KV "
         "cache (68.60 GiB, "
         f"planned 68.63) torch held 13.90 GiB at most, planned {update:.2f} (update); now, with "
@@ -234,9 +234,10 @@ def taken(settings: Config, sentence: str) -> tuple[Config, int]:
 def smaller_after(settings: Config, ranks: int, problem: str) -> list[str]:
     """The advice of a problem, each part of which was followed and found to make the phase
     smaller."""
-    found = re.search(r'pipeline stage (\d+)\) .* in the phase "(\w+)"', problem)
-    assert found is not None
-    stage, phase = int(found[1]), found[2]
+    match = re.search(r'pipeline stage (\d+)\) .* in the phase "(\w+)"', problem)
+    assert match is not None
+    stage = int(match[1])
+    phase = match[2]
     target = planned_target(settings)
     before = plan_ranks(settings, QWEN_7B, ranks, target)[stage].held(phase)
     for sentence in advice(problem):
@@ -324,12 +325,12 @@ def test_a_gpu_is_named_by_one_key():
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_starts(untied_model: Path, tmp_path: Path):
-    data = tmp_path / "train.jsonl"
-    data.write_text("{}\n", encoding="utf-8")
+    train_file = tmp_path / "train.jsonl"
+    train_file.write_text("{}\n", encoding="utf-8")
     settings = Config(
         run=RunConfig(output_dir=str(tmp_path / "run"), device="cpu"),
         model=ModelConfig(path=str(untied_model)),
-        data=DataConfig(train_path=str(data), max_prompt_tokens=32),
+        data=DataConfig(train_path=str(train_file), max_prompt_tokens=32),
         rollout=RolloutConfig(max_new_tokens=64),
         memory=MemoryConfig(gpu_gib=2.5),
     )
@@ -348,8 +349,8 @@ def test_the_start_tells_every_phase_of_the_largest_rank():
     plan, phase = largest(plans)
     assert f"rank {plan.rank} (pipeline stage {plan.stage}) on H100-80GB" in head
     assert [line.split(":")[0].strip() for line in lines] == list(plan.phases)
-    told = lines[list(plan.phases).index(phase)]
-    assert f"{plan.held(phase) / GIB:.2f} GiB" in told
+    worst_line = lines[list(plan.phases).index(phase)]
+    assert f"{plan.held(phase) / GIB:.2f} GiB" in worst_line
     # 4% and 3 GiB of 79.1 stay free.
     assert usable_bytes(H100) == pytest.approx((79.1 * 0.96 - 3) * GIB, rel=1e-6)
 
@@ -357,12 +358,14 @@ def test_the_start_tells_every_phase_of_the_largest_rank():
 def test_on_cpu_ranks_that_are_more_than_the_machine_holds_are_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    here = replace(fitting(), memory=MemoryConfig(), run=RunConfig(device="cpu"))
-    plan, _ = largest(plan_ranks(here, QWEN_7B, 8, planned_target(here)))
+    settings = replace(fitting(), memory=MemoryConfig(), run=RunConfig(device="cpu"))
+    plan, _ = largest(plan_ranks(settings, QWEN_7B, 8, planned_target(settings)))
     needed = 8 * plan.held(plan.worst) + int(8 * 0.6 * GIB)
-    for there, told in ((needed - 1, True), (needed, False)):
-        monkeypatch.setattr(memory_fit, "total_bytes", lambda there=there: there)
-        assert ("for 8 ranks" in start_up_lines(here, QWEN_7B, 8)[-1]) == told
+    for machine_bytes, warns in ((needed - 1, True), (needed, False)):
+        monkeypatch.setattr(
+            memory_fit, "total_bytes", lambda machine_bytes=machine_bytes: machine_bytes
+        )
+        assert ("for 8 ranks" in start_up_lines(settings, QWEN_7B, 8)[-1]) == warns
 
 
 # ---------------------------------------------------------------- engines on ranks of their own
@@ -405,11 +408,14 @@ def test_a_training_rank_that_holds_too_much_is_advised_of_what_helps_it_alone()
     assert "rollout." not in problem and "offload" not in problem
     # a model that tensor parallelism cannot split: twice as many ranks that train, which leaves the
     # engine its own
-    one_head, alone = replace(QWEN_7B, num_kv_heads=1), ParallelConfig()
+    one_head = replace(QWEN_7B, num_kv_heads=1)
+    undivided = ParallelConfig()
     policy = replace(fitting().policy, max_tokens_per_microbatch=17408)
     small = replace(
-        own_ranks(1, engine=1), memory=MemoryConfig(gpu_gib=60.0), parallel=alone, policy=policy
+        own_ranks(1, engine=1), memory=MemoryConfig(gpu_gib=60.0), parallel=undivided, policy=policy
     )
-    (problem,) = [one for one in fit_problems(small, one_head, 2) if 'phase "update"' in one]
+    (problem,) = [
+        message for message in fit_problems(small, one_head, 2) if 'phase "update"' in message
+    ]
     assert "Start more ranks that train, which share the optimizer." in problem
     assert "Raise parallel.tensor (now 1) or parallel.pipeline (now 1)." in problem

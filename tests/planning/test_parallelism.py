@@ -109,7 +109,8 @@ def test_one_stage_has_no_chunks_and_all_layers(parallel: dict[str, int], key: s
 
 
 def test_context_parallel_ranks_need_transformer_engine():
-    parallel, local = ParallelConfig(context=2), PolicyConfig(transformer_impl="local")
+    parallel = ParallelConfig(context=2)
+    local = PolicyConfig(transformer_impl="local")
     (problem,) = context_problems(parallel, PolicyConfig(), on_gpu=False)
     assert problem.startswith(
         "parallel.context is 2; context parallelism needs a GPU with Transformer Engine. Set it "
@@ -187,12 +188,12 @@ def megatron_chunks(layers: int, parallel: ParallelConfig) -> list[list[int]] | 
         config = transformer_config(shape, mesh, device, parallel, Recompute())
         stages = range(parallel.pipeline)
         numbers = range(parallel.virtual_pipeline) if parallel.virtual_pipeline > 1 else [None]
-        found = []
+        chunks = []
         for number, stage in itertools.product(numbers, stages):
             count = get_num_layers_to_build(config, vp_stage=number, pp_rank=stage)
             first = get_transformer_layer_offset(config, vp_stage=number, pp_rank=stage)
-            found.append(list(range(first, first + count)))
-        return found
+            chunks.append(list(range(first, first + count)))
+        return chunks
     except (ValueError, AssertionError, ZeroDivisionError):
         return None
 
@@ -387,19 +388,19 @@ def test_engines_divide_their_own_ranks_and_not_those_of_the_run():
 
 def test_the_ranks_of_a_run_are_those_of_both_kinds(monkeypatch: pytest.MonkeyPatch):
     rollout = RolloutConfig(ranks=24, tensor_parallel=2)
-    given, least = (
+    fixed, least = (
         Config(parallel=ParallelConfig(data=data, tensor=2), rollout=rollout) for data in (4, None)
     )
     assert (
-        ranks_or_least(given, None),
+        ranks_or_least(fixed, None),
         ranks_or_least(least, None),
-        ranks_or_least(given, 40),
+        ranks_or_least(fixed, 40),
     ) == (
         32,
         26,
         40,
     )
-    assert roles(given, 32) == "ranks 0-7 train, ranks 8-31 generate"
+    assert roles(fixed, 32) == "ranks 0-7 train, ranks 8-31 generate"
     assert roles(Config(), 32) == ""
     monkeypatch.setenv("WORLD_SIZE", "48")
-    assert (planned_ranks(given, None), planned_ranks(least, None)) == (32, 48)
+    assert (planned_ranks(fixed, None), planned_ranks(least, None)) == (32, 48)

@@ -100,11 +100,11 @@ def test_what_somebody_takes_is_not_doubted(overrides: list[str]) -> None:
 def test_a_larger_model_takes_a_lower_learning_rate(
     parameters: int, overrides: list[str], most: str | None
 ) -> None:
-    found = doubts(*overrides, parameters=parameters)
+    messages = doubts(*overrides, parameters=parameters)
     if most is None:
-        assert found == []
+        assert messages == []
     else:
-        assert f"to {most}" in found[0] and f"{parameters / 1e9:.3g} B parameters" in found[0]
+        assert f"to {most}" in messages[0] and f"{parameters / 1e9:.3g} B parameters" in messages[0]
 
 
 @pytest.mark.parametrize(

@@ -38,18 +38,18 @@ def place(untied_model: Path, tmp_path: Path) -> list[str]:
 
 
 def problems(place: list[str], *overrides: str, world_size: int = 4) -> str:
-    with pytest.raises(ValueError, match="with this run") as told:
+    with pytest.raises(ValueError, match="with this run") as error:
         check_config(load_config([], [*place, *overrides]), world_size, "sft")
-    return str(told.value)
+    return str(error.value)
 
 
 def test_settings_without_effect_are_set_back_and_named() -> None:
-    given = Config(
+    settings = Config(
         rollout=RolloutConfig(group_size=3, temperature=0.5), memory=MemoryConfig(gpu_gib=80.0)
     )
-    config, unused = only_used(given)
+    config, unused = only_used(settings)
     assert unused == ["rollout.group_size", "rollout.temperature"]
-    assert config == replace(given, rollout=RolloutConfig())
+    assert config == replace(settings, rollout=RolloutConfig())
     assert only_used(config) == (config, [])
     assert config_warnings(config, unused)[0].endswith(
         "training: rollout.group_size, rollout.temperature."
@@ -139,7 +139,8 @@ def test_sequences_that_cannot_be_counted_are_told_with_the_cause(
 def test_memory_is_that_of_training_alone(place: list[str], untied_model: Path) -> None:
     """A GPU's plan has no engine and no reference in it; one that is too small is refused with what
     to change."""
-    config, shape = load_config([], place), shape_of(untied_model)
+    config = load_config([], place)
+    shape = shape_of(untied_model)
     target = Target("cuda", "a GPU", 4 * GIB, local_layers=False)
     (plan,), (whole,) = (
         plan_ranks(config, shape, 1, target, "sft"),
@@ -164,10 +165,10 @@ def test_memory_is_that_of_training_alone(place: list[str], untied_model: Path) 
 def test_all_ranks_of_a_supervised_run_train_whatever_its_engines_would_have(
     place: list[str],
 ) -> None:
-    given = load_config([], [*place, "parallel=d2t2+d4"])
-    config, unused = only_used(given)
+    settings = load_config([], [*place, "parallel=d2t2+d4"])
+    config, unused = only_used(settings)
     assert unused == ["rollout.ranks", "rollout.tensor_parallel"]
-    assert (planned_ranks(given, None), planned_ranks(config, None)) == (8, 4)
+    assert (planned_ranks(settings, None), planned_ranks(config, None)) == (8, 4)
     check_config(config, 4, "sft")
     assert mesh_of(config, 4, 3).data == 4
     (plan,) = plan_ranks(config, shape_of(Path(config.model.path)), 4, CPU, "sft")

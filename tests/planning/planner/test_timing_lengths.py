@@ -10,7 +10,8 @@ from rlmath.planning.planner.lengths import Batch, Lengths, lengths_with_mean
     ("median", "spread", "longest"), [(6700, 0.78, 16384), (50, 1.5, 100), (20, 0.1, 32)]
 )
 def test_moments_are_those_of_the_quantiles(median: float, spread: float, longest: int):
-    lengths, n = Lengths(median, spread, longest), 20000
+    lengths = Lengths(median, spread, longest)
+    n = 20000
     quantiles = [lengths.at((i + 0.5) / n) for i in range(n)]
     assert lengths.moment(1) == pytest.approx(sum(quantiles) / n, rel=2e-3)
     assert lengths.moment(2) == pytest.approx(sum(q * q for q in quantiles) / n, rel=2e-3)

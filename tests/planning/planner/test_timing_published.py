@@ -51,15 +51,16 @@ def predicted(row: Row) -> float:
     config = replace(config, rollout=replace(config.rollout, max_num_seqs=row.running))
     shape, _ = required_shape(config.model.path)
     target = planned_target(config)
-    group, longest = config.rollout.group_size, config.rollout.max_new_tokens
+    group = config.rollout.group_size
+    longest = config.rollout.max_new_tokens
     batch = Batch(
         config.data.prompts_per_step * group, group, 107.8, replace(LENGTHS, longest=longest)
     )
     half = cluster_of(machine_of(config, target), 4 * row.nodes)
     inputs = step_inputs(config, shape, target, half, batch)
     to_engines = half.link_seconds(engine_of(inputs).weights, 0, 2 * half.ranks)
-    rest = half.coefficients.step_seconds + to_engines
-    return plan_rollout(inputs).seconds + update_seconds(inputs) + rest
+    other_seconds = half.coefficients.step_seconds + to_engines
+    return plan_rollout(inputs).seconds + update_seconds(inputs) + other_seconds
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.recipe)

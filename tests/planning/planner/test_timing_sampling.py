@@ -64,30 +64,31 @@ def test_work_of_decoding_is_that_of_every_token():
     read = 3 * sum(6 + position for position in range(10))
     flops = 30 * TOKEN_FLOPS + 2 * PAIR_FLOPS * read + 3 * 6 * (TOKEN_FLOPS + 6 * PAIR_FLOPS)
     three = alike(3, 3)
-    cluster, fast = three.cluster, replace(three.cluster.machine, flops=1.0)
+    cluster = three.cluster
+    fast = replace(three.cluster.machine, flops=1.0)
     assert plan_rollout(
         replace(three, cluster=replace(cluster, machine=fast))
     ).seconds == pytest.approx(flops, rel=0.01)
     weights = engine_bytes(TINY, CONFIG.rollout, "cuda", 2, GPU.total_bytes).weights
     fast = replace(cluster.machine, memory=1.0)
-    found = plan_rollout(replace(three, cluster=replace(cluster, machine=fast))).seconds
-    assert found == pytest.approx(10 * weights + read * KV_BYTES, rel=0.02)
+    seconds = plan_rollout(replace(three, cluster=replace(cluster, machine=fast))).seconds
+    assert seconds == pytest.approx(10 * weights + read * KV_BYTES, rel=0.02)
     slow = replace(cluster.coefficients, decode_step_seconds=1e6, sequence_step_seconds=1.0)
-    found = plan_rollout(replace(three, cluster=replace(cluster, coefficients=slow))).seconds
-    assert found == pytest.approx(10e6 + 30, rel=1e-4)
+    seconds = plan_rollout(replace(three, cluster=replace(cluster, coefficients=slow))).seconds
+    assert seconds == pytest.approx(10e6 + 30, rel=1e-4)
 
 
 def test_as_many_sequences_as_settings_requests_and_the_cache_allow():
-    one = alike(8, 4)
-    assert slots_of(one, requests=8) == 4
-    assert slots_of(one, requests=3) == 3
+    eight = alike(8, 4)
+    assert slots_of(eight, requests=8) == 4
+    assert slots_of(eight, requests=3) == 3
     rollout = replace(
         CONFIG.rollout, max_num_seqs=200, max_num_batched_tokens=256, memory_share=0.5
     )
     engine = engine_bytes(TINY, rollout, "cuda", 2, GPU.total_bytes)
     cache = 100.5 * RUNNING * KV_BYTES
     small = replace(GPU, total_bytes=round(2 * (cache + engine.weights + engine.workspace)))
-    smaller = replace(one, config=replace(CONFIG, rollout=rollout), target=small)
+    smaller = replace(eight, config=replace(CONFIG, rollout=rollout), target=small)
     assert slots_of(smaller, requests=500) == 100
 
 
@@ -99,10 +100,10 @@ def test_more_engines_have_less_to_do_until_only_the_longest_is_left():
 
 def test_ranks_of_an_engine_share_its_work_and_sum_hidden_states():
     two = replace(CONFIG, rollout=replace(CONFIG.rollout, tensor_parallel=2))
-    alone, split = (
+    whole, split = (
         plan_rollout(inputs(config, n, flops=1.0)) for config, n in ((CONFIG, 1), (two, 2))
     )
-    assert split.seconds == pytest.approx(alone.seconds / 2)
+    assert split.seconds == pytest.approx(whole.seconds / 2)
     assert plan_rollout(inputs(two, 2, node=1.0)).seconds == pytest.approx(
         8 * 10 * 8 * 2 * 2 * 4, rel=1e-3
     )
@@ -110,7 +111,7 @@ def test_ranks_of_an_engine_share_its_work_and_sum_hidden_states():
 
 def test_a_prompt_is_read_once_for_its_group_where_whole_blocks_hold_it():
     def prefill(prompt: float) -> float:
-        alone, pair = (
+        single, pair = (
             plan_rollout(
                 inputs(
                     CONFIG, 1, batch=replace(BATCH, prompt_tokens=prompt, group=group), flops=1.0
@@ -118,7 +119,7 @@ def test_a_prompt_is_read_once_for_its_group_where_whole_blocks_hold_it():
             )
             for group in (1, 2)
         )
-        return alone.seconds - pair.seconds
+        return single.seconds - pair.seconds
 
     assert prefill(8.0) == 0.0
     assert prefill(16.0) == pytest.approx(8 / 2 * 16 * (TOKEN_FLOPS + 16 * PAIR_FLOPS))

@@ -67,27 +67,29 @@ def test_all_experts_of_a_token_count():
     moe = replace(
         TINY, architecture="Qwen3MoeForCausalLM", num_experts=8, experts_per_token=2, qk_norm=True
     )
-    more = forward_cost(moe).linear - forward_cost(TINY).linear
-    assert more == 4 * 2 * (
+    extra_flops = forward_cost(moe).linear - forward_cost(TINY).linear
+    assert extra_flops == 4 * 2 * (
         3 * 8 * 16 + 8 * 8
     )  # one more expert, and the router, in each of 4 layers
 
 
 def test_recomputation_adds_the_forward_pass_of_what_is_recomputed():
     mlp = BATCH.tokens * 4 * 2 * 3 * TINY.hidden_size * TINY.ffn_size  # 4 layers of three matrices
-    for config, again in (
+    for config, recomputed in (
         (recomputing("full", "uniform", 1), LAYERS),
         (recomputing("full", "block", 1), LAYERS / 4),
         (recomputing("selective"), mlp),
     ):
-        assert update_seconds(inputs(config, 1, flops=1.0)) == pytest.approx(3 * FORWARD + again)
+        assert update_seconds(inputs(config, 1, flops=1.0)) == pytest.approx(
+            3 * FORWARD + recomputed
+        )
 
 
 def test_ranks_share_the_flops():
-    one = update_seconds(inputs(CONFIG, 1, flops=1.0))
-    assert update_seconds(inputs(CONFIG, 4, flops=1.0)) == pytest.approx(one / 4)
+    one_rank = update_seconds(inputs(CONFIG, 1, flops=1.0))
+    assert update_seconds(inputs(CONFIG, 4, flops=1.0)) == pytest.approx(one_rank / 4)
     assert update_seconds(inputs(with_ranks(CONFIG, tensor=2), 4, flops=1.0)) == pytest.approx(
-        one / 4
+        one_rank / 4
     )
 
 
@@ -127,13 +129,15 @@ def test_stages_send_hidden_states_and_with_sequence_parallelism_a_share_of_them
 
 
 def test_data_parallel_ranks_scatter_gradients_and_gather_parameters():
-    held = 4 * LAYER + 2 * 32 * 8 + 8
-    assert update_seconds(inputs(CONFIG, 4, node=1.0)) == pytest.approx(held * (4 + 2) * 3 / 4)
+    parameters = 4 * LAYER + 2 * 32 * 8 + 8
+    assert update_seconds(inputs(CONFIG, 4, node=1.0)) == pytest.approx(
+        parameters * (4 + 2) * 3 / 4
+    )
     plain = replace(CONFIG, optimizer=replace(CONFIG.optimizer, distributed=False))
-    assert update_seconds(inputs(plain, 4, node=1.0)) == pytest.approx(held * (4 + 4) * 3 / 4)
+    assert update_seconds(inputs(plain, 4, node=1.0)) == pytest.approx(parameters * (4 + 4) * 3 / 4)
     # Between nodes the cards of a node share a group's bytes.
     assert update_seconds(inputs(CONFIG, 8, nodes=2, network=1.0)) == pytest.approx(
-        held * 6 * 7 / 8 / 4
+        parameters * 6 * 7 / 8 / 4
     )
 
 
@@ -267,7 +271,7 @@ def test_coefficients_of_a_file_take_the_place_of_the_defaults(tmp_path: Path):
         '{"kind": "cpu", "coefficients": {"switch_seconds": 1, "step_seconds": 2}}',
         encoding="utf-8",
     )
-    found, (told,) = read_coefficients(file, "cpu")
-    assert found.step_seconds == 2 and "switch_seconds is ignored" in told
+    coefficients, (warning,) = read_coefficients(file, "cpu")
+    assert coefficients.step_seconds == 2 and "switch_seconds is ignored" in warning
     with pytest.raises(ValueError, match=r'needed: \{"kind": "cuda"'):
         read_coefficients(file, "cuda")
