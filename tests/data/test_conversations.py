@@ -323,10 +323,10 @@ def test_a_row_that_the_template_refuses_is_one_row_of_many(tmp_path: Path) -> N
     prompts = [
         {"prompt": row["messages"][:-1], "reward_model": {"ground_truth": "2"}} for row in rows[2:]
     ]
-    usable, read = load_prompts(
+    usable, prompt_report = load_prompts(
         write(tmp_path / "prompts.jsonl", *prompts), tokenizer, 2000, max_unusable_share=0.5
     )
-    assert len(usable) == 1 and "only user and assistant" in read.unusable[0].reason
+    assert len(usable) == 1 and "only user and assistant" in prompt_report.unusable[0].reason
 
 
 def test_thinking_and_calls_in_answers_are_no_marks_of_turns(tmp_path: Path) -> None:

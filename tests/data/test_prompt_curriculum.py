@@ -169,9 +169,8 @@ def test_only_the_last_groups_of_a_prompt_count() -> None:
     for correct in (0, 0, 0, 2):
         prompt_curriculum.begin(0)
         prompt_curriculum.commit([group(0, correct)])
-    assert (
-        prompt_curriculum.summary()["prompts"]["to_25"] == 1
-    )  # 2 of 32: the first group is forgotten
+    # 2 of 32: the first group is forgotten.
+    assert prompt_curriculum.summary()["prompts"]["to_25"] == 1
 
 
 # ---------------------------------------------------------------- what holds for any pass rates
