@@ -58,8 +58,9 @@ def test_one_right_answer_of_four(kind: AdvantageKind, wanted: list[float]):
 
 
 def expected_gradient(kind: AdvantageKind, p: float, G: int, k: int = 2) -> float:
-    """By p, of a group whose completions are right with chance p, over all its outcomes; a mean
-    over completions."""
+    """The gradient by p, over all outcomes of a group whose completions are right with chance p.
+
+    It is a mean over completions."""
     total = 0.0
     for outcome in itertools.product((0.0, 1.0), repeat=G):
         (row,) = advantages([list(outcome)], [[1] * G], kind, 0.0, k)

@@ -26,8 +26,9 @@ def group(
     lengths: list[int] | None = None,
     truncated: tuple[int, ...] = (),
 ) -> ScoredGroup:
-    """Right is what has a reward above 0, unless `correct` says otherwise; every completion has 5
-    tokens."""
+    """A group whose completions have 5 tokens each.
+
+    A completion with a reward above 0 is right, unless `correct` says otherwise."""
     lengths = lengths or [5] * len(rewards)
     correct = correct or [reward > 0 for reward in rewards]
     completions = tuple(
@@ -141,8 +142,7 @@ def test_contrast_is_looked_for_in_what_the_filters_leave():
 def sampler(
     kept: Iterator[bool] | list[bool],
 ) -> tuple[Callable[[int], list[ScoredGroup]], list[int]]:
-    """Gives groups with contrast where `kept` says so, and writes down how many it was asked
-    for."""
+    """A sampler of groups with contrast where `kept` says so, and how many it was asked for."""
     supply = iter(kept)
     asked = []
 

@@ -1,5 +1,6 @@
-"""GAE, VAPO's lambda, the value loss and explained variance: numbers worked out by hand, and a loop
-as the oracle."""
+"""GAE, VAPO's lambda, the value loss and explained variance.
+
+The oracles are numbers worked out by hand, and a loop."""
 
 from __future__ import annotations
 
@@ -98,8 +99,9 @@ def test_without_a_clip_the_value_loss_is_half_the_squared_distance() -> None:
 
 
 def test_explained_variance_by_hand() -> None:
-    """Returns 1 and 3, values 1 and 2: errors 0 and 1, whose variance is 1/4 of that of the
-    returns. A constant error costs nothing; returns that are all the same explain nothing."""
+    """Errors 0 and 1 have 1/4 of the variance of returns 1 and 3; the values are 1 and 2.
+
+    A constant error costs nothing; returns that are all the same explain nothing."""
     assert explained_variance(2.0, 4.0, 10.0, 1.0, 1.0) == 0.75
     assert explained_variance(2.0, 4.0, 10.0, 10.0, 50.0) == 1.0
     assert explained_variance(2.0, 4.0, 8.0, 2.0, 2.0) == 0.0

@@ -1,5 +1,6 @@
-"""Weights at their bounds; `test_losses_textbook` compares any rule and its gradients with the
-papers' formulas."""
+"""Weights at their bounds.
+
+`test_losses_textbook` compares any rule and its gradients with the papers' formulas."""
 
 import math
 
@@ -28,8 +29,10 @@ def weights(ratios: list[float], rule: Correction, segments: list[int] | None = 
 
 
 def test_interpolated_proximal_log_probs_are_near_those_of_the_step_between():
-    """Of a policy that learns for 2 + 6 steps, what the interpolation makes of the first and the
-    last for the third: much nearer than either, and exact where nothing was learned since."""
+    """The interpolation of a policy's first and last log-probs is near those of the third step.
+
+    The policy learns for 2 + 6 steps. The interpolation is much nearer than either end, and exact
+    where nothing was learned since."""
     logits = torch.zeros(50, dtype=torch.float64)
     draw = torch.Generator().manual_seed(2)
     direction = torch.randn(50, dtype=torch.float64, generator=draw)

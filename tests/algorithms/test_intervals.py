@@ -1,5 +1,6 @@
-"""Intervals of accuracies and of their differences, against scipy, closed forms and simulated
-evaluations."""
+"""Intervals of accuracies and of their differences.
+
+They are compared with scipy, closed forms and simulated evaluations."""
 
 from __future__ import annotations
 
@@ -54,8 +55,9 @@ def test_more_answers_to_the_same_problems_tell_less_than_more_problems() -> Non
 def simulated(
     rng: np.random.Generator, a: float, b: float, problems: int, samples: int
 ) -> list[float]:
-    """Shares of right answers to problems that are drawn from those of a benchmark,
-    beta-distributed in difficulty."""
+    """Shares of right answers to problems that are drawn from those of a benchmark.
+
+    The problems are beta-distributed in difficulty."""
     return list(rng.binomial(samples, rng.beta(a, b, problems)) / samples)
 
 
@@ -68,8 +70,9 @@ def simulated(
 def test_nineteen_of_twenty_intervals_hold_the_accuracy_on_all_problems(
     a: float, b: float, problems: int, samples: int
 ) -> None:
-    """Of 1,000 simulated evaluations, at least 92.5%; of intervals by bootstrap it is 38% on the
-    easy ones."""
+    """Intervals hold the truth in at least 92.5% of 1,000 simulated evaluations.
+
+    Of intervals by bootstrap it is 38% on the easy ones."""
     rng = np.random.default_rng(1)
     truth = a / (a + b)
     ends = [
@@ -85,7 +88,7 @@ def test_nineteen_of_twenty_intervals_hold_the_accuracy_on_all_problems(
 def test_the_interval_of_a_difference_is_that_of_agresti_and_min(
     both: int, only_first: int, only_second: int, neither: int
 ) -> None:
-    """By their formula for counts, half a problem more in each of the four cells."""
+    """The oracle is their formula for counts, half a problem more in each of the four cells."""
     differences = [0.0] * (both + neither) + [-1.0] * only_first + [1.0] * only_second
     problems = len(differences) + 2
     worse = only_first + 0.5

@@ -52,8 +52,9 @@ def policies(seed: int, *shape: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def loss_of(
     logp: Tensor, sampled: Tensor, ref: Tensor | None, advantages: Tensor, **rule: Any
 ) -> Tensor:
-    """The loss of [completion, token]; a completion's chance of being sampled is its tokens'
-    weight."""
+    """The loss of [completion, token].
+
+    A completion's chance of being sampled is its tokens' weight."""
     n, length = sampled.shape
     weights = sampled.sum(1).exp()
     segments = torch.arange(n).repeat_interleave(length)
@@ -72,7 +73,7 @@ def loss_of(
 
 
 def expected_gradients(kind: KLKind) -> dict[str, Tensor]:
-    """Of one token out of five, by where the estimate stands."""
+    """Gradients of one token out of five, by where the estimate stands."""
     logits, *logprobs = policies(3, 5)
     logp, ref, old = (row[:, None] for row in logprobs)
     current = logp.detach()
@@ -124,7 +125,7 @@ WORDS = {
     "k3": ("`exp(-d) - 1 + d`", "`low_var_kl`"),
     "abs": ("`\\|d\\|`", "`abs`"),
 }
-"""As the docs write an estimate, and verl's word for it."""
+"""Each estimate as the docs write it, and verl's word for it."""
 
 
 def test_the_table_of_gradients_in_the_docs_is_that_of_the_enumeration():
@@ -150,8 +151,9 @@ def test_the_table_of_gradients_in_the_docs_is_that_of_the_enumeration():
 def test_weighed_by_the_ratio_the_gradient_is_that_of_the_kl_of_whole_completions(
     kind: KLKind, level
 ):
-    """All completions of two tokens out of three, sampled by an older policy: rows 0 to 2 of the
-    second token's distributions are those behind each first token."""
+    """All completions of two tokens out of three are sampled by an older policy.
+
+    Rows 0 to 2 of the second token's distributions are those behind each first token."""
     first, logp1, ref1, old1 = policies(5, 3)
     second, logp2, ref2, old2 = policies(6, 3, 3)
     pairs = torch.cartesian_prod(torch.arange(3), torch.arange(3))

@@ -19,8 +19,10 @@ from tests.algorithms.test_losses_textbook import SUMS, with_leaves
 
 
 def inputs(logprobs: list[float], **columns: list[float]) -> tuple[Tensor, TokenInputs]:
-    """Tokens in float64, with their log-probs as the leaf of the gradient; by default on-policy, of
-    advantage and weight 1, without reference, all in one segment."""
+    """Tokens in float64, with their log-probs as the leaf of the gradient.
+
+    By default they are on-policy, of advantage and weight 1, without reference, all in one segment.
+    """
     leaf = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
 
     def column(name: str, default: list[float]) -> Tensor:

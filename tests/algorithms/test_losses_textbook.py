@@ -1,5 +1,6 @@
-"""Every loss of the family against the papers' formulas in float64, token by token, and split in
-two."""
+"""Every loss of the family against the papers' formulas in float64.
+
+Losses are compared token by token, and with the pack split in two."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -36,7 +37,7 @@ class Book:
         ]
 
     def logprob(self, t: int) -> Tensor:
-        """Of the policy; no gradient reaches a token that is not learned."""
+        """The policy's log-prob; no gradient reaches a token that is not learned."""
         return (
             self.tokens.logprobs_T[t]
             if self.tokens.learned_T[t]
@@ -47,7 +48,7 @@ class Book:
         return torch.exp(self.logprob(t)) / math.exp(self.tokens.proximal_logprobs_T[t])
 
     def surrogate(self, t: int) -> tuple[Tensor, bool]:
-        """What is maximised, and whether the clip is at work."""
+        """The quantity that is maximised, and whether the clip is at work."""
         low, high = 1 - self.rule.clip_low, 1 + self.rule.clip_high
         A = float(self.tokens.advantages_T[t])
         if self.rule.kind == "cispo":
@@ -206,8 +207,9 @@ class Book:
 def drawn_tokens(
     seed: int, lengths: list[int], sampled: float, learned: float, sequence_weights: bool, kl: bool
 ) -> TokenInputs:
-    """A pack of segments of these lengths, in which about a share `sampled` of the tokens is
-    sampled, and of these a share `learned` learned. All others are NaN."""
+    """A pack of segments of these lengths, with a share `sampled` of sampled tokens.
+
+    About a share `learned` of the sampled ones is learned. All others are NaN."""
     draw = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     new, drift, mismatch, reference, entropy, advantages = torch.randn(

@@ -1,5 +1,6 @@
-"""Partial rollouts: what is drawn, carried and learned from, with completions that are nothing but
-lengths."""
+"""Partial rollouts: what is drawn, carried and learned from.
+
+The completions are nothing but lengths."""
 
 from __future__ import annotations
 
@@ -31,14 +32,15 @@ RIGHT = Score(1.0, True, "", "string")
 
 @dataclass
 class Engines:
-    """Sample at most `slice_tokens` tokens of each completion; how long it gets is a function of
-    draw and sample."""
+    """Sample at most `slice_tokens` tokens of each completion.
+
+    The final length is a function of draw and sample."""
 
     length: Callable[[int, int], int]
     slice_tokens: int
     step: int = 0
     rounds: list[int] = field(default_factory=list)
-    """By round: the longest slice that was sampled in it."""
+    """The longest slice that was sampled in each round."""
 
     def sample_round(self, groups: list[UnfinishedGroup]) -> list[UnfinishedGroup]:
         longest = 0
@@ -260,14 +262,15 @@ def test_a_step_replaces_what_was_complete_and_is_dropped() -> None:
 
 @dataclass
 class DeferringEngines:
-    """Sample groups of which nothing is sampled; a short round stops at `slice_tokens` tokens of a
-    completion."""
+    """Sample groups of which nothing is sampled.
+
+    A short round stops at `slice_tokens` tokens of a completion."""
 
     length: Callable[[int, int], int]
     slice_tokens: int
     step: int = 0
     rounds: list[tuple[bool, list[int]]] = field(default_factory=list)
-    """By round: whether it was a whole one, and its draws."""
+    """Whether each round was a whole one, and its draws."""
 
     def sample_round(self, groups: list[UnfinishedGroup], whole: bool) -> list[UnfinishedGroup]:
         assert groups and not any(sample.token_ids for group in groups for sample in group.samples)
@@ -323,8 +326,9 @@ def test_long_groups_are_sampled_anew_in_a_step_of_their_own() -> None:
 
 
 def test_what_is_learned_from_was_short_in_every_short_round_or_is_sampled_whole() -> None:
-    """While the weights change, and with them what is long: docs/algorithm.md derives the estimator
-    from this."""
+    """The weights change, and with them what is long.
+
+    docs/algorithm.md derives the estimator from what is tested."""
     rules = UnfinishedRules(4, 10**6, 0)
     unfinished = UnfinishedGroups()
     steps = 40
@@ -334,7 +338,7 @@ def test_what_is_learned_from_was_short_in_every_short_round_or_is_sampled_whole
         slice_tokens=4,
     )
     was_short: dict[int, list[bool]] = {}
-    """By draw: whether it fitted, of all its short rounds."""
+    """Whether a draw fitted, in each of its short rounds."""
 
     def sample_round(groups: list[UnfinishedGroup], whole: bool) -> list[UnfinishedGroup]:
         sampled = engines.sample_round(groups, whole)
@@ -438,8 +442,9 @@ def test_every_deferred_group_leaves_once_and_whole(
 
 
 def test_the_reserve_of_a_short_round() -> None:
-    """By simulation: a step needs a second round in about 1 of 15 cases (1.5 standard deviations:
-    6.7%)."""
+    """A simulated step needs a second round in about 1 of 15 cases.
+
+    1.5 standard deviations: 6.7%."""
     random_draws = random.Random(7)
     rounds = 20_000
     short = 0

@@ -1,5 +1,6 @@
-"""Chat templates in the manner of published models, written anew, and a tokenizer that has their
-marks."""
+"""Chat templates in the manner of published models, written anew.
+
+A tokenizer has their marks."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _QWEN3 = (
 class Chat:
     template: str
     end: str
-    """Of the assistant's turn."""
+    """What ends the assistant's turn."""
     takes_system: bool = True
     eos: str = "<|endoftext|>"
 
@@ -104,8 +105,9 @@ CHATS = {
         eos="<｜end▁of▁sentence｜>",
     ),
 }
-"""R1-Distill's takes the thinking out of every answer, so that none of them continues its
-prompt."""
+"""R1-Distill's template takes the thinking out of every answer.
+
+None of its answers therefore continues its prompt."""
 
 MARKS = [
     *(

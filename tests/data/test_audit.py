@@ -1,5 +1,6 @@
-"""What a user is told of the data before a run: a rendered prompt, and what is odd about the
-files."""
+"""What a user is shown of the data before a run.
+
+A rendered prompt, and what is unusual about the files."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ from tests.tiny_models import make_model_folder
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with the demo's tokenizer: one token for every ASCII character, none for
-    others."""
+    """A tiny model with the demo's tokenizer.
+
+    It has one token for every ASCII character, and none for others."""
     folder = make_model_folder(tmp_path_factory.mktemp("audit") / "model")
     (folder / "tokenizer.json").unlink()
     make_tokenizer().save_pretrained(folder)

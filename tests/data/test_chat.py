@@ -1,5 +1,6 @@
-"""Conversations in the chat templates of published models: what is learned, what ends it, what the
-judge sees."""
+"""Conversations in the chat templates of published models.
+
+What is learned, what ends it, and what the judge sees."""
 
 from __future__ import annotations
 
@@ -134,8 +135,9 @@ def test_variables_of_the_chat_template_are_the_runs(tmp_path: Path) -> None:
 
 
 def test_variables_are_looked_for_in_templates_of_every_kind(tmp_path: Path) -> None:
-    """Set where they are not given, within macros, beside transformers' own tags; a template that
-    hangs as it is read."""
+    """Templates that set the variable where it is not given, within macros, or beside other tags.
+
+    The other tags are those of transformers; one template hangs as it is read."""
     tokenizer = chat_tokenizer("qwen2.5")
     for before, read in {
         "{% if effort is not defined %}{% set effort = 'low' %}{% endif %}{{ effort }}": True,
@@ -334,8 +336,9 @@ def test_the_judge_sees_thinking_marks(
 
 
 def test_the_judge_sees_all_that_was_said() -> None:
-    """A padding token that is a letter of answers ("!" of Qwen's first models), and spaces before
-    marks."""
+    """Completions with a padding token that is a letter, and with spaces before marks.
+
+    The letter is one of answers ("!" of Qwen's first models)."""
     tokenizer = chat_tokenizer("qwen2.5")
     tokenizer.pad_token = "!"
     token_ids = tokenizer("\\boxed{4!} , not 4<|im_end|>", add_special_tokens=False)["input_ids"]
@@ -371,7 +374,7 @@ def test_a_template_that_does_not_show_the_answer_has_no_end() -> None:
 def test_tokens_are_those_of_the_whole_text_where_a_tokenizer_marks_beginnings(
     name: str, tmp_path: Path
 ) -> None:
-    """As Llama 2's: "▁" before every text, and in the place of spaces."""
+    """The tokenizer is like Llama 2's: "▁" before every text, and in the place of spaces."""
     vocab = {chr(code): code - 10 for code in (10, *range(33, 127))} | {"▁": 117, "▁▁": 118}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "▁")]))
     inner.normalizer = normalizers.Sequence(

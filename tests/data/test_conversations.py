@@ -1,5 +1,6 @@
-"""Conversations of rows: every key goes to the template, weights are honoured, and no text makes
-turns of its own."""
+"""Conversations of rows.
+
+Every key goes to the template, weights are honoured, and no text makes turns of its own."""
 
 from __future__ import annotations
 
@@ -465,8 +466,7 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_and_never_ends(
 
 
 def test_what_ends_before_the_answer_or_begins_twice_is_a_finding(tmp_path: Path) -> None:
-    """With a template that does not begin answers, and with one that writes what the rows have,
-    too."""
+    """Templates that do not begin answers, or that write again what the rows have already."""
     tokenizer = adding(chat_tokenizer("mistral"), "<s> $A")
     tokenizer.chat_template = "<s>{% for m in messages %}{{ m.content }}</s>\n{% endfor %}"
     question = {"question": "1+1?", "answer": "2"}

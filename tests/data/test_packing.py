@@ -118,8 +118,10 @@ def test_an_answer_that_is_empty_has_no_weight(kind, count: int):
 def test_two_masks_say_what_is_sampled_and_what_is_learned(
     normalisation: Normalisation, weight: float, count: int
 ):
-    """Of five tokens others wrote the second and the last, whose numbers are not looked at; of the
-    three that are sampled two are learned. Weights and count are those of the sampled ones."""
+    """Two of five tokens were written by others, and two of the three sampled ones are learned.
+
+    The second and the last are the others', whose numbers are not used. Weights and count are those
+    of the sampled tokens."""
     nan = float("nan")
     sample = Sample(
         (4, 5),

@@ -54,8 +54,9 @@ def group(index: int, correct: int, sampled: int = 8) -> ScoredGroup:
 def make_steps(
     one: PromptCurriculum, steps: range, correct_of: Callable[[int, int], int], extra: int = 0
 ) -> list[list[int]]:
-    """What steps draw, of which `correct_of(step, prompt)` of 8 completions are right; with so many
-    `extra` prompts."""
+    """The prompts that steps draw, with so many `extra` ones.
+
+    `correct_of(step, prompt)` of 8 completions are right."""
     drawn = []
     for step in steps:
         batch = one.begin(step).batch(step)
@@ -69,7 +70,7 @@ def make_steps(
 
 
 def test_a_band_passes_over_what_is_too_easy_or_too_hard_and_runs_on_into_the_next_pass() -> None:
-    """Of 0 to 5, 1 is too easy and 4 too hard.
+    """Prompt 1 of 0 to 5 is too easy, and prompt 4 too hard.
 
     Draws 3, 7, 11, ... are the queue's."""
     prompt_curriculum = curriculum(6, 2, known={1: RIGHT, 4: WRONG})

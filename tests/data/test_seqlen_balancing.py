@@ -19,7 +19,7 @@ from rlmath.data.seqlen_balancing import (
 )
 
 ATTENTION = Cost(30.0, 1.0)
-"""At 30 tokens attention costs as much as everything else."""
+"""Attention costs as much as everything else at 30 tokens."""
 COST_OF_1_5B = Cost(9.3e9, 2.6e5)
 """FLOPs of a model of 1.5B parameters."""
 
@@ -196,8 +196,9 @@ def test_no_two_tight_bins_would_fit_into_one(drawn: tuple[list[int], int]):
 
 
 def by_the_plain_rule(budget: Budget, n_bins: int) -> list[Bin] | None:
-    """The longest sample first, each into the cheapest bin with room: every bin is looked at for
-    every sample."""
+    """The longest sample first, each into the cheapest bin with room.
+
+    Every bin is examined for every sample."""
     bins: list[Bin] = [[] for _ in range(n_bins)]
     for index in budget.longest_first(range(len(budget.lengths))):
         room = [n for n in range(n_bins) if budget.tokens([*bins[n], index]) <= budget.max_tokens]

@@ -135,8 +135,10 @@ def test_a_warm_up_counts_steps(config: Config, tied_model: Path) -> None:
 def test_both_programs_end_completions_where_a_turn_does(
     tmp_path: Path, config: Config, tied_model: Path
 ) -> None:
-    """Token 1 ends sequences, 97, a tilde, a turn of the template, and the model's own file names
-    5. An export of SFT stops where the RL that goes on from it does."""
+    """Supervised training ends completions, and stops, where RL that goes on from it does.
+
+    Token 1 ends sequences; 97, a tilde, ends a turn of the template; the model's own file names 5.
+    """
     model = shutil.copytree(tied_model, tmp_path / "model")
     (model / "generation_config.json").write_text('{"eos_token_id": 5}')
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)

@@ -241,7 +241,7 @@ def test_a_state_that_names_no_files_is_refused(tmp_path, state):
 
 
 def save_to_disk(folder, rows, files=("data-00000-of-00001.arrow",)):
-    """As `datasets` writes it: Arrow streams, state.json and dataset_info.json."""
+    """Write what `datasets` writes: Arrow streams, state.json and dataset_info.json."""
     folder.mkdir(parents=True)
     table = pa.Table.from_pylist(rows)
     rows_per_file = -(-len(rows) // len(files))

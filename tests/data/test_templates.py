@@ -180,7 +180,7 @@ def test_a_second_alarm_while_the_first_is_handled_changes_nothing(monkeypatch):
     ids=["long", "surrogate", "NUL"],
 )
 def test_what_a_chat_template_makes_is_bounded_and_a_text(tmp_path, written, reason):
-    """As what functions of the user's make; for whole conversations, too."""
+    """The limits are those of what users' functions make, for whole conversations, too."""
     tokenizer = make_tokenizer(written + CHAT)
     with pytest.raises(ValueError, match=f"chat template makes of a system turn {reason}"):
         chat.render([system("x"), chat.user("1+1?")], tokenizer, "a system turn", prompt=False)

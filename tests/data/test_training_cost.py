@@ -31,7 +31,9 @@ def test_a_token_of_a_mixture_of_experts_passes_through_its_experts_and_the_rout
 def test_training_cost_is_what_torch_counts_on_the_same_pass(
     tmp_path: Path, architecture: str, frozen: bool
 ) -> None:
-    """Matrix products within 2%; of attention torch counts all pairs of tokens, we those of causal
+    """Matrix products agree within 2%.
+
+    Attention is counted by torch over all pairs of tokens, and by us over those of causal
     attention."""
     folder = make_model_folder(tmp_path / "model", architecture=architecture)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")

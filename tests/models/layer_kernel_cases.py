@@ -74,9 +74,10 @@ def compare(
     inputs: list[Tensor],
     frozen: int = 0,
 ) -> None:
-    """Results and gradients by the kernels, fewer programs than tokens, and by torch's operations
-    in float64. Weights have a buffer as Megatron has it, with something in it already; the last
-    `frozen` inputs have neither gradient nor buffer."""
+    """Compare results and gradients of the kernels with those of torch's operations in float64.
+
+    The kernels have fewer programs than tokens. Weights have a buffer as Megatron has it, with
+    something in it already; the last `frozen` inputs have neither gradient nor buffer."""
     runs = []
     for exact in (True, False):
         if not exact:
@@ -126,8 +127,9 @@ def norm_of(weight: Tensor) -> RMSNorm:
 
 
 DTYPES = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-7}
-"""Of a result that is rounded once, relative: the interpreter loses a carry where it rounds to
-bfloat16."""
+"""Relative error of a result that is rounded once.
+
+The interpreter loses a carry where it rounds to bfloat16."""
 WEIGHTS = [*((dtype, False) for dtype in DTYPES), (torch.float32, True)]
 """Formats, and whether weights are frozen."""
 
@@ -148,7 +150,7 @@ def test_residual_and_norm(
     dtype: torch.dtype,
     frozen: bool,
 ) -> None:
-    """In eighths, whose sums every format has."""
+    """Inputs are in eighths, whose sums every format can represent."""
 
     def both(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         return norm_of(inputs[-1]).behind(*inputs[:-1])
@@ -172,7 +174,7 @@ def test_heads(
     dtype: torch.dtype,
     frozen: bool,
 ) -> None:
-    """Behind 2 F dims nothing turns."""
+    """Dimensions behind the first 2 F are not rotated."""
     T = 7
     angles = 9 * drawn(T, 1, F).contiguous()
 
@@ -299,7 +301,7 @@ class Operations(TorchDispatchMode):
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """What is inside is one kernel."""
+        """Count the operations inside as one kernel."""
         counts = self.found.copy()
         yield
         self.found = counts + Counter({self.place(): 1})
@@ -437,11 +439,11 @@ def test_a_gpu_learns_what_a_cpu_learns(on_cpu: list[list[float]], operations: O
 def test_few_operations_and_none_to_wait_for(
     on_cpu: list[list[float]], operations: Operations
 ) -> None:
-    """In bfloat16.
+    """A layer in bfloat16 takes 10 operations forward and 16 backward.
 
-    Of a layer: 2 norms, one with a residual, 4 products, split heads, attention, SwiGLU, a
-    residual; backward 8 products, the 5 others once, and 3 gradients that no product adds to their
-    buffers."""
+    Forward: 2 norms, one with a residual, 4 products, split heads, attention, SwiGLU, a residual.
+    Backward: 8 products, the 5 others once, and 3 gradients that no product adds to their buffers.
+    """
     counts = []
     for layers in (1, 3):
         learn(replace(GPU, params_dtype=torch.bfloat16), layers, count=operations)
@@ -461,8 +463,9 @@ def test_few_operations_and_none_to_wait_for(
 
 
 class Layer(NamedTuple):
-    """What is launched for one: of T tokens, hidden size, query heads of a group, head dim,
-    feed-forward units."""
+    """A layer whose kernels are launched.
+
+    T tokens, hidden size, query heads of a group, head dim, feed-forward units."""
 
     T: int
     H: int
@@ -510,8 +513,10 @@ def launch_all(layer: Layer) -> None:
 
 
 def main() -> None:
-    """Of each kernel of each layer, on each architecture: what the machine code takes, and uses of
-    a row's number in the 32 bits that it comes in."""
+    """Print a line for each kernel of each layer, on each architecture.
+
+    It has what the machine code takes, and uses of a row's number in the 32 bits that it comes in.
+    """
     from tests.models.logprob_kernel_cases import (
         NoGPU,
         resources,

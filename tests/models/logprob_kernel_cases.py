@@ -102,8 +102,10 @@ def test_sizes_beside_a_multiple_of_the_blocks(V: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", GRADIENT_ERROR)
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
 def test_extreme_logits(dtype: torch.dtype, temperature: float) -> None:
-    """Alternately far apart, far down, far up, all equal, one that towers, and steps up and down
-    from column to column; the padding is minus infinity."""
+    """Seven rows of logits, whose padding is minus infinity.
+
+    Alternately far apart, far down, far up, all equal, one that towers, and steps up and down from
+    column to column."""
     steps_V = torch.arange(90.0)
     rows = [
         1e4 * (-1) ** steps_V,

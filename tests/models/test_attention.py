@@ -30,7 +30,7 @@ from tests.rollout.weight_sync.oracle import SMALL
 
 D = 6
 RAGGED = [[1], [5], [1, 1, 1], [3, 9, 4, 10, 1, 7], [12, 11, 10], [2, 0, 3], [40, 36, 3, 20]]
-"""With 6 dimensions a head, segments of up to 6 to 16 tokens are short, by the numbers of heads."""
+"""Lengths of packs; segments of up to 6 to 16 tokens are short with heads of 6 dimensions."""
 
 
 def packing(lengths: list[int]) -> PackedSequences:
@@ -52,8 +52,9 @@ def attend(lengths: list[int], qkv: list[Tensor], window: int | None = None) -> 
 
 
 def dense_attention(lengths: list[int], qkv: list[Tensor], window: int | None = None) -> Tensor:
-    """softmax(Q K' / sqrt(D)) V over the whole pack, with a block-diagonal causal mask of `window`
-    diagonals."""
+    """softmax(Q K' / sqrt(D)) V over the whole pack.
+
+    The mask is block-diagonal and causal, of `window` diagonals."""
     query, key, value = qkv
     repeats = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(repeats, 1)

@@ -1,5 +1,6 @@
-"""Local layers the way a GPU takes them, on a machine without one, in processes that have Triton on
-their path."""
+"""Local layers the way a GPU takes them, on a machine without one.
+
+They run in processes that have Triton on their path."""
 
 import json
 from pathlib import Path
@@ -19,7 +20,7 @@ def test_the_kernels_are_right_and_a_layer_starts_few_of_them(tmp_path: Path) ->
 
 
 def test_they_compile_for_gpus_without_spilling_and_load_16_bytes_at_a_time(tmp_path: Path) -> None:
-    """But for one register of Qwen2.5-0.5B's norm on an A100."""
+    """Nothing spills but one register of Qwen2.5-0.5B's norm on an A100."""
     compiled = [
         json.loads(line) for line in run(["-m", CASES], tmp_path, TRITON_INTERPRET="0").splitlines()
     ]

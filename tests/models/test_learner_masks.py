@@ -1,5 +1,7 @@
-"""The three learners' losses of packs in which others wrote tokens, and some sampled ones are not
-learned: values, metrics and gradients by the logits are those of dense formulas in float64."""
+"""The three learners' losses of packs in which not all tokens are sampled, and not all learned.
+
+Others wrote some tokens. Values, metrics and gradients by the logits are those of dense formulas in
+float64."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_the_norm_of_short_numbers_is_torchs_own():
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """As a query, and as a key of one head."""
+    """Rotate a tensor as a query, and its last head as a key."""
     query, key = local_layers.Rotate.apply(x, x[:, -1:], cos, sin)
     assert torch.equal(key, query[:, -1:]) and key.is_contiguous()
     return query

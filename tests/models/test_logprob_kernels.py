@@ -1,6 +1,7 @@
-"""The kernels for a GPU, on a machine without one: interpreted against the textbook in float64, and
-compiled. Triton is in an environment of its own (requirements/triton.txt), so this happens in
-processes that have it on their path."""
+"""The kernels for a GPU, on a machine without one.
+
+They are interpreted against the textbook in float64, and compiled. Triton is in an environment of
+its own (requirements/triton.txt), so this happens in processes that have it on their path."""
 
 import json
 import os
@@ -61,8 +62,9 @@ def test_what_the_chunks_must_do_the_kernels_do_in_the_interpreter(tmp_path: Pat
 
 
 def test_they_compile_for_gpus_without_spilling_and_load_16_bytes_at_a_time(tmp_path: Path) -> None:
-    """32 to 64 registers a thread leave room for 32 or more warps on a multiprocessor of 64 Ki
-    registers."""
+    """Threads of 32 to 64 registers leave room for 32 or more warps.
+
+    A multiprocessor has 64 Ki registers."""
     compiled = [
         json.loads(line) for line in run(["-m", CASES], tmp_path, TRITON_INTERPRET="0").splitlines()
     ]

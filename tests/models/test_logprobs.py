@@ -70,8 +70,9 @@ def random_logits(T: int, V: int, spread: float = 3.0, seed: int = 0) -> tuple[T
 
 
 def halves() -> tuple[Tensor, Tensor]:
-    """The mass of two rows is in different halves of the vocabulary; the last columns are
-    padding."""
+    """Logits of which two rows have their mass in different halves of the vocabulary.
+
+    The last columns are padding."""
     logits_TV, targets_T = random_logits(7, 100)
     logits_TV[:, 97:] = -torch.inf
     logits_TV[1, 70] = 1e4
@@ -81,8 +82,9 @@ def halves() -> tuple[Tensor, Tensor]:
 
 
 def shard_of(rank: int = -1, store: dist.Store | None = None) -> list[Tensor]:
-    """Log-probs, entropy and gradient of one of two ranks with a half of the vocabulary each;
-    without a rank that of the environment."""
+    """Log-probs, entropy and gradient of one of two ranks with a half of the vocabulary each.
+
+    The rank is that of the environment if none is given."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     logits_TV, targets_T = halves()
     leaf_TV = logits_TV.chunk(2, 1)[dist.get_rank()].clone().requires_grad_()

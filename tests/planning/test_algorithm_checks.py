@@ -218,8 +218,9 @@ PAID = {
     **dict.fromkeys(("critic", "dapo", "top_entropy"), PLUS_MINUS),
     "simplerl": (1.0, -0.5),
 }
-"""What presets pay a right and a wrong answer, where that is not 1 and 0. Those with AReaL's fives
-are its own, or say nothing of rewards."""
+"""What presets pay a right and a wrong answer, where that is not 1 and 0.
+
+Presets with AReaL's fives are AReaL's own, or say nothing of rewards."""
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -278,16 +279,14 @@ def test_extra_prompts_of_a_preset_are_a_multiple_of_the_batch(name: str, prompt
 
 
 def test_a_preset_has_its_multiples_also_where_the_folder_is_named_after_a_setting():
-    """The folder, in which a run may have recorded the preset, is resolved before the preset is
-    read."""
+    """The folder is resolved before the preset is read: a run may have recorded one there."""
     overrides = ["run.output_dir=o${run.seed}", *PATHS[1:], "run.seed=7", "data.prompts_per_step=4"]
     config = load_config([], [*overrides, "algorithm.preset=dapo"])
     assert (config.run.output_dir, config.selection.max_extra_prompts) == ("o7", 8)
 
 
 def test_no_number_of_a_preset_is_a_count_of_prompts_or_tokens():
-    """One that is right for one batch or one length is wrong for the others: it is written as a
-    multiple."""
+    """A number that is right for one batch or one length is wrong for others: it is a multiple."""
     counts = (
         "data.",
         "rollout.",
@@ -335,8 +334,9 @@ def test_a_plan_says_what_is_paid_and_the_largest_penalties(overrides: list[str]
 
 
 def recorded_run(folder: Path, *overrides: str) -> Config:
-    """The settings that a run of before wrote, with AReaL's fives and extra prompts in numbers; it
-    has a checkpoint."""
+    """The settings that an earlier run wrote, with AReaL's fives and extra prompts in numbers.
+
+    The run has a checkpoint."""
     (folder / "checkpoints" / "step-000003").mkdir(parents=True)
     paths = [f"run.output_dir={folder}", *PATHS[1:]]
     earlier = ["reward.scheme=correctness", "selection.max_extra_prompts=256", *overrides]
@@ -389,7 +389,7 @@ def test_what_is_recorded_counts_for_the_same_preset_and_a_run_that_resumes(
 
 
 def test_a_run_that_begins_anew_takes_the_preset_whatever_an_earlier_start_recorded(tmp_path: Path):
-    """As after a start that ended before its first checkpoint, or within it."""
+    """The earlier start ended before its first checkpoint, or within it."""
     recorded_run(tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"
     overrides = [f"run.output_dir={tmp_path / 'run'}", *PATHS[1:], "algorithm.preset=dapo"]

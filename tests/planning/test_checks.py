@@ -353,7 +353,7 @@ def test_cuda_without_a_gpu(place: Path, monkeypatch: pytest.MonkeyPatch):
 def test_transformer_engine_that_cannot_be_imported(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """As the layers are chosen: by the import, not by what is installed."""
+    """The check goes by the import, as the choice of the layers does, not by what is installed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, value in CUDA_DEFAULTS.items():
         monkeypatch.setenv(name, value)

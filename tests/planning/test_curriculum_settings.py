@@ -1,5 +1,6 @@
-"""Settings of the curriculum that make no sense together are refused or told before anything
-starts."""
+"""Settings of the curriculum that make no sense together are refused before anything starts.
+
+Others are warned of."""
 
 from __future__ import annotations
 

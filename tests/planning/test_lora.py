@@ -28,8 +28,9 @@ from tests.planning.test_memory_estimate import (
 )
 
 ADAPTERS = 28 * 32 * (2 * 3584 + 2 * (3584 + 512) + 2 * 3584 + 3 * (3584 + 18944))
-"""Of Qwen2.5-7B at rank 32: query and output, key and value, and the three matrices of the
-feed-forward network."""
+"""Parameters of Qwen2.5-7B's adapters at rank 32.
+
+Query and output, key and value, and the three matrices of the feed-forward network."""
 
 
 def test_adapters_alone_have_gradients_and_an_optimizer_and_the_reference_is_the_policy():

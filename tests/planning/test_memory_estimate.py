@@ -45,7 +45,7 @@ CPU = Target("cpu", "CPU", None, local_layers=True)
 QWEN_7B = replace(required_shape("/nowhere/Qwen2.5-7B")[0], max_positions=32768)
 QWEN_30B_A3B, _ = required_shape("/nowhere/Qwen3-30B-A3B")
 PARAMETERS = 7_615_616_512
-"""As Qwen's model card counts Qwen2.5-7B."""
+"""Parameters, as Qwen's model card counts Qwen2.5-7B."""
 ONE_LAYER = replace(
     QWEN_7B,
     num_layers=1,
@@ -216,7 +216,7 @@ def test_buckets_are_smaller_where_ranks_share_memory(
 
 
 def test_empty_gradients_are_kept_one_for_each_shape():
-    """Of the matrices of one layer, and of the head."""
+    """Empty gradients are of the matrices of one layer, and of the head."""
     (plan,) = plan_ranks(config(), QWEN_7B, 1, H100)
     layer = 3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 18944 * 3584
     assert plan.phases["update"]["dummy_gradients"] == 2 * (layer + 152064 * 3584)
@@ -289,9 +289,10 @@ def test_an_engine_mesh_counts_from_the_first_rank_of_the_engines():
 
 
 def test_transformer_engines_layer_agrees_with_megatrons_formula():
-    """34 s b h bytes without attention scores (arXiv:2205.05198, equation 2) for a plain layer in
-    16 bits: 2 s b h are dropout masks, which we have none of. Ours has beside: query and key turned
-    (2 h), a gated MLP of 3 F for 2 F."""
+    """A plain layer in 16 bits takes 34 s b h bytes without attention scores.
+
+    Source: arXiv:2205.05198, equation 2. Of these 2 s b h are dropout masks, which we do not have.
+    Our layer has beside them the rotated query and key (2 h), and a gated MLP of 3 F for 2 F."""
     h = ONE_LAYER.hidden_size
     assert ONE_LAYER.ffn_size == 4 * h
     common = layer_elements(ONE_LAYER, work()) - 2 * h - 4 * h
@@ -299,8 +300,9 @@ def test_transformer_engines_layer_agrees_with_megatrons_formula():
 
 
 def test_a_recomputed_mlp_is_there_once():
-    """Of 4 layers with Transformer Engine's kernels: each keeps its norms' inputs and the first
-    one's output, and its attention; the layer whose turn it is in the backward pass has all."""
+    """Each of 4 layers keeps its norms' inputs, the first norm's output and its attention.
+
+    The layers are Transformer Engine's; the one whose turn it is in the backward pass has all."""
     selective = PolicyConfig(recompute_granularity="selective")
     middle = work(chunk_layers=4, has_embedding=False, has_head=False, pipelined=True)
     whole = layer_elements(ONE_LAYER, middle)

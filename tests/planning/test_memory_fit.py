@@ -149,8 +149,9 @@ def test_the_figures_and_the_key_of_the_largest_part_are_told():
 
 
 def test_what_torch_counted_is_told_beside_the_plan_without_the_engine_that_sleeps():
-    """A run of SmolLM2-135M on an H200, whose 82.5 GiB were measured (2026-11-27, with more
-    activations in it)."""
+    """A run of SmolLM2-135M on an H200, of which 82.5 GiB were measured.
+
+    The measurement is of 2026-11-27, with more activations in it."""
     smol = replace(
         QWEN_7B,
         architecture="LlamaForCausalLM",
@@ -232,8 +233,9 @@ def taken(settings: Config, sentence: str) -> tuple[Config, int]:
 
 
 def smaller_after(settings: Config, ranks: int, problem: str) -> list[str]:
-    """The advice of a problem, each part of which was followed and found to make the phase
-    smaller."""
+    """The advice of a problem, after it was checked.
+
+    Each part of it was followed and found to make the phase smaller."""
     match = re.search(r'pipeline stage (\d+)\) .* in the phase "(\w+)"', problem)
     assert match is not None
     stage = int(match[1])
@@ -294,8 +296,9 @@ def test_a_kv_cache_of_a_given_size_is_planned_and_must_hold_one_sequence():
 
 
 def test_the_share_that_an_engine_needs_is_told_beside_what_the_gpu_has():
-    """Qwen2.5-72B has 135.4 GiB of weights: 1.7 times an H100, and on 4 ranks half of one with what
-    comes beside."""
+    """Qwen2.5-72B has 135.4 GiB of weights: 1.7 times an H100.
+
+    On 4 ranks they take half of an H100 with what comes beside."""
     large = replace(
         QWEN_7B, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_size=29568
     )

@@ -168,8 +168,9 @@ def test_recomputed_layers_against_those_of_a_chunk():
 
 
 def megatron_chunks(layers: int, parallel: ParallelConfig) -> list[list[int]] | None:
-    """Layers of every model chunk in the order in which activations pass, by Megatron; None where
-    it refuses."""
+    """Layers of every model chunk, by Megatron, in the order in which activations pass.
+
+    None where Megatron refuses the layout."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 

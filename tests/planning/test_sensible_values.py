@@ -137,8 +137,9 @@ def unbounded() -> Iterator[str]:
 
 
 def test_every_number_without_a_bound_has_a_sensible_one() -> None:
-    """But for those of ANY_NUMBER: a new setting is given what is sensible, or a reason why
-    anything is."""
+    """Every new setting is given a sensible bound, unless it is in ANY_NUMBER.
+
+    ANY_NUMBER has the reason why any number is sensible."""
     lists = {key for key in unbounded() if all_settings()[key].type_name.startswith("list")}
     doubted = {
         key

@@ -137,8 +137,9 @@ def test_sequences_that_cannot_be_counted_are_told_with_the_cause(
 
 
 def test_memory_is_that_of_training_alone(place: list[str], untied_model: Path) -> None:
-    """A GPU's plan has no engine and no reference in it; one that is too small is refused with what
-    to change."""
+    """A GPU's plan has no engine and no reference in it.
+
+    A GPU that is too small is refused with what to change."""
     config = load_config([], place)
     shape = shape_of(untied_model)
     target = Target("cuda", "a GPU", 4 * GIB, local_layers=False)

@@ -33,8 +33,9 @@ from tests.tiny_models import VOCAB, make_model_folder, shape_of
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A teacher of 6 layers, 6 heads in 3 groups and 64 positions, with more rows than the
-    policy."""
+    """A teacher of 6 layers, 6 heads in 3 groups and 64 positions.
+
+    It has more rows than the policy."""
     shape = {
         "num_hidden_layers": 6,
         "num_attention_heads": 6,
@@ -211,7 +212,7 @@ def test_a_teacher_that_ends_otherwise_is_warned_of(
 
 
 def test_the_plan_has_the_teacher_where_it_is_held(folder: Path, tied_model: Path) -> None:
-    """Of two stages the second has the output layer: V x H = 101 x 96 elements of 2 bytes."""
+    """The second of two stages has the output layer: V x H = 101 x 96 elements of 2 bytes."""
     gpu = Target("cuda", "any", 80 * 2**30, local_layers=True)
     shape = shape_of(tied_model)
     parallel = ParallelConfig(pipeline=2)

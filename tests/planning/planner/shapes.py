@@ -38,11 +38,12 @@ TINY = ModelShape(
     torch_dtype="bfloat16",
 )
 LAYER_FLOPS = 2 * (4 * 8 * 8 + 3 * 8 * 16)
-"""Of one token forwards: four square matrices of attention, three of the feed-forward network."""
+"""FLOPs of a token's forward pass: four square matrices of attention, three of the feed-forward."""
 HEAD_FLOPS = 2 * 8 * 32
 PAIR_FLOPS = 4 * 4 * 8 / 2
-"""Of attention forwards, times the square of a sequence's length: 4 x layers x query size, half of
-it masked."""
+"""FLOPs of attention's forward pass for each square of a sequence's length.
+
+4 x layers x query size, half of it masked."""
 GPU = Target("cuda", "H100-80GB", 79 * 2**30, local_layers=False)
 FREE = Coefficients(1.0, 1.0, 1.0, *(0.0,) * 6)
 """All of a machine's speed, and nothing on top: seconds are work over speed."""
@@ -70,7 +71,7 @@ def inputs(
     shape: ModelShape = TINY,
     **speeds: float,
 ) -> StepInputs:
-    """On a machine that does everything at once, but for what `speeds` name (FLOP/s or bytes/s)."""
+    """Inputs of a machine without limits, but for the `speeds` named (FLOP/s or bytes/s)."""
     best = dict.fromkeys(("flops", "memory", "node", "network", "host"), math.inf)
     cluster = Cluster(Machine("test", "cuda", **(best | speeds)), nodes, ranks // nodes, FREE)
     return step_inputs(config, shape, GPU, cluster, batch)

@@ -1,5 +1,7 @@
-"""Lengths of completions: the moments against a plain sum over many quantiles, and the log that the
-spread is from."""
+"""Lengths of completions.
+
+The moments are compared with a plain sum over many quantiles, and the spread with the step log that
+it is from."""
 
 import pytest
 
@@ -30,8 +32,9 @@ def test_a_mean_that_no_completions_have_is_refused(mean: float):
 
 
 def test_the_spread_is_that_of_the_log():
-    """AReaL's tutorial, six steps of 16,384 sequences of a 7B model: 7941.9 tokens, of which 107.8
-    are the prompt's."""
+    """The numbers are of AReaL's tutorial: six steps of 16,384 sequences of a 7B model.
+
+    Of 7941.9 tokens 107.8 are the prompt's."""
     assert lengths_with_mean(7941.9 - 107.8, 16384).truncated == pytest.approx(0.1238, rel=1e-2)
 
 

@@ -1,5 +1,6 @@
-"""Step times that AReaL has published, and what is predicted for them with the default
-coefficients."""
+"""Step times that AReaL has published.
+
+They are compared with what is predicted for them by the default coefficients."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +18,14 @@ from rlmath.planning.planner.training import update_seconds
 
 RECIPES = Path(__file__).resolve().parents[3] / "configs" / "areal"
 LENGTHS = lengths_with_mean(7941.9 - 107.8, 16384)
-"""Of the step log in the tutorial of AReaL, with a limit of 16,384 tokens; the rows have 27,648."""
+"""Lengths of the step log in AReaL's tutorial, limited to 16,384 tokens; the rows have 27,648."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A step on nodes of 8 H800, sampling and training on halves of the GPUs, one after the other
-    (AReaL v0.2, the hardware table of its tutorial; layouts from its examples/configs)."""
+    """A step on nodes of 8 H800: sampling, then training, each on a half of the GPUs.
+
+    Source: AReaL v0.2, the hardware table of its tutorial; layouts from its examples/configs."""
 
     recipe: str
     nodes: int

@@ -20,7 +20,7 @@ from tests.planning.planner.shapes import (
 )
 
 KV_BYTES = 2 * 4 * 2 * 4 * 2
-"""Of a token: keys and values, layers, heads, head dim, bfloat16."""
+"""Bytes of a token: keys and values, layers, heads, head dim, bfloat16."""
 TOKEN_FLOPS = 4 * LAYER_FLOPS + HEAD_FLOPS
 RUNNING = BATCH.prompt_tokens + 5
 """Tokens of a sequence that is being decoded, on average: its prompt and half of its completion."""

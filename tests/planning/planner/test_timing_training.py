@@ -189,7 +189,7 @@ def test_what_is_offloaded_goes_there_and_back():
 
 
 def usual(config, ranks: int, nodes: int = 1):
-    """With the coefficients of GPUs."""
+    """The plan of a step with the coefficients of GPUs."""
     speeds = {"flops": 1e9, "memory": 1e9, "node": 1e9, "network": 1e9, "host": 1e9}
     done = inputs(config, ranks, nodes, **speeds)
     return plan_step(
