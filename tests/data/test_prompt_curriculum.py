@@ -75,8 +75,8 @@ def test_a_band_passes_over_what_is_too_easy_or_too_hard_and_runs_on_into_the_ne
     Draws 3, 7, 11, ... are the queue's."""
     prompt_curriculum = curriculum(6, 2, known={1: RIGHT, 4: WRONG})
     drawn = make_steps(prompt_curriculum, range(6), lambda step, index: {1: 8, 4: 0}.get(index, 4))
-    #  draw 0: 0; 1: passes over 1, 2 | 2: 3; 3 (floor): 1 | 4: passes over 4, 5; 5: the next pass, 0 | 6: 2, 1 waits;
-    #  7 (floor): 4 | 8: 3; 9: passes over 4, 5 | 10: 0; 11 (floor): 1 again
+    # draw 0: 0; 1: passes over 1, 2 | 2: 3; 3 (floor): 1 | 4: passes over 4, 5; 5: the next pass, 0
+    # | 6: 2, 1 waits; 7 (floor): 4 | 8: 3; 9: passes over 4, 5 | 10: 0; 11 (floor): 1 again
     assert drawn == [[0, 2], [3, 1], [5, 0], [2, 4], [3, 5], [0, 1]]
     summary = prompt_curriculum.summary()
     assert summary["skipped_at_the_end"] == {"easy": 1, "hard": 1}
