@@ -11,11 +11,11 @@ def check_table(function: Callable[..., Any], rows: Iterable[Sequence[Any]]) -> 
     wrong = []
     for *arguments, expected in rows:
         try:
-            found = function(*arguments)
+            outcome = function(*arguments)
         except Exception as error:
-            found = error
-        if found != expected:
-            wrong.append(f"{arguments}: {found!r}, not {expected!r}")
+            outcome = error
+        if outcome != expected:
+            wrong.append(f"{arguments}: {outcome!r}, not {expected!r}")
     assert not wrong, "\n".join(wrong)
 
 

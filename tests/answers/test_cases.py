@@ -65,10 +65,10 @@ def shown(rows: list[dict]) -> str:
 
 def in_parts(rows: list[dict]) -> list:
     """Every fourth row for `make test`, and the others for `make test-matrix`."""
-    others = [row for number, row in enumerate(rows) if number % 4]
+    other_rows = [row for number, row in enumerate(rows) if number % 4]
     return [
         pytest.param(rows[::4], id="every fourth"),
-        pytest.param(others, id="the others", marks=matrix),
+        pytest.param(other_rows, id="the others", marks=matrix),
     ]
 
 

@@ -78,7 +78,8 @@ def under_both_rules(gold: str, answer: str) -> tuple[bool, bool]:
 
 
 def test_the_protocol_is_loose_where_the_default_is_strict():
-    loosely, never = (False, True), (False, False)
+    loosely = (False, True)
+    never = (False, False)
     check_table(
         under_both_rules,
         [
@@ -133,10 +134,10 @@ def test_the_cheap_half_loads_neither_sympy_nor_torch():
         "print({'sympy', 'torch', 'math_verify', 'mpmath'} & set(sys.modules))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
     )
-    assert result.stdout.strip() == "set()"
+    assert process.stdout.strip() == "set()"
 
 
 def test_a_monstrous_reference_answer_stops_nobody():

@@ -42,9 +42,9 @@ def torch_reads(state: Path) -> dict[str, Tensor]:
     """Every tensor of a torch_dist folder, whole, as torch itself puts it together."""
     entries = FileSystemReader(state).read_metadata().state_dict_metadata
     into = {
-        key: torch.full(entry.size, 99.0, dtype=entry.properties.dtype)
-        for key, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
+        key: torch.full(metadata.size, 99.0, dtype=metadata.properties.dtype)
+        for key, metadata in entries.items()
+        if isinstance(metadata, TensorStorageMetadata)
     }
     dcp.load(into, checkpoint_id=state, no_dist=True)
     return into
@@ -89,6 +89,6 @@ class Call:
 
 def write_index(folder: Path, content: Any) -> Path:
     folder.mkdir(exist_ok=True)
-    data = content if isinstance(content, bytes) else pickle.dumps(content)
-    (folder / ".metadata").write_bytes(data)
+    index_bytes = content if isinstance(content, bytes) else pickle.dumps(content)
+    (folder / ".metadata").write_bytes(index_bytes)
     return folder

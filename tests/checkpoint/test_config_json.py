@@ -115,7 +115,9 @@ PHI_4_MINI: dict[str, Any] = COMMON | {
 
 def shape(folder: Path, release: dict[str, Any], **changes: Any) -> ModelShape:
     """The shape of a release; a value of ... takes the key out."""
-    values = {name: value for name, value in {**release, **changes}.items() if value is not ...}
+    values = {
+        name: setting for name, setting in {**release, **changes}.items() if setting is not ...
+    }
     (folder / "config.json").write_text(json.dumps(values))
     return read_model_shape(folder)
 
@@ -135,14 +137,15 @@ def rope(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", ["int32", "int8", "uint8", "bool", "float8_e4m3fn", "float64"])
 def test_numbers_that_are_no_plain_floats_are_told_from_the_headers(tmp_path: Path, dtype: str):
     """The bytes of a tensor under another tag, too: int32 has the size of float32."""
-    folder, name = make_model_folder(tmp_path / "model"), "model.norm.weight"
+    folder = make_model_folder(tmp_path / "model")
+    name = "model.norm.weight"
     tensors = load_file(folder / "model.safetensors")
     kind = getattr(torch, dtype)
     tensors[name] = tensors[name].view(kind) if dtype == "int32" else tensors[name].to(kind)
     save_file(tensors, folder / "model.safetensors")
-    (told,) = inspect_model_folder(folder)[1]
-    assert told.startswith(f"{name} in {folder / 'model.safetensors'} has numbers in ")
-    assert "needed: float32, bfloat16 or float16" in told
+    (problem,) = inspect_model_folder(folder)[1]
+    assert problem.startswith(f"{name} in {folder / 'model.safetensors'} has numbers in ")
+    assert "needed: float32, bfloat16 or float16" in problem
     with pytest.raises(ValueError, match="needed: float32"):
         HFReader(folder).tensor(name)
 
@@ -154,7 +157,8 @@ def test_a_fifo_in_the_place_of_weights_is_not_waited_for(tmp_path: Path):
     index = {"weight_map": {"model.norm.weight": "weights.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert any(
-        "are not there: weights.safetensors" in one for one in inspect_model_folder(folder)[1]
+        "are not there: weights.safetensors" in problem
+        for problem in inspect_model_folder(folder)[1]
     )
     with pytest.raises(ValueError, match="1 are not there"):
         HFReader(folder).tensor("model.norm.weight")
@@ -165,26 +169,28 @@ def test_a_number_beyond_all_measure_is_told(tmp_path: Path):
 
 
 def test_a_llama_has_stretched_rotary_embeddings_and_no_biases(tmp_path: Path):
-    found = shape(tmp_path, LLAMA_3_2_1B)
-    assert found.rope_scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
-    assert (found.rope_theta, found.max_positions, found.tied_embeddings) == (
+    model_shape = shape(tmp_path, LLAMA_3_2_1B)
+    assert model_shape.rope_scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    assert (model_shape.rope_theta, model_shape.max_positions, model_shape.tied_embeddings) == (
         500000.0,
         131072,
         True,
     )
-    assert not found.attention_bias and not found.qk_norm
+    assert not model_shape.attention_bias and not model_shape.qk_norm
 
 
 def test_a_qwen3_has_norms_of_query_and_key_and_heads_of_its_own_size(tmp_path: Path):
-    found = shape(tmp_path, QWEN3_0_6B)
-    assert found.qk_norm and not found.attention_bias and found.rope_scaling is None
-    assert (found.head_dim, found.hidden_size // found.num_heads) == (128, 64)
+    model_shape = shape(tmp_path, QWEN3_0_6B)
+    assert (
+        model_shape.qk_norm and not model_shape.attention_bias and model_shape.rope_scaling is None
+    )
+    assert (model_shape.head_dim, model_shape.hidden_size // model_shape.num_heads) == (128, 64)
 
 
 def test_a_mistrals_heads_need_not_add_up_to_the_hidden_size(tmp_path: Path):
-    found = shape(tmp_path, MISTRAL_NEMO)
-    assert (found.head_dim, found.hidden_size // found.num_heads) == (128, 160)
-    assert not found.qk_norm and not found.attention_bias
+    model_shape = shape(tmp_path, MISTRAL_NEMO)
+    assert (model_shape.head_dim, model_shape.hidden_size // model_shape.num_heads) == (128, 160)
+    assert not model_shape.qk_norm and not model_shape.attention_bias
     assert shape(tmp_path, MISTRAL_NEMO, head_dim=...).head_dim == 160
 
 
@@ -203,18 +209,20 @@ def test_a_mistrals_heads_need_not_add_up_to_the_hidden_size(tmp_path: Path):
 def test_a_folder_that_transformers_5_wrote_is_read_as_transformers_reads_it(
     tmp_path: Path, architecture: str
 ):
-    found, problems = inspect_model_folder(
+    model_shape, problems = inspect_model_folder(
         make_model_folder(tmp_path / "model", architecture=architecture)
     )
     config = AutoConfig.from_pretrained(tmp_path / "model")
-    assert found is not None and not problems
-    assert found.architecture == architecture
-    assert found.head_dim == getattr(config, "head_dim", 32)
-    assert found.rope_theta == config.rope_parameters["rope_theta"]
-    assert (found.rope_scaling is not None) == (config.rope_parameters["rope_type"] == "llama3")
-    if isinstance(found.rope_scaling, Llama3Scaling):
+    assert model_shape is not None and not problems
+    assert model_shape.architecture == architecture
+    assert model_shape.head_dim == getattr(config, "head_dim", 32)
+    assert model_shape.rope_theta == config.rope_parameters["rope_theta"]
+    assert (model_shape.rope_scaling is not None) == (
+        config.rope_parameters["rope_type"] == "llama3"
+    )
+    if isinstance(model_shape.rope_scaling, Llama3Scaling):
         assert (
-            found.rope_scaling.original_max_positions
+            model_shape.rope_scaling.original_max_positions
             == LLAMA3_ROPE["original_max_position_embeddings"]
         )
 
@@ -223,10 +231,13 @@ def test_a_folder_that_transformers_5_wrote_is_read_as_transformers_reads_it(
 def test_the_older_name_of_rotary_settings_hides_the_newer_as_in_transformers(
     tmp_path: Path, newer: dict[str, Any]
 ):
-    found = shape(tmp_path, LLAMA_3_2_1B, rope_parameters=newer)
+    model_shape = shape(tmp_path, LLAMA_3_2_1B, rope_parameters=newer)
     read = AutoConfig.from_pretrained(tmp_path).rope_parameters
-    assert isinstance(found.rope_scaling, Llama3Scaling)
-    assert (found.rope_theta, found.rope_scaling.factor) == (read["rope_theta"], read["factor"])
+    assert isinstance(model_shape.rope_scaling, Llama3Scaling)
+    assert (model_shape.rope_theta, model_shape.rope_scaling.factor) == (
+        read["rope_theta"],
+        read["factor"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -337,9 +348,13 @@ def test_what_a_qwen3_may_not_ask_for(tmp_path: Path, changes: dict[str, Any], t
 
 
 def test_a_qwen3_with_experts_tells_how_many_and_how_large_they_are(tmp_path: Path):
-    found = shape(tmp_path, QWEN3_30B_A3B)
-    assert (found.num_experts, found.experts_per_token, found.ffn_size) == (128, 8, 768)
-    assert found.norm_topk_prob and found.qk_norm
+    model_shape = shape(tmp_path, QWEN3_30B_A3B)
+    assert (model_shape.num_experts, model_shape.experts_per_token, model_shape.ffn_size) == (
+        128,
+        8,
+        768,
+    )
+    assert model_shape.norm_topk_prob and model_shape.qk_norm
     # transformers 5 writes the number of experts under another name, and leaves nothing unsaid
     renamed = shape(
         tmp_path, QWEN3_30B_A3B, num_experts=..., num_local_experts=64, norm_topk_prob=...
@@ -412,8 +427,9 @@ def test_windows_are_those_of_transformers(
     window: int | None,
     full: tuple[int, ...],
 ):
-    found, config = shape(tmp_path, release, **changes), AutoConfig.from_pretrained(tmp_path)
-    assert (found.sliding_window, found.full_attention_layers) == (window, full)
+    model_shape = shape(tmp_path, release, **changes)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert (model_shape.sliding_window, model_shape.full_attention_layers) == (window, full)
     if window is not None:
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 4
         assert config.sliding_window == window
@@ -477,8 +493,12 @@ def test_both_forms_of_rotary_settings_are_read_alike(
 
 
 def test_a_phi_4_mini_rotates_a_part_of_every_head_within_its_original_positions(tmp_path: Path):
-    found = shape(tmp_path, PHI_4_MINI)
-    assert (found.head_dim, found.rotary_dim, found.max_positions) == (128, 96, 4096)
+    model_shape = shape(tmp_path, PHI_4_MINI)
+    assert (model_shape.head_dim, model_shape.rotary_dim, model_shape.max_positions) == (
+        128,
+        96,
+        4096,
+    )
     plain = shape(tmp_path, PHI_4_MINI, rope_scaling=None, partial_rotary_factor=1.0)
     assert (plain.rotary_dim, plain.max_positions) == (None, 131072)
 

@@ -80,9 +80,10 @@ def test_query_key_and_value_lie_group_by_group_and_layers_are_stacked(
     source: Path, tmp_path: Path
 ):
     state = to_megatron(source, tmp_path / "megatron", tensor=2)
-    hf, found = weights(source), torch_reads(state)[QKV]
+    hf = weights(source)
+    fused = torch_reads(state)[QKV]
     heads = {
-        x: hf[f"model.layers.3.self_attn.{x}_proj.weight"].split(32) for x in "qkv"
+        letter: hf[f"model.layers.3.self_attn.{letter}_proj.weight"].split(32) for letter in "qkv"
     }  # 4 heads of 32 rows
     rows = [
         *heads["q"][:2],
@@ -92,8 +93,8 @@ def test_query_key_and_value_lie_group_by_group_and_layers_are_stacked(
         heads["k"][1],
         heads["v"][1],
     ]
-    assert tuple(found.shape) == (4, 256, 128)
-    assert torch.equal(found[3], torch.cat(rows))
+    assert tuple(fused.shape) == (4, 256, 128)
+    assert torch.equal(fused[3], torch.cat(rows))
 
 
 def test_the_folder_is_what_megatron_lm_looks_for(source: Path, tmp_path: Path):
@@ -111,14 +112,14 @@ def test_the_folder_is_what_megatron_lm_looks_for(source: Path, tmp_path: Path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_number_formats(source: Path, tmp_path: Path, dtype: torch.dtype):
     state = to_megatron(source, tmp_path / "megatron", dtype=dtype)
-    wanted = {name: tensor.to(dtype) for name, tensor in weights(source).items()}
+    expected = {name: tensor.to(dtype) for name, tensor in weights(source).items()}
     back = to_hf(state, source, tmp_path / "auto")
-    assert_same(weights(back), wanted)
+    assert_same(weights(back), expected)
     assert json.loads((back / "config.json").read_text())["dtype"] == str(dtype).removeprefix(
         "torch."
     )
     as_float = to_hf(state, source, tmp_path / "float", torch.float32)
-    assert_same(weights(as_float), {name: tensor.float() for name, tensor in wanted.items()})
+    assert_same(weights(as_float), {name: tensor.float() for name, tensor in expected.items()})
 
 
 def test_the_way_back_loads_in_transformers_in_several_files(source: Path, tmp_path: Path):
@@ -192,7 +193,7 @@ def test_the_optimizers_numbers_are_not_read(source: Path, tmp_path: Path):
         (put(EMBEDDING, 100, 128), ["embedding.word_embeddings.weight has shape (100, 128)"]),
         (put(EMBEDDING, 101, 64), ["(101, 64), config.json makes it (101, 128)"]),
     ],
-    ids=lambda x: x[0] if isinstance(x, list) else "",
+    ids=lambda parameter: parameter[0] if isinstance(parameter, list) else "",
 )
 def test_a_checkpoint_of_another_model_is_refused_with_a_list(
     source: Path, tmp_path: Path, change: Any, told: list[str]
@@ -251,13 +252,13 @@ def test_checkpoints_are_found_by_any_of_their_folders(source: Path, tmp_path: P
     older, newer = (
         our_checkpoint(tmp_path / "run" / "checkpoints", state, n, source) for n in (20, 40)
     )
-    for given in (tmp_path / "run", tmp_path / "run" / "checkpoints", newer, newer / "state"):
-        assert find_megatron(given).state == newer / "state"
-        assert find_megatron(given).metadata_files == newer / "hf"
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoints", newer, newer / "state"):
+        assert find_megatron(path).state == newer / "state"
+        assert find_megatron(path).metadata_files == newer / "hf"
     assert find_megatron(older).state == older / "state"
-    for given in (tmp_path / "megatron", state):
-        assert find_megatron(given).state == state
-        assert find_megatron(given).metadata_files == tmp_path / "megatron" / "hf"
+    for path in (tmp_path / "megatron", state):
+        assert find_megatron(path).state == state
+        assert find_megatron(path).metadata_files == tmp_path / "megatron" / "hf"
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("70\n")
     state.rename(tmp_path / "megatron" / "iter_0000070")
     assert find_megatron(tmp_path / "megatron").state.name == "iter_0000070"

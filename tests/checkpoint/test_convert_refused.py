@@ -119,7 +119,9 @@ def test_tensors_that_older_releases_wrote_are_passed_over(tmp_path: Path):
     edit(copy, put("model.layers.0.self_attn.rotary_emb.inv_freq", 16))
     edit(
         copy,
-        lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}),
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        ),
     )
     state = to_megatron(copy, tmp_path / "out")
     assert_same(weights(to_hf(state, copy, tmp_path / "hf")), weights(tied))

@@ -40,22 +40,22 @@ def make(root: Path, step: int, kept: bool = False) -> Path:
 
 
 def steps(root: Path) -> list[int]:
-    return [one.step for one in complete_checkpoints(root)[0]]
+    return [checkpoint.step for checkpoint in complete_checkpoints(root)[0]]
 
 
 def test_what_is_published_is_found_newest_first_with_every_file(tmp_path: Path) -> None:
     for step in (2, 10, 7):
         make(tmp_path, step)
-    found, problems = complete_checkpoints(tmp_path)
-    assert [one.step for one in found] == [10, 7, 2] and problems == []
-    assert found[0].files.keys() == {
+    checkpoints, problems = complete_checkpoints(tmp_path)
+    assert [checkpoint.step for checkpoint in checkpoints] == [10, 7, 2] and problems == []
+    assert checkpoints[0].files.keys() == {
         "state/__0_0.distcp",
         "state/.metadata",
         "progress.json",
         "config.yaml",
     }
-    assert found[0].files["state/__0_0.distcp"].size == 2560
-    assert wrong_contents(found[0], found[0].files) == []
+    assert checkpoints[0].files["state/__0_0.distcp"].size == 2560
+    assert wrong_contents(checkpoints[0], checkpoints[0].files) == []
 
 
 def test_the_checksum_is_that_of_sha256sum(tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_files_and_links_with_the_names_of_unfinished_folders_are_removed(tmp_pa
 def test_a_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     make(tmp_path, 1)
     (make(tmp_path, 2) / "manifest.json").unlink()
-    found, problems = complete_checkpoints(tmp_path)
-    assert [one.step for one in found] == [1]
+    checkpoints, problems = complete_checkpoints(tmp_path)
+    assert [checkpoint.step for checkpoint in checkpoints] == [1]
     assert "step-000002 is damaged and is skipped" in problems[0]
 
 
@@ -134,32 +134,34 @@ def test_a_small_file_that_has_become_huge_is_refused_unread(tmp_path: Path, nam
         ValueError, match=f"{name} cannot be read .*has 42949672960 bytes, more than"
     ):
         read_checkpoint(folder) if name == MANIFEST else read_progress(folder)
-    found, (problem,) = complete_checkpoints(tmp_path)
-    assert found == [] and "is damaged and is skipped" in problem
+    checkpoints, (problem,) = complete_checkpoints(tmp_path)
+    assert checkpoints == [] and "is damaged and is skipped" in problem
 
 
 def test_a_truncated_a_missing_and_a_changed_file_are_told(tmp_path: Path) -> None:
     truncated, missing, changed = (make(tmp_path, step) for step in (1, 2, 3))
-    data = truncated / "state" / "__0_0.distcp"
-    data.write_bytes(data.read_bytes()[:-1])
+    part = truncated / "state" / "__0_0.distcp"
+    part.write_bytes(part.read_bytes()[:-1])
     (missing / "progress.json").unlink()
-    data = changed / "state" / "__0_0.distcp"
-    flipped = bytearray(data.read_bytes())
+    part = changed / "state" / "__0_0.distcp"
+    flipped = bytearray(part.read_bytes())
     flipped[300] ^= 1
-    data.write_bytes(flipped)
-    found, problems = complete_checkpoints(tmp_path)
-    assert [one.step for one in found] == [3], "sizes do not tell a flipped bit"
-    assert any("has 255 bytes, the manifest says 256" in one for one in problems)
-    assert any("progress.json cannot be read" in one for one in problems)
-    assert wrong_contents(found[0], found[0].files) == [
+    part.write_bytes(flipped)
+    checkpoints, problems = complete_checkpoints(tmp_path)
+    assert [checkpoint.step for checkpoint in checkpoints] == [3], "sizes do not tell a flipped bit"
+    assert any("has 255 bytes, the manifest says 256" in problem for problem in problems)
+    assert any("progress.json cannot be read" in problem for problem in problems)
+    assert wrong_contents(checkpoints[0], checkpoints[0].files) == [
         "state/__0_0.distcp has other contents than were written (SHA-256 differs)"
     ]
 
 
 def test_a_checkpoint_under_another_ones_name_is_passed_over(tmp_path: Path) -> None:
     shutil.copytree(make(tmp_path, 1), tmp_path / "step-000005")
-    found, problems = complete_checkpoints(tmp_path)
-    assert [one.step for one in found] == [1] and "its manifest is that of step 1" in problems[0]
+    checkpoints, problems = complete_checkpoints(tmp_path)
+    assert [checkpoint.step for checkpoint in checkpoints] == [
+        1
+    ] and "its manifest is that of step 1" in problems[0]
 
 
 def test_a_file_that_is_not_as_its_writer_left_it_is_not_published(tmp_path: Path) -> None:
@@ -275,8 +277,8 @@ def test_a_pipe_in_the_place_of_a_file_is_damage_and_is_not_waited_for(
     if name != "manifest.json":  # it passes for an empty file
         manifest["files"][name] = {"size": 0, "sha256": hashlib.sha256().hexdigest()}
         (folder / "manifest.json").write_text(json.dumps(manifest))
-    found, problems = complete_checkpoints(tmp_path)
-    assert [one.step for one in found] == [1]
+    checkpoints, problems = complete_checkpoints(tmp_path)
+    assert [checkpoint.step for checkpoint in checkpoints] == [1]
     assert (
         len(problems) == 1
         and "is a FIFO; needed: a regular file" in problems[0]

@@ -58,13 +58,14 @@ def test_an_output_layer_beside_tied_embeddings_is_refused_where_it_is_another(
     tmp_path: Path,
 ) -> None:
     folder = make_model_folder(tmp_path / "tied", tied=True)
-    shape, file = shape_of(folder), folder / "model.safetensors"
-    held = load_file(file)
-    same = held[EMBEDDING].clone()
-    save_file(held | {HEAD: same}, file)
+    shape = shape_of(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    output_layer = tensors[EMBEDDING].clone()
+    save_file(tensors | {HEAD: output_layer}, file)
     assert weight_problems(folder, shape) == []
-    same[-1, -1] += 1
-    save_file(held | {HEAD: same}, file)
+    output_layer[-1, -1] += 1
+    save_file(tensors | {HEAD: output_layer}, file)
     (problem,) = weight_problems(folder, shape)
     assert f"{HEAD} is another tensor than {EMBEDDING}" in problem
 

@@ -30,11 +30,11 @@ def test_formats_shapes_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with SafetensorsWriter(tmp_path, 10**6) as writer:
         for name, tensor in tensors.items():
             writer.add(name, tensor, formats[name])
-    found = load_file(tmp_path / "model.safetensors")
+    written = load_file(tmp_path / "model.safetensors")
     assert writer.bytes == 48 + 48 + 48 + 48 + 4 + 0 + 14
     for name, tensor in tensors.items():
-        assert found[name].dtype == formats[name] and torch.equal(
-            found[name], tensor.to(formats[name])
+        assert written[name].dtype == formats[name] and torch.equal(
+            written[name], tensor.to(formats[name])
         )
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -44,8 +44,12 @@ def test_wide_numbers_do_not_begin_in_the_middle_of_their_width(tmp_path: Path):
     with SafetensorsWriter(tmp_path, 10**6) as writer:
         writer.add("three", torch.ones(3), torch.bfloat16)
         writer.add("wide", torch.ones(3), torch.float32)  # at byte 6
-    found = {k: v for path in tmp_path.glob("*.safetensors") for k, v in load_file(path).items()}
-    assert torch.equal(found["wide"], torch.ones(3)) and found["three"].dtype == torch.bfloat16
+    written = {
+        name: tensor
+        for path in tmp_path.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+    assert torch.equal(written["wide"], torch.ones(3)) and written["three"].dtype == torch.bfloat16
 
 
 def test_a_header_that_is_full_begins_the_next_file(

@@ -48,22 +48,25 @@ def honest(folder: Path) -> Metadata:
     folder.mkdir(exist_ok=True)
     (folder / "__0_0.distcp").write_bytes(b"0" * 100)
     rows = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 3])) for row in (0, 1)]
-    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float16), torch.Size([2, 3]), rows)
+    tensor_metadata = TensorStorageMetadata(
+        TensorProperties(dtype=torch.float16), torch.Size([2, 3]), rows
+    )
     places = {
         MetadataIndex("t", row.offsets, number): _StorageInfo("__0_0.distcp", 50 * number, 50)
         for number, row in enumerate(rows)
     }
-    return Metadata({"t": entry}, {"t": ("t",)}, places, version="1.0.0")
+    return Metadata({"t": tensor_metadata}, {"t": ("t",)}, places, version="1.0.0")
 
 
 # ---------------------------------------------------------------- honest ones
 
 
 def test_torchs_own_index_is_read_as_torch_reads_it(saved: Path):
-    found, wanted = read_metadata(saved), FileSystemReader(saved).read_metadata()
-    assert found.state_dict_metadata == wanted.state_dict_metadata
-    assert found.storage_data == wanted.storage_data
-    assert found.version == wanted.version
+    metadata = read_metadata(saved)
+    expected = FileSystemReader(saved).read_metadata()
+    assert metadata.state_dict_metadata == expected.state_dict_metadata
+    assert metadata.storage_data == expected.storage_data
+    assert metadata.version == expected.version
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
@@ -72,13 +75,13 @@ def test_an_index_of_any_protocol_with_the_plans_that_megatron_adds_is_read(
 ):
     metadata = honest(tmp_path)
     chunk = metadata.state_dict_metadata["t"].chunks[0]
-    data = TensorWriteData(chunk, TensorProperties(), torch.Size([2, 3]))
-    item = WriteItem(MetadataIndex("t", (0, 0)), WriteItemType.SHARD, tensor_data=data)
-    metadata.all_local_plans = [SavePlan([item])]
+    write_data = TensorWriteData(chunk, TensorProperties(), torch.Size([2, 3]))
+    write_item = WriteItem(MetadataIndex("t", (0, 0)), WriteItemType.SHARD, tensor_data=write_data)
+    metadata.all_local_plans = [SavePlan([write_item])]
     write_index(tmp_path, pickle.dumps(metadata, protocol=protocol))
-    found = read_metadata(tmp_path)
-    assert found.state_dict_metadata == metadata.state_dict_metadata
-    assert found.storage_data == metadata.storage_data
+    read_back = read_metadata(tmp_path)
+    assert read_back.state_dict_metadata == metadata.state_dict_metadata
+    assert read_back.storage_data == metadata.storage_data
 
 
 def test_torch_loads_through_the_safe_reader(saved: Path):
@@ -110,7 +113,7 @@ def test_the_safe_reader_refuses_what_would_run(saved: Path, tmp_path: Path):
         (Call(bytearray, 10**12), "builtins.bytearray"),
         (Call(torch.hub.load, "a/b", "c"), "torch.hub.load"),
     ],
-    ids=lambda x: x if isinstance(x, str) else "",
+    ids=lambda parameter: parameter if isinstance(parameter, str) else "",
 )
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_call_is_refused_by_its_name_and_not_made(
@@ -140,8 +143,8 @@ def test_a_class_in_the_right_module_that_is_no_part_of_an_index_is_refused(tmp_
 def test_a_file_outside_of_the_folder_is_refused(tmp_path: Path, place: str):
     metadata = honest(tmp_path / "in")
     (tmp_path / "outside").write_bytes(b"0" * 1000)
-    index, info = next(iter(metadata.storage_data.items()))
-    metadata.storage_data[index] = replace(info, relative_path=place)
+    index, storage = next(iter(metadata.storage_data.items()))
+    metadata.storage_data[index] = replace(storage, relative_path=place)
     with pytest.raises(ValueError, match="needed: one in the same folder"):
         read_metadata(write_index(tmp_path / "in", metadata))
 
@@ -205,7 +208,7 @@ def test_a_part_without_a_place_is_told(tmp_path: Path):
         b"Pposition\n.",
         b"\x82\x01.",
     ],
-    ids=lambda x: f"{x[:12]!r}",
+    ids=lambda content: f"{content[:12]!r}",
 )
 def test_what_is_no_index_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes

@@ -88,31 +88,37 @@ def test_a_checkpoint_says_where_the_run_stands() -> None:
         _origin=Origin("model", "data", "reward", "hooks", adapter="adapter"),
         _model_formats={"": "bfloat16"},
     )
-    found = checkpointer._progress(13)
-    assert (found.step, found.epoch, found.position, found.updates, found.syncs) == (
+    progress = checkpointer._progress(13)
+    assert (progress.step, progress.epoch, progress.position, progress.updates, progress.syncs) == (
         13,
         2,
         12,
         31,
         13,
     )
-    assert (found.critic_updates, found.discarded_steps) == (32, 37)
-    assert (found.loss_scale, found.critic_loss_scale, found.entropy) == (
+    assert (progress.critic_updates, progress.discarded_steps) == (32, 37)
+    assert (progress.loss_scale, progress.critic_loss_scale, progress.entropy) == (
         (8.0, 40),
         (16.0, 41),
         (0.42, 43.0),
     )
-    assert (found.learned_step, found.good_step, found.rewards) == (38, 39, (0.4, 0.5))
-    assert (found.rollback_steps, found.rollback_draw_steps) == ((33, 35), (34, 36))
-    assert (found.layout, found.world_size) == ("TP2 x PP2 x DP2", 8)
-    of = (
-        found.model_fingerprint,
-        found.data_fingerprint,
-        found.reward_fingerprint,
-        found.hooks_fingerprint,
+    assert (progress.learned_step, progress.good_step, progress.rewards) == (38, 39, (0.4, 0.5))
+    assert (progress.rollback_steps, progress.rollback_draw_steps) == ((33, 35), (34, 36))
+    assert (progress.layout, progress.world_size) == ("TP2 x PP2 x DP2", 8)
+    fingerprints = (
+        progress.model_fingerprint,
+        progress.data_fingerprint,
+        progress.reward_fingerprint,
+        progress.hooks_fingerprint,
     )
-    assert found.model_formats == {"": "bfloat16"}
-    assert (*of, found.adapter_fingerprint) == ("model", "data", "reward", "hooks", "adapter")
+    assert progress.model_formats == {"": "bfloat16"}
+    assert (*fingerprints, progress.adapter_fingerprint) == (
+        "model",
+        "data",
+        "reward",
+        "hooks",
+        "adapter",
+    )
 
 
 def test_models_of_stages_and_the_best_one_count_until_they_are_there(
@@ -137,7 +143,10 @@ def mixed_folder(model: Path, folder: Path) -> Path:
     """The model in bfloat16, but for its norms."""
     shutil.copytree(model, folder)
     tensors = load_file(folder / "model.safetensors")
-    mixed = {name: x if "norm" in name else x.to(torch.bfloat16) for name, x in tensors.items()}
+    mixed = {
+        name: tensor if "norm" in name else tensor.to(torch.bfloat16)
+        for name, tensor in tensors.items()
+    }
     save_file(mixed, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -146,23 +155,24 @@ def test_an_export_has_the_formats_of_the_source_and_the_disk_is_planned_for_the
     tied_model: Path, tmp_path: Path
 ) -> None:
     source = mixed_folder(tied_model, tmp_path / "mixed")
-    shape, trained = shape_of(source), RunConfig(output_dir=str(tmp_path), device="cpu")
-    config = Config(run=trained, model=ModelConfig(path=str(source)))
+    shape = shape_of(source)
+    run_config = RunConfig(output_dir=str(tmp_path), device="cpu")
+    config = Config(run=run_config, model=ModelConfig(path=str(source)))
     formats = export_formats(config)
     assert formats.most == "bfloat16" and formats.of("model.norm.weight") == "float32"
     assert formats_from_json(formats.as_json()) == formats
-    held = load_file(source / "model.safetensors")
-    assert export_bytes(config, shape) == sum(tensor.nbytes for tensor in held.values())
-    stream = ((name, tensor.float()) for name, tensor in held.items())
+    tensors = load_file(source / "model.safetensors")
+    assert export_bytes(config, shape) == sum(tensor.nbytes for tensor in tensors.values())
+    stream = ((name, tensor.float()) for name, tensor in tensors.items())
     write_hf_folder(stream, read_metadata_files(source), tmp_path / "out", formats, writes=True)
     written = load_file(tmp_path / "out" / "model.safetensors")
-    assert written.keys() == held.keys()
-    for name, tensor in held.items():
+    assert written.keys() == tensors.keys()
+    for name, tensor in tensors.items():
         assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     asked = replace(config, save=SaveConfig(export_dtype="float32"))
     assert export_formats(asked) == TensorFormats("float32")
-    assert export_bytes(asked, shape) == sum(4 * tensor.numel() for tensor in held.values())
+    assert export_bytes(asked, shape) == sum(4 * tensor.numel() for tensor in tensors.values())
 
 
 def test_what_float16_cannot_hold_is_exported_as_it_is(

@@ -20,14 +20,16 @@ def test_rectangles_hold_each_element_of_the_range_once_and_in_order(
     numbers = torch.arange(math.prod(shape)).view(shape)
     for start in range(numbers.numel() + 1):
         for stop in range(start, numbers.numel() + 1):
-            found = []
+            elements = []
             for offset, size in rectangles(shape, start, stop):
-                slices = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
+                slices = tuple(
+                    slice(begin, begin + length) for begin, length in zip(offset, size, strict=True)
+                )
                 part = numbers[slices]
                 assert part.shape == size
                 assert part.is_contiguous() or part.numel() == 1
-                found += part.flatten().tolist()
-            assert found == list(range(start, stop)), (start, stop)
+                elements += part.flatten().tolist()
+            assert elements == list(range(start, stop)), (start, stop)
 
 
 def test_a_range_of_a_matrix_is_three_rectangles_at_most() -> None:

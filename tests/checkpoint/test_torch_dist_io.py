@@ -40,12 +40,13 @@ def test_any_rectangle_of_what_was_written_in_parts(
 ):
     whole = grid(tmp_path / "g")
     (row, column), (height, width) = offset, size
-    wanted = whole[row : row + height, column : column + width]
-    assert torch.equal(StateReader(tmp_path / "g").read("grid", offset, size), wanted)
+    expected = whole[row : row + height, column : column + width]
+    assert torch.equal(StateReader(tmp_path / "g").read("grid", offset, size), expected)
 
 
 def test_torch_loads_what_was_written_in_parts(tmp_path: Path):
-    whole, into = grid(tmp_path / "g"), {"grid": torch.zeros(4, 6)}
+    whole = grid(tmp_path / "g")
+    into = {"grid": torch.zeros(4, 6)}
     dcp.load(into, checkpoint_id=tmp_path / "g", no_dist=True)
     assert torch.equal(into["grid"], whole)
 
@@ -119,12 +120,12 @@ def test_a_part_that_is_not_the_tensor_it_should_be_is_refused(tmp_path: Path, k
         wrong: Any = {"code": Call(os.mkdir, str(tmp_path / "ran")), "other shape": torch.zeros(5)}
         torch.save(wrong.get(kind, torch.zeros(4, dtype=torch.int32)), file)
     replace_part(tmp_path, file.getvalue())
-    told = {
+    messages = {
         "bomb": "compressed",
         "code": "damaged",
         "other shape": "no tensor of",
         "other numbers": "no tensor of",
     }
-    with pytest.raises(ValueError, match=told[kind]):
+    with pytest.raises(ValueError, match=messages[kind]):
         StateReader(tmp_path).read("t", (0,), (4,))
     assert not (tmp_path / "ran").exists()

@@ -70,26 +70,28 @@ UNFINISHED = UnfinishedGroups(
 
 
 def test_a_token_in_flight_takes_eight_bytes() -> None:
-    more = [
+    groups = [
         UnfinishedGroup(
             d, 0, (PartialCompletion([5] * 1000, [-1.0] * 1000, (Segment(1000, 0, 0),)),) * 2
         )
         for d in (0, 1)
     ]
-    one, two = (len(write_unfinished(UnfinishedGroups(more[:count], 2))) for count in (1, 2))
-    assert 0 < two - one - 2 * 1000 * TOKEN_BYTES < 2 * 200, (
+    bytes_of_one, bytes_of_two = (
+        len(write_unfinished(UnfinishedGroups(groups[:count], 2))) for count in (1, 2)
+    )
+    assert 0 < bytes_of_two - bytes_of_one - 2 * 1000 * TOKEN_BYTES < 2 * 200, (
         "beside the header's 200 bytes a completion"
     )
 
 
 def test_what_is_read_is_what_was_written() -> None:
-    found = read_unfinished(write_unfinished(UNFINISHED), 2, 100, text_of)
-    assert (found.next_draw, found.short_share) == (12, 1 / 3)
-    assert [(g.draw, g.first_step, g.deferred) for g in found.groups] == [
+    read_back = read_unfinished(write_unfinished(UNFINISHED), 2, 100, text_of)
+    assert (read_back.next_draw, read_back.short_share) == (12, 1 / 3)
+    assert [(group.draw, group.first_step, group.deferred) for group in read_back.groups] == [
         (7, 1, False),
         (9, 2, True),
     ]
-    first, second = found.groups
+    first, second = read_back.groups
     assert first.samples == UNFINISHED.groups[0].samples
     assert second.samples == (NOTHING_SAMPLED, NOTHING_SAMPLED) and second.unfinished == [0, 1]
     assert isinstance(first.samples[1], ScoredCompletion)
@@ -100,8 +102,8 @@ def test_tokens_that_others_wrote_come_back_as_such() -> None:
     spans = (Segment(2, 4, 1), Segment(1, 4, 1, sampled=False))
     part = replace(partial(3, 4, 5), segments=spans)
     unfinished = UnfinishedGroups([UnfinishedGroup(0, 0, (part, NOTHING_SAMPLED))], 1)
-    found = read_unfinished(write_unfinished(unfinished), 2, 100, text_of)
-    assert found.groups[0].samples[0].segments == spans
+    read_back = read_unfinished(write_unfinished(unfinished), 2, 100, text_of)
+    assert read_back.groups[0].samples[0].segments == spans
 
 
 def test_log_probs_that_are_not_finite_come_back() -> None:
@@ -121,9 +123,9 @@ def damaged(**changes: object) -> bytes:
     """The file with other entries in its header."""
     tensors = dict(load(write_unfinished(UNFINISHED)))
     header = json.loads(tensors["header"].tobytes())
-    header |= {name: value for name, value in changes.items() if name not in tensors}
+    header |= {name: change for name, change in changes.items() if name not in tensors}
     tensors["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    return save(tensors | {name: value for name, value in changes.items() if name in tensors})
+    return save(tensors | {name: change for name, change in changes.items() if name in tensors})
 
 
 ROW = {
@@ -154,8 +156,8 @@ LOGPROBS = np.full(6, -1.0, np.float32)
 
 
 def test_the_file_of_these_tests_is_a_good_one() -> None:
-    found = read_unfinished(one(finish_reason="stop", score=SCORE), 2, 100, text_of)
-    assert found.groups[0].unfinished == [0]
+    read_back = read_unfinished(one(finish_reason="stop", score=SCORE), 2, 100, text_of)
+    assert read_back.groups[0].unfinished == [0]
     assert (
         len(read_unfinished(damaged(tokens=TOKENS, logprobs=LOGPROBS), 2, 100, text_of).groups) == 2
     )
@@ -202,9 +204,11 @@ def test_several_rewards_are_kept_with_those_that_failed() -> None:
     unfinished = UnfinishedGroups(
         [UnfinishedGroup(7, 1, (partial(3, 4, 5), finished(6, 7, 99, score=SEVERAL)))], next_draw=8
     )
-    found = read_unfinished(write_unfinished(unfinished), 2, 100, text_of)
-    assert found == unfinished
-    (sample,) = [one for one in found.groups[0].samples if isinstance(one, ScoredCompletion)]
+    read_back = read_unfinished(write_unfinished(unfinished), 2, 100, text_of)
+    assert read_back == unfinished
+    (sample,) = [
+        sample for sample in read_back.groups[0].samples if isinstance(sample, ScoredCompletion)
+    ]
     assert sample.score == SEVERAL
 
 

@@ -73,7 +73,8 @@ def model_of(config: Any) -> torch.nn.Module:
 
 def numbered_tensors(config: Any) -> dict[str, Tensor]:
     """An untied model's tensors by Hugging Face name, no two elements alike."""
-    tensors, start = {}, 1
+    tensors = {}
+    start = 1
     for name, tensor in model_of(config).state_dict().items():
         tensors[name] = torch.arange(start, start + tensor.numel()).view(tensor.shape)
         start += tensor.numel()
@@ -106,7 +107,7 @@ V = torch.tensor([100, 101, 200, 201])
 @pytest.mark.parametrize("architecture", DENSE)
 def test_the_table_names_every_tensor_of_transformers_and_no_other(architecture: str, tied: bool):
     config = config_of(architecture, tied)
-    wanted = {
+    expected = {
         name: tuple(parameter.shape) for name, parameter in model_of(config).named_parameters()
     }
     shape = shape_of(config)
@@ -115,9 +116,9 @@ def test_the_table_names_every_tensor_of_transformers_and_no_other(architecture:
         for placed in placed_tensors(shape)
         for name, size in zip(placed.hf_names, hf_shapes(placed.rule, shape), strict=True)
     ]
-    assert dict(listed) == wanted
-    assert len(listed) == len(wanted), "a tensor is listed twice"
-    assert ("lm_head.weight" in wanted) != tied
+    assert dict(listed) == expected
+    assert len(listed) == len(expected), "a tensor is listed twice"
+    assert ("lm_head.weight" in expected) != tied
 
 
 def test_tensors_are_streamed_from_the_embedding_to_the_head():
@@ -142,7 +143,8 @@ def test_each_rank_of_fused_qkv_holds_its_groups():
 
 def test_a_rank_of_gate_and_up_holds_the_same_units_of_both():
     wide = ModelShape(**vars(BY_HAND) | {"ffn_size": 4})
-    gate, up = torch.tensor([[1], [2], [3], [4]]), torch.tensor([[11], [12], [13], [14]])
+    gate = torch.tensor([[1], [2], [3], [4]])
+    up = torch.tensor([[11], [12], [13], [14]])
     fused = to_canonical(GATE_UP, [gate, up], wide, tensor=2)
     assert shard(GATE_UP, fused, 0, 2).flatten().tolist() == [1, 2, 11, 12]
     assert shard(GATE_UP, fused, 1, 2).flatten().tolist() == [3, 4, 13, 14]
@@ -168,10 +170,12 @@ def test_padded_vocabulary(vocab: int, tensor: int, padded: int):
 @pytest.mark.parametrize("architecture", DENSE)
 def test_every_tensor_survives_fusing_sharding_and_the_way_back(architecture: str, tensor: int):
     config = config_of(architecture)
-    shape, tensors = shape_of(config), numbered_tensors(config)
+    shape = shape_of(config)
+    tensors = numbered_tensors(config)
     seen = set()
     for placed in placed_tensors(shape):
-        rule, parts = placed.rule, [tensors[name] for name in placed.hf_names]
+        rule = placed.rule
+        parts = [tensors[name] for name in placed.hf_names]
         full = to_canonical(rule, parts, shape, tensor)
         assert full.shape == canonical_shape(rule, shape, tensor)
         shards = [shard(rule, full, rank, tensor) for rank in range(tensor)]

@@ -57,21 +57,21 @@ def screen(words: tuple[str, ...]) -> str:
         except SystemExit as ended:
             status = ended.code
     lines = output.getvalue().splitlines()
-    more = [f"... {len(lines) - ROWS} more lines"] if lines[ROWS:] else []
+    omitted = [f"... {len(lines) - ROWS} more lines"] if lines[ROWS:] else []
     imported = (
-        [f"[imports {', '.join(found)}]"]
-        if (found := [x for x in HEAVY if x in sys.modules])
+        [f"[imports {', '.join(modules)}]"]
+        if (modules := [module for module in HEAVY if module in sys.modules])
         else []
     )
     shown = "\n".join(
-        [f"$ rlmath {' '.join(words)}", *lines[:ROWS], *more, f"[status {status}]", *imported]
+        [f"$ rlmath {' '.join(words)}", *lines[:ROWS], *omitted, f"[status {status}]", *imported]
     )
     return "\n".join(line.rstrip() for line in shown.splitlines())
 
 
 if __name__ == "__main__":
     os.environ["COLUMNS"] = "80"
-    helps = [(one.name, "--help") for one in COMMANDS]
+    helps = [(command.name, "--help") for command in COMMANDS]
     print(
         "\n\n".join(screen(words) for words in [(), *helps, ("train", "--help", "sync"), *MISTAKES])
     )

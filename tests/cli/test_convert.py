@@ -48,13 +48,15 @@ print([name for name in ("megatron", "transformers", "vllm") if name in sys.modu
 def test_both_programs_say_what_they_did_and_import_neither_megatron_nor_transformers(
     source: Path, tmp_path: Path
 ):
-    megatron, back = tmp_path / "megatron" / "out", tmp_path / "hf" / "out"
-    there = (
+    megatron = tmp_path / "megatron" / "out"
+    back = tmp_path / "hf" / "out"
+    megatron_words = (
         f"to-megatron|--hf|{source}|--output|{megatron}|--tensor-parallel|2|--pipeline-parallel|2"
     )
-    done = run("-c", PROGRAMS, there, f"to-hf|--checkpoint|{megatron}|--output|{back}")
+    done = run("-c", PROGRAMS, megatron_words, f"to-hf|--checkpoint|{megatron}|--output|{back}")
     assert re.fullmatch(rf"{LINE}{LINE}\[\]\n", done.stdout) and done.stderr == ""
-    before, after = HFReader(source), HFReader(back)
+    before = HFReader(source)
+    after = HFReader(back)
     assert before.files.keys() == after.files.keys() and len(before.files.keys()) == 51
     assert all(torch.equal(before.tensor(name), after.tensor(name)) for name in before.files)
 
@@ -129,17 +131,18 @@ def test_a_checkpoint_of_a_run_gets_the_formats_of_the_model_that_it_began_with_
 ):
     run_folder = run_with_checkpoint(source, tmp_path)
     assert to_hf(run_folder, tmp_path / "out") == 0
-    reader, began = HFReader(tmp_path / "out"), HFReader(source)
+    reader = HFReader(tmp_path / "out")
+    source_reader = HFReader(source)
     assert {name: reader.tensor(name).dtype for name in reader.files} == {
         name: torch.float32 if name == "model.norm.weight" else torch.bfloat16
-        for name in began.files
+        for name in source_reader.files
     }
     name = "model.embed_tokens.weight"
-    assert torch.equal(reader.tensor(name), began.tensor(name).to(torch.bfloat16))
+    assert torch.equal(reader.tensor(name), source_reader.tensor(name).to(torch.bfloat16))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert ": 3 steps.\n" in (tmp_path / "out" / "README.md").read_text()
     assert to_hf(run_folder, tmp_path / "as trained", "--dtype", "float32") == 0
-    assert torch.equal(HFReader(tmp_path / "as trained").tensor(name), began.tensor(name))
+    assert torch.equal(HFReader(tmp_path / "as trained").tensor(name), source_reader.tensor(name))
 
 
 def test_settings_that_cannot_be_read_cost_the_card_and_not_the_model(source: Path, tmp_path: Path):
@@ -199,10 +202,13 @@ def test_memory_does_not_grow_with_the_model(source: Path, tmp_path: Path):
     assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0.4e9
     peaks = {}
     for name, model in (("small", source), ("large", tmp_path / "model")):
-        state, back = str(tmp_path / f"{name}-megatron"), str(tmp_path / f"{name}-hf")
-        there = run(
+        state = str(tmp_path / f"{name}-megatron")
+        back = str(tmp_path / f"{name}-hf")
+        to_megatron_process = run(
             "-m", "rlmath.cli.convert", "to-megatron", "--hf", str(model), "--output", state
         )
-        again = run("-m", "rlmath.cli.convert", "to-hf", "--checkpoint", state, "--output", back)
-        peaks[name] = [peak_gb(there.stdout), peak_gb(again.stdout)]
+        to_hf_process = run(
+            "-m", "rlmath.cli.convert", "to-hf", "--checkpoint", state, "--output", back
+        )
+        peaks[name] = [peak_gb(to_megatron_process.stdout), peak_gb(to_hf_process.stdout)]
     assert max(large - small for small, large in zip(*peaks.values(), strict=True)) < 0.1

@@ -20,8 +20,8 @@ def test_the_demo_pays_every_objective_alike_so_that_published_curves_can_be_mad
 ):
     demo = parse(["--algorithm", name])
     fill_layout(demo, gpus=0)
-    given = make_parser("").parse_intermixed_args(training_words(tmp_path, demo))
-    reward = load_config(given.config, given.overrides).reward
+    arguments = make_parser("").parse_intermixed_args(training_words(tmp_path, demo))
+    reward = load_config(arguments.config, arguments.overrides).reward
     paid = tuple(
         raw_reward(reward, right, True) * reward_scale(reward, True) for right in (True, False)
     )

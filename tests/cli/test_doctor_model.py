@@ -59,14 +59,15 @@ def checkpoint(run: Path, model: Path, *overrides: str) -> None:
 
 
 def test_one_byte_of_any_tensor_is_seen(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    same, other = copied(model, "same"), copied(model, "other")
+    identical = copied(model, "same")
+    other = copied(model, "other")
     tensors = load_file(other / "model.safetensors")
     flat = tensors[NAME].view(torch.uint8).view(-1)
     place = 3 * flat.numel() // 8  # neither begin, middle nor end
     flat[place] = flat[place] ^ 1
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     assert model_fingerprint(model) == model_fingerprint(other)
-    assert main(["--model", str(model), "--model", str(same)]) == 0
+    assert main(["--model", str(model), "--model", str(identical)]) == 0
     assert f"beside {model}: all tensors are the same" in capsys.readouterr().out
     assert main(["--model", str(model), "--model", str(other)]) == 1
     assert f"! beside {model}: 1 tensors differ: {NAME}" in " ".join(
@@ -85,9 +86,9 @@ def test_a_model_is_compared_with_what_a_run_started_from(
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 0.5}))
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
     assert main(["--model", str(model), "--run", str(run)]) == 1
-    told = capsys.readouterr().out
-    assert f"has the fingerprint {model_fingerprint(model)}, not" in told
-    assert "with the tokens 1 there, and do with 1, 7 now" in told
+    output = capsys.readouterr().out
+    assert f"has the fingerprint {model_fingerprint(model)}, not" in output
+    assert "with the tokens 1 there, and do with 1, 7 now" in output
 
 
 def test_a_run_with_a_chat_template_of_its_own_is_compared_with_the_stop_tokens_of_that(
@@ -100,10 +101,10 @@ def test_a_run_with_a_chat_template_of_its_own_is_compared_with_the_stop_tokens_
     template.write_text("{% for message in messages %}{{ message.content }}9{% endfor %}")
     run = model.with_name("run")
     checkpoint(run, model, f"data.chat_template={template}")
-    said = json.loads(
+    generation_config = json.loads(
         (run / "checkpoints" / "step-000003" / "hf" / "generation_config.json").read_text()
     )
-    assert len(said["eos_token_id"]) == 2
+    assert len(generation_config["eos_token_id"]) == 2
     assert main(["--model", str(model), "--run", str(run)]) == 0
     assert "tokenizer and stop tokens are those of that checkpoint" in capsys.readouterr().out
 

@@ -347,19 +347,21 @@ def test_the_last_lines_name_the_rank_that_a_signal_killed(
     program = tmp_path / "program.py"
     program.write_text(DIES)
     assert train.launch(2, [str(program)], None, 5.0) == exit_codes.FAILURE
-    first, *others = capfd.readouterr().err.splitlines()[-2:]
-    assert re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL\.", first) and len(others) == 1
+    first, *following = capfd.readouterr().err.splitlines()[-2:]
+    assert (
+        re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL\.", first) and len(following) == 1
+    )
 
 
 def test_why_a_signal_came_and_what_to_do_is_said_as_far_as_it_is_known() -> None:
     killed = {0: (11, signal.SIGTERM), 2: (13, signal.SIGKILL)}
-    told = train.killed_text(killed, 4, 7)
-    assert told.startswith(
+    text = train.killed_text(killed, 4, 7)
+    assert text.startswith(
         "rank 2 (pid 13) was killed by SIGKILL.\nMemory ran out: the kernel has killed 3 "
     )
-    assert "Start fewer ranks" in told and "rank 0" not in told
-    told = train.killed_text(killed, 4, 4)
-    assert "no process for want of memory" in told and "Start fewer ranks" not in told
+    assert "Start fewer ranks" in text and "rank 0" not in text
+    text = train.killed_text(killed, 4, 4)
+    assert "no process for want of memory" in text and "Start fewer ranks" not in text
     assert "see dmesg" in train.killed_text(killed, None, 4)
     assert "crash in native code" in train.killed_text({1: (12, signal.SIGSEGV)}, 4, 4)
     assert train.killed_text({0: (11, signal.SIGTERM)}, 4, 4) == ""
@@ -482,8 +484,8 @@ def test_no_command_starts_more_ranks_than_the_machine_has_room_for(
         "demo": ["--output", str(output), "--tensor-parallel", "1"],
     }[command]
     assert main([command, "--ranks", "5000", *words]) == 2
-    told = capfd.readouterr().err
-    assert "5000 ranks on" in told and "Start fewer, or say --oversubscribe." in told
+    stderr = capfd.readouterr().err
+    assert "5000 ranks on" in stderr and "Start fewer, or say --oversubscribe." in stderr
     assert not output.exists()
 
 
@@ -547,7 +549,7 @@ def test_a_wheel_has_configs_launchers_and_locks(tmp_path: Path) -> None:
         if name.startswith(("tests/", "tools/", "configs/")) or name.endswith(".pyc")
     ]
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PLACES],
         cwd=tmp_path,
         env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path / "installed")},
@@ -556,6 +558,6 @@ def test_a_wheel_has_configs_launchers_and_locks(tmp_path: Path) -> None:
         check=True,
     )
     assert (
-        Path(found.stdout.strip())
+        Path(process.stdout.strip())
         == tmp_path / "installed" / "rlmath" / "shipped_files" / "configs" / "demo.yaml"
     )

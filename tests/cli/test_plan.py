@@ -77,7 +77,7 @@ def test_the_demo_has_a_plan_with_every_algorithm(
 def test_the_whole_plan_as_text(capsys: pytest.CaptureFixture[str]):
     assert main(["--config", str(CONFIGS / "areal/1.5b_n16.yaml"), "--prompts", "106000"]) == 0
     out = capsys.readouterr().out
-    for told in (
+    for text in (
         "1.78 B parameters on 16 nodes of 8 H800-80GB, 400 Gbit/s each",
         "Planned memory of rank 0",
         "8,192 sequences, 128 + 8,294 tokens on average",
@@ -86,7 +86,7 @@ def test_the_whole_plan_as_text(capsys: pytest.CaptureFixture[str]):
         "Fastest by prediction:",
         "TP1 x PP1 x DP128, 128 engines of TP1  (as configured)",
     ):
-        assert told in out
+        assert text in out
 
 
 def test_lengths_that_were_not_checked_are_told(
@@ -104,7 +104,7 @@ def test_lengths_that_were_not_checked_are_told(
     ]
     words += ["--layouts", "0", f"data.train_path={tmp_path}/train.jsonl"]
     place = Path(model.removeprefix("model.path="))
-    told = []
+    notes = []
     monkeypatch.setitem(sys.modules, "transformers", None)
     for has_tokenizer in (True, False):
         folder = tmp_path / str(has_tokenizer)
@@ -115,8 +115,8 @@ def test_lengths_that_were_not_checked_are_told(
         assert main([*words, f"model.path={folder}"]) == 0
         out = capsys.readouterr().out
         assert "An epoch has 2 steps" in out
-        told += [line for line in out.splitlines() if "lengths were not checked" in line]
-    assert [line.partition("checked: ")[2].partition(". ")[0] for line in told] == [
+        notes += [line for line in out.splitlines() if "lengths were not checked" in line]
+    assert [line.partition("checked: ")[2].partition(". ")[0] for line in notes] == [
         f'transformers is not installed, which reads the tokenizer of "{tmp_path}/True"',
         f'"{tmp_path}/False" has no tokenizer here',
     ]
@@ -160,19 +160,20 @@ def test_a_step_that_does_not_wait_for_its_tail_has_an_estimate(
     recipe = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"))
     assert main([*recipe, *settings, "--layouts", "0"]) == 0
     assert told in capsys.readouterr().out
-    waits, plan = planned(capsys, *recipe), planned(capsys, *recipe, *settings)
-    assert least < plan["step_seconds"] / waits["step_seconds"] < most
+    waiting = planned(capsys, *recipe)
+    plan = planned(capsys, *recipe, *settings)
+    assert least < plan["step_seconds"] / waiting["step_seconds"] < most
 
 
 def test_the_fastest_layout_comes_first(capsys: pytest.CaptureFixture[str]):
     assert main(["--config", str(CONFIGS / "areal/7b_n4.yaml"), "--layouts", "100", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    seconds = [row["step_seconds"] for row in data["layouts"]]
+    plan = json.loads(capsys.readouterr().out)
+    seconds = [row["step_seconds"] for row in plan["layouts"]]
     assert len(seconds) > 10 and seconds == sorted(seconds)
-    (own,) = [
-        row for row in data["layouts"] if row["layout"] == "TP2 x PP1 x DP16, 32 engines of TP1"
+    (configured,) = [
+        row for row in plan["layouts"] if row["layout"] == "TP2 x PP1 x DP16, 32 engines of TP1"
     ]
-    assert own["step_seconds"] == pytest.approx(data["step_seconds"])
+    assert configured["step_seconds"] == pytest.approx(plan["step_seconds"])
 
 
 @pytest.mark.parametrize(("wrong", "hint"), [("--gpu=H100", False), ("--run.seed=7", True)])
@@ -195,21 +196,24 @@ def test_dashes_are_told_of_where_an_option_is_unknown(
 def test_a_faster_machine_and_shorter_answers_are_faster(
     capsys: pytest.CaptureFixture[str], option: str, value: str, sign: int
 ):
-    told = ("--config", str(CONFIGS / "areal/7b_n16.yaml"))
-    usual, other = planned(capsys, *told), planned(capsys, *told, option, value)
+    words = ("--config", str(CONFIGS / "areal/7b_n16.yaml"))
+    usual = planned(capsys, *words)
+    other = planned(capsys, *words, option, value)
     assert sign * (other["step_seconds"] - usual["step_seconds"]) > 0
 
 
 def test_measured_coefficients_reach_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    file, told = tmp_path / "mine.json", ("--config", str(CONFIGS / "areal/7b_n16.yaml"))
+    file = tmp_path / "mine.json"
+    words = ("--config", str(CONFIGS / "areal/7b_n16.yaml"))
     file.write_text('{"kind": "cuda", "coefficients": {"step_seconds": 102}}', encoding="utf-8")
-    usual, other = planned(capsys, *told), planned(capsys, *told, "--coefficients", str(file))
+    usual = planned(capsys, *words)
+    other = planned(capsys, *words, "--coefficients", str(file))
     assert other["step_seconds"] - usual["step_seconds"] == pytest.approx(100)
 
 
 def test_what_does_not_fit_is_told_with_its_plan(capsys: pytest.CaptureFixture[str]):
-    told = ["--config", str(CONFIGS / "areal/32b_n16.yaml"), "parallel=d128t1p1", "--layouts", "0"]
-    assert main(told) == 2
+    words = ["--config", str(CONFIGS / "areal/32b_n16.yaml"), "parallel=d128t1p1", "--layouts", "0"]
+    assert main(words) == 2
     out, err = capsys.readouterr()
     assert "Predicted seconds:" in out and "memory: rank 0" in err
 

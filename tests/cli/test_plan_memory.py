@@ -31,28 +31,31 @@ def test_a_table_of_parts_by_phases_for_every_stage(capsys: pytest.CaptureFixtur
 
 def test_plain_data_adds_up(capsys: pytest.CaptureFixture[str]):
     assert main([MODEL, *FITS, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["ranks"] == 4 and data["problems"] == []
-    (plan,) = data["plans"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["ranks"] == 4 and report["problems"] == []
+    (plan,) = report["plans"]
     assert plan["held"] == {phase: sum(parts.values()) for phase, parts in plan["phases"].items()}
     assert plan["held"][plan["worst"]] == max(plan["held"].values())
-    assert data["device"]["kind"] == "cuda"
+    assert report["device"]["kind"] == "cuda"
 
 
 def test_what_cannot_fit_ends_with_an_error_and_the_key(capsys: pytest.CaptureFixture[str]):
     assert main([MODEL, "memory.gpu=A100-40GB"]) == 2
-    told = capsys.readouterr()
-    assert "  update: " in told.out
-    assert 'in the phase "update"' in told.err and "policy.recompute_granularity=full" in told.err
+    captured = capsys.readouterr()
+    assert "  update: " in captured.out
+    assert (
+        'in the phase "update"' in captured.err
+        and "policy.recompute_granularity=full" in captured.err
+    )
 
 
 def test_settings_that_no_run_could_have_are_told_and_not_planned(
     capsys: pytest.CaptureFixture[str],
 ):
     assert main([MODEL, "parallel.tensor=3", "memory.gpu=H10", "--ranks", "4"]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert '"H100-80GB"' in told.err and "does not divide the 4 ranks" in told.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert '"H100-80GB"' in captured.err and "does not divide the 4 ranks" in captured.err
 
 
 def test_without_a_gpu_the_plan_is_for_the_cpu(capsys: pytest.CaptureFixture[str]):
@@ -62,12 +65,12 @@ def test_without_a_gpu_the_plan_is_for_the_cpu(capsys: pytest.CaptureFixture[str
 
 def test_the_longest_stage_is_planned_and_its_keys_are_named(capsys: pytest.CaptureFixture[str]):
     assert main(["--config", str(STAGED), "memory.gpu=null", "memory.gpu_gib=20"]) == 2
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
         "Lower policy.max_tokens_per_microbatch (now 27072, at least the longest sequence, 26048)"
-        in told
+        in stderr
     )
-    assert "(The largest lengths of stages.* count.)" in told
+    assert "(The largest lengths of stages.* count.)" in stderr
 
 
 def test_the_least_ranks_make_whole_replicas_and_whole_engines():
@@ -78,8 +81,14 @@ def test_the_least_ranks_make_whole_replicas_and_whole_engines():
 
 
 def test_engines_on_ranks_of_their_own_have_a_table(capsys: pytest.CaptureFixture[str]):
-    own = (MODEL, *FITS, "rollout.ranks=4", "rollout.tensor_parallel=2", "rollout.max_staleness=0")
-    assert main([*own, "--ranks", "12"]) == 0
+    words = (
+        MODEL,
+        *FITS,
+        "rollout.ranks=4",
+        "rollout.tensor_parallel=2",
+        "rollout.max_staleness=0",
+    )
+    assert main([*words, "--ranks", "12"]) == 0
     out = capsys.readouterr().out
     assert (
         "TP4 x PP1 x DP2, 2 engines of TP2 on ranks of their own\nranks 0-7 train, ranks 8-11"
@@ -90,9 +99,9 @@ def test_engines_on_ranks_of_their_own_have_a_table(capsys: pytest.CaptureFixtur
         and "Ranks of engines, from rank 8 on:" in out
     )
     assert (out.count("kv_cache"), out.count("  update: ")) == (1, 1)
-    assert main([*own, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["ranks"] == 8 and [plan["is_engine"] for plan in data["plans"]] == [False, True]
-    assert data["plans"][1]["rank"] == 4
-    assert main([*own, "rollout.memory_share=0.97"]) == 2
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ranks"] == 8 and [plan["is_engine"] for plan in report["plans"]] == [False, True]
+    assert report["plans"][1]["rank"] == 4
+    assert main([*words, "rollout.memory_share=0.97"]) == 2
     assert "memory: engine rank 4 needs" in capsys.readouterr().err

@@ -10,7 +10,8 @@ from rlmath.cli.samples import main
 from rlmath.config.load import load_config, save_config
 from rlmath.telemetry.samples import SampleWriter
 
-RIGHT, WRONG = Score(5.0, True, "132", "string"), Score(-5.0, False, "13\x1b[2J", "symbolic")
+RIGHT = Score(5.0, True, "132", "string")
+WRONG = Score(-5.0, False, "13\x1b[2J", "symbolic")
 
 
 def write_step(run_dir: Path, step: int, **scores_by_id: list[Score]) -> None:
@@ -68,9 +69,9 @@ def test_of_a_function_of_ones_own_the_answer_of_the_text_is_shown_if_it_has_one
         judged=[Score(-1.0, False, "", "no_answer")],
     )
     path = tmp_path / "samples" / "step-000001.jsonl"
-    own, judged = path.read_text().splitlines()
-    boxed = own.replace("two", "two \\\\boxed{7}")
-    path.write_text("\n".join([own, boxed, judged]) + "\n")
+    own_line, judged_line = path.read_text().splitlines()
+    boxed = own_line.replace("two", "two \\\\boxed{7}")
+    path.write_text("\n".join([own_line, boxed, judged_line]) + "\n")
     groups = shown(capsys, str(tmp_path)).split("=====")[1:]
     answers = [
         [line for line in group.splitlines() if line.startswith("answer")] for group in groups
@@ -178,8 +179,8 @@ def test_as_a_program_into_a_closed_pipe(run_dir):
 
 
 def test_several_rewards_are_shown_one_by_one_with_what_failed(tmp_path, capsys):
-    why = RewardFailure("own", "error", "KeyError: '\x1b[2J'\n  File mine.py")
-    score = Score(1.0, True, "132", "string", parts=(1.0, None), failures=(why,))
+    failure = RewardFailure("own", "error", "KeyError: '\x1b[2J'\n  File mine.py")
+    score = Score(1.0, True, "132", "string", parts=(1.0, None), failures=(failure,))
     completions = (Completion(0, (2,), (-0.1,), "x", "stop", 0),)
     scored = ScoredGroup(Prompt("q", "?", (1,), ("132",), "math"), completions, (score,))
     SampleWriter(str(tmp_path), 1, ["correctness", "own"]).write(1, [scored], [[0.5]])

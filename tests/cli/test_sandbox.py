@@ -37,8 +37,8 @@ def test_standard_input_is_a_call(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("print('x' * 1000)"))
     assert main([ISOLATION, "--output-characters", "100", "-"]) == 0
-    x = "x" * 50
-    assert capsys.readouterr().out == f"{x}\n[... 901 characters left out ...]\n{x[1:]}\n"
+    half = "x" * 50
+    assert capsys.readouterr().out == f"{half}\n[... 901 characters left out ...]\n{half[1:]}\n"
 
 
 @pytest.mark.parametrize(

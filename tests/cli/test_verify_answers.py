@@ -33,14 +33,15 @@ def rows(path: Path) -> list[dict]:
 
 
 def test_every_line_gets_its_verdict_in_order(tmp_path):
-    source, target = write(tmp_path / "cases.jsonl", *GOOD, b""), tmp_path / "verdicts.jsonl"
+    source = write(tmp_path / "cases.jsonl", *GOOD, b"")
+    target = tmp_path / "verdicts.jsonl"
     done = run(
         *TOOL, "--input", str(source), "--output", str(target), "--workers", "2", "--timeout", "1.5"
     )
-    found = rows(target)
-    assert [row["id"] for row in found] == [case["id"] for case in GOOD]
-    assert [row["correct"] for row in found] == [True, False, False, False, False, True]
-    assert [row["verdict"] for row in found] == [
+    verdicts = rows(target)
+    assert [row["id"] for row in verdicts] == [case["id"] for case in GOOD]
+    assert [row["correct"] for row in verdicts] == [True, False, False, False, False, True]
+    assert [row["verdict"] for row in verdicts] == [
         "symbolic",
         "number",
         "no_answer",
@@ -48,9 +49,11 @@ def test_every_line_gets_its_verdict_in_order(tmp_path):
         "string",
         "symbolic",
     ]
-    assert found[0]["extracted"] == "\\sqrt{4}"
-    assert all(row.keys() == {"id", "correct", "extracted", "verdict", "seconds"} for row in found)
-    assert found[3]["seconds"] >= 1.5 and found[0]["seconds"] > 0
+    assert verdicts[0]["extracted"] == "\\sqrt{4}"
+    assert all(
+        row.keys() == {"id", "correct", "extracted", "verdict", "seconds"} for row in verdicts
+    )
+    assert verdicts[3]["seconds"] >= 1.5 and verdicts[0]["seconds"] > 0
     assert "6 verified, 2 of them correct" in done.stdout
 
 
@@ -93,10 +96,10 @@ def test_broken_lines_are_told_by_number_and_skipped(tmp_path, capsys):
         (1, False),
         (2, True),
     ]
-    told = capsys.readouterr().err
-    assert "line 2: not JSON" in told
-    assert "line 4: missing completion, solutions" in told
-    assert "2 broken lines were skipped" in told
+    stderr = capsys.readouterr().err
+    assert "line 2: not JSON" in stderr
+    assert "line 4: missing completion, solutions" in stderr
+    assert "2 broken lines were skipped" in stderr
 
 
 def test_a_question_reaches_the_judge_of_the_public_function():
@@ -116,7 +119,8 @@ def test_a_question_that_is_no_text_is_refused():
 
 def test_options_reach_the_judge(tmp_path):
     cases = [{"id": 1, "completion": "The answer is 3.14", "solutions": ["\\pi"]}]
-    source, target = write(tmp_path / "cases.jsonl", *cases), tmp_path / "verdicts.jsonl"
+    source = write(tmp_path / "cases.jsonl", *cases)
+    target = tmp_path / "verdicts.jsonl"
     options = ["--workers", "1", "--answer-from", "phrase", "--loose"]
     assert main(["--input", str(source), "--output", str(target), *options]) == 0
     assert rows(target)[0]["correct"]

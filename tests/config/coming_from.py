@@ -15,9 +15,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming_from.md"
 def table(trainer: str) -> list[str]:
     """The lines of a trainer's table, which the line with its name and "here" begins."""
     lines = [head(trainer), "|---|---|"]
-    for written, here in TRAINERS[trainer].items():
+    for written, counterpart in TRAINERS[trainer].items():
         name, comma, remark = written.partition(",")
-        lines.append(f"| `{name}`{comma}{remark} | {here} |")
+        lines.append(f"| `{name}`{comma}{remark} | {counterpart} |")
     return lines
 
 

@@ -49,13 +49,15 @@ def test_a_name_of_another_trainer_names_our_setting_and_never_sets_it(
 ) -> None:
     with pytest.raises(ValueError, match=f'unknown key "{written}"'.replace("+", r"\+")) as caught:
         load_config([], [*GIVEN, f"{written}=3"])
-    told = str(caught.value).partition(f'unknown key "{written}"')[2]
-    assert f"corresponds to {setting}" in told and "did you mean" not in told
+    message = str(caught.value).partition(f'unknown key "{written}"')[2]
+    assert f"corresponds to {setting}" in message and "did you mean" not in message
 
 
 def test_where_units_differ_the_conversion_is_told() -> None:
-    told = unknown_key_text("per_device_train_batch_size")
-    assert "data.prompts_per_step = this x devices x steps_per_generation / num_generations" in told
+    message = unknown_key_text("per_device_train_batch_size")
+    assert (
+        "data.prompts_per_step = this x devices x steps_per_generation / num_generations" in message
+    )
     assert "in steps, not in updates" in unknown_key_text("max_steps")
     assert "the opposite" in unknown_key_text("rollout.enforce_eager")
     assert "has no key: sampling is always vLLM's" in unknown_key_text("use_vllm")
@@ -129,17 +131,18 @@ def test_the_help_of_a_name_shows_our_settings() -> None:
 def test_an_option_of_another_trainer_is_answered_too(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         make_parser("").parse_intermixed_args(["--learning_rate", "1e-5", "--nothing_like_it=3"])
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
         "\n--learning_rate: TRL's learning_rate corresponds to optimizer.lr.\nSettings are written"
-        in told
+        in stderr
     )
     assert isinstance(make_parser(""), argparse.ArgumentParser)
     with pytest.raises(SystemExit):
         program_parser().parse_intermixed_args(["--rank", "64", "--dry_run"])
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
-        "\n--rank: did you mean --ranks?\n--dry_run: did you mean --dry-run?\nSettings are" in told
+        "\n--rank: did you mean --ranks?\n--dry_run: did you mean --dry-run?\nSettings are"
+        in stderr
     )
     with pytest.raises(
         ValueError, match=r"load_config: unknown key \"learning_rate\"\. TRL's learning_rate"

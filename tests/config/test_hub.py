@@ -50,8 +50,8 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         server.add("org/rows", "datasets").commit(
             {"data/train.jsonl": ROWS, "other.jsonl": b"{}\n", "x.pkl": b"p"}
         )
-        for name, value in server.variables(tmp_path / "home").items():
-            monkeypatch.setenv(name, value)
+        for name, text in server.variables(tmp_path / "home").items():
+            monkeypatch.setenv(name, text)
         yield server
 
 
@@ -110,16 +110,16 @@ def test_what_is_no_id_is_refused_with_the_form(text: str, setting: str) -> None
 
 
 def test_paths_are_no_ids_and_other_settings_take_none() -> None:
-    given = ["run.output_dir=o", "model.path=Qwen/Qwen2.5-0.5B", "data.train_path=org/name"]
-    assert hub.hub_ids(load_config([], given)) == []
-    given = [
+    settings = ["run.output_dir=o", "model.path=Qwen/Qwen2.5-0.5B", "data.train_path=org/name"]
+    assert hub.hub_ids(load_config([], settings)) == []
+    settings = [
         "run.output_dir=hf://a/b",
         "model.path=hf:/a/b",
         "data.train_path=t",
         "data.history_path=hf://c/d",
     ]
     with pytest.raises(ValueError, match="3 problems") as error:
-        hub.hub_ids(load_config([], given))
+        hub.hub_ids(load_config([], settings))
     assert "run.output_dir" in str(error.value) and "data.history_path" in str(error.value)
 
 
@@ -135,7 +135,8 @@ def test_a_model_is_fetched_without_pickles_code_and_folders(there: Hub) -> None
 
 def test_parts_of_a_download_that_was_killed_do_not_stay(there: Hub, tmp_path: Path) -> None:
     blobs = fetched(model()).parents[1] / "blobs"
-    killed, growing = blobs / "killed.incomplete", blobs / "growing.incomplete"
+    killed = blobs / "killed.incomplete"
+    growing = blobs / "growing.incomplete"
     for part in (killed, growing):
         part.write_bytes(b"a part")
     os.utime(killed, (1, 1))
@@ -151,10 +152,10 @@ def test_a_recorded_commit_is_kept_though_the_branch_has_moved(
 ) -> None:
     (first,) = hub.fetch([model()], LIMIT).values()
     there.add("org/model").commit({**MODEL, "model.safetensors": b"moved"})
-    (now,) = hub.fetch([model()], LIMIT).values()
-    assert now.commit != first.commit
+    (second,) = hub.fetch([model()], LIMIT).values()
+    assert second.commit != first.commit
     # Another revision is asked for.
-    assert fetched(model("hf://org/model@main"), recorded=[first]).name == now.commit
+    assert fetched(model("hf://org/model@main"), recorded=[first]).name == second.commit
     there.asked.clear()
     folder = fetched(model(), recorded=[first, data()])
     assert folder.name == first.commit and there.asked == []
@@ -164,18 +165,19 @@ def test_a_recorded_commit_is_kept_though_the_branch_has_moved(
 
 
 def test_settings_are_written_with_the_commit_and_read_again(there: Hub) -> None:
-    given = ["run.output_dir=o", "model.path=hf://org/model@main", "critic.path=/a/folder"]
-    given += [
+    settings = ["run.output_dir=o", "model.path=hf://org/model@main", "critic.path=/a/folder"]
+    settings += [
         "data.train_path=hf://datasets/org/rows/data/train.jsonl",
         "teacher.path=hf://org/model",
     ]
-    given += ["data.more_train_paths=[local.jsonl,hf://datasets/org/rows/other.jsonl]"]
-    given += ["validation.paths=[hf://datasets/org/rows/other.jsonl]"]
-    config = load_config([], given)
+    settings += ["data.more_train_paths=[local.jsonl,hf://datasets/org/rows/other.jsonl]"]
+    settings += ["validation.paths=[hf://datasets/org/rows/other.jsonl]"]
+    config = load_config([], settings)
     pins = hub.fetch(hub.hub_ids(config), LIMIT)
     # What a program changes afterwards has the ids, too.
     placed = replace(hub.with_places(config, pins), run=replace(config.run, seed=5))
-    commit, rows = pins[model()].commit, pins[data()].commit
+    commit = pins[model()].commit
+    rows_commit = pins[data()].commit
     assert Path(placed.model.path).name == Path(placed.teacher.path or "").name == commit
     assert Path(placed.data.train_path).read_bytes() == ROWS
     assert placed.validation.paths == [placed.data.more_train_paths[1]]
@@ -187,8 +189,8 @@ def test_settings_are_written_with_the_commit_and_read_again(there: Hub) -> None
         and f"path: hf://org/model#{commit}\n" in text
     )
     assert "snapshots" not in text
-    assert f"train_path: hf://datasets/org/rows#{rows}/data/train.jsonl\n" in text
-    assert text.count(f"- hf://datasets/org/rows#{rows}/other.jsonl\n") == 2
+    assert f"train_path: hf://datasets/org/rows#{rows_commit}/data/train.jsonl\n" in text
+    assert text.count(f"- hf://datasets/org/rows#{rows_commit}/other.jsonl\n") == 2
 
 
 COMMIT = "1" * 40
@@ -299,7 +301,8 @@ def test_a_client_that_breaks_is_told_with_its_last_line(
 
 
 def test_the_cache_is_enough_without_the_hub(there: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, rows = fetched(model()), fetched(data())
+    folder = fetched(model())
+    rows = fetched(data())
     assert rows.read_bytes() == ROWS and set(there.downloads()) == NEEDED | {"train.jsonl"}
     there.asked.clear()
     for how in ("offline", "no network"):
@@ -339,8 +342,8 @@ def test_the_default_that_keeps_libraries_off_the_network_is_not_the_users(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     environment = {
-        name: value
-        for name, value in os.environ.items()
+        name: text
+        for name, text in os.environ.items()
         if name not in ("HF_HUB_OFFLINE", "RLMATH_SET_OFFLINE")
     }
     program = (
@@ -349,15 +352,18 @@ def test_the_default_that_keeps_libraries_off_the_network_is_not_the_users(
         "print(json.dumps([os.environ['HF_HUB_OFFLINE'], "
         "hub.client_environment()['HF_HUB_OFFLINE']]))\n"
     )
-    for given, expected in (
+    for variables, expected in (
         ({}, ["1", "0"]),
         ({"HF_HUB_OFFLINE": "1"}, ["1", "1"]),
         ({"HF_HUB_OFFLINE": "0"}, ["0", "0"]),
     ):
-        found = subprocess.run(
-            [sys.executable, "-c", program], env=environment | given, capture_output=True, text=True
+        process = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment | variables,
+            capture_output=True,
+            text=True,
         )
-        assert json.loads(found.stdout) == expected
+        assert json.loads(process.stdout) == expected
 
 
 # ---------------------------------------------------------------- push
@@ -371,7 +377,9 @@ def test_a_folder_is_pushed_to_a_private_repository(there: Hub, tmp_path: Path) 
     commit = hub.push("me/trained", folder, "rlmath: 2 steps", LIMIT)
     repo = there.add("me/trained")
     assert repo.private and repo.branches["main"] == commit
-    pushed = {name: data for name, data in repo.commits[commit].items() if not name.startswith(".")}
+    pushed = {
+        name: content for name, content in repo.commits[commit].items() if not name.startswith(".")
+    }
     assert pushed == {name: MODEL[name] for name in ("config.json", "model.safetensors")}
 
 
@@ -409,8 +417,8 @@ def test_a_push_that_cannot_be_is_refused_before_the_start(
     variables: dict[str, str],
     what: str,
 ) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
     base = ["run.output_dir=o", "model.path=m", "data.train_path=t", "save.export_hf=true"]
     (problem,) = hub.push_problems(load_config([], [*base, *settings]).save, True)
     assert what in problem and TOKEN not in problem

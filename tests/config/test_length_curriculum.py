@@ -137,8 +137,8 @@ def test_what_the_engine_lacks_for_the_longest_names_its_key():
         "validation.paths=[a.jsonl]",
         "validation.max_new_tokens=30000",
     )
-    told = problems(*THREE, BUDGETS, *asked, *short[:1], "rollout.max_num_batched_tokens=25576")
-    assert "least the longest sequence, 31000 tokens" in told
+    text = problems(*THREE, BUDGETS, *asked, *short[:1], "rollout.max_num_batched_tokens=25576")
+    assert "least the longest sequence, 31000 tokens" in text
 
 
 def test_right_stages_have_no_problems():
@@ -146,8 +146,10 @@ def test_right_stages_have_no_problems():
 
 
 def test_what_all_stages_have_alike_is_told_once():
-    found = setting_problems(settings(*THREE, "policy.max_tokens_per_microbatch=100"), world_size=1)
-    assert [text.partition(":")[0] for text in found] == [
+    messages = setting_problems(
+        settings(*THREE, "policy.max_tokens_per_microbatch=100"), world_size=1
+    )
+    assert [text.partition(":")[0] for text in messages] == [
         f"Stage {n} (stages.*)" for n in (1, 2, 3)
     ]
     alike = (
@@ -155,8 +157,8 @@ def test_what_all_stages_have_alike_is_told_once():
         "stages.max_new_tokens=[90,90]",
         "policy.max_tokens_per_microbatch=100",
     )
-    (told,) = setting_problems(settings(*alike), world_size=1)
-    assert told.startswith("policy.max_tokens_per_microbatch is 100")
+    (message,) = setting_problems(settings(*alike), world_size=1)
+    assert message.startswith("policy.max_tokens_per_microbatch is 100")
 
 
 def test_stages_and_validation_must_fit_the_model(tmp_path: Path):
@@ -167,15 +169,15 @@ def test_stages_and_validation_must_fit_the_model(tmp_path: Path):
         "validation.paths=[a.jsonl]",
         "validation.max_new_tokens=207",
     )
-    found = [
+    messages = [
         text for text in shape_problems(settings(*staged, *asked), shape) if "positions" in text
     ]
-    assert len(found) == 2
-    assert found[0].startswith(
+    assert len(messages) == 2
+    assert messages[0].startswith(
         "Stage 2 (stages.*): data.max_prompt_tokens + rollout.max_new_tokens is 50 + 300 = 350; "
         "the model has 256"
     )
-    assert found[1].startswith(
+    assert messages[1].startswith(
         "validation.max_new_tokens: data.max_prompt_tokens + rollout.max_new_tokens is 50 + 207"
     )
 

@@ -60,15 +60,15 @@ def test_later_sources_win(tmp_path: Path):
 
 def test_variables_of_a_template_may_be_a_mapping(tmp_path: Path):
     """In YAML and on the command line, with JSON's values; a saved run has the list."""
-    wanted = ["enable_thinking=false", 'effort="low"', "budget=null", 'more={"a": [1, "x"]}']
+    expected = ["enable_thinking=false", 'effort="low"', "budget=null", 'more={"a": [1, "x"]}']
     text = "{enable_thinking: false, effort: low, budget: null, more: {a: [1, x]}}"
     by_word = load_config([], [*GIVEN, f"data.chat_template_kwargs={text}"])
     by_file = load_config(
         [written(tmp_path / "a.yaml", f"data:\n  chat_template_kwargs: {text}\n")], GIVEN
     )
-    assert by_word.data.chat_template_kwargs == by_file.data.chat_template_kwargs == wanted
-    again = load_config([written(tmp_path / "again.yaml", config_as_yaml(by_word))], [])
-    assert again.data.chat_template_kwargs == wanted
+    assert by_word.data.chat_template_kwargs == by_file.data.chat_template_kwargs == expected
+    reread = load_config([written(tmp_path / "again.yaml", config_as_yaml(by_word))], [])
+    assert reread.data.chat_template_kwargs == expected
     for empty in ("{}", "[]"):
         assert (
             load_config(
@@ -208,8 +208,8 @@ def test_saved_settings_are_read_without_their_variables(
 @pytest.mark.parametrize("value", ["!!bool abc", "!!timestamp abc", "!!int ''"])
 def test_a_yaml_tag_that_does_not_fit_is_refused(tmp_path: Path, value: str):
     """PyYAML's constructors raise KeyError, AttributeError and IndexError for it."""
-    told = problem_in(tmp_path / "a.yaml", f"run:\n  seed: {value}\n")
-    assert 'a.yaml" cannot be read: ' in told
+    message = problem_in(tmp_path / "a.yaml", f"run:\n  seed: {value}\n")
+    assert 'a.yaml" cannot be read: ' in message
     assert f'the value in "run.seed={value}" cannot be read' in problem_with([f"run.seed={value}"])
 
 

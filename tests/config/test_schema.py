@@ -86,7 +86,9 @@ def test_no_type_default_range_or_word_changes_unseen():
 
 
 def table_line(key: str) -> str:
-    setting, limits = all_settings()[key], all_settings()[key].range
+    setting = all_settings()[key]
+    limits = all_settings()[key].range
     bounds = (str(limits), limits.why) if limits else ("", "")
-    default, words = as_yaml_word(setting.default), " ".join(setting.words)
+    default = as_yaml_word(setting.default)
+    words = " ".join(setting.words)
     return " | ".join((key, setting.type_name, default, *bounds, words)).rstrip()

@@ -43,16 +43,18 @@ def sections_of(nodes: Sequence[ast.AST]) -> dict[str, str]:
     the settings (`save = config.save`, also several at once).
     """
     by_class = {section.__name__: name for name, section in section_classes().items()}
-    found = {name: name for name in by_class.values()}
+    sections = {name: name for name in by_class.values()}
     for node in nodes:
         if isinstance(node, ast.arg | ast.AnnAssign) and isinstance(node.annotation, ast.Name):
             name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
-            found |= {name: by_class[node.annotation.id]} if node.annotation.id in by_class else {}
-    for target, value in sorted(_assignments(nodes), key=lambda pair: len(pair[0])):
-        section = found.get(value)
+            sections |= (
+                {name: by_class[node.annotation.id]} if node.annotation.id in by_class else {}
+            )
+    for target, source in sorted(_assignments(nodes), key=lambda pair: len(pair[0])):
+        section = sections.get(source)
         if section is not None:
-            found[target.rpartition(".")[2]] = section
-    return found
+            sections[target.rpartition(".")[2]] = section
+    return sections
 
 
 def _assignments(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
@@ -65,7 +67,7 @@ def _assignments(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = zip(target.elts, node.value.elts, strict=False)
             yield from (
-                (ast.unparse(one), last_name(value)) for one, value in pairs if last_name(value)
+                (ast.unparse(left), last_name(right)) for left, right in pairs if last_name(right)
             )
 
 

@@ -37,8 +37,8 @@ def read_instructions(text: str) -> list[Instruction]:
     """Instructions in their order, without comments and empty lines, also those between joined
     lines."""
     lines = [line.strip() for line in text.splitlines()]
-    kept = [line for line in lines if line and not line.startswith("#")]
-    joined = re.sub(r"\s*\\\n", " ", "\n".join(kept))
+    uncommented = [line for line in lines if line and not line.startswith("#")]
+    joined = re.sub(r"\s*\\\n", " ", "\n".join(uncommented))
     parts = (line.partition(" ") for line in joined.splitlines())
     return [Instruction(name.upper(), text.strip()) for name, _, text in parts]
 
@@ -64,14 +64,16 @@ def context_files(context: Path) -> set[str]:
         for line in (context / ".dockerignore").read_text(encoding="utf-8").splitlines()
     ]
     patterns = [line for line in lines if line and not line.startswith("#")]
-    kept = set()
+    included = set()
     for folder, folders, files in os.walk(context):
-        here = Path(folder).relative_to(context)
-        folders[:] = [name for name in folders if not _is_ignored(here / name, patterns)]
-        kept |= {
-            (here / name).as_posix() for name in files if not _is_ignored(here / name, patterns)
+        relative = Path(folder).relative_to(context)
+        folders[:] = [name for name in folders if not _is_ignored(relative / name, patterns)]
+        included |= {
+            (relative / name).as_posix()
+            for name in files
+            if not _is_ignored(relative / name, patterns)
         }
-    return kept
+    return included
 
 
 def _is_ignored(path: Path, patterns: list[str]) -> bool:

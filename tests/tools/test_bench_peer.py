@@ -17,28 +17,32 @@ def test_both_sides_do_the_same_work(name: str) -> None:
     case = case_of(name, "cpu")
     (setting, *_), folder = case.ours.values(), Path("folder")
     overrides = our_settings(folder / "run", folder / "model", folder / "data", case, setting)
-    ours = load_config([], overrides)
-    theirs = their_arguments(folder / "model", folder / "data", case, case.theirs[0])
-    given = {key.removeprefix("--"): value for key, value in itertools.pairwise(theirs)}
-    assert ("--chat" in theirs) == (ours.data.template == "chat")
-    assert ours.optimizer.lr == 1e-5, "as in peer_trl.py"
-    for key, value in {
-        "device": ours.run.device,
-        "prompts": ours.data.prompts_per_step,
-        "group": ours.rollout.group_size,
-        "min-new-tokens": ours.rollout.min_new_tokens,
-        "max-new-tokens": ours.rollout.max_new_tokens,
-        "optimizer-steps": ours.algorithm.n_minibatches,
+    config = load_config([], overrides)
+    peer_words = their_arguments(folder / "model", folder / "data", case, case.theirs[0])
+    peer_options = {
+        key.removeprefix("--"): option for key, option in itertools.pairwise(peer_words)
+    }
+    assert ("--chat" in peer_words) == (config.data.template == "chat")
+    assert config.optimizer.lr == 1e-5, "as in peer_trl.py"
+    for key, expected in {
+        "device": config.run.device,
+        "prompts": config.data.prompts_per_step,
+        "group": config.rollout.group_size,
+        "min-new-tokens": config.rollout.min_new_tokens,
+        "max-new-tokens": config.rollout.max_new_tokens,
+        "optimizer-steps": config.algorithm.n_minibatches,
     }.items():
-        assert given[key] == str(value), key
-    assert int(given["steps"]) + int(given["warm-up"]) == ours.run.total_steps
+        assert peer_options[key] == str(expected), key
+    assert int(peer_options["steps"]) + int(peer_options["warm-up"]) == config.run.total_steps
     assert case.prompts * case.group % (case.ranks * case.optimizer_steps * case.theirs[0]) == 0
 
 
 def test_questions_are_asked_alike_and_answers_boxed(tmp_path: Path) -> None:
-    data = tmp_path / "gsm8k.jsonl"
-    data.write_text(json.dumps({"question": "2 + 3?", "answer": "Add.\n#### 5"}), encoding="utf-8")
-    _, file = prepare(tmp_path, "G1", tmp_path, data)
+    questions = tmp_path / "gsm8k.jsonl"
+    questions.write_text(
+        json.dumps({"question": "2 + 3?", "answer": "Add.\n#### 5"}), encoding="utf-8"
+    )
+    _, file = prepare(tmp_path, "G1", tmp_path, questions)
     (prompt,), _ = load_prompts(str(file), None, 100)
     assert prompt.text.startswith("2 + 3?\n") and prompt.solutions == ("\\boxed{5}",)
 

@@ -68,10 +68,10 @@ def arguments(stage: Stage) -> dict[str, str]:
 def active(package: str, lock: str, extras: tuple[str, ...] = ("",)) -> list[Requirement]:
     """What an installed package needs on the lock's Python and Linux, with the extras asked for."""
     lines = importlib.metadata.requires(package) or []
-    found = [Requirement(line) for line in lines]
+    requirements = [Requirement(line) for line in lines]
     return [
         need
-        for need in found
+        for need in requirements
         if need.marker is None
         or any(need.marker.evaluate(TARGETS[lock] | {"extra": extra}) for extra in extras)
     ]
@@ -81,18 +81,18 @@ def all_needs(packages: list[str], lock: str) -> list[Requirement]:
     """What these installed packages need, with the extras that they ask of each other
     (fastapi[standard])."""
     extras: dict[str, set[str]] = {name: {""} for name in packages}
-    found: list[Requirement] = []
+    requirements: list[Requirement] = []
     waiting = list(packages)
     while waiting:
         package = waiting.pop()
         needs = active(package, lock, tuple(extras[package]))
-        found += needs
+        requirements += needs
         for need in needs:
             name = canonicalize_name(need.name)
             if name in extras and not need.extras <= extras[name]:
                 extras[name] |= need.extras
                 waiting.append(name)
-    return found
+    return requirements
 
 
 def missing(needs: list[Requirement], lock: dict[str, Version]) -> list[str]:
@@ -134,9 +134,9 @@ def test_the_cpu_lock_is_closed_but_for_what_it_says() -> None:
 def test_packages_of_both_locks_find_in_the_gpu_lock_what_they_need() -> None:
     """What can be known of it without an index; the rest is the check that requirements/gpu.txt
     names."""
-    same = [name for name, version in LOCKS["gpu"].items() if LOCKS["cpu"].get(name) == version]
-    assert len(same) > 150
-    assert missing(all_needs(same, "gpu"), LOCKS["gpu"]) == []
+    shared = [name for name, version in LOCKS["gpu"].items() if LOCKS["cpu"].get(name) == version]
+    assert len(shared) > 150
+    assert missing(all_needs(shared, "gpu"), LOCKS["gpu"]) == []
 
 
 @pytest.mark.parametrize("name", [*IMAGES, "next", "lint", "docs"])

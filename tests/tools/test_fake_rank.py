@@ -89,15 +89,15 @@ def counted(
 def test_a_rank_holds_what_the_plan_says(
     config: str, ranks: int, rank: int, settings: tuple[str, ...]
 ) -> None:
-    found = counted(config, ranks, rank, *settings)
+    bytes_by_part = counted(config, ranks, rank, *settings)
     for part in ("parameters", "gradients", "optimizer", "dummy_gradients", "gather_buffer"):
-        planned, measured = found["update", part]
+        planned, measured = bytes_by_part["update", part]
         assert measured == pytest.approx(planned, rel=1e-3), part
     for phase in ("logprobs", "update"):
-        planned, measured = found[phase, "all"]
+        planned, measured = bytes_by_part[phase, "all"]
         assert measured == pytest.approx(planned, rel=TOLERANCE), phase
-    if not any("lora" in one for one in settings):  # one replica
-        assert found["update", "data: reduce_scatter"][1] > 0
+    if not any("lora" in setting for setting in settings):  # one replica
+        assert bytes_by_part["update", "data: reduce_scatter"][1] > 0
 
 
 def test_a_rank_that_a_run_has_not_is_refused() -> None:

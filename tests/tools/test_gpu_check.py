@@ -46,8 +46,8 @@ def test_without_a_gpu_it_says_so_and_names_what_is_missing(tmp_path: Path) -> N
     assert transformer_engine["figures"] == []
     assert {"vllm", "trl"}.isdisjoint(report["packages"]), "none of these stages uses them"
     table = (tmp_path / "gpu_check.md").read_text()
-    what = "Transformer Engine's layers against float32 on CPU (not run: needs a GPU"
-    assert f"| transformer_engine | {what}; without apex) |  |  |  |" in table
+    description = "Transformer Engine's layers against float32 on CPU (not run: needs a GPU"
+    assert f"| transformer_engine | {description}; without apex) |  |  |  |" in table
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_a_layout_that_is_not_as_one_rank_is_told(
 ) -> None:
     names = [name for name, *_ in gpu_runs.COMPARED.values()] + ["train/behaviour_logprob_diff"]
     row = dict(zip(names, (0.5, 0.0, 2.0, 4.6, 0.0), strict=True))
-    one, other = (
-        gpu_runs.Found([row | more], {"w": torch.tensor(w)})
-        for more, w in (({}, [3.0, 4.0]), (metric, end))
+    base, changed = (
+        gpu_runs.Found([row | changes], {"w": torch.tensor(weights)})
+        for changes, weights in (({}, [3.0, 4.0]), (metric, end))
     )
-    gpu_runs.tell_found("TP2", gpu_runs.LAYOUTS["TP2"], other, one, {"w": torch.zeros(2)}, "cpu")
-    told = json.loads(capsys.readouterr().out)
-    assert (told["expected"], told["holds"]) == (expected, expected == "as one rank")
+    gpu_runs.tell_found("TP2", gpu_runs.LAYOUTS["TP2"], changed, base, {"w": torch.zeros(2)}, "cpu")
+    outcome = json.loads(capsys.readouterr().out)
+    assert (outcome["expected"], outcome["holds"]) == (expected, expected == "as one rank")
 
 
 def test_a_rank_that_fails_ends_the_others_of_its_layout() -> None:
@@ -115,8 +115,10 @@ def test_a_stage_that_hangs_is_stopped_with_all_that_it_started(tmp_path: Path) 
 
 def processes_with(text: str) -> list[str]:
     """Command lines that contain it."""
-    found = (" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
-    return [words for words in found if text in words]
+    commands = (
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    )
+    return [words for words in commands if text in words]
 
 
 def test_a_stage_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
@@ -127,8 +129,8 @@ def test_a_stage_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_cannot_run_says_why(tmp_path: Path) -> None:
-    found = replace(EVERYTHING, packages=EVERYTHING.packages | {"vllm": None}, gpus=("a GPU",))
-    outcome = stage_of(BY_NAME["peer"], found, tmp_path)
+    machine = replace(EVERYTHING, packages=EVERYTHING.packages | {"vllm": None}, gpus=("a GPU",))
+    outcome = stage_of(BY_NAME["peer"], machine, tmp_path)
     assert (outcome.status, outcome.reason) == (
         "not run",
         "needs vllm, the variable MODEL, the variable DATA",
@@ -175,12 +177,12 @@ def test_a_package_that_breaks_at_its_import_hides_no_other(tmp_path: Path) -> N
         metadata = tmp_path / f"{name}-1.0.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    found = gpu_check.look(os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert found.packages["vllm"] is None and found.packages["torch"] is not None
-    assert found.packages["apex"] == "installed"
-    assert found.broken == ["vllm", "pytest"]
-    assert found.reasons["vllm"] == "ended by SIGSEGV"
-    assert found.reasons["pytest"] == "OSError: libcuda.so.1: cannot open"
+    machine = gpu_check.look(os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert machine.packages["vllm"] is None and machine.packages["torch"] is not None
+    assert machine.packages["apex"] == "installed"
+    assert machine.broken == ["vllm", "pytest"]
+    assert machine.reasons["vllm"] == "ended by SIGSEGV"
+    assert machine.reasons["pytest"] == "OSError: libcuda.so.1: cannot open"
 
 
 def test_a_figure_that_is_not_as_expected_is_a_failure_of_its_stage(tmp_path: Path) -> None:

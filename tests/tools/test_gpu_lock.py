@@ -94,7 +94,7 @@ def test_another_name_or_default_changes_the_list(
     module: str, old: str, new: str, line: str
 ) -> None:
     changed = listed(USES, sources(**{module: (old, new)})).splitlines()
-    assert [one for one in changed if one not in EXPECTED.splitlines()] == [line]
+    assert [use for use in changed if use not in EXPECTED.splitlines()] == [line]
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +121,8 @@ def test_a_use_that_is_not_listed_is_told(
     (tmp_path / "rlmath" / "rollout" / "engine.py").write_text(
         "def f(llm): llm.pause_generation()\n"
     )
-    found = [*uses, *uses_of_repository(tmp_path)]
-    monkeypatch.setattr(gpu_lock, "uses_of_repository", lambda: found)
+    all_uses = [*uses, *uses_of_repository(tmp_path)]
+    monkeypatch.setattr(gpu_lock, "uses_of_repository", lambda: all_uses)
     assert gpu_lock.main(["--only-names"]) == 1
     assert "+vllm.LLM.pause_generation  (rlmath/rollout/engine.py)" in capsys.readouterr().out
 

@@ -73,7 +73,8 @@ def lacking(*tables: Table) -> list[str]:
 
 
 def test_a_symbol_is_looked_for_where_the_loader_would() -> None:
-    deep, loaded = table("c.so", defined="f"), table("b.so", "c.so", undefined="malloc PyList_New")
+    deep = table("c.so", defined="f")
+    loaded = table("b.so", "c.so", undefined="malloc PyList_New")
     assert lacking(deep, loaded, table("a.so", "b.so", undefined="f")) == []
     assert lacking(deep, table("a.so", undefined="f")) == ["pack==1: a.so", "    f: only in c.so"]
     assert lacking(table("a.so", "gone.so libc.so.6")) == [
@@ -103,5 +104,5 @@ def test_transformer_engine_finds_what_it_loads_before_and_an_exception_is_told_
     compiler = table("libnvrtc.so.13", defined="nvrtcVersion")
     assert lacking(engine, compiler) == []
     assert problems([engine], set(), ("transformer_engine/*",)) == []
-    told = problems([engine, compiler], set(), ("transformer_engine/*",))
-    assert told == ["transformer_engine/* needs no exception any more"]
+    messages = problems([engine, compiler], set(), ("transformer_engine/*",))
+    assert messages == ["transformer_engine/* needs no exception any more"]

@@ -185,8 +185,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def changes(source: str) -> set[tuple[str, str, str]]:
     """Kind, old and new text of the candidates of a file, whatever their types are."""
-    others = attributes_beside([source])
-    groups = candidates_of("made/wiring.py", ast.parse(source), others)
+    attributes = attributes_beside([source])
+    groups = candidates_of("made/wiring.py", ast.parse(source), attributes)
     rows = [candidate[0] for group in groups for candidate in group]
     return {(row["kind"], row["old"], row["new"]) for row in rows}
 
@@ -327,8 +327,8 @@ def sessions(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
     folder = make_copy(project / "build/mutants/copy")
     (folder / "tests/conftest.py").write_text(CONFTEST)
     (folder / "tests/test_picky.py").write_text(PICKY)
-    with Sessions(folder) as made:
-        yield made
+    with Sessions(folder) as test_sessions:
+        yield test_sessions
 
 
 NEW = "tests/test_picky.py::test_name_in_a_new_process"
@@ -352,7 +352,8 @@ def test_a_test_that_does_not_bear_to_be_forked_gets_a_new_process(sessions: Ses
         {"test": "tests/test_wiring.py::test_all", "seconds": 0.1, "ranks": False, "other": True},
     ]
     judge = Judge(sessions, set(), set())
-    bound, name = mutant_of("bound", "count >= 3"), mutant_of("name", "high")
+    bound = mutant_of("bound", "count >= 3")
+    name = mutant_of("name", "high")
     rows = [judge.judge(mutant, tests, 100.0) for mutant in (bound, bound, name)]
     assert [row["outcome"] for row in rows] == ["survived", "survived", "noticed"]
     assert rows[1]["tests"] == 2 and rows[1]["left"] == 0
@@ -375,14 +376,15 @@ def test_no_process_is_left_of_a_session_that_hangs(sessions: Sessions, forked: 
 
 
 def test_tests_come_in_the_order_in_which_they_are_worth_their_time(tmp_path: Path) -> None:
-    other, own = "tests/test_run.py::", "tests/a/test_x.py::"
+    other_tests = "tests/test_run.py::"
+    own_tests = "tests/a/test_x.py::"
     tests = {
-        f"{own}slow": (9.0, False),
-        f"{own}ranks": (1.0, True),
-        f"{own}quick": (2.0, False),
-        f"{own}failed": (1.0, False),
-        f"{other}quick": (1.0, False),
-        f"{other}sees_much": (1.0, False),
+        f"{own_tests}slow": (9.0, False),
+        f"{own_tests}ranks": (1.0, True),
+        f"{own_tests}quick": (2.0, False),
+        f"{own_tests}failed": (1.0, False),
+        f"{other_tests}quick": (1.0, False),
+        f"{other_tests}sees_much": (1.0, False),
         "tests/b/test_y.py::same_name": (3.0, False),
     }
     rows = [
@@ -397,8 +399,10 @@ def test_tests_come_in_the_order_in_which_they_are_worth_their_time(tmp_path: Pa
     (tmp_path / "progress").write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = "rlmath/a/y.py"
     lines = [f"7\t{file}\t{name}\n" for name in tests]
-    lines += [f"{line}\tb.py\t{other}sees_much\n" for line in range(9)]
-    (tmp_path / "lines").write_text("".join([*lines, f"3\t{file}\t{own}quick\n", f"5\t{file}\t\n"]))
+    lines += [f"{line}\tb.py\t{other_tests}sees_much\n" for line in range(9)]
+    (tmp_path / "lines").write_text(
+        "".join([*lines, f"3\t{file}\t{own_tests}quick\n", f"5\t{file}\t\n"])
+    )
     record = Record(tmp_path, [file])
 
     def names(line: int, end_line: int, statement_line: int) -> list[str]:
@@ -412,14 +416,14 @@ def test_tests_come_in_the_order_in_which_they_are_worth_their_time(tmp_path: Pa
 
     all_tests = [
         "tests/b/test_y.py::same_name",
-        f"{own}quick",
-        f"{own}slow",
-        f"{own}ranks",
-        f"{other}quick",
-        f"{other}sees_much",
+        f"{own_tests}quick",
+        f"{own_tests}slow",
+        f"{own_tests}ranks",
+        f"{other_tests}quick",
+        f"{other_tests}sees_much",
     ]
     assert names(7, 7, 7) == all_tests
-    assert names(2, 3, 1) == [f"{own}quick"]
+    assert names(2, 3, 1) == [f"{own_tests}quick"]
     assert names(8, 8, 7) == all_tests
     assert names(5, 5, 5) == all_tests, "a line that runs as modules are imported"
     assert names(9, 9, 9) == []
@@ -515,18 +519,19 @@ def test_the_tool_tells_what_is_noticed_and_goes_on_where_it_was_stopped(project
     assert {row["old"] for row in rows if row["function"] == "only_told"} <= {"high", "high < 0"}
 
     (results,) = project.glob("build/mutants/*/results.jsonl")
-    kept, stopped = rows[:-3], rows[-3:]
-    results.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    survivor = next(row for row in kept if row["outcome"] == "survived")
+    remaining = rows[:-3]
+    removed = rows[-3:]
+    results.write_text("".join(json.dumps(row) + "\n" for row in remaining))
+    survivor = next(row for row in remaining if row["outcome"] == "survived")
     (project / "tools").mkdir()
     equal = {name: survivor[name] for name in ("file", "function", "kind", "old", "new")}
     (project / mutants.EQUAL).write_text(
         json.dumps(equal | {"reason": "the bound is never met"}) + "\n"
     )
-    again, table = run_tool(project, *arguments)
+    new_rows, table = run_tool(project, *arguments)
     unclocked = [
         {name: cell for name, cell in row.items() if name != "seconds"}
-        for row in (*again, *stopped)
+        for row in (*new_rows, *removed)
     ]
     assert sorted(unclocked[:3], key=str) == sorted(unclocked[3:], key=str)
     noticed = sum(row["outcome"] in ("noticed", "limit") for row in rows)
