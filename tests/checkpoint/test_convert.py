@@ -81,7 +81,7 @@ def test_query_key_and_value_lie_group_by_group_and_layers_are_stacked(
 ):
     state = to_megatron(source, tmp_path / "megatron", tensor=2)
     hf = weights(source)
-    fused = torch_reads(state)[QKV]
+    fused_weight = torch_reads(state)[QKV]
     heads = {
         letter: hf[f"model.layers.3.self_attn.{letter}_proj.weight"].split(32) for letter in "qkv"
     }  # 4 heads of 32 rows
@@ -93,8 +93,8 @@ def test_query_key_and_value_lie_group_by_group_and_layers_are_stacked(
         heads["k"][1],
         heads["v"][1],
     ]
-    assert tuple(fused.shape) == (4, 256, 128)
-    assert torch.equal(fused[3], torch.cat(rows))
+    assert tuple(fused_weight.shape) == (4, 256, 128)
+    assert torch.equal(fused_weight[3], torch.cat(rows))
 
 
 def test_the_folder_is_what_megatron_lm_looks_for(source: Path, tmp_path: Path):

@@ -57,14 +57,14 @@ def screen(words: tuple[str, ...]) -> str:
         except SystemExit as ended:
             status = ended.code
     lines = output.getvalue().splitlines()
-    omitted = [f"... {len(lines) - ROWS} more lines"] if lines[ROWS:] else []
+    omission = [f"... {len(lines) - ROWS} more lines"] if lines[ROWS:] else []
     imported = (
         [f"[imports {', '.join(modules)}]"]
         if (modules := [module for module in HEAVY if module in sys.modules])
         else []
     )
     shown = "\n".join(
-        [f"$ rlmath {' '.join(words)}", *lines[:ROWS], *omitted, f"[status {status}]", *imported]
+        [f"$ rlmath {' '.join(words)}", *lines[:ROWS], *omission, f"[status {status}]", *imported]
     )
     return "\n".join(line.rstrip() for line in shown.splitlines())
 

@@ -347,9 +347,10 @@ def test_the_last_lines_name_the_rank_that_a_signal_killed(
     program = tmp_path / "program.py"
     program.write_text(DIES)
     assert train.launch(2, [str(program)], None, 5.0) == exit_codes.FAILURE
-    first, *following = capfd.readouterr().err.splitlines()[-2:]
+    first, *following_lines = capfd.readouterr().err.splitlines()[-2:]
     assert (
-        re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL\.", first) and len(following) == 1
+        re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL\.", first)
+        and len(following_lines) == 1
     )
 
 

@@ -160,9 +160,9 @@ def test_a_step_that_does_not_wait_for_its_tail_has_an_estimate(
     recipe = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"))
     assert main([*recipe, *settings, "--layouts", "0"]) == 0
     assert told in capsys.readouterr().out
-    waiting = planned(capsys, *recipe)
+    waiting_plan = planned(capsys, *recipe)
     plan = planned(capsys, *recipe, *settings)
-    assert least < plan["step_seconds"] / waiting["step_seconds"] < most
+    assert least < plan["step_seconds"] / waiting_plan["step_seconds"] < most
 
 
 def test_the_fastest_layout_comes_first(capsys: pytest.CaptureFixture[str]):
@@ -170,10 +170,10 @@ def test_the_fastest_layout_comes_first(capsys: pytest.CaptureFixture[str]):
     plan = json.loads(capsys.readouterr().out)
     seconds = [row["step_seconds"] for row in plan["layouts"]]
     assert len(seconds) > 10 and seconds == sorted(seconds)
-    (configured,) = [
+    (configured_row,) = [
         row for row in plan["layouts"] if row["layout"] == "TP2 x PP1 x DP16, 32 engines of TP1"
     ]
-    assert configured["step_seconds"] == pytest.approx(plan["step_seconds"])
+    assert configured_row["step_seconds"] == pytest.approx(plan["step_seconds"])
 
 
 @pytest.mark.parametrize(("wrong", "hint"), [("--gpu=H100", False), ("--run.seed=7", True)])

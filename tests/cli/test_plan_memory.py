@@ -41,11 +41,11 @@ def test_plain_data_adds_up(capsys: pytest.CaptureFixture[str]):
 
 def test_what_cannot_fit_ends_with_an_error_and_the_key(capsys: pytest.CaptureFixture[str]):
     assert main([MODEL, "memory.gpu=A100-40GB"]) == 2
-    captured = capsys.readouterr()
-    assert "  update: " in captured.out
+    streams = capsys.readouterr()
+    assert "  update: " in streams.out
     assert (
-        'in the phase "update"' in captured.err
-        and "policy.recompute_granularity=full" in captured.err
+        'in the phase "update"' in streams.err
+        and "policy.recompute_granularity=full" in streams.err
     )
 
 
@@ -53,9 +53,9 @@ def test_settings_that_no_run_could_have_are_told_and_not_planned(
     capsys: pytest.CaptureFixture[str],
 ):
     assert main([MODEL, "parallel.tensor=3", "memory.gpu=H10", "--ranks", "4"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert '"H100-80GB"' in captured.err and "does not divide the 4 ranks" in captured.err
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert '"H100-80GB"' in streams.err and "does not divide the 4 ranks" in streams.err
 
 
 def test_without_a_gpu_the_plan_is_for_the_cpu(capsys: pytest.CaptureFixture[str]):

@@ -90,6 +90,6 @@ def test_crafted_samples_are_shown_harmlessly(
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step-000001.jsonl").write_text(json.dumps(row) + "\n")
     status = samples.main([str(tmp_path)])
-    captured = capsys.readouterr()
+    streams = capsys.readouterr()
     assert status == (2 if field == "length" else 0)
-    assert captured.out + captured.err and not RAW.search(captured.out + captured.err)
+    assert streams.out + streams.err and not RAW.search(streams.out + streams.err)

@@ -37,8 +37,8 @@ def read_instructions(text: str) -> list[Instruction]:
     """Instructions in their order, without comments and empty lines, also those between joined
     lines."""
     lines = [line.strip() for line in text.splitlines()]
-    uncommented = [line for line in lines if line and not line.startswith("#")]
-    joined = re.sub(r"\s*\\\n", " ", "\n".join(uncommented))
+    plain_lines = [line for line in lines if line and not line.startswith("#")]
+    joined = re.sub(r"\s*\\\n", " ", "\n".join(plain_lines))
     parts = (line.partition(" ") for line in joined.splitlines())
     return [Instruction(name.upper(), text.strip()) for name, _, text in parts]
 
@@ -64,16 +64,16 @@ def context_files(context: Path) -> set[str]:
         for line in (context / ".dockerignore").read_text(encoding="utf-8").splitlines()
     ]
     patterns = [line for line in lines if line and not line.startswith("#")]
-    included = set()
+    paths = set()
     for folder, folders, files in os.walk(context):
         relative = Path(folder).relative_to(context)
         folders[:] = [name for name in folders if not _is_ignored(relative / name, patterns)]
-        included |= {
+        paths |= {
             (relative / name).as_posix()
             for name in files
             if not _is_ignored(relative / name, patterns)
         }
-    return included
+    return paths
 
 
 def _is_ignored(path: Path, patterns: list[str]) -> bool:

@@ -134,9 +134,11 @@ def test_the_cpu_lock_is_closed_but_for_what_it_says() -> None:
 def test_packages_of_both_locks_find_in_the_gpu_lock_what_they_need() -> None:
     """What can be known of it without an index; the rest is the check that requirements/gpu.txt
     names."""
-    shared = [name for name, version in LOCKS["gpu"].items() if LOCKS["cpu"].get(name) == version]
-    assert len(shared) > 150
-    assert missing(all_needs(shared, "gpu"), LOCKS["gpu"]) == []
+    shared_packages = [
+        name for name, version in LOCKS["gpu"].items() if LOCKS["cpu"].get(name) == version
+    ]
+    assert len(shared_packages) > 150
+    assert missing(all_needs(shared_packages, "gpu"), LOCKS["gpu"]) == []
 
 
 @pytest.mark.parametrize("name", [*IMAGES, "next", "lint", "docs"])

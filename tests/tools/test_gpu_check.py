@@ -89,11 +89,13 @@ def test_a_layout_that_is_not_as_one_rank_is_told(
 ) -> None:
     names = [name for name, *_ in gpu_runs.COMPARED.values()] + ["train/behaviour_logprob_diff"]
     row = dict(zip(names, (0.5, 0.0, 2.0, 4.6, 0.0), strict=True))
-    base, changed = (
+    base_run, changed_run = (
         gpu_runs.Found([row | changes], {"w": torch.tensor(weights)})
         for changes, weights in (({}, [3.0, 4.0]), (metric, end))
     )
-    gpu_runs.tell_found("TP2", gpu_runs.LAYOUTS["TP2"], changed, base, {"w": torch.zeros(2)}, "cpu")
+    gpu_runs.tell_found(
+        "TP2", gpu_runs.LAYOUTS["TP2"], changed_run, base_run, {"w": torch.zeros(2)}, "cpu"
+    )
     outcome = json.loads(capsys.readouterr().out)
     assert (outcome["expected"], outcome["holds"]) == (expected, expected == "as one rank")
 

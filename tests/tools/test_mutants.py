@@ -519,10 +519,10 @@ def test_the_tool_tells_what_is_noticed_and_goes_on_where_it_was_stopped(project
     assert {row["old"] for row in rows if row["function"] == "only_told"} <= {"high", "high < 0"}
 
     (results,) = project.glob("build/mutants/*/results.jsonl")
-    remaining = rows[:-3]
-    removed = rows[-3:]
-    results.write_text("".join(json.dumps(row) + "\n" for row in remaining))
-    survivor = next(row for row in remaining if row["outcome"] == "survived")
+    remaining_rows = rows[:-3]
+    removed_rows = rows[-3:]
+    results.write_text("".join(json.dumps(row) + "\n" for row in remaining_rows))
+    survivor = next(row for row in remaining_rows if row["outcome"] == "survived")
     (project / "tools").mkdir()
     equal = {name: survivor[name] for name in ("file", "function", "kind", "old", "new")}
     (project / mutants.EQUAL).write_text(
@@ -531,7 +531,7 @@ def test_the_tool_tells_what_is_noticed_and_goes_on_where_it_was_stopped(project
     new_rows, table = run_tool(project, *arguments)
     unclocked = [
         {name: cell for name, cell in row.items() if name != "seconds"}
-        for row in (*new_rows, *removed)
+        for row in (*new_rows, *removed_rows)
     ]
     assert sorted(unclocked[:3], key=str) == sorted(unclocked[3:], key=str)
     noticed = sum(row["outcome"] in ("noticed", "limit") for row in rows)
