@@ -1,8 +1,7 @@
-"""Completions that attack the verifier: to run code, to hang it, to fill memory, or to be rewarded
-for nothing.
+"""Completions that attack the verifier.
 
-MARKER stands for a file that a successful attack would make.
-"""
+They try to run code, to hang it, to fill memory, or to be rewarded for nothing. MARKER stands for
+a file that a successful attack would make."""
 
 from __future__ import annotations
 
@@ -132,15 +131,15 @@ HEAVY = [
     "all integers " * 70,
     "((((((((((((((((((((x+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)",
 ]
-"""Each is heavy for some parser or evaluator; ours decides at once, or hands on what is
-harmless."""
+"""Answers that are heavy for some parser or evaluator.
+
+Ours decides at once, or hands on what is harmless."""
 
 HANG_SOLUTIONS = ("\\int_0^1 3x^2 dx",)
 
 
 def hanging(number: int) -> str:
-    """One of many answers that only math-verify reads, and on which sympy works for minutes on any
-    machine."""
+    """One of many answers that only math-verify reads, and on which sympy works for minutes."""
     return (
         f"\\int_0^1 \\frac{{\\sin(x^{{x^x}})+\\cos(\\ln(x+{number + 1}))}}"
         f"{{e^{{x^x}}+\\tan(x+{number + 1})}} dx"

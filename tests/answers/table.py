@@ -6,8 +6,9 @@ from typing import Any
 
 
 def check_table(function: Callable[..., Any], rows: Iterable[Sequence[Any]]) -> None:
-    """Each row is the arguments of a function, then its result; those with another result, or an
-    exception, are shown together."""
+    """Compare a function's results with a table; all differences are shown together.
+
+    A row is the arguments, then the expected result; an exception counts as another result."""
     wrong = []
     for *arguments, expected in rows:
         try:

@@ -1,5 +1,4 @@
-"""The labelled cases: every one is verified as its label says, and no class worse than by
-math-verify."""
+"""Every labelled case is verified as its label says, and no class worse than by math-verify."""
 
 from __future__ import annotations
 
@@ -22,10 +21,12 @@ def read_cases(name: str) -> list[dict]:
 
 ROWS = read_cases("cases.jsonl")
 BLIND = read_cases("cases_blind.jsonl")
-"""Written in nine parts by others who had seen neither code nor cases; when the verifier first saw
-them it was right on 97.9%, 92.1%, 89.0%, 90.0%, 96.0%, 95.3%, 97.0%, 94.3% and 96.3% of them, from
-the third to the eighth with no wrong answer taken for right, in the ninth with two. The ninth has
-questions; earlier cases got one where their answer has a unit or noun that the reference lacks."""
+"""Cases in nine parts, written by others who had seen neither code nor cases.
+
+When the verifier first saw them it was right on 97.9%, 92.1%, 89.0%, 90.0%, 96.0%, 95.3%, 97.0%,
+94.3% and 96.3% of them. It took no wrong answer for right in the third to the eighth part, and two
+in the ninth. The ninth has questions; earlier cases got one where their answer has a unit or noun
+that the reference lacks."""
 
 
 def test_the_set_is_large_spread_and_its_ids_are_unique():
@@ -80,7 +81,6 @@ def test_the_verifier_agrees_with_every_label(rows: list[dict]):
 
 @pytest.mark.parametrize("rows", in_parts(BLIND))
 def test_cases_written_without_sight_of_the_verifier(rows: list[dict]):
-    """What it gets wrong there are habits it does not know, never a wrong answer that it takes for
-    right."""
+    """The verifier refuses right answers in habits that it does not know, and accepts no wrong one."""
     wrong = wrongly_verified(rows)
     assert all(row["correct"] for row in wrong) and len(wrong) <= 0.01 * len(rows), shown(wrong)

@@ -1,5 +1,4 @@
-"""Words and units beside a value: which are ignored, which are compared, and where there is no
-answer."""
+"""Words and units beside a value: which are ignored, which are compared, and which leave no answer."""
 
 from __future__ import annotations
 

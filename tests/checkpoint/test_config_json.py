@@ -1,6 +1,6 @@
 """What config.json may ask for, architecture by architecture.
 
-What all have in common is in `test_preflight`."""
+`test_preflight` has what all architectures have in common."""
 
 from __future__ import annotations
 

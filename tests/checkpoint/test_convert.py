@@ -1,5 +1,4 @@
-"""Between Hugging Face and torch_dist: what is written where, both ways, and what is refused
-beforehand."""
+"""Conversion between Hugging Face and torch_dist: what is written where, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Between Hugging Face and torch_dist: what is refused beforehand, and what goes wrong in the
-middle."""
+"""Conversion between Hugging Face and torch_dist: refusals beforehand and failures midway."""
 
 from __future__ import annotations
 
@@ -173,7 +172,7 @@ def test_a_disk_that_fails_in_the_middle_leaves_nothing(source: Path, tmp_path: 
 
 @pytest.fixture
 def limit(source: Path, tmp_path: Path) -> Iterator[None]:
-    """No file may grow beyond 300 KB: the kernel refuses as a full disk does."""
+    """A limit of 300 KB for every file: the kernel refuses to write more, as a full disk does."""
     import resource
     import signal
 

@@ -1,5 +1,4 @@
-"""Which checkpoints count as complete, what is wrong with a damaged one, and which ones give
-way."""
+"""Which checkpoints are complete, what is wrong with a damaged one, and which give way."""
 
 from __future__ import annotations
 
@@ -125,7 +124,7 @@ def test_a_manifest_that_cannot_be_used_is_told(tmp_path: Path, manifest: str) -
 
 @pytest.mark.parametrize("name", [MANIFEST, PROGRESS])
 def test_a_small_file_that_has_become_huge_is_refused_unread(tmp_path: Path, name: str) -> None:
-    """As a sparse file of 40 GiB, more than the machine's memory, it takes no disk."""
+    """The file is sparse: its 40 GiB, more than the machine's memory, take no disk space."""
     make(tmp_path, 3)
     (folder,) = tmp_path.glob("step-*")
     (folder / name).touch()
@@ -245,7 +244,7 @@ def test_what_was_passed_over_does_not_count_among_the_newest(tmp_path: Path) ->
 
 
 def test_a_folder_that_the_disk_refuses_to_look_at_is_not_absent(tmp_path: Path) -> None:
-    """As any other error of the disk: a stale handle, a server that does not answer."""
+    """A name that is too long stands for any error of the disk, such as a stale file handle."""
     with pytest.raises(ValueError, match=r"cannot be looked at \(File name too long\)"):
         complete_checkpoints(tmp_path / ("x" * 300) / "checkpoints")
 

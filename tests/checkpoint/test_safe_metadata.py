@@ -1,5 +1,6 @@
-"""The index of a torch_dist checkpoint: read as torch reads it where it is honest, refused where it
-is not."""
+"""The index of a torch_dist checkpoint.
+
+An honest one is read as torch reads it, any other is refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Parts of tensors in the files of a torch_dist checkpoint: written, read by rectangles, and
-refused where damaged."""
+"""Parts of tensors in the files of a torch_dist checkpoint.
+
+They are written, read by rectangles, and refused where they are damaged."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def test_one_flipped_bit_among_the_numbers_is_found(tmp_path: Path):
     ("start", "size", "told"), [(3, 1, "not stored whole: t"), (1, 2, "parts of t overlap")]
 )
 def test_parts_that_leave_a_gap_are_refused(tmp_path: Path, start: int, size: int, told: str):
-    """Also where they overlap, so that they have as many numbers as the tensor."""
+    """Parts that overlap are refused too, although they have as many numbers as the tensor."""
     writer = StateWriter(tmp_path)
     writer.add(0, "t", (0,), (4,), torch.zeros(2))
     writer.add(0, "t", (start,), (4,), torch.ones(size))

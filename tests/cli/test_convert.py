@@ -102,8 +102,9 @@ def test_formats_and_sizes_are_those_asked_for(source: Path, tmp_path: Path):
 
 
 def run_with_checkpoint(source: Path, tmp_path: Path, settings: str | None = None) -> Path:
-    """The folder of a run from `source` with a checkpoint after step 3; `settings` in place of its
-    own."""
+    """The folder of a run from `source` with a checkpoint after step 3.
+
+    `settings` replaces the text of its config.yaml."""
     assert to_megatron(source, tmp_path / "megatron") == 0
     run_folder = tmp_path / "run"
     partial = open_partial(run_folder / "checkpoints", 3)

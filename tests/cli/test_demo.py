@@ -11,7 +11,9 @@ from rlmath.config.load import load_config, make_parser
 from rlmath.rewards.schemes import raw_reward, reward_scale
 
 OTHER_REWARDS = {"simplerl": (1.0, -0.5), "critic": (1.0, -1.0)}
-"""Of objectives whose paper pays for a box, too, and of a critic, whose values begin at 0."""
+"""Rewards of a right and a wrong answer where they are not those of every other objective.
+
+The papers of some objectives pay for a box, too; the values of a critic begin at 0."""
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in ALGORITHMS.glob("*.yaml")))

@@ -1,5 +1,4 @@
-"""The command `rlmath`, and the public names: from any folder, without torch where none is
-needed."""
+"""The command `rlmath` and the public names work from any folder, without torch where possible."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ def test_a_word_that_is_no_command_is_a_mistake(capsys: pytest.CaptureFixture[st
 
 
 def test_the_first_screen_of_every_command_is_the_written_one() -> None:
-    """Also of plain mistakes; no heavy library is imported for any.
+    """The screens of common mistakes are compared, too; none of all these imports a heavy library.
 
     `tests.cli.screens` writes the file anew."""
     done = subprocess.run(
@@ -245,9 +244,9 @@ LONG_SCREENS = (
 
 
 def test_who_stops_reading_ends_every_command_in_silence(tmp_path: Path) -> None:
-    """As `| head -1` does: the pipe is closed before anything is written.
+    """The pipe is closed before anything is written, as `| head -1` may close it.
 
-    One process has imported all of them."""
+    One process imports all commands and forks for each."""
     program = f"""
 import importlib, os, sys
 from rlmath.cli.main import COMMANDS, main
@@ -284,7 +283,7 @@ def test_a_broken_pipe_of_another_kind_is_still_an_error() -> None:
 
 
 def test_a_terminal_without_columns_shows_every_help(tmp_path: Path) -> None:
-    """As in a container without a size of its terminal; also one whose columns hold no word."""
+    """A container's terminal may have no size, and another may have columns that hold no word."""
     program = f"""
 import fcntl, sys, termios
 from rlmath.cli.main import main
@@ -303,8 +302,9 @@ for columns in (0, 1, 20):
 
 
 def test_an_interrupt_reaches_a_run_once(tmp_path: Path) -> None:
-    """A program in the place of a run counts its interrupts; who started it gets one from its
-    terminal's group."""
+    """A program in the place of a run counts its interrupts.
+
+    The process that started it gets one, as from its terminal's group."""
     count = tmp_path / "count.txt"
     program = (
         "import os, select, signal, time\nreader, writer = os.pipe()\nos.set_blocking(writer, "

@@ -1,5 +1,4 @@
-"""The demo's problems: disjoint, repeatable, worked right, and slipping as often as they are said
-to."""
+"""The demo's problems are disjoint and repeatable; worked solutions slip as often as asked for."""
 
 import hashlib
 import json
@@ -22,7 +21,7 @@ from rlmath.cli.make_arithmetic import (
 TOOL = Path(__file__).resolve().parents[2] / "rlmath" / "cli" / "make_arithmetic.py"
 FILES = ("train", "heldout", "worked")
 DIGESTS = ["64f1f436077bda05", "1ba320ab85bb119f", "c46216835081aa8b"]
-"""Of the files of the options in the test that has them."""
+"""The beginnings of the SHA-256 of FILES, for the options in the test that reads them."""
 
 
 def test_worked_solutions_written_by_hand():
@@ -33,8 +32,9 @@ def test_worked_solutions_written_by_hand():
 
 
 def test_worked_rows_are_right_as_often_as_their_slips_leave():
-    """Of 47+85 a slip misses in 2 columns 19 times in 20, and in 3 digits of the answer 9 times in
-    10."""
+    """A slip is wrong 19 times in 20 in a column's sum, and 9 times in 10 in a digit of the answer.
+
+    47+85 has 2 columns, and its answer 3 digits."""
     two = [worked_solution(Addition(47, 85), 0.2, random.Random(seed)) for seed in range(4000)]
     right = sum(text.endswith(r"\boxed{132}") for text in two) / 4000
     assert right == pytest.approx(0.81**2 * 0.82**3, abs=0.025)

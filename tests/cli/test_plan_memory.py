@@ -1,5 +1,4 @@
-"""rlmath/cli/plan_memory.py: from a config and a model's shape to a table, plain data or a
-refusal."""
+"""rlmath/cli/plan_memory.py: a config and a model's shape make a table, plain data or a refusal."""
 
 import json
 from pathlib import Path

@@ -103,7 +103,7 @@ def test_broken_lines_are_told_by_number_and_skipped(tmp_path, capsys):
 
 
 def test_a_question_reaches_the_judge_of_the_public_function():
-    """In a process of its own, with which the worker ends that the function keeps."""
+    """A process of its own runs it: the worker that the function keeps ends with that process."""
     code = (
         "from rlmath import verify\n"
         "print(verify('7 apples', '7').correct)\n"

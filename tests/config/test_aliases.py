@@ -1,5 +1,4 @@
-"""Names of other trainers, names without their section, and slips of the hand: what a user is
-told."""
+"""What a user is told of other trainers' names, names without their section, and typing errors."""
 
 from __future__ import annotations
 

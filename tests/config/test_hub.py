@@ -250,8 +250,9 @@ def test_what_the_hub_refuses_is_told(there: Hub, hub_id: HubId, problem: str) -
 
 
 def test_a_hub_that_is_broken_is_none_and_one_that_refuses_is_obeyed(there: Hub) -> None:
-    """Its status is one that huggingface_hub does not wait for; `tests/test_hub_run.py` has one
-    that it does."""
+    """huggingface_hub does not retry on the status of this hub.
+
+    `tests/test_hub_run.py` has a status on which it does."""
     there.status = 505
     with pytest.raises(
         hub.HubFailedError, match=r"status 505\), and what is needed is not, or not whole, in the"

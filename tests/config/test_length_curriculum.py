@@ -1,5 +1,4 @@
-"""Which step belongs to which stage, with which settings, and what is told of stages that cannot
-be."""
+"""Which length stage a step belongs to, its settings, and the errors about impossible stages."""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ def test_later_sources_win(tmp_path: Path):
 
 
 def test_variables_of_a_template_may_be_a_mapping(tmp_path: Path):
-    """In YAML and on the command line, with JSON's values; a saved run has the list."""
+    """The mapping may stand in YAML or on the command line, with JSON's values.
+
+    A saved run has it as a list."""
     expected = ["enable_thinking=false", 'effort="low"', "budget=null", 'more={"a": [1, "x"]}']
     text = "{enable_thinking: false, effort: low, budget: null, more: {a: [1, x]}}"
     by_word = load_config([], [*GIVEN, f"data.chat_template_kwargs={text}"])
@@ -398,8 +400,9 @@ def test_all_that_is_missing_is_listed_with_how_to_give_it():
 
 
 def test_ranges_and_words_are_told_with_the_other_mistakes(tmp_path: Path):
-    """Alone they are left to the checks of a run, which list them with settings that do not go
-    together."""
+    """Without other mistakes, ranges and words are left to the checks of a run.
+
+    Those list them together with settings that conflict with each other."""
     path = written(
         tmp_path / "a.yaml",
         "run:\n  sed: 1\n  total_epochs: x\noptimizer:\n  lr: -1\n  kind: adamw\nrollout:\n  "

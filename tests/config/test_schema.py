@@ -79,8 +79,9 @@ def test_every_number_has_a_range_and_every_word_its_set(key: str):
 
 
 def test_no_type_default_range_or_word_changes_unseen():
-    """settings.txt was written before types, ranges and words stood in one place; whoever changes a
-    setting changes its line there, too."""
+    """settings.txt has a line for every setting; whoever changes a setting changes its line, too.
+
+    It was written before types, ranges and words stood in one place."""
     lines = (Path(__file__).parent / "settings.txt").read_text(encoding="utf-8").splitlines()
     assert [table_line(key) for key in all_settings()] == lines[1:]
 

@@ -1,4 +1,4 @@
-"""No setting that only parses: each is read by code that does something with it."""
+"""Every setting is read by code that does something with it; none is only parsed."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ ONLY_LOOK = (
     "run/early_checks",
     "cli/plan",
 )
-"""Modules that declare settings, check them, or plan with them: a setting that is read nowhere else
-does nothing."""
+"""Modules that declare settings, check them, or plan with them.
+
+A setting that is read nowhere else does nothing."""
 FOR_THE_CHECK_ALONE = [
     ("algorithm", "preset"),
     ("memory", "gpu"),
     ("memory", "gpu_gib"),
     ("parallel", "data"),
 ]
-"""A preset is what it sets. The GPU that a run must fit, and the data-parallel replicas that its
-ranks must make, are only compared with."""
+"""Settings that are only compared with, or that stand for others.
+
+A preset is what it sets; a run must fit the GPU, and its ranks must make the replicas."""
 
 
 def sections_of(nodes: Sequence[ast.AST]) -> dict[str, str]:
-    """Names, of variables, arguments and attributes, that a module has for sections: {"save":
-    "save", "how": "run"}.
+    """The section behind each name that a module has for one: {"save": "save", "how": "run"}.
 
-    A section is what an argument is annotated with (`settings: RunConfig`) and what is taken out of
-    the settings (`save = config.save`, also several at once).
-    """
+    The names are those of variables, arguments and attributes. A section is what an argument is
+    annotated with (`settings: RunConfig`) and what is taken out of the settings
+    (`save = config.save`, also several at once)."""
     by_class = {section.__name__: name for name, section in section_classes().items()}
     sections = {name: name for name in by_class.values()}
     for node in nodes:

@@ -1,5 +1,4 @@
-"""Nothing that others wrote reaches a terminal with control characters, by whatever way it gets
-there."""
+"""No text that others wrote brings control characters to a terminal, whatever its way there."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What a Dockerfile and a .dockerignore say: instructions by stage, and the files that an image may
-copy.
+"""Readers of a Dockerfile's instructions by stage, and of the files that a .dockerignore lets pass.
 
-Only what the Dockerfile of this repository uses: https://docs.docker.com/reference/dockerfile/
-"""
+They know only what the Dockerfile of this repository uses:
+https://docs.docker.com/reference/dockerfile/"""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class Stage:
 
 
 def read_instructions(text: str) -> list[Instruction]:
-    """Instructions in their order, without comments and empty lines, also those between joined
-    lines."""
+    """Instructions in their order, without comments and empty lines, even between joined lines."""
     lines = [line.strip() for line in text.splitlines()]
     plain_lines = [line for line in lines if line and not line.startswith("#")]
     joined = re.sub(r"\s*\\\n", " ", "\n".join(plain_lines))
@@ -77,8 +75,9 @@ def context_files(context: Path) -> set[str]:
 
 
 def _is_ignored(path: Path, patterns: list[str]) -> bool:
-    """The last line that matches the path, or a folder above it, decides; a line with `!` takes it
-    in again."""
+    """Whether the last line that matches the path, or a folder above it, leaves it out.
+
+    A line with `!` takes it in again."""
     ignored = False
     for pattern in patterns:
         if _expression(pattern.removeprefix("!").strip("/")).fullmatch(path.as_posix()):

@@ -1,5 +1,4 @@
-"""Dockerfile, .dockerignore, the lock files and setup.py say the same, and nothing in them moves by
-itself."""
+"""Dockerfile, .dockerignore, the lock files and setup.py agree, and every version is fixed."""
 
 from __future__ import annotations
 
@@ -78,8 +77,9 @@ def active(package: str, lock: str, extras: tuple[str, ...] = ("",)) -> list[Req
 
 
 def all_needs(packages: list[str], lock: str) -> list[Requirement]:
-    """What these installed packages need, with the extras that they ask of each other
-    (fastapi[standard])."""
+    """What these installed packages need.
+
+    Extras that they ask of each other (fastapi[standard]) count."""
     extras: dict[str, set[str]] = {name: {""} for name in packages}
     requirements: list[Requirement] = []
     waiting = list(packages)
@@ -132,8 +132,9 @@ def test_the_cpu_lock_is_closed_but_for_what_it_says() -> None:
 
 
 def test_packages_of_both_locks_find_in_the_gpu_lock_what_they_need() -> None:
-    """What can be known of it without an index; the rest is the check that requirements/gpu.txt
-    names."""
+    """The part that can be checked without an index.
+
+    requirements/gpu.txt names the check of the whole."""
     shared_packages = [
         name for name, version in LOCKS["gpu"].items() if LOCKS["cpu"].get(name) == version
     ]
@@ -195,8 +196,9 @@ def test_a_stage_has_one_python_and_it_is_the_locks(stage: str, lock: str) -> No
 
 
 def test_all_of_the_gpu_lock_is_installed_and_nothing_beside_it() -> None:
-    """One package is compiled, the rest are wheels; what has no version in the command comes from
-    the lock."""
+    """One package is compiled, the others are wheels.
+
+    What has no version in the command comes from the lock."""
     installs = [text for text in texts(STAGES["build"], "RUN") if "pip install" in text]
     installs += [text for text in texts(STAGES["gpu"], "RUN") if "pip install" in text]
     targets = [re.search(r"pip install ([^&]+)", text)[1].split()[-1] for text in installs]

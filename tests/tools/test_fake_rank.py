@@ -10,7 +10,7 @@ from tests.programs import run
 from tests.selection import matrix
 
 TOLERANCE = 0.02
-"""Of what a phase holds in all, between the plan and the count."""
+"""The relative difference allowed between the plan and the count of what a phase holds in all."""
 
 
 def counted(

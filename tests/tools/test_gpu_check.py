@@ -1,5 +1,6 @@
-"""The GPU check tells what ran, what did not and why; a stage that fails or hangs does not end
-it."""
+"""The GPU check tells what ran, what did not and why.
+
+A stage that fails or hangs does not end it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What our code uses of the GPU lock's packages is listed, and a package that has changed is found
-by reading it."""
+"""What our code uses of the GPU lock's packages is listed.
+
+A package that has changed is found by reading its source."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ FILES = {"vllm/__init__.py": ENGINE, "vllm/llm.py": LLM, "vllm/mixin.py": MIXIN}
 
 
 def sources(**changes: tuple[str, str]) -> Sources:
-    """Of a package like vLLM, with one text of a file replaced by another."""
+    """The source files of a package like vLLM, with one text of a file replaced by another."""
     files = dict(FILES)
     for module, (old, new) in changes.items():
         path = f"vllm/{module}.py"

@@ -22,8 +22,9 @@ double user(double x) { puts(""); return perhaps ? base() : sin(x); }
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of libbase.so.1, libuser.so, which names it as needed, and what looks like a library and is
-    none."""
+    """A wheel with two libraries, libbase.so.1 and libuser.so, which names the first as needed.
+
+    It has a file, too, that only looks like a library."""
     place = tmp_path_factory.mktemp("wheel")
     for name, source in (("base", BASE), ("user", USER)):
         (place / f"{name}.c").write_text(source)

@@ -155,13 +155,14 @@ OUTCOMES = {
     ("negate", "is_many"): "noticed",
     ("carried", "count = count - 1"): "limit",
 }
-"""Of mutants that one function alone has, by kind and old text."""
+"""Outcomes of mutants that only one function has, by kind and old text."""
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with a package and its tests, whose sessions import no plugins of pytest that
-    are installed."""
+    """A repository with a package and its tests.
+
+    Its sessions import none of the pytest plugins that are installed."""
     for name, setting in NO_PLUGINS.items():
         monkeypatch.setenv(name, setting)
     for name, text in (
@@ -463,7 +464,7 @@ def run_tool(project: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]
 def refused(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """What the tool says as it refuses arguments."""
+    """A function that runs the tool with arguments that it refuses, and returns what it says."""
     monkeypatch.chdir(project)
 
     def refuse(*arguments: str) -> str:
