@@ -81,6 +81,6 @@ def test_the_verifier_agrees_with_every_label(rows: list[dict]):
 
 @pytest.mark.parametrize("rows", in_parts(BLIND))
 def test_cases_written_without_sight_of_the_verifier(rows: list[dict]):
-    """The verifier refuses right answers in habits that it does not know, and accepts no wrong one."""
+    """The verifier refuses right answers only in habits unknown to it, and accepts no wrong one."""
     wrong = wrongly_verified(rows)
     assert all(row["correct"] for row in wrong) and len(wrong) <= 0.01 * len(rows), shown(wrong)

@@ -1,4 +1,4 @@
-"""Words and units beside a value: which are ignored, which are compared, and which leave no answer."""
+"""Words and units beside a value: those ignored, those compared, and those that leave no answer."""
 
 from __future__ import annotations
 
