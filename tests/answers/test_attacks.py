@@ -25,11 +25,11 @@ def batch(tmp_path_factory):
     with WorkerPool(WORKERS, LIMIT_SECONDS) as pool:
         (fork_server,) = set(children(os.getpid())) - before
         warm(pool)
-        asked = [(text, SOLUTIONS) for text in attacks[: len(QUICK)]]
-        asked += [(text, HANG_SOLUTIONS) for text in attacks[len(QUICK) :]]
+        pairs = [(text, SOLUTIONS) for text in attacks[: len(QUICK)]]
+        pairs += [(text, HANG_SOLUTIONS) for text in attacks[len(QUICK) :]]
         for position, honest in enumerate(HONEST):
-            asked.insert(2 * position, honest)
-        futures = [(pair, pool.submit(*pair, "math")) for pair in asked]
+            pairs.insert(2 * position, honest)
+        futures = [(pair, pool.submit(*pair, "math")) for pair in pairs]
         verdicts = [(pair, future.result(300)) for pair, future in futures]
         family = [fork_server, *children(fork_server)]
     wait_for(lambda: not any(map(is_alive, family)))

@@ -131,7 +131,11 @@ def problem(folder: Path, release: dict[str, Any], **changes: Any) -> str:
 
 def rope(**changes: Any) -> dict[str, Any]:
     """Llama 3.2's rotary settings with changes."""
-    return {k: v for k, v in {**LLAMA_3_2_1B["rope_scaling"], **changes}.items() if v is not ...}
+    return {
+        key: number
+        for key, number in {**LLAMA_3_2_1B["rope_scaling"], **changes}.items()
+        if number is not ...
+    }
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int8", "uint8", "bool", "float8_e4m3fn", "float64"])
@@ -232,11 +236,11 @@ def test_the_older_name_of_rotary_settings_hides_the_newer_as_in_transformers(
     tmp_path: Path, newer: dict[str, Any]
 ):
     model_shape = shape(tmp_path, LLAMA_3_2_1B, rope_parameters=newer)
-    read = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    rope_parameters = AutoConfig.from_pretrained(tmp_path).rope_parameters
     assert isinstance(model_shape.rope_scaling, Llama3Scaling)
     assert (model_shape.rope_theta, model_shape.rope_scaling.factor) == (
-        read["rope_theta"],
-        read["factor"],
+        rope_parameters["rope_theta"],
+        rope_parameters["factor"],
     )
 
 
@@ -360,8 +364,8 @@ def test_a_qwen3_with_experts_tells_how_many_and_how_large_they_are(tmp_path: Pa
         tmp_path, QWEN3_30B_A3B, num_experts=..., num_local_experts=64, norm_topk_prob=...
     )
     assert renamed.num_experts == 64 and not renamed.norm_topk_prob
-    read = AutoConfig.from_pretrained(tmp_path)
-    assert read.num_experts == 64 and not read.norm_topk_prob
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.num_experts == 64 and not config.norm_topk_prob
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,10 @@ ALL = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    place = tmp_path_factory.mktemp("models")
+    folder = tmp_path_factory.mktemp("models")
     return {
-        name: make_model_folder(place / name, tied, architecture=a)
-        for name, (a, tied) in ALL.items()
+        name: make_model_folder(folder / name, tied, architecture=architecture)
+        for name, (architecture, tied) in ALL.items()
     }
 
 
@@ -167,11 +167,11 @@ def test_other_ways_to_store_the_same_model_are_read(source: Path, tmp_path: Pat
 
 def test_the_optimizers_numbers_are_not_read(source: Path, tmp_path: Path):
     state = resave(to_megatron(source, tmp_path / "megatron"), tmp_path / "other", with_optimizer)
-    for index, place in FileSystemReader(state).read_metadata().storage_data.items():
+    for index, storage in FileSystemReader(state).read_metadata().storage_data.items():
         if "optimizer" in index.fqn:
-            with (state / place.relative_path).open("r+b") as file:
-                file.seek(place.offset)
-                file.write(b"\xff" * place.length)
+            with (state / storage.relative_path).open("r+b") as file:
+                file.seek(storage.offset)
+                file.write(b"\xff" * storage.length)
     assert_same(weights(to_hf(state, source, tmp_path / "hf")), weights(source))
 
 
@@ -249,7 +249,7 @@ def our_checkpoint(root: Path, state: Path, step: int, model: Path) -> Path:
 def test_checkpoints_are_found_by_any_of_their_folders(source: Path, tmp_path: Path):
     state = to_megatron(source, tmp_path / "megatron")
     older, newer = (
-        our_checkpoint(tmp_path / "run" / "checkpoints", state, n, source) for n in (20, 40)
+        our_checkpoint(tmp_path / "run" / "checkpoints", state, step, source) for step in (20, 40)
     )
     for path in (tmp_path / "run", tmp_path / "run" / "checkpoints", newer, newer / "state"):
         assert find_megatron(path).state == newer / "state"

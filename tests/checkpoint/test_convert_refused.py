@@ -48,10 +48,13 @@ NORM = "model.layers.0.input_layernorm.weight"
             ["unknown to Qwen2ForCausalLM: model.layers.4"],
         ),
         (
-            lambda t: t.update({NORM: t[NORM].to(torch.int8)}),
+            lambda tensors: tensors.update({NORM: tensors[NORM].to(torch.int8)}),
             ["needed: float32, bfloat16", f"{NORM} in", "in I8"],
         ),
-        (lambda t: t.update({NORM: t[NORM].to(torch.float16)}), ["several number formats"]),
+        (
+            lambda tensors: tensors.update({NORM: tensors[NORM].to(torch.float16)}),
+            ["several number formats"],
+        ),
     ],
 )
 def test_a_model_that_is_not_what_config_json_says_is_refused_with_a_list(
@@ -66,7 +69,9 @@ def test_a_model_that_is_not_what_config_json_says_is_refused_with_a_list(
 
 def in_norm(*numbers: float) -> Any:
     """Numbers put into one tensor."""
-    return lambda t: t.update({NORM: torch.cat([t[NORM][: -len(numbers)], torch.tensor(numbers)])})
+    return lambda tensors: tensors.update(
+        {NORM: torch.cat([tensors[NORM][: -len(numbers)], torch.tensor(numbers)])}
+    )
 
 
 @pytest.mark.parametrize(

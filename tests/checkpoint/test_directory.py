@@ -257,10 +257,10 @@ def test_nothing_is_set_aside_without_a_word_or_over_something_else(
         make(tmp_path, 2)
         set_newer_aside(tmp_path, 1)
     make(tmp_path, 1)
-    left = {path.name for path in tmp_path.iterdir()}
+    names = {path.name for path in tmp_path.iterdir()}
     damaged = [f"step-000002.damaged{number}" for number in ("", "-2", "-3")]
-    assert left == {"step-000001", "step-000001.damaged", *damaged} and steps(tmp_path) == [1]
-    assert all(f" is {name} now" in caplog.text for name in left - {"step-000001"})
+    assert names == {"step-000001", "step-000001.damaged", *damaged} and steps(tmp_path) == [1]
+    assert all(f" is {name} now" in caplog.text for name in names - {"step-000001"})
 
 
 @pytest.mark.timeout(60)

@@ -106,7 +106,8 @@ def test_of_two_sets_of_weights_the_one_that_transformers_reads_is_read(
         stream_of(source), read_metadata_files(source), folder, torch.float32, writes=True
     )
     zeros = {
-        name: torch.zeros_like(t) for name, t in load_file(source / "model.safetensors").items()
+        name: torch.zeros_like(tensor)
+        for name, tensor in load_file(source / "model.safetensors").items()
     }
     save_file(zeros, folder / "stale.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(zeros, "stale.safetensors")}

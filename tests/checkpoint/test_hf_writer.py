@@ -74,9 +74,9 @@ def add_and_fail(writer: SafetensorsWriter) -> None:
 def test_a_file_that_was_not_finished_is_none(tmp_path: Path):
     with pytest.raises(KeyError), SafetensorsWriter(tmp_path, 10**6) as writer:
         add_and_fail(writer)
-    (left,) = tmp_path.iterdir()
+    (path,) = tmp_path.iterdir()
     with pytest.raises(SafetensorError):
-        load_file(left)
+        load_file(path)
 
 
 def test_a_folder_takes_the_place_of_files_that_have_its_names(tmp_path: Path):

@@ -244,10 +244,10 @@ def test_a_few_bytes_that_ask_for_much_memory_are_refused(
 def test_what_the_classes_of_an_index_raise_is_damage(tmp_path: Path):
     content = pickle.dumps(honest(tmp_path), protocol=2)
     encoding = rb"ctorch[^\n]*\n_MEM_FORMAT_ENCODING\nq.K\x00\x85q.Rq."
-    changed, places = re.subn(encoding, b"K\xff", content, flags=re.DOTALL)
+    changed_bytes, places = re.subn(encoding, b"K\xff", content, flags=re.DOTALL)
     assert places == 1
     with pytest.raises(ValueError, match=r"\.metadata is damaged.*RuntimeError.*encoding: 255"):
-        read_metadata(write_index(tmp_path, changed))
+        read_metadata(write_index(tmp_path, changed_bytes))
 
 
 def test_every_way_to_cut_an_index_off_is_refused(tmp_path: Path):

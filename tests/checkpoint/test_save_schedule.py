@@ -170,9 +170,11 @@ def test_an_export_has_the_formats_of_the_source_and_the_disk_is_planned_for_the
     for name, tensor in tensors.items():
         assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    asked = replace(config, save=SaveConfig(export_dtype="float32"))
-    assert export_formats(asked) == TensorFormats("float32")
-    assert export_bytes(asked, shape) == sum(4 * tensor.numel() for tensor in tensors.values())
+    float32_config = replace(config, save=SaveConfig(export_dtype="float32"))
+    assert export_formats(float32_config) == TensorFormats("float32")
+    assert export_bytes(float32_config, shape) == sum(
+        4 * tensor.numel() for tensor in tensors.values()
+    )
 
 
 def test_what_float16_cannot_hold_is_exported_as_it_is(

@@ -72,9 +72,9 @@ UNFINISHED = UnfinishedGroups(
 def test_a_token_in_flight_takes_eight_bytes() -> None:
     groups = [
         UnfinishedGroup(
-            d, 0, (PartialCompletion([5] * 1000, [-1.0] * 1000, (Segment(1000, 0, 0),)),) * 2
+            draw, 0, (PartialCompletion([5] * 1000, [-1.0] * 1000, (Segment(1000, 0, 0),)),) * 2
         )
-        for d in (0, 1)
+        for draw in (0, 1)
     ]
     bytes_of_one, bytes_of_two = (
         len(write_unfinished(UnfinishedGroups(groups[:count], 2))) for count in (1, 2)

@@ -111,13 +111,13 @@ def test_the_table_names_every_tensor_of_transformers_and_no_other(architecture:
         name: tuple(parameter.shape) for name, parameter in model_of(config).named_parameters()
     }
     shape = shape_of(config)
-    listed = [
+    shapes = [
         (name, size)
         for placed in placed_tensors(shape)
         for name, size in zip(placed.hf_names, hf_shapes(placed.rule, shape), strict=True)
     ]
-    assert dict(listed) == expected
-    assert len(listed) == len(expected), "a tensor is listed twice"
+    assert dict(shapes) == expected
+    assert len(shapes) == len(expected), "a tensor is listed twice"
     assert ("lm_head.weight" in expected) != tied
 
 
@@ -172,7 +172,7 @@ def test_every_tensor_survives_fusing_sharding_and_the_way_back(architecture: st
     config = config_of(architecture)
     shape = shape_of(config)
     tensors = numbered_tensors(config)
-    seen = set()
+    names = set()
     for placed in placed_tensors(shape):
         rule = placed.rule
         parts = [tensors[name] for name in placed.hf_names]
@@ -185,5 +185,5 @@ def test_every_tensor_survives_fusing_sharding_and_the_way_back(architecture: st
             placed.hf_names, from_canonical(rule, join(rule, shards), shape), strict=True
         ):
             assert torch.equal(part, tensors[name]), name
-            seen.add(name)
-    assert seen == tensors.keys()
+            names.add(name)
+    assert names == tensors.keys()

@@ -63,10 +63,10 @@ def screen(words: tuple[str, ...]) -> str:
         if (modules := [module for module in HEAVY if module in sys.modules])
         else []
     )
-    shown = "\n".join(
+    text = "\n".join(
         [f"$ rlmath {' '.join(words)}", *lines[:ROWS], *omission, f"[status {status}]", *imported]
     )
-    return "\n".join(line.rstrip() for line in shown.splitlines())
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def test_both_programs_say_what_they_did_and_import_neither_megatron_nor_transfo
     megatron_words = (
         f"to-megatron|--hf|{source}|--output|{megatron}|--tensor-parallel|2|--pipeline-parallel|2"
     )
-    done = run("-c", PROGRAMS, megatron_words, f"to-hf|--checkpoint|{megatron}|--output|{back}")
-    assert re.fullmatch(rf"{LINE}{LINE}\[\]\n", done.stdout) and done.stderr == ""
+    process = run("-c", PROGRAMS, megatron_words, f"to-hf|--checkpoint|{megatron}|--output|{back}")
+    assert re.fullmatch(rf"{LINE}{LINE}\[\]\n", process.stdout) and process.stderr == ""
     before = HFReader(source)
     after = HFReader(back)
     assert before.files.keys() == after.files.keys() and len(before.files.keys()) == 51

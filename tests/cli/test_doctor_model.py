@@ -63,8 +63,8 @@ def test_one_byte_of_any_tensor_is_seen(model: Path, capsys: pytest.CaptureFixtu
     other = copied(model, "other")
     tensors = load_file(other / "model.safetensors")
     flat = tensors[NAME].view(torch.uint8).view(-1)
-    place = 3 * flat.numel() // 8  # neither begin, middle nor end
-    flat[place] = flat[place] ^ 1
+    position = 3 * flat.numel() // 8  # neither begin, middle nor end
+    flat[position] = flat[position] ^ 1
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     assert model_fingerprint(model) == model_fingerprint(other)
     assert main(["--model", str(model), "--model", str(identical)]) == 0

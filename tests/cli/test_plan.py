@@ -103,13 +103,13 @@ def test_lengths_that_were_not_checked_are_told(
         "data.prompts_per_step=5",
     ]
     words += ["--layouts", "0", f"data.train_path={tmp_path}/train.jsonl"]
-    place = Path(model.removeprefix("model.path="))
+    model_folder = Path(model.removeprefix("model.path="))
     notes = []
     monkeypatch.setitem(sys.modules, "transformers", None)
     for has_tokenizer in (True, False):
         folder = tmp_path / str(has_tokenizer)
         folder.mkdir()
-        shutil.copy(place / "config.json", folder)
+        shutil.copy(model_folder / "config.json", folder)
         if has_tokenizer:
             (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
         assert main([*words, f"model.path={folder}"]) == 0

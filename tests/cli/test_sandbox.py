@@ -20,9 +20,11 @@ def test_files_are_calls_of_one_session(tmp_path: Path, capsys: pytest.CaptureFi
         (tmp_path / name).write_text(source, encoding="utf-8")
     files = [str(tmp_path / name) for name in sources]
     assert main([ISOLATION, *files]) == 1
-    shown = capsys.readouterr()
-    assert shown.out.startswith("é\n42\n") and "ZeroDivisionError: division by zero" in shown.out
-    lines = [line.split(",")[0] for line in shown.err.splitlines()]
+    streams = capsys.readouterr()
+    assert (
+        streams.out.startswith("é\n42\n") and "ZeroDivisionError: division by zero" in streams.out
+    )
+    lines = [line.split(",")[0] for line in streams.err.splitlines()]
     assert (
         lines[:2] == ["call 1: ok", "call 2: ok"]
         and lines[2].startswith("call 3: ")

@@ -35,7 +35,7 @@ def rows(path: Path) -> list[dict]:
 def test_every_line_gets_its_verdict_in_order(tmp_path):
     source = write(tmp_path / "cases.jsonl", *GOOD, b"")
     target = tmp_path / "verdicts.jsonl"
-    done = run(
+    process = run(
         *TOOL, "--input", str(source), "--output", str(target), "--workers", "2", "--timeout", "1.5"
     )
     verdicts = rows(target)
@@ -54,7 +54,7 @@ def test_every_line_gets_its_verdict_in_order(tmp_path):
         row.keys() == {"id", "correct", "extracted", "verdict", "seconds"} for row in verdicts
     )
     assert verdicts[3]["seconds"] >= 1.5 and verdicts[0]["seconds"] > 0
-    assert "6 verified, 2 of them correct" in done.stdout
+    assert "6 verified, 2 of them correct" in process.stdout
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_parsing_tells_what_is_broken(line, told):
 def test_broken_lines_are_told_by_number_and_skipped(tmp_path, capsys):
     """A byte order mark costs no line, and a question reaches the judge."""
     case = {"completion": "\\boxed{7 apples}", "solutions": ["7"]}
-    asked = [{"id": 1} | case, {"id": 2, "question": "How many apples?"} | case]
-    source = write(tmp_path / "cases.jsonl", GOOD[2], b"{broken", b"", {"id": 1}, *asked)
+    cases = [{"id": 1} | case, {"id": 2, "question": "How many apples?"} | case]
+    source = write(tmp_path / "cases.jsonl", GOOD[2], b"{broken", b"", {"id": 1}, *cases)
     source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes())
     target = tmp_path / "verdicts.jsonl"
     assert main(["--input", str(source), "--output", str(target), "--workers", "1"]) == 1

@@ -104,9 +104,9 @@ def test_the_help_of_a_name_shows_our_settings() -> None:
     assert "  algorithm.kl_coef  (float, at least 0; default 0.0)\n" in help_text("kl_coef", 80)
     both = help_text("lr", 80)
     assert "  optimizer.lr  (float" in both and "  critic.lr  (float" in both
-    shown = help_text("learning_rate", 80)
-    assert shown.startswith("TRL's learning_rate corresponds to optimizer.lr.\n\nSettings, ")
-    assert "  optimizer.lr  (float" in shown and "critic.lr " not in shown
+    text = help_text("learning_rate", 80)
+    assert text.startswith("TRL's learning_rate corresponds to optimizer.lr.\n\nSettings, ")
+    assert "  optimizer.lr  (float" in text and "critic.lr " not in text
     assert "  rollout.group_size  (int" in help_text("num_generations", 80)
     assert help_text("use_vllm", 80) == "TRL's use_vllm has no key: sampling is always vLLM's."
     assert max(map(len, help_text("per_device_train_batch_size", 80).splitlines())) <= 80

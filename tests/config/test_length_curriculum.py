@@ -91,9 +91,9 @@ def test_engine_and_memory_have_room_for_the_longest():
         and engine_length(shrinking) == 1400
     )
     assert with_longest_lengths(settings(*THREE, BUDGETS)).policy.max_tokens_per_microbatch == 30000
-    asked = ("validation.every_steps=5", "validation.max_new_tokens=30000")
-    assert engine_length(settings(*THREE, *asked)) == 31000
-    assert engine_length(settings(*THREE, asked[1])) == 25576, (
+    validation = ("validation.every_steps=5", "validation.max_new_tokens=30000")
+    assert engine_length(settings(*THREE, *validation)) == 31000
+    assert engine_length(settings(*THREE, validation[1])) == 25576, (
         "without every_steps nothing is validated"
     )
 
@@ -131,12 +131,14 @@ def test_what_the_engine_lacks_for_the_longest_names_its_key():
     short = ("rollout.chunked_prefill=false", "rollout.max_num_batched_tokens=20000")
     assert "least the longest sequence, 25576 tokens" in problems(*THREE, BUDGETS, *short)
     assert not problems(*THREE, BUDGETS, *short[:1], "rollout.max_num_batched_tokens=25576")
-    asked = (
+    validation = (
         "validation.every_steps=5",
         "validation.paths=[a.jsonl]",
         "validation.max_new_tokens=30000",
     )
-    text = problems(*THREE, BUDGETS, *asked, *short[:1], "rollout.max_num_batched_tokens=25576")
+    text = problems(
+        *THREE, BUDGETS, *validation, *short[:1], "rollout.max_num_batched_tokens=25576"
+    )
     assert "least the longest sequence, 31000 tokens" in text
 
 
@@ -163,13 +165,15 @@ def test_what_all_stages_have_alike_is_told_once():
 def test_stages_and_validation_must_fit_the_model(tmp_path: Path):
     shape = shape_of(make_model_folder(tmp_path / "model"))
     staged = ("stages.steps=[1,1]", "stages.max_new_tokens=[200,300]", "data.max_prompt_tokens=50")
-    asked = (
+    validation = (
         "validation.every_steps=1",
         "validation.paths=[a.jsonl]",
         "validation.max_new_tokens=207",
     )
     messages = [
-        text for text in shape_problems(settings(*staged, *asked), shape) if "positions" in text
+        text
+        for text in shape_problems(settings(*staged, *validation), shape)
+        if "positions" in text
     ]
     assert len(messages) == 2
     assert messages[0].startswith(

@@ -84,14 +84,14 @@ def settings_read(source: str) -> set[tuple[str, str]]:
 
 
 def test_every_setting_is_read_by_code_that_acts_on_it() -> None:
-    read = settings_read(inspect.getsource(mesh_of))  # checks and runs have the same one
+    settings = settings_read(inspect.getsource(mesh_of))  # checks and runs have the same one
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).as_posix()
         if not any(part in name for part in ONLY_LOOK):
-            read |= settings_read(path.read_text(encoding="utf-8"))
+            settings |= settings_read(path.read_text(encoding="utf-8"))
     declared = {
         (name, field.name)
         for name, kind in section_classes().items()
         for field in dataclasses.fields(kind)
     }
-    assert sorted(declared - read) == FOR_THE_CHECK_ALONE
+    assert sorted(declared - settings) == FOR_THE_CHECK_ALONE

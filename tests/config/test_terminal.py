@@ -41,8 +41,8 @@ raise LookupError("uncaught " + hostile)
 
 
 def test_every_way_to_the_terminal_shows_control_characters_as_escapes() -> None:
-    done = run("-c", WAYS % HOSTILE, expect=1)
-    assert not RAW.search(done.stdout + done.stderr)
+    process = run("-c", WAYS % HOSTILE, expect=1)
+    assert not RAW.search(process.stdout + process.stderr)
     for way in (
         "own",
         "vllm",
@@ -55,10 +55,10 @@ def test_every_way_to_the_terminal_shows_control_characters_as_escapes() -> None
     ):
         assert (
             way + (" " if way != "--" else "") + r"\x1b[2J\x1b]0;owned\x07\x7f\x9b31m\u202e"
-            in done.stderr
+            in process.stderr
         )
-    assert done.stdout.startswith(r"\x1b[2J") and done.stdout.endswith("end\n")
-    assert done.stderr.count("Traceback (most recent call last):\n") == 3, "lines stay lines"
+    assert process.stdout.startswith(r"\x1b[2J") and process.stdout.endswith("end\n")
+    assert process.stderr.count("Traceback (most recent call last):\n") == 3, "lines stay lines"
 
 
 BAR = """
@@ -71,11 +71,15 @@ logging.warning("a\\tline\\nand é 漢 another")
 
 
 def test_what_progress_bars_and_lines_show_stays() -> None:
-    shown = [
+    screens = [
         run("-c", BAR.format(call)).stderr
         for call in ("", "from rlmath.config.terminal import escape_terminal; escape_terminal()")
     ]
-    assert shown[0] == shown[1] and shown[0].count("rollout") > 2 and "é 漢 another" in shown[0]
+    assert (
+        screens[0] == screens[1]
+        and screens[0].count("rollout") > 2
+        and "é 漢 another" in screens[0]
+    )
 
 
 @pytest.mark.parametrize("field", ["length", "prompt_id", "verdict"])

@@ -34,9 +34,9 @@ def stage_of(
 
 def test_without_a_gpu_it_says_so_and_names_what_is_missing(tmp_path: Path) -> None:
     chosen = ("--stages", "transformer_engine", "machine")
-    done = run("tools/gpu_check.py", "--quick", "--output", str(tmp_path), *chosen)
-    assert "GPUs: none; what the CPU can run is run" in done.stdout
-    assert all(len(line) < 80 for line in done.stdout.splitlines()[:10])
+    process = run("tools/gpu_check.py", "--quick", "--output", str(tmp_path), *chosen)
+    assert "GPUs: none; what the CPU can run is run" in process.stdout
+    assert all(len(line) < 80 for line in process.stdout.splitlines()[:10])
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     transformer_engine, machine = report["stages"]  # in the order that was asked for
     assert machine["status"] == "ran" and machine["figures"][0]["value"] > 1
@@ -210,10 +210,10 @@ def test_it_runs_where_nothing_is_installed(tmp_path: Path) -> None:
         "--output",
         str(tmp_path),
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, cwd=gpu_check.REPOSITORY
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     assert report["packages"]["torch"] is None
     assert {stage["status"] for stage in report["stages"]} == {"not run"}

@@ -94,8 +94,8 @@ def test_signatures_are_found_behind_imports_and_in_base_classes() -> None:
 def test_another_name_or_default_changes_the_list(
     module: str, old: str, new: str, line: str
 ) -> None:
-    changed = listed(USES, sources(**{module: (old, new)})).splitlines()
-    assert [use for use in changed if use not in EXPECTED.splitlines()] == [line]
+    lines = listed(USES, sources(**{module: (old, new)})).splitlines()
+    assert [use for use in lines if use not in EXPECTED.splitlines()] == [line]
 
 
 @pytest.fixture(scope="module")

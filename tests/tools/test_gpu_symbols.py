@@ -25,19 +25,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel with two libraries, libbase.so.1 and libuser.so, which names the first as needed.
 
     It has a file, too, that only looks like a library."""
-    place = tmp_path_factory.mktemp("wheel")
+    folder = tmp_path_factory.mktemp("wheel")
     for name, source in (("base", BASE), ("user", USER)):
-        (place / f"{name}.c").write_text(source)
+        (folder / f"{name}.c").write_text(source)
     shared = ["gcc", "-shared", "-fPIC", "-o"]
     subprocess.run(
-        [*shared, "libbase.so.1", "base.c", "-Wl,-soname,libbase.so.1"], cwd=place, check=True
+        [*shared, "libbase.so.1", "base.c", "-Wl,-soname,libbase.so.1"], cwd=folder, check=True
     )
-    subprocess.run([*shared, "libuser.so", "user.c", "libbase.so.1", "-lm"], cwd=place, check=True)
-    (place / "script.so").write_text("INPUT(libuser.so)")
-    with zipfile.ZipFile(place / "pack-1-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as archive:
+    subprocess.run([*shared, "libuser.so", "user.c", "libbase.so.1", "-lm"], cwd=folder, check=True)
+    (folder / "script.so").write_text("INPUT(libuser.so)")
+    with zipfile.ZipFile(folder / "pack-1-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as archive:
         for name in ("libbase.so.1", "libuser.so", "script.so", "user.c"):
-            archive.write(place / name, f"pack/{name}")
-    return place / "pack-1-py3-none-any.whl"
+            archive.write(folder / name, f"pack/{name}")
+    return folder / "pack-1-py3-none-any.whl"
 
 
 def test_tables_of_real_libraries(wheel: Path) -> None:

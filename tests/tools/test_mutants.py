@@ -367,12 +367,12 @@ def test_no_process_is_left_of_a_session_that_hangs(sessions: Sessions, forked: 
     status = sessions.run(["tests/test_picky.py::test_endless"], forked, hangs=begun.exists)
     assert status is None and begun.exists()
     marked = {VARIABLE: str(sessions.folder)}.items()
-    left = [
-        p.pid
-        for p in psutil.process_iter(["environ"])
-        if marked <= (p.info["environ"] or {}).items()
+    pids = [
+        process.pid
+        for process in psutil.process_iter(["environ"])
+        if marked <= (process.info["environ"] or {}).items()
     ]
-    assert len(left) == 1, "the server alone"
+    assert len(pids) == 1, "the server alone"
     assert sessions.run(["tests/test_wiring.py::test_all"], forked) == 0
 
 
@@ -452,12 +452,12 @@ def test_a_test_that_is_too_long_leaves_the_time_to_others() -> None:
 def run_tool(project: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
     """The JSON lines that it prints, and the table."""
     command = [sys.executable, str(REPOSITORY / "tools/mutants.py"), *arguments]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=project, env=ENVIRONMENT | NO_PLUGINS, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return rows, done.stdout[done.stdout.find("| package") :]
+    assert process.returncode == 0, process.stdout + process.stderr
+    rows = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    return rows, process.stdout[process.stdout.find("| package") :]
 
 
 @pytest.fixture
