@@ -127,8 +127,9 @@ def machine_problems(config: Config, shape: ModelShape | None, kind: Kind = "grp
 def run_problems(
     config: Config, world_size: int, shape: ModelShape | None, kind: Kind = "grpo"
 ) -> list[str]:
-    """Problems that no machine could run a model of this shape with; None: the shape is not
-    known."""
+    """Problems that keep every machine from running these settings.
+
+    `shape` is the policy's; None: it is not known."""
     problems = [*setting_problems(config, world_size, kind), *rollouts.rollback_problems(config)]
     if kind == "grpo":
         for check in (

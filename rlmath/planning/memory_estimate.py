@@ -1,5 +1,4 @@
-"""How much memory each rank of a run will hold in each phase of a step, by part, as plain
-arithmetic.
+"""Memory that each rank of a run holds in each phase of a step, by part, as plain arithmetic.
 
 A step drops what training alone needs, wakes the engine's weights, syncs, wakes the KV cache,
 generates, puts the engine to sleep, brings the training's parts back, and computes log-probs and

@@ -243,8 +243,9 @@ def _of_engine(parts: Mapping[str, int]) -> int:
 
 
 def figures(plan: MemoryPlan, phase: str, most: int | None = None) -> str:
-    """ "61.2 GiB (activations 40.1, parameters 14.2)", at most so many parts, largest first, without
-    those of 0."""
+    """A phase's memory as text: "61.2 GiB (activations 40.1, parameters 14.2)".
+
+    It names at most `most` parts, the largest first, and none of 0."""
     sizes = sorted(plan.phases[phase].items(), key=lambda part_and_size: -part_and_size[1])[:most]
     parts = [f"{part} {_gib(size)}" for part, size in sizes if size >= 0.005 * GIB]
     return f"{_gib(plan.held(phase))} GiB" + (f" ({', '.join(parts)})" if parts else "")

@@ -52,8 +52,9 @@ class SensibleRange:
 
 
 def loss_clips(config: Config) -> list[object]:
-    """Clip-Cov and KL-Cov bound the policy in the place of the clip, which is set wide open for
-    them."""
+    """Whether the clip is what bounds the policy.
+
+    Clip-Cov and KL-Cov bound it in the clip's place, which is set wide open for them."""
     algorithm = config.algorithm
     return [algorithm.loss == "clip", not algorithm.clip_cov_ratio, not algorithm.kl_cov_ratio]
 

@@ -1,5 +1,6 @@
-"""Settings that change nothing in a run, or less than one may think: none is an error, all are told
-at the start."""
+"""Settings that change nothing in a run, or less than one may think.
+
+None is an error; all are logged at the start."""
 
 from __future__ import annotations
 

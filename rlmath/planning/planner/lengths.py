@@ -1,5 +1,4 @@
-"""How long the completions of a step are: a log-normal distribution, cut off at the longest length
-that is allowed."""
+"""Lengths of a step's completions: a log-normal distribution, cut off at the longest length."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Lengths:
-    """Completions of at most `longest` tokens; exp(N(log(median), spread)) before they are cut
-    off."""
+    """Lengths of completions in tokens: exp(N(log(median), spread)), cut off at `longest`."""
 
     median: float
     spread: float
