@@ -192,18 +192,18 @@ def _group_row(group: ScoredGroup, samples: Sequence[int]) -> dict[str, Any]:
 
 def _tokens_of(groups: Sequence[ScoredGroup]) -> bytes:
     """The tokens of all groups in order, as a safetensors file."""
-    prompts = array("i")
-    token_ids = array("i")
+    prompt_tokens = array("i")
+    completion_tokens = array("i")
     logprobs = array("f")
     for group in groups:
-        prompts.extend(group.prompt.token_ids)
+        prompt_tokens.extend(group.prompt.token_ids)
         for completion in group.completions:
-            token_ids.extend(completion.token_ids)
+            completion_tokens.extend(completion.token_ids)
             logprobs.extend(completion.logprobs)
     return save(
         {
-            "prompt_tokens": np.frombuffer(prompts, np.int32),
-            "tokens": np.frombuffer(token_ids, np.int32),
+            "prompt_tokens": np.frombuffer(prompt_tokens, np.int32),
+            "tokens": np.frombuffer(completion_tokens, np.int32),
             "logprobs": np.frombuffer(logprobs, np.float32),
         }
     )

@@ -144,25 +144,25 @@ def make_base(folder: Path, seed: int) -> None:
 def training_words(folder: Path, options: argparse.Namespace) -> list[str]:
     """Config files and settings of the training run of `folder`'s base model."""
     data_folder = folder / "data"
-    command = ["--config", str(shipped("configs/demo.yaml"))]
-    command += ["--config", str(ALGORITHMS / f"{options.algorithm}.yaml")]
-    command += [
+    words = ["--config", str(shipped("configs/demo.yaml"))]
+    words += ["--config", str(ALGORITHMS / f"{options.algorithm}.yaml")]
+    words += [
         f"run.output_dir={folder / 'run'}",
         f"run.seed={options.seed}",
         f"model.path={folder / 'base'}",
     ]
-    command += [f"data.train_path={data_folder / 'train.jsonl'}"]
-    command += [
+    words += [f"data.train_path={data_folder / 'train.jsonl'}"]
+    words += [
         f"parallel.tensor={options.tensor_parallel}",
         f"parallel.pipeline={options.pipeline_parallel}",
     ]
-    command += [f"validation.paths=[{json.dumps(str(data_folder / 'heldout.jsonl'))}]"]
+    words += [f"validation.paths=[{json.dumps(str(data_folder / 'heldout.jsonl'))}]"]
     if preset_settings(options.algorithm).get("reward.scheme") in WRONG_ANSWER:
-        command.append(REWARD)
+        words.append(REWARD)
     if options.algorithm == "lora":  # its file leaves the learning rate to the model's size
-        command += LORA_RATES
+        words += LORA_RATES
     return [
-        *command,
+        *words,
         "validation.every_steps=1000",
         "validation.temperature=1",
         "validation.top_p=1",

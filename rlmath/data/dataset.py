@@ -41,7 +41,8 @@ from rlmath.data.sft_sequences import (
     load_sequences,
     split_held_out,
 )
-from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, stop_token_ids, usable_prompts
+from rlmath.data.stop_tokens import stop_token_ids
+from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, usable_prompts
 from rlmath.rewards.several_rewards import MeasuredRows, is_verified, rules_of
 from rlmath.workers.user_functions import form_hook, template_hook, word_or_function
 

@@ -194,14 +194,14 @@ def load_prompts(
     check_unusable(path, file.unusable, rows, most=max_unusable_share)
     prompts: list[Prompt] = []
     dropped: list[DroppedPrompt] = []
-    first_template = ""
-    first_row = None
+    first_kept_template = ""
+    first_kept_row = None
     for row, text, ids in _tokenized(file.rows, texts, tokenizer):
         if tokenizer is None or 0 < len(ids) <= max_prompt_tokens:
             prompts.append(as_prompt(row, text, ids))
             if len(prompts) == 1 and tokenizer is not None:
-                first_template = template_of(row, template, tokenizer)
-                first_row = row
+                first_kept_template = template_of(row, template, tokenizer)
+                first_kept_row = row
         else:
             reason = "too long" if ids else "empty"
             dropped.append(
@@ -223,8 +223,8 @@ def load_prompts(
         repeated=file.repeated,
         unusable=tuple(file.unusable),
         examples=tuple(dropped[:EXAMPLES]),
-        template=first_template,
-        first_row=first_row,
+        template=first_kept_template,
+        first_row=first_kept_row,
     )
     if not file.rows:
         reasons = "".join(f"\n    {line}" for line in unusable_lines(path, file.unusable))

@@ -22,7 +22,8 @@ from rlmath.answers.string_match import Rules
 from rlmath.config.help import counted
 from rlmath.config.hub import is_hub_id, parse_hub_id
 from rlmath.config.schema import RewardConfig, RolloutConfig, RunConfig
-from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
+from rlmath.data.stop_tokens import stop_token_ids
+from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device, init_process_group, open_device
 from rlmath.distributed.fault_tolerance.exit_codes import clear_exit_status

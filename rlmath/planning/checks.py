@@ -318,10 +318,10 @@ def value_problems(config: Config) -> list[str]:
 
 def _chat_problems(config: Config, kind: Kind) -> Iterator[str]:
     """Problems of settings of conversations where no prompt is one."""
-    validation_template = (
+    own_validation_template = (
         config.validation.template if kind == "grpo" and validates(config) else None
     )
-    templates = {config.data.template, validation_template or config.data.template}
+    templates = {config.data.template, own_validation_template or config.data.template}
     chat_keys = chat_settings(config.data).given
     fixed = {*all_settings()["data.template"].words} - {"auto", "chat"}
     if chat_keys and templates <= fixed:

@@ -26,7 +26,8 @@ from rlmath.config.terminal import escape_terminal
 from rlmath.data.chat import chat_settings
 from rlmath.data.dataset import Inputs
 from rlmath.data.order import PromptOrder
-from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
+from rlmath.data.stop_tokens import stop_token_ids
+from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.ranks import environment_world_size
 from rlmath.planning.checks import check_replay
 from rlmath.planning.memory_estimate import mesh_of

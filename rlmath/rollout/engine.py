@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from rlmath.algorithms.types import Completion
 from rlmath.checkpoint.hf.config_json import read_shape
 from rlmath.config.schema import RolloutConfig
-from rlmath.data.tokenizer import stop_token_ids
+from rlmath.data.stop_tokens import stop_token_ids
 from rlmath.distributed import process
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import SHARED_GPU, Device, prepare_imports, ranks_share_gpus

@@ -45,7 +45,7 @@ from rlmath.planning.memory_estimate import Target, mesh_of
 from rlmath.planning.memory_fit import GIB, host_bytes, planned_target, start_up_lines
 from rlmath.planning.parallelism import planned_ranks, roles
 from rlmath.planning.reward_checks import hook_lines, reward_lines
-from rlmath.planning.warnings import config_warnings
+from rlmath.planning.setting_warnings import config_warnings
 from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_bytes, unfinished_rules
 from rlmath.run.prepare import RunData, dropped_warning, read_inputs, tokenizer_problem, try_data
 from rlmath.run.recovery.hub_inputs import download_lines, fetch_inputs
@@ -334,9 +334,9 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     slices = ", ".join(dict.fromkeys(f"{slice_tokens(stage.config.rollout):,}" for stage in stages))
     staleness = config.rollout.max_staleness
     if config.rollout.ranks:
-        groups_begun = (staleness + 1) * prompts
+        most_groups_begun = (staleness + 1) * prompts
         yield (
-            f"  asynchronous: {groups_begun:,} groups at most are begun before the first step, "
+            f"  asynchronous: {most_groups_begun:,} groups at most are begun before the first step, "
             f"{prompts:,} more after each, "
             f"learned from within {counted(staleness, 'step')} of their first token"
         )

@@ -88,9 +88,9 @@ def group_store(rendezvous: Rendezvous | None, config: Config, device: Device) -
         return None
     run = config.run
     rollout = config.rollout
-    place = rendezvous.rank_info
+    rank_info = rendezvous.rank_info
     measures = device.kind == "cuda" and rollout.ranks and rollout.kv_cache_gib is None
-    report = RankReport(place.host, place.node, gpu=gpu_name() if measures else "")
+    report = RankReport(rank_info.host, rank_info.node, gpu=gpu_name() if measures else "")
     rendezvous.sync("group", report, run.start_timeout_seconds, check=refuse_shared_gpus)
     return rendezvous.group_store(run.distributed_timeout_seconds)
 

@@ -48,7 +48,7 @@ from rlmath.planning.memory_estimate import mesh_of, training_ranks
 from rlmath.planning.memory_fit import start_up_lines
 from rlmath.planning.parallelism import roles
 from rlmath.planning.reward_checks import hook_lines
-from rlmath.planning.warnings import config_warnings
+from rlmath.planning.setting_warnings import config_warnings
 from rlmath.run.command_line import log_mistake, record_exit, set_up_rank_logging
 from rlmath.run.nodes import data_makers, facts_of, meet, meet_with_mistake
 from rlmath.run.prepare import read_inputs, tokenizer_problem, try_data

@@ -21,7 +21,8 @@ from rlmath.checkpoint.hf.weights import write_files
 from rlmath.cli.doctor import main
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.data.chat import chat_settings
-from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
+from rlmath.data.stop_tokens import stop_token_ids
+from rlmath.data.tokenizer import load_tokenizer
 from tests.tiny_models import VOCAB, make_model_folder
 
 NAME = "model.layers.1.mlp.up_proj.weight"

@@ -18,7 +18,7 @@ from rlmath.config.length_curriculum import (
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
 from rlmath.planning.checks import setting_problems, shape_problems
-from rlmath.planning.warnings import config_warnings
+from rlmath.planning.setting_warnings import config_warnings
 from tests.tiny_models import make_model_folder, shape_of
 
 THREE = ("stages.steps=[10,20,5]", "stages.max_new_tokens=[8192,16384,24576]")

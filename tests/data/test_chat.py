@@ -24,7 +24,8 @@ from rlmath.data.chat import ChatSettings, chat_end, user
 from rlmath.data.packing import pack
 from rlmath.data.rows import PromptRow
 from rlmath.data.sft_sequences import WrittenSequence, load_sequences
-from rlmath.data.tokenizer import completion_text, load_tokenizer, prompt_text, stop_token_ids
+from rlmath.data.stop_tokens import stop_token_ids
+from rlmath.data.tokenizer import completion_text, load_tokenizer, prompt_text
 from rlmath.rewards.reward_manager import text_to_verify
 from tests.data.chat_templates import CHATS, chat_tokenizer
 

@@ -10,7 +10,8 @@ from rlmath.data import tokenizer as tokenizer_module
 from rlmath.data.files import CHARACTERS_PER_TOKEN
 from rlmath.data.loader import load_prompts
 from rlmath.data.sft_sequences import load_sequences
-from rlmath.data.tokenizer import PromptText, load_tokenizer, prompt_tokens, stop_token_ids
+from rlmath.data.stop_tokens import stop_token_ids
+from rlmath.data.tokenizer import PromptText, load_tokenizer, prompt_tokens
 from tests.tiny_models import make_model_folder
 
 

@@ -27,7 +27,7 @@ from rlmath.planning.checks import (
 from rlmath.planning.memory_fit import GIB
 from rlmath.planning.reward_checks import reward_lines, reward_problems
 from rlmath.planning.setting_tables import conflicts
-from rlmath.planning.warnings import config_warnings
+from rlmath.planning.setting_warnings import config_warnings
 from rlmath.rewards.schemes import raw_reward, reward_scale, scaled_reward
 from rlmath.rollout.unfinished_rules import unfinished_rules
 from rlmath.run.dry_run import preset_lines

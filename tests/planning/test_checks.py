@@ -23,7 +23,7 @@ from rlmath.config.setting_types import Range
 from rlmath.distributed.device_kind import CUDA_DEFAULTS
 from rlmath.distributed.memory import total_bytes
 from rlmath.planning.checks import check_config, transformer_engine_problems
-from rlmath.planning.warnings import config_warnings
+from rlmath.planning.setting_warnings import config_warnings
 
 LAYERS = 6
 HIDDEN = 384

@@ -18,7 +18,7 @@ from rlmath.planning.model_checks import (
     length_problems,
 )
 from rlmath.planning.setting_tables import conflicts
-from rlmath.planning.warnings import config_warnings
+from rlmath.planning.setting_warnings import config_warnings
 from tests.tiny_models import VOCAB, make_model_folder, shape_of
 
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t", "rollout.max_new_tokens=100"]

@@ -11,7 +11,7 @@ import pytest
 
 from rlmath.config.schema import Config, DataConfig, RolloutConfig
 from rlmath.planning.checks import file_problems, run_problems
-from rlmath.planning.warnings import config_warnings
+from rlmath.planning.setting_warnings import config_warnings
 
 
 def config(ranks: int = 0, group_size: int = 8, **data: object) -> Config:

@@ -15,7 +15,7 @@ from rlmath.planning.checks import only_used, shape_problems
 from rlmath.planning.memory_estimate import plan_ranks
 from rlmath.planning.memory_formulas import layer_elements
 from rlmath.planning.planner.training import gradient_seconds, update_seconds
-from rlmath.planning.warnings import config_warnings
+from rlmath.planning.setting_warnings import config_warnings
 from tests.planning.planner.shapes import BATCH, CONFIG, HEAD_FLOPS, LAYER_FLOPS, PAIR_FLOPS, inputs
 from tests.planning.test_memory_estimate import (
     H100,

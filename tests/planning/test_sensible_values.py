@@ -11,7 +11,7 @@ import pytest
 from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
 from rlmath.config.shipped_files import shipped
-from rlmath.planning.warnings import config_warnings
+from rlmath.planning.setting_warnings import config_warnings
 from tests.text_tables import rows
 
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]

@@ -15,7 +15,7 @@ from rlmath.planning.checks import check_config, only_used, used_keys
 from rlmath.planning.memory_estimate import Target, mesh_of, plan_ranks
 from rlmath.planning.memory_fit import GIB, fit_problems, start_up_lines
 from rlmath.planning.parallelism import planned_ranks
-from rlmath.planning.warnings import config_warnings
+from rlmath.planning.setting_warnings import config_warnings
 from rlmath.run.prepare import read_inputs
 from tests.tiny_models import shape_of
 

@@ -27,7 +27,7 @@ from rlmath.planning.checks import run_problems, shape_problems
 from rlmath.planning.memory_estimate import Target, plan_rank
 from rlmath.planning.model_checks import check_teacher_tokenizer, teacher_folder_problems
 from rlmath.planning.planner.step import recomputes_logprobs
-from rlmath.planning.warnings import config_warnings
+from rlmath.planning.setting_warnings import config_warnings
 from tests.tiny_models import VOCAB, make_model_folder, shape_of
 
 

@@ -25,7 +25,8 @@ from rlmath.config.length_curriculum import planned_steps, unfinished_problem
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config, RewardConfig
 from rlmath.data.order import Rollback
-from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
+from rlmath.data.stop_tokens import stop_token_ids
+from rlmath.data.tokenizer import load_tokenizer
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.resume import (

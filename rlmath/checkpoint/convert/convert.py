@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint.convert.adapters import base_model, lora_run, merged_tensors
-from rlmath.checkpoint.convert.names import (
+from rlmath.checkpoint.convert.sources import RELEASE, TRACKER, check_output
+from rlmath.checkpoint.convert.torch_dist_io import StateReader, StateWriter
+from rlmath.checkpoint.convert.torch_dist_keys import (
     Found,
     Stored,
     find_all,
@@ -29,8 +31,6 @@ from rlmath.checkpoint.convert.names import (
     stored_tensors,
     written_keys,
 )
-from rlmath.checkpoint.convert.sources import RELEASE, TRACKER, check_output
-from rlmath.checkpoint.convert.torch_dist_io import StateReader, StateWriter
 from rlmath.checkpoint.directory import METADATA_FILES
 from rlmath.checkpoint.hf.headers import (
     ADAPTER_FILE,

@@ -428,7 +428,7 @@ def rank_rounds(plan: SyncPlan, rank: int) -> list[RankRound]:
     received copy, and its local copies are made then. Parameters with local copies only are spread
     over the rounds."""
     rounds = plan.rounds or ((),)
-    last_rounds = {
+    last_round_of = {
         copy.target_parameter: number
         for number, copies in enumerate(rounds)
         for copy in copies
@@ -436,16 +436,16 @@ def rank_rounds(plan: SyncPlan, rank: int) -> list[RankRound]:
     }
     own_copies = plan.local.get(rank, ())
     own_parameters = list(dict.fromkeys(copy.target_parameter for copy in own_copies))
-    only_local = [name for name in own_parameters if name not in last_rounds]
-    completing_rounds = last_rounds | {
+    only_local = [name for name in own_parameters if name not in last_round_of]
+    completing_round_of = last_round_of | {
         name: number * len(rounds) // len(only_local) for number, name in enumerate(only_local)
     }
     complete: list[list[str]] = [[] for _ in rounds]
-    for name, number in completing_rounds.items():
+    for name, number in completing_round_of.items():
         complete[number].append(name)
     local: list[list[Copy]] = [[] for _ in rounds]
     for copy in own_copies:
-        local[completing_rounds[copy.target_parameter]].append(copy)
+        local[completing_round_of[copy.target_parameter]].append(copy)
     return [
         _rank_round(copies, rank, tuple(local[number]), complete=tuple(complete[number]))
         for number, copies in enumerate(rounds)

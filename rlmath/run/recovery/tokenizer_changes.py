@@ -16,7 +16,8 @@ from rlmath.checkpoint.hf.metadata_files import (
     read_metadata_files,
 )
 from rlmath.config.files import parse_json
-from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
+from rlmath.data.stop_tokens import stop_token_ids
+from rlmath.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
