@@ -102,7 +102,7 @@ def train(place: Path, folder: Path, kind: str, *program: str) -> str:
         (place / name).unlink(missing_ok=True)
     everything = [
         *small_run(place, folder),
-        *(one.format(place=place) for one in (*SETTINGS, *KINDS[kind])),
+        *(setting.format(place=place) for setting in (*SETTINGS, *KINDS[kind])),
     ]
     return run(*torchrun_command(2, *program, *everything), timeout=1800).stderr
 
@@ -115,9 +115,11 @@ def place(arithmetic: Path) -> Path:
     rows = [
         json.loads(line) for line in (arithmetic / "data" / "train.jsonl").read_text().splitlines()
     ]
-    held = [row | {"query_id": f"held-{n}"} for n, row in enumerate(rows[PROMPTS : PROMPTS + HELD])]
+    held_out = [
+        row | {"query_id": f"held-{n}"} for n, row in enumerate(rows[PROMPTS : PROMPTS + HELD])
+    ]
     rates = [{"query_id": row["query_id"], "correct": 8, "sampled": 8} for row in rows[:PROMPTS:2]]
-    for name, content in {"few": rows[:PROMPTS], "held": held, "rates": rates}.items():
+    for name, content in {"few": rows[:PROMPTS], "held": held_out, "rates": rates}.items():
         text = "".join(json.dumps(row) + "\n" for row in content)
         (arithmetic / f"{name}.jsonl").write_text(text)
     (arithmetic / "own.py").write_text(PLUGIN)
@@ -127,8 +129,9 @@ def place(arithmetic: Path) -> Path:
 
 @pytest.fixture(scope="module", params=["full", pytest.param("lora", marks=pytest.mark.full)])
 def whole(place: Path, request: pytest.FixtureRequest) -> Path:
-    """The folder of the run, which was never killed; of one in which all weights learn, or
-    adapters, by its name."""
+    """The folder of a run that was never killed.
+
+    Its name says whether all weights learn or only adapters."""
     folder = place / request.param
     (folder.with_suffix(".txt")).write_text(train(place, folder, folder.name, *SPOILED))
     return folder
@@ -147,58 +150,73 @@ def unfinished_of(folder: Path, step: int) -> UnfinishedGroups:
 
 
 def updates_before(step: int) -> int:
-    """Optimizer steps of the policy before a step, counted from 1: the critic learns alone at
-    first."""
+    """Optimizer steps of the policy before a step, counted from 1.
+
+    The critic learns alone at first."""
     return MINIBATCHES * max(0, step - 1 - PRETRAIN)
 
 
 def test_it_goes_back_once_and_ends(whole: Path) -> None:
     assert read_exit_status(whole).status == FINISHED
-    found = rows(whole)
-    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    metrics = rows(whole)
+    assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
     assert whole.with_suffix(".txt").read_text().count("Rollback 1 of at most 2") == 1
     assert "TP1 x PP1 x DP2" in (whole / "report.html").read_text()
     assert json.loads((whole / "summary.json").read_text())["steps"] == STEPS
     (record,) = json.loads((whole / "rollbacks.json").read_text())["rollbacks"]
     assert (record["step"], record["diverged_step"]) == (SPOILED_STEP - 1, SPOILED_STEP)
-    (told,) = [row for row in metric_rows(whole, "events.jsonl") if row["kind"] == "rollback"]
-    assert (told["step"], told["diverged_step"]) == (SPOILED_STEP - 1, SPOILED_STEP)
+    (event,) = [row for row in metric_rows(whole, "events.jsonl") if row["kind"] == "rollback"]
+    assert (event["step"], event["diverged_step"]) == (SPOILED_STEP - 1, SPOILED_STEP)
 
 
 def test_every_step_has_the_lengths_of_its_stage_which_leaves_its_model(whole: Path) -> None:
     for step, (row, limit) in enumerate(zip(rows(whole), LIMITS, strict=True), start=1):
         assert (row["stage"], row["rollout/max_new_tokens"]) == (1 if limit == 12 else 2, limit)
-        made = [one for group in groups_of(whole, step) for one in group["completions"]]
-        assert len(made) == PER_STEP * GROUP and max(one["length"] for one in made) == limit
-        assert any(one["finish_reason"] == "length" for one in made)
-        assert all(one["length"] == limit for one in made if one["finish_reason"] == "length")
+        completions = [
+            completion for group in groups_of(whole, step) for completion in group["completions"]
+        ]
+        assert (
+            len(completions) == PER_STEP * GROUP
+            and max(completion["length"] for completion in completions) == limit
+        )
+        assert any(completion["finish_reason"] == "length" for completion in completions)
+        assert all(
+            completion["length"] == limit
+            for completion in completions
+            if completion["finish_reason"] == "length"
+        )
     last, second = (whole / name / "model.safetensors" for name in ("hf_model", "models/stage-2"))
     assert last.read_bytes() == second.read_bytes() and (whole / "models" / "stage-1").is_dir()
     assert "12 tokens, 128 tokens per micro-batch" in whole.with_suffix(".txt").read_text()
 
 
 def test_what_is_in_flight_knows_the_step_and_the_weights_that_sampled_it(whole: Path) -> None:
-    """Every token of a step was sampled with the version of all updates before it, and no
-    checkpoint lacks a group."""
+    """Every token of a step was sampled with the version of all updates before it.
+
+    No checkpoint lacks a group."""
     drawn: Counter[str] = Counter()
     for step in range(1, STEPS + 1):
-        unfinished, row = unfinished_of(whole, step), rows(whole)[step - 1]
+        unfinished = unfinished_of(whole, step)
+        row = rows(whole)[step - 1]
         assert len(unfinished.groups) == row["rollout/groups_in_flight"]
         assert (len(unfinished.groups) > 0) == (step not in (STAGES[0], STEPS)), (
             "none is in flight at a stage's end"
         )
         for segment in (
-            one for group in unfinished.groups for part in group.parts for one in part.segments
+            segment
+            for group in unfinished.groups
+            for part in group.parts
+            for segment in part.segments
         ):
             assert segment.policy_version == updates_before(segment.step + 1)
         drawn.update(group["prompt_id"] for group in groups_of(whole, step))
         assert row["rollout/staleness_max"] <= 2
         versions = {
-            one["policy_version"]
+            completion["policy_version"]
             for group in groups_of(whole, step)
-            for one in group["completions"]
+            for completion in group["completions"]
         }
-        assert versions <= {updates_before(one) for one in range(1, step + 1)}
+        assert versions <= {updates_before(earlier_step) for earlier_step in range(1, step + 1)}
     assert set(drawn.values()) == {1}
 
 
@@ -222,7 +240,7 @@ def test_rewards_are_weighed_as_they_are_listed(whole: Path) -> None:
     for step, row in enumerate(rows(whole), start=1):
         groups = groups_of(whole, step)
         rewards = []
-        for one in (one for group in groups for one in group["completions"]):
+        for one in (completion for group in groups for completion in group["completions"]):
             short, digits = (
                 1 - one["length"] / LIMITS[step - 1],
                 sum(map(str.isdigit, one["text"])) / 10,
@@ -235,7 +253,7 @@ def test_rewards_are_weighed_as_they_are_listed(whole: Path) -> None:
 
 
 def rate(update: int, most: float, least: float, warmup: int, updates: int) -> float:
-    """Of update `update`, counted from 0, of so many."""
+    """The learning rate of update `update`, counted from 0, of `updates`."""
     if update < warmup:
         return most * (update + 1) / (warmup + 1)
     return most - (most - least) * (update - warmup) / (updates - warmup)
@@ -244,31 +262,34 @@ def rate(update: int, most: float, least: float, warmup: int, updates: int) -> f
 def test_policy_and_critic_have_rates_and_epochs_of_their_own_and_both_are_lowered(
     whole: Path,
 ) -> None:
-    found, least = rows(whole), MIN_LR / LR * CRITIC_LR
+    metrics = rows(whole)
+    least = MIN_LR / LR * CRITIC_LR
     of_critic = MINIBATCHES * CRITIC_EPOCHS
-    for step, row in enumerate(found, start=1):
+    for step, row in enumerate(metrics, start=1):
         factor = FACTOR if step >= SPOILED_STEP else 1.0
-        wanted = rate(step * of_critic - 1, CRITIC_LR, least, CRITIC_WARMUP, STEPS * of_critic)
-        assert row["critic/learning_rate"] == pytest.approx(factor * wanted)
+        expected_rate = rate(
+            step * of_critic - 1, CRITIC_LR, least, CRITIC_WARMUP, STEPS * of_critic
+        )
+        assert row["critic/learning_rate"] == pytest.approx(factor * expected_rate)
         if step > PRETRAIN:
             every = MINIBATCHES * (STEPS - PRETRAIN)
-            wanted = rate(updates_before(step + 1) - 1, LR, MIN_LR, WARMUP, every)
-            assert row["train/learning_rate"] == pytest.approx(factor * wanted)
+            expected_rate = rate(updates_before(step + 1) - 1, LR, MIN_LR, WARMUP, every)
+            assert row["train/learning_rate"] == pytest.approx(factor * expected_rate)
         progress = read_progress(whole / "checkpoints" / f"step-{step:06d}")
         assert progress.updates == updates_before(step + 1)
         assert (progress.critic_updates, progress.syncs) == (step * of_critic, step)
         assert progress.learned_step == step, "the first one, in which the critic learns alone, too"
         assert progress.has_model("reference") == (step >= 4 and whole.name == "full")
-        assert list(progress.rewards) == [one["task_reward"] for one in found[:step]]
-    assert abs(found[1]["critic/value"]) > 0, (
+        assert list(progress.rewards) == [row["task_reward"] for row in metrics[:step]]
+    assert abs(metrics[1]["critic/value"]) > 0, (
         "the model of critic.path has a head of its own, or has learned"
     )
 
 
 def test_validation_is_asked_with_settings_of_its_own(place: Path, whole: Path) -> None:
-    found = rows(whole, "validation.jsonl")
-    assert [row["step"] for row in found] == [3, 5]
-    for row in found:
+    validations = rows(whole, "validation.jsonl")
+    assert [row["step"] for row in validations] == [3, 5]
+    for row in validations:
         assert row["validation/held/accuracy"] == pytest.approx(1 / HELD)
         assert row["validation/held/mean_tokens"] <= 9 and 0 < row["validation/held/truncated"] <= 1
     names = [f"held-{n}" for n in range(HELD)]
@@ -304,8 +325,8 @@ def test_a_captured_step_has_its_place_in_the_run(whole: Path) -> None:
     assert (captured.total_steps, len(captured.groups)) == (STEPS, PER_STEP)
     assert captured.sampling_seed not in (1, 3), "the rollback changed it"
     assert captured.update is not None
-    made = len(captured.update.minibatches), len(captured.update.critic_minibatches)
-    assert made == (MINIBATCHES, MINIBATCHES * CRITIC_EPOCHS)
+    counts = len(captured.update.minibatches), len(captured.update.critic_minibatches)
+    assert counts == (MINIBATCHES, MINIBATCHES * CRITIC_EPOCHS)
 
 
 def test_a_captured_step_is_made_again_to_the_bit_without_the_data(
@@ -314,22 +335,27 @@ def test_a_captured_step_is_made_again_to_the_bit_without_the_data(
     """A colleague has the capture and the checkpoint before it, and no data set.
 
     The step is one of the second stage, with a critic, and at the rate of after the rollback."""
-    mine, state = tmp_path / "step-000005", tmp_path / "step-000004"
-    shutil.copytree(whole / "captures" / mine.name, mine)
+    capture = tmp_path / "step-000005"
+    state = tmp_path / "step-000004"
+    shutil.copytree(whole / "captures" / capture.name, capture)
     shutil.copytree(whole / "checkpoints" / state.name, state)
     settings = (
-        (mine / "config.yaml").read_text().replace(str(place / "few.jsonl"), "/nowhere/few.jsonl")
+        (capture / "config.yaml")
+        .read_text()
+        .replace(str(place / "few.jsonl"), "/nowhere/few.jsonl")
     )
-    (mine / "config.yaml").write_text(settings)
-    found, console = replay(mine, "--state", str(state))
-    assert found["start"] == found["weights"] == "equal" and found["bit_equal"]
+    (capture / "config.yaml").write_text(settings)
+    comparison, console = replay(capture, "--state", str(state))
+    assert comparison["start"] == comparison["weights"] == "equal" and comparison["bit_equal"]
     of_critic = [f"critic {n + 1}" for n in range(MINIBATCHES * CRITIC_EPOCHS)]
-    assert {one["minibatch"] for one in found["differences"]} == {
+    assert {difference["minibatch"] for difference in comparison["differences"]} == {
         "all",
         *(str(n + 1) for n in range(MINIBATCHES)),
         *of_critic,
     }
-    assert all(one["captured"] == one["replayed"] for one in found["differences"])
+    assert all(
+        difference["captured"] == difference["replayed"] for difference in comparison["differences"]
+    )
     assert "The same to the bit" in console
 
 
@@ -351,14 +377,14 @@ def test_killed_later_it_goes_on_with_all_of_it(place: Path, whole: Path, tmp_pa
     assert rows(folder) == rows(whole) and len(rows(folder)) == STEPS
     assert rows(folder, "validation.jsonl") == rows(whole, "validation.jsonl")
     for name in ("hf_model", "models/stage-2"):
-        ours, theirs = (one / name / "model.safetensors" for one in (folder, whole))
-        assert ours.read_bytes() == theirs.read_bytes()
+        resumed, uninterrupted = (root / name / "model.safetensors" for root in (folder, whole))
+        assert resumed.read_bytes() == uninterrupted.read_bytes()
     assert groups_of(folder, STEPS) == groups_of(whole, STEPS)
     assert (folder / "prompt_history.jsonl").read_bytes() == (
         whole / "prompt_history.jsonl"
     ).read_bytes()
     assert not list((folder / "checkpoints").glob("*.partial"))
-    ours, theirs = (
-        read_progress(one / "checkpoints" / f"step-{STEPS:06d}") for one in (folder, whole)
+    resumed, uninterrupted = (
+        read_progress(root / "checkpoints" / f"step-{STEPS:06d}") for root in (folder, whole)
     )
-    assert ours == theirs
+    assert resumed == uninterrupted

@@ -57,7 +57,7 @@ def group(name: str, *completions: tuple[int, ...]) -> ScoredGroup:
         '{"n": 1}',
         question="How many?",
     )
-    made = [
+    completed = [
         Completion(
             g,
             array("i", tokens),
@@ -69,7 +69,9 @@ def group(name: str, *completions: tuple[int, ...]) -> ScoredGroup:
         )
         for g, tokens in enumerate(completions)
     ]
-    return ScoredGroup(prompt, tuple(made), tuple(Score(5.0, True, "1", "number") for _ in made))
+    return ScoredGroup(
+        prompt, tuple(completed), tuple(Score(5.0, True, "1", "number") for _ in completed)
+    )
 
 
 def a_capture() -> Capture:
@@ -102,15 +104,16 @@ def written(place: Path) -> Path:
 
 
 def test_a_capture_is_read_as_it_was_written(tmp_path: Path) -> None:
-    capture, folder = a_capture(), written(tmp_path)
+    capture = a_capture()
+    folder = written(tmp_path)
     assert folder == tmp_path / "captures" / "step-000002"
     assert read_capture(folder) == capture
     edit_header(
         folder, weights_before={"digest": "ab", "projections": {"w": [1.0]}}
     )  # as earlier versions wrote it
     assert read_capture(folder) == capture
-    assert [len(one.completions) for one in capture.learned] == [2, 1]
-    assert [one.prompt.question for one in read_capture(folder).groups] == ["How many?"] * 2
+    assert [len(chosen.completions) for chosen in capture.learned] == [2, 1]
+    assert [scored.prompt.question for scored in read_capture(folder).groups] == ["How many?"] * 2
     text = (folder / GROUPS_FILE).read_text(encoding="ascii")
     assert (
         "\x1b" not in text
@@ -128,7 +131,9 @@ def test_a_capture_knows_which_tokens_others_wrote(tmp_path: Path) -> None:
     assert folder is not None and read_capture(folder) == capture
     assert capture.groups[0].completions[0].sampled == [True, False]
     rows = (folder / GROUPS_FILE).read_text(encoding="ascii").splitlines()
-    segments = [[one["segments"] for one in json.loads(row)["completions"]] for row in rows]
+    segments = [
+        [completion["segments"] for completion in json.loads(row)["completions"]] for row in rows
+    ]
     assert segments == [[[[1, 4, 1], [1, 4, 1, 0]], [[1, 4, 1]]], [[[1, 4, 1]], [[3, 4, 1]]]]
 
 
@@ -139,7 +144,7 @@ def test_a_capture_takes_the_place_of_an_older_one_only(tmp_path: Path) -> None:
     assert (folder / CAPTURE_FILE).stat().st_ino == before.st_ino
     assert write_capture(tmp_path, a_capture(), since=before.st_mtime + 1) == folder
     assert (folder / CAPTURE_FILE).stat().st_ino != before.st_ino
-    assert [one.name for one in folder.parent.iterdir()] == [folder.name]
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def test_a_capture_has_the_place_of_its_step_in_the_run(tmp_path: Path) -> None:
@@ -151,16 +156,22 @@ def test_a_capture_has_the_place_of_its_step_in_the_run(tmp_path: Path) -> None:
     trainer: Any = SimpleNamespace(
         config=config, order=order, total_steps=11, rollbacks=(1, 2), mesh=Mesh(0, 4, 2, 1, 1)
     )
-    recorder, there = StepRecorder(trainer, ()), a_capture()
-    chosen = [Chosen(samples) for samples in there.chosen]
-    own = [[0.25, -0.25], [2.0]]
-    recorder.before_update(6, 1, Selection(there.groups, chosen, wanted=2), own)
+    recorder = StepRecorder(trainer, ())
+    capture = a_capture()
+    chosen = [Chosen(samples) for samples in capture.chosen]
+    advantages = [[0.25, -0.25], [2.0]]
+    recorder.before_update(6, 1, Selection(capture.groups, chosen, wanted=2), advantages)
     recorder.write("a test")
-    found = read_capture(tmp_path / "captures" / "step-000007")
-    assert (found.step, found.total_steps, found.length_stage, found.rollbacks) == (6, 11, 1, 2)
-    assert (found.layout, found.world_size) == ("TP2 x PP1 x DP2", 4)
-    assert (found.sampling_seed, found.own_advantages) == (seed_after(3, 1), own)
-    assert (found.chosen, found.settings_yaml) == (there.chosen, config_as_yaml(config))
+    recorded = read_capture(tmp_path / "captures" / "step-000007")
+    assert (recorded.step, recorded.total_steps, recorded.length_stage, recorded.rollbacks) == (
+        6,
+        11,
+        1,
+        2,
+    )
+    assert (recorded.layout, recorded.world_size) == ("TP2 x PP1 x DP2", 4)
+    assert (recorded.sampling_seed, recorded.own_advantages) == (seed_after(3, 1), advantages)
+    assert (recorded.chosen, recorded.settings_yaml) == (capture.chosen, config_as_yaml(config))
 
 
 def test_a_rollout_is_made_again_with_the_seed_and_the_lengths_of_its_step(
@@ -174,25 +185,26 @@ def test_a_rollout_is_made_again_with_the_seed_and_the_lengths_of_its_step(
 
         def collect(self, what: Any) -> Rollout:
             asked.append(what)
-            return Rollout(there.groups, [])
+            return Rollout(capture.groups, [])
 
     monkeypatch.setattr(replay_step, "Collector", Asked)
-    there = replace(a_capture(), step=6, length_stage=1, sampling_seed=77)
+    capture = replace(a_capture(), step=6, length_stage=1, sampling_seed=77)
     config = Config(run=RunConfig(seed=3), stages=StagesConfig(steps=[4, 5], max_new_tokens=[8, 9]))
-    prompts, workers = [one.prompt for one in there.groups], object()
+    prompts = [scored.prompt for scored in capture.groups]
+    workers = object()
     inputs = SimpleNamespace(tokenizer="t", prompts=prompts)
     prepared: Any = SimpleNamespace(config=config, inputs=inputs)
     parts: list[Any] = ["engine", "mesh", workers]
-    assert replay_step._sample_again(there, prepared, *parts) == there.groups
-    (made, given), what = asked
-    assert made == ("engine", "mesh")
-    assert given == {
+    assert replay_step._sample_again(capture, prepared, *parts) == capture.groups
+    (positional, keywords), request = asked
+    assert positional == ("engine", "mesh")
+    assert keywords == {
         "tokenizer": "t",
         "rollout": config.rollout,
         "reward": config.reward,
         "pool": workers,
     }
-    assert (what.prompts, what.sampling.max_new_tokens, what.seed) == (
+    assert (request.prompts, request.sampling.max_new_tokens, request.seed) == (
         prompts,
         9,
         RolloutSeed(77, 6),
@@ -202,7 +214,7 @@ def test_a_rollout_is_made_again_with_the_seed_and_the_lengths_of_its_step(
 def test_only_one_of_many_ranks_writes(tmp_path: Path) -> None:
     (tmp_path / "captures" / "step-000002.partial").mkdir(parents=True)
     assert write_capture(tmp_path, a_capture()) is None
-    assert [one.name for one in (tmp_path / "captures").iterdir()] == ["step-000002.partial"]
+    assert [path.name for path in (tmp_path / "captures").iterdir()] == ["step-000002.partial"]
 
 
 def test_a_disk_that_refuses_leaves_nothing(tmp_path: Path) -> None:
@@ -374,7 +386,8 @@ def test_a_step_without_an_update_compares_nothing_and_says_so() -> None:
 
 
 def test_a_step_that_ended_in_its_update_compares_nothing_and_says_so() -> None:
-    capture, made = replace(a_capture(), update=None, reason="diverged"), a_capture().update
+    capture = replace(a_capture(), update=None, reason="diverged")
+    made = a_capture().update
     assert made is not None
     comparison = compare(capture, "ab", made)
     assert comparison.status(0.0) == NOTHING_COMPARED
@@ -390,7 +403,8 @@ def test_a_step_that_ended_in_its_update_compares_nothing_and_says_so() -> None:
 
 def test_a_rollout_without_completions_compares_nothing_and_says_so() -> None:
     there = a_capture().groups
-    nothing, same = compare_groups([], []), compare_groups(there, there)
+    nothing = compare_groups([], [])
+    same = compare_groups(there, there)
     assert (nothing.status, same.status) == (NOTHING_COMPARED, FINISHED)
     assert rollout_line(nothing) == "Nothing was compared: the step has no completion"
     assert rollout_line(same).startswith(

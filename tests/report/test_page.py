@@ -109,7 +109,9 @@ def test_an_asynchronous_run_shows_waits_and_staleness(tmp_path: Path) -> None:
         "Staleness",
     ]
     phases = data_of(page)["figures"][0]
-    assert [(one["name"], one["y"][0]) for one in phases["traces"]] == [("wait for groups", 1.0)]
+    assert [(trace["name"], trace["y"][0]) for trace in phases["traces"]] == [
+        ("wait for groups", 1.0)
+    ]
 
 
 def test_a_run_has_its_figures_and_no_empty_ones(tmp_path: Path) -> None:
@@ -161,8 +163,8 @@ def test_rewards_above_0_have_a_figure_of_their_own_beside_an_earlier_accuracy(
 
 
 def figure(page: str, title: str) -> dict[str, Any]:
-    (found,) = [one for one in data_of(page)["figures"] if one["title"] == title]
-    return found
+    (shown,) = [each for each in data_of(page)["figures"] if each["title"] == title]
+    return shown
 
 
 def test_groups_that_selection_dropped_teach_nothing(tmp_path: Path) -> None:
@@ -170,7 +172,7 @@ def test_groups_that_selection_dropped_teach_nothing(tmp_path: Path) -> None:
     in one of old."""
     dropped = {"rollout/groups_with_contrast": 1.0, "train/teaching_groups": 0.0}
     shown = figure(page_of(run_with(tmp_path / "a", dropped)), "Groups that teach")
-    assert [one["name"] for one in shown["traces"]] == ["different rewards"] and shown["legend"]
+    assert [trace["name"] for trace in shown["traces"]] == ["different rewards"] and shown["legend"]
     assert shown["note"].endswith("; 0 in every step: learned from")
     old = {
         "rollout/groups_with_contrast": 1.0,
@@ -178,13 +180,13 @@ def test_groups_that_selection_dropped_teach_nothing(tmp_path: Path) -> None:
         "selection/groups_learned": 3.0,
     }
     shown = figure(page_of(run_with(tmp_path / "b", old)), "Groups that teach")
-    assert {one["name"]: one["y"][0] for one in shown["traces"]} == {
+    assert {trace["name"]: trace["y"][0] for trace in shown["traces"]} == {
         "learned from": 0.25,
         "different rewards": 1.0,
     }
     unselected = run_with(tmp_path / "c", {"rollout/groups_with_contrast": 0.5})
     shown = figure(page_of(unselected), "Groups that teach")
-    assert {one["name"]: one["y"][0] for one in shown["traces"]} == {
+    assert {trace["name"]: trace["y"][0] for trace in shown["traces"]} == {
         "learned from": 0.5,
         "different rewards": 0.5,
     }
@@ -238,9 +240,9 @@ def test_one_validation_file_has_one_curve(tmp_path: Path) -> None:
     folder = run_with(tmp_path / "a", {"task_reward": 1.0})
     row = {"step": 0, "validation/accuracy": 0.5, "validation/sums/accuracy": 0.5}
     (folder / "validation.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    assert [one["name"] for one in figure(page_of(folder), "Validation accuracy")["traces"]] == [
-        "sums"
-    ]
+    assert [
+        trace["name"] for trace in figure(page_of(folder), "Validation accuracy")["traces"]
+    ] == ["sums"]
 
 
 def test_accuracies_before_and_after_are_on_the_page(tmp_path: Path) -> None:
@@ -263,8 +265,10 @@ def test_metrics_of_the_users_have_a_figure_for_each_function(tmp_path: Path) ->
             tmp_path / "a", **{"own/spread/most": 2.0, "own/spread/least": 1.0, "own/best": 0.5}
         )
     )
-    own = [figure for figure in data_of(page)["figures"] if figure["title"] in ("spread", "best")]
-    assert [[one["name"] for one in figure["traces"]] for figure in own] == [
+    users_figures = [
+        figure for figure in data_of(page)["figures"] if figure["title"] in ("spread", "best")
+    ]
+    assert [[trace["name"] for trace in figure["traces"]] for figure in users_figures] == [
         ["best"],
         ["least", "most"],
     ]
@@ -273,7 +277,7 @@ def test_metrics_of_the_users_have_a_figure_for_each_function(tmp_path: Path) ->
 
 def test_phases_are_stacked_without_the_whole_step(tmp_path: Path) -> None:
     figures = data_of(page_of(make_run(tmp_path / "a")))["figures"]
-    (phases,) = [one for one in figures if one["stack"]]
+    (phases,) = [figure for figure in figures if figure["stack"]]
     seconds = {trace["name"]: trace["y"][0] for trace in phases["traces"]}
     assert phases["title"] == "Seconds by phase"
     assert seconds == {"rollout": 1.0, "save": 0.25, "sleep": 0.125, "update": 1.5, "wake": 0.125}
@@ -302,16 +306,20 @@ def test_hostile_text_is_text_wherever_it_stands(tmp_path: Path) -> None:
     write_json(folder / "summary.json", {"layout": HOSTILE, "steps": HOSTILE})
     write_event(folder, "rollback", 4, text=HOSTILE)
     page = page_of(folder)
-    found = _Elements(page)
-    assert [tag for tag, _ in found.tags].count("script") == 3
-    assert {"<", ">", "&"}.isdisjoint(found.scripts[0])
-    assert {"img", "b"}.isdisjoint(tag for tag, _ in found.tags)
-    assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
+    elements = _Elements(page)
+    assert [tag for tag, _ in elements.tags].count("script") == 3
+    assert {"<", ">", "&"}.isdisjoint(elements.scripts[0])
+    assert {"img", "b"}.isdisjoint(tag for tag, _ in elements.tags)
+    assert not any(name.startswith("on") for _, attributes in elements.tags for name in attributes)
     assert not re.search(
         r"[\0-\x08\x0e-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", page
     )
-    assert found.text.count("</script><script>document.title='owned'") >= 5
-    shown = next(one for one in data_of(page)["samples"][0]["groups"] if one["step"] == 3)
+    assert elements.text.count("</script><script>document.title='owned'") >= 5
+    shown = next(
+        shown_group
+        for shown_group in data_of(page)["samples"][0]["groups"]
+        if shown_group["step"] == 3
+    )
     assert (
         shown["completions"][0]["text"].startswith("</script><script>")
         and "\\u202e\\x00" in shown["prompt"]
@@ -319,19 +327,22 @@ def test_hostile_text_is_text_wherever_it_stands(tmp_path: Path) -> None:
 
 
 def test_only_the_scripts_of_the_page_may_run_and_nothing_is_loaded(tmp_path: Path) -> None:
-    found = _Elements(page_of(make_run(tmp_path / "a")))
+    elements = _Elements(page_of(make_run(tmp_path / "a")))
     (policy,) = [
-        attributes["content"] for _, attributes in found.tags if "http-equiv" in attributes
+        attributes["content"] for _, attributes in elements.tags if "http-equiv" in attributes
     ]
     hashes = [
         base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        for text in found.scripts[1:]
+        for text in elements.scripts[1:]
     ]
     assert policy is not None and policy.startswith("default-src 'none'; ")
     assert f"script-src 'sha256-{hashes[0]}' 'sha256-{hashes[1]}';" in policy
-    assert found.scripts[1] == PLOTLY
+    assert elements.scripts[1] == PLOTLY
     addresses = [
-        value for _, one in found.tags for name, value in one.items() if name in ("src", "href")
+        value
+        for _, attributes in elements.tags
+        for name, value in attributes.items()
+        if name in ("src", "href")
     ]
     assert all(value and value.startswith("#") for value in addresses)
 
@@ -342,8 +353,8 @@ def test_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> None:
         make_run(tmp_path / "b" / "run", settings=["optimizer.lr=3e-5", "rollout.group_size=4"]),
     ]
     page = page_of(*folders)
-    (accuracy,) = [one for one in data_of(page)["figures"] if one["title"] == "Accuracy"]
-    shown = [(one["name"][-5:], one["color"]) for one in accuracy["traces"]]
+    (accuracy,) = [figure for figure in data_of(page)["figures"] if figure["title"] == "Accuracy"]
+    shown = [(trace["name"][-5:], trace["color"]) for trace in accuracy["traces"]]
     assert shown == [("a/run", 0), ("b/run", 1)]
     keys = re.findall(r'<td class="key"><span title="[^"]*">([a-z_.]+)</span>', page)
     assert keys == ["run.output_dir", "optimizer.lr"]
@@ -357,9 +368,14 @@ def test_a_run_of_10000_steps_is_a_small_page(tmp_path: Path) -> None:
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     names = [name for name in rows[0] if name != "step"]
-    more = [f"selection/dropped/{number}" for number in range(40)]
+    dropped_names = [f"selection/dropped/{number}" for number in range(40)]
     lines = (
-        json.dumps({"step": step, **{name: (step * 7919 % 1000) / 999 for name in (*names, *more)}})
+        json.dumps(
+            {
+                "step": step,
+                **{name: (step * 7919 % 1000) / 999 for name in (*names, *dropped_names)},
+            }
+        )
         for step in range(1, 10_001)
     )
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -369,10 +385,13 @@ def test_a_run_of_10000_steps_is_a_small_page(tmp_path: Path) -> None:
     page = page_of(folder)
     assert len(page) < 7 * 2**20
     figures = data_of(page)["figures"]
-    assert max(len(trace["y"]) for one in figures for trace in one.get("traces", ())) <= 1500
+    assert max(len(trace["y"]) for figure in figures for trace in figure.get("traces", ())) <= 1500
     shown = data_of(page)["samples"][0]["groups"]
-    assert max(len(one["completions"]) for one in shown) <= 16
-    assert max(len(each["text"]) for one in shown for each in one["completions"]) < 4100
+    assert max(len(shown_group["completions"]) for shown_group in shown) <= 16
+    assert (
+        max(len(each["text"]) for shown_group in shown for each in shown_group["completions"])
+        < 4100
+    )
     assert "of the 1000 steps that have some" in page
 
 
