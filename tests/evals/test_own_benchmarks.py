@@ -51,24 +51,24 @@ def test_requests_have_the_seeds_the_lengths_and_the_temperatures_of_the_plan(
     )
     problem = Problem("q", "1+1=", (4, 5), ("2",), "math", benchmark="quiz")
     assert plan.indices == (GREEDY_INDEX, 0, 1)
-    found = _requests(6, Missing(problem, plan.indices), plan, LengthLimits(8, 30))
-    assert [(one.key, one.temperature, one.top_p) for one in found] == [
+    requests = _requests(6, Missing(problem, plan.indices), plan, LengthLimits(8, 30))
+    assert [(request.key, request.temperature, request.top_p) for request in requests] == [
         ((6, GREEDY_INDEX), 0.0, 1.0),
         ((6, 0), 0.7, 0.9),
         ((6, 1), 0.7, 0.9),
     ]
-    assert [one.seed for one in found] == [
+    assert [request.seed for request in requests] == [
         completion_seed(SEED, "quiz", "q", n) for n in (GREEDY_INDEX, 0, 1)
     ]
-    assert {(one.token_ids, one.min_new_tokens, one.max_new_tokens) for one in found} == {
-        ((4, 5), 0, 30)
-    }
+    assert {
+        (request.token_ids, request.min_new_tokens, request.max_new_tokens) for request in requests
+    } == {((4, 5), 0, 30)}
 
 
 def test_every_option_reaches_the_plan_and_the_engines(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def judge(completion, solutions, row): return True\n")
     (tmp_path / "model").mkdir()
-    given = {
+    options = {
         "model": tmp_path / "model",
         "benchmarks": "one,two",
         "data-dir": tmp_path / "data",
@@ -88,9 +88,9 @@ def test_every_option_reaches_the_plan_and_the_engines(tmp_path: Path) -> None:
         "kv-cache-gib": 1.5,
         "max-num-seqs": 137,
     }
-    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    for more, greedy in (([], True), (["--no-greedy"], False)):
-        arguments = parse([*words, *more])
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    for switches, greedy in (([], True), (["--no-greedy"], False)):
+        arguments = parse([*words, *switches])
         assert plan_of(arguments) == Plan(
             model=tmp_path / "model",
             benchmarks=("one", "two"),
@@ -127,7 +127,7 @@ def test_an_output_takes_no_completions_of_other_settings(tied_model: Path, tmp_
     device = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
     plan = Plan(tied_model, ("quiz",), tmp_path, output, samples=2, seed=SEED, template="raw")
     plan = replace(plan, temperature=0.7, top_p=0.9, max_new_tokens=NEW_TOKENS)
-    assert [one.indices for one in _prepare(plan, rollout, no_pool, device).missing] == [
+    assert [missing.indices for missing in _prepare(plan, rollout, no_pool, device).missing] == [
         plan.indices
     ]
     settings = json.loads((output / "settings.json").read_text())
@@ -136,8 +136,13 @@ def test_an_output_takes_no_completions_of_other_settings(tied_model: Path, tmp_
         name: value for name, value in settings["common"].items() if not name.startswith("about_")
     }
     model = resolve_model(tied_model, output).fingerprint
-    wanted = {"model": model, "template": "raw", "max_new_tokens": NEW_TOKENS, "cuda_graphs": True}
-    assert compared.items() >= wanted.items() and compared["scorer"] is None
+    expected = {
+        "model": model,
+        "template": "raw",
+        "max_new_tokens": NEW_TOKENS,
+        "cuda_graphs": True,
+    }
+    assert compared.items() >= expected.items() and compared["scorer"] is None
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +195,7 @@ def greedy_tokens(model: Path, prompt: str) -> str:
 @pytest.mark.distributed
 def test_every_problem_has_its_greedy_answer_and_its_samples(plan: Plan, ranks: RankPool) -> None:
     ranks.run(1, evaluate_in_pool, plan)
-    wanted = greedy_tokens(Path(plan.model), "1+1=")
+    greedy_text = greedy_tokens(Path(plan.model), "1+1=")
     tables = json.loads((plan.output / "results.json").read_text())["benchmarks"]
     texts = set()
     for name, problems in (("first", LIMIT), ("second", 1)):
@@ -201,18 +206,18 @@ def test_every_problem_has_its_greedy_answer_and_its_samples(plan: Plan, ranks: 
         ]
         records: list[dict[str, Any]] = [json.loads(line) for line in lines]
         assert len(records) == problems * (1 + SAMPLES)
-        for one in records:
-            index = GREEDY_INDEX if one["mode"] == "greedy" else one["sample"]
-            assert one["seed"] == completion_seed(SEED, name, one["problem_id"], index)
-            assert one["tokens"] <= NEW_TOKENS and (one["tokens"] < NEW_TOKENS) <= (
-                one["finish_reason"] == "stop"
+        for record in records:
+            index = GREEDY_INDEX if record["mode"] == "greedy" else record["sample"]
+            assert record["seed"] == completion_seed(SEED, name, record["problem_id"], index)
+            assert record["tokens"] <= NEW_TOKENS and (record["tokens"] < NEW_TOKENS) <= (
+                record["finish_reason"] == "stop"
             )
-            number = one["problem_id"].rpartition("-")[2]
-            assert one["correct"] == verify(one["text"], [f"\\boxed{{{number}}}"]).correct
-            texts.add(one["text"])
+            number = record["problem_id"].rpartition("-")[2]
+            assert record["correct"] == verify(record["text"], [f"\\boxed{{{number}}}"]).correct
+            texts.add(record["text"])
             if index == GREEDY_INDEX:
-                assert one["text"] == wanted
-        of_modes = {one["sample"] for one in records if one["mode"] == "sample"}
+                assert record["text"] == greedy_text
+        of_modes = {record["sample"] for record in records if record["mode"] == "sample"}
         assert of_modes == set(range(SAMPLES))
         row = tables[name]["row"]
         assert (row["num_questions"], row["too_long"]) == (
@@ -245,8 +250,8 @@ def test_completions_end_where_a_turn_of_the_evaluations_own_template_does(
 
 
 def saved_settings(run: Path, *overrides: str) -> None:
-    given = [f"run.output_dir={run}", "model.path=m", "data.train_path=t.jsonl"]
-    save_config(load_config([], [*given, *overrides]), run / "config.yaml")
+    required = [f"run.output_dir={run}", "model.path=m", "data.train_path=t.jsonl"]
+    save_config(load_config([], [*required, *overrides]), run / "config.yaml")
 
 
 @pytest.mark.parametrize("place", ["", "hf_model", "checkpoints/step-000010", "best_model"])
@@ -266,27 +271,27 @@ def test_a_runs_model_has_the_runs_settings(
     words = f"--model {run} --benchmarks a --data-dir d --output {tmp_path / 'out'}".split()
     for settings, template in (([], "auto"), (["data.template=raw"], "raw")):
         saved_settings(run, *settings)
-        found = plan_of(parse(words))
-        assert (found.template, found.answer_from) == (template, "boxed")
+        run_plan = plan_of(parse(words))
+        assert (run_plan.template, run_plan.answer_from) == (template, "boxed")
     assert plan_of(parse([*words, "--template", "orz"])).template == "orz"
-    more = [
+    sampling_settings = [
         "reward.answer_from=phrase",
         "data.chat_template_kwargs=[a=1]",
         "data.system_prompt=Be brief.",
     ]
     lengths = ["stages.steps=[5]", "stages.max_new_tokens=[200]"]
-    saved_settings(run, *more, *lengths)
-    found = plan_of(parse(words))
-    assert found.chat == ChatSettings(None, ("a=1",), "Be brief.", found.chat.names)
-    assert (found.answer_from, found.max_new_tokens, found.default_new_tokens) == (
+    saved_settings(run, *sampling_settings, *lengths)
+    run_plan = plan_of(parse(words))
+    assert run_plan.chat == ChatSettings(None, ("a=1",), "Be brief.", run_plan.chat.names)
+    assert (run_plan.answer_from, run_plan.max_new_tokens, run_plan.default_new_tokens) == (
         "phrase",
         None,
         200,
     )
-    own = ["--answer-from", "number", "--system-prompt", "", "--chat-template", "think"]
-    found = plan_of(parse([*words, *own, "--chat-template-kwarg", "b=2"]))
-    assert found.answer_from == "number"
-    assert found.chat == ChatSettings("think", ("b=2",), "", found.chat.names)
+    own_options = ["--answer-from", "number", "--system-prompt", "", "--chat-template", "think"]
+    run_plan = plan_of(parse([*words, *own_options, "--chat-template-kwarg", "b=2"]))
+    assert run_plan.answer_from == "number"
+    assert run_plan.chat == ChatSettings("think", ("b=2",), "", run_plan.chat.names)
     check_settings(tmp_path / "out", {"max_new_tokens": 77}, None)
     assert plan_of(parse(words)).default_new_tokens == 200, "nothing was sampled there"
     (tmp_path / "out" / "generations" / "a").mkdir(parents=True, exist_ok=True)
@@ -318,8 +323,8 @@ def test_lengths_that_the_model_cannot_have_are_refused_before_it_is_loaded(tmp_
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "config.json").write_text('{"max_position_embeddings": 512}')
     for model in ("model", "run", "run/hf_model", "run/checkpoints/step-000010"):
-        given = ["--model", str(tmp_path / model), *words]
-        for lengths, told in (
+        model_words = ["--model", str(tmp_path / model), *words]
+        for lengths, message in (
             (["--max-new-tokens", "512"], "--max-new-tokens is 512; the model has 512 positions"),
             (
                 ["--max-new-tokens", "500", "--max-prompt-tokens", "13"],
@@ -328,8 +333,8 @@ def test_lengths_that_the_model_cannot_have_are_refused_before_it_is_loaded(tmp_
             (["--max-new-tokens", "511"], ""),
             ([], ""),
         ):
-            problems = input_problems(plan_of(parse([*given, *lengths])))
-            assert [told in problem for problem in problems] == [True] * bool(told)
+            problems = input_problems(plan_of(parse([*model_words, *lengths])))
+            assert [message in problem for problem in problems] == [True] * bool(message)
 
 
 def test_a_folder_without_its_option_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,12 +77,14 @@ def test_logprobs_in_bfloat16_are_close_to_transformers(
 ) -> None:
     samples = make_samples(24)
     case = Case(device="cuda", local_layers=local_layers)
-    (found,) = ranks.run(1, policy_cases.logprobs, untied_model, case, samples)
+    (logprobs,) = ranks.run(1, policy_cases.logprobs, untied_model, case, samples)
     model = oracle.load(untied_model)
     with torch.no_grad():
         for index, sample in enumerate(samples):
-            wanted = oracle.completion_logprobs(model, sample)
-            torch.testing.assert_close(torch.tensor(found[index]), wanted, atol=BF16_NATS, rtol=0)
+            expected = oracle.completion_logprobs(model, sample)
+            torch.testing.assert_close(
+                torch.tensor(logprobs[index]), expected, atol=BF16_NATS, rtol=0
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -95,10 +97,10 @@ def test_kernels_give_the_textbooks_logprobs_entropy_and_gradient(
     masked_T, masked_TN = torch.arange(12) < 4, torch.zeros(12, V - 2, dtype=torch.bool)
     masked_TN[:4, [1, 4_999]] = True
     leaf_TV = logits_TV.to("cuda", dtype).requires_grad_()
-    wanted = dense(leaf_TV.detach().cpu(), targets_T % 4_000 + 2, 0.7, V - 2, masked_TN)
+    expected = dense(leaf_TV.detach().cpu(), targets_T % 4_000 + 2, 0.7, V - 2, masked_TN)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        given = (
+        arguments = (
             leaf_TV,
             (targets_T % 4_000 + 2).cuda(),
             0.7,
@@ -106,17 +108,18 @@ def test_kernels_give_the_textbooks_logprobs_entropy_and_gradient(
             dist.group.WORLD,
             masked_T.cuda(),
         )
-        found = [
-            values_T.cpu() for values_T in vocab_parallel_logprobs(*given, masked_tokens=(1, 4_999))
+        computed = [
+            values_T.cpu()
+            for values_T in vocab_parallel_logprobs(*arguments, masked_tokens=(1, 4_999))
         ]
-        loss(*found, "logprobs and entropy").backward()
+        loss(*computed, "logprobs and entropy").backward()
     finally:
         dist.destroy_process_group()
-    loss(*wanted[:2], "logprobs and entropy").backward()
-    for mine_T, theirs_T in zip(found, wanted[:2], strict=True):
+    loss(*expected[:2], "logprobs and entropy").backward()
+    for mine_T, theirs_T in zip(computed, expected[:2], strict=True):
         torch.testing.assert_close(mine_T.double(), theirs_T, atol=1e-5, rtol=1e-5)
     error = {"atol": 1e-5, "rtol": max(1e-5, torch.finfo(dtype).eps)}
-    torch.testing.assert_close(leaf_TV.grad[:, : V - 2].cpu().double(), wanted[2].grad, **error)
+    torch.testing.assert_close(leaf_TV.grad[:, : V - 2].cpu().double(), expected[2].grad, **error)
     assert not leaf_TV.grad[:, V - 2 :].any()
 
 
@@ -145,33 +148,33 @@ def test_gradients_are_added_up_by_the_product_itself() -> None:
     at = open_device("cuda").torch_device
     x, grad = (torch.randn(300, n, device=at).bfloat16() for n in (72, 40))
     total = torch.randn(40, 72, device=at)
-    wanted = total.double() + grad.double().t() @ x.double()
+    expected = total.double() + grad.double().t() @ x.double()
     add_product(x, grad, total)
-    torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_a_micro_batch_on_the_gpu_is_the_one_of_the_host() -> None:
     batch = pack(make_samples(6), range(6), 4)
     moved = batch.to(open_device("cuda").torch_device)
     for name in (one.name for one in fields(MicroBatch)):
-        here, there = getattr(batch, name), getattr(moved, name)
-        if not isinstance(here, torch.Tensor):
-            assert there == here, name
+        original, copy = getattr(batch, name), getattr(moved, name)
+        if not isinstance(original, torch.Tensor):
+            assert copy == original, name
             continue
-        assert there.device.type == "cuda" and there.dtype == here.dtype, name
-        assert torch.equal(there.cpu(), here), name
+        assert copy.device.type == "cuda" and copy.dtype == original.dtype, name
+        assert torch.equal(copy.cpu(), original), name
 
 
 def test_metrics_are_reduced_by_gloo_beside_nccl(ranks: RankPool) -> None:
-    wanted = (["nccl", "gloo"], ({"third": 1 / 3}, {"largest": 1e-300}))
-    assert ranks.run(1, gather_cases.metrics_beside_tensors, "cuda") == [wanted]
+    expected = (["nccl", "gloo"], ({"third": 1 / 3}, {"largest": 1e-300}))
+    assert ranks.run(1, gather_cases.metrics_beside_tensors, "cuda") == [expected]
 
 
 def test_the_engine_draws_noise_at_once_and_flashinfer_reduces_nothing(
     fresh_ranks: RankPool, untied_model: Path
 ) -> None:
-    (found,) = fresh_ranks.run(1, engine_cases.engine_settings, untied_model, "cuda")
-    assert found == {
+    (settings,) = fresh_ranks.run(1, engine_cases.engine_settings, untied_model, "cuda")
+    assert settings == {
         "one kernel": True,
         "flashinfer reduces": False,
         "one kernel with a norm": False,
@@ -192,9 +195,9 @@ def test_a_greedy_completion_in_slices_is_the_whole_one(
         whole.keys() == slices.keys() and sum(len(tokens) > 10 for tokens, _ in whole.values()) > 12
     )
     assert all(difference < scale * BF16_NATS for difference in ties.values()), ties
-    same = [key for key in whole if key not in ties]
-    assert len(same) > len(whole) / 4
-    for key in same:
+    untied = [key for key in whole if key not in ties]
+    assert len(untied) > len(whole) / 4
+    for key in untied:
         assert slices[key][0] == whole[key][0]
         assert slices[key][1] == pytest.approx(whole[key][1], abs=scale * BF16_NATS)
 
@@ -247,23 +250,24 @@ def test_the_policy_leaves_the_gpu_and_comes_back_bit_by_bit(
 def test_what_leaves_gives_gpu_memory_up_and_waits_in_pinned_memory_that_is_used_again() -> None:
     device = open_device("cuda")
     tensors = [torch.randn(2**25, device="cuda"), torch.randn(1001, device="cuda").bfloat16()]
-    wanted = [tensor.cpu() for tensor in tensors]
-    kept = StorageSet("weights", lambda: tensors, keep=True, device=device)
-    here = torch.cuda.memory_allocated()
-    left = kept.offload()
+    contents = [tensor.cpu() for tensor in tensors]
+    storage = StorageSet("weights", lambda: tensors, keep=True, device=device)
+    allocated = torch.cuda.memory_allocated()
+    left = storage.offload()
     assert left.bytes == 4 * 2**25 + 2 * 1001
-    away, reserved = torch.cuda.memory_allocated(), kept._host.nbytes
-    assert here - away >= left.bytes
+    away, reserved = torch.cuda.memory_allocated(), storage._host.nbytes
+    assert allocated - away >= left.bytes
     assert reserved >= left.bytes
     for _ in range(2):
-        kept.onload()
+        storage.onload()
         assert torch.cuda.memory_allocated() - away >= left.bytes
-        assert kept._host.nbytes == reserved
+        assert storage._host.nbytes == reserved
         assert all(
-            torch.equal(tensor.cpu(), other) for tensor, other in zip(tensors, wanted, strict=True)
+            torch.equal(tensor.cpu(), other)
+            for tensor, other in zip(tensors, contents, strict=True)
         )
-        kept.offload()
-    kept.onload()
+        storage.offload()
+    storage.onload()
     host = HostMemory(pinned=True)
     host.reserve(1000)
     assert all(piece.is_pinned() for piece in host.pieces(0, 1000))

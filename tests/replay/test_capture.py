@@ -332,17 +332,21 @@ def test_a_machine_that_is_too_small_for_the_runs_ranks_is_told(
 def test_a_comparison_counts_every_number() -> None:
     capture = a_capture()
     assert capture.update is not None
-    same = compare(capture, "ab", capture.update)
-    assert same.start == same.weights == "equal" and same.bit_equal and same.same(0.0)
+    unchanged = compare(capture, "ab", capture.update)
+    assert (
+        unchanged.start == unchanged.weights == "equal"
+        and unchanged.bit_equal
+        and unchanged.same(0.0)
+    )
 
     def changed(**numbers: float) -> CapturedUpdate:
-        (one,) = capture.update.minibatches  # pyright: ignore[reportOptionalMemberAccess]
-        again = CapturedMinibatch(one.numbers | numbers, one.discarded)
-        return CapturedUpdate([again], [], capture.update.advantages)  # pyright: ignore[reportOptionalMemberAccess]
+        (minibatch,) = capture.update.minibatches  # pyright: ignore[reportOptionalMemberAccess]
+        altered = CapturedMinibatch(minibatch.numbers | numbers, minibatch.discarded)
+        return CapturedUpdate([altered], [], capture.update.advantages)  # pyright: ignore[reportOptionalMemberAccess]
 
-    found = compare(capture, "ab", changed(loss=-1.5 + 4e-4))  # of 4 tokens
-    assert not found.bit_equal
-    assert found.same(1.01e-4) and not found.same(0.99e-4)
+    comparison = compare(capture, "ab", changed(loss=-1.5 + 4e-4))  # of 4 tokens
+    assert not comparison.bit_equal
+    assert comparison.same(1.01e-4) and not comparison.same(0.99e-4)
     assert not compare(capture, "ab", changed(grad_norm=1.0)).same(1.0)
     assert compare(capture, "ab", changed(mismatch_max=0.6)).same(1e-4)
     assert not compare(capture, "ab", changed(mismatch_max=0.6)).same(0.0)
@@ -376,37 +380,37 @@ def test_a_step_without_an_update_compares_nothing_and_says_so() -> None:
         compare(capture, "ab", replace(no_update, advantages=[[0.5, 0.0], [0.0]])).status(0.1)
         == FAILURE
     )
-    made = a_capture().update
-    assert made is not None
+    update = a_capture().update
+    assert update is not None
     assert (
-        compare(capture, "ab", replace(made, advantages=no_update.advantages)).status(1.0)
+        compare(capture, "ab", replace(update, advantages=no_update.advantages)).status(1.0)
         == FAILURE
     )
-    assert compare(a_capture(), "ab", made).status(0.0) == FINISHED
+    assert compare(a_capture(), "ab", update).status(0.0) == FINISHED
 
 
 def test_a_step_that_ended_in_its_update_compares_nothing_and_says_so() -> None:
     capture = replace(a_capture(), update=None, reason="diverged")
-    made = a_capture().update
-    assert made is not None
-    comparison = compare(capture, "ab", made)
+    update = a_capture().update
+    assert update is not None
+    comparison = compare(capture, "ab", update)
     assert comparison.status(0.0) == NOTHING_COMPARED
-    *_, last = comparison_lines(capture, comparison, made, 0.0)
+    *_, last = comparison_lines(capture, comparison, update, 0.0)
     assert last.startswith(
         "Nothing was compared: the run ended in the update (diverged); the replay gave ["
     )
-    other_start = compare(capture, "cd", made)
+    other_start = compare(capture, "cd", update)
     assert other_start.status(1.0) == FAILURE
-    *_, last = comparison_lines(capture, other_start, made, 1.0)
+    *_, last = comparison_lines(capture, other_start, update, 1.0)
     assert last.startswith("NOT the same: the run ended in the update (diverged)")
 
 
 def test_a_rollout_without_completions_compares_nothing_and_says_so() -> None:
-    there = a_capture().groups
+    groups = a_capture().groups
     nothing = compare_groups([], [])
-    same = compare_groups(there, there)
-    assert (nothing.status, same.status) == (NOTHING_COMPARED, FINISHED)
+    identical = compare_groups(groups, groups)
+    assert (nothing.status, identical.status) == (NOTHING_COMPARED, FINISHED)
     assert rollout_line(nothing) == "Nothing was compared: the step has no completion"
-    assert rollout_line(same).startswith(
+    assert rollout_line(identical).startswith(
         "4 of 4 completions have the same tokens, 4 the same reward"
     )

@@ -65,8 +65,10 @@ def test_scores_come_in_the_order_of_asking_and_once(pool):
 def test_the_question_of_a_prompt_reaches_the_verifier(pool):
     asked = replace(prompt(), question="How many apples are 1 and 1?")
     answers = (completion("\\boxed{2 apples}"), completion("\\boxed{2 pears}"))
-    found = scores(pool, RewardConfig(), *((asked, one) for one in answers), (prompt(), answers[0]))
-    assert [score.correct for score in found] == [True, False, False]
+    judgements = scores(
+        pool, RewardConfig(), *((asked, answer) for answer in answers), (prompt(), answers[0])
+    )
+    assert [score.correct for score in judgements] == [True, False, False]
     assert asked.row["question"] == "How many apples are 1 and 1?"
     assert prompt(more='{"question": "its own"}').row["question"] == "its own"
 
@@ -75,13 +77,13 @@ def test_schemes_and_lengths_reach_the_reward(pool):
     settings = RewardConfig(
         scheme="mix", format_penalty=-0.3, overlong_buffer=20, overlong_penalty=1.0
     )
-    found = scores(
+    judgements = scores(
         pool,
         settings,
         (prompt(), completion("\\boxed{2}", 90)),
         (prompt(), completion("two", 100, "length")),
     )
-    assert [score.reward for score in found] == [0.5, -1.3]
+    assert [score.reward for score in judgements] == [0.5, -1.3]
     masked = RewardConfig(mask_no_eos_with_zero=True)
     assert (
         scores(pool, masked, (prompt(), completion("\\boxed{2}", 100, "length")))[0].reward == 0.0
@@ -90,15 +92,15 @@ def test_schemes_and_lengths_reach_the_reward(pool):
 
 def test_thoughts_that_the_prompt_opens_do_not_count(pool):
     opened = prompt("1+1=<think>\n")
-    found = scores(
+    judgements = scores(
         pool,
         RewardConfig(),
         (opened, completion("it is \\boxed{2}")),
         (opened, completion("maybe \\boxed{3}</think> \\boxed{2}")),
         (prompt("<think></think>1+1="), completion("it is \\boxed{2}")),
     )
-    assert [score.correct for score in found] == [False, True, True]
-    assert [score.boxed for score in found] == [False, True, True]
+    assert [score.correct for score in judgements] == [False, True, True]
+    assert [score.boxed for score in judgements] == [False, True, True]
     assert text_to_verify("<think>a</think>", "b") == "b"
 
 
@@ -238,16 +240,16 @@ def test_a_function_gives_the_reward_and_the_verifier_the_accuracy(tmp_path, mon
     settings = RewardConfig(function="paid.py:paid", workers=1)
     asked = [(prompt(), completion(f"\\boxed{{{answer}}}")) for answer in ("\\sqrt{4}", "3")]
     with open_reward_workers(settings, measured=MeasuredRows(training=True)) as workers:
-        found = scores(workers, settings, *asked)
+        judgements = scores(workers, settings, *asked)
         validated = RewardManager(workers, settings, LIMIT, validates=True)
         validated.submit(*asked[0])
         (unmeasured,) = validated.collect()
-    assert [(score.reward, score.correct, score.verified_correct) for score in found] == [
+    assert [(score.reward, score.correct, score.verified_correct) for score in judgements] == [
         (0.1, True, True),
         (0.1, True, False),
     ]
     assert (unmeasured.reward, unmeasured.verified_correct) == (0.1, None)
-    assert [score.verdict for score in found] == ["function", "function"]
+    assert [score.verdict for score in judgements] == ["function", "function"]
 
 
 GROUPS = """
@@ -306,19 +308,21 @@ def group_scores(workers: RewardWorkers, reward: RewardConfig, function: str) ->
     ]
     manager.submit_group(prompt(more=f'{{"function": "{function}"}}'), group, key="g")
     manager.wait()
-    ((key, found),) = manager.take_finished()
-    assert key == "g" and len(found) == 3
-    return found
+    ((key, judgements),) = manager.take_finished()
+    assert key == "g" and len(judgements) == 3
+    return judgements
 
 
 def test_a_function_of_groups_is_called_once_with_all_completions(workers_of_groups):
     workers, reward = workers_of_groups
-    found = group_scores(workers, replace(reward, output_bias=1.0, overlong_buffer=20), "ranks")
-    assert [score.reward for score in found] == [0.0, -2.0, 1.0], (
+    judgements = group_scores(
+        workers, replace(reward, output_bias=1.0, overlong_buffer=20), "ranks"
+    )
+    assert [score.reward for score in judgements] == [0.0, -2.0, 1.0], (
         "less the bias, and less 1 for 100 tokens"
     )
-    assert [score.metrics for score in found] == [(("size", 3.0),)] * 3
-    assert [(score.correct, score.verified_correct) for score in found] == [
+    assert [score.metrics for score in judgements] == [(("size", 3.0),)] * 3
+    assert [(score.correct, score.verified_correct) for score in judgements] == [
         (True, False),
         (False, False),
         (True, True),
@@ -342,16 +346,16 @@ def test_a_function_of_groups_is_called_once_with_all_completions(workers_of_gro
 def test_a_group_whose_call_fails_is_paid_as_completions_that_failed(
     workers_of_groups, function, told
 ):
-    found = group_scores(*workers_of_groups, function)
-    assert [(score.reward, score.verdict) for score in found] == [(-2.0, "error")] * 3
-    assert all(score.extracted.startswith(told) for score in found), found[0].extracted
+    judgements = group_scores(*workers_of_groups, function)
+    assert [(score.reward, score.verdict) for score in judgements] == [(-2.0, "error")] * 3
+    assert all(score.extracted.startswith(told) for score in judgements), judgements[0].extracted
 
 
 def test_a_group_whose_call_is_late_is_paid_as_completions_that_are(tmp_path):
     reward = of_groups(tmp_path, "slow", timeout_seconds=1.0)
     with open_reward_workers(reward) as workers:
-        found = group_scores(workers, reward, "slow")
-    assert [(score.reward, score.verdict, score.extracted) for score in found] == [
+        judgements = group_scores(workers, reward, "slow")
+    assert [(score.reward, score.verdict, score.extracted) for score in judgements] == [
         (-2.0, "timeout", "timeout")
     ] * 3
 
@@ -373,11 +377,13 @@ def test_several_rewards_may_be_functions_of_groups(tmp_path):
     with open_reward_workers(reward) as workers:
         manager = RewardManager(workers, reward, LIMIT)
         manager.submit_group(prompt(), [completion("\\boxed{2}"), completion("3")])
-        found = manager.collect()
-    assert [score.parts for score in found] == [(1.0, 1.0, None), (-1.0, 0.0, None)]
-    assert [score.reward for score in found] == [1.5, -1.0]
-    assert [(failure.name, failure.kind) for failure in found[0].failures] == [("few", "error")]
-    assert found[0].metrics == (("rank/size", 2.0),)
+        judgements = manager.collect()
+    assert [score.parts for score in judgements] == [(1.0, 1.0, None), (-1.0, 0.0, None)]
+    assert [score.reward for score in judgements] == [1.5, -1.0]
+    assert [(failure.name, failure.kind) for failure in judgements[0].failures] == [
+        ("few", "error")
+    ]
+    assert judgements[0].metrics == (("rank/size", 2.0),)
 
 
 @pytest.mark.parametrize(
@@ -402,10 +408,10 @@ def test_a_function_of_groups_that_works_starts(tmp_path):
 
 
 def test_where_the_verifier_gives_the_reward_it_gives_the_accuracy(pool):
-    found = scores(
+    judgements = scores(
         pool, RewardConfig(), *[(prompt(), completion(f"\\boxed{{{answer}}}")) for answer in (2, 3)]
     )
-    assert [score.verified_correct for score in found] == [True, False]
+    assert [score.verified_correct for score in judgements] == [True, False]
 
 
 def test_a_function_that_is_late_on_every_call_of_two_steps_ends_the_run():
@@ -453,11 +459,11 @@ def test_each_of_several_functions_is_looked_at_by_itself():
 
 
 def scores_of(*kinds: str) -> list[Score]:
-    said = {
+    extracted = {
         "error": "KeyError: 'x'\n  File \"mine.py\", line 2, in reward\x1b[2J",
         "timeout": "timeout",
     }
-    return [Score(0.0, False, said.get(kind, ""), kind) for kind in kinds]
+    return [Score(0.0, False, extracted.get(kind, ""), kind) for kind in kinds]
 
 
 def test_a_step_of_which_every_call_failed_has_no_rewards():

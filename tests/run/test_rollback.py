@@ -36,7 +36,8 @@ RECORDS = [Rollback(1, 20, 20, 23, "values"), Rollback(2, 10, 12, 31, "rewards")
 
 
 def progress(step: int, *rollbacks: Rollback) -> Progress:
-    steps, draws = tuple(one.step for one in rollbacks), tuple(one.draw_step for one in rollbacks)
+    steps = tuple(rollback.step for rollback in rollbacks)
+    draws = tuple(rollback.draw_step for rollback in rollbacks)
     return Progress(
         step,
         0,
@@ -86,7 +87,7 @@ def test_a_list_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
 
 
 def test_the_longer_of_the_folder_s_and_the_checkpoint_s_list_counts(tmp_path: Path) -> None:
-    bare = [Rollback(one.number, one.step, one.draw_step) for one in RECORDS]
+    bare = [Rollback(record.number, record.step, record.draw_step) for record in RECORDS]
     assert rollbacks_of(tmp_path, progress(12, *RECORDS)) == bare  # the file is lost
     write_rollbacks(tmp_path, RECORDS)
     for known in (0, 1, 2):
@@ -107,9 +108,9 @@ def test_a_checkpoint_from_before_a_rollback_is_superseded_where_it_is_newer(
 
 
 def test_progress_has_rollbacks_and_rewards_and_older_files_have_none(tmp_path: Path) -> None:
-    now = replace(progress(7, *RECORDS), rewards=(0.5, -1.0), good_step=4, learned_step=6)
-    write_progress(tmp_path, now)
-    assert read_progress(tmp_path) == now and now.sound_before == 5
+    written = replace(progress(7, *RECORDS), rewards=(0.5, -1.0), good_step=4, learned_step=6)
+    write_progress(tmp_path, written)
+    assert read_progress(tmp_path) == written and written.sound_before == 5
     path = tmp_path / "progress.json"
     values = json.loads(path.read_text())
     for name in ("rewards", "good_step", "rollback_steps", "rollback_draw_steps"):
@@ -133,18 +134,18 @@ def test_prompts_of_discarded_steps_are_drawn_again_in_what_is_left_of_their_epo
     order.roll_back([Rollback(1, step=3, draw_step=3)])
     assert [order.batch(step) for step in range(3)] == [planned.batch(step) for step in range(3)]
     left = [
-        sorted(index for step in range(3, per_epoch) for index in one.batch(step)[1])
-        for one in (planned, order)
+        sorted(index for step in range(3, per_epoch) for index in prompt_order.batch(step)[1])
+        for prompt_order in (planned, order)
     ]
     assert left[0] == left[1]  # those of the discarded steps 3 and 4 among them
     assert [order.batch(step) for step in (3, 4, per_epoch)] != [
         planned.batch(step) for step in (3, 4, per_epoch)
     ]
     assert order.batch(per_epoch)[0] == 1
-    for step, same in ((2, True), (3, False)):
+    for step, is_same in ((2, True), (3, False)):
         assert (
             list(order.extra(step, step_prompts=())) == list(planned.extra(step, step_prompts=()))
-        ) is same
+        ) is is_same
 
 
 def test_seeds_and_orders_follow_from_the_rollbacks_that_still_count() -> None:
@@ -180,10 +181,10 @@ def test_rewards_have_collapsed_where_they_lost_the_share_of_their_gain_and_thre
     None
 ):
     assert best_rewards([0.0, 0.0, 1.0], RULE) is None
-    found = best_rewards([0.0, 0.0, 1.0, 1.0, 0.6, 0.6], RULE)  # lost 0.4 of a gain of 1
-    assert found is not None and (found.mean, found.end, found.collapsed) == (1.0, 4, None)
-    found = best_rewards([0.0, 0.0, 1.0, 1.0, 0.4, 0.4], RULE)  # 0.6
-    assert found is not None and found.collapsed is not None and found.end == 4
+    best = best_rewards([0.0, 0.0, 1.0, 1.0, 0.6, 0.6], RULE)  # lost 0.4 of a gain of 1
+    assert best is not None and (best.mean, best.end, best.collapsed) == (1.0, 4, None)
+    best = best_rewards([0.0, 0.0, 1.0, 1.0, 0.4, 0.4], RULE)  # 0.6
+    assert best is not None and best.collapsed is not None and best.end == 4
     noisy = best_rewards([0.0, 0.0, 0.5, 1.5, 0.1, 0.7], RULE)  # 0.6 is 1.5 deviations of 0.41
     assert noisy is not None and noisy.collapsed is None
     below = best_rewards(
@@ -220,8 +221,8 @@ def test_a_check_raises_at_the_collapse_and_names_what_is_good_from_before() -> 
 def test_a_reward_that_is_always_the_same_has_not_collapsed(value: float) -> None:
     rule = RewardRule(drop=0.5, steps=10)
     for count in range(20, 60):
-        found = best_rewards([value] * count, rule)
-        assert found is not None and found.collapsed is None
+        best = best_rewards([value] * count, rule)
+        assert best is not None and best.collapsed is None
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 8, 10])
@@ -239,9 +240,9 @@ def test_a_checkpoint_from_before_a_collapse_is_there(tmp_path: Path, every: int
             good = step if best is None else best.end
             set_superseded_aside(tmp_path, keep_last, None, min(step, good + 1), rule.steps)
     assert best is not None and best.collapsed is not None
-    found = [one.step for one in complete_checkpoints(tmp_path)[0]]
-    assert any(best.end - 2 * rule.steps <= one <= best.end for one in found), (best.end, found)
-    assert len(found) <= keep_last + 6
+    steps = [checkpoint.step for checkpoint in complete_checkpoints(tmp_path)[0]]
+    assert any(best.end - 2 * rule.steps <= step <= best.end for step in steps), (best.end, steps)
+    assert len(steps) <= keep_last + 6
 
 
 # ---------------------------------------------------------------- settings
@@ -252,21 +253,25 @@ def with_algorithm(**values: object) -> Config:
 
 
 def test_rewards_are_looked_at_only_where_the_run_may_go_back() -> None:
-    given = AlgorithmConfig(rollback=2, rollback_reward_drop=0.5, rollback_reward_steps=7)
-    assert reward_rule(given) == RewardRule(0.5, 7)
-    assert reward_rule(replace(given, rollback=0)) is None
-    assert reward_rule(replace(given, rollback_reward_drop=None)) is None
+    algorithm = AlgorithmConfig(rollback=2, rollback_reward_drop=0.5, rollback_reward_steps=7)
+    assert reward_rule(algorithm) == RewardRule(0.5, 7)
+    assert reward_rule(replace(algorithm, rollback=0)) is None
+    assert reward_rule(replace(algorithm, rollback_reward_drop=None)) is None
 
 
 def problems(config: Config) -> list[str]:
-    return [one for one in run_problems(config, 2, None) if one.startswith("algorithm.rollback")]
+    return [
+        problem
+        for problem in run_problems(config, 2, None)
+        if problem.startswith("algorithm.rollback")
+    ]
 
 
 def test_rollbacks_need_checkpoints_and_engines_that_can_go_back() -> None:
     config = with_algorithm(rollback=1)
     assert problems(config) == []
-    (told,) = problems(replace(config, save=SaveConfig(ckpt_freq_secs=None)))
-    assert "no checkpoint to go back to" in told
+    (problem,) = problems(replace(config, save=SaveConfig(ckpt_freq_secs=None)))
+    assert "no checkpoint to go back to" in problem
     assert problems(replace(config, save=SaveConfig(ckpt_freq_secs=None, save_freq_steps=5))) == []
-    (told,) = problems(replace(config, rollout=RolloutConfig(ranks=1)))
-    assert "rollout.ranks 1" in told and "cannot go back" in told
+    (problem,) = problems(replace(config, rollout=RolloutConfig(ranks=1)))
+    assert "rollout.ranks 1" in problem and "cannot go back" in problem

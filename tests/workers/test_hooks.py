@@ -135,11 +135,11 @@ def test_a_function_that_does_not_fit_its_kind_is_refused(
 def test_a_registered_name_is_found_by_its_kind(folder: Path) -> None:
     assert hooks.load(Hook("advantage", "ranked", "s", ("own.py",))).__name__ == "ranked"
     (folder / "another.py").write_text("")
-    told = (
+    message = (
         "s is 'rankd', and run.plugins registers no such hooks.advantage; there is ranked. Did "
         "you mean"
     )
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         hooks.load(Hook("advantage", "rankd", "s", ("another.py",)))
 
 
@@ -166,8 +166,8 @@ def test_a_commands_plugins_are_named_by_its_option(folder: Path) -> None:
         '--plugin: there is no file "owm.py"'
     )
     hook = Hook("scorer", "fare", "--scorer", ("own.py",))
-    told = "--scorer is 'fare', and --plugin registers no such hooks.scorer"
-    assert (function_problem(hook) or "").startswith(told)
+    message = "--scorer is 'fare', and --plugin registers no such hooks.scorer"
+    assert (function_problem(hook) or "").startswith(message)
 
 
 # ---------------------------------------------------------------- what functions return
@@ -180,7 +180,7 @@ TWO_GROUPS = [2, 1]
     ("kind", "returned", "value"),
     [
         ("advantage", [(1, True), (0.5,)], [[1.0, 1.0], [0.5]]),
-        ("advantage", ((one for one in row) for row in ([1, 2], [3])), [[1.0, 2.0], [3.0]]),
+        ("advantage", ((number for number in row) for row in ([1, 2], [3])), [[1.0, 2.0], [3.0]]),
         ("selection", True, True),
         ("selection", 0, False),
         ("metric", 3, 3.0),
@@ -256,8 +256,8 @@ def test_rows_of_a_data_form_and_what_each_failure_costs(folder: Path) -> None:
         ("8", "8+1=", ("9", "2.0"), False),
     ]
     assert json.loads(file.rows[0].more_json) == rows[0] and file.form == "own.py:form"
-    told = {row.where.rpartition("line ")[2]: row.reason for row in file.unusable}
-    assert sorted(told, key=int) == ["2", "3", "4", "5", "6", "8", "9", "10"]
+    reasons = {row.where.rpartition("line ")[2]: row.reason for row in file.unusable}
+    assert sorted(reasons, key=int) == ["2", "3", "4", "5", "6", "8", "9", "10"]
     for line, reason in {
         "3": "data.format own.py:form failed: KeyError: 'text'",
         "4": "its worker ended (exit code 3)",
@@ -267,7 +267,7 @@ def test_rows_of_a_data_form_and_what_each_failure_costs(folder: Path) -> None:
         "9": "own.py:form leaves it out",
         "10": "it took more than 2 s",
     }.items():
-        assert reason in told[line]
+        assert reason in reasons[line]
 
 
 def test_a_template_makes_texts_and_messages(folder: Path, tied_model: Path) -> None:
@@ -299,7 +299,10 @@ def test_a_template_makes_texts_and_messages(folder: Path, tied_model: Path) -> 
         assert list(rendered([chat], ask, tokenizer)) == [PromptText("[user]1+1!", is_chat=True)]
     with UserFunction(Hook("template", "say.py:say", "data.template")) as say:
         sequences, _ = load_sequences("sft.jsonl", tokenizer, say, 64, 0.0)
-    texts = [tokenizer.decode(list(one.prompt_ids), skip_special_tokens=True) for one in sequences]
+    texts = [
+        tokenizer.decode(list(sequence.prompt_ids), skip_special_tokens=True)
+        for sequence in sequences
+    ]
     assert texts == ["1+1=", "3+3=3+3="]
 
 
@@ -330,8 +333,8 @@ def test_the_functions_of_the_docs_are_what_a_dry_run_takes(
         for n in range(20)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (found,) = re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)
-    settings = yaml.safe_load(found)
+    (example,) = re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)
+    settings = yaml.safe_load(example)
     settings["run"] |= {"output_dir": "run", "device": "cpu"}
     settings["model"] = {"path": str(tied_model)}
     settings["data"] |= {
@@ -369,8 +372,8 @@ def test_what_is_wrong_is_told_by_its_setting(folder: Path) -> None:
         "telemetry.metrics=[rankd]",
     )
     paths = ("run.output_dir=o", "model.path=m", "data.train_path=t")
-    told = list(hook_problems(load_config([], [*paths, *wrong]), "grpo"))
-    assert [one[:60] for one in told] == [
+    problems = list(hook_problems(load_config([], [*paths, *wrong]), "grpo"))
+    assert [problem[:60] for problem in problems] == [
         "selection.dynamic_sampling: 'own.py' has no function 'keywrd"[:60],
         "algorithm.advantage: own.py:one_argument cannot be called as it is"[:60],
         "telemetry.metrics: rankd is 'rankd', and run.plugins registers no"[:60],
@@ -379,7 +382,7 @@ def test_what_is_wrong_is_told_by_its_setting(folder: Path) -> None:
     (told_once,) = hook_problems(broken, "grpo")
     assert told_once.startswith('run.plugins: there is no file "no.py".')
     names = load_config([], [*paths, "telemetry.metrics=[a=own.py:two,a=own.py:two,A=own.py:two]"])
-    assert [one[:30] for one in hook_problems(names, "grpo")][:2] == [
+    assert [problem[:30] for problem in hook_problems(names, "grpo")][:2] == [
         "telemetry.metrics has 'A=own.p",
         "telemetry.metrics has 'a' more",
     ]
@@ -414,7 +417,7 @@ def test_a_wrong_result_of_a_trial_call_ends_the_start(
 
 def test_a_reward_that_a_plugin_registers_stands_in_the_list_by_its_name() -> None:
     reward = RewardConfig(rewards=["correctness", "digits", "long=own.py:steps"])
-    assert [(one.name, one.function) for one in named_rewards(reward)] == [
+    assert [(named.name, named.function) for named in named_rewards(reward)] == [
         ("correctness", None),
         ("digits", "digits"),
         ("long", "own.py:steps"),
@@ -425,10 +428,10 @@ def test_a_reward_that_a_plugin_registers_stands_in_the_list_by_its_name() -> No
         "data.train_path=t",
         "reward.rewards=[correctness,digits]",
     )
-    (told,) = reward_problems(load_config([], [*paths]))
+    (problem,) = reward_problems(load_config([], [*paths]))
     assert (
         "reward.rewards has 'digits'; needed: correctness, format, length, or a function of yours"
-        in told
+        in problem
     )
     assert list(reward_problems(load_config([], [*paths, "run.plugins=[own.py]"]))) == []
 
@@ -440,9 +443,9 @@ def test_settings_that_do_not_go_with_an_advantage_of_the_users(folder: Path) ->
         "data.train_path=t",
         "algorithm.advantage=own.py:two",
     )
-    alone = load_config([], [*paths, "rollout.group_size=1"])
-    assert list(algorithm_problems(alone)) == []
-    (told,) = algorithm_problems(
+    single = load_config([], [*paths, "rollout.group_size=1"])
+    assert list(algorithm_problems(single)) == []
+    (problem,) = algorithm_problems(
         load_config([], [*paths, "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"])
     )
-    assert "these are of own.py:two" in told
+    assert "these are of own.py:two" in problem
