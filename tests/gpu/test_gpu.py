@@ -132,13 +132,13 @@ def test_recomputation_and_overlap_change_no_gradient(
 ) -> None:
     samples = make_samples(24)
     plain = Case(device="cuda", local_layers=local_layers, max_tokens=64)
-    (wanted,), (found,) = (
+    (gradients,), (changed_gradients,) = (
         ranks.run(1, policy_cases.gradients, untied_model, case, samples)
         for case in (plain, replace(plain, **change))
     )
-    for name, gradient in wanted.items():
+    for name, gradient in gradients.items():
         torch.testing.assert_close(
-            found[name], gradient, rtol=0, atol=0.02 * float(gradient.abs().max())
+            changed_gradients[name], gradient, rtol=0, atol=0.02 * float(gradient.abs().max())
         )
 
 
@@ -156,7 +156,7 @@ def test_gradients_are_added_up_by_the_product_itself() -> None:
 def test_a_micro_batch_on_the_gpu_is_the_one_of_the_host() -> None:
     batch = pack(make_samples(6), range(6), 4)
     moved = batch.to(open_device("cuda").torch_device)
-    for name in (one.name for one in fields(MicroBatch)):
+    for name in (field.name for field in fields(MicroBatch)):
         original, copy = getattr(batch, name), getattr(moved, name)
         if not isinstance(original, torch.Tensor):
             assert copy == original, name

@@ -103,7 +103,7 @@ def checkpoint(
 
 def found_steps(config: Config, origin: Origin = ORIGIN) -> list[int]:
     recovery = find_recovery(config, origin, TOTAL)
-    return [] if recovery is None else [one.step for one, _ in recovery.candidates]
+    return [] if recovery is None else [candidate.step for candidate, _ in recovery.candidates]
 
 
 def test_auto_takes_the_newest_and_disabled_none(tmp_path: Path) -> None:
@@ -154,23 +154,23 @@ def test_another_spelling_of_the_same_reward_function_is_no_change(
     run = tmp_path / "run"
 
     def found(spelling: str) -> tuple[str, ...]:
-        now = make_config(run, f"reward.function={spelling}")
-        recovery = find_recovery(now, replace(ORIGIN, reward=code_fingerprint(spelling)), TOTAL)
+        current = make_config(run, f"reward.function={spelling}")
+        recovery = find_recovery(current, replace(ORIGIN, reward=code_fingerprint(spelling)), TOTAL)
         assert recovery is not None
-        check_output_folder(run, now)
+        check_output_folder(run, current)
         return recovery.warnings
 
-    then = make_config(run, "reward.function=mine.py:steps")
-    checkpoint(run, 3, then, reward=code)
-    (run / "config.yaml").write_text(config_as_yaml(then))
+    original = make_config(run, "reward.function=mine.py:steps")
+    checkpoint(run, 3, original, reward=code)
+    (run / "config.yaml").write_text(config_as_yaml(original))
     for spelling in ("mine.py:steps", f"{tmp_path}/mine.py:steps", "mine:steps", "copy.py:steps"):
         assert found(spelling) == ()
     for other in ("other.py:steps", "mine.py:others", "math:steps"):
         with pytest.raises(ValueError, match=f"reward.function: mine.py:steps there, {other} now"):
             found(other)
     (tmp_path / "mine.py").write_text("def steps(*_):\n    return 3.0\n")
-    (told,) = found(f"{tmp_path}/mine.py:steps")
-    assert "the code has changed since the checkpoint of step 3" in told
+    (warning,) = found(f"{tmp_path}/mine.py:steps")
+    assert "the code has changed since the checkpoint of step 3" in warning
 
 
 def test_selection_and_advantages_of_the_users_are_kept_by_a_resumed_run(
@@ -186,8 +186,8 @@ def test_selection_and_advantages_of_the_users_are_kept_by_a_resumed_run(
         return replace(ORIGIN, hooks=hooks_fingerprint(learning_hooks(config)))
 
     def saved(run: Path, *settings: str) -> None:
-        then = make_config(run, *settings)
-        checkpoint(run, 3, then, changed={"hooks_fingerprint": origin(then).hooks})
+        original = make_config(run, *settings)
+        checkpoint(run, 3, original, changed={"hooks_fingerprint": origin(original).hooks})
 
     def warnings(run: Path, *settings: str) -> tuple[str, ...]:
         config = make_config(run, *settings)
@@ -195,20 +195,22 @@ def test_selection_and_advantages_of_the_users_are_kept_by_a_resumed_run(
         assert recovery is not None
         return recovery.warnings
 
-    one, registered = tmp_path / "one", tmp_path / "registered"
-    saved(one, f"{key}=own.py:best")
+    direct, registered = tmp_path / "one", tmp_path / "registered"
+    saved(direct, f"{key}=own.py:best")
     assert (
-        warnings(one, f"{key}=own.py:best") == warnings(one, f"{key}={tmp_path}/own.py:best") == ()
+        warnings(direct, f"{key}=own.py:best")
+        == warnings(direct, f"{key}={tmp_path}/own.py:best")
+        == ()
     )
     for other in ("own.py:last", "grpo"):
         with pytest.raises(ValueError, match=f"{key}: own.py:best there, {other} now"):
-            warnings(one, f"{key}={other}")
+            warnings(direct, f"{key}={other}")
     saved(registered, f"{key}=best", "run.plugins=[own.py]")
     for plugin in ("own.py", f"{tmp_path}/own.py"):
         assert warnings(registered, f"{key}=best", f"run.plugins=[{plugin}]") == ()
     (tmp_path / "own.py").write_text("def best(*_):\n    return 1\n")
-    (told,) = warnings(one, f"{key}=own.py:best")
-    assert told.startswith(
+    (warning,) = warnings(direct, f"{key}=own.py:best")
+    assert warning.startswith(
         f"{key}=own.py:best: the code has changed since the checkpoint of step 3"
     )
     assert len(warnings(registered, f"{key}=best", "run.plugins=[own.py]")) == 1
@@ -226,7 +228,7 @@ def test_a_damaged_newest_is_passed_over_and_told(tmp_path: Path, name: str) -> 
     newest = checkpoint(tmp_path, 5)
     (newest / name).write_text("{")
     recovery = find_recovery(make_config(tmp_path), ORIGIN, TOTAL)
-    assert recovery is not None and [one.step for one, _ in recovery.candidates] == [3]
+    assert recovery is not None and [candidate.step for candidate, _ in recovery.candidates] == [3]
     assert "step-000005 is damaged and is skipped" in recovery.notes[0]
 
 
@@ -423,11 +425,11 @@ def test_every_entry_of_the_list_is_a_setting() -> None:
 
 
 def test_a_setting_whose_name_only_begins_like_one_that_may_change_is_refused() -> None:
-    then, now = (
+    before, changed = (
         make_config(Path("x")),
         make_config(Path("x"), "reward.timeout_seconds=7", "optimizer.kind=sgd"),
     )
-    assert refused_changes(then, now) == ["optimizer.kind: adam there, sgd now"]
+    assert refused_changes(before, changed) == ["optimizer.kind: adam there, sgd now"]
 
 
 def test_fingerprints_tell_contents_and_not_places(tmp_path: Path) -> None:
@@ -577,10 +579,10 @@ STAGED = ("stages.steps=[2,4,6]", "stages.max_new_tokens=[8,16,24]")
     ],
 )
 def test_stages_that_have_not_begun_may_change(tmp_path: Path, now: tuple[str, ...]) -> None:
-    then = make_config(tmp_path, *STAGED)
+    before = make_config(tmp_path, *STAGED)
     for done in (3, 6):
-        assert refused_changes(then, make_config(tmp_path, *now), done) == []
-    checkpoint(tmp_path, 3, then)
+        assert refused_changes(before, make_config(tmp_path, *now), done) == []
+    checkpoint(tmp_path, 3, before)
     assert found_steps(make_config(tmp_path, *now)) == [3]
 
 
@@ -608,10 +610,10 @@ def test_a_run_may_get_stages_when_the_first_is_what_it_was(tmp_path: Path) -> N
     staged = make_config(tmp_path, "stages.steps=[3,4]", "stages.max_new_tokens=[8,16]")
     assert refused_changes(plain, staged, 3) == []
     assert refused_changes(staged, plain, 3) == []
-    (told,) = refused_changes(plain, staged, 4)
-    assert "step 4, which is done, had at most 8 new tokens there, 16 now" in told
-    (told,) = refused_changes(staged, plain, 4)
-    assert "step 4, which is done, had at most 16 new tokens there, 8 now" in told
+    (problem,) = refused_changes(plain, staged, 4)
+    assert "step 4, which is done, had at most 8 new tokens there, 16 now" in problem
+    (problem,) = refused_changes(staged, plain, 4)
+    assert "step 4, which is done, had at most 16 new tokens there, 8 now" in problem
     longer = make_config(tmp_path, "stages.steps=[3,4]", "stages.max_new_tokens=[9,16]")
     assert len(refused_changes(plain, longer, 3)) == 1
     assert refused_changes(plain, make_config(tmp_path, "rollout.max_new_tokens=9")) == [
@@ -693,34 +695,34 @@ def test_a_stage_that_is_too_short_for_the_groups_in_flight_is_a_problem(tmp_pat
         "has 4 groups in flight, which need 2 steps of data.prompts_per_step=2 groups; "
         in problem("4,4", 4)
     )
-    found = problem("5,4", 5)
-    assert "stage 1 ends after step 5" in found and "after step 6 or later" in found
+    message = problem("5,4", 5)
+    assert "stage 1 ends after step 5" in message and "after step 6 or later" in message
 
 
 def test_without_a_checkpoint_all_stages_are_compared(tmp_path: Path) -> None:
-    then = make_config(tmp_path, *STAGED)
-    now = make_config(tmp_path, "stages.steps=[2,4,7]", "stages.max_new_tokens=[8,16,24]")
-    (told,) = refused_changes(then, now)
-    assert told.startswith("stages.steps: [2, 4, 6] there, [2, 4, 7] now")
+    before = make_config(tmp_path, *STAGED)
+    changed = make_config(tmp_path, "stages.steps=[2,4,7]", "stages.max_new_tokens=[8,16,24]")
+    (problem,) = refused_changes(before, changed)
+    assert problem.startswith("stages.steps: [2, 4, 6] there, [2, 4, 7] now")
 
 
 def test_the_split_of_ranks_may_change_but_not_whether_engines_have_their_own(
     tmp_path: Path,
 ) -> None:
-    colocated, own = make_config(tmp_path), make_config(tmp_path, "rollout.ranks=2")
-    more = make_config(
+    colocated, separate = make_config(tmp_path), make_config(tmp_path, "rollout.ranks=2")
+    four_ranks = make_config(
         tmp_path,
         "rollout.ranks=4",
         "rollout.max_concurrent_sequences=8",
         "rollout.tensor_parallel=2",
     )
-    assert refused_changes(own, more) == []
-    assert refused_changes(colocated, own) == ["rollout.ranks: 0 there, 2 now"]
-    assert refused_changes(own, colocated) == ["rollout.ranks: 2 there, 0 now"]
+    assert refused_changes(separate, four_ranks) == []
+    assert refused_changes(colocated, separate) == ["rollout.ranks: 0 there, 2 now"]
+    assert refused_changes(separate, colocated) == ["rollout.ranks: 2 there, 0 now"]
     older = make_config(
         tmp_path, "rollout.ranks=2", "rollout.max_staleness=3", "rollout.on_new_weights=keep"
     )
-    assert refused_changes(own, older) == [
+    assert refused_changes(separate, older) == [
         "rollout.max_staleness: 1 there, 3 now",
         "rollout.on_new_weights: recompute there, keep now",
     ]
@@ -748,7 +750,7 @@ def test_data_that_a_release_before_named_without_the_ends_of_files_is_the_same(
 ) -> None:
     """Where there are as many files: of two, the order of sequences is another than of one."""
     checkpoint(tmp_path, 3)
-    now = Origin("model-1", "data-2", older_data="data-1")
-    assert found_steps(make_config(tmp_path), now) == [3]
+    origin = Origin("model-1", "data-2", older_data="data-1")
+    assert found_steps(make_config(tmp_path), origin) == [3]
     with pytest.raises(ValueError, match=r"data.train_path: what the run started from has changed"):
-        found_steps(make_config(tmp_path, "data.more_train_paths=[u.jsonl]"), now)
+        found_steps(make_config(tmp_path, "data.more_train_paths=[u.jsonl]"), origin)

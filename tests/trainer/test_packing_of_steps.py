@@ -81,20 +81,24 @@ def sft_trainer(folder: Path, mesh: Mesh, config: Config) -> SftTrainer:
 
 def assert_same(found: list[MicroBatch], wanted: list[MicroBatch]) -> None:
     assert len(found) == len(wanted)
-    for one, other in zip(found, wanted, strict=True):
+    for batch, other in zip(found, wanted, strict=True):
         for field in fields(MicroBatch):
-            left, right = getattr(one, field.name), getattr(other, field.name)
-            same = torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
-            assert same, field.name
+            left, right = getattr(batch, field.name), getattr(other, field.name)
+            equal = torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+            assert equal, field.name
 
 
 def plan(
     folder: Path, samples: list[Sample], minibatches: int, seed: int, **how: Any
 ) -> list[MinibatchPlan]:
-    lengths = [one.length for one in samples]
-    given = {"cost": training_cost(shape_of(folder)), "count_multiple": 2, "shuffle": True} | how
+    lengths = [sample.length for sample in samples]
+    arguments = {
+        "cost": training_cost(shape_of(folder)),
+        "count_multiple": 2,
+        "shuffle": True,
+    } | how
     return plan_minibatches(
-        lengths, minibatches, data_size=2, max_tokens=BUDGET, seed=seed, **given
+        lengths, minibatches, data_size=2, max_tokens=BUDGET, seed=seed, **arguments
     )
 
 
@@ -103,12 +107,16 @@ def plan(
 def test_a_step_of_rl_is_packed_as_the_settings_say(
     tied_model: Path, data_rank: int, number: int
 ) -> None:
-    found = rl_packs(tied_model, 2 * data_rank, number, settings(loss_normalisation="constant"))
+    packs = rl_packs(tied_model, 2 * data_rank, number, settings(loss_normalisation="constant"))
     step_seed = SEED * 1_000_003 + number
-    for ours, planned in zip(found, plan(tied_model, SAMPLES, 2, step_seed), strict=True):
-        mine = planned.microbatches_by_rank[data_rank]
+    for batches, planned in zip(packs, plan(tied_model, SAMPLES, 2, step_seed), strict=True):
+        rank_microbatches = planned.microbatches_by_rank[data_rank]
         assert_same(
-            ours, [pack(SAMPLES, indices, 2, Normalisation("constant", 603)) for indices in mine]
+            batches,
+            [
+                pack(SAMPLES, indices, 2, Normalisation("constant", 603))
+                for indices in rank_microbatches
+            ],
         )
 
 
@@ -127,29 +135,29 @@ def test_only_log_probs_between_two_versions_need_the_versions_of_tokens(
     segments = Segment(1, 2, 0), Segment(1, 4, 1)
     completion = Completion(0, (7, 8), (-1.0, -1.0), "", "stop", 4, segments)
     group = ScoredGroup(Prompt("q", "?", (3,), ("2",), "math"), (completion,), ())
-    alone = replace(updater(tied_model, ALONE, config), actor=actor)
-    (batch,) = alone.pack(ScoredStep(0, [group], [[1.0]], [[2]]), [[1.0]]).batches
+    lone_updater = replace(updater(tied_model, ALONE, config), actor=actor)
+    (batch,) = lone_updater.pack(ScoredStep(0, [group], [[1.0]], [[2]]), [[1.0]]).batches
     assert (None if batch.lag_T is None else batch.lag_T.tolist()) == lag
 
 
 def _lengths(batches: list[MicroBatch]) -> list[tuple[int, int]]:
     """(tokens, tokens of the samples) of those that are not empty."""
     return [
-        (len(one.token_ids_T), sum(SAMPLES[index].length for index in one.sample_indices))
-        for one in batches
-        if one.sample_indices
+        (len(batch.token_ids_T), sum(SAMPLES[index].length for index in batch.sample_indices))
+        for batch in batches
+        if batch.sample_indices
     ]
 
 
 def test_packs_are_padded_under_sequence_parallelism_alone(tied_model: Path) -> None:
     padded, plain = settings(), settings(sequence=False)
     of_rl = [_lengths(half) for half in rl_packs(tied_model, 0, 0, padded)]
-    for found in (*of_rl, _lengths(sft_packs(tied_model, 0, padded))):
-        assert all(tokens == length + length % 2 for tokens, length in found)
+    for lengths in (*of_rl, _lengths(sft_packs(tied_model, 0, padded))):
+        assert all(tokens == length + length % 2 for tokens, length in lengths)
     of_rl = [pair for half in rl_packs(tied_model, 0, 0, plain) for pair in _lengths(half)]
-    for found in (of_rl, _lengths(sft_packs(tied_model, 0, plain))):
-        assert all(tokens == length for tokens, length in found)
-        assert any(tokens % 2 for tokens, _ in found)
+    for lengths in (of_rl, _lengths(sft_packs(tied_model, 0, plain))):
+        assert all(tokens == length for tokens, length in lengths)
+        assert any(tokens % 2 for tokens, _ in lengths)
 
 
 def test_minibatches_in_the_order_of_prompts_are_the_same_every_step(tied_model: Path) -> None:
@@ -158,14 +166,14 @@ def test_minibatches_in_the_order_of_prompts_are_the_same_every_step(tied_model:
     others = [rl_packs(tied_model, 2, number, in_order) for number in (0, 1)]
     for first, second in zip(steps[0], steps[1], strict=True):
         assert_same(first, second)
-    for half, wanted in enumerate((set(range(9)), set(range(9, 17)))):
+    for half, expected in enumerate((set(range(9)), set(range(9, 17)))):
         both = (*steps[0][half], *others[0][half])
-        assert {index for one in both for index in one.sample_indices} == wanted
+        assert {index for batch in both for index in batch.sample_indices} == expected
 
 
 def test_fewer_samples_than_minibatches_are_one_each(tied_model: Path) -> None:
     packed = updater(tied_model, ALONE, settings(sequence=False)).pack_minibatches(SAMPLES[:1], 0)
-    assert [[one.sample_indices for one in batches] for batches in packed] == [[(0,)]]
+    assert [[batch.sample_indices for batch in batches] for batches in packed] == [[(0,)]]
 
 
 def sft_packs(folder: Path, rank: int, config: Config) -> list[MicroBatch]:
@@ -177,16 +185,16 @@ def test_a_supervised_step_is_one_minibatch_with_a_loss_per_token(
     tied_model: Path, data_rank: int
 ) -> None:
     written = [
-        replace(one, behaviour_logprobs=(0.0,) * len(one.completion_ids), advantage=0.0)
-        for one in SAMPLES
+        replace(sample, behaviour_logprobs=(0.0,) * len(sample.completion_ids), advantage=0.0)
+        for sample in SAMPLES
     ]
     (planned,) = plan(tied_model, written, 1, seed=0, shuffle=False)
     # Settings of RL have no effect here.
     config = settings(loss_normalisation="sequence")
-    mine = planned.microbatches_by_rank[data_rank]
-    wanted = [pack(written, indices, 2, TOKEN_MEAN) for indices in mine]
-    assert_same(sft_packs(tied_model, 2 * data_rank, config), wanted)
-    assert {float(w) for one in wanted for w in one.loss_weights_T} == {0.0, 1.0}
+    rank_microbatches = planned.microbatches_by_rank[data_rank]
+    expected = [pack(written, indices, 2, TOKEN_MEAN) for indices in rank_microbatches]
+    assert_same(sft_packs(tied_model, 2 * data_rank, config), expected)
+    assert {float(w) for batch in expected for w in batch.loss_weights_T} == {0.0, 1.0}
 
 
 @pytest.mark.parametrize(("budget", "fewest"), [(530, 3), (640, 2), (1300, 1)])
@@ -200,7 +208,7 @@ def test_micro_batches_are_as_full_as_the_budget_lets_them(
     config = replace(config, algorithm=AlgorithmConfig(n_minibatches=1))
     (packed,) = updater(tied_model, ALONE, config).pack_minibatches(SAMPLES, 0)
     for batches in (packed, sft_trainer(tied_model, ALONE, config).pack(SEQUENCES)):
-        assert max(len(one.token_ids_T) for one in batches) <= budget
+        assert max(len(batch.token_ids_T) for batch in batches) <= budget
         assert len(batches) == fewest
 
 

@@ -624,8 +624,8 @@ def test_what_the_updates_take_from_the_settings(tied_model: Path) -> None:
     again = [cut.pack_minibatches(samples, number=n) for n in (5, 6)]
     other = replace(cut, config=replace(few, run=replace(few.run, seed=102)))
     dealt = [
-        [sorted(i for batch in minibatch for i in batch.sample_indices) for minibatch in one]
-        for one in (packed, *again, other.pack_minibatches(samples, number=5))
+        [sorted(i for batch in minibatch for i in batch.sample_indices) for minibatch in batches]
+        for batches in (packed, *again, other.pack_minibatches(samples, number=5))
     ]
     assert dealt[0] == dealt[1] != dealt[2] and dealt[0] != dealt[3]
 
