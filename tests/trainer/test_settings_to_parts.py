@@ -85,7 +85,9 @@ def values(config: Config) -> Iterator[tuple[str, Any, Any]]:
         if getattr(config, section.name) == getattr(plain, section.name):
             continue
         for field in dataclasses.fields(getattr(config, section.name)):
-            both = (getattr(getattr(one, section.name), field.name) for one in (config, plain))
+            both = (
+                getattr(getattr(settings, section.name), field.name) for settings in (config, plain)
+            )
             yield f"{section.name}.{field.name}", *both
 
 
@@ -123,9 +125,9 @@ def test_what_is_in_flight() -> None:
     deferring = replace(older, rollout=replace(older.rollout, tail="defer"))
     assert unfinished_rules(deferring) == UnfinishedRules(109, sys.maxsize, 0, 0)
     assert slice_tokens(deferring.rollout) == 5, "half"
-    more = replace(deferring, selection=DISTINCT.selection)
-    assert unfinished_rules(more).max_dropped == DISTINCT.selection.max_extra_prompts
-    assert unfinished_rules(more).groups_per_step == 109
+    selecting = replace(deferring, selection=DISTINCT.selection)
+    assert unfinished_rules(selecting).max_dropped == DISTINCT.selection.max_extra_prompts
+    assert unfinished_rules(selecting).groups_per_step == 109
 
 
 def test_the_loss() -> None:
@@ -158,8 +160,8 @@ def test_the_loss_without_what_is_optional() -> None:
         off_policy_mask=None,
         entropy_coef=0.0,
     )
-    alone = loss_settings(replace(plain, importance_mask_binary_kl=0.0283)).correction
-    assert alone == Correction(None, 1.69, 0.17, 4.71, binary_kl=0.0283)
+    correction = loss_settings(replace(plain, importance_mask_binary_kl=0.0283)).correction
+    assert correction == Correction(None, 1.69, 0.17, 4.71, binary_kl=0.0283)
     assert loss_settings(plain) == LossSettings(
         kind="cispo",
         clip_low=0.166,
@@ -273,8 +275,8 @@ def test_a_run_knows_the_code_of_functions_that_plugins_register(
     inputs = load_prompt_files(config, None)
 
     def origin(one: Config = config) -> tuple[str, str]:
-        found = origin_of(one, inputs, has_weights=False)
-        return found.reward, found.hooks
+        origins = origin_of(one, inputs, has_weights=False)
+        return origins.reward, origins.hooks
 
     first = origin()
     assert all(first)
@@ -282,7 +284,7 @@ def test_a_run_knows_the_code_of_functions_that_plugins_register(
     assert origin(plain)[1] != first[1] and origin(plain)[0] == first[0]
     listed = origin(replace(config, reward=RewardConfig(rewards=["own_reward"])))
     (tmp_path / "own.py").write_text(source + "# another\n")
-    assert all(now != then for now, then in zip(origin(), first, strict=True))
+    assert all(changed != before for changed, before in zip(origin(), first, strict=True))
     assert origin(replace(config, reward=RewardConfig(rewards=["own_reward"])))[0] != listed[0]
 
 
@@ -322,10 +324,10 @@ def test_what_megatron_is_given_of_the_layout(tied_model: Path) -> None:
     recompute = Recompute("full", "block", 5)
 
     def given(parallel: ParallelConfig, mesh: Mesh = mesh) -> dict[str, Any]:
-        found = transformer_config(shape, mesh, CPU, parallel, recompute)
-        return {name: getattr(found, name) for name in wanted}
+        transformer = transformer_config(shape, mesh, CPU, parallel, recompute)
+        return {name: getattr(transformer, name) for name in expected}
 
-    wanted = {
+    expected = {
         "num_layers": 11,
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 4,
@@ -346,9 +348,9 @@ def test_what_megatron_is_given_of_the_layout(tied_model: Path) -> None:
         "gradient_accumulation_fusion": False,
         "recompute_modules": ["core_attn"],
     }
-    assert given(parallel) == wanted
+    assert given(parallel) == expected
     plain = replace(parallel, sequence=False)
-    assert given(plain) == wanted | {"sequence_parallel": False}
+    assert given(plain) == expected | {"sequence_parallel": False}
     two = given(replace(parallel, pipeline=2), Mesh(0, 4, 2, 2, 1))
     assert two["num_layers_in_first_pipeline_stage"] == 4
     assert two["num_layers_in_last_pipeline_stage"] is None, "the rest"
@@ -377,13 +379,13 @@ def test_windows_layers_that_do_not_rotate_and_yarns_factor_as_megatron_takes_th
     for device in (CPU, GPU):
         plain = given(device)
         assert (plain.window_size, plain.no_rope_freq, plain.softmax_scale) == (None, None, None)
-        found = given(device, sliding_window=7, full_attention_layers=(1, 3), no_rope_layers=(2,))
+        sliding = given(device, sliding_window=7, full_attention_layers=(1, 3), no_rope_layers=(2,))
         windows = [
-            is_layer_window_attention(found.window_size, found.window_attn_skip_freq, layer + 1)
+            is_layer_window_attention(sliding.window_size, sliding.window_attn_skip_freq, layer + 1)
             for layer in range(4)
         ]
-        assert found.window_size == (6, 0) and windows == [True, False, True, False]
-        assert found.no_rope_freq == [0, 0, 1, 0]
+        assert sliding.window_size == (6, 0) and windows == [True, False, True, False]
+        assert sliding.no_rope_freq == [0, 0, 1, 0]
         scale = given(device, head_dim=4, rope_scaling=yarn).softmax_scale
         assert scale == (None if device is CPU else 1.5**2 / 2), (
             "query and key are multiplied by it"
@@ -397,11 +399,11 @@ def test_what_is_one_function_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())
 
     def given(device: Device) -> tuple[bool, ...]:
-        found = transformer_config(
+        transformer = transformer_config(
             SHAPE, Mesh(0, 1, 1, 1, 1), device, ParallelConfig(), Recompute()
         )
-        swiglu = found.bias_activation_fusion, found.use_te_activation_func
-        return *swiglu, found.apply_rope_fusion, found.gradient_accumulation_fusion
+        swiglu = transformer.bias_activation_fusion, transformer.use_te_activation_func
+        return *swiglu, transformer.apply_rope_fusion, transformer.gradient_accumulation_fusion
 
     assert given(GPU) == (True, False, True, True)
     assert given(replace(GPU, local_layers=True)) == (False, True, False, True)
@@ -466,8 +468,12 @@ def test_the_formats_of_a_run_and_its_loss_scale() -> None:
 
 def test_the_critic_has_a_rate_a_warm_up_and_epochs_of_its_own() -> None:
     optimizer = critic_optimizer(DISTINCT)
-    own = {"lr": 0.02001, "warmup_steps": 2002, "min_lr": pytest.approx(0.0129 / 0.128 * 0.02001)}
-    assert dataclasses.asdict(optimizer) == dataclasses.asdict(DISTINCT.optimizer) | own
+    critic_settings = {
+        "lr": 0.02001,
+        "warmup_steps": 2002,
+        "min_lr": pytest.approx(0.0129 / 0.128 * 0.02001),
+    }
+    assert dataclasses.asdict(optimizer) == dataclasses.asdict(DISTINCT.optimizer) | critic_settings
     plain = replace(DISTINCT, critic=replace(DISTINCT.critic, lr=None, epochs=None))
     assert critic_optimizer(plain).lr == 2 * 0.128
     gae = replace(DISTINCT, algorithm=replace(DISTINCT.algorithm, advantage="gae"))
@@ -507,9 +513,9 @@ def updater(config: Config, folder: Path, reference: Any = None) -> PolicyUpdate
 
 def test_normalisation_and_place_of_the_kl_of_the_updates(tied_model: Path) -> None:
     any_reference: Any = object()
-    one = updater(DISTINCT, tied_model, any_reference)
-    assert one.normalisation == Normalisation(kind="constant", constant=138)
-    assert one.kl_in_reward and not updater(DISTINCT, tied_model).kl_in_reward
+    policy_updater = updater(DISTINCT, tied_model, any_reference)
+    assert policy_updater.normalisation == Normalisation(kind="constant", constant=138)
+    assert policy_updater.kl_in_reward and not updater(DISTINCT, tied_model).kl_in_reward
     in_loss = replace(DISTINCT, algorithm=replace(DISTINCT.algorithm, kl_in="loss"))
     assert not updater(in_loss, tied_model, any_reference).kl_in_reward
 
@@ -562,8 +568,8 @@ def test_advantages_are_of_the_kind_the_weights_and_the_eps_that_are_set(tied_mo
     config = replace(DISTINCT, reward=reward, teacher=TeacherConfig())
 
     def given(config: Config, teacher: Any = None) -> list[list[float]]:
-        one = replace(updater(config, tied_model), teacher=teacher)
-        return one.reward_advantages(
+        policy_updater = replace(updater(config, tied_model), teacher=teacher)
+        return policy_updater.reward_advantages(
             groups, [group.rewards for group in groups], [[1, 2, 3], [1, 2]]
         )
 
@@ -574,8 +580,8 @@ def test_advantages_are_of_the_kind_the_weights_and_the_eps_that_are_set(tied_mo
     assert second > 0 > first and fourth > 0 > third
     summed = replace(config, reward=replace(reward, combine="sum"))
     for kind in ("rloo", "ppo"):
-        one = replace(summed, algorithm=replace(DISTINCT.algorithm, advantage=kind))
-        assert given(one) == advantages(
+        variant = replace(summed, algorithm=replace(DISTINCT.algorithm, advantage=kind))
+        assert given(variant) == advantages(
             [group.rewards for group in groups], [[1, 2, 3], [1, 2]], kind, 0.00163
         )
     nothing = [[0.0] * 3, [0.0] * 2]
@@ -592,7 +598,7 @@ def test_what_the_updates_take_from_the_settings(tied_model: Path) -> None:
     algorithm's."""
     any_part: Any = object()
     gae = replace(DISTINCT, algorithm=replace(DISTINCT.algorithm, advantage="gae"))
-    one = PolicyUpdater(
+    policy_updater = PolicyUpdater(
         gae,
         shape_of(tied_model),
         Mesh(0, 1, 1, 1, 1),
@@ -602,7 +608,7 @@ def test_what_the_updates_take_from_the_settings(tied_model: Path) -> None:
         PhaseTimers(),
         any_part,
     )
-    (of_critic,) = one.parts(0)
+    (of_critic,) = policy_updater.parts(0)
     assert (of_critic.critic, of_critic.config, of_critic.kl_in_reward) == (any_part, gae, True)
     parallel = replace(DISTINCT.parallel, sequence=True)
     policy = replace(DISTINCT.policy, max_tokens_per_microbatch=24)
@@ -612,20 +618,20 @@ def test_what_the_updates_take_from_the_settings(tied_model: Path) -> None:
     cut = replace(updater(few, tied_model), mesh=Mesh(0, 4, 4, 1, 1))
     samples = make_samples(12, seed=1)
     packed = cut.pack_minibatches(samples, number=5)
-    found = [[batch.sample_indices for batch in minibatch] for minibatch in packed]
-    assert len(found) == 3 and sorted(i for row in found for batch in row for i in batch) == list(
-        range(12)
-    )
+    indices = [[batch.sample_indices for batch in minibatch] for minibatch in packed]
+    assert len(indices) == 3 and sorted(
+        i for row in indices for batch in row for i in batch
+    ) == list(range(12))
     for batch in (batch for minibatch in packed for batch in minibatch):
         assert (
             sum(samples[i].length for i in batch.sample_indices) <= 24
             and len(batch.token_ids_T) % 4 == 0
         )
-    again = [cut.pack_minibatches(samples, number=n) for n in (5, 6)]
+    repeated = [cut.pack_minibatches(samples, number=n) for n in (5, 6)]
     other = replace(cut, config=replace(few, run=replace(few.run, seed=102)))
     dealt = [
         [sorted(i for batch in minibatch for i in batch.sample_indices) for minibatch in batches]
-        for batches in (packed, *again, other.pack_minibatches(samples, number=5))
+        for batches in (packed, *repeated, other.pack_minibatches(samples, number=5))
     ]
     assert dealt[0] == dealt[1] != dealt[2] and dealt[0] != dealt[3]
 

@@ -225,14 +225,16 @@ def test_every_preset_learns_as_if_the_tokens_of_others_were_not_there(
     if preset == "clip_cov":  # the random numbers that choose tokens are those of their places
         return
     for name in ("advantages_T", "loss_weights_T", "behaviour_logprobs_T"):
-        pair = [getattr(one.batch, name)[one.batch.sampled_T] for one in (gaps, dense)]
+        pair = [getattr(learned.batch, name)[learned.batch.sampled_T] for learned in (gaps, dense)]
         torch.testing.assert_close(*pair, rtol=1e-6, atol=0.0)
-    pair = [one.gradient_T[one.batch.sampled_T] for one in (gaps, dense)]
+    pair = [learned.gradient_T[learned.batch.sampled_T] for learned in (gaps, dense)]
     torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-9)
     for name, value in vars(gaps.sums).items():
         torch.testing.assert_close(value, getattr(dense.sums, name), rtol=1e-6, atol=1e-6)
-    for ours, theirs in zip(gaps.advantages.means_PG, dense.advantages.means_PG, strict=True):
-        assert ours == pytest.approx(theirs)
+    for gap_means, dense_means in zip(
+        gaps.advantages.means_PG, dense.advantages.means_PG, strict=True
+    ):
+        assert gap_means == pytest.approx(dense_means)
     assert gaps.advantages.critic_metrics == pytest.approx(dense.advantages.critic_metrics)
     assert gaps.advantages.reward_kl == dense.advantages.reward_kl
 
@@ -313,19 +315,19 @@ def test_every_advantage_is_that_of_the_sampled_tokens(
         returns = [[r - kl_coef * kl for kl in row] for r, row in zip(rewards, to_go, strict=True)]
         tokens = [value for row in returns for value in row]
         mean, deviation = statistics.mean(tokens), statistics.pstdev(tokens)
-        wanted = [[(value - mean) / deviation for value in row] for row in returns]
+        expected = [[(value - mean) / deviation for value in row] for row in returns]
     else:
         rows = by_hand(kind, [[reward - next(totals) for reward in row] for row in REWARDS], k=2)
-        wanted = [
+        expected = [
             [advantage] * length
             for pair in zip(rows, LENGTHS, strict=True)
             for advantage, length in zip(*pair, strict=True)
         ]
-    found = by_completion(batch, torch.where(batch.sampled_T, batch.advantages_T, 0.0))
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5)
+    advantages = by_completion(batch, torch.where(batch.sampled_T, batch.advantages_T, 0.0))
+    for completion_advantages, expected_advantages in zip(advantages, expected, strict=True):
+        assert completion_advantages == pytest.approx(expected_advantages, abs=1e-5)
     means = [mean for row in learned.advantages.means_PG for mean in row]
-    assert means == pytest.approx([statistics.mean(row) for row in wanted], abs=1e-5)
+    assert means == pytest.approx([statistics.mean(row) for row in expected], abs=1e-5)
     if kl_coef:
         assert not batch.advantages_T[~batch.sampled_T].any()
         assert learned.advantages.reward_kl is not None
@@ -379,7 +381,7 @@ def test_a_step_of_gae_goes_from_a_sampled_token_to_the_next_one(alpha: float | 
     batch = packed_samples(groups, [[0.0] * 3] * 2)
     packed = PackedStep(scored, [batch], (slice(0, 1),), seed=1)
     logprobs = StepLogprobs([column(batch, 0)], [column(batch, 1)])
-    found, targets = estimated(config, packed, logprobs, Advantages([batch], [[0.0] * 3] * 2))
+    estimates, targets = estimated(config, packed, logprobs, Advantages([batch], [[0.0] * 3] * 2))
     old, reference, values = (
         by_completion(batch, column(batch, seed).nan_to_num(0.0)) for seed in (0, 1, 5)
     )
@@ -396,23 +398,29 @@ def test_a_step_of_gae_goes_from_a_sampled_token_to_the_next_one(alpha: float | 
 
     lengths = [length for row in LENGTHS for length in row]
     factors = [lam if alpha is None else max(0.0, 1 - 1 / (alpha * length)) for length in lengths]
-    wanted = [discounted(s, factor) for s, factor in enumerate(factors)]
-    every = [value for row in wanted for value in row]
+    expected = [discounted(s, factor) for s, factor in enumerate(factors)]
+    every = [value for row in expected for value in row]
     mean, deviation = statistics.mean(every), statistics.pstdev(every)
-    for ours, row in zip(by_completion(batch, found.batches[0].advantages_T), wanted, strict=True):
-        assert ours == pytest.approx([(value - mean) / deviation for value in row], abs=1e-5)
-    for s, ours in enumerate(by_completion(batch, targets[0].returns_T)):
+    for completion_tokens, row in zip(
+        by_completion(batch, estimates.batches[0].advantages_T), expected, strict=True
+    ):
+        assert completion_tokens == pytest.approx(
+            [(value - mean) / deviation for value in row], abs=1e-5
+        )
+    for s, completion_tokens in enumerate(by_completion(batch, targets[0].returns_T)):
         returns = [a + v for a, v in zip(discounted(s, value_lambda), values[s], strict=True)]
-        assert ours == pytest.approx(returns, abs=1e-5)
+        assert completion_tokens == pytest.approx(returns, abs=1e-5)
     kl = sum(a - b for rows in zip(old, reference, strict=True) for a, b in zip(*rows, strict=True))
-    assert found.reward_kl is not None and found.reward_kl.per_token == pytest.approx(kl / TOTAL)
+    assert estimates.reward_kl is not None and estimates.reward_kl.per_token == pytest.approx(
+        kl / TOTAL
+    )
 
 
 def test_a_teacher_is_asked_of_sampled_tokens_alone() -> None:
     groups = make_groups(dense=False)
     batch = packed_samples(groups, REWARDS)
     policy_T, teacher_T = column(batch, 0), column(batch, 1)
-    found = add_teacher_advantages(
+    added = add_teacher_advantages(
         Advantages([batch], REWARDS),
         [policy_T],
         [teacher_T],
@@ -422,11 +430,11 @@ def test_a_teacher_is_asked_of_sampled_tokens_alone() -> None:
         mesh=ALONE,
     )
     gap_T = (teacher_T - policy_T)[batch.sampled_T]
-    assert found.teacher_kl == pytest.approx(-float(gap_T.sum()) / TOTAL)
+    assert added.teacher_kl == pytest.approx(-float(gap_T.sum()) / TOTAL)
     wanted_T = batch.advantages_T[batch.sampled_T] + 2 * gap_T
-    torch.testing.assert_close(found.batches[0].advantages_T[batch.sampled_T], wanted_T)
+    torch.testing.assert_close(added.batches[0].advantages_T[batch.sampled_T], wanted_T)
     per_sample = gap_T.split([length for row in LENGTHS for length in row])
-    means = [mean for row in found.means_PG for mean in row]
+    means = [mean for row in added.means_PG for mean in row]
     rewards = [reward for row in REWARDS for reward in row]
     assert means == pytest.approx(
         [r + 2 * float(n.mean()) for r, n in zip(rewards, per_sample, strict=True)]
@@ -440,13 +448,13 @@ def test_a_share_of_tokens_is_one_of_all_that_are_sampled() -> None:
     entropy_T = column(batch, 2)
     packed = PackedStep(ScoredStep(0, [], [], []), [batch], (slice(0, 1),), seed=1)
     part = TokensThatCount(TokenRules(entropy_share=0.4), ALONE)
-    found = part.apply(
+    masked = part.apply(
         packed, StepLogprobs(None, None, [entropy_T]), Advantages([batch], [])
     ).batches[0]
     least = sorted(entropy_T[batch.sampled_T].tolist())[-10]
     wanted_T = (entropy_T >= least)[batch.sampled_T].float()
-    assert found.advantages_T[batch.sampled_T].tolist() == wanted_T.tolist()
-    assert found.learned_T.equal(batch.learned_T) and found.sampled_T.equal(batch.sampled_T)
+    assert masked.advantages_T[batch.sampled_T].tolist() == wanted_T.tolist()
+    assert masked.learned_T.equal(batch.learned_T) and masked.sampled_T.equal(batch.sampled_T)
 
 
 # ---------------------------------------------------------------- lengths
@@ -457,17 +465,21 @@ def test_a_completion_is_as_long_as_what_was_sampled_of_it(tmp_path: Path) -> No
     assert token_counts(gaps) == token_counts(dense) == LENGTHS
     costly = RewardConfig(length_penalty=100.0)
     short = SelectionRules(max_tokens=5)
-    for ours, theirs in zip(gaps, dense, strict=True):
-        assert summed_rewards(ours, costly) == summed_rewards(theirs, costly)
-        assert summed_rewards(ours, costly) != ours.rewards
-        assert choose(ours, short) == choose(theirs, short) != choose(ours, SelectionRules())
-        assert group_for_hooks(ours) == group_for_hooks(theirs)
+    for from_gaps, from_dense in zip(gaps, dense, strict=True):
+        assert summed_rewards(from_gaps, costly) == summed_rewards(from_dense, costly)
+        assert summed_rewards(from_gaps, costly) != from_gaps.rewards
+        assert (
+            choose(from_gaps, short)
+            == choose(from_dense, short)
+            != choose(from_gaps, SelectionRules())
+        )
+        assert group_for_hooks(from_gaps) == group_for_hooks(from_dense)
     result = MinibatchResult(dict.fromkeys(GRPO_SUMS, 1.0), {}, 1.0, 0.1, discarded=None)
     update = UpdateRecord([result], [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], None)
-    ours, theirs = (
+    from_gaps, from_dense = (
         update_metrics(update, groups, 0.0, AlgorithmConfig()) for groups in (gaps, dense)
     )
-    assert ours == theirs
+    assert from_gaps == from_dense
     paces = [
         pace_metrics({"step": 1.0}, TOTAL, sampled=groups, learned=groups, passes=1.0)
         for groups in (gaps, dense)
@@ -479,8 +491,10 @@ def test_a_completion_is_as_long_as_what_was_sampled_of_it(tmp_path: Path) -> No
     rows = [row for _, row in read_samples(samples_file(str(tmp_path), 1)) if isinstance(row, dict)]
     assert [[completion["length"] for completion in row["completions"]] for row in rows] == LENGTHS
     assert staleness_metrics(gaps, 2, 1) == staleness_metrics(dense, 2, 1)
-    found, wanted = rollout_metrics(gaps), rollout_metrics(dense)
+    gap_metrics, dense_metrics = rollout_metrics(gaps), rollout_metrics(dense)
     written = sum(marks.count(".") for row in MARKS for marks in row)
-    assert found["n_tokens"] == wanted.pop("n_tokens") + written
-    assert found["avg_seq_len"] == pytest.approx(wanted.pop("avg_seq_len") + written / 6)
-    assert {name: found[name] for name in wanted} == wanted
+    assert gap_metrics["n_tokens"] == dense_metrics.pop("n_tokens") + written
+    assert gap_metrics["avg_seq_len"] == pytest.approx(
+        dense_metrics.pop("avg_seq_len") + written / 6
+    )
+    assert {name: gap_metrics[name] for name in dense_metrics} == dense_metrics

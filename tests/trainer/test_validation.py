@@ -57,11 +57,19 @@ def test_problems_that_are_too_long_count_and_unusable_rows_are_told(
         "validation.max_new_tokens=20",
     )
     tokenizer = load_tokenizer(str(tied_model))
-    (found,) = load_validation(config, tokenizer, 101)
+    (validation_file,) = load_validation(config, tokenizer, 101)
     # The context has 20 + 30 tokens, of which a completion takes 20.
-    assert [prompt.prompt_id for prompt in found.prompts] == ["q-1"]
-    assert (found.name, found.too_long, found.problems, len(found.unusable)) == ("own", 1, 2, 1)
-    assert "2 problems, 1 of them too long" in found.lines()[0] and "line 3" in found.lines()[1]
+    assert [prompt.prompt_id for prompt in validation_file.prompts] == ["q-1"]
+    assert (
+        validation_file.name,
+        validation_file.too_long,
+        validation_file.problems,
+        len(validation_file.unusable),
+    ) == ("own", 1, 2, 1)
+    assert (
+        "2 problems, 1 of them too long" in validation_file.lines()[0]
+        and "line 3" in validation_file.lines()[1]
+    )
     with pytest.raises(
         ValueError, match=r"validation.paths: .*the tokenizer gives token \d+ .*the model has 10"
     ):
@@ -74,12 +82,12 @@ def test_problems_that_are_too_long_count_and_unusable_rows_are_told(
 
 def group(*completions: tuple[int, bool, str]) -> ScoredGroup:
     """Of (tokens, right, finish reason)."""
-    made = tuple(
+    sampled = tuple(
         Completion(g, (5,) * tokens, (0.0,) * tokens, "", reason, 0)  # type: ignore[arg-type]
         for g, (tokens, _, reason) in enumerate(completions)
     )
     scores = tuple(Score(1.0, right, "", "string") for _, right, _ in completions)
-    return ScoredGroup(Prompt("q", "?", (1,), ("2",), "math"), made, scores)
+    return ScoredGroup(Prompt("q", "?", (1,), ("2",), "math"), sampled, scores)
 
 
 def test_accuracy_is_over_all_problems_and_lengths_over_what_was_sampled() -> None:
@@ -87,7 +95,7 @@ def test_accuracy_is_over_all_problems_and_lengths_over_what_was_sampled() -> No
         group((2, True, "stop"), (4, False, "length")),
         group((6, True, "stop"), (8, True, "stop")),
     ]
-    file = ValidationFile("own", [one.prompt for one in groups], 2, ())
+    file = ValidationFile("own", [scored.prompt for scored in groups], 2, ())
     metrics = file_metrics(file, groups, samples=2)
     low, high = accuracy_interval([0.5, 1.0, 0.0, 0.0], samples=2)
     assert 0 < low < 3 / 8 < high < 1
@@ -124,11 +132,13 @@ def test_right_is_what_the_verifier_says_where_a_function_pays() -> None:
 def test_what_a_validation_measures_is_decided_once(
     tmp_path: Path, overrides: tuple[str, ...], solution: str, figure: str
 ) -> None:
-    prompts = [Prompt(f"q{n}", "?", (1,), (one,), "math") for n, one in enumerate(("7", solution))]
+    prompts = [
+        Prompt(f"q{n}", "?", (1,), (answer,), "math") for n, answer in enumerate(("7", solution))
+    ]
     files = [ValidationFile("own", prompts, 0, ())]
-    one = validator(tmp_path, Exports(), *overrides, files=files)
-    assert one.figure == figure
-    one.keep_if_best(ValidationResult(3, {f"validation/{figure}": 0.5}))
+    run_validator = validator(tmp_path, Exports(), *overrides, files=files)
+    assert run_validator.figure == figure
+    run_validator.keep_if_best(ValidationResult(3, {f"validation/{figure}": 0.5}))
     assert best(tmp_path) == (3, 0.5)
 
 
@@ -136,12 +146,14 @@ def test_an_accuracy_by_a_functions_rule_is_not_compared_with_one_by_the_verifie
     tmp_path: Path,
 ) -> None:
     """What an earlier version kept as the best, by the function's rule."""
-    own = "reward.function=own:paid"
-    validator(tmp_path, Exports(), own).keep_if_best(
+    function_setting = "reward.function=own:paid"
+    validator(tmp_path, Exports(), function_setting).keep_if_best(
         ValidationResult(3, {"validation/reward_positive": 0.9})
     )
     files = [ValidationFile("own", [Prompt("q", "?", (1,), ("7",), "math")], 0, ())]
-    validator(tmp_path, Exports(), own, steps_done=3, files=files).keep_if_best(measured(6, 0.4))
+    validator(tmp_path, Exports(), function_setting, steps_done=3, files=files).keep_if_best(
+        measured(6, 0.4)
+    )
     assert best(tmp_path) == (6, 0.4)
 
 
@@ -184,23 +196,23 @@ def measured(step: int, accuracy: float) -> ValidationResult:
 
 
 def test_the_best_model_is_the_first_of_the_best(tmp_path: Path) -> None:
-    one = validator(tmp_path, Exports())
-    found = []
+    run_validator = validator(tmp_path, Exports())
+    bests = []
     for step, accuracy in ((0, 0.2), (3, 0.5), (6, 0.5), (9, 0.4), (10, 0.7)):
-        one.keep_if_best(measured(step, accuracy))
-        found.append(best(tmp_path))
-    assert found == [(0, 0.2), (3, 0.5), (3, 0.5), (3, 0.5), (10, 0.7)]
-    one.keep_if_best(None)
+        run_validator.keep_if_best(measured(step, accuracy))
+        bests.append(best(tmp_path))
+    assert bests == [(0, 0.2), (3, 0.5), (3, 0.5), (3, 0.5), (10, 0.7)]
+    run_validator.keep_if_best(None)
     assert best(tmp_path) == (10, 0.7)
 
 
 def test_a_run_that_goes_on_remembers_the_best_and_what_it_measured(tmp_path: Path) -> None:
     validator(tmp_path, Exports()).keep_if_best(measured(3, 0.5))
     (tmp_path / "validation.jsonl").write_text('{"step": 0, "a": 0.1}\n{"step": 3, "a": 0.5}\n')
-    again = validator(tmp_path, Exports(), steps_done=3)
-    again.keep_if_best(measured(6, 0.4))
+    resumed = validator(tmp_path, Exports(), steps_done=3)
+    resumed.keep_if_best(measured(6, 0.4))
     assert best(tmp_path) == (3, 0.5)
-    assert [step for step in range(11) if again.due(step)] == [6, 9, 10]
+    assert [step for step in range(11) if resumed.due(step)] == [6, 9, 10]
     other = validator(tmp_path, Exports(), "validation.samples=2", steps_done=3)
     other.keep_if_best(measured(6, 0.4))
     assert best(tmp_path) == (6, 0.4), "accuracies of other samples are not compared"
@@ -218,20 +230,20 @@ def test_a_full_disk_costs_the_model_and_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     export = Exports()
-    one = validator(tmp_path, export)
-    one.keep_if_best(measured(0, 0.2))
+    run_validator = validator(tmp_path, export)
+    run_validator.keep_if_best(measured(0, 0.2))
     export.full = True
-    one.keep_if_best(measured(3, 0.5))
+    run_validator.keep_if_best(measured(3, 0.5))
     assert best(tmp_path) == (0, 0.2) and "No space left on device" in caplog.text
     export.full = False
-    one.keep_if_best(measured(6, 0.3))
+    run_validator.keep_if_best(measured(6, 0.3))
     assert best(tmp_path) == (6, 0.3), "the one that was lost does not count"
 
 
 def test_when_a_validation_is_due(tmp_path: Path) -> None:
     def due(*overrides: str) -> list[int]:
-        one = validator(tmp_path, Exports(), *overrides)
-        return [step for step in range(11) if one.due(step)]
+        run_validator = validator(tmp_path, Exports(), *overrides)
+        return [step for step in range(11) if run_validator.due(step)]
 
     assert due() == [0, 3, 6, 9, 10]
     assert due("validation.before_training=false") == [3, 6, 9, 10]
@@ -241,6 +253,6 @@ def test_when_a_validation_is_due(tmp_path: Path) -> None:
 
 def test_a_validation_is_broken_off_when_the_run_is_asked_to_stop(tmp_path: Path) -> None:
     file = ValidationFile("own", [Prompt("q", "?", (1,), ("2",), "math")], 0, ())
-    one = validator(tmp_path, Exports(), files=[file], asked_to_stop=lambda: "SIGTERM")
-    assert one.validate(3) is None and one.stopped_by == "SIGTERM"
-    assert one.due(3), "the run that goes on makes it"
+    run_validator = validator(tmp_path, Exports(), files=[file], asked_to_stop=lambda: "SIGTERM")
+    assert run_validator.validate(3) is None and run_validator.stopped_by == "SIGTERM"
+    assert run_validator.due(3), "the run that goes on makes it"
