@@ -49,7 +49,9 @@ def inline(page: Path) -> Iterator[Token]:
 def links_of(page: Path) -> list[str]:
     """Where links and pictures lead."""
     return [
-        str(found) for one in inline(page) if (found := one.attrGet("href") or one.attrGet("src"))
+        str(address)
+        for token in inline(page)
+        if (address := token.attrGet("href") or token.attrGet("src"))
     ]
 
 
@@ -58,32 +60,32 @@ def anchors_of(page: Path) -> set[str]:
     """Of the headings, as file views of repositories make them: small letters, hyphens for spaces,
     no other marks."""
     counts: Counter[str] = Counter()
-    found = set()
+    anchors = set()
     tokens = tokens_of(page)
     for opening, content in pairwise(tokens):
         if opening.type == "heading_open":
-            text = "".join(one.content for one in content.children or ())
+            text = "".join(child.content for child in content.children or ())
             name = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
-            found.add(f"{name}-{counts[name]}" if counts[name] else name)
+            anchors.add(f"{name}-{counts[name]}" if counts[name] else name)
             counts[name] += 1
-    return found
+    return anchors
 
 
 def broken(page: Path) -> list[str]:
     """Links of a page that lead nowhere, each with the reason."""
-    found = []
+    problems = []
     for link in links_of(page):
         path, _, anchor = unquote(link).partition("#")
         if re.match("https?:", link):
             continue
         target = (page.parent / path).resolve() if path else page
         if not target.is_relative_to(REPOSITORY) or path.startswith("/"):
-            found.append(f"{link}: outside the repository")
+            problems.append(f"{link}: outside the repository")
         elif not target.exists():
-            found.append(f"{link}: no such file")
+            problems.append(f"{link}: no such file")
         elif anchor and (target.suffix != ".md" or anchor not in anchors_of(target)):
-            found.append(f"{link}: no such heading")
-    return found
+            problems.append(f"{link}: no such heading")
+    return problems
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
@@ -101,9 +103,11 @@ def test_the_navigation_of_the_site_names_pages_that_are_there() -> None:
     )
     named = re.findall(r": ([\w/]+)\.md$", nav, re.MULTILINE)
     assert len(named) == len(set(named)) > 15
-    assert [one for one in named if one != "index" and not (DOCS / f"{one}.md").exists()] == [
-        page.relative_to(DOCS).with_suffix("").as_posix() for page in NOTEBOOKS
-    ]
+    assert [
+        page_name
+        for page_name in named
+        if page_name != "index" and not (DOCS / f"{page_name}.md").exists()
+    ] == [page.relative_to(DOCS).with_suffix("").as_posix() for page in NOTEBOOKS]
 
 
 def test_readers_find_every_page_from_the_first() -> None:
@@ -130,15 +134,15 @@ def code_about_us(page: Path) -> Iterator[str]:
             continue
         if token.type == "tr_close" and cells:
             yield from (
-                one.content for one in cells[-1].children or () if one.type == "code_inline"
+                child.content for child in cells[-1].children or () if child.type == "code_inline"
             )
-        yield from (one.content for one in token.children or () if one.type == "code_inline")
+        yield from (child.content for child in token.children or () if child.type == "code_inline")
 
 
 def test_settings_that_the_documents_name_are_there() -> None:
     config = Config()
     keys = {
-        section.name: {one.name for one in dataclasses.fields(getattr(config, section.name))}
+        section.name: {field.name for field in dataclasses.fields(getattr(config, section.name))}
         for section in dataclasses.fields(config)
     }
     wrong, count = [], 0
@@ -148,7 +152,9 @@ def test_settings_that_the_documents_name_are_there() -> None:
                 if section not in keys or key in ("json", "jsonl", "log", "yaml"):
                     continue
                 count += 1
-                shortened = key.endswith("_") and any(one.startswith(key) for one in keys[section])
+                shortened = key.endswith("_") and any(
+                    known_key.startswith(key) for known_key in keys[section]
+                )
                 wrong += [] if shortened or key in keys[section] else [f"{page.name}: {code}"]
     assert wrong == [] and count > 400
 
@@ -168,8 +174,8 @@ def test_the_reward_function_that_a_page_shows_pays_right_answers(name: str) -> 
     function = names["short"]
 
     def reward(completion: str, solution: str) -> float:
-        found = function(completion, [solution], {})
-        return found[0] if isinstance(found, tuple) else found
+        reward_given = function(completion, [solution], {})
+        return reward_given[0] if isinstance(reward_given, tuple) else reward_given
 
     for solution in ("5", r"\boxed{5}"):
         right = reward("2+3\n" * 1000 + r"so \boxed{\frac{10}{2}}", solution)

@@ -78,18 +78,18 @@ def workplace(arithmetic: Path) -> Path:
 
 
 def test_every_step_tells_its_metrics(workplace: Path) -> None:
-    found = metric_rows(workplace / "run")
-    assert [row["step"] for row in found] == [1, 2, 3]
-    for row in found:
+    metrics = metric_rows(workplace / "run")
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    for row in metrics:
         assert row.keys() >= METRICS
         assert row["n_seqs"] == PER_STEP * GROUP and row["train/minibatches"] == UPDATES
         assert row["n_tokens"] == pytest.approx(row["avg_seq_len"] * row["n_seqs"])
         assert row["train/behaviour_logprob_diff_max"] < 1e-5
         assert 0 < row["train/mfu"] < 1 and 0 < row["rollout/mfu"] < 1
-    assert found[0]["train/reference_kl"] == pytest.approx(0, abs=1e-2)
-    assert found[1]["train/reference_kl"] > found[0]["train/reference_kl"]
+    assert metrics[0]["train/reference_kl"] == pytest.approx(0, abs=1e-2)
+    assert metrics[1]["train/reference_kl"] > metrics[0]["train/reference_kl"]
     # After the second step the policy becomes the reference.
-    assert found[2]["train/reference_kl"] < found[1]["train/reference_kl"] / 2
+    assert metrics[2]["train/reference_kl"] < metrics[1]["train/reference_kl"] / 2
 
 
 def samples(folder: Path) -> list[list[dict]]:
@@ -102,18 +102,21 @@ def test_every_step_samples_anew(workplace: Path) -> None:
     """With the seeds of the step before, and weights that have hardly moved, texts would begin
     alike."""
     texts = [
-        {group["prompt_id"]: [one["text"][:6] for one in group["completions"]] for group in groups}
+        {
+            group["prompt_id"]: [completion["text"][:6] for completion in group["completions"]]
+            for group in groups
+        }
         for groups in samples(workplace / "run")
     ]
     for before, after in ((0, 1), (1, 2), (0, 2)):
         both = texts[before].keys() & texts[after].keys()
         assert len(both) >= 2 * PER_STEP - PROMPTS
-        same = [
+        matches = [
             a == b
             for name in both
             for a, b in zip(texts[before][name], texts[after][name], strict=True)
         ]
-        assert sum(same) <= len(same) / 4
+        assert sum(matches) <= len(matches) / 4
     for step in texts:
         assert all(len(set(beginnings)) > 1 for beginnings in step.values())
 
@@ -125,16 +128,21 @@ def test_rewards_and_advantages_belong_to_their_texts(workplace: Path) -> None:
         )
         rewards, by_token, tokens = [], 0.0, 0
         for group in groups:
-            own = [hash_of(one["text"], group["solutions"]) for one in group["completions"]]
-            assert [one["reward"] for one in group["completions"]] == pytest.approx(own, abs=1e-6)
-            mean, deviation = fmean(own), stdev(own)
-            wanted = [(reward - mean) / (deviation + 1e-6) for reward in own]
-            assert [one["advantage"] for one in group["completions"]] == pytest.approx(
-                wanted, abs=1e-4
+            hashes = [
+                hash_of(completion["text"], group["solutions"])
+                for completion in group["completions"]
+            ]
+            assert [completion["reward"] for completion in group["completions"]] == pytest.approx(
+                hashes, abs=1e-6
             )
-            rewards += own
-            lengths = [one["length"] for one in group["completions"]]
-            by_token += sum(a * n for a, n in zip(wanted, lengths, strict=True))
+            mean, deviation = fmean(hashes), stdev(hashes)
+            expected = [(reward - mean) / (deviation + 1e-6) for reward in hashes]
+            assert [
+                completion["advantage"] for completion in group["completions"]
+            ] == pytest.approx(expected, abs=1e-4)
+            rewards += hashes
+            lengths = [completion["length"] for completion in group["completions"]]
+            by_token += sum(a * n for a, n in zip(expected, lengths, strict=True))
             tokens += sum(lengths)
         assert (
             row["task_reward"] == row["rollout/rewards"] == pytest.approx(fmean(rewards), abs=1e-6)
@@ -142,9 +150,9 @@ def test_rewards_and_advantages_belong_to_their_texts(workplace: Path) -> None:
         assert row["advantage"] == pytest.approx(by_token / tokens, abs=1e-4)
         assert row["reward/correct"] == pytest.approx(fmean(reward > 0 for reward in rewards))
         verified = [
-            verify(one["text"], group["solutions"]).correct
+            verify(completion["text"], group["solutions"]).correct
             for group in groups
-            for one in group["completions"]
+            for completion in group["completions"]
         ]
         assert row["rollout/accuracy"] == fmean(verified), (
             "the reward is a hash, the accuracy the verifier's"

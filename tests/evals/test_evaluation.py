@@ -66,21 +66,21 @@ def model(arithmetic: Path) -> Path:
 
 
 def plan_for(model: Path, output: Path, **changes: Any) -> Plan:
-    same = {
+    limits = {
         "samples": SAMPLES,
         "max_new_tokens": NEW_TOKENS,
         "max_prompt_tokens": PROMPT_TOKENS,
         "limit": LIMIT,
     }
-    return Plan(model, NAMES, DATA, output, **same | changes)
+    return Plan(model, NAMES, DATA, output, **limits | changes)
 
 
 def options(model: Path, output: Path) -> list[str]:
     """The same plan as arguments."""
-    where = ["--model", str(model), "--data-dir", str(DATA), "--output", str(output)]
-    what = ["--benchmarks", ",".join(NAMES), "--limit", str(LIMIT), "--samples", str(SAMPLES)]
+    places = ["--model", str(model), "--data-dir", str(DATA), "--output", str(output)]
+    choices = ["--benchmarks", ",".join(NAMES), "--limit", str(LIMIT), "--samples", str(SAMPLES)]
     lengths = ["--max-new-tokens", str(NEW_TOKENS), "--max-prompt-tokens", str(PROMPT_TOKENS)]
-    return [*where, *what, *lengths, "--cpu-kv-cache-gib", "0.1"]
+    return [*places, *choices, *lengths, "--cpu-kv-cache-gib", "0.1"]
 
 
 def completions(output: Path) -> list[str]:
@@ -106,15 +106,18 @@ def evaluated(model: Path, ranks: RankPool) -> Path:
 
 @matrix
 def test_every_benchmark_is_evaluated(evaluated: Path) -> None:
-    found = json.loads((evaluated / "results.json").read_text())["benchmarks"]
-    assert tuple(found) == NAMES
-    rows = {name: one["row"] for name, one in found.items()}
+    benchmarks = json.loads((evaluated / "results.json").read_text())["benchmarks"]
+    assert tuple(benchmarks) == NAMES
+    rows = {name: benchmark["row"] for name, benchmark in benchmarks.items()}
     for row in rows.values():
         assert row["num_questions"] == LIMIT
         assert 0 < row["sample_length"] <= NEW_TOKENS and 0 <= row["sample_truncated"] <= 1
         assert row["sample_pass@1"] <= row["pass@2"] <= row["pass@4"] <= row["pass@8"]
         assert row["sample_pass@1_low"] <= row["sample_pass@1"] <= row["sample_pass@1_high"]
-    right = {name: sum(p["right"] for p in one["problems"]) for name, one in found.items()}
+    right = {
+        name: sum(p["right"] for p in benchmark["problems"])
+        for name, benchmark in benchmarks.items()
+    }
     assert right["gpqa_diamond"] > 0, "24 guesses, each a letter in 4 of 14 cases"
     assert sum(right.values()) < LIMIT * SAMPLES * len(NAMES) / 2
     assert 0 < sum(row["too_long"] for row in rows.values()) < LIMIT * len(NAMES), (
@@ -141,19 +144,19 @@ def test_stopped_half_way_twice_and_continued_it_gives_the_same_table(
     and started once more."""
     output = model.parent / "stopped"
     command = [*options(model, output), "--max-num-seqs", "2"]
-    first, status, told = stop_half_way(command, output, signal.SIGINT)
-    assert status == read_exit_status(output).status == SAVED_AND_STOPPED, told
-    assert told.splitlines()[-1].endswith("stopped by SIGINT (Ctrl-C): the same command resumes")
-    assert "Traceback" not in told and "KeyboardInterrupt" not in told
-    there, status, _ = stop_half_way(command, output, signal.SIGKILL)
-    assert status == -signal.SIGKILL and set(first) < set(there)
-    assert 0 < len(first) < len(there) < len(completions(evaluated)) / 2
+    first, status, console = stop_half_way(command, output, signal.SIGINT)
+    assert status == read_exit_status(output).status == SAVED_AND_STOPPED, console
+    assert console.splitlines()[-1].endswith("stopped by SIGINT (Ctrl-C): the same command resumes")
+    assert "Traceback" not in console and "KeyboardInterrupt" not in console
+    later, status, _ = stop_half_way(command, output, signal.SIGKILL)
+    assert status == -signal.SIGKILL and set(first) < set(later)
+    assert 0 < len(first) < len(later) < len(completions(evaluated)) / 2
     with next(iter(output.glob("generations/*/*.jsonl"))).open("a") as file:
         file.write('{"problem_id": "cut o')
     (refused,) = ranks.run(1, evaluate_in_pool, plan_for(model, output, temperature=1.0))
     assert "temperature was 0.6, now it is 1.0" in refused and "--output" in refused
     ranks.run(2, evaluate_in_pool, plan_for(model, output))
-    assert completions(output) == completions(evaluated) and set(there) <= set(completions(output))
+    assert completions(output) == completions(evaluated) and set(later) <= set(completions(output))
     assert tables(output) == tables(evaluated)
     ranks.run(1, evaluate_in_pool, plan_for(model, output))  # nothing is missing
     assert tables(output) == tables(evaluated) and completions(output) == completions(evaluated)
@@ -234,9 +237,9 @@ def test_two_evaluations_are_put_side_by_side(
     ],
 )
 def test_impossible_arguments_are_refused(arguments: list[str], message: str) -> None:
-    given = parse(arguments)
+    options_read = parse(arguments)
     with pytest.raises(ValueError, match=re.escape(message)):
-        plan_of(given), rollout_of(given)
+        plan_of(options_read), rollout_of(options_read)
 
 
 @pytest.mark.parametrize("file", ["config.json", "config.yaml", None])
@@ -247,7 +250,7 @@ def test_an_output_that_is_a_model_run_or_data_folder_is_refused(
     if file is not None:
         (tmp_path / file).write_text("{}")
     before = sorted(tmp_path.iterdir())
-    given = [
+    arguments = [
         "--model",
         str(tmp_path if file is None else "m"),
         "--benchmarks",
@@ -255,7 +258,7 @@ def test_an_output_that_is_a_model_run_or_data_folder_is_refused(
         "--data-dir",
         "d",
     ]
-    assert main([*given, "--output", f"{tmp_path}/../{tmp_path.name}"]) == 2
+    assert main([*arguments, "--output", f"{tmp_path}/../{tmp_path.name}"]) == 2
     assert "Give a folder of its own" in capfd.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
 
@@ -267,16 +270,16 @@ def test_no_cuda_graphs_unless_asked_for() -> None:
 
 
 def test_old_names_of_options_are_read() -> None:
-    found = parse([*BASICS, "--judges", "3", "--judge-timeout=7.5"])
-    assert (found.reward_workers, found.reward_timeout) == (3, 7.5)
+    parsed = parse([*BASICS, "--judges", "3", "--judge-timeout=7.5"])
+    assert (parsed.reward_workers, parsed.reward_timeout) == (3, 7.5)
 
 
 @matrix
 def test_a_second_start_only_prints_the_table(model: Path, evaluated: Path) -> None:
     before = tables(evaluated)
-    again = run(PROGRAM, *options(model, evaluated))
+    repeated = run(PROGRAM, *options(model, evaluated))
     assert tables(evaluated) == before
-    lines = again.stdout.splitlines()
+    lines = repeated.stdout.splitlines()
     assert all(len(line) <= 80 for line in lines if line.startswith("|"))
     first, second = [
         line.split("|") for line in lines if "num_questions" in line or "pass@2" in line

@@ -59,9 +59,9 @@ def quiz(folder: Path, **changes: object) -> BenchmarkResult:
     rows["a"].append(completion("", 40, truncated=True))
     rows["b"][4] = completion("4", verdict="timeout")
     records: dict[Key, CompletionRecord] = {
-        (name, index): found
+        (name, index): record
         for name, row in rows.items()
-        for index, found in zip((GREEDY_INDEX, 0, 1, 2, 3), row, strict=True)
+        for index, record in zip((GREEDY_INDEX, 0, 1, 2, 3), row, strict=True)
     }
     benchmark = Benchmark("quiz", (problem("a"), problem("b"), problem("c", tokens=99)), unusable=2)
     return result_of(benchmark, records, plan_for(folder, **changes), max_prompt_tokens=50)
@@ -164,10 +164,15 @@ def test_what_was_not_sampled_and_problems_that_there_are_none_of_take_no_room(
     tmp_path: Path,
 ) -> None:
     none = {"too_long": 0, "unusable": 0, "not_judged": 0}
-    found = BenchmarkResult(quiz(tmp_path, greedy=False).row | none, ())
-    assert "greedy" not in boxed_tables(first_table([found])) + boxed_tables(second_table([found]))
-    assert second_table([found])[0][-1] == "sample_truncated"
-    assert second_table([BenchmarkResult(found.row | {"unusable": 1}, ())])[0][-1] == "unusable"
+    benchmark_result = BenchmarkResult(quiz(tmp_path, greedy=False).row | none, ())
+    assert "greedy" not in boxed_tables(first_table([benchmark_result])) + boxed_tables(
+        second_table([benchmark_result])
+    )
+    assert second_table([benchmark_result])[0][-1] == "sample_truncated"
+    assert (
+        second_table([BenchmarkResult(benchmark_result.row | {"unusable": 1}, ())])[0][-1]
+        == "unusable"
+    )
 
 
 def test_files_hold_the_table_and_are_the_same_each_time(tmp_path: Path) -> None:
@@ -181,8 +186,13 @@ def test_files_hold_the_table_and_are_the_same_each_time(tmp_path: Path) -> None
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     (row,) = csv.DictReader((tmp_path / "one" / "results.csv").open())
     assert float(row["maj@4"]) == pytest.approx(1 / 3) and row["dataset"] == "quiz"
-    found = json.loads((tmp_path / "one" / "results.json").read_text())["benchmarks"]["quiz"]
-    assert found["problems"][1] == {"problem_id": "b", "greedy": False, "right": 1, "samples": 4}
+    benchmark = json.loads((tmp_path / "one" / "results.json").read_text())["benchmarks"]["quiz"]
+    assert benchmark["problems"][1] == {
+        "problem_id": "b",
+        "greedy": False,
+        "right": 1,
+        "samples": 4,
+    }
     markdown = (tmp_path / "one" / "results.md").read_text()
     assert (
         "| quiz | 3 | 4.0 | 13.8 | 33.3 | 25.0 | 44.4 | 66.7 |" in markdown
@@ -215,7 +225,11 @@ def test_a_difference_in_pairs_is_clearer_than_two_intervals(tmp_path: Path) -> 
     second = read_results(
         results_folder(tmp_path / "b", [count + 1 for count in before], about_model="late")
     )
-    sampled = next(one for one in differences(first, second) if one.measure == "sample_pass@1")
+    sampled = next(
+        difference
+        for difference in differences(first, second)
+        if difference.measure == "sample_pass@1"
+    )
     # 12 differences of 1/4, with half a problem more of each of 0, 0, 1 and -1: 3/14 -+ z
     # sqrt(0.0791 / 14).
     assert (
@@ -223,8 +237,8 @@ def test_a_difference_in_pairs_is_clearer_than_two_intervals(tmp_path: Path) -> 
     )
     assert sampled.first[0] == pytest.approx(0.375) and sampled.second[0] == pytest.approx(0.625)
     assert sampled.first[2] > sampled.second[1], "their own intervals overlap"
-    same = differences(first, first)[0]
-    assert same.difference[0] == 0 and not same.is_clear
+    unchanged = differences(first, first)[0]
+    assert unchanged.difference[0] == 0 and not unchanged.is_clear
 
 
 def test_a_difference_on_few_problems_is_not_clear(tmp_path: Path) -> None:
@@ -232,13 +246,16 @@ def test_a_difference_on_few_problems_is_not_clear(tmp_path: Path) -> None:
 
     Two that were won are no proof."""
     twelve = read_results(results_folder(tmp_path / "twelve", [0] * 12))
-    for found in differences(twelve, twelve):
-        assert found.difference == pytest.approx((0, -0.14, 0.14), abs=1e-3) and not found.is_clear
-        assert found.first == found.second == pytest.approx((0, 0, 0.2425), abs=1e-4)
+    for difference in differences(twelve, twelve):
+        assert (
+            difference.difference == pytest.approx((0, -0.14, 0.14), abs=1e-3)
+            and not difference.is_clear
+        )
+        assert difference.first == difference.second == pytest.approx((0, 0, 0.2425), abs=1e-4)
     before = read_results(results_folder(tmp_path / "before", [0, 0]))
     after = read_results(results_folder(tmp_path / "after", [4, 4]))
-    for found in differences(before, after):
-        assert found.difference[0] == 1 and not found.is_clear
+    for difference in differences(before, after):
+        assert difference.difference[0] == 1 and not difference.is_clear
 
 
 def test_only_common_problems_are_compared_and_differences_are_reported(tmp_path: Path) -> None:
@@ -250,7 +267,11 @@ def test_only_common_problems_are_compared_and_differences_are_reported(tmp_path
     assert max(len(line) for line in text.splitlines() if line.startswith(("|", "+"))) <= 80
     assert "temperature is 0.6 in the first and 1.0 in the second" in text
     assert "sample_pass@1: 1 problem is in one of the two only" in text and "model is" not in text
-    sampled = next(one for one in differences(first, second) if one.measure == "sample_pass@1")
+    sampled = next(
+        difference
+        for difference in differences(first, second)
+        if difference.measure == "sample_pass@1"
+    )
     assert (sampled.problems, sampled.left_out) == (2, 1)
     assert sampled.difference[0] == pytest.approx(0.5)
     assert sampled.first == pytest.approx((0.125, *accuracy_interval([0.0, 0.25], samples=4)))

@@ -73,10 +73,12 @@ def scores(pools: RewardWorkers, reward: RewardConfig, *completions: Completion)
     """By those of the workers that the settings have."""
     workers = copy.copy(pools)
     known = pools.by_name | {"": pools.by_name["steps"]}
-    workers.by_name = {one.name: known[one.name] for one in rewards_of(reward) if one.name in known}
+    workers.by_name = {
+        named.name: known[named.name] for named in rewards_of(reward) if named.name in known
+    }
     manager = RewardManager(workers, reward, LIMIT)
-    for one in completions:
-        manager.submit(PROMPT, one)
+    for answer in completions:
+        manager.submit(PROMPT, answer)
     return manager.collect()
 
 
@@ -120,15 +122,15 @@ def test_one_reward_of_weight_one_is_what_it_is_without_a_list(pools: RewardWork
         completion("\\boxed{\\sqrt{4}}", 80),
     )
     length = {"overlong_buffer": 20, "overlong_penalty": 0.7, "output_bias": 0.3}
-    for alone, listed in (
+    for single, listed in (
         ({}, "correctness"),
         ({**length, "scheme": "mix", "format_penalty": -0.4}, "correctness"),
         ({**length, "output_scaling": 2.0, "mask_no_eos_with_zero": True}, "correctness"),
         ({**length, "function": "m:steps"}, "steps=m:steps"),
     ):
-        settings = {**alone, "function": None, "rewards": [listed]}
-        for one, several in zip(
-            scores(pools, RewardConfig(**alone), *texts),
+        settings = {**single, "function": None, "rewards": [listed]}
+        for single_score, several in zip(
+            scores(pools, RewardConfig(**single), *texts),
             scores(pools, RewardConfig(**settings), *texts),
             strict=True,
         ):
@@ -139,11 +141,11 @@ def test_one_reward_of_weight_one_is_what_it_is_without_a_list(pools: RewardWork
                 several.extracted,
                 several.boxed,
             ) == (
-                one.reward,
-                one.correct,
-                one.verdict,
-                one.extracted,
-                one.boxed,
+                single_score.reward,
+                single_score.correct,
+                single_score.verdict,
+                single_score.extracted,
+                single_score.boxed,
             )
 
 
@@ -153,15 +155,15 @@ def test_without_correctness_the_first_function_that_tells_says_what_is_right():
     def correct(a: FunctionResult, b: FunctionResult) -> bool:
         return score_of(settings, {"a": a, "b": b}, **SHORT).correct
 
-    told = FunctionResult(-1.0, (("correct", 1.0),))
+    reported = FunctionResult(-1.0, (("correct", 1.0),))
     failed = FunctionResult(0.0, failure="timeout")
     assert correct(FunctionResult(0.5), FunctionResult(-1.0)) and not correct(
         FunctionResult(0.0), FunctionResult(9.0)
     )
-    assert correct(FunctionResult(0.0), told) and correct(
-        told, FunctionResult(-1.0, (("correct", 0.0),))
+    assert correct(FunctionResult(0.0), reported) and correct(
+        reported, FunctionResult(-1.0, (("correct", 0.0),))
     )
-    assert correct(failed, told) and not correct(failed, FunctionResult(1.0))
+    assert correct(failed, reported) and not correct(failed, FunctionResult(1.0))
 
 
 # ---------------------------------------------------------------- failures
@@ -205,15 +207,17 @@ def test_an_answer_that_cannot_be_verified_is_wrong_and_told():
 def group(*parts: tuple[float | None, ...], reasons: str = "") -> ScoredGroup:
     """Scores whose rewards are the sums of the first part and twice the second, as far as they are
     there."""
-    made = []
+    score_list = []
     for row in parts:
         failures = tuple(
             RewardFailure(f"r{k}", "error", "") for k, value in enumerate(row) if value is None
         )
         reward = sum(w * v for w, v in zip((1.0, 2.0), row, strict=True) if v is not None)
-        made.append(Score(reward, True, "", "function", parts=row, failures=failures))
+        score_list.append(Score(reward, True, "", "function", parts=row, failures=failures))
     kinds = ["length" if c == "l" else "stop" for c in reasons.ljust(len(parts))]
-    return ScoredGroup(PROMPT, tuple(completion("", reason=kind) for kind in kinds), tuple(made))
+    return ScoredGroup(
+        PROMPT, tuple(completion("", reason=kind) for kind in kinds), tuple(score_list)
+    )
 
 
 SUM = RewardConfig(rewards=["correctness", "own=m:f"], weights=[1.0, 2.0], output_scaling=1.0)
@@ -242,10 +246,10 @@ def test_in_a_sum_a_reward_that_failed_counts_as_the_mean_of_its_group():
     ],
 )
 def test_length_costs_more_where_a_prompt_is_easy(right: list[bool], wanted: list[float]):
-    scores = [Score(1.0 if one else -1.0, one, "", "number") for one in right]
+    scores = [Score(1.0 if is_right else -1.0, is_right, "", "number") for is_right in right]
     completions = [replace(completion(""), token_ids=[7] * n) for n in (1000, 500, 0)]
-    found = ScoredGroup(PROMPT, tuple(completions), tuple(scores))
-    assert summed_rewards(found, RewardConfig(length_penalty=0.5)) == pytest.approx(wanted)
+    scored = ScoredGroup(PROMPT, tuple(completions), tuple(scores))
+    assert summed_rewards(scored, RewardConfig(length_penalty=0.5)) == pytest.approx(wanted)
 
 
 def test_a_function_that_failed_on_every_completion_ends_the_step_by_its_name():
@@ -258,10 +262,10 @@ def test_a_function_that_failed_on_every_completion_ends_the_step_by_its_name():
                 "string",
                 parts=(1.0, None),
                 failures=tuple(
-                    RewardFailure(n, k, "KeyError: 'x'\n  mine.py") for n, k in [one] if k
+                    RewardFailure(n, k, "KeyError: 'x'\n  mine.py") for n, k in [kind] if k
                 ),
             )
-            for one in kinds
+            for kind in kinds
         ]
 
     with pytest.raises(

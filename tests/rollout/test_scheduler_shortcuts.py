@@ -53,8 +53,10 @@ def run(scheduler: Scheduler, is_async: bool, add: Any) -> list[Any]:
     hash_function = get_hash_fn_by_name("sha256")
     init_none_hash(hash_function)
     hasher = get_request_block_hasher(BLOCK, hash_function)
-    told: list[Any] = []
-    found = {str(n): _Decoding(OurRequest((n, 0), (n + 1,), 0, 0, 99)) for n in range(len(LENGTHS))}
+    history: list[Any] = []
+    decodings = {
+        str(n): _Decoding(OurRequest((n, 0), (n + 1,), 0, 0, 99)) for n in range(len(LENGTHS))
+    }
     for n, (prompt, new) in enumerate(LENGTHS):
         params = SamplingParams(max_tokens=new, logprobs=0, detokenize=False)
         scheduler.add_request(Request(str(n), [n + 1] * prompt, params, None, block_hasher=hasher))
@@ -62,23 +64,25 @@ def run(scheduler: Scheduler, is_async: bool, add: Any) -> list[Any]:
     while scheduler.requests:
         scheduled = scheduler.schedule()
         cached = scheduled.scheduled_cached_reqs
-        told.append((dict(scheduled.num_scheduled_tokens), cached.req_ids, cached.new_block_ids))
-        told.append(scheduled.preempted_req_ids or set())
+        history.append((dict(scheduled.num_scheduled_tokens), cached.req_ids, cached.new_block_ids))
+        history.append(scheduled.preempted_req_ids or set())
         waiting.append(scheduled)
         if len(waiting) > is_async:  # a GPU's scheduler does not know the last step's tokens yet
             for output in finish(scheduler, waiting.popleft()):
-                add(found[output.request_id], output)
-    told += [(one.token_ids.tolist(), one.logprobs.tolist()) for one in found.values()]
-    for n, one in found.items():
-        again = Request(
+                add(decodings[output.request_id], output)
+    history += [
+        (decoding.token_ids.tolist(), decoding.logprobs.tolist()) for decoding in decodings.values()
+    ]
+    for n, decoding in decodings.items():
+        follow_up = Request(
             f"{n} again",
-            [int(n) + 1] * LENGTHS[int(n)][0] + one.token_ids.tolist() + [99],
+            [int(n) + 1] * LENGTHS[int(n)][0] + decoding.token_ids.tolist() + [99],
             params,
             None,
         )
-        again.block_hashes = hasher(again)
-        told.append(scheduler.kv_cache_manager.get_computed_blocks(again)[1])
-    return told
+        follow_up.block_hashes = hasher(follow_up)
+        history.append(scheduler.kv_cache_manager.get_computed_blocks(follow_up)[1])
+    return history
 
 
 def finish(scheduler: Scheduler, scheduled: Any) -> list[Any]:
@@ -94,9 +98,9 @@ def finish(scheduler: Scheduler, scheduled: Any) -> list[Any]:
     )
     output.logprobs = LogprobsLists(tokens, -tokens / np.float32(7), np.ones(len(names), np.int64))
     return [
-        one
+        request_output
         for of_client in scheduler.update_from_output(scheduled, output).values()
-        for one in of_client.outputs
+        for request_output in of_client.outputs
     ]
 
 
@@ -110,10 +114,10 @@ def add_plainly(one: _Decoding, output: Any) -> None:
 def test_what_is_scheduled_sampled_and_cached_is_the_same(
     untied_model: Path, is_async: bool, blocks: int
 ) -> None:
-    wanted = run(scheduler_of(untied_model, is_async, blocks), is_async, add_plainly)
+    expected = run(scheduler_of(untied_model, is_async, blocks), is_async, add_plainly)
     short = scheduler_of(untied_model, is_async, blocks)
     core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=short))
     take_shortcuts(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core)))
-    assert run(short, is_async, _Decoding.add) == wanted
-    some_are_preempted = any(isinstance(one, set) and one for one in wanted)
+    assert run(short, is_async, _Decoding.add) == expected
+    some_are_preempted = any(isinstance(outcome, set) and outcome for outcome in expected)
     assert some_are_preempted == (blocks == 12)

@@ -55,8 +55,8 @@ def dry(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
             f"run.output_dir={tmp_path / 'run'}",
         ]
         status = main(["--config", str(CONFIGS / name), "--dry-run", *common, *arguments])
-        told = capsys.readouterr()
-        return status, told.out, told.err
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
 
     return run
 
@@ -118,10 +118,10 @@ def test_solutions_that_are_not_beside_areal_v01s_prompts_are_missed(dry, tmp_pa
 
 
 def test_only_config_json_is_needed_of_the_model(dry, bare_model: Path, tmp_path: Path):
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    shutil.copy(bare_model / "config.json", alone)
-    status, out, err = dry(SMALL_R1, f"model.path={alone}", *TINY)
+    config_only = tmp_path / "alone"
+    config_only.mkdir()
+    shutil.copy(bare_model / "config.json", config_only)
+    status, out, err = dry(SMALL_R1, f"model.path={config_only}", *TINY)
     assert (status, err) == (0, "")
     assert "600 rows" in out and "lengths were not checked" in out and "published shape" not in out
     assert "a start needs more of the model:" in out and "neither model.safetensors" in out
@@ -151,8 +151,8 @@ def test_a_reward_function_that_takes_too_long_is_worth_knowing(
     dry, bare_model: Path, tmp_path: Path
 ):
     (tmp_path / "hangs.py").write_text("import time\ndef reward(*_):\n    time.sleep(600)\n")
-    own = (f"reward.function={tmp_path / 'hangs.py'}:reward", "reward.timeout_seconds=0.5")
-    status, out, _ = dry(SMALL_R1, *TINY, f"model.path={bare_model}", *own)
+    slow_reward = (f"reward.function={tmp_path / 'hangs.py'}:reward", "reward.timeout_seconds=0.5")
+    status, out, _ = dry(SMALL_R1, *TINY, f"model.path={bare_model}", *slow_reward)
     assert status == 0
     assert (
         "  - reward.function took more than reward.timeout_seconds=0.5"
@@ -184,7 +184,7 @@ def test_a_plan_for_the_cpu_names_its_number_format(
 def test_lines_for_a_terminal_are_wrapped_between_words(
     dry, bare_model: Path, rows: Path, tmp_path: Path
 ):
-    told = dry(SMALL_R1, *TINY, f"model.path={bare_model}")[1]
+    plain = dry(SMALL_R1, *TINY, f"model.path={bare_model}")[1]
     arguments = [
         "--config",
         str(CONFIGS / SMALL_R1),
@@ -198,9 +198,9 @@ def test_lines_for_a_terminal_are_wrapped_between_words(
     long = [
         line for line in shown.splitlines() if len(line) > 80 and str(tmp_path.parent) not in line
     ]
-    assert not long and max(map(len, told.splitlines())) > 80
+    assert not long and max(map(len, plain.splitlines())) > 80
     without_seconds = [
-        re.sub(r"\d\.\d s|[\d.]+ GiB free", "", text).split() for text in (shown, told)
+        re.sub(r"\d\.\d s|[\d.]+ GiB free", "", text).split() for text in (shown, plain)
     ]
     assert without_seconds[0] == without_seconds[1]
 
@@ -210,27 +210,27 @@ def test_the_data_are_looked_at(dry, tied_model: Path, tmp_path: Path):
     sums[1]["answer"] = sums[2]["answer"] = "see solution"
     file = tmp_path / "sums.jsonl"
     file.write_text("\n".join(map(json.dumps, sums)))
-    own = (
+    training = (
         f"model.path={tied_model}",
         *TINY,
         "data.format=auto",
         f"data.train_path={file}",
         "data.template=raw",
     )
-    held = ("validation.every_steps=2", f"validation.paths=[{file}]")
-    status, out, _ = dry(SMALL_R1, *own, *held)
-    plan, _, told = out.partition("Worth knowing:")
+    validation = ("validation.every_steps=2", f"validation.paths=[{file}]")
+    status, out, _ = dry(SMALL_R1, *training, *validation)
+    plan, _, notes = out.partition("Worth knowing:")
     assert (
         status == 0
         and "A prompt as the model reads it: '0' of" in plan
         and "row        0│+│1│?│\n" in plan
     )
-    assert '200 of the 200 problems of validation "sums" are trained on, too' in told
-    found = (
+    assert '200 of the 200 problems of validation "sums" are trained on, too' in notes
+    note = (
         "2: the reference says that the answer is elsewhere ('1': 'see solution', '2': 'see "
         "solution')\n"
     )
-    assert told.count(found) == 2, "of training, and of validation"
+    assert notes.count(note) == 2, "of training, and of validation"
 
 
 def test_with_a_tokenizer_prompts_are_filtered_by_their_tokens(dry, bare_model: Path, rows: Path):
@@ -279,14 +279,14 @@ def test_the_plan_of_a_critic_on_32_gpus(dry):
         "32",
         "memory.gpu=H100-80GB",
     ]
-    status, _, told = dry("areal/7b_n4.yaml", *critic)
+    status, _, errors = dry("areal/7b_n4.yaml", *critic)
     assert (
         status == 2
-        and 'in the phase "generate"' in told
-        and "Set memory.offload_critic=true." in told
+        and 'in the phase "generate"' in errors
+        and "Set memory.offload_critic=true." in errors
     )
-    status, out, told = dry("areal/7b_n4.yaml", *critic, "memory.offload_critic=true")
-    assert status == 0, told
+    status, out, errors = dry("areal/7b_n4.yaml", *critic, "memory.offload_critic=true")
+    assert status == 0, errors
     assert "a critic of 7.07 B parameters learns from the same minibatches" in out
     (line,) = (line for line in out.splitlines() if line.startswith("  critic: "))
     assert "critic_gradients 13.17" in line and "critic_optimizer 2.47" in line
@@ -309,11 +309,11 @@ def test_partial_rollouts_are_told(dry):
     carry = ("rollout.tail=carry", *loss, "algorithm.importance_cap=2")
     status, out, err = dry(SMALL_R1, *carry, "rollout.max_staleness=3")
     assert status == 0, err
-    told = (
+    expected = (
         "partial rollouts: slices of 6,912 tokens, at most 2,048 groups in flight, learned "
         "from within 3 steps"
     )
-    assert told in " ".join(out.split())
+    assert expected in " ".join(out.split())
     assert "partial rollouts" not in dry(SMALL_R1)[1]
 
 
@@ -349,13 +349,13 @@ def test_asynchronous_runs_are_told(dry):
         SMALL_R1, *ASYNC, "rollout.max_staleness=2", "rollout.max_concurrent_sequences=100"
     )
     assert status == 0, err
-    told = " ".join(out.split())
+    plan = " ".join(out.split())
     assert (
         "Layout: 8 ranks, TP1 x PP1 x DP4, 2 engines of TP2 on ranks of their own ranks 0-3 "
-        "train, ranks 4-7" in told
+        "train, ranks 4-7" in plan
     )
-    assert "1,536 groups at most are begun before the first step, 512 more after each" in told
-    assert "learned from within 2 steps of their first token" in told
+    assert "1,536 groups at most are begun before the first step, 512 more after each" in plan
+    assert "learned from within 2 steps of their first token" in plan
     assert (
         "Planned memory of rank 0 (pipeline stage 0)" in out
         and "Planned memory of engine rank 4 on" in out
@@ -387,12 +387,12 @@ def test_of_engines_with_ranks_of_their_own_only_these_have_caches(dry, bare_mod
 def test_tail_batching_and_its_bias_are_told(dry):
     status, out, err = dry(SMALL_R1, "rollout.tail=defer")
     assert status == 0, err
-    told = " ".join(out.split())
+    plan = " ".join(out.split())
     assert (
         "tail batching: groups with a completion of more than 13,824 tokens are sampled anew"
-        in told
+        in plan
     )
-    assert "in steps of their own; what that biases: docs/algorithm.md" in told
+    assert "in steps of their own; what that biases: docs/algorithm.md" in plan
     assert "tail batching" not in dry(SMALL_R1)[1]
 
 
@@ -472,11 +472,11 @@ def test_what_a_start_refuses_to_resume_a_dry_run_refuses(
     _, _, err = dry(SMALL_R1, *words, "run.total_steps=4")
     assert err.startswith("1 problem with this run:") and err.count("cannot resume from") == 1
     assert "8 steps are done there, the run has 4 now" in err and "model.path: what" not in err
-    there = re.search(
+    match = re.search(
         r"data.train_path: what .* has changed \(fingerprint another there, (\w+) of", err
     )
-    assert there is not None
-    checkpoint(9, there[1])
+    assert match is not None
+    checkpoint(9, match[1])
     shutil.rmtree(output / CHECKPOINTS_FOLDER / "step-000008")
     status, out, err = dry(SMALL_R1, *words)
     assert status == 0 and "Resumes: after step 9" in out, err

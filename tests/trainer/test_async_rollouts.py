@@ -80,14 +80,14 @@ def test_rates_are_over_time_and_not_over_reports() -> None:
         report(9.0, 8.5, 4500, 0.4),
         report(10.0, 9.0, 5400, 0.9),
     ]
-    found = engine_report_metrics(reports, engines=2)
-    assert found["tokens_per_second/rollout"] == pytest.approx(1000.0)
-    assert found["rollout/engine_busy_share"] == pytest.approx(0.9)
+    metrics = engine_report_metrics(reports, engines=2)
+    assert metrics["tokens_per_second/rollout"] == pytest.approx(1000.0)
+    assert metrics["rollout/engine_busy_share"] == pytest.approx(0.9)
     assert (
-        found["rollout/interrupted_sequences"] == 6
-        and found["rollout/prefilled_again_tokens"] == 30
+        metrics["rollout/interrupted_sequences"] == 6
+        and metrics["rollout/prefilled_again_tokens"] == 30
     )
-    assert found["sync/latency_s"] == pytest.approx(0.5) and found["sync/latency_s_max"] == 0.9
+    assert metrics["sync/latency_s"] == pytest.approx(0.5) and metrics["sync/latency_s_max"] == 0.9
 
 
 def test_without_a_report_there_are_no_metrics() -> None:
@@ -139,7 +139,7 @@ class Engine:
 
     def next(self) -> Any:
         while not self._messages:
-            self._messages += [one.message for one in self._box.receive(0.05)]
+            self._messages += [envelope.message for envelope in self._box.receive(0.05)]
         return self._messages.popleft()
 
 
@@ -170,15 +170,15 @@ def test_a_group_that_is_carried_keeps_the_seed_of_the_step_that_drew_it(
     """The run went back to step 1, and has other seeds from step 2 on: draws 3 to 5 are of step
     1."""
     unused: Any = None
-    given = asynchronous(tmp_path, tied_model, unused)
-    rollouts = PartialRollouts(given._config, given._inputs, unused, given._vocab_size)
-    given._inputs.order.roll_back([Rollback(1, 1, 2)])
+    source = asynchronous(tmp_path, tied_model, unused)
+    rollouts = PartialRollouts(source._config, source._inputs, unused, source._vocab_size)
+    source._inputs.order.roll_back([Rollback(1, 1, 2)])
     rollouts.curriculum.begin(2)
     for draw, seed, step in ((5, 7, 1), (6, seed_after(7, 1), 2)):
         group = UnfinishedGroup(draw, step, (NOTHING_SAMPLED,) * GROUP)
-        (row,) = rollouts._rows(group, training_sampling(given._config.rollout), 9, first=4)
-        wanted = [((4, g), request_seed(seed, step, f"q{draw}", g)) for g in range(GROUP)]
-        assert [(work.request.key, work.request.seed) for work in row] == wanted
+        (row,) = rollouts._rows(group, training_sampling(source._config.rollout), 9, first=4)
+        expected = [((4, g), request_seed(seed, step, f"q{draw}", g)) for g in range(GROUP)]
+        assert [(work.request.key, work.request.seed) for work in row] == expected
 
 
 def drawn(files: dict[str, bytes]) -> dict[int, list[tuple[int, int]]]:
@@ -211,7 +211,7 @@ def test_a_checkpoint_has_what_is_done_what_waits_and_what_is_sampled(
     first = rollouts.step(0, stages[0])
     rollouts.commit()
     assert [engine.next(), engine.next()] == [Continue([], 0), Admit(0, 3, 0)]
-    assert [one.prompt.prompt_id for one in first.selection.learned] == ["q0", "q1", "q2"]
+    assert [scored.prompt.prompt_id for scored in first.selection.learned] == ["q0", "q1", "q2"]
     assert first.sampled_tokens == GROUP * (1 + 2 + 3)
     sample([4, 5, 3, 6], 1)
     second = rollouts.step(1, stages[1])
@@ -219,7 +219,7 @@ def test_a_checkpoint_has_what_is_done_what_waits_and_what_is_sampled(
     assert engine.next() == Admit(0, 3 + PER_STEP * (STALENESS + 1), 1), (
         "of the second length stage"
     )
-    assert [one.prompt.prompt_id for one in second.selection.learned] == ["q3", "q4", "q5"]
+    assert [scored.prompt.prompt_id for scored in second.selection.learned] == ["q3", "q4", "q5"]
     part = PartialCompletion((5,) * 9, (-0.5,) * 9, (Segment(9, 2, 1),))
     sample([8], 1)
 
@@ -237,14 +237,17 @@ def test_a_checkpoint_has_what_is_done_what_waits_and_what_is_sampled(
     for name, content in files.items():
         (folder / name).write_bytes(content)
     connection = EngineConnection(Mesh(0, 1, 1, 1, 1, engine_ranks=1), trainer, lambda: None)
-    again = asynchronous(tmp_path, tied_model, connection)
-    again.resume(folder, 2, reward_changed=False)
-    assert again.next_draw == 9
+    resumed = asynchronous(tmp_path, tied_model, connection)
+    resumed.resume(folder, 2, reward_changed=False)
+    assert resumed.next_draw == 9
     sample([7, 9], 2)
-    third = again.step(2, stages[1])
-    assert [one.prompt.prompt_id for one in third.selection.learned] == ["q6", "q7", "q8"]
+    third = resumed.step(2, stages[1])
+    assert [scored.prompt.prompt_id for scored in third.selection.learned] == ["q6", "q7", "q8"]
     unfinished = engine.next()
-    assert ([one.draw for one in unfinished.groups], unfinished.length_stage) == ([7], 1)
+    assert (
+        [unfinished_group.draw for unfinished_group in unfinished.groups],
+        unfinished.length_stage,
+    ) == ([7], 1)
     assert engine.next() == Admit(9, 12, 1)
 
 
@@ -256,8 +259,8 @@ def test_what_is_asked_of_the_engines_for_validation_is_what_they_are_sent(
     asked = CollectGroups(
         [], SamplingSettings(2, 0.5, 0.9, 3, 7), RolloutSeed(8, -1), "validation own", True
     )
-    wanted = Rollout([], [])
+    expected = Rollout([], [])
     engine.send(done(4, 0))
-    engine.send(wanted)
-    assert connection.collect(asked) == wanted and engine.next() == asked
+    engine.send(expected)
+    assert connection.collect(asked) == expected and engine.next() == asked
     assert connection.groups() == [done(4, 0)], "what came meanwhile is kept"

@@ -151,7 +151,11 @@ def those_with(file: str, text: str) -> list[int]:
 
 
 def failures_among_others(said: list, hostile: int) -> list:
-    return [one for index, one in enumerate(said) if index != hostile and one.failure is not None]
+    return [
+        answer
+        for index, answer in enumerate(said)
+        if index != hostile and answer.failure is not None
+    ]
 
 
 @pytest.mark.parametrize(
@@ -159,17 +163,17 @@ def failures_among_others(said: list, hostile: int) -> list:
 )
 def test_who_breaks_the_channel_breaks_its_own_answer_only(pool, name):
     servers = children(os.getpid())
-    said = ask(pool, "one", "three", f"{name} now", "eleven", "fourteen")
+    answers = ask(pool, "one", "three", f"{name} now", "eleven", "fourteen")
     assert children(os.getpid()) == servers
-    assert said[2].failure == "error"
-    assert said[2].message
-    assert [one.reward for one in said[:2] + said[3:]] == [3.0, 5.0, 6.0, 8.0]
+    assert answers[2].failure == "error"
+    assert answers[2].message
+    assert [answer.reward for answer in answers[:2] + answers[3:]] == [3.0, 5.0, 6.0, 8.0]
 
 
 @pytest.mark.parametrize("name", ["eight", "daemon", "late_subprocess"])
 def test_processes_end_with_the_answer_that_started_them(pool, name):
-    said = ask(pool, f"{name} now", "seven")
-    assert [one.failure for one in said] == [None, None]
+    answers = ask(pool, f"{name} now", "seven")
+    assert [answer.failure for answer in answers] == [None, None]
     wait_for(lambda: not naps())
 
 
@@ -184,10 +188,10 @@ def test_what_the_module_starts_lives_as_long_as_the_pool(folder):
         os.kill(
             int(first["worker"]), signal.SIGKILL
         )  # after which the fork server looks for what is left over
-        again = dict(
+        metrics = dict(
             ask(pool, "x", "x")[1].metrics
         )  # the first may have gone to the one that was killed
-        assert again["worker"] != first["worker"] and len(naps()) == 1
+        assert metrics["worker"] != first["worker"] and len(naps()) == 1
     assert not naps()
 
 
@@ -222,16 +226,16 @@ def test_processes_end_with_a_trainer_that_is_killed(folder):
 
 def test_the_memory_limit_is_that_of_all_processes_together(folder):
     with WorkerPool(1, 30.0, memory_bytes=400 * 2**20, function="hostile_rewards:reward") as pool:
-        said = ask(pool, "three", "hold now", "seven")
-    assert "together held more memory" in said[1].message
-    assert not failures_among_others(said, 1)
+        answers = ask(pool, "three", "hold now", "seven")
+    assert "together held more memory" in answers[1].message
+    assert not failures_among_others(answers, 1)
 
 
 @pytest.mark.parametrize("sessions", ["", "apart"])
 def test_a_fork_bomb_ends_with_its_answer(pool, sessions):
     ask(pool, "three")
     before = len(those_with("environ", f"{MARK}={NAP}"))
-    said = ask(pool, "three", f"bomb {sessions}", "seven")
-    assert f"more than {MAX_PROCESSES} processes" in said[1].message
-    assert not failures_among_others(said, 1)
+    answers = ask(pool, "three", f"bomb {sessions}", "seven")
+    assert f"more than {MAX_PROCESSES} processes" in answers[1].message
+    assert not failures_among_others(answers, 1)
     wait_for(lambda: len(those_with("environ", f"{MARK}={NAP}")) <= before)
