@@ -75,10 +75,10 @@ class Hub:
 
     def downloads(self) -> Counter[str]:
         """How often each file's content was asked for."""
-        found = [
+        paths = [
             path for method, path in self.asked if method == "GET" and not path.startswith("/api/")
         ]
-        return Counter(path.rpartition("/")[2] for path in found)
+        return Counter(path.rpartition("/")[2] for path in paths)
 
     def variables(self, home: Path) -> dict[str, str]:
         """The environment of a program that asks this hub, with its cache below `home`."""
@@ -159,13 +159,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._create(json.loads(body))
         if path == "/api/validate-yaml":
             return self._validate_card(json.loads(body)["content"])
-        found = _API.fullmatch(path)
-        if found is None:
+        match = _API.fullmatch(path)
+        if match is None:
             return self._json({"error": f"unknown {path}"}, 404)
-        repo = self._repository(found["kind"], found["name"])
+        repo = self._repository(match["kind"], match["name"])
         if repo is None:
             return None
-        verb, revision = found["verb"] or "revision", found["rev"] or "main"
+        verb, revision = match["verb"] or "revision", match["rev"] or "main"
         commit = repo.find(revision)
         if commit is None and verb == "revision":
             return self._refuse(404, "RevisionNotFound")
@@ -176,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
         if verb == "revision":
             assert commit is not None
             repository = {
-                "id": found["name"],
+                "id": match["name"],
                 "sha": commit,
                 "siblings": [],
                 "private": repo.private,
@@ -184,12 +184,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json(repository | {"downloads": 0, "likes": 0, "tags": []})
         if verb == "preupload":
             files = [
-                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for one in json.loads(body)["files"]
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
             ]
             return self._json({"files": files})
         if verb == "commit":
-            return self._commit(found["name"], repo, body)
+            return self._commit(match["name"], repo, body)
         return self._json({"error": f"unknown {path}"}, 404)
 
     def _create(self, wanted: dict[str, Any]) -> None:
@@ -248,26 +248,28 @@ class _Handler(BaseHTTPRequestHandler):
                 for c in repo.commits.values()
                 for f in c.values()
             )
-            data = next(one for one in every if hashlib.sha256(one).hexdigest() == digest)
+            data = next(
+                content for content in every if hashlib.sha256(content).hexdigest() == digest
+            )
             return self._content(name, data, {}, with_body)
-        found = _FILE.fullmatch(path)
-        repo = None if found is None else self._repository(found["kind"] or "models", found["name"])
-        if found is None or repo is None:
+        match = _FILE.fullmatch(path)
+        repo = None if match is None else self._repository(match["kind"] or "models", match["name"])
+        if match is None or repo is None:
             return None
-        commit = repo.find(found["rev"])
-        data = None if commit is None else repo.commits[commit].get(found["file"])
+        commit = repo.find(match["rev"])
+        data = None if commit is None else repo.commits[commit].get(match["file"])
         if data is None:
             return self._refuse(404, "EntryNotFound")
         digest = hashlib.sha256(data).hexdigest()
         headers = {"X-Repo-Commit": commit, "ETag": f'"{digest}"'}
-        if found["file"].endswith(LARGE):
+        if match["file"].endswith(LARGE):
             headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))}
             elsewhere = self.hub.url.replace(
                 "127.0.0.1", "localhost"
             )  # as the hub's storage is another host
-            headers["Location"] = f"{elsewhere}/cdn/{digest}/{found['file']}"
+            headers["Location"] = f"{elsewhere}/cdn/{digest}/{match['file']}"
             return self._reply(302, b"", headers)
-        return self._content(found["file"], data, headers, with_body)
+        return self._content(match["file"], data, headers, with_body)
 
     def _content(self, name: str, data: bytes, headers: dict[str, str], with_body: bool) -> None:
         start = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
@@ -307,12 +309,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _tree_entry(name: str, data: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "file", "path": name, "size": len(data)}
-    found["oid"] = hashlib.sha1(data).hexdigest()
+    tree_entry: dict[str, Any] = {"type": "file", "path": name, "size": len(data)}
+    tree_entry["oid"] = hashlib.sha1(data).hexdigest()
     if name.endswith(LARGE):
-        found["lfs"] = {
+        tree_entry["lfs"] = {
             "oid": hashlib.sha256(data).hexdigest(),
             "size": len(data),
             "pointerSize": 130,
         }
-    return found
+    return tree_entry

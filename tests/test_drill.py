@@ -36,8 +36,8 @@ def drill(output: Path, timeout: float, *arguments: str) -> list[dict]:
 @pytest.mark.full
 def test_six_disturbances_in_a_row(tmp_path: Path) -> None:
     outcomes = drill(tmp_path / "drill", 580.0, "--quick", "--seed", "1")
-    assert [one["kind"] for one in outcomes] == list(QUICK)
-    assert all(one["status"] in KINDS[one["kind"]].statuses for one in outcomes)
+    assert [outcome["kind"] for outcome in outcomes] == list(QUICK)
+    assert all(outcome["status"] in KINDS[outcome["kind"]].statuses for outcome in outcomes)
 
 
 @pytest.mark.full
@@ -45,8 +45,8 @@ def test_six_disturbances_in_a_row(tmp_path: Path) -> None:
 @pytest.mark.timeout(9000)
 def test_a_hundred_disturbances_of_every_kind(tmp_path: Path) -> None:
     outcomes = drill(tmp_path / "drill", 8900.0, "--kills", "100", "--seed", "2")
-    assert len(outcomes) == 100 and {one["kind"] for one in outcomes} == set(KINDS)
-    assert {one["chain"] for one in outcomes} == set(CHAINS)
+    assert len(outcomes) == 100 and {outcome["kind"] for outcome in outcomes} == set(KINDS)
+    assert {outcome["chain"] for outcome in outcomes} == set(CHAINS)
 
 
 @pytest.mark.parametrize(
@@ -59,17 +59,17 @@ def test_a_hundred_disturbances_of_every_kind(tmp_path: Path) -> None:
     ],
 )
 def test_the_drill_sees_numbers_that_differ(rows: list[dict[str, float]], told: list[str]) -> None:
-    found = differences([ROW], rows)
-    assert len(found) == len(told)
-    assert all(one.startswith(start) for one, start in zip(found, told, strict=True))
+    messages = differences([ROW], rows)
+    assert len(messages) == len(told)
+    assert all(message.startswith(start) for message, start in zip(messages, told, strict=True))
 
 
 def test_the_drill_sees_a_tensor_that_differs_in_one_bit(tmp_path: Path) -> None:
-    one = {"a": torch.ones(3), "b": torch.tensor([float("nan"), 0.0])}
+    tensors_a = {"a": torch.ones(3), "b": torch.tensor([float("nan"), 0.0])}
     other = {"a": torch.ones(3), "b": torch.tensor([float("nan"), -0.0])}
     for name, tensors in (
-        ("undisturbed", one),
-        ("same", one),
+        ("undisturbed", tensors_a),
+        ("same", tensors_a),
         ("other", other),
         ("less", {"a": torch.ones(3)}),
     ):

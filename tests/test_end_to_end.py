@@ -179,15 +179,15 @@ def test_the_console_tells_the_steps_and_what_is_not_at_its_default(workplace: P
     (data,) = re.findall(r"^  data: .*$", console, re.MULTILINE)
     assert "prompts_per_step=8" in data and "shuffle" not in data
     assert "  sft: " not in console and "weight_decay" not in console
-    told = [line for line in console.splitlines() if re.match(r"\d\d:\d\d:\d\d step ", line)]
-    for step, line, row in zip((1, 2, 3), told, metric_rows(workplace / "run"), strict=True):
+    step_lines = [line for line in console.splitlines() if re.match(r"\d\d:\d\d:\d\d step ", line)]
+    for step, line, row in zip((1, 2, 3), step_lines, metric_rows(workplace / "run"), strict=True):
         assert len(line) <= 80
         numbers = f"reward {row['task_reward']:.3f} acc {row['rollout/accuracy']:.3f}"
         assert re.fullmatch(
             rf"{line[:9]}step {step}/{STEPS} {re.escape(numbers)} len \S+ .*s{' left [0-9:]+' * (step > 1)}",
             line,
         )
-    assert told[-1].endswith(" left 0:00")
+    assert step_lines[-1].endswith(" left 0:00")
     assert not re.search(r"[\r\x1b]", console)
 
 
@@ -203,8 +203,10 @@ def test_the_console_has_only_lines_of_the_program_and_those_of_libraries_are_in
     assert {"vllm", "py"} <= {name.partition(".")[0] for name, _ in libraries}
     assert [text for _, text in libraries if text in console] == []
     assert "deprecated" not in "".join(text for name, text in libraries if name.startswith("vllm."))
-    own = [line.partition("WARNING: ")[2] for line in console.splitlines() if "WARNING: " in line]
-    assert len(own) == 2 and all(text.startswith("step 1: ") for text in own)
+    warnings = [
+        line.partition("WARNING: ")[2] for line in console.splitlines() if "WARNING: " in line
+    ]
+    assert len(warnings) == 2 and all(text.startswith("step 1: ") for text in warnings)
 
 
 def test_the_log_file_has_every_setting_and_the_lines_of_the_steps(workplace: Path) -> None:
@@ -277,12 +279,12 @@ def test_a_kept_checkpoint_is_exported_and_converts_to_the_very_same_model(
         "--output",
         str(tmp_path / "hf"),
     )
-    ours, exported = (
+    converted, exported = (
         load_file(folder / "model.safetensors")
         for folder in (tmp_path / "hf", whole / "models" / "step-000002")
     )
-    assert ours.keys() == exported.keys()
-    assert all(torch.equal(ours[name], exported[name]) for name in ours)
+    assert converted.keys() == exported.keys()
+    assert all(torch.equal(converted[name], exported[name]) for name in converted)
 
 
 def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
@@ -301,9 +303,9 @@ def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
 def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workplace: Path) -> None:
     """Every second of its calls fails: the run goes on, warns, and names a file with one of
     them."""
-    mine = workplace / "functions"
-    mine.mkdir()
-    (mine / "half_broken.py").write_text(
+    functions = workplace / "functions"
+    functions.mkdir()
+    (functions / "half_broken.py").write_text(
         "from pathlib import Path\n"
         "calls = Path(__file__).with_name('calls')\n"
         "def reward(completion, solutions, row):\n"
@@ -314,8 +316,12 @@ def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workpla
         "    return float(len(completion)), {'length': len(completion)}\n"
     )
     overrides = small_run(workplace, workplace / "own")
-    own = ("run.total_steps=3", "reward.function=half_broken:reward", "reward.function_failure=-1")
-    done = run(*torchrun_command(2, *TRAIN, *overrides, *own), path=mine)
+    function_settings = (
+        "run.total_steps=3",
+        "reward.function=half_broken:reward",
+        "reward.function_failure=-1",
+    )
+    done = run(*torchrun_command(2, *TRAIN, *overrides, *function_settings), path=functions)
     row, *later = metric_rows(workplace / "own")
     assert 0 < row["reward/failures"] < 1
     assert row["reward/failures"] + row["reward/verdict/function"] == pytest.approx(1.0)
@@ -323,19 +329,21 @@ def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workpla
     assert row["task_reward"] == pytest.approx(
         row["reward/own/length"] * row["reward/verdict/function"] - row["reward/failures"]
     )
-    kept = workplace / "own" / "samples" / "failure-000001.jsonl"
-    told = done.stderr + done.stdout
+    failures_file = workplace / "own" / "samples" / "failure-000001.jsonl"
+    console = done.stderr + done.stdout
     assert (
-        told.count("could not be judged") == 1
-        and str(kept) in told
-        and "reward.function_failure=-1" in told
+        console.count("could not be judged") == 1
+        and str(failures_file) in console
+        and "reward.function_failure=-1" in console
     )
-    assert all(abs(one["reward/failures"] - row["reward/failures"]) <= 0.2 for one in later), (
-        "it is no news"
-    )
+    assert all(
+        abs(later_row["reward/failures"] - row["reward/failures"]) <= 0.2 for later_row in later
+    ), "it is no news"
     assert (workplace / "own" / "run.log").read_text().count("could not be judged") == 3
-    found = json.loads(kept.read_text())
-    assert any("ValueError: even" in one["extracted"] for one in found["completions"])
+    failure = json.loads(failures_file.read_text())
+    assert any(
+        "ValueError: even" in completion["extracted"] for completion in failure["completions"]
+    )
 
 
 @pytest.mark.full
@@ -343,8 +351,8 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
     arithmetic: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It works for the trial call of rank 0 and for step 1."""
-    mine, folder = arithmetic / "fails", arithmetic / "no-rewards"
-    mine.mkdir()
+    functions, folder = arithmetic / "fails", arithmetic / "no-rewards"
+    functions.mkdir()
     source = (
         "from pathlib import Path\n"
         "calls = Path(__file__).with_name('calls')\n"
@@ -354,10 +362,10 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
         "        file.write('x')\n"
         "    return len(completion) if calls.stat().st_size <= LAST else row['no such column']\n"
     )
-    file = mine / "steps.py"
+    file = functions / "steps.py"
     file.write_text(source.replace("LAST", "1 + 32"))
-    own = ("run.total_steps=2", f"reward.function={file}:reward")
-    overrides = (*small_run(arithmetic, folder), *own)
+    function_settings = ("run.total_steps=2", f"reward.function={file}:reward")
+    overrides = (*small_run(arithmetic, folder), *function_settings)
     console = run(*torchrun_command(2, *TRAIN, *overrides), expect=1).stderr
     assert (
         "ended in step 2, of which nothing was learned: reward.function failed on all of 32 "
@@ -374,7 +382,9 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
     file.write_text(source.replace("LAST", "10**6"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     recovery = prepare_grpo(load_config([REPOSITORY / "configs" / "demo.yaml"], overrides)).recovery
-    assert recovery is not None and [found.step for found, _ in recovery.candidates] == [1]
+    assert recovery is not None and [checkpoint.step for checkpoint, _ in recovery.candidates] == [
+        1
+    ]
     (warning,) = recovery.warnings
     assert "has changed since the checkpoint of step 1" in warning
 
@@ -383,16 +393,16 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
 def test_a_reward_function_that_is_late_on_every_call_ends_the_run_without_a_model(
     arithmetic: Path,
 ) -> None:
-    mine, folder = arithmetic / "late", arithmetic / "late-run"
-    mine.mkdir()
-    (mine / "slow.py").write_text("import time\ndef reward(*_):\n    time.sleep(60)\n")
-    own = (
+    functions, folder = arithmetic / "late", arithmetic / "late-run"
+    functions.mkdir()
+    (functions / "slow.py").write_text("import time\ndef reward(*_):\n    time.sleep(60)\n")
+    function_settings = (
         "run.total_steps=3",
-        f"reward.function={mine / 'slow.py'}:reward",
+        f"reward.function={functions / 'slow.py'}:reward",
         "reward.timeout_seconds=0.2",
     )
     console = run(
-        *torchrun_command(2, *TRAIN, *small_run(arithmetic, folder), *own), expect=1
+        *torchrun_command(2, *TRAIN, *small_run(arithmetic, folder), *function_settings), expect=1
     ).stderr
     assert (
         "reward.function failed on all completions of two steps in a row: on 32 of 32 it took more"
@@ -416,12 +426,16 @@ def test_a_captured_step_is_the_same_in_another_layout(
     workplace: Path, tmp_path: Path, layout: tuple[int, int, int]
 ) -> None:
     ranks, tensor, pipeline = layout
-    more = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}")
-    found, _ = replay(workplace / "run", "--ranks", str(ranks), *more, "--output", str(tmp_path))
+    layout_settings = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}")
+    comparison, _ = replay(
+        workplace / "run", "--ranks", str(ranks), *layout_settings, "--output", str(tmp_path)
+    )
     assert len(list(tmp_path.glob("*/replay.json"))) == 1
-    assert found["same"] and found["start"] == "equal" and not found["bit_equal"]
-    ordered = sorted(found["differences"], key=lambda one: one["relative"])
-    relative = {one["name"]: one["relative"] for one in ordered}  # the largest of each
+    assert comparison["same"] and comparison["start"] == "equal" and not comparison["bit_equal"]
+    ordered = sorted(comparison["differences"], key=lambda one: one["relative"])
+    relative = {
+        difference["name"]: difference["relative"] for difference in ordered
+    }  # the largest of each
     assert max(relative.pop(name) for name in ("mismatch_max", "grad_norm")) < 1e-4
     assert max(relative.values()) < 1e-5
 
@@ -430,9 +444,14 @@ def test_the_rollout_of_a_captured_step_is_made_again_token_by_token(workplace: 
     """By the engine alone, from the checkpoint; rewards by the user's function."""
     _, refused = replay(workplace / "run", "--part", "rollout", expect=MISTAKE)
     assert "tests.reward_by_hash:reward" in refused and "--with-functions" in refused
-    found, _ = replay(workplace / "run", "--part", "rollout", "--with-functions")
+    comparison, _ = replay(workplace / "run", "--part", "rollout", "--with-functions")
     total = PER_STEP * GROUP
-    assert found["same_tokens"] == found["same_rewards"] == found["completions"] == total
-    assert found["logprobs_apart"] == 0
+    assert (
+        comparison["same_tokens"]
+        == comparison["same_rewards"]
+        == comparison["completions"]
+        == total
+    )
+    assert comparison["logprobs_apart"] == 0
     folder = workplace / "run" / "captures" / "step-000002" / "replays"
     assert list(folder.glob("rollout-*/replay.json")) and not list(folder.glob("rollout-*/model"))

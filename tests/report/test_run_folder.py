@@ -30,9 +30,11 @@ def test_starts_and_messages_have_their_steps(tmp_path: Path) -> None:
     notes: list[str] = []
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write("{}\n{unfinished")
-    found = events_of(tmp_path / "events.jsonl", notes)
-    assert found.starts == 2
-    assert [(one.kind, one.text, one.count, one.steps) for one in found.messages] == [
+    events = events_of(tmp_path / "events.jsonl", notes)
+    assert events.starts == 2
+    assert [
+        (message.kind, message.text, message.count, message.steps) for message in events.messages
+    ] == [
         ("error", "rank 1 failed\n  with a second line", 1, ["step 2"]),
         ("alert", "entropy fell", 1, ["step 3"]),
         ("resume", "Resuming from x", 1, ["step 2"]),
@@ -45,7 +47,7 @@ def test_different_messages_are_bounded(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("rlmath.report.run_folder.MOST_MESSAGES", 2)
     write_two_starts(tmp_path)
     notes: list[str] = []
-    assert [one.kind for one in events_of(tmp_path / "events.jsonl", notes).messages] == [
+    assert [message.kind for message in events_of(tmp_path / "events.jsonl", notes).messages] == [
         "error",
         "warning",
     ]
@@ -57,9 +59,9 @@ def test_restarts_and_rollbacks_are_marked(tmp_path: Path) -> None:
     write_event(tmp_path, "checkpoint", 4)
     write_event(tmp_path, "resume", 4)  # of the checkpoint of the rollback
     write_event(tmp_path, "rollback", 4, text="the loss is NaN")
-    found = events_of(tmp_path / "events.jsonl", [])
-    assert found.markers == [{"x": 2, "kind": "restart"}, {"x": 4, "kind": "rollback"}]
-    assert [(one.kind, one.steps) for one in found.messages[2:4]] == [
+    events = events_of(tmp_path / "events.jsonl", [])
+    assert events.markers == [{"x": 2, "kind": "restart"}, {"x": 4, "kind": "rollback"}]
+    assert [(message.kind, message.steps) for message in events.messages[2:4]] == [
         ("rollback", ["step 4"]),
         ("resume", ["step 2"]),
     ]
@@ -70,7 +72,7 @@ def test_restarts_and_rollbacks_are_marked(tmp_path: Path) -> None:
 
 
 def test_settings_that_differ(tmp_path: Path) -> None:
-    one, other = read_runs(
+    first, other = read_runs(
         [
             make_run(
                 tmp_path / "a", settings=["optimizer.lr=1e-06", "run.seed=3", "data.shuffle=false"]
@@ -78,9 +80,9 @@ def test_settings_that_differ(tmp_path: Path) -> None:
             make_run(tmp_path / "b", settings=["run.seed=4", "data.shuffle=false"]),
         ]
     )
-    assert changed(one.settings)["run.seed"] == ("3", "1")
-    assert changed(one.settings)["data.shuffle"] == ("false", "true")
-    assert set(differing([one.settings, other.settings])) - {"optimizer.lr"} == {
+    assert changed(first.settings)["run.seed"] == ("3", "1")
+    assert changed(first.settings)["data.shuffle"] == ("false", "true")
+    assert set(differing([first.settings, other.settings])) - {"optimizer.lr"} == {
         "run.output_dir",
         "run.seed",
     }

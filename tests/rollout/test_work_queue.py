@@ -116,8 +116,8 @@ def test_every_sample_is_drawn_once_whatever_the_pace(
             engine = draw.choice(running)
             if not engine.step():
                 running.remove(engine)
-        made = [key for engine in played for key in engine.made]
-        assert sorted(made) == [(p, g) for p in range(prompts) for g in range(group_size)]
+        keys = [key for engine in played for key in engine.made]
+        assert sorted(keys) == [(p, g) for p in range(prompts) for g in range(group_size)]
 
 
 def test_an_engine_is_full_while_there_is_work_and_holds_no_more_than_that():
@@ -150,7 +150,9 @@ def test_an_engine_that_has_finished_something_takes_what_another_has_not_begun(
 def test_engines_that_begin_at_once_ask_nothing_of_the_store():
     requests_PG, store = make_requests([5] * 50, 4), Unasked()
     work_queue = [WorkQueue(new_store(store), requests_PG, engine_mesh(e, 4), 8) for e in range(4)]
-    popped = [[request.key for request in one.pop(Load(0, 0))] for one in work_queue]
+    popped = [
+        [request.key for request in engine_queue.pop(Load(0, 0))] for engine_queue in work_queue
+    ]
     assert popped == [[(p, 0) for p in range(e, 32, 4)] for e in range(4)]
 
 
@@ -162,7 +164,7 @@ def test_engines_begin_with_as_many_sequences_where_rows_are_uneven() -> None:
         *([replace(r, key=(p, r.key[1])) for r in row] for p, row in enumerate(fresh, start=40)),
     ]
     work_queue = [WorkQueue(new_store(), rows, engine_mesh(e, 2), 256) for e in range(2)]
-    assert [len(one.pop(Load(0, 0))) for one in work_queue] == [20 + 10 * 8] * 2
+    assert [len(engine_queue.pop(Load(0, 0))) for engine_queue in work_queue] == [20 + 10 * 8] * 2
 
 
 def test_what_an_engine_did_by_hand() -> None:
@@ -256,7 +258,9 @@ def test_no_key_stays_in_the_store(engine_size: int):
         played = sharing_engines(lengths, 3, 4, 4, inner)
     else:
         played = [
-            one for e in range(2) for one in engine_of_two(e, inner, make_requests(lengths, 3))
+            player
+            for e in range(2)
+            for player in engine_of_two(e, inner, make_requests(lengths, 3))
         ]
     play_in_step(played)
     assert inner.num_keys() > 0
@@ -269,15 +273,18 @@ def test_no_key_stays_in_the_store(engine_size: int):
 def test_rare_long_answers_idle_at_most_half_as_long_as_with_fixed_shares(
     engines: int, prompts: int
 ):
-    ours, fixed = [], []
+    shared, fixed = [], []
     for seed in range(10):
         lengths = one_in_50_is_20_times_longer(prompts, seed)
-        ours.append(play_in_step(sharing_engines(lengths, 4, engines, places=8)))
+        shared.append(play_in_step(sharing_engines(lengths, 4, engines, places=8)))
         requests_PG = make_requests(lengths, 4)
         shares = [list(chain(*requests_PG[engine::engines])) for engine in range(engines)]
         fixed.append(play_in_step([PlayedEngine(AllAtOnce(share), 8) for share in shares]))
     # Where luck has made the fixed shares exactly even, ours may end one short answer later.
-    assert all(max(mine) <= max(theirs) + 8 for mine, theirs in zip(ours, fixed, strict=True))
-    assert sum(map(max, ours)) < 0.95 * sum(map(max, fixed))
-    idle = [statistics.mean(idle_shares(way)) for way in (ours, fixed)]
+    assert all(
+        max(shared_steps) <= max(fixed_steps) + 8
+        for shared_steps, fixed_steps in zip(shared, fixed, strict=True)
+    )
+    assert sum(map(max, shared)) < 0.95 * sum(map(max, fixed))
+    idle = [statistics.mean(idle_shares(way)) for way in (shared, fixed)]
     assert idle[0] < idle[1] / 2

@@ -30,9 +30,9 @@ def said(facts: dict[str, str], nodes: int = 3, ranks_per_node: int = 2, **chang
     words = {}
     for rank in range(nodes * ranks_per_node):
         node, local_rank = divmod(rank, ranks_per_node)
-        mine = facts | changes.get(f"host{node}", {}) if local_rank == 0 else {}
+        node_facts = facts | changes.get(f"host{node}", {}) if local_rank == 0 else {}
         words[rank] = RankReport(
-            f"host{node}", node, facts=mine, address=f"10.0.0.{node} (eth{node})"
+            f"host{node}", node, facts=node_facts, address=f"10.0.0.{node} (eth{node})"
         )
     return words
 
@@ -106,8 +106,8 @@ def test_ranks_that_read_other_prompts_than_rank_0_are_told() -> None:
 def test_a_first_node_whose_name_means_itself_is_told_unless_all_nodes_are_one_machine() -> None:
     words = said({"torch": "2"})
     words[0] = RankReport("host0", 0, facts={"torch": "2"}, address="127.0.1.1 (lo)")
-    told = _compare_nodes(words).error or ""
-    assert "127.0.1.1 (lo) on host0" in told and "GLOO_SOCKET_IFNAME" in told
+    error = _compare_nodes(words).error or ""
+    assert "127.0.1.1 (lo) on host0" in error and "GLOO_SOCKET_IFNAME" in error
     chosen = RankReport("host0", 0, facts={"torch": "2"}, address="127.0.1.1 (lo), gloo over eth0")
     assert _compare_nodes(words | {0: chosen}).error is None
     everywhere = {
@@ -193,12 +193,12 @@ def test_a_start_without_torchrun_is_refused(tied_model: Path, tmp_path: Path) -
     ]
     starts.append(["launch/train_grpo.py", "--config", "nothing.yaml"])
     starts.append(["rlmath/trainer/__main__.py", "replay", "nowhere"])
-    told = start_without_torch(starts)
-    assert ["does not divide the 1 rank" in text for text in told] == 2 * [False, True] + 2 * [
+    outputs = start_without_torch(starts)
+    assert ["does not divide the 1 rank" in text for text in outputs] == 2 * [False, True] + 2 * [
         False
     ]
-    assert "nothing.yaml" in told[4] and '"nowhere" has no capture' in told[5]
-    for (program, *_), text in zip(starts, told, strict=True):
+    assert "nothing.yaml" in outputs[4] and '"nowhere" has no capture' in outputs[5]
+    for (program, *_), text in zip(starts, outputs, strict=True):
         assert (
             text.count("started without torchrun: RANK, WORLD_SIZE") == 1 and f"N {program}" in text
         )
@@ -253,16 +253,17 @@ def test_a_start_shows_a_prompt_and_what_is_odd_about_the_data(
         f"data.train_path={file}",
         f"run.output_dir={tmp_path / 'run'}",
     )
-    held = ("validation.every_steps=1", f"validation.paths=[{file}]")
-    config = load_config([], [*paths, *small, *held, "run.device=cpu"])
+    validation = ("validation.every_steps=1", f"validation.paths=[{file}]")
+    config = load_config([], [*paths, *small, *validation, "run.device=cpu"])
     prepared = prepare_grpo(config)
-    told = "\n".join((*prepared.lines, *prepared.warnings))
+    console = "\n".join((*prepared.lines, *prepared.warnings))
     assert (
-        "A prompt as the model reads it: '0' of" in told and "\n    row        0│+│1│=│\n" in told
+        "A prompt as the model reads it: '0' of" in console
+        and "\n    row        0│+│1│=│\n" in console
     )
-    assert '8 of the 8 problems of validation "sums" are trained on, too' in told
-    assert "1 of 8 training prompts have no usable reference" in told
-    assert "1: the reference says that the answer is elsewhere ('2': 'see solution')" in told
+    assert '8 of the 8 problems of validation "sums" are trained on, too' in console
+    assert "1 of 8 training prompts have no usable reference" in console
+    assert "1: the reference says that the answer is elsewhere ('2': 'see solution')" in console
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     other = prepare_grpo(config)
@@ -286,12 +287,12 @@ def test_a_supervised_start_shows_what_is_learned(tied_model: Path, tmp_path: Pa
         f"sft.held_out_path={file}",
     )
     prepared = prepare_sft(load_config([], [*paths, *small]))
-    told = "\n".join((*prepared.lines, *prepared.warnings))
+    console = "\n".join((*prepared.lines, *prepared.warnings))
     assert (
         "the 2 of lines with * are learned:\n    row        0│+│1│=│\n  * row        2│\n  * end  "
-        "      <eos>│" in told
+        "      <eos>│" in console
     )
-    assert "8 of the 8 held-out sequences have a prompt that is trained on, too" in told
+    assert "8 of the 8 held-out sequences have a prompt that is trained on, too" in console
 
 
 def test_a_gpu_whose_memory_an_engine_measures_has_one_rank() -> None:

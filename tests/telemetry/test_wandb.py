@@ -114,8 +114,8 @@ def history(path: Path) -> list[dict]:
             items = record.history.item
             rows.append(
                 {
-                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                    for item in items
+                    update.key or "/".join(update.nested_key): json.loads(update.value_json)
+                    for update in items
                 }
             )
     return rows
@@ -140,20 +140,22 @@ def test_offline_files_have_the_numbers_of_metrics_jsonl_and_the_config(tmp_path
     writer.write(4, {"task_reward": math.nan, "train/entropy_loss": 1e-30})
     writer.close()
     (path,) = wandb_files(tmp_path / "first")
-    ours, theirs = read_metrics(str(tmp_path / "first")), history(path)
-    ours[2]["validation/aime24/accuracy"] = 0.25
-    assert [row["_step"] for row in theirs] == [1, 2, 3, 4]
-    for mine, row in zip(ours, theirs, strict=True):
-        kept = {name: float(value) for name, value in row.items() if not name.startswith("_")}
-        mine.pop("step")
-        assert kept == pytest.approx(mine, nan_ok=True, rel=0, abs=0)
+    local_rows, sent_rows = read_metrics(str(tmp_path / "first")), history(path)
+    local_rows[2]["validation/aime24/accuracy"] = 0.25
+    assert [row["_step"] for row in sent_rows] == [1, 2, 3, 4]
+    for local_row, row in zip(local_rows, sent_rows, strict=True):
+        sent_metrics = {
+            name: float(value) for name, value in row.items() if not name.startswith("_")
+        }
+        local_row.pop("step")
+        assert sent_metrics == pytest.approx(local_row, nan_ok=True, rel=0, abs=0)
     (run,) = [record.run for record in records(path) if record.WhichOneof("record_type") == "run"]
     assert (run.run_id, run.project, run.display_name) == (
         run_id(tmp_path / "first"),
         "sums",
         "first",
     )
-    sent = {item.key: json.loads(item.value_json) for item in run.config.update}
+    sent = {setting.key: json.loads(setting.value_json) for setting in run.config.update}
     assert (
         sent["optimizer"]["lr"] == Config().optimizer.lr
         and sent["telemetry"]["wandb_project"] == "sums"

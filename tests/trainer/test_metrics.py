@@ -110,8 +110,10 @@ def test_names_of_a_function_are_bounded_and_told(caplog):
         Score(1.0, True, "", "function", metrics=tuple((f"of {n} {m}", 1.0) for m in range(40)))
         for n in range(4)
     ]
-    own = [name for name in rollout_metrics(with_scores(*scores)) if name.startswith("reward/own/")]
-    assert own == [f"reward/own/of {n} {m}" for n in range(2) for m in range(40)][:50]
+    own_metrics = [
+        name for name in rollout_metrics(with_scores(*scores)) if name.startswith("reward/own/")
+    ]
+    assert own_metrics == [f"reward/own/of {n} {m}" for n in range(2) for m in range(40)][:50]
     assert "more than 50 names of metrics in a step" in caplog.text
 
 
@@ -121,8 +123,8 @@ def usage(seconds: float, steps: int = 10, tail_steps: int = 0, fill: float = 1.
 
 def test_idle_shares_of_engines_are_told_one_by_one_up_to_eight():
     # Two rollouts of 4 s and 1 s: the first engine idled 1 of 5 s, the second half a second.
-    found = engine_metrics([[usage(3.0), usage(4.0)], [usage(1.0), usage(0.5)]])
-    assert {name: share for name, share in found.items() if "idle" in name} == pytest.approx(
+    metrics = engine_metrics([[usage(3.0), usage(4.0)], [usage(1.0), usage(0.5)]])
+    assert {name: share for name, share in metrics.items() if "idle" in name} == pytest.approx(
         {
             "rollout/idle_share": 0.15,
             "rollout/idle_share_max": 0.2,
@@ -141,9 +143,9 @@ def test_idle_shares_of_engines_are_told_one_by_one_up_to_eight():
 
 
 def test_shares_of_engine_steps_weigh_an_engine_by_its_steps() -> None:
-    found = engine_metrics([[usage(1.0, 30, 15, 0.5), usage(1.0, 10, 1, 0.9)]])
-    assert found["rollout/tail_share"] == pytest.approx(16 / 40)
-    assert found["rollout/batch_fill"] == pytest.approx((0.5 * 30 + 0.9 * 10) / 40)
+    metrics = engine_metrics([[usage(1.0, 30, 15, 0.5), usage(1.0, 10, 1, 0.9)]])
+    assert metrics["rollout/tail_share"] == pytest.approx(16 / 40)
+    assert metrics["rollout/batch_fill"] == pytest.approx((0.5 * 30 + 0.9 * 10) / 40)
 
 
 def minibatch(
@@ -262,14 +264,18 @@ def test_a_step_without_anything_to_learn_from_has_only_its_counts():
 
 def test_groups_that_teach_are_those_that_moved_the_policy():
     """Of twelve sampled groups three were kept; the middle one has no advantage but 0."""
-    kept = UpdateRecord(RESULTS, ADVANTAGES, None)
-    assert teaching_metrics(kept, sampled=12, every_group=False) == {
+    learned = UpdateRecord(RESULTS, ADVANTAGES, None)
+    assert teaching_metrics(learned, sampled=12, every_group=False) == {
         "train/teaching_groups": 2 / 12
     }
-    assert teaching_metrics(kept, sampled=12, every_group=True) == {"train/teaching_groups": 3 / 12}
+    assert teaching_metrics(learned, sampled=12, every_group=True) == {
+        "train/teaching_groups": 3 / 12
+    }
     dropped = UpdateRecord([], [], None)
     assert teaching_metrics(dropped, sampled=12, every_group=True) == {"train/teaching_groups": 0.0}
-    discarded = UpdateRecord([replace(one, discarded="ratio") for one in RESULTS], ADVANTAGES, None)
+    discarded = UpdateRecord(
+        [replace(minibatch, discarded="ratio") for minibatch in RESULTS], ADVANTAGES, None
+    )
     assert teaching_metrics(discarded, sampled=12, every_group=True) == {
         "train/teaching_groups": 0.0
     }
@@ -327,23 +333,23 @@ def test_mfu_counts_the_models_own_arithmetic() -> None:
         {"rollout": 2.0, "update": 4.0},
         (Cost(linear=3.0, quadratic=1.0), Cost(8.0, 2.0)),
     )
-    found = mfu_metrics(seconds, 6, GROUPS[:1], GROUPS[:1], 2, *costs, peak_flops=1_000.0)
+    metrics = mfu_metrics(seconds, 6, GROUPS[:1], GROUPS[:1], 2, *costs, peak_flops=1_000.0)
     prompt, answers = (
         len(GROUPS[0].prompt.token_ids),
-        [len(one.token_ids) for one in GROUPS[0].completions],
+        [len(completion.token_ids) for completion in GROUPS[0].completions],
     )
     whole = [3.0 * (prompt + n) + (prompt + n) ** 2 for n in answers]
     read_again = (len(answers) - 1) * (3.0 * prompt + prompt**2)
     trained = sum(8.0 * (prompt + n) + 2 * (prompt + n) ** 2 for n in answers)
-    assert found["train/mfu"] == pytest.approx(2 * trained / 4_000.0)
-    assert found["rollout/mfu"] == pytest.approx((sum(whole) - read_again) / 2_000.0)
+    assert metrics["train/mfu"] == pytest.approx(2 * trained / 4_000.0)
+    assert metrics["rollout/mfu"] == pytest.approx((sum(whole) - read_again) / 2_000.0)
     assert "train/mfu" not in mfu_metrics(
         {"rollout": 2.0}, 40, GROUPS, [], 0, *costs, peak_flops=1.0
     )
     # Of a step that sampled half as many tokens as the groups that it learns from have.
     half = mfu_metrics(seconds, 3, GROUPS[:1], GROUPS[:1], 2, *costs, peak_flops=1_000.0)
-    assert half["rollout/mfu"] == pytest.approx(found["rollout/mfu"] / 2)
-    assert half["train/mfu"] == found["train/mfu"]
+    assert half["rollout/mfu"] == pytest.approx(metrics["rollout/mfu"] / 2)
+    assert half["train/mfu"] == metrics["train/mfu"]
 
 
 def test_the_kl_to_a_teacher_is_exact_or_estimated() -> None:
@@ -351,8 +357,8 @@ def test_the_kl_to_a_teacher_is_exact_or_estimated() -> None:
     tokens."""
     kls = (1.0, 50.0, 2.0)
     results = [
-        replace(one, sums=one.sums | {"teacher_kl": kl})
-        for one, kl in zip(RESULTS, kls, strict=True)
+        replace(minibatch, sums=minibatch.sums | {"teacher_kl": kl})
+        for minibatch, kl in zip(RESULTS, kls, strict=True)
     ]
     assert teacher_metrics(UpdateRecord(results, ADVANTAGES, None)) == {"train/teacher_kl": 0.1}
     estimated = UpdateRecord(results, ADVANTAGES, None, teacher_kl=0.25)

@@ -32,7 +32,7 @@ def test_every_token_gets_its_own_difference_and_unknown_ones_nothing(recomputed
     engine = batch.behaviour_logprobs_T
     policy = [engine + 0.25] if recomputed else None
     shift = 0.25 if recomputed else 0.0
-    found = add_teacher_advantages(
+    added = add_teacher_advantages(
         Advantages([batch], [[0.5, -0.25]]),
         policy,
         [teacher],
@@ -43,10 +43,10 @@ def test_every_token_gets_its_own_difference_and_unknown_ones_nothing(recomputed
     )
     # log teacher - log q: 0.5 and -0.5 of the first, 0.5 of the second, each less the shift
     first, second = [0.5 - shift, -0.5 - shift], [0.5 - shift]
-    wanted = [0.0, 0.0, 0.5 + 2 * first[0], 0.5 + 2 * first[1], 0.0, -0.25 + 2 * second[0], -0.25]
-    assert found.batches[0].advantages_T.tolist() == pytest.approx(wanted)
-    assert found.means_PG[0] == pytest.approx([0.5 + sum(first), -0.25 + sum(second)])
-    assert found.teacher_kl == pytest.approx(-(sum(first) + sum(second)) / 4)
+    expected = [0.0, 0.0, 0.5 + 2 * first[0], 0.5 + 2 * first[1], 0.0, -0.25 + 2 * second[0], -0.25]
+    assert added.batches[0].advantages_T.tolist() == pytest.approx(expected)
+    assert added.means_PG[0] == pytest.approx([0.5 + sum(first), -0.25 + sum(second)])
+    assert added.teacher_kl == pytest.approx(-(sum(first) + sum(second)) / 4)
 
 
 @pytest.mark.parametrize("split", [[[0, 1]], [[1], [0]]])
@@ -59,14 +59,15 @@ def test_tokens_of_low_entropy_lose_their_advantage_and_prompts_never_count(
     entropies = {0: [9.0, 9.0, 0.5, 0.1], 1: [9.0, 0.2, 0.4]}
     batches = [pack(SAMPLES, indices, 1) for indices in split]
     entropy = [
-        torch.tensor([one for index in indices for one in entropies[index]]) for indices in split
+        torch.tensor([token_entropy for index in indices for token_entropy in entropies[index]])
+        for indices in split
     ]
     packed = PackedStep(ScoredStep(0, [], [], []), batches, (slice(0, len(batches)),), seed=1)
     rules = TokenRules(entropy_share=0.5, kl_cov=0.25, kl_coef=2.0)
     part = TokensThatCount(rules, ALONE)
-    found = part.apply(packed, StepLogprobs(None, None, entropy), Advantages(batches, [])).batches
-    by_sample = {index: one for one in found for index in one.sample_indices}
-    got = {index: _of_sample(one, index) for index, one in by_sample.items()}
+    masked = part.apply(packed, StepLogprobs(None, None, entropy), Advantages(batches, [])).batches
+    by_sample = {index: batch for batch in masked for index in batch.sample_indices}
+    got = {index: _of_sample(batch, index) for index, batch in by_sample.items()}
     assert got[0] == ([0.0, 0.0, 0.5, 0.0], [0.0, 0.0, 2.0, 0.0])
     assert got[1] == ([0.0, 0.0, -0.25], [0.0, 2.0, 0.0])
 
@@ -99,6 +100,6 @@ def test_tokens_count_by_the_advantages_that_the_parts_before_have_made() -> Non
 
 
 def _of_sample(batch: MicroBatch, index: int) -> tuple[list[float], list[float]]:
-    where = batch.segments_T == batch.sample_indices.index(index)
+    of_sample_T = batch.segments_T == batch.sample_indices.index(index)
     assert batch.penalty_T is not None
-    return batch.advantages_T[where].tolist(), batch.penalty_T[where].tolist()
+    return batch.advantages_T[of_sample_T].tolist(), batch.penalty_T[of_sample_T].tolist()

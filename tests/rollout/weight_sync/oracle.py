@@ -124,14 +124,16 @@ def training_parameters(
             if placed.expert not in range(place.expert_rank * each, (place.expert_rank + 1) * each):
                 continue
             sharing = (place.expert_tensor_rank, layout.expert_tensor)
-        mine = as_matrix(shard(placed.rule, full, *sharing), placed.rule.form)
+        matrix = as_matrix(shard(placed.rule, full, *sharing), placed.rule.form)
         stages = {"first": [0], "last": [last]}.get(placed.rule.owner)
         if stages is None:
-            stages = [number for number, held in enumerate(layout.stages) if placed.layer in held]
+            stages = [
+                number for number, layers in enumerate(layout.stages) if placed.layer in layers
+            ]
         if place.pipeline_rank in stages:
-            parameters[parameter_key(placed)] = mine
+            parameters[parameter_key(placed)] = matrix
         elif shape.tied_embeddings and placed.rule.form == "vocab" and place.pipeline_rank == last:
-            parameters[TIED_HEAD] = mine
+            parameters[TIED_HEAD] = matrix
     return parameters
 
 
@@ -150,14 +152,14 @@ def engine_parameters(
     ranks than those, `MergedColumnParallelLinear` splits each of its parts, `RowParallelLinear`
     splits columns, and `RoutedExperts` does as the last two for every expert, one below the other.
     """
-    found = {}
+    weights = {}
     for name in (
         "model.embed_tokens.weight",
         *([] if shape.tied_embeddings else ["lm_head.weight"]),
     ):
         missing = -shape.vocab_size % 64
         padded = torch.nn.functional.pad(whole[name], (0, 0, 0, missing))
-        found[name] = padded.chunk(engine_size)[part]
+        weights[name] = padded.chunk(engine_size)[part]
     copies = max(1, engine_size // shape.num_kv_heads)
     for layer in range(shape.num_layers):
         at = f"model.layers.{layer}"
@@ -166,41 +168,42 @@ def engine_parameters(
             heads = (shape.num_heads * D, shape.num_kv_heads * D, shape.num_kv_heads * D)
             attention = [f"{at}.self_attn.{x}_proj.{kind}" for x in "qkv"]
             q, k, v = _parts(whole, attention, f"{at}.self_attn.qkv_proj.{kind}", heads)
-            mine = [q.chunk(engine_size)[part]]
-            mine += [x.chunk(engine_size // copies)[part // copies] for x in (k, v)]
-            found[f"{at}.self_attn.qkv_proj.{kind}"] = torch.cat(mine)
+            pieces = [q.chunk(engine_size)[part]]
+            pieces += [x.chunk(engine_size // copies)[part // copies] for x in (k, v)]
+            weights[f"{at}.self_attn.qkv_proj.{kind}"] = torch.cat(pieces)
         networks = [f"{at}.mlp.experts.{number}" for number in range(shape.num_experts)] or [
             f"{at}.mlp"
         ]
         first = [
             matrix.chunk(engine_size)[part]
-            for one in networks
+            for network in networks
             for matrix in _parts(
                 whole,
-                [f"{one}.{x}_proj.weight" for x in ("gate", "up")],
-                f"{one}.gate_up_proj.weight",
+                [f"{network}.{x}_proj.weight" for x in ("gate", "up")],
+                f"{network}.gate_up_proj.weight",
                 (shape.ffn_size, shape.ffn_size),
             )
         ]
         second = [
-            whole[f"{one}.down_proj.weight"].chunk(engine_size, dim=1)[part] for one in networks
+            whole[f"{network}.down_proj.weight"].chunk(engine_size, dim=1)[part]
+            for network in networks
         ]
         names = ("gate_up_proj.weight", "down_proj.weight")
         if shape.num_experts:
             names = ("experts.routed_experts.w13_weight", "experts.routed_experts.w2_weight")
-            found[f"{at}.mlp.gate.weight"] = whole[f"{at}.mlp.gate.weight"]
-        found |= {
+            weights[f"{at}.mlp.gate.weight"] = whole[f"{at}.mlp.gate.weight"]
+        weights |= {
             f"{at}.mlp.{name}": torch.cat(parts)
             for name, parts in zip(names, (first, second), strict=True)
         }
         out = f"{at}.self_attn.o_proj.weight"
-        found[out] = whole[out].chunk(engine_size, dim=1)[part]
+        weights[out] = whole[out].chunk(engine_size, dim=1)[part]
         head_norms = ("self_attn.q_norm", "self_attn.k_norm") if shape.qk_norm else ()
         for name in ("input_layernorm", "post_attention_layernorm", *head_norms):
-            found[f"{at}.{name}.weight"] = whole[f"{at}.{name}.weight"]
-    found["model.norm.weight"] = whole["model.norm.weight"]
+            weights[f"{at}.{name}.weight"] = whole[f"{at}.{name}.weight"]
+    weights["model.norm.weight"] = whole["model.norm.weight"]
     return {
-        name: tensor if tensor.dim() == 2 else tensor[:, None] for name, tensor in found.items()
+        name: tensor if tensor.dim() == 2 else tensor[:, None] for name, tensor in weights.items()
     }
 
 
