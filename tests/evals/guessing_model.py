@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-BOX, END = "\\boxed{", "<eos>"
+BOX = "\\boxed{"
+END = "<eos>"
 GUESSES = "ABCD0123456789"
 CHATTER = "abcdefgh "
 
@@ -48,9 +49,9 @@ def bigrams(tokenizer: object, rows: int) -> torch.Tensor:
     """Probability of the next token (column) after each (row)."""
 
     def number(token: str) -> int:
-        found = tokenizer.convert_tokens_to_ids("Ġ" if token == " " else token)  # type: ignore[attr-defined]
-        assert found is not None and 0 <= found < rows, token
-        return found
+        token_id = tokenizer.convert_tokens_to_ids("Ġ" if token == " " else token)  # type: ignore[attr-defined]
+        assert token_id is not None and 0 <= token_id < rows, token
+        return token_id
 
     table = torch.zeros(rows, rows)
     table[:, number(BOX)] = 1.0

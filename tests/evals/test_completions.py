@@ -24,8 +24,8 @@ def record(
 
 def write(folder: Path, *records: CompletionRecord, rank: int = 0) -> Path:
     writer = Writer(folder, rank)
-    for one in records:
-        writer.add("aime24", one)
+    for completion in records:
+        writer.add("aime24", completion)
     writer.close()
     return folder / "generations" / "aime24" / f"rank-{rank:04d}.jsonl"
 
@@ -33,9 +33,9 @@ def write(folder: Path, *records: CompletionRecord, rank: int = 0) -> Path:
 def test_what_was_written_is_read_from_all_ranks(tmp_path: Path) -> None:
     write(tmp_path, record("60"), record("60", 1), rank=0)
     write(tmp_path, record("60", mode="greedy"), record("61", 3), rank=7)
-    found = read_completions(tmp_path, "aime24")
-    assert found.keys() == {("60", 0), ("60", 1), ("60", GREEDY_INDEX), ("61", 3)}
-    assert found["61", 3] == record("61", 3, text="")
+    completions = read_completions(tmp_path, "aime24")
+    assert completions.keys() == {("60", 0), ("60", 1), ("60", GREEDY_INDEX), ("61", 3)}
+    assert completions["61", 3] == record("61", 3, text="")
     assert read_completions(tmp_path, "aime25") == {}
 
 
@@ -138,12 +138,12 @@ def test_seeds_differ_by_all_that_a_completion_is(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_plans_are_refused(tmp_path: Path, values: dict, message: str) -> None:
-    given = {
+    arguments = {
         "model": tmp_path,
         "benchmarks": ("aime24",),
         "data_dir": tmp_path,
         "output": tmp_path,
     } | values
     with pytest.raises(ValueError, match="evaluation") as error:
-        Plan(**given)
+        Plan(**arguments)
     assert message in str(error.value)

@@ -36,7 +36,10 @@ NAMES = (
 )
 PROGRAM = "launch/evaluate.py"
 BASICS = ["--model", "m", "--benchmarks", "aime24", "--data-dir", "d", "--output", "o"]
-LIMIT, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 3, 8, 48, 700
+LIMIT = 3
+SAMPLES = 8
+NEW_TOKENS = 48
+PROMPT_TOKENS = 700
 
 pytestmark = [
     pytest.mark.distributed,
@@ -167,7 +170,8 @@ def stop_half_way(
 ) -> tuple[list[str], int, str]:
     """A signal to the program and what it has started, as soon as it has written completions; the
     whole lines that are there then, its exit status, and what it told."""
-    console, before = output.with_suffix(".txt"), written_bytes(output)
+    console = output.with_suffix(".txt")
+    before = written_bytes(output)
     with console.open("w") as file:
         program = subprocess.Popen(
             [sys.executable, PROGRAM, *arguments],
@@ -219,7 +223,8 @@ def test_two_evaluations_are_put_side_by_side(
 ) -> None:
     assert main(["--compare", str(evaluated), str(evaluated / "results.json")]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if "gpqa_diamond" in line]
-    gains, intervals = rows[:2], [row.split("|")[-3:-1] for row in rows[2:]]
+    gains = rows[:2]
+    intervals = [row.split("|")[-3:-1] for row in rows[2:]]
     assert len(gains) == len(intervals) == 2
     for gain in gains:
         assert "+0.0" in gain and "-39.2 to +39.2" in gain and "clear" not in gain, (

@@ -22,24 +22,24 @@ def checkpoint(untied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_a_hugging_face_folder_is_used_as_it_is(untied_model: Path, tmp_path: Path) -> None:
-    found = resolve_model(untied_model, tmp_path)
-    assert found.folder == untied_model and list(tmp_path.iterdir()) == []
-    copy = shutil.copytree(untied_model, tmp_path / "copy")
-    assert resolve_model(copy, tmp_path).fingerprint == found.fingerprint
-    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + " ")
-    assert resolve_model(copy, tmp_path).fingerprint != found.fingerprint
-    assert model_positions(copy) == 256
+    model = resolve_model(untied_model, tmp_path)
+    assert model.folder == untied_model and list(tmp_path.iterdir()) == []
+    model_copy = shutil.copytree(untied_model, tmp_path / "copy")
+    assert resolve_model(model_copy, tmp_path).fingerprint == model.fingerprint
+    (model_copy / "tokenizer.json").write_text((model_copy / "tokenizer.json").read_text() + " ")
+    assert resolve_model(model_copy, tmp_path).fingerprint != model.fingerprint
+    assert model_positions(model_copy) == 256
 
 
 def test_a_checkpoint_is_converted_once(
     untied_model: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    found = resolve_model(checkpoint, tmp_path)
-    assert found.folder == tmp_path / "converted_model"
-    assert_same(weights(found.folder), weights(untied_model))
-    made = (found.folder / "model.safetensors").stat().st_mtime_ns
-    assert resolve_model(checkpoint, tmp_path) == found
-    assert (found.folder / "model.safetensors").stat().st_mtime_ns == made
+    model = resolve_model(checkpoint, tmp_path)
+    assert model.folder == tmp_path / "converted_model"
+    assert_same(weights(model.folder), weights(untied_model))
+    written_at = (model.folder / "model.safetensors").stat().st_mtime_ns
+    assert resolve_model(checkpoint, tmp_path) == model
+    assert (model.folder / "model.safetensors").stat().st_mtime_ns == written_at
     other = make_model_folder(tmp_path / "other", seed=6)
     with pytest.raises(ValueError, match="Give another --output"):
         resolve_model(to_megatron(other, tmp_path / "other_megatron").parent, tmp_path)
@@ -60,11 +60,11 @@ def test_a_checkpoint_whose_file_has_another_size_is_another(
 
 
 def test_a_conversion_that_was_killed_is_made_again(checkpoint: Path, tmp_path: Path) -> None:
-    found = resolve_model(checkpoint, tmp_path)
+    model = resolve_model(checkpoint, tmp_path)
     (tmp_path / "converted_from.json").unlink()
-    (found.folder / "model.safetensors").write_bytes(b"half")
-    assert resolve_model(checkpoint, tmp_path) == found
-    assert torch.isfinite(weights(found.folder)["model.norm.weight"]).all()
+    (model.folder / "model.safetensors").write_bytes(b"half")
+    assert resolve_model(checkpoint, tmp_path) == model
+    assert torch.isfinite(weights(model.folder)["model.norm.weight"]).all()
 
 
 def test_a_runs_folder_stands_for_its_newest_model(
@@ -94,12 +94,12 @@ def test_adapters_without_their_model_are_refused(tmp_path: Path) -> None:
     adapter = tmp_path / "hf_model" / "adapter"
     adapter.mkdir(parents=True)
     (adapter / "adapter_config.json").write_text("{}")
-    for given in (adapter, adapter.parent):
+    for folder in (adapter, adapter.parent):
         with pytest.raises(
             ValueError,
             match=r'adapter" has adapters .* without their model; .* folder of their run',
         ):
-            resolve_model(given, tmp_path / "out")
+            resolve_model(folder, tmp_path / "out")
     with pytest.raises(ValueError, match=r"only its adapters \(save.merged=false\)"):
         _ = Run(tmp_path).model
 

@@ -29,7 +29,11 @@ from tests.evals.guessing_model import make_guessing_model
 from tests.evals.test_evaluation import evaluate_in_pool
 from tests.selection import matrix
 
-SAMPLES, NEW_TOKENS, PROMPT_TOKENS, LIMIT, SEED = 5, 21, 40, 3, 9
+SAMPLES = 5
+NEW_TOKENS = 21
+PROMPT_TOKENS = 40
+LIMIT = 3
+SEED = 9
 ROWS = {"first": 4, "second": 2}
 """Problems of each file; the last one of the second is too long."""
 
@@ -119,11 +123,9 @@ def test_every_option_reaches_the_plan_and_the_engines(tmp_path: Path) -> None:
 def test_an_output_takes_no_completions_of_other_settings(tied_model: Path, tmp_path: Path) -> None:
     row = {"prompt": "1+1=", "solutions": ["2"], "query_id": "q", "task": "math"}
     (tmp_path / "quiz.jsonl").write_text(json.dumps(row) + "\n")
-    output, rollout, no_pool = (
-        tmp_path / "out",
-        RolloutConfig(cuda_graphs=True),
-        cast(WorkerPool, None),
-    )
+    output = tmp_path / "out"
+    rollout = RolloutConfig(cuda_graphs=True)
+    no_pool = cast(WorkerPool, None)
     device = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
     plan = Plan(tied_model, ("quiz",), tmp_path, output, samples=2, seed=SEED, template="raw")
     plan = replace(plan, temperature=0.7, top_p=0.9, max_new_tokens=NEW_TOKENS)

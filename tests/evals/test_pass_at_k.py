@@ -14,15 +14,16 @@ from rlmath.evals.results import answer_key, useful_k
 def pass_by_subsets(n: int, correct: int, k: int) -> float:
     """The share of all subsets of k samples that have a right one."""
     right = [i < correct for i in range(n)]
-    found = [any(subset) for subset in itertools.combinations(right, k)]
-    return sum(found) / len(found)
+    passes = [any(subset) for subset in itertools.combinations(right, k)]
+    return sum(passes) / len(passes)
 
 
 @settings(max_examples=75, deadline=None)
 @given(st.data())
 def test_pass_at_k_is_the_share_of_all_subsets(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 11))
-    k, correct = data.draw(st.integers(1, n)), data.draw(st.integers(0, n))
+    k = data.draw(st.integers(1, n))
+    correct = data.draw(st.integers(0, n))
     assert pass_at_k(n, correct, k) == pytest.approx(pass_by_subsets(n, correct, k), abs=1e-12)
 
 
@@ -45,7 +46,8 @@ def majority_by_subsets(votes: list[Vote], blank: int, k: int) -> float:
         number for number, vote in enumerate(votes) for _ in range(vote.count)
     ]
     samples += [None] * blank
-    total, subsets = 0.0, 0
+    total = 0.0
+    subsets = 0
     for subset in itertools.combinations(samples, k):
         subsets += 1
         counts = {answer: subset.count(answer) for answer in subset if answer is not None}

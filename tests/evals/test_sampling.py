@@ -47,16 +47,18 @@ def test_hostile_completions_cost_their_time_limit_and_nothing_else(tmp_path: Pa
         benchmark="quiz",
         question="How many apples?",
     )
-    found: list[tuple[str, CompletionRecord]] = []
+    benchmark_records: list[tuple[str, CompletionRecord]] = []
     with WorkerPool(1, 1.0) as pool:
-        verification = Verification(pool, {0: problem}, lambda *written: found.append(written))
+        verification = Verification(
+            pool, {0: problem}, lambda *written: benchmark_records.append(written)
+        )
         for index, text in zip((GREEDY_INDEX, 0, 1, 2, 3, 4, 5, 6), texts, strict=True):
             request = Request((0, index), problem.token_ids, 40 + index, 0, 99)
             verification.submit(request, completion_of(index, text))
         verification.finish()
     assert not marker.exists()
-    assert {benchmark for benchmark, _ in found} == {"quiz"}
-    records = [record for _, record in found]
+    assert {benchmark for benchmark, _ in benchmark_records} == {"quiz"}
+    records = [record for _, record in benchmark_records]
     assert [record.text for record in records] == texts
     assert {record.tokens for record in records} == {3}
     assert [record.correct for record in records] == [False] * 5 + [True, True, False]
@@ -82,15 +84,17 @@ def test_a_scorer_of_the_users_says_what_is_right_in_a_worker_of_its_own(tmp_pat
     )
     texts = ["so \\boxed{9} or 1", "ends 1", "hangs 1", "so \\boxed{1}."]
     problem = Problem("q", "One?", (1, 2), ("1",), "math", '{"level": 3}', benchmark="quiz")
-    found: list[CompletionRecord] = []
+    records: list[CompletionRecord] = []
     hook = Hook("scorer", f"{tmp_path}/own.py:scorer", "--scorer")
     with WorkerPool(1, 1.0) as pool, WorkerPool(1, 1.0, function=hook) as scorer:
-        verification = Verification(pool, {0: problem}, lambda _, one: found.append(one), scorer)
+        verification = Verification(
+            pool, {0: problem}, lambda _, record: records.append(record), scorer
+        )
         for index, text in enumerate(texts):
             request = Request((0, index), problem.token_ids, index, 0, 99)
             verification.submit(request, completion_of(index, text))
         verification.finish()
-    assert [(one.correct, one.verdict, one.extracted) for one in found] == [
+    assert [(record.correct, record.verdict, record.extracted) for record in records] == [
         (True, "function", "9"),
         (False, "error", ""),
         (False, "timeout", ""),
@@ -155,12 +159,12 @@ def test_the_time_left_is_told_by_tokens_before_a_completion_is_finished(
 
 def test_the_hash_of_a_problem_is_of_all_that_its_judgement_depends_on() -> None:
     problem = Problem("q", "?", (1, 2), ("7",), "math", benchmark="quiz")
-    others = [
+    variants = [
         Problem("q", "?", (1, 3), ("7",), "math", benchmark="quiz"),
         Problem("q", "?", (1, 2), ("8",), "math", benchmark="quiz"),
         Problem("q", "?", (1, 2), ("7",), "choice", benchmark="quiz"),
     ]
-    assert len({one.prompt_hash for one in (problem, *others)}) == 4
+    assert len({variant.prompt_hash for variant in (problem, *variants)}) == 4
     assert (
         Problem("z", "!", (1, 2), ("7",), "math", benchmark="other").prompt_hash
         == problem.prompt_hash

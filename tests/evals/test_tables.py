@@ -35,7 +35,8 @@ def problem(name: str, tokens: int = 5) -> Problem:
 def completion(
     answer: str, tokens: int = 10, truncated: bool = False, verdict: str = "string"
 ) -> CompletionRecord:
-    finish, right = "length" if truncated else "stop", answer in ("7", "7.0")
+    finish = "length" if truncated else "stop"
+    right = answer in ("7", "7.0")
     return CompletionRecord("", "", 0, 1, "abcd", "", tokens, finish, right, answer, verdict)
 
 
@@ -336,7 +337,7 @@ def test_references_that_no_answer_equals_are_reported() -> None:
 
 def test_lengths_that_do_not_fit_the_model_say_what_to_set() -> None:
     problems = [problem("short", 10), problem("long", 100)]
-    for positions, given, most_prompt, wanted in (
+    for positions, new_tokens, most_prompt, limits in (
         (164, 64, None, LengthLimits(100, 64)),
         (None, 64, None, LengthLimits(100, 64)),
         (100, 64, 36, LengthLimits(36, 64)),
@@ -345,7 +346,7 @@ def test_lengths_that_do_not_fit_the_model_say_what_to_set() -> None:
         (500, None, 440, LengthLimits(440, 60)),
         (None, None, None, LengthLimits(100, 77)),
     ):
-        assert check_lengths(problems, positions, given, most_prompt, 77) == wanted
+        assert check_lengths(problems, positions, new_tokens, most_prompt, 77) == limits
     with pytest.raises(ValueError, match=r"'long'.* has 100") as error:
         check_lengths(problems, 150, 64, None, 77)
     assert "--max-new-tokens 50" in str(error.value) and "--max-prompt-tokens 86" in str(

@@ -20,7 +20,8 @@ from rlmath.rollout.engine import open_standalone
 from rlmath.rollout.running_completions import RunningCompletions
 from rlmath.rollout.sampling import Request
 
-NEW_TOKENS, MODEL_LENGTH = 230, 256
+NEW_TOKENS = 230
+MODEL_LENGTH = 256
 TEMPERATURE = 0.8
 SETTINGS = RolloutConfig(cpu_kv_cache_gib=1.6 / 1024, max_num_seqs=8)
 REQUESTS = [
@@ -43,7 +44,8 @@ def main(folder: str) -> None:
         noise_seeds,
     )  # vLLM reads the environment when it is imported
 
-    preemptions, scheduler = 0, llm.llm_engine.engine_core.engine_core.scheduler
+    preemptions = 0
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preempt = scheduler._preempt_request
 
     def counted(*arguments: object, **more: object) -> object:

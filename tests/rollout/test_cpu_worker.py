@@ -51,9 +51,10 @@ def test_nothing_of_the_sampler_is_compiled():
 
 
 def test_log_probs_without_ranks_are_those_of_vllm():
-    logprobs_TV, token_ids_T = torch.randn(5, 7).log_softmax(-1), torch.tensor([6, 0, 3, 3, 1])
-    found = gather_without_ranks(logprobs_TV, 0, token_ids_T)
-    wanted = sampler.Sampler.gather_logprobs(logprobs_TV, 0, token_ids_T)
-    for ours, theirs in zip(found[:2], wanted[:2], strict=True):
-        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
-    assert found.selected_token_ranks.dtype == wanted.selected_token_ranks.dtype
+    logprobs_TV = torch.randn(5, 7).log_softmax(-1)
+    token_ids_T = torch.tensor([6, 0, 3, 3, 1])
+    gathered_logprobs = gather_without_ranks(logprobs_TV, 0, token_ids_T)
+    vllm_logprobs = sampler.Sampler.gather_logprobs(logprobs_TV, 0, token_ids_T)
+    for tensor, vllm_tensor in zip(gathered_logprobs[:2], vllm_logprobs[:2], strict=True):
+        assert torch.equal(tensor, vllm_tensor) and tensor.dtype == vllm_tensor.dtype
+    assert gathered_logprobs.selected_token_ranks.dtype == vllm_logprobs.selected_token_ranks.dtype

@@ -21,16 +21,19 @@ from rlmath.rollout.shared_gpu_worker import SharedGPUWorker, Worker  # noqa: E4
 def asleep(worker: type[Worker], monkeypatch: pytest.MonkeyPatch, freed: list[int]) -> list[int]:
     """The levels of the sleeps of a worker whose model is one matrix, while the device has so much
     free memory."""
-    free, levels = iter(freed), []
+    free = iter(freed)
+    levels = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (next(free), 100))
-    made: Any = object.__new__(worker)
-    made.model_runner = SimpleNamespace(model=torch.nn.Linear(2, 3))
-    made.get_draft_model = lambda: None
-    made.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False))
-    made._sleep_mode_backend = SimpleNamespace(suspend=levels.append)
-    made.model_config = SimpleNamespace(sleep_preserve_parameter_names=())
-    made.sleep(2)
+    sleeping_worker: Any = object.__new__(worker)
+    sleeping_worker.model_runner = SimpleNamespace(model=torch.nn.Linear(2, 3))
+    sleeping_worker.get_draft_model = lambda: None
+    sleeping_worker.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(enable_nccl_comm_suspend=False)
+    )
+    sleeping_worker._sleep_mode_backend = SimpleNamespace(suspend=levels.append)
+    sleeping_worker.model_config = SimpleNamespace(sleep_preserve_parameter_names=())
+    sleeping_worker.sleep(2)
     return levels
 
 

@@ -14,7 +14,9 @@ PLANNED = {"offload": -40, "generate": 100}
 
 def cycle(monitor: MemoryMonitor, between: int = 1000, **held: int) -> None:
     monitor.start_cycle()
-    monitor.expect(between * MIB, {phase: more * MIB for phase, more in PLANNED.items()})
+    monitor.expect(
+        between * MIB, {phase: planned_size * MIB for phase, planned_size in PLANNED.items()}
+    )
     for phase, size in held.items():
         monitor.observe(phase, size * MIB)
     monitor.end_cycle(lambda mine: [mine])
@@ -50,8 +52,8 @@ def test_an_excess_over_the_plan_is_logged_once_and_again_with_its_change(
         "planned "
         "(memory.leak_threshold_mib is 10)"
     )
-    for held in (1620, 1670, 1670):
-        cycle(monitor, offload=1473, generate=held)
+    for held_mib in (1620, 1670, 1670):
+        cycle(monitor, offload=1473, generate=held_mib)
     assert len(caplog.records) == 2
     assert "570 MiB more than planned, 57 MiB more than was logged before" in caplog.text
 
@@ -92,8 +94,8 @@ def test_growth_during_the_warm_up_is_none() -> None:
 
 def test_growth_is_logged_once_and_further_growth_again(caplog: pytest.LogCaptureFixture) -> None:
     monitor = warm(generate=500)
-    for held in (500, 600, 600, 605, 700, 700):
-        cycle(monitor, generate=held)
+    for held_mib in (500, 600, 600, 605, 700, 700):
+        cycle(monitor, generate=held_mib)
     logged = [record.getMessage() for record in caplog.records]
     assert [("cycle 5" in text, "cycle 8" in text) for text in logged] == [
         (True, False),
@@ -122,11 +124,11 @@ def test_a_phase_without_a_plan_is_compared_with_itself_alone(
 def test_one_of_so_many_cycles_is_compared(caplog: pytest.LogCaptureFixture) -> None:
     """Between them, what allocators keep for later would be taken for growth."""
     monitor = MemoryMonitor(10 * MIB, stop=True, rank=0, every=4)
-    for held in (500, 900, 900, 500, 900, 900, 900, 505, 900):
-        cycle(monitor, generate=held)
-        assert monitor.held == {"generate": held * MIB}
+    for held_mib in (500, 900, 900, 500, 900, 900, 900, 505, 900):
+        cycle(monitor, generate=held_mib)
+        assert monitor.held == {"generate": held_mib * MIB}
     assert caplog.records == []
-    for held in (900, 900):
-        cycle(monitor, generate=held)
+    for held_mib in (900, 900):
+        cycle(monitor, generate=held_mib)
     with pytest.raises(MemoryLeak, match="400 MiB more than in the same phase of earlier steps"):
         cycle(monitor, generate=900)

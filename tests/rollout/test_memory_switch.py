@@ -82,15 +82,16 @@ CALLS = {
 @pytest.mark.parametrize("device", CALLS)
 def test_cycles_in_the_right_order(device: str) -> None:
     rig = Rig(device)
-    states, held = [rig.memory.state], []
+    states = [rig.memory.state]
+    weight_bytes = []
     for move in 2 * MOVES:
         getattr(rig.memory, move)()
         states.append(rig.memory.state)
-        held.append(rig.weight_bytes)
+        weight_bytes.append(rig.weight_bytes)
     assert states == ["awake", *2 * ["asleep", "weights", "awake"]]
     assert rig.llm.calls == 2 * CALLS[device]
     # On GPU it is vLLM itself that gives the weights up.
-    assert held == 2 * ([0, 24, 24] if device == "cpu" else [24, 24, 24])
+    assert weight_bytes == 2 * ([0, 24, 24] if device == "cpu" else [24, 24, 24])
 
 
 def test_the_kv_cache_is_what_its_storages_hold_together() -> None:

@@ -20,7 +20,8 @@ from tests.selection import matrix
 prepare_environment("cpu")
 from rlmath.rollout.cpu_worker import noise_seeds  # noqa: E402 - vLLM reads the environment when it is imported
 
-SEEDS, POSITIONS = 1_000, 1_000
+SEEDS = 1_000
+POSITIONS = 1_000
 LOGITS_V = torch.linspace(-3.0, 2.0, 24)
 REQUEST_SEEDS = {
     "from 0 on": np.arange(SEEDS, dtype=np.uint64),
@@ -49,9 +50,10 @@ def p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", REQUEST_SEEDS)
 def test_a_million_draws_have_the_exact_distribution_alone_and_in_pairs(name: str) -> None:
-    tokens, exact_V = draws(REQUEST_SEEDS[name], 7), LOGITS_V.double().softmax(-1)
-    alone = torch.bincount(tokens.flatten(), minlength=len(exact_V))
-    assert p_value(alone, tokens.numel() * exact_V) > 1e-4
+    tokens = draws(REQUEST_SEEDS[name], 7)
+    exact_V = LOGITS_V.double().softmax(-1)
+    token_counts = torch.bincount(tokens.flatten(), minlength=len(exact_V))
+    assert p_value(token_counts, tokens.numel() * exact_V) > 1e-4
     exact_VV = torch.outer(exact_V, exact_V).flatten()
     for first, second in (
         (tokens[:, 0::2], tokens[:, 1::2]),  # of one request, one after the other
@@ -80,10 +82,12 @@ def test_all_tokens_of_an_engine_are_drawn_with_the_noise_of_their_seed_and_posi
     of its own."""
     make_tiny_model.main(["--output", str(tmp_path / "model")])
     command = [sys.executable, "-m", "tests.rollout.sampled_tokens", str(tmp_path / "model")]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=900
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["tokens"] > 1_000 and found["preemptions"] > 0 and found["greedy"] > 100, found
-    assert found["others"] <= 2, f"ties of float32 apart, all tokens are the expected ones: {found}"
+    assert process.returncode == 0, process.stderr[-4000:]
+    counts = json.loads(process.stdout.splitlines()[-1])
+    assert counts["tokens"] > 1_000 and counts["preemptions"] > 0 and counts["greedy"] > 100, counts
+    assert counts["others"] <= 2, (
+        f"ties of float32 apart, all tokens are the expected ones: {counts}"
+    )

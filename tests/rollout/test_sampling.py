@@ -56,16 +56,17 @@ def test_every_sample_of_every_prompt_is_a_request():
 
 
 def test_a_prompt_that_comes_again_in_a_step_gets_other_samples():
-    seed, how = RolloutSeed(run_seed=1, step=4), SamplingSettings(3, 1.0, 1.0, 0, 9)
-    twice = group_requests([PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[0]], how, seed)
-    assert [request.seed for request in twice[0]] == [
+    seed = RolloutSeed(run_seed=1, step=4)
+    settings = SamplingSettings(3, 1.0, 1.0, 0, 9)
+    requests = group_requests([PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[0]], settings, seed)
+    assert [request.seed for request in requests[0]] == [
         request_seed(1, 4, "q-0", g) for g in (0, 1, 2)
     ]
-    assert [request.seed for request in twice[2]] == [
+    assert [request.seed for request in requests[2]] == [
         request_seed(1, 4, "q-0", g) for g in (3, 4, 5)
     ]
-    assert len({request.seed for row in twice for request in row}) == 12
-    assert [request.key for request in twice[3]] == [(3, 0), (3, 1), (3, 2)]
+    assert len({request.seed for row in requests for request in row}) == 12
+    assert [request.key for request in requests[3]] == [(3, 0), (3, 1), (3, 2)]
 
 
 def test_a_slice_continues_where_the_completion_stands():

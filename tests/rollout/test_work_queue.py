@@ -85,7 +85,8 @@ def sharing_engines(
     inner: dist.Store | None = None,
 ) -> list[PlayedEngine]:
     # Ranks know what they have taken, so each has a store object of its own.
-    requests_PG, inner = make_requests(lengths_P, group_size), inner or dist.HashStore()
+    requests_PG = make_requests(lengths_P, group_size)
+    inner = inner or dist.HashStore()
     meshes = [engine_mesh(engine, engines) for engine in range(engines)]
     return [
         PlayedEngine(WorkQueue(new_store(inner), requests_PG, mesh, places), places)
@@ -148,7 +149,8 @@ def test_an_engine_that_has_finished_something_takes_what_another_has_not_begun(
 
 
 def test_engines_that_begin_at_once_ask_nothing_of_the_store():
-    requests_PG, store = make_requests([5] * 50, 4), Unasked()
+    requests_PG = make_requests([5] * 50, 4)
+    store = Unasked()
     work_queue = [WorkQueue(new_store(store), requests_PG, engine_mesh(e, 4), 8) for e in range(4)]
     popped = [
         [request.key for request in engine_queue.pop(Load(0, 0))] for engine_queue in work_queue
@@ -158,7 +160,8 @@ def test_engines_that_begin_at_once_ask_nothing_of_the_store():
 
 def test_engines_begin_with_as_many_sequences_where_rows_are_uneven() -> None:
     """Completions that are continued stand first, a row for each; then whole groups."""
-    carried, fresh = make_requests([5] * 40, 1), make_requests([5] * 20, 8)
+    carried = make_requests([5] * 40, 1)
+    fresh = make_requests([5] * 20, 8)
     rows = [
         *carried,
         *([replace(r, key=(p, r.key[1])) for r in row] for p, row in enumerate(fresh, start=40)),
@@ -253,7 +256,8 @@ def test_all_ranks_of_an_engine_are_given_the_same():
 
 @pytest.mark.parametrize("engine_size", [1, 2])
 def test_no_key_stays_in_the_store(engine_size: int):
-    inner, lengths = dist.HashStore(), [3, 9, 1, 1, 2]
+    inner = dist.HashStore()
+    lengths = [3, 9, 1, 1, 2]
     if engine_size == 1:
         played = sharing_engines(lengths, 3, 4, 4, inner)
     else:
@@ -273,7 +277,8 @@ def test_no_key_stays_in_the_store(engine_size: int):
 def test_rare_long_answers_idle_at_most_half_as_long_as_with_fixed_shares(
     engines: int, prompts: int
 ):
-    shared, fixed = [], []
+    shared = []
+    fixed = []
     for seed in range(10):
         lengths = one_in_50_is_20_times_longer(prompts, seed)
         shared.append(play_in_step(sharing_engines(lengths, 4, engines, places=8)))

@@ -70,8 +70,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_number_and_metrics_come_back(folder):
     with WorkerPool(1, 30.0, function="my_rewards:by_length") as pool:
-        said = pool.call("four", ["6"], ROW).result(60)
-    assert (said.reward, said.metrics, said.failure) == (-2.0, (("level", 3.0), ("id", 3.0)), None)
+        function_result = pool.call("four", ["6"], ROW).result(60)
+    assert (function_result.reward, function_result.metrics, function_result.failure) == (
+        -2.0,
+        (("level", 3.0), ("id", 3.0)),
+        None,
+    )
 
 
 def test_what_is_no_reward_is_a_failure(folder):
@@ -87,9 +91,9 @@ def test_what_is_no_reward_is_a_failure(folder):
                 "the reward must be a number from -1e+30 to 1e+30; it returned (1e+308,",
             ),
         ):
-            said = pool.call(completion, ["6"], ROW | {"function": name}).result(60)
-            assert said.failure == "error", name
-            assert message in said.message
+            function_result = pool.call(completion, ["6"], ROW | {"function": name}).result(60)
+            assert function_result.failure == "error", name
+            assert message in function_result.message
 
 
 def test_a_failure_has_the_last_lines_of_its_traceback(folder):
@@ -108,14 +112,14 @@ def test_what_a_function_prints_is_logged_bounded_and_without_control_characters
     with WorkerPool(1, 30.0, function="my_rewards:talks") as pool:
         assert pool.call("1", [], ROW).result(60).reward == 1.0
         assert pool.call("100", [], ROW).result(60).reward == 1.0
-    told = [record.getMessage() for record in caplog.records if "prints" in record.getMessage()]
-    assert told[:3] == [
+    messages = [record.getMessage() for record in caplog.records if "prints" in record.getMessage()]
+    assert messages[:3] == [
         "reward.function prints: \\x1b[2Jseen 1",
         "reward.function prints: line 0",
         "reward.function prints: no end of line\\x1b[2Jseen 100",
     ]
-    assert len(told) == MAX_PRINTED_LINES + 1
-    assert told[-1].startswith(
+    assert len(messages) == MAX_PRINTED_LINES + 1
+    assert messages[-1].startswith(
         f"reward.function prints: {104 - MAX_PRINTED_LINES} more lines, which are left out"
     )
 
@@ -160,7 +164,7 @@ def test_the_fingerprint_is_that_of_the_functions_file_and_imports_nothing(folde
 
 
 def test_names_are_checked_as_values_are(folder):
-    asked = {
+    validity = {
         "\ud800": False,
         "\x1b[2J": False,
         "a\nb": False,
@@ -169,14 +173,14 @@ def test_names_are_checked_as_values_are(folder):
         "x" * 101: False,
         "\u202ex": False,
     }
-    asked |= {"x" * 100: True, "Länge in Wörtern": True, "a/b": True, "字": True}
+    validity |= {"x" * 100: True, "Länge in Wörtern": True, "a/b": True, "字": True}
     with WorkerPool(1, 30.0, function="my_rewards:echo") as pool:
-        futures = {name: pool.call("x", [], {"name": name}) for name in asked}
-        said = {name: future.result(60) for name, future in futures.items()}
-    for name, is_good in asked.items():
-        assert said[name].metrics == (((name, 2.0),) if is_good else ())
-        assert is_good or "must be 1 to 100 printable characters" in said[name].message
-        assert said[name].message.isprintable()
+        futures = {name: pool.call("x", [], {"name": name}) for name in validity}
+        results_by_name = {name: future.result(60) for name, future in futures.items()}
+    for name, is_good in validity.items():
+        assert results_by_name[name].metrics == (((name, 2.0),) if is_good else ())
+        assert is_good or "must be 1 to 100 printable characters" in results_by_name[name].message
+        assert results_by_name[name].message.isprintable()
 
 
 @pytest.mark.parametrize(

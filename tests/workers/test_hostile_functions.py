@@ -141,13 +141,13 @@ def naps() -> list[int]:
 def those_with(file: str, text: str) -> list[int]:
     """The processes whose file in /proc has this between two zero bytes; those that have ended have
     nothing there."""
-    found = []
+    process_ids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
                 if text.encode() in (entry / file).read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-    return found
+                    process_ids.append(int(entry.name))
+    return process_ids
 
 
 def failures_among_others(said: list, hostile: int) -> list:

@@ -155,7 +155,8 @@ def test_equal_questions_are_asked_once(pool):
 
 
 def test_an_answer_to_another_question_is_another_check(pool):
-    apples, pears = ("How many apples?", "How many pears?")
+    apples = "How many apples?"
+    pears = "How many pears?"
     first, second = (
         pool.submit("\\boxed{3 apples}", ("3",), "math", question) for question in (apples, pears)
     )

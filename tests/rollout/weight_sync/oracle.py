@@ -97,7 +97,8 @@ class Layout:
 
 def whole_tensors(shape: ModelShape) -> dict[str, Tensor]:
     """Every Hugging Face tensor, no two elements alike, from 1 on."""
-    tensors, start = {}, 1
+    tensors = {}
+    start = 1
     for placed in placed_tensors(shape):
         for name, size in zip(placed.hf_names, hf_shapes(placed.rule, shape), strict=True):
             tensors[name] = torch.arange(start, start + math.prod(size)).view(size)

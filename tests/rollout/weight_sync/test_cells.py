@@ -39,24 +39,28 @@ def test_where_a_node_spans_a_border_of_stages_all_ranks_are_one_cell() -> None:
 
 @pytest.mark.parametrize("name", MESHES)
 def test_every_rank_is_in_one_cell_and_each_has_all_shards(name: str) -> None:
-    mesh, found = MESHES[name], cells(MESHES[name], NODES.get(name))
-    assert sorted(rank for cell in found for rank in cell) == list(range(mesh.world_size))
-    assert len(found) > 1
-    everything = {coordinates(replace(mesh, rank=rank)) for rank in range(mesh.world_size)}
-    for cell in found:
-        assert {coordinates(replace(mesh, rank=rank)) for rank in cell} == everything
+    mesh = MESHES[name]
+    rank_cells = cells(MESHES[name], NODES.get(name))
+    assert sorted(rank for cell in rank_cells for rank in cell) == list(range(mesh.world_size))
+    assert len(rank_cells) > 1
+    all_shards = {coordinates(replace(mesh, rank=rank)) for rank in range(mesh.world_size)}
+    for cell in rank_cells:
+        assert {coordinates(replace(mesh, rank=rank)) for rank in cell} == all_shards
         engines = {rank // mesh.engine_size for rank in cell}
         assert len(cell) == len(engines) * mesh.engine_size
 
 
 @pytest.mark.parametrize("name", MESHES)
 def test_cells_are_alike_and_all_ranks_of_one_make_the_same_plan(name: str) -> None:
-    mesh, shape = MESHES[name], EXPERTS if name == "experts" else SMALL
-    how, nodes = (shape, training_layout(4, mesh)), NODES.get(name)
-    found, sizes = cells(mesh, nodes), set()
-    for cell in found:
+    mesh = MESHES[name]
+    shape = EXPERTS if name == "experts" else SMALL
+    shape_and_layout = (shape, training_layout(4, mesh))
+    nodes = NODES.get(name)
+    rank_cells = cells(mesh, nodes)
+    sizes = set()
+    for cell in rank_cells:
         plans = [
-            plan_sync(*how, replace(mesh, rank=rank), 4, BUCKET, nodes)
+            plan_sync(*shape_and_layout, replace(mesh, rank=rank), 4, BUCKET, nodes)
             for rank in (cell[0], cell[-1])
         ]
         assert plans[0] == plans[1] and tuple(plans[0].local) == tuple(plans[0].missing) == cell
@@ -68,7 +72,8 @@ def test_cells_are_alike_and_all_ranks_of_one_make_the_same_plan(name: str) -> N
 
 
 def test_a_rank_plans_no_more_with_more_ranks() -> None:
-    planned, peers = [], []
+    planned = []
+    peers = []
     for ranks in (16, 32, 64, 128, 256, 512):
         mesh = Mesh(ranks - 1, ranks, 2, 2, 1)
         plan = plan_sync(SMALL, training_layout(4, mesh), mesh, 4, BUCKET, ranks_per_node=8)
@@ -76,7 +81,15 @@ def test_a_rank_plans_no_more_with_more_ranks() -> None:
             (sum(map(len, plan.rounds)), sum(map(len, plan.local.values())), len(plan.rounds))
         )
         rounds = rank_rounds(plan, mesh.rank)
-        peers.append(len({peer for one in rounds for peer in (*one.sends, *one.receives)}))
+        peers.append(
+            len(
+                {
+                    peer
+                    for rank_round in rounds
+                    for peer in (*rank_round.sends, *rank_round.receives)
+                }
+            )
+        )
     assert len(set(planned)) == len(set(peers)) == 1
     assert planned[0][0] > 0 and 0 < peers[0] < 16
 

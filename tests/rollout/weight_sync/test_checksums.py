@@ -38,7 +38,9 @@ def swapped(matrix: Tensor, one: int, other: int) -> Tensor:
 def test_the_parts_of_a_tensor_add_up_to_the_whole(
     rows: int, cols: int, row: int, col: int, dtype: torch.dtype
 ) -> None:
-    matrix, row, col = random_matrix(rows, cols, dtype), min(row, rows), min(col, cols)
+    matrix = random_matrix(rows, cols, dtype)
+    row = min(row, rows)
+    col = min(col, cols)
     corners = ((0, 0, row, col), (0, col, row, cols), (row, 0, rows, col), (row, col, rows, cols))
     total = sum(
         rectangle_checksum(matrix[top:bottom, left:right], top, left, cols)
@@ -66,15 +68,15 @@ def test_a_view_counts_as_its_copy() -> None:
 def test_every_single_bit_counts_wherever_it_is(dtype: torch.dtype) -> None:
     matrix = random_matrix(4, 8, dtype)
     whole = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
-    found = {checksum(matrix)}
+    checksums = {checksum(matrix)}
     for place in range(32):
         for bit in range(8 * matrix.element_size()):
             other = matrix.clone()
             # A shift into the sign is a negative number.
             mask = torch.tensor(1, dtype=whole).bitwise_left_shift(bit)
             other.view(whole).view(-1)[place] ^= mask
-            found.add(checksum(other))
-    assert len(found) == 1 + 32 * 8 * matrix.element_size()
+            checksums.add(checksum(other))
+    assert len(checksums) == 1 + 32 * 8 * matrix.element_size()
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)

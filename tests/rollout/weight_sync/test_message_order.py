@@ -54,10 +54,11 @@ def told(name: str) -> dict[int, list[Group]]:
     mesh = LAYOUTS[name]
     shape = EXPERTS if mesh.expert > 1 else SMALL
     layout = training_layout(shape.num_layers, mesh)
-    found = {}
+    groups_of_ranks = {}
     for rank in range(mesh.world_size):
         plan = plan_sync(shape, layout, replace(mesh, rank=rank), 2, BUCKET)
-        rounds, recorder = rank_rounds(plan, rank), Recorder()
+        rounds = rank_rounds(plan, rank)
+        recorder = Recorder()
         transport = Messages(
             rounds, lambda *_: None, torch.bfloat16, torch.device("meta"), recorder
         )
@@ -66,8 +67,8 @@ def told(name: str) -> dict[int, list[Group]]:
             if number + 1 < len(rounds):
                 transport.start(number + 1)
             transport.finish(number)
-        found[rank] = recorder.groups
-    return found
+        groups_of_ranks[rank] = recorder.groups
+    return groups_of_ranks
 
 
 def left_waiting(groups: dict[int, list[Group]]) -> dict[int, Group]:
@@ -77,22 +78,26 @@ def left_waiting(groups: dict[int, list[Group]]) -> dict[int, Group]:
     moved = True
     while moved:
         moved = False
-        for rank, mine in groups.items():
-            if at[rank] == len(mine):
+        for rank, rank_groups in groups.items():
+            if at[rank] == len(rank_groups):
                 continue
-            group = mine[at[rank]]
+            group = rank_groups[at[rank]]
             for number, (way, other, size) in enumerate(group):
                 if number in met[rank] or at[other] == len(groups[other]):
                     continue
-                wanted = ("receive" if way == "send" else "send", rank, size)
-                theirs = groups[other][at[other]]
-                if wanted in theirs and theirs.index(wanted) not in met[other]:
+                counterpart = ("receive" if way == "send" else "send", rank, size)
+                peer_group = groups[other][at[other]]
+                if counterpart in peer_group and peer_group.index(counterpart) not in met[other]:
                     met[rank].add(number)
-                    met[other].add(theirs.index(wanted))
+                    met[other].add(peer_group.index(counterpart))
                     moved = True
             if len(met[rank]) == len(group):
                 at[rank], met[rank], moved = at[rank] + 1, set(), True
-    return {rank: mine[at[rank]] for rank, mine in groups.items() if at[rank] < len(mine)}
+    return {
+        rank: rank_groups[at[rank]]
+        for rank, rank_groups in groups.items()
+        if at[rank] < len(rank_groups)
+    }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -28,7 +28,8 @@ from tests.rollout.weight_sync.oracle import (
 )
 
 FLOAT32 = 4
-PP2, PP4 = ((0, 1), (2, 3)), ((0,), (1,), (2,), (3,))
+PP2 = ((0, 1), (2, 3))
+PP4 = ((0,), (1,), (2,), (3,))
 LAYOUTS = (
     Layout(),
     Layout(tensor=2),
@@ -122,11 +123,11 @@ def needed_numbers(shape: ModelShape, engine_size: int, part: int) -> frozenset[
 def source_of(copy: Copy, parameters: dict[str, Tensor]) -> Tensor:
     """What a copy carries, out of the parameters of the rank that sends it."""
     matrix = parameters[copy.source_parameter]
-    found = matrix[
+    rectangle = matrix[
         copy.source_row : copy.source_row + copy.rows, copy.source_col : copy.source_col + copy.cols
     ]
-    assert found.shape == (copy.rows, copy.cols), f"{copy} reaches out of its source"
-    return found
+    assert rectangle.shape == (copy.rows, copy.cols), f"{copy} reaches out of its source"
+    return rectangle
 
 
 class Simulation:
@@ -187,14 +188,14 @@ class Simulation:
             part += content
 
     def check(self) -> None:
-        for rank, wanted in enumerate(self.wanted):
-            assert self.engines[rank].keys() == wanted.keys()
-            for name, matrix in wanted.items():
+        for rank, matrices in enumerate(self.wanted):
+            assert self.engines[rank].keys() == matrices.keys()
+            for name, matrix in matrices.items():
                 assert torch.equal(self.engines[rank][name], matrix), f"{name} of rank {rank}"
                 assert torch.equal(self.writes[rank][name], (matrix != 0).long()), (
                     f"{name} of rank {rank}"
                 )
-            with_content = [name for name, matrix in wanted.items() if matrix.any()]
+            with_content = [name for name, matrix in matrices.items() if matrix.any()]
             assert Counter(self.completed[rank]) == Counter(with_content)
 
 
@@ -216,10 +217,10 @@ def test_what_travels_is_what_the_target_lacks_and_no_more(
     plan = plan_of(shape, layout, engine_size)
     for rank in range(layout.ranks):
         needed = needed_numbers(shape, engine_size, rank % engine_size)
-        held = held_numbers(shape, layout, rank)
-        assert plan.missing[rank] == len(needed - held)
-        assert plan.bytes_received(rank) == bytes_of(len(needed - held))
-        assert plan.bytes_copied(rank) == bytes_of(len(needed & held))
+        held_elements = held_numbers(shape, layout, rank)
+        assert plan.missing[rank] == len(needed - held_elements)
+        assert plan.bytes_received(rank) == bytes_of(len(needed - held_elements))
+        assert plan.bytes_copied(rank) == bytes_of(len(needed & held_elements))
         assert all(copy.source == copy.target == rank for copy in plan.local[rank])
     assert all(copy.source != copy.target for copies in plan.rounds for copy in copies)
     assert sum(map(plan.bytes_sent, range(layout.ranks))) == plan.lower_bound
@@ -237,9 +238,9 @@ def test_no_rank_sends_or_receives_more_than_a_bucket_in_a_round(
         assert copies, "a round in which nobody sends anything"
         for side in ("source", "target"):
             for rank in {getattr(copy, side) for copy in copies}:
-                mine = [copy for copy in copies if getattr(copy, side) == rank]
-                total = sum(copy.elements for copy in mine)
-                assert total <= bucket or (len(mine) == 1 and mine[0].rows == 1)
+                rank_copies = [copy for copy in copies if getattr(copy, side) == rank]
+                total = sum(copy.elements for copy in rank_copies)
+                assert total <= bucket or (len(rank_copies) == 1 and rank_copies[0].rows == 1)
                 largest = max(largest, total) if side == "source" else largest
     assert plan.largest_bucket_bytes == bytes_of(largest)
 
@@ -271,8 +272,8 @@ def test_ranks_that_hold_the_same_share_the_sending(
     slices = [bytes_of(copy.elements) for copies in plan.rounds for copy in copies]
     by_content: dict[frozenset[int], list[int]] = {}
     for rank in range(layout.ranks):
-        held = held_numbers(MODELS[model], layout, rank)
-        by_content.setdefault(held, []).append(plan.bytes_sent(rank))
+        held_elements = held_numbers(MODELS[model], layout, rank)
+        by_content.setdefault(held_elements, []).append(plan.bytes_sent(rank))
     for sent in by_content.values():
         assert max(sent) - min(sent) <= max(slices, default=0)
 

@@ -27,29 +27,35 @@ from tests.rollout.weight_sync.test_reshard_plan import MATRIX, plan_of, source_
 def test_runs_read_what_the_copies_read(layout: Layout, engine_size: int) -> None:
     plan = plan_of(SMALL, layout, engine_size)
     for rank in range(layout.ranks):
-        held = training_parameters(SMALL, whole(SMALL), layout, rank)
+        parameters = training_parameters(SMALL, whole(SMALL), layout, rank)
         sent = (copy for copy in itertools.chain(*plan.rounds) if copy.source == rank)
         copies = [*plan.local[rank], *sent]
         read = torch.cat(
-            [run.source(held[run.first.source_parameter]).flatten() for run in runs_of(copies)]
+            [
+                run.source(parameters[run.first.source_parameter]).flatten()
+                for run in runs_of(copies)
+            ]
         )
-        assert torch.equal(read, torch.cat([source_of(copy, held).flatten() for copy in copies]))
+        assert torch.equal(
+            read, torch.cat([source_of(copy, parameters).flatten() for copy in copies])
+        )
 
 
 @pytest.mark.parametrize("shape", [SMALL, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_runs_write_a_whole_engine(shape: ModelShape, tensor: int) -> None:
-    shape, layout = replace(shape, vocab_size=128), Layout(tensor=tensor)
+    shape = replace(shape, vocab_size=128)
+    layout = Layout(tensor=tensor)
     plan = plan_of(shape, layout, tensor)
     assert not plan.rounds
     for rank in range(layout.ranks):
-        held = training_parameters(shape, whole(shape), layout, rank)
+        parameters = training_parameters(shape, whole(shape), layout, rank)
         engine = {
             name: torch.zeros(size, dtype=torch.int64)
             for name, size in engine_shapes(shape, tensor).items()
         }
         for run in runs_of(plan.local[rank]):
-            source = run.source(held[run.first.source_parameter])
+            source = run.source(parameters[run.first.source_parameter])
             run.target(engine[run.first.target_parameter]).copy_(source)
         for name, matrix in engine_parameters(shape, whole(shape), tensor, rank).items():
             assert torch.equal(engine[name], matrix), name

@@ -109,7 +109,8 @@ def main() -> None:
     init_process_group(open_device("cpu"), 60.0)
     while os.dup(0) < SAME_NUMBER:
         pass
-    pieces, shared = share_memory(64), None
+    pieces = share_memory(64)
+    shared = None
     if pieces is not None:
         tensors = [torch.empty(0, dtype=torch.uint8).set_(piece) for piece in pieces]
         tensors[dist.get_rank()].fill_(dist.get_rank() + 1)
