@@ -44,7 +44,7 @@ def start(marks: str, output: IO[str] | None, arguments: list[str]) -> subproces
 
     An interrupt at the terminal reaches it through us alone: a second one would break off its
     clearing up."""
-    ours = os.getpid()
+    process_id = os.getpid()
     return subprocess.Popen(
         [sys.executable, "-m", "pytest", "-m", marks, *arguments],
         cwd=Path(__file__).parents[1],
@@ -53,7 +53,7 @@ def start(marks: str, output: IO[str] | None, arguments: list[str]) -> subproces
         stdout=output,
         stderr=subprocess.STDOUT if output else None,
         process_group=0,
-        preexec_fn=lambda: end_with_parent(ours),
+        preexec_fn=lambda: end_with_parent(process_id),
     )
 
 
@@ -95,10 +95,10 @@ def main(arguments: list[str]) -> int:
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, pass_on)
-        found = [session.wait() for session in reversed(sessions)]
+        statuses = [session.wait() for session in reversed(sessions)]
         output.seek(0)
         print(f"\n{title}:", output.read(), sep="\n", flush=True)
-    return combined(found)
+    return combined(statuses)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that use the pool of ranks come last, so that its processes live no longer than they
     are used: threads of gloo's that are left over wake up a hundred times a second, which takes a
     quarter of two cores from other tests."""
-    use_pool = {item.path for item in items if uses_pool(item)}
-    items.sort(key=lambda item: (item.path in use_pool, item.path.name == KEEPS_ITS_GRAPH))
+    use_pool = {test.path for test in items if uses_pool(test)}
+    items.sort(key=lambda test: (test.path in use_pool, test.path.name == KEEPS_ITS_GRAPH))
 
 
 def pytest_collection_finish() -> None:

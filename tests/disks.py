@@ -39,14 +39,14 @@ def small_disk(folder: Path, size: str = "4m", inodes: int = 64) -> Iterator[Pat
 
 def use_up_inodes(disk: Path) -> list[Path]:
     """Make files until there can be no more; remove them to have inodes again."""
-    made = []
+    paths = []
     with contextlib.suppress(OSError):
         while True:
-            path = disk / f"inode-{len(made)}"
+            path = disk / f"inode-{len(paths)}"
             path.touch(exist_ok=False)
-            made.append(path)
+            paths.append(path)
     assert os.statvfs(disk).f_favail == 0
-    return made
+    return paths
 
 
 def use_up_space(disk: Path) -> Path:

@@ -58,5 +58,10 @@ save: save_freq_epochs=192 save_freq_steps=193 save_freq_secs=194.5 export_hf=tr
 """
 SECTIONS = [line.partition(": ") for line in SETTINGS.replace("\n    ", " ").strip().split("\n")]
 DISTINCT = load_config(
-    [], [f"{section}.{one}" for section, _, given in SECTIONS for one in given.split()]
+    [],
+    [
+        f"{section}.{assignment}"
+        for section, _, assignments in SECTIONS
+        for assignment in assignments.split()
+    ],
 )

@@ -16,17 +16,19 @@ from rlmath.rollout.sampling import Request
 
 
 def main() -> None:
-    model, max_new_tokens, prompts = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+    model = sys.argv[1]
+    max_new_tokens = int(sys.argv[2])
+    prompts = json.loads(sys.argv[3])
     settings = RolloutConfig(temperature=0.0, cpu_kv_cache_gib=0.1)
     llm = open_standalone(model, settings, 128, "cpu")
     requests = [
         Request((p, 0), tuple(tokens), 0, 0, max_new_tokens) for p, tokens in enumerate(prompts)
     ]
-    found = {
+    answers = {
         ended.request.key[0]: list(ended.completion.token_ids)
         for ended in RunningCompletions(llm, settings).sample(requests)
     }
-    print(json.dumps([found[p] for p in range(len(prompts))]))
+    print(json.dumps([answers[p] for p in range(len(prompts))]))
 
 
 if __name__ == "__main__":

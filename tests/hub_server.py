@@ -165,7 +165,8 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self._repository(match["kind"], match["name"])
         if repo is None:
             return None
-        verb, revision = match["verb"] or "revision", match["rev"] or "main"
+        verb = match["verb"] or "revision"
+        revision = match["rev"] or "main"
         commit = repo.find(revision)
         if commit is None and verb == "revision":
             return self._refuse(404, "RevisionNotFound")

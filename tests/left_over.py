@@ -25,17 +25,18 @@ os.environ[VARIABLE] = SESSION
 
 def left_over(grace_seconds: float) -> list[psutil.Process]:
     """The processes of this session that do not end within the time."""
-    until = time.monotonic() + grace_seconds
-    while (found := _of_session()) and time.monotonic() < until:
+    deadline = time.monotonic() + grace_seconds
+    while (processes := _of_session()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return processes
 
 
 def described(process: psutil.Process) -> str:
     """One line: id, parent, memory, age and command."""
     try:
         with process.oneshot():
-            mib, age = process.memory_info().rss / 2**20, time.time() - process.create_time()
+            mib = process.memory_info().rss / 2**20
+            age = time.time() - process.create_time()
             command = " ".join(process.cmdline())[:300]
             return (
                 f"process {process.pid}, child of {process.ppid()}, {mib:.0f} MiB, {age:.0f} s "

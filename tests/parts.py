@@ -125,8 +125,8 @@ def paths_of(part: str) -> list[str]:
 
 def part_of(file: Path) -> list[str]:
     """The parts that have a test file: one, if the table is right."""
-    found = []
+    parts = []
     for part, names in PARTS.items():
         if any(file == TESTS / name or (TESTS / name) in file.parents for name in names):
-            found.append(part)
-    return found
+            parts.append(part)
+    return parts

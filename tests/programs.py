@@ -72,9 +72,9 @@ def start_without_torch(
 ) -> list[str]:
     """What each of these programs, with its words, says before it ends with status 2."""
     console = run("-c", STARTS.format(starts=starts), variables=variables).stderr
-    *told, rest = console.split("ended with 2\n")
-    assert len(told) == len(starts) and rest == "" and "Traceback" not in console, console
-    return told
+    *messages, remainder = console.split("ended with 2\n")
+    assert len(messages) == len(starts) and remainder == "" and "Traceback" not in console, console
+    return messages
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -88,9 +88,9 @@ def family(pid: int) -> list[psutil.Process]:
 def end_family(process: subprocess.Popen) -> None:
     """Kill a program and all that it has started: a launcher that is killed alone leaves its
     ranks."""
-    for one in [*family(process.pid), process]:
+    for member in [*family(process.pid), process]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+            member.kill()
     process.wait()
 
 

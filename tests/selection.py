@@ -17,13 +17,16 @@ def keeping(cases: Iterable[Any], *kept: Any, others: int = 1) -> list[Any]:
     """Cases for `parametrize`: `make test` runs those of `kept`, `make test-matrix` so many of the
     `others`, those that come first, and `make test-full` the rest. A case that has marks of its own
     stays as it is."""
-    cases, own, found, count = list(cases), type(pytest.param()), [], 0
+    cases = list(cases)
+    parameter_set = type(pytest.param())
+    parameters = []
+    count = 0
     assert all(case in cases for case in kept)
     for case in cases:
-        if isinstance(case, own) or case in kept:
-            found.append(case)
+        if isinstance(case, parameter_set) or case in kept:
+            parameters.append(case)
             continue
         count += 1
         mark = matrix if count <= others else pytest.mark.full
-        found.append(pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark))
-    return found
+        parameters.append(pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark))
+    return parameters

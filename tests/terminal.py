@@ -12,23 +12,23 @@ import termios
 
 def on_terminal(program: str, columns: int, status: int = 0) -> str:
     """What a Python program writes to a terminal of so many columns until it ends with a status."""
-    ours, theirs = pty.openpty()
+    controller, terminal = pty.openpty()
     size = columns.to_bytes(2, sys.byteorder)
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, (24).to_bytes(2, sys.byteorder) + size + bytes(4))
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, (24).to_bytes(2, sys.byteorder) + size + bytes(4))
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=theirs, stderr=theirs, env=os.environ
+        [sys.executable, "-c", program], stdout=terminal, stderr=terminal, env=os.environ
     )
-    os.close(theirs)
+    os.close(terminal)
     written = b""
     while True:
         try:
-            part = os.read(ours, 65536)
+            part = os.read(controller, 65536)
         except OSError:  # the other end is closed
             break
         if not part:
             break
         written += part
-    os.close(ours)
+    os.close(controller)
     assert process.wait() == status, written
     return written.decode()
 

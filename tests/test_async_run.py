@@ -30,7 +30,8 @@ from tests.test_failures import END_SECONDS, assert_all_gone, ranks_of, rows_of
 
 pytestmark = [pytest.mark.distributed, matrix]
 
-STEPS, PER_STEP = 24, 8
+STEPS = 24
+PER_STEP = 8
 """Of a request to stop that an engine gets, the trainers hear up to two beats (2 s) later: steps
 are left then."""
 SETTINGS = (

@@ -37,7 +37,7 @@ def start(place: Path, folder: Path, program: tuple[str, ...], *more: str, expec
 
 
 def saved_steps(folder: Path) -> list[int]:
-    return [one.step for one in complete_checkpoints(folder / "checkpoints")[0]]
+    return [checkpoint.step for checkpoint in complete_checkpoints(folder / "checkpoints")[0]]
 
 
 @matrix
@@ -66,8 +66,9 @@ def test_weights_that_are_not_finite_on_one_rank_are_never_saved(
 def test_a_row_of_discarded_steps_ends_the_run_and_the_next_start(
     arithmetic: Path, tmp_path: Path
 ) -> None:
-    folder, more = tmp_path / "run", ("save.keep_last=2", "sft.eval_every_steps=null")
-    console = start(arithmetic, folder, (*SPOILED, "scale"), *more)
+    folder = tmp_path / "run"
+    settings = ("save.keep_last=2", "sft.eval_every_steps=null")
+    console = start(arithmetic, folder, (*SPOILED, "scale"), *settings)
     ended = read_exit_status(folder)
     last, sound = SPOILED_STEP + 3, SPOILED_STEP - 1
     assert ended.status == DIVERGED
@@ -83,8 +84,8 @@ def test_a_row_of_discarded_steps_ends_the_run_and_the_next_start(
     assert saved_steps(folder) == [last - 1, last - 2, sound]
     progress = read_progress(folder / "checkpoints" / f"step-{last - 1:06d}")
     assert (progress.discarded_steps, progress.learned_step) == (2, SPOILED_STEP)
-    again = start(arithmetic, folder, SFT, *more)
-    assert f"diverged in step {last}: every minibatch of 3 steps in a row" in again
+    second_console = start(arithmetic, folder, SFT, *settings)
+    assert f"diverged in step {last}: every minibatch of 3 steps in a row" in second_console
     assert read_exit_status(folder).status == DIVERGED and saved_steps(folder) == [
         last - 1,
         last - 2,

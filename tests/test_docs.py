@@ -112,7 +112,8 @@ def test_the_navigation_of_the_site_names_pages_that_are_there() -> None:
 
 def test_readers_find_every_page_from_the_first() -> None:
     """By links alone, as in a file view, which has no navigation."""
-    waiting, seen = [PAGES[0]], set()
+    waiting = [PAGES[0]]
+    seen = set()
     while waiting:
         page = waiting.pop()
         if page in seen or page not in PAGES:
@@ -125,7 +126,8 @@ def test_readers_find_every_page_from_the_first() -> None:
 def code_about_us(page: Path) -> Iterator[str]:
     """Code within lines; of tables whose first column has other programs' keys the last column
     alone."""
-    tokens, cells = tokens_of(page), []
+    tokens = tokens_of(page)
+    cells = []
     for before, token in pairwise(tokens):
         if before.type == "tr_open":
             cells = []
@@ -145,7 +147,8 @@ def test_settings_that_the_documents_name_are_there() -> None:
         section.name: {field.name for field in dataclasses.fields(getattr(config, section.name))}
         for section in dataclasses.fields(config)
     }
-    wrong, count = [], 0
+    wrong = []
+    count = 0
     for page in PAGES:
         for code in code_about_us(page):
             for section, key in SETTING.findall(code):

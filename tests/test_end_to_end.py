@@ -23,8 +23,12 @@ from tests.test_resume import assert_goes_on_with_other_ranks, interrupted_after
 
 pytestmark = [pytest.mark.distributed, matrix]
 
-STEPS, PROMPTS, PER_STEP, GROUP = 3, 12, 8, 4
-MINIBATCHES, EPOCHS = 2, 2
+STEPS = 3
+PROMPTS = 12
+PER_STEP = 8
+GROUP = 4
+MINIBATCHES = 2
+EPOCHS = 2
 UPDATES = MINIBATCHES * EPOCHS
 """Optimizer steps of one step."""
 KL_COEF = 0.01
@@ -126,7 +130,9 @@ def test_rewards_and_advantages_belong_to_their_texts(workplace: Path) -> None:
         assert len(groups) == PER_STEP and all(
             len(group["completions"]) == GROUP for group in groups
         )
-        rewards, by_token, tokens = [], 0.0, 0
+        rewards = []
+        by_token = 0.0
+        tokens = 0
         for group in groups:
             hashes = [
                 hash_of(completion["text"], group["solutions"])
@@ -256,7 +262,8 @@ def test_the_exported_model_answers_alike_in_transformers_and_vllm(workplace: Pa
 
 def test_a_run_goes_on_with_another_number_of_ranks(workplace: Path, tmp_path: Path) -> None:
     """Killed after its second step, with two ranks; one rank makes the third."""
-    whole, folder = workplace / "run", tmp_path / "run"
+    whole = workplace / "run"
+    folder = tmp_path / "run"
     interrupted_after(2, whole, folder)
     run(*command(workplace, folder, "parallel.tensor=1", ranks=1))
     assert_goes_on_with_other_ranks(folder, whole)
@@ -351,7 +358,8 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
     arithmetic: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It works for the trial call of rank 0 and for step 1."""
-    functions, folder = arithmetic / "fails", arithmetic / "no-rewards"
+    functions = arithmetic / "fails"
+    folder = arithmetic / "no-rewards"
     functions.mkdir()
     source = (
         "from pathlib import Path\n"
@@ -393,7 +401,8 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
 def test_a_reward_function_that_is_late_on_every_call_ends_the_run_without_a_model(
     arithmetic: Path,
 ) -> None:
-    functions, folder = arithmetic / "late", arithmetic / "late-run"
+    functions = arithmetic / "late"
+    folder = arithmetic / "late-run"
     functions.mkdir()
     (functions / "slow.py").write_text("import time\ndef reward(*_):\n    time.sleep(60)\n")
     function_settings = (

@@ -30,11 +30,22 @@ from tests.test_end_to_end import replay
 
 pytestmark = pytest.mark.distributed
 
-STAGES, LIMITS = (2, 3), (12, 12, 20, 20, 20)
-STEPS, PER_STEP, GROUP, PROMPTS = sum(STAGES), 5, 3, 80
-MINIBATCHES, CRITIC_EPOCHS, PRETRAIN = 2, 3, 1
-LR, MIN_LR, WARMUP, CRITIC_LR, CRITIC_WARMUP = 2e-3, 2e-4, 3, 5e-3, 7
-FACTOR, SAVED = 0.25, 4
+STAGES = (2, 3)
+LIMITS = (12, 12, 20, 20, 20)
+STEPS = sum(STAGES)
+PER_STEP = 5
+GROUP = 3
+PROMPTS = 80
+MINIBATCHES = 2
+CRITIC_EPOCHS = 3
+PRETRAIN = 1
+LR = 2e-3
+MIN_LR = 2e-4
+WARMUP = 3
+CRITIC_LR = 5e-3
+CRITIC_WARMUP = 7
+FACTOR = 0.25
+SAVED = 4
 """Of the learning rates after the rollback; the step after which the run is killed."""
 PLUGIN = """
 from pathlib import Path
@@ -240,13 +251,11 @@ def test_rewards_are_weighed_as_they_are_listed(whole: Path) -> None:
     for step, row in enumerate(rows(whole), start=1):
         groups = groups_of(whole, step)
         rewards = []
-        for one in (completion for group in groups for completion in group["completions"]):
-            short, digits = (
-                1 - one["length"] / LIMITS[step - 1],
-                sum(map(str.isdigit, one["text"])) / 10,
-            )
-            assert one["reward"] == pytest.approx(1 * short + 3 * digits, abs=1e-5)
-            rewards.append(one["reward"])
+        for completion in (completion for group in groups for completion in group["completions"]):
+            short = 1 - completion["length"] / LIMITS[step - 1]
+            digits = sum(map(str.isdigit, completion["text"])) / 10
+            assert completion["reward"] == pytest.approx(1 * short + 3 * digits, abs=1e-5)
+            rewards.append(completion["reward"])
         assert row["task_reward"] == pytest.approx(fmean(rewards), abs=1e-5)
         assert row["own/texts/groups"] == len(groups) == PER_STEP
         assert row["own/texts/rewards"] == pytest.approx(sum(rewards), abs=1e-3)

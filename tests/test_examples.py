@@ -26,7 +26,7 @@ IN_MATRIX = ["conversion", "dapo"]
 
 
 def numbers(pattern: str, text: str) -> list[float]:
-    return [float(found) for found in re.findall(pattern, text, re.MULTILINE)]
+    return [float(number) for number in re.findall(pattern, text, re.MULTILINE)]
 
 
 def shows_conversion(text: str) -> bool:
@@ -58,7 +58,7 @@ def shows_evaluation_table(text: str) -> bool:
 
 def shows_hooks(text: str) -> bool:
     best = numbers(r"step \d+: best ([\d.]+), \d+ groups dropped by the rule", text)
-    return len(best) == 6 and all(0 <= one <= 1 for one in best)
+    return len(best) == 6 and all(0 <= reward <= 1 for reward in best)
 
 
 def shows_partial_rollouts(text: str) -> bool:
@@ -132,7 +132,8 @@ def test_the_notebook_has_the_small_outputs_of_one_run_from_top_to_bottom() -> N
 @pytest.mark.distributed
 def test_the_notebook_runs_in_a_new_kernel_which_ends_with_it(tmp_path: Path) -> None:
     """Its kernel imports no torch: what a run needs is in processes of the run."""
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     notebook.cells.append(
         nbformat.v4.new_code_cell("sorted({'megatron', 'torch', 'vllm'} & sys.modules.keys())")
@@ -148,9 +149,9 @@ def test_the_notebook_runs_in_a_new_kernel_which_ends_with_it(tmp_path: Path) ->
     try:
         client.execute(env=ENVIRONMENT | variables)
     finally:
-        left = set(left_over.left_over(left_over.GRACE_SECONDS)) - before
-        lines = [left_over.described(process) for process in left]
-        for process in left:
+        processes = set(left_over.left_over(left_over.GRACE_SECONDS)) - before
+        lines = [left_over.described(process) for process in processes]
+        for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
     assert lines == []
@@ -159,11 +160,13 @@ def test_the_notebook_runs_in_a_new_kernel_which_ends_with_it(tmp_path: Path) ->
     rewards = numbers(r"^step \d+: reward ([\d.]+),", printed)
     assert len(rewards) == 8 and sum(rewards[-2:]) > 2 * sum(rewards[:2])
     assert 'unknown key "rollout.groupsize"' in printed and "\n8 steps, " in printed
-    shown = [
+    bundles = [
         output.data
         for cell in notebook.cells
         for output in cell.get("outputs", ())
         if "data" in output
     ]
-    (figure,) = [one["application/vnd.plotly.v1+json"] for one in shown if "text/plain" not in one]
+    (figure,) = [
+        bundle["application/vnd.plotly.v1+json"] for bundle in bundles if "text/plain" not in bundle
+    ]
     assert figure["data"][0]["x"] == list(range(1, 9))

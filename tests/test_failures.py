@@ -74,16 +74,16 @@ def running(
 
 
 def ranks_of(pid: int) -> dict[str, psutil.Process]:
-    found = {}
+    processes = {}
     for process in family(pid):
         if any("train_grpo.py" in part for part in process.cmdline()):
-            found[process.environ()["RANK"]] = process
-    return found
+            processes[process.environ()["RANK"]] = process
+    return processes
 
 
 def assert_all_gone(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=15)
-    assert not alive, f"still there: {[one.cmdline() for one in alive]}"
+    assert not alive, f"still there: {[process.cmdline() for process in alive]}"
 
 
 RAISES = """
@@ -164,22 +164,22 @@ def test_control_c_saves_and_says_that_the_same_command_resumes(
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(END_SECONDS) != 0
         assert_all_gone(everyone)
-    told, status, rows = (
-        output.with_suffix(".console.txt").read_text(),
-        read_exit_status(output),
-        rows_of(output),
-    )
-    assert status.status == SAVED_AND_STOPPED, told
+    console = output.with_suffix(".console.txt").read_text()
+    status = read_exit_status(output)
+    rows = rows_of(output)
+    assert status.status == SAVED_AND_STOPPED, console
     step = rows[-1]["step"]
     assert complete_checkpoints(output / "checkpoints")[0][0].step == step
-    assert own_lines(told)[-1].endswith(
+    assert own_lines(console)[-1].endswith(
         f"after step {step}, which is saved: the same command resumes after step {step}"
-    ), told
-    assert "KeyboardInterrupt" not in told and told.count("Traceback") == told.count(
+    ), console
+    assert "KeyboardInterrupt" not in console and console.count("Traceback") == console.count(
         "SignalException: "
-    ), told
+    ), console
     steps = [
-        line for line in own_lines(told) if re.match(r"\d\d:\d\d:\d\d step +\d+/\d+ reward ", line)
+        line
+        for line in own_lines(console)
+        if re.match(r"\d\d:\d\d:\d\d step +\d+/\d+ reward ", line)
     ]
     assert steps and max(map(len, steps)) <= 80, steps
 

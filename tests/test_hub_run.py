@@ -51,14 +51,17 @@ def overrides(place: Path, output: Path, *more: str) -> list[str]:
 def test_a_run_downloads_once_resumes_with_its_commits_and_uploads(
     place: Path, there: Hub, tmp_path: Path
 ) -> None:
-    output, variables = tmp_path / "run", there.variables(tmp_path / "home")
+    output = tmp_path / "run"
+    variables = there.variables(tmp_path / "home")
     commits = [
         there.add("org/base").branches["main"],
         there.add("org/rows", "datasets").branches["main"],
     ]
     there.refuses_commits = True
-    more = ("save.export_hf=true", "save.push_to_hub=me/trained")
-    command = torchrun_command(2, *TRAIN, *overrides(place, output, "run.total_steps=1", *more))
+    save_settings = ("save.export_hf=true", "save.push_to_hub=me/trained")
+    command = torchrun_command(
+        2, *TRAIN, *overrides(place, output, "run.total_steps=1", *save_settings)
+    )
     first = run(*command, variables=variables, timeout=1800)
     weights = there.downloads()
     assert (
@@ -88,7 +91,9 @@ def test_a_run_downloads_once_resumes_with_its_commits_and_uploads(
         {"train.jsonl": b'{"question": "1+1?", "answer": "2"}\n'}
     )
     there.refuses_commits = False
-    command = torchrun_command(2, *TRAIN, *overrides(place, output, "run.total_steps=2", *more))
+    command = torchrun_command(
+        2, *TRAIN, *overrides(place, output, "run.total_steps=2", *save_settings)
+    )
     second = run(*command, variables=variables, timeout=1800)
     assert there.downloads() == weights
     assert "Resuming from" in second.stdout + second.stderr
@@ -261,12 +266,13 @@ def test_a_hub_that_fails_is_no_mistake(
 ) -> None:
     """Status 1, with which a job is started again, on all ranks; a dry run's and a conversion's,
     too."""
-    variables, output = there.variables(tmp_path / "home"), tmp_path / "run"
+    variables = there.variables(tmp_path / "home")
+    output = tmp_path / "run"
     there.status = 503
     output.mkdir()
     command = torchrun_command(2, *TRAIN, *overrides(place, output))
-    found = run(*command, variables=variables, expect=1)
-    text = found.stdout + found.stderr
+    process = run(*command, variables=variables, expect=1)
+    text = process.stdout + process.stderr
     assert "hf://org/base: the hub cannot be asked" in text and "status 503" in text
     ended = json.loads((output / "exit_status.json").read_text())
     assert ended["status"] == 1 and "status 503" in ended["message"]
@@ -277,8 +283,8 @@ def test_a_hub_that_fails_is_no_mistake(
     assert (
         convert.main(["to-megatron", "--output", f"{tmp_path}/out", "--hf", "hf://org/base"]) == 1
     )
-    told = capsys.readouterr().err
-    assert "status 503" in told and "could not be written" not in told
+    message = capsys.readouterr().err
+    assert "status 503" in message and "could not be written" not in message
 
 
 def test_a_mistake_of_an_id_ends_before_anything_is_asked(
@@ -287,8 +293,8 @@ def test_a_mistake_of_an_id_ends_before_anything_is_asked(
     variables = there.variables(tmp_path / "home")
     wrong = ("model.path=hf:/org/base", "data.history_path=hf://org/x", "optimizer.lr=-1")
     starts = [
-        [*TRAIN, *overrides(place, tmp_path / "run", *more)]
-        for more in (wrong, ["optimizer.lr=-1"])
+        [*TRAIN, *overrides(place, tmp_path / "run", *settings)]
+        for settings in (wrong, ["optimizer.lr=-1"])
     ]
     names, learning_rate = start_without_torch(starts, variables)
     assert "2 problems with the names of the Hugging Face hub" in names

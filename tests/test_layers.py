@@ -150,16 +150,18 @@ def test_the_sandbox_imports_the_standard_library_alone() -> None:
         for path in (ROOT / "rlmath/sandbox").glob("*.py")
         for _, name in imported_names(ROOT, path)
     }
-    ours = {
+    project_names = {
         name
         for name in names
         if name.startswith("rlmath.") and not name.startswith("rlmath.sandbox")
     }
-    assert {".".join(name.split(".")[:3]) for name in ours} == {"rlmath.workers.process_tree"}
+    assert {".".join(name.split(".")[:3]) for name in project_names} == {
+        "rlmath.workers.process_tree"
+    }
     tree = (ROOT / "rlmath/workers/process_tree.py", ROOT / "rlmath/workers/__init__.py")
     names |= {name for path in tree for _, name in imported_names(ROOT, path)}
-    others = {name.split(".")[0] for name in names} - {"rlmath"}
-    assert others <= sys.stdlib_module_names
+    outside_names = {name.split(".")[0] for name in names} - {"rlmath"}
+    assert outside_names <= sys.stdlib_module_names
 
 
 def test_libraries_stay_in_their_places() -> None:
@@ -265,17 +267,17 @@ def file_of(root: Path, name: str) -> str | None:
 
 def violations(root: Path) -> list[str]:
     """Every import of a library where the design does not allow it, as "file:line: what"."""
-    found = []
+    messages = []
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             file = path.relative_to(root).as_posix()
             for line, name in imported_names(root, path):
                 for library, places in MAY_IMPORT.items():
                     if f"{name}.".startswith(f"{library}.") and not file.startswith(places):
-                        found.append(f"{file}:{line}: may not import {library}")
+                        messages.append(f"{file}:{line}: may not import {library}")
                 if f"{name}.".startswith("torch.distributed.") and file.startswith(PURE):
-                    found.append(f"{file}:{line}: may not import torch.distributed")
-    return found
+                    messages.append(f"{file}:{line}: may not import torch.distributed")
+    return messages
 
 
 @cache

@@ -42,10 +42,12 @@ def test_another_run_begins_with_the_adapters_that_a_run_leaves(
         arithmetic, tmp_path / "second", 2, f"model.adapter_path={first / ADAPTER}", *unmoved
     )
     before, after = (
-        load_file(one / ADAPTER / "adapter_model.safetensors") for one in (first, second)
+        load_file(folder / ADAPTER / "adapter_model.safetensors") for folder in (first, second)
     )
-    assert all(torch.allclose(after[name], one, rtol=0, atol=1e-8) for name, one in before.items())
-    assert any(one.any() for name, one in before.items() if "lora_B" in name)
+    assert all(
+        torch.allclose(after[name], tensor, rtol=0, atol=1e-8) for name, tensor in before.items()
+    )
+    assert any(tensor.any() for name, tensor in before.items() if "lora_B" in name)
     run(
         "-m", "rlmath.cli.main", "replay", str(second), "--part", "rollout"
     )  # samples with the adapters

@@ -59,7 +59,7 @@ def test_in_a_fresh_process_no_name_of_torch_is_changed():
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", IN_A_FRESH_PROCESS],
         env=environment,
         cwd=ROOT,
@@ -68,12 +68,12 @@ def test_in_a_fresh_process_no_name_of_torch_is_changed():
         timeout=600,
         check=False,
     )
-    assert told.returncode == 0, told.stderr
-    found = json.loads(told.stdout.splitlines()[-1])
-    assert found["size"] > 1000
-    assert found["changed"] == [] and found["added"] == []
-    assert found["patched"] and found["once"] and found["type"] == "torch.FloatTensor"
-    assert found["cuda"], "on CUDA nothing may be patched"
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout.splitlines()[-1])
+    assert report["size"] > 1000
+    assert report["changed"] == [] and report["added"] == []
+    assert report["patched"] and report["once"] and report["type"] == "torch.FloatTensor"
+    assert report["cuda"], "on CUDA nothing may be patched"
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", torch.device("cuda", 1)], ids=str)

@@ -19,6 +19,6 @@ def test_a_part_that_does_not_exist_is_refused_with_those_that_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["--part", "rolout"]) == 2
-    said = capsys.readouterr().err
-    assert '"rolout"' in said and "rollout" in said
+    message = capsys.readouterr().err
+    assert '"rolout"' in message and "rollout" in message
     assert paths_of("evals") == ["tests/evals", "tests/report"]

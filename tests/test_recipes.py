@@ -111,30 +111,30 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_every_recipe_is_in_the_table():
-    found = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml")}
-    assert {name for name in found if not name.startswith(NOT_RECIPES)} == set(RECIPES)
+    names = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml")}
+    assert {name for name in names if not name.startswith(NOT_RECIPES)} == set(RECIPES)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_passes_its_dry_run(name: str, data: dict[str, Path], tmp_path: Path):
-    told = RECIPES[name]
-    file = data[told.form]
+    documented = RECIPES[name]
+    file = data[documented.form]
     overrides = [f"data.train_path={file}", f"run.output_dir={tmp_path / 'run'}"]
     if recipe(name).validation.paths:
         overrides.append(f"validation.paths=[{file}]")
     plan = plan_run(recipe(name, *overrides))
-    assert plan.ranks == told.gpus and plan.target.name == recipe(name).memory.gpu
+    assert plan.ranks == documented.gpus and plan.target.name == recipe(name).memory.gpu
     assert (
         plan.data.inputs.order.n_prompts == ROWS
-        and plan.data.inputs.order.steps_per_epoch == ROWS // told.prompts
+        and plan.data.inputs.order.steps_per_epoch == ROWS // documented.prompts
     )
     lines = "\n".join(plan_lines(plan))
     assert (
-        f"{told.prompts} prompts x {told.group} completions = {told.prompts * told.group:,} seq"
+        f"{documented.prompts} prompts x {documented.group} completions = {documented.prompts * documented.group:,} seq"
         in lines
     )
     assert (
-        f"planned with the published shape of {told.model}" in lines
+        f"planned with the published shape of {documented.model}" in lines
         and "lengths were not checked" in lines
     )
     assert "no effect" not in lines and not list(tmp_path.iterdir())
@@ -142,13 +142,22 @@ def test_a_recipe_passes_its_dry_run(name: str, data: dict[str, Path], tmp_path:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_the_numbers_of_its_document(name: str):
-    config, told = recipe(name), RECIPES[name]
-    assert ranks_of_layout(config.parallel) == told.gpus
-    assert (config.data.prompts_per_step, config.rollout.group_size) == (told.prompts, told.group)
+    config = recipe(name)
+    documented = RECIPES[name]
+    assert ranks_of_layout(config.parallel) == documented.gpus
+    assert (config.data.prompts_per_step, config.rollout.group_size) == (
+        documented.prompts,
+        documented.group,
+    )
     lengths = config.data.max_prompt_tokens, with_longest_lengths(config).rollout.max_new_tokens
-    assert lengths == (told.prompt_tokens, told.new_tokens)
-    assert (config.optimizer.lr, config.algorithm.n_minibatches) == (told.lr, told.minibatches)
-    assert Path(config.model.path).name == told.model and config.data.format == told.form
+    assert lengths == (documented.prompt_tokens, documented.new_tokens)
+    assert (config.optimizer.lr, config.algorithm.n_minibatches) == (
+        documented.lr,
+        documented.minibatches,
+    )
+    assert (
+        Path(config.model.path).name == documented.model and config.data.format == documented.form
+    )
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -101,20 +101,21 @@ def assert_goes_on_with_other_ranks(folder: Path, whole: Path) -> None:
     assert rows(folder)[:2] == rows(whole)[:2]
     # Sampled with the very same weights; what the next step samples may differ where sums are
     # rounded otherwise.
-    ours, theirs = rows(folder)[2], rows(whole)[2]
+    row = rows(folder)[2]
+    whole_row = rows(whole)[2]
     for name in ("task_reward", "n_valid_tokens", "train/learning_rate"):
-        assert ours[name] == pytest.approx(theirs[name], rel=1e-6), name
+        assert row[name] == pytest.approx(whole_row[name], rel=1e-6), name
     for name in ("train/grad_norm", "train/reference_kl"):
-        assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+        assert row[name] == pytest.approx(whole_row[name], rel=1e-4), name
 
 
 @pytest.fixture(scope="module")
 def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The undisturbed run of each layout, made when it is first asked for."""
     place = tmp_path_factory.mktemp("whole")
-    mine = arithmetic / "functions"
-    mine.mkdir()
-    (mine / "short_is_good.py").write_text(
+    functions = arithmetic / "functions"
+    functions.mkdir()
+    (functions / "short_is_good.py").write_text(
         "def reward(completion, solutions, row):\n    return -float(len(completion))\n"
     )
 
@@ -131,7 +132,9 @@ def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, layout: str
 ) -> None:
-    whole, folder, step = whole_runs[layout], tmp_path / "run", 2
+    whole = whole_runs[layout]
+    folder = tmp_path / "run"
+    step = 2
     interrupted_after(step, whole, folder)
     console = train(arithmetic, folder, *LAYOUTS[layout])
     assert f"step-{step:06d}, made on" in console
@@ -153,7 +156,8 @@ def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
 def test_a_run_goes_on_with_eight_ranks(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path
 ) -> None:
-    whole, folder = whole_runs["TP2"], tmp_path / "run"
+    whole = whole_runs["TP2"]
+    folder = tmp_path / "run"
     interrupted_after(2, whole, folder)
     train(arithmetic, folder, "parallel.tensor=2", ranks=8)
     assert_goes_on_with_other_ranks(folder, whole)
@@ -166,15 +170,17 @@ def test_groups_in_flight_go_on_with_another_number_of_engines(
     """Two ranks make step 1, one rank the others; then the run is taken back to step 2, and two
     ranks make the rest: every step has the prompts of the undisturbed run, so that none is lost,
     and none comes twice."""
-    whole, one, two = whole_runs[tail], tmp_path / "one", tmp_path / "two"
-    interrupted_after(1, whole, one)
-    train(arithmetic, one, *LAYOUTS[tail], ranks=1)
-    interrupted_after(2, one, two)
-    train(arithmetic, two, *LAYOUTS[tail])
+    whole = whole_runs[tail]
+    one_rank_run = tmp_path / "one"
+    two_rank_run = tmp_path / "two"
+    interrupted_after(1, whole, one_rank_run)
+    train(arithmetic, one_rank_run, *LAYOUTS[tail], ranks=1)
+    interrupted_after(2, one_rank_run, two_rank_run)
+    train(arithmetic, two_rank_run, *LAYOUTS[tail])
     assert all(row[IN_FLIGHT[tail]] > 0 for row in rows(whole)[:2])
     drawn = [prompt for step in learned_prompts(whole) for prompt in step]
     assert len(drawn) >= STEPS * 8 and len(set(drawn)) == len(drawn)
-    for folder in (one, two):
+    for folder in (one_rank_run, two_rank_run):
         assert learned_prompts(folder) == learned_prompts(whole)
         for name in (
             "n_valid_tokens",
@@ -190,7 +196,8 @@ def test_a_finished_run_is_left_as_it_is_and_can_be_made_longer(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole_runs["TP2"], folder)
-    before, model = rows(folder), (folder / "hf_model" / "model.safetensors").read_bytes()
+    before = rows(folder)
+    model = (folder / "hf_model" / "model.safetensors").read_bytes()
     train(arithmetic, folder, *LAYOUTS["TP2"])
     assert rows(folder) == before
     assert (folder / "hf_model" / "model.safetensors").read_bytes() == model

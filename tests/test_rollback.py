@@ -42,7 +42,8 @@ def test_a_run_goes_back_with_a_lower_rate_and_other_prompts_also_when_it_is_kil
 ) -> None:
     """A killed run resumes with the rollback that it had recorded, and so does one that is killed
     later."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     console = train(arithmetic, whole, spoiled("sft", "nan", 1))
     assert read_exit_status(whole).status == FINISHED and (whole / "hf_model").is_dir()
     assert f"Rollback 1 of at most 2: the run diverged in step {SPOILED_STEP}" in console
@@ -69,6 +70,6 @@ def test_a_run_makes_no_more_rollbacks_than_it_may(arithmetic: Path, tmp_path: P
     console = train(arithmetic, folder, spoiled("sft", "nan", 9), expect=1)
     assert read_exit_status(folder).status == DIVERGED
     assert console.count("Rollback ") == 2 and "all 2 of algorithm.rollback are made" in console
-    assert [one.step for one in read_rollbacks(folder)] == [SOUND, SOUND]
-    again = train(arithmetic, folder, spoiled("sft", "nan", 9), expect=1)
-    assert "Rollback " not in again and len(read_rollbacks(folder)) == 2
+    assert [record.step for record in read_rollbacks(folder)] == [SOUND, SOUND]
+    second_console = train(arithmetic, folder, spoiled("sft", "nan", 9), expect=1)
+    assert "Rollback " not in second_console and len(read_rollbacks(folder)) == 2

@@ -63,26 +63,26 @@ def test_validations_are_those_of_the_weights_that_were_kept(
     arithmetic: Path, whole: tuple[Path, str]
 ) -> None:
     folder, console = whole
-    found = {row["step"]: row for row in rows(folder, "validation.jsonl")}
-    assert list(found) == [0, 2, 4, 5]
-    for row in found.values():
+    rows_by_step = {row["step"]: row for row in rows(folder, "validation.jsonl")}
+    assert list(rows_by_step) == [0, 2, 4, 5]
+    for row in rows_by_step.values():
         both = [row["validation/heldout/accuracy"], row["validation/odd/accuracy"]]
         assert row["validation/accuracy"] == pytest.approx(sum(both) / 2) and both[1] <= 2 / 3
     assert "Validation odd: 3 problems, 1 of them too long for the context" in console
     account = json.loads((folder / "best_model" / "validation.json").read_text())
-    best = max(row["validation/accuracy"] for row in found.values())
-    assert best > found[0]["validation/accuracy"]
-    first = next(step for step, row in found.items() if row["validation/accuracy"] == best)
+    best = max(row["validation/accuracy"] for row in rows_by_step.values())
+    assert best > rows_by_step[0]["validation/accuracy"]
+    first = next(step for step, row in rows_by_step.items() if row["validation/accuracy"] == best)
     assert (account["step"], account["accuracy"]) == (first, best)
     stage = {2: 1, 4: 2, 5: 3}[first]
-    ours, stages = (
+    best_weights, stage_weights = (
         load_file(folder / f / "model.safetensors") for f in ("best_model", f"models/stage-{stage}")
     )
-    assert all(torch.equal(ours[name], stages[name]) for name in stages)
+    assert all(torch.equal(best_weights[name], stage_weights[name]) for name in stage_weights)
     assert greedy(arithmetic, folder / "best_model") == pytest.approx(
         (
-            found[first]["validation/heldout/accuracy"],
-            found[first]["validation/heldout/mean_tokens"],
+            rows_by_step[first]["validation/heldout/accuracy"],
+            rows_by_step[first]["validation/heldout/mean_tokens"],
         )
     )
 
@@ -109,8 +109,14 @@ def test_the_first_stage_is_a_plain_run_and_validation_changes_nothing(
         "run.total_steps=2",
     )
     train(arithmetic, tmp_path / "plain", *lengths)
-    own = ("stage", "rollout/max_new_tokens")
-    stage = [{key: x for key, x in row.items() if key not in own} for row in rows(whole[0])[:2]]
+    staged_names = ("stage", "rollout/max_new_tokens")
+    stage = [
+        {key: metric for key, metric in row.items() if key not in staged_names}
+        for row in rows(whole[0])[:2]
+    ]
     assert rows(tmp_path / "plain") == stage
-    ours, theirs = whole[0] / "models" / "stage-1", tmp_path / "plain" / "hf_model"
-    assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+    stage_model = whole[0] / "models" / "stage-1"
+    plain_model = tmp_path / "plain" / "hf_model"
+    assert (stage_model / "model.safetensors").read_bytes() == (
+        plain_model / "model.safetensors"
+    ).read_bytes()

@@ -66,13 +66,13 @@ def whole(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @distributed
 def test_a_run_tells_its_numbers_and_leaves_a_model(arithmetic: Path, whole: Path) -> None:
-    found = rows(whole)
-    assert [row["step"] for row in found] == list(range(STEPS + 1))
-    assert ["held_out/loss" in row for row in found] == [True, False, True, False, True]
-    for row in found[1:]:
+    metric_rows = rows(whole)
+    assert [row["step"] for row in metric_rows] == list(range(STEPS + 1))
+    assert ["held_out/loss" in row for row in metric_rows] == [True, False, True, False, True]
+    for row in metric_rows[1:]:
         assert row["n_seqs"] == 8 and row["n_tokens"] > row["n_valid_tokens"] > 0
         assert row["train/skipped_updates"] == 0 and row["train/grad_norm"] > 0
-    assert found[-1]["train/loss"] < found[1]["train/loss"]
+    assert metric_rows[-1]["train/loss"] < metric_rows[1]["train/loss"]
     console = whole.with_suffix(".console.txt").read_text()
     assert (
         "Without effect in supervised training: rollout.group_size, algorithm.kl_coef." in console
@@ -86,7 +86,7 @@ def test_a_run_tells_its_numbers_and_leaves_a_model(arithmetic: Path, whole: Pat
     summary = json.loads((whole / "summary.json").read_text())
     assert (
         summary["steps"] == STEPS
-        and summary["held_out"]["held_out/loss"] == found[-1]["held_out/loss"]
+        and summary["held_out"]["held_out/loss"] == metric_rows[-1]["held_out/loss"]
     )
     assert json.loads((whole / "data_report.json").read_text())["files"][0]["rows"] == 20000
     assert (whole / "unusable_rows.jsonl").read_text() == ""
@@ -118,10 +118,12 @@ def test_the_exported_model_has_the_held_out_loss_that_was_told(
     _, held_out = split_held_out(sequences, 0.001, seed=1)
     with torch.no_grad():
         total, tokens, hits = loss_and_hits(model, held_out)
-    told = rows(whole)[-1]
-    assert told["held_out/loss"] == pytest.approx(float(total) / tokens, rel=1e-5)
-    assert told["held_out/perplexity"] == pytest.approx(math.exp(float(total) / tokens), rel=1e-4)
-    assert told["held_out/token_accuracy"] == pytest.approx(hits / tokens)
+    last_row = rows(whole)[-1]
+    assert last_row["held_out/loss"] == pytest.approx(float(total) / tokens, rel=1e-5)
+    assert last_row["held_out/perplexity"] == pytest.approx(
+        math.exp(float(total) / tokens), rel=1e-4
+    )
+    assert last_row["held_out/token_accuracy"] == pytest.approx(hits / tokens)
 
 
 def told(*overrides: str) -> str:
@@ -136,8 +138,8 @@ def short(arithmetic: Path, tmp_path: Path) -> list[str]:
     """Settings of a run on 2,000 of the worked solutions."""
     rows = (arithmetic / "data" / "worked.jsonl").read_text().splitlines(keepends=True)[:2000]
     (tmp_path / "worked.jsonl").write_text("".join(rows))
-    more = (f"data.train_path={tmp_path}/worked.jsonl", "sft.held_out_share=0.01")
-    return settings(arithmetic, tmp_path / "new", *more)
+    data_settings = (f"data.train_path={tmp_path}/worked.jsonl", "sft.held_out_share=0.01")
+    return settings(arithmetic, tmp_path / "new", *data_settings)
 
 
 def test_a_dry_run_tells_the_plan_or_all_mistakes_and_writes_nothing(

@@ -26,18 +26,20 @@ SHARE = 4
 def differences(model: torch.nn.Module, group: ScoredGroup) -> torch.Tensor:
     """Between the log-probs of the group's tokens by the engine and by `model` (nats, absolute)."""
     prompt = group.prompt.token_ids
-    rows = [torch.tensor([*prompt, *one.token_ids]) for one in group.completions]
+    rows = [torch.tensor([*prompt, *completion.token_ids]) for completion in group.completions]
     with torch.no_grad():  # what is padded comes behind all that is looked at
         logprobs = (
             model(pad_sequence(rows, batch_first=True))
             .logits[:, len(prompt) - 1 : -1]
             .log_softmax(-1)
         )
-    apart = []
-    for row, one in zip(logprobs, group.completions, strict=True):
-        ids = torch.tensor(one.token_ids)
-        apart.append(row[: len(ids)].gather(1, ids[:, None])[:, 0] - torch.tensor(one.logprobs))
-    return torch.cat(apart).abs()
+    differences_of_completions = []
+    for row, completion in zip(logprobs, group.completions, strict=True):
+        ids = torch.tensor(completion.token_ids)
+        differences_of_completions.append(
+            row[: len(ids)].gather(1, ids[:, None])[:, 0] - torch.tensor(completion.logprobs)
+        )
+    return torch.cat(differences_of_completions).abs()
 
 
 def checked_program() -> Program:
@@ -56,10 +58,10 @@ def checked_program() -> Program:
             torch.distributed.barrier()
             model = AutoModelForCausalLM.from_pretrained(folder / "compared", dtype=torch.float64)
             record = super().step(number)
-            mine = record.groups[self.mesh.rank * SHARE :: self.mesh.world_size * SHARE]
-            apart = torch.cat([differences(model, group) for group in mine])
-            sums = {"sum": float(apart.sum()), "tokens": float(len(apart))}
-            sums, largest = reduce_over_ranks(sums, {"most": float(apart.max())})
+            rank_groups = record.groups[self.mesh.rank * SHARE :: self.mesh.world_size * SHARE]
+            differences_T = torch.cat([differences(model, group) for group in rank_groups])
+            sums = {"sum": float(differences_T.sum()), "tokens": float(len(differences_T))}
+            sums, largest = reduce_over_ranks(sums, {"most": float(differences_T.max())})
             row = {"step": number + 1, "mean": sums["sum"] / sums["tokens"]} | largest
             if self.mesh.rank == 0:
                 with (folder / "compared.jsonl").open("a") as file:
@@ -72,5 +74,9 @@ def checked_program() -> Program:
 if __name__ == "__main__":
     given = read_command_line(__doc__, None)
     sys.exit(
-        start(lambda: load_config(given.config, given.overrides), prepare_grpo, checked_program)
+        start(
+            lambda: load_config(given.config, given.overrides),
+            prepare_grpo,
+            checked_program,
+        )
     )

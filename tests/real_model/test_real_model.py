@@ -23,7 +23,8 @@ from tools import smollm2
 
 pytestmark = [pytest.mark.full, pytest.mark.distributed, pytest.mark.timeout(3600)]
 
-MOST_APART, MEAN_APART = 1e-4, 5e-6
+MOST_APART = 1e-4
+MEAN_APART = 5e-6
 """Nats, of any token's log-prob, and of a step's mean: the engine computes in float32, transformers
 in float64."""
 STEPS = 20
@@ -70,7 +71,8 @@ def greedy_answers(model: Path, questions: list[str], new_tokens: int) -> list[s
     to the token."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    prompts, answers = [], []
+    prompts = []
+    answers = []
     for question in questions:
         chat = [{"role": "user", "content": question}]
         ids = tokenizer.apply_chat_template(
@@ -109,11 +111,13 @@ def test_engine_and_transformers_agree_on_log_probs_at_every_step(trained: Run) 
     ]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(0 < row["most"] < MOST_APART and row["mean"] < MEAN_APART for row in rows), rows
-    own = trained.metrics()  # Megatron and vLLM, all tokens: the errors of both are float32's
-    assert len(own) == STEPS and all(
-        0 < row["train/behaviour_logprob_diff"] < MEAN_APART for row in own
+    metric_rows = (
+        trained.metrics()
+    )  # Megatron and vLLM, all tokens: the errors of both are float32's
+    assert len(metric_rows) == STEPS and all(
+        0 < row["train/behaviour_logprob_diff"] < MEAN_APART for row in metric_rows
     )
-    assert max(row["train/behaviour_logprob_diff_max"] for row in own) < 3 * MOST_APART
+    assert max(row["train/behaviour_logprob_diff_max"] for row in metric_rows) < 3 * MOST_APART
 
 
 def test_it_learns_the_problems(folder: Path, trained: Run) -> None:
@@ -127,16 +131,19 @@ def test_it_learns_the_problems(folder: Path, trained: Run) -> None:
 def test_prompts_are_the_templates_and_the_export_answers_alike_and_stops(
     folder: Path, trained: Run
 ) -> None:
-    asked = {f"{problem(folder, 'train', n)['question']}{BOXED}" for n in range(160)}
+    questions_asked = {f"{problem(folder, 'train', n)['question']}{BOXED}" for n in range(160)}
     for sample in trained.samples():
-        system, _, rest = sample["prompt"].partition("<|im_start|>user\n")
-        question, _, end = rest.partition("<|im_end|>")
-        assert system == SYSTEM and question in asked and end == "\n<|im_start|>assistant\n"
+        system, _, after_system = sample["prompt"].partition("<|im_start|>user\n")
+        question, _, end = after_system.partition("<|im_end|>")
+        assert (
+            system == SYSTEM and question in questions_asked and end == "\n<|im_start|>assistant\n"
+        )
     questions = [f"{problem(folder, 'held_out', n)['question']}{BOXED}" for n in range(6)]
     answers = greedy_answers(trained.model, questions, 48)
     assert all(answer.endswith("}<|im_end|>") and "\\boxed{" in answer for answer in answers)
     base, exported = (
-        safe_open(one / "model.safetensors", "pt") for one in (folder / "model", trained.model)
+        safe_open(model_folder / "model.safetensors", "pt")
+        for model_folder in (folder / "model", trained.model)
     )
     assert set(base.keys()) == set(exported.keys()), "the tied output layer stays tied"
     for name in ("chat_template.jinja", "tokenizer.json"):

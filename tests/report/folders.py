@@ -26,8 +26,8 @@ def make_run(folder: Path, steps: int = 12, settings: Sequence[str] = (), **more
     writer.write_validation(0, {"validation/accuracy": 0.25})
     writer.write_validation(steps, {"validation/accuracy": 0.75})
     writer.close()
-    given = [f"run.output_dir={folder}", "model.path=m", "data.train_path=t.jsonl", *settings]
-    save_config(load_config([], given), folder / "config.yaml")
+    overrides = [f"run.output_dir={folder}", "model.path=m", "data.train_path=t.jsonl", *settings]
+    save_config(load_config([], overrides), folder / "config.yaml")
     write_json(
         folder / "summary.json",
         {"steps": steps, "layout": "TP1 x PP1 x DP1", "tokens_per_second": 99.5},
@@ -86,7 +86,7 @@ def group(text: str, correct: Sequence[bool] = (True, False), **more: Any) -> di
 
 def write_samples(folder: Path, step: int, groups: Sequence[Any], kind: str = "step") -> None:
     (folder / "samples").mkdir(exist_ok=True)
-    lines = "".join(json.dumps(one) + "\n" for one in groups)
+    lines = "".join(json.dumps(group) + "\n" for group in groups)
     (folder / "samples" / f"{kind}-{step:06d}.jsonl").write_text(lines, encoding="utf-8")
 
 

@@ -50,7 +50,9 @@ def test_validations_stand_beside_the_model_before_training(tmp_path: Path) -> N
         validate(folder, step, accuracy, accuracy - 0.1, accuracy + 0.1)
     (row,) = run_of(folder).validated
     assert row.problems == "sums" and list(row.by_model) == [BEFORE, BEST, AFTER]
-    shown = [(one.value, one.interval, one.step) for one in row.by_model.values()]
+    shown = [
+        (measured.value, measured.interval, measured.step) for measured in row.by_model.values()
+    ]
     assert shown == [(0.25, (0.15, 0.35), 0), (0.75, (0.65, 0.85), 6), (0.5, (0.4, 0.6), 12)]
     assert row.change is not None and row.change.value == 0.25
 
@@ -62,10 +64,8 @@ def test_validations_of_earlier_releases_have_no_intervals(tmp_path: Path) -> No
 
 
 def test_evaluations_in_and_beside_a_run_are_found(tmp_path: Path) -> None:
-    base, folder = (
-        tmp_path / "base",
-        make_run(tmp_path / "a", settings=[f"model.path={tmp_path}/base"]),
-    )
+    base = tmp_path / "base"
+    folder = make_run(tmp_path / "a", settings=[f"model.path={tmp_path}/base"])
     evaluation(tmp_path / "eval-base", base, [0] * 12)
     evaluation(
         tmp_path / "eval-20",
@@ -90,10 +90,10 @@ def test_evaluations_in_and_beside_a_run_are_found(tmp_path: Path) -> None:
 
 def test_evaluations_elsewhere_are_named_by_the_user(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a" / "run")
-    ours = evaluation(tmp_path / "b" / "ours", folder, [1] * 3)
-    theirs = evaluation(tmp_path / "b" / "theirs", tmp_path / "elsewhere", [1] * 3)
+    run_evaluation = evaluation(tmp_path / "b" / "ours", folder, [1] * 3)
+    other_evaluation = evaluation(tmp_path / "b" / "theirs", tmp_path / "elsewhere", [1] * 3)
     assert run_of(folder).evaluated == []
-    run = run_of(folder, ours, theirs, tmp_path / "none")
+    run = run_of(folder, run_evaluation, other_evaluation, tmp_path / "none")
     assert [set(row.by_model) for row in run.evaluated] == [{AFTER}, {AFTER}]
     assert len(run.notes) == 2
     assert "theirs: an evaluation of" in run.notes[0] and "no model of this run" in run.notes[0]

@@ -19,10 +19,8 @@ def written(tmp_path: Path, content: str | bytes) -> Path:
 
 
 def test_an_unfinished_last_line_is_no_row(tmp_path: Path) -> None:
-    path, notes = (
-        written(tmp_path, '{"step": 1, "a": 2}\n{"step": 2, "a": 3}\n{"step": 3, "a": 4}'),
-        [],
-    )
+    path = written(tmp_path, '{"step": 1, "a": 2}\n{"step": 2, "a": 3}\n{"step": 3, "a": 4}')
+    notes = []
     metrics = read_curves(path, notes)
     assert metrics.curve("a") == Curve([1, 2], [2.0, 3.0])
     assert (metrics.last_step, notes) == (2, [])
@@ -45,7 +43,8 @@ def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
         "null",
         '""',
     ]
-    path, notes = written(tmp_path, "\n".join([*bad, '{"step": 7, "a": 1}', ""])), []
+    path = written(tmp_path, "\n".join([*bad, '{"step": 7, "a": 1}', ""]))
+    notes = []
     assert read_curves(path, notes).curve("a") == Curve([7], [1.0])
     (note,) = notes
     assert note.startswith(f"metrics.jsonl: {len(bad)} lines are no rows") and "line 1 " in note
@@ -56,7 +55,8 @@ def test_values_that_are_not_finite_are_not_drawn_and_told(tmp_path: Path) -> No
         '{"step": 1, "a": "NaN"}\n{"step": 2, "a": "Infinity"}\n{"step": 3, "a": '
         '1e300}\n{"step": 4, "a": 5}\n'
     )
-    path, notes = written(tmp_path, rows), []
+    path = written(tmp_path, rows)
+    notes = []
     assert read_curves(path, notes).curve("a") == Curve([4], [5.0])
     assert "3 values are NaN, infinite or above" in notes[0]
 
@@ -66,14 +66,15 @@ def test_a_long_file_is_thinned_evenly_and_keeps_its_newest_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     lines = [f'{{"step": {step:6d}, "a": {step:6d}.5}}\n' for step in range(1, steps + 1)]
-    path, notes = written(tmp_path, "".join(lines) + '{"step": 9999, "a'), []
+    path = written(tmp_path, "".join(lines) + '{"step": 9999, "a')
+    notes = []
     monkeypatch.setattr("rlmath.report.metrics.MOST_BYTES", 50 * len(lines[0]))
     metrics = read_curves(path, notes)
-    found = metrics.curve("a")
-    assert (metrics.last_step, found.steps[-1], found.values[-1]) == (steps, steps, steps + 0.5)
-    gaps = {later - earlier for earlier, later in itertools.pairwise(found.steps)}
-    assert len(found.steps) <= 50 or steps <= 50
-    assert len(gaps) <= 1 and found.steps[0] <= max(gaps, default=1)
+    curve = metrics.curve("a")
+    assert (metrics.last_step, curve.steps[-1], curve.values[-1]) == (steps, steps, steps + 0.5)
+    gaps = {later - earlier for earlier, later in itertools.pairwise(curve.steps)}
+    assert len(curve.steps) <= 50 or steps <= 50
+    assert len(gaps) <= 1 and curve.steps[0] <= max(gaps, default=1)
     assert bool(notes) == (steps > 50)
 
 

@@ -57,11 +57,11 @@ def test_the_table_of_schemes():
     for name, cells in table.items():
         *numbers, scaling = cells.split(" | ")
         settings = RewardConfig(name, format_penalty=-7.0)
-        found = [
+        rewards = [
             raw_reward(settings, correct, boxed)
             for correct, boxed in ((True, True), (True, False), (False, True), (False, False))
         ]
-        assert found == [
+        assert rewards == [
             -7.0 if number == "`format_penalty`" else float(number) for number in numbers
         ]
         assert reward_scale(settings, verified=True) == float(scaling.split(",")[0])

@@ -66,12 +66,12 @@ def test_a_score_carries_the_verdict_and_the_box():
 
 
 def test_a_functions_number_is_the_reward():
-    said = FunctionResult(0.25, (("steps", 3.0),))
-    assert score(said) == Score(0.25, True, "", "function", True, (("steps", 3.0),))
-    assert score(said, RewardConfig(output_scaling=4.0)).reward == 1.0
+    function_result = FunctionResult(0.25, (("steps", 3.0),))
+    assert score(function_result) == Score(0.25, True, "", "function", True, (("steps", 3.0),))
+    assert score(function_result, RewardConfig(output_scaling=4.0)).reward == 1.0
     assert not score(FunctionResult(-1.0)).correct
-    named = FunctionResult(1.0, (("correct", 0.0),))
-    assert not score(named).correct
+    named_result = FunctionResult(1.0, (("correct", 0.0),))
+    assert not score(named_result).correct
 
 
 def test_a_function_that_failed_gives_the_reward_for_failures():

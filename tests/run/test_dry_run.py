@@ -252,7 +252,8 @@ def test_a_warning_where_filters_drop_much(dry, bare_model: Path):
 def test_the_plan_of_a_recipe(dry):
     status, out, err = dry(SMALL_R1)
     assert (status, err) == (0, "")
-    sequences, tokens = 512 * 16, 512 * 16 * (1024 + 27648)
+    sequences = 512 * 16
+    tokens = 512 * 16 * (1024 + 27648)
     for line in (
         "Model: /storage/models/DeepSeek-R1-Distill-Qwen-1.5B, 1.78 B parameters, 28 layers, "
         "131072 positions",
@@ -447,18 +448,18 @@ def test_what_a_start_refuses_to_resume_a_dry_run_refuses(
 ) -> None:
     """A run that became shorter, another model, other prompts; and what is resumed is told."""
     words = (f"model.path={tied_model}", *TINY)
-    output, status = tmp_path / "run", dry(SMALL_R1, *words)[0]
+    output = tmp_path / "run"
+    status = dry(SMALL_R1, *words)[0]
     assert status == 0
     config = load_config(
         [CONFIGS / SMALL_R1], [f"run.output_dir={output}", "data.train_path=t", *words]
     )
 
     def checkpoint(step: int, data: str) -> None:
-        partial, model = (
-            open_partial(output / CHECKPOINTS_FOLDER, step),
-            model_fingerprint(tied_model),
-        )
-        libraries, versions = ("torch",), {"torch": "2"}
+        partial = open_partial(output / CHECKPOINTS_FOLDER, step)
+        model = model_fingerprint(tied_model)
+        libraries = ("torch",)
+        versions = {"torch": "2"}
         progress = Progress(
             step, 0, 24, 6, 3, "TP1", 1, ("exp_avg",), libraries, model, data, versions
         )

@@ -195,7 +195,8 @@ def test_selection_and_advantages_of_the_users_are_kept_by_a_resumed_run(
         assert recovery is not None
         return recovery.warnings
 
-    direct, registered = tmp_path / "one", tmp_path / "registered"
+    direct = tmp_path / "one"
+    registered = tmp_path / "registered"
     saved(direct, f"{key}=own.py:best")
     assert (
         warnings(direct, f"{key}=own.py:best")
@@ -425,10 +426,8 @@ def test_every_entry_of_the_list_is_a_setting() -> None:
 
 
 def test_a_setting_whose_name_only_begins_like_one_that_may_change_is_refused() -> None:
-    before, changed = (
-        make_config(Path("x")),
-        make_config(Path("x"), "reward.timeout_seconds=7", "optimizer.kind=sgd"),
-    )
+    before = make_config(Path("x"))
+    changed = make_config(Path("x"), "reward.timeout_seconds=7", "optimizer.kind=sgd")
     assert refused_changes(before, changed) == ["optimizer.kind: adam there, sgd now"]
 
 
@@ -472,7 +471,8 @@ def test_a_checkpoint_of_an_older_release_compares_by_its_own_rule(tmp_path: Pat
     save_file({"t": torch.ones(4)}, model / "model.safetensors")
     content = (model / "model.safetensors").read_bytes()
     older = hashlib.sha256(b"{}" + f"model.safetensors:{len(content)}".encode() + content + content)
-    run, origin = tmp_path / "run", replace(ORIGIN, model=model_fingerprint(model))
+    run = tmp_path / "run"
+    origin = replace(ORIGIN, model=model_fingerprint(model))
     checkpoint(run, 3, changed={"model_fingerprint": older.hexdigest()[:16]})
     assert found_steps(make_config(run, f"model.path={model}"), origin) == [3]
     (model / "config.json").write_text("{ }")
@@ -516,7 +516,8 @@ def swapped(content: dict) -> None:
 def test_a_tokenizer_or_stops_that_were_edited_are_refused_with_what_to_do(
     tmp_path: Path, name: str, change: Callable[[dict], object], told: str | None
 ) -> None:
-    model, run = make_model_folder(tmp_path / "model"), tmp_path / "run"
+    model = make_model_folder(tmp_path / "model")
+    run = tmp_path / "run"
     files = with_stop_tokens(read_metadata_files(model), (1,))
     checkpoint(run, 3, files=files)
     edit_json(model / name, change)
@@ -533,7 +534,8 @@ def test_a_tokenizer_or_stops_that_were_edited_are_refused_with_what_to_do(
 
 def test_a_file_that_is_no_json_keeps_no_run_from_resuming(tmp_path: Path) -> None:
     """Such as the one that macOS leaves beside another when it copies a folder."""
-    model, run = make_model_folder(tmp_path / "model"), tmp_path / "run"
+    model = make_model_folder(tmp_path / "model")
+    run = tmp_path / "run"
     (model / "._tokenizer.json").write_bytes(b"\x00\x05\x16\x07\xb0")
     checkpoint(run, 3, files=with_stop_tokens(read_metadata_files(model), (1,)))
     origin = replace(ORIGIN, stop_token_ids=(1,))
@@ -541,10 +543,12 @@ def test_a_file_that_is_no_json_keeps_no_run_from_resuming(tmp_path: Path) -> No
 
 
 def test_the_models_tokenizer_is_read_once_for_all_checkpoints(tmp_path: Path) -> None:
-    model, run = make_model_folder(tmp_path / "model"), tmp_path / "run"
+    model = make_model_folder(tmp_path / "model")
+    run = tmp_path / "run"
     for step in (1, 2, 3):
         checkpoint(run, step, files=with_stop_tokens(read_metadata_files(model), (1,)))
-    config, origin = make_config(run, f"model.path={model}"), replace(ORIGIN, stop_token_ids=(1,))
+    config = make_config(run, f"model.path={model}")
+    origin = replace(ORIGIN, stop_token_ids=(1,))
     with opened_files() as opened:
         assert found_steps(config, origin) == [3, 2, 1]
     assert opened.count(str(model / "tokenizer.json")) == 1
@@ -709,7 +713,8 @@ def test_without_a_checkpoint_all_stages_are_compared(tmp_path: Path) -> None:
 def test_the_split_of_ranks_may_change_but_not_whether_engines_have_their_own(
     tmp_path: Path,
 ) -> None:
-    colocated, separate = make_config(tmp_path), make_config(tmp_path, "rollout.ranks=2")
+    colocated = make_config(tmp_path)
+    separate = make_config(tmp_path, "rollout.ranks=2")
     four_ranks = make_config(
         tmp_path,
         "rollout.ranks=4",

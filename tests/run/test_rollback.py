@@ -229,7 +229,9 @@ def test_a_reward_that_is_always_the_same_has_not_collapsed(value: float) -> Non
 def test_a_checkpoint_from_before_a_collapse_is_there(tmp_path: Path, every: int) -> None:
     """Rewards rise until step 60, and fall: whatever is between two checkpoints, a good one stays,
     and few do."""
-    rule, keep_last, rewards = RewardRule(drop=0.5, steps=10), 2, []
+    rule = RewardRule(drop=0.5, steps=10)
+    keep_last = 2
+    rewards = []
     for step in range(1, 100):
         rewards.append(step / 60 if step <= 60 else 0.0)
         best = best_rewards(rewards, rule)

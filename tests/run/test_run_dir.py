@@ -68,13 +68,14 @@ def test_what_is_moved_aside_is_logged_with_the_reason(
     claim_run_folder(tmp_path, config)
     (record,) = (record for record in caplog.records if record.levelname == "WARNING")
     aside = tmp_path / "earlier" / "001"
-    what = f"what an earlier one left is in {aside}: checkpoints, metrics.jsonl"
-    assert record.getMessage() == f"The run starts from the beginning ({why}); {what}"
+    moved_files = f"what an earlier one left is in {aside}: checkpoints, metrics.jsonl"
+    assert record.getMessage() == f"The run starts from the beginning ({why}); {moved_files}"
     assert (aside / "checkpoints").is_symlink()
 
 
 def test_a_repeated_run_moves_aside_what_was_there(tmp_path: Path):
-    folder, config = tmp_path / "run", make_config(tmp_path / "run")
+    folder = tmp_path / "run"
+    config = make_config(tmp_path / "run")
     for text in ("first", "second", "third"):
         claim_run_folder(folder, config)
         assert not (folder / "metrics.jsonl").exists()
@@ -109,7 +110,8 @@ def test_the_folder_may_be_spelled_differently(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_a_killed_claim_left_is_no_obstacle(tmp_path: Path):
-    folder, config = tmp_path / "run", make_config(tmp_path / "run")
+    folder = tmp_path / "run"
+    config = make_config(tmp_path / "run")
     folder.mkdir()
     (folder / ".config.yaml.0123abcd.tmp").write_text("run:\n  se")
     claim_run_folder(folder, config)
@@ -233,9 +235,10 @@ def test_a_file_in_the_way_is_named(tmp_path: Path):
         assert f'"{file}" is not a folder' in refusal(folder)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for folder in (tmp_path / "link", tmp_path / "link" / "run"):
-        told = refusal(folder)
+        message = refusal(folder)
         assert (
-            f'"{tmp_path}/link" is not a folder' in told and "a disk that is not mounted?" in told
+            f'"{tmp_path}/link" is not a folder' in message
+            and "a disk that is not mounted?" in message
         )
     (tmp_path / "loop").symlink_to("loop")
     for folder in (tmp_path / "loop", tmp_path / "loop" / "run"):
@@ -278,8 +281,12 @@ def test_inputs_inside_the_folder_are_refused(tmp_path: Path):
     )
     message = refusal(tmp_path, config)
     assert "model.path" in message and "lies in it" in message and "data.train_path" not in message
-    more = make_config(tmp_path, f"data.more_train_paths=[x.jsonl,{tmp_path}/y.jsonl]")
-    assert f'data.more_train_paths "{tmp_path}/y.jsonl" lies in it' in refusal(tmp_path, more)
+    config_with_more_paths = make_config(
+        tmp_path, f"data.more_train_paths=[x.jsonl,{tmp_path}/y.jsonl]"
+    )
+    assert f'data.more_train_paths "{tmp_path}/y.jsonl" lies in it' in refusal(
+        tmp_path, config_with_more_paths
+    )
 
 
 def test_a_write_that_fails_is_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -299,7 +306,8 @@ def test_the_check_passes_at_every_moment_of_a_claim(
 ):
     """A late rank checks after every file operation of rank 0, at the first claim and at a repeated
     one."""
-    folder, checks = tmp_path / "run", []
+    folder = tmp_path / "run"
+    checks = []
     config = make_config(folder)
 
     def checked(operation):
@@ -361,14 +369,15 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path):
 def test_what_a_start_writes_follows_the_umask(
     tmp_path: Path, umask: int, modes: tuple[int, int, int]
 ):
-    folder, before = tmp_path / "run", os.umask(umask)
+    folder = tmp_path / "run"
+    before = os.umask(umask)
     try:
         with sole_user(folder):
             claim_run_folder(folder, make_config(folder))
     finally:
         os.umask(before)
-    found = (folder / ".lock", folder / "config.yaml", folder)
-    assert tuple(path.stat().st_mode & 0o777 for path in found) == modes
+    paths = (folder / ".lock", folder / "config.yaml", folder)
+    assert tuple(path.stat().st_mode & 0o777 for path in paths) == modes
 
 
 def test_starting_anew_takes_other_settings_and_keeps_what_was_there(tmp_path: Path):

@@ -32,14 +32,14 @@ GOOD = {
 def told(rows, limits=LIMITS, **more):
     """(step, text) of every sign, steps counted from 1."""
     alerts = Alerts(limits, **more)
-    found = [(step, text) for step, row in enumerate(rows, start=1) for text in alerts.check(row)]
-    for step, text in found:
+    signs = [(step, text) for step, row in enumerate(rows, start=1) for text in alerts.check(row)]
+    for step, text in signs:
         assert all(
             len(line) <= 80 for line in f"12:00:00 WARNING: step {step}: {text}".split("\n")
         ), text
         assert text.count("\n") == 1
         assert "ew run" in text or not settings_that_a_resume_refuses(text), text
-    return found
+    return signs
 
 
 def settings_that_a_resume_refuses(text):

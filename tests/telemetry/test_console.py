@@ -113,12 +113,12 @@ FOR_THE_FILE = (
 
 def logged(rank: int, folder: Path, **variables: str) -> str:
     # Without what engines of other tests have set in this process.
-    kept = {
+    base_environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("VLLM_", "TRANSFORMERS_"))
     }
-    environment = kept | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
+    environment = base_environment | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
     command = [sys.executable, "-c", LIBRARIES, str(rank), str(folder)]
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True
@@ -126,9 +126,17 @@ def logged(rank: int, folder: Path, **variables: str) -> str:
 
 
 def test_of_libraries_the_console_has_errors_and_the_log_file_warnings(tmp_path: Path):
-    told = [line[9:] for line in logged(0, tmp_path).splitlines()]
-    own = ["own news", "WARNING: own warning", "ERROR: vllm error", "WARNING: a weight is missing"]
-    assert told == [*own, "WARNING: <string>:19: UserWarning: of a file of the user's"]
+    console_lines = [line[9:] for line in logged(0, tmp_path).splitlines()]
+    expected_lines = [
+        "own news",
+        "WARNING: own warning",
+        "ERROR: vllm error",
+        "WARNING: a weight is missing",
+    ]
+    assert console_lines == [
+        *expected_lines,
+        "WARNING: <string>:19: UserWarning: of a file of the user's",
+    ]
     lines = (tmp_path / LOG_FILE).read_text().splitlines()
     assert {*FOR_THE_FILE, "WARNING: own warning"} <= {line.partition(" ")[2] for line in lines}
     assert not any("vllm news" in line for line in lines)
@@ -136,7 +144,7 @@ def test_of_libraries_the_console_has_errors_and_the_log_file_warnings(tmp_path:
 
 def test_who_wants_to_hear_the_libraries_does(tmp_path: Path):
     text = logged(0, tmp_path, VLLM_LOGGING_LEVEL="INFO")
-    assert all(one in text for one in ("vllm news", "Triton is not there", "torch warns"))
+    assert all(message in text for message in ("vllm news", "Triton is not there", "torch warns"))
 
 
 def test_other_ranks_only_warn_and_say_who_they_are(tmp_path: Path):

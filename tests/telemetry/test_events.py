@@ -16,7 +16,8 @@ from tests.disks import files_no_larger_than
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[logging.Logger]:
-    logger, handler = logging.getLogger("rlmath.test_events"), EventFile(tmp_path)
+    logger = logging.getLogger("rlmath.test_events")
+    handler = EventFile(tmp_path)
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     yield logger
@@ -24,11 +25,11 @@ def log(tmp_path: Path) -> Iterator[logging.Logger]:
 
 
 def rows(folder: Path) -> list[tuple]:
-    found = [
+    event_rows = [
         json.loads(line)
         for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    return [(row["kind"], row["step"], row["text"]) for row in found]
+    return [(row["kind"], row["step"], row["text"]) for row in event_rows]
 
 
 def test_warnings_and_lines_with_a_kind_are_events(log: logging.Logger, tmp_path: Path) -> None:
@@ -78,7 +79,9 @@ def test_events_are_bounded_and_a_disk_that_refuses_is_told_once(
         log.warning("one")
         log.warning("two")
     assert [
-        one.getMessage() for one in caplog.records if "cannot be written" in one.getMessage()
+        record.getMessage()
+        for record in caplog.records
+        if "cannot be written" in record.getMessage()
     ] != []
     log.warning("three")
     assert not any("three" in line for line in (tmp_path / "events.jsonl").read_text().splitlines())

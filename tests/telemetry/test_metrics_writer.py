@@ -83,10 +83,12 @@ def test_rows_wait_for_room_and_are_written_in_order(tmp_path, caplog):
             writer.write_validation(step, {"long": 1.0, "name": 2.0})
             assert (tmp_path / "metrics.jsonl").read_bytes() == whole, "no half line"
         assert writer.lost() == {"metrics.jsonl": 3, "validation.jsonl": 3}
-        refused = [
-            one for one in caplog.messages if one.startswith("metrics.jsonl cannot be written: ")
+        refusals = [
+            message
+            for message in caplog.messages
+            if message.startswith("metrics.jsonl cannot be written: ")
         ]
-        assert len(refused) == 1 and "File too large" in refused[0]
+        assert len(refusals) == 1 and "File too large" in refusals[0]
     writer.write(5, {"a": 0.5})
     assert [row["step"] for row in read_metrics(str(tmp_path))] == [1, 2, 3, 4, 5]
     assert writer.lost() == {"validation.jsonl": 3}
@@ -118,7 +120,7 @@ def test_tensorboard_that_is_refused_is_off_and_counted(tmp_path, caplog):
         writer.write(step, {"a": 0.1 * step})
     writer.close()
     assert writer.lost() == {"TensorBoard": 4}
-    (warning,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert warning.startswith("metrics.jsonl cannot be written: "), (
         "one warning for a disk that is full"
     )

@@ -24,14 +24,15 @@ def work(timers: PhaseTimers) -> None:
 
 
 def test_a_profiled_step_leaves_a_trace_with_its_phases_and_a_table(tmp_path: Path) -> None:
-    profiler, timers = StepProfiler([2], tmp_path, 1, on_gpu=False), PhaseTimers()
+    profiler = StepProfiler([2], tmp_path, 1, on_gpu=False)
+    timers = PhaseTimers()
     for number in (1, 2, 3):
         with profiler.step(number):
             work(timers)
     names = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert names == ["step-000002-rank-1.json.gz", "step-000002-rank-1.md"]
     with gzip.open(tmp_path / "profile" / names[0], "rt") as trace:
-        events = {one.get("name") for one in json.load(trace)["traceEvents"]}
+        events = {event.get("name") for event in json.load(trace)["traceEvents"]}
     assert {"phase: update", "phase: pack", "aten::mm"} <= events
     table = (tmp_path / "profile" / names[1]).read_text()
     assert "# Step 2, rank 1" in table

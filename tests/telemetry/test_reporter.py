@@ -28,20 +28,22 @@ def resumed(folder: Path, rows: list[dict[str, float]]) -> Reporter:
 
 
 def test_a_resumed_run_counts_what_earlier_starts_did(tmp_path: Path) -> None:
-    timed = [
+    seconds_rows = [
         {"step": step, "seconds/step": 1000.0 * step, "seconds/save": 100.0} for step in range(1, 5)
     ]
-    counted = ({"n_valid_tokens": 7.0 * step, "no_eos_ratio": 0.01 * step} for step in range(1, 5))
-    rows = [one | other for one, other in zip(timed, counted, strict=True)]
+    counts_rows = (
+        {"n_valid_tokens": 7.0 * step, "no_eos_ratio": 0.01 * step} for step in range(1, 5)
+    )
+    rows = [seconds | counts for seconds, counts in zip(seconds_rows, counts_rows, strict=True)]
     reporter = resumed(tmp_path, rows)
     assert reporter._alerts is not None
-    looked_at = [row["no_eos_ratio"] for row in reporter._alerts.last]
-    assert looked_at == [0.03, 0.04], "those of the stage that it is in"
+    ratios = [row["no_eos_ratio"] for row in reporter._alerts.last]
+    assert ratios == [0.03, 0.04], "those of the stage that it is in"
     reporter.write_summary(50.0, {"history": {"prompts": 3}})
     reporter.close()
-    found = json.loads((tmp_path / "summary.json").read_text())
-    assert found["seconds_total"] == 10_000 + 400 + 50
-    assert found["seconds_training"] >= 10_400
-    assert found["completion_tokens"] == 70 and found["went_on_after_step"] == 4
-    assert found["median_seconds"] == {"step": 2500.0, "save": 100.0}
-    assert found["history"] == {"prompts": 3} and found["last_step"]["no_eos_ratio"] == 0.04
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["seconds_total"] == 10_000 + 400 + 50
+    assert summary["seconds_training"] >= 10_400
+    assert summary["completion_tokens"] == 70 and summary["went_on_after_step"] == 4
+    assert summary["median_seconds"] == {"step": 2500.0, "save": 100.0}
+    assert summary["history"] == {"prompts": 3} and summary["last_step"]["no_eos_ratio"] == 0.04

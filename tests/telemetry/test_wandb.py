@@ -87,14 +87,16 @@ def records(path: Path):
     part of one)."""
     from wandb.proto import wandb_internal_pb2
 
-    data, at, record = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
+    content = path.read_bytes()
+    position = 7
+    record = b""
+    while position + 7 <= len(content):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
             continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        record += data[at + 7 : at + 7 + length]
-        at += 7 + length
+        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
+        record += content[position + 7 : position + 7 + length]
+        position += 7 + length
         if kind in (1, 4):
             parsed = wandb_internal_pb2.Record()
             parsed.ParseFromString(record)
@@ -140,7 +142,8 @@ def test_offline_files_have_the_numbers_of_metrics_jsonl_and_the_config(tmp_path
     writer.write(4, {"task_reward": math.nan, "train/entropy_loss": 1e-30})
     writer.close()
     (path,) = wandb_files(tmp_path / "first")
-    local_rows, sent_rows = read_metrics(str(tmp_path / "first")), history(path)
+    local_rows = read_metrics(str(tmp_path / "first"))
+    sent_rows = history(path)
     local_rows[2]["validation/aime24/accuracy"] = 0.25
     assert [row["_step"] for row in sent_rows] == [1, 2, 3, 4]
     for local_row, row in zip(local_rows, sent_rows, strict=True):
@@ -212,7 +215,7 @@ def test_a_process_that_fails_costs_wandb_alone_and_is_told_once(
     tmp_path: Path, trouble: str, steps: int, pause: float
 ):
     """One that hangs gets more rows than its socket and the queue hold."""
-    then = f"""
+    code = f"""
         {trouble}
         metrics = {{f"group/{{number}}": number / 7 for number in range(200)}}
         for step in range(3, {steps} + 1):
@@ -221,15 +224,15 @@ def test_a_process_that_fails_costs_wandb_alone_and_is_told_once(
         writer.close()
         print("the run is done")
     """
-    done = program(tmp_path, then)
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("Weights & Biases is off from here") == 1, done.stdout
-    assert "the run is done" in done.stdout and "Traceback" not in done.stdout
+    process = program(tmp_path, code)
+    assert process.returncode == 0, process.stdout
+    assert process.stdout.count("Weights & Biases is off from here") == 1, process.stdout
+    assert "the run is done" in process.stdout and "Traceback" not in process.stdout
     assert [row["step"] for row in read_metrics(str(tmp_path))] == list(range(1, steps + 1))
 
 
 def test_the_signals_stay_the_runs_own(tmp_path: Path):
-    then = """
+    code = """
         import signal
         got = []
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -245,8 +248,8 @@ def test_the_signals_stay_the_runs_own(tmp_path: Path):
         assert got == [signal.SIGUSR1, signal.SIGTERM], got
         print("both signals came")
     """
-    done = program(tmp_path, then)
-    assert done.returncode == 0 and "both signals came" in done.stdout, done.stdout
+    process = program(tmp_path, code)
+    assert process.returncode == 0 and "both signals came" in process.stdout, process.stdout
     assert len(history(wandb_files(tmp_path)[0])) == 3
 
 

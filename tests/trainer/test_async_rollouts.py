@@ -96,7 +96,9 @@ def test_without_a_report_there_are_no_metrics() -> None:
 
 # ---------------------------------------------------------------- messages and checkpoints
 
-PER_STEP, GROUP, STALENESS = 3, 2, 1
+PER_STEP = 3
+GROUP = 2
+STALENESS = 1
 
 
 @pytest.fixture
@@ -114,7 +116,8 @@ def ends(process_group: None) -> Iterator[tuple[Mailbox, Mailbox]]:
 def done(draw: int, step: int) -> GroupDone:
     """A group that an engine has sampled with the weights of a step, of as many tokens as its draw
     and one more."""
-    tokens, logprobs = (5,) * (draw + 1), (-0.5,) * (draw + 1)
+    tokens = (5,) * (draw + 1)
+    logprobs = (-0.5,) * (draw + 1)
     samples = tuple(
         ScoredCompletion(
             Completion(
@@ -198,7 +201,8 @@ def test_a_checkpoint_has_what_is_done_what_waits_and_what_is_sampled(
 ) -> None:
     """Step 2 takes the draws 3 to 5 and leaves 6, which is done; meanwhile 8 becomes done, 7 is
     being sampled."""
-    trainer, engine = ends[0], Engine(ends[1])
+    trainer = ends[0]
+    engine = Engine(ends[1])
     connection = EngineConnection(Mesh(0, 1, 1, 1, 1, engine_ranks=1), trainer, lambda: None)
     rollouts = asynchronous(tmp_path, tied_model, connection)
     stages = length_stages(rollouts._config, 5)
@@ -254,7 +258,8 @@ def test_a_checkpoint_has_what_is_done_what_waits_and_what_is_sampled(
 def test_what_is_asked_of_the_engines_for_validation_is_what_they_are_sent(
     ends: tuple[Mailbox, Mailbox],
 ) -> None:
-    trainer, engine = ends[0], Engine(ends[1])
+    trainer = ends[0]
+    engine = Engine(ends[1])
     connection = EngineConnection(Mesh(0, 1, 1, 1, 1, engine_ranks=1), trainer, lambda: None)
     asked = CollectGroups(
         [], SamplingSettings(2, 0.5, 0.9, 3, 7), RolloutSeed(8, -1), "validation own", True

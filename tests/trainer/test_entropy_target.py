@@ -20,19 +20,27 @@ from rlmath.trainer.policy_update import PolicyTrainer
 
 def trainer() -> GrpoTrainer:
     """Without models: what holds the weight alone."""
-    made = object.__new__(GrpoTrainer)
-    made.config = Config(algorithm=AlgorithmConfig(entropy_target=0.2, entropy_delta=0.005))
-    made.actor = Actor(
+    grpo_trainer = object.__new__(GrpoTrainer)
+    grpo_trainer.config = Config(algorithm=AlgorithmConfig(entropy_target=0.2, entropy_delta=0.005))
+    grpo_trainer.actor = Actor(
         GrpoLearner(None, None, None, LossSettings(entropy_coef=0.01), EarlyStop()), []
     )
-    made.entropy, made.critic, made.reference = EntropyControl(0.01, 0.01), None, None
-    return made
+    grpo_trainer.entropy, grpo_trainer.critic, grpo_trainer.reference = (
+        EntropyControl(0.01, 0.01),
+        None,
+        None,
+    )
+    return grpo_trainer
 
 
 def update(*entropies: float) -> UpdateRecord:
     """Of minibatches of 10, 11, ... tokens with these mean entropies."""
-    sums = [{"entropy": one * (10 + i), "tokens": 10.0 + i} for i, one in enumerate(entropies)]
-    return UpdateRecord([MinibatchResult(one, {}, 1.0, 0.1, None) for one in sums], [], None)
+    sums = [
+        {"entropy": entropy * (10 + i), "tokens": 10.0 + i} for i, entropy in enumerate(entropies)
+    ]
+    return UpdateRecord(
+        [MinibatchResult(minibatch_sums, {}, 1.0, 0.1, None) for minibatch_sums in sums], [], None
+    )
 
 
 def test_it_follows_the_mean_over_tokens_and_goes_on_after_a_checkpoint(tmp_path: Path) -> None:

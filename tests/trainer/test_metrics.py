@@ -329,15 +329,11 @@ def test_phases_are_paced_by_the_tokens_they_work_on():
 
 
 def test_mfu_counts_the_models_own_arithmetic() -> None:
-    seconds, costs = (
-        {"rollout": 2.0, "update": 4.0},
-        (Cost(linear=3.0, quadratic=1.0), Cost(8.0, 2.0)),
-    )
+    seconds = {"rollout": 2.0, "update": 4.0}
+    costs = (Cost(linear=3.0, quadratic=1.0), Cost(8.0, 2.0))
     metrics = mfu_metrics(seconds, 6, GROUPS[:1], GROUPS[:1], 2, *costs, peak_flops=1_000.0)
-    prompt, answers = (
-        len(GROUPS[0].prompt.token_ids),
-        [len(completion.token_ids) for completion in GROUPS[0].completions],
-    )
+    prompt = len(GROUPS[0].prompt.token_ids)
+    answers = [len(completion.token_ids) for completion in GROUPS[0].completions]
     whole = [3.0 * (prompt + n) + (prompt + n) ** 2 for n in answers]
     read_again = (len(answers) - 1) * (3.0 * prompt + prompt**2)
     trained = sum(8.0 * (prompt + n) + 2 * (prompt + n) ** 2 for n in answers)

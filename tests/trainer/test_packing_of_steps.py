@@ -32,13 +32,16 @@ from rlmath.trainer.sft import SftTrainer
 from rlmath.trainer.token_advantages import ScoredStep
 from tests.tiny_models import make_samples, shape_of
 
-SEED, BUDGET = 11, 700
+SEED = 11
+BUDGET = 700
 # Some are so long that FLOPs balance them otherwise than tokens would.
 SAMPLES = make_samples(12, seed=6, longest=60) + make_samples(5, seed=7, longest=600)
 TWO_STAGES = {"world_size": 8, "tensor": 2, "pipeline": 2, "engine_size": 1, "virtual_pipeline": 2}
 """Two data-parallel replicas; the interleaved schedule takes micro-batches in pairs."""
 ALONE = Mesh(0, 1, 1, 1, 1)
-SEQUENCES = [WrittenSequence(tuple(one.prompt_ids), tuple(one.completion_ids)) for one in SAMPLES]
+SEQUENCES = [
+    WrittenSequence(tuple(sample.prompt_ids), tuple(sample.completion_ids)) for sample in SAMPLES
+]
 NOTHING: Any = None
 
 
@@ -150,7 +153,8 @@ def _lengths(batches: list[MicroBatch]) -> list[tuple[int, int]]:
 
 
 def test_packs_are_padded_under_sequence_parallelism_alone(tied_model: Path) -> None:
-    padded, plain = settings(), settings(sequence=False)
+    padded = settings()
+    plain = settings(sequence=False)
     of_rl = [_lengths(half) for half in rl_packs(tied_model, 0, 0, padded)]
     for lengths in (*of_rl, _lengths(sft_packs(tied_model, 0, padded))):
         assert all(tokens == length + length % 2 for tokens, length in lengths)

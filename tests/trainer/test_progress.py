@@ -30,12 +30,12 @@ def trainer(policy_scale: LossScale, critic_scale: LossScale) -> GrpoTrainer:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     scheduler = build_scheduler(settings, optimizer, total_updates=10)
     critic = CriticLearner(None, optimizer, scheduler, clip=None, loss_scale=critic_scale)
-    made = object.__new__(GrpoTrainer)
-    made.config = Config()
-    made.actor = Actor(policy, [])
-    made.critic = Critic(critic, [])
-    made.reference = None
-    return made
+    grpo_trainer = object.__new__(GrpoTrainer)
+    grpo_trainer.config = Config()
+    grpo_trainer.actor = Actor(policy, [])
+    grpo_trainer.critic = Critic(critic, [])
+    grpo_trainer.reference = None
+    return grpo_trainer
 
 
 def test_the_critic_goes_on_with_its_own_loss_scale_and_schedule(tmp_path: Path) -> None:

@@ -357,7 +357,8 @@ def test_what_megatron_is_given_of_the_layout(tied_model: Path) -> None:
 
 
 def test_what_selective_recomputes() -> None:
-    dense, experts = SHAPE, replace(SHAPE, num_experts=8, experts_per_token=2)
+    dense = SHAPE
+    experts = replace(SHAPE, num_experts=8, experts_per_token=2)
     assert selective_modules(dense, local_layers=True) == ["core_attn"]
     assert selective_modules(dense, local_layers=False) == ["mlp"]
     assert selective_modules(experts, local_layers=False) == ["moe"]

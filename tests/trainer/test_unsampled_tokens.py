@@ -68,7 +68,8 @@ TOTAL = sum(map(sum, LENGTHS))
 
 def make_group(number: int, dense: bool) -> ScoredGroup:
     """A prompt with its completions; `dense`, these without the tokens of others."""
-    completions, scores = [], []
+    completions = []
+    scores = []
     for index, marks in enumerate(MARKS[number]):
         marks = marks.replace(".", "") if dense else marks
         runs = [
@@ -147,7 +148,8 @@ class Learned:
 
 def learn(folder: Path, config: Config, dense: bool) -> Learned:
     """A step with these settings, without models: log-probs, entropies and values are given."""
-    algorithm, groups = config.algorithm, make_groups(dense)
+    algorithm = config.algorithm
+    groups = make_groups(dense)
     updater = PolicyUpdater(
         config,
         shape_of(folder),
@@ -197,7 +199,8 @@ def learn(folder: Path, config: Config, dense: bool) -> Learned:
 
 def dense_loss(learned: Learned, config: Config) -> Tensor:
     """The minibatch's loss, formula by formula over the sampled tokens."""
-    tokens, settings = learned.tokens, loss_settings(config.algorithm, config.teacher)
+    tokens = learned.tokens
+    settings = loss_settings(config.algorithm, config.teacher)
     loss = Book(tokens, settings).sums()["loss"]
     for t in tokens.learned_T.nonzero()[:, 0].tolist():
         if tokens.penalty_T is not None:
@@ -361,7 +364,10 @@ def estimated(
 def test_a_step_of_gae_goes_from_a_sampled_token_to_the_next_one(alpha: float | None) -> None:
     """The token after a gap follows the one before it, and the reward is the last sampled
     token's."""
-    gamma, lam, value_lambda, kl_coef = 0.9, 0.8, 0.95, 0.25
+    gamma = 0.9
+    lam = 0.8
+    value_lambda = 0.95
+    kl_coef = 0.25
     config = Config(
         algorithm=AlgorithmConfig(
             advantage="gae", advantage_eps=0.0, kl_in="reward", kl_coef=kl_coef, kl_estimator="k1"
@@ -387,7 +393,9 @@ def test_a_step_of_gae_goes_from_a_sampled_token_to_the_next_one(alpha: float | 
     )
 
     def discounted(s: int, factor: float) -> list[float]:
-        row, behind, after = [0.0] * len(values[s]), 0.0, 2.0 if s == 2 else 0.0
+        row = [0.0] * len(values[s])
+        behind = 0.0
+        after = 2.0 if s == 2 else 0.0
         for t in reversed(range(len(row))):
             reward = -kl_coef * (old[s][t] - reference[s][t])
             if t == len(row) - 1:

@@ -48,7 +48,8 @@ def row(number: int, prompt: str, **more: Any) -> dict[str, Any]:
 def test_problems_that_are_too_long_count_and_unusable_rows_are_told(
     tmp_path: Path, tied_model: Path
 ) -> None:
-    long, no_answer = row(2, "y" * 31), row(3, "z", solutions=[])
+    long = row(2, "y" * 31)
+    no_answer = row(3, "z", solutions=[])
     file = write_rows(tmp_path / "own.jsonl", row(1, "x" * 30), long, no_answer)
     config = settings(
         tmp_path,
@@ -180,7 +181,8 @@ def validator(
     asked_to_stop: Callable[[], str | None] = lambda: None,
 ) -> Validator:
     """One that needs no engine: nothing is sampled."""
-    config, mesh = settings(folder, *ASKED, *overrides), Mesh(0, 1, 1, 1, 1)
+    config = settings(folder, *ASKED, *overrides)
+    mesh = Mesh(0, 1, 1, 1, 1)
     return Validator(
         config, mesh, None, PhaseTimers(), files, steps_done, 10, export, asked_to_stop
     )
