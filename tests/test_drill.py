@@ -65,12 +65,12 @@ def test_the_drill_sees_numbers_that_differ(rows: list[dict[str, float]], told: 
 
 
 def test_the_drill_sees_a_tensor_that_differs_in_one_bit(tmp_path: Path) -> None:
-    tensors_a = {"a": torch.ones(3), "b": torch.tensor([float("nan"), 0.0])}
-    other = {"a": torch.ones(3), "b": torch.tensor([float("nan"), -0.0])}
+    undisturbed_tensors = {"a": torch.ones(3), "b": torch.tensor([float("nan"), 0.0])}
+    other_tensors = {"a": torch.ones(3), "b": torch.tensor([float("nan"), -0.0])}
     for name, tensors in (
-        ("undisturbed", tensors_a),
-        ("same", tensors_a),
-        ("other", other),
+        ("undisturbed", undisturbed_tensors),
+        ("same", undisturbed_tensors),
+        ("other", other_tensors),
         ("less", {"a": torch.ones(3)}),
     ):
         (tmp_path / name).mkdir()

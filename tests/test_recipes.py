@@ -117,24 +117,24 @@ def test_every_recipe_is_in_the_table():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_passes_its_dry_run(name: str, data: dict[str, Path], tmp_path: Path):
-    documented = RECIPES[name]
-    file = data[documented.form]
+    facts = RECIPES[name]
+    file = data[facts.form]
     overrides = [f"data.train_path={file}", f"run.output_dir={tmp_path / 'run'}"]
     if recipe(name).validation.paths:
         overrides.append(f"validation.paths=[{file}]")
     plan = plan_run(recipe(name, *overrides))
-    assert plan.ranks == documented.gpus and plan.target.name == recipe(name).memory.gpu
+    assert plan.ranks == facts.gpus and plan.target.name == recipe(name).memory.gpu
     assert (
         plan.data.inputs.order.n_prompts == ROWS
-        and plan.data.inputs.order.steps_per_epoch == ROWS // documented.prompts
+        and plan.data.inputs.order.steps_per_epoch == ROWS // facts.prompts
     )
     lines = "\n".join(plan_lines(plan))
     assert (
-        f"{documented.prompts} prompts x {documented.group} completions = {documented.prompts * documented.group:,} seq"
+        f"{facts.prompts} prompts x {facts.group} completions = {facts.prompts * facts.group:,} seq"
         in lines
     )
     assert (
-        f"planned with the published shape of {documented.model}" in lines
+        f"planned with the published shape of {facts.model}" in lines
         and "lengths were not checked" in lines
     )
     assert "no effect" not in lines and not list(tmp_path.iterdir())
@@ -143,21 +143,19 @@ def test_a_recipe_passes_its_dry_run(name: str, data: dict[str, Path], tmp_path:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_the_numbers_of_its_document(name: str):
     config = recipe(name)
-    documented = RECIPES[name]
-    assert ranks_of_layout(config.parallel) == documented.gpus
+    facts = RECIPES[name]
+    assert ranks_of_layout(config.parallel) == facts.gpus
     assert (config.data.prompts_per_step, config.rollout.group_size) == (
-        documented.prompts,
-        documented.group,
+        facts.prompts,
+        facts.group,
     )
     lengths = config.data.max_prompt_tokens, with_longest_lengths(config).rollout.max_new_tokens
-    assert lengths == (documented.prompt_tokens, documented.new_tokens)
+    assert lengths == (facts.prompt_tokens, facts.new_tokens)
     assert (config.optimizer.lr, config.algorithm.n_minibatches) == (
-        documented.lr,
-        documented.minibatches,
+        facts.lr,
+        facts.minibatches,
     )
-    assert (
-        Path(config.model.path).name == documented.model and config.data.format == documented.form
-    )
+    assert Path(config.model.path).name == facts.model and config.data.format == facts.form
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

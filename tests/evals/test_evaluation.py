@@ -80,10 +80,22 @@ def plan_for(model: Path, output: Path, **changes: Any) -> Plan:
 
 def options(model: Path, output: Path) -> list[str]:
     """The same plan as arguments."""
-    places = ["--model", str(model), "--data-dir", str(DATA), "--output", str(output)]
-    choices = ["--benchmarks", ",".join(NAMES), "--limit", str(LIMIT), "--samples", str(SAMPLES)]
-    lengths = ["--max-new-tokens", str(NEW_TOKENS), "--max-prompt-tokens", str(PROMPT_TOKENS)]
-    return [*places, *choices, *lengths, "--cpu-kv-cache-gib", "0.1"]
+    path_options = ["--model", str(model), "--data-dir", str(DATA), "--output", str(output)]
+    benchmark_options = [
+        "--benchmarks",
+        ",".join(NAMES),
+        "--limit",
+        str(LIMIT),
+        "--samples",
+        str(SAMPLES),
+    ]
+    length_options = [
+        "--max-new-tokens",
+        str(NEW_TOKENS),
+        "--max-prompt-tokens",
+        str(PROMPT_TOKENS),
+    ]
+    return [*path_options, *benchmark_options, *length_options, "--cpu-kv-cache-gib", "0.1"]
 
 
 def completions(output: Path) -> list[str]:
@@ -242,9 +254,9 @@ def test_two_evaluations_are_put_side_by_side(
     ],
 )
 def test_impossible_arguments_are_refused(arguments: list[str], message: str) -> None:
-    options_read = parse(arguments)
+    namespace = parse(arguments)
     with pytest.raises(ValueError, match=re.escape(message)):
-        plan_of(options_read), rollout_of(options_read)
+        plan_of(namespace), rollout_of(namespace)
 
 
 @pytest.mark.parametrize("file", ["config.json", "config.yaml", None])

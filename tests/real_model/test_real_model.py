@@ -111,9 +111,8 @@ def test_engine_and_transformers_agree_on_log_probs_at_every_step(trained: Run) 
     ]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(0 < row["most"] < MOST_APART and row["mean"] < MEAN_APART for row in rows), rows
-    metric_rows = (
-        trained.metrics()
-    )  # Megatron and vLLM, all tokens: the errors of both are float32's
+    # Of Megatron and vLLM, over all tokens: the errors of both are float32's.
+    metric_rows = trained.metrics()
     assert len(metric_rows) == STEPS and all(
         0 < row["train/behaviour_logprob_diff"] < MEAN_APART for row in metric_rows
     )

@@ -57,7 +57,7 @@ def group(name: str, *completions: tuple[int, ...]) -> ScoredGroup:
         '{"n": 1}',
         question="How many?",
     )
-    completed = [
+    sampled_completions = [
         Completion(
             g,
             array("i", tokens),
@@ -70,7 +70,9 @@ def group(name: str, *completions: tuple[int, ...]) -> ScoredGroup:
         for g, tokens in enumerate(completions)
     ]
     return ScoredGroup(
-        prompt, tuple(completed), tuple(Score(5.0, True, "1", "number") for _ in completed)
+        prompt,
+        tuple(sampled_completions),
+        tuple(Score(5.0, True, "1", "number") for _ in sampled_completions),
     )
 
 
@@ -108,12 +110,11 @@ def test_a_capture_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder = written(tmp_path)
     assert folder == tmp_path / "captures" / "step-000002"
     assert read_capture(folder) == capture
-    edit_header(
-        folder, weights_before={"digest": "ab", "projections": {"w": [1.0]}}
-    )  # as earlier versions wrote it
+    # As earlier versions wrote it.
+    edit_header(folder, weights_before={"digest": "ab", "projections": {"w": [1.0]}})
     assert read_capture(folder) == capture
-    assert [len(chosen.completions) for chosen in capture.learned] == [2, 1]
-    assert [scored.prompt.question for scored in read_capture(folder).groups] == ["How many?"] * 2
+    assert [len(group.completions) for group in capture.learned] == [2, 1]
+    assert [group.prompt.question for group in read_capture(folder).groups] == ["How many?"] * 2
     text = (folder / GROUPS_FILE).read_text(encoding="ascii")
     assert (
         "\x1b" not in text
@@ -190,7 +191,7 @@ def test_a_rollout_is_made_again_with_the_seed_and_the_lengths_of_its_step(
     monkeypatch.setattr(replay_step, "Collector", Asked)
     capture = replace(a_capture(), step=6, length_stage=1, sampling_seed=77)
     config = Config(run=RunConfig(seed=3), stages=StagesConfig(steps=[4, 5], max_new_tokens=[8, 9]))
-    prompts = [scored.prompt for scored in capture.groups]
+    prompts = [group.prompt for group in capture.groups]
     workers = object()
     inputs = SimpleNamespace(tokenizer="t", prompts=prompts)
     prepared: Any = SimpleNamespace(config=config, inputs=inputs)

@@ -65,10 +65,10 @@ def test_scores_come_in_the_order_of_asking_and_once(pool):
 def test_the_question_of_a_prompt_reaches_the_verifier(pool):
     asked = replace(prompt(), question="How many apples are 1 and 1?")
     answers = (completion("\\boxed{2 apples}"), completion("\\boxed{2 pears}"))
-    judgements = scores(
+    completion_scores = scores(
         pool, RewardConfig(), *((asked, answer) for answer in answers), (prompt(), answers[0])
     )
-    assert [score.correct for score in judgements] == [True, False, False]
+    assert [score.correct for score in completion_scores] == [True, False, False]
     assert asked.row["question"] == "How many apples are 1 and 1?"
     assert prompt(more='{"question": "its own"}').row["question"] == "its own"
 
@@ -77,13 +77,13 @@ def test_schemes_and_lengths_reach_the_reward(pool):
     settings = RewardConfig(
         scheme="mix", format_penalty=-0.3, overlong_buffer=20, overlong_penalty=1.0
     )
-    judgements = scores(
+    completion_scores = scores(
         pool,
         settings,
         (prompt(), completion("\\boxed{2}", 90)),
         (prompt(), completion("two", 100, "length")),
     )
-    assert [score.reward for score in judgements] == [0.5, -1.3]
+    assert [score.reward for score in completion_scores] == [0.5, -1.3]
     masked = RewardConfig(mask_no_eos_with_zero=True)
     assert (
         scores(pool, masked, (prompt(), completion("\\boxed{2}", 100, "length")))[0].reward == 0.0
@@ -92,15 +92,15 @@ def test_schemes_and_lengths_reach_the_reward(pool):
 
 def test_thoughts_that_the_prompt_opens_do_not_count(pool):
     opened = prompt("1+1=<think>\n")
-    judgements = scores(
+    completion_scores = scores(
         pool,
         RewardConfig(),
         (opened, completion("it is \\boxed{2}")),
         (opened, completion("maybe \\boxed{3}</think> \\boxed{2}")),
         (prompt("<think></think>1+1="), completion("it is \\boxed{2}")),
     )
-    assert [score.correct for score in judgements] == [False, True, True]
-    assert [score.boxed for score in judgements] == [False, True, True]
+    assert [score.correct for score in completion_scores] == [False, True, True]
+    assert [score.boxed for score in completion_scores] == [False, True, True]
     assert text_to_verify("<think>a</think>", "b") == "b"
 
 
@@ -240,16 +240,18 @@ def test_a_function_gives_the_reward_and_the_verifier_the_accuracy(tmp_path, mon
     settings = RewardConfig(function="paid.py:paid", workers=1)
     asked = [(prompt(), completion(f"\\boxed{{{answer}}}")) for answer in ("\\sqrt{4}", "3")]
     with open_reward_workers(settings, measured=MeasuredRows(training=True)) as workers:
-        judgements = scores(workers, settings, *asked)
+        completion_scores = scores(workers, settings, *asked)
         validated = RewardManager(workers, settings, LIMIT, validates=True)
         validated.submit(*asked[0])
         (unmeasured,) = validated.collect()
-    assert [(score.reward, score.correct, score.verified_correct) for score in judgements] == [
+    assert [
+        (score.reward, score.correct, score.verified_correct) for score in completion_scores
+    ] == [
         (0.1, True, True),
         (0.1, True, False),
     ]
     assert (unmeasured.reward, unmeasured.verified_correct) == (0.1, None)
-    assert [score.verdict for score in judgements] == ["function", "function"]
+    assert [score.verdict for score in completion_scores] == ["function", "function"]
 
 
 GROUPS = """
@@ -308,21 +310,21 @@ def group_scores(workers: RewardWorkers, reward: RewardConfig, function: str) ->
     ]
     manager.submit_group(prompt(more=f'{{"function": "{function}"}}'), group, key="g")
     manager.wait()
-    ((key, judgements),) = manager.take_finished()
-    assert key == "g" and len(judgements) == 3
-    return judgements
+    ((key, completion_scores),) = manager.take_finished()
+    assert key == "g" and len(completion_scores) == 3
+    return completion_scores
 
 
 def test_a_function_of_groups_is_called_once_with_all_completions(workers_of_groups):
     workers, reward = workers_of_groups
-    judgements = group_scores(
+    completion_scores = group_scores(
         workers, replace(reward, output_bias=1.0, overlong_buffer=20), "ranks"
     )
-    assert [score.reward for score in judgements] == [0.0, -2.0, 1.0], (
+    assert [score.reward for score in completion_scores] == [0.0, -2.0, 1.0], (
         "less the bias, and less 1 for 100 tokens"
     )
-    assert [score.metrics for score in judgements] == [(("size", 3.0),)] * 3
-    assert [(score.correct, score.verified_correct) for score in judgements] == [
+    assert [score.metrics for score in completion_scores] == [(("size", 3.0),)] * 3
+    assert [(score.correct, score.verified_correct) for score in completion_scores] == [
         (True, False),
         (False, False),
         (True, True),
@@ -346,16 +348,18 @@ def test_a_function_of_groups_is_called_once_with_all_completions(workers_of_gro
 def test_a_group_whose_call_fails_is_paid_as_completions_that_failed(
     workers_of_groups, function, told
 ):
-    judgements = group_scores(*workers_of_groups, function)
-    assert [(score.reward, score.verdict) for score in judgements] == [(-2.0, "error")] * 3
-    assert all(score.extracted.startswith(told) for score in judgements), judgements[0].extracted
+    completion_scores = group_scores(*workers_of_groups, function)
+    assert [(score.reward, score.verdict) for score in completion_scores] == [(-2.0, "error")] * 3
+    assert all(score.extracted.startswith(told) for score in completion_scores), completion_scores[
+        0
+    ].extracted
 
 
 def test_a_group_whose_call_is_late_is_paid_as_completions_that_are(tmp_path):
     reward = of_groups(tmp_path, "slow", timeout_seconds=1.0)
     with open_reward_workers(reward) as workers:
-        judgements = group_scores(workers, reward, "slow")
-    assert [(score.reward, score.verdict, score.extracted) for score in judgements] == [
+        completion_scores = group_scores(workers, reward, "slow")
+    assert [(score.reward, score.verdict, score.extracted) for score in completion_scores] == [
         (-2.0, "timeout", "timeout")
     ] * 3
 
@@ -377,13 +381,13 @@ def test_several_rewards_may_be_functions_of_groups(tmp_path):
     with open_reward_workers(reward) as workers:
         manager = RewardManager(workers, reward, LIMIT)
         manager.submit_group(prompt(), [completion("\\boxed{2}"), completion("3")])
-        judgements = manager.collect()
-    assert [score.parts for score in judgements] == [(1.0, 1.0, None), (-1.0, 0.0, None)]
-    assert [score.reward for score in judgements] == [1.5, -1.0]
-    assert [(failure.name, failure.kind) for failure in judgements[0].failures] == [
+        completion_scores = manager.collect()
+    assert [score.parts for score in completion_scores] == [(1.0, 1.0, None), (-1.0, 0.0, None)]
+    assert [score.reward for score in completion_scores] == [1.5, -1.0]
+    assert [(failure.name, failure.kind) for failure in completion_scores[0].failures] == [
         ("few", "error")
     ]
-    assert judgements[0].metrics == (("rank/size", 2.0),)
+    assert completion_scores[0].metrics == (("rank/size", 2.0),)
 
 
 @pytest.mark.parametrize(
@@ -408,10 +412,10 @@ def test_a_function_of_groups_that_works_starts(tmp_path):
 
 
 def test_where_the_verifier_gives_the_reward_it_gives_the_accuracy(pool):
-    judgements = scores(
+    completion_scores = scores(
         pool, RewardConfig(), *[(prompt(), completion(f"\\boxed{{{answer}}}")) for answer in (2, 3)]
     )
-    assert [score.verified_correct for score in judgements] == [True, False]
+    assert [score.verified_correct for score in completion_scores] == [True, False]
 
 
 def test_a_function_that_is_late_on_every_call_of_two_steps_ends_the_run():

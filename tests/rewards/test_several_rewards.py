@@ -122,30 +122,30 @@ def test_one_reward_of_weight_one_is_what_it_is_without_a_list(pools: RewardWork
         completion("\\boxed{\\sqrt{4}}", 80),
     )
     length = {"overlong_buffer": 20, "overlong_penalty": 0.7, "output_bias": 0.3}
-    for single, listed in (
+    for plain_settings, listed_reward in (
         ({}, "correctness"),
         ({**length, "scheme": "mix", "format_penalty": -0.4}, "correctness"),
         ({**length, "output_scaling": 2.0, "mask_no_eos_with_zero": True}, "correctness"),
         ({**length, "function": "m:steps"}, "steps=m:steps"),
     ):
-        settings = {**single, "function": None, "rewards": [listed]}
-        for single_score, several in zip(
-            scores(pools, RewardConfig(**single), *texts),
-            scores(pools, RewardConfig(**settings), *texts),
+        list_settings = {**plain_settings, "function": None, "rewards": [listed_reward]}
+        for plain_score, list_score in zip(
+            scores(pools, RewardConfig(**plain_settings), *texts),
+            scores(pools, RewardConfig(**list_settings), *texts),
             strict=True,
         ):
             assert (
-                several.reward,
-                several.correct,
-                several.verdict,
-                several.extracted,
-                several.boxed,
+                list_score.reward,
+                list_score.correct,
+                list_score.verdict,
+                list_score.extracted,
+                list_score.boxed,
             ) == (
-                single_score.reward,
-                single_score.correct,
-                single_score.verdict,
-                single_score.extracted,
-                single_score.boxed,
+                plain_score.reward,
+                plain_score.correct,
+                plain_score.verdict,
+                plain_score.extracted,
+                plain_score.boxed,
             )
 
 
@@ -207,16 +207,16 @@ def test_an_answer_that_cannot_be_verified_is_wrong_and_told():
 def group(*parts: tuple[float | None, ...], reasons: str = "") -> ScoredGroup:
     """Scores whose rewards are the sums of the first part and twice the second, as far as they are
     there."""
-    score_list = []
+    completion_scores = []
     for row in parts:
         failures = tuple(
             RewardFailure(f"r{k}", "error", "") for k, value in enumerate(row) if value is None
         )
         reward = sum(w * v for w, v in zip((1.0, 2.0), row, strict=True) if v is not None)
-        score_list.append(Score(reward, True, "", "function", parts=row, failures=failures))
+        completion_scores.append(Score(reward, True, "", "function", parts=row, failures=failures))
     kinds = ["length" if c == "l" else "stop" for c in reasons.ljust(len(parts))]
     return ScoredGroup(
-        PROMPT, tuple(completion("", reason=kind) for kind in kinds), tuple(score_list)
+        PROMPT, tuple(completion("", reason=kind) for kind in kinds), tuple(completion_scores)
     )
 
 

@@ -193,14 +193,16 @@ def test_a_start_without_torchrun_is_refused(tied_model: Path, tmp_path: Path) -
     ]
     starts.append(["launch/train_grpo.py", "--config", "nothing.yaml"])
     starts.append(["rlmath/trainer/__main__.py", "replay", "nowhere"])
-    outputs = start_without_torch(starts)
-    assert ["does not divide the 1 rank" in text for text in outputs] == 2 * [False, True] + 2 * [
-        False
-    ]
-    assert "nothing.yaml" in outputs[4] and '"nowhere" has no capture' in outputs[5]
-    for (program, *_), text in zip(starts, outputs, strict=True):
+    messages = start_without_torch(starts)
+    assert ["does not divide the 1 rank" in message for message in messages] == 2 * [
+        False,
+        True,
+    ] + 2 * [False]
+    assert "nothing.yaml" in messages[4] and '"nowhere" has no capture' in messages[5]
+    for (program, *_), message in zip(starts, messages, strict=True):
         assert (
-            text.count("started without torchrun: RANK, WORLD_SIZE") == 1 and f"N {program}" in text
+            message.count("started without torchrun: RANK, WORLD_SIZE") == 1
+            and f"N {program}" in message
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "rows.jsonl"]
     assert "started without torchrun" in read_exit_status(tmp_path / "2").message

@@ -134,7 +134,8 @@ class Engine:
     """The engine's end: what it was sent, one message after the other."""
 
     def __init__(self, box: Mailbox) -> None:
-        self._box, self._messages = box, deque[Any]()
+        self._box = box
+        self._messages = deque[Any]()
 
     def send(self, *messages: object) -> None:
         for message in messages:
@@ -173,15 +174,22 @@ def test_a_group_that_is_carried_keeps_the_seed_of_the_step_that_drew_it(
     """The run went back to step 1, and has other seeds from step 2 on: draws 3 to 5 are of step
     1."""
     unused: Any = None
-    source = asynchronous(tmp_path, tied_model, unused)
-    rollouts = PartialRollouts(source._config, source._inputs, unused, source._vocab_size)
-    source._inputs.order.roll_back([Rollback(1, 1, 2)])
-    rollouts.curriculum.begin(2)
+    asynchronous_rollouts = asynchronous(tmp_path, tied_model, unused)
+    partial_rollouts = PartialRollouts(
+        asynchronous_rollouts._config,
+        asynchronous_rollouts._inputs,
+        unused,
+        asynchronous_rollouts._vocab_size,
+    )
+    asynchronous_rollouts._inputs.order.roll_back([Rollback(1, 1, 2)])
+    partial_rollouts.curriculum.begin(2)
     for draw, seed, step in ((5, 7, 1), (6, seed_after(7, 1), 2)):
         group = UnfinishedGroup(draw, step, (NOTHING_SAMPLED,) * GROUP)
-        (row,) = rollouts._rows(group, training_sampling(source._config.rollout), 9, first=4)
+        (row,) = partial_rollouts._rows(
+            group, training_sampling(asynchronous_rollouts._config.rollout), 9, first=4
+        )
         expected = [((4, g), request_seed(seed, step, f"q{draw}", g)) for g in range(GROUP)]
-        assert [(work.request.key, work.request.seed) for work in row] == expected
+        assert [(sample.request.key, sample.request.seed) for sample in row] == expected
 
 
 def drawn(files: dict[str, bytes]) -> dict[int, list[tuple[int, int]]]:

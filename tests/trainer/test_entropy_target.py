@@ -25,11 +25,9 @@ def trainer() -> GrpoTrainer:
     grpo_trainer.actor = Actor(
         GrpoLearner(None, None, None, LossSettings(entropy_coef=0.01), EarlyStop()), []
     )
-    grpo_trainer.entropy, grpo_trainer.critic, grpo_trainer.reference = (
-        EntropyControl(0.01, 0.01),
-        None,
-        None,
-    )
+    grpo_trainer.entropy = EntropyControl(0.01, 0.01)
+    grpo_trainer.critic = None
+    grpo_trainer.reference = None
     return grpo_trainer
 
 

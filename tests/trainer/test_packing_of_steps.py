@@ -77,7 +77,9 @@ def updater(folder: Path, mesh: Mesh, config: Config) -> PolicyUpdater:
 def sft_trainer(folder: Path, mesh: Mesh, config: Config) -> SftTrainer:
     """One without a model: its constructor would build that, which needs a process group."""
     trainer = SftTrainer.__new__(SftTrainer)
-    trainer.config, trainer.mesh, trainer.total_steps = config, mesh, 7
+    trainer.config = config
+    trainer.mesh = mesh
+    trainer.total_steps = 7
     trainer.cost = training_cost(shape_of(folder))
     return trainer
 

@@ -409,15 +409,17 @@ def test_a_step_of_gae_goes_from_a_sampled_token_to_the_next_one(alpha: float | 
     expected = [discounted(s, factor) for s, factor in enumerate(factors)]
     every = [value for row in expected for value in row]
     mean, deviation = statistics.mean(every), statistics.pstdev(every)
-    for completion_tokens, row in zip(
+    for completion_advantages, row in zip(
         by_completion(batch, estimates.batches[0].advantages_T), expected, strict=True
     ):
-        assert completion_tokens == pytest.approx(
+        assert completion_advantages == pytest.approx(
             [(value - mean) / deviation for value in row], abs=1e-5
         )
-    for s, completion_tokens in enumerate(by_completion(batch, targets[0].returns_T)):
-        returns = [a + v for a, v in zip(discounted(s, value_lambda), values[s], strict=True)]
-        assert completion_tokens == pytest.approx(returns, abs=1e-5)
+    for s, completion_returns in enumerate(by_completion(batch, targets[0].returns_T)):
+        expected_returns = [
+            a + v for a, v in zip(discounted(s, value_lambda), values[s], strict=True)
+        ]
+        assert completion_returns == pytest.approx(expected_returns, abs=1e-5)
     kl = sum(a - b for rows in zip(old, reference, strict=True) for a, b in zip(*rows, strict=True))
     assert estimates.reward_kl is not None and estimates.reward_kl.per_token == pytest.approx(
         kl / TOTAL
