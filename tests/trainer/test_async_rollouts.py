@@ -189,7 +189,7 @@ def test_a_group_that_is_carried_keeps_the_seed_of_the_step_that_drew_it(
             group, training_sampling(asynchronous_rollouts._config.rollout), 9, first=4
         )
         expected = [((4, g), request_seed(seed, step, f"q{draw}", g)) for g in range(GROUP)]
-        assert [(sample.request.key, sample.request.seed) for sample in row] == expected
+        assert [(work.request.key, work.request.seed) for work in row] == expected
 
 
 def drawn(files: dict[str, bytes]) -> dict[int, list[tuple[int, int]]]:
