@@ -1,5 +1,6 @@
-"""`make test` and `make test-matrix`: two sessions of pytest beside each other; `make test-full`:
-all or one part.
+"""The programs behind `make test`, `make test-matrix` and `make test-full`.
+
+The first two start two sessions of pytest beside each other; the last runs all tests or one part.
 
 python -m tests [--matrix | --part PART | --full] [arguments of pytest]
 

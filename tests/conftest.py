@@ -47,9 +47,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that use the pool of ranks come last, so that its processes live no longer than they
-    are used: threads of gloo's that are left over wake up a hundred times a second, which takes a
-    quarter of two cores from other tests."""
+    """Modules that use the pool of ranks come last.
+
+    So its processes live no longer than they are used: threads of gloo's that are left over wake up
+    a hundred times a second, which takes a quarter of two cores from other tests."""
     use_pool = {test.path for test in items if uses_pool(test)}
     items.sort(key=lambda test: (test.path in use_pool, test.path.name == KEEPS_ITS_GRAPH))
 
@@ -59,8 +60,9 @@ def pytest_collection_finish() -> None:
 
 
 def record_failure(line: str) -> None:
-    """Append a line to the file that FAILURES_FILE names, so that CI can repeat at its end what
-    failed in sessions whose output is far above."""
+    """Append a line to the file that FAILURES_FILE names.
+
+    CI repeats at its end what failed in sessions whose output is far above."""
     path = os.environ.get("FAILURES_FILE")
     if path:
         with open(path, "a", encoding="utf-8") as file:
@@ -81,8 +83,9 @@ def message_of(report: pytest.TestReport) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """After the last fixture's end, also of a session that was interrupted, no process of the tests
-    may be left."""
+    """After the last fixture's end, no process of the tests may be left.
+
+    This also holds for a session that was interrupted."""
     processes = left_over.left_over(left_over.GRACE_SECONDS)
     if not processes:
         return
@@ -133,7 +136,8 @@ def made_arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def arithmetic(made_arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the test module's own with `data/` (200 problems) and `base/` (a random model),
-    made by the tools."""
+    """A folder of the test module's own with `data/` and `base/`, made by the tools.
+
+    The data are 200 problems; the model has random weights."""
     place = tmp_path_factory.mktemp("arithmetic")
     return shutil.copytree(made_arithmetic, place, dirs_exist_ok=True)

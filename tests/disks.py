@@ -61,8 +61,9 @@ def use_up_space(disk: Path) -> Path:
 
 @contextmanager
 def files_no_larger_than(size: int) -> Iterator[None]:
-    """As on a full disk a write is cut short and the next one fails: no file may grow beyond so
-    many bytes."""
+    """No file may grow beyond this many bytes.
+
+    As on a full disk, a write is cut short and the next one fails."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -1,5 +1,6 @@
-"""Settings of which no two are alike: whoever takes one for another, or a default for a setting, is
-noticed.
+"""Settings of which no two are alike.
+
+A part that takes one for another, or a default for a setting, is noticed.
 
 Every field of these sections differs from its default; all their numbers differ from each other.
 `test_settings_to_parts` checks that, so that a new setting is given a value here. Of the other

@@ -1,5 +1,6 @@
-"""Greedy completions of a model by a fresh vLLM in a process of its own; prints a JSON list of
-token id lists.
+"""Greedy completions of a model by a fresh vLLM in a process of its own.
+
+It prints a JSON list of token id lists.
 
 python -m tests.greedy_answers MODEL MAX_NEW_TOKENS '[[5, 6], [7]]'
 """

@@ -1,9 +1,8 @@
-"""A Hugging Face hub on this machine, for tests: what huggingface_hub asks of one, with
-repositories in memory.
+"""A Hugging Face hub on this machine, for tests.
 
-It answers listings, files (small ones directly, weights by a redirect, as the hub does), the
-creation of a repository and commits, and counts what was asked. A test may make files stall or come
-cut off.
+It answers what huggingface_hub asks of one, with repositories in memory: listings, files (small
+ones directly, weights by a redirect, as the hub does), the creation of a repository and commits;
+and it counts what was asked. A test may make files stall or come cut off.
 """
 
 from __future__ import annotations
@@ -208,8 +207,9 @@ class _Handler(BaseHTTPRequestHandler):
         return self._json({"url": f"{self.hub.url}/{name}", "name": name})
 
     def _validate_card(self, card: str) -> None:
-        """The metadata of a model card, between its first two lines of dashes, must be a
-        mapping."""
+        """Check that the metadata of a model card is a mapping.
+
+        It stands between the card's first two lines of dashes."""
         opening, metadata, *_ = card.split("---\n", 2)
         if opening or not isinstance(yaml.safe_load(metadata), dict):
             return self._json({"errors": [{"message": "no metadata"}], "warnings": []}, 400)

@@ -34,8 +34,9 @@ def run(
     timeout: float = 900.0,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python command` in the repository to its end; `path` is one more folder of modules,
-    `variables` more of the environment."""
+    """Run `python command` in the repository to its end.
+
+    `path` is an additional folder of modules, `variables` are additions to the environment."""
     modules = str(REPOSITORY) if path is None else f"{REPOSITORY}{os.pathsep}{path}"
     process = subprocess.Popen(
         [sys.executable, *command],
@@ -86,8 +87,9 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def end_family(process: subprocess.Popen) -> None:
-    """Kill a program and all that it has started: a launcher that is killed alone leaves its
-    ranks."""
+    """Kill a program and all that it has started.
+
+    A launcher that is killed alone leaves its ranks."""
     for member in [*family(process.pid), process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()

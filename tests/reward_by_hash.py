@@ -1,5 +1,6 @@
-"""A reward function whose number says which completion it belongs to, and which answers it was
-scored against."""
+"""A reward function whose number says which completion it belongs to.
+
+It also says which answers the completion was scored against."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from collections.abc import Sequence
 
 
 def hash_of(completion: str, solutions: Sequence[str]) -> float:
-    """A number from -1 to 1 that two completions, or one completion with two lists of solutions, do
-    not share."""
+    """A number from -1 to 1 that tells completions and solutions apart.
+
+    Two completions, or one completion with two lists of solutions, do not share it."""
     digest = hashlib.sha256(json.dumps([completion, list(solutions)]).encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**31 - 1
 

@@ -1,5 +1,7 @@
-"""Marks that choose: `make test` runs every test and case without one, `make test-matrix` those
-marked `matrix`, and `make test-full` also those marked `full`."""
+"""Marks that choose which tests run.
+
+`make test` runs every test and case without one, `make test-matrix` those marked `matrix`, and
+`make test-full` also those marked `full`."""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ matrix = pytest.mark.matrix
 
 
 def keeping(cases: Iterable[Any], *kept: Any, others: int = 1) -> list[Any]:
-    """Cases for `parametrize`: `make test` runs those of `kept`, `make test-matrix` so many of the
-    `others`, those that come first, and `make test-full` the rest. A case that has marks of its own
-    stays as it is."""
+    """Cases for `parametrize`, with marks.
+
+    `make test` runs those of `kept`, `make test-matrix` the first so many of the `others`, and
+    `make test-full` the rest. A case that has marks of its own stays as it is."""
     cases = list(cases)
     parameter_set = type(pytest.param())
     parameters = []

@@ -1,7 +1,9 @@
-"""A training program whose weights break on rank 1 after step 3: `--program sft` or `grpo`,
-`--spoil nan` (a NaN in one of them) or `scale` (all so large that no loss is finite), `--times N`:
-the first N times that step 3 is made, and `--kill`: every rank is killed when a rollback is
-recorded and nothing else in the run's folder is changed yet."""
+"""A training program whose weights break on rank 1 after step 3.
+
+Its arguments are `--program sft` or `grpo`; `--spoil nan` (a NaN in one of them) or `scale` (all so
+large that no loss is finite); `--times N`: the first N times that step 3 is made; and `--kill`:
+every rank is killed when a rollback is recorded and nothing else in the run's folder is changed
+yet."""
 
 from __future__ import annotations
 

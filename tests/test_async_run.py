@@ -1,5 +1,6 @@
-"""Asynchronous runs as a user starts them: what dies is named, what is stopped is saved, and no
-prompt is lost."""
+"""Asynchronous runs as a user starts them.
+
+What dies is named, what is stopped is saved, and no prompt is lost."""
 
 from __future__ import annotations
 

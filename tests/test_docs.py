@@ -57,8 +57,9 @@ def links_of(page: Path) -> list[str]:
 
 @cache
 def anchors_of(page: Path) -> set[str]:
-    """Of the headings, as file views of repositories make them: small letters, hyphens for spaces,
-    no other marks."""
+    """The anchors of the headings, as file views of repositories make them.
+
+    They have small letters, hyphens for spaces, and no other marks."""
     counts: Counter[str] = Counter()
     anchors = set()
     tokens = tokens_of(page)
@@ -124,8 +125,9 @@ def test_readers_find_every_page_from_the_first() -> None:
 
 
 def code_about_us(page: Path) -> Iterator[str]:
-    """Code within lines; of tables whose first column has other programs' keys the last column
-    alone."""
+    """Code within lines.
+
+    Of tables whose first column has other programs' keys it is that of the last column alone."""
     tokens = tokens_of(page)
     cells = []
     for before, token in pairwise(tokens):
@@ -164,9 +166,10 @@ def test_settings_that_the_documents_name_are_there() -> None:
 
 @pytest.mark.parametrize("name", ["README.md", "docs/rewards.md"])
 def test_the_reward_function_that_a_page_shows_pays_right_answers(name: str) -> None:
-    """As a user copies it: the solution 5 is not paid with 15, 50 or a box that is taken back,
-    whether the file has it in a box or not, and a right answer is worth more than a wrong one at
-    any length."""
+    """The function is used as a user copies it.
+
+    The solution 5 is not paid with 15, 50 or a box that is taken back, whether the file has it in a
+    box or not, and a right answer is worth more than a wrong one at any length."""
     source = next(
         token.content
         for token in tokens_of(REPOSITORY / name)

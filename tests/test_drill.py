@@ -1,5 +1,6 @@
-"""Runs that are disturbed and started again end as if nothing had been; tools/drill_faults.py is
-the judge."""
+"""Runs that are disturbed and started again end as if nothing had happened.
+
+tools/drill_faults.py is the judge."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The program as a user runs it: data and model by the tools, two ranks under torchrun, a model
-out."""
+"""The program as a user runs it.
+
+Data and model come from the tools, two ranks run under torchrun, and a model comes out."""
 
 from __future__ import annotations
 
@@ -103,8 +104,9 @@ def samples(folder: Path) -> list[list[dict]]:
 
 
 def test_every_step_samples_anew(workplace: Path) -> None:
-    """With the seeds of the step before, and weights that have hardly moved, texts would begin
-    alike."""
+    """Texts of two steps would begin alike if they had the same seeds.
+
+    The weights have hardly moved."""
     texts = [
         {
             group["prompt_id"]: [completion["text"][:6] for completion in group["completions"]]
@@ -308,8 +310,9 @@ def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
 
 
 def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workplace: Path) -> None:
-    """Every second of its calls fails: the run goes on, warns, and names a file with one of
-    them."""
+    """Every second of its calls fails.
+
+    The run goes on, warns, and names a file with one of them."""
     functions = workplace / "functions"
     functions.mkdir()
     (functions / "half_broken.py").write_text(

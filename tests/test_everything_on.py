@@ -1,5 +1,6 @@
-"""One run with everything on, as a user starts it: what its records on the disk say each part was
-given.
+"""One run with everything on, as a user starts it.
+
+Its records on the disk say what each part was given.
 
 Two ranks that train and sample, a critic, two length stages, partial rollouts, two updates a step
 and three epochs of the critic, two rewards of weights 1 and 3, functions of a plugin's, validation

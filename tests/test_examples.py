@@ -1,5 +1,6 @@
-"""docs/examples: each runs from an empty folder, as a user starts it, and shows what it
-promises."""
+"""The programs and the notebook of docs/examples.
+
+Each runs from an empty folder, as a user starts it, and shows what it promises."""
 
 from __future__ import annotations
 

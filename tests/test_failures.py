@@ -45,8 +45,10 @@ def running(
     path: Path | None = None,
     more: Sequence[str] = (),
 ) -> Iterator[subprocess.Popen[str]]:
-    """A run on 2 ranks that has finished its first step, with its console beside its folder;
-    torchrun leads a process group. `path` is a folder of modules more, `more` are settings."""
+    """A run on 2 ranks that has finished its first step.
+
+    Its console is beside its folder; torchrun leads a process group. `path` is an additional folder
+    of modules, `more` are settings."""
     command = torchrun_command(2, *TRAIN, *small_run(place, output), "run.total_steps=5000", *more)
     modules = os.pathsep.join(map(str, filter(None, [REPOSITORY, path])))
     console_path = console or output.with_suffix(".console.txt")
@@ -139,8 +141,9 @@ def test_a_template_that_draws_random_numbers_ends_the_start(
 
 
 def raise_until_it_ends(rank: psutil.Process) -> None:
-    """A signal may arrive inside a library's callback, from which exceptions do not propagate: then
-    it is sent again, three times at most."""
+    """Send SIGUSR2 until the rank has ended, three times at most.
+
+    A signal may arrive inside a library's callback, from which exceptions do not propagate."""
     for _ in range(3):
         rank.send_signal(signal.SIGUSR2)
         _, alive = psutil.wait_procs([rank], timeout=END_SECONDS / 4)

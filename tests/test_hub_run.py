@@ -1,5 +1,6 @@
-"""A run whose model and data are named by ids of a hub, on two ranks: what it downloads, records
-and uploads."""
+"""A run whose model and data are named by ids of a hub, on two ranks.
+
+What it downloads, records and uploads."""
 
 from __future__ import annotations
 
@@ -264,8 +265,9 @@ def test_a_hub_that_fails_is_no_mistake(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Status 1, with which a job is started again, on all ranks; a dry run's and a conversion's,
-    too."""
+    """The status is 1, with which a job is started again, on all ranks.
+
+    A dry run's and a conversion's is, too."""
     variables = there.variables(tmp_path / "home")
     output = tmp_path / "run"
     there.status = 503

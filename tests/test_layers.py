@@ -143,8 +143,9 @@ def test_only_what_runs_imports_the_trainer_and_nothing_programs_or_tests() -> N
 
 
 def test_the_sandbox_imports_the_standard_library_alone() -> None:
-    """Its server starts in a moment, in any interpreter, and what it loads is in the memory of a
-    model's code."""
+    """Its server starts in a moment, in any interpreter.
+
+    What it loads is in the memory of a model's code."""
     names = {
         name
         for path in (ROOT / "rlmath/sandbox").glob("*.py")
@@ -199,8 +200,9 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, source: str, found: 
 
 
 def test_programs_find_the_modules_beside_them() -> None:
-    """Python looks in the folder of a program, not in the one that it was started from; only rlmath
-    is installed."""
+    """Python looks in the folder of a program, not in the one that it was started from.
+
+    Only rlmath is installed."""
     lost = []
     for path in [*ROOT.glob("tools/*.py"), *ROOT.glob("launch/**/*.py")]:
         source = path.read_text(encoding="utf-8")
@@ -282,7 +284,8 @@ def violations(root: Path) -> list[str]:
 
 @cache
 def imported_names(root: Path, path: Path) -> list[tuple[int, str]]:
-    """(line, full name) of what a file imports, at its top, inside functions, or by importlib;
+    """Lines and full names of what a file imports, at its top, inside functions, or by importlib.
+
     `torch.distributed` written out counts as its import."""
     return list(_imported_names(root, path))
 

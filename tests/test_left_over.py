@@ -1,5 +1,6 @@
-"""A process that a test leaves behind fails the session and is named, also one whose parent has
-ended."""
+"""A process that a test leaves behind fails the session and is named.
+
+So does one whose parent has ended."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ def test_leaves_an_orphan():
 
 
 def test_a_session_that_leaves_a_process_fails_and_names_it(tmp_path: Path) -> None:
-    """The inner session has a mark of its own, so that the outer one does not see what it
-    leaves."""
+    """The inner session has a mark of its own.
+
+    So the outer one does not see what it leaves."""
     seconds = f"60.{os.getpid()}"
     (tmp_path / "test_leaves.py").write_text(LEAVES.format(os.getpid()))
     command = [

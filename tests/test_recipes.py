@@ -1,5 +1,6 @@
-"""The recipes in configs/: each passes a dry run, and has the numbers of the document that it is
-named after."""
+"""The recipes in configs/.
+
+Each passes a dry run, and has the numbers of the document that it is named after."""
 
 from __future__ import annotations
 

@@ -167,9 +167,10 @@ def test_a_run_goes_on_with_eight_ranks(
 def test_groups_in_flight_go_on_with_another_number_of_engines(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, tail: str
 ) -> None:
-    """Two ranks make step 1, one rank the others; then the run is taken back to step 2, and two
-    ranks make the rest: every step has the prompts of the undisturbed run, so that none is lost,
-    and none comes twice."""
+    """Two ranks make step 1, one rank the others.
+
+    Then the run is taken back to step 2, and two ranks make the remaining ones: every step has the
+    prompts of the undisturbed run, so that none is lost, and none comes twice."""
     whole = whole_runs[tail]
     one_rank_run = tmp_path / "one"
     two_rank_run = tmp_path / "two"

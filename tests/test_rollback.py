@@ -1,5 +1,6 @@
-"""A run whose policy diverges goes back to its last good checkpoint, and continues as if killed
-runs had never been."""
+"""A run whose policy diverges goes back to its last good checkpoint.
+
+It continues as if killed runs had never been."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ def train(place: Path, folder: Path, program: tuple[str, ...], *more: str, expec
 def test_a_run_goes_back_with_a_lower_rate_and_other_prompts_also_when_it_is_killed_in_between(
     arithmetic: Path, tmp_path: Path
 ) -> None:
-    """A killed run resumes with the rollback that it had recorded, and so does one that is killed
-    later."""
+    """A killed run resumes with the rollback that it had recorded.
+
+    So does one that is killed later."""
     whole = tmp_path / "whole"
     killed = tmp_path / "killed"
     console = train(arithmetic, whole, spoiled("sft", "nan", 1))

@@ -1,5 +1,6 @@
-"""A run of three stages with validation: its validation is that of the models it leaves, and
-changes nothing."""
+"""A run of three stages with validation.
+
+Its validation is that of the models it leaves, and changes nothing."""
 
 from __future__ import annotations
 

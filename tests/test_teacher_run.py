@@ -22,8 +22,9 @@ def make_teacher(place: Path) -> Path:
 
 @pytest.mark.parametrize("loss", ["full", "advantage"])
 def test_a_run_without_rewards_comes_closer_to_its_teacher(arithmetic: Path, loss: str) -> None:
-    """The KL per token falls; the teacher is offloaded between its passes, and the phases are
-    told."""
+    """The KL per token falls.
+
+    The teacher is offloaded between its passes, and the phases are logged."""
     output = arithmetic / loss
     settings = (
         f"teacher.path={make_teacher(arithmetic / ('with_' + loss))}",

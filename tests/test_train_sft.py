@@ -106,8 +106,9 @@ def test_on_cpu_a_run_imports_no_package_for_gpus(whole: Path) -> None:
 def test_the_exported_model_has_the_held_out_loss_that_was_told(
     arithmetic: Path, whole: Path
 ) -> None:
-    """By transformers, on the very sequences that were held out: their texts are in no step's
-    order."""
+    """Transformers finds it on the very sequences that were held out.
+
+    Their texts are in no step's order."""
     from rlmath.data.sft_sequences import load_sequences, split_held_out
 
     model = AutoModelForCausalLM.from_pretrained(whole / "hf_model", dtype=torch.float32)

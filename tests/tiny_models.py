@@ -1,5 +1,6 @@
-"""Small models and samples with random numbers, made by transformers: the oracle of the parity
-tests."""
+"""Small models and samples with random numbers, made by transformers.
+
+They are the oracle of the parity tests."""
 
 from __future__ import annotations
 
@@ -70,8 +71,9 @@ def make_model_folder(
     architecture: str = "Qwen2ForCausalLM",
     **changes: Any,
 ) -> Path:
-    """A random model in Hugging Face form: 4 layers, 4 heads in 2 groups, biases and norms off
-    their defaults."""
+    """A random model in Hugging Face form.
+
+    It has 4 layers, 4 heads in 2 groups, and biases and norms off their defaults."""
     import transformers
 
     torch.manual_seed(seed)
@@ -126,8 +128,9 @@ def shape_of(folder: Path) -> ModelShape:
 
 
 def make_samples(count: int, seed: int = 0, longest: int = 16) -> list[Sample]:
-    """Samples with random tokens, advantages and behaviour log-probs: prompts of 2 to 8 tokens,
-    completions of 2 to `longest`."""
+    """Samples with random tokens, advantages and behaviour log-probs.
+
+    Prompts have 2 to 8 tokens, completions 2 to `longest`."""
     draw = random.Random(seed)
     samples = []
     for _ in range(count):

@@ -1,6 +1,8 @@
-"""A model that guesses: it writes boxes with letters and digits in them, whatever the problem, and
-is right now and then. A bigram table in the weights of a Qwen2: the layers add nothing, so the next
-token depends on the last one only.
+"""A model that guesses.
+
+It writes boxes with letters and digits in them, whatever the problem, and is right now and then.
+It is a bigram table in the weights of a Qwen2: the layers add nothing, so the next token depends
+on the last one only.
 """
 
 from __future__ import annotations

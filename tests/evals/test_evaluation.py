@@ -155,8 +155,9 @@ def test_two_engines_sample_the_same_texts(model: Path, evaluated: Path, ranks: 
 def test_stopped_half_way_twice_and_continued_it_gives_the_same_table(
     model: Path, evaluated: Path, ranks: RankPool
 ) -> None:
-    """Stopped by Ctrl-C and killed as one process, refused with another plan, resumed on two ranks,
-    and started once more."""
+    """It is stopped by Ctrl-C, killed as one process, and refused with another plan.
+
+    Then it is resumed on two ranks, and started once more."""
     output = model.parent / "stopped"
     command = [*options(model, output), "--max-num-seqs", "2"]
     first, status, console = stop_half_way(command, output, signal.SIGINT)
@@ -180,8 +181,9 @@ def test_stopped_half_way_twice_and_continued_it_gives_the_same_table(
 def stop_half_way(
     arguments: list[str], output: Path, number: signal.Signals
 ) -> tuple[list[str], int, str]:
-    """A signal to the program and what it has started, as soon as it has written completions; the
-    whole lines that are there then, its exit status, and what it told."""
+    """Send a signal to the program and what it has started, once it has written completions.
+
+    Returns the whole lines that it has written by then, its exit status, and its output."""
     console = output.with_suffix(".txt")
     before = written_bytes(output)
     with console.open("w") as file:

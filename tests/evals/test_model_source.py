@@ -70,8 +70,9 @@ def test_a_conversion_that_was_killed_is_made_again(checkpoint: Path, tmp_path: 
 def test_a_runs_folder_stands_for_its_newest_model(
     untied_model: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """A run that is done has a summary; without one, its checkpoints are newer than a model that it
-    exported."""
+    """A run that is done has a summary.
+
+    Without one, its checkpoints are newer than a model that it exported."""
     run = tmp_path / "run"
     shutil.copytree(untied_model, run / "hf_model")
     assert resolve_model(run, tmp_path / "out").folder == run / "hf_model"

@@ -1,5 +1,6 @@
-"""An evaluation of small files, by a model that guesses: what is asked of the engine for every
-completion."""
+"""What an evaluation of small files asks of the engine for every completion.
+
+The model guesses."""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ ROWS = {"first": 4, "second": 2}
 def test_requests_have_the_seeds_the_lengths_and_the_temperatures_of_the_plan(
     tmp_path: Path,
 ) -> None:
-    """The greedy completion has the temperature 0 and the whole distribution, the samples have the
-    plan's."""
+    """The greedy completion has temperature 0 and the whole distribution.
+
+    The samples have the plan's."""
     plan = Plan(
         tmp_path,
         ("quiz",),
@@ -234,8 +236,9 @@ def test_every_problem_has_its_greedy_answer_and_its_samples(plan: Plan, ranks: 
 def test_completions_end_where_a_turn_of_the_evaluations_own_template_does(
     plan: Plan, tmp_path: Path, ranks: RankPool
 ) -> None:
-    """The model begins with a box, an added token of its tokenizer, with which this template ends a
-    turn."""
+    """The model begins with a box, with which this template ends a turn.
+
+    The box is an added token of its tokenizer."""
     template = tmp_path / "boxed.jinja"
     template.write_text("{% for m in messages %}{{ m.content + '\\\\boxed{' }}{% endfor %}")
     ended = replace(

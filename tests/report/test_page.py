@@ -87,8 +87,9 @@ def test_a_supervised_run_has_no_figures_of_a_policy(tmp_path: Path) -> None:
 
 
 def test_an_asynchronous_run_shows_waits_and_staleness(tmp_path: Path) -> None:
-    """In each step of 4 s the trainers wait 1 s; of its tokens 30% are one step old, so they are
-    0.3 on average."""
+    """In each step of 4 s the trainers wait 1 s.
+
+    Of its tokens 30% are one step old, so they are 0.3 steps old on average."""
     metrics = {
         "seconds/step": 4.0,
         "seconds/wait_for_groups": 1.0,
@@ -133,8 +134,9 @@ def test_a_run_has_its_figures_and_no_empty_ones(tmp_path: Path) -> None:
 
 
 def test_a_card_names_the_steps_of_its_means(tmp_path: Path) -> None:
-    """Accuracies are twelfths of the step: of 12 steps the last 4 are compared with the first 4, of
-    3 the last with the first."""
+    """Accuracies are twelfths of the step.
+
+    Of 12 steps the last 4 are compared with the first 4, of 3 the last with the first."""
     text = words_of(page_of(make_run(tmp_path / "a")))
     assert "Accuracy 87.5% of the completions in steps 9 to 12; 20.8% in steps 1 to 4 " in text
     assert "Reward 0.2594 mean in steps 9 to 12; 0.06243 in steps 1 to 4 " in text
@@ -168,8 +170,9 @@ def figure(page: str, title: str) -> dict[str, Any]:
 
 
 def test_groups_that_selection_dropped_teach_nothing(tmp_path: Path) -> None:
-    """All 12 had different rewards, and none was learned from; in the run beside it 3 of 12 were,
-    in one of old."""
+    """All 12 groups had different rewards, and none was learned from.
+
+    In the second run, which has metrics of old, 3 of 12 were."""
     dropped = {"rollout/groups_with_contrast": 1.0, "train/teaching_groups": 0.0}
     shown = figure(page_of(run_with(tmp_path / "a", dropped)), "Groups that teach")
     assert [trace["name"] for trace in shown["traces"]] == ["different rewards"] and shown["legend"]

@@ -1,5 +1,6 @@
-"""Several named rewards: their values by real workers, what one that fails costs, and the sum of
-the others."""
+"""Several named rewards.
+
+Their values by real workers, what one that fails costs, and the sum of the others."""
 
 import copy
 import pickle
@@ -113,8 +114,9 @@ def test_every_reward_has_its_value_and_the_sum_is_scaled_as_the_scheme_says(poo
 
 
 def test_one_reward_of_weight_one_is_what_it_is_without_a_list(pools: RewardWorkers):
-    """Of the verifier, of a scheme and of a function, with bias, scaling, and penalties for
-    length."""
+    """The reward is the verifier's, a scheme's or a function's.
+
+    It has a bias, scaling, and penalties for length."""
     texts = (
         completion("step \\boxed{2}"),
         completion("\\boxed{3}", 95),
@@ -205,8 +207,9 @@ def test_an_answer_that_cannot_be_verified_is_wrong_and_told():
 
 
 def group(*parts: tuple[float | None, ...], reasons: str = "") -> ScoredGroup:
-    """Scores whose rewards are the sums of the first part and twice the second, as far as they are
-    there."""
+    """Scores whose rewards are the sums of the first part and twice the second.
+
+    A part that is None is left out of the sum."""
     completion_scores = []
     for row in parts:
         failures = tuple(

@@ -1,5 +1,6 @@
-"""What an engine sets for the device before vLLM is imported, and how it ends, against a stand-in
-for vLLM. With vLLM itself it is tested in tests/distributed/test_engine.py."""
+"""What an engine sets for the device before vLLM is imported, and how it ends.
+
+It is tested against a stand-in for vLLM; with vLLM itself in tests/distributed/test_engine.py."""
 
 from __future__ import annotations
 

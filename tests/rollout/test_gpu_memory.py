@@ -19,8 +19,9 @@ from rlmath.rollout.shared_gpu_worker import SharedGPUWorker, Worker  # noqa: E4
 
 
 def asleep(worker: type[Worker], monkeypatch: pytest.MonkeyPatch, freed: list[int]) -> list[int]:
-    """The levels of the sleeps of a worker whose model is one matrix, while the device has so much
-    free memory."""
+    """The levels of the sleeps of a worker whose model is one matrix.
+
+    `freed` is the free memory of the device, each time that it is asked for."""
     free = iter(freed)
     levels = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)

@@ -40,8 +40,10 @@ def test_what_is_planned_is_no_excess(caplog: pytest.LogCaptureFixture) -> None:
 def test_an_excess_over_the_plan_is_logged_once_and_again_with_its_change(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As on a GPU where gradients stay and an engine is larger than planned: after every phase, in
-    every step. In the first cycle, nothing is measured against a plan yet."""
+    """A GPU on which gradients stay and an engine is larger than planned.
+
+    The excess is there after every phase, in every step. In the first cycle, nothing is measured
+    against a plan yet."""
     monitor = warm(offload=1473, generate=1613)
     for _ in range(5):
         cycle(monitor, offload=1473, generate=1613)
@@ -74,8 +76,9 @@ def test_the_run_ends_only_where_it_is_asked_to() -> None:
 def test_growth_is_measured_against_the_first_cycle_after_the_warm_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Growth of 4 MiB a cycle is within the threshold each time, and still found when it has added
-    up."""
+    """Growth of 4 MiB a cycle is found when it has added up.
+
+    Each time it is within the threshold."""
     monitor = warm(generate=500)
     for grown in range(4):
         cycle(monitor, generate=500 + 4 * grown)

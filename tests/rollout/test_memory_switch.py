@@ -1,6 +1,7 @@
-"""An engine's part of the memory switch, against a stand-in for vLLM that writes down what it is
-asked to do, and what the switch plans for a rank to hold. The whole of it, with a real engine, is
-in tests/distributed/test_switch.py."""
+"""An engine's part of the memory switch, and what the switch plans for a rank to hold.
+
+A stand-in for vLLM writes down what it is asked to do. The whole of it, with a real engine, is in
+tests/distributed/test_switch.py."""
 
 from __future__ import annotations
 
@@ -144,8 +145,9 @@ def test_a_forced_sleep_after_a_gpu_without_memory_ends_asleep(tag: str, call: s
 
 
 def test_what_a_rank_holds_in_each_phase_by_hand() -> None:
-    """40 gradients, 80 optimizer, 20 parameters and 20 reference leave; 21 engine weights and a KV
-    cache of 60 come."""
+    """40 of gradients, 80 of the optimizer, 20 of parameters and 20 of the reference leave.
+
+    21 of engine weights and a KV cache of 60 come."""
     training = {"gradients": 40, "optimizer": 80, "parameters": 20, "reference": 20}
     assert planned_phases(training, weights=21, kv_cache=60) == {
         "offload": -140,

@@ -1,5 +1,6 @@
-"""The CPU engine's sampler: noise that follows from seed and position draws from the exact
-distribution."""
+"""The CPU engine's sampler.
+
+Noise that follows from seed and position draws from the exact distribution."""
 
 # Shape legend: N draws, V vocabulary.
 
@@ -78,8 +79,9 @@ def test_the_test_sees_a_distribution_that_is_a_little_off() -> None:
 def test_all_tokens_of_an_engine_are_drawn_with_the_noise_of_their_seed_and_position(
     tmp_path: Path,
 ) -> None:
-    """Also those of requests that were preempted; checked with transformers' logits, in a process
-    of its own."""
+    """This holds for requests that were preempted, too.
+
+    They are checked with transformers' logits, in a process of its own."""
     make_tiny_model.main(["--output", str(tmp_path / "model")])
     command = [sys.executable, "-m", "tests.rollout.sampled_tokens", str(tmp_path / "model")]
     process = subprocess.run(

@@ -1,5 +1,6 @@
-"""vLLM's schedulers, the synchronous one and a GPU's asynchronous one, with our shortcuts and
-without: alike."""
+"""vLLM's schedulers do the same with our shortcuts and without.
+
+They are the synchronous one and a GPU's asynchronous one."""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ def scheduler_of(folder: Path, is_async: bool, blocks: int) -> Scheduler:
 
 
 def run(scheduler: Scheduler, is_async: bool, add: Any) -> list[Any]:
-    """What is scheduled, step by step, and what is sampled; then the lengths of which prefixes are
-    cached."""
+    """What is scheduled, step by step, and what is sampled.
+
+    Then the lengths of which prefixes are cached."""
     hash_function = get_hash_fn_by_name("sha256")
     init_none_hash(hash_function)
     hasher = get_request_block_hasher(BLOCK, hash_function)

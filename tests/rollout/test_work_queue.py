@@ -1,5 +1,6 @@
-"""Engines that draw their work, played step by step without a model: every sequence gets one token
-per step."""
+"""Engines that draw their work, played step by step without a model.
+
+Every sequence gets one token per step."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def engine_mesh(engine: int, engines: int) -> Mesh:
 
 
 class PlayedEngine:
-    """Adds what its source gives and makes a token of each of the first `places` sequences per
+    """An engine without a model.
+
+    It adds what its source gives and makes a token of each of the first `places` sequences per
     step."""
 
     def __init__(self, source: RequestSource, places: int) -> None:

@@ -271,8 +271,9 @@ def test_the_plan_of_a_recipe(dry):
 
 
 def test_the_plan_of_a_critic_on_32_gpus(dry):
-    """A 7B critic beside a 7B policy does not fit as the recipe has it, and does where it is
-    offloaded."""
+    """A 7B critic beside a 7B policy does not fit as the recipe has it.
+
+    It does where it is offloaded."""
     critic = [
         "--config",
         str(CONFIGS / "algorithms" / "critic.yaml"),
@@ -319,8 +320,9 @@ def test_partial_rollouts_are_told(dry):
 
 
 def test_groups_in_flight_count_for_the_disk(dry):
-    """Three checkpoints at most, each with 512 groups x 16 completions x 27,648 tokens x 8 bytes:
-    1.6875 GiB."""
+    """There are three checkpoints at most, each with 1.6875 GiB of groups.
+
+    That is 512 groups x 16 completions x 27,648 tokens x 8 bytes."""
     loss = ("algorithm.recompute_logprobs=true", "algorithm.importance_correction=token")
     both = (
         *loss,

@@ -84,7 +84,9 @@ def checkpoint(
     changed: Mapping[str, int | str | None] = MappingProxyType({}),
     files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Path:
-    """`changed` are values of its progress, None: one that is not there; `files` are those of its
+    """Make a checkpoint of a run.
+
+    `changed` are values of its progress (None: the value is not there); `files` are those of its
     model."""
     partial = open_partial(folder / "checkpoints", step)
     write_progress(partial, replace(PROGRESS, step=step))
@@ -144,8 +146,9 @@ def test_a_checkpoint_of_another_sampler_is_told_on_cpu(
 def test_another_spelling_of_the_same_reward_function_is_no_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relative or an absolute path, a module or its file, a copy elsewhere; not another function
-    or other code."""
+    """A relative or an absolute path, a module or its file, and a copy elsewhere are spellings.
+
+    Another function or other code is a change."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def steps(*_):\n    return 1.0\n")
     (tmp_path / "copy.py").write_text("def steps(*_):\n    return 1.0\n")
@@ -176,8 +179,9 @@ def test_another_spelling_of_the_same_reward_function_is_no_change(
 def test_selection_and_advantages_of_the_users_are_kept_by_a_resumed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another function is refused, another spelling is none, and other code is told; so is that of
-    a plugin."""
+    """Another function is refused, another spelling is no change, and other code is logged.
+
+    So is the code of a plugin."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text("def best(*_): ...\ndef last(*_): ...\n")
     key = "algorithm.advantage"
@@ -450,8 +454,9 @@ def test_fingerprints_tell_contents_and_not_places(tmp_path: Path) -> None:
 def test_a_fingerprint_sees_the_begin_middle_and_end_of_every_tensor(
     tmp_path: Path, place: str
 ) -> None:
-    """A file of some 4 MiB, whose tensors in the middle lie in neither its first nor its last
-    MiB."""
+    """The file has some 4 MiB.
+
+    Its tensors in the middle lie in neither its first nor its last MiB."""
     tensors = {f"t{number}": torch.ones(64, 2048) for number in range(8)}
     fingerprints = []
     for name in ("a", "b"):

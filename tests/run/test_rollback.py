@@ -1,5 +1,7 @@
-"""Rollbacks: the list on the disk, which checkpoints it rules out, other orders and seeds, and
-collapsed rewards."""
+"""Rollbacks.
+
+The list on the disk, which checkpoints it rules out, other orders and seeds, and collapsed
+rewards."""
 
 from __future__ import annotations
 
@@ -227,8 +229,9 @@ def test_a_reward_that_is_always_the_same_has_not_collapsed(value: float) -> Non
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 8, 10])
 def test_a_checkpoint_from_before_a_collapse_is_there(tmp_path: Path, every: int) -> None:
-    """Rewards rise until step 60, and fall: whatever is between two checkpoints, a good one stays,
-    and few do."""
+    """Rewards rise until step 60, and fall.
+
+    However many steps are between two checkpoints, a good one stays, and few stay."""
     rule = RewardRule(drop=0.5, steps=10)
     keep_last = 2
     rewards = []

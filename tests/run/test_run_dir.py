@@ -304,8 +304,9 @@ def test_a_write_that_fails_is_a_users_error(tmp_path: Path, monkeypatch: pytest
 def test_the_check_passes_at_every_moment_of_a_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A late rank checks after every file operation of rank 0, at the first claim and at a repeated
-    one."""
+    """A late rank checks after every file operation of rank 0.
+
+    It does so at the first claim and at a repeated one."""
     folder = tmp_path / "run"
     checks = []
     config = make_config(folder)
@@ -394,8 +395,9 @@ def test_starting_anew_takes_other_settings_and_keeps_what_was_there(tmp_path: P
     "name", ["metrics.jsonl", "validation.jsonl", "summary.json", "exit_status.json"]
 )
 def test_what_is_no_file_in_the_place_of_one_is_refused(tmp_path: Path, name: str) -> None:
-    """Opening a FIFO would wait for ever, and a folder could not be replaced; also where the run
-    resumes."""
+    """Opening a FIFO would wait for ever, and a folder could not be replaced.
+
+    It is refused where the run resumes, too."""
     config = make_config(tmp_path / "run")
     claim_run_folder(tmp_path / "run", config)
     os.mkfifo(tmp_path / "run" / name)

@@ -79,8 +79,9 @@ def test_nodes_with_one_name_are_told_apart_by_their_numbers() -> None:
 
 
 def test_ranks_that_read_other_prompts_than_rank_0_are_told() -> None:
-    """Also on one node, whose ranks a function of the user's or a template may give something
-    else."""
+    """This holds on one node, too.
+
+    A function of the user's or a template may give its ranks different prompts."""
     words = {
         rank: RankReport("host0", 0, facts={"torch": "2"} if rank == 0 else {}) for rank in range(4)
     }
@@ -171,8 +172,10 @@ def test_the_exit_status_keeps_the_list_of_mistakes(tmp_path: Path) -> None:
 
 
 def test_a_start_without_torchrun_is_refused(tied_model: Path, tmp_path: Path) -> None:
-    """Before torch is imported, and anything started or written, but for the exit status of a
-    folder that is there; after other mistakes, of which it may be the cause."""
+    """It is refused before torch is imported, and anything started or written.
+
+    Only the exit status of a folder that is there is written. The refusal comes after other
+    mistakes, of which it may be the cause."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("")
     inputs = (f"model.path={tied_model}", f"data.train_path={rows}")

@@ -1,5 +1,6 @@
-"""Every sign on rows made by hand: it is told once, not below its limit, and not again when a run
-goes on."""
+"""Every alert on rows made by hand.
+
+It is logged once, not below its limit, and not again when a run goes on."""
 
 from __future__ import annotations
 

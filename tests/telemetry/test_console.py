@@ -46,8 +46,9 @@ def test_the_line_of_a_run_without_an_accuracy_says_how_many_rewards_are_positiv
 
 
 def test_the_line_on_the_console_fits_whatever_the_numbers_are():
-    """Metrics are left out before it gets too long: the last ones first, never the time that is
-    left."""
+    """Metrics are left out before it gets too long.
+
+    The last ones go first, never the time that is left."""
     metrics = METRICS | {
         "task_reward": -12_345.678,
         "train/loss": 123.45678,

@@ -1,5 +1,6 @@
-"""The offline log is read back from its own file; what disturbs W&B's process is a program of its
-own."""
+"""The offline log is read back from its own file.
+
+What disturbs W&B's process is a program of its own."""
 
 from __future__ import annotations
 
@@ -82,9 +83,10 @@ def program(folder: Path, then: str) -> subprocess.CompletedProcess:
 
 
 def records(path: Path):
-    """The records of a .wandb file: a 7-byte head, then a LevelDB log of 32 KiB blocks whose pieces
-    have 7-byte heads (crc, length, and whether it is a whole record, or the first, middle or last
-    part of one)."""
+    """The records of a .wandb file.
+
+    It has a 7-byte head, then a LevelDB log of 32 KiB blocks whose pieces have 7-byte heads (crc,
+    length, and whether it is a whole record, or the first, middle or last part of one)."""
     from wandb.proto import wandb_internal_pb2
 
     content = path.read_bytes()
@@ -267,8 +269,9 @@ def no_account(tmp_path: Path, monkeypatch):
 
 
 def problems_of(*environments: dict[str, str]) -> list[list[str]]:
-    """Of a run that is online, by these variables: each in a process of its own, as wandb keeps
-    what it once read."""
+    """The problems of a run that is online, by these variables.
+
+    Each is found in a process of its own, as wandb keeps what it once read."""
     source = """
 import json, os, sys
 from rlmath.config.schema import TelemetryConfig

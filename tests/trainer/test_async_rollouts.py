@@ -1,5 +1,6 @@
-"""What trainers tell engines on ranks of their own, what a checkpoint has of what these sample, and
-their reports."""
+"""What trainers tell engines on ranks of their own, and what these report.
+
+Also what a checkpoint has of what they sample."""
 
 from __future__ import annotations
 
@@ -103,8 +104,9 @@ STALENESS = 1
 
 @pytest.fixture
 def ends(process_group: None) -> Iterator[tuple[Mailbox, Mailbox]]:
-    """The mailboxes of a trainer, whose process group is there, and of an engine, over a bridge of
-    the two."""
+    """The mailboxes of a trainer and of an engine, over a bridge of the two.
+
+    The trainer's process group is there."""
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
         bridges = list(threads.map(lambda rank: Bridge(store, rank, 2, 1, 60.0), range(2)))
@@ -114,8 +116,9 @@ def ends(process_group: None) -> Iterator[tuple[Mailbox, Mailbox]]:
 
 
 def done(draw: int, step: int) -> GroupDone:
-    """A group that an engine has sampled with the weights of a step, of as many tokens as its draw
-    and one more."""
+    """A group that an engine has sampled with the weights of a step.
+
+    Its completions have one token more than the number of its draw."""
     tokens = (5,) * (draw + 1)
     logprobs = (-0.5,) * (draw + 1)
     samples = tuple(
@@ -171,8 +174,9 @@ def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> A
 def test_a_group_that_is_carried_keeps_the_seed_of_the_step_that_drew_it(
     tmp_path: Path, tied_model: Path
 ) -> None:
-    """The run went back to step 1, and has other seeds from step 2 on: draws 3 to 5 are of step
-    1."""
+    """The run went back to step 1, and has other seeds from step 2 on.
+
+    Draws 3 to 5 are of step 1."""
     unused: Any = None
     asynchronous_rollouts = asynchronous(tmp_path, tied_model, unused)
     partial_rollouts = PartialRollouts(
@@ -193,8 +197,9 @@ def test_a_group_that_is_carried_keeps_the_seed_of_the_step_that_drew_it(
 
 
 def drawn(files: dict[str, bytes]) -> dict[int, list[tuple[int, int]]]:
-    """What a checkpoint has: tokens and steps of the last segment of every sample, by draw; steps
-    -1 where none is."""
+    """Tokens and steps of the last segment of every sample in a checkpoint, by draw.
+
+    The step is -1 where there is no segment."""
     unfinished = read_unfinished(files[UNFINISHED], GROUP, 101, lambda *_: "")
     return {
         group.draw: [
@@ -207,8 +212,9 @@ def drawn(files: dict[str, bytes]) -> dict[int, list[tuple[int, int]]]:
 def test_a_checkpoint_has_what_is_done_what_waits_and_what_is_sampled(
     tmp_path: Path, tied_model: Path, ends: tuple[Mailbox, Mailbox]
 ) -> None:
-    """Step 2 takes the draws 3 to 5 and leaves 6, which is done; meanwhile 8 becomes done, 7 is
-    being sampled."""
+    """Step 2 takes the draws 3 to 5 and leaves 6, which is done.
+
+    Meanwhile 8 becomes done, and 7 is being sampled."""
     trainer = ends[0]
     engine = Engine(ends[1])
     connection = EngineConnection(Mesh(0, 1, 1, 1, 1, engine_ranks=1), trainer, lambda: None)

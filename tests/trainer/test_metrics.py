@@ -151,8 +151,9 @@ def test_shares_of_engine_steps_weigh_an_engine_by_its_steps() -> None:
 def minibatch(
     tokens: float, scale: float, norm: float, lr: float, why: str | None = None
 ) -> MinibatchResult:
-    """A minibatch whose sums are `scale` times 1, 2, 3, ..., with twice as many tokens as its loss
-    is divided by."""
+    """A minibatch whose sums are `scale` times 1, 2, 3, ...
+
+    It has twice as many tokens as its loss is divided by."""
     names = (
         "loss",
         "ratio",
@@ -349,8 +350,9 @@ def test_mfu_counts_the_models_own_arithmetic() -> None:
 
 
 def test_the_kl_to_a_teacher_is_exact_or_estimated() -> None:
-    """Over the whole vocabulary the sums of the minibatches that were learned from, (1 + 2) / 30
-    tokens."""
+    """Over the whole vocabulary the minibatches that were learned from are summed.
+
+    That is (1 + 2) / 30 tokens."""
     kls = (1.0, 50.0, 2.0)
     results = [
         replace(minibatch, sums=minibatch.sums | {"teacher_kl": kl})

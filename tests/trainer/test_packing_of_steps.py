@@ -1,5 +1,6 @@
-"""How the two trainers pack their samples: budget, padding, number of micro-batches, seed, order,
-normalisation."""
+"""How the two trainers pack their samples.
+
+Budget, padding, number of micro-batches, seed, order, and normalisation."""
 
 from __future__ import annotations
 

@@ -39,8 +39,9 @@ def trainer(policy_scale: LossScale, critic_scale: LossScale) -> GrpoTrainer:
 
 
 def test_the_critic_goes_on_with_its_own_loss_scale_and_schedule(tmp_path: Path) -> None:
-    """In float16 the scales of policy and critic differ: each halves where its own gradients
-    overflow."""
+    """In float16 the scales of policy and critic differ.
+
+    Each halves where its own gradients overflow."""
     before = trainer(LossScale(64.0, 100, clean_updates=7), LossScale(8.0, 100, clean_updates=3))
     before.actor.learner.restore_schedule(5)
     before.critic.learner.restore_schedule(2)

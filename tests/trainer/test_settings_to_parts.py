@@ -1,5 +1,6 @@
-"""What the settings make of the parts of a run: whole objects, from settings of which no two are
-alike."""
+"""What the settings make of the parts of a run.
+
+Whole objects are compared, from settings of which no two are alike."""
 
 from __future__ import annotations
 
@@ -252,8 +253,9 @@ def test_what_functions_of_the_users_see_of_a_group() -> None:
 def test_a_run_knows_the_code_of_functions_that_plugins_register(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other code of a reward is another reward, other code of a selection or an advantage other
-    hooks."""
+    """Other code of a reward is another reward.
+
+    Other code of a selection or an advantage makes other hooks."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text(
         "".join(
@@ -451,8 +453,9 @@ def test_what_an_engine_is_given_for_the_device() -> None:
 
 
 def test_the_formats_of_a_run_and_its_loss_scale() -> None:
-    """A power of two under 65,536 over what the tokens of a micro-batch weigh together, the longest
-    stage's."""
+    """The loss scale is a power of two under 65,536 over a micro-batch's weight.
+
+    That weight is what its tokens weigh together, in the longest stage."""
     device = run_device(DISTINCT)
     assert (device.params_dtype, device.head_dtype) == (torch.float16, torch.float32)
     assert build_loss_scale(DISTINCT, device) == LossScale(0.273, 274)
@@ -545,8 +548,9 @@ def test_engines_get_all_weights_first_and_later_those_whose_adapters_learn(
 
 
 def groups_of(*parts_PGK: list[tuple[float, ...]]) -> list[ScoredGroup]:
-    """Groups whose completions have these rewards, and as many tokens as they have places in the
-    group."""
+    """Groups whose completions have these rewards.
+
+    A completion has as many tokens as it has places in the group."""
     return [
         ScoredGroup(
             Prompt(f"q{number}", "?", (1,), ("2",), "math"),
@@ -594,9 +598,10 @@ def test_advantages_are_of_the_kind_the_weights_and_the_eps_that_are_set(tied_mo
 
 
 def test_what_the_updates_take_from_the_settings(tied_model: Path) -> None:
-    """Seeds from the run's, orders of minibatches for each epoch, the whole budget of tokens,
-    padding where sequences are cut; the critic's numbers from its section, the others from the
-    algorithm's."""
+    """Seeds come from the run's seed, and each epoch has an order of minibatches.
+
+    The whole budget of tokens is used, and packs are padded where sequences are cut; the critic's
+    numbers come from its section, the others from the algorithm's."""
     any_part: Any = object()
     gae = replace(DISTINCT, algorithm=replace(DISTINCT.algorithm, advantage="gae"))
     policy_updater = PolicyUpdater(

@@ -53,9 +53,10 @@ def test_every_token_gets_its_own_difference_and_unknown_ones_nothing(recomputed
 def test_tokens_of_low_entropy_lose_their_advantage_and_prompts_never_count(
     split: list[list[int]],
 ) -> None:
-    """Tokens 5 6 7 8 | 5 9 98; entropies 9 9 0.5 0.1 | 9 0.2 0.4, of which the upper half is 0.5
-    and 0.4. Log-probs -1 -2 | -1.5 -0.5 with advantages 0.5 0.5 | -0.25 -0.25: covariances 0.094
-    -0.281 | 0.094 -0.281."""
+    """Tokens are 5 6 7 8 | 5 9 98, entropies 9 9 0.5 0.1 | 9 0.2 0.4.
+
+    The upper half of the entropies is 0.5 and 0.4. Log-probs are -1 -2 | -1.5 -0.5 with advantages
+    0.5 0.5 | -0.25 -0.25: covariances are 0.094 -0.281 | 0.094 -0.281."""
     entropies = {0: [9.0, 9.0, 0.5, 0.1], 1: [9.0, 0.2, 0.4]}
     batches = [pack(SAMPLES, indices, 1) for indices in split]
     entropy = [
@@ -73,8 +74,9 @@ def test_tokens_of_low_entropy_lose_their_advantage_and_prompts_never_count(
 
 
 def test_tokens_count_by_the_advantages_that_the_parts_before_have_made() -> None:
-    """Tokens 5 6 7 8 with an advantage of 0.5, to which the teacher adds -2 and 2; the upper half
-    of the entropies is the first completion token's."""
+    """Tokens 5 6 7 8 have an advantage of 0.5, to which the teacher adds -2 and 2.
+
+    The upper half of the entropies is the first completion token's."""
     batch = pack(SAMPLES, [0], 1)
     plain = Advantages([batch], [[0.5]])
     packed = PackedStep(ScoredStep(0, [], [], []), [batch], (slice(0, 1),), seed=1)

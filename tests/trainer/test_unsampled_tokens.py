@@ -114,8 +114,9 @@ def packed_samples(
 
 
 def column(batch: MicroBatch, seed: int) -> Tensor:
-    """Numbers from -2 to 0 at sampled tokens, the same wherever they lie, and NaN elsewhere;
-    float32."""
+    """Numbers from -2 to 0 at sampled tokens, and NaN elsewhere; float32.
+
+    They are the same wherever the tokens lie."""
     draw = torch.Generator().manual_seed(seed)
     numbers_T = torch.full(batch.token_ids_T.shape, math.nan)
     numbers_T[batch.sampled_T] = -2 * torch.rand(int(batch.sampled_T.sum()), generator=draw)
@@ -293,8 +294,9 @@ def by_hand(kind: str, rewards: list[list[float]], k: int) -> list[list[float]]:
 def test_every_advantage_is_that_of_the_sampled_tokens(
     tied_model: Path, kind: Any, kl_coef: float
 ) -> None:
-    """With KL in the reward each token has the KL to go, old minus reference, of the sampled tokens
-    from it on."""
+    """With KL in the reward each token has the KL to go.
+
+    That is old minus reference, of the sampled tokens from it on."""
     algorithm = AlgorithmConfig(
         advantage=kind,
         pass_k=2,
@@ -342,8 +344,9 @@ def test_every_advantage_is_that_of_the_sampled_tokens(
 def estimated(
     config: Config, packed: PackedStep, logprobs: StepLogprobs, advantages: Advantages
 ) -> tuple[Advantages, list[Any]]:
-    """Advantages and returns by a critic whose values are given: column 5, and 2 after each
-    completion's end."""
+    """Advantages and returns by a critic whose values are given.
+
+    The values are column 5, and 2 after each completion's end."""
     values = [
         TokenValues(column(batch, 5), torch.full((batch.n_segments,), 2.0))
         for batch in packed.batches
@@ -362,8 +365,9 @@ def estimated(
 
 @pytest.mark.parametrize("alpha", [None, 0.5])
 def test_a_step_of_gae_goes_from_a_sampled_token_to_the_next_one(alpha: float | None) -> None:
-    """The token after a gap follows the one before it, and the reward is the last sampled
-    token's."""
+    """The token after a gap follows the one before it.
+
+    The reward is the last sampled token's."""
     gamma = 0.9
     lam = 0.8
     value_lambda = 0.95
@@ -452,8 +456,9 @@ def test_a_teacher_is_asked_of_sampled_tokens_alone() -> None:
 
 
 def test_a_share_of_tokens_is_one_of_all_that_are_sampled() -> None:
-    """The upper 0.4 of the entropies of 25 tokens are 10 of them, learned or not; of those that are
-    learned 8."""
+    """The upper 0.4 of the entropies of 25 tokens are 10 of them, learned or not.
+
+    Of the learned tokens alone it would be 8."""
     batch = packed_samples(make_groups(dense=False), [[1.0] * 3] * 2)
     entropy_T = column(batch, 2)
     packed = PackedStep(ScoredStep(0, [], [], []), [batch], (slice(0, 1),), seed=1)

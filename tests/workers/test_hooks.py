@@ -1,5 +1,6 @@
-"""Functions of the user's, of all kinds: how they are named, loaded and checked, and what workers
-make of them."""
+"""Functions of the user's, of all kinds.
+
+How they are named, loaded and checked, and what workers make of them."""
 
 from __future__ import annotations
 
@@ -237,8 +238,9 @@ def test_an_advantage_that_changes_its_lists_is_held_to_what_it_was_given() -> N
 
 
 def test_rows_of_a_data_form_and_what_each_failure_costs(folder: Path) -> None:
-    """A row that ends, fills or hangs its worker costs that row alone; those it leaves out are
-    unusable, as others."""
+    """A row that ends, fills or hangs its worker costs that row alone.
+
+    Rows that the function leaves out are unusable, as others."""
     kinds = ["", "ends", "odd", "fills", "starts", "text", "left out", "hangs", ""]
     rows = [
         {"kind": kind, "text": f"{n}+1=", "result": n + 1, "number": n}

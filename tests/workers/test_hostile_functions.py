@@ -1,5 +1,6 @@
-"""Reward functions that damage what they run in: each spoils its own answer, and leaves no process
-behind."""
+"""Reward functions that damage what they run in.
+
+Each spoils its own answer, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -139,8 +140,9 @@ def naps() -> list[int]:
 
 
 def those_with(file: str, text: str) -> list[int]:
-    """The processes whose file in /proc has this between two zero bytes; those that have ended have
-    nothing there."""
+    """The processes whose file in /proc has this between two zero bytes.
+
+    The files of processes that have ended are empty."""
     process_ids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

@@ -29,8 +29,9 @@ HALF = ("\\boxed{\\frac{1}{2}+0}", "\\int_0^1 3x^2 dx")
 
 
 def children(parent: int) -> list[int]:
-    """Process ids of the live direct children; a process that is only waiting to be reaped does not
-    count."""
+    """Process ids of the live direct children.
+
+    A process that is only waiting to be reaped does not count."""
     return [child.pid for child in psutil.Process(parent).children() if is_alive(child.pid)]
 
 
@@ -64,8 +65,9 @@ def pool():
 
 
 def warm(pool: WorkerPool) -> None:
-    """Wait until both workers have imported the verifier and verified a wrong answer, the first of
-    which takes most of a second; on a busy machine that alone may take a limit."""
+    """Wait until both workers have imported the verifier and verified a wrong answer.
+
+    The first of these takes most of a second; on a busy machine it alone may take a limit."""
     both = ("\\boxed{0.71}", "\\boxed{0.72}")
 
     def verified() -> bool:

@@ -1,6 +1,7 @@
-"""What every rank holds for training and what its engine should get, cut from whole numbered
-tensors: the oracle of the plan. The training side is cut by `hf_tables`, the engine's by vLLM's own
-definitions, written down here."""
+"""The oracle of the plan: what every rank holds for training and what its engine should get.
+
+Both are cut from whole numbered tensors. The training side is cut by `hf_tables`, the engine's by
+vLLM's own definitions, written down here."""
 
 from __future__ import annotations
 
@@ -148,11 +149,12 @@ def as_matrix(canonical: Tensor, form: str) -> Tensor:
 def engine_parameters(
     shape: ModelShape, whole: Mapping[str, Tensor], engine_size: int, part: int
 ) -> dict[str, Tensor]:
-    """A rank's parameters in vLLM, by vLLM's names, from its definitions: `VocabParallelEmbedding`
-    fills up to 64 rows and splits, `QKVParallelLinear` copies key-value heads where there are more
-    ranks than those, `MergedColumnParallelLinear` splits each of its parts, `RowParallelLinear`
-    splits columns, and `RoutedExperts` does as the last two for every expert, one below the other.
-    """
+    """A rank's parameters in vLLM, by vLLM's names, from its definitions.
+
+    `VocabParallelEmbedding` fills up to 64 rows and splits, `QKVParallelLinear` copies key-value
+    heads where there are more ranks than those, `MergedColumnParallelLinear` splits each of its
+    parts, `RowParallelLinear` splits columns, and `RoutedExperts` does as the last two for every
+    expert, one below the other."""
     weights = {}
     for name in (
         "model.embed_tokens.weight",

@@ -95,8 +95,9 @@ def test_a_rank_plans_no_more_with_more_ranks() -> None:
 
 
 def test_sending_is_shared_where_all_ranks_are_one_cell() -> None:
-    """Stages of 60 ranks on nodes of 8; the holders of a node come first, and are shared as evenly
-    as the others."""
+    """Stages of 60 ranks on nodes of 8.
+
+    The holders of a node come first, and are shared as evenly as the others."""
     mesh = Mesh(0, 120, 2, 2, 2)
     plan = plan_sync(SMALL, training_layout(4, mesh), mesh, 4, BUCKET, ranks_per_node=8)
     assert len(plan.local) == 120

@@ -1,5 +1,4 @@
-"""What the ranks of a GPU run send each other in a weight sync, in the order in which NCCL is told
-of it.
+"""What the ranks of a GPU run send each other in a weight sync, in NCCL's order.
 
 NCCL runs the groups of operations of a rank one after the other: a group ends when every operation
 in it has met its other end, and a rank whose group waits for one that another rank has behind a

@@ -1,5 +1,6 @@
-"""Memory that ranks share: what one writes the others read, nothing stays behind, and where it
-cannot be, all know."""
+"""Memory that ranks share.
+
+What one writes the others read, nothing stays behind, and where it cannot be shared, all know."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ def open_files() -> int:
 
 
 def share_where_one_rank_may_not(limited: int) -> tuple[bool, int]:
-    """Whether this rank got memory, where one may make no file of more than a page; and what stays
-    open."""
+    """Whether this rank got memory, and how many more files are open afterwards.
+
+    The rank `limited` may make no file of more than a page."""
     import torch.distributed as dist
 
     from rlmath.rollout.weight_sync.transport import share_memory
@@ -70,8 +72,9 @@ def can_be_contained() -> bool:
 @pytest.mark.skipif(not can_be_contained(), reason="needs unshare, and user namespaces")
 @matrix
 def test_ranks_in_containers_of_their_own_share_nothing() -> None:
-    """Both are process 1 of their container, with the same files open: neither may take its own for
-    the other's."""
+    """Both are process 1 of their container, with the same files open.
+
+    Neither may take its own for the other's."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
