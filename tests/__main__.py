@@ -34,8 +34,9 @@ SESSIONS = {
         f"matrix and pooled and {NEVER}",
     ),
 }
-"""By what is run: the marks of both sessions, and the title of the first one's output, which is
-shown last."""
+"""The marks of both sessions for each program, and the title of the first session's output.
+
+That output is shown last."""
 NO_TESTS = 5
 """pytest's status where nothing was chosen."""
 

@@ -83,7 +83,7 @@ def message_of(report: pytest.TestReport) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """After the last fixture's end, no process of the tests may be left.
+    """Fail where a process of the tests is left after the last fixture's end.
 
     This also holds for a session that was interrupted."""
     processes = left_over.left_over(left_over.GRACE_SECONDS)
@@ -106,7 +106,7 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
-    """That of this process alone."""
+    """The process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

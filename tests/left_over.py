@@ -14,7 +14,7 @@ import psutil
 
 VARIABLE = "RLMATH_TEST_SESSION"
 GRACE_SECONDS = 10.0
-"""For processes that are ending: they were asked to, or see that their parent is gone."""
+"""Time for processes that are ending: they were asked to, or see that their parent is gone."""
 ENDS_WITH_US = "multiprocessing.resource_tracker"
 """What multiprocessing keeps beside a process that spawns others; it ends when that one does."""
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 matrix = pytest.mark.matrix
-"""On a test: `make test` has another one of the same part of the program, CI runs this one with
-`make test-matrix`."""
+"""A mark of a test that `make test-matrix` runs, which CI does, too.
+
+`make test` has another test of the same part of the program."""
 
 
 def keeping(cases: Iterable[Any], *kept: Any, others: int = 1) -> list[Any]:

@@ -32,9 +32,10 @@ from tests.test_failures import END_SECONDS, assert_all_gone, ranks_of, rows_of
 pytestmark = [pytest.mark.distributed, matrix]
 
 STEPS = 24
+"""Enough that some are left when the trainers hear of a request to stop that an engine gets.
+
+They hear of it up to two beats (2 s) later."""
 PER_STEP = 8
-"""Of a request to stop that an engine gets, the trainers hear up to two beats (2 s) later: steps
-are left then."""
 SETTINGS = (
     f"run.total_steps={STEPS}",
     "run.total_epochs=1",
@@ -87,7 +88,7 @@ def told(output: Path, engines: int, until: int) -> str:
 
 
 def assert_learned_once(output: Path) -> None:
-    """Of the whole run: no step is missing, and no prompt came twice."""
+    """No step of the whole run is missing, and no prompt came twice."""
     assert [row["step"] for row in rows_of(output)] == list(range(1, STEPS + 1))
     lines = [
         line for file in (output / "samples").iterdir() for line in file.read_text().splitlines()

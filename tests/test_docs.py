@@ -47,7 +47,7 @@ def inline(page: Path) -> Iterator[Token]:
 
 
 def links_of(page: Path) -> list[str]:
-    """Where links and pictures lead."""
+    """The targets of links and pictures."""
     return [
         str(address)
         for token in inline(page)
@@ -95,7 +95,7 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
 
 
 def test_the_navigation_of_the_site_names_pages_that_are_there() -> None:
-    """Those that it does not name are added when the site is built."""
+    """Pages that it does not name are added when the site is built."""
     nav = (
         (DOCS / "site" / "mkdocs.yml")
         .read_text(encoding="utf-8")
@@ -112,7 +112,7 @@ def test_the_navigation_of_the_site_names_pages_that_are_there() -> None:
 
 
 def test_readers_find_every_page_from_the_first() -> None:
-    """By links alone, as in a file view, which has no navigation."""
+    """Links alone lead to it, as in a file view, which has no navigation."""
     waiting = [PAGES[0]]
     seen = set()
     while waiting:

@@ -169,7 +169,7 @@ def test_rewards_and_advantages_belong_to_their_texts(workplace: Path) -> None:
 
 
 def test_kl_and_clipping_are_at_work(workplace: Path) -> None:
-    """After the first minibatch the ratio is no longer 1, and the narrow bounds cut."""
+    """The ratio is no longer 1 after the first minibatch, and the narrow bounds cut."""
     for row in metric_rows(workplace / "run"):
         assert row["kl_reward"] == pytest.approx(-KL_COEF * row["train/reference_kl"])
         assert row["final_reward"] == pytest.approx(row["task_reward"] + row["kl_reward"])
@@ -453,7 +453,7 @@ def test_a_captured_step_is_the_same_in_another_layout(
 
 
 def test_the_rollout_of_a_captured_step_is_made_again_token_by_token(workplace: Path) -> None:
-    """By the engine alone, from the checkpoint; rewards by the user's function."""
+    """The engine alone makes it, from the checkpoint; the user's function gives the rewards."""
     _, refused = replay(workplace / "run", "--part", "rollout", expect=MISTAKE)
     assert "tests.reward_by_hash:reward" in refused and "--with-functions" in refused
     comparison, _ = replay(workplace / "run", "--part", "rollout", "--with-functions")

@@ -46,8 +46,9 @@ WARMUP = 3
 CRITIC_LR = 5e-3
 CRITIC_WARMUP = 7
 FACTOR = 0.25
+"""Factor of the learning rates after the rollback."""
 SAVED = 4
-"""Of the learning rates after the rollback; the step after which the run is killed."""
+"""The step after which the run is killed."""
 PLUGIN = """
 from pathlib import Path
 from rlmath import hooks

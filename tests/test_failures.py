@@ -32,7 +32,7 @@ from tests.programs import (
 from tests.selection import matrix
 
 END_SECONDS = 240.0
-"""By when a broken run must have ended; far above what it takes, on a busy machine, too."""
+"""The time in which a broken run must have ended; far above what it takes, on a busy machine, too."""
 
 pytestmark = pytest.mark.distributed
 
@@ -152,7 +152,7 @@ def raise_until_it_ends(rank: psutil.Process) -> None:
 
 
 def own_lines(console: str) -> list[str]:
-    """Those of the ranks: torchrun prints its own traceback when it is interrupted."""
+    """The lines of the ranks: torchrun prints its own traceback when it is interrupted."""
     return [line for line in console.splitlines() if re.match(r"\d\d:\d\d:\d\d ", line)]
 
 

@@ -41,7 +41,7 @@ the face for users, of which our files read the version."""
 OF_TRAINER = ("rlmath/trainer/", "rlmath/run/", "rlmath/replay/", "rlmath/cli/")
 """Only files there import rlmath.trainer."""
 FOLDERS = ("rlmath", "launch", "tools", "megatron_patches")
-"""Of our code, without the tests."""
+"""The folders of our code, without the tests."""
 FAKE_RANK = ("tools/fake_rank.py", "tools/fake_cuda.py")
 """They replace what of Megatron needs a GPU."""
 MAY_IMPORT = {

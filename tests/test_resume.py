@@ -43,7 +43,7 @@ LAYOUTS = {
     ),
 }
 IN_FLIGHT = {"carry": "rollout/sequences_in_flight", "defer": "rollout/deferred_groups"}
-"""By layout: the metric of what a step leaves unfinished."""
+"""The metric of what a step leaves unfinished, by layout."""
 SETTINGS = (
     f"run.total_steps={STEPS}",
     "save.ckpt_freq_steps=1",
@@ -74,7 +74,7 @@ def train(place: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> str
 
 
 def learned_prompts(folder: Path) -> list[list[str]]:
-    """By step, the prompts of the groups that it took, in their order."""
+    """The prompts of the groups that each step took, in their order."""
     files = sorted((folder / "samples").glob("step-*.jsonl"))
     return [
         [json.loads(line)["prompt_id"] for line in file.read_text().splitlines()] for file in files

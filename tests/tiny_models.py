@@ -25,8 +25,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-"""Of the 16 wavelengths of a head of 32 dims, one stays, two are blended, the others are
-stretched."""
+"""One of the 16 wavelengths of a head of 32 dims stays, two are blended, the others are stretched."""
 
 YARN_ROPE = {
     "rope_type": "yarn",
@@ -43,7 +42,7 @@ LONG_ROPE = {
     "short_factor": [1.0 + number / 8 for number in range(12)],
     "long_factor": [4.0] * 12,
 }
-"""Of 24 of the 32 dims of a head."""
+"""It turns 24 of the 32 dims of a head."""
 
 _OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {},

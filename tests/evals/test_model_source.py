@@ -48,7 +48,7 @@ def test_a_checkpoint_is_converted_once(
 def test_a_checkpoint_whose_file_has_another_size_is_another(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Where it has no checksums, and the file has the time that it had."""
+    """The checkpoint has no checksums, and the file has the time that it had."""
     changed = shutil.copytree(checkpoint, tmp_path / "changed")
     resolve_model(changed, tmp_path)
     (index,) = changed.rglob(".metadata")

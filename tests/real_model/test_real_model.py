@@ -25,9 +25,9 @@ from tools import smollm2
 pytestmark = [pytest.mark.full, pytest.mark.distributed, pytest.mark.timeout(3600)]
 
 MOST_APART = 1e-4
+"""Nats, of any token's log-prob: the engine computes in float32, transformers in float64."""
 MEAN_APART = 5e-6
-"""Nats, of any token's log-prob, and of a step's mean: the engine computes in float32, transformers
-in float64."""
+"""Nats, of a step's mean."""
 STEPS = 20
 EXAMPLE = runpy.run_path(str(REPOSITORY / "docs" / "examples" / "real_model.py"))
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."

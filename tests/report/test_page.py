@@ -87,9 +87,9 @@ def test_a_supervised_run_has_no_figures_of_a_policy(tmp_path: Path) -> None:
 
 
 def test_an_asynchronous_run_shows_waits_and_staleness(tmp_path: Path) -> None:
-    """In each step of 4 s the trainers wait 1 s.
+    """The trainers wait 1 s in each step of 4 s.
 
-    Of its tokens 30% are one step old, so they are 0.3 steps old on average."""
+    30% of its tokens are one step old, so they are 0.3 steps old on average."""
     metrics = {
         "seconds/step": 4.0,
         "seconds/wait_for_groups": 1.0,
@@ -213,7 +213,7 @@ def test_groups_that_selection_dropped_teach_nothing(tmp_path: Path) -> None:
 def test_an_axis_of_shares_ends_at_all(
     tmp_path: Path, metrics: dict[str, float], title: str, ends: list[float] | None
 ) -> None:
-    """But for a share that is more: an MFU on a machine whose peak was measured too low."""
+    """A share that is more is shown: an MFU on a machine whose peak was measured too low."""
     assert figure(page_of(run_with(tmp_path / "a", metrics)), title)["range"] == ends
 
 

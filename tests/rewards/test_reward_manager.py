@@ -1,4 +1,4 @@
-"""From the settings to scores, as the rollout requests them."""
+"""The way from the settings to scores, as the rollout requests them."""
 
 from dataclasses import replace
 from typing import Literal
@@ -234,7 +234,7 @@ def test_without_a_function_nothing_is_tried():
 
 
 def test_a_function_gives_the_reward_and_the_verifier_the_accuracy(tmp_path, monkeypatch):
-    """Of rows that have a solution; every answer is paid, and one of two is right."""
+    """Every answer is paid, and one of two is right; the rows have a solution."""
     (tmp_path / "paid.py").write_text("def paid(completion, solutions, row):\n    return 0.1\n")
     monkeypatch.chdir(tmp_path)
     settings = RewardConfig(function="paid.py:paid", workers=1)

@@ -71,7 +71,7 @@ def pools(module: str) -> Iterator[RewardWorkers]:
 
 
 def scores(pools: RewardWorkers, reward: RewardConfig, *completions: Completion) -> list[Score]:
-    """By those of the workers that the settings have."""
+    """The completions' scores by those of the workers that the settings have."""
     workers = copy.copy(pools)
     known = pools.by_name | {"": pools.by_name["steps"]}
     workers.by_name = {

@@ -20,7 +20,7 @@ SET = ("VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_LOGGING_LEVEL")
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Without what is to be set; it is afterwards as before."""
+    """The environment without what is to be set; it is afterwards as before."""
     before = dict(os.environ)
     for name in (*SET, "VLLM_CONFIGURE_LOGGING"):
         monkeypatch.delenv(name, raising=False)

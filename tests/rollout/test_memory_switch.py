@@ -112,7 +112,7 @@ def test_a_cache_that_is_still_in_use_is_an_error(device: str) -> None:
 @pytest.mark.parametrize("device", CALLS)
 @pytest.mark.parametrize("before", range(4))
 def test_a_forced_sleep_ends_asleep_from_every_state(device: str, before: int) -> None:
-    """Without taking memory for it: that may be what failed."""
+    """No memory is taken for it: that may be what failed."""
     rig = Rig(device)
     for move in MOVES[:before]:
         getattr(rig.memory, move)()

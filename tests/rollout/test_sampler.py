@@ -43,7 +43,7 @@ def draws(seeds: np.ndarray, first_position: int) -> torch.Tensor:
 
 
 def p_value(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of Pearson's chi-square test."""
+    """The p-value of Pearson's chi-square test."""
     statistic = ((counts - expected) ** 2 / expected).sum()
     degrees = torch.tensor((counts.numel() - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(degrees, statistic.double() / 2))

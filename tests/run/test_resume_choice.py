@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on, and when it refuses to."""
+"""The checkpoint from which a run goes on, and when the run refuses to."""
 
 from __future__ import annotations
 
@@ -538,7 +538,7 @@ def test_a_tokenizer_or_stops_that_were_edited_are_refused_with_what_to_do(
 
 
 def test_a_file_that_is_no_json_keeps_no_run_from_resuming(tmp_path: Path) -> None:
-    """Such as the one that macOS leaves beside another when it copies a folder."""
+    """macOS leaves such a file beside another when it copies a folder."""
     model = make_model_folder(tmp_path / "model")
     run = tmp_path / "run"
     (model / "._tokenizer.json").write_bytes(b"\x00\x05\x16\x07\xb0")
@@ -758,7 +758,9 @@ def test_the_files_of_all_listed_functions_are_what_a_run_is_made_of(tmp_path: P
 def test_data_that_a_release_before_named_without_the_ends_of_files_is_the_same(
     tmp_path: Path,
 ) -> None:
-    """Where there are as many files: of two, the order of sequences is another than of one."""
+    """They are the same where there are as many files.
+
+    The order of the sequences of two files is another than that of one."""
     checkpoint(tmp_path, 3)
     origin = Origin("model-1", "data-2", older_data="data-1")
     assert found_steps(make_config(tmp_path), origin) == [3]

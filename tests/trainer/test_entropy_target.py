@@ -19,7 +19,7 @@ from rlmath.trainer.policy_update import PolicyTrainer
 
 
 def trainer() -> GrpoTrainer:
-    """Without models: what holds the weight alone."""
+    """A trainer without models: it holds the weight alone."""
     grpo_trainer = object.__new__(GrpoTrainer)
     grpo_trainer.config = Config(algorithm=AlgorithmConfig(entropy_target=0.2, entropy_delta=0.005))
     grpo_trainer.actor = Actor(
@@ -32,7 +32,7 @@ def trainer() -> GrpoTrainer:
 
 
 def update(*entropies: float) -> UpdateRecord:
-    """Of minibatches of 10, 11, ... tokens with these mean entropies."""
+    """An update of minibatches of 10, 11, ... tokens with these mean entropies."""
     sums = [
         {"entropy": entropy * (10 + i), "tokens": 10.0 + i} for i, entropy in enumerate(entropies)
     ]

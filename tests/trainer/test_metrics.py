@@ -264,7 +264,7 @@ def test_a_step_without_anything_to_learn_from_has_only_its_counts():
 
 
 def test_groups_that_teach_are_those_that_moved_the_policy():
-    """Of twelve sampled groups three were kept; the middle one has no advantage but 0."""
+    """Three of twelve sampled groups were kept; the middle one has no advantage but 0."""
     learned = UpdateRecord(RESULTS, ADVANTAGES, None)
     assert teaching_metrics(learned, sampled=12, every_group=False) == {
         "train/teaching_groups": 2 / 12
@@ -350,7 +350,7 @@ def test_mfu_counts_the_models_own_arithmetic() -> None:
 
 
 def test_the_kl_to_a_teacher_is_exact_or_estimated() -> None:
-    """Over the whole vocabulary the minibatches that were learned from are summed.
+    """Minibatches that were learned from are summed where it is taken over the whole vocabulary.
 
     That is (1 + 2) / 30 tokens."""
     kls = (1.0, 50.0, 2.0)

@@ -63,7 +63,7 @@ def rl_packs(folder: Path, rank: int, number: int, config: Config) -> list[list[
 
 
 def updater(folder: Path, mesh: Mesh, config: Config) -> PolicyUpdater:
-    """One without models, which packing does not need."""
+    """An updater without models, which packing does not need."""
     return PolicyUpdater(
         config,
         shape_of(folder),
@@ -76,7 +76,7 @@ def updater(folder: Path, mesh: Mesh, config: Config) -> PolicyUpdater:
 
 
 def sft_trainer(folder: Path, mesh: Mesh, config: Config) -> SftTrainer:
-    """One without a model: its constructor would build that, which needs a process group."""
+    """A trainer without a model: its constructor would build that, which needs a process group."""
     trainer = SftTrainer.__new__(SftTrainer)
     trainer.config = config
     trainer.mesh = mesh

@@ -1,4 +1,4 @@
-"""Where the learners of a step stand goes into a checkpoint and comes back, each one's own."""
+"""The progress of a step's learners goes into a checkpoint and comes back, each one's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlmath.trainer.policy_update import PolicyTrainer
 
 
 def trainer(policy_scale: LossScale, critic_scale: LossScale) -> GrpoTrainer:
-    """Without models: what holds the schedules alone.
+    """A trainer without models: it holds the schedules alone.
 
     The rate falls by a tenth with every update."""
     settings = OptimizerConfig(lr=1.0, warmup_steps=0, decay="linear", min_lr=0.0)
@@ -39,7 +39,7 @@ def trainer(policy_scale: LossScale, critic_scale: LossScale) -> GrpoTrainer:
 
 
 def test_the_critic_goes_on_with_its_own_loss_scale_and_schedule(tmp_path: Path) -> None:
-    """In float16 the scales of policy and critic differ.
+    """The scales of policy and critic differ in float16.
 
     Each halves where its own gradients overflow."""
     before = trainer(LossScale(64.0, 100, clean_updates=7), LossScale(8.0, 100, clean_updates=3))

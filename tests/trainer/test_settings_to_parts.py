@@ -508,7 +508,7 @@ def test_what_two_validations_must_have_in_common() -> None:
 
 
 def updater(config: Config, folder: Path, reference: Any = None) -> PolicyUpdater:
-    """One that is only asked how it would learn."""
+    """An updater that is only asked how it would learn."""
     nothing: Any = None
     return PolicyUpdater(
         config, shape_of(folder), Mesh(0, 1, 1, 1, 1), nothing, reference, nothing, PhaseTimers()
@@ -535,7 +535,7 @@ def test_normalisation_and_place_of_the_kl_of_the_updates(tied_model: Path) -> N
 def test_engines_get_all_weights_first_and_later_those_whose_adapters_learn(
     target: Any, learned: set[str]
 ) -> None:
-    """By the first matrix of each of Megatron's: q stands for k and v, gate for up."""
+    """The first matrix of each of Megatron's is compared: q stands for k and v, gate for up."""
     config = Config(lora=LoraConfig(rank=4, target=target), rollout=RolloutConfig(ranks=1))
     plans = offer_plans(config, SHAPE, Mesh(0, 1, 1, 1, 1, engine_ranks=1), CPU)
     first, later = (

@@ -144,7 +144,7 @@ class Learned:
     tokens: TokenInputs
     sums: TokenLoss
     gradient_T: Tensor
-    """Of the minibatch's loss by the log-probs, float64."""
+    """The gradient of the minibatch's loss by the log-probs, float64."""
 
 
 def learn(folder: Path, config: Config, dense: bool) -> Learned:
@@ -294,7 +294,7 @@ def by_hand(kind: str, rewards: list[list[float]], k: int) -> list[list[float]]:
 def test_every_advantage_is_that_of_the_sampled_tokens(
     tied_model: Path, kind: Any, kl_coef: float
 ) -> None:
-    """With KL in the reward each token has the KL to go.
+    """Each token has the KL to go where KL is in the reward.
 
     That is old minus reference, of the sampled tokens from it on."""
     algorithm = AlgorithmConfig(

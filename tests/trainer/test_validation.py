@@ -82,7 +82,7 @@ def test_problems_that_are_too_long_count_and_unusable_rows_are_told(
 
 
 def group(*completions: tuple[int, bool, str]) -> ScoredGroup:
-    """Of (tokens, right, finish reason)."""
+    """A group whose completions have these tokens, are right or not, and end for this reason."""
     sampled = tuple(
         Completion(g, (5,) * tokens, (0.0,) * tokens, "", reason, 0)  # type: ignore[arg-type]
         for g, (tokens, _, reason) in enumerate(completions)
@@ -159,7 +159,7 @@ def test_an_accuracy_by_a_functions_rule_is_not_compared_with_one_by_the_verifie
 
 
 class Exports:
-    """Where models go; a full disk on request."""
+    """A stand-in for an export: it makes the folder of a model, or finds a full disk."""
 
     def __init__(self) -> None:
         self.full = False
@@ -180,7 +180,7 @@ def validator(
     files: Sequence[ValidationFile] = (),
     asked_to_stop: Callable[[], str | None] = lambda: None,
 ) -> Validator:
-    """One that needs no engine: nothing is sampled."""
+    """A validator that needs no engine: nothing is sampled."""
     config = settings(folder, *ASKED, *overrides)
     mesh = Mesh(0, 1, 1, 1, 1)
     return Validator(

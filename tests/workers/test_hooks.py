@@ -145,7 +145,7 @@ def test_a_registered_name_is_found_by_its_kind(folder: Path) -> None:
 
 
 def test_the_check_in_a_process_of_its_own(folder: Path) -> None:
-    """By the name, in the same registry as the plugin's."""
+    """The function is found by its name, in the same registry as the plugin's."""
     hook = Hook("advantage", "ranked", "algorithm.advantage", ("own.py",))
     assert function_problem(hook) is None
     wrong = function_problem(Hook("metric", "ranked", "telemetry.metrics: a", ("own.py",))) or ""

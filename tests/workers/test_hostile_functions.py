@@ -124,7 +124,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def pool(folder) -> Iterator[WorkerPool]:
-    """Of one worker, so that every answer follows another in it."""
+    """A pool of one worker, so that every answer follows another in it."""
     with WorkerPool(1, 30.0, function="hostile_rewards:reward") as shared:
         yield shared
 

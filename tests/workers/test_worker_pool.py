@@ -182,7 +182,7 @@ def test_an_answer_that_waited_longer_than_its_limit_is_judged():
 
 
 def test_a_check_that_gets_no_processor_is_not_late():
-    """By the clock it takes longer than its limit, on its processor no time."""
+    """It takes longer than its limit by the clock, and no time on its processor."""
     with lone_pool(timeout_seconds=1.0) as (pool, server):
         assert pool.submit("\\boxed{0.61}", HALF, "math").result(60).verdict == "symbolic"
         (worker,) = children(server)

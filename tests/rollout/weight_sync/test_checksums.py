@@ -89,7 +89,7 @@ def test_the_opposite_sign_everywhere_shows(size: tuple[int, int], dtype: torch.
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("distance", [1, 16, 256, 2048, 4096])
 def test_swapped_rows_show_at_any_distance(dtype: torch.dtype, distance: int) -> None:
-    """Of values as checkpoints have them: bfloat16, also where the engine computes in float32."""
+    """Values are as checkpoints have them: bfloat16, also where the engine computes in float32."""
     width = 4096
     for seed in range(20):
         rows = random_matrix(2, width, torch.bfloat16, seed).to(dtype)

@@ -33,7 +33,7 @@ LAYOUTS = {
 
 
 class Recorder:
-    """For `transport.exchange_in_world`."""
+    """A stand-in for `transport.exchange_in_world` that keeps the groups of operations."""
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
@@ -49,7 +49,7 @@ class Recorder:
 
 
 def told(name: str) -> dict[int, list[Group]]:
-    """By rank, the groups of a sync as `WeightTransfer.run` starts and finishes its rounds."""
+    """The groups of a sync, by rank, as `WeightTransfer.run` starts and finishes its rounds."""
     mesh = LAYOUTS[name]
     shape = EXPERTS if mesh.expert > 1 else SMALL
     layout = training_layout(shape.num_layers, mesh)

@@ -92,7 +92,7 @@ def plan_of(
 
 @functools.lru_cache(maxsize=64)
 def trained_on(shape: ModelShape, layout: Layout, rank: int) -> dict[str, Tensor]:
-    """To be read only, as everything that is cached here."""
+    """A rank's training parameters; they are to be read only, as everything that is cached here."""
     return training_parameters(shape, whole(shape), layout, rank)
 
 
@@ -231,7 +231,7 @@ def test_what_travels_is_what_the_target_lacks_and_no_more(
 def test_no_rank_sends_or_receives_more_than_a_bucket_in_a_round(
     layout: Layout, engine_size: int, bucket: int
 ) -> None:
-    """But for a single row that is longer than one."""
+    """Only a single row that is longer than a bucket is more."""
     plan = plan_of(SMALL, layout, engine_size, bucket)
     largest = 0
     for copies in plan.rounds:
@@ -267,7 +267,7 @@ def test_both_ends_of_a_pair_list_the_same_copies_in_the_same_order(
 def test_ranks_that_hold_the_same_share_the_sending(
     layout: Layout, engine_size: int, model: str
 ) -> None:
-    """To within one slice, the unit in which they take turns."""
+    """They share it to within one slice, the unit in which they take turns."""
     plan = plan_of(MODELS[model], layout, engine_size)
     slices = [bytes_of(copy.elements) for copies in plan.rounds for copy in copies]
     by_content: dict[frozenset[int], list[int]] = {}
