@@ -26,8 +26,8 @@ def main() -> None:
         Request((p, 0), tuple(tokens), 0, 0, max_new_tokens) for p, tokens in enumerate(prompts)
     ]
     answers = {
-        ended.request.key[0]: list(ended.completion.token_ids)
-        for ended in RunningCompletions(llm, settings).sample(requests)
+        completed.request.key[0]: list(completed.completion.token_ids)
+        for completed in RunningCompletions(llm, settings).sample(requests)
     }
     print(json.dumps([answers[p] for p in range(len(prompts))]))
 

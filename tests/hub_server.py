@@ -220,9 +220,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({"error": "no"}, 403)
         files = dict(repo.commits[repo.branches["main"]]) if "main" in repo.branches else {}
         for line in body.splitlines():
-            entry = json.loads(line)
-            if entry["key"] == "file":
-                files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+            operation = json.loads(line)
+            if operation["key"] == "file":
+                files[operation["value"]["path"]] = base64.b64decode(operation["value"]["content"])
         commit = repo.commit(files)
         url = f"{self.hub.url}/{name}/commit/{commit}"
         return self._json(

@@ -19,5 +19,5 @@ WITH_EXAMPLES = sorted(
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_examples_give_what_they_say(name: str) -> None:
-    result = doctest.testmod(importlib.import_module(name))
-    assert result.attempted and not result.failed
+    counts = doctest.testmod(importlib.import_module(name))
+    assert counts.attempted and not counts.failed

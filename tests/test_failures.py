@@ -32,7 +32,7 @@ from tests.programs import (
 from tests.selection import matrix
 
 END_SECONDS = 240.0
-"""The time in which a broken run must have ended; far above what it takes, on a busy machine, too."""
+"""Time in which a broken run must have ended; far above what it takes, on a busy machine, too."""
 
 pytestmark = pytest.mark.distributed
 
@@ -126,10 +126,10 @@ def test_a_template_that_draws_random_numbers_ends_the_start(
     template = tmp_path / "dice.jinja"
     template.write_text("{{ range(1000) | random }}: {{ messages[0].content }}")
     rows = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(100)]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    rows_file = tmp_path / "rows.jsonl"
+    rows_file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     changes = (
-        f"data.train_path={data}",
+        f"data.train_path={rows_file}",
         "data.max_prompt_tokens=128",
         f"data.chat_template={template}",
     )

@@ -40,10 +40,21 @@ def train(place: Path, folder: Path, *overrides: str) -> str:
 def staged(place: Path) -> tuple[str, ...]:
     """Greedy validation every two steps on 20 problems, and on three of which one is too long."""
     paths = f"validation.paths=[{place}/data/heldout.jsonl,{place}/odd.jsonl]"
-    how = ("validation.every_steps=2", "validation.temperature=0", "validation.batch_size=8")
-    how += ("validation.scorer=shortness:short",)
+    validation_settings = (
+        "validation.every_steps=2",
+        "validation.temperature=0",
+        "validation.batch_size=8",
+    )
+    validation_settings += ("validation.scorer=shortness:short",)
     budgets = "stages.max_tokens_per_microbatch=[256,512,1024]"
-    return (*STAGES, budgets, "run.total_steps=null", paths, *how, "validation.keep_best=true")
+    return (
+        *STAGES,
+        budgets,
+        "run.total_steps=null",
+        paths,
+        *validation_settings,
+        "validation.keep_best=true",
+    )
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-"""One of the 16 wavelengths of a head of 32 dims stays, two are blended, the others are stretched."""
+"""One of the 16 wavelengths of a head of 32 dims stays, two are blended, the others stretched."""
 
 YARN_ROPE = {
     "rope_type": "yarn",

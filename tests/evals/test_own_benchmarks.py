@@ -152,8 +152,8 @@ def test_an_output_takes_no_completions_of_other_settings(tied_model: Path, tmp_
 @pytest.fixture(scope="module")
 def plan(arithmetic: Path) -> Plan:
     model = make_guessing_model(arithmetic / "base", arithmetic / "guessing")
-    data = arithmetic / "benchmarks"
-    data.mkdir()
+    benchmarks_folder = arithmetic / "benchmarks"
+    benchmarks_folder.mkdir()
     for name, count in ROWS.items():
         rows = [
             {
@@ -166,11 +166,13 @@ def plan(arithmetic: Path) -> Plan:
         ]
         if name == "second":
             rows[-1]["prompt"] = "0+" * PROMPT_TOKENS
-        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (benchmarks_folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return Plan(
         model,
         tuple(ROWS),
-        data,
+        benchmarks_folder,
         arithmetic / "evaluated",
         samples=SAMPLES,
         temperature=1.3,

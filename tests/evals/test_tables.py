@@ -178,10 +178,10 @@ def test_what_was_not_sampled_and_problems_that_there_are_none_of_take_no_room(
 
 
 def test_files_hold_the_table_and_are_the_same_each_time(tmp_path: Path) -> None:
-    result = quiz(tmp_path)
+    benchmark_result = quiz(tmp_path)
     for folder in (tmp_path / "one", tmp_path / "two"):
         folder.mkdir()
-        write_results(folder, {"about_model": "m\x1b[31m", "seed": 1}, [result])
+        write_results(folder, {"about_model": "m\x1b[31m", "seed": 1}, [benchmark_result])
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert names == ["results.csv", "results.json", "results.md"]
     for name in names:

@@ -55,7 +55,9 @@ def main(folder: str) -> None:
 
     scheduler._preempt_request = counted
     running = RunningCompletions(llm, SETTINGS)
-    completions = {ended.request.key: ended.completion for ended in running.sample(REQUESTS)}
+    completions = {
+        completed.request.key: completed.completion for completed in running.sample(REQUESTS)
+    }
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     counts = {"tokens": 0, "greedy": 0, "others": 0, "preemptions": preemptions}
     for request in REQUESTS:

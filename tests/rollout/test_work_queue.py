@@ -294,5 +294,5 @@ def test_rare_long_answers_idle_at_most_half_as_long_as_with_fixed_shares(
         for shared_steps, fixed_steps in zip(shared, fixed, strict=True)
     )
     assert sum(map(max, shared)) < 0.95 * sum(map(max, fixed))
-    idle = [statistics.mean(idle_shares(way)) for way in (shared, fixed)]
+    idle = [statistics.mean(idle_shares(engine_steps)) for engine_steps in (shared, fixed)]
     assert idle[0] < idle[1] / 2

@@ -313,10 +313,10 @@ def test_the_check_passes_at_every_moment_of_a_claim(
 
     def checked(operation):
         def call(*args, **kwargs):
-            result = operation(*args, **kwargs)
+            returned = operation(*args, **kwargs)
             check_output_folder(folder, config)
             checks.append(operation.__name__)
-            return result
+            return returned
 
         return call
 

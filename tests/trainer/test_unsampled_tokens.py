@@ -489,8 +489,8 @@ def test_a_completion_is_as_long_as_what_was_sampled_of_it(tmp_path: Path) -> No
             != choose(from_gaps, SelectionRules())
         )
         assert group_for_hooks(from_gaps) == group_for_hooks(from_dense)
-    result = MinibatchResult(dict.fromkeys(GRPO_SUMS, 1.0), {}, 1.0, 0.1, discarded=None)
-    update = UpdateRecord([result], [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], None)
+    minibatch_result = MinibatchResult(dict.fromkeys(GRPO_SUMS, 1.0), {}, 1.0, 0.1, discarded=None)
+    update = UpdateRecord([minibatch_result], [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], None)
     from_gaps, from_dense = (
         update_metrics(update, groups, 0.0, AlgorithmConfig()) for groups in (gaps, dense)
     )

@@ -173,9 +173,9 @@ def test_an_answer_to_another_question_is_another_check(pool):
 def test_an_answer_that_waited_longer_than_its_limit_is_judged():
     progress = []
     with WorkerPool(workers=1, timeout_seconds=0.5) as pool:
-        asked = [pool.submit(hang(n), HALF, "math") for n in range(2)]
-        asked.append(pool.submit("\\boxed{\\frac{4}{8}}", HALF, "math"))
-        results = pool.results(asked, lambda: progress.append(1))
+        checks = [pool.submit(hang(n), HALF, "math") for n in range(2)]
+        checks.append(pool.submit("\\boxed{\\frac{4}{8}}", HALF, "math"))
+        results = pool.results(checks, lambda: progress.append(1))
     assert [result.verdict for result in results] == ["timeout"] * 2 + ["symbolic"]
     assert results[-1].correct and results[-1].queue_seconds > 0.5
     assert len(progress) > 1
@@ -187,12 +187,12 @@ def test_a_check_that_gets_no_processor_is_not_late():
         assert pool.submit("\\boxed{0.61}", HALF, "math").result(60).verdict == "symbolic"
         (worker,) = children(server)
         os.kill(worker, signal.SIGSTOP)
-        asked = pool.submit("\\boxed{0.62}", HALF, "math")
-        wait_for(asked.running)
+        check = pool.submit("\\boxed{0.62}", HALF, "math")
+        wait_for(check.running)
         time.sleep(1.5)
-        assert not asked.done()
+        assert not check.done()
         os.kill(worker, signal.SIGCONT)
-        assert asked.result(60).verdict == "symbolic"
+        assert check.result(60).verdict == "symbolic"
 
 
 def test_a_check_that_never_gets_a_processor_ends(monkeypatch):

@@ -165,17 +165,17 @@ def engine_parameters(
         weights[name] = padded.chunk(engine_size)[part]
     copies = max(1, engine_size // shape.num_kv_heads)
     for layer in range(shape.num_layers):
-        at = f"model.layers.{layer}"
+        prefix = f"model.layers.{layer}"
         for kind in ("weight", "bias") if shape.attention_bias else ("weight",):
             D = shape.head_dim
             heads = (shape.num_heads * D, shape.num_kv_heads * D, shape.num_kv_heads * D)
-            attention = [f"{at}.self_attn.{x}_proj.{kind}" for x in "qkv"]
-            q, k, v = _parts(whole, attention, f"{at}.self_attn.qkv_proj.{kind}", heads)
+            attention = [f"{prefix}.self_attn.{x}_proj.{kind}" for x in "qkv"]
+            q, k, v = _parts(whole, attention, f"{prefix}.self_attn.qkv_proj.{kind}", heads)
             pieces = [q.chunk(engine_size)[part]]
             pieces += [x.chunk(engine_size // copies)[part // copies] for x in (k, v)]
-            weights[f"{at}.self_attn.qkv_proj.{kind}"] = torch.cat(pieces)
-        networks = [f"{at}.mlp.experts.{number}" for number in range(shape.num_experts)] or [
-            f"{at}.mlp"
+            weights[f"{prefix}.self_attn.qkv_proj.{kind}"] = torch.cat(pieces)
+        networks = [f"{prefix}.mlp.experts.{number}" for number in range(shape.num_experts)] or [
+            f"{prefix}.mlp"
         ]
         first = [
             matrix.chunk(engine_size)[part]
@@ -194,16 +194,16 @@ def engine_parameters(
         names = ("gate_up_proj.weight", "down_proj.weight")
         if shape.num_experts:
             names = ("experts.routed_experts.w13_weight", "experts.routed_experts.w2_weight")
-            weights[f"{at}.mlp.gate.weight"] = whole[f"{at}.mlp.gate.weight"]
+            weights[f"{prefix}.mlp.gate.weight"] = whole[f"{prefix}.mlp.gate.weight"]
         weights |= {
-            f"{at}.mlp.{name}": torch.cat(parts)
+            f"{prefix}.mlp.{name}": torch.cat(parts)
             for name, parts in zip(names, (first, second), strict=True)
         }
-        out = f"{at}.self_attn.o_proj.weight"
+        out = f"{prefix}.self_attn.o_proj.weight"
         weights[out] = whole[out].chunk(engine_size, dim=1)[part]
         head_norms = ("self_attn.q_norm", "self_attn.k_norm") if shape.qk_norm else ()
         for name in ("input_layernorm", "post_attention_layernorm", *head_norms):
-            weights[f"{at}.{name}.weight"] = whole[f"{at}.{name}.weight"]
+            weights[f"{prefix}.{name}.weight"] = whole[f"{prefix}.{name}.weight"]
     weights["model.norm.weight"] = whole["model.norm.weight"]
     return {
         name: tensor if tensor.dim() == 2 else tensor[:, None] for name, tensor in weights.items()

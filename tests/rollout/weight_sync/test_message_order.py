@@ -73,29 +73,29 @@ def told(name: str) -> dict[int, list[Group]]:
 def left_waiting(groups: dict[int, list[Group]]) -> dict[int, Group]:
     """The first group of every rank that never ends."""
     met: dict[int, set[int]] = {rank: set() for rank in groups}
-    at = dict.fromkeys(groups, 0)
+    positions = dict.fromkeys(groups, 0)
     moved = True
     while moved:
         moved = False
         for rank, rank_groups in groups.items():
-            if at[rank] == len(rank_groups):
+            if positions[rank] == len(rank_groups):
                 continue
-            group = rank_groups[at[rank]]
-            for number, (way, other, size) in enumerate(group):
-                if number in met[rank] or at[other] == len(groups[other]):
+            group = rank_groups[positions[rank]]
+            for number, (direction, other, size) in enumerate(group):
+                if number in met[rank] or positions[other] == len(groups[other]):
                     continue
-                counterpart = ("receive" if way == "send" else "send", rank, size)
-                peer_group = groups[other][at[other]]
+                counterpart = ("receive" if direction == "send" else "send", rank, size)
+                peer_group = groups[other][positions[other]]
                 if counterpart in peer_group and peer_group.index(counterpart) not in met[other]:
                     met[rank].add(number)
                     met[other].add(peer_group.index(counterpart))
                     moved = True
             if len(met[rank]) == len(group):
-                at[rank], met[rank], moved = at[rank] + 1, set(), True
+                positions[rank], met[rank], moved = positions[rank] + 1, set(), True
     return {
-        rank: rank_groups[at[rank]]
+        rank: rank_groups[positions[rank]]
         for rank, rank_groups in groups.items()
-        if at[rank] < len(rank_groups)
+        if positions[rank] < len(rank_groups)
     }
 
 
