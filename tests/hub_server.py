@@ -243,14 +243,14 @@ class _Handler(BaseHTTPRequestHandler):
         path = self._path()
         if path.startswith("/cdn/"):
             _, _, digest, name = path.split("/", 3)
-            every = (
+            contents = (
                 f
                 for repo in self.hub.repositories.values()
                 for c in repo.commits.values()
                 for f in c.values()
             )
             data = next(
-                content for content in every if hashlib.sha256(content).hexdigest() == digest
+                content for content in contents if hashlib.sha256(content).hexdigest() == digest
             )
             return self._content(name, data, {}, with_body)
         match = _FILE.fullmatch(path)

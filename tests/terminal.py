@@ -19,7 +19,7 @@ def on_terminal(program: str, columns: int, status: int = 0) -> str:
         [sys.executable, "-c", program], stdout=terminal, stderr=terminal, env=os.environ
     )
     os.close(terminal)
-    written = b""
+    output = b""
     while True:
         try:
             part = os.read(controller, 65536)
@@ -27,18 +27,18 @@ def on_terminal(program: str, columns: int, status: int = 0) -> str:
             break
         if not part:
             break
-        written += part
+        output += part
     os.close(controller)
-    assert process.wait() == status, written
-    return written.decode()
+    assert process.wait() == status, output
+    return output.decode()
 
 
 def shown_lines(written: str) -> list[str]:
     """What stands on the terminal's lines at the end."""
     lines = []
     for line in written.replace("\r\n", "\n").split("\n"):
-        shown = ""
+        shown_line = ""
         for part in line.split("\r"):
-            shown = part + shown[len(part) :]
-        lines.append(shown.rstrip())
+            shown_line = part + shown_line[len(part) :]
+        lines.append(shown_line.rstrip())
     return lines

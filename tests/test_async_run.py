@@ -93,8 +93,8 @@ def assert_learned_once(output: Path) -> None:
     lines = [
         line for file in (output / "samples").iterdir() for line in file.read_text().splitlines()
     ]
-    learned = [json.loads(line)["prompt_id"] for line in lines]
-    assert len(learned) == len(set(learned)) == STEPS * PER_STEP
+    prompt_ids = [json.loads(line)["prompt_id"] for line in lines]
+    assert len(prompt_ids) == len(set(prompt_ids)) == STEPS * PER_STEP
 
 
 def test_a_killed_engine_is_named_and_every_prompt_is_learned_once_by_whichever_engines(

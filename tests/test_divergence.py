@@ -47,14 +47,14 @@ def test_weights_that_are_not_finite_on_one_rank_are_never_saved(
     """The same command, with sound weights, then resumes from the checkpoint that stayed."""
     folder = tmp_path / "run"
     console = start(arithmetic, folder, (*SPOILED, "nan"))
-    ended = read_exit_status(folder)
-    assert ended.status == DIVERGED
+    exit_status = read_exit_status(folder)
+    assert exit_status.status == DIVERGED
     assert (
         f"diverged in step {SPOILED_STEP}: there are values that are not finite in the par"
-        in ended.message
+        in exit_status.message
     )
-    assert "on rank 1" in ended.message
-    assert ended.message in console and "Lower optimizer.lr" in console
+    assert "on rank 1" in exit_status.message
+    assert exit_status.message in console and "Lower optimizer.lr" in console
     assert saved_steps(folder) == [SPOILED_STEP - 1]
     assert not (folder / "hf_model").exists() and len(metric_rows(folder)) == SPOILED_STEP + 1
     start(arithmetic, folder, SFT, "run.total_steps=4", expect=0)
@@ -69,14 +69,14 @@ def test_a_row_of_discarded_steps_ends_the_run_and_the_next_start(
     folder = tmp_path / "run"
     settings = ("save.keep_last=2", "sft.eval_every_steps=null")
     console = start(arithmetic, folder, (*SPOILED, "scale"), *settings)
-    ended = read_exit_status(folder)
+    exit_status = read_exit_status(folder)
     last, sound = SPOILED_STEP + 3, SPOILED_STEP - 1
-    assert ended.status == DIVERGED
+    assert exit_status.status == DIVERGED
     assert (
         f"diverged in step {last}: every minibatch of 3 steps in a row was discarded"
-        in ended.message
+        in exit_status.message
     )
-    assert f"step-{sound:06d}" in ended.message
+    assert f"step-{sound:06d}" in exit_status.message
     assert console.count("the update was skipped: the loss is not finite") == 3
     assert [row["train/skipped_updates"] for row in metric_rows(folder)[1:]] == [0.0] * 3 + [
         1.0
@@ -108,6 +108,9 @@ def test_a_model_that_the_last_update_broke_is_not_finished(
         "optimizer.warmup_steps=0",
         "run.total_steps=1",
     )
-    ended = read_exit_status(folder)
-    assert ended.status == DIVERGED and "gives log-probs that are not finite" in ended.message
+    exit_status = read_exit_status(folder)
+    assert (
+        exit_status.status == DIVERGED
+        and "gives log-probs that are not finite" in exit_status.message
+    )
     assert not (folder / "hf_model").exists()

@@ -102,26 +102,28 @@ def test_the_navigation_of_the_site_names_pages_that_are_there() -> None:
         .partition("\nnav:")[2]
         .partition("\n\n")[0]
     )
-    named = re.findall(r": ([\w/]+)\.md$", nav, re.MULTILINE)
-    assert len(named) == len(set(named)) > 15
+    page_names = re.findall(r": ([\w/]+)\.md$", nav, re.MULTILINE)
+    assert len(page_names) == len(set(page_names)) > 15
     assert [
         page_name
-        for page_name in named
+        for page_name in page_names
         if page_name != "index" and not (DOCS / f"{page_name}.md").exists()
     ] == [page.relative_to(DOCS).with_suffix("").as_posix() for page in NOTEBOOKS]
 
 
 def test_readers_find_every_page_from_the_first() -> None:
     """Links alone lead to it, as in a file view, which has no navigation."""
-    waiting = [PAGES[0]]
-    seen = set()
-    while waiting:
-        page = waiting.pop()
-        if page in seen or page not in PAGES:
+    waiting_pages = [PAGES[0]]
+    seen_pages = set()
+    while waiting_pages:
+        page = waiting_pages.pop()
+        if page in seen_pages or page not in PAGES:
             continue
-        seen.add(page)
-        waiting += [(page.parent / link.partition("#")[0]).resolve() for link in links_of(page)]
-    assert [page.name for page in PAGES if page not in seen] == [], "no page links to these"
+        seen_pages.add(page)
+        waiting_pages += [
+            (page.parent / link.partition("#")[0]).resolve() for link in links_of(page)
+        ]
+    assert [page.name for page in PAGES if page not in seen_pages] == [], "no page links to these"
 
 
 def code_about_us(page: Path) -> Iterator[str]:
@@ -149,7 +151,7 @@ def test_settings_that_the_documents_name_are_there() -> None:
         section.name: {field.name for field in dataclasses.fields(getattr(config, section.name))}
         for section in dataclasses.fields(config)
     }
-    wrong = []
+    unknown_settings = []
     count = 0
     for page in PAGES:
         for code in code_about_us(page):
@@ -160,8 +162,10 @@ def test_settings_that_the_documents_name_are_there() -> None:
                 shortened = key.endswith("_") and any(
                     known_key.startswith(key) for known_key in keys[section]
                 )
-                wrong += [] if shortened or key in keys[section] else [f"{page.name}: {code}"]
-    assert wrong == [] and count > 400
+                unknown_settings += (
+                    [] if shortened or key in keys[section] else [f"{page.name}: {code}"]
+                )
+    assert unknown_settings == [] and count > 400
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/rewards.md"])
@@ -186,5 +190,5 @@ def test_the_reward_function_that_a_page_shows_pays_right_answers(name: str) -> 
     for solution in ("5", r"\boxed{5}"):
         right = reward("2+3\n" * 1000 + r"so \boxed{\frac{10}{2}}", solution)
         answers = (r"2+3\boxed{15}", r"2+3\boxed{50}", "it is 5", r"\boxed{5}, no: \boxed{6}", "")
-        for wrong in (*answers, r"\boxed{5}, no: \boxed{\frac{1}{5}}"):
-            assert reward(wrong, solution) < right
+        for wrong_answer in (*answers, r"\boxed{5}, no: \boxed{\frac{1}{5}}"):
+            assert reward(wrong_answer, solution) < right

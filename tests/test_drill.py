@@ -28,9 +28,9 @@ ROW = {"step": 1.0, "train/grad_norm": 0.5, "task_reward": 0.1, "seconds/step": 
 
 def drill(output: Path, timeout: float, *arguments: str) -> list[dict]:
     """The outcomes of a drill that found nothing wrong."""
-    done = run("tools/drill_faults.py", "--output", str(output), *arguments, timeout=timeout)
-    print(done.stdout)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    process = run("tools/drill_faults.py", "--output", str(output), *arguments, timeout=timeout)
+    print(process.stdout)
+    return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.distributed
@@ -93,5 +93,5 @@ def test_the_drill_sees_lost_steps_and_leftovers(tmp_path: Path) -> None:
     assert lost_too_much([outcome("kill", 2), outcome("sigterm", 0)]) == []
     assert len(lost_too_much([outcome("kill", 7), outcome("sigterm", 1), outcome("kill", -1)])) == 3
     (tmp_path / "checkpoints" / "step-000003.partial").mkdir(parents=True)
-    left, unfinished = ending_problems(tmp_path)
-    assert left == "checkpoints/step-000003.partial was left" and "did not finish" in unfinished
+    leftover, unfinished = ending_problems(tmp_path)
+    assert leftover == "checkpoints/step-000003.partial was left" and "did not finish" in unfinished

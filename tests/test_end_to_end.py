@@ -75,10 +75,10 @@ def workplace(arithmetic: Path) -> Path:
     The run has 12 prompts and uses 8 of them a step, so that its steps are epochs and share
     prompts; a hash of text and solutions rewards."""
     place = arithmetic
-    few = (place / "data" / "train.jsonl").read_text().splitlines(keepends=True)[:PROMPTS]
-    (place / "few.jsonl").write_text("".join(few))
-    done = run(*command(place, place / "run"))
-    (place / "console.txt").write_text(done.stdout + done.stderr)
+    lines = (place / "data" / "train.jsonl").read_text().splitlines(keepends=True)[:PROMPTS]
+    (place / "few.jsonl").write_text("".join(lines))
+    process = run(*command(place, place / "run"))
+    (place / "console.txt").write_text(process.stdout + process.stderr)
     return place
 
 
@@ -115,11 +115,11 @@ def test_every_step_samples_anew(workplace: Path) -> None:
         for groups in samples(workplace / "run")
     ]
     for before, after in ((0, 1), (1, 2), (0, 2)):
-        both = texts[before].keys() & texts[after].keys()
-        assert len(both) >= 2 * PER_STEP - PROMPTS
+        common_prompts = texts[before].keys() & texts[after].keys()
+        assert len(common_prompts) >= 2 * PER_STEP - PROMPTS
         matches = [
             a == b
-            for name in both
+            for name in common_prompts
             for a, b in zip(texts[before][name], texts[after][name], strict=True)
         ]
         assert sum(matches) <= len(matches) / 4
@@ -234,8 +234,8 @@ def test_the_run_leaves_summary_samples_and_events(workplace: Path) -> None:
     assert any((folder / "tensorboard").iterdir())
     report = (folder / "report.html").read_text()
     assert "TP2 x PP1 x DP1" in report and '"title":"Seconds by phase"' in report
-    shown = run("-m", "rlmath.cli.samples", str(folder)).stdout
-    assert "reward" in shown
+    console = run("-m", "rlmath.cli.samples", str(folder)).stdout
+    assert "reward" in console
 
 
 @pytest.mark.full
@@ -258,8 +258,8 @@ def test_the_exported_model_answers_alike_in_transformers_and_vllm(workplace: Pa
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False
         )
         answers.append(out[0, len(prompt) :].tolist())
-    printed = run("-m", "tests.greedy_answers", str(exported), "16", json.dumps(prompts)).stdout
-    assert json.loads(printed.strip().splitlines()[-1]) == answers
+    console = run("-m", "tests.greedy_answers", str(exported), "16", json.dumps(prompts)).stdout
+    assert json.loads(console.strip().splitlines()[-1]) == answers
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(workplace: Path, tmp_path: Path) -> None:
@@ -298,9 +298,9 @@ def test_a_kept_checkpoint_is_exported_and_converts_to_the_very_same_model(
 
 def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
     overrides = small_run(workplace, workplace / "other")
-    done = run(*torchrun_command(2, *TRAIN, *overrides, "rollout.grop_size=4"), expect=1)
-    assert "did you mean" in done.stderr and "rollout.group_size" in done.stderr
-    report = done.stderr[done.stderr.index("train_grpo.py FAILED") :]
+    process = run(*torchrun_command(2, *TRAIN, *overrides, "rollout.grop_size=4"), expect=1)
+    assert "did you mean" in process.stderr and "rollout.group_size" in process.stderr
+    report = process.stderr[process.stderr.index("train_grpo.py FAILED") :]
     assert "<NO_OTHER_FAILURES>" in report, "the other rank exits with 0 when torchrun ends it"
     *_, cause, _ = report.splitlines()
     assert 'did you mean "rollout.group_size"' in cause, (
@@ -331,7 +331,7 @@ def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workpla
         "reward.function=half_broken:reward",
         "reward.function_failure=-1",
     )
-    done = run(*torchrun_command(2, *TRAIN, *overrides, *function_settings), path=functions)
+    process = run(*torchrun_command(2, *TRAIN, *overrides, *function_settings), path=functions)
     row, *later = metric_rows(workplace / "own")
     assert 0 < row["reward/failures"] < 1
     assert row["reward/failures"] + row["reward/verdict/function"] == pytest.approx(1.0)
@@ -340,7 +340,7 @@ def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workpla
         row["reward/own/length"] * row["reward/verdict/function"] - row["reward/failures"]
     )
     failures_file = workplace / "own" / "samples" / "failure-000001.jsonl"
-    console = done.stderr + done.stdout
+    console = process.stderr + process.stdout
     assert (
         console.count("could not be judged") == 1
         and str(failures_file) in console
@@ -387,8 +387,8 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
     )
     assert "Correct the function: the same command resumes after step 1" in console
     assert "reward.function prints: called" in console
-    ended = read_exit_status(folder)
-    assert ended.status == MISTAKE and "KeyError: 'no such column'" in ended.message
+    exit_status = read_exit_status(folder)
+    assert exit_status.status == MISTAKE and "KeyError: 'no such column'" in exit_status.message
     assert len(metric_rows(folder)) == 1
     file.write_text(source.replace("LAST", "10**6"))
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -428,9 +428,9 @@ def test_a_reward_function_that_is_late_on_every_call_ends_the_run_without_a_mod
 
 def replay(folder: Path, *more: str, expect: int = 0) -> tuple[dict, str]:
     """What the replay of the run's captured step wrote, and its console."""
-    done = run("-m", "rlmath.cli.main", "replay", str(folder), *more, expect=expect)
-    written = re.findall(r"\S+/replay\.json", done.stderr)
-    return json.loads(Path(written[0]).read_text()) if written else {}, done.stderr
+    process = run("-m", "rlmath.cli.main", "replay", str(folder), *more, expect=expect)
+    paths = re.findall(r"\S+/replay\.json", process.stderr)
+    return json.loads(Path(paths[0]).read_text()) if paths else {}, process.stderr
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), pytest.param((4, 2, 2), marks=pytest.mark.full)])
@@ -454,8 +454,8 @@ def test_a_captured_step_is_the_same_in_another_layout(
 
 def test_the_rollout_of_a_captured_step_is_made_again_token_by_token(workplace: Path) -> None:
     """The engine alone makes it, from the checkpoint; the user's function gives the rewards."""
-    _, refused = replay(workplace / "run", "--part", "rollout", expect=MISTAKE)
-    assert "tests.reward_by_hash:reward" in refused and "--with-functions" in refused
+    _, refusal = replay(workplace / "run", "--part", "rollout", expect=MISTAKE)
+    assert "tests.reward_by_hash:reward" in refusal and "--with-functions" in refusal
     comparison, _ = replay(workplace / "run", "--part", "rollout", "--with-functions")
     total = PER_STEP * GROUP
     assert (

@@ -207,7 +207,7 @@ def test_what_is_in_flight_knows_the_step_and_the_weights_that_sampled_it(whole:
     """Every token of a step was sampled with the version of all updates before it.
 
     No checkpoint lacks a group."""
-    drawn: Counter[str] = Counter()
+    draws: Counter[str] = Counter()
     for step in range(1, STEPS + 1):
         unfinished = unfinished_of(whole, step)
         row = rows(whole)[step - 1]
@@ -222,7 +222,7 @@ def test_what_is_in_flight_knows_the_step_and_the_weights_that_sampled_it(whole:
             for segment in part.segments
         ):
             assert segment.policy_version == updates_before(segment.step + 1)
-        drawn.update(group["prompt_id"] for group in groups_of(whole, step))
+        draws.update(group["prompt_id"] for group in groups_of(whole, step))
         assert row["rollout/staleness_max"] <= 2
         versions = {
             completion["policy_version"]
@@ -230,7 +230,7 @@ def test_what_is_in_flight_knows_the_step_and_the_weights_that_sampled_it(whole:
             for completion in group["completions"]
         }
         assert versions <= {updates_before(earlier_step) for earlier_step in range(1, step + 1)}
-    assert set(drawn.values()) == {1}
+    assert set(draws.values()) == {1}
 
 
 def test_prompts_have_the_template_of_training_and_none_was_solved_before(
@@ -242,9 +242,11 @@ def test_prompts_have_the_template_of_training_and_none_was_solved_before(
     for step in range(1, STEPS + 1):
         for group in groups_of(whole, step):
             assert group["prompt"][0] == "Q" and group["prompt_id"] not in solved
-    left = [json.loads(line) for line in (whole / "prompt_history.jsonl").read_text().splitlines()]
+    history_rows = [
+        json.loads(line) for line in (whole / "prompt_history.jsonl").read_text().splitlines()
+    ]
     assert (
-        solved <= {row.get("query_id") for row in left}
+        solved <= {row.get("query_id") for row in history_rows}
         and rows(whole)[0]["history/skipped_share"] > 0
     )
 
@@ -283,8 +285,8 @@ def test_policy_and_critic_have_rates_and_epochs_of_their_own_and_both_are_lower
         )
         assert row["critic/learning_rate"] == pytest.approx(factor * expected_rate)
         if step > PRETRAIN:
-            every = MINIBATCHES * (STEPS - PRETRAIN)
-            expected_rate = rate(updates_before(step + 1) - 1, LR, MIN_LR, WARMUP, every)
+            updates = MINIBATCHES * (STEPS - PRETRAIN)
+            expected_rate = rate(updates_before(step + 1) - 1, LR, MIN_LR, WARMUP, updates)
             assert row["train/learning_rate"] == pytest.approx(factor * expected_rate)
         progress = read_progress(whole / "checkpoints" / f"step-{step:06d}")
         assert progress.updates == updates_before(step + 1)

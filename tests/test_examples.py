@@ -97,7 +97,7 @@ def test_every_example_is_tested_and_described() -> None:
     "name", keeping([*IN_MATRIX, *sorted(SHOWS.keys() - set(IN_MATRIX))], others=len(IN_MATRIX))
 )
 def test_an_example_shows_what_it_promises(tmp_path: Path, name: str) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py")],
         cwd=tmp_path,
         env=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)},
@@ -106,8 +106,8 @@ def test_an_example_shows_what_it_promises(tmp_path: Path, name: str) -> None:
         text=True,
         timeout=580,
     )
-    assert done.returncode == 0, done.stdout
-    assert SHOWS[name](done.stdout), done.stdout
+    assert process.returncode == 0, process.stdout
+    assert SHOWS[name](process.stdout), process.stdout
 
 
 def printed_by(cell: dict[str, Any]) -> str:
@@ -157,10 +157,10 @@ def test_the_notebook_runs_in_a_new_kernel_which_ends_with_it(tmp_path: Path) ->
                 process.kill()
     assert lines == []
     assert notebook.cells[-1].outputs[0].data["text/plain"] == "[]"
-    printed = "\n".join(map(printed_by, notebook.cells))
-    rewards = numbers(r"^step \d+: reward ([\d.]+),", printed)
+    printed_text = "\n".join(map(printed_by, notebook.cells))
+    rewards = numbers(r"^step \d+: reward ([\d.]+),", printed_text)
     assert len(rewards) == 8 and sum(rewards[-2:]) > 2 * sum(rewards[:2])
-    assert 'unknown key "rollout.groupsize"' in printed and "\n8 steps, " in printed
+    assert 'unknown key "rollout.groupsize"' in printed_text and "\n8 steps, " in printed_text
     bundles = [
         output.data
         for cell in notebook.cells

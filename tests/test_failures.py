@@ -134,9 +134,9 @@ def test_a_template_that_draws_random_numbers_ends_the_start(
         f"data.chat_template={template}",
     )
     command = torchrun_command(2, *TRAIN, *small_run(arithmetic, tmp_path / "run"), *changes)
-    ended = run(*command, expect=1)
-    assert "the data: rank 1 read other prompts than rank 0" in ended.stderr
-    assert f"and clocks: data.chat_template={template}" in ended.stderr
+    process = run(*command, expect=1)
+    assert "the data: rank 1 read other prompts than rank 0" in process.stderr
+    assert f"and clocks: data.chat_template={template}" in process.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

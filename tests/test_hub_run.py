@@ -78,9 +78,9 @@ def test_a_run_downloads_once_resumes_with_its_commits_and_uploads(
     ]
     assert len(errors) == 1 and "status 403" in errors[0]
     assert json.loads((output / "exit_status.json").read_text())["status"] == 0
-    written = (output / "config.yaml").read_text()
-    assert f"path: hf://org/base#{commits[0]}\n" in written
-    assert f"train_path: hf://datasets/org/rows#{commits[1]}/train.jsonl\n" in written
+    config_text = (output / "config.yaml").read_text()
+    assert f"path: hf://org/base#{commits[0]}\n" in config_text
+    assert f"train_path: hf://datasets/org/rows#{commits[1]}/train.jsonl\n" in config_text
     settings = next((output / "checkpoints").glob("step-*/config.yaml"))
     assert load_config([settings], [], saved=True).model.path == f"hf://org/base#{commits[0]}"
 
@@ -103,9 +103,9 @@ def test_a_run_downloads_once_resumes_with_its_commits_and_uploads(
     files = pushed.commits[pushed.branches["main"]]
     assert files["model.safetensors"] == (output / "hf_model" / "model.safetensors").read_bytes()
     assert set(read_metadata_files(output / "hf_model")) <= set(files)
-    shown = first.stdout + first.stderr + second.stdout + second.stderr
-    shown += "".join(path.read_text() for path in output.glob("*.*") if path.is_file())
-    assert TOKEN not in shown
+    console = first.stdout + first.stderr + second.stdout + second.stderr
+    console += "".join(path.read_text() for path in output.glob("*.*") if path.is_file())
+    assert TOKEN not in console
 
 
 def test_a_dry_run_says_what_would_be_downloaded(
@@ -117,8 +117,8 @@ def test_a_dry_run_says_what_would_be_downloaded(
 ) -> None:
     for name, value in there.variables(tmp_path / "home").items():
         monkeypatch.setenv(name, value)
-    words = ["--dry-run", "--config", "configs/demo.yaml", *overrides(place, tmp_path / "run")]
-    assert program.main(["grpo", *words]) == 0
+    arguments = ["--dry-run", "--config", "configs/demo.yaml", *overrides(place, tmp_path / "run")]
+    assert program.main(["grpo", *arguments]) == 0
     plan = capsys.readouterr().out
     size = len(
         there.add("org/base").commits[there.add("org/base").branches["main"]]["model.safetensors"]
@@ -276,8 +276,8 @@ def test_a_hub_that_fails_is_no_mistake(
     process = run(*command, variables=variables, expect=1)
     text = process.stdout + process.stderr
     assert "hf://org/base: the hub cannot be asked" in text and "status 503" in text
-    ended = json.loads((output / "exit_status.json").read_text())
-    assert ended["status"] == 1 and "status 503" in ended["message"]
+    exit_status = json.loads((output / "exit_status.json").read_text())
+    assert exit_status["status"] == 1 and "status 503" in exit_status["message"]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert program.main(["grpo", "--dry-run", *overrides(place, tmp_path / "other")]) == 1
@@ -293,10 +293,10 @@ def test_a_mistake_of_an_id_ends_before_anything_is_asked(
     place: Path, there: Hub, tmp_path: Path
 ) -> None:
     variables = there.variables(tmp_path / "home")
-    wrong = ("model.path=hf:/org/base", "data.history_path=hf://org/x", "optimizer.lr=-1")
+    wrong_settings = ("model.path=hf:/org/base", "data.history_path=hf://org/x", "optimizer.lr=-1")
     starts = [
         [*TRAIN, *overrides(place, tmp_path / "run", *settings)]
-        for settings in (wrong, ["optimizer.lr=-1"])
+        for settings in (wrong_settings, ["optimizer.lr=-1"])
     ]
     names, learning_rate = start_without_torch(starts, variables)
     assert "2 problems with the names of the Hugging Face hub" in names

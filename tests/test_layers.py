@@ -104,8 +104,8 @@ def test_an_import_that_goes_up_is_found(
     for package in ORDER:
         (tmp_path / "rlmath" / package).mkdir(parents=True)
     (tmp_path / file).write_text(source, encoding="utf-8")
-    (wrong,) = imports_up(tmp_path)
-    assert wrong.startswith(f"{file}:") and wrong.endswith(expected)
+    (message,) = imports_up(tmp_path)
+    assert message.startswith(f"{file}:") and message.endswith(expected)
 
 
 def test_no_files_import_each_other() -> None:
@@ -126,20 +126,20 @@ def test_files_that_import_each_other_are_found(tmp_path: Path) -> None:
 
 
 def test_only_what_runs_imports_the_trainer_and_nothing_programs_or_tests() -> None:
-    wrong = []
+    messages = []
     for path in sorted((ROOT / "rlmath").rglob("*.py")):
         file = path.relative_to(ROOT).as_posix()
         names = [name for _, name in imported_names(ROOT, path)]
-        wrong += [
+        messages += [
             f"{file}: {name}"
             for name in names
             if name.split(".")[0] in ("launch", "tools", "tests")
         ]
         if not file.startswith(OF_TRAINER):
-            wrong += [
+            messages += [
                 f"{file}: {name}" for name in names if f"{name}.".startswith("rlmath.trainer.")
             ]
-    assert wrong == []
+    assert messages == []
 
 
 def test_the_sandbox_imports_the_standard_library_alone() -> None:
@@ -203,14 +203,14 @@ def test_programs_find_the_modules_beside_them() -> None:
     """Python looks in the folder of a program, not in the one that it was started from.
 
     Only rlmath is installed."""
-    lost = []
+    lost_imports = []
     for path in [*ROOT.glob("tools/*.py"), *ROOT.glob("launch/**/*.py")]:
         source = path.read_text(encoding="utf-8")
         beside = re.compile(r"^from (?:tools|launch)\b", flags=re.MULTILINE).search(source)
         is_program = '__name__ == "__main__"' in source
         if is_program and beside and "sys.path.insert(0, " not in source[: beside.start()]:
-            lost.append(path.name)
-    assert lost == []
+            lost_imports.append(path.name)
+    assert lost_imports == []
 
 
 # ---------------------------------------------------------------- the check
@@ -218,7 +218,7 @@ def test_programs_find_the_modules_beside_them() -> None:
 
 def imports_up(root: Path) -> list[str]:
     """Every import of rlmath/ that goes up in ORDER, as "file:line: what"."""
-    wrong = []
+    messages = []
     for path in sorted((root / "rlmath").glob("*/**/*.py")):
         if path.name == "__main__.py":
             continue
@@ -227,14 +227,14 @@ def imports_up(root: Path) -> list[str]:
         for line, name in imported_names(root, path):
             parts = name.split(".")
             if "__main__" in parts and parts[0] == "rlmath":
-                wrong.append(f"{file}:{line}: may not import a program")
+                messages.append(f"{file}:{line}: may not import a program")
             elif (
                 parts[0] == "rlmath"
                 and parts[1:] not in ([], ["__version__"])
                 and parts[1] not in may
             ):
-                wrong.append(f"{file}:{line}: may not import rlmath.{parts[1]}")
-    return wrong
+                messages.append(f"{file}:{line}: may not import rlmath.{parts[1]}")
+    return messages
 
 
 def files_in_circles(root: Path) -> list[str]:

@@ -41,7 +41,7 @@ def test_a_session_that_leaves_a_process_fails_and_names_it(tmp_path: Path) -> N
         "-p",
         "no:cacheprovider",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--rootdir", str(tmp_path), str(tmp_path / "test_leaves.py")],
         cwd=tmp_path,
         env=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)},
@@ -50,9 +50,10 @@ def test_a_session_that_leaves_a_process_fails_and_names_it(tmp_path: Path) -> N
         timeout=600,
         check=False,
     )
-    (line,) = [line for line in done.stdout.splitlines() if line.endswith(f": sleep {seconds}")]
+    (line,) = [line for line in process.stdout.splitlines() if line.endswith(f": sleep {seconds}")]
     os.kill(int(line.split()[1].rstrip(",")), signal.SIGKILL)
     assert (
-        "1 passed" in done.stdout and "1 processes that tests have started are left" in done.stdout
+        "1 passed" in process.stdout
+        and "1 processes that tests have started are left" in process.stdout
     )
-    assert done.returncode == 1
+    assert process.returncode == 1

@@ -78,21 +78,25 @@ def test_in_a_fresh_process_no_name_of_torch_is_changed():
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", torch.device("cuda", 1)], ids=str)
 def test_megatrons_torch_makes_on_the_cpu_what_is_asked_of_a_gpu(device: object):
-    named = megatron_optimizer.torch
-    assert named.zeros(2, device=device).device.type == "cpu"
-    assert named.tensor([1, 2], device=device).tolist() == [1, 2]
-    assert named.empty_like(torch.ones(3), device=device).shape == (3,)
-    assert named.cuda.current_device() == torch.device("cpu")
-    named.cuda.synchronize()
+    megatron_torch = megatron_optimizer.torch
+    assert megatron_torch.zeros(2, device=device).device.type == "cpu"
+    assert megatron_torch.tensor([1, 2], device=device).tolist() == [1, 2]
+    assert megatron_torch.empty_like(torch.ones(3), device=device).shape == (3,)
+    assert megatron_torch.cuda.current_device() == torch.device("cpu")
+    megatron_torch.cuda.synchronize()
 
 
 def test_megatrons_torch_hands_on_everything_else():
-    named = megatron_optimizer.torch
-    assert named.Tensor is torch.Tensor and named.nn is torch.nn and named.float32 is torch.float32
-    assert named.cuda.is_available is torch.cuda.is_available
-    assert named.empty(2, device="meta").device.type == "meta"
+    megatron_torch = megatron_optimizer.torch
+    assert (
+        megatron_torch.Tensor is torch.Tensor
+        and megatron_torch.nn is torch.nn
+        and megatron_torch.float32 is torch.float32
+    )
+    assert megatron_torch.cuda.is_available is torch.cuda.is_available
+    assert megatron_torch.empty(2, device="meta").device.type == "meta"
     with pytest.raises(AttributeError, match="no_such_name"):
-        named.no_such_name  # noqa: B018
+        megatron_torch.no_such_name  # noqa: B018
 
 
 def test_megatrons_random_states_are_torchs():

@@ -179,8 +179,8 @@ def test_groups_in_flight_go_on_with_another_number_of_engines(
     interrupted_after(2, one_rank_run, two_rank_run)
     train(arithmetic, two_rank_run, *LAYOUTS[tail])
     assert all(row[IN_FLIGHT[tail]] > 0 for row in rows(whole)[:2])
-    drawn = [prompt for step in learned_prompts(whole) for prompt in step]
-    assert len(drawn) >= STEPS * 8 and len(set(drawn)) == len(drawn)
+    prompts = [prompt for step in learned_prompts(whole) for prompt in step]
+    assert len(prompts) >= STEPS * 8 and len(set(prompts)) == len(prompts)
     for folder in (one_rank_run, two_rank_run):
         assert learned_prompts(folder) == learned_prompts(whole)
         for name in (

@@ -78,8 +78,11 @@ def test_validations_are_those_of_the_weights_that_were_kept(
     rows_by_step = {row["step"]: row for row in rows(folder, "validation.jsonl")}
     assert list(rows_by_step) == [0, 2, 4, 5]
     for row in rows_by_step.values():
-        both = [row["validation/heldout/accuracy"], row["validation/odd/accuracy"]]
-        assert row["validation/accuracy"] == pytest.approx(sum(both) / 2) and both[1] <= 2 / 3
+        accuracies = [row["validation/heldout/accuracy"], row["validation/odd/accuracy"]]
+        assert (
+            row["validation/accuracy"] == pytest.approx(sum(accuracies) / 2)
+            and accuracies[1] <= 2 / 3
+        )
     assert "Validation odd: 3 problems, 1 of them too long for the context" in console
     account = json.loads((folder / "best_model" / "validation.json").read_text())
     best = max(row["validation/accuracy"] for row in rows_by_step.values())
@@ -106,8 +109,8 @@ def greedy(place: Path, model: Path) -> tuple[float, float]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     lines = (place / "data" / "heldout.jsonl").read_text().splitlines()
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
-    printed = run("-m", "tests.greedy_answers", str(model), "24", json.dumps(prompts)).stdout
-    answers = json.loads(printed.strip().splitlines()[-1])
+    console = run("-m", "tests.greedy_answers", str(model), "24", json.dumps(prompts)).stdout
+    answers = json.loads(console.strip().splitlines()[-1])
     texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
     return sum(len(text) < 10 for text in texts) / len(texts), sum(map(len, answers)) / len(answers)
 

@@ -35,11 +35,11 @@ def test_a_run_without_rewards_comes_closer_to_its_teacher(arithmetic: Path, los
         "save.ckpt_freq_secs=null",
     )
     recipe = ("--config", "configs/algorithms/distill.yaml")
-    done = run(*torchrun_command(2, *TRAIN, *recipe, *small_run(arithmetic, output), *settings))
+    process = run(*torchrun_command(2, *TRAIN, *recipe, *small_run(arithmetic, output), *settings))
     rows = metric_rows(output)
     assert len(rows) == STEPS and all(row["seconds/teacher"] > 0 for row in rows)
     assert rows[0]["train/teacher_kl"] > rows[-1]["train/teacher_kl"] > 0
     if loss == "full":
         assert all(row["advantage"] == 0 for row in rows)
         assert "seconds/logprobs" not in rows[0], "one update a step needs no pass of its own"
-    assert "teacher:" in done.stdout + done.stderr
+    assert "teacher:" in process.stdout + process.stderr

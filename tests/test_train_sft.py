@@ -57,10 +57,14 @@ def whole(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     template = folder.with_name("own.jinja")
     template.write_text(TEMPLATE)
-    unused = ("rollout.group_size=3", "algorithm.kl_coef=0.5", f"data.chat_template={template}")
-    command = [*SFT, *settings(arithmetic, folder, f"run.total_steps={STEPS}", *unused)]
-    done = run(*torchrun_command(2, *command), path=packages)
-    folder.with_suffix(".console.txt").write_text(done.stderr)
+    unused_settings = (
+        "rollout.group_size=3",
+        "algorithm.kl_coef=0.5",
+        f"data.chat_template={template}",
+    )
+    command = [*SFT, *settings(arithmetic, folder, f"run.total_steps={STEPS}", *unused_settings)]
+    process = run(*torchrun_command(2, *command), path=packages)
+    folder.with_suffix(".console.txt").write_text(process.stderr)
     return folder
 
 
@@ -147,8 +151,8 @@ def test_a_dry_run_tells_the_plan_or_all_mistakes_and_writes_nothing(
     arithmetic: Path, short: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def dry(*more: str) -> tuple[int, str, str]:
-        words = ["--config", str(REPOSITORY / SFT[2]), "--dry-run", "--ranks", "2"]
-        status = train_sft.main([*words, *short, *more])
+        arguments = ["--config", str(REPOSITORY / SFT[2]), "--dry-run", "--ranks", "2"]
+        status = train_sft.main([*arguments, *short, *more])
         return status, *capsys.readouterr()
 
     status, plan, problems = dry("data.prompts_per_step=64", "rollout.group_size=5")
@@ -180,8 +184,8 @@ def test_a_dry_run_without_the_models_tokenizer_says_what_it_needs(
 ) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(arithmetic / "base", bare, ignore=shutil.ignore_patterns("*token*", "vocab*"))
-    words = settings(arithmetic, tmp_path / "new", f"model.path={bare}", "parallel.tensor=1")
-    dry = ["--config", str(REPOSITORY / SFT[2]), "--dry-run", *words]
+    sft_settings = settings(arithmetic, tmp_path / "new", f"model.path={bare}", "parallel.tensor=1")
+    dry = ["--config", str(REPOSITORY / SFT[2]), "--dry-run", *sft_settings]
     assert train_sft.main(dry) == 2
     assert (
         f'"{bare}" has no tokenizer: neither tokenizer.json nor vocab.json'

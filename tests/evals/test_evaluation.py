@@ -143,8 +143,8 @@ def test_every_benchmark_is_evaluated(evaluated: Path) -> None:
 @pytest.mark.full
 def test_two_engines_sample_the_same_texts(model: Path, evaluated: Path, ranks: RankPool) -> None:
     output = model.parent / "two"
-    shown = ranks.run(2, evaluate_in_pool, plan_for(model, output), 4)
-    assert shown[0] is not None and shown[1] is None
+    outputs = ranks.run(2, evaluate_in_pool, plan_for(model, output), 4)
+    assert outputs[0] is not None and outputs[1] is None
     assert completions(output) == completions(evaluated)
     assert tables(output) == tables(evaluated)
     writers = {path.name for path in output.glob("generations/*/*.jsonl")}
@@ -169,8 +169,8 @@ def test_stopped_half_way_twice_and_continued_it_gives_the_same_table(
     assert 0 < len(first) < len(later) < len(completions(evaluated)) / 2
     with next(iter(output.glob("generations/*/*.jsonl"))).open("a") as file:
         file.write('{"problem_id": "cut o')
-    (refused,) = ranks.run(1, evaluate_in_pool, plan_for(model, output, temperature=1.0))
-    assert "temperature was 0.6, now it is 1.0" in refused and "--output" in refused
+    (refusal,) = ranks.run(1, evaluate_in_pool, plan_for(model, output, temperature=1.0))
+    assert "temperature was 0.6, now it is 1.0" in refusal and "--output" in refusal
     ranks.run(2, evaluate_in_pool, plan_for(model, output))
     assert completions(output) == completions(evaluated) and set(later) <= set(completions(output))
     assert tables(output) == tables(evaluated)

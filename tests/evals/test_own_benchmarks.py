@@ -94,9 +94,9 @@ def test_every_option_reaches_the_plan_and_the_engines(tmp_path: Path) -> None:
         "kv-cache-gib": 1.5,
         "max-num-seqs": 137,
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    option_words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     for switches, greedy in (([], True), (["--no-greedy"], False)):
-        arguments = parse([*words, *switches])
+        arguments = parse([*option_words, *switches])
         assert plan_of(arguments) == Plan(
             model=tmp_path / "model",
             benchmarks=("one", "two"),
@@ -243,13 +243,13 @@ def test_completions_end_where_a_turn_of_the_evaluations_own_template_does(
     The box is an added token of its tokenizer."""
     template = tmp_path / "boxed.jinja"
     template.write_text("{% for m in messages %}{{ m.content + '\\\\boxed{' }}{% endfor %}")
-    ended = replace(
+    chat_plan = replace(
         plan, benchmarks=("first",), output=tmp_path / "out", chat_template=str(template)
     )
-    ranks.run(1, evaluate_in_pool, ended)
+    ranks.run(1, evaluate_in_pool, chat_plan)
     rows = [
         json.loads(line)
-        for path in (ended.output / "generations" / "first").glob("*.jsonl")
+        for path in (chat_plan.output / "generations" / "first").glob("*.jsonl")
         for line in path.read_text().splitlines()
     ]
     assert len(rows) == LIMIT * (1 + SAMPLES)
@@ -266,8 +266,10 @@ def test_a_runs_model_has_the_runs_template(tmp_path: Path, place: str) -> None:
     run = tmp_path / "run"
     (run / place).mkdir(parents=True)
     saved_settings(run, "data.template=raw", "validation.template=orz")
-    words = f"--model {run / place} --benchmarks a --data-dir d --output {tmp_path / 'out'}".split()
-    assert plan_of(parse(words)).template == "orz"
+    arguments = (
+        f"--model {run / place} --benchmarks a --data-dir d --output {tmp_path / 'out'}".split()
+    )
+    assert plan_of(parse(arguments)).template == "orz"
 
 
 def test_a_runs_model_has_the_runs_settings(
@@ -275,12 +277,12 @@ def test_a_runs_model_has_the_runs_settings(
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    words = f"--model {run} --benchmarks a --data-dir d --output {tmp_path / 'out'}".split()
+    arguments = f"--model {run} --benchmarks a --data-dir d --output {tmp_path / 'out'}".split()
     for settings, template in (([], "auto"), (["data.template=raw"], "raw")):
         saved_settings(run, *settings)
-        run_plan = plan_of(parse(words))
+        run_plan = plan_of(parse(arguments))
         assert (run_plan.template, run_plan.answer_from) == (template, "boxed")
-    assert plan_of(parse([*words, "--template", "orz"])).template == "orz"
+    assert plan_of(parse([*arguments, "--template", "orz"])).template == "orz"
     sampling_settings = [
         "reward.answer_from=phrase",
         "data.chat_template_kwargs=[a=1]",
@@ -288,7 +290,7 @@ def test_a_runs_model_has_the_runs_settings(
     ]
     lengths = ["stages.steps=[5]", "stages.max_new_tokens=[200]"]
     saved_settings(run, *sampling_settings, *lengths)
-    run_plan = plan_of(parse(words))
+    run_plan = plan_of(parse(arguments))
     assert run_plan.chat == ChatSettings(None, ("a=1",), "Be brief.", run_plan.chat.names)
     assert (run_plan.answer_from, run_plan.max_new_tokens, run_plan.default_new_tokens) == (
         "phrase",
@@ -296,41 +298,43 @@ def test_a_runs_model_has_the_runs_settings(
         200,
     )
     own_options = ["--answer-from", "number", "--system-prompt", "", "--chat-template", "think"]
-    run_plan = plan_of(parse([*words, *own_options, "--chat-template-kwarg", "b=2"]))
+    run_plan = plan_of(parse([*arguments, *own_options, "--chat-template-kwarg", "b=2"]))
     assert run_plan.answer_from == "number"
     assert run_plan.chat == ChatSettings("think", ("b=2",), "", run_plan.chat.names)
     check_settings(tmp_path / "out", {"max_new_tokens": 77}, None)
-    assert plan_of(parse(words)).default_new_tokens == 200, "nothing was sampled there"
+    assert plan_of(parse(arguments)).default_new_tokens == 200, "nothing was sampled there"
     (tmp_path / "out" / "generations" / "a").mkdir(parents=True, exist_ok=True)
     (tmp_path / "out" / "generations" / "a" / "0.jsonl").write_text("")
-    assert plan_of(parse(words)).default_new_tokens == 200, "nor in a file that was opened only"
+    assert plan_of(parse(arguments)).default_new_tokens == 200, "nor in a file that was opened only"
     (tmp_path / "out" / "generations" / "a" / "0.jsonl").write_text("{}\n")
-    assert plan_of(parse(words)).default_new_tokens == 77, "as the completions that are there"
+    assert plan_of(parse(arguments)).default_new_tokens == 77, "as the completions that are there"
     saved_settings(run, "data.template=brief", "run.plugins=[own.py]")
     with pytest.raises(ValueError, match=r"give --template brief --plugin own\.py"):
-        plan_of(parse(words))
+        plan_of(parse(arguments))
     plugin = tmp_path / "own.py"
     plugin.write_text(
         "from rlmath import hooks\n\nhooks.template('brief')(lambda problem, row: problem)\n"
         "hooks.scorer('fair')(lambda completion, solutions, row: True)\n"
     )
     functions = ["--template", "brief", "--scorer", "fair", "--plugin", str(plugin)]
-    assert plan_of(parse([*words, *functions])).hooks == [
+    assert plan_of(parse([*arguments, *functions])).hooks == [
         Hook("template", "brief", "--template", plugins=(str(plugin),)),
         Hook("scorer", "fair", "--scorer", plugins=(str(plugin),)),
     ]
     (run / "config.yaml").write_text("trainer: {epochs: 3}\n")
-    assert plan_of(parse(words)).template == "auto" and "this release cannot read" in caplog.text
+    assert (
+        plan_of(parse(arguments)).template == "auto" and "this release cannot read" in caplog.text
+    )
 
 
 def test_lengths_that_the_model_cannot_have_are_refused_before_it_is_loaded(tmp_path: Path) -> None:
-    words = f"--benchmarks a --data-dir {tmp_path} --output {tmp_path / 'out'}".split()
+    arguments = f"--benchmarks a --data-dir {tmp_path} --output {tmp_path / 'out'}".split()
     (tmp_path / "a.jsonl").write_text("")
     for place in ("model", "run/hf_model", "run/checkpoints/step-000010/hf"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "config.json").write_text('{"max_position_embeddings": 512}')
     for model in ("model", "run", "run/hf_model", "run/checkpoints/step-000010"):
-        model_words = ["--model", str(tmp_path / model), *words]
+        model_words = ["--model", str(tmp_path / model), *arguments]
         for lengths, message in (
             (["--max-new-tokens", "512"], "--max-new-tokens is 512; the model has 512 positions"),
             (
@@ -345,9 +349,9 @@ def test_lengths_that_the_model_cannot_have_are_refused_before_it_is_loaded(tmp_
 
 
 def test_a_folder_without_its_option_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         parse(["outputs/run", "--benchmarks", "a"])
-    assert ended.value.code == 2
+    assert error.value.code == 2
     assert (
         '"outputs/run" belongs to no option; to evaluate that model give --model outputs/run'
         in capsys.readouterr().err

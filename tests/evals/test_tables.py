@@ -149,8 +149,8 @@ def test_a_missing_completion_is_no_wrong_answer(tmp_path: Path) -> None:
 def test_no_box_is_wider_than_a_terminal_of_80_columns(tmp_path: Path) -> None:
     row = quiz(tmp_path).row | {"dataset": "olympiadbench"}
     row |= {f"{name}@{2**i}": 1.0 for i in range(1, 8) for name in ("pass", "maj")}
-    many = BenchmarkResult(row, ())
-    for table in (first_table([many]), second_table([many])):
+    wide_result = BenchmarkResult(row, ())
+    for table in (first_table([wide_result]), second_table([wide_result])):
         lines = boxed_tables(table).splitlines()
         assert max(map(len, lines)) <= 80
         headers = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[1::5]]

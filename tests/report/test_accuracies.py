@@ -50,10 +50,10 @@ def test_validations_stand_beside_the_model_before_training(tmp_path: Path) -> N
         validate(folder, step, accuracy, accuracy - 0.1, accuracy + 0.1)
     (row,) = run_of(folder).validated
     assert row.problems == "sums" and list(row.by_model) == [BEFORE, BEST, AFTER]
-    shown = [
+    accuracies = [
         (measured.value, measured.interval, measured.step) for measured in row.by_model.values()
     ]
-    assert shown == [(0.25, (0.15, 0.35), 0), (0.75, (0.65, 0.85), 6), (0.5, (0.4, 0.6), 12)]
+    assert accuracies == [(0.25, (0.15, 0.35), 0), (0.75, (0.65, 0.85), 6), (0.5, (0.4, 0.6), 12)]
     assert row.change is not None and row.change.value == 0.25
 
 

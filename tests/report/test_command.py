@@ -26,11 +26,11 @@ def test_it_writes_the_page_without_torch_and_without_rests(tmp_path: Path) -> N
         "print(sorted({'torch', 'vllm', 'megatron', 'numpy', 'pandas'} & set(sys.modules))); "
         "sys.exit(status)"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program, folder], capture_output=True, text=True, cwd=ROOT
     )
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(rf"Wrote {folder}/report\.html \(4\.\d MiB\)\n\[\]\n", done.stdout)
+    assert process.returncode == 0, process.stderr
+    assert re.fullmatch(rf"Wrote {folder}/report\.html \(4\.\d MiB\)\n\[\]\n", process.stdout)
     assert {path.name for path in folder.iterdir()} == before | {"report.html"}
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.count("plotly.js v") == 1 and page.rstrip().endswith("</html>")

@@ -36,18 +36,20 @@ def test_of_a_step_written_twice_the_later_row_counts(tmp_path: Path) -> None:
 
 
 def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
-    bad = ["{", "[1]", '{"a": 1}', '{"step": 2, "a": "x"}', "\xff\0", "[" * 9999]
-    bad += [
+    bad_lines = ["{", "[1]", '{"a": 1}', '{"step": 2, "a": "x"}', "\xff\0", "[" * 9999]
+    bad_lines += [
         '{"step": 1, "a": ' + "9" * 5000 + "}",
         '{"step": 1, "a": [' + "1," * 2**20 + "1]}",
         "null",
         '""',
     ]
-    path = written(tmp_path, "\n".join([*bad, '{"step": 7, "a": 1}', ""]))
+    path = written(tmp_path, "\n".join([*bad_lines, '{"step": 7, "a": 1}', ""]))
     notes = []
     assert read_curves(path, notes).curve("a") == Curve([7], [1.0])
     (note,) = notes
-    assert note.startswith(f"metrics.jsonl: {len(bad)} lines are no rows") and "line 1 " in note
+    assert (
+        note.startswith(f"metrics.jsonl: {len(bad_lines)} lines are no rows") and "line 1 " in note
+    )
 
 
 def test_values_that_are_not_finite_are_not_drawn_and_told(tmp_path: Path) -> None:

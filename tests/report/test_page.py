@@ -165,31 +165,33 @@ def test_rewards_above_0_have_a_figure_of_their_own_beside_an_earlier_accuracy(
 
 
 def figure(page: str, title: str) -> dict[str, Any]:
-    (shown,) = [each for each in data_of(page)["figures"] if each["title"] == title]
-    return shown
+    (titled_figure,) = [each for each in data_of(page)["figures"] if each["title"] == title]
+    return titled_figure
 
 
 def test_groups_that_selection_dropped_teach_nothing(tmp_path: Path) -> None:
     """All 12 groups had different rewards, and none was learned from.
 
     In the second run, which has metrics of old, 3 of 12 were."""
-    dropped = {"rollout/groups_with_contrast": 1.0, "train/teaching_groups": 0.0}
-    shown = figure(page_of(run_with(tmp_path / "a", dropped)), "Groups that teach")
-    assert [trace["name"] for trace in shown["traces"]] == ["different rewards"] and shown["legend"]
-    assert shown["note"].endswith("; 0 in every step: learned from")
-    old = {
+    dropped_metrics = {"rollout/groups_with_contrast": 1.0, "train/teaching_groups": 0.0}
+    groups_figure = figure(page_of(run_with(tmp_path / "a", dropped_metrics)), "Groups that teach")
+    assert [trace["name"] for trace in groups_figure["traces"]] == [
+        "different rewards"
+    ] and groups_figure["legend"]
+    assert groups_figure["note"].endswith("; 0 in every step: learned from")
+    old_metrics = {
         "rollout/groups_with_contrast": 1.0,
         "selection/groups_sampled": 12.0,
         "selection/groups_learned": 3.0,
     }
-    shown = figure(page_of(run_with(tmp_path / "b", old)), "Groups that teach")
-    assert {trace["name"]: trace["y"][0] for trace in shown["traces"]} == {
+    groups_figure = figure(page_of(run_with(tmp_path / "b", old_metrics)), "Groups that teach")
+    assert {trace["name"]: trace["y"][0] for trace in groups_figure["traces"]} == {
         "learned from": 0.25,
         "different rewards": 1.0,
     }
     unselected = run_with(tmp_path / "c", {"rollout/groups_with_contrast": 0.5})
-    shown = figure(page_of(unselected), "Groups that teach")
-    assert {trace["name"]: trace["y"][0] for trace in shown["traces"]} == {
+    groups_figure = figure(page_of(unselected), "Groups that teach")
+    assert {trace["name"]: trace["y"][0] for trace in groups_figure["traces"]} == {
         "learned from": 0.5,
         "different rewards": 0.5,
     }
@@ -258,8 +260,8 @@ def test_accuracies_before_and_after_are_on_the_page(tmp_path: Path) -> None:
     assert "25.0% before training" in text and "No accuracy before training is known" not in text
     unknown = run_with(tmp_path / "elsewhere", {"rollout/accuracy": 1.0})
     assert "No accuracy before training is known" in _Elements(page_of(unknown)).text
-    both = words_of(page_of(folder, unknown))
-    assert "No accuracy of" in both and "+62.6 to +100.0" in both
+    page_words = words_of(page_of(folder, unknown))
+    assert "No accuracy of" in page_words and "+62.6 to +100.0" in page_words
 
 
 def test_metrics_of_the_users_have_a_figure_for_each_function(tmp_path: Path) -> None:
@@ -357,8 +359,8 @@ def test_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> None:
     ]
     page = page_of(*folders)
     (accuracy,) = [figure for figure in data_of(page)["figures"] if figure["title"] == "Accuracy"]
-    shown = [(trace["name"][-5:], trace["color"]) for trace in accuracy["traces"]]
-    assert shown == [("a/run", 0), ("b/run", 1)]
+    names_and_colors = [(trace["name"][-5:], trace["color"]) for trace in accuracy["traces"]]
+    assert names_and_colors == [("a/run", 0), ("b/run", 1)]
     keys = re.findall(r'<td class="key"><span title="[^"]*">([a-z_.]+)</span>', page)
     assert keys == ["run.output_dir", "optimizer.lr"]
     assert "<td>1e-05</td><td>3e-05</td>" in page
@@ -383,16 +385,18 @@ def test_a_run_of_10000_steps_is_a_small_page(tmp_path: Path) -> None:
     )
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     for step in range(1, 1001):
-        words = 4000 if step % 50 < 2 else 4
-        write_samples(folder, step, [group("word " * words, correct=[True] * 20)] * 6)
+        word_count = 4000 if step % 50 < 2 else 4
+        write_samples(folder, step, [group("word " * word_count, correct=[True] * 20)] * 6)
     page = page_of(folder)
     assert len(page) < 7 * 2**20
     figures = data_of(page)["figures"]
     assert max(len(trace["y"]) for figure in figures for trace in figure.get("traces", ())) <= 1500
-    shown = data_of(page)["samples"][0]["groups"]
-    assert max(len(shown_group["completions"]) for shown_group in shown) <= 16
+    shown_groups = data_of(page)["samples"][0]["groups"]
+    assert max(len(shown_group["completions"]) for shown_group in shown_groups) <= 16
     assert (
-        max(len(each["text"]) for shown_group in shown for each in shown_group["completions"])
+        max(
+            len(each["text"]) for shown_group in shown_groups for each in shown_group["completions"]
+        )
         < 4100
     )
     assert "of the 1000 steps that have some" in page

@@ -63,13 +63,16 @@ def test_scores_come_in_the_order_of_asking_and_once(pool):
 
 
 def test_the_question_of_a_prompt_reaches_the_verifier(pool):
-    asked = replace(prompt(), question="How many apples are 1 and 1?")
+    question_prompt = replace(prompt(), question="How many apples are 1 and 1?")
     answers = (completion("\\boxed{2 apples}"), completion("\\boxed{2 pears}"))
     completion_scores = scores(
-        pool, RewardConfig(), *((asked, answer) for answer in answers), (prompt(), answers[0])
+        pool,
+        RewardConfig(),
+        *((question_prompt, answer) for answer in answers),
+        (prompt(), answers[0]),
     )
     assert [score.correct for score in completion_scores] == [True, False, False]
-    assert asked.row["question"] == "How many apples are 1 and 1?"
+    assert question_prompt.row["question"] == "How many apples are 1 and 1?"
     assert prompt(more='{"question": "its own"}').row["question"] == "its own"
 
 
@@ -114,20 +117,20 @@ def test_a_function_of_the_users_replaces_verifier_and_scheme(tmp_path, monkeypa
         function="rewards_of_mine:level", function_failure=-2.0, output_bias=1.0
     )
     with open_reward_workers(settings) as workers:
-        good, bad = scores(
+        good_score, bad_score = scores(
             workers,
             settings,
             (prompt("1+1=<think>\n", more='{"level": 6}'), completion("abc")),
             (prompt(more='{"level": 6}'), completion("")),
         )
-    assert (good.reward, good.verdict, good.metrics, good.correct) == (
+    assert (good_score.reward, good_score.verdict, good_score.metrics, good_score.correct) == (
         1.0,
         "function",
         (("n", 1.0),),
         True,
     )
-    assert (bad.reward, bad.verdict) == (-3.0, "error")
-    assert "ZeroDivisionError" in bad.extracted
+    assert (bad_score.reward, bad_score.verdict) == (-3.0, "error")
+    assert "ZeroDivisionError" in bad_score.extracted
 
 
 TRIED = """
@@ -181,10 +184,10 @@ def test_a_function_that_fails_on_a_row_is_refused_with_the_reason(
 ):
     with pytest.raises(
         ValueError, match=rf"reward.function tried.py:{name} fails on the first row"
-    ) as refused:
+    ) as error:
         try_named(tmp_path, monkeypatch, name)
-    assert reason in str(refused.value) and "'q1'" in str(refused.value)
-    assert "function(completion: str, solutions: list[str], row: dict)" in str(refused.value)
+    assert reason in str(error.value) and "'q1'" in str(error.value)
+    assert "function(completion: str, solutions: list[str], row: dict)" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -238,11 +241,11 @@ def test_a_function_gives_the_reward_and_the_verifier_the_accuracy(tmp_path, mon
     (tmp_path / "paid.py").write_text("def paid(completion, solutions, row):\n    return 0.1\n")
     monkeypatch.chdir(tmp_path)
     settings = RewardConfig(function="paid.py:paid", workers=1)
-    asked = [(prompt(), completion(f"\\boxed{{{answer}}}")) for answer in ("\\sqrt{4}", "3")]
+    pairs = [(prompt(), completion(f"\\boxed{{{answer}}}")) for answer in ("\\sqrt{4}", "3")]
     with open_reward_workers(settings, measured=MeasuredRows(training=True)) as workers:
-        completion_scores = scores(workers, settings, *asked)
+        completion_scores = scores(workers, settings, *pairs)
         validated = RewardManager(workers, settings, LIMIT, validates=True)
-        validated.submit(*asked[0])
+        validated.submit(*pairs[0])
         (unmeasured,) = validated.collect()
     assert [
         (score.reward, score.correct, score.verified_correct) for score in completion_scores
@@ -396,12 +399,12 @@ def test_several_rewards_may_be_functions_of_groups(tmp_path):
 def test_a_function_that_takes_something_else_is_refused_before_the_start(tmp_path, name, takes):
     (tmp_path / "of_groups.py").write_text(GROUPS)
     settings = RewardConfig(function=f"{tmp_path}/of_groups.py:{name}", function_takes=takes)
-    with pytest.raises(ValueError, match=r"fails on the first row of the training data") as refused:
+    with pytest.raises(ValueError, match=r"fails on the first row of the training data") as error:
         try_reward_function(settings, [prompt()])
-    needed = "completions: list[str]" if takes == "group" else "completion: str"
-    assert needed in str(refused.value)
-    other = "It works so with reward.function_takes: group. Set that"
-    assert (other in str(refused.value)) == (name == "ranks")
+    needed_parameter = "completions: list[str]" if takes == "group" else "completion: str"
+    assert needed_parameter in str(error.value)
+    hint = "It works so with reward.function_takes: group. Set that"
+    assert (hint in str(error.value)) == (name == "ranks")
 
 
 def test_a_function_of_groups_that_works_starts(tmp_path):
@@ -421,9 +424,9 @@ def test_where_the_verifier_gives_the_reward_it_gives_the_accuracy(pool):
 def test_a_function_that_is_late_on_every_call_of_two_steps_ends_the_run():
     steps = FailedSteps(timeout_seconds=2.5)
     steps.check(scores_of("timeout", "timeout"))
-    with pytest.raises(RewardFunctionError) as ended:
+    with pytest.raises(RewardFunctionError) as error:
         steps.check(scores_of("timeout", "error"))
-    assert str(ended.value) == (
+    assert str(error.value) == (
         "reward.function failed on all completions of two steps in a row: on 1 of 2 it took more "
         "than "
         "reward.timeout_seconds=2.5. Nothing is learned from such a step. Make it faster, or raise "
@@ -473,8 +476,8 @@ def scores_of(*kinds: str) -> list[Score]:
 def test_a_step_of_which_every_call_failed_has_no_rewards():
     with pytest.raises(
         RewardFunctionError, match=r"failed on all of 2 completions: KeyError: 'x'\n"
-    ) as ended:
+    ) as error:
         raise_if_every_call_failed(scores_of("error", "error"))
-    assert str(ended.value).endswith("in reward\\x1b[2J")
+    assert str(error.value).endswith("in reward\\x1b[2J")
     for kinds in (("error", "timeout"), ("timeout", "timeout"), ("error", "function"), ()):
         raise_if_every_call_failed(scores_of(*kinds))

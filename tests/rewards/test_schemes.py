@@ -24,8 +24,8 @@ def score(
     """The score of a run whose one reward is the verifier's, or a function's."""
     function = "m:f" if isinstance(result, FunctionResult) else None
     settings = replace(settings, function=function, function_failure=-1.0)
-    known = {"boxed": True, "length": 10, "limit": 100, "truncated": False} | facts
-    return score_of(settings, {rewards_of(settings)[0].name: result}, **known)
+    all_facts = {"boxed": True, "length": 10, "limit": 100, "truncated": False} | facts
+    return score_of(settings, {rewards_of(settings)[0].name: result}, **all_facts)
 
 
 def reward(settings: RewardConfig, verdict: Verdict, **facts: Any) -> float:

@@ -73,9 +73,11 @@ def pools(module: str) -> Iterator[RewardWorkers]:
 def scores(pools: RewardWorkers, reward: RewardConfig, *completions: Completion) -> list[Score]:
     """The completions' scores by those of the workers that the settings have."""
     workers = copy.copy(pools)
-    known = pools.by_name | {"": pools.by_name["steps"]}
+    known_workers = pools.by_name | {"": pools.by_name["steps"]}
     workers.by_name = {
-        named.name: known[named.name] for named in rewards_of(reward) if named.name in known
+        named_reward.name: known_workers[named_reward.name]
+        for named_reward in rewards_of(reward)
+        if named_reward.name in known_workers
     }
     manager = RewardManager(workers, reward, LIMIT)
     for answer in completions:
@@ -92,25 +94,25 @@ def test_every_reward_has_its_value_and_the_sum_is_scaled_as_the_scheme_says(poo
         weights=[1.0, 0.5, 0.2, 0.1],
         workers=1,
     )
-    right, unboxed, wrong = scores(
+    right_score, unboxed_score, wrong_score = scores(
         pools,
         reward,
         completion("step step \\boxed{2}", 25),
         completion("the answer is 2", 50),
         completion("step wrong \\boxed{3}", 100, "length"),
     )
-    assert right.parts == (1.0, 1.0, 0.75, 2.0)
-    assert right.reward == pytest.approx(5 * (1.0 + 0.5 + 0.2 * 0.75 + 0.1 * 2))
-    assert (right.correct, right.boxed, right.verdict, right.extracted) == (
+    assert right_score.parts == (1.0, 1.0, 0.75, 2.0)
+    assert right_score.reward == pytest.approx(5 * (1.0 + 0.5 + 0.2 * 0.75 + 0.1 * 2))
+    assert (right_score.correct, right_score.boxed, right_score.verdict, right_score.extracted) == (
         True,
         True,
         "string",
         "2",
     )
-    assert unboxed.parts == (-1.0, 0.0, 0.5, 0.0) and not unboxed.correct
-    assert wrong.parts == (-1.0, 1.0, 0.0, 1.0) and wrong.failures == ()
-    assert dict(wrong.metrics)["steps/correct"] == 1.0  # but the verifier says what is right
-    assert not wrong.correct
+    assert unboxed_score.parts == (-1.0, 0.0, 0.5, 0.0) and not unboxed_score.correct
+    assert wrong_score.parts == (-1.0, 1.0, 0.0, 1.0) and wrong_score.failures == ()
+    assert dict(wrong_score.metrics)["steps/correct"] == 1.0  # but the verifier says what is right
+    assert not wrong_score.correct
 
 
 def test_one_reward_of_weight_one_is_what_it_is_without_a_list(pools: RewardWorkers):
@@ -178,19 +180,23 @@ def test_a_reward_that_fails_leaves_the_others_as_they_are(pools: RewardWorkers)
         output_scaling=1.0,
         workers=1,
     )
-    bad, ended, fine = scores(
+    failed_score, killed_score, fine_score = scores(
         pools,
         reward,
         completion("bad step \\boxed{2}"),
         completion("end step 3"),
         completion("\\boxed{2}"),
     )
-    assert bad.parts == (1.0, None, 1.0) and bad.reward == pytest.approx(1.1) and bad.correct
-    assert ended.parts == (-1.0, None, 1.0) and ended.reward == pytest.approx(-0.9)
-    assert fine.parts == (1.0, 1.0, 0.0) and fine.failures == ()
-    (failure,) = bad.failures
+    assert (
+        failed_score.parts == (1.0, None, 1.0)
+        and failed_score.reward == pytest.approx(1.1)
+        and failed_score.correct
+    )
+    assert killed_score.parts == (-1.0, None, 1.0) and killed_score.reward == pytest.approx(-0.9)
+    assert fine_score.parts == (1.0, 1.0, 0.0) and fine_score.failures == ()
+    (failure,) = failed_score.failures
     assert (failure.name, failure.kind) == ("breaks", "error") and "KeyError" in failure.message
-    assert pickle.loads(pickle.dumps(bad)) == bad
+    assert pickle.loads(pickle.dumps(failed_score)) == failed_score
 
 
 def test_an_answer_that_cannot_be_verified_is_wrong_and_told():
@@ -283,10 +289,10 @@ def test_a_function_that_failed_on_every_completion_ends_the_step_by_its_name():
         [("own", "error"), ("other", "error")],
     ):
         raise_if_every_call_failed(scored(*kinds))
-    shown = first_function_failure(
+    failure = first_function_failure(
         [ScoredGroup(PROMPT, (), tuple(scored(("a", "timeout"), ("own", "error"))))]
     )
-    assert shown is not None and shown.startswith("  own: KeyError: 'x'")
+    assert failure is not None and failure.startswith("  own: KeyError: 'x'")
 
 
 def test_every_function_is_tried_before_the_start(module: str):

@@ -99,12 +99,12 @@ def test_growth_is_logged_once_and_further_growth_again(caplog: pytest.LogCaptur
     monitor = warm(generate=500)
     for held_mib in (500, 600, 600, 605, 700, 700):
         cycle(monitor, generate=held_mib)
-    logged = [record.getMessage() for record in caplog.records]
-    assert [("cycle 5" in text, "cycle 8" in text) for text in logged] == [
+    messages = [record.getMessage() for record in caplog.records]
+    assert [("cycle 5" in text, "cycle 8" in text) for text in messages] == [
         (True, False),
         (False, True),
     ]
-    assert "100 MiB" in logged[0] and "100 MiB" in logged[1]
+    assert "100 MiB" in messages[0] and "100 MiB" in messages[1]
 
 
 def test_what_an_earlier_cycle_had_too_much_does_not_end_a_later_one() -> None:

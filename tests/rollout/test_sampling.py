@@ -47,11 +47,11 @@ def test_every_sample_of_every_prompt_is_a_request():
     assert [[request.key for request in row] for row in requests_PG] == [
         [(p, g) for g in range(3)] for p in range(7)
     ]
-    asked = requests_PG[2][1]
-    assert asked.token_ids == (2, 50, 51)
-    assert asked.seed == request_seed(1, 4, "q-2", 1)
-    assert (asked.min_new_tokens, asked.max_new_tokens) == (2, 9)
-    assert (asked.temperature, asked.top_p) == (0.7, 1.0)
+    request = requests_PG[2][1]
+    assert request.token_ids == (2, 50, 51)
+    assert request.seed == request_seed(1, 4, "q-2", 1)
+    assert (request.min_new_tokens, request.max_new_tokens) == (2, 9)
+    assert (request.temperature, request.top_p) == (0.7, 1.0)
     assert len({request.seed for row in requests_PG for request in row}) == 21
 
 
@@ -86,8 +86,10 @@ def test_a_slice_continues_where_the_completion_stands():
     assert (whole.least_now, whole.most_now) == (2, 16)
     last = replace(begun, so_far=PartialCompletion((9,) * 17, (-1.0,) * 17))
     assert (last.least_now, last.most_now) == (0, 3)
-    short = replace(request, slice_tokens=4)
-    assert (short.least_now, short.most_now) == (4, 4), "vLLM refuses a larger least number"
+    short_request = replace(request, slice_tokens=4)
+    assert (short_request.least_now, short_request.most_now) == (4, 4), (
+        "vLLM refuses a larger least number"
+    )
     finished = replace(begun, so_far=PartialCompletion((9,) * 20, (-1.0,) * 20))
     with pytest.raises(AssertionError, match="it has 20 of 20 tokens"):
         finished.most_now  # noqa: B018

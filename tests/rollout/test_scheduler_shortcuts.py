@@ -117,9 +117,9 @@ def test_what_is_scheduled_sampled_and_cached_is_the_same(
     untied_model: Path, is_async: bool, blocks: int
 ) -> None:
     expected = run(scheduler_of(untied_model, is_async, blocks), is_async, add_plainly)
-    short = scheduler_of(untied_model, is_async, blocks)
-    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=short))
+    shortened = scheduler_of(untied_model, is_async, blocks)
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=shortened))
     take_shortcuts(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core)))
-    assert run(short, is_async, _Decoding.add) == expected
+    assert run(shortened, is_async, _Decoding.add) == expected
     some_are_preempted = any(isinstance(outcome, set) and outcome for outcome in expected)
     assert some_are_preempted == (blocks == 12)

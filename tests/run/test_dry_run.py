@@ -141,10 +141,10 @@ def test_a_broken_model_is_refused_as_by_a_start(dry, tied_model: Path, rows: Pa
     status, out, err = dry(SMALL_R1, *model)
     assert (status, out) == (2, "") and err.startswith("1 problem with this run:")
     assert 'model.safetensors" is not a whole safetensors file' in err and str(folder) in err
-    data = (f"data.train_path={rows}", f"run.output_dir={tmp_path / 'run'}")
-    with pytest.raises(ValueError) as started:
-        check_config(load_config([CONFIGS / SMALL_R1], [*data, *model]), 2)
-    assert str(started.value) == err.removesuffix("\n")
+    data_settings = (f"data.train_path={rows}", f"run.output_dir={tmp_path / 'run'}")
+    with pytest.raises(ValueError) as error:
+        check_config(load_config([CONFIGS / SMALL_R1], [*data_settings, *model]), 2)
+    assert str(error.value) == err.removesuffix("\n")
 
 
 def test_a_reward_function_that_takes_too_long_is_worth_knowing(
@@ -192,15 +192,21 @@ def test_lines_for_a_terminal_are_wrapped_between_words(
         *TINY,
         f"model.path={bare_model}",
     ]
-    data = [f"data.train_path={rows}", "data.format=boba", f"run.output_dir={tmp_path / 'run'}"]
-    program = f"from launch.train_grpo import main; main({[*arguments, *data]!r})"
-    shown = on_terminal(program, 80).replace("\r\n", "\n")
-    long = [
-        line for line in shown.splitlines() if len(line) > 80 and str(tmp_path.parent) not in line
+    data_settings = [
+        f"data.train_path={rows}",
+        "data.format=boba",
+        f"run.output_dir={tmp_path / 'run'}",
     ]
-    assert not long and max(map(len, plain.splitlines())) > 80
+    program = f"from launch.train_grpo import main; main({[*arguments, *data_settings]!r})"
+    terminal_text = on_terminal(program, 80).replace("\r\n", "\n")
+    long_lines = [
+        line
+        for line in terminal_text.splitlines()
+        if len(line) > 80 and str(tmp_path.parent) not in line
+    ]
+    assert not long_lines and max(map(len, plain.splitlines())) > 80
     without_seconds = [
-        re.sub(r"\d\.\d s|[\d.]+ GiB free", "", text).split() for text in (shown, plain)
+        re.sub(r"\d\.\d s|[\d.]+ GiB free", "", text).split() for text in (terminal_text, plain)
     ]
     assert without_seconds[0] == without_seconds[1]
 
@@ -323,16 +329,16 @@ def test_groups_in_flight_count_for_the_disk(dry):
     """There are three checkpoints at most, each with 1.6875 GiB of groups.
 
     That is 512 groups x 16 completions x 27,648 tokens x 8 bytes."""
-    loss = ("algorithm.recompute_logprobs=true", "algorithm.importance_correction=token")
-    both = (
-        *loss,
+    loss_settings = ("algorithm.recompute_logprobs=true", "algorithm.importance_correction=token")
+    settings = (
+        *loss_settings,
         "algorithm.importance_cap=2",
         "save.save_freq_epochs=null",
         "save.save_freq_steps=null",
     )
 
     def needed(*overrides: str) -> float:
-        out = dry(SMALL_R1, *both, "save.keep_last=2", *overrides)[1]
+        out = dry(SMALL_R1, *settings, "save.keep_last=2", *overrides)[1]
         return float(re.findall(r"needed at most ([\d.,]+) GiB", out)[0].replace(",", ""))
 
     assert needed("rollout.tail=carry") - needed() == pytest.approx(3 * 1.6875, abs=0.11)
@@ -373,7 +379,7 @@ def test_asynchronous_runs_are_told(dry):
 
 def test_of_engines_with_ranks_of_their_own_only_these_have_caches(dry, bare_model: Path):
     cache = f"rollout.cpu_kv_cache_gib={0.26 * total_bytes() / 2**30}"
-    words = (
+    settings = (
         f"model.path={bare_model}",
         *TINY,
         "run.total_epochs=2",
@@ -381,10 +387,10 @@ def test_of_engines_with_ranks_of_their_own_only_these_have_caches(dry, bare_mod
         "parallel=d1+d3",
         "rollout.max_staleness=0",
     )
-    status, out, err = dry(V2, *words)
+    status, out, err = dry(V2, *settings)
     assert status == 0, err
     assert "the KV caches of" not in out
-    assert "the KV caches of 4 ranks" in dry(V2, *words, "parallel=d4+d3")[1]
+    assert "the KV caches of 4 ranks" in dry(V2, *settings, "parallel=d4+d3")[1]
 
 
 def test_tail_batching_and_its_bias_are_told(dry):
@@ -401,18 +407,18 @@ def test_tail_batching_and_its_bias_are_told(dry):
 
 def test_epochs_that_end_before_the_steps_are_worth_knowing(dry, bare_model: Path):
     """599 prompts, 100 a step."""
-    words = (f"model.path={bare_model}", *TINY, "run.total_epochs=2")
-    status, out, err = dry(V2, *words, "run.total_steps=13")
+    settings = (f"model.path={bare_model}", *TINY, "run.total_epochs=2")
+    status, out, err = dry(V2, *settings, "run.total_steps=13")
     assert status == 0, err
     assert (
         "run.total_steps is 13, and the run ends after 10 steps" in out
         and "run.total_epochs=3." in out
     )
-    assert "the run ends after" not in dry(V2, *words, "run.total_steps=10")[1]
+    assert "the run ends after" not in dry(V2, *settings, "run.total_steps=10")[1]
 
 
 def test_the_verdict_agrees_with_what_is_said_of_too_many_ranks(dry, bare_model: Path) -> None:
-    words = (
+    settings = (
         f"model.path={bare_model}",
         *TINY,
         "memory.gpu=null",
@@ -420,16 +426,16 @@ def test_the_verdict_agrees_with_what_is_said_of_too_many_ranks(dry, bare_model:
         "parallel.data=null",
     )
     ranks = 4 * len(os.sched_getaffinity(0)) + 60  # more than four a core
-    words = (*words, "--ranks", str(ranks), f"data.prompts_per_step={ranks}")
-    status, out, err = dry(SMALL_R1, *words)
+    settings = (*settings, "--ranks", str(ranks), f"data.prompts_per_step={ranks}")
+    status, out, err = dry(SMALL_R1, *settings)
     assert status == 0, err
     warned, _, verdict = out.rstrip().rpartition("\n")
     assert f"a start on this machine would be refused: {ranks} ranks on " in warned
     assert verdict.startswith("No problem was found, but a start on this machine would be refused.")
-    _, out, _ = dry(SMALL_R1, *words, "--oversubscribe")
+    _, out, _ = dry(SMALL_R1, *settings, "--oversubscribe")
     assert "refused" not in out and f"--oversubscribe starts all ranks: {ranks} ranks on" in out
     assert "No problem was found, but this machine has no room for so many ranks." in out
-    _, out, _ = dry(SMALL_R1, *words, "memory.gpu=H100-80GB")
+    _, out, _ = dry(SMALL_R1, *settings, "memory.gpu=H100-80GB")
     assert "No problem was found." in out, "a plan for another machine"
 
 
@@ -449,12 +455,12 @@ def test_what_a_start_refuses_to_resume_a_dry_run_refuses(
     dry, tied_model: Path, tmp_path: Path
 ) -> None:
     """A run that became shorter, another model, other prompts; and what is resumed is told."""
-    words = (f"model.path={tied_model}", *TINY)
+    settings = (f"model.path={tied_model}", *TINY)
     output = tmp_path / "run"
-    status = dry(SMALL_R1, *words)[0]
+    status = dry(SMALL_R1, *settings)[0]
     assert status == 0
     config = load_config(
-        [CONFIGS / SMALL_R1], [f"run.output_dir={output}", "data.train_path=t", *words]
+        [CONFIGS / SMALL_R1], [f"run.output_dir={output}", "data.train_path=t", *settings]
     )
 
     def checkpoint(step: int, data: str) -> None:
@@ -472,7 +478,7 @@ def test_what_a_start_refuses_to_resume_a_dry_run_refuses(
 
     checkpoint(8, "another")
     save_config(config, output / "config.yaml")
-    _, _, err = dry(SMALL_R1, *words, "run.total_steps=4")
+    _, _, err = dry(SMALL_R1, *settings, "run.total_steps=4")
     assert err.startswith("1 problem with this run:") and err.count("cannot resume from") == 1
     assert "8 steps are done there, the run has 4 now" in err and "model.path: what" not in err
     match = re.search(
@@ -481,7 +487,7 @@ def test_what_a_start_refuses_to_resume_a_dry_run_refuses(
     assert match is not None
     checkpoint(9, match[1])
     shutil.rmtree(output / CHECKPOINTS_FOLDER / "step-000008")
-    status, out, err = dry(SMALL_R1, *words)
+    status, out, err = dry(SMALL_R1, *settings)
     assert status == 0 and "Resumes: after step 9" in out, err
 
 

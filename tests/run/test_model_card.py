@@ -136,8 +136,8 @@ def test_models_and_data_of_the_hub_have_their_ids_in_a_card(tmp_path: Path) -> 
     pins = {hub_id: replace(hub_id, commit="1" * 40) for hub_id in hub_ids(config)}
     card = card_of(with_places(config, pins))
     assert front_of(card)["base_model"] == "org/model"
-    written = f"hf://datasets/org/rows#{'1' * 40}/data/train.jsonl"
-    assert f"- `{written}`" in card and settings_of(card)["data"] == {"train_path": written}
+    address = f"hf://datasets/org/rows#{'1' * 40}/data/train.jsonl"
+    assert f"- `{address}`" in card and settings_of(card)["data"] == {"train_path": address}
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_hostile_text_stays_in_its_place(tmp_path: Path, text: str) -> None:
     card = card_of(config)
     front = front_of(card)
     assert front.keys() == {"base_model", "library_name", "pipeline_tag", "tags"}
-    written = settings_of(card)["data"]["system_prompt"]
-    assert written == text
+    system_prompt = settings_of(card)["data"]["system_prompt"]
+    assert system_prompt == text
     assert "\x1b" not in card and "\u202e" not in card
     lines = card.splitlines()
     assert [line for line in lines if line.startswith("#")] == [

@@ -95,8 +95,8 @@ def checkpoint(
         | changed
         | {"reward_fingerprint": reward}
     )
-    known = {name: value for name, value in values.items() if value is not None}
-    (partial / "progress.json").write_text(json.dumps(known))
+    known_values = {name: value for name, value in values.items() if value is not None}
+    (partial / "progress.json").write_text(json.dumps(known_values))
     (partial / "config.yaml").write_text(config_as_yaml(config or make_config(folder)))
     (partial / "state" / ".metadata").write_text("index")
     write_files(partial / "hf", files)
@@ -475,10 +475,12 @@ def test_a_checkpoint_of_an_older_release_compares_by_its_own_rule(tmp_path: Pat
     (model / "config.json").write_text("{}")
     save_file({"t": torch.ones(4)}, model / "model.safetensors")
     content = (model / "model.safetensors").read_bytes()
-    older = hashlib.sha256(b"{}" + f"model.safetensors:{len(content)}".encode() + content + content)
+    older_hash = hashlib.sha256(
+        b"{}" + f"model.safetensors:{len(content)}".encode() + content + content
+    )
     run = tmp_path / "run"
     origin = replace(ORIGIN, model=model_fingerprint(model))
-    checkpoint(run, 3, changed={"model_fingerprint": older.hexdigest()[:16]})
+    checkpoint(run, 3, changed={"model_fingerprint": older_hash.hexdigest()[:16]})
     assert found_steps(make_config(run, f"model.path={model}"), origin) == [3]
     (model / "config.json").write_text("{ }")
     with pytest.raises(ValueError, match=r"model\.path: what the run started from has changed"):
@@ -589,8 +591,8 @@ STAGED = ("stages.steps=[2,4,6]", "stages.max_new_tokens=[8,16,24]")
 )
 def test_stages_that_have_not_begun_may_change(tmp_path: Path, now: tuple[str, ...]) -> None:
     before = make_config(tmp_path, *STAGED)
-    for done in (3, 6):
-        assert refused_changes(before, make_config(tmp_path, *now), done) == []
+    for steps_done in (3, 6):
+        assert refused_changes(before, make_config(tmp_path, *now), steps_done) == []
     checkpoint(tmp_path, 3, before)
     assert found_steps(make_config(tmp_path, *now)) == [3]
 

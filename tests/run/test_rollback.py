@@ -92,8 +92,8 @@ def test_the_longer_of_the_folder_s_and_the_checkpoint_s_list_counts(tmp_path: P
     bare = [Rollback(record.number, record.step, record.draw_step) for record in RECORDS]
     assert rollbacks_of(tmp_path, progress(12, *RECORDS)) == bare  # the file is lost
     write_rollbacks(tmp_path, RECORDS)
-    for known in (0, 1, 2):
-        assert rollbacks_of(tmp_path, progress(10, *RECORDS[:known])) == RECORDS
+    for record_count in (0, 1, 2):
+        assert rollbacks_of(tmp_path, progress(10, *RECORDS[:record_count])) == RECORDS
     assert rollbacks_of(tmp_path, None) == RECORDS
     with pytest.raises(ValueError, match="that of another run"):
         rollbacks_of(tmp_path, progress(10, Rollback(1, 5, 5)))
@@ -110,16 +110,22 @@ def test_a_checkpoint_from_before_a_rollback_is_superseded_where_it_is_newer(
 
 
 def test_progress_has_rollbacks_and_rewards_and_older_files_have_none(tmp_path: Path) -> None:
-    written = replace(progress(7, *RECORDS), rewards=(0.5, -1.0), good_step=4, learned_step=6)
-    write_progress(tmp_path, written)
-    assert read_progress(tmp_path) == written and written.sound_before == 5
+    written_progress = replace(
+        progress(7, *RECORDS), rewards=(0.5, -1.0), good_step=4, learned_step=6
+    )
+    write_progress(tmp_path, written_progress)
+    assert read_progress(tmp_path) == written_progress and written_progress.sound_before == 5
     path = tmp_path / "progress.json"
     values = json.loads(path.read_text())
     for name in ("rewards", "good_step", "rollback_steps", "rollback_draw_steps"):
         del values[name]
     path.write_text(json.dumps(values))
-    older = read_progress(tmp_path)
-    assert (older.rewards, older.rollback_steps, older.sound_before) == ((), (), 6)
+    older_progress = read_progress(tmp_path)
+    assert (older_progress.rewards, older_progress.rollback_steps, older_progress.sound_before) == (
+        (),
+        (),
+        6,
+    )
 
 
 # ---------------------------------------------------------------- order and seeds
@@ -135,11 +141,12 @@ def test_prompts_of_discarded_steps_are_drawn_again_in_what_is_left_of_their_epo
     per_epoch = order.steps_per_epoch
     order.roll_back([Rollback(1, step=3, draw_step=3)])
     assert [order.batch(step) for step in range(3)] == [planned.batch(step) for step in range(3)]
-    left = [
+    remaining_prompts = [
         sorted(index for step in range(3, per_epoch) for index in prompt_order.batch(step)[1])
         for prompt_order in (planned, order)
     ]
-    assert left[0] == left[1]  # those of the discarded steps 3 and 4 among them
+    # Those of the discarded steps 3 and 4 are among them.
+    assert remaining_prompts[0] == remaining_prompts[1]
     assert [order.batch(step) for step in (3, 4, per_epoch)] != [
         planned.batch(step) for step in (3, 4, per_epoch)
     ]
@@ -242,8 +249,8 @@ def test_a_checkpoint_from_before_a_collapse_is_there(tmp_path: Path, every: int
             break
         if step % every == 0:
             make_checkpoint(tmp_path, step)
-            good = step if best is None else best.end
-            set_superseded_aside(tmp_path, keep_last, None, min(step, good + 1), rule.steps)
+            good_step = step if best is None else best.end
+            set_superseded_aside(tmp_path, keep_last, None, min(step, good_step + 1), rule.steps)
     assert best is not None and best.collapsed is not None
     steps = [checkpoint.step for checkpoint in complete_checkpoints(tmp_path)[0]]
     assert any(best.end - 2 * rule.steps <= step <= best.end for step in steps), (best.end, steps)

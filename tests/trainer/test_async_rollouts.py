@@ -59,7 +59,7 @@ from tests.tiny_models import shape_of
 
 
 def report(seconds: float, busy: float, tokens: int, latency: float) -> EngineReport:
-    taken = WeightsTaken(
+    weights_taken = WeightsTaken(
         version=3,
         learned_at=100.0,
         transfer_seconds=0.5,
@@ -71,7 +71,7 @@ def report(seconds: float, busy: float, tokens: int, latency: float) -> EngineRe
         running=6.0,
         queued_scores=1,
     )
-    return EngineReport(taken, latency)
+    return EngineReport(weights_taken, latency)
 
 
 def test_rates_are_over_time_and_not_over_reports() -> None:
@@ -275,11 +275,11 @@ def test_what_is_asked_of_the_engines_for_validation_is_what_they_are_sent(
     trainer = ends[0]
     engine = Engine(ends[1])
     connection = EngineConnection(Mesh(0, 1, 1, 1, 1, engine_ranks=1), trainer, lambda: None)
-    asked = CollectGroups(
+    request = CollectGroups(
         [], SamplingSettings(2, 0.5, 0.9, 3, 7), RolloutSeed(8, -1), "validation own", True
     )
     expected = Rollout([], [])
     engine.send(done(4, 0))
     engine.send(expected)
-    assert connection.collect(asked) == expected and engine.next() == asked
+    assert connection.collect(request) == expected and engine.next() == request
     assert connection.groups() == [done(4, 0)], "what came meanwhile is kept"

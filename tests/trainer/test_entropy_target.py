@@ -51,10 +51,11 @@ def test_it_follows_the_mean_over_tokens_and_goes_on_after_a_checkpoint(tmp_path
     assert run.actor.learner.settings.entropy_coef == 0.0 and run.entropy.coef == pytest.approx(
         0.01
     )
-    bad = MinibatchResult(
+    discarded_minibatch = MinibatchResult(
         {"entropy": math.nan, "tokens": 9.0}, {}, 1.0, 0.1, "the loss is not finite"
     )
-    run.control_entropy(UpdateRecord([bad], [], None))  # a step without an update tells nothing
+    # A step without an update tells nothing.
+    run.control_entropy(UpdateRecord([discarded_minibatch], [], None))
     assert run.own_progress() == {"entropy": (pytest.approx(0.01), 0.0)}
     state = Progress(1, 0, 4, 2, 1, "TP1", 1, (), (), "m", "d", {}, **run.own_progress())
     write_progress(tmp_path, state)

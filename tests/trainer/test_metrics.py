@@ -265,19 +265,21 @@ def test_a_step_without_anything_to_learn_from_has_only_its_counts():
 
 def test_groups_that_teach_are_those_that_moved_the_policy():
     """Three of twelve sampled groups were kept; the middle one has no advantage but 0."""
-    learned = UpdateRecord(RESULTS, ADVANTAGES, None)
-    assert teaching_metrics(learned, sampled=12, every_group=False) == {
+    update = UpdateRecord(RESULTS, ADVANTAGES, None)
+    assert teaching_metrics(update, sampled=12, every_group=False) == {
         "train/teaching_groups": 2 / 12
     }
-    assert teaching_metrics(learned, sampled=12, every_group=True) == {
+    assert teaching_metrics(update, sampled=12, every_group=True) == {
         "train/teaching_groups": 3 / 12
     }
-    dropped = UpdateRecord([], [], None)
-    assert teaching_metrics(dropped, sampled=12, every_group=True) == {"train/teaching_groups": 0.0}
-    discarded = UpdateRecord(
+    empty_update = UpdateRecord([], [], None)
+    assert teaching_metrics(empty_update, sampled=12, every_group=True) == {
+        "train/teaching_groups": 0.0
+    }
+    discarded_update = UpdateRecord(
         [replace(minibatch, discarded="ratio") for minibatch in RESULTS], ADVANTAGES, None
     )
-    assert teaching_metrics(discarded, sampled=12, every_group=True) == {
+    assert teaching_metrics(discarded_update, sampled=12, every_group=True) == {
         "train/teaching_groups": 0.0
     }
 
@@ -392,5 +394,7 @@ def test_several_rewards_have_a_mean_of_what_is_there_and_a_share_of_failures():
 
 
 def test_no_name_of_a_reward_is_that_of_another_metric():
-    taken = {name.split("/")[1] for name in rollout_metrics(GROUPS) if name.startswith("reward/")}
-    assert taken == set(TAKEN)
+    taken_names = {
+        name.split("/")[1] for name in rollout_metrics(GROUPS) if name.startswith("reward/")
+    }
+    assert taken_names == set(TAKEN)

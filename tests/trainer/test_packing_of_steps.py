@@ -170,12 +170,12 @@ def test_packs_are_padded_under_sequence_parallelism_alone(tied_model: Path) -> 
 def test_minibatches_in_the_order_of_prompts_are_the_same_every_step(tied_model: Path) -> None:
     in_order = settings(shuffle=False)
     steps = [rl_packs(tied_model, 0, number, in_order) for number in (0, 1)]
-    others = [rl_packs(tied_model, 2, number, in_order) for number in (0, 1)]
+    other_packs = [rl_packs(tied_model, 2, number, in_order) for number in (0, 1)]
     for first, second in zip(steps[0], steps[1], strict=True):
         assert_same(first, second)
     for half, expected in enumerate((set(range(9)), set(range(9, 17)))):
-        both = (*steps[0][half], *others[0][half])
-        assert {index for batch in both for index in batch.sample_indices} == expected
+        packs = (*steps[0][half], *other_packs[0][half])
+        assert {index for batch in packs for index in batch.sample_indices} == expected
 
 
 def test_fewer_samples_than_minibatches_are_one_each(tied_model: Path) -> None:
@@ -191,15 +191,15 @@ def sft_packs(folder: Path, rank: int, config: Config) -> list[MicroBatch]:
 def test_a_supervised_step_is_one_minibatch_with_a_loss_per_token(
     tied_model: Path, data_rank: int
 ) -> None:
-    written = [
+    samples = [
         replace(sample, behaviour_logprobs=(0.0,) * len(sample.completion_ids), advantage=0.0)
         for sample in SAMPLES
     ]
-    (planned,) = plan(tied_model, written, 1, seed=0, shuffle=False)
+    (planned,) = plan(tied_model, samples, 1, seed=0, shuffle=False)
     # Settings of RL have no effect here.
     config = settings(loss_normalisation="sequence")
     rank_microbatches = planned.microbatches_by_rank[data_rank]
-    expected = [pack(written, indices, 2, TOKEN_MEAN) for indices in rank_microbatches]
+    expected = [pack(samples, indices, 2, TOKEN_MEAN) for indices in rank_microbatches]
     assert_same(sft_packs(tied_model, 2 * data_rank, config), expected)
     assert {float(w) for batch in expected for w in batch.loss_weights_T} == {0.0, 1.0}
 

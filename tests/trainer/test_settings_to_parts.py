@@ -86,10 +86,10 @@ def values(config: Config) -> Iterator[tuple[str, Any, Any]]:
         if getattr(config, section.name) == getattr(plain, section.name):
             continue
         for field in dataclasses.fields(getattr(config, section.name)):
-            both = (
+            section_values = (
                 getattr(getattr(settings, section.name), field.name) for settings in (config, plain)
             )
-            yield f"{section.name}.{field.name}", *both
+            yield f"{section.name}.{field.name}", *section_values
 
 
 def test_no_two_settings_of_these_tests_are_alike() -> None:
@@ -618,10 +618,10 @@ def test_what_the_updates_take_from_the_settings(tied_model: Path) -> None:
     assert (of_critic.critic, of_critic.config, of_critic.kl_in_reward) == (any_part, gae, True)
     parallel = replace(DISTINCT.parallel, sequence=True)
     policy = replace(DISTINCT.policy, max_tokens_per_microbatch=24)
-    few = replace(
+    small_config = replace(
         DISTINCT, parallel=parallel, policy=policy, algorithm=AlgorithmConfig(n_minibatches=3)
     )
-    cut = replace(updater(few, tied_model), mesh=Mesh(0, 4, 4, 1, 1))
+    cut = replace(updater(small_config, tied_model), mesh=Mesh(0, 4, 4, 1, 1))
     samples = make_samples(12, seed=1)
     packed = cut.pack_minibatches(samples, number=5)
     indices = [[batch.sample_indices for batch in minibatch] for minibatch in packed]
@@ -634,7 +634,7 @@ def test_what_the_updates_take_from_the_settings(tied_model: Path) -> None:
             and len(batch.token_ids_T) % 4 == 0
         )
     repeated = [cut.pack_minibatches(samples, number=n) for n in (5, 6)]
-    other = replace(cut, config=replace(few, run=replace(few.run, seed=102)))
+    other = replace(cut, config=replace(small_config, run=replace(small_config.run, seed=102)))
     dealt = [
         [sorted(i for batch in minibatch for i in batch.sample_indices) for minibatch in batches]
         for batches in (packed, *repeated, other.pack_minibatches(samples, number=5))

@@ -218,8 +218,8 @@ def dense_loss(learned: Learned, config: Config) -> Tensor:
 def test_every_preset_learns_as_if_the_tokens_of_others_were_not_there(
     tied_model: Path, preset: str
 ) -> None:
-    needed = {"distill": ["teacher.path=t"], "lora": ["optimizer.lr=1e-5"]}.get(preset, [])
-    config = load_config([], [*PATHS, f"algorithm.preset={preset}", *needed])
+    needed_settings = {"distill": ["teacher.path=t"], "lora": ["optimizer.lr=1e-5"]}.get(preset, [])
+    config = load_config([], [*PATHS, f"algorithm.preset={preset}", *needed_settings])
     gaps, dense = (learn(tied_model, config, is_dense) for is_dense in (False, True))
     assert not gaps.gradient_T[~gaps.batch.learned_T].any() and gaps.gradient_T.any()
     (by_formula_T,) = torch.autograd.grad(dense_loss(gaps, config), gaps.tokens.logprobs_T)
@@ -411,8 +411,8 @@ def test_a_step_of_gae_goes_from_a_sampled_token_to_the_next_one(alpha: float | 
     lengths = [length for row in LENGTHS for length in row]
     factors = [lam if alpha is None else max(0.0, 1 - 1 / (alpha * length)) for length in lengths]
     expected = [discounted(s, factor) for s, factor in enumerate(factors)]
-    every = [value for row in expected for value in row]
-    mean, deviation = statistics.mean(every), statistics.pstdev(every)
+    expected_advantages = [value for row in expected for value in row]
+    mean, deviation = statistics.mean(expected_advantages), statistics.pstdev(expected_advantages)
     for completion_advantages, row in zip(
         by_completion(batch, estimates.batches[0].advantages_T), expected, strict=True
     ):
@@ -479,13 +479,13 @@ def test_a_completion_is_as_long_as_what_was_sampled_of_it(tmp_path: Path) -> No
     gaps, dense = make_groups(dense=False), make_groups(dense=True)
     assert token_counts(gaps) == token_counts(dense) == LENGTHS
     costly = RewardConfig(length_penalty=100.0)
-    short = SelectionRules(max_tokens=5)
+    short_rules = SelectionRules(max_tokens=5)
     for from_gaps, from_dense in zip(gaps, dense, strict=True):
         assert summed_rewards(from_gaps, costly) == summed_rewards(from_dense, costly)
         assert summed_rewards(from_gaps, costly) != from_gaps.rewards
         assert (
-            choose(from_gaps, short)
-            == choose(from_dense, short)
+            choose(from_gaps, short_rules)
+            == choose(from_dense, short_rules)
             != choose(from_gaps, SelectionRules())
         )
         assert group_for_hooks(from_gaps) == group_for_hooks(from_dense)
@@ -507,9 +507,9 @@ def test_a_completion_is_as_long_as_what_was_sampled_of_it(tmp_path: Path) -> No
     assert [[completion["length"] for completion in row["completions"]] for row in rows] == LENGTHS
     assert staleness_metrics(gaps, 2, 1) == staleness_metrics(dense, 2, 1)
     gap_metrics, dense_metrics = rollout_metrics(gaps), rollout_metrics(dense)
-    written = sum(marks.count(".") for row in MARKS for marks in row)
-    assert gap_metrics["n_tokens"] == dense_metrics.pop("n_tokens") + written
+    written_tokens = sum(marks.count(".") for row in MARKS for marks in row)
+    assert gap_metrics["n_tokens"] == dense_metrics.pop("n_tokens") + written_tokens
     assert gap_metrics["avg_seq_len"] == pytest.approx(
-        dense_metrics.pop("avg_seq_len") + written / 6
+        dense_metrics.pop("avg_seq_len") + written_tokens / 6
     )
     assert {name: gap_metrics[name] for name in dense_metrics} == dense_metrics

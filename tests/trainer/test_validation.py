@@ -27,13 +27,13 @@ ASKED = ("validation.every_steps=3", "validation.keep_best=true", "validation.pa
 
 
 def settings(folder: Path, *overrides: str) -> Config:
-    needed = [
+    overrides_needed = [
         f"run.output_dir={folder}",
         "model.path=m",
         "data.train_path=t",
         "data.max_prompt_tokens=20",
     ]
-    return load_config([], [*needed, "rollout.max_new_tokens=30", *overrides])
+    return load_config([], [*overrides_needed, "rollout.max_new_tokens=30", *overrides])
 
 
 def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
@@ -83,12 +83,12 @@ def test_problems_that_are_too_long_count_and_unusable_rows_are_told(
 
 def group(*completions: tuple[int, bool, str]) -> ScoredGroup:
     """A group whose completions have these tokens, are right or not, and end for this reason."""
-    sampled = tuple(
+    completions_sampled = tuple(
         Completion(g, (5,) * tokens, (0.0,) * tokens, "", reason, 0)  # type: ignore[arg-type]
         for g, (tokens, _, reason) in enumerate(completions)
     )
     scores = tuple(Score(1.0, right, "", "string") for _, right, _ in completions)
-    return ScoredGroup(Prompt("q", "?", (1,), ("2",), "math"), sampled, scores)
+    return ScoredGroup(Prompt("q", "?", (1,), ("2",), "math"), completions_sampled, scores)
 
 
 def test_accuracy_is_over_all_problems_and_lengths_over_what_was_sampled() -> None:
@@ -113,8 +113,8 @@ def test_right_is_what_the_verifier_says_where_a_function_pays() -> None:
     scores = [Score(0.1, True, "", "function", verified_correct=right) for right in (True, False)]
     plain = group((2, True, "stop"), (2, True, "stop"))
     file = ValidationFile("own", [plain.prompt], 0, ())
-    measured = replace(plain, scores=tuple(scores))
-    assert file_metrics(file, [measured], samples=2)["validation/own/accuracy"] == 0.5
+    measured_group = replace(plain, scores=tuple(scores))
+    assert file_metrics(file, [measured_group], samples=2)["validation/own/accuracy"] == 0.5
     paid = file_metrics(file, [plain], samples=2, figure="reward_positive")
     assert paid["validation/own/reward_positive"] == 1.0 and "validation/own/accuracy" not in paid
 

@@ -215,12 +215,12 @@ def test_a_wrong_file_name_and_a_line_that_is_no_python_are_named(folder):
 
 def test_what_a_module_starts_does_not_hold_the_check_up(folder):
     """A thread that is no daemon, and a process that inherits the streams."""
-    started = (
+    source = (
         "import subprocess, threading, time\nthreading.Thread(target=time.sleep, "
         "args=(9999,)).start()\n"
     )
-    started += "open('pid', 'w').write(str(subprocess.Popen(['sleep', '9999']).pid))\n"
-    (folder / "starts.py").write_text(started + SOURCE)
+    source += "open('pid', 'w').write(str(subprocess.Popen(['sleep', '9999']).pid))\n"
+    (folder / "starts.py").write_text(source + SOURCE)
     assert function_problem("starts:plain") is None
     started_pid = int((folder / "pid").read_text())
     wait_for(lambda: not is_alive(started_pid))

@@ -127,9 +127,9 @@ def test_a_name_may_be_there_once_for_each_kind() -> None:
 def test_a_function_that_does_not_fit_its_kind_is_refused(
     folder: Path, spec: str, told: str
 ) -> None:
-    with pytest.raises(ValueError, match=r"^algorithm.advantage: ") as refused:
+    with pytest.raises(ValueError, match=r"^algorithm.advantage: ") as error:
         hooks.load(Hook("advantage", f"own.py:{spec}", "algorithm.advantage"))
-    assert told in str(refused.value)
+    assert told in str(error.value)
 
 
 @pytest.mark.usefixtures("registers")
@@ -148,8 +148,8 @@ def test_the_check_in_a_process_of_its_own(folder: Path) -> None:
     """The function is found by its name, in the same registry as the plugin's."""
     hook = Hook("advantage", "ranked", "algorithm.advantage", ("own.py",))
     assert function_problem(hook) is None
-    wrong = function_problem(Hook("metric", "ranked", "telemetry.metrics: a", ("own.py",))) or ""
-    assert wrong.startswith(
+    problem = function_problem(Hook("metric", "ranked", "telemetry.metrics: a", ("own.py",))) or ""
+    assert problem.startswith(
         "telemetry.metrics: a is 'ranked', and run.plugins registers no such hooks.metric"
     )
     (folder / "ends.py").write_text("import os\nos._exit(0)\n")
@@ -309,9 +309,11 @@ def test_a_template_makes_texts_and_messages(folder: Path, tied_model: Path) -> 
 
 
 def test_a_function_that_cannot_be_loaded_or_fails_says_so(folder: Path) -> None:
-    with UserFunction(Hook("selection", "own.py:nothing", "selection.dynamic_sampling")) as missing:
+    with UserFunction(
+        Hook("selection", "own.py:nothing", "selection.dynamic_sampling")
+    ) as missing_function:
         with pytest.raises(ValueError, match="has no function 'nothing'"):
-            missing.call({})
+            missing_function.call({})
     with UserFunction(Hook("advantage", "own.py:two", "algorithm.advantage")) as two:
         assert two.call([[1.0]], [[3]]) == [[1.0]]
         with pytest.raises(
@@ -367,14 +369,14 @@ def _held(folder: Path) -> Path:
 
 
 def test_what_is_wrong_is_told_by_its_setting(folder: Path) -> None:
-    wrong = (
+    wrong_settings = (
         "run.plugins=[own.py]",
         "algorithm.advantage=own.py:one_argument",
         "selection.dynamic_sampling=own.py:keywrd",
         "telemetry.metrics=[rankd]",
     )
     paths = ("run.output_dir=o", "model.path=m", "data.train_path=t")
-    problems = list(hook_problems(load_config([], [*paths, *wrong]), "grpo"))
+    problems = list(hook_problems(load_config([], [*paths, *wrong_settings]), "grpo"))
     assert [problem[:60] for problem in problems] == [
         "selection.dynamic_sampling: 'own.py' has no function 'keywrd"[:60],
         "algorithm.advantage: own.py:one_argument cannot be called as it is"[:60],
@@ -412,14 +414,16 @@ def test_a_wrong_result_of_a_trial_call_ends_the_start(
     value = "[a=wrong.py:f]" if setting == "telemetry.metrics" else "wrong.py:f"
     paths = ("run.output_dir=o", "model.path=m", "data.train_path=t", "rollout.group_size=4")
     config = load_config([], [*paths, f"{setting}={value}"])
-    with pytest.raises(ValueError, match="groups that were made up to try it") as refused:
+    with pytest.raises(ValueError, match="groups that were made up to try it") as error:
         try_functions(config, [Prompt("q", "1+1=", (1,), ("2",), "math")])
-    assert told in str(refused.value)
+    assert told in str(error.value)
 
 
 def test_a_reward_that_a_plugin_registers_stands_in_the_list_by_its_name() -> None:
     reward = RewardConfig(rewards=["correctness", "digits", "long=own.py:steps"])
-    assert [(named.name, named.function) for named in named_rewards(reward)] == [
+    assert [
+        (named_reward.name, named_reward.function) for named_reward in named_rewards(reward)
+    ] == [
         ("correctness", None),
         ("digits", "digits"),
         ("long", "own.py:steps"),

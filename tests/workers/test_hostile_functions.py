@@ -205,10 +205,10 @@ def test_processes_end_with_the_time_limit_and_with_the_pool(folder):
     with WorkerPool(1, 1.5, function="hostile_rewards:reward") as pool:
         assert ask(pool, "hang_with_children now")[0].failure == "timeout"
         wait_for(lambda: not naps())
-        asked = pool.call("hang_with_children now", [], {})
+        future = pool.call("hang_with_children now", [], {})
         wait_for(lambda: len(naps()) == 8)
     assert not naps()
-    assert asked.exception(10)
+    assert future.exception(10)
 
 
 def test_processes_end_with_a_trainer_that_is_killed(folder):

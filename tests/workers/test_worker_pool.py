@@ -68,11 +68,11 @@ def warm(pool: WorkerPool) -> None:
     """Wait until both workers have imported the verifier and verified a wrong answer.
 
     The first of these takes most of a second; on a busy machine it alone may take a limit."""
-    both = ("\\boxed{0.71}", "\\boxed{0.72}")
+    texts = ("\\boxed{0.71}", "\\boxed{0.72}")
 
     def verified() -> bool:
-        asked = [pool.submit(text, HALF, "math") for text in both]
-        return all(future.result(60).verdict == "symbolic" for future in asked)
+        futures = [pool.submit(text, HALF, "math") for text in texts]
+        return all(future.result(60).verdict == "symbolic" for future in futures)
 
     wait_for(verified)
 
@@ -104,13 +104,14 @@ def test_a_stuck_check_times_out_and_delays_nobody_else(pool):
     finished = []
     stuck = pool.submit(HANG, HALF, "math")
     stuck.add_done_callback(lambda _: finished.append("stuck"))
-    others = [
+    other_checks = [
         pool.submit(f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}", HALF, "math") for n in range(1, 31)
     ]
-    for other in others:
+    for other in other_checks:
         other.add_done_callback(lambda _: finished.append("other"))
     assert all(
-        other.result(60) == Verdict(True, other.result().extracted, "symbolic") for other in others
+        other.result(60) == Verdict(True, other.result().extracted, "symbolic")
+        for other in other_checks
     )
     assert stuck.result(60) == Verdict(False, HANG[7:-1], "timeout")
     assert pool.submit(HANG, HALF, "math") is not stuck, "a check that failed is not kept"
@@ -236,14 +237,14 @@ def test_a_fork_server_that_is_killed_is_an_error_in_words():
 
 
 def test_many_solutions_are_compared_in_a_worker_under_its_limit(pool):
-    wrong = tuple(f"\\frac{{{n}}}{{7}} + {n}" for n in range(1, 1000))
+    wrong_solutions = tuple(f"\\frac{{{n}}}{{7}} + {n}" for n in range(1, 1000))
     right = [
-        pool.submit(f"\\boxed{{{answer}}}", (*wrong, "1/2"), "math")
+        pool.submit(f"\\boxed{{{answer}}}", (*wrong_solutions, "1/2"), "math")
         for answer in ("0.5", "1/2", "2/4")
     ]
     assert [future.result(60).correct for future in right] == [True, True, True]
-    many = tuple(f"\\sqrt{{{n}}}+x" for n in range(200_000))
-    assert pool.submit("\\boxed{0.7}", many, "math").result(60).verdict == "timeout"
+    many_solutions = tuple(f"\\sqrt{{{n}}}+x" for n in range(200_000))
+    assert pool.submit("\\boxed{0.7}", many_solutions, "math").result(60).verdict == "timeout"
 
 
 def test_limits_that_cannot_be_are_refused():

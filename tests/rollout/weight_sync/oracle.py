@@ -160,8 +160,8 @@ def engine_parameters(
         "model.embed_tokens.weight",
         *([] if shape.tied_embeddings else ["lm_head.weight"]),
     ):
-        missing = -shape.vocab_size % 64
-        padded = torch.nn.functional.pad(whole[name], (0, 0, 0, missing))
+        padding_rows = -shape.vocab_size % 64
+        padded = torch.nn.functional.pad(whole[name], (0, 0, 0, padding_rows))
         weights[name] = padded.chunk(engine_size)[part]
     copies = max(1, engine_size // shape.num_kv_heads)
     for layer in range(shape.num_layers):

@@ -101,6 +101,6 @@ def test_sending_is_shared_where_all_ranks_are_one_cell() -> None:
     mesh = Mesh(0, 120, 2, 2, 2)
     plan = plan_sync(SMALL, training_layout(4, mesh), mesh, 4, BUCKET, ranks_per_node=8)
     assert len(plan.local) == 120
-    sent = [plan.bytes_sent(rank) for rank in range(120)]
-    assert sum(sent) == plan.lower_bound
-    assert max(sent) < 2 * min(sent)
+    bytes_sent = [plan.bytes_sent(rank) for rank in range(120)]
+    assert sum(bytes_sent) == plan.lower_bound
+    assert max(bytes_sent) < 2 * min(bytes_sent)

@@ -72,7 +72,7 @@ def told(name: str) -> dict[int, list[Group]]:
 
 def left_waiting(groups: dict[int, list[Group]]) -> dict[int, Group]:
     """The first group of every rank that never ends."""
-    met: dict[int, set[int]] = {rank: set() for rank in groups}
+    met_numbers: dict[int, set[int]] = {rank: set() for rank in groups}
     positions = dict.fromkeys(groups, 0)
     moved = True
     while moved:
@@ -82,16 +82,19 @@ def left_waiting(groups: dict[int, list[Group]]) -> dict[int, Group]:
                 continue
             group = rank_groups[positions[rank]]
             for number, (direction, other, size) in enumerate(group):
-                if number in met[rank] or positions[other] == len(groups[other]):
+                if number in met_numbers[rank] or positions[other] == len(groups[other]):
                     continue
                 counterpart = ("receive" if direction == "send" else "send", rank, size)
                 peer_group = groups[other][positions[other]]
-                if counterpart in peer_group and peer_group.index(counterpart) not in met[other]:
-                    met[rank].add(number)
-                    met[other].add(peer_group.index(counterpart))
+                if (
+                    counterpart in peer_group
+                    and peer_group.index(counterpart) not in met_numbers[other]
+                ):
+                    met_numbers[rank].add(number)
+                    met_numbers[other].add(peer_group.index(counterpart))
                     moved = True
-            if len(met[rank]) == len(group):
-                positions[rank], met[rank], moved = positions[rank] + 1, set(), True
+            if len(met_numbers[rank]) == len(group):
+                positions[rank], met_numbers[rank], moved = positions[rank] + 1, set(), True
     return {
         rank: rank_groups[positions[rank]]
         for rank, rank_groups in groups.items()

@@ -155,20 +155,20 @@ class Simulation:
     def _round(self, number: int) -> None:
         buckets = []
         for rank, rounds in enumerate(self.rounds):
-            sent = itertools.chain(*rounds[number].sends.values())
-            parts = [source_of(copy, self.held[rank]).flatten() for copy in sent]
+            sent_copies = itertools.chain(*rounds[number].sends.values())
+            parts = [source_of(copy, self.held[rank]).flatten() for copy in sent_copies]
             buckets.append(torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64))
         for rank, rounds in enumerate(self.rounds):
             round_ = rounds[number]
             for peer, copies in round_.receives.items():
-                at = round_.offsets[peer]
+                offset = round_.offsets[peer]
                 for copy in copies:
                     self._write(
                         rank,
                         copy,
-                        buckets[peer][at : at + copy.elements].view(copy.rows, copy.cols),
+                        buckets[peer][offset : offset + copy.elements].view(copy.rows, copy.cols),
                     )
-                    at += copy.elements
+                    offset += copy.elements
             for copy in round_.local:
                 self._write(rank, copy, source_of(copy, self.held[rank]))
             for name in round_.complete:
@@ -253,11 +253,13 @@ def test_both_ends_of_a_pair_list_the_same_copies_in_the_same_order(
     by_rank = [rank_rounds(plan, rank) for rank in range(layout.ranks)]
     for rounds in zip(*by_rank, strict=True):
         for sender, receiver in itertools.permutations(range(layout.ranks), 2):
-            sent = rounds[sender].sends.get(receiver, ())
-            assert rounds[receiver].receives.get(sender, ()) == sent
-            if sent:
-                others = [copies for to, copies in rounds[sender].sends.items() if to < receiver]
-                before = sum(copy.elements for copies in others for copy in copies)
+            sent_copies = rounds[sender].sends.get(receiver, ())
+            assert rounds[receiver].receives.get(sender, ()) == sent_copies
+            if sent_copies:
+                copies_to_lower_ranks = [
+                    copies for to, copies in rounds[sender].sends.items() if to < receiver
+                ]
+                before = sum(copy.elements for copies in copies_to_lower_ranks for copy in copies)
                 assert rounds[receiver].offsets[sender] == before
             else:
                 assert sender not in rounds[receiver].offsets
@@ -274,8 +276,8 @@ def test_ranks_that_hold_the_same_share_the_sending(
     for rank in range(layout.ranks):
         held_elements = held_numbers(MODELS[model], layout, rank)
         by_content.setdefault(held_elements, []).append(plan.bytes_sent(rank))
-    for sent in by_content.values():
-        assert max(sent) - min(sent) <= max(slices, default=0)
+    for bytes_sent in by_content.values():
+        assert max(bytes_sent) - min(bytes_sent) <= max(slices, default=0)
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
@@ -392,5 +394,5 @@ def test_a_model_of_32_billion_parameters_is_planned_for_128_ranks(engine_size: 
     plan = plan_sync(shape, training_layout(64, mesh), mesh, 2, bucket, ranks_per_node=8)
     assert sum(map(plan.bytes_sent, plan.local)) == plan.lower_bound > 0
     assert plan.largest_bucket_bytes <= bucket
-    done = [name for round_ in rank_rounds(plan, 127) for name in round_.complete]
-    assert Counter(done) == Counter(engine_shapes(shape, engine_size).keys())
+    completed_names = [name for round_ in rank_rounds(plan, 127) for name in round_.complete]
+    assert Counter(completed_names) == Counter(engine_shapes(shape, engine_size).keys())

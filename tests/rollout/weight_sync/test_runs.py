@@ -28,16 +28,16 @@ def test_runs_read_what_the_copies_read(layout: Layout, engine_size: int) -> Non
     plan = plan_of(SMALL, layout, engine_size)
     for rank in range(layout.ranks):
         parameters = training_parameters(SMALL, whole(SMALL), layout, rank)
-        sent = (copy for copy in itertools.chain(*plan.rounds) if copy.source == rank)
-        copies = [*plan.local[rank], *sent]
-        read = torch.cat(
+        sent_copies = (copy for copy in itertools.chain(*plan.rounds) if copy.source == rank)
+        copies = [*plan.local[rank], *sent_copies]
+        elements_read = torch.cat(
             [
                 run.source(parameters[run.first.source_parameter]).flatten()
                 for run in runs_of(copies)
             ]
         )
         assert torch.equal(
-            read, torch.cat([source_of(copy, parameters).flatten() for copy in copies])
+            elements_read, torch.cat([source_of(copy, parameters).flatten() for copy in copies])
         )
 
 

@@ -79,7 +79,7 @@ def test_ranks_in_containers_of_their_own_share_nothing() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     program = in_a_container(sys.executable, "-m", "tests.rollout.weight_sync.test_transport")
-    started = [
+    processes = [
         subprocess.Popen(
             program,
             cwd=programs.REPOSITORY,
@@ -96,8 +96,8 @@ def test_ranks_in_containers_of_their_own_share_nothing() -> None:
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate() for process in started]
-    assert [process.returncode for process in started] == [0, 0], outputs
+    outputs = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
     for out, _ in outputs:
         report = json.loads(out.splitlines()[-1])
         assert report == {"pid": 1, "shared": None}
