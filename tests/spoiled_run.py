@@ -25,9 +25,9 @@ SPOILED_STEP = 3
 
 def taken(name: str) -> str:
     """The value of an option, which is taken off the command line."""
-    at = sys.argv.index(name)
-    value = sys.argv[at + 1]
-    del sys.argv[at : at + 2]
+    index = sys.argv.index(name)
+    value = sys.argv[index + 1]
+    del sys.argv[index : index + 2]
     return value
 
 

@@ -27,20 +27,20 @@ GIVEN = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 
 def said(facts: dict[str, str], nodes: int = 3, ranks_per_node: int = 2, **changes: dict[str, str]):
     """What the ranks of some nodes say; `changes` are facts of single hosts."""
-    words = {}
+    reports = {}
     for rank in range(nodes * ranks_per_node):
         node, local_rank = divmod(rank, ranks_per_node)
         node_facts = facts | changes.get(f"host{node}", {}) if local_rank == 0 else {}
-        words[rank] = RankReport(
+        reports[rank] = RankReport(
             f"host{node}", node, facts=node_facts, address=f"10.0.0.{node} (eth{node})"
         )
-    return words
+    return reports
 
 
 def test_equal_nodes_are_in_order_and_are_told_with_ranks_and_addresses() -> None:
-    words = said({"torch": "2.13.0"})
-    assert _compare_nodes(words).error is None
-    assert node_lines(words) == [
+    reports = said({"torch": "2.13.0"})
+    assert _compare_nodes(reports).error is None
+    assert node_lines(reports) == [
         "3 nodes, 6 ranks:",
         "  host0: ranks 0-1, 10.0.0.0 (eth0)",
         "  host1: ranks 2-3, 10.0.0.1 (eth1)",
@@ -52,10 +52,10 @@ def test_equal_nodes_are_in_order_and_are_told_with_ranks_and_addresses() -> Non
 
 def test_every_difference_is_told_with_its_hosts_in_one_error() -> None:
     facts = {"torch": "2.13.0", "rlmath's code (hash)": "aa", "run.seed": "1"}
-    words = said(
+    reports = said(
         facts, host1={"torch": "2.12.0"}, host2={"rlmath's code (hash)": "bb", "run.seed": "2"}
     )
-    decision = _compare_nodes(words)
+    decision = _compare_nodes(reports)
     assert decision.is_mistake
     assert (decision.error or "").splitlines() == [
         "The nodes differ, and must be alike in:",
@@ -74,46 +74,49 @@ def test_what_only_some_nodes_have_is_a_difference() -> None:
 
 
 def test_nodes_with_one_name_are_told_apart_by_their_numbers() -> None:
-    words = {0: RankReport("same", 0), 1: RankReport("same", 1), 2: RankReport("other", 2)}
-    assert list(labelled(words)) == ["same (node 0)", "same (node 1)", "other"]
+    reports = {0: RankReport("same", 0), 1: RankReport("same", 1), 2: RankReport("other", 2)}
+    assert list(labelled(reports)) == ["same (node 0)", "same (node 1)", "other"]
 
 
 def test_ranks_that_read_other_prompts_than_rank_0_are_told() -> None:
     """This holds on one node, too.
 
     A function of the user's or a template may give its ranks different prompts."""
-    words = {
+    reports = {
         rank: RankReport("host0", 0, facts={"torch": "2"} if rank == 0 else {}) for rank in range(4)
     }
-    assert _compare_nodes(words).error is None
-    read = {
-        rank: replace(word, data="b" if rank in (1, 3) else "a") for rank, word in words.items()
+    assert _compare_nodes(reports).error is None
+    reports_of_data = {
+        rank: replace(report, data="b" if rank in (1, 3) else "a")
+        for rank, report in reports.items()
     }
-    decision = _compare_nodes(read)
+    decision = _compare_nodes(reports_of_data)
     assert decision.is_mistake and "ranks 1, 3 read other prompts than rank 0" in (
         decision.error or ""
     )
     makers = data_makers(
         load_config([], ["data.template=chat", "data.chat_template=own.jinja", *GIVEN])
     )
-    named = {rank: replace(report, data_makers=makers) for rank, report in read.items()}
-    assert "clocks: data.chat_template=own.jinja" in (_compare_nodes(named).error or "")
+    named_reports = {
+        rank: replace(report, data_makers=makers) for rank, report in reports_of_data.items()
+    }
+    assert "clocks: data.chat_template=own.jinja" in (_compare_nodes(named_reports).error or "")
     assert (
-        _compare_nodes({rank: replace(word, data="a") for rank, word in words.items()}).error
+        _compare_nodes({rank: replace(report, data="a") for rank, report in reports.items()}).error
         is None
     )
 
 
 def test_a_first_node_whose_name_means_itself_is_told_unless_all_nodes_are_one_machine() -> None:
-    words = said({"torch": "2"})
-    words[0] = RankReport("host0", 0, facts={"torch": "2"}, address="127.0.1.1 (lo)")
-    error = _compare_nodes(words).error or ""
+    reports = said({"torch": "2"})
+    reports[0] = RankReport("host0", 0, facts={"torch": "2"}, address="127.0.1.1 (lo)")
+    error = _compare_nodes(reports).error or ""
     assert "127.0.1.1 (lo) on host0" in error and "GLOO_SOCKET_IFNAME" in error
     chosen = RankReport("host0", 0, facts={"torch": "2"}, address="127.0.1.1 (lo), gloo over eth0")
-    assert _compare_nodes(words | {0: chosen}).error is None
+    assert _compare_nodes(reports | {0: chosen}).error is None
     everywhere = {
-        rank: RankReport(word.host, word.node, facts=word.facts, address="127.0.0.1 (lo)")
-        for rank, word in words.items()
+        rank: RankReport(report.host, report.node, facts=report.facts, address="127.0.0.1 (lo)")
+        for rank, report in reports.items()
     }
     assert _compare_nodes(everywhere).error is None
 
@@ -192,7 +195,8 @@ def test_a_start_without_torchrun_is_refused(tied_model: Path, tmp_path: Path) -
         for size in (1, 2)
     ]
     starts = [
-        [*words, f"run.output_dir={tmp_path / str(place)}"] for place, words in enumerate(starts)
+        [*arguments, f"run.output_dir={tmp_path / str(place)}"]
+        for place, arguments in enumerate(starts)
     ]
     starts.append(["launch/train_grpo.py", "--config", "nothing.yaml"])
     starts.append(["rlmath/trainer/__main__.py", "replay", "nowhere"])
@@ -230,9 +234,9 @@ def test_only_rank_0_prints_help_and_a_mistake_of_the_command_line(
     monkeypatch.setattr(command_line, "OTHER_RANKS_WAIT_SECONDS", 0.0)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as error:
             command_line.read_command_line("Train with GRPO.", words)
-        assert ended.value.code == status
+        assert error.value.code == status
         console = "".join(capsys.readouterr())
         assert console == "" if rank == "1" else all(text in console for text in printed)
 
@@ -271,8 +275,11 @@ def test_a_start_shows_a_prompt_and_what_is_odd_about_the_data(
     assert "1: the reference says that the answer is elsewhere ('2': 'see solution')" in console
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    other = prepare_grpo(config)
-    assert "A prompt as the model reads it" not in "\n".join(other.lines) and other.warnings == ()
+    second_start = prepare_grpo(config)
+    assert (
+        "A prompt as the model reads it" not in "\n".join(second_start.lines)
+        and second_start.warnings == ()
+    )
 
 
 def test_a_supervised_start_shows_what_is_learned(tied_model: Path, tmp_path: Path) -> None:

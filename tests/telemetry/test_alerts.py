@@ -44,9 +44,9 @@ def told(rows, limits=LIMITS, **more):
 
 
 def settings_that_a_resume_refuses(text):
-    named = set(re.findall(r"[a-z]+\.[a-z_]+", text)) & {*setting_values(Config())}
+    named_settings = set(re.findall(r"[a-z]+\.[a-z_]+", text)) & {*setting_values(Config())}
     may_change = (*MAY_CHANGE, "stages.", "reward.function")  # the code of that function may
-    return {key for key in named if not is_among(key, may_change)}
+    return {key for key in named_settings if not is_among(key, may_change)}
 
 
 def rows(name, values):
@@ -199,10 +199,10 @@ def test_a_run_that_goes_on_tells_what_an_unbroken_one_tells_from_there(bad, sto
     alerts = Alerts(limits)
     for row in bad[:stopped_after]:
         alerts.check(row)
-    later = [
+    later_signs = [
         (n, text) for n, row in enumerate(bad, 1) if n > stopped_after for text in alerts.check(row)
     ]
-    assert later == [(step, text) for step, text in whole if step > stopped_after]
+    assert later_signs == [(step, text) for step, text in whole if step > stopped_after]
 
 
 def test_a_new_stage_is_measured_by_its_own_first_steps():
@@ -250,23 +250,23 @@ def test_long_waits_for_reward_workers_name_the_setting():
 
 
 def test_rewards_that_are_all_alike_within_groups_are_told_of_after_two_steps():
-    alike = [
+    rows_alike = [
         {**GOOD, "rollout/groups_with_contrast": 0.0, "task_reward": 1.0, "train/minibatches": 0.0}
     ] * 6
-    ((step, text),) = told([alike[0], GOOD, *alike])
+    ((step, text),) = told([rows_alike[0], GOOD, *rows_alike])
     assert step == 4
     assert text.startswith("No group had different rewards") and "last 2 steps" in text
     assert "reward.function" in text
-    learned = [row | {"train/minibatches": 1.0} for row in alike]
-    assert told(learned, group_relative=False) == []
+    learned_rows = [row | {"train/minibatches": 1.0} for row in rows_alike]
+    assert told(learned_rows, group_relative=False) == []
     assert told(rows("rollout/groups_with_contrast", [0.01] * 20)) == []
 
 
 def test_steps_whose_groups_were_all_dropped_are_told_of_after_two_steps():
-    dropped = {**GOOD, "train/minibatches": 0.0, "train/early_stopped_minibatches": 0.0}
-    ((step, text),) = told([dropped, GOOD, *[dropped] * 3])
+    dropped_row = {**GOOD, "train/minibatches": 0.0, "train/early_stopped_minibatches": 0.0}
+    ((step, text),) = told([dropped_row, GOOD, *[dropped_row] * 3])
     assert step == 4 and text.startswith("No group was learned from (last 2 steps)")
-    ((_, text),) = told([dropped, {**GOOD, "rollout/groups_with_contrast": 0.0}])
+    ((_, text),) = told([dropped_row, {**GOOD, "rollout/groups_with_contrast": 0.0}])
     assert text.startswith("No group had different rewards")
 
 

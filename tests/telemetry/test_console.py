@@ -174,9 +174,9 @@ def write_logs(folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_log_file_has_all_lines_with_date_and_level_and_no_control_characters(tmp_path: Path):
     for _ in range(2):
-        done = write_logs(tmp_path)
-    assert "before there is a file" in done.stderr and "alone" not in done.stderr
-    assert f"news of many words {'news of many words ' * 7}\n" in done.stderr, (
+        process = write_logs(tmp_path)
+    assert "before there is a file" in process.stderr and "alone" not in process.stderr
+    assert f"news of many words {'news of many words ' * 7}\n" in process.stderr, (
         "no line of a log is wrapped"
     )
     lines = (tmp_path / LOG_FILE).read_text().splitlines()
@@ -192,9 +192,14 @@ def test_the_log_file_has_all_lines_with_date_and_level_and_no_control_character
 def test_a_log_file_that_the_disk_refuses_is_told_once(tmp_path: Path):
     """Whatever is written to /dev/full is refused."""
     (tmp_path / LOG_FILE).symlink_to("/dev/full")
-    done = write_logs(tmp_path)
-    assert done.stderr.count(os.strerror(errno.ENOSPC)) == 1 and "Traceback" not in done.stderr
-    assert done.stderr.count("before there is a file") == 1 and "news of many words" in done.stderr
+    process = write_logs(tmp_path)
+    assert (
+        process.stderr.count(os.strerror(errno.ENOSPC)) == 1 and "Traceback" not in process.stderr
+    )
+    assert (
+        process.stderr.count("before there is a file") == 1
+        and "news of many words" in process.stderr
+    )
 
 
 BAR_AND_LINES = """
@@ -213,9 +218,9 @@ logging.getLogger("rlmath").info("the end")
 
 @pytest.mark.parametrize("columns", [80, 50])
 def test_lines_on_a_terminal_fit_and_do_not_mix_with_a_bar(columns: int):
-    written = on_terminal(BAR_AND_LINES, columns)
-    assert "step 4/20:" in written and "\x1b" not in written
-    lines = [line for line in shown_lines(written) if line]
+    terminal_text = on_terminal(BAR_AND_LINES, columns)
+    assert "step 4/20:" in terminal_text and "\x1b" not in terminal_text
+    lines = [line for line in shown_lines(terminal_text) if line]
     assert all(len(line) <= columns for line in lines)
     assert (
         " ".join(line.strip() for line in lines[:-1])[9:]
@@ -256,8 +261,8 @@ stop_on_signal(Path({str(tmp_path)!r}))
 os.kill(os.getpid(), 2)
 time.sleep(60)
 """
-    before, last, after = on_terminal(program, 80, 75).partition("the same")
-    assert "evaluation:" in before and last and "evaluation:" not in after
+    before, separator, after = on_terminal(program, 80, 75).partition("the same")
+    assert "evaluation:" in before and separator and "evaluation:" not in after
 
 
 def test_a_terminal_that_does_not_know_its_columns_has_80() -> None:
@@ -302,8 +307,8 @@ except PeerFailedError:
     end_broken()
 """
     first, _, second = on_terminal(program, 80, 1).partition("the second\r\n")
-    before, last, after = first.partition("OSError: broken")
-    assert "evaluation:" in before and last and "evaluation:" not in after
+    before, separator, after = first.partition("OSError: broken")
+    assert "evaluation:" in before and separator and "evaluation:" not in after
     lines = second.splitlines()
     assert lines[-1].endswith("ERROR: rank 0 ends: rank 1 has died") and len(lines) == 1
     log = (tmp_path / "run.log").read_text()

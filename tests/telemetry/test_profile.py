@@ -16,9 +16,9 @@ from rlmath.telemetry.profile import StepProfiler
 
 def work(timers: PhaseTimers) -> None:
     with timers.phase("update"):
-        left = torch.randn(600, 600)
+        matrix = torch.randn(600, 600)
         for _ in range(7):
-            left = left @ left / 600
+            matrix = matrix @ matrix / 600
     with timers.phase("pack"):
         torch.ones(3).cumsum(0)
 

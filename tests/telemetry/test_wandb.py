@@ -160,10 +160,10 @@ def test_offline_files_have_the_numbers_of_metrics_jsonl_and_the_config(tmp_path
         "sums",
         "first",
     )
-    sent = {setting.key: json.loads(setting.value_json) for setting in run.config.update}
+    sent_config = {setting.key: json.loads(setting.value_json) for setting in run.config.update}
     assert (
-        sent["optimizer"]["lr"] == Config().optimizer.lr
-        and sent["telemetry"]["wandb_project"] == "sums"
+        sent_config["optimizer"]["lr"] == Config().optimizer.lr
+        and sent_config["telemetry"]["wandb_project"] == "sums"
     )
 
 
@@ -200,8 +200,8 @@ def test_its_process_ends_with_a_run_that_breaks_off_and_the_file_can_be_read(
     tmp_path: Path, monkeypatch
 ):
     monkeypatch.setenv("RLMATH_TEST", str(tmp_path))
-    done = program(tmp_path, "os._exit(7)")
-    assert done.returncode == 7, done.stdout
+    process = program(tmp_path, "os._exit(7)")
+    assert process.returncode == 7, process.stdout
     psutil.wait_procs(service_processes_of(tmp_path), timeout=100)
     assert service_processes_of(tmp_path) == []
     (path,) = wandb_files(tmp_path)
@@ -284,7 +284,7 @@ for environment in json.loads(sys.argv[1]):
         os._exit(0)
     assert os.wait()[1] == 0
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", source, json.dumps(environments)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -292,7 +292,7 @@ for environment in json.loads(sys.argv[1]):
         timeout=300,
         check=True,
     )
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("[")]
 
 
 @pytest.mark.usefixtures("no_account")
