@@ -269,7 +269,7 @@ def bench(work: Work, repeats: int) -> None:
 
 
 def title_of(work: Work, scheduling: dict[str, Any]) -> str:
-    """What ours is may decide the figures."""
+    """The title says how our engine runs, which may decide the figures."""
     how = "asynchronously" if scheduling["asynchronous"] else "step by step"
     runner = "second" if scheduling["second_runner"] else "first"
     return (

@@ -477,7 +477,7 @@ class Disturbed:
         return True
 
     def _note_recovery(self, rows: list[dict[str, float]], before: int, seconds: float) -> None:
-        """End the open recoveries, which a start's first new step does.
+        """End the open recoveries at a start's first new step.
 
         There are several where a start was disturbed while it began."""
         for outcome in self.outcomes:

@@ -193,7 +193,7 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class SurrogateInputs:
-    """Inputs of a surrogate for every token; log-probs and advantages are 0 where none counts."""
+    """Inputs of a surrogate for every token; log-probs and advantages are 0 where it does not count."""
 
     new_T: Float[Tensor, "T"]
     """Log-probs of the policy now, with the gradient of learned tokens."""
@@ -299,7 +299,7 @@ def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
 
 def _clip(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
     """PPO's surrogate, clipped on both sides, with `dual_clip` where it is set."""
-    return _clipped(inputs.log_ratio_T.exp(), inputs.advantages_T, settings)
+    return _clipped_surrogate(inputs.log_ratio_T.exp(), inputs.advantages_T, settings)
 
 
 def _gspo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
@@ -308,12 +308,13 @@ def _gspo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
     # GSPO-token: the value is the sequence's, each token's gradient is weighted by its own
     # advantage.
     ratio_T = sequence_T.detach().exp() * (inputs.new_T - inputs.new_T.detach()).exp()
-    return _clipped(ratio_T, inputs.advantages_T, settings)
+    return _clipped_surrogate(ratio_T, inputs.advantages_T, settings)
 
 
-def _clipped(
+def _clipped_surrogate(
     ratio_T: Float[Tensor, "T"], advantages_T: Float[Tensor, "T"], settings: LossSettings
 ) -> Surrogate:
+    """PPO's surrogate of these ratios, clipped on both sides."""
     plain_T = -advantages_T * ratio_T
     bounded_T = -advantages_T * ratio_T.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     loss_T = torch.maximum(plain_T, bounded_T)

@@ -377,7 +377,7 @@ def set_superseded_aside(
 
 
 def _still_judged(checkpoints: Sequence[Checkpoint], steps: int) -> Iterator[Checkpoint]:
-    """At most four of the checkpoints `checkpoints`, which are given newest first.
+    """At most four of `checkpoints`, which are given newest first.
 
     They are the newest one that is at least `steps` older than the newest of all, and then later
     ones that are half as many steps apart, beginning with the oldest."""

@@ -270,6 +270,7 @@ def optimizer_pieces(
 def _flat(offset: tuple[int, ...], shape: tuple[int, ...]) -> int:
     """Number of the element at `offset` in a flattened tensor of this shape.
 
+    >>> _flat((1, 2, 3), (2, 3, 4))
     23
     """
     return sum(index * math.prod(shape[axis + 1 :]) for axis, index in enumerate(offset))

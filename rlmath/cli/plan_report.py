@@ -113,6 +113,7 @@ def layout_lines(layouts: Comparison, run_plan: StepPlan, shown: int) -> Iterato
 def _seconds(number: float) -> str:
     """Seconds with three digits, or rounded from 100 on.
 
+    >>> _seconds(1234.4), _seconds(0.01234)
     ('1,234', '0.0123')
     """
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

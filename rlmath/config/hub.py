@@ -105,7 +105,7 @@ class HubId:
 def cache_folder() -> Path:
     """The cache of huggingface_hub.
 
-    Its variables are read here for ranks that do not import it."""
+    The library's variables are read here for ranks that do not import it."""
     variables = os.environ
     caches = variables.get("XDG_CACHE_HOME") or "~/.cache"
     home = variables.get("HF_HOME") or os.path.join(caches, "huggingface")

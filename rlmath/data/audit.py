@@ -237,10 +237,10 @@ def _unknown_in(
         yield _unknown(parts, missing_characters, _named(unreadable))
 
 
-def _unknown(texts: str, lost: Collection[str], examples: tuple[str, ...]) -> Finding:
+def _unknown(sentence_end: str, lost: Collection[str], examples: tuple[str, ...]) -> Finding:
     left_out = f" It has no token for {_characters(lost)}." if lost else ""
     return Finding(
-        f"The tokenizer does not know {texts}{left_out} Use the tokenizer that belongs to the "
+        f"The tokenizer does not know {sentence_end}{left_out} Use the tokenizer that belongs to the "
         "model, or other "
         "characters.",
         examples,

@@ -268,9 +268,10 @@ class PromptOrder:
         return Draw(step, indices[place], indices[:place].count(indices[place]))
 
     def extra(self, step: int, step_prompts: Collection[int] | None = None) -> Iterator[int]:
-        """All prompts but the step's `step_prompts` (None: those of `batch`), drawn from (seed, step).
+        """All prompts but `step_prompts`, in an order drawn from (seed, step).
 
-        Those of heavier files come earlier. Dynamic sampling takes them for dropped groups. They
+        None stands for those of `batch`. Prompts of heavier files come earlier. Dynamic sampling
+        takes them for dropped groups. They
         keep their turn in the epochs."""
         taken = set(self.batch(step)[1] if step_prompts is None else step_prompts)
         name = f"{self.seed_at(step)}:extra:{step}"

@@ -71,8 +71,8 @@ class TeacherStates:
     hidden: tuple[Tensor, ...]
     """Hidden states of each micro-batch, by `ForwardBackward.hidden_states`."""
 
-    def __getitem__(self, rows: slice) -> TeacherStates:
-        return TeacherStates(self.teacher, self.hidden[rows])
+    def __getitem__(self, microbatches: slice) -> TeacherStates:
+        return TeacherStates(self.teacher, self.hidden[microbatches])
 
     def rows(self, index: int) -> TeacherRows:
         """The teacher's distributions of a micro-batch's rows.

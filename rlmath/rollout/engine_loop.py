@@ -296,9 +296,9 @@ class EngineLoop:
                 self._take_weights(self._pending)
             self._finish_scored()
 
-    def _share(self, leader_list: list[Any]) -> list[Any]:
+    def _share(self, messages: list[Any]) -> list[Any]:
         """The leader's list, on all ranks of the engine."""
-        return share_in_engine(leader_list) if self._mesh.engine_size > 1 else leader_list
+        return share_in_engine(messages) if self._mesh.engine_size > 1 else messages
 
     def _read_messages(self) -> list[Any]:
         if self._leader is None:

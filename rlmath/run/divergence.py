@@ -42,9 +42,9 @@ ADVICE = (
 NO_STEP = 2**62
 """Later than every step: there are no best rewards."""
 MIN_DEVIATIONS = 3.0
-"""The deviations of single steps by which rewards must have fallen, too."""
+"""How many deviations of a single step rewards must have fallen by, too."""
 ROUNDING = 1e-9
-"""The difference that means of a reward may have that is always the same."""
+"""How far means of a reward that never changes may differ, by rounding."""
 
 
 class DivergedError(Exception):

@@ -29,9 +29,8 @@ def gathered_attention() -> Iterator[None]:
 
     attend = attention.attend
 
-    def attend_gathered(*given: Any) -> Tensor:
+    def attend_gathered(*qkv: Tensor, packing: Any, window: Any) -> Tensor:
         """Queries and keys are rotated by the angles of this rank's tokens."""
-        *qkv, packing, window = given
         group = parallel_state.get_context_parallel_group()
         source_CN = split_pack(packing.cu_seqlens_q, group.size()).source_CN
         mine_N = source_CN[group.rank()]
@@ -40,7 +39,7 @@ def gathered_attention() -> Iterator[None]:
             for tensor in qkv
         ]
         gathered = [all_reduce(tensor, group=group) for tensor in whole]
-        return attend(*gathered, packing, window)[mine_N]
+        return attend(*gathered, packing=packing, window=window)[mine_N]
 
     with mock.patch.object(attention, "attend", attend_gathered):
         yield

@@ -278,21 +278,21 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
         return ask(batches)
 
     def learning(
-        batches: Any, old: Any, reference: Any, on_policy: bool = False, *more: Any
+        batches: Any, old: Any, reference: Any, on_policy: bool = False, **options: Any
     ) -> Any:
         indices = sorted(index for batch in batches for index in batch.sample_indices)
         weights = sorted({float(w) for batch in batches for w in batch.loss_weights_T if w > 0})
         asked["learned"].append((indices, weights, old is None, reference is None, on_policy))
         for batch in batches:
             asked["samples"] += [(probe._step, *row) for row in _rows_of(batch)]
-        return learn(batches, old, reference, on_policy, *more)
+        return learn(batches, old, reference, on_policy, **options)
 
     def taking(version: int, **more: Any) -> None:
         asked["versions"].append(version)
         take(version, **more)
 
-    def managing(*given: Any) -> Any:
-        manager = manage(*given)
+    def managing(*arguments: Any, **options: Any) -> Any:
+        manager = manage(*arguments, **options)
         wait = manager.wait
 
         def waiting(*on_progress: Any) -> None:

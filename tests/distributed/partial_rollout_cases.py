@@ -203,8 +203,8 @@ def _score_new_tokens(trainer: Any, found: Run) -> None:
     collector = trainer.engines.collector
     sample = collector.sample
 
-    def sample_and_score(rows: Any, *more: Any) -> Any:
-        sampled, usages = sample(rows, *more)
+    def sample_and_score(rows: Any, *arguments: Any, **options: Any) -> Any:
+        sampled, usages = sample(rows, *arguments, **options)
         for work in (work for row in rows for work in row):
             part = sampled[work.request.key]
             part = part if isinstance(part, PartialCompletion) else part.completion

@@ -227,6 +227,7 @@ def rules_of(architecture: str) -> tuple[Rule, ...]:
 def value_architecture(architecture: str) -> str:
     """The architecture with a value head in place of the output layer.
 
+    >>> value_architecture("Qwen2ForCausalLM")
     'Qwen2ForTokenClassification'
     """
     return architecture.replace(_CAUSAL, VALUE_HEAD)
