@@ -101,11 +101,14 @@ def main(argv: Sequence[str]) -> int:
     problems = []
     for title, lines in (
         ("Machine", machine_lines(gpus)),
-        (f"Packages, beside requirements/{device}.txt", package_lines(device)),
+        (
+            f"Packages, beside requirements/{device}.txt (each is imported: one or two minutes)",
+            package_lines(device),
+        ),
         ("Tools", tool_lines(device)),
         ("Sandbox of a model's code", sandbox_lines()),
     ):
-        print(f"{title}")
+        print(title, flush=True)
         for is_good, line in lines:
             print(f"  {'  ' if is_good else '! '}{line}")
             problems += [] if is_good else [line]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlmath.config.files import open_regular, read_json_object
+from rlmath.config.help import nearest_path
 from rlmath.config.run_files import (
     CONFIG_FILE,
     EVENTS_FILE,
@@ -105,18 +106,25 @@ def require_run(folder: Path) -> None:
     try:
         open_regular(folder / METRICS_FILE).close()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        if isinstance(error, FileNotFoundError) and not folder.is_dir():
+            problem = "which is not there"
+        else:
+            reason = error.strerror if isinstance(error, OSError) else error
+            problem = f"which has no {METRICS_FILE} that can be read ({reason})"
         text = (
-            f'got RUN "{folder}", which has no {METRICS_FILE} that can be read ({reason}); '
-            "needed: the folder of a run "
-            "(run.output_dir), whose first step writes it"
+            f'got RUN "{folder}", {problem}; needed: the folder of a run (run.output_dir), '
+            f"whose first step writes {METRICS_FILE}.{nearest_path(folder)}"
         )
         raise NoRunError(visible(text).replace("\n", "\\n")) from error
 
 
 def label_of(folder: Path) -> str:
-    """The folder as it was given, or the end of its path, on one line."""
-    shown = visible(str(folder)).replace("\n", "\\n").replace("\t", "\\t")
+    """The folder as it was given, or the end of its path, on one line.
+
+    One inside the current folder is named from there."""
+    inside = folder.is_relative_to(Path.cwd())
+    name = str(folder.relative_to(Path.cwd()) if inside else folder)
+    shown = visible(name).replace("\n", "\\n").replace("\t", "\\t")
     return shown if len(shown) <= MOST_LABEL else f"…{shown[1 - MOST_LABEL :]}"
 
 

@@ -99,7 +99,8 @@ def test_a_number_without_a_point_is_a_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("missing", "No such file"),
+        ("missing", "which is not there"),
+        ("emtpy", '/empty".'),
         ("file", "Not a directory"),
         ("empty", "which has no metrics.jsonl"),
         ("fifo", "is a FIFO"),
@@ -121,6 +122,7 @@ def test_what_is_no_run_is_named_in_one_line(tmp_path: Path, name: str, says: st
 
 def test_a_label_is_one_line_and_not_long() -> None:
     assert label_of(Path("outputs/a\nb")) == r"outputs/a\nb"
+    assert label_of(Path.cwd() / "outputs/a") == "outputs/a"
     assert label_of(Path("x" * 100 + "/run")) == "…" + "x" * 55 + "/run"
 
 

@@ -482,7 +482,7 @@ def test_what_a_start_refuses_to_resume_a_dry_run_refuses(
     assert err.startswith("1 problem with this run:") and err.count("cannot resume from") == 1
     assert "8 steps are done there, the run has 4 now" in err and "model.path: what" not in err
     match = re.search(
-        r"data.train_path: what .* has changed \(fingerprint another there, (\w+) of", err
+        r"data.train_path: what .* has changed \(fingerprint another of \S+ there, (\w+) of", err
     )
     assert match is not None
     checkpoint(9, match[1])

@@ -321,8 +321,7 @@ def _other_run(
         if is_known and was != is_now:
             yield (
                 f"{key}: what the run started from has changed (fingerprint {was or 'none'} "
-                f"there, {is_now or 'none'} "
-                f"of {path} now)"
+                f"of {shown_values(saved_config)[key]} there, {is_now or 'none'} of {path} now)"
             )
 
 
