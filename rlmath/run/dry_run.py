@@ -103,7 +103,10 @@ def dry_run(
     rank = 0
     try:
         rank = environment_rank()
-        config = fetch_inputs(load_config(config_files, overrides), None, weights=False)
+        config = load_config(config_files, overrides)
+        if rank == 0 and sys.stderr.isatty():
+            print("Reading the settings, the model and the data ...", file=sys.stderr)
+        config = fetch_inputs(config, None, weights=False)
         title, *lines = plan_lines(plan_run(config, ranks, kind, oversubscribe=oversubscribe))
         lines = [title, *download_lines(config), *lines]
     except (ValueError, HubFailedError) as error:

@@ -181,7 +181,7 @@ def test_a_plan_for_the_cpu_names_its_number_format(
     assert f"the plan is for the CPU, in {planned};" in out
 
 
-def test_lines_for_a_terminal_are_wrapped_between_words(
+def test_a_terminal_sees_that_it_begins_and_lines_wrapped_between_words(
     dry, bare_model: Path, rows: Path, tmp_path: Path
 ):
     plain = dry(SMALL_R1, *TINY, f"model.path={bare_model}")[1]
@@ -199,6 +199,8 @@ def test_lines_for_a_terminal_are_wrapped_between_words(
     ]
     program = f"from launch.train_grpo import main; main({[*arguments, *data_settings]!r})"
     terminal_text = on_terminal(program, 80).replace("\r\n", "\n")
+    first_line, _, terminal_text = terminal_text.partition("\n")
+    assert first_line == "Reading the settings, the model and the data ..."
     long_lines = [
         line
         for line in terminal_text.splitlines()
