@@ -229,14 +229,14 @@ def remove_samples(attempt: Attempt, rng: random.Random) -> str:
 
 
 @contextlib.contextmanager
-def own_disk(folder: Path, mounts: bool, target: Path) -> Iterator[None]:
+def own_disk(folder: Path, is_needed: bool, files_folder: Path) -> Iterator[None]:
     """A disk of its own under the folder, where one is asked for and allowed.
 
-    At the end its files lie in `target`."""
-    mounted = mounts and mount_disk(folder)
+    At the end its files lie in `files_folder`."""
+    mounted = is_needed and mount_disk(folder)
     try:
         yield
     finally:
         if mounted:
-            shutil.copytree(folder, target, dirs_exist_ok=True, symlinks=True)
+            shutil.copytree(folder, files_folder, dirs_exist_ok=True, symlinks=True)
             unmount_disk(folder)

@@ -347,23 +347,24 @@ class Disturbed:
         rows = metric_lines(self.folder / "run")
         return max((int(json.loads(row)["step"]) for row in rows), default=0)
 
-    def _one_start(self, start: Start) -> bool:
-        settings = KINDS[start.ending].settings if start.ending else ()
+    def _one_start(self, planned_start: Start) -> bool:
+        ending = planned_start.ending
+        settings = KINDS[ending].settings if ending else ()
         attempt = self.drill.start(self.folder, self.steps, settings)
         try:
-            return self._disturb(attempt, start)
+            return self._disturb(attempt, planned_start)
         finally:
             attempt.wait_gone(0.0)  # nothing is there any more, unless this program fails
 
-    def _disturb(self, attempt: Attempt, start: Start) -> bool:
+    def _disturb(self, attempt: Attempt, planned_start: Start) -> bool:
         """Disturb one start; returns whether the run ended as it should and the drill goes on."""
-        ending = KINDS[start.ending] if start.ending else None
+        ending = KINDS[planned_start.ending] if planned_start.ending else None
         steps_before = self._steps_done()
         started = time.monotonic()
         if ending is None or (ending.rows and ending.place == "steps"):
             rows = attempt.rows_or_end(1, START_SECONDS)
             self._note_recovery(rows, steps_before, time.monotonic() - started)
-        for name in start.running:
+        for name in planned_start.running:
             if not self._survive(attempt, name):
                 return False
         if ending is None:
@@ -373,8 +374,8 @@ class Disturbed:
             ]
             self.problems += ending_problems(self.folder / "run")
             return True
-        return self._end(attempt, str(start.ending), steps_before) and self._between(
-            attempt, start.between
+        return self._end(attempt, str(planned_start.ending), steps_before) and self._between(
+            attempt, planned_start.between
         )
 
     def _survive(self, attempt: Attempt, name: str) -> bool:

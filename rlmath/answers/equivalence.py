@@ -165,7 +165,7 @@ class Equivalence:
             return False
         gold_exprs, gold_letter = gold_angles
         answer_exprs, answer_letter = answer_angles
-        return same_progressions(gold_exprs, gold_letter, answer_exprs, other=answer_letter)
+        return same_progressions(gold_exprs, gold_letter, answer_exprs, answer_letter=answer_letter)
 
     def _same_relation(self, gold: Interpretations, answer: Interpretations) -> bool:
         """Whether two equations, or several of each, say the same."""

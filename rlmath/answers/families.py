@@ -233,13 +233,13 @@ def open_index(exprs: Sequence[Expr]) -> str | None:
 
 
 def same_progressions(
-    gold: Sequence[Expr], letter: str, answer: Sequence[Expr], other: str
+    gold: Sequence[Expr], gold_letter: str, answer: Sequence[Expr], answer_letter: str
 ) -> bool:
     """Whether two unions of progressions are the same set.
 
     An example is `(-1)^k a + k\\pi` and `a + 2k\\pi, \\pi - a + 2k\\pi`."""
-    gold_progressions = _progressions(gold, letter)
-    answer_progressions = _progressions(answer, other)
+    gold_progressions = _progressions(gold, gold_letter)
+    answer_progressions = _progressions(answer, answer_letter)
     if gold_progressions is None or answer_progressions is None:
         return False
     period = _common_step([step for _, step in (*gold_progressions, *answer_progressions)])

@@ -477,6 +477,6 @@ def compatible(first: Unit, second: Unit) -> bool:
         and all(u.dimensions or u.nouns for u in (first, second))
     ):
         return False
-    one_nouns = set(first.nouns)
-    other_nouns = set(second.nouns)
-    return one_nouns <= other_nouns or other_nouns <= one_nouns
+    first_nouns = set(first.nouns)
+    second_nouns = set(second.nouns)
+    return first_nouns <= second_nouns or second_nouns <= first_nouns

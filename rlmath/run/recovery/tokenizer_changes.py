@@ -66,11 +66,13 @@ def _listed(tokens: Sequence[int]) -> str:
     return ", ".join(map(str, sorted(tokens))) or "none"
 
 
-def _say_other_tokenizers(then: Mapping[str, bytes], now: Mapping[str, bytes]) -> bool:
+def _say_other_tokenizers(
+    checkpoint_files: Mapping[str, bytes], model_files: Mapping[str, bytes]
+) -> bool:
     """Whether the files of two models' folders say different things of their tokenizers."""
-    names = (then.keys() | now.keys()) - {*_OF_NO_TOKENIZER}
-    changed = [name for name in names if then.get(name) != now.get(name)]
-    return any(_parsed(name, then) != _parsed(name, now) for name in changed)
+    names = (checkpoint_files.keys() | model_files.keys()) - {*_OF_NO_TOKENIZER}
+    changed = [name for name in names if checkpoint_files.get(name) != model_files.get(name)]
+    return any(_parsed(name, checkpoint_files) != _parsed(name, model_files) for name in changed)
 
 
 def _parsed(name: str, files: Mapping[str, bytes]) -> Any:
@@ -93,25 +95,29 @@ def _said_stops(files: Mapping[str, bytes]) -> set[Any]:
     return {*(stop_tokens if isinstance(stop_tokens, list) else [stop_tokens])}
 
 
-def _difference(then: PreTrainedTokenizerFast, now: PreTrainedTokenizerFast) -> str | None:
+def _difference(recorded: PreTrainedTokenizerFast, current: PreTrainedTokenizerFast) -> str | None:
     """The first thing that gives other tokens or texts."""
-    ids_then = then.get_vocab()
-    ids_now = now.get_vocab()
+    recorded_ids = recorded.get_vocab()
+    current_ids = current.get_vocab()
     changed = sorted(
-        (ids_then.get(token, -1), token)
-        for token in ids_then.keys() | ids_now.keys()
-        if ids_then.get(token) != ids_now.get(token)
+        (recorded_ids.get(token, -1), token)
+        for token in recorded_ids.keys() | current_ids.keys()
+        if recorded_ids.get(token) != current_ids.get(token)
     )
     if changed:
         _, token = changed[0]
-        places = (f"{ids.get(token, 'none')}" for ids in (ids_then, ids_now))
+        places = (f"{ids.get(token, 'none')}" for ids in (recorded_ids, current_ids))
         return f"{len(changed)} tokens have other ids, {token!r} {' there and '.join(places)} now"
     for name in _SPECIAL_TOKENS:
-        if getattr(then, name) != getattr(now, name):
-            return f"{name} is {getattr(then, name)} there and {getattr(now, name)} now"
-    descriptions = [json.loads(tokenizer.backend_tokenizer.to_str()) for tokenizer in (then, now)]
+        if getattr(recorded, name) != getattr(current, name):
+            return f"{name} is {getattr(recorded, name)} there and {getattr(current, name)} now"
+    descriptions = [
+        json.loads(tokenizer.backend_tokenizer.to_str()) for tokenizer in (recorded, current)
+    ]
     for part in _PARTS:
         if descriptions[0].get(part) != descriptions[1].get(part):
             return f"its {part} differs"
     name = "clean_up_tokenization_spaces"
-    return f"{name} differs" if getattr(then, name, None) != getattr(now, name, None) else None
+    return (
+        f"{name} differs" if getattr(recorded, name, None) != getattr(current, name, None) else None
+    )
