@@ -108,8 +108,7 @@ class Attempt:
         return name
 
     def wait_gone(self, seconds: float) -> list[str]:
-        """Wait for the end of all its processes; kill those that are left and return their
-        commands."""
+        """Wait for the end of all its processes; kill those left and return their commands."""
         try:
             self.launcher.wait(seconds)
             wait_for(
@@ -132,8 +131,7 @@ def rank_name(process: psutil.Process) -> str:
 
 
 def metric_lines(output: Path, name: str = METRICS_FILE) -> list[str]:
-    """The whole lines of a run's metrics, or of another file of them; an unfinished last one is
-    left out."""
+    """Complete lines of a run's file of metrics, without an unfinished last one."""
     path = output / name
     return path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
 

@@ -1,9 +1,8 @@
-"""A rank of a GPU run on fake tensors: process groups, byte counts, and stand-ins for Transformer
-Engine's modules.
+"""A rank of a GPU run on fake tensors, with stand-ins for Transformer Engine's modules.
 
-Fake tensors have shapes and formats, and no memory; torch's fake process groups answer every
-collective at once. What depends on values gets a fixed answer (`answer_for_values`): a number is 1,
-a condition False.
+Fake tensors have shapes and formats, but no memory; bytes are counted. torch's fake process groups
+answer every collective at once. What depends on values gets a fixed answer (`answer_for_values`): a
+number is 1, a condition False.
 
 Transformer Engine cannot be imported without CUDA. Its modules are replaced by functions that save
 for the backward pass what its modules save, as its sources say (transformer-engine 2.20.2,
@@ -52,8 +51,9 @@ from rlmath.models.kernels import KERNEL_DEVICES
 
 
 def join_fake_group(rank: int, ranks: int, ranks_per_node: int = 8) -> None:
-    """This process is `rank` of so many that do not exist; all groups that are made afterwards are
-    fake, too."""
+    """Make this process `rank` of `ranks`, the others of which do not exist.
+
+    All groups that are made afterwards are fake, too."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -90,8 +90,7 @@ class _Done:
 
 
 def answer_for_values() -> None:
-    """From now on fake tensors have the values 1, 1.0 and False; none of their elements is found to
-    differ from 0."""
+    """Give fake tensors the values 1, 1.0 and False from now on; `nonzero` finds no element."""
 
     def listed(tensor: Tensor, size: tuple[int, ...]) -> Any:
         return [listed(tensor, size[1:]) for _ in range(size[0])] if size else one(tensor)
@@ -126,8 +125,7 @@ def _for_fake(real: Callable[..., Any], answer: Callable[[Tensor], Any]) -> Call
 
 
 class FakeBytes(TorchDispatchMode):
-    """Bytes of the storages of fake tensors that are made while it is on: those alive now, and the
-    most at any time."""
+    """Bytes of the fake tensors made while it is on: those held now, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,8 +177,9 @@ _OPERATIONS = {
 
 
 class Sent(TorchDispatchMode):
-    """Collectives while it is on, and messages between stages that are told: how many and how many
-    bytes this rank sends, by (group, operation)."""
+    """Number and bytes of what this rank exchanges while it is on, by (group, operation).
+
+    Collectives are seen by themselves; messages between stages come through `between_stages`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""What a rank of a GPU run holds, counted without one: the real Megatron-Core on fake tensors,
-beside the memory plan.
+"""Memory of a rank of a GPU run, counted without a GPU, beside the memory plan.
+
+The real Megatron-Core runs on fake tensors.
 
 python tools/fake_rank.py --config configs/areal/32b_n16.yaml --ranks 128 --rank 96 [--json]
 
@@ -149,8 +150,7 @@ def compare(plan: MemoryPlan, counted: dict[str, dict[str, int]]) -> list[Row]:
 
 
 def rows_of_sent(counted: dict[str, dict[tuple[str, str], list[int]]]) -> list[Row]:
-    """Rows by phase: every operation of a group of ranks, of which the plan of memory knows
-    nothing."""
+    """Rows of every operation of a group of ranks, by phase; the memory plan has none of them."""
     return [
         Row(phase, f"{group}: {operation}", None, counted=size, messages=number)
         for phase, operations in counted.items()

@@ -1,5 +1,4 @@
-"""What every benchmark prints, a JSON object on a line for each figure, and the device that it
-takes."""
+"""The lines that every benchmark prints, a JSON object for each figure, and its --device."""
 
 from __future__ import annotations
 
@@ -20,8 +19,10 @@ def print_figure(
     baseline: str | None = None,
     ratio: float | None = None,
 ) -> None:
-    """`baseline` names what the value is measured against in the same run, `ratio` is how many
-    times better ours is."""
+    """Print a figure as a line of JSON.
+
+    `baseline` names what the value is measured against in the same run, `ratio` is how many times
+    better ours is."""
     line = {
         "bench": bench,
         "case": case,

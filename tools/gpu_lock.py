@@ -1,5 +1,4 @@
-"""What our GPU path uses of vLLM, Megatron-Core and Transformer Engine, and whether the GPU lock's
-versions have it.
+"""Check the GPU lock for all that we use of vLLM, Megatron-Core and Transformer Engine.
 
 python tools/gpu_lock.py                  # compare tests/gpu/uses.txt with the packages of requirements/gpu.txt
 python tools/gpu_lock.py --write          # write it anew, after the lock or our code changed; read the difference
@@ -185,8 +184,7 @@ def names_used(source: str, path: str) -> set[str]:
 
 
 def _source_of(expression: ast.expr) -> str:
-    """The text of an expression, for names and their attributes without the detour of
-    `ast.unparse`."""
+    """The text of an expression; names and their attributes do without `ast.unparse`."""
     if isinstance(expression, ast.Attribute):
         return f"{_source_of(expression.value)}.{expression.attr}"
     return expression.id if isinstance(expression, ast.Name) else ast.unparse(expression)
@@ -247,8 +245,9 @@ class Sources:
         return None if content is None else ast.parse(content)
 
     def find(self, name: str) -> ast.AST | None:
-        """What `package.module.name` or `package.module.Class.attribute` is: a module, function,
-        class or assignment; None where it is not there."""
+        """The node of `package.module.name` or `package.module.Class.attribute`.
+
+        It is a module, function, class or assignment; None where the name is not there."""
         if (module := self.tree(name)) is not None:
             return module
         place, _, attribute = name.rpartition(".")
@@ -307,8 +306,9 @@ class Sources:
                 yield name
 
     def signature(self, name: str) -> list[str] | None:
-        """A line for each argument of a function, or of what makes an object of a class; the line
-        of another name, None where it is not there."""
+        """A line for each argument of a function or of a class's constructor.
+
+        Another name has the line that binds it; None where the name is not there."""
         node = self.find(name)
         if node is None:
             return None
@@ -343,8 +343,9 @@ class Sources:
 
 
 def _bound(tree: ast.Module, name: str) -> ast.AST | None:
-    """The node that binds a name in a module, also under a condition: a function or class before an
-    import, that before an assignment."""
+    """The node that binds a name in a module, also under a condition.
+
+    A function or class goes before an import, an import before an assignment."""
     binding = None
     for node in _statements(tree.body):
         if (
@@ -463,8 +464,7 @@ def fetch(folder: Path) -> dict[str, bytes]:
 
 
 def take(pins: Sequence[str], folder: Path) -> None:
-    """Take wheels of the package index for the lock's Python and system, without what they depend
-    on."""
+    """Download wheels for the lock's Python and system, without their dependencies."""
     command = [
         sys.executable,
         "-m",

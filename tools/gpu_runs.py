@@ -1,5 +1,6 @@
-"""Stages of tools/gpu_check.py that run the trainer: its engine at a model's real size, and ranks
-that share one GPU.
+"""Stages of tools/gpu_check.py that run the trainer.
+
+One has its engine at a model's real size, the other has ranks that share one GPU.
 
 NCCL refuses two ranks on one GPU only where their hosts are the same, too. So every rank has a
 torchrun and a host of its own (NCCL_HOSTID), and sends by sockets: what that shows is right or
@@ -236,8 +237,9 @@ def model_and_common(options: argparse.Namespace, work: Path, size: str) -> tupl
 def run(
     place: Path, layout: Layout, model: Path, common: Sequence[str]
 ) -> tuple[str | None, Found]:
-    """Start the ranks and wait for their ends: (why it failed, None where it did not; what it
-    left). Their output is in `place`."""
+    """Start the ranks and wait until they end; their output is in `place`.
+
+    Returns why the run failed (None where it did not) and what it left."""
     output = place / "run"
     place.mkdir(exist_ok=True)
     with socket.socket() as probe:
@@ -328,8 +330,9 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 def tell_found(
     name: str, layout: Layout, outcome: Found, base: Found, start: Mapping[str, Tensor], device: str
 ) -> None:
-    """The line of a layout whose run began with the weights `start`, beside that of one rank,
-    `base`."""
+    """Print the line of a layout's run, compared with that of one rank, `base`.
+
+    Both began with the weights `start`."""
     texts = []
     wrong = []
     for title, (metric, on_cpu, on_gpu) in COMPARED.items():

@@ -1,5 +1,7 @@
-"""What the stages of tools/gpu_check.py and the benchmarks are set up with: a random model,
-samples, the settings and the process group of one rank; and how a stage tells a figure."""
+"""Setup that the stages of tools/gpu_check.py and the benchmarks share.
+
+There are a random model, samples, the settings and the process group of one rank, and the function
+with which a stage prints a figure."""
 
 from __future__ import annotations
 
@@ -57,8 +59,9 @@ def tell(
 
 
 def random_model(folder: Path, size: str) -> Path:
-    """A random Qwen2 in Hugging Face form with the demo's tokenizer, made once: in float32 where it
-    is small, for comparisons. "experts": a Qwen3-MoE as small as "tiny"."""
+    """A random Qwen2 in Hugging Face form with the demo's tokenizer, made once.
+
+    A small one is in float32, for comparisons. "experts" is a Qwen3-MoE as small as "tiny"."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rlmath.cli.make_tiny_model import make_tokenizer

@@ -289,8 +289,7 @@ def _brought(start: int, tables: Sequence[Table], by_name: Mapping[str, Sequence
 def problems(
     tables: Sequence[Table], system: set[str], exceptions: Iterable[str] = EXCEPTIONS
 ) -> list[str]:
-    """A line for each object that should find all and does not, and for each exception that nothing
-    needs."""
+    """Lines on objects that lack something and are no exceptions, and on needless exceptions."""
     lines = []
     used = set()
     exporters: dict[str, list[str]] = defaultdict(list)

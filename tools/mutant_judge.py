@@ -30,8 +30,9 @@ statement's line, kind, old and new text; later with its outcome."""
 
 
 def record_tests(work: Path, marks: str, paths: Sequence[str]) -> None:
-    """Run tests with a tracer in every process, those with ranks beside the others, and add to the
-    record."""
+    """Run tests with a tracer in every process, and add what it saw to the record.
+
+    Tests with ranks run beside the others."""
     copies = [make_copy(work / name) for name in ("record-0", "record-1")]
     for folder in copies:
         (folder / mutant_recorder.PAGE).write_bytes(bytes(mutant_recorder.PAGE_BYTES))
@@ -73,9 +74,10 @@ class Record:
                     self._lines[file].setdefault(int(line), set()).add(test)
 
     def tests_of(self, mutant: Row) -> list[Row]:
-        """The tests that see a mutant's lines, else its statement's, in the order in which they are
-        worth their time: those of its package first, without ranks before those with ranks, and
-        cheap ones that see few lines first. A line that runs while modules are imported, for no
+        """The tests that see a mutant's lines, else its statement's, the most promising first.
+
+        Those of its package come first, those without ranks before those with ranks, and cheap ones
+        that see few lines before the others. A line that runs while modules are imported, for no
         test, is seen by all tests that see its file."""
         lines = self._lines[mutant["file"]]
         names = set().union(
@@ -99,8 +101,7 @@ class Record:
 
 
 def is_of_package(test: str, file: str) -> bool:
-    """Whether a test is in the folder of a file's package, or in a module that has the file's
-    name."""
+    """Whether a test is in the folder of a file's package, or in a module named after the file."""
     module = Path(test.split("::")[0])
     packages = set(Path(file).parts[1:-1])
     return not packages.isdisjoint(module.parts[1:-1]) or module.stem == f"test_{Path(file).stem}"
@@ -156,13 +157,15 @@ class Judge:
         return {**mutant, **verdict, "seconds": round(time.monotonic() - started, 1)}
 
     def _turn(self, test: Row) -> tuple[bool, bool]:
-        """Tests run together by whether they need a new process, and whether they are of another
-        package."""
+        """Whether a test needs a new process, and whether it is of another package.
+
+        Tests that have both in common run together."""
         return test["ranks"] or test["test"] in self._unsound, test["other"]
 
     def _outcome(self, mutant: Row, tests: Sequence[Row], seconds: float) -> tuple[str, str]:
-        """What comes of a session with a mutant, "time" where that does not suffice, and the last
-        test that began."""
+        """The outcome of a session with a mutant, and the last test that began.
+
+        It is "time" where `seconds` did not suffice."""
         file = self._sessions.folder / mutant["file"]
         source = file.read_text()
         write_source(file, applied(source, mutant))

@@ -1,5 +1,6 @@
-"""Which tests see a line: a tracer for every process of the tests, and a plugin for pytest that
-says where they are.
+"""Recorder of the tests that see a line: a tracer for every process, and a plugin for pytest.
+
+The plugin says which test runs, the tracer which lines.
 
 `tools/mutants.py` puts this file into a copy of the project as `sitecustomize.py`, which Python
 imports when it starts: so do the ranks, programs and workers that tests start, whose PYTHONPATH
@@ -77,8 +78,7 @@ class LineTracer:
         self.call = call
 
     def _lines(self, code: Any) -> tuple[set[int], Any]:
-        """The lines of a code that the running test has not seen, and the function that hears of
-        its lines."""
+        """Lines of a code object that the running test has not seen, and their trace function."""
         unseen = lines_of(code)
         file = code.co_filename.removeprefix(ROOT)
 
@@ -130,8 +130,7 @@ reports: dict[str, list[Any]] = {}
 
 
 def pytest_collection_finish() -> None:
-    """Write down the libraries that are imported, for the next session's parent
-    (`tools/mutant_server.py`)."""
+    """Write down the imported libraries for the next session's parent, `tools/mutant_server.py`."""
     files = {
         name: getattr(module, "__dict__", {}).get("__file__")
         for name, module in sys.modules.items()

@@ -1,5 +1,4 @@
-"""Sessions of pytest in children of a process that has imported the libraries which their tests
-need.
+"""Sessions of pytest in children of a process that has already imported the tests' libraries.
 
 `tools/mutant_sessions.py` starts this file in a copy of the project and writes a JSON line for each
 session, with its `arguments` and whether it is `forked`; the answer is a line with its exit status,

@@ -151,8 +151,9 @@ def candidates_of(
 def nodes_below(
     node: ast.AST, place: ast.AST, statement: ast.AST
 ) -> Iterator[tuple[Any, ast.AST, Any]]:
-    """The nodes of a function's body that are wiring, with the place where types are asked and
-    their statement."""
+    """The nodes of a function's body that are wiring.
+
+    Each has with it the place where types are asked, and its statement."""
     for child in node.body if isinstance(node, FUNCTIONS) else ast.iter_child_nodes(node):
         is_said = isinstance(child, ast.Call) and TELLING.search(ast.unparse(child.func))
         if is_said or isinstance(child, LEFT_OUT) or child is getattr(node, "annotation", None):
@@ -177,8 +178,9 @@ def is_chain(node: ast.AST) -> bool:
 
 
 def attributes_beside(sources: Iterable[str]) -> dict[str, set[str]]:
-    """Attributes beside each attribute in the classes that have it, annotated ones and those of
-    self."""
+    """The other attributes of the classes that have an attribute, by its name.
+
+    They are the annotated ones and those of self."""
     neighbours: dict[str, set[str]] = {}
     for node in (node for source in sources for node in ast.walk(ast.parse(source))):
         if isinstance(node, ast.ClassDef):
@@ -233,8 +235,9 @@ def changed_operators(node: ast.AST) -> Iterator[tuple[Any, ...]]:
 def changed_names(
     node: ast.AST, names: set[str], chains: set[str], others: Mapping[str, set[str]]
 ) -> Iterator[tuple[Any, ...]]:
-    """Names and attributes replaced by others, `names` and `chains` of their function or of the
-    same record."""
+    """Names and attributes replaced by others of their function or of the same record.
+
+    `names` and `chains` are the function's, `others` the record's by attribute."""
     text = ast.unparse(node)
     if text in names:
         yield from (("name", ast.Name(replacement)) for replacement in sorted(names - {text, "_"}))
@@ -265,8 +268,9 @@ def without_each(node: ast.AST, name: str) -> list[Any]:
 
 
 class WithCalls(ast.NodeTransformer):
-    """Puts calls before statements, and into expressions that have names of their own, by the id of
-    these."""
+    """Puts calls before the statements and expressions whose ids `calls` has.
+
+    The expressions are inside of those that have names of their own."""
 
     def __init__(self, calls: Mapping[int, list[ast.expr]]) -> None:
         self._calls = calls
@@ -325,8 +329,9 @@ def passes(candidate: Candidate, types: Mapping[Probe, str]) -> bool:
 
 
 def sampled_mutants(folder: Path, files: Sequence[str], number: int, seed: int) -> list[Row]:
-    """So many mutants of files of a copy of the project, evenly of every kind as far as it has
-    some; a larger number begins with the same ones. The files are changed."""
+    """Sample mutants of files of a copy of the project, evenly of every kind as far as it has some.
+
+    A larger `number` begins with the same ones. The files are changed."""
     neighbours = attributes_beside(path.read_text() for path in sorted(folder.rglob("*.py")))
     trees = {file: ast.parse((folder / file).read_text()) for file in files}
     groups = [

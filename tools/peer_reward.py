@@ -1,5 +1,6 @@
-"""The reward of tools/bench_peer.py's G1 on both sides: no group without contrast, whatever the
-model knows."""
+"""The reward of tools/bench_peer.py's G1 on both sides.
+
+No group is without contrast, whatever the model knows."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""GRPO by TRL, for tools/bench_peer.py, which starts it under torchrun; on CUDA with vLLM in its
-process (colocated).
+"""GRPO by TRL, which tools/bench_peer.py starts under torchrun.
 
-Prints as its last line one JSON object: seconds of every measured step and of its generation,
-completion tokens and versions. A step is one generation and all optimizer steps on it; it lasts
-from the start of a generation to the start of the next.
+On CUDA vLLM is in its process (colocated). It prints as its last line one JSON object: seconds of
+every measured step and of its generation, completion tokens and versions. A step is one generation
+and all optimizer steps on it; it lasts from the start of a generation to the start of the next.
 """
 
 from __future__ import annotations

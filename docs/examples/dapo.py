@@ -1,9 +1,8 @@
-"""The DAPO recipe (configs/algorithms/dapo.yaml) on top of a config of yours, without training:
-what it would do.
+"""Dry run of the DAPO recipe (configs/algorithms/dapo.yaml) on top of a config of yours.
 
     python docs/examples/dapo.py
 
-It needs a model and data: those of two_rewards.py are made here likewise. The dry run checks
+The recipe needs a model and data, which are made here as in two_rewards.py. The dry run checks
 everything and prints the plan; without --dry-run the same command trains.
 """
 

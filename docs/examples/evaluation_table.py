@@ -1,5 +1,6 @@
-"""Accuracy of two models on the same problems, side by side: a random one, and one that learned
-from worked solutions.
+"""Accuracy of two models on the same problems, side by side.
+
+One is random, the other learned from worked solutions.
 
 python docs/examples/evaluation_table.py
 """

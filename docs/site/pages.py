@@ -1,5 +1,4 @@
-"""What mkdocs does not have: README.md as the first page, and pages of files outside docs/ that
-pages link to.
+"""Hooks of mkdocs that add README.md as the first page, and pages of linked files outside docs/.
 
 Links are written for the repository's file view, relative to the file that they are in. In the
 site, one to README.md leads to its first page, one to a file or folder of the repository to a page
@@ -37,8 +36,7 @@ LANGUAGES = {"py": "python", "yaml": "yaml", "sh": "bash", "toml": "toml", "json
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that are made, and those that the navigation does not name to its last
-    section."""
+    """Add generated pages, and a last section of the pages that the navigation does not name."""
     waiting = [
         (f"{DOCS}/{file.src_uri}", file.content_string) for file in files.documentation_pages()
     ]
@@ -87,8 +85,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def plain_pipes(row: re.Match) -> str:
-    r"""A table's `\|` within code is `|` in a file view; Python-Markdown shows the backslash, and
-    needs none."""
+    r"""Replace `\|` within code by `|` in a row of a table.
+
+    A file view needs the backslash; Python-Markdown does not, and shows it."""
     return re.sub(r"`[^`]+`", lambda code: code[0].replace(r"\|", "|"), row[0])
 
 

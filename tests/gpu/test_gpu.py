@@ -184,9 +184,10 @@ def test_the_engine_draws_noise_at_once_and_flashinfer_reduces_nothing(
 def test_a_greedy_completion_in_slices_is_the_whole_one(
     fresh_ranks: RankPool, untied_model: Path, tmp_path: Path
 ) -> None:
-    """What a slice continues is prefilled, and was decoded before: in bfloat16 the two differ in
-    the last bits, and two tokens that are about as likely may change places. With larger logits few
-    are."""
+    """Slices and the whole completion differ only where two tokens are about equally likely.
+
+    A slice prefills what it continues, while the whole completion decoded it. In bfloat16 the two
+    differ in the last bits, so that such tokens may change places. Larger logits make them few."""
     scale = 4
     model = partial_rollout_cases.with_scaled_logits(untied_model, tmp_path / "model", scale)
     (report,) = fresh_ranks.run(1, engine_cases.greedy_in_slices, model, "cuda", 5)
@@ -213,8 +214,7 @@ def test_the_engine_follows_the_policy_through_sleep_and_updates(
 def test_engines_sample_with_the_weights_of_every_sync(
     fresh_ranks: RankPool, untied_model: Path
 ) -> None:
-    """The engine's CUDA graphs were captured before the first sync, and go on with what the later
-    ones wrote."""
+    """CUDA graphs captured before the first sync use the weights that later syncs wrote."""
     case = Case(device="cuda", local_layers=LOCAL, optimizer="adam", lr=0.01)
     (reports,) = fresh_ranks.run(1, switch_cases.cycles, untied_model, case, 1, 3)
     assert len(reports) == 3 and all(report["mismatch"] < 2 * BF16_NATS for report in reports)

@@ -149,8 +149,9 @@ def test_a_capture_takes_the_place_of_an_older_one_only(tmp_path: Path) -> None:
 
 
 def test_a_capture_has_the_place_of_its_step_in_the_run(tmp_path: Path) -> None:
-    """What the recorder is given and what it asks the trainer for; a rollback has changed the
-    seeds."""
+    """A capture has what the recorder is given and what it asks the trainer for.
+
+    A rollback has changed the seeds."""
     config = Config(run=RunConfig(output_dir=str(tmp_path), seed=3))
     order = PromptOrder(40, 4, seed=3, shuffle=True)
     order.roll_back([Rollback(1, 5, 6)])

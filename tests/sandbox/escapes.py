@@ -1,5 +1,4 @@
-"""Programs that try to leave the sandbox, to outlive it, or to deceive the server, and what each
-may end as.
+"""Programs that try to leave the sandbox, outlive it or deceive the server, and how they may end.
 
 python -m tests.sandbox.escapes        runs all and prints a line of JSON for each; needs the standard library only
 """
@@ -45,8 +44,7 @@ class Escape:
 
 
 def syscall(*arguments: object) -> str:
-    """Code that makes a system call by its number on x86-64 and prints what it returns and the
-    error's number."""
+    """Code that makes an x86-64 system call by its number and prints its return value and errno."""
     words = ", ".join(map(str, arguments))
     return (
         "import ctypes\nlibc = ctypes.CDLL(None, "

@@ -1,5 +1,4 @@
-"""The seccomp filter, by a small machine for its instructions, on both architectures and for any
-arguments."""
+"""The seccomp filter on both architectures and for any arguments, run by a small interpreter."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ NAMES = {"x86_64": "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "asm-generic/u
 
 
 def verdict(program: bytes, number: int, *arguments: int, code: int) -> int:
-    """What the kernel returns for a call: its rules for classic BPF, as far as the filter uses
-    them."""
+    """The kernel's answer to a call, by its rules for the filter's classic BPF instructions."""
     words = [*arguments, *[0] * (6 - len(arguments))]
     memory = struct.pack("<IIQ6Q", number, code, 0, *(word % 2**64 for word in words))
     position, accumulator = 0, 0

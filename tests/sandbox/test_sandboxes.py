@@ -451,8 +451,9 @@ WORK = "import time\nwhile time.process_time() < 0.2: pass\ntime.sleep({})"
 
 
 def test_a_sandbox_that_is_killed_from_outside_is_no_fault_of_the_code() -> None:
-    """As the kernel does where the machine has no memory; tried again, then reported, while the
-    server lives on."""
+    """A killed sandbox's call is tried again, then reported, while the server lives on.
+
+    The kernel kills like this where the machine runs out of memory."""
     with make(cores=1) as sandboxes:
         sandboxes.submit("a", WORK.format(600), seed=1)
         server = sandboxes.server_pid
@@ -491,8 +492,7 @@ def test_a_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_starving_is_the_machines_fault_and_sleeping_the_codes() -> None:
-    """A sandbox that the machine never gives a core, which a stop of another process's stands for,
-    never sleeps."""
+    """A process that wants a core is not asleep, even while it has none; a stopped one is."""
     process = psutil.Popen([sys.executable, "-c", "while True: pass"])
     try:
         sandbox = _Sandbox(process.pid, None, None)  # type: ignore[arg-type]
