@@ -65,9 +65,8 @@ def record_failure(line: str) -> None:
     """Append a line to the file that FAILURES_FILE names.
 
     CI repeats at its end what failed in sessions whose output is far above."""
-    path = os.environ.get("FAILURES_FILE")
-    if path:
-        with open(path, "a", encoding="utf-8") as file:
+    if FAILURES_FILE is not None:
+        with open(FAILURES_FILE, "a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 
 
