@@ -2,8 +2,9 @@
 
 Both have the same model, lengths and batch.
 
-    python tools/bench_peer.py [--cases P1 P3] [--rounds 3] [--quick] python tools/bench_peer.py
-    --device cuda --model SmolLM2-135M-Instruct --data gsm8k.jsonl [--seconds 350]
+    python tools/bench_peer.py [--cases P1 P3] [--rounds 3] [--quick]
+    python tools/bench_peer.py --device cuda --model SmolLM2-135M-Instruct --data gsm8k.jsonl
+        [--seconds 350]
 
 On CPU two processes each; TRL runs in an environment of its own, which this makes from
 requirements/peer.txt:
@@ -199,7 +200,7 @@ def prepare(
 
 
 def run_limited(command: list[str], environment: Mapping[str, str], log: Path, limit: float) -> str:
-    """What a program prints to stdout.
+    """Run a program and return what it prints to stdout.
 
     SystemExit, with the end of its log, where it failed or took longer."""
     with log.open("a", encoding="utf-8") as stderr, tempfile.TemporaryFile("w+") as stdout:

@@ -1,7 +1,7 @@
 """A rollout beside vLLM's own `LLM.generate`, of the same requests.
 
-    python tools/bench_rollout.py [--device cpu|cuda] [--model FOLDER] [--requests 256] [--tokens
-    256] [--quick]
+    python tools/bench_rollout.py [--device cpu|cuda] [--model FOLDER] [--requests 256]
+        [--tokens 256] [--quick]
 
 The engine of a run, with seeds and log-probs, and a vLLM with its own settings, with them and
 without, each in a process of its own, in turns. Prints figures (tools/figures.py), medians:
@@ -194,9 +194,9 @@ def plain_side(work: Work) -> tuple[Sample, dict[str, Any]]:
 
 
 def run_side(work: Work, device: Device | None) -> None:
-    """Ours has a device.
+    """Describe this side, then answer each line of stdin, [repeat, seeds, log-probs], with seconds.
 
-    Answer each line of stdin, [repeat, seeds, log-probs], with the seconds; first what it is."""
+    Ours has a device, vLLM's has None."""
     seconds: collections.Counter[str] = collections.Counter()
     sample, description = plain_side(work) if device is None else our_side(work, device, seconds)
     sample(-1, True, True)
@@ -242,7 +242,7 @@ class Side:
         return self._answer()
 
     def close(self) -> None:
-        """vLLM ends its own processes with it."""
+        """End the process, with which vLLM ends its own."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()

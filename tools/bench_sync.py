@@ -172,7 +172,7 @@ def laid_out(case: Case, device: Device) -> Iterator[Mesh]:
 def gather_and_reload(
     chunks: list[torch.nn.Module], shape: ModelShape, mesh: Mesh, engine: Engine
 ) -> None:
-    """The baseline.
+    """Gather every tensor whole and have vLLM reload it: the baseline.
 
     A collective must be consumed to its end on every rank, whatever vLLM leaves of it."""
     tensors = stream_hf_tensors(chunks, shape, mesh)
@@ -240,7 +240,7 @@ def sum_parameters(shape: ModelShape) -> int:
 
 
 def rank_main(folder: Path, engine_size: int, repeats: int) -> None:
-    """What every rank under torchrun does: all cases with engines of one size."""
+    """Run all cases with engines of one size, on every rank under torchrun."""
     device = open_device("cpu")
     init_process_group(device, 600.0)
     shape = read_model_shape(folder)

@@ -130,7 +130,7 @@ def use_up_inodes(attempt: Attempt, rng: random.Random) -> str:
 
 
 def make_checkpoints_read_only(attempt: Attempt, rng: random.Random) -> str:
-    """Until a save has failed for it: a read-only mount over the folder, or its permissions."""
+    """Make the folder read-only, by a mount or its permissions, until a save has failed for it."""
     folder = attempt.output / CHECKPOINTS_FOLDER
     shown = attempt.console().count(NOT_SAVED)
     wait_for(folder.is_dir, SAVE_SECONDS, "the folder of checkpoints")
@@ -150,7 +150,7 @@ def make_checkpoints_read_only(attempt: Attempt, rng: random.Random) -> str:
 
 
 def remove_checkpoints(attempt: Attempt, rng: random.Random) -> str:
-    """All of them, while a run uses them."""
+    """Remove all checkpoints while a run uses them."""
     folder = attempt.output / CHECKPOINTS_FOLDER
     names = [path.name for path in folder.glob("*")]
     shutil.rmtree(folder, ignore_errors=True)
@@ -186,7 +186,7 @@ def _flip_in(output: Path, path: Path, rng: random.Random) -> str:
 
 
 def damage_two(attempt: Attempt, rng: random.Random) -> str:
-    """The newest two; the one before them is whole."""
+    """Damage the newest two checkpoints; the one before them stays whole."""
     paths = [_largest_file(_newest(attempt.output, number)) for number in (0, 1)]
     return "; ".join(_flip_in(attempt.output, path, rng) for path in paths)
 

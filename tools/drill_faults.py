@@ -1,7 +1,7 @@
 """Disturb training runs and start them again; see whether they end as if nothing had happened.
 
-    python tools/drill_faults.py --kills 100 --seed 1 --output outputs/drill [--chains tp2 carry
-    ...] [--kinds kill ...]
+    python tools/drill_faults.py --kills 100 --seed 1 --output outputs/drill
+        [--chains tp2 carry ...] [--kinds kill ...]
 
 A tiny random model learns arithmetic on two CPU ranks. In every chain one run is disturbed, and
 started again by the very same command, until all its disturbances are done. Another one, with the

@@ -100,13 +100,13 @@ def _wait_for_claim(attempt: Attempt) -> None:
 
 
 def while_loading(attempt: Attempt, rng: random.Random) -> None:
-    """From when the folder is this start's to its first steps."""
+    """Wait until the folder is this start's, and up to 3 s more, while it loads."""
     _wait_for_claim(attempt)
     time.sleep(rng.uniform(0.0, 3.0))
 
 
 def with_checkpoints(attempt: Attempt, rng: random.Random) -> None:
-    """Some time after three of them are complete: two may be damaged."""
+    """Wait until three checkpoints are complete, so that two may be damaged, and some time more."""
     folder = attempt.output / CHECKPOINTS_FOLDER
     wait_for(
         lambda: attempt.ended or len(complete_checkpoints(folder)[0]) >= 3,
@@ -272,7 +272,7 @@ def kill_a_writer(attempt: Attempt, rng: random.Random) -> str:
 
 
 def take_memory(attempt: Attempt, rng: random.Random) -> str:
-    """A rank gets no memory more; one that continues without saving is killed."""
+    """Give a rank no more memory; kill it if it goes on without saving."""
     victim = rng.choice(attempt.ranks())
     shown = attempt.console().count(NOT_SAVED)
     name = rank_name(victim)

@@ -34,7 +34,7 @@ STOP_OPTIONS = (
 def wait_for(
     condition: Callable[[], bool], seconds: float, event: str, look_seconds: float = LOOK_SECONDS
 ) -> None:
-    """Until the condition holds; TimeoutError that says what did not come."""
+    """Wait until the condition holds; TimeoutError says what did not come."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -97,7 +97,7 @@ class Attempt:
         return psutil.Process(self.launcher.pid).children() if not self.ended else []
 
     def kill_a_rank(self, rng: random.Random) -> str:
-        """SIGKILL to one of the ranks; says which."""
+        """Send SIGKILL to one of the ranks and return which."""
         ranks = self.ranks()
         if not ranks:
             self.launcher.kill()

@@ -286,7 +286,7 @@ def _gathered(x: Tensor, group: Any, sequence: bool) -> Tensor:
 
 
 def _summed(x: Tensor, group: Any, sequence: bool) -> Tensor:
-    """Over the group's ranks; with `sequence` this rank's tokens of it."""
+    """The sum over the group's ranks; with `sequence` only this rank's tokens of it."""
     if group.size() == 1:
         return x
     if not sequence:

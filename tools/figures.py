@@ -36,7 +36,7 @@ def print_figure(
 
 
 def rounded(value: float, digits: int) -> float:
-    """To so many significant digits; whole numbers stay.
+    """Round to so many significant digits; whole numbers stay.
 
     >>> rounded(1234.56, 3), rounded(0.0123456, 3), rounded(7, 3)
     (1230.0, 0.0123, 7)

@@ -427,7 +427,7 @@ def listed(uses: Sequence[Use], sources: Sources) -> str:
 
 
 def names_of(uses: Sequence[Use]) -> list[str]:
-    """Each once, in order."""
+    """The names that are used, each once, in order."""
     return sorted({use.name for use in uses})
 
 

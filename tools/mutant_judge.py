@@ -59,7 +59,7 @@ def add_record(work: Path, part: Path) -> None:
 
 
 class Record:
-    """Which tests see a line of files."""
+    """The record of which tests see a line of files."""
 
     def __init__(self, work: Path, files: Collection[str]) -> None:
         self._tests = {
