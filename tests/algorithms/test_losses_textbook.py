@@ -5,6 +5,7 @@ Losses are compared token by token, and with the pack split in two."""
 import math
 from dataclasses import dataclass, fields, replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from rlmath.algorithms.importance_sampling import Correction
 from rlmath.algorithms.kl import KL_KINDS
-from rlmath.algorithms.losses import LOSS_KINDS, LossSettings, TokenInputs, TokenLoss, policy_loss
+from rlmath.algorithms.losses import (
+    LOSS_KINDS,
+    LossKind,
+    LossSettings,
+    TokenInputs,
+    TokenLoss,
+    policy_loss,
+)
 
 SUMS = tuple(field.name for field in fields(TokenLoss))
 
@@ -267,6 +275,7 @@ rules = st.builds(
     kl_coef=st.floats(0.0, 2.0),
     kl_kind=st.sampled_from(KL_KINDS),
     kl_ratio=st.sampled_from([None, "token", "sequence"]),
+    sapo_positive=st.floats(0.5, 2.0),
     sapo_negative=st.floats(0.5, 2.0),
     off_policy_mask=st.none() | st.floats(0.1, 0.5),
     entropy_coef=st.sampled_from([0.0, 0.3]),
@@ -283,9 +292,8 @@ def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(loss + sum(0.0 * leaf.sum() for leaf in leaves), leaves))
 
 
-@settings(max_examples=80, deadline=None)
-@given(packs, rules)
-def test_all_sums_and_gradients_equal_the_papers_formulas(pack: TokenInputs, rule: LossSettings):
+def assert_equals_the_book(pack: TokenInputs, rule: LossSettings) -> None:
+    """All sums, and the gradients of log-probs and entropies, are those of the papers' formulas."""
     tokens, leaves = with_leaves(pack)
     got = policy_loss(tokens, rule)
     book_tokens, book_leaves = with_leaves(pack)
@@ -296,6 +304,36 @@ def test_all_sums_and_gradients_equal_the_papers_formulas(pack: TokenInputs, rul
         gradients(got.loss, leaves), gradients(book_sums["loss"], book_leaves), strict=True
     ):
         torch.testing.assert_close(gradient, book_gradient, rtol=1e-10, atol=1e-10)
+
+
+@settings(max_examples=80, deadline=None)
+@given(packs, rules)
+def test_all_sums_and_gradients_equal_the_papers_formulas(pack: TokenInputs, rule: LossSettings):
+    assert_equals_the_book(pack, rule)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+@pytest.mark.parametrize("clip_high", [0.1, 0.4])
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+def test_every_loss_is_its_papers_where_all_its_settings_count(
+    kind: LossKind, clip_high: float, dual_clip: float | None, seed: int
+):
+    """Three completions of learned tokens, on both sides of every bound and of both advantages."""
+    pack = drawn_tokens(
+        seed, lengths=[7, 6, 5], sampled=0.8, learned=0.9, sequence_weights=True, kl=False
+    )
+    for sign in (-1, 1):
+        assert (pack.learned_T & (pack.advantages_T * sign > 0)).sum() >= 3
+    rule = LossSettings(
+        kind=kind,
+        clip_low=0.1,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        sapo_positive=1.7,
+        sapo_negative=0.6,
+    )
+    assert_equals_the_book(pack, rule)
 
 
 @settings(max_examples=40, deadline=None)
