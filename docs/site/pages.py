@@ -40,28 +40,33 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     waiting = [
         (f"{DOCS}/{file.src_uri}", file.content_string) for file in files.documentation_pages()
     ]
-    made: dict[str, str] = {}
+    texts_by_page: dict[str, str] = {}
     waiting.append(("README.md", (ROOT / "README.md").read_text(encoding="utf-8")))
-    made["index.md"] = waiting[-1][1]
+    texts_by_page["index.md"] = waiting[-1][1]
     for path in sorted((ROOT / DOCS / "examples").glob("*.ipynb")):
         name = path.relative_to(ROOT).as_posix()
-        waiting.append((name, made.setdefault(page_of(name), notebook_text(path))))
+        text = texts_by_page.setdefault(page_of(name), notebook_text(path))
+        waiting.append((name, text))
     while waiting:
         source, text = waiting.pop()
         for target in local_targets(text):
             path = repository_path(source, target)
             page = page_of(path)
             inside = (ROOT / path).resolve().is_relative_to(ROOT) and (ROOT / path).exists()
-            if page.startswith(f"{SHOWN}/") and page not in made and inside:
-                made[page] = shown_text(path)
+            if page.startswith(f"{SHOWN}/") and page not in texts_by_page and inside:
+                texts_by_page[page] = shown_text(path)
                 if (ROOT / path).is_dir():
-                    waiting.append((path + "/", made[page]))
-    for name, text in made.items():
+                    waiting.append((path + "/", texts_by_page[page]))
+    for name, text in texts_by_page.items():
         files.append(File.generated(config, name, content=text))
     named = set(names_in(config.nav))
-    more = [one.src_uri for one in files.documentation_pages() if one.src_uri not in named]
-    if more := sorted(one for one in more if not one.startswith(f"{SHOWN}/")):
-        config.nav.append({"More": more})
+    unnamed_pages = sorted(
+        file.src_uri
+        for file in files.documentation_pages()
+        if file.src_uri not in named and not file.src_uri.startswith(f"{SHOWN}/")
+    )
+    if unnamed_pages:
+        config.nav.append({"More": unnamed_pages})
     return files
 
 
@@ -75,10 +80,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path, _, anchor = target.partition("#")
         if not path:
             return target
-        wanted = page_of(repository_path(source, path))
-        if files.get_file_from_path(wanted) is None:
+        linked_page = page_of(repository_path(source, path))
+        if files.get_file_from_path(linked_page) is None:
             return target  # mkdocs says so
-        place = posixpath.relpath(wanted, posixpath.dirname(page.file.src_uri) or ".")
+        place = posixpath.relpath(linked_page, posixpath.dirname(page.file.src_uri) or ".")
         return f"{place}#{anchor}" if anchor else place
 
     return TABLE_ROW.sub(plain_pipes, LINK.sub(leads, markdown))
@@ -132,18 +137,21 @@ def names_in(nav: Any) -> Iterator[str]:
     """Files that a navigation names."""
     if isinstance(nav, str):
         yield nav
-    for one in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
-        yield from names_in(one)
+    for entry in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
+        yield from names_in(entry)
 
 
 def shown_text(path: str) -> str:
     """The page of a file, or of a folder with links to its files.
 
     The search leaves both out."""
-    place, head = ROOT / path, f"---\nsearch:\n  exclude: true\n---\n# {path}\n\n"
+    place = ROOT / path
+    head = f"---\nsearch:\n  exclude: true\n---\n# {path}\n\n"
     if place.is_dir():
         names = sorted(
-            one.name for one in place.iterdir() if one.is_file() and not one.name.startswith(".")
+            file.name
+            for file in place.iterdir()
+            if file.is_file() and not file.name.startswith(".")
         )
         return head + "".join(f"- [{name}]({name})\n" for name in names)
     text = place.read_text(encoding="utf-8")[:LONGEST]

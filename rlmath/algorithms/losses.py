@@ -193,7 +193,9 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class SurrogateInputs:
-    """Inputs of a surrogate for every token; log-probs and advantages are 0 where it does not count."""
+    """Inputs of a surrogate for every token.
+
+    Log-probs and advantages are 0 for tokens that do not count."""
 
     new_T: Float[Tensor, "T"]
     """Log-probs of the policy now, with the gradient of learned tokens."""
@@ -250,9 +252,7 @@ def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
     loss_T = surrogate.loss_T * correction.weights_T
     off_policy_T = torch.zeros_like(counted_T)
     if settings.off_policy_mask is not None:
-        drift_T = sequence_log_ratio(
-            behaviour_T - new_T.detach(), counted_T, tokens.segments_T, tokens.n_segments
-        )
+        drift_T = inputs.sequence_mean(behaviour_T - new_T.detach())
         off_policy_T = counted_T & (tokens.advantages_T < 0) & (drift_T > settings.off_policy_mask)
         loss_T = torch.where(off_policy_T, 0.0, loss_T)
     if tokens.penalty_T is not None:
@@ -302,6 +302,11 @@ def _clip(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
     return _clipped_surrogate(inputs.log_ratio_T.exp(), inputs.advantages_T, settings)
 
 
+def _bounded(ratio_T: Float[Tensor, "T"], settings: LossSettings) -> Float[Tensor, "T"]:
+    """Ratios within the clip's range."""
+    return ratio_T.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+
+
 def _gspo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
     """The surrogate of "clip" with the geometric mean of a completion's ratios."""
     sequence_T = inputs.sequence_mean(inputs.log_ratio_T)
@@ -316,7 +321,7 @@ def _clipped_surrogate(
 ) -> Surrogate:
     """PPO's surrogate of these ratios, clipped on both sides."""
     plain_T = -advantages_T * ratio_T
-    bounded_T = -advantages_T * ratio_T.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    bounded_T = -advantages_T * _bounded(ratio_T, settings)
     loss_T = torch.maximum(plain_T, bounded_T)
     clipped_T = bounded_T > plain_T
     if settings.dual_clip is not None:
@@ -330,7 +335,7 @@ def _clipped_surrogate(
 def _cispo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
     """The log-prob's gradient, weighted by the clipped ratio."""
     ratio_T = inputs.log_ratio_T.detach().exp()
-    cut_T = ratio_T.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    cut_T = _bounded(ratio_T, settings)
     return Surrogate(-inputs.advantages_T * cut_T * inputs.new_T, cut_T != ratio_T)
 
 

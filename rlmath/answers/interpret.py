@@ -67,8 +67,8 @@ MAX_ITEMS = 200
 _NAMED_REALS = {
     "R": LINE,
     "empty": EMPTY,
-    "R+": interval(Fraction(0), False, mpf("inf"), high_closed=False),
-    "R0": interval(Fraction(0), True, mpf("inf"), high_closed=False),
+    "R+": interval(Fraction(0), low_closed=False, high=mpf("inf"), high_closed=False),
+    "R0": interval(Fraction(0), low_closed=True, high=mpf("inf"), high_closed=False),
 }
 _NUMBERED = re.compile(r"[a-z]+_[0-9]")
 """A solution by its number: x_1."""
@@ -206,7 +206,9 @@ def _interval(group: Group) -> RealSet | None:
     low, high = (bound_of(part) for part in group.items)
     if low is None or high is None:
         return None
-    reals = interval(low, group.opening == "[", high, high_closed=group.closing == "]")
+    reals = interval(
+        low, low_closed=group.opening == "[", high=high, high_closed=group.closing == "]"
+    )
     return None if reals.is_empty else reals
 
 

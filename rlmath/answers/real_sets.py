@@ -80,7 +80,7 @@ def interval(low: Bound, low_closed: bool, high: Bound, high_closed: bool) -> Re
 
 
 def point(value: Bound) -> RealSet:
-    return interval(value, True, value, high_closed=True)
+    return interval(value, low_closed=True, high=value, high_closed=True)
 
 
 def compare(a: Bound, b: Bound) -> int:

@@ -141,8 +141,8 @@ def _beyond(op: str, bound: Bound) -> RealSet:
     if op == "!=":
         return point(bound).complement()
     if op in ("<", "<="):
-        return interval(mpf("-inf"), False, bound, high_closed=op == "<=")
-    return interval(bound, op == ">=", mpf("inf"), high_closed=False)
+        return interval(mpf("-inf"), low_closed=False, high=bound, high_closed=op == "<=")
+    return interval(bound, low_closed=op == ">=", high=mpf("inf"), high_closed=False)
 
 
 def mention_signs(exprs: Sequence[Expr | None]) -> bool:

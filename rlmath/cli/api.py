@@ -2,8 +2,10 @@
 
     from rlmath import load_config, train, verify
 
-    verify(r"so it is \\boxed{1/2}", "0.5").correct run = train(load_config("configs/demo.yaml",
-    model={"path": "base"}, data={"train_path": "train.jsonl"}, run={...}))
+    verify(r"so it is \\boxed{1/2}", "0.5").correct
+    data = {"train_path": "train.jsonl"}
+    config = load_config("configs/demo.yaml", model={"path": "base"}, data=data, run={...})
+    run = train(config)
     run.metrics()[-1]["task_reward"]
 
 They import neither torch nor vLLM into the process that calls them: a run has processes of its own.

@@ -161,7 +161,7 @@ def all_settings() -> Mapping[str, Setting]:
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """A type and its parts, such as the Range of an Annotated and the words of a Literal."""
+    """A type and its parts, such as an Annotated's Range and the words of a Literal or of Words."""
     yield from hint.words if isinstance(hint, Words) else [hint]
     for part in typing.get_args(hint):
         yield from _parts(part)

@@ -208,8 +208,8 @@ def unfinished_problem(
 ) -> str | None:
     """The problem of more groups in flight at a resume than the stage still learns from.
 
-    The next stage has other lengths. `usable_groups` are the groups that selection does not drop; those of
-    the last stage may be left."""
+    The next stage has other lengths. `usable_groups` are the groups that selection does not drop;
+    those of the last stage may be left."""
     stages = length_stages(config, total_steps)
     stage = length_stage_at(stages, steps_done - 1)
     per_step = config.data.prompts_per_step
@@ -220,9 +220,7 @@ def unfinished_problem(
     return (
         f"stages: stage {stage.number + 1} ends after step {stage.end}, and the checkpoint of "
         f"step {steps_done} has "
-        f"{usable_groups} groups in flight, which need {needed} steps of data.prompts_per_step={per_step} "
-        f"groups; the stage has {steps_left} left, and the next one has other lengths. Let it end "
-        "after "
-        "step "
-        f"{steps_done + needed} or later."
+        f"{usable_groups} groups in flight, which need {needed} steps of "
+        f"data.prompts_per_step={per_step} groups; the stage has {steps_left} left, and the next "
+        f"one has other lengths. Let it end after step {steps_done + needed} or later."
     )

@@ -48,7 +48,7 @@ def _visible_char(char: str) -> str:
 def excerpt(text: str | bytes, most: int = 200) -> str:
     """The beginning of foreign text on one line, with every character visible.
 
-    For messages that quote it.
+    Messages that quote foreign text use it.
 
     >>> excerpt(b"no\\nstatus\\x1b[2J", 13), excerpt("a" * 9, 4)
     ('no\\\\nstatus\\\\x1b[2J', 'aaaa... (9 in all)')

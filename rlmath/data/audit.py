@@ -162,7 +162,7 @@ def audit_prompts(
     shown: tuple[str, ...] = (),
     earlier_findings: Sequence[Finding] = (),
 ) -> DataAudit:
-    """Audit the prompts of all files, beside the findings that there are already (`earlier_findings`).
+    """Audit the prompts of all files; `earlier_findings` come first.
 
     With a reward function of the user's, references are not judged. ValueError where no training
     prompt has a reference that an answer could equal."""
@@ -240,9 +240,8 @@ def _unknown_in(
 def _unknown(sentence_end: str, lost: Collection[str], examples: tuple[str, ...]) -> Finding:
     left_out = f" It has no token for {_characters(lost)}." if lost else ""
     return Finding(
-        f"The tokenizer does not know {sentence_end}{left_out} Use the tokenizer that belongs to the "
-        "model, or other "
-        "characters.",
+        f"The tokenizer does not know {sentence_end}{left_out} Use the tokenizer that belongs to "
+        "the model, or other characters.",
         examples,
     )
 

@@ -271,8 +271,7 @@ class PromptOrder:
         """All prompts but `step_prompts`, in an order drawn from (seed, step).
 
         None stands for those of `batch`. Prompts of heavier files come earlier. Dynamic sampling
-        takes them for dropped groups. They
-        keep their turn in the epochs."""
+        takes them for dropped groups. They keep their turn in the epochs."""
         taken = set(self.batch(step)[1] if step_prompts is None else step_prompts)
         name = f"{self.seed_at(step)}:extra:{step}"
         shares = self.shares

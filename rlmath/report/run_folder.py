@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,9 +123,9 @@ def label_of(folder: Path) -> str:
     """The folder as it was given, or the end of its path, on one line.
 
     One inside the current folder is named from there."""
-    inside = folder.is_relative_to(Path.cwd())
-    name = str(folder.relative_to(Path.cwd()) if inside else folder)
-    shown = visible(name).replace("\n", "\\n").replace("\t", "\\t")
+    with contextlib.suppress(OSError, ValueError):  # the current folder is gone, or another
+        folder = folder.relative_to(Path.cwd())
+    shown = visible(str(folder)).replace("\n", "\\n").replace("\t", "\\t")
     return shown if len(shown) <= MOST_LABEL else f"…{shown[1 - MOST_LABEL :]}"
 
 

@@ -344,7 +344,8 @@ def fingerprint_to_compare(
 ) -> str:
     """The fingerprint of a folder that can be compared with a recorded one.
 
-    It is `fingerprint`, the folder's `model_fingerprint`, or the older form if that was recorded."""
+    It is `fingerprint`, the folder's `model_fingerprint`, or the older form if that was
+    recorded."""
     is_older = recorded != "" and not recorded.startswith(FINGERPRINT_FORM)
     if is_older and fingerprint.startswith(FINGERPRINT_FORM):
         return older_model_fingerprint(folder, config)

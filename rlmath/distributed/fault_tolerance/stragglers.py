@@ -53,8 +53,8 @@ class StragglerDetector:
     def after_step(self, own_seconds: float, wait_seconds: float) -> dict[str, float]:
         """Metrics on rank 0, {} elsewhere; logs warnings.
 
-        A collective of all ranks after every step. `own_seconds` are the seconds that this rank computed
-        on its own in the step, `wait_seconds` the longest wait for the store."""
+        A collective of all ranks after every step. `own_seconds` are the seconds that this rank
+        computed on its own in the step, `wait_seconds` the longest wait for the store."""
         world_size = self._mesh.world_size
         if world_size == 1:
             return {}
