@@ -30,7 +30,7 @@ statement's line, kind, old and new text; later with its outcome."""
 
 
 def record_tests(work: Path, marks: str, paths: Sequence[str]) -> None:
-    """Run tests with a tracer in every process, and add what it saw to the record.
+    """Run tests with probes in the project's modules, and add what they saw to the record.
 
     Tests with ranks run beside the others."""
     copies = [make_copy(work / name) for name in ("record-0", "record-1")]
@@ -68,10 +68,12 @@ class Record:
         self._lines: dict[str, dict[int, set[str]]] = {file: {} for file in files}
         self._lines_seen: Counter[str] = Counter()
         with open(work / "lines") as lines:
-            for line, file, test in (row.rstrip("\n").split("\t") for row in lines):
-                self._lines_seen[test] += 1
-                if file in files:
-                    self._lines[file].setdefault(int(line), set()).add(test)
+            for row in lines:
+                first, last, file, test = row.rstrip("\n").split("\t")
+                seen = range(int(first), int(last) + 1)
+                self._lines_seen[test] += len(seen)
+                for line in seen if file in files else ():
+                    self._lines[file].setdefault(line, set()).add(test)
 
     def tests_of(self, mutant: Row) -> list[Row]:
         """The tests that see a mutant's lines, else its statement's, the most promising first.

@@ -1,33 +1,39 @@
-"""Recorder of the tests that see a line: a tracer for every process, and a plugin for pytest.
+"""Recorder of the tests that see a line: probes in the project's modules, and a plugin for pytest.
 
-The plugin says which test runs, the tracer which lines.
+The plugin says which test runs, the probes which statements.
 
 `tools/mutants.py` puts this file into a copy of the project as `sitecustomize.py`, which Python
 imports when it starts: so do the ranks, programs and workers that tests start, whose PYTHONPATH
-begins with the copy. The test that runs is named in a page of memory that all of them share: ranks
-live on from test to test, and an environment that was copied before a test does not name it. A line
-is written down the first time a test sees it: processes that are killed, or that end with os._exit,
-lose nothing.
+begins with the copy. There every module of the project is compiled with a probe before each run of
+statements that are executed together. Libraries stay as they are, so that a recorded session takes
+hardly longer than any other. The test that runs is named in a page of memory that all processes
+share: ranks live on from test to test, and an environment that was copied before a test does not
+name it. Lines are written down the first time a process sees them in a test: processes that are
+killed, or that end with os._exit, lose nothing.
 
 The package `coverage` is not used: it keeps what a process saw until its end, which reward workers,
 fork servers and ranks that are killed never reach, and it asks for the test's name when a process
-starts.
+starts. A trace function (`sys.settrace`) would be asked for every function of every library.
 
-Where the folder has no page, nothing is traced, and the plugin alone works.
+Where the folder has no page, there are no probes, and the plugin alone works.
 """
 
+import ast
+import builtins
 import contextlib
 import json
 import mmap
 import os
 import sys
 import sysconfig
-import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
+from importlib.machinery import FileFinder, SourceFileLoader
 from typing import Any
 
 ROOT = os.path.dirname(os.path.abspath(__file__)) + os.sep
-NOT_TRACED = (f"{ROOT}tests{os.sep}", __file__)
+WITHOUT_PROBES = (f"{ROOT}tests{os.sep}", f"{ROOT}.", __file__)
+"""Beginnings of paths whose modules get no probes: tests, environments, this file."""
 PAGE = ".mutants/page"
 """File below the root: the number of the test that runs, its name, and zeros."""
 LINES = ".mutants/lines"
@@ -36,80 +42,176 @@ PAGE_BYTES = 1024
 NUMBER_BYTES = 8
 LIBRARIES = ".mutants/libraries"
 SITE_PACKAGES = sysconfig.get_path("purelib") + os.sep
+MAKE_PROBES = "_mutant_probes"
+"""Name of `Recorder.probes_of` among the builtins."""
+SETUP = "_probe_seen, _probe_test, _probe = {}({!r}, {!r})"
+"""First statement of a module with probes."""
+PROBE = "_probe_seen[{0}] == _probe_test[0] or _probe({0})"
+"""True, and quick where the running test has passed it before."""
+Range = tuple[int, int]
+"""The first and the last of consecutive lines."""
+COMPOUND = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
+BLOCKS = ("body", "orelse", "finalbody")
 
 
-class LineTracer:
-    """`call` is what sys.settrace takes.
+# ---------------------------------------------------------------- probes in a module
 
-    A function whose lines a test has all seen is no longer traced. Python calls it for every
-    function of every library: what is no function of the project costs it one look into a set."""
+
+class Probes:
+    """Puts probes into the syntax tree of a module."""
+
+    def __init__(self) -> None:
+        self.lines: list[set[int]] = []
+        """The lines that are executed with each probe."""
+
+    def with_probes(self, statements: Sequence[ast.stmt]) -> list[ast.stmt]:
+        """A block with a probe before each run of statements that are executed together.
+
+        A run ends with the head of a compound statement, which may leave the block."""
+        block: list[ast.stmt] = []
+        index: int | None = None
+        for statement in statements:
+            if index is None and not stands_first(statement):
+                index = self._add()
+                block.append(ast.copy_location(ast.Expr(probe(index)), statement))
+            if index is not None:
+                self.lines[index] |= executed_lines(statement)
+            self._visit(statement)
+            block.append(statement)
+            if isinstance(statement, COMPOUND):
+                index = None
+        return block
+
+    def _add(self) -> int:
+        self.lines.append(set())
+        return len(self.lines) - 1
+
+    def _visit(self, node: ast.AST) -> None:
+        """Put probes into the blocks and lambdas below a node; a class's own block gets none."""
+        for name, value in ast.iter_fields(node):
+            children = value if isinstance(value, list) else [value]
+            if name in BLOCKS and children is value and not isinstance(node, ast.ClassDef):
+                setattr(node, name, self.with_probes(children))
+            else:
+                for child in children:
+                    if isinstance(child, ast.AST):
+                        self._visit(child)
+        if isinstance(node, ast.Lambda):
+            index = self._add()
+            self.lines[index] |= lines_of(node.body)
+            both = ast.BoolOp(ast.And(), [probe(index), node.body])
+            node.body = ast.copy_location(both, node.body)
+
+
+def probe(index: int) -> ast.expr:
+    return ast.parse(PROBE.format(index), mode="eval").body
+
+
+def stands_first(statement: ast.stmt) -> bool:
+    """Whether a statement is a docstring or has to stand before all others."""
+    if isinstance(statement, ast.ImportFrom):
+        return statement.module == "__future__"
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def lines_of(node: ast.expr | ast.stmt) -> set[int]:
+    return set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+
+
+def executed_lines(statement: ast.stmt) -> set[int]:
+    """The lines of a statement without its blocks and the later lines of its lambdas."""
+    if isinstance(statement, ast.ClassDef):
+        lines = head_lines(statement)
+        return lines.union(*(executed_lines(child) for child in statement.body))
+    if hasattr(statement, "body"):
+        return head_lines(statement)
+    lambdas = [node for node in ast.walk(statement) if isinstance(node, ast.Lambda)]
+    return lines_of(statement).difference(*(lines_of(node) - {node.lineno} for node in lambdas))
+
+
+def head_lines(statement: Any) -> set[int]:
+    """The lines of a compound statement before its first block, decorators included."""
+    first = min(node.lineno for node in (statement, *getattr(statement, "decorator_list", ())))
+    return set(range(first, max(statement.body[0].lineno, first + 1)))
+
+
+def ranges(lines: Iterable[int]) -> list[Range]:
+    """The ranges that hold these lines and no others."""
+    ranges: list[Range] = []
+    for line in sorted(lines):
+        if ranges and ranges[-1][1] == line - 1:
+            ranges[-1] = (ranges[-1][0], line)
+        else:
+            ranges.append((line, line))
+    return ranges
+
+
+def compiled(source: str | bytes, path: str) -> Any:
+    """A module's code, with probes."""
+    tree = ast.parse(source, path)
+    probes = Probes()
+    body = probes.with_probes(tree.body)
+    lines = list(map(ranges, probes.lines))
+    setup = ast.parse(SETUP.format(MAKE_PROBES, path.removeprefix(ROOT), lines)).body
+    first = next((i for i, statement in enumerate(body) if not stands_first(statement)), len(body))
+    tree.body = [*body[:first], *setup, *body[first:]]
+    return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+
+
+class ProbedLoader(SourceFileLoader):
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> Any:
+        if path.startswith(WITHOUT_PROBES):
+            return super().source_to_code(data, path)
+        return compiled(data, path)
+
+
+def finder(folder: str) -> FileFinder:
+    """A finder of the project's modules in a folder; an ImportError for other folders."""
+    if not os.path.join(os.path.abspath(folder), "").startswith(ROOT):
+        raise ImportError(f"{folder} is no folder of the project")
+    return FileFinder(folder, (ProbedLoader, [".py"]))
+
+
+# ---------------------------------------------------------------- what the probes say
+
+
+class Recorder:
+    """Writes down which test passes a probe."""
 
     def __init__(self) -> None:
         with open(ROOT + PAGE, "r+b") as file:
-            self.page = mmap.mmap(file.fileno(), PAGE_BYTES)
-        self.number = memoryview(self.page)[:NUMBER_BYTES].cast("Q")
+            self._page = mmap.mmap(file.fileno(), PAGE_BYTES)
+        self._number = memoryview(self._page)[:NUMBER_BYTES].cast("Q")
         """How many tests have begun."""
-        codes: list[Any] = []  # all that were called, so that no other code gets the id of one
-        not_traced: set[int] = set()
-        lines: dict[
-            int, tuple[set[int], Any]
-        ] = {}  # by the id of a code, whose hash takes microseconds
-        number = self.number
-        seen_by = -1
 
-        def call(frame: Any, event: str, argument: Any) -> Any:
-            nonlocal seen_by
-            key = id(frame.f_code)
-            if key in not_traced:
-                return None
-            if number[0] != seen_by:
-                seen_by = number[0]
-                lines.clear()
-            if key not in lines:
-                code = frame.f_code
-                codes.append(code)
-                if not code.co_filename.startswith(ROOT) or code.co_filename.startswith(NOT_TRACED):
-                    not_traced.add(key)
-                    return None
-                lines[key] = self._lines(code)
-            unseen, line = lines[key]
-            return line if unseen else None
+    def probes_of(
+        self, file: str, lines: Sequence[Sequence[Range]]
+    ) -> tuple[list[int], memoryview, Callable[[int], bool]]:
+        """What the probes of a module use.
 
-        self.call = call
+        These are, by probe, the number of the last test that passed it; the number of the running
+        test; and what to call where the two differ."""
+        seen = [-1] * len(lines)
 
-    def _lines(self, code: Any) -> tuple[set[int], Any]:
-        """Lines of a code object that the running test has not seen, and their trace function."""
-        unseen = lines_of(code)
-        file = code.co_filename.removeprefix(ROOT)
+        def passed(index: int) -> bool:
+            seen[index] = self._number[0]
+            test = self._page[NUMBER_BYTES:].rstrip(b"\0").decode(errors="replace")
+            rows = (f"{first}\t{last}\t{file}\t{test}\n" for first, last in lines[index])
+            append(LINES, "".join(rows))
+            return True
 
-        def line(frame: Any, event: str, argument: Any) -> Any:
-            if frame.f_lineno in unseen and event == "line":
-                unseen.discard(frame.f_lineno)
-                test = self.page[NUMBER_BYTES:].rstrip(b"\0").decode(errors="replace")
-                append(LINES, f"{frame.f_lineno}\t{file}\t{test}\n")
-            return line
-
-        return unseen, line
+        return seen, self._number, passed
 
     def begin_test(self, name: str) -> None:
         """Tell all processes which test runs."""
-        self.page[NUMBER_BYTES:] = name.encode()[: PAGE_BYTES - NUMBER_BYTES].ljust(
+        self._page[NUMBER_BYTES:] = name.encode()[: PAGE_BYTES - NUMBER_BYTES].ljust(
             PAGE_BYTES - NUMBER_BYTES, b"\0"
         )
-        self.number[0] += 1
-
-
-def lines_of(code: Any) -> set[int]:
-    """The lines that a tracer hears of.
-
-    The first range is that of `def`, which is called and not executed, unless all stands on one
-    line."""
-    lines = [line for _, _, line in code.co_lines() if line]
-    return set(lines[1:] or lines)
+        self._number[0] += 1
 
 
 def append(name: str, row: str) -> None:
-    """Add a short row at once, beside other processes that do so.
+    """Add short rows at once, beside other processes that do so.
 
     The file is opened each time: workers close what they have open, and its number is given to
     something else. A worker that may open or write nothing adds none."""
@@ -117,10 +219,11 @@ def append(name: str, row: str) -> None:
         file.write(row.encode())
 
 
-tracer = LineTracer() if os.path.exists(ROOT + PAGE) else None
-if tracer is not None:
-    threading.settrace(tracer.call)
-    sys.settrace(tracer.call)
+recorder = Recorder() if os.path.exists(ROOT + PAGE) else None
+if recorder is not None:
+    setattr(builtins, MAKE_PROBES, recorder.probes_of)
+    sys.path_hooks.insert(0, finder)
+    sys.path_importer_cache.clear()
 
 
 # -------------------------------------------------------------- the plugin: pytest -p sitecustomize
@@ -141,8 +244,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    if tracer is not None:
-        tracer.begin_test(nodeid)
+    if recorder is not None:
+        recorder.begin_test(nodeid)
     append(
         PROGRESS,
         json.dumps({"test": nodeid, "outcome": "running", "clock": time.monotonic()}) + "\n",

@@ -399,10 +399,10 @@ def test_tests_come_in_the_order_in_which_they_are_worth_their_time(tmp_path: Pa
     ]
     (tmp_path / "progress").write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = "rlmath/a/y.py"
-    lines = [f"7\t{file}\t{name}\n" for name in tests]
-    lines += [f"{line}\tb.py\t{other_tests}sees_much\n" for line in range(9)]
+    lines = [f"7\t7\t{file}\t{name}\n" for name in tests]
+    lines += [f"0\t8\tb.py\t{other_tests}sees_much\n"]
     (tmp_path / "lines").write_text(
-        "".join([*lines, f"3\t{file}\t{own_tests}quick\n", f"5\t{file}\t\n"])
+        "".join([*lines, f"3\t3\t{file}\t{own_tests}quick\n", f"5\t5\t{file}\t\n"])
     )
     record = Record(tmp_path, [file])
 
@@ -491,7 +491,7 @@ def test_records_of_other_clones_are_merged(refused: Callable[..., str], project
     parts = [project / name / head for name in ("one", "two")]
     for part in parts:
         part.mkdir(parents=True)
-        (part / "lines").write_text(f"7\tmade/wiring.py\t{part}::test\n")
+        (part / "lines").write_text(f"7\t7\tmade/wiring.py\t{part}::test\n")
         row = {"test": f"{part}::test", "seconds": 1.0, "ranks": False, "outcome": "passed"}
         (part / "progress").write_text(json.dumps(row) + "\n")
     foreign = shutil.copytree(parts[0], project / "one/0123456789ab")
