@@ -52,10 +52,11 @@ def record_tests(work: Path, marks: str, paths: Sequence[str]) -> None:
 
 
 def add_record(work: Path, part: Path) -> None:
-    """Add a part's files to those of the record."""
+    """Add a part's files to those of the record; a part in which no test ran has none."""
     for name in RECORD:
-        with open(work / name, "ab") as record_file:
-            record_file.write((part / name).read_bytes())
+        if (part / name).exists():
+            with open(work / name, "ab") as record_file:
+                record_file.write((part / name).read_bytes())
 
 
 class Record:

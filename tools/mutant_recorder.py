@@ -28,7 +28,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Sequence
-from importlib.machinery import FileFinder, SourceFileLoader
 from typing import Any
 
 ROOT = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -52,6 +51,7 @@ Range = tuple[int, int]
 """The first and the last of consecutive lines."""
 COMPOUND = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
 BLOCKS = ("body", "orelse", "finalbody")
+compile_as_before = compile
 
 
 # ---------------------------------------------------------------- probes in a module
@@ -146,30 +146,28 @@ def ranges(lines: Iterable[int]) -> list[Range]:
     return ranges
 
 
-def compiled(source: str | bytes, path: str) -> Any:
-    """A module's code, with probes."""
-    tree = ast.parse(source, path)
+def module_with_probes(tree: ast.Module, file: str) -> ast.Module:
+    """The tree of a module of the project with probes."""
     probes = Probes()
     body = probes.with_probes(tree.body)
     lines = list(map(ranges, probes.lines))
-    setup = ast.parse(SETUP.format(MAKE_PROBES, path.removeprefix(ROOT), lines)).body
+    setup = ast.parse(SETUP.format(MAKE_PROBES, file, lines)).body
     first = next((i for i, statement in enumerate(body) if not stands_first(statement)), len(body))
     tree.body = [*body[:first], *setup, *body[first:]]
-    return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+    return ast.fix_missing_locations(tree)
 
 
-class ProbedLoader(SourceFileLoader):
-    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> Any:
-        if path.startswith(WITHOUT_PROBES):
-            return super().source_to_code(data, path)
-        return compiled(data, path)
-
-
-def finder(folder: str) -> FileFinder:
-    """A finder of the project's modules in a folder; an ImportError for other folders."""
-    if not os.path.join(os.path.abspath(folder), "").startswith(ROOT):
-        raise ImportError(f"{folder} is no folder of the project")
-    return FileFinder(folder, (ProbedLoader, [".py"]))
+def compile_with_probes(
+    source: Any, filename: Any, mode: str, flags: int = 0, *options: Any, **named: Any
+) -> Any:
+    """`compile`, which puts probes into modules of the project, whatever loader reads them."""
+    path = os.fsdecode(filename)
+    is_project = path.startswith(ROOT) and not path.startswith(WITHOUT_PROBES)
+    if is_project and mode == "exec" and not flags & ast.PyCF_ONLY_AST:
+        if not isinstance(source, ast.AST):
+            source = compile_as_before(source, path, mode, ast.PyCF_ONLY_AST, True)
+        source = module_with_probes(source, path.removeprefix(ROOT))
+    return compile_as_before(source, filename, mode, flags, *options, **named)
 
 
 # ---------------------------------------------------------------- what the probes say
@@ -222,8 +220,7 @@ def append(name: str, row: str) -> None:
 recorder = Recorder() if os.path.exists(ROOT + PAGE) else None
 if recorder is not None:
     setattr(builtins, MAKE_PROBES, recorder.probes_of)
-    sys.path_hooks.insert(0, finder)
-    sys.path_importer_cache.clear()
+    builtins.compile = compile_with_probes
 
 
 # -------------------------------------------------------------- the plugin: pytest -p sitecustomize
