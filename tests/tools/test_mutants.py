@@ -28,6 +28,7 @@ from tools.mutant_judge import (
     record_tests,
     write_source,
 )
+from tools.mutant_recorder import MAKE_PROBES, module_with_probes
 from tools.mutant_sessions import VARIABLE, Sessions, make_copy
 from tools.mutants import attributes_beside, candidates_of
 
@@ -253,6 +254,65 @@ def test_a_mutant_replaces_its_text_alone() -> None:
         if candidate[0]["new"] == "b.d"
     ]
     assert applied(source, row) == source.replace("b.c", "(b.d)")
+
+
+def test_a_probe_says_which_lines_are_executed_with_it() -> None:
+    source = '''"""Text"""
+from __future__ import annotations
+import os
+
+class Rule:
+    """Text"""
+    name: str = "a"
+
+    def value(
+        self, number
+    ):
+        """Text"""
+        total = 0
+        if number:
+            return 1
+        elif total:
+            total = 2
+        for _ in range(number):
+            total += 1
+        try:
+            return total
+        finally:
+            os.sync()
+
+RULES = [
+    lambda number: (
+        number
+        + 1
+    ),
+]
+'''
+    seen: list[list[tuple[int, int]]] = []
+
+    class Seen:
+        def __init__(self, lines: list[list[tuple[int, int]]]) -> None:
+            self.lines = lines
+
+        def __getitem__(self, index: int) -> int:
+            seen.append(self.lines[index])
+            return 0
+
+    def probes_of(file: str, lines: list[list[tuple[int, int]]]) -> tuple[Any, ...]:
+        assert file == "made/rule.py"
+        return Seen(lines), [0], None
+
+    module = module_with_probes(ast.parse(source), "made/rule.py")
+    names: dict[str, Any] = {MAKE_PROBES: probes_of}
+    exec(compile(module, "made/rule.py", "exec"), names)
+    assert names["__doc__"] == "Text" and names["Rule"].value.__doc__ == "Text"
+    assert seen == [[(3, 3), (5, 7), (9, 11), (25, 26), (30, 30)]]
+    seen.clear()
+    assert names["Rule"]().value(0) == 0
+    assert seen == [[(13, 14)], [(16, 16)], [(18, 18)], [(20, 20)], [(21, 21)], [(23, 23)]]
+    seen.clear()
+    assert names["RULES"][0](1) == 2
+    assert seen == [[(27, 28)]]
 
 
 @pytest.fixture
