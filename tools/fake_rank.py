@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlmath.algorithms.types import Sample
-from rlmath.cli.plan_memory import MISTAKE, NOT_NEEDED, checked_shape
+from rlmath.cli.plan_memory import MISTAKE, NOT_NEEDED, checked_shapes
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.model_shape import ModelShape
@@ -97,21 +97,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
     try:
         config = load_config(options.config, options.overrides, stand_ins=NOT_NEEDED)
-        ranks = ranks_or_least(config, options.ranks)
-        shape = checked_shape(config, ranks)
-        trainers = training_ranks(config, ranks)
+        ranks = ranks_or_least(config.parallel, config.rollout, options.ranks)
+        shapes = checked_shapes(config, ranks)
+        shape = shapes.policy
+        trainers = training_ranks(ranks, config.rollout.ranks)
         if not 0 <= options.rank < trainers:
             raise ValueError(
                 f"--rank is {options.rank}; needed: 0 to {trainers - 1}, a rank that trains"
             )
         config = with_longest_lengths(config)
-        mesh = mesh_of(config, ranks, options.rank)
+        mesh = mesh_of(config.parallel, config.rollout, ranks, rank=options.rank)
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
     target = Target("cuda", "GPU", None, local_layers=config.policy.transformer_impl == "local")
     held_bytes, sent = count(config, shape, mesh, target.local_layers)
-    plan = plan_rank(config, shape, mesh, target)
+    plan = plan_rank(config, shapes, mesh, target)
     rows = compare(plan, held_bytes) + rows_of_sent(sent)
     if not config.rollout.ranks:
         rows += compare_sync(config, shape, mesh, target=target, plan=plan)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlmath.checkpoint.directory import complete_checkpoints
-from rlmath.checkpoint.hf.config_json import critic_shape_of
 from rlmath.checkpoint.hf.headers import TensorFormats, source_formats
+from rlmath.checkpoint.hf.run_shapes import RunShapes
 from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors, parameter_count
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER, stage_folder
@@ -132,7 +132,7 @@ def export_bytes(config: Config, shape: ModelShape) -> int:
     return size
 
 
-def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
+def checkpoint_bytes(config: Config, shapes: RunShapes) -> int:
     """Bytes of a checkpoint on disk.
 
     They are those of policy (or adapters) and critic: parameters, Adam's two moments, and float32
@@ -140,7 +140,8 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     weights = FORMAT_BYTES[_trained_format(config)]
     state = 8 if config.optimizer.kind == "adam" else 0
     copies = 4 if weights < 4 else 0
-    critic = critic_shape_of(config, shape)
+    shape = shapes.policy
+    critic = shapes.critic
     parameters = _adapter_parameters(config, shape) if config.lora.rank else parameter_count(shape)
     parameters += 0 if critic is None else parameter_count(critic)
     moves = config.algorithm.kl_coef > 0 and config.algorithm.reference_every_steps is not None
@@ -157,7 +158,7 @@ def steps_before_captures(config: Config) -> frozenset[int]:
     return frozenset(step - 1 for step in config.telemetry.capture_steps if step > 1)
 
 
-def output_bytes(config: Config, shape: ModelShape) -> int:
+def output_bytes(config: Config, shapes: RunShapes) -> int:
     """Bytes on the disk that a run still needs.
 
     They are those of the models it leaves and, if it makes any, of the checkpoints that stay and
@@ -166,7 +167,7 @@ def output_bytes(config: Config, shape: ModelShape) -> int:
     needed_bytes = 0
     captures = len(steps_before_captures(config))
     if captures or not (recovery_frequency(save).never and kept_frequency(save).never):
-        needed_bytes = (save.keep_last + 1 + captures) * checkpoint_bytes(config, shape)
+        needed_bytes = (save.keep_last + 1 + captures) * checkpoint_bytes(config, shapes)
     checkpoints = []
     with suppress(
         ValueError
@@ -180,7 +181,7 @@ def output_bytes(config: Config, shape: ModelShape) -> int:
     ]
     folders += [Path(config.run.output_dir) / BEST_FOLDER] * config.validation.keep_best
     models = most_models(config) - sum(folder.is_dir() for folder in folders)
-    return models * export_bytes(config, shape) + max(0, needed_bytes - present_bytes)
+    return models * export_bytes(config, shapes.policy) + max(0, needed_bytes - present_bytes)
 
 
 def most_models(config: Config) -> int:

@@ -16,25 +16,23 @@ from dataclasses import asdict
 from typing import Any
 
 from rlmath.checkpoint.hf.config_json import planned_shape, required_shape
+from rlmath.checkpoint.hf.run_shapes import RunShapes, inspect_run_shapes
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.help import raise_problems
-from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.config.terminal import escape_terminal
-from rlmath.planning.checks import setting_problems, shape_problems
+from rlmath.planning.checks import memory_problems, setting_problems, shape_problems
 from rlmath.planning.memory_estimate import MemoryPlan, Target, mesh_of
 from rlmath.planning.memory_fit import (
     GIB,
     all_plans,
     figures,
-    fit_problems,
     planned_target,
     usable_bytes,
 )
 from rlmath.planning.parallelism import ranks_or_least, roles
-from rlmath.planning.rollout_checks import of_longest_stage
 
 MISTAKE = 2
 NOT_NEEDED = ("run.output_dir=unused", "data.train_path=unused")
@@ -54,36 +52,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     try:
         config = load_config(arguments.config, arguments.overrides, stand_ins=NOT_NEEDED)
-        ranks = ranks_or_least(config, arguments.ranks)
-        shape = checked_shape(config, ranks)
-        target = planned_target(config)
+        ranks = ranks_or_least(config.parallel, config.rollout, arguments.ranks)
+        shapes = checked_shapes(config, ranks)
+        target = planned_target(config.memory, config.policy, config.run.device)
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
-    plans = all_plans(with_longest_lengths(config), shape, ranks, target)
-    problems = of_longest_stage(config, lambda largest: fit_problems(largest, shape, ranks))
+    plans = all_plans(config, shapes, ranks, target)
+    problems = memory_problems(config, shapes, ranks)
     if arguments.json:
         print(json.dumps(as_data(plans, problems, target, ranks), indent=2))
     else:
         lines = (line for plan in plans for line in plan_lines(plan))
-        print("\n".join([*heading(config, shape, ranks, target), *lines]))
+        print("\n".join([*heading(config, shapes.policy, ranks, target), *lines]))
     for problem in problems:
         print(f"  - {problem}", file=sys.stderr)
     return MISTAKE if problems else 0
 
 
-def checked_shape(config: Config, ranks: int) -> ModelShape:
-    """The model's shape; ValueError for settings that no run could have."""
+def checked_shapes(config: Config, ranks: int) -> RunShapes:
+    """The shapes of the run's models; ValueError for settings that no run could have."""
     shape, _ = required_shape(config.model.path)
+    inspected = inspect_run_shapes(config, shape)
     problems = (
         setting_problems(config, ranks)
         if ranks > 0
         else [f"--ranks is {ranks}; needed: at least 1."]
     )
     if ranks > 0:
-        problems += shape_problems(config, shape)
+        problems += shape_problems(config, inspected)
     raise_problems("this run", problems)
-    return shape
+    return inspected.shapes
 
 
 def as_data(
@@ -110,11 +109,12 @@ def as_data(
 
 def heading(config: Config, shape: ModelShape, ranks: int, target: Target) -> list[str]:
     """Model, layout and device."""
+    mesh = mesh_of(config.parallel, config.rollout, ranks, rank=0)
     lines = [
         f"{config.model.path}: {parameter_count(shape) / 1e9:.3g} B parameters on {ranks} "
         f"rank{'s' * (ranks != 1)}",
-        f"Layout: {mesh_of(config, ranks, 0).describe()}",
-        *filter(None, [roles(config, ranks), planned_shape(config.model.path).note]),
+        f"Layout: {mesh.describe()}",
+        *filter(None, [roles(ranks, mesh.engine_ranks), planned_shape(config.model.path).note]),
     ]
     if target.total_bytes is None:
         lines.append("Planned for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib.")

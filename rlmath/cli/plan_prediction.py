@@ -6,8 +6,9 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 
 from rlmath.checkpoint.hf.config_json import required_shape
+from rlmath.checkpoint.hf.run_shapes import RunShapes, inspect_run_shapes
 from rlmath.config.help import raise_problems
-from rlmath.config.length_curriculum import LengthStage, length_stages, planned_steps
+from rlmath.config.length_curriculum import LengthStage, planned_steps
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.audit import EXAMPLES
@@ -37,7 +38,7 @@ from rlmath.run.prepare import dropped_warning, read_inputs, try_data
 @dataclass(frozen=True)
 class RunPrediction:
     config: Config
-    shape: ModelShape
+    shapes: RunShapes
     note: str
     target: Target
     cluster: Cluster
@@ -76,45 +77,52 @@ def predict_run(config: Config, asked: Namespace) -> RunPrediction:
     config = on_gpu(config, asked.gpu)
     raise_problems("this run", value_problems(config))
     shape, note = required_shape(config.model.path)
-    target = planned_target(config)
-    machine = machine_of(config, target, asked.network_gbps)
+    target = planned_target(config.memory, config.policy, config.run.device)
+    machine = machine_of(config.memory.gpu, target, asked.network_gbps)
     if asked.nodes is not None:
         # Another cluster than that of the settings: what remains of the ranks is data parallel.
         config = replace(config, parallel=replace(config.parallel, data=None))
-    cluster = cluster_of(
-        machine, ranks_or_least(config, None), asked.nodes, ranks_per_node=asked.gpus_per_node
-    )
+    ranks = ranks_or_least(config.parallel, config.rollout, None)
+    cluster = cluster_of(machine, ranks, asked.nodes, ranks_per_node=asked.gpus_per_node)
     file_warnings: list[str] = []
     if asked.coefficients is not None:
         coefficients, file_warnings = read_coefficients(asked.coefficients, target.kind)
         cluster = replace(cluster, coefficients=coefficients)
-    raise_problems("this run", problems_of(config, shape, cluster))
+    inspected = inspect_run_shapes(config, shape)
+    raise_problems("this run", problems_of(config, inspected, cluster))
     if config.rollout.tail == "carry" or config.rollout.ranks > 0:
         # A reward function of the user's is not looked for.
         reward = replace(config.reward, function=None, rewards=[], weights=[], combine="sum")
         raise_problems(
-            "this run", run_problems(replace(config, reward=reward), cluster.ranks, shape)
+            "this run", run_problems(replace(config, reward=reward), cluster.ranks, inspected)
         )
     steps_per_epoch, warnings = _steps_per_epoch(config, shape, asked)
-    stages = length_stages(
-        config, None if steps_per_epoch is None else planned_steps(config, steps_per_epoch)
-    )
-    batches = [
-        batch_of(stage.config, asked.mean_response_tokens, asked.mean_prompt_tokens)
-        for stage in stages
-    ]
+    shapes = inspected.shapes
+    if steps_per_epoch is not None:
+        shapes = shapes.with_total_steps(config, planned_steps(config, steps_per_epoch))
     inputs = [
-        step_inputs(stage.config, shape, target, cluster=cluster, batch=batch)
-        for stage, batch in zip(stages, batches, strict=True)
+        step_inputs(
+            stage.config,
+            replace(shapes, length_stages=(stage,)),
+            target,
+            cluster=cluster,
+            batch=batch_of(
+                stage.config.data,
+                stage.config.rollout,
+                mean_response=asked.mean_response_tokens,
+                mean_prompt=asked.mean_prompt_tokens,
+            ),
+        )
+        for stage in shapes.length_stages
     ]
     return RunPrediction(
         config,
-        shape,
+        shapes,
         note=note,
         target=target,
         cluster=cluster,
-        stages=tuple(zip(stages, map(plan_step, inputs), strict=True)),
-        memory_problems=tuple(memory_problems(config, shape, cluster.ranks)),
+        stages=tuple(zip(shapes.length_stages, map(plan_step, inputs), strict=True)),
+        memory_problems=tuple(memory_problems(config, shapes, cluster.ranks)),
         steps_per_epoch=steps_per_epoch,
         warnings=(*file_warnings, *warnings),
         layouts=compare_layouts(inputs[-1]) if asked.layouts > 0 else None,

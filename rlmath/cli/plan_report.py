@@ -8,7 +8,7 @@ from typing import Any
 
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.cli.plan_prediction import RunPrediction
-from rlmath.config.length_curriculum import has_length_stages, with_longest_lengths
+from rlmath.config.length_curriculum import has_length_stages
 from rlmath.planning.memory_estimate import plan_ranks
 from rlmath.planning.memory_fit import start_up_lines
 from rlmath.planning.planner.step import PHASES, Comparison, StepPlan
@@ -17,11 +17,11 @@ from rlmath.planning.planner.step import PHASES, Comparison, StepPlan
 def run_lines(run: RunPrediction, shown: int) -> list[str]:
     """The whole plan of a run for the console, with at most so many layouts."""
     lines = [
-        f"{run.config.model.path}: {parameter_count(run.shape) / 1e9:.3g} B parameters on "
+        f"{run.config.model.path}: {parameter_count(run.shapes.policy) / 1e9:.3g} B parameters on "
         f"{run.cluster.describe()}",
         *([run.note] if run.note else ()),
         f"Layout: {run.stages[0][1].mesh.describe()}",
-        *start_up_lines(with_longest_lengths(run.config), run.shape, run.cluster.ranks),
+        *start_up_lines(run.config, run.shapes, run.cluster.ranks),
     ]
     for stage, plan in run.stages:
         if len(run.stages) > 1:
@@ -124,7 +124,7 @@ def _seconds(number: float) -> str:
 
 def run_data(run: RunPrediction, shown: int) -> dict[str, Any]:
     """Seconds and bytes."""
-    memory = plan_ranks(with_longest_lengths(run.config), run.shape, run.cluster.ranks, run.target)
+    memory = plan_ranks(run.config, run.shapes, run.cluster.ranks, run.target)
     fastest = run.layouts.plans[:shown] if run.layouts is not None else ()
     return {
         "cluster": asdict(run.cluster),

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from rlmath.checkpoint.directory import complete_checkpoints
 from rlmath.checkpoint.hf.config_json import planned_shape
+from rlmath.checkpoint.hf.run_shapes import read_run_shapes
 from rlmath.cli.program import main as run_program
 from rlmath.config.help import raise_problems
 from rlmath.config.hub import is_hub_id
-from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import load_config
 from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXIT_STATUS_FILE
 from rlmath.config.schema import Config, Kind, RunConfig
@@ -82,13 +82,14 @@ def _train(program: Kind, argv: Sequence[str]) -> int:
         arguments = program_parser().parse_intermixed_args(words)
         config = load_config(arguments.config, arguments.overrides)
         used = only_used(config)[0] if program == "sft" else config
-        raise_problems("this run", list(early_problems(used, ranks_or_least(used, ranks), program)))
+        planned_ranks = ranks_or_least(used.parallel, used.rollout, ranks)
+        raise_problems("this run", list(early_problems(used, planned_ranks, program)))
         output = Path(used.run.output_dir)
         with sole_user(output) if output.is_dir() else nullcontext():
             pass  # another run is not working there
         gpus = gpu_count(used.run.device)
         if ranks is None:
-            ranks = gpus or ranks_or_least(used, None)
+            ranks = gpus or ranks_or_least(used.parallel, used.rollout, None)
         if not oversubscribe:
             planned = 0 if gpus else planned_bytes(used, ranks, program)
             refuse_crowding(ranks, this_machine(gpus), planned)
@@ -110,7 +111,7 @@ def planned_bytes(config: Config, ranks: int, kind: Kind) -> int:
     They are 0 for a model on the hub, whose shape is not known yet."""
     if is_hub_id(config.model.path) or (shape := planned_shape(config.model.path).shape) is None:
         return 0
-    return host_bytes(with_longest_lengths(config), shape, ranks, kind)
+    return host_bytes(config, read_run_shapes(config, shape, kind), ranks, kind)
 
 
 def _line_after(output: Path, starts_over: bool) -> str | None:

@@ -15,6 +15,12 @@ from typing import Any
 
 from rlmath.algorithms.types import GROUP_ADVANTAGES
 from rlmath.checkpoint.hf.config_json import inspect_model_folder
+from rlmath.checkpoint.hf.run_shapes import (
+    InspectedShapes,
+    RunShapes,
+    checked_length_stages,
+    inspect_run_shapes,
+)
 from rlmath.config.help import (
     all_settings,
     is_among,
@@ -27,7 +33,16 @@ from rlmath.config.hub import is_hub_id, push_problems
 from rlmath.config.length_curriculum import stage_list_problems, validates
 from rlmath.config.load import preset_settings
 from rlmath.config.model_shape import ModelShape, cpu_head_dim_problem
-from rlmath.config.schema import Config, Kind
+from rlmath.config.schema import (
+    Config,
+    DataConfig,
+    Kind,
+    PolicyConfig,
+    RolloutConfig,
+    SelectionConfig,
+    SftConfig,
+    ValidationConfig,
+)
 from rlmath.data.chat import chat_settings
 from rlmath.distributed.device_kind import (
     FORMAT_BYTES,
@@ -49,74 +64,86 @@ from rlmath.workers.hooks import function_problem
 from rlmath.workers.user_functions import advantage_hook
 
 
-def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelShape:
-    """Check a run and return the shape of the model that it starts from.
+def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> RunShapes:
+    """Check a run and return the shapes of its models.
 
     It reads, and writes nothing: every rank may call it. `world_size` is the number of ranks of the
     run. Errors: ValueError that lists every problem of the config, the model's folder and the
     training files."""
     shape, model_problems = inspect_model_folder(Path(config.model.path))
+    inspected = None if shape is None else inspect_run_shapes(config, shape, kind)
+    on_gpu = runs_on_gpu(config.run.device)
     problems = [
-        *run_problems(config, world_size, shape, kind=kind),
+        *run_problems(config, world_size, inspected, kind=kind),
         *machine_problems(config, shape, kind),
-        *(host_memory_problems(config) if kind == "grpo" and not runs_on_gpu(config) else ()),
+        *(host_memory_problems(config.rollout) if kind == "grpo" and not on_gpu else ()),
         *file_problems(config, kind),
         *(wandb_problems(config.telemetry) if environment_rank() == 0 else ()),
         *push_problems(config.save, environment_rank() == 0),
         *model_problems,
-        *(model_checks.folder_problems(config, shape) if kind == "grpo" else ()),
+        *(_folder_problems(config, shape) if kind == "grpo" else ()),
     ]
-    return _fitting_shape(
-        "this run", problems, config=config, shape=shape, world_size=world_size, kind=kind
+    return _fitting_shapes(
+        "this run", problems, config=config, inspected=inspected, world_size=world_size, kind=kind
     )
 
 
-def check_replay(config: Config, world_size: int, samples: bool) -> ModelShape:
-    """The shape of the model for the replay of a captured step (`replay`), after its checks.
+def check_replay(config: Config, world_size: int, samples: bool) -> RunShapes:
+    """The shapes of the models for the replay of a captured step (`replay`), after its checks.
 
     They are those of `check_config`, but data files are not checked, and reward functions and
     engines only if it `samples`."""
     shape, problems = inspect_model_folder(Path(config.model.path))
+    inspected = None if shape is None else inspect_run_shapes(config, shape)
     problems += setting_problems(config, world_size)
-    if shape is not None:
-        problems += shape_problems(config, shape)
+    if inspected is not None:
+        problems += shape_problems(config, inspected)
     if samples:
         problems += cuda_problems(config.run.device)
         problems += filter(
             None, map(function_problem, reward_hooks(config.reward, config.run.plugins))
         )
-        problems += () if runs_on_gpu(config) else host_memory_problems(config)
+        problems += () if runs_on_gpu(config.run.device) else host_memory_problems(config.rollout)
     else:
         problems += machine_problems(config, shape)
-        problems += model_checks.folder_problems(config, shape)
-    return _fitting_shape("this replay", problems, config, shape=shape, world_size=world_size)
+        problems += _folder_problems(config, shape)
+    return _fitting_shapes(
+        "this replay", problems, config=config, inspected=inspected, world_size=world_size
+    )
 
 
-def _fitting_shape(
+def _folder_problems(config: Config, shape: ModelShape | None) -> list[str]:
+    return model_checks.folder_problems(
+        config.teacher, config.critic, config.algorithm.advantage, shape=shape
+    )
+
+
+def _fitting_shapes(
     what: str,
     problems: list[str],
     config: Config,
-    shape: ModelShape | None,
+    inspected: InspectedShapes | None,
     world_size: int,
     kind: Kind = "grpo",
-) -> ModelShape:
-    """Return `shape`, or raise a ValueError with the problems, those of memory included."""
-    if shape is not None and not problems:
-        problems = memory_problems(config, shape, world_size, kind=kind)
+) -> RunShapes:
+    """The shapes; a ValueError with the problems where there are some, those of memory included."""
+    if inspected is not None and not problems:
+        problems = memory_problems(config, inspected.shapes, world_size, kind=kind)
     raise_problems(what, problems)
-    assert shape is not None
-    return shape
+    assert inspected is not None
+    return inspected.shapes
 
 
-def runs_on_gpu(config: Config) -> bool:
-    return config.run.device != "cpu" and cuda_is_available()
+def runs_on_gpu(device: str) -> bool:
+    """Whether a run with this `run.device` runs on a GPU of this machine."""
+    return device != "cpu" and cuda_is_available()
 
 
 def machine_problems(config: Config, shape: ModelShape | None, kind: Kind = "grpo") -> list[str]:
     """Problems of the layout and the layers on this machine.
 
     A requested GPU that is not there is one of them."""
-    on_gpu = runs_on_gpu(config)
+    on_gpu = runs_on_gpu(config.run.device)
     return [
         *device_problems(config, shape, on_gpu or config.run.device == "cuda", kind=kind),
         *(transformer_engine_problems(config.policy.transformer_impl) if on_gpu else ()),
@@ -125,23 +152,31 @@ def machine_problems(config: Config, shape: ModelShape | None, kind: Kind = "grp
 
 
 def run_problems(
-    config: Config, world_size: int, shape: ModelShape | None, kind: Kind = "grpo"
+    config: Config, world_size: int, inspected: InspectedShapes | None, kind: Kind = "grpo"
 ) -> list[str]:
     """Problems that keep every machine from running these settings.
 
-    `shape` is the policy's; None: it is not known."""
-    problems = [*setting_problems(config, world_size, kind), *rollouts.rollback_problems(config)]
+    `inspected` are the shapes of the run's models; None: the policy's is not known."""
+    problems = [
+        *setting_problems(config, world_size, kind),
+        *rollouts.rollback_problems(config.algorithm, config.save),
+    ]
     if kind == "grpo":
+        stages = checked_length_stages(config)
         for check in (
             algorithm_problems,
-            reward_problems,
-            rollouts.curriculum_problems,
-            rollouts.partial_rollout_problems,
+            lambda stage: reward_problems(
+                stage.reward, stage.rollout.max_new_tokens, stage.run.plugins
+            ),
+            lambda stage: rollouts.curriculum_problems(stage.data, stage.rollout.group_size),
+            lambda stage: rollouts.partial_rollout_problems(
+                stage.rollout, stage.algorithm, stage.data.prompts_per_step
+            ),
         ):
-            problems += rollouts.in_every_stage(config, check)
+            problems += rollouts.in_every_stage(stages, check)
     # Once for all stages: an import may take long.
     problems += hook_problems(config, kind)
-    return problems + (shape_problems(config, shape, kind) if shape is not None else [])
+    return problems + (shape_problems(config, inspected, kind) if inspected is not None else [])
 
 
 def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> list[str]:
@@ -150,37 +185,61 @@ def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> li
     They are those of layout, lengths and single values."""
     problems = [
         *value_problems(config),
-        *_chat_problems(config, kind),
+        *_chat_problems(config.data, config.validation, kind),
         *parallelism.rank_problems(
             config.parallel, config.rollout.tensor_parallel, world_size, config.rollout.ranks
         ),
     ]
     if kind == "sft":
-        return [*problems, *_sequence_length_problems(config)]
+        return [*problems, *_sequence_length_problems(config.sft, config.policy)]
     return [
         *problems,
         *stage_list_problems(config),
-        *rollouts.in_every_stage(config, _length_problems),
-        *rollouts.of_longest_stage(config, _engine_problems),
-        *rollouts.validation_name_problems(config),
+        *rollouts.in_every_stage(
+            checked_length_stages(config),
+            lambda stage: _length_problems(stage.data, stage.rollout, stage.policy),
+        ),
+        *rollouts.of_longest_stage(
+            config, lambda longest: _engine_problems(longest.data, longest.rollout)
+        ),
+        *rollouts.validation_name_problems(config.validation.paths),
     ]
 
 
-def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> list[str]:
-    """Problems of the model's shape, wherever it runs."""
+def shape_problems(config: Config, inspected: InspectedShapes, kind: Kind = "grpo") -> list[str]:
+    """Problems of the models' shapes, wherever they run."""
+    shapes = inspected.shapes
     engine = config.rollout.tensor_parallel
-    problems = list(parallelism.layout_problems(config.parallel, engine, config.policy, shape))
-    problems += model_checks.lora_problems(config, shape)
+    problems = list(
+        parallelism.layout_problems(config.parallel, engine, config.policy, shapes.policy)
+    )
+    problems += model_checks.lora_problems(config.lora, config.model.adapter_path, shapes.policy)
     if kind == "sft":
-        return [*problems, *_sequence_position_problems(config, shape)]
+        return [*problems, *_sequence_position_problems(config.sft, shapes.policy)]
     return [
         *problems,
-        *model_checks.critic_layout_problems(config, shape),
-        *model_checks.teacher_layout_problems(config),
-        *rollouts.in_every_stage(config, lambda stage: model_checks.length_problems(stage, shape)),
-        *rollouts.in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
+        *model_checks.critic_layout_problems(
+            inspected, config.critic, config.parallel, policy=config.policy
+        ),
+        *model_checks.teacher_layout_problems(inspected, config.parallel),
+        *rollouts.in_every_stage(
+            shapes.length_stages,
+            lambda stage: model_checks.length_problems(
+                stage.data.max_prompt_tokens + stage.rollout.max_new_tokens,
+                shapes,
+                critic=stage.critic,
+                teacher=stage.teacher,
+            ),
+        ),
+        *rollouts.in_every_stage(
+            shapes.length_stages,
+            lambda stage: _model_length_problems(stage.data, stage.rollout, shapes.policy),
+        ),
         *rollouts.in_validation(
-            config, lambda validation: _model_length_problems(validation, shape)
+            config,
+            lambda validation: _model_length_problems(
+                validation.data, validation.rollout, shapes.policy
+            ),
         ),
     ]
 
@@ -201,7 +260,10 @@ def device_problems(
         problems += parallelism.rotary_problems(config.policy, shape, on_gpu)
     if kind == "grpo" and shape is not None and not on_gpu:
         problems += rollouts.of_longest_stage(
-            config, lambda largest: _engine_model_problems(largest, shape)
+            config,
+            lambda longest: _engine_model_problems(
+                longest.data, longest.rollout, longest.policy, shape=shape
+            ),
         )
     return problems
 
@@ -233,25 +295,25 @@ def transformer_engine_problems(transformer_impl: str) -> Iterator[str]:
 
 
 def memory_problems(
-    config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo"
+    config: Config, shapes: RunShapes, world_size: int, kind: Kind = "grpo"
 ) -> list[str]:
     """Problems of the longest lengths where they do not fit the GPU.
 
     The layout must have no problems."""
     if kind == "sft":
-        return fit_problems(config, shape, world_size, kind=kind)
+        return fit_problems(config, shapes, world_size, kind=kind)
     return rollouts.of_longest_stage(
-        config, lambda largest: fit_problems(largest, shape, world_size)
+        config, lambda longest: fit_problems(longest, shapes, world_size)
     )
 
 
-def host_memory_problems(config: Config) -> Iterator[str]:
+def host_memory_problems(rollout: RolloutConfig) -> Iterator[str]:
     """Problems of a KV cache on CPU that this machine has no memory for.
 
     The caches of the other ranks here count, too: those that the launcher names
     (LOCAL_WORLD_SIZE)."""
-    cache = config.rollout.cpu_kv_cache_gib
-    ranks = _caches_here(config.rollout.ranks)
+    cache = rollout.cpu_kv_cache_gib
+    ranks = _caches_here(rollout.ranks)
     if ranks == 0:
         return
     total = total_bytes() / GIB
@@ -316,17 +378,16 @@ def value_problems(config: Config) -> list[str]:
     return [*schema_problems(config), *conflicts(config)]
 
 
-def _chat_problems(config: Config, kind: Kind) -> Iterator[str]:
+def _chat_problems(settings: DataConfig, validation: ValidationConfig, kind: Kind) -> Iterator[str]:
     """Problems of settings of conversations where no prompt is one."""
-    own_validation_template = (
-        config.validation.template if kind == "grpo" and validates(config) else None
-    )
-    templates = {config.data.template, own_validation_template or config.data.template}
-    chat_keys = chat_settings(config.data).given
+    is_validated = kind == "grpo" and validation.every_steps is not None
+    own_validation_template = validation.template if is_validated else None
+    templates = {settings.template, own_validation_template or settings.template}
+    chat_keys = chat_settings(settings).given
     fixed = {*all_settings()["data.template"].words} - {"auto", "chat"}
     if chat_keys and templates <= fixed:
         yield (
-            f'{", ".join(chat_keys)}: data.template is "{config.data.template}", which makes no '
+            f'{", ".join(chat_keys)}: data.template is "{settings.template}", which makes no '
             "conversation. Leave "
             f"{'them' if chat_keys[1:] else 'it'} out, or set data.template=chat."
         )
@@ -335,19 +396,21 @@ def _chat_problems(config: Config, kind: Kind) -> Iterator[str]:
 # ---------------------------------------------------------------- lengths, engine, rewards
 
 
-def _length_problems(config: Config) -> Iterator[str]:
+def _length_problems(
+    settings: DataConfig, rollout: RolloutConfig, policy: PolicyConfig
+) -> Iterator[str]:
     """Problems of the lengths of prompts, completions and micro-batches."""
-    prompt_tokens = config.data.max_prompt_tokens
-    new_tokens = config.rollout.max_new_tokens
-    if config.rollout.min_new_tokens > new_tokens:
-        least = config.rollout.min_new_tokens
+    prompt_tokens = settings.max_prompt_tokens
+    new_tokens = rollout.max_new_tokens
+    if rollout.min_new_tokens > new_tokens:
+        least = rollout.min_new_tokens
         yield (
             f"rollout.min_new_tokens is {least}, above rollout.max_new_tokens {new_tokens}. Lower "
             "it."
         )
-    if config.policy.max_tokens_per_microbatch < prompt_tokens + new_tokens:
+    if policy.max_tokens_per_microbatch < prompt_tokens + new_tokens:
         yield (
-            f"policy.max_tokens_per_microbatch is {config.policy.max_tokens_per_microbatch}; the "
+            f"policy.max_tokens_per_microbatch is {policy.max_tokens_per_microbatch}; the "
             "longest "
             f"sequence (data.max_prompt_tokens + rollout.max_new_tokens) has {prompt_tokens} + "
             f"{new_tokens} = "
@@ -355,9 +418,8 @@ def _length_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _engine_problems(config: Config) -> Iterator[str]:
+def _engine_problems(settings: DataConfig, rollout: RolloutConfig) -> Iterator[str]:
     """Problems of the tokens of an engine step."""
-    rollout = config.rollout
     budget = rollout.max_num_batched_tokens
     if budget is None:
         return
@@ -367,7 +429,7 @@ def _engine_problems(config: Config) -> Iterator[str]:
             f"{rollout.max_num_seqs}: "
             "vLLM decodes one token of each sequence a step. Raise the former, or lower the latter."
         )
-    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+    longest = settings.max_prompt_tokens + rollout.max_new_tokens
     if not rollout.chunked_prefill and budget < longest:
         yield (
             f"rollout.max_num_batched_tokens is {budget}; without rollout.chunked_prefill vLLM "
@@ -377,10 +439,12 @@ def _engine_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+def _model_length_problems(
+    settings: DataConfig, rollout: RolloutConfig, shape: ModelShape
+) -> Iterator[str]:
     """The problem of sequences that are longer than the model's positions."""
-    prompt_tokens = config.data.max_prompt_tokens
-    new_tokens = config.rollout.max_new_tokens
+    prompt_tokens = settings.max_prompt_tokens
+    new_tokens = rollout.max_new_tokens
     excess = prompt_tokens + new_tokens - shape.max_positions
     if excess > 0:
         yield (
@@ -391,24 +455,26 @@ def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+def _engine_model_problems(
+    settings: DataConfig, rollout: RolloutConfig, policy: PolicyConfig, shape: ModelShape
+) -> Iterator[str]:
     """Problems of the model for an engine on CPU; on GPU vLLM measures the device first."""
     if problem := cpu_head_dim_problem(shape.head_dim):
         yield problem
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    budget = config.rollout.max_num_batched_tokens
-    if budget is not None and budget < longest and config.rollout.chunked_prefill:
+    longest = settings.max_prompt_tokens + rollout.max_new_tokens
+    budget = rollout.max_num_batched_tokens
+    if budget is not None and budget < longest and rollout.chunked_prefill:
         yield (
             f"rollout.max_num_batched_tokens is {budget}; on CPU vLLM does not split prompts and "
             "needs at least the "
             f"longest sequence, {longest} tokens. Raise it, or leave it null."
         )
-    ranks = max(1, config.rollout.tensor_parallel)
-    itemsize = FORMAT_BYTES[number_format(config.policy.dtype, "cpu")]
+    ranks = max(1, rollout.tensor_parallel)
+    itemsize = FORMAT_BYTES[number_format(policy.dtype, "cpu")]
     needed = longest_sequence_bytes(shape, ranks, itemsize, tokens=longest, device_kind="cpu")
-    if config.rollout.cpu_kv_cache_gib * 2**30 < needed:
+    if rollout.cpu_kv_cache_gib * 2**30 < needed:
         yield (
-            f"rollout.cpu_kv_cache_gib is {config.rollout.cpu_kv_cache_gib}; one sequence of "
+            f"rollout.cpu_kv_cache_gib is {rollout.cpu_kv_cache_gib}; one sequence of "
             f"{longest} tokens "
             f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {needed / 2**30:.3g} GiB. "
             "Raise it."
@@ -422,7 +488,8 @@ def algorithm_problems(config: Config) -> Iterator[str]:
     """Problems of `algorithm` and its parts."""
     algorithm = config.algorithm
     yield from _preset_problems(config)
-    compares = algorithm.advantage in GROUP_ADVANTAGES and not model_checks.teaches_alone(config)
+    teaches_alone = model_checks.teaches_alone(config.teacher)
+    compares = algorithm.advantage in GROUP_ADVANTAGES and not teaches_alone
     if config.rollout.group_size < 2 and compares:
         yield (
             f"rollout.group_size is {config.rollout.group_size}; "
@@ -462,13 +529,12 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"{minibatches} minibatches (algorithm.n_minibatches). Raise the former or lower the "
             "latter."
         )
-    yield from _selection_problems(config)
+    yield from _selection_problems(config.selection, config.rollout)
 
 
-def _selection_problems(config: Config) -> Iterator[str]:
+def _selection_problems(selection: SelectionConfig, rollout: RolloutConfig) -> Iterator[str]:
     """Problems of the lengths of completions that are selected."""
-    selection = config.selection
-    limit = config.rollout.max_new_tokens
+    limit = rollout.max_new_tokens
     least = selection.min_completion_tokens
     most = selection.max_completion_tokens
     if least > limit:
@@ -477,11 +543,11 @@ def _selection_problems(config: Config) -> Iterator[str]:
             "every completion would "
             "be left out. Lower it."
         )
-    if most is not None and most < max(least, config.rollout.min_new_tokens):
+    if most is not None and most < max(least, rollout.min_new_tokens):
         yield (
             f"selection.max_completion_tokens is {most}, below selection.min_completion_tokens "
             f"{least} or "
-            f"rollout.min_new_tokens {config.rollout.min_new_tokens}: every completion would be "
+            f"rollout.min_new_tokens {rollout.min_new_tokens}: every completion would be "
             "left out. Raise it."
         )
 
@@ -544,10 +610,10 @@ def only_used(config: Config) -> tuple[Config, list[str]]:
     return dataclasses.replace(config, **replaced), changed
 
 
-def _sequence_length_problems(config: Config) -> Iterator[str]:
+def _sequence_length_problems(sft: SftConfig, policy: PolicyConfig) -> Iterator[str]:
     """The problem of sequences that do not fit a micro-batch in supervised training."""
-    longest = config.sft.max_sequence_tokens
-    budget = config.policy.max_tokens_per_microbatch
+    longest = sft.max_sequence_tokens
+    budget = policy.max_tokens_per_microbatch
     if budget < longest:
         yield (
             f"policy.max_tokens_per_microbatch is {budget}; a sequence of "
@@ -556,8 +622,8 @@ def _sequence_length_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _sequence_position_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    longest = config.sft.max_sequence_tokens
+def _sequence_position_problems(sft: SftConfig, shape: ModelShape) -> Iterator[str]:
+    longest = sft.max_sequence_tokens
     if longest > shape.max_positions:
         yield (
             f"sft.max_sequence_tokens is {longest}; the model has {shape.max_positions} positions "

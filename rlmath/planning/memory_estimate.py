@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple
 
-from rlmath.checkpoint.hf.config_json import critic_shape_of, teacher_shape_of
+from rlmath.checkpoint.hf.run_shapes import RunShapes
 from rlmath.checkpoint.hf.weight_map import (
     Rule,
     adapter_rules,
@@ -34,9 +34,17 @@ from rlmath.checkpoint.hf.weight_map import (
     rules_of,
     shard_shape,
 )
-from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, Kind, LoraConfig, MemoryConfig
+from rlmath.config.schema import (
+    Config,
+    Kind,
+    LoraConfig,
+    MemoryConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+    RolloutConfig,
+)
 from rlmath.distributed.device_kind import FORMAT_BYTES, DeviceKind, NumberFormat, number_format
 from rlmath.distributed.mesh import Mesh
 from rlmath.planning import memory_formulas as formulas
@@ -114,37 +122,31 @@ class MemoryPlan:
 
 
 def plan_ranks(
-    config: Config, shape: ModelShape, world_size: int, target: Target, kind: Kind = "grpo"
+    config: Config, shapes: RunShapes, world_size: int, target: Target, kind: Kind = "grpo"
 ) -> list[MemoryPlan]:
     """The plan of the first rank of every pipeline stage; all ranks of a stage hold the same.
 
     The engines' own ranks are not among them (`plan_engine_ranks`). The layout must have no
     problems (`parallelism`)."""
     parallel = config.parallel
-    per_stage = training_ranks(config, world_size) // parallel.pipeline
-    return [
-        plan_rank(
-            config, shape, mesh_of(config, world_size, stage * per_stage), target=target, kind=kind
-        )
+    rollout = config.rollout
+    per_stage = training_ranks(world_size, rollout.ranks) // parallel.pipeline
+    meshes = [
+        mesh_of(parallel, rollout, world_size, rank=stage * per_stage)
         for stage in range(parallel.pipeline)
     ]
+    return [plan_rank(config, shapes, mesh, target=target, kind=kind) for mesh in meshes]
 
 
 def plan_engine_ranks(
-    config: Config, shape: ModelShape, world_size: int, target: Target
+    rollout: RolloutConfig, policy: ModelShape, world_size: int, target: Target
 ) -> list[MemoryPlan]:
     """The plan of the engines' own ranks, which all hold the same; empty where they have none."""
-    if config.rollout.ranks == 0:
+    if rollout.ranks == 0:
         return []
-    return [plan_engine_rank(config, shape, training_ranks(config, world_size), target=target)]
-
-
-def plan_engine_rank(config: Config, shape: ModelShape, rank: int, target: Target) -> MemoryPlan:
-    """The plan of a rank that an engine has for itself, for the longest of the run's lengths."""
-    config = with_longest_lengths(config)
     engine = formulas.engine_bytes(
-        shape,
-        config.rollout,
+        policy,
+        rollout,
         target.kind,
         itemsize=target.itemsize,
         device_bytes=target.total_bytes,
@@ -154,7 +156,8 @@ def plan_engine_rank(config: Config, shape: ModelShape, rank: int, target: Targe
         "engine_workspace": engine.workspace,
         "kv_cache": max(0, engine.kv_cache),
     }
-    return MemoryPlan(rank, 0, {"generate": _in_order(sizes)}, is_engine=True)
+    first = training_ranks(world_size, rollout.ranks)
+    return [MemoryPlan(first, 0, {"generate": _in_order(sizes)}, is_engine=True)]
 
 
 def largest(
@@ -172,34 +175,32 @@ def largest(
     )
 
 
-def training_ranks(config: Config, world_size: int) -> int:
+def training_ranks(world_size: int, engine_ranks: int) -> int:
     """Ranks of a run that train: the first ones, all where the engines have none of their own."""
-    return world_size - config.rollout.ranks
+    return world_size - engine_ranks
 
 
-def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
+def mesh_of(parallel: ParallelConfig, rollout: RolloutConfig, world_size: int, rank: int) -> Mesh:
     """Place of a training rank of a run with these settings, among all that train."""
-    parallel = config.parallel
-    trainers = training_ranks(config, world_size)
+    trainers = training_ranks(world_size, rollout.ranks)
     assert 0 <= rank < trainers, f"rank {rank} is none of the {trainers} that train"
     return Mesh(
         rank,
         trainers,
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
-        engine_size=config.rollout.tensor_parallel,
+        engine_size=rollout.tensor_parallel,
         virtual_pipeline=parallel.virtual_pipeline,
         context=parallel.context,
         expert=parallel.expert,
         expert_tensor=parallel.expert_tensor,
-        engine_ranks=config.rollout.ranks,
+        engine_ranks=rollout.ranks,
     )
 
 
-def engine_mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
+def engine_mesh_of(rollout: RolloutConfig, world_size: int, rank: int) -> Mesh:
     """Place of one of the engines' own ranks among all of these; `rank` is that of the run."""
-    rollout = config.rollout
-    trainers = training_ranks(config, world_size)
+    trainers = training_ranks(world_size, rollout.ranks)
     assert trainers <= rank < world_size, (
         f"rank {rank} is none of the {rollout.ranks} of the engines"
     )
@@ -209,26 +210,44 @@ def engine_mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
 
 
 def plan_rank(
-    config: Config, shape: ModelShape, mesh: Mesh, target: Target, kind: Kind = "grpo"
+    config: Config, shapes: RunShapes, mesh: Mesh, target: Target, kind: Kind = "grpo"
 ) -> MemoryPlan:
     """The plan of one rank, for the longest of its length stages."""
-    config = with_longest_lengths(config)
-    layers = own_layers(config, shape, mesh)
-    work = stage_work(config, shape, mesh, target=target, layers=layers)
+    shape = shapes.policy
+    policy = replace(config.policy, max_tokens_per_microbatch=shapes.microbatch_tokens)
+    parallel = config.parallel
+    layers = own_layers(parallel, shape, mesh)
+    work = stage_work(policy, parallel, config.lora, mesh=mesh, target=target, layers=layers)
     critic = teacher = NO_MODEL
-    if kind == "grpo":
-        critic, teacher = (
-            plan(config, shape, mesh, target) for plan in (plan_critic, plan_teacher)
+    if shapes.critic is not None:
+        critic = plan_critic(
+            shapes.critic,
+            policy=policy,
+            parallel=parallel,
+            optimizer=config.optimizer,
+            mesh=mesh,
+            target=target,
         )
-    update = formulas.backward_bytes(shape, work, config.policy, in_loss=teacher.in_loss)
+    if shapes.teacher is not None:
+        # In its embedding it has as many rows as the policy.
+        teacher = plan_teacher(
+            replace(shapes.teacher, vocab_size=shape.vocab_size),
+            policy=policy,
+            parallel=parallel,
+            whole_vocabulary=config.teacher.loss == "full",
+            mesh=mesh,
+            target=target,
+        )
+    update = formulas.backward_bytes(shape, work, policy, in_loss=teacher.in_loss)
     forward = formulas.forward_bytes(shape, work)
     gather = formulas.gather_bytes(shape, work)
     gather = max(gather, critic.gather, teacher.gather)
-    resident = (
-        _resident(config, shape, mesh, target=target, layers=layers)
-        | critic.resident
-        | teacher.resident
+    learner = _learner_bytes(
+        config.optimizer, config.lora, shape, mesh=mesh, target=target, layers=layers
     )
+    resident = learner | critic.resident | teacher.resident
+    if config.algorithm.kl_coef > 0 and not config.lora.rank:
+        resident["reference"] = _elements(shape, mesh, layers) * target.itemsize
     resident["gather_buffer"] = gather
     if not config.lora.rank:
         with_head = work.head_itemsize == work.itemsize
@@ -279,7 +298,12 @@ def plan_rank(
             | asleep
             | {
                 "sync_buffers": _sync_bytes(
-                    config, shape, mesh, target=target, weights=engine.weights
+                    config.lora,
+                    shape,
+                    mesh,
+                    target=target,
+                    bucket_mib=config.sync.bucket_mib,
+                    weights=engine.weights,
                 )
             }
         )
@@ -309,38 +333,37 @@ class ModelBytes:
 NO_MODEL = ModelBytes({}, formulas.PassBytes(0, 0, 0))
 
 
-def plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> ModelBytes:
-    """The plan of the critic of a policy of this shape."""
-    critic = critic_shape_of(config, shape)
-    if critic is None:
-        return NO_MODEL
-    critic_config = without_adapters(config)
-    layers = own_layers(critic_config, critic, mesh)
-    sizes = _resident(critic_config, critic, mesh, target=target, layers=layers)
-    names = ("parameters", "gradients", "optimizer")
-    work = stage_work(critic_config, critic, mesh, target=target, layers=layers)
+def plan_critic(
+    critic: ModelShape,
+    policy: PolicyConfig,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+    mesh: Mesh,
+    target: Target,
+) -> ModelBytes:
+    """The plan of a critic of this shape on a rank."""
+    layers = own_layers(parallel, critic, mesh)
+    sizes = _learner_bytes(
+        optimizer, formulas.NO_LORA, critic, mesh=mesh, target=target, layers=layers
+    )
+    work = stage_work(policy, parallel, formulas.NO_LORA, mesh=mesh, target=target, layers=layers)
     return ModelBytes(
-        {f"critic_{name}": sizes[name] for name in names},
-        formulas.backward_bytes(critic, work, critic_config.policy),
+        {f"critic_{name}": size for name, size in sizes.items()},
+        formulas.backward_bytes(critic, work, policy),
         formulas.gather_bytes(critic, work),
     )
 
 
-def own_layers(config: Config, shape: ModelShape, mesh: Mesh) -> int:
+def own_layers(parallel: ParallelConfig, shape: ModelShape, mesh: Mesh) -> int:
     """Layers of a model of this shape that the stage of `mesh.rank` has."""
     stages = stage_layers(
         shape.num_layers,
         mesh.pipeline,
         mesh.virtual_pipeline,
-        first=config.parallel.first_stage_layers,
-        last=config.parallel.last_stage_layers,
+        first=parallel.first_stage_layers,
+        last=parallel.last_stage_layers,
     )
     return len(stages[mesh.pipeline_rank])
-
-
-def without_adapters(config: Config) -> Config:
-    """The settings for models beside the policy, which have no adapters."""
-    return replace(config, lora=formulas.NO_LORA)
 
 
 class GradientBuffer(NamedTuple):
@@ -355,13 +378,13 @@ class GradientBuffer(NamedTuple):
 
 
 def gradient_buffers(
-    config: Config, shape: ModelShape, mesh: Mesh, layers: int
+    lora: LoraConfig, shape: ModelShape, mesh: Mesh, layers: int
 ) -> list[GradientBuffer]:
     """The buffers of what learns: with LoRA the adapters."""
     shares = mesh.data * mesh.context
     stride = mesh.expert * mesh.expert_tensor
-    if config.lora.rank:
-        dense = adapter_sizes(config.lora, shape, mesh, layers=layers)
+    if lora.rank:
+        dense = adapter_sizes(lora, shape, mesh, layers=layers)
         experts = []
     else:
         dense = parameter_sizes(shape, mesh, layers)
@@ -370,25 +393,26 @@ def gradient_buffers(
     return buffers + [GradientBuffer(sizes, mesh.expert_data, stride) for sizes in experts]
 
 
-def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> ModelBytes:
-    """The plan of the teacher on a rank.
+def plan_teacher(
+    teacher: ModelShape,
+    policy: PolicyConfig,
+    parallel: ParallelConfig,
+    whole_vocabulary: bool,
+    mesh: Mesh,
+    target: Target,
+) -> ModelBytes:
+    """The plan of a teacher of this shape on a rank.
 
-    It has the layout of a policy of this shape, and as many rows in its embedding."""
-    teacher_shape = teacher_shape_of(config)
-    if teacher_shape is None:
-        return NO_MODEL
-    teacher = replace(teacher_shape, vocab_size=shape.vocab_size)
-    whole_vocabulary = config.teacher.loss == "full"
-    teacher_config = without_adapters(config)
-    layers = own_layers(teacher_config, teacher, mesh)
-    sizes = [*parameter_sizes(teacher, mesh, layers), *expert_sizes(teacher, mesh, layers)]
+    `whole_vocabulary`: the loss takes its log-probs of all tokens."""
+    layers = own_layers(parallel, teacher, mesh)
     head = (
         formulas.head_bytes(teacher, mesh.tensor, target.itemsize)
         if whole_vocabulary and mesh.is_last_stage
         else 0
     )
-    resident = {"teacher": sum(map(sum, sizes)) * target.itemsize - head, "teacher_head": head}
-    work = stage_work(teacher_config, teacher, mesh, target=target, layers=layers)
+    weights = _elements(teacher, mesh, layers) * target.itemsize
+    resident = {"teacher": weights - head, "teacher_head": head}
+    work = stage_work(policy, parallel, formulas.NO_LORA, mesh=mesh, target=target, layers=layers)
     in_loss = formulas.teacher_loss_bytes(teacher, work) if whole_vocabulary else 0
     # For hidden states alone the pass ends before the output layer.
     pass_work = replace(work, has_head=work.has_head and not whole_vocabulary)
@@ -397,7 +421,12 @@ def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) 
 
 
 def stage_work(
-    config: Config, shape: ModelShape, mesh: Mesh, target: Target, layers: int
+    policy: PolicyConfig,
+    parallel: ParallelConfig,
+    lora: LoraConfig,
+    mesh: Mesh,
+    target: Target,
+    layers: int,
 ) -> formulas.StageWork:
     """Work of the stage of `mesh.rank` on one micro-batch."""
     return formulas.StageWork(
@@ -406,18 +435,16 @@ def stage_work(
         has_embedding=mesh.pipeline_rank == 0,
         has_head=mesh.is_last_stage,
         pipelined=mesh.pipeline > 1,
-        tokens=-(-config.policy.max_tokens_per_microbatch // mesh.context),
+        tokens=-(-policy.max_tokens_per_microbatch // mesh.context),
         tensor=mesh.tensor,
-        sequence=config.parallel.sequence and mesh.tensor > 1,
+        sequence=parallel.sequence and mesh.tensor > 1,
         itemsize=target.itemsize,
-        head_itemsize=FORMAT_BYTES[config.policy.head_dtype]
-        if config.policy.head_dtype
-        else target.itemsize,
+        head_itemsize=FORMAT_BYTES[policy.head_dtype] if policy.head_dtype else target.itemsize,
         device_kind=target.kind,
         local_layers=target.local_layers,
         chunks=mesh.virtual_pipeline,
         expert_tensor=mesh.expert_tensor,
-        lora=config.lora,
+        lora=lora,
     )
 
 
@@ -467,6 +494,12 @@ def expert_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
     return [expert * experts] * mesh.virtual_pipeline if expert else []
 
 
+def _elements(shape: ModelShape, mesh: Mesh, layers: int) -> int:
+    """Elements of all of a model's parameters on a rank."""
+    sizes = [*parameter_sizes(shape, mesh, layers), *expert_sizes(shape, mesh, layers)]
+    return sum(map(sum, sizes))
+
+
 def _dummy_gradient_bytes(shape: ModelShape, mesh: Mesh, target: Target, with_head: bool) -> int:
     """Bytes of the empty gradients that Transformer Engine keeps (`get_dummy_wgrad`).
 
@@ -504,17 +537,21 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _resident(
-    config: Config, shape: ModelShape, mesh: Mesh, target: Target, layers: int
+def _learner_bytes(
+    optimizer: OptimizerConfig,
+    lora: LoraConfig,
+    shape: ModelShape,
+    mesh: Mesh,
+    target: Target,
+    layers: int,
 ) -> dict[str, int]:
-    """Bytes of what outlives a pass of a model, with its reference.
+    """Bytes of what outlives a pass of a model that learns: parameters, gradients, optimizer.
 
     Gradients are float32 on every device. Adam keeps two float32 moments, SGD nothing; where
     parameters have 16 bits the optimizer also keeps them in float32. The distributed optimizer
-    divides these among data-parallel ranks. With LoRA all this is of the adapters alone, the
-    weights are in no buffer, and they are the reference."""
-    optimizer = config.optimizer
-    buffers = gradient_buffers(config, shape, mesh, layers=layers)
+    divides these among data-parallel ranks. With LoRA all this is of the adapters alone, and the
+    weights are in no buffer."""
+    buffers = gradient_buffers(lora, shape, mesh, layers=layers)
     learned = sum(sum(gradient_buffer.sizes) for gradient_buffer in buffers)
     lengths = [
         buffer_elements(gradient_buffer.sizes, optimizer.distributed, gradient_buffer.ranks)
@@ -529,18 +566,12 @@ def _resident(
             length // gradient_buffer.ranks
             for length, gradient_buffer in zip(lengths, buffers, strict=True)
         )
-    weights = sum(
-        map(sum, [*parameter_sizes(shape, mesh, layers), *expert_sizes(shape, mesh, layers)])
-    )
-    frozen = weights if config.lora.rank else 0
-    resident = {
+    frozen = _elements(shape, mesh, layers) if lora.rank else 0
+    return {
         "parameters": (frozen + buffer) * target.itemsize,
         "gradients": buffer * formulas.FLOAT32_BYTES,
         "optimizer": states * (moments + main_copies) * formulas.FLOAT32_BYTES,
     }
-    if config.algorithm.kl_coef > 0 and not frozen:
-        resident["reference"] = weights * target.itemsize
-    return resident
 
 
 def _while_generating(
@@ -581,13 +612,19 @@ def _while_training(
     }
 
 
-def _sync_bytes(config: Config, shape: ModelShape, mesh: Mesh, target: Target, weights: int) -> int:
+def _sync_bytes(
+    lora: LoraConfig,
+    shape: ModelShape,
+    mesh: Mesh,
+    target: Target,
+    bucket_mib: float,
+    weights: int,
+) -> int:
     """Bytes of a weight sync: two buckets for sending and two for receiving.
 
     Ranks that share memory have two in all. There are none where every rank has what its engine
     needs (except rows of the vocabulary that two paddings put on different ranks). With LoRA there
     is also the matrix of which merging needs most."""
-    lora = config.lora
     merging = 0
     rules = adapter_rules(shape.architecture, lora.rank, lora.target)
     for a, b in zip(rules[::2], rules[1::2], strict=True):
@@ -596,7 +633,7 @@ def _sync_bytes(config: Config, shape: ModelShape, mesh: Mesh, target: Target, w
         merging = max(merging, merging_bytes(rows, columns, parts * rank, itemsize=target.itemsize))
     if mesh.pipeline == mesh.expert == 1 and mesh.tensor in (1, mesh.engine_size):
         return merging
-    bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
+    bucket = bucket_bytes(bucket_mib, target.kind, mesh.world_size)
     return merging + (4 if target.kind == "cuda" else 2) * min(bucket, weights)
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 
+from rlmath.checkpoint.hf.run_shapes import RunShapes
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.help import counted
-from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, Kind, StagesConfig, ValidationConfig
+from rlmath.config.schema import Config, Kind, MemoryConfig, PolicyConfig, RolloutConfig
 from rlmath.distributed.device_kind import cuda_is_available
 from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.mesh import Mesh
@@ -39,12 +38,11 @@ RESERVE = (
 )
 
 
-def planned_target(config: Config) -> Target:
+def planned_target(memory: MemoryConfig, policy: PolicyConfig, device: str) -> Target:
     """The device that a run is planned for: a GPU that `memory` names or that is there, or the CPU.
 
-    It is the smaller GPU where a run with these settings would run on a GPU that is there, and
-    another is named. ValueError where the GPU is named twice, or its memory cannot be read."""
-    memory = config.memory
+    `device` is `run.device`. The smaller GPU is taken where a run with these settings would run on a
+    GPU that is there, and another is named. ValueError where the GPU is named twice, or its memory cannot be read."""
     if memory.gpu is not None and memory.gpu_gib is not None:
         problem = (
             f'memory.gpu is "{memory.gpu}" and memory.gpu_gib is {memory.gpu_gib:g}; give one '
@@ -52,13 +50,12 @@ def planned_target(config: Config) -> Target:
         )
         raise ValueError(f"{problem} Set the other to null.")
     gib = memory.gpu_gib if memory.gpu is None else GPUS[memory.gpu].gib
-    policy = config.policy
     gpu = partial(
         Target, "cuda", local_layers=policy.transformer_impl == "local", dtype=policy.dtype
     )
     named = None if gib is None else gpu(memory.gpu or "the GPU", int(gib * GIB))
-    if config.run.device == "cpu" or not cuda_is_available():
-        return named or cpu_target(config)
+    if device == "cpu" or not cuda_is_available():
+        return named or cpu_target(policy)
     try:
         present = gpu("the GPU that is there", _bytes_of_gpu_here())
     except ValueError as error:
@@ -70,9 +67,9 @@ def planned_target(config: Config) -> Target:
     return min(filter(None, (named, present)), key=lambda target: target.total_bytes or 0)
 
 
-def cpu_target(config: Config) -> Target:
+def cpu_target(policy: PolicyConfig) -> Target:
     """The CPU, whose memory has no bound of its own."""
-    return Target("cpu", "CPU", None, local_layers=True, dtype=config.policy.dtype)
+    return Target("cpu", "CPU", None, local_layers=True, dtype=policy.dtype)
 
 
 def _bytes_of_gpu_here() -> int:
@@ -108,30 +105,29 @@ def usable_bytes(target: Target) -> int:
 
 
 def fit_problems(
-    config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo"
+    config: Config, shapes: RunShapes, world_size: int, kind: Kind = "grpo"
 ) -> list[str]:
     """Problems of what does not fit the GPU; empty on CPU.
 
-    The layout must have no problems (`parallelism`)."""
+    The settings are those of the run with its largest lengths. The layout must have no problems
+    (`parallelism`)."""
     try:
-        target = planned_target(config)
+        target = planned_target(config.memory, config.policy, config.run.device)
     except ValueError as error:
         return [str(error)]
     if target.total_bytes is None:
         return []
-    config = replace(
-        with_longest_lengths(config), stages=StagesConfig(), validation=ValidationConfig()
-    )
     if usable_bytes(target) == 0:
         total = _gib(target.total_bytes)
         return [
             f"memory: {target.name} has {total} GiB, no more than {RESERVE}. Take a larger GPU."
         ]
-    plans = all_plans(config, shape, world_size, target=target, kind=kind)
+    plans = all_plans(config, shapes, world_size, target=target, kind=kind)
     problems = []
     phase_groups = (TRAINING_PHASES,)
     if kind == "grpo":
-        problems += _engine_problems(config, shape, target)
+        longest_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        problems += _engine_problems(config.rollout, shapes.policy, target, tokens=longest_sequence)
         phase_groups = (memory_estimate.GENERATION_PHASES, *phase_groups)
     for phases in phase_groups:
         plan, phase = memory_estimate.largest(plans, phases)
@@ -147,32 +143,32 @@ def fit_problems(
 
 
 def all_plans(
-    config: Config, shape: ModelShape, world_size: int, target: Target, kind: Kind = "grpo"
+    config: Config, shapes: RunShapes, world_size: int, target: Target, kind: Kind = "grpo"
 ) -> list[MemoryPlan]:
     """A plan for every kind of rank.
 
     There is one for each pipeline stage, and one for engines with ranks of their own."""
     engines = (
-        memory_estimate.plan_engine_ranks(config, shape, world_size, target=target)
+        memory_estimate.plan_engine_ranks(config.rollout, shapes.policy, world_size, target=target)
         if kind == "grpo"
         else []
     )
     return [
-        *memory_estimate.plan_ranks(config, shape, world_size, target=target, kind=kind),
+        *memory_estimate.plan_ranks(config, shapes, world_size, target=target, kind=kind),
         *engines,
     ]
 
 
 def start_up_lines(
-    config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo"
+    config: Config, shapes: RunShapes, world_size: int, kind: Kind = "grpo"
 ) -> list[str]:
     """The plan of the rank that holds the most, with a line for each phase.
 
     Where engines have ranks of their own, there is the plan of the training rank that holds the
     most and that of an engine's rank. On CPU a line also says where all ranks need more than this
     machine has."""
-    target = planned_target(config)
-    plans = all_plans(config, shape, world_size, target=target, kind=kind)
+    target = planned_target(config.memory, config.policy, config.run.device)
+    plans = all_plans(config, shapes, world_size, target=target, kind=kind)
     most, _ = memory_estimate.largest([plan for plan in plans if not plan.is_engine])
     limit = "" if target.total_bytes is None else f", may fill {_gib(usable_bytes(target))} GiB"
     lines = []
@@ -181,7 +177,7 @@ def start_up_lines(
         lines += [f"  {phase}: {figures(plan, phase)}" for phase in plan.phases]
     if target.total_bytes is None:
         ranks_here = local_world_size() or world_size
-        planned = host_bytes(config, shape, world_size, kind=kind) * ranks_here // world_size
+        planned = host_bytes(config, shapes, world_size, kind=kind) * ranks_here // world_size
         needed = planned + int(ranks_here * PROCESS_GIB * GIB)
         available = total_bytes()
         if needed > available:
@@ -195,11 +191,12 @@ def start_up_lines(
     return lines
 
 
-def host_bytes(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> int:
+def host_bytes(config: Config, shapes: RunShapes, world_size: int, kind: Kind = "grpo") -> int:
     """Most bytes that the ranks of a run on CPU hold together, by the plan.
 
     The layout must have no problems."""
-    plans = all_plans(config, shape, world_size, target=cpu_target(config), kind=kind)
+    target = cpu_target(config.policy)
+    plans = all_plans(config, shapes, world_size, target=target, kind=kind)
     engines = [plan for plan in plans if plan.is_engine]
     trainer, phase = memory_estimate.largest([plan for plan in plans if not plan.is_engine])
     engine_ranks = config.rollout.ranks if engines else 0
@@ -211,7 +208,7 @@ def host_bytes(config: Config, shape: ModelShape, world_size: int, kind: Kind = 
 
 
 def measured_line(
-    config: Config, shape: ModelShape, mesh: Mesh, kind: Kind, most: int, engine: int, used: int
+    config: Config, shapes: RunShapes, mesh: Mesh, kind: Kind, most: int, engine: int, used: int
 ) -> str:
     """The line that compares a rank's plan with what was measured.
 
@@ -219,7 +216,8 @@ def measured_line(
     what its engine's weights and KV cache have of that, and `used` what the driver counts now
     (bytes). Torch goes on counting what a sleeping engine has given back: vLLM's allocator unmaps
     it without torch's knowledge."""
-    plan = memory_estimate.plan_rank(config, shape, mesh, target=planned_target(config), kind=kind)
+    target = planned_target(config.memory, config.policy, config.run.device)
+    plan = memory_estimate.plan_rank(config, shapes, mesh, target=target, kind=kind)
     beside = {phase: plan.held(phase) - _of_engine(parts) for phase, parts in plan.phases.items()}
     worst = max(beside, key=beside.__getitem__)
     planned_engine = max(map(_of_engine, plan.phases.values()))
@@ -264,12 +262,12 @@ def _advice(config: Config, plan: MemoryPlan, phase: str, kind: Kind) -> str:
     Offloading comes first, then what takes ranks or time; the largest parts come first."""
     sizes = plan.phases[phase]
     parts = sorted(sizes, key=lambda part: -sizes[part])
-    offloads = [text for part in parts for text in _offloads(config, part, phase)]
+    offloads = [text for part in parts for text in _offloads(config.memory, part, phase)]
     changes = [text for part in parts for text in _changes(config, part, phase, kind=kind)]
     return " ".join(list(dict.fromkeys([*offloads, *changes]))[:3] or ["Take a larger GPU."])
 
 
-def _offloads(config: Config, part: str, phase: str) -> Iterator[str]:
+def _offloads(memory: MemoryConfig, part: str, phase: str) -> Iterator[str]:
     """The setting that offloads a part, where it can be in the host's memory in this phase."""
     model = part.partition("_")[0]
     if model in ("gradients", "optimizer", "parameters"):
@@ -277,7 +275,7 @@ def _offloads(config: Config, part: str, phase: str) -> Iterator[str]:
     else:
         may_leave = model in ("reference", "critic", "teacher") and phase != model
         may_leave = may_leave and (part, phase) != ("teacher_head", "update")
-    if may_leave and not getattr(config.memory, f"offload_{model}"):
+    if may_leave and not getattr(memory, f"offload_{model}"):
         yield f"Set memory.offload_{model}=true."
 
 
@@ -326,12 +324,13 @@ def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]
 # --------------------------------------------------------------- an engine whose share is too small
 
 
-def _engine_problems(config: Config, shape: ModelShape, target: Target) -> Iterator[str]:
+def _engine_problems(
+    rollout: RolloutConfig, shape: ModelShape, target: Target, tokens: int
+) -> Iterator[str]:
     """Problems of the engine's share of the GPU.
 
-    It must hold the engine's weights, its workspace and the KV cache of one longest sequence."""
-    rollout = config.rollout
-    tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    It must hold the engine's weights, its workspace and the KV cache of one longest sequence, of so
+    many tokens."""
     engine = engine_bytes(
         shape, rollout, target.kind, itemsize=target.itemsize, device_bytes=target.total_bytes
     )

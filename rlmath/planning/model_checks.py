@@ -11,16 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlmath.checkpoint.hf.config_json import (
-    critic_shape_of,
-    inspect_critic_folder,
-    inspect_model_folder,
-    teacher_shape_of,
-)
+from rlmath.checkpoint.hf.config_json import inspect_critic_folder, inspect_model_folder
 from rlmath.checkpoint.hf.peft import adapter_problems
+from rlmath.checkpoint.hf.run_shapes import InspectedShapes, RunShapes
 from rlmath.config.help import nearest_path
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, PolicyConfig
+from rlmath.config.schema import (
+    CriticConfig,
+    LoraConfig,
+    ParallelConfig,
+    PolicyConfig,
+    TeacherConfig,
+)
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.planning import parallelism
 
@@ -31,63 +33,63 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------- critic
 
 
-def critic_folder_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
-    """Problems of the weights in `critic.path` for a policy of this shape."""
-    path = config.critic.path
-    if config.algorithm.advantage != "gae" or path is None or shape is None:
+def critic_folder_problems(
+    critic: CriticConfig, advantage: str, shape: ModelShape | None
+) -> Iterator[str]:
+    """Problems of the weights in `critic.path` for a policy of this shape.
+
+    `advantage` is `algorithm.advantage`, without a critic in most."""
+    path = critic.path
+    if advantage != "gae" or path is None or shape is None:
         return
     _, problems = inspect_critic_folder(Path(path), shape)
     near = nearest_path(Path(path)) if not Path(path).exists() else ""
     yield from (problem + near for problem in problems)
 
 
-def critic_layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Problems of the layout in `parallel` for the critic of a policy of this shape."""
-    try:
-        critic = critic_shape_of(config, shape)
-    except ValueError as error:
-        yield str(error)
-        return
-    if critic is None:
-        return
-    if config.critic.path is not None:
+def critic_layout_problems(
+    inspected: InspectedShapes,
+    critic: CriticConfig,
+    parallel: ParallelConfig,
+    policy: PolicyConfig,
+) -> Iterator[str]:
+    """Problems of the critic's shape, and of its layout in `parallel`."""
+    if "critic" in inspected.problems:
+        yield inspected.problems["critic"]
+    shape = inspected.shapes.critic
+    if shape is not None and critic.path is not None:
         # No engine has the critic.
-        for problem in parallelism.layout_problems(config.parallel, 1, config.policy, critic):
+        for problem in parallelism.layout_problems(parallel, 1, policy, shape):
             yield f"critic.path, which has the layout of the policy: {problem}"
 
 
-def lora_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Problems of `lora` and `model.adapter_path` for a policy of this shape."""
-    path = config.model.adapter_path
-    lora = config.lora
+def lora_problems(lora: LoraConfig, path: str | None, shape: ModelShape) -> Iterator[str]:
+    """Problems of `lora` and `model.adapter_path`, the `path`, for a policy of this shape."""
     if lora.rank and shape.num_experts and lora.target != "attention":
         yield (
             f'lora.target is "{lora.target}", and a {shape.architecture} has experts, which get '
             "no adapters. Set "
             "lora.target=attention, or lora.rank=0, with which all weights learn."
         )
-    if path is not None and not config.lora.rank:
+    if path is not None and not lora.rank:
         yield (
             f'model.adapter_path is "{path}" and lora.rank 0: all weights would learn. Set '
             "lora.rank, lora.alpha and "
             "lora.target to the adapter's, or merge it into the model (PEFT: merge_and_unload)."
         )
     elif path is not None:
-        yield from adapter_problems(Path(path), config.lora, shape)
+        yield from adapter_problems(Path(path), lora, shape)
 
 
-def length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Problems of sequences that are too long for the critic or the teacher.
-
-    The critic is that of a policy of this shape."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    for model, path in (("critic", config.critic.path), ("teacher", config.teacher.path)):
-        try:
-            model_shape = (
-                critic_shape_of(config, shape) if model == "critic" else teacher_shape_of(config)
-            )
-        except ValueError:
-            continue  # told by the problems of the layout
+def length_problems(
+    longest: int, shapes: RunShapes, critic: CriticConfig, teacher: TeacherConfig
+) -> Iterator[str]:
+    """Problems of sequences of so many tokens that are too long for the critic or the teacher."""
+    models = (
+        ("critic", critic.path, shapes.critic),
+        ("teacher", teacher.path, shapes.teacher),
+    )
+    for model, path, model_shape in models:
         if model_shape is not None and path is not None and longest > model_shape.max_positions:
             yield (
                 f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in "
@@ -101,45 +103,43 @@ def length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 # ---------------------------------------------------------------- teacher
 
 
-def teaches_alone(config: Config) -> bool:
+def teaches_alone(teacher: TeacherConfig) -> bool:
     """Whether there is a teacher, and rewards are measured but not learned from."""
-    return config.teacher.path is not None and not config.teacher.with_rewards
+    return teacher.path is not None and not teacher.with_rewards
 
 
-def teacher_folder_problems(config: Config) -> list[str]:
+def teacher_folder_problems(teacher: TeacherConfig) -> list[str]:
     """Problems of the files in `teacher.path`; none without a teacher."""
-    if config.teacher.path is None:
+    if teacher.path is None:
         return []
-    return inspect_model_folder(Path(config.teacher.path), "teacher.path")[1]
+    return inspect_model_folder(Path(teacher.path), "teacher.path")[1]
 
 
-def teacher_layout_problems(config: Config) -> Iterator[str]:
-    """Problems of the layout in `parallel` for the teacher's shape."""
-    try:
-        shape = teacher_shape_of(config)
-    except ValueError as error:
-        yield str(error)
-        return
-    if shape is None:
-        return
-    # No engine has the teacher, and nothing of it is recomputed.
-    for problem in parallelism.layout_problems(config.parallel, 1, PolicyConfig(), shape):
-        yield f"teacher.path, which has the layout of the policy: {problem}"
+def teacher_layout_problems(inspected: InspectedShapes, parallel: ParallelConfig) -> Iterator[str]:
+    """Problems of the teacher's shape, and of its layout in `parallel`."""
+    if "teacher" in inspected.problems:
+        yield inspected.problems["teacher"]
+    shape = inspected.shapes.teacher
+    if shape is not None:
+        # No engine has the teacher, and nothing of it is recomputed.
+        for problem in parallelism.layout_problems(parallel, 1, PolicyConfig(), shape):
+            yield f"teacher.path, which has the layout of the policy: {problem}"
 
 
-def check_teacher_tokenizer(config: Config, tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
-    """Warnings about the tokenizer in `teacher.path`, compared with the policy's.
+def check_teacher_tokenizer(
+    path: str | None, tokenizer: PreTrainedTokenizerFast, policy_path: str
+) -> tuple[str, ...]:
+    """Warnings about the tokenizer in `teacher.path`, compared with the policy's in `model.path`.
 
     There are none without a teacher, or without its folder, as in a dry run. ValueError, which
     names a token, where the two are not the same."""
-    path = config.teacher.path
     if path is None or not os.path.isdir(path):
         return ()
     teacher = load_tokenizer(path, "teacher.path")
     difference = tokenizer_difference(tokenizer, teacher)
     if difference is not None:
         raise ValueError(
-            f'teacher.path "{path}" has another tokenizer than model.path "{config.model.path}": '
+            f'teacher.path "{path}" has another tokenizer than model.path "{policy_path}": '
             f"{difference}. A "
             "teacher scores the policy's tokens by their ids. Take a teacher of the same family, "
             "whose tokenizer is "
@@ -181,6 +181,11 @@ def _tokens(tokenizer: PreTrainedTokenizerFast) -> dict[int, str]:
     }
 
 
-def folder_problems(config: Config, shape: ModelShape | None) -> list[str]:
+def folder_problems(
+    teacher: TeacherConfig, critic: CriticConfig, advantage: str, shape: ModelShape | None
+) -> list[str]:
     """Problems of the files of both, for a policy of this shape."""
-    return [*teacher_folder_problems(config), *critic_folder_problems(config, shape)]
+    return [
+        *teacher_folder_problems(teacher),
+        *critic_folder_problems(critic, advantage, shape),
+    ]

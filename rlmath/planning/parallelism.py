@@ -8,19 +8,19 @@ from collections.abc import Iterator
 
 from rlmath.config.help import counted
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, ParallelConfig, PolicyConfig
+from rlmath.config.schema import ParallelConfig, PolicyConfig, RolloutConfig
 from rlmath.distributed.ranks import environment_world_size, ranks_text
 from rlmath.rollout.weight_sync.shard_layouts import engine_vocab_rows
 
 
-def planned_ranks(config: Config, given: int | None) -> int:
+def planned_ranks(parallel: ParallelConfig, rollout: RolloutConfig, given: int | None) -> int:
     """Ranks of the run.
 
     They are as given, else those of `parallel.data`, of a launcher, or the least that the layout
     takes."""
     if given is None and "WORLD_SIZE" in os.environ:
-        given = ranks_of_layout(config.parallel, config.rollout.ranks) or environment_world_size()
-    return ranks_or_least(config, given)
+        given = ranks_of_layout(parallel, rollout.ranks) or environment_world_size()
+    return ranks_or_least(parallel, rollout, given)
 
 
 def ranks_of_layout(parallel: ParallelConfig, engine_ranks: int = 0) -> int | None:
@@ -37,44 +37,41 @@ def ranks_of_layout(parallel: ParallelConfig, engine_ranks: int = 0) -> int | No
     return math.prod(max(1, size) for size in sizes) + max(0, engine_ranks)
 
 
-def ranks_or_least(config: Config, given: int | None) -> int:
+def ranks_or_least(parallel: ParallelConfig, rollout: RolloutConfig, given: int | None) -> int:
     """Ranks of the run.
 
     They are as given, or those that `parallel.data` makes, or the least that the layout takes."""
     if given is not None:
         return given
-    return ranks_of_layout(config.parallel, config.rollout.ranks) or least_ranks(config)
+    return ranks_of_layout(parallel, rollout.ranks) or least_ranks(parallel, rollout)
 
 
-def least_ranks(config: Config) -> int:
+def least_ranks(parallel: ParallelConfig, rollout: RolloutConfig) -> int:
     """The least ranks that a layout takes.
 
     These are one replica of the model, or as many as make whole engines; with ranks of the engines'
     own, these and one replica."""
-    parallel = config.parallel
     sizes = (parallel.tensor, parallel.context, parallel.expert, parallel.expert_tensor)
     tensor, context, expert, expert_tensor = (max(1, size) for size in sizes)
     stage = math.lcm(tensor * context, expert * expert_tensor)
     replica = stage * max(1, parallel.pipeline)
-    if config.rollout.ranks > 0:
-        return replica + config.rollout.ranks
-    return math.lcm(replica, max(1, config.rollout.tensor_parallel))
+    if rollout.ranks > 0:
+        return replica + rollout.ranks
+    return math.lcm(replica, max(1, rollout.tensor_parallel))
 
 
-def roles(config: Config, world_size: int) -> str:
+def roles(world_size: int, engine_ranks: int) -> str:
     """The roles of ranks where not all train and generate; else "".
 
-    >>> from rlmath.config.schema import RolloutConfig
-    >>> roles(Config(rollout=RolloutConfig(ranks=2)), 3)
+    >>> roles(3, engine_ranks=2)
     'rank 0 trains, ranks 1-2 generate'
     """
-    engines = config.rollout.ranks
-    trainers = world_size - config.rollout.ranks
-    if not engines:
+    trainers = world_size - engine_ranks
+    if not engine_ranks:
         return ""
     train = ranks_text(range(trainers))
     generate = ranks_text(range(trainers, world_size))
-    return f"{train} train{'s' * (trainers == 1)}, {generate} generate{'s' * (engines == 1)}"
+    return f"{train} train{'s' * (trainers == 1)}, {generate} generate{'s' * (engine_ranks == 1)}"
 
 
 # ---------------------------------------------------------------- problems of a layout

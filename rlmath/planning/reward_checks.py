@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.config.help import nearest_word
-from rlmath.config.length_curriculum import validates, with_longest_lengths
-from rlmath.config.schema import Config, Kind, RewardConfig
+from rlmath.config.length_curriculum import validates
+from rlmath.config.schema import AlgorithmConfig, Config, Kind, RewardConfig, TeacherConfig
 from rlmath.planning import model_checks
 from rlmath.rewards.reward_manager import Trial, try_reward_function, try_scorer
 from rlmath.rewards.schemes import WRONG_ANSWER, raw_reward, reward_scale
@@ -47,10 +47,8 @@ from rlmath.workers.user_functions import (
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
-def reward_problems(config: Config) -> Iterator[str]:
-    """Problems of `reward`."""
-    reward = config.reward
-    limit = config.rollout.max_new_tokens
+def reward_problems(reward: RewardConfig, limit: int, plugins: Collection[str]) -> Iterator[str]:
+    """Problems of `reward` for completions of at most `limit` tokens."""
     if reward.overlong_buffer > limit:
         yield (
             f"reward.overlong_buffer is {reward.overlong_buffer}, above rollout.max_new_tokens "
@@ -63,7 +61,7 @@ def reward_problems(config: Config) -> Iterator[str]:
             "scheme "
             f'"{reward.scheme}", and one without a box should get less. Lower it.'
         )
-    yield from _list_problems(reward, config.run.plugins)
+    yield from _list_problems(reward, plugins)
 
 
 def _list_problems(reward: RewardConfig, plugins: Collection[str]) -> Iterator[str]:
@@ -139,10 +137,13 @@ def _twice(setting: str, names: Sequence[str]) -> Iterator[str]:
 # ---------------------------------------------------------------- what is paid
 
 
-def reward_lines(config: Config) -> Iterator[str]:
-    """Lines of a plan: the range of a completion's reward, and the largest penalties beside it."""
-    reward = config.reward
-    if model_checks.teaches_alone(config):
+def reward_lines(
+    reward: RewardConfig, algorithm: AlgorithmConfig, teacher: TeacherConfig, longest: int
+) -> Iterator[str]:
+    """Lines of a plan: the range of a completion's reward, and the largest penalties beside it.
+
+    `longest` is the most tokens of a completion."""
+    if model_checks.teaches_alone(teacher):
         yield "Rewards: none is learned from (teacher.with_rewards=false)"
         return
     rewards = rewards_of(reward)
@@ -175,7 +176,7 @@ def reward_lines(config: Config) -> Iterator[str]:
         paid = [(raw_reward(reward, *case) - reward.output_bias) * scale for case in cases]
         each = ", ".join(f"{name} {payment:g}" for name, payment in zip(names, paid, strict=True))
         yield f"Rewards: {least:g} to {most:g} (reward.scheme={reward.scheme}: {each})"
-    yield from _penalty_lines(config)
+    yield from _penalty_lines(reward, algorithm, longest)
 
 
 def _extremes(part: NamedReward, reward: RewardConfig) -> tuple[float, ...]:
@@ -192,11 +193,8 @@ def _extremes(part: NamedReward, reward: RewardConfig) -> tuple[float, ...]:
     return min(values), max(values)
 
 
-def _penalty_lines(config: Config) -> Iterator[str]:
-    """The most that length and a KL in the reward take from a completion."""
-    reward = config.reward
-    algorithm = config.algorithm
-    longest = with_longest_lengths(config).rollout.max_new_tokens
+def _penalty_lines(reward: RewardConfig, algorithm: AlgorithmConfig, longest: int) -> Iterator[str]:
+    """The most that length and a KL in the reward take from a completion of so many tokens."""
     if reward.overlong_buffer:
         yield (
             f"  less at most {reward.overlong_penalty:g} for length, in the last "

@@ -6,21 +6,23 @@ These are partial rollouts, tail batching and engines on ranks of their own; `da
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from rlmath.checkpoint.save_schedule import kept_frequency, recovery_frequency
 from rlmath.config import length_curriculum
-from rlmath.config.schema import AlgorithmConfig, Config
+from rlmath.config.length_curriculum import LengthStage
+from rlmath.config.schema import AlgorithmConfig, Config, DataConfig, RolloutConfig, SaveConfig
 
 # -------------------------------------------------- partial rollouts, engines on ranks of their own
 
 
-def partial_rollout_problems(config: Config) -> Iterator[str]:
-    """Problems of settings that several policy versions sampling one completion do not allow."""
-    rollout = config.rollout
-    algorithm = config.algorithm
-    per_step = config.data.prompts_per_step
+def partial_rollout_problems(
+    rollout: RolloutConfig, algorithm: AlgorithmConfig, per_step: int
+) -> Iterator[str]:
+    """Problems of settings that several policy versions sampling one completion do not allow.
+
+    `per_step` is `data.prompts_per_step`."""
     if rollout.ranks and rollout.max_staleness > 0:
         got = f"rollout.ranks is {rollout.ranks} and rollout.max_staleness {rollout.max_staleness}"
         yield from _old_token_problems(algorithm, got)
@@ -64,10 +66,8 @@ def _old_token_problems(algorithm: AlgorithmConfig, got: str) -> Iterator[str]:
 # ---------------------------------------------------------------- curriculum and rollback
 
 
-def rollback_problems(config: Config) -> Iterator[str]:
+def rollback_problems(algorithm: AlgorithmConfig, save: SaveConfig) -> Iterator[str]:
     """Problems of a run that may go back to a checkpoint."""
-    algorithm = config.algorithm
-    save = config.save
     if algorithm.rollback == 0:
         return
     if recovery_frequency(save).never and kept_frequency(save).never:
@@ -78,10 +78,8 @@ def rollback_problems(config: Config) -> Iterator[str]:
         )
 
 
-def curriculum_problems(config: Config) -> Iterator[str]:
+def curriculum_problems(settings: DataConfig, group_size: int) -> Iterator[str]:
     """Problems of settings that do not go with draws by pass rate."""
-    settings = config.data
-    group_size = config.rollout.group_size
     most = settings.history_groups * group_size
     if settings.curriculum == "skip_solved" and settings.solved_samples > most:
         yield (
@@ -100,14 +98,13 @@ def curriculum_problems(config: Config) -> Iterator[str]:
 Check = Callable[[Config], Iterable[str]]
 
 
-def in_every_stage(config: Config, check: Check) -> list[str]:
+def in_every_stage(stages: Sequence[LengthStage], check: Check) -> list[str]:
     """The problems of every stage, which is named.
 
     One that all stages have alike is listed once. Where the lists do not go together, there is no
     stage to check."""
-    if any(length_curriculum.stage_list_problems(config)):
+    if not stages:
         return []
-    stages = length_curriculum.length_stages(config, None)
     problems_by_stage = [list(check(stage.config)) for stage in stages]
     common = [
         problem
@@ -151,9 +148,9 @@ def in_validation(config: Config, check: Check) -> list[str]:
     ]
 
 
-def validation_name_problems(config: Config) -> Iterator[str]:
+def validation_name_problems(paths: Sequence[str]) -> Iterator[str]:
     """Problems of files of `validation.paths` whose metrics would have one name."""
-    names = Counter(length_curriculum.validation_names(config.validation.paths))
+    names = Counter(length_curriculum.validation_names(paths))
     for name in (name for name, count in names.items() if count > 1):
         yield (
             f'validation.paths: {names[name]} files are named "{name}", and so would be their '

@@ -140,7 +140,7 @@ def doubtful_values(config: Config, parameters: int | None = None) -> Iterator[s
 
     `parameters` are those of the model, if it is known."""
     note = f" for a model of {parameters / 1e9:.3g} B parameters" if parameters is not None else ""
-    for sensible in learning_rates(config, parameters):
+    for sensible in learning_rates(parameters, adapters=config.lora.rank > 0):
         if (doubt := sensible.doubt(config, note)) is not None:
             yield doubt
     for sensible in SENSIBLE:
@@ -148,15 +148,15 @@ def doubtful_values(config: Config, parameters: int | None = None) -> Iterator[s
             yield doubt
 
 
-def learning_rates(config: Config, parameters: int | None) -> Iterator[SensibleRange]:
+def learning_rates(parameters: int | None, adapters: bool) -> Iterator[SensibleRange]:
     """Sensible ranges of AdamW's learning rates.
 
-    They depend on the model's size and on what learns of it."""
+    They depend on the model's size and on what learns of it: all weights, or adapters."""
     most = next(rate for least, rate in LEARNING_RATES if (parameters or 0) >= least)
     most_of_all = LEARNING_RATES[-1][1]
-    times = ADAPTERS if config.lora.rank else 1
+    times = ADAPTERS if adapters else 1
     usual = "1e-6 to 2e-5 for 1 B to 70 B"
-    if config.lora.rank:
+    if adapters:
         usual = "1e-5 to 1e-4 of adapters, for 1 B to 70 B"
     yield SensibleRange(
         "optimizer.lr",

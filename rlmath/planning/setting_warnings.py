@@ -9,7 +9,13 @@ from typing import Any
 
 from rlmath.config.help import all_settings, as_yaml_word, setting_values
 from rlmath.config.load import preset_values, recorded_settings
-from rlmath.config.schema import Config, RewardConfig
+from rlmath.config.schema import (
+    AlgorithmConfig,
+    Config,
+    RewardConfig,
+    RolloutConfig,
+    SelectionConfig,
+)
 from rlmath.planning.sensible_values import doubtful_values
 from rlmath.planning.setting_tables import doubts, without_effect
 from rlmath.rewards.several_rewards import functions_of, is_verified
@@ -54,7 +60,9 @@ def config_warnings(
         )
     preset = preset_values(config)
     messages += _preset_warnings(config, preset)
-    return [*messages, *_rollout_warnings(config), *_algorithm_warnings(config, preset)]
+    longest = max(config.stages.max_new_tokens or [config.rollout.max_new_tokens])
+    messages += _rollout_warnings(config.rollout, config.algorithm, longest)
+    return [*messages, *_reward_warnings(config.reward, config.selection, preset)]
 
 
 def _preset_warnings(config: Config, preset: Mapping[str, Any]) -> Iterator[str]:
@@ -79,12 +87,13 @@ def _preset_warnings(config: Config, preset: Mapping[str, Any]) -> Iterator[str]
         )
 
 
-def _rollout_warnings(config: Config) -> Iterator[str]:
+def _rollout_warnings(
+    rollout: RolloutConfig, algorithm: AlgorithmConfig, longest: int
+) -> Iterator[str]:
     """Warnings about partial rollouts that fit the other settings badly.
 
-    The loss of a run that learns from tokens of older versions is among them."""
-    rollout = config.rollout
-    algorithm = config.algorithm
+    The loss of a run that learns from tokens of older versions is among them. `longest` is the most
+    tokens of a completion to learn from."""
     odd_steps = rollout.tail == "defer" or (rollout.tail == "carry" and rollout.max_staleness > 1)
     if algorithm.advantage in ("ppo", "reinforce++", "gae") and odd_steps:
         yield (
@@ -95,7 +104,6 @@ def _rollout_warnings(config: Config) -> Iterator[str]:
             'the short groups and others more of the long ones: take rollout.tail="carry" with '
             'rollout.max_staleness=1, or advantages of a group ("grpo", "dr_grpo", "rloo").'
         )
-    longest = max(config.stages.max_new_tokens or [rollout.max_new_tokens])
     if rollout.tail == "defer" and (rollout.slice_tokens or 0) >= longest:
         yield (
             f"rollout.slice_tokens={rollout.slice_tokens} is no less than the longest completion "
@@ -123,20 +131,18 @@ def _rollout_warnings(config: Config) -> Iterator[str]:
         )
 
 
-def _algorithm_warnings(config: Config, preset: Mapping[str, Any]) -> Iterator[str]:
+def _reward_warnings(
+    reward: RewardConfig, selection: SelectionConfig, preset: Mapping[str, Any]
+) -> Iterator[str]:
     """Warnings about settings of `reward` and `selection` that hardly do what is meant."""
-    own_scheme = preset.get("reward.scheme", RewardConfig.scheme) != config.reward.scheme
-    if config.reward.rewards and own_scheme and not is_verified(config.reward):
+    own_scheme = preset.get("reward.scheme", RewardConfig.scheme) != reward.scheme
+    if reward.rewards and own_scheme and not is_verified(reward):
         yield (
             "reward.scheme: no effect with reward.rewards that do not list correctness, whose "
             "scheme it is."
         )
-    functions = functions_of(config.reward)
-    if (
-        config.selection.dynamic_sampling == "accuracy"
-        and functions
-        and not is_verified(config.reward)
-    ):
+    functions = functions_of(reward)
+    if selection.dynamic_sampling == "accuracy" and functions and not is_verified(reward):
         yield (
             f'selection.dynamic_sampling="accuracy" with {next(iter(functions))}: an answer '
             "counts as right where its "

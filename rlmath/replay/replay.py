@@ -18,7 +18,6 @@ from rlmath.algorithms.prompt_history import PromptHistory
 from rlmath.checkpoint.capture import CAPTURE_FILE, GROUPS_FILE, Capture, folder_of, read_capture
 from rlmath.checkpoint.directory import complete_checkpoints, read_progress
 from rlmath.checkpoint.hf.headers import model_fingerprint
-from rlmath.config.length_curriculum import length_stages
 from rlmath.config.load import load_config
 from rlmath.config.run_files import CAPTURES_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
 from rlmath.config.schema import Config, RolloutConfig, TelemetryConfig, ValidationConfig
@@ -261,8 +260,10 @@ class Replay:
         from rlmath.run.prepared import PreparedRun
 
         world_size = environment_world_size()
-        shape = check_replay(config, world_size, self.arguments.part == "rollout")
-        stages = length_stages(config, self.capture.total_steps)
+        checked = check_replay(config, world_size, self.arguments.part == "rollout")
+        shapes = checked.with_total_steps(config, self.capture.total_steps)
+        shape = shapes.policy
+        stages = shapes.length_stages
         if self.capture.length_stage >= len(stages):
             raise ValueError(
                 f"{self.folder} is of length stage {self.capture.length_stage + 1}, and the "
@@ -292,14 +293,15 @@ class Replay:
         )
         origin = Origin(model_fingerprint(config.model.path), "")
         source = "model.path" if self.state is None else str(self.state[0].folder)
+        mesh = mesh_of(config.parallel, config.rollout, world_size, rank=0)
         lines = (
             f"Replay of the {self.arguments.part} of step {self.capture.step + 1}, captured on "
             f"{self.capture.layout}: from "
-            f"{source}, on {mesh_of(config, world_size, 0).training_layout}",
+            f"{source}, on {mesh.training_layout}",
         )
         return PreparedRun(
             config,
-            shape,
+            shapes,
             inputs=inputs,
             origin=origin,
             recovery=None,

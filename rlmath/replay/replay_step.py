@@ -334,8 +334,10 @@ def replay_rollout(
 ) -> int:
     """Sample and score a captured step again; the exit status: `RolloutComparison.status`."""
     config = prepared.config
-    shape = prepared.shape
-    mesh = mesh_of(config, environment_world_size(), environment_rank())
+    shape = prepared.shapes.policy
+    mesh = mesh_of(
+        config.parallel, config.rollout, environment_world_size(), rank=environment_rank()
+    )
     with ExitStack() as stack:
         workers = stack.enter_context(open_engine_workers(config, mesh))
         mesh, device, heartbeat = begin(stack, prepared, rendezvous)
@@ -373,7 +375,7 @@ def _model_folder(
 
     Rank 0 converts a checkpoint, or merges the adapters that the run began with. A collective."""
     config = prepared.config
-    shape = prepared.shape
+    shape = prepared.shapes.policy
     base = Path(config.model.path)
     folder = Path(config.run.output_dir) / MODEL_FOLDER
     if state is None and config.model.adapter_path is None:
@@ -409,8 +411,7 @@ def _sample_again(
     workers: RewardWorkers | None,
 ) -> list[ScoredGroup]:
     """The groups of the step, sampled and scored again."""
-    stages = length_curriculum.length_stages(prepared.config, capture.total_steps)
-    sampling = training_sampling(stages[capture.length_stage].config.rollout)
+    sampling = training_sampling(prepared.shapes.length_stages[capture.length_stage].config.rollout)
     config = prepared.config
     tokenizer = prepared.inputs.tokenizer
     collector = Collector(
@@ -512,7 +513,9 @@ def begin(
 
     A collective."""
     config = prepared.config
-    mesh = mesh_of(config, environment_world_size(), environment_rank())
+    mesh = mesh_of(
+        config.parallel, config.rollout, environment_world_size(), rank=environment_rank()
+    )
     device = run_device(config)
     stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, mesh.rank)
     _, heartbeat = join_run(stack, config, device, rendezvous=rendezvous, stop=stop)

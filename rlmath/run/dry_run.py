@@ -18,7 +18,6 @@ from pathlib import Path
 from rlmath.checkpoint import save_schedule
 from rlmath.checkpoint.hf.config_json import (
     PlannedShape,
-    critic_shape_of,
     has_weights,
     hub_name,
     inspect_model_folder,
@@ -26,12 +25,12 @@ from rlmath.checkpoint.hf.config_json import (
     planned_shape,
 )
 from rlmath.checkpoint.hf.peft import other_base_warnings
+from rlmath.checkpoint.hf.run_shapes import RunShapes, inspect_run_shapes
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config import length_curriculum
 from rlmath.config.help import as_yaml_word, counted, raise_problems, setting_values
 from rlmath.config.hub import HubFailedError
 from rlmath.config.load import load_config, preset_values
-from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, Kind
 from rlmath.data.audit import EXAMPLES
 from rlmath.data.dataset import most_updates
@@ -65,7 +64,7 @@ class RunPlan:
     """The run's settings, with the kind of device that is planned for as `run.device`.
 
     Settings without effect in a supervised run are at their defaults there."""
-    shape: ModelShape
+    shapes: RunShapes
     shape_note: str
     ranks: int
     target: Target
@@ -133,13 +132,14 @@ def plan_run(
     """
     config, unused = checks.only_used(settings) if kind == "sft" else (settings, [])
     planned = planned_shape(config.model.path)
-    world_size = planned_ranks(config, ranks)
+    world_size = planned_ranks(config.parallel, config.rollout, ranks)
     if world_size < 1:
         raise_problems("this run", [f"--ranks is {world_size}; needed: at least 1."])
     shape = planned.shape
     target = None
     data = None
-    problems_of_settings = checks.run_problems(config, world_size, shape, kind=kind)
+    inspected = None if shape is None else inspect_run_shapes(config, shape, kind)
+    problems_of_settings = checks.run_problems(config, world_size, inspected, kind=kind)
     problems_of_files = list(checks.file_problems(config, kind))
     problems_of_model, missing = model_problems(config.model.path, planned)
     problems = [*problems_of_settings, *problems_of_model, *problems_of_files]
@@ -176,30 +176,29 @@ def plan_run(
     ):
         problems.append(f'run.output_dir "{config.run.output_dir}": {problem}')
     try:
-        if shape is not None and not problems_of_settings:
-            target = planned_target(config)
+        if inspected is not None and not problems_of_settings:
+            target = planned_target(config.memory, config.policy, config.run.device)
             if target.kind == "cpu":
                 for problem in checks.cuda_problems(config.run.device):
                     problems.append(
                         f"{problem} To plan for a GPU that is not here, name it by memory.gpu."
                     )
                 problems += checks.device_problems(config, shape, on_gpu=False, kind=kind)
-                problems += checks.host_memory_problems(config) if kind == "grpo" else ()
-            problems += checks.memory_problems(config, shape, world_size, kind=kind)
+                problems += checks.host_memory_problems(config.rollout) if kind == "grpo" else ()
+            problems += checks.memory_problems(config, inspected.shapes, world_size, kind=kind)
     except ValueError as error:
         problems.append(str(error))
     raise_problems("this run", problems)
-    assert shape is not None and data is not None and target is not None
+    assert inspected is not None and data is not None and target is not None
+    shapes = inspected.shapes.with_total_steps(config, data.inputs.total_steps)
     planned_config = replace(config, run=replace(config.run, device=target.kind))
     crowding = ""
     if target.kind == "cpu":
-        needed_bytes = host_bytes(
-            length_curriculum.with_longest_lengths(config), shape, world_size, kind=kind
-        )
+        needed_bytes = host_bytes(config, shapes, world_size, kind=kind)
         crowding = " ".join(room_problems(world_size, this_machine(gpus=0), needed_bytes))
     return RunPlan(
         planned_config,
-        shape,
+        shapes,
         shape_note=planned.note,
         ranks=world_size,
         target=target,
@@ -251,8 +250,8 @@ def model_problems(model_path: str, planned: PlannedShape) -> tuple[list[str], l
 def plan_lines(plan: RunPlan) -> list[str]:
     """The lines of the plan for the console."""
     config = plan.config
-    shape = plan.shape
-    mesh = mesh_of(config, plan.ranks, 0)
+    shape = plan.shapes.policy
+    mesh = mesh_of(config.parallel, config.rollout, plan.ranks, rank=0)
     layout = mesh.describe() if plan.kind == "grpo" else mesh.training_layout
     warnings = list(_warnings(plan))
     return [
@@ -262,7 +261,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         f"{shape.max_positions} positions",
         *([f"  {plan.shape_note}"] if plan.shape_note else ()),
         f"Layout: {counted(plan.ranks, 'rank')}, {layout}",
-        *([f"  {roles_text}"] if (roles_text := roles(config, plan.ranks)) else ()),
+        *([f"  {roles_text}"] if (roles_text := roles(plan.ranks, mesh.engine_ranks)) else ()),
         *(
             ["  (the least for this layout; --ranks N plans for others)"]
             if plan.ranks_are_least
@@ -272,11 +271,9 @@ def plan_lines(plan: RunPlan) -> list[str]:
         *(f"  {line}" for line in plan.data.lines),
         *hook_lines(config, plan.kind),
         *(preset_lines(config) if plan.kind == "grpo" else ()),
-        *(reward_lines(config) if plan.kind == "grpo" else ()),
+        *(_reward_lines(config) if plan.kind == "grpo" else ()),
         *(_step_lines(plan) if plan.kind == "grpo" else _sft_step_lines(plan)),
-        *start_up_lines(
-            length_curriculum.with_longest_lengths(config), shape, plan.ranks, kind=plan.kind
-        ),
+        *start_up_lines(config, plan.shapes, plan.ranks, kind=plan.kind),
         *_disk_lines(plan),
         *_resume_lines(plan),
         *(["Worth knowing:"] if warnings else ()),
@@ -307,6 +304,12 @@ def preset_lines(config: Config) -> Iterator[str]:
         yield f"  {key}={as_yaml_word(preset_value)}{difference}"
 
 
+def _reward_lines(config: Config) -> Iterator[str]:
+    """Lines about the rewards of a GRPO run's longest completions."""
+    longest = length_curriculum.with_longest_lengths(config).rollout.max_new_tokens
+    return reward_lines(config.reward, config.algorithm, config.teacher, longest=longest)
+
+
 def _step_lines(plan: RunPlan) -> Iterator[str]:
     """Lines about a GRPO run's steps and validation."""
     config = plan.config
@@ -325,7 +328,7 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
         f"{counted(minibatches * epochs, 'update')} a step, "
         f"{most_updates(config, plan.total_steps):,} in all at most"
     )
-    if (critic := critic_shape_of(config, plan.shape)) is not None:
+    if (critic := plan.shapes.critic) is not None:
         yield (
             f"  a critic of {parameter_count(critic) / 1e9:.3g} B parameters learns from the "
             "same minibatches"
@@ -333,7 +336,7 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     if config.selection.dynamic_sampling is not None:
         extra = counted(config.selection.max_extra_prompts, "prompt")
         yield f"  dynamic sampling may ask for up to {extra} more a step"
-    stages = length_curriculum.length_stages(config, data.inputs.total_steps)
+    stages = plan.shapes.length_stages
     slices = ", ".join(dict.fromkeys(f"{slice_tokens(stage.config.rollout):,}" for stage in stages))
     staleness = config.rollout.max_staleness
     if config.rollout.ranks:
@@ -429,8 +432,8 @@ def needed_disk(plan: RunPlan) -> int:
     """Most bytes that the run takes on the disk, with the checkpoint that is being written."""
     config = plan.config
     save = plan.config.save
-    checkpoint = save_schedule.checkpoint_bytes(config, plan.shape) + unfinished_bytes(config)
-    model = save_schedule.export_bytes(config, plan.shape)
+    checkpoint = save_schedule.checkpoint_bytes(config, plan.shapes) + unfinished_bytes(config)
+    model = save_schedule.export_bytes(config, plan.shapes.policy)
     kept_count = kept_checkpoints(config, plan.total_steps, plan.data.inputs.order.steps_per_epoch)
     never = (
         save_schedule.recovery_frequency(save).never and save_schedule.kept_frequency(save).never
@@ -448,9 +451,9 @@ def _disk_lines(plan: RunPlan) -> Iterator[str]:
         else ""
     )
     yield (
-        f"Disk: a checkpoint is {_gib(save_schedule.checkpoint_bytes(plan.config, plan.shape))} "
+        f"Disk: a checkpoint is {_gib(save_schedule.checkpoint_bytes(plan.config, plan.shapes))} "
         "GiB, the exported "
-        f"model {_gib(save_schedule.export_bytes(plan.config, plan.shape))}; needed at most "
+        f"model {_gib(save_schedule.export_bytes(plan.config, plan.shapes.policy))}; needed at most "
         f"{_gib(needed_disk(plan))} "
         f"GiB in all{uncounted}"
     )
@@ -491,7 +494,7 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
         yield f"{OVERSUBSCRIBE} starts all ranks: {plan.crowding}"
     for problem in plan.not_here:
         yield f"a start on this machine would be refused: {problem}"
-    yield from config_warnings(config, plan.unused, parameter_count(plan.shape))
+    yield from config_warnings(config, plan.unused, parameter_count(plan.shapes.policy))
     if plan.target.total_bytes is None:
         planned_format = number_format(config.policy.dtype, plan.target.kind)
         yield (

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlmath.checkpoint.hf.config_json import planned_shape
+from rlmath.checkpoint.hf.run_shapes import InspectedShapes, inspect_run_shapes
 from rlmath.config.help import nearest_path
 from rlmath.config.hub import hub_ids, is_hub_id
-from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, Kind
 from rlmath.planning.checks import device_problems, file_problems, run_problems
 from rlmath.run.recovery.resume import changes_since_newest
@@ -23,19 +23,20 @@ def early_problems(config: Config, ranks: int, kind: Kind) -> Iterator[str]:
     """Problems of settings, model, files and the run's folder.
 
     A model on the hub has no shape yet."""
-    shape: ModelShape | None = None
+    inspected: InspectedShapes | None = None
     if is_hub_id(config.model.path):
         hub_ids(config)
     elif missing := list(missing_problems("model.path", config.model.path)):
         yield from missing
     else:
         planned = planned_shape(config.model.path)
-        shape = planned.shape
+        if planned.shape is not None:
+            inspected = inspect_run_shapes(config, planned.shape, kind)
         yield from planned.problems
-    yield from run_problems(config, ranks, shape, kind=kind)
+    yield from run_problems(config, ranks, inspected, kind=kind)
     yield from file_problems(config, kind)
-    if config.run.device == "cpu" and shape is not None:
-        yield from device_problems(config, shape, on_gpu=False, kind=kind)
+    if config.run.device == "cpu" and inspected is not None:
+        yield from device_problems(config, inspected.shapes.policy, on_gpu=False, kind=kind)
     yield from _output_problems(config)
 
 

@@ -40,7 +40,7 @@ def run_engine_rank(prepared: PreparedRun[Any], rendezvous: Rendezvous | None) -
     """Sample until the trainers end the run; the exit status, which is theirs."""
     config = prepared.config
     rank = environment_rank()
-    mesh = engine_mesh_of(config, environment_world_size(), rank)
+    mesh = engine_mesh_of(config.rollout, environment_world_size(), rank)
     device = run_device(config)
     stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, rank)
     stop.install()
@@ -76,7 +76,7 @@ class EngineRank:
         Its `on_progress` is called after every vLLM step, and while weights are received."""
         config = context.config
         inputs = context.inputs
-        shape = context.shape
+        shape = context.shapes.policy
         mesh = context.mesh
         device = context.device
         bridge = context.bridge
@@ -103,8 +103,9 @@ class EngineRank:
                 "whose noise begins anew where a completion is continued. Set "
                 "rollout.on_new_weights=keep or finish"
             )
-        plans = offer_plans(config, shape, mesh_of(config, bridge.world_size, 0), device=device)
-        stages = length_curriculum.length_stages(config, inputs.total_steps)
+        trainer_mesh = mesh_of(config.parallel, config.rollout, bridge.world_size, rank=0)
+        plans = offer_plans(config, shape, trainer_mesh, device=device)
+        stages = context.shapes.length_stages
         leader = None
         if self._mailbox is not None and context.workers is not None:
             leader = Leader(self._mailbox, context.workers)

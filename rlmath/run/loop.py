@@ -66,7 +66,9 @@ def run_training(
     peers may wait in it, and taking it down could wait for them. The caller ends the process."""
     started = time.perf_counter()
     config = prepared.config
-    mesh = mesh_of(config, environment_world_size(), environment_rank())
+    mesh = mesh_of(
+        config.parallel, config.rollout, environment_world_size(), rank=environment_rank()
+    )
     device = run_device(config)
     stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, mesh.rank)
     stop.install()
@@ -248,6 +250,7 @@ class TrainingRun:
                 trainer.config,
                 self.prepared.inputs,
                 trainer.kind,
+                trainer.shapes.length_stages,
                 layout=trainer.layout,
                 steps_done=steps_done,
             )
@@ -268,7 +271,7 @@ class TrainingRun:
         if trainer.mesh.rank == 0 and trainer.device.kind == "cuda":
             line = measured_line(
                 trainer.config,
-                trainer.shape,
+                trainer.shapes,
                 mesh=trainer.mesh,
                 kind=trainer.kind,
                 most=torch.cuda.max_memory_reserved(trainer.device.torch_device),

@@ -54,7 +54,9 @@ def read_inputs(config: Config, shape: ModelShape, kind: Kind = "grpo") -> RunDa
         inputs = dataset.load_prompt_files(config, None)
         return RunData(inputs, replace(origin_of(config, inputs, weights), data=""))
     inputs = dataset.load_inputs(config, shape)
-    warnings = tuple(check_teacher_tokenizer(config, inputs.tokenizer))
+    warnings = tuple(
+        check_teacher_tokenizer(config.teacher.path, inputs.tokenizer, config.model.path)
+    )
     return RunData(inputs, origin_of(config, inputs, weights), warnings=warnings)
 
 

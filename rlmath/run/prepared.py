@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from rlmath.config.model_shape import ModelShape
+from rlmath.checkpoint.hf.run_shapes import RunShapes
 from rlmath.config.schema import Config
 from rlmath.data.dataset import ValidationFile
 from rlmath.distributed.device import Device
@@ -19,7 +19,7 @@ class PreparedRun(Generic[InputsT]):
     """A run that can be started, as far as files and settings show."""
 
     config: Config
-    shape: ModelShape
+    shapes: RunShapes
     inputs: InputsT
     origin: Origin
     recovery: Recovery | None
@@ -40,7 +40,7 @@ class PreparedRun(Generic[InputsT]):
         """The context of this rank's part of the run; `more` are further fields of the record."""
         return RankContext(
             self.config,
-            self.shape,
+            self.shapes,
             inputs=self.inputs,
             mesh=mesh,
             device=device,

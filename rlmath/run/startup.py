@@ -84,17 +84,18 @@ def _prepare(settings: Config, kind: Kind) -> PreparedRun[Any]:
     world_size = environment_world_size()
     is_first = environment_rank() == 0
     config, unused = only_used(settings) if kind == "sft" else (settings, [])
-    shape = check_config(config, world_size, kind)
+    shapes = check_config(config, world_size, kind)
+    shape = shapes.policy
     if (problem := tokenizer_problem(config)) is not None:
         raise ValueError(
             f"{problem}; a run needs it (rlmath install cpu, or gpu, installs transformers)."
         )
     run_data = read_inputs(config, shape, kind)
     inputs = run_data.inputs
-    mesh = mesh_of(config, world_size, 0)
+    mesh = mesh_of(config.parallel, config.rollout, world_size, rank=0)
     recovery = find_recovery(config, run_data.origin, inputs.total_steps)
     check_output_folder(
-        config.run.output_dir, config, output_bytes(config, shape), resumes=recovery is not None
+        config.run.output_dir, config, output_bytes(config, shapes), resumes=recovery is not None
     )
     data = try_data(config, shape, run_data, checks_data=is_first, calls_functions=is_first)
     lines = (
@@ -103,8 +104,8 @@ def _prepare(settings: Config, kind: Kind) -> PreparedRun[Any]:
         *hook_lines(config, kind),
         *length_stage_lines(config),
         f"Layout: {mesh.describe() if kind == 'grpo' else mesh.training_layout}",
-        *([f"  {roles_text}"] if (roles_text := roles(config, world_size)) else ()),
-        *start_up_lines(config, shape, world_size, kind=kind),
+        *([f"  {roles_text}"] if (roles_text := roles(world_size, config.rollout.ranks)) else ()),
+        *start_up_lines(config, shapes, world_size, kind=kind),
     )
     warnings = (
         *data.warnings,
@@ -114,7 +115,7 @@ def _prepare(settings: Config, kind: Kind) -> PreparedRun[Any]:
     )
     return PreparedRun(
         config,
-        shape,
+        shapes.with_total_steps(config, inputs.total_steps),
         inputs=inputs,
         origin=data.origin,
         recovery=recovery,
@@ -221,8 +222,8 @@ def import_program(config: Config, load_program: Callable[[], Program]) -> Progr
         from rlmath.run.engine_rank import run_engine_rank
 
         program = load_program()
-    trains = environment_rank() < training_ranks(config, environment_world_size())
-    return program if trains else run_engine_rank
+    trainers = training_ranks(environment_world_size(), config.rollout.ranks)
+    return program if environment_rank() < trainers else run_engine_rank
 
 
 def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmath.algorithms.types import GROUP_ADVANTAGES, ScoredGroup
-from rlmath.config.length_curriculum import has_length_stages, length_stages
+from rlmath.config.length_curriculum import LengthStage, has_length_stages
 from rlmath.config.run_files import METRICS_FILE, SUMMARY_FILE, SWITCH_PHASES, write_whole
 from rlmath.config.schema import Config, Kind
 from rlmath.data.dataset import Inputs, SftInputs
@@ -77,6 +77,7 @@ class Reporter:
         config: Config,
         inputs: Inputs | SftInputs,
         kind: Kind,
+        length_stages: Sequence[LengthStage],
         layout: str,
         steps_done: int = 0,
     ) -> None:
@@ -98,9 +99,7 @@ class Reporter:
         self._samples = SampleWriter(
             config.run.output_dir, config.telemetry.sample_groups_per_step, names
         )
-        self._first_steps = {
-            stage.first_step for stage in length_stages(config, inputs.total_steps)
-        }
+        self._first_steps = {stage.first_step for stage in length_stages}
         self._next_failures_warning = 0
         self._alerts = None
         if kind == "grpo":

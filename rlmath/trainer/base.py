@@ -55,7 +55,8 @@ class Trainer(ABC):
 
         A subclass builds models, among them `actor`."""
         self.config = context.config
-        self.shape = context.shape
+        self.shapes = context.shapes
+        self.shape = context.shapes.policy
         self.mesh = context.mesh
         self.device = context.device
         self.stop_token_ids = context.inputs.stop_token_ids

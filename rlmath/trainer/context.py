@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from rlmath.config.model_shape import ModelShape
+from rlmath.checkpoint.hf.run_shapes import RunShapes
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs, ValidationFile
 from rlmath.distributed.bridge import Bridge
@@ -26,7 +26,7 @@ class RankContext(Generic[InputsT]):
     """What a training program is made of on one rank."""
 
     config: Config
-    shape: ModelShape
+    shapes: RunShapes
     inputs: InputsT
     mesh: Mesh
     device: Device

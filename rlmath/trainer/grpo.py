@@ -217,14 +217,14 @@ class GrpoTrainer(PolicyTrainer):
 
     def enter_length_stage(self, number: int) -> LengthStage:
         """The length stage of a step; logged where it is the first one of this start."""
-        stage = length_curriculum.length_stage_at(self.length_stages, number)
+        stage = length_curriculum.length_stage_at(self.shapes.length_stages, number)
         if (
             length_curriculum.has_length_stages(self.config)
             and stage.number != self.entered_length_stage
         ):
             logger.info(
                 "%s",
-                stage.line(len(self.length_stages)),
+                stage.line(len(self.shapes.length_stages)),
                 extra=event("length stage", stage.first_step),
             )
             self.entered_length_stage = stage.number

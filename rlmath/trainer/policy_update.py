@@ -27,10 +27,9 @@ from rlmath.algorithms.entropy import EntropyControl
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import Sample, ScoredGroup
 from rlmath.checkpoint.directory import CRITIC, REFERENCE, Progress
-from rlmath.checkpoint.hf.config_json import critic_config_file, critic_shape_of, teacher_shape_of
+from rlmath.checkpoint.hf.config_json import critic_config_file
 from rlmath.checkpoint.hf.weights import load_hf_weights
 from rlmath.checkpoint.sharded_state import SavedModel
-from rlmath.config import length_curriculum
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, most_critic_updates, most_updates
@@ -83,7 +82,8 @@ class PolicyTrainer(Trainer):
     def build_models(self, context: RankContext[Inputs]) -> None:
         """Build actor, reference, critic and teacher, as set, and an updater per length stage."""
         config = context.config
-        shape = context.shape
+        shapes = context.shapes
+        shape = context.shapes.policy
         mesh = self.mesh
         device = self.device
         total_steps = context.inputs.total_steps
@@ -105,21 +105,20 @@ class PolicyTrainer(Trainer):
         self.reference_moved = False
         """Whether the reference is another than the model that the run started from."""
         self.critic = None
-        critic_shape = critic_shape_of(config, shape)
-        if critic_shape is not None:
+        if shapes.critic is not None:
             updates = most_critic_updates(config, total_steps)
             self.critic = build_critic(
-                config, critic_shape, mesh, device=device, total_updates=updates
+                config, shapes.critic, mesh, device=device, total_updates=updates
             )
             self.critic.forward_backward.on_microbatch = context.on_progress
             folder = Path(config.critic.path or config.model.path)
-            self.critic_config = critic_config_file(folder, critic_shape)
+            self.critic_config = critic_config_file(folder, shapes.critic)
         self.teacher = None
-        if (teacher_shape := teacher_shape_of(config)) is not None:
+        if shapes.teacher is not None:
             self.teacher = build_teacher(
                 config,
                 shape,
-                teacher_shape=teacher_shape,
+                teacher_shape=shapes.teacher,
                 mesh=mesh,
                 device=device,
                 stop_token_ids=stops,
@@ -136,7 +135,6 @@ class PolicyTrainer(Trainer):
             teacher_in_update=in_update,
         )
         self.entropy = EntropyControl(config.algorithm.entropy_coef, config.algorithm.entropy_coef)
-        self.length_stages = length_curriculum.length_stages(config, total_steps)
         self.updaters = [
             PolicyUpdater(
                 stage.config,
@@ -149,7 +147,7 @@ class PolicyTrainer(Trainer):
                 critic=self.critic,
                 teacher=self.teacher,
             )
-            for stage in self.length_stages
+            for stage in shapes.length_stages
         ]
 
     def move_reference(self, steps_done: int) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rlmath.checkpoint.hf.headers import TensorFormats, formats_from_json
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files
+from rlmath.checkpoint.hf.run_shapes import read_run_shapes
 from rlmath.checkpoint.hf.weights import write_hf_folder
 from rlmath.checkpoint.save_schedule import (
     FIRST_POINT,
@@ -129,14 +130,17 @@ def test_models_of_stages_and_the_best_one_count_until_they_are_there(
         run=RunConfig(output_dir=str(tmp_path), device="cpu"), save=SaveConfig(ckpt_freq_secs=None)
     )
     model = export_bytes(plain, shape)
-    assert output_bytes(plain, shape) == model and most_models(plain) == 1
+    assert output_bytes(plain, read_run_shapes(plain, shape)) == model and most_models(plain) == 1
     staged = replace(
-        plain, stages=StagesConfig(steps=[1, 1, 1]), validation=ValidationConfig(keep_best=True)
+        plain,
+        stages=StagesConfig(steps=[1, 1, 1], max_new_tokens=[8, 8, 8]),
+        validation=ValidationConfig(keep_best=True),
     )
-    assert output_bytes(staged, shape) == 6 * model and most_models(staged) == 6
+    shapes = read_run_shapes(staged, shape)
+    assert output_bytes(staged, shapes) == 6 * model and most_models(staged) == 6
     for name in ("models/stage-1", "best_model"):
         (tmp_path / name).mkdir(parents=True)
-    assert output_bytes(staged, shape) == 4 * model and most_models(staged) == 6
+    assert output_bytes(staged, shapes) == 4 * model and most_models(staged) == 6
 
 
 def mixed_folder(model: Path, folder: Path) -> Path:

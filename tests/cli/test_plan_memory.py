@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.cli.plan_memory import main
-from rlmath.config.schema import Config, ParallelConfig, RolloutConfig
+from rlmath.config.schema import ParallelConfig, RolloutConfig
 from rlmath.planning.parallelism import least_ranks
 
 STAGED = Path(__file__).resolve().parents[2] / "configs" / "areal" / "v0.1_1.5b_stages.yaml"
@@ -73,10 +73,8 @@ def test_the_longest_stage_is_planned_and_its_keys_are_named(capsys: pytest.Capt
 
 
 def test_the_least_ranks_make_whole_replicas_and_whole_engines():
-    config = Config(
-        parallel=ParallelConfig(tensor=2, pipeline=3), rollout=RolloutConfig(tensor_parallel=4)
-    )
-    assert least_ranks(config) == 12
+    parallel = ParallelConfig(tensor=2, pipeline=3)
+    assert least_ranks(parallel, RolloutConfig(tensor_parallel=4)) == 12
 
 
 def test_engines_on_ranks_of_their_own_have_a_table(capsys: pytest.CaptureFixture[str]):

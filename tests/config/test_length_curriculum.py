@@ -17,8 +17,9 @@ from rlmath.config.length_curriculum import (
 )
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
-from rlmath.planning.checks import setting_problems, shape_problems
+from rlmath.planning.checks import setting_problems
 from rlmath.planning.setting_warnings import config_warnings
+from tests.planning.of_policy import problems_of_shapes
 from tests.tiny_models import make_model_folder, shape_of
 
 THREE = ("stages.steps=[10,20,5]", "stages.max_new_tokens=[8192,16384,24576]")
@@ -172,7 +173,7 @@ def test_stages_and_validation_must_fit_the_model(tmp_path: Path):
     )
     messages = [
         text
-        for text in shape_problems(settings(*staged, *validation), shape)
+        for text in problems_of_shapes(settings(*staged, *validation), shape)
         if "positions" in text
     ]
     assert len(messages) == 2

@@ -130,7 +130,7 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, pace
             )
 
     config = prepared.config
-    mesh = engine_mesh_of(config, world, rank)
+    mesh = engine_mesh_of(config.rollout, world, rank)
     with open_engine_workers(config, mesh) as workers:
         bridge = open_worlds(device, 120.0, _store(), config.rollout.ranks)
         engine_rank = EngineRank(prepared.on_rank(mesh, device, workers=workers, bridge=bridge))
@@ -152,7 +152,7 @@ def _train(
     from rlmath.trainer.grpo import GrpoTrainer
 
     config: Config = prepared.config
-    mesh = mesh_of(config, world, rank)
+    mesh = mesh_of(config.parallel, config.rollout, world, rank)
     history = Run()
     bridge = None
     store = _store()
@@ -193,7 +193,7 @@ def _unfinished_in(files: dict[str, bytes], prepared: PreparedRun[Any]) -> int:
     from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 
     config = prepared.config
-    shape = prepared.shape
+    shape = prepared.shapes.policy
     unfinished = read_unfinished(
         files[UNFINISHED], config.rollout.group_size, shape.vocab_size, lambda *_: ""
     )

@@ -39,13 +39,13 @@ def with_critic(
     stage: Stage, critic: CriticConfig, algorithm: AlgorithmConfig
 ) -> tuple[Stage, Any, Any]:
     """The stage with these settings, its critic, and the critic's shape."""
-    from rlmath.checkpoint.hf.config_json import critic_shape_of
+    from rlmath.checkpoint.hf.run_shapes import read_run_shapes
     from rlmath.models.build import build_critic, early_stop, loss_settings
 
     stage.actor.learner.settings = loss_settings(algorithm)
     stage.actor.learner.bounds = early_stop(algorithm)
     stage.config = replace(stage.config, algorithm=algorithm, critic=critic)
-    shape = critic_shape_of(stage.config, stage.shape)
+    shape = read_run_shapes(stage.config, stage.shape).critic
     return (
         stage,
         build_critic(stage.config, shape, stage.mesh, stage.device, total_updates=10),

@@ -187,7 +187,7 @@ def _built(trainer: Any, on_progress: Any) -> dict[str, Any]:
     policy = trainer.actor.forward_backward
     monitor = trainer.engines.switch._monitor
     return {
-        "steps": [(stage.first_step, stage.steps) for stage in trainer.length_stages],
+        "steps": [(stage.first_step, stage.steps) for stage in trainer.shapes.length_stages],
         "order": {
             name: getattr(trainer.order, name)
             for name in ("n_prompts", "prompts_per_step", "seed", "shuffle")

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlmath.algorithms.types import Sample
+from rlmath.checkpoint.hf.run_shapes import read_run_shapes
 from rlmath.data.packing import MicroBatch, pack
 from rlmath.planning.memory_estimate import Target, plan_rank
 from tests.distributed.policy_cases import Case, Stage, build
@@ -177,7 +178,7 @@ def measure_training(folder: Path, layout: Layout) -> dict[str, Any]:
         measured["reference"] = storage_bytes(
             p for chunk in other.chunks for p in chunk.parameters()
         )
-    plan = plan_rank(stage.config, stage.shape, stage.mesh, CPU)
+    plan = plan_rank(stage.config, read_run_shapes(stage.config, stage.shape), stage.mesh, CPU)
     return {
         "measured": measured,
         "phases": {name: dict(parts) for name, parts in plan.phases.items()},

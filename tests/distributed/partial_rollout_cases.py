@@ -15,6 +15,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from rlmath.algorithms.types import PartialCompletion, ScoredGroup
+from rlmath.checkpoint.hf.run_shapes import read_run_shapes
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
@@ -130,7 +131,8 @@ def prepared_run(config: Config) -> PreparedRun[Any]:
     shape = shape_of(Path(config.model.path))
     inputs = load_inputs(config, shape)
     validation = load_validation(config, inputs.tokenizer, shape.vocab_size)
-    return PreparedRun(config, shape, inputs, Origin("", ""), None, validation=validation)
+    shapes = read_run_shapes(config, shape).with_total_steps(config, inputs.total_steps)
+    return PreparedRun(config, shapes, inputs, Origin("", ""), None, validation=validation)
 
 
 def begin(trainer: Any) -> None:

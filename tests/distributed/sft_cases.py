@@ -47,6 +47,7 @@ def curve(
     steps: int,
 ) -> list[dict[str, float]]:
     """The metrics before training and of every step."""
+    from rlmath.checkpoint.hf.run_shapes import read_run_shapes
     from rlmath.data.dataset import SftInputs
     from rlmath.run.prepared import PreparedRun
     from rlmath.run.recovery.resume import Origin
@@ -60,6 +61,8 @@ def curve(
     )
     inputs = SftInputs(sequences, held_out, order_of(sequences), steps, (), (), (1,))
     origin = Origin(model="", data="")
-    prepared = PreparedRun(_config(folder, case), shape_of(folder), inputs, origin, recovery=None)
+    config = _config(folder, case)
+    shapes = read_run_shapes(config, shape_of(folder), "sft")
+    prepared = PreparedRun(config, shapes, inputs, origin, recovery=None)
     trainer = SftTrainer(prepared.on_rank(mesh, device))
     return [trainer.evaluate(), *(trainer.step(number).metrics for number in range(steps))]

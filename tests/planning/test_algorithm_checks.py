@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rlmath.algorithms.importance_sampling import CorrectionLevel
 from rlmath.algorithms.kl import KLKind
 from rlmath.algorithms.losses import LossKind, NormalisationKind
 from rlmath.config.help import all_settings
+from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import config_as_yaml, load_config, preset_settings
 from rlmath.config.schema import Config
 from rlmath.config.shipped_files import shipped
@@ -327,9 +329,15 @@ algorithm.preset=distill teacher.path=t: Rewards: none is learned from (teacher.
 """
 
 
+def paid(config: Config) -> Iterator[str]:
+    """What a plan says of the rewards of these settings."""
+    longest = with_longest_lengths(config).rollout.max_new_tokens
+    return reward_lines(config.reward, config.algorithm, config.teacher, longest=longest)
+
+
 @pytest.mark.parametrize(("overrides", "told"), rows(REWARD_LINES))
 def test_a_plan_says_what_is_paid_and_the_largest_penalties(overrides: list[str], told: str):
-    lines = reward_lines(load_config([], [*PATHS, *overrides]))
+    lines = paid(load_config([], [*PATHS, *overrides]))
     assert " | ".join(line.strip() for line in lines) == told
 
 
@@ -362,7 +370,7 @@ def test_a_run_that_resumes_keeps_what_it_recorded_of_its_preset(tmp_path: Path)
         "selection.max_extra_prompts=256 (the preset has 8), reward.scheme=correctness (the "
         "preset has plus_minus_one)"
     ]
-    (line,) = reward_lines(resumed)
+    (line,) = paid(resumed)
     assert line == "Rewards: -5 to 5 (reward.scheme=correctness: right 5, wrong -5)"
 
 
@@ -623,7 +631,7 @@ def test_only_ranks_with_an_engine_need_a_cache_on_this_machine(
         for name, value in {"RANK": rank, "LOCAL_RANK": rank % 4}.items():
             monkeypatch.setenv(name, str(value))
         config = load_config([], [*PATHS, f"rollout.cpu_kv_cache_gib={cache}", *overrides])
-        return list(host_memory_problems(config))
+        return list(host_memory_problems(config.rollout))
 
     # two nodes of four ranks; 0.3 of the memory for one cache: three fit, four do not
     cache = 0.3 * total_bytes() / GIB
@@ -650,7 +658,8 @@ LIST = ["reward.rewards=[correctness,length]", "reward.combine=gdpo"]
 
 def reward_told(*overrides: str) -> list[str]:
     config = load_config([], [*PATHS, *overrides])
-    return [*reward_problems(config), *conflicts(config)]
+    limit = config.rollout.max_new_tokens
+    return [*reward_problems(config.reward, limit, config.run.plugins), *conflicts(config)]
 
 
 @pytest.mark.parametrize(

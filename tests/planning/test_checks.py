@@ -82,7 +82,7 @@ def check(place: Path, *overrides: str, world_size: int = 1) -> ModelShape:
         f"model.path={place / 'model'}",
         f"data.train_path={place / 'train.jsonl'}",
     ]
-    return check_config(load_config([], [*paths, *SMALL, *overrides]), world_size)
+    return check_config(load_config([], [*paths, *SMALL, *overrides]), world_size).policy
 
 
 def problems(place: Path, *overrides: str, world_size: int = 1) -> list[str]:

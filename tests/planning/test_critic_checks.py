@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.checkpoint.hf.config_json import critic_config_file, critic_shape_of, read_critic_shape
+from rlmath.checkpoint.hf.config_json import critic_config_file, read_critic_shape
+from rlmath.checkpoint.hf.run_shapes import inspect_run_shapes, read_run_shapes
 from rlmath.checkpoint.save_schedule import checkpoint_bytes
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
@@ -32,10 +33,16 @@ def config_of(*overrides: str) -> Config:
 def problems(policy: Path, *overrides: str) -> list[str]:
     config = config_of(GAE, *overrides)
     shape = shape_of(policy)
+    inspected = inspect_run_shapes(config, shape)
     messages = [
-        *critic_folder_problems(config, shape),
-        *critic_layout_problems(config, shape),
-        *length_problems(config, shape),
+        *critic_folder_problems(config.critic, config.algorithm.advantage, shape),
+        *critic_layout_problems(inspected, config.critic, config.parallel, policy=config.policy),
+        *length_problems(
+            config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+            inspected.shapes,
+            config.critic,
+            config.teacher,
+        ),
         *conflicts(config),
     ]
     return list(dict.fromkeys(messages))
@@ -43,9 +50,9 @@ def problems(policy: Path, *overrides: str) -> list[str]:
 
 def test_a_critic_of_the_policy_needs_no_folder(untied_model: Path) -> None:
     assert problems(untied_model) == []
-    shape = critic_shape_of(config_of(GAE), shape_of(untied_model))
+    shape = read_run_shapes(config_of(GAE), shape_of(untied_model)).critic
     assert shape is not None and shape.outputs == 1 and shape.vocab_size == VOCAB
-    assert critic_shape_of(config_of(), shape_of(untied_model)) is None
+    assert read_run_shapes(config_of(), shape_of(untied_model)).critic is None
 
 
 def test_a_critic_of_another_model_is_looked_at(untied_model: Path, tmp_path: Path) -> None:
@@ -67,7 +74,7 @@ def test_a_folder_that_is_no_model_is_refused(untied_model: Path, tmp_path: Path
 
 def test_a_critics_config_says_what_it_is(untied_model: Path, tmp_path: Path) -> None:
     policy = shape_of(untied_model)
-    shape = critic_shape_of(config_of(GAE), policy)
+    shape = read_run_shapes(config_of(GAE), policy).critic
     assert shape is not None
     path = tmp_path / "critic.json"
     path.write_bytes(critic_config_file(untied_model, shape))
@@ -113,8 +120,8 @@ def test_a_value_after_the_end_needs_whole_packs(untied_model: Path) -> None:
 def test_a_checkpoint_is_larger_by_the_critic(untied_model: Path) -> None:
     policy = shape_of(untied_model)
     without_critic, with_critic = (
-        checkpoint_bytes(config_of("run.device=cpu", *overrides), policy)
-        for overrides in ([], [GAE])
+        checkpoint_bytes(config, read_run_shapes(config, policy))
+        for config in (config_of("run.device=cpu"), config_of("run.device=cpu", GAE))
     )
     head = (
         VOCAB * policy.hidden_size - policy.hidden_size - 1

@@ -11,11 +11,11 @@ import pytest
 from rlmath.checkpoint.hf.peft import other_base_warnings
 from rlmath.config.load import load_config
 from rlmath.config.schema import AlgorithmConfig, Config, LoraConfig, ParallelConfig
-from rlmath.planning.checks import only_used, shape_problems
-from rlmath.planning.memory_estimate import plan_ranks
+from rlmath.planning.checks import only_used
 from rlmath.planning.memory_formulas import layer_elements
 from rlmath.planning.planner.training import gradient_seconds, update_seconds
 from rlmath.planning.setting_warnings import config_warnings
+from tests.planning.of_policy import problems_of_shapes, rank_plans
 from tests.planning.planner.shapes import BATCH, CONFIG, HEAD_FLOPS, LAYER_FLOPS, PAIR_FLOPS, inputs
 from tests.planning.test_memory_estimate import (
     H100,
@@ -35,7 +35,7 @@ Query and output, key and value, and the three matrices of the feed-forward netw
 
 def test_adapters_alone_have_gradients_and_an_optimizer_and_the_reference_is_the_policy():
     lora = config(lora=LoraConfig(rank=32), algorithm=AlgorithmConfig(kl_coef=0.1))
-    (plan,) = plan_ranks(lora, QWEN_7B, 1, H100)
+    (plan,) = rank_plans(lora, QWEN_7B, 1, H100)
     assert plan.part("parameters") == 2 * (PARAMETERS + ADAPTERS)
     assert (plan.part("gradients"), plan.part("optimizer")) == (4 * ADAPTERS, 12 * ADAPTERS)
     assert plan.part("reference") == plan.part("dummy_gradients") == 0
@@ -44,14 +44,14 @@ def test_adapters_alone_have_gradients_and_an_optimizer_and_the_reference_is_the
     )  # it takes time, and no memory of its own
     # Four tensor-parallel ranks: A of qkv and fc1, and B of proj and fc2, are on all of them.
     whole = 28 * 32 * (3 * 3584 + 3584 + 2 * 3584 + 3584)
-    (plan, *_) = plan_ranks(replace(lora, parallel=ParallelConfig(tensor=4)), QWEN_7B, 4, H100)
+    (plan, *_) = rank_plans(replace(lora, parallel=ParallelConfig(tensor=4)), QWEN_7B, 4, H100)
     assert plan.part("gradients") == 4 * (whole + (ADAPTERS - whole) // 4)
 
 
 def test_a_critic_has_no_adapters():
     sections = config(algorithm=AlgorithmConfig(advantage="gae"))
     full, lora = (
-        plan_ranks(replace(sections, lora=LoraConfig(rank=rank)), QWEN_7B, 1, H100)[0]
+        rank_plans(replace(sections, lora=LoraConfig(rank=rank)), QWEN_7B, 1, H100)[0]
         for rank in (0, 8)
     )
     for part in ("critic_parameters", "critic_gradients", "critic_optimizer"):
@@ -94,7 +94,7 @@ def test_experts_get_no_adapters(target: str, refused: bool):
     settings = config(lora=LoraConfig(rank=8, target=target))
     problems = [
         problem
-        for problem in shape_problems(settings, QWEN_30B_A3B)
+        for problem in problems_of_shapes(settings, QWEN_30B_A3B)
         if problem.startswith("lora.target")
     ]
     assert bool(problems) == refused
@@ -103,7 +103,7 @@ def test_experts_get_no_adapters(target: str, refused: bool):
         or "has experts, which get no adapters. Set lora.target=attention" in problems[0]
     )
     assert not [
-        problem for problem in shape_problems(settings, QWEN_7B) if problem.startswith("lora.")
+        problem for problem in problems_of_shapes(settings, QWEN_7B) if problem.startswith("lora.")
     ]
 
 

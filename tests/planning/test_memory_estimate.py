@@ -25,7 +25,6 @@ from rlmath.planning.memory_estimate import (
     engine_mesh_of,
     mesh_of,
     plan_engine_ranks,
-    plan_ranks,
 )
 from rlmath.planning.memory_formulas import (
     StageWork,
@@ -38,6 +37,7 @@ from rlmath.planning.memory_formulas import (
     weight_bytes,
 )
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
+from tests.planning.of_policy import rank_plans
 
 GIB = 2**30
 H100 = Target("cuda", "H100-80GB", int(79.1 * GIB), local_layers=False)
@@ -74,7 +74,7 @@ def config(**sections: object) -> Config:
 
 def test_mixed_precision_adam_takes_18_bytes_a_parameter():
     # bfloat16 parameters 2, float32 gradients 4, main parameters and two moments 4 each.
-    (plan,) = plan_ranks(config(optimizer=OptimizerConfig(distributed=False)), QWEN_7B, 1, H100)
+    (plan,) = rank_plans(config(optimizer=OptimizerConfig(distributed=False)), QWEN_7B, 1, H100)
     assert parameter_count(QWEN_7B) == PARAMETERS
     assert plan.part("parameters") == 2 * PARAMETERS
     assert plan.part("gradients") == 4 * PARAMETERS
@@ -88,14 +88,14 @@ def test_experts_are_shared_by_expert_parallel_ranks_and_their_optimizer_by_thos
     assert parameter_count(QWEN_30B_A3B) == 30_532_122_624
     other_parameters = 30_532_122_624 - experts
     plain = OptimizerConfig(distributed=False)
-    (plan,) = plan_ranks(
+    (plan,) = rank_plans(
         config(parallel=ParallelConfig(expert=8), optimizer=plain), QWEN_30B_A3B, 16, H100
     )
     assert plan.part("parameters") == 2 * (other_parameters + experts // 8)
     assert plan.part("gradients") == 4 * (other_parameters + experts // 8)
     # 16 ranks share what all have, 2 the experts that they have both; every size is a multiple of
     # 128.
-    (plan,) = plan_ranks(config(parallel=ParallelConfig(expert=8)), QWEN_30B_A3B, 16, H100)
+    (plan,) = rank_plans(config(parallel=ParallelConfig(expert=8)), QWEN_30B_A3B, 16, H100)
     assert plan.part("optimizer") == pytest.approx(
         12 * (other_parameters / 16 + experts / 8 / 2), rel=1e-6
     )
@@ -103,7 +103,7 @@ def test_experts_are_shared_by_expert_parallel_ranks_and_their_optimizer_by_thos
 
 def test_logits_in_float32_take_twice_as_much_as_those_of_a_policy_of_16_bits():
     plain, float16, head = (
-        plan_ranks(
+        rank_plans(
             config(policy=PolicyConfig(dtype=dtype, head_dtype=head)),
             QWEN_7B,
             1,
@@ -119,7 +119,7 @@ def test_logits_in_float32_take_twice_as_much_as_those_of_a_policy_of_16_bits():
     assert plain.part("dummy_gradients") - head.part("dummy_gradients") == 2 * 152_064 * 3584
     both = PolicyConfig(dtype="float32", head_dtype="float32")
     of_float32 = [
-        plan_ranks(config(policy=policy), QWEN_7B, 1, CPU)[0].phases
+        rank_plans(config(policy=policy), QWEN_7B, 1, CPU)[0].phases
         for policy in (both, PolicyConfig())
     ]
     assert of_float32[0] == of_float32[1]
@@ -127,12 +127,12 @@ def test_logits_in_float32_take_twice_as_much_as_those_of_a_policy_of_16_bits():
 
 def test_sgd_has_no_moments():
     sgd = config(optimizer=OptimizerConfig(kind="sgd", distributed=False))
-    assert plan_ranks(sgd, QWEN_7B, 1, CPU)[0].part("optimizer") == 0
-    assert plan_ranks(sgd, QWEN_7B, 1, H100)[0].part("optimizer") == 4 * PARAMETERS
+    assert rank_plans(sgd, QWEN_7B, 1, CPU)[0].part("optimizer") == 0
+    assert rank_plans(sgd, QWEN_7B, 1, H100)[0].part("optimizer") == 4 * PARAMETERS
 
 
 def test_the_distributed_optimizer_is_shared_over_data_parallel_ranks():
-    single, four = (plan_ranks(config(), QWEN_7B, ranks, H100)[0] for ranks in (1, 4))
+    single, four = (rank_plans(config(), QWEN_7B, ranks, H100)[0] for ranks in (1, 4))
     assert four.part("optimizer") == pytest.approx(single.part("optimizer") / 4, rel=1e-6)
     assert four.part("gradients") == pytest.approx(single.part("gradients"), rel=1e-6)
 
@@ -148,7 +148,7 @@ def test_stages_differ_and_a_tied_head_is_a_copy_of_the_embedding():
     tied = replace(QWEN_7B, tied_embeddings=True)
     plain = OptimizerConfig(distributed=False)
     parallel = ParallelConfig(pipeline=2, first_stage_layers=12)
-    first, last = plan_ranks(config(optimizer=plain, parallel=parallel), tied, 4, H100)
+    first, last = rank_plans(config(optimizer=plain, parallel=parallel), tied, 4, H100)
     assert (first.rank, last.rank) == (0, 2)
     embedding = 152064 * 3584
     layer = (PARAMETERS - 2 * embedding - 3584) // 28
@@ -162,7 +162,7 @@ def test_stages_differ_and_a_tied_head_is_a_copy_of_the_embedding():
 def test_what_is_offloaded_leaves_while_the_engine_generates():
     memory = MemoryConfig(offload_optimizer=True, offload_parameters=True, offload_reference=True)
     settings = config(memory=memory, algorithm=AlgorithmConfig(kl_coef=0.1))
-    (plan,) = plan_ranks(settings, QWEN_7B, 1, H100)
+    (plan,) = rank_plans(settings, QWEN_7B, 1, H100)
     assert list(plan.phases) == ["sync", "generate", "logprobs", "reference", "update"]
     assert set(plan.phases["sync"]) == {
         "parameters",
@@ -179,7 +179,7 @@ def test_what_is_offloaded_leaves_while_the_engine_generates():
 def test_what_is_not_offloaded_stays():
     memory = MemoryConfig(offload_gradients=False)
     settings = config(memory=memory, algorithm=AlgorithmConfig(kl_coef=0.1))
-    (plan,) = plan_ranks(settings, QWEN_7B, 1, H100)
+    (plan,) = rank_plans(settings, QWEN_7B, 1, H100)
     for parts in plan.phases.values():
         assert {"parameters", "gradients", "optimizer", "reference"} < set(parts)
     assert plan.worst == "update"
@@ -190,18 +190,18 @@ def test_on_cpu_only_gradients_leave():
     """What is offloaded is held as host copies, in the same memory."""
     memory = MemoryConfig(offload_optimizer=True, offload_parameters=True, offload_reference=True)
     settings = config(memory=memory, algorithm=AlgorithmConfig(kl_coef=0.1))
-    (plan,) = plan_ranks(settings, QWEN_7B, 1, CPU)
+    (plan,) = rank_plans(settings, QWEN_7B, 1, CPU)
     for phase, parts in plan.phases.items():
         assert {"parameters", "optimizer", "reference"} < set(parts)
         assert ("gradients" in parts) == (phase not in ("sync", "generate"))
 
 
 def test_a_whole_policy_needs_no_buffers_for_the_sync():
-    (whole,) = plan_ranks(config(), QWEN_7B, 2, H100)
-    (sharded,) = plan_ranks(config(parallel=ParallelConfig(tensor=2)), QWEN_7B, 2, H100)
+    (whole,) = rank_plans(config(), QWEN_7B, 2, H100)
+    (sharded,) = rank_plans(config(parallel=ParallelConfig(tensor=2)), QWEN_7B, 2, H100)
     assert whole.part("sync_buffers") == 0
     assert sharded.part("sync_buffers") == 4 * 64 * 2**20
-    (shared,) = plan_ranks(config(parallel=ParallelConfig(tensor=2)), QWEN_7B, 2, CPU)
+    (shared,) = rank_plans(config(parallel=ParallelConfig(tensor=2)), QWEN_7B, 2, CPU)
     assert shared.part("sync_buffers") == 2 * 16 * 2**20
 
 
@@ -217,10 +217,10 @@ def test_buckets_are_smaller_where_ranks_share_memory(
 
 def test_empty_gradients_are_kept_one_for_each_shape():
     """Empty gradients are of the matrices of one layer, and of the head."""
-    (plan,) = plan_ranks(config(), QWEN_7B, 1, H100)
+    (plan,) = rank_plans(config(), QWEN_7B, 1, H100)
     layer = 3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 18944 * 3584
     assert plan.phases["update"]["dummy_gradients"] == 2 * (layer + 152064 * 3584)
-    assert "dummy_gradients" not in plan_ranks(config(), QWEN_7B, 1, CPU)[0].phases["update"]
+    assert "dummy_gradients" not in rank_plans(config(), QWEN_7B, 1, CPU)[0].phases["update"]
 
 
 # ---------------------------------------------------------------- engines on ranks of their own
@@ -235,9 +235,9 @@ def own_ranks(ranks: int, engine: int = 1, **sections: object) -> Config:
 def test_a_training_rank_beside_engines_of_their_own_has_training_alone():
     plain = OptimizerConfig(distributed=False)
     memory = MemoryConfig(offload_optimizer=True, offload_parameters=True)
-    (plan,) = plan_ranks(own_ranks(2, optimizer=plain, memory=memory), QWEN_7B, 3, H100)
+    (plan,) = rank_plans(own_ranks(2, optimizer=plain, memory=memory), QWEN_7B, 3, H100)
     assert list(plan.phases) == ["logprobs", "update"] and plan.name == "rank 0 (pipeline stage 0)"
-    (colocated,) = plan_ranks(
+    (colocated,) = rank_plans(
         config(optimizer=plain, rollout=RolloutConfig(cuda_graphs=False)), QWEN_7B, 1, H100
     )
     # what training alone holds, nothing is offloaded
@@ -247,8 +247,8 @@ def test_a_training_rank_beside_engines_of_their_own_has_training_alone():
 def test_the_ranks_that_the_engines_leave_share_the_model_and_the_optimizer():
     # 6 ranks, 2 of them an engine's: tensor 2 leaves 2 replicas, that share 3 x 4 bytes a
     # parameter.
-    (plan,) = plan_ranks(own_ranks(2, 2, parallel=ParallelConfig(tensor=2)), QWEN_7B, 6, H100)
-    (four_rank_plan,) = plan_ranks(config(parallel=ParallelConfig(tensor=2)), QWEN_7B, 4, H100)
+    (plan,) = rank_plans(own_ranks(2, 2, parallel=ParallelConfig(tensor=2)), QWEN_7B, 6, H100)
+    (four_rank_plan,) = rank_plans(config(parallel=ParallelConfig(tensor=2)), QWEN_7B, 4, H100)
     assert (plan.part("parameters"), plan.part("optimizer")) == (
         four_rank_plan.part("parameters"),
         four_rank_plan.part("optimizer"),
@@ -257,19 +257,21 @@ def test_the_ranks_that_the_engines_leave_share_the_model_and_the_optimizer():
 
 def test_a_rank_of_an_engine_alone_holds_weights_and_cache():
     settings = own_ranks(2, 2, algorithm=AlgorithmConfig(kl_coef=0.1))
-    (plan,) = plan_engine_ranks(settings, QWEN_7B, 6, H100)
+    (plan,) = plan_engine_ranks(settings.rollout, QWEN_7B, 6, H100)
     assert (plan.rank, plan.name, list(plan.phases)) == (4, "engine rank 4", ["generate"])
     parts = plan.phases["generate"]
     assert parts["engine_weights"] == weight_bytes(QWEN_7B, 2, 2, packed_head=False)
     assert plan.held("generate") == int(0.6 * H100.total_bytes), "whatever is in it"
-    assert plan_engine_ranks(config(), QWEN_7B, 6, H100) == []
-    (plan,) = plan_engine_ranks(settings, QWEN_7B, 6, CPU)
+    assert plan_engine_ranks(config().rollout, QWEN_7B, 6, H100) == []
+    (plan,) = plan_engine_ranks(settings.rollout, QWEN_7B, 6, CPU)
     assert set(plan.phases["generate"]) == {"engine_weights", "kv_cache"}
 
 
 def test_an_engine_mesh_counts_from_the_first_rank_of_the_engines():
     settings = own_ranks(4, 2, parallel=ParallelConfig(tensor=2))
-    meshes = [engine_mesh_of(settings, 6, rank) for rank in range(2, 6)]
+    parallel = settings.parallel
+    rollout = settings.rollout
+    meshes = [engine_mesh_of(rollout, 6, rank) for rank in range(2, 6)]
     assert [(mesh.rank, mesh.engine_index, mesh.is_engine_leader) for mesh in meshes] == [
         (0, 0, True),
         (1, 0, False),
@@ -279,10 +281,12 @@ def test_an_engine_mesh_counts_from_the_first_rank_of_the_engines():
     assert {
         (mesh.world_size, mesh.num_engines, mesh.tensor, mesh.engine_ranks) for mesh in meshes
     } == {(4, 2, 1, 0)}
-    assert [mesh_of(settings, 6, rank).tensor_rank for rank in range(2)] == [0, 1]
-    for function, wrong in ((mesh_of, 2), (engine_mesh_of, 1), (engine_mesh_of, 6)):
+    assert [mesh_of(parallel, rollout, 6, rank).tensor_rank for rank in range(2)] == [0, 1]
+    with pytest.raises(AssertionError):
+        mesh_of(parallel, rollout, 6, 2)
+    for wrong_rank in (1, 6):
         with pytest.raises(AssertionError):
-            function(settings, 6, wrong)
+            engine_mesh_of(rollout, 6, wrong_rank)
 
 
 # ---------------------------------------------------------------- passes

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from rlmath.checkpoint.hf.run_shapes import read_run_shapes
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
@@ -26,14 +27,12 @@ from rlmath.config.schema import (
 )
 from rlmath.planning import memory_fit
 from rlmath.planning.checks import check_config
-from rlmath.planning.memory_estimate import largest, mesh_of, plan_ranks
+from rlmath.planning.memory_estimate import largest, mesh_of
 from rlmath.planning.memory_fit import (
-    fit_problems,
     measured_line,
-    planned_target,
-    start_up_lines,
     usable_bytes,
 )
+from tests.planning.of_policy import lines_at_start, problems_of_fit, rank_plans, target_of
 from tests.planning.test_memory_estimate import CPU, GIB, H100, ONE_LAYER, QWEN_7B, config
 
 
@@ -49,13 +48,13 @@ def fitting() -> Config:
 
 
 def test_what_fits_is_not_refused():
-    assert fit_problems(fitting(), QWEN_7B, 8) == []
+    assert problems_of_fit(fitting(), QWEN_7B, 8) == []
 
 
 def test_on_cpu_nothing_is_refused_without_a_named_gpu():
-    assert planned_target(config()) == CPU
-    assert fit_problems(config(), QWEN_7B, 1) == []
-    assert fit_problems(config(memory=MemoryConfig(gpu_gib=1.0)), QWEN_7B, 1)
+    assert target_of(config()) == CPU
+    assert problems_of_fit(config(), QWEN_7B, 1) == []
+    assert problems_of_fit(config(memory=MemoryConfig(gpu_gib=1.0)), QWEN_7B, 1)
 
 
 class Nvml(types.ModuleType):
@@ -103,7 +102,7 @@ def test_the_gpu_that_is_there_is_the_first_visible_one(
 ):
     if visible is not None:
         on_gpu.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert planned_target(config(run=AUTO)).total_bytes == gib * GIB
+    assert target_of(config(run=AUTO)).total_bytes == gib * GIB
 
 
 @pytest.mark.parametrize(
@@ -117,10 +116,10 @@ def test_the_gpu_that_is_there_is_the_first_visible_one(
 def test_of_the_gpu_named_and_the_one_that_is_there_the_smaller_is_planned_for(
     on_gpu: pytest.MonkeyPatch, memory: MemoryConfig, gib: int, name: str
 ):
-    target = planned_target(config(run=AUTO, memory=memory))
+    target = target_of(config(run=AUTO, memory=memory))
     assert (target.total_bytes, target.name) == (gib * GIB, name)
     # A run on CPU does not use the GPU: it is planned for another machine.
-    elsewhere = planned_target(config(memory=MemoryConfig(gpu="H100-80GB")))
+    elsewhere = target_of(config(memory=MemoryConfig(gpu="H100-80GB")))
     assert elsewhere == H100
 
 
@@ -129,11 +128,11 @@ def test_a_gpu_whose_memory_cannot_be_read_must_be_named(on_gpu: pytest.MonkeyPa
     with pytest.raises(
         ValueError, match=r'by NVML, with "GPU-c" first in CUDA_VISIBLE_DEVICES: Not Found'
     ):
-        planned_target(config(run=AUTO))
+        target_of(config(run=AUTO))
     on_gpu.setitem(sys.modules, "pynvml", None)
     with pytest.raises(ValueError, match=r"package nvidia-ml-py\. Name it by memory.gpu"):
-        planned_target(config(run=AUTO))
-    target = planned_target(config(run=AUTO, memory=MemoryConfig(gpu_gib=30.0)))
+        target_of(config(run=AUTO))
+    target = target_of(config(run=AUTO, memory=MemoryConfig(gpu_gib=30.0)))
     assert target.total_bytes == 30 * GIB
 
 
@@ -142,7 +141,7 @@ def test_the_figures_and_the_key_of_the_largest_part_are_told():
     # 18,944 x 3 / 4 and more elements of 65,536 tokens in 28 layers: far above 80 GiB without
     # recomputation.
     settings = replace(settings, policy=PolicyConfig(max_tokens_per_microbatch=65536))
-    (problem,) = fit_problems(settings, QWEN_7B, 8)
+    (problem,) = problems_of_fit(settings, QWEN_7B, 8)
     assert 'phase "update"' in problem and "H100-80GB has 79.10 GiB" in problem
     assert "(activations 71.53," in problem
     assert "policy.recompute_granularity=full" in problem
@@ -170,13 +169,13 @@ def test_what_torch_counted_is_told_beside_the_plan_without_the_engine_that_slee
         policy=PolicyConfig(16384, transformer_impl="local"),
         rollout=RolloutConfig(memory_share=0.5, max_num_seqs=512),
     )
-    assert "generate: 71.95 GiB" in "".join(start_up_lines(settings, smol, 1))
-    update = plan_ranks(settings, smol, 1, planned_target(settings))[0].held("update") / GIB
+    assert "generate: 71.95 GiB" in "".join(lines_at_start(settings, smol, 1))
+    update = rank_plans(settings, smol, 1, target_of(settings))[0].held("update") / GIB
     assert 68.63 + update == pytest.approx(82.5, rel=0.03)
     measured = measured_line(
         settings,
-        smol,
-        mesh_of(settings, 1, 0),
+        read_run_shapes(settings, smol),
+        mesh_of(settings.parallel, settings.rollout, 1, 0),
         "grpo",
         int(82.5 * GIB),
         int(68.6 * GIB),
@@ -191,7 +190,13 @@ def test_what_torch_counted_is_told_beside_the_plan_without_the_engine_that_slee
     )
     apart = replace(settings, rollout=replace(settings.rollout, ranks=1))
     line = measured_line(
-        apart, smol, mesh_of(apart, 2, 0), "grpo", int(13 * GIB), 0, int(13.25 * GIB)
+        apart,
+        read_run_shapes(apart, smol),
+        mesh_of(apart.parallel, apart.rollout, 2, 0),
+        "grpo",
+        int(13 * GIB),
+        0,
+        int(13.25 * GIB),
     )
     assert (
         f"first step: torch held 13.00 GiB at most, planned {update - 1:.2f} (update); now" in line
@@ -240,11 +245,11 @@ def smaller_after(settings: Config, ranks: int, problem: str) -> list[str]:
     assert match is not None
     stage = int(match[1])
     phase = match[2]
-    target = planned_target(settings)
-    before = plan_ranks(settings, QWEN_7B, ranks, target)[stage].held(phase)
+    target = target_of(settings)
+    before = rank_plans(settings, QWEN_7B, ranks, target)[stage].held(phase)
     for sentence in advice(problem):
         changed, times = taken(settings, sentence)
-        after = plan_ranks(changed, QWEN_7B, times * ranks, target)[stage].held(phase)
+        after = rank_plans(changed, QWEN_7B, times * ranks, target)[stage].held(phase)
         assert after < before, f"{sentence} {problem}"
     return advice(problem)
 
@@ -270,28 +275,28 @@ def test_no_advice_is_in_vain(gpu_gib: float, offload: bool, share: float):
                 algorithm=AlgorithmConfig(kl_coef=0.1),
             )
             ranks = layout.tensor * layout.pipeline
-            for problem in fit_problems(settings, QWEN_7B, ranks):
+            for problem in problems_of_fit(settings, QWEN_7B, ranks):
                 if "in the phase" in problem:
                     assert smaller_after(settings, ranks, problem), problem
 
 
 def test_an_engine_without_room_for_one_sequence_is_refused():
     settings = replace(fitting(), rollout=RolloutConfig(memory_share=0.2))
-    (problem,) = fit_problems(settings, QWEN_7B, 8)
+    (problem,) = problems_of_fit(settings, QWEN_7B, 8)
     # 15.8 GiB for 14.2 of weights and a workspace: 17,408 tokens of 14 KiB and more do not fit.
     assert problem.startswith("rollout.memory_share is 0.2, 15.82 GiB of the 79.10")
     raised = replace(settings, rollout=RolloutConfig(memory_share=0.26))
-    assert fit_problems(raised, QWEN_7B, 8) == []
+    assert problems_of_fit(raised, QWEN_7B, 8) == []
 
 
 def test_a_kv_cache_of_a_given_size_is_planned_and_must_hold_one_sequence():
     settings = with_setting(fitting(), "rollout.kv_cache_gib", 1.0)
-    assert fit_problems(settings, QWEN_7B, 8) == []
-    plan, _ = largest(plan_ranks(settings, QWEN_7B, 8, planned_target(settings)))
+    assert problems_of_fit(settings, QWEN_7B, 8) == []
+    plan, _ = largest(rank_plans(settings, QWEN_7B, 8, target_of(settings)))
     assert plan.part("kv_cache") == GIB // (16 * 56 * 1024) * 16 * 56 * 1024
-    (problem,) = fit_problems(with_setting(settings, "rollout.kv_cache_gib", 0.9), QWEN_7B, 8)
+    (problem,) = problems_of_fit(with_setting(settings, "rollout.kv_cache_gib", 0.9), QWEN_7B, 8)
     assert problem.startswith("rollout.kv_cache_gib is 0.9; one sequence of 17408 tokens")
-    problem = fit_problems(with_setting(settings, "rollout.kv_cache_gib", 60.0), QWEN_7B, 8)[0]
+    problem = problems_of_fit(with_setting(settings, "rollout.kv_cache_gib", 60.0), QWEN_7B, 8)[0]
     assert '"generate"' in problem and "Lower rollout.kv_cache_gib (now 60)." in problem
 
 
@@ -302,28 +307,30 @@ def test_the_share_that_an_engine_needs_is_told_beside_what_the_gpu_has():
     large = replace(
         QWEN_7B, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_size=29568
     )
-    problem = fit_problems(fitting(), large, 4)[0]
+    problem = problems_of_fit(fitting(), large, 4)[0]
     assert (
         "a share of 1.85, and 0.92 is the largest. Raise it, or raise rollout.tensor_parallel "
         "(now 1)" in problem
     )
     taken_up = with_setting(fitting(), "rollout.tensor_parallel", 4)
     refused = with_setting(taken_up, "rollout.memory_share", 0.48)
-    assert "a share of 0.49, and 0.92 is the largest" in fit_problems(refused, large, 4)[0]
-    enough = fit_problems(with_setting(taken_up, "rollout.memory_share", 0.49), large, 4)
+    assert "a share of 0.49, and 0.92 is the largest" in problems_of_fit(refused, large, 4)[0]
+    enough = problems_of_fit(with_setting(taken_up, "rollout.memory_share", 0.49), large, 4)
     assert not any(problem.startswith("rollout.memory_share") for problem in enough)
 
 
 @pytest.mark.parametrize("gpu_gib", [1.0, 2.0])
 def test_a_gpu_smaller_than_the_reserve_is_told_as_such(gpu_gib: float):
-    (problem,) = fit_problems(config(memory=MemoryConfig(gpu_gib=gpu_gib)), ONE_LAYER, 1)
+    (problem,) = problems_of_fit(config(memory=MemoryConfig(gpu_gib=gpu_gib)), ONE_LAYER, 1)
     assert problem.startswith(
         f"memory: the GPU has {gpu_gib:.2f} GiB, no more than the 3 GiB and 4% that stay"
     )
 
 
 def test_a_gpu_is_named_by_one_key():
-    (problem,) = fit_problems(config(memory=MemoryConfig(gpu="H100-80GB", gpu_gib=3.0)), QWEN_7B, 1)
+    (problem,) = problems_of_fit(
+        config(memory=MemoryConfig(gpu="H100-80GB", gpu_gib=3.0)), QWEN_7B, 1
+    )
     assert problem.startswith('memory.gpu is "H100-80GB" and memory.gpu_gib is 3; give one')
 
 
@@ -340,15 +347,17 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(untied_model: Path, t
     with pytest.raises(ValueError, match="the GPU has 2"):
         check_config(settings, world_size=1)
     assert (
-        check_config(replace(settings, memory=MemoryConfig(gpu_gib=16.0)), world_size=1).num_layers
+        check_config(
+            replace(settings, memory=MemoryConfig(gpu_gib=16.0)), world_size=1
+        ).policy.num_layers
         == 4
     )
 
 
 def test_the_start_tells_every_phase_of_the_largest_rank():
     settings = replace(fitting(), parallel=ParallelConfig(tensor=4, sequence=True, pipeline=2))
-    head, *lines = start_up_lines(settings, QWEN_7B, 8)
-    plans = plan_ranks(settings, QWEN_7B, 8, planned_target(settings))
+    head, *lines = lines_at_start(settings, QWEN_7B, 8)
+    plans = rank_plans(settings, QWEN_7B, 8, target_of(settings))
     plan, phase = largest(plans)
     assert f"rank {plan.rank} (pipeline stage {plan.stage}) on H100-80GB" in head
     assert [line.split(":")[0].strip() for line in lines] == list(plan.phases)
@@ -362,13 +371,13 @@ def test_on_cpu_ranks_that_are_more_than_the_machine_holds_are_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ):
     settings = replace(fitting(), memory=MemoryConfig(), run=RunConfig(device="cpu"))
-    plan, _ = largest(plan_ranks(settings, QWEN_7B, 8, planned_target(settings)))
+    plan, _ = largest(rank_plans(settings, QWEN_7B, 8, target_of(settings)))
     needed = 8 * plan.held(plan.worst) + int(8 * 0.6 * GIB)
     for machine_bytes, warns in ((needed - 1, True), (needed, False)):
         monkeypatch.setattr(
             memory_fit, "total_bytes", lambda machine_bytes=machine_bytes: machine_bytes
         )
-        assert ("for 8 ranks" in start_up_lines(settings, QWEN_7B, 8)[-1]) == warns
+        assert ("for 8 ranks" in lines_at_start(settings, QWEN_7B, 8)[-1]) == warns
 
 
 # ---------------------------------------------------------------- engines on ranks of their own
@@ -380,7 +389,7 @@ def own_ranks(ranks: int, engine: int = 4, **rollout: object) -> Config:
 
 
 def test_both_kinds_of_ranks_are_told_at_the_start():
-    lines = start_up_lines(own_ranks(4), QWEN_7B, 12)
+    lines = lines_at_start(own_ranks(4), QWEN_7B, 12)
     assert [line for line in lines if not line.startswith(" ")] == [
         "Planned memory of rank 0 (pipeline stage 0) on H100-80GB, may fill 72.94 GiB:",
         "Planned memory of engine rank 8 on H100-80GB, may fill 72.94 GiB:",
@@ -391,11 +400,11 @@ def test_both_kinds_of_ranks_are_told_at_the_start():
 
 
 def test_what_fits_on_ranks_of_either_kind_is_not_refused():
-    assert fit_problems(own_ranks(4), QWEN_7B, 12) == []
+    assert problems_of_fit(own_ranks(4), QWEN_7B, 12) == []
 
 
 def test_an_engine_rank_that_would_take_too_much_is_named():
-    (problem,) = fit_problems(own_ranks(4, memory_share=0.97), QWEN_7B, 12)
+    (problem,) = problems_of_fit(own_ranks(4, memory_share=0.97), QWEN_7B, 12)
     assert problem.startswith("memory: engine rank 8 needs 76.73 GiB (kv_cache ")
     assert (
         'in the phase "generate"' in problem and "Lower rollout.memory_share (now 0.97" in problem
@@ -405,7 +414,7 @@ def test_an_engine_rank_that_would_take_too_much_is_named():
 
 def test_a_training_rank_that_holds_too_much_is_advised_of_what_helps_it_alone():
     settings = replace(own_ranks(4), policy=PolicyConfig(max_tokens_per_microbatch=65536))
-    (problem,) = fit_problems(settings, QWEN_7B, 12)
+    (problem,) = problems_of_fit(settings, QWEN_7B, 12)
     assert "rank 0 (pipeline stage 0) needs" in problem and 'phase "update"' in problem
     assert "policy.recompute_granularity=full" in problem
     assert "rollout." not in problem and "offload" not in problem
@@ -418,7 +427,7 @@ def test_a_training_rank_that_holds_too_much_is_advised_of_what_helps_it_alone()
         own_ranks(1, engine=1), memory=MemoryConfig(gpu_gib=60.0), parallel=undivided, policy=policy
     )
     (problem,) = [
-        message for message in fit_problems(small, one_head, 2) if 'phase "update"' in message
+        message for message in problems_of_fit(small, one_head, 2) if 'phase "update"' in message
     ]
     assert "Start more ranks that train, which share the optimizer." in problem
     assert "Raise parallel.tensor (now 1) or parallel.pipeline (now 1)." in problem

@@ -389,19 +389,13 @@ def test_engines_divide_their_own_ranks_and_not_those_of_the_run():
 
 def test_the_ranks_of_a_run_are_those_of_both_kinds(monkeypatch: pytest.MonkeyPatch):
     rollout = RolloutConfig(ranks=24, tensor_parallel=2)
-    fixed, least = (
-        Config(parallel=ParallelConfig(data=data, tensor=2), rollout=rollout) for data in (4, None)
-    )
-    assert (
-        ranks_or_least(fixed, None),
-        ranks_or_least(least, None),
-        ranks_or_least(fixed, 40),
-    ) == (
-        32,
-        26,
-        40,
-    )
-    assert roles(fixed, 32) == "ranks 0-7 train, ranks 8-31 generate"
-    assert roles(Config(), 32) == ""
+    fixed = ParallelConfig(data=4, tensor=2)
+    least = ParallelConfig(tensor=2)
+    assert ranks_or_least(fixed, rollout, None) == 32
+    assert ranks_or_least(least, rollout, None) == 26
+    assert ranks_or_least(fixed, rollout, 40) == 40
+    assert roles(32, engine_ranks=24) == "ranks 0-7 train, ranks 8-31 generate"
+    assert roles(32, engine_ranks=0) == ""
     monkeypatch.setenv("WORLD_SIZE", "48")
-    assert (planned_ranks(fixed, None), planned_ranks(least, None)) == (32, 48)
+    assert planned_ranks(fixed, rollout, None) == 32
+    assert planned_ranks(least, rollout, None) == 48

@@ -12,11 +12,12 @@ from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config, MemoryConfig, RolloutConfig
 from rlmath.planning.checks import check_config, only_used, used_keys
-from rlmath.planning.memory_estimate import Target, mesh_of, plan_ranks
-from rlmath.planning.memory_fit import GIB, fit_problems, start_up_lines
+from rlmath.planning.memory_estimate import Target, mesh_of
+from rlmath.planning.memory_fit import GIB
 from rlmath.planning.parallelism import planned_ranks
 from rlmath.planning.setting_warnings import config_warnings
 from rlmath.run.prepare import read_inputs
+from tests.planning.of_policy import lines_at_start, problems_of_fit, rank_plans
 from tests.tiny_models import shape_of
 
 POSITIONS = 256
@@ -78,10 +79,11 @@ def test_every_setting_of_its_own_section_is_used() -> None:
 
 
 def test_nothing_is_wrong_with_a_good_run(place: list[str], untied_model: Path) -> None:
-    shape = check_config(
+    shapes = check_config(
         load_config([], [*place, "parallel.tensor=2", "parallel.pipeline=2"]), 4, "sft"
     )
-    assert shape == shape_of(untied_model)
+    assert shapes.policy == shape_of(untied_model)
+    assert shapes.critic is None and shapes.teacher is None
 
 
 @pytest.mark.parametrize(
@@ -144,17 +146,17 @@ def test_memory_is_that_of_training_alone(place: list[str], untied_model: Path) 
     shape = shape_of(untied_model)
     target = Target("cuda", "a GPU", 4 * GIB, local_layers=False)
     (plan,), (whole,) = (
-        plan_ranks(config, shape, 1, target, "sft"),
-        plan_ranks(config, shape, 1, target),
+        rank_plans(config, shape, 1, target, "sft"),
+        rank_plans(config, shape, 1, target),
     )
     assert list(plan.phases) == ["update"] and "engine_workspace" not in plan.phases["update"]
     assert plan.held("update") == whole.held("update") - whole.phases["update"].get(
         "engine_workspace", 0
     )
-    assert "parameters" in plan.phases["update"] and start_up_lines(config, shape, 1, "sft")[
+    assert "parameters" in plan.phases["update"] and lines_at_start(config, shape, 1, "sft")[
         0
     ].startswith("Planned memory")
-    assert fit_problems(config, shape, 1, "sft") == []
+    assert problems_of_fit(config, shape, 1, "sft") == []
     huge = [
         "sft.max_sequence_tokens=200",
         "policy.max_tokens_per_microbatch=9000000",
@@ -169,11 +171,12 @@ def test_all_ranks_of_a_supervised_run_train_whatever_its_engines_would_have(
     settings = load_config([], [*place, "parallel=d2t2+d4"])
     config, unused = only_used(settings)
     assert unused == ["rollout.ranks", "rollout.tensor_parallel"]
-    assert (planned_ranks(settings, None), planned_ranks(config, None)) == (8, 4)
+    assert planned_ranks(settings.parallel, settings.rollout, None) == 8
+    assert planned_ranks(config.parallel, config.rollout, None) == 4
     check_config(config, 4, "sft")
-    assert mesh_of(config, 4, 3).data == 4
-    (plan,) = plan_ranks(config, shape_of(Path(config.model.path)), 4, CPU, "sft")
+    assert mesh_of(config.parallel, config.rollout, 4, 3).data == 4
+    (plan,) = rank_plans(config, shape_of(Path(config.model.path)), 4, CPU, "sft")
     assert list(plan.phases) == ["update"]
     assert "engine rank" not in " ".join(
-        start_up_lines(config, shape_of(Path(config.model.path)), 4, "sft")
+        lines_at_start(config, shape_of(Path(config.model.path)), 4, "sft")
     )

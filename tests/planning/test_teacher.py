@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.checkpoint.hf.config_json import teacher_shape_of
+from rlmath.checkpoint.hf.run_shapes import read_run_shapes
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.schema import (
     AlgorithmConfig,
@@ -23,11 +23,12 @@ from rlmath.config.schema import (
 )
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.mesh import Mesh
-from rlmath.planning.checks import run_problems, shape_problems
-from rlmath.planning.memory_estimate import Target, plan_rank
+from rlmath.planning.checks import run_problems
+from rlmath.planning.memory_estimate import Target
 from rlmath.planning.model_checks import check_teacher_tokenizer, teacher_folder_problems
 from rlmath.planning.planner.step import recomputes_logprobs
 from rlmath.planning.setting_warnings import config_warnings
+from tests.planning.of_policy import problems_of_shapes, rank_plan
 from tests.tiny_models import VOCAB, make_model_folder, shape_of
 
 
@@ -75,12 +76,12 @@ def test_a_teacher_that_the_layout_does_not_fit_is_refused_by_the_setting(
 ) -> None:
     """The policy, of 4 layers and 4 heads in 2 groups, allows all of them."""
     shape = shape_of(tied_model)
-    problems = shape_problems(config_of(folder, tied_model, parallel=parallel), shape)
+    problems = problems_of_shapes(config_of(folder, tied_model, parallel=parallel), shape)
     assert len(problems) == 1 and problems[0].startswith(
         f"teacher.path, which has the layout of the policy: {told}"
     )
     assert (
-        shape_problems(
+        problems_of_shapes(
             replace(config_of(folder, tied_model, parallel=parallel), teacher=TeacherConfig()),
             shape,
         )
@@ -92,12 +93,14 @@ def test_a_teacher_with_too_few_positions_or_no_folder_is_refused(
     folder: Path, tied_model: Path
 ) -> None:
     long = config_of(folder, tied_model, rollout=RolloutConfig(max_new_tokens=60))
-    (problem,) = shape_problems(long, shape_of(tied_model))
+    (problem,) = problems_of_shapes(long, shape_of(tied_model))
     assert "is 76; the model in teacher.path has 64 positions" in problem
     missing = config_of(folder.with_name("other"), tied_model)
-    assert "teacher.path: there is no folder" in shape_problems(missing, shape_of(tied_model))[0]
-    assert "teacher.path: there is no folder" in teacher_folder_problems(missing)[0]
-    assert teacher_folder_problems(config_of(folder, tied_model)) == []
+    assert (
+        "teacher.path: there is no folder" in problems_of_shapes(missing, shape_of(tied_model))[0]
+    )
+    assert "teacher.path: there is no folder" in teacher_folder_problems(missing.teacher)[0]
+    assert teacher_folder_problems(config_of(folder, tied_model).teacher) == []
 
 
 @pytest.mark.parametrize(
@@ -169,7 +172,7 @@ def test_the_same_tokenizer_is_taken_and_the_token_that_differs_is_named(
     folder: Path, tied_model: Path, tmp_path: Path
 ) -> None:
     policy_tokenizer = load_tokenizer(str(tied_model))
-    assert check_teacher_tokenizer(config_of(folder, tied_model), policy_tokenizer) == ()
+    assert check_teacher_tokenizer(str(folder), policy_tokenizer, str(tied_model)) == ()
 
     def swap(name: str, content: dict) -> None:
         if name == "tokenizer.json":
@@ -180,7 +183,7 @@ def test_the_same_tokenizer_is_taken_and_the_token_that_differs_is_named(
         ValueError, match=r"token \d+ is 'B' in the teacher's and 'A' in the policy's"
     ):
         check_teacher_tokenizer(
-            config_of(edited(folder, tmp_path / "swapped", swap), tied_model), policy_tokenizer
+            str(edited(folder, tmp_path / "swapped", swap)), policy_tokenizer, str(tied_model)
         )
 
     def special(name: str, content: dict) -> None:
@@ -195,7 +198,7 @@ def test_the_same_tokenizer_is_taken_and_the_token_that_differs_is_named(
     with pytest.raises(
         ValueError, match=r"token \d+ is .* in the teacher's and .* in the policy's"
     ):
-        check_teacher_tokenizer(config_of(other, tied_model), policy_tokenizer)
+        check_teacher_tokenizer(str(other), policy_tokenizer, str(tied_model))
 
 
 def test_a_teacher_that_ends_otherwise_is_warned_of(
@@ -207,7 +210,7 @@ def test_a_teacher_that_ends_otherwise_is_warned_of(
 
     policy_tokenizer = load_tokenizer(str(tied_model))
     other = edited(folder, tmp_path / "end", end)
-    (warning,) = check_teacher_tokenizer(config_of(other, tied_model), policy_tokenizer)
+    (warning,) = check_teacher_tokenizer(str(other), policy_tokenizer, str(tied_model))
     assert warning.startswith("the policy ends with '<eos>' and the teacher with '<pad>'")
 
 
@@ -226,7 +229,7 @@ def test_the_plan_has_the_teacher_where_it_is_held(folder: Path, tied_model: Pat
                 teacher=replace(config.teacher, loss=loss),
                 memory=MemoryConfig(offload_teacher=offload),
             )
-            plan = plan_rank(full, shape, Mesh(1, 2, 1, 2, 1), gpu)
+            plan = rank_plan(full, shape, Mesh(1, 2, 1, 2, 1), gpu)
             holding = {phase for phase, parts in plan.phases.items() if "teacher" in parts}
             heads = {phase for phase, parts in plan.phases.items() if "teacher_head" in parts}
             every = {"sync", "generate", "logprobs", "teacher", "update"}
@@ -237,14 +240,14 @@ def test_the_plan_has_the_teacher_where_it_is_held(folder: Path, tied_model: Pat
             assert plan.part("teacher_head") == (2 * VOCAB * 96 if loss == "full" else 0)
             assert ("logits" in plan.phases["teacher"]) == (loss == "advantage")
     full = replace(config, teacher=replace(config.teacher, loss="full"))
-    teacher_shape = teacher_shape_of(config)
-    first, last = (plan_rank(full, shape, Mesh(rank, 2, 1, 2, 1), gpu) for rank in (0, 1))
+    teacher_shape = read_run_shapes(config, shape).teacher
+    first, last = (rank_plan(full, shape, Mesh(rank, 2, 1, 2, 1), gpu) for rank in (0, 1))
     assert first.part("teacher_head") == 0 and teacher_shape is not None
     teacher_bytes = sum(
         rank_plan.part(part) for rank_plan in (first, last) for part in ("teacher", "teacher_head")
     )
     assert teacher_bytes == 2 * parameter_count(replace(teacher_shape, vocab_size=VOCAB))
-    advantage_working = plan_rank(config, shape, Mesh(1, 2, 1, 2, 1), gpu).phases["update"][
+    advantage_working = rank_plan(config, shape, Mesh(1, 2, 1, 2, 1), gpu).phases["update"][
         "working"
     ]
     assert last.phases["update"]["working"] > advantage_working + 2 * 512 * 96, (
@@ -257,8 +260,9 @@ def test_a_teacher_in_the_advantages_needs_the_policys_log_probs_first(
 ) -> None:
     config = config_of(folder, tied_model)
     full = replace(config, teacher=replace(config.teacher, loss="full"))
-    assert recomputes_logprobs(config) and not recomputes_logprobs(full)
-    shape = teacher_shape_of(config)
-    assert (
-        shape is not None and shape.vocab_size == VOCAB + 9 and teacher_shape_of(Config()) is None
-    )
+    assert recomputes_logprobs(config.algorithm, config.on_policy)
+    assert not recomputes_logprobs(full.algorithm, full.on_policy)
+    policy = shape_of(tied_model)
+    shape = read_run_shapes(config, policy).teacher
+    assert shape is not None and shape.vocab_size == VOCAB + 9
+    assert read_run_shapes(Config(), policy).teacher is None

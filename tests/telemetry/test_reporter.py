@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from rlmath.config.length_curriculum import length_stages
 from rlmath.config.schema import Config, RunConfig, StagesConfig, TelemetryConfig
 from rlmath.data.order import PromptOrder
 from rlmath.telemetry.reporter import Reporter
@@ -24,7 +25,14 @@ def resumed(folder: Path, rows: list[dict[str, float]]) -> Reporter:
     )
     order = PromptOrder(20, 5, seed=1, shuffle=False)
     inputs: Any = SimpleNamespace(order=order, total_steps=sum(STAGES), dropped_share=0.0)
-    return Reporter(config, inputs, "grpo", "TP1", steps_done=len(rows))
+    return Reporter(
+        config,
+        inputs,
+        "grpo",
+        length_stages(config, inputs.total_steps),
+        layout="TP1",
+        steps_done=len(rows),
+    )
 
 
 def test_a_resumed_run_counts_what_earlier_starts_did(tmp_path: Path) -> None:

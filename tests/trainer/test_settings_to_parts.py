@@ -300,7 +300,7 @@ def test_when_checkpoints_are_made() -> None:
 
 
 def test_the_layout() -> None:
-    assert mesh_of(DISTINCT, world_size=1000, rank=7) == Mesh(
+    assert mesh_of(DISTINCT.parallel, DISTINCT.rollout, world_size=1000, rank=7) == Mesh(
         rank=7,
         world_size=728,
         tensor=118,
@@ -312,7 +312,7 @@ def test_the_layout() -> None:
         expert_tensor=125,
         engine_ranks=272,
     )
-    assert engine_mesh_of(DISTINCT, world_size=1000, rank=729) == Mesh(
+    assert engine_mesh_of(DISTINCT.rollout, world_size=1000, rank=729) == Mesh(
         rank=1, world_size=272, tensor=1, pipeline=1, engine_size=136
     )
 

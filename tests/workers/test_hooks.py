@@ -434,12 +434,16 @@ def test_a_reward_that_a_plugin_registers_stands_in_the_list_by_its_name() -> No
         "data.train_path=t",
         "reward.rewards=[correctness,digits]",
     )
-    (problem,) = reward_problems(load_config([], [*paths]))
+    config = load_config([], [*paths])
+    (problem,) = reward_problems(config.reward, config.rollout.max_new_tokens, plugins=[])
     assert (
         "reward.rewards has 'digits'; needed: correctness, format, length, or a function of yours"
         in problem
     )
-    assert list(reward_problems(load_config([], [*paths, "run.plugins=[own.py]"]))) == []
+    assert (
+        list(reward_problems(config.reward, config.rollout.max_new_tokens, plugins=["own.py"]))
+        == []
+    )
 
 
 def test_settings_that_do_not_go_with_an_advantage_of_the_users(folder: Path) -> None:

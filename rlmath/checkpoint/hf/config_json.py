@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from rlmath.config.help import nearest_path, nearest_word, raise_problems
 from rlmath.config.hub import PREFIX
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.run_files import EXPORT_FOLDER, adapter_alone
-from rlmath.config.schema import Config
 from rlmath.config.shipped_files import shipped
 
 _MAX_LAYERS = 4096
@@ -234,10 +232,10 @@ def read_model_shape(folder: Path, option: str = "model.path") -> ModelShape:
     `option` names the folder."""
     if not os.path.exists(folder):
         raise ValueError(missing_folder_problem(folder, option))
-    return _sound(f'the model "{folder}"', *read_shape(folder, option))
+    return sound_shape(f'the model "{folder}"', *read_shape(folder, option))
 
 
-def _sound(source: str, shape: ModelShape | None, problems: Sequence[str]) -> ModelShape:
+def sound_shape(source: str, shape: ModelShape | None, problems: Sequence[str]) -> ModelShape:
     """The shape; ValueError that lists the problems where there are some."""
     raise_problems(source, list(problems))
     assert shape is not None
@@ -281,31 +279,9 @@ def critic_shape(start: ModelShape, policy: ModelShape) -> ModelShape:
     )
 
 
-def critic_shape_of(config: Config, policy: ModelShape) -> ModelShape | None:
-    """The shape of a run's critic, None where it has none.
-
-    ValueError where its config.json cannot be used."""
-    if config.algorithm.advantage != "gae":
-        return None
-    return critic_shape(
-        policy if config.critic.path is None else _critic_start(config.critic.path), policy
-    )
-
-
-@lru_cache(maxsize=8)
-def _critic_start(path: str) -> ModelShape:
-    if os.path.isdir(path):
-        shape, problems = read_shape(Path(path), "critic.path", (*TABLES, *VALUE_TABLES))
-    else:
-        planned = planned_shape(path, "critic.path")
-        shape = planned.shape
-        problems = list(planned.problems)
-    return _sound(f'the critic "{path}"', shape, problems)
-
-
 def read_critic_shape(path: Path) -> ModelShape:
     """The shape that a critic's config.json gives; ValueError where it gives none."""
-    return _sound(f'the critic "{path}"', *read_shape_file(path, tuple(VALUE_TABLES)))
+    return sound_shape(f'the critic "{path}"', *read_shape_file(path, tuple(VALUE_TABLES)))
 
 
 def critic_config_file(folder: Path, shape: ModelShape) -> bytes:
@@ -419,17 +395,7 @@ def planned_shape(model_path: str, option: str = "model.path") -> PlannedShape:
 def required_shape(model_path: str) -> tuple[ModelShape, str]:
     """The shape and its note; ValueError that lists the model's problems."""
     planned = planned_shape(model_path)
-    return _sound(f'the model "{model_path}"', planned.shape, planned.problems), planned.note
-
-
-def teacher_shape_of(config: Config) -> ModelShape | None:
-    """The shape of the model in `teacher.path`, by `planned_shape`; None without a teacher.
-
-    ValueError that lists the model's problems."""
-    if config.teacher.path is None:
-        return None
-    planned = planned_shape(config.teacher.path, "teacher.path")
-    return _sound(f'the teacher "{config.teacher.path}"', planned.shape, planned.problems)
+    return sound_shape(f'the model "{model_path}"', planned.shape, planned.problems), planned.note
 
 
 def published_names() -> list[str]:

@@ -180,8 +180,8 @@ def on_gpu(config: Config, name: str | None) -> Config:
     return replace(config, memory=memory, run=run)
 
 
-def machine_of(config: Config, target: Target, network_gbps: float | None = None) -> Machine:
-    """The device that a run is planned for.
+def machine_of(name: str | None, target: Target, network_gbps: float | None = None) -> Machine:
+    """The device that a run is planned for; `name` is `memory.gpu`.
 
     `network_gbps` (Gbit/s for each device) replaces the table's. ValueError for a GPU whose speed
     is not known, or a network that carries nothing."""
@@ -191,8 +191,8 @@ def machine_of(config: Config, target: Target, network_gbps: float | None = None
             "--network-gbps)"
         )
     machine = CPU_CORE
-    name = config.memory.gpu or ""
     if target.kind != "cpu":
+        name = name or ""
         if name not in GPUS:
             gpu_text = f'of the GPU "{name}"' if name else "of a GPU that has no name"
             raise ValueError(

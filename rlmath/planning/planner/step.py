@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from rlmath.checkpoint.hf.config_json import critic_shape_of, teacher_shape_of
-from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config
+from rlmath.checkpoint.hf.run_shapes import InspectedShapes, RunShapes
+from rlmath.config.schema import AlgorithmConfig, Config, DataConfig, RolloutConfig
 from rlmath.data.dataset import critic_epochs
 from rlmath.distributed.mesh import Mesh
 from rlmath.planning.checks import (
@@ -16,7 +15,8 @@ from rlmath.planning.checks import (
     setting_problems,
     shape_problems,
 )
-from rlmath.planning.memory_estimate import Target, largest, mesh_of, plan_ranks, without_adapters
+from rlmath.planning.memory_estimate import Target, largest, mesh_of, plan_ranks
+from rlmath.planning.memory_formulas import NO_LORA
 from rlmath.planning.parallelism import divisors
 from rlmath.planning.planner.cluster import Cluster
 from rlmath.planning.planner.lengths import Batch, lengths_with_mean
@@ -79,13 +79,16 @@ class StepPlan:
 
 
 def batch_of(
-    config: Config, mean_response: float | None = None, mean_prompt: float | None = None
+    settings: DataConfig,
+    rollout: RolloutConfig,
+    mean_response: float | None = None,
+    mean_prompt: float | None = None,
 ) -> Batch:
     """The sequences of a step with completions and prompts of these mean lengths (tokens).
 
     They are typical ones where not given. ValueError for lengths that the settings do not allow."""
-    longest = config.rollout.max_new_tokens
-    longest_prompt = config.data.max_prompt_tokens
+    longest = rollout.max_new_tokens
+    longest_prompt = settings.max_prompt_tokens
     mean = max(1.0, TYPICAL_SHARE * longest) if mean_response is None else mean_response
     prompt = float(min(TYPICAL_PROMPT, longest_prompt)) if mean_prompt is None else mean_prompt
     if not 1 <= prompt <= longest_prompt:
@@ -94,25 +97,23 @@ def batch_of(
             f"data.max_prompt_tokens, {longest_prompt}"
         )
         raise ValueError(f"{problem} (--mean-prompt-tokens)")
-    group = config.rollout.group_size
-    return Batch(
-        config.data.prompts_per_step * group, group, prompt, lengths_with_mean(mean, longest)
-    )
+    group = rollout.group_size
+    return Batch(settings.prompts_per_step * group, group, prompt, lengths_with_mean(mean, longest))
 
 
 def step_inputs(
-    config: Config, shape: ModelShape, target: Target, cluster: Cluster, batch: Batch
+    config: Config, shapes: RunShapes, target: Target, cluster: Cluster, batch: Batch
 ) -> StepInputs:
-    """Inputs of a step with one stage's settings, on the whole cluster.
+    """Inputs of a step with one length stage's settings and shapes, on the whole cluster.
 
     The layout has no problems (`planning.parallelism`)."""
     return StepInputs(
         config,
-        shape,
+        shapes,
         target=target,
         cluster=cluster,
         batch=batch,
-        mesh=mesh_of(config, cluster.ranks, 0),
+        mesh=mesh_of(config.parallel, config.rollout, cluster.ranks, rank=0),
     )
 
 
@@ -152,30 +153,30 @@ def _training_phases(training: StepInputs) -> dict[str, float]:
     What it takes to bring an offloaded reference, critic or teacher is left out, and the output
     layer that a loss on the whole vocabulary computes again."""
     config = training.config
+    shapes = training.shapes
     seconds = {}
-    if recomputes_logprobs(config):
+    if recomputes_logprobs(config.algorithm, config.on_policy):
         seconds["logprobs"] = logprobs_seconds(training)
     if config.algorithm.kl_coef > 0:
         seconds["reference"] = logprobs_seconds(training)
-    if (critic := critic_shape_of(config, training.shape)) is not None:
+    if shapes.critic is not None:
         algorithm = replace(config.algorithm, epochs=critic_epochs(config))
-        as_critic = without_adapters(replace(config, algorithm=algorithm))
-        values = replace(training, config=as_critic, shape=critic)
+        as_critic = replace(config, algorithm=algorithm, lora=NO_LORA)
+        values = replace(training, config=as_critic, shapes=replace(shapes, policy=shapes.critic))
         seconds["critic"] = logprobs_seconds(values) + update_seconds(values)
-    if (teacher := teacher_shape_of(config)) is not None:
-        rows = training.shape.vocab_size  # of its embedding, as the policy's
-        seconds["teacher"] = logprobs_seconds(
-            replace(training, shape=replace(teacher, vocab_size=rows))
-        )
+    if shapes.teacher is not None:
+        # In its embedding it has as many rows as the policy.
+        teacher = replace(shapes.teacher, vocab_size=shapes.policy.vocab_size)
+        scores = replace(training, shapes=replace(shapes, policy=teacher))
+        seconds["teacher"] = logprobs_seconds(scores)
     return seconds | {"update": update_seconds(training)}
 
 
-def recomputes_logprobs(config: Config) -> bool:
+def recomputes_logprobs(algorithm: AlgorithmConfig, on_policy: bool) -> bool:
     """Whether a step has a pass for the policy's own log-probs.
 
     It has none where its one minibatch gives them itself (`Config.on_policy`)."""
-    algorithm = config.algorithm
-    return algorithm.selects_tokens or (algorithm.recomputes and not config.on_policy)
+    return algorithm.selects_tokens or (algorithm.recomputes and not on_policy)
 
 
 def sync_seconds(inputs: StepInputs) -> float:
@@ -199,7 +200,7 @@ def switch_seconds(inputs: StepInputs) -> float:
     nothing then."""
     config = inputs.config
     cluster = inputs.cluster
-    plan, _ = largest(plan_ranks(config, inputs.shape, cluster.ranks, target=inputs.target))
+    plan, _ = largest(plan_ranks(config, inputs.shapes, cluster.ranks, target=inputs.target))
     names = [
         name for name in ("optimizer", "parameters") if getattr(config.memory, f"offload_{name}")
     ]
@@ -235,42 +236,43 @@ def with_layout(config: Config, tensor: int, pipeline: int, engine: int) -> Conf
     return replace(config, parallel=parallel, rollout=rollout)
 
 
-def layouts_of(config: Config, shape: ModelShape, cluster: Cluster) -> Iterator[Config]:
+def layouts_of(config: Config, inspected: InspectedShapes, cluster: Cluster) -> Iterator[Config]:
     """Layouts of TP x PP x engine TP that no check refuses.
 
     Tensor-parallel ranks stay within a node."""
     inside = divisors(cluster.ranks_per_node)
     for engine in inside:
         for tensor in inside:
-            for pipeline in divisors(shape.num_layers):
+            for pipeline in divisors(inspected.shapes.policy.num_layers):
                 layout = with_layout(config, tensor, pipeline, engine=engine)
-                if not problems_of(layout, shape, cluster):
+                if not problems_of(layout, inspected, cluster):
                     yield layout
 
 
-def problems_of(config: Config, shape: ModelShape, cluster: Cluster) -> list[str]:
+def problems_of(config: Config, inspected: InspectedShapes, cluster: Cluster) -> list[str]:
     """Problems of this layout, except those of memory."""
+    shape = inspected.shapes.policy
     return [
         *setting_problems(config, cluster.ranks),
-        *shape_problems(config, shape),
+        *shape_problems(config, inspected),
         *(device_problems(config, shape, on_gpu=False) if cluster.machine.kind == "cpu" else ()),
     ]
 
 
 def compare_layouts(inputs: StepInputs) -> Comparison:
     """All layouts of a step; ties go to the layout with fewer ranks to a copy of the model."""
-    shape = inputs.shape
+    shapes = inputs.shapes
     target = inputs.target
     cluster = inputs.cluster
     batch = inputs.batch
     plans = []
     without_room = 0
-    for layout in layouts_of(inputs.config, shape, cluster):
-        if memory_problems(layout, shape, cluster.ranks):
+    for layout in layouts_of(inputs.config, InspectedShapes(shapes, {}), cluster):
+        if memory_problems(layout, shapes, cluster.ranks):
             without_room += 1
         else:
             plans.append(
-                plan_step(step_inputs(layout, shape, target, cluster=cluster, batch=batch))
+                plan_step(step_inputs(layout, shapes, target, cluster=cluster, batch=batch))
             )
     return Comparison(tuple(sorted(plans, key=_by_seconds)), without_room)
 

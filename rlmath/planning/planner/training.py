@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from rlmath.checkpoint.hf.run_shapes import RunShapes
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config
+from rlmath.config.schema import Config, LoraConfig, PolicyConfig
 from rlmath.data.seqlen_balancing import forward_cost
 from rlmath.distributed.mesh import Mesh
 from rlmath.planning.memory_estimate import Target, gradient_buffers, own_layers
@@ -20,13 +21,18 @@ class StepInputs:
     """Inputs that the seconds of a step follow from."""
 
     config: Config
-    shape: ModelShape
+    shapes: RunShapes
     target: Target
     cluster: Cluster
     """Nodes of the ranks that do the work; in a phase of training those that train."""
     batch: Batch
     mesh: Mesh
     """Layout of the ranks that train."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """The shape of the model that computes."""
+        return self.shapes.policy
 
     @property
     def parts(self) -> int:
@@ -75,13 +81,12 @@ class Passes:
 LOGPROBS = Passes(1.0, 1.0)
 
 
-def update_passes(shape: ModelShape, config: Config, layers: int) -> Passes:
+def update_passes(shape: ModelShape, policy: PolicyConfig, lora: LoraConfig, layers: int) -> Passes:
     """Passes of an update: forward, backward and what is recomputed of `layers` of a chunk.
 
     Recomputed are all ("full"), the first ones of a chunk ("block"), or their MLPs ("selective").
     With LoRA the backward pass has no products for gradients of the weights."""
-    policy = config.policy
-    matrices = 2.0 if config.lora.rank else 3.0
+    matrices = 2.0 if lora.rank else 3.0
     recomputed = 0.0
     if policy.recompute_granularity == "full":
         recomputed = 1.0
@@ -101,11 +106,13 @@ def logprobs_seconds(inputs: StepInputs) -> float:
 
 def update_seconds(inputs: StepInputs) -> float:
     """Seconds of all updates of a step, on the rank that has the most to do."""
+    config = inputs.config
     algorithm = inputs.config.algorithm
     stage_seconds = []
     for mesh in inputs.stages():
-        layers = own_layers(inputs.config, inputs.shape, mesh)
-        passes = update_passes(inputs.shape, inputs.config, max(1, layers // mesh.virtual_pipeline))
+        layers = own_layers(config.parallel, inputs.shape, mesh)
+        chunk_layers = max(1, layers // mesh.virtual_pipeline)
+        passes = update_passes(inputs.shape, config.policy, config.lora, layers=chunk_layers)
         gradients = algorithm.n_minibatches * gradient_seconds(inputs, mesh, layers)
         stage_seconds.append(_pass_seconds(inputs, mesh, passes) + gradients)
     return algorithm.epochs * max(stage_seconds)
@@ -115,7 +122,7 @@ def _pass_seconds(inputs: StepInputs, mesh: Mesh, passes: Passes) -> float:
     """Seconds of all sequences of a step through one pipeline stage, once."""
     shape = inputs.shape
     batch = inputs.batch
-    layers = own_layers(inputs.config, shape, mesh)
+    layers = own_layers(inputs.config.parallel, shape, mesh)
     cost = forward_cost(shape)
     share = layers / shape.num_layers
     head = (
@@ -175,11 +182,12 @@ def gradient_seconds(inputs: StepInputs, mesh: Mesh, layers: int) -> float:
 
     In float32 they are scattered, and the new parameters gathered; or they are summed on all ranks.
     The network cards of a node share what its ranks send to others."""
-    distributed = inputs.config.optimizer.distributed
+    config = inputs.config
+    distributed = config.optimizer.distributed
     ways = FLOAT32_BYTES + (inputs.target.itemsize if distributed else FLOAT32_BYTES)
     per_node = inputs.cluster.ranks_per_node
     seconds = 0.0
-    for sizes, ranks, stride in gradient_buffers(inputs.config, inputs.shape, mesh, layers=layers):
+    for sizes, ranks, stride in gradient_buffers(config.lora, inputs.shape, mesh, layers=layers):
         sent = sum(sizes) * ways * (ranks - 1) / ranks
         beside = max(1, min(ranks, per_node // stride))
         if ranks > 1:

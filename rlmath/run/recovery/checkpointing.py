@@ -31,7 +31,7 @@ from rlmath.checkpoint.hf.peft import adapter_files
 from rlmath.checkpoint.hf.weight_map import adapter_rules
 from rlmath.checkpoint.hf.weights import stream_hf_tensors, write_hf_folder
 from rlmath.checkpoint.manager import CheckpointManager, Retention
-from rlmath.config.length_curriculum import has_length_stages, length_stages
+from rlmath.config.length_curriculum import has_length_stages
 from rlmath.config.load import config_as_yaml, shown_values
 from rlmath.config.run_files import (
     ADAPTER_FOLDER,
@@ -100,7 +100,7 @@ class Checkpointer:
         self._models = save_schedule.SaveTimes(models, per_epoch, start_time)
         self._last_step_too = not points.never
         self._before_captures = save_schedule.steps_before_captures(config)
-        self._length_stages = length_stages(config, trainer.total_steps)
+        self._length_stages = trainer.shapes.length_stages
         self._folder = Path(config.run.output_dir)
         self.newest: int | None = None
         """Steps done in the newest complete checkpoint, None where there is none."""

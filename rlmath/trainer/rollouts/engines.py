@@ -62,7 +62,7 @@ class Engines(ABC):
 
     def __init__(self, context: RankContext[Inputs], timers: PhaseTimers) -> None:
         self._config = context.config
-        self._shape = context.shape
+        self._shape = context.shapes.policy
         self._mesh = context.mesh
         self._device = context.device
         self._timers = timers
@@ -141,7 +141,7 @@ class ColocatedEngines(Engines):
         """Build the engine; it sleeps afterwards."""
         super().__init__(context, timers)
         config = context.config
-        shape = context.shape
+        shape = context.shapes.policy
         inputs = context.inputs
         mesh = context.mesh
         self._scorer = validation_scorer(config, mesh)
@@ -266,7 +266,7 @@ class SeparateEngines(Engines):
         self._mailbox = Mailbox(bridge, leaders)
         self._connection = EngineConnection(mesh, self._mailbox, context.on_progress)
         self.collector = self._connection
-        vocab_size = context.shape.vocab_size
+        vocab_size = context.shapes.policy.vocab_size
         self.rollouts = AsynchronousRollouts(
             config, inputs, self._connection, vocab_size=vocab_size, keep=keep
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from rlmath.checkpoint.hf.run_shapes import read_run_shapes
 from rlmath.config.gpu_specs import Machine
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import (
@@ -74,4 +75,4 @@ def inputs(
     """Inputs of a machine without limits, but for the `speeds` named (FLOP/s or bytes/s)."""
     best = dict.fromkeys(("flops", "memory", "node", "network", "host"), math.inf)
     cluster = Cluster(Machine("test", "cuda", **(best | speeds)), nodes, ranks // nodes, FREE)
-    return step_inputs(config, shape, GPU, cluster, batch)
+    return step_inputs(config, read_run_shapes(config, shape), GPU, cluster, batch)

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from rlmath.checkpoint.hf.config_json import required_shape
+from rlmath.checkpoint.hf.run_shapes import read_run_shapes
 from rlmath.config.load import load_config
-from rlmath.planning.memory_fit import planned_target
 from rlmath.planning.planner.cluster import cluster_of, machine_of
 from rlmath.planning.planner.lengths import Batch, lengths_with_mean
 from rlmath.planning.planner.rollout import engine_of, plan_rollout
 from rlmath.planning.planner.step import step_inputs, with_layout
 from rlmath.planning.planner.training import update_seconds
+from tests.planning.of_policy import target_of
 
 RECIPES = Path(__file__).resolve().parents[3] / "configs" / "areal"
 LENGTHS = lengths_with_mean(7941.9 - 107.8, 16384)
@@ -52,14 +53,14 @@ def predicted(row: Row) -> float:
     )
     config = replace(config, rollout=replace(config.rollout, max_num_seqs=row.running))
     shape, _ = required_shape(config.model.path)
-    target = planned_target(config)
+    target = target_of(config)
     group = config.rollout.group_size
     longest = config.rollout.max_new_tokens
     batch = Batch(
         config.data.prompts_per_step * group, group, 107.8, replace(LENGTHS, longest=longest)
     )
-    half = cluster_of(machine_of(config, target), 4 * row.nodes)
-    inputs = step_inputs(config, shape, target, half, batch)
+    half = cluster_of(machine_of(config.memory.gpu, target), 4 * row.nodes)
+    inputs = step_inputs(config, read_run_shapes(config, shape), target, half, batch)
     to_engines = half.link_seconds(engine_of(inputs).weights, 0, 2 * half.ranks)
     other_seconds = half.coefficients.step_seconds + to_engines
     return plan_rollout(inputs).seconds + update_seconds(inputs) + other_seconds

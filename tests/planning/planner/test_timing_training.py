@@ -8,7 +8,6 @@ import pytest
 
 from rlmath.config.schema import PolicyConfig
 from rlmath.data.seqlen_balancing import forward_cost, training_cost
-from rlmath.planning.memory_estimate import plan_ranks
 from rlmath.planning.planner.cluster import COEFFICIENTS, read_coefficients
 from rlmath.planning.planner.step import (
     plan_step,
@@ -17,6 +16,7 @@ from rlmath.planning.planner.step import (
     sync_seconds,
 )
 from rlmath.planning.planner.training import gradient_seconds, logprobs_seconds, update_seconds
+from tests.planning.of_policy import rank_plans
 from tests.planning.planner.shapes import (
     BATCH,
     CONFIG,
@@ -183,7 +183,7 @@ def test_weights_that_other_ranks_have_are_sent_over_what_is_between_them():
 
 def test_what_is_offloaded_goes_there_and_back():
     config = replace(CONFIG, memory=replace(CONFIG.memory, offload_optimizer=True))
-    (plan,) = plan_ranks(config, TINY, 1, GPU)
+    (plan,) = rank_plans(config, TINY, 1, GPU)
     assert switch_seconds(inputs(config, 1, host=1.0)) == 2 * plan.part("optimizer")
     assert switch_seconds(inputs(CONFIG, 1, host=1.0)) == 0
 
@@ -216,10 +216,8 @@ def test_a_step_is_its_phases_one_after_the_other():
     ],
 )
 def test_log_probs_are_recomputed_where_the_update_does(changes: dict, expected: bool):
-    assert (
-        recomputes_logprobs(replace(CONFIG, algorithm=replace(CONFIG.algorithm, **changes)))
-        == expected
-    )
+    config = replace(CONFIG, algorithm=replace(CONFIG.algorithm, **changes))
+    assert recomputes_logprobs(config.algorithm, config.on_policy) == expected
 
 
 def test_a_reference_has_a_pass_of_its_own():
