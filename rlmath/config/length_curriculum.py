@@ -76,6 +76,13 @@ def length_stages(config: Config, total_steps: int | None) -> list[LengthStage]:
     return stages
 
 
+def checked_length_stages(config: Config) -> tuple[LengthStage, ...]:
+    """The stages of a run that does not know its steps yet.
+
+    There are none where the lists of `stages` do not go together."""
+    return () if any(stage_list_problems(config)) else tuple(length_stages(config, None))
+
+
 def length_stage_lines(config: Config) -> list[str]:
     """The stages for the console; nothing in a run without."""
     if not has_length_stages(config):

@@ -15,12 +15,7 @@ from typing import Any
 
 from rlmath.algorithms.types import GROUP_ADVANTAGES
 from rlmath.checkpoint.hf.config_json import inspect_model_folder
-from rlmath.checkpoint.hf.run_shapes import (
-    InspectedShapes,
-    RunShapes,
-    checked_length_stages,
-    inspect_run_shapes,
-)
+from rlmath.checkpoint.hf.run_shapes import InspectedShapes, RunShapes, inspect_run_shapes
 from rlmath.config.help import (
     all_settings,
     is_among,
@@ -30,7 +25,11 @@ from rlmath.config.help import (
     setting_values,
 )
 from rlmath.config.hub import is_hub_id, push_problems
-from rlmath.config.length_curriculum import stage_list_problems, validates
+from rlmath.config.length_curriculum import (
+    checked_length_stages,
+    stage_list_problems,
+    validates,
+)
 from rlmath.config.load import preset_settings
 from rlmath.config.model_shape import ModelShape, cpu_head_dim_problem
 from rlmath.config.schema import (
@@ -41,7 +40,6 @@ from rlmath.config.schema import (
     RolloutConfig,
     SelectionConfig,
     SftConfig,
-    ValidationConfig,
 )
 from rlmath.data.chat import chat_settings
 from rlmath.distributed.device_kind import (
@@ -57,7 +55,7 @@ from rlmath.planning import rollout_checks as rollouts
 from rlmath.planning.memory_fit import GIB, fit_problems
 from rlmath.planning.memory_formulas import longest_sequence_bytes
 from rlmath.planning.reward_checks import hook_problems, reward_problems
-from rlmath.planning.setting_tables import conflicts
+from rlmath.planning.setting_tables import conflicts, learns_from_the_teacher_alone
 from rlmath.rewards.several_rewards import reward_hooks
 from rlmath.telemetry.wandb import wandb_problems
 from rlmath.workers.hooks import function_problem
@@ -183,9 +181,10 @@ def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> li
     """Problems that show without the model, the files or the machine.
 
     They are those of layout, lengths and single values."""
+    validated = kind == "grpo" and validates(config)
     problems = [
         *value_problems(config),
-        *_chat_problems(config.data, config.validation, kind),
+        *_chat_problems(config.data, config.validation.template if validated else None),
         *parallelism.rank_problems(
             config.parallel, config.rollout.tensor_parallel, world_size, config.rollout.ranks
         ),
@@ -378,11 +377,11 @@ def value_problems(config: Config) -> list[str]:
     return [*schema_problems(config), *conflicts(config)]
 
 
-def _chat_problems(settings: DataConfig, validation: ValidationConfig, kind: Kind) -> Iterator[str]:
-    """Problems of settings of conversations where no prompt is one."""
-    is_validated = kind == "grpo" and validation.every_steps is not None
-    own_validation_template = validation.template if is_validated else None
-    templates = {settings.template, own_validation_template or settings.template}
+def _chat_problems(settings: DataConfig, validation_template: str | None) -> Iterator[str]:
+    """Problems of settings of conversations where no prompt is one.
+
+    `validation_template` is that of a validation which has one of its own."""
+    templates = {settings.template, validation_template or settings.template}
     chat_keys = chat_settings(settings).given
     fixed = {*all_settings()["data.template"].words} - {"auto", "chat"}
     if chat_keys and templates <= fixed:
@@ -488,8 +487,8 @@ def algorithm_problems(config: Config) -> Iterator[str]:
     """Problems of `algorithm` and its parts."""
     algorithm = config.algorithm
     yield from _preset_problems(config)
-    teaches_alone = model_checks.teaches_alone(config.teacher)
-    compares = algorithm.advantage in GROUP_ADVANTAGES and not teaches_alone
+    learns_from_rewards = not learns_from_the_teacher_alone(config.teacher)
+    compares = algorithm.advantage in GROUP_ADVANTAGES and learns_from_rewards
     if config.rollout.group_size < 2 and compares:
         yield (
             f"rollout.group_size is {config.rollout.group_size}; "

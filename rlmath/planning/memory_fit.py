@@ -41,8 +41,8 @@ RESERVE = (
 def planned_target(memory: MemoryConfig, policy: PolicyConfig, device: str) -> Target:
     """The device that a run is planned for: a GPU that `memory` names or that is there, or the CPU.
 
-    `device` is `run.device`. The smaller GPU is taken where a run with these settings would run on a
-    GPU that is there, and another is named. ValueError where the GPU is named twice, or its memory cannot be read."""
+    `device` is `run.device`. Where a run would use a GPU that is there, and another is named, it is
+    the smaller of both. ValueError where the GPU is named twice, or its memory cannot be read."""
     if memory.gpu is not None and memory.gpu_gib is not None:
         problem = (
             f'memory.gpu is "{memory.gpu}" and memory.gpu_gib is {memory.gpu_gib:g}; give one '

@@ -103,11 +103,6 @@ def length_problems(
 # ---------------------------------------------------------------- teacher
 
 
-def teaches_alone(teacher: TeacherConfig) -> bool:
-    """Whether there is a teacher, and rewards are measured but not learned from."""
-    return teacher.path is not None and not teacher.with_rewards
-
-
 def teacher_folder_problems(teacher: TeacherConfig) -> list[str]:
     """Problems of the files in `teacher.path`; none without a teacher."""
     if teacher.path is None:

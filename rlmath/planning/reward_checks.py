@@ -12,7 +12,7 @@ from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.config.help import nearest_word
 from rlmath.config.length_curriculum import validates
 from rlmath.config.schema import AlgorithmConfig, Config, Kind, RewardConfig, TeacherConfig
-from rlmath.planning import model_checks
+from rlmath.planning.setting_tables import learns_from_the_teacher_alone
 from rlmath.rewards.reward_manager import Trial, try_reward_function, try_scorer
 from rlmath.rewards.schemes import WRONG_ANSWER, raw_reward, reward_scale
 from rlmath.rewards.several_rewards import (
@@ -143,7 +143,7 @@ def reward_lines(
     """Lines of a plan: the range of a completion's reward, and the largest penalties beside it.
 
     `longest` is the most tokens of a completion."""
-    if model_checks.teaches_alone(teacher):
+    if learns_from_the_teacher_alone(teacher):
         yield "Rewards: none is learned from (teacher.with_rewards=false)"
         return
     rewards = rewards_of(reward)

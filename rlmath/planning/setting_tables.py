@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rlmath.config.help import all_settings, is_among, section_classes, unknown_key_text
-from rlmath.config.schema import Config
+from rlmath.config.schema import AlgorithmConfig, Config, TeacherConfig
 
 # pyright: reportUnnecessaryComparison=true, reportUnnecessaryContains=true
 
@@ -92,20 +92,21 @@ def exceeds(value: float | None, limit: float | None) -> bool:
     return value is not None and limit is not None and value > limit
 
 
-def kl_in_reward(config: Config) -> bool:
-    return all([config.algorithm.kl_coef, config.algorithm.kl_in == "reward"])
+def kl_in_reward(algorithm: AlgorithmConfig) -> bool:
+    return all([algorithm.kl_coef, algorithm.kl_in == "reward"])
 
 
-def kl_in_loss(config: Config) -> bool:
-    return all([config.algorithm.kl_coef, config.algorithm.kl_in == "loss"])
+def kl_in_loss(algorithm: AlgorithmConfig) -> bool:
+    return all([algorithm.kl_coef, algorithm.kl_in == "loss"])
 
 
-def learns_from_the_teacher_alone(config: Config) -> bool:
-    return all([config.teacher.path, not config.teacher.with_rewards])
+def learns_from_the_teacher_alone(teacher: TeacherConfig) -> bool:
+    """Whether there is a teacher, and rewards are measured but not learned from."""
+    return all([teacher.path, not teacher.with_rewards])
 
 
-def goes_back_when_rewards_fall(config: Config) -> bool:
-    return all([config.algorithm.rollback, config.algorithm.rollback_reward_drop])
+def goes_back_when_rewards_fall(algorithm: AlgorithmConfig) -> bool:
+    return all([algorithm.rollback, algorithm.rollback_reward_drop])
 
 
 # ---------------------------------------------------------------- the rules
@@ -201,7 +202,7 @@ CONFLICTS = (
     Conflict(
         when=lambda config: [
             config.algorithm.advantage in ("maxrl", "pass@k"),
-            kl_in_reward(config),
+            kl_in_reward(config.algorithm),
         ],
         text='algorithm.advantage is "{algorithm.advantage}", which counts successes: no KL can '
         "be taken from "
@@ -232,7 +233,7 @@ CONFLICTS = (
         "former to null, or lora.rank=0.",
     ),
     Conflict(
-        when=lambda config: [config.algorithm.kl_ratio, kl_in_reward(config)],
+        when=lambda config: [config.algorithm.kl_ratio, kl_in_reward(config.algorithm)],
         text='algorithm.kl_ratio is "{algorithm.kl_ratio}", a weight of the KL in the loss, and '
         "algorithm.kl_in "
         'is "reward". Set algorithm.kl_ratio=null, or algorithm.kl_in=loss.',
@@ -240,7 +241,7 @@ CONFLICTS = (
     Conflict(
         when=lambda config: [
             config.algorithm.kl_ratio,
-            kl_in_loss(config),
+            kl_in_loss(config.algorithm),
             config.algorithm.kl_estimator not in ("k1", "k3"),
         ],
         text='algorithm.kl_estimator is "{algorithm.kl_estimator}", whose mean is no KL to be '
@@ -269,14 +270,17 @@ CONFLICTS = (
         "completion alone has none. Raise it, or set selection.dynamic_sampling=null.",
     ),
     Conflict(
-        when=lambda config: [learns_from_the_teacher_alone(config), kl_in_reward(config)],
+        when=lambda config: [
+            learns_from_the_teacher_alone(config.teacher),
+            kl_in_reward(config.algorithm),
+        ],
         text='algorithm.kl_in is "reward" and teacher.with_rewards false: no reward is learned '
         "from. Set "
         "algorithm.kl_in=loss, or teacher.with_rewards=true.",
     ),
     Conflict(
         when=lambda config: [
-            learns_from_the_teacher_alone(config),
+            learns_from_the_teacher_alone(config.teacher),
             config.algorithm.advantage == "gae",
         ],
         text='algorithm.advantage is "gae" and teacher.with_rewards false: the critic would be '
@@ -324,7 +328,7 @@ CONFLICTS = (
         when=lambda config: [
             config.reward.rewards,
             config.reward.combine == "gdpo",
-            kl_in_reward(config),
+            kl_in_reward(config.algorithm),
         ],
         text='algorithm.kl_in is "reward", and with reward.combine=gdpo there is no one reward to '
         "take it from. "
@@ -647,13 +651,16 @@ DOUBTFUL = (
         text='data.curriculum="band" skips nothing with data.band_low=0 and data.band_high=1.',
     ),
     Doubt(
-        when=lambda config: [goes_back_when_rewards_fall(config), config.data.curriculum != "none"],
+        when=lambda config: [
+            goes_back_when_rewards_fall(config.algorithm),
+            config.data.curriculum != "none",
+        ],
         text="algorithm.rollback_reward_drop: data.curriculum skips prompts that the policy "
         "solves, and rewards "
         "may fall without a worse policy.",
     ),
     Doubt(
-        when=lambda config: [goes_back_when_rewards_fall(config), config.stages.steps],
+        when=lambda config: [goes_back_when_rewards_fall(config.algorithm), config.stages.steps],
         text="algorithm.rollback_reward_drop: stages change the length of completions, and "
         "rewards may fall "
         "without a worse policy.",
@@ -676,7 +683,7 @@ DOUBTFUL = (
     ),
     Doubt(
         when=lambda config: [
-            kl_in_loss(config),
+            kl_in_loss(config.algorithm),
             config.algorithm.kl_estimator == "k1",
             not config.algorithm.kl_ratio,
         ],
@@ -685,13 +692,13 @@ DOUBTFUL = (
         "has that of the KL.",
     ),
     Doubt(
-        when=lambda config: [kl_in_reward(config), config.algorithm.kl_estimator != "k1"],
+        when=lambda config: [kl_in_reward(config.algorithm), config.algorithm.kl_estimator != "k1"],
         text='algorithm.kl_estimator="{algorithm.kl_estimator}" in the reward has no gradient of '
         "first order "
         'near the reference; "k1" has that of the KL.',
     ),
     Doubt(
-        when=lambda config: [kl_in_reward(config), config.algorithm.advantage == "grpo"],
+        when=lambda config: [kl_in_reward(config.algorithm), config.algorithm.advantage == "grpo"],
         text='algorithm.advantage="grpo" divides by the group\'s deviation: where all rewards of '
         "a group are "
         'equal, the KL alone makes it. "rloo", "dr_grpo", "ppo" and kl_in="loss" do not.',
@@ -718,7 +725,7 @@ DOUBTFUL = (
     Doubt(
         when=lambda config: [
             config.selection.dynamic_sampling,
-            learns_from_the_teacher_alone(config),
+            learns_from_the_teacher_alone(config.teacher),
         ],
         text="selection.dynamic_sampling drops groups by their rewards, and with "
         "teacher.with_rewards=false the "

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 
 from rlmath.checkpoint.hf.config_json import (
@@ -18,7 +17,12 @@ from rlmath.checkpoint.hf.config_json import (
     read_shape,
     sound_shape,
 )
-from rlmath.config.length_curriculum import LengthStage, length_stages, stage_list_problems
+from rlmath.config.length_curriculum import (
+    LengthStage,
+    checked_length_stages,
+    length_stages,
+    stage_list_problems,
+)
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, Kind
 
@@ -68,8 +72,8 @@ def inspect_run_shapes(config: Config, policy: ModelShape, kind: Kind = "grpo") 
             teacher = _teacher_shape(config.teacher.path)
         except ValueError as error:
             problems["teacher"] = str(error)
-    stages = checked_length_stages(config)
-    return InspectedShapes(RunShapes(policy, critic, teacher, length_stages=stages), problems)
+    shapes = RunShapes(policy, critic, teacher, length_stages=checked_length_stages(config))
+    return InspectedShapes(shapes, problems)
 
 
 def read_run_shapes(config: Config, policy: ModelShape, kind: Kind = "grpo") -> RunShapes:
@@ -83,13 +87,6 @@ def read_run_shapes(config: Config, policy: ModelShape, kind: Kind = "grpo") -> 
     return inspected.shapes
 
 
-def checked_length_stages(config: Config) -> tuple[LengthStage, ...]:
-    """The stages of a run that does not know its steps yet.
-
-    There are none where the lists of `stages` do not go together."""
-    return () if any(stage_list_problems(config)) else tuple(length_stages(config, None))
-
-
 def _critic_shape(config: Config, policy: ModelShape) -> ModelShape | None:
     """The shape of a run's critic, None where it has none.
 
@@ -100,7 +97,6 @@ def _critic_shape(config: Config, policy: ModelShape) -> ModelShape | None:
     return critic_shape(start, policy)
 
 
-@lru_cache(maxsize=8)
 def _critic_start(path: str) -> ModelShape:
     if os.path.isdir(path):
         shape, problems = read_shape(Path(path), "critic.path", (*TABLES, *VALUE_TABLES))

@@ -109,7 +109,8 @@ def step_inputs(
     The layout has no problems (`planning.parallelism`)."""
     return StepInputs(
         config,
-        shapes,
+        shapes.policy,
+        shapes=shapes,
         target=target,
         cluster=cluster,
         batch=batch,
@@ -162,13 +163,12 @@ def _training_phases(training: StepInputs) -> dict[str, float]:
     if shapes.critic is not None:
         algorithm = replace(config.algorithm, epochs=critic_epochs(config))
         as_critic = replace(config, algorithm=algorithm, lora=NO_LORA)
-        values = replace(training, config=as_critic, shapes=replace(shapes, policy=shapes.critic))
+        values = replace(training, config=as_critic, shape=shapes.critic)
         seconds["critic"] = logprobs_seconds(values) + update_seconds(values)
     if shapes.teacher is not None:
         # In its embedding it has as many rows as the policy.
         teacher = replace(shapes.teacher, vocab_size=shapes.policy.vocab_size)
-        scores = replace(training, shapes=replace(shapes, policy=teacher))
-        seconds["teacher"] = logprobs_seconds(scores)
+        seconds["teacher"] = logprobs_seconds(replace(training, shape=teacher))
     return seconds | {"update": update_seconds(training)}
 
 

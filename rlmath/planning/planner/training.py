@@ -21,6 +21,8 @@ class StepInputs:
     """Inputs that the seconds of a step follow from."""
 
     config: Config
+    shape: ModelShape
+    """That of the policy; in a phase of critic or teacher, of the model that computes."""
     shapes: RunShapes
     target: Target
     cluster: Cluster
@@ -28,11 +30,6 @@ class StepInputs:
     batch: Batch
     mesh: Mesh
     """Layout of the ranks that train."""
-
-    @property
-    def shape(self) -> ModelShape:
-        """The shape of the model that computes."""
-        return self.shapes.policy
 
     @property
     def parts(self) -> int:
