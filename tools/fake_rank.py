@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MISTAKE
     target = Target("cuda", "GPU", None, local_layers=config.policy.transformer_impl == "local")
     held_bytes, sent = count(config, shape, mesh, target.local_layers)
-    plan = plan_rank(config, shapes, mesh, target)
+    plan = plan_rank(config, shapes, mesh, target=target)
     rows = compare(plan, held_bytes) + rows_of_sent(sent)
     if not config.rollout.ranks:
         rows += compare_sync(config, shape, mesh, target=target, plan=plan)

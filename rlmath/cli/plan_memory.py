@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
-    plans = all_plans(config, shapes, ranks, target)
+    plans = all_plans(config, shapes, ranks, target=target)
     problems = memory_problems(config, shapes, ranks)
     if arguments.json:
         print(json.dumps(as_data(plans, problems, target, ranks), indent=2))

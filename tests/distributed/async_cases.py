@@ -152,7 +152,7 @@ def _train(
     from rlmath.trainer.grpo import GrpoTrainer
 
     config: Config = prepared.config
-    mesh = mesh_of(config.parallel, config.rollout, world, rank)
+    mesh = mesh_of(config.parallel, config.rollout, world, rank=rank)
     history = Run()
     bridge = None
     store = _store()

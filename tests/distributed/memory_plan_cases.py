@@ -178,7 +178,8 @@ def measure_training(folder: Path, layout: Layout) -> dict[str, Any]:
         measured["reference"] = storage_bytes(
             p for chunk in other.chunks for p in chunk.parameters()
         )
-    plan = plan_rank(stage.config, read_run_shapes(stage.config, stage.shape), stage.mesh, CPU)
+    shapes = read_run_shapes(stage.config, stage.shape)
+    plan = plan_rank(stage.config, shapes, stage.mesh, target=CPU)
     return {
         "measured": measured,
         "phases": {name: dict(parts) for name, parts in plan.phases.items()},

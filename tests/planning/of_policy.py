@@ -13,7 +13,7 @@ from rlmath.planning.memory_fit import fit_problems, planned_target, start_up_li
 
 
 def rank_plan(config: Config, policy: ModelShape, mesh: Mesh, target: Target) -> MemoryPlan:
-    return plan_rank(config, read_run_shapes(config, policy), mesh, target)
+    return plan_rank(config, read_run_shapes(config, policy), mesh, target=target)
 
 
 def rank_plans(

@@ -40,8 +40,8 @@ def problems(policy: Path, *overrides: str) -> list[str]:
         *length_problems(
             config.data.max_prompt_tokens + config.rollout.max_new_tokens,
             inspected.shapes,
-            config.critic,
-            config.teacher,
+            critic=config.critic,
+            teacher=config.teacher,
         ),
         *conflicts(config),
     ]

@@ -281,9 +281,9 @@ def test_an_engine_mesh_counts_from_the_first_rank_of_the_engines():
     assert {
         (mesh.world_size, mesh.num_engines, mesh.tensor, mesh.engine_ranks) for mesh in meshes
     } == {(4, 2, 1, 0)}
-    assert [mesh_of(parallel, rollout, 6, rank).tensor_rank for rank in range(2)] == [0, 1]
+    assert [mesh_of(parallel, rollout, 6, rank=rank).tensor_rank for rank in range(2)] == [0, 1]
     with pytest.raises(AssertionError):
-        mesh_of(parallel, rollout, 6, 2)
+        mesh_of(parallel, rollout, 6, rank=2)
     for wrong_rank in (1, 6):
         with pytest.raises(AssertionError):
             engine_mesh_of(rollout, 6, wrong_rank)

@@ -175,7 +175,7 @@ def test_what_torch_counted_is_told_beside_the_plan_without_the_engine_that_slee
     measured = measured_line(
         settings,
         read_run_shapes(settings, smol),
-        mesh_of(settings.parallel, settings.rollout, 1, 0),
+        mesh_of(settings.parallel, settings.rollout, 1, rank=0),
         "grpo",
         int(82.5 * GIB),
         int(68.6 * GIB),
@@ -192,7 +192,7 @@ def test_what_torch_counted_is_told_beside_the_plan_without_the_engine_that_slee
     line = measured_line(
         apart,
         read_run_shapes(apart, smol),
-        mesh_of(apart.parallel, apart.rollout, 2, 0),
+        mesh_of(apart.parallel, apart.rollout, 2, rank=0),
         "grpo",
         int(13 * GIB),
         0,

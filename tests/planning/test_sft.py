@@ -174,7 +174,7 @@ def test_all_ranks_of_a_supervised_run_train_whatever_its_engines_would_have(
     assert planned_ranks(settings.parallel, settings.rollout, None) == 8
     assert planned_ranks(config.parallel, config.rollout, None) == 4
     check_config(config, 4, "sft")
-    assert mesh_of(config.parallel, config.rollout, 4, 3).data == 4
+    assert mesh_of(config.parallel, config.rollout, 4, rank=3).data == 4
     (plan,) = rank_plans(config, shape_of(Path(config.model.path)), 4, CPU, "sft")
     assert list(plan.phases) == ["update"]
     assert "engine rank" not in " ".join(

@@ -244,7 +244,7 @@ def test_the_plan_has_the_teacher_where_it_is_held(folder: Path, tied_model: Pat
     first, last = (rank_plan(full, shape, Mesh(rank, 2, 1, 2, 1), gpu) for rank in (0, 1))
     assert first.part("teacher_head") == 0 and teacher_shape is not None
     teacher_bytes = sum(
-        rank_plan.part(part) for rank_plan in (first, last) for part in ("teacher", "teacher_head")
+        plan.part(part) for plan in (first, last) for part in ("teacher", "teacher_head")
     )
     assert teacher_bytes == 2 * parameter_count(replace(teacher_shape, vocab_size=VOCAB))
     advantage_working = rank_plan(config, shape, Mesh(1, 2, 1, 2, 1), gpu).phases["update"][

@@ -1,6 +1,6 @@
 """The shapes of a run's models and its length stages, read once before the run is planned.
 
-What plans and builds the run takes this record, and opens no config.json."""
+Code that plans or builds the run takes this record and opens no config.json."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunShapes:
         return max(stage.config.policy.max_tokens_per_microbatch for stage in self.length_stages)
 
     def with_total_steps(self, config: Config, total_steps: int) -> RunShapes:
-        """The same of a run whose steps are known, since its data are read."""
+        """The same shapes, with the stages of a run whose data, and so its steps, are known."""
         return replace(self, length_stages=tuple(length_stages(config, total_steps)))
 
 
