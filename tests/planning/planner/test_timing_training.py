@@ -58,6 +58,14 @@ def test_a_critic_reads_everything_once_and_learns_from_it_once():
     assert plan_step(inputs(config, 1, flops=1.0)).seconds["critic"] == pytest.approx(4 * one_pass)
 
 
+def test_a_teacher_reads_everything_once_with_as_many_rows_as_the_policy():
+    step = inputs(CONFIG, 1, flops=1.0)
+    teacher = replace(TINY, num_layers=2 * TINY.num_layers, vocab_size=TINY.vocab_size + 8)
+    taught = replace(step, shapes=replace(step.shapes, teacher=teacher))
+    one_pass = 2 * LAYERS + BATCH.tokens * HEAD_FLOPS
+    assert plan_step(taught).seconds["teacher"] == pytest.approx(one_pass)
+
+
 def test_a_forward_pass_is_a_third_of_what_the_schedule_balances():
     cost = training_cost(TINY)
     assert forward_cost(TINY).of(7) == pytest.approx(cost.of(7) / 3)
