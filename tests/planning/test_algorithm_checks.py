@@ -534,6 +534,16 @@ def test_settings_of_partial_rollouts_without_effect_are_told() -> None:
     )
 
 
+@pytest.mark.parametrize(("every_steps", "is_refused"), [("null", True), ("1", False)])
+def test_conversations_of_validation_count_where_the_run_validates(
+    every_steps: str, is_refused: bool
+):
+    overrides = ["data.template=raw", "data.system_prompt=Be brief.", "validation.template=chat"]
+    overrides += ["validation.paths=[v.jsonl]", f"validation.every_steps={every_steps}"]
+    problems = run_problems(load_config([], [*PATHS, *overrides]), 1, None)
+    assert any("makes no conversation" in problem for problem in problems) == is_refused
+
+
 # ---------------------------------------------------------------- engines on ranks of their own
 
 OWN_RANKS = ["rollout.ranks=1", *CARRY[1:]]
