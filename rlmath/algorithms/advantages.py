@@ -64,7 +64,10 @@ def advantages(
     groups = [torch.tensor(row, dtype=torch.float64) for row in rewards]
     if kind == "opo":
         lengths = [torch.tensor(row, dtype=torch.float64) for row in tokens]
-        return [length_weighted(*pair).tolist() for pair in zip(groups, lengths, strict=True)]
+        return [
+            length_weighted(rewards_G, tokens_G).tolist()
+            for rewards_G, tokens_G in zip(groups, lengths, strict=True)
+        ]
     if kind == "pass@k":
         return [best_of_k(row_G, pass_k).tolist() for row_G in groups]
     if kind == "lite_ppo":
@@ -185,8 +188,9 @@ def gdpo_advantages(
     samples of the batch, whose mean is 0 (the deviation is divided by N - 1). `parts` are the K
     rewards by group and sample, None where one failed, which then adds nothing.
 
-    >>> found = gdpo_advantages([[(1.0, 0.0), (0.0, 0.0)], [(1.0, 1.0), (0.0, None)]], [1.0, 9.0], eps=0.0)
-    >>> [[round(one, 3) for one in row] for row in found]
+    >>> rewards = [[(1.0, 0.0), (0.0, 0.0)], [(1.0, 1.0), (0.0, None)]]
+    >>> advantages_PG = gdpo_advantages(rewards, [1.0, 9.0], eps=0.0)
+    >>> [[round(advantage, 3) for advantage in row_G] for row_G in advantages_PG]
     [[0.866, -0.866], [0.866, -0.866]]
     """
     by_group = [_weighted_group(rows, weights, eps) for rows in parts]
@@ -276,7 +280,7 @@ def kl_shaped_advantages(
             [r - kl_coef * t.total for r, t in zip(*rows, strict=True)]
             for rows in zip(rewards, totals, strict=True)
         ]
-        return ShapedAdvantages(advantages(shaped, tokens, kind, eps, pass_k), 0.0)
+        return ShapedAdvantages(advantages(shaped, tokens, kind, eps=eps, pass_k=pass_k), 0.0)
     flat = [
         (r - kl_coef * t.mean, n, kl_coef**2 * t.spread)
         for rows in zip(rewards, tokens, totals, strict=True)

@@ -190,35 +190,36 @@ class Selection:
 
 
 def select(
-    sample: Callable[[int], list[ScoredGroup]], wanted: int, max_extra: int, rules: SelectionRules
+    sample: Callable[[int], list[ScoredGroup]], count: int, max_extra: int, rules: SelectionRules
 ) -> Selection:
-    """Sample `wanted` groups, and with dynamic sampling up to `max_extra` more until enough are kept.
+    """Sample `count` groups, and with dynamic sampling at most `max_extra` others, until enough stay.
 
     `sample(n)` gives the groups of the next n prompts, fewer where there are no more. A refill
-    samples as many as should suffice by the share kept so far; groups beyond `wanted` are then
+    samples as many as should suffice by the share kept so far; groups beyond `count` are then
     "surplus", the last sampled first.
     """
-    sampled = list(sample(wanted))
+    sampled = list(sample(count))
     chosen = choose_all(sampled, rules)
     while rules.dynamic is not None:
         kept_groups = sum(choice.dropped is None for choice in chosen)
-        most = (wanted - kept_groups) * MOST_PER_MISSING
-        enough = -(-(wanted - kept_groups) * len(chosen) // kept_groups) if kept_groups else most
-        count = min(enough, most, wanted + max_extra - len(sampled))
-        new_groups = sample(count) if count > 0 else []
+        missing = count - kept_groups
+        most = missing * MOST_PER_MISSING
+        enough = -(-missing * len(chosen) // kept_groups) if kept_groups else most
+        refill = min(enough, most, count + max_extra - len(sampled))
+        new_groups = sample(refill) if refill > 0 else []
         if not new_groups:
             break
         sampled += new_groups
         chosen += choose_all(new_groups, rules)
-    return Selection(sampled, _without_surplus(chosen, wanted), wanted)
+    return Selection(sampled, _without_surplus(chosen, count), count)
 
 
-def _without_surplus(chosen: list[Chosen], wanted: int) -> list[Chosen]:
-    """The choices, in which groups beyond `wanted` are "surplus"."""
+def _without_surplus(chosen: list[Chosen], count: int) -> list[Chosen]:
+    """The choices, in which groups beyond `count` are "surplus"."""
     kept_groups = 0
     choices = []
     for choice in chosen:
         kept_groups += choice.dropped is None
-        surplus = choice.dropped is None and kept_groups > wanted
+        surplus = choice.dropped is None and kept_groups > count
         choices.append(replace(choice, samples=(), dropped="surplus") if surplus else choice)
     return choices

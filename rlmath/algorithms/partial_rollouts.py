@@ -149,9 +149,10 @@ def advance_carry(
     rounds = 0
     waits = 0
     while not (enough := is_enough(leaving_groups, rules)) or too_old(
-        left_behind(unfinished, leaving_groups), rules, step, choose
+        left_behind(unfinished, leaving_groups), rules, step, choose=choose
     ):
-        draw(unfinished, room(unfinished, leaving_groups, rules, steps_left), step, samples)
+        new_draws = room(unfinished, leaving_groups, rules, steps_left=steps_left)
+        draw(unfinished, new_draws, step, samples=samples)
         if not any(group.unfinished for group in unfinished.groups):
             break
         unfinished.groups = sample_round(unfinished.groups)
@@ -188,11 +189,11 @@ def advance_defer(
         waiting = [group for group in unfinished.groups if not group.is_complete]
         deferred = [group for group in waiting if group.deferred]
         not_deferred = [group for group in waiting if not group.deferred]
-        new_draws = room(unfinished, leaving_groups, rules, steps_left)
+        new_draws = room(unfinished, leaving_groups, rules, steps_left=steps_left)
         whole = len(deferred) >= rules.groups_per_step or len(not_deferred) + new_draws < missing
         count = missing if whole else with_reserve(missing, unfinished.short_share)
         chosen = [*deferred, *not_deferred][:count] if whole else not_deferred[:count]
-        chosen += draw(unfinished, min(new_draws, count - len(chosen)), step, samples)
+        chosen += draw(unfinished, min(new_draws, count - len(chosen)), step, samples=samples)
         if not chosen:
             break
         sampled = {group.draw: group for group in sample_round(chosen, whole)}
@@ -249,18 +250,21 @@ def draw(
 
 
 def room(
-    unfinished: UnfinishedGroups, found: Leaving, rules: UnfinishedRules, steps_left: int
+    unfinished: UnfinishedGroups,
+    leaving_groups: Leaving,
+    rules: UnfinishedRules,
+    steps_left: int,
 ) -> int:
     """How many groups to draw now.
 
-    `found` are those that would leave the unfinished groups now, of which selection drops some:
-    others take the place of up to `max_dropped`.
+    Selection drops some of the groups that would leave the unfinished ones now: others take the
+    place of up to `max_dropped`.
 
     >>> room(UnfinishedGroups(), Leaving([], []), UnfinishedRules(4, 8, max_staleness=1), steps_left=1)
     4
     """
     most = min(rules.max_groups, rules.groups_per_step * steps_left)
-    replaced = min(len(found.groups) - found.kept, rules.max_dropped)
+    replaced = min(len(leaving_groups.groups) - leaving_groups.kept, rules.max_dropped)
     return max(0, most - (len(unfinished.groups) - replaced))
 
 
@@ -289,15 +293,15 @@ def leaving(
     return Leaving(taken, chosen)
 
 
-def is_enough(found: Leaving, rules: UnfinishedRules) -> bool:
-    """Whether a step may learn from `found`: it has its groups, or dropped as many as it may."""
-    whole = len(found.groups) == rules.groups_per_step + rules.max_dropped
-    return whole or found.kept == rules.groups_per_step
+def is_enough(leaving_groups: Leaving, rules: UnfinishedRules) -> bool:
+    """Whether a step may learn from these: it has its groups, or dropped as many as it may."""
+    whole = len(leaving_groups.groups) == rules.groups_per_step + rules.max_dropped
+    return whole or leaving_groups.kept == rules.groups_per_step
 
 
-def left_behind(unfinished: UnfinishedGroups, found: Leaving) -> list[UnfinishedGroup]:
+def left_behind(unfinished: UnfinishedGroups, leaving_groups: Leaving) -> list[UnfinishedGroup]:
     """The groups in flight without those that leave, in the order of their draws."""
-    gone = {group.draw for group in found.groups}
+    gone = {group.draw for group in leaving_groups.groups}
     return [group for group in unfinished.groups if group.draw not in gone]
 
 

@@ -164,7 +164,13 @@ class PartialCompletion:
         """The whole completion."""
         version = self.segments[-1].policy_version
         return Completion(
-            sample_index, self.token_ids, self.logprobs, text, finish_reason, version, self.segments
+            sample_index,
+            self.token_ids,
+            self.logprobs,
+            text=text,
+            finish_reason=finish_reason,
+            policy_version=version,
+            segments=self.segments,
         )
 
 

@@ -226,7 +226,7 @@ SOME = select(
         group("q-2", MIXED, lengths=[9, 9]),
         group("q-3", MIXED),
     ],
-    wanted=4,
+    count=4,
     max_extra=0,
     rules=SelectionRules("accuracy", max_tokens=8),
 )
