@@ -38,10 +38,11 @@ class Correction:
 
     A token is left out of the surrogate where any mask says so.
 
-    Truncated importance sampling (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
-    2025) is a `cap`; AReaL's decoupled loss is level "token", its `behav_imp_weight_cap` is `mask_high`; IcePop
-    (arXiv:2510.18855) is level "token" with both masks; the geometric mask is that of verl's rollout correction; the
-    binary KL is the mask of AReaL's KPop.
+    Truncated importance sampling (Yao et al., "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training", 2025) is a `cap`; AReaL's decoupled loss is level "token", its
+    `behav_imp_weight_cap` is `mask_high`; IcePop (arXiv:2510.18855) is level "token" with both
+    masks; the geometric mask is that of verl's rollout correction; the binary KL is the mask of
+    AReaL's KPop.
     """
 
     level: CorrectionLevel | None
@@ -82,7 +83,12 @@ class Corrected:
 def uncorrected(counted_T: Bool[Tensor, "T"], like_T: Float[Tensor, "T"]) -> Corrected:
     """Weight 1 where a token counts."""
     no_tokens_T = torch.zeros_like(counted_T)
-    return Corrected(counted_T.to(like_T.dtype), no_tokens_T, no_tokens_T, no_tokens_T)
+    return Corrected(
+        counted_T.to(like_T.dtype),
+        cut_T=no_tokens_T,
+        masked_geometric_T=no_tokens_T,
+        masked_binary_kl_T=no_tokens_T,
+    )
 
 
 def segment_sums(
@@ -125,7 +131,8 @@ def binary_kl(
     most = math.log1p(-LEAST_OTHERS)
     log_p_T = proximal_T.double().clamp(LEAST_LOGPROB, most)
     log_b_T = behaviour_T.double().clamp(LEAST_LOGPROB, most)
-    others_p_T, others_b_T = -log_p_T.expm1(), -log_b_T.expm1()
+    others_p_T = -log_p_T.expm1()
+    others_b_T = -log_b_T.expm1()
     return log_p_T.exp() * (log_p_T - log_b_T) + others_p_T * (others_p_T.log() - others_b_T.log())
 
 
@@ -143,7 +150,9 @@ def interpolated_proximal(
     arXiv:2512.06547; AReaL: prox_logp_method=loglinear). Without any step they are the policy's
     own.
 
-    >>> now, engine, lag = torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -2.0]), torch.tensor([3, 0])
+    >>> now = torch.tensor([-1.0, -1.0])
+    >>> engine = torch.tensor([-2.0, -2.0])
+    >>> lag = torch.tensor([3, 0])
     >>> interpolated_proximal(now, engine, lag, updates=1).tolist()
     [-1.25, -2.0]
     """
@@ -151,6 +160,29 @@ def interpolated_proximal(
         return logprobs_T.clone()
     share_T = lag_T / (lag_T + updates)
     return behaviour_T + share_T * (logprobs_T - behaviour_T)
+
+
+def proximal_logprobs(
+    logprobs_T: Float[Tensor, "T"],
+    behaviour_T: Float[Tensor, "T"],
+    recomputed_T: Float[Tensor, "T"] | None,
+    interpolated_T: Float[Tensor, "T"] | None,
+    on_policy: bool,
+) -> Float[Tensor, "T"]:
+    """Log-probs of the policy at the step's start, without gradient: the first that there are.
+
+    | log-probs | there are none |
+    |---|---|
+    | `recomputed_T`, of a pass before the step's first update | where there was no such pass |
+    | `interpolated_T`, of `interpolated_proximal` | where nothing is interpolated |
+    | `logprobs_T`, those of the policy now | unless `on_policy`: after an update they are others |
+    | `behaviour_T`, those of the engine that sampled | |
+    """
+    if recomputed_T is not None:
+        return recomputed_T
+    if interpolated_T is not None:
+        return interpolated_T
+    return logprobs_T.detach() if on_policy else behaviour_T
 
 
 @torch.no_grad()
@@ -174,7 +206,7 @@ def corrected(
     raw_T = bounded_T.exp()
     geometric_T = binary_T = torch.zeros_like(counted_T)
     if correction.geometric_low is not None or correction.geometric_high is not None:
-        mean_T = sequence_log_ratio(log_ratio_T, counted_T, segments_T, n_segments)
+        mean_T = sequence_log_ratio(log_ratio_T, counted_T, segments_T, n_segments=n_segments)
         mean_T = mean_T.clamp(-MOST_LOG_WEIGHT, MOST_LOG_WEIGHT).exp()
         geometric_T = _outside(mean_T, correction.geometric_low, correction.geometric_high)
     if correction.binary_kl is not None:
@@ -184,9 +216,9 @@ def corrected(
     cut_T = masked_T | (weights_T < raw_T) | (bounded_T != log_weight_T)
     return Corrected(
         torch.where(counted_T & ~masked_T, weights_T, 0.0),
-        counted_T & cut_T,
-        counted_T & geometric_T,
-        counted_T & binary_T,
+        cut_T=counted_T & cut_T,
+        masked_geometric_T=counted_T & geometric_T,
+        masked_binary_kl_T=counted_T & binary_T,
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -58,6 +58,18 @@ def _split_once(
         for tensor in (split.source_CN, split.cu_seqlens_S1)
     )
     return replace(split, source_CN=source_CN, cu_seqlens_S1=bounds_S1)
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """What the model says of every packed token, under its present weights (nats)."""
+
+    logprobs_T: Tensor
+    """Log-probs, with gradient."""
+    entropy_T: Tensor
+    """Entropies of the distributions that the tokens were drawn from."""
+    teacher_kl_T: Tensor | None
+    """KL(these distributions || the teacher's), with gradient; None without a teacher."""
 
 
 class ForwardBackward:
@@ -232,12 +244,10 @@ class ForwardBackward:
         logits_TV: Tensor,
         teacher: TeacherRows | None = None,
         vocab_size: int | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Log-probability of each packed token and entropy of its distribution (nats).
+    ) -> TokenLogprobs:
+        """Log-probs and entropies of packed tokens, and with a teacher the KL to it.
 
-        Where there is a teacher, the third is KL(this distribution || the teacher's). Log-probs
-        and KL have gradients. The distribution is over the model's vocabulary, or its first
-        `vocab_size` tokens."""
+        The distribution is over the model's vocabulary, or its first `vocab_size` tokens."""
 
         def of_next(tokens: Tensor, index: Tensor) -> tuple[Tensor, ...]:
             return next_logprobs(
@@ -251,7 +261,12 @@ class ForwardBackward:
                 teacher=teacher,
             )
 
-        return self._shift_to_tokens(batch, of_next)
+        columns = self._shift_to_tokens(batch, of_next)
+        return TokenLogprobs(
+            logprobs_T=columns[0],
+            entropy_T=columns[1],
+            teacher_kl_T=None if teacher is None else columns[2],
+        )
 
     def values_of(self, batch: MicroBatch, output_T1: Tensor) -> Tensor:
         """Value of what precedes each packed token, by a model with a value head.
@@ -302,8 +317,8 @@ class ForwardBackward:
         """`logprobs`, each with the entropies of its tokens' distributions, [T] (nats)."""
 
         def keep(index: int, batch: MicroBatch, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
-            logprobs_T, entropy_T = self.logprobs_of(batch, logits_TV, vocab_size=vocab_size)
-            return logprobs_T, entropy_T
+            policy = self.logprobs_of(batch, logits_TV, vocab_size=vocab_size)
+            return policy.logprobs_T, policy.entropy_T
 
         results = self.run(batches, keep, forward_only=True)
         return (

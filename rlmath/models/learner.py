@@ -25,7 +25,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rlmath.algorithms.early_stop import EarlyStop, discard_reason
-from rlmath.algorithms.importance_sampling import interpolated_proximal
+from rlmath.algorithms.importance_sampling import interpolated_proximal, proximal_logprobs
 from rlmath.algorithms.losses import LossSettings, TokenInputs, TokenLoss, policy_loss
 from rlmath.data.packing import MicroBatch
 from rlmath.distributed.collectives import reduce_over_ranks
@@ -230,39 +230,45 @@ class GrpoLearner(Learner):
         of the same forward pass, which saves a pass where there is one minibatch a step.
         `reference` None leaves KL out of the loss. With the states of a `teacher` the KL to its
         whole distributions is part of the loss."""
-        on_logits = partial(self._loss, old, reference, on_policy, teacher=teacher)
+        on_logits = partial(
+            self._loss, old=old, reference=reference, on_policy=on_policy, teacher=teacher
+        )
         metrics = self.forward_backward.run(batches, on_logits, forward_only=False)
         rule = partial(discard_reason, bounds=self.bounds)
         return self._optimizer_step(metrics, rule, GRPO_SUMS, max_names=GRPO_MAXIMA)
 
     def _loss(
         self,
-        old: Sequence[Tensor] | None,
-        reference: Sequence[Tensor] | None,
-        on_policy: bool,
         index: int,
         batch: MicroBatch,
         logits_TV: Tensor,
-        teacher: TeacherStates | None = None,
+        old: Sequence[Tensor] | None,
+        reference: Sequence[Tensor] | None,
+        on_policy: bool,
+        teacher: TeacherStates | None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Loss of a micro-batch, and the metrics of GRPO_SUMS and GRPO_MAXIMA."""
         rows = None if teacher is None else teacher.rows(index)
-        logprobs_T, entropy_T, *teacher_kl = self.forward_backward.logprobs_of(
-            batch, logits_TV, rows
-        )
+        policy = self.forward_backward.logprobs_of(batch, logits_TV, rows)
+        entropy_T = policy.entropy_T
         behaviour_T = batch.behaviour_logprobs_T
         sampled_T = batch.sampled_T
-        recomputed_T = logprobs_T.detach() if old is None else old[index]
-        proximal_T = behaviour_T if old is None and not on_policy else recomputed_T
-        approximate_T = proximal_T
+        old_T = None if old is None else old[index]
+        interpolated_T = None
         if batch.lag_T is not None:
             since = self.updates - self.step_version
-            approximate_T = interpolated_proximal(
-                logprobs_T, behaviour_T, batch.lag_T, updates=since
+            interpolated_T = interpolated_proximal(
+                policy.logprobs_T, behaviour_T, batch.lag_T, updates=since
             )
-            proximal_T = approximate_T if old is None else proximal_T
+        proximal_T = proximal_logprobs(
+            policy.logprobs_T,
+            behaviour_T,
+            old_T,
+            interpolated_T=interpolated_T,
+            on_policy=on_policy,
+        )
         tokens = TokenInputs(
-            logprobs_T=logprobs_T,
+            logprobs_T=policy.logprobs_T,
             entropy_T=entropy_T if self.settings.entropy_coef else entropy_T.detach(),
             proximal_logprobs_T=proximal_T,
             behaviour_logprobs_T=behaviour_T,
@@ -273,12 +279,14 @@ class GrpoLearner(Learner):
             learned_T=batch.learned_T,
             segments_T=batch.segments_T,
             n_segments=batch.n_segments,
-            teacher_kl_T=teacher_kl[0] if teacher_kl else None,
+            teacher_kl_T=policy.teacher_kl_T,
             penalty_T=batch.penalty_T,
         )
         terms = policy_loss(tokens, self.settings)
+        recomputed_T = policy.logprobs_T.detach() if old_T is None else old_T
         mismatch_T = torch.where(sampled_T, (recomputed_T - behaviour_T).abs(), 0.0)
         metrics = {name: getattr(terms, name) for name in LOSS_SUMS}
+        approximate_T = proximal_T if interpolated_T is None else interpolated_T
         error_T = torch.where(sampled_T, (approximate_T - proximal_T).abs(), 0.0)
         metrics |= {"mismatch": mismatch_T.sum(), "mismatch_max": mismatch_T.max()}
         metrics["proximal_error"] = error_T.sum()
@@ -305,7 +313,7 @@ class SftLearner(Learner):
 
         def token_sums(index: int, batch: MicroBatch, logits_TV: Tensor) -> dict[str, Tensor]:
             hits_T = self.forward_backward.token_accuracy(batch, logits_TV)
-            logprobs_T, _ = self.forward_backward.logprobs_of(batch, logits_TV)
+            logprobs_T = self.forward_backward.logprobs_of(batch, logits_TV).logprobs_T
             hits = torch.where(batch.sampled_T, hits_T, 0.0).sum()
             return self._sums(logprobs_T, batch) | {"hits": hits}
 
@@ -315,7 +323,7 @@ class SftLearner(Learner):
     def _loss(
         self, index: int, batch: MicroBatch, logits_TV: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logprobs_T, _ = self.forward_backward.logprobs_of(batch, logits_TV)
+        logprobs_T = self.forward_backward.logprobs_of(batch, logits_TV).logprobs_T
         sums = self._sums(logprobs_T, batch)
         return self._loss_of(sums["loss"], batch, sums)
 

@@ -13,6 +13,7 @@ from rlmath.algorithms.importance_sampling import (
     binary_kl,
     corrected,
     interpolated_proximal,
+    proximal_logprobs,
 )
 
 MOST = math.exp(20)
@@ -50,6 +51,26 @@ def test_interpolated_proximal_log_probs_are_near_those_of_the_step_between():
     assert (
         interpolated_proximal(path[8], path[2], torch.zeros(50).long(), 6) - path[2]
     ).abs().max() == 0
+
+
+@pytest.mark.parametrize("interpolated", [None, -1.25])
+@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("recomputed", [None, -3.0])
+def test_which_log_probs_are_those_of_the_proximal_policy(
+    recomputed: float | None, interpolated: float | None, on_policy: bool
+):
+    """Recomputed ones come first, then interpolated ones, the policy's own, and the engine's."""
+    now_T = torch.tensor([-1.0], requires_grad=True)
+    proximal_T = proximal_logprobs(
+        now_T,
+        torch.tensor([-2.0]),
+        None if recomputed is None else torch.tensor([recomputed]),
+        interpolated_T=None if interpolated is None else torch.tensor([interpolated]),
+        on_policy=on_policy,
+    )
+    candidates = [recomputed, interpolated, -1.0 if on_policy else None, -2.0]
+    assert proximal_T.tolist() == [next(logprob for logprob in candidates if logprob is not None)]
+    assert not proximal_T.requires_grad
 
 
 def test_masks_look_at_the_weight_before_the_cap():

@@ -108,7 +108,15 @@ def test_the_loss_of_grpo(kind: LossKind, normalisation: Normalisation) -> None:
     reference_T = spoiled(batch, logprobs_T.detach().float() + 0.5 * random_numbers(2, T))
 
     leaf_TV = logits_TV.clone().requires_grad_()
-    loss, count, metrics = learner._loss([old_T], [reference_T], False, 0, batch, leaf_TV)
+    loss, count, metrics = learner._loss(
+        0,
+        batch,
+        leaf_TV,
+        old=[old_T],
+        reference=[reference_T],
+        on_policy=False,
+        teacher=None,
+    )
     loss.backward()
     tokens = TokenInputs(
         logprobs_T=logprobs_T,
