@@ -15,11 +15,11 @@ global number per minibatch (`Normalisation` has both).
 | "dppo_tv" | -A r, 0 where r moves away and abs(p - q) is above its bound | DPPO, arXiv:2602.04879 |
 | "dppo_kl" | the same with the binary KL(q, p) | DPPO, arXiv:2602.04879 |
 
-clip(r) is r clipped to 1 - clip_low .. 1 + clip_high (two bounds: DAPO, arXiv:2503.14476; dual
-clip: arXiv:1912.09729); "gmpo" clips log r to -clip_low .. clip_high, in the direction that the
-advantage pushes. "dppo_*": p and q are the token's probabilities now and at the step's start, the
-bound is clip_high where A > 0 (and p > q), clip_low where A < 0 (and p < q); the gradient's r is at
-most dual_clip.
+clip(r) is r clipped to 1 - clip_ratio .. 1 + clip_ratio_high (two bounds: DAPO, arXiv:2503.14476;
+dual clip: arXiv:1912.09729); "gmpo" clips log r to -clip_ratio .. clip_ratio_high, in the direction
+that the advantage pushes. "dppo_*": p and q are the token's probabilities now and at the step's
+start, the bound is clip_ratio_high where A > 0 (and p > q), clip_ratio where A < 0 (and p < q); the
+gradient's r is at most dual_clip.
 
 Only sampled tokens count, in sums and in what is taken over a completion: other entries may hold
 anything, even NaN, and reach neither value nor gradient. Sampled tokens that are not learned count
@@ -31,7 +31,7 @@ like all others, but add nothing to the loss, and no gradient reaches them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -49,8 +49,8 @@ from rlmath.algorithms.importance_sampling import (
     uncorrected,
 )
 from rlmath.algorithms.kl import KLKind, kl_estimate
+from rlmath.config.objectives import LossKind, ObjectiveSettings
 
-LossKind = Literal["clip", "gspo", "cispo", "gmpo", "sapo", "dppo_tv", "dppo_kl"]
 LOSS_KINDS: tuple[str, ...] = get_args(LossKind)
 NormalisationKind = Literal["token", "sequence", "constant"]
 
@@ -59,11 +59,8 @@ NormalisationKind = Literal["token", "sequence", "constant"]
 class LossSettings:
     """What shapes the loss; see `AlgorithmConfig`."""
 
-    kind: LossKind = "clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    """Largest ratio that counts for tokens with a negative advantage; above 1."""
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    """The surrogate, its bounds and temperatures."""
     correction: Correction | None = None
     """Correction for the difference between engine and trainer; None: the surrogate as it is."""
     kl_coef: float = 0.0
@@ -76,9 +73,6 @@ class LossSettings:
     entropy_coef: float = 0.0
     teacher_coef: float = 0.0
     """Weight of the KL to a teacher over the whole vocabulary."""
-    sapo_positive: float = 1.0
-    sapo_negative: float = 1.05
-    """Temperatures of "sapo" where the advantage is above 0, and elsewhere."""
     off_policy_mask: float | None = None
     """Largest mean of log behaviour - log policy (nats; DeepSeek-V3.2, arXiv:2512.02556).
 
@@ -237,7 +231,7 @@ def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
         segments_T=tokens.segments_T,
         n_segments=tokens.n_segments,
     )
-    surrogate = SURROGATES[settings.kind](inputs, settings)
+    surrogate = SURROGATES[settings.objective.loss](inputs, settings.objective)
     correction = uncorrected(counted_T, proximal_T)
     behaviour_T = torch.where(counted_T, tokens.behaviour_logprobs_T, 0.0)
     if settings.correction is not None:
@@ -297,17 +291,22 @@ def policy_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
     )
 
 
-def _clip(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
+def _clip_high(settings: ObjectiveSettings) -> float:
+    """The clip's upper bound."""
+    return settings.clip_ratio if settings.clip_ratio_high is None else settings.clip_ratio_high
+
+
+def _clip(inputs: SurrogateInputs, settings: ObjectiveSettings) -> Surrogate:
     """PPO's surrogate, clipped on both sides, with `dual_clip` where it is set."""
     return _clipped_surrogate(inputs.log_ratio_T.exp(), inputs.advantages_T, settings)
 
 
-def _bounded(ratio_T: Float[Tensor, "T"], settings: LossSettings) -> Float[Tensor, "T"]:
+def _bounded(ratio_T: Float[Tensor, "T"], settings: ObjectiveSettings) -> Float[Tensor, "T"]:
     """Ratios within the clip's range."""
-    return ratio_T.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    return ratio_T.clamp(1.0 - settings.clip_ratio, 1.0 + _clip_high(settings))
 
 
-def _gspo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
+def _gspo(inputs: SurrogateInputs, settings: ObjectiveSettings) -> Surrogate:
     """The surrogate of "clip" with the geometric mean of a completion's ratios."""
     sequence_T = inputs.sequence_mean(inputs.log_ratio_T)
     # GSPO-token: the value is the sequence's, each token's gradient is weighted by its own
@@ -317,7 +316,7 @@ def _gspo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
 
 
 def _clipped_surrogate(
-    ratio_T: Float[Tensor, "T"], advantages_T: Float[Tensor, "T"], settings: LossSettings
+    ratio_T: Float[Tensor, "T"], advantages_T: Float[Tensor, "T"], settings: ObjectiveSettings
 ) -> Surrogate:
     """PPO's surrogate of these ratios, clipped on both sides."""
     plain_T = -advantages_T * ratio_T
@@ -332,38 +331,38 @@ def _clipped_surrogate(
     return Surrogate(loss_T, clipped_T)
 
 
-def _cispo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
+def _cispo(inputs: SurrogateInputs, settings: ObjectiveSettings) -> Surrogate:
     """The log-prob's gradient, weighted by the clipped ratio."""
     ratio_T = inputs.log_ratio_T.detach().exp()
     cut_T = _bounded(ratio_T, settings)
     return Surrogate(-inputs.advantages_T * cut_T * inputs.new_T, cut_T != ratio_T)
 
 
-def _gmpo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
+def _gmpo(inputs: SurrogateInputs, settings: ObjectiveSettings) -> Surrogate:
     """The geometric mean of ratios that were clipped before it.
 
     Value and gradient are those of the paper where all tokens of a completion have one advantage.
     """
     cut_T = torch.where(
         inputs.advantages_T > 0,
-        inputs.log_ratio_T.clamp(max=settings.clip_high),
-        inputs.log_ratio_T.clamp(min=-settings.clip_low),
+        inputs.log_ratio_T.clamp(max=_clip_high(settings)),
+        inputs.log_ratio_T.clamp(min=-settings.clip_ratio),
     )
     mean_T = inputs.sequence_mean(cut_T.detach())
     ratio_T = mean_T.exp() * (cut_T - cut_T.detach()).exp()
     return Surrogate(-inputs.advantages_T * ratio_T, cut_T != inputs.log_ratio_T)
 
 
-def _sapo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
+def _sapo(inputs: SurrogateInputs, settings: ObjectiveSettings) -> Surrogate:
     """A soft gate of the ratio, whose temperature depends on the advantage's sign."""
     ratio_T = inputs.log_ratio_T.exp()
-    tau_T = torch.full_like(ratio_T, settings.sapo_negative)
-    tau_T = torch.where(inputs.advantages_T > 0, settings.sapo_positive, tau_T)
+    tau_T = torch.full_like(ratio_T, settings.sapo_temperature_neg)
+    tau_T = torch.where(inputs.advantages_T > 0, settings.sapo_temperature_pos, tau_T)
     gate_T = 4.0 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1.0))
     return Surrogate(-inputs.advantages_T * gate_T, torch.zeros_like(inputs.counted_T))
 
 
-def _dppo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
+def _dppo(inputs: SurrogateInputs, settings: ObjectiveSettings) -> Surrogate:
     """The loss and its mask of "dppo_tv" and "dppo_kl".
 
     The mask looks at probabilities, so that improbable tokens may move far."""
@@ -371,11 +370,11 @@ def _dppo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
     now_T = inputs.new_T.detach()
     before_T = now_T - inputs.log_ratio_T.detach()
     gap_T = now_T.exp() - before_T.exp()
-    divergence_T = gap_T.abs() if settings.kind == "dppo_tv" else binary_kl(before_T, now_T)
+    divergence_T = gap_T.abs() if settings.loss == "dppo_tv" else binary_kl(before_T, now_T)
     leaves_T = torch.where(
         advantages_T > 0,
-        (gap_T > 0) & (divergence_T > settings.clip_high),
-        (gap_T < 0) & (divergence_T > settings.clip_low) & (advantages_T < 0),
+        (gap_T > 0) & (divergence_T > _clip_high(settings)),
+        (gap_T < 0) & (divergence_T > settings.clip_ratio) & (advantages_T < 0),
     )
     weight_T = (now_T - before_T).exp()
     if settings.dual_clip is not None:
@@ -385,7 +384,7 @@ def _dppo(inputs: SurrogateInputs, settings: LossSettings) -> Surrogate:
     return Surrogate(loss_T, leaves_T)
 
 
-SURROGATES: dict[LossKind, Callable[[SurrogateInputs, LossSettings], Surrogate]] = {
+SURROGATES: dict[LossKind, Callable[[SurrogateInputs, ObjectiveSettings], Surrogate]] = {
     "clip": _clip,
     "gspo": _gspo,
     "cispo": _cispo,

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from rlmath.config.objectives import FIRST_RATIO, LossKind, ObjectiveSettings, RatioAboveOne
 from rlmath.config.setting_types import (
     FiniteFloat,
     Fraction,
@@ -22,9 +23,7 @@ from rlmath.config.setting_types import (
 from rlmath.config.shipped_files import shipped
 
 PRESETS = tuple(sorted(file.stem for file in shipped("configs/algorithms").glob("*.yaml")))
-_FIRST_RATIO = "Before the first update the ratio is 1."
 _EQUAL_RATIO = "Where engine and trainer agree the weight is 1."
-RatioAboveOne = Annotated[float, Range(1, open_low=True, why=_FIRST_RATIO)]
 
 
 @dataclass(frozen=True)
@@ -115,10 +114,8 @@ class SelectionConfig:
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
-    """Advantages, loss and early stop; the formulas are in docs/algorithm.md.
-
-    The defaults are GRPO (arXiv:2402.03300) with a token-level loss."""
+class UpdateSettings:
+    """Settings of advantages and of a step's updates, which come first in `AlgorithmConfig`."""
 
     preset: Annotated[str, Words(PRESETS)] | None = None
     """Settings of configs/algorithms/NAME.yaml, each unless your files or the command line set it;
@@ -150,11 +147,7 @@ class AlgorithmConfig:
     """The k of advantage="pass@k", at most rollout.group_size (arXiv:2505.15201)."""
     advantage_eps: NonNegativeFloat = 1e-6
     """Added to every deviation that an advantage is divided by."""
-    loss: Literal["clip", "gspo", "cispo", "gmpo", "sapo", "dppo_tv", "dppo_kl"] = "clip"
-    """"clip": PPO's clipped surrogate on single tokens; "gspo": on whole completions; "cispo":
-    clipped weights of the policy gradient; "gmpo": geometric mean of clipped ratios
-    (arXiv:2507.20673); "sapo": a soft gate (arXiv:2511.20347); "dppo_tv", "dppo_kl": masks by total
-    variation or KL of the token (arXiv:2602.04879)."""
+    loss: LossKind = "clip"  # here for its place in help; `ObjectiveSettings` describes it
     loss_normalisation: Literal["token", "sequence", "constant"] = "token"
     """"token": mean over tokens (DAPO, verl's token-mean); "sequence": mean over completions of
     their mean over tokens (GRPO, verl's seq-mean-token-mean); "constant": mean over completions of
@@ -166,21 +159,14 @@ class AlgorithmConfig:
     shuffle: bool = True
     """Samples are assigned to minibatches at random, and every epoch takes the minibatches in an
     order of its own, both drawn from run.seed and the step. False: in the order of prompts."""
-    clip_ratio: PositiveFraction = 0.2
-    """The importance ratio is clipped below 1 - clip_ratio, and above 1 + clip_ratio where
-    clip_ratio_high is null. Of loss=gmpo the bounds are of the ratio's log, of dppo_tv and dppo_kl
-    of the divergence."""
-    clip_ratio_high: PositiveFloat | None = None
-    """The importance ratio is clipped above 1 + clip_ratio_high (DAPO's clip-higher). null:
-    clip_ratio."""
-    dual_clip: RatioAboveOne | None = None
-    """Largest importance ratio that counts where the advantage is negative, with loss=dppo_*
-    whatever it is (AReaL: c_clip, verl: clip_ratio_c). null: no bound."""
-    sapo_temperature_pos: PositiveFloat = 1.0
-    """loss=sapo: temperature of the gate where the advantage is above 0 (arXiv:2511.20347)."""
-    sapo_temperature_neg: PositiveFloat = 1.05
-    """loss=sapo: temperature of the gate where it is not: a larger one shuts it sooner
-    (arXiv:2511.20347)."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig(ObjectiveSettings, UpdateSettings):
+    """Advantages, loss and early stop; the formulas are in docs/algorithm.md.
+
+    The defaults are GRPO (arXiv:2402.03300) with a token-level loss."""
+
     off_policy_mask: PositiveFloat | None = None
     """Completions with a negative advantage are left out of the surrogate where the mean of log
     engine - log policy is above this (nats a token; arXiv:2512.02556, TRL:
@@ -264,7 +250,7 @@ class AlgorithmConfig:
     early_stop_ratio: RatioAboveOne | None = 5.0
     """A minibatch whose token-weighted mean importance ratio exceeds this is discarded (as RLinf).
     null: no bound."""
-    early_stop_ratio_low: Annotated[float, Range(0, 1, open_high=True, why=_FIRST_RATIO)] | None = (
+    early_stop_ratio_low: Annotated[float, Range(0, 1, open_high=True, why=FIRST_RATIO)] | None = (
         None
     )
     """A minibatch whose mean ratio falls below this is discarded. null: no bound. Values that are

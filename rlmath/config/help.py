@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlmath.config import algorithm_schema, schema
+from rlmath.config import algorithm_schema, objectives, schema
 from rlmath.config.aliases import Alias, exact_aliases, is_alias, plain_name, similar_aliases
 from rlmath.config.schema import MISSING, Config
 from rlmath.config.setting_types import NamedValues, Range, TakesFunction, Words
@@ -134,7 +134,7 @@ class Setting:
 @functools.cache
 def all_settings() -> Mapping[str, Setting]:
     """Setting by key, in the order of the schema."""
-    docs = field_docs(inspect.getsource(algorithm_schema) + inspect.getsource(schema))
+    docs = field_docs("".join(map(inspect.getsource, (objectives, algorithm_schema, schema))))
     settings = {}
     for section, section_class in section_classes().items():
         plain = typing.get_type_hints(section_class)
@@ -146,7 +146,8 @@ def all_settings() -> Mapping[str, Setting]:
             function = next((part.kind for part in inside if isinstance(part, TakesFunction)), None)
             kind = plain[name] if not words else str | None if types.NoneType in inside else str
             key = f"{section}.{name}"
-            doc = docs.get((section_class.__name__, name), "")
+            places = [(parent.__name__, name) for parent in section_class.__mro__]
+            doc = next((docs[place] for place in places if place in docs), "")
             settings[key] = Setting(
                 key,
                 kind,

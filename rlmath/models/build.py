@@ -288,18 +288,12 @@ def loss_settings(algorithm: AlgorithmConfig, teacher: TeacherConfig = NO_TEACHE
             geometric_high=algorithm.importance_mask_geometric_high,
             binary_kl=algorithm.importance_mask_binary_kl,
         )
-    high = algorithm.clip_ratio if algorithm.clip_ratio_high is None else algorithm.clip_ratio_high
     return LossSettings(
-        kind=algorithm.loss,
-        clip_low=algorithm.clip_ratio,
-        clip_high=high,
-        dual_clip=algorithm.dual_clip,
+        objective=algorithm,
         correction=correction,
         kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
         kl_kind=algorithm.kl_estimator,
         kl_ratio=algorithm.kl_ratio,
-        sapo_positive=algorithm.sapo_temperature_pos,
-        sapo_negative=algorithm.sapo_temperature_neg,
         off_policy_mask=algorithm.off_policy_mask,
         entropy_coef=algorithm.entropy_coef,
         teacher_coef=teacher.coef if teacher.path is not None and teacher.loss == "full" else 0.0,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from rlmath.config.objectives import OBJECTIVES
 from rlmath.config.schema import Config
 from rlmath.planning.setting_tables import Condition, check_row
 
@@ -59,8 +60,8 @@ def loss_clips(config: Config) -> list[object]:
     return [algorithm.loss == "clip", not algorithm.clip_cov_ratio, not algorithm.kl_cov_ratio]
 
 
-def loss_is(*kinds: str) -> Condition:
-    return lambda config: [config.algorithm.loss in kinds]
+def loss_is(kind: str) -> Condition:
+    return lambda config: [config.algorithm.loss == kind]
 
 
 def optimizer_is(kind: str) -> Condition:
@@ -93,13 +94,18 @@ SENSIBLE = (
     SensibleRange("algorithm.epochs", 1, 16, "1 to 4"),
     SensibleRange("algorithm.clip_ratio", 1e-2, 0.6, "0.2", when=loss_clips),
     SensibleRange("algorithm.clip_ratio_high", 1e-2, 2, "0.2 to 0.4", when=loss_clips),
-    SensibleRange("algorithm.clip_ratio_high", 1e-2, 10, "0.3 to 5", when=loss_is("cispo")),
-    SensibleRange("algorithm.clip_ratio_high", 1e-5, 0.1, "4e-4", when=loss_is("gspo")),
-    SensibleRange("algorithm.clip_ratio_high", 1e-2, 2, "0.4", when=loss_is("gmpo")),
-    SensibleRange("algorithm.clip_ratio_high", 1e-4, 1, "0.15", when=loss_is("dppo_tv", "dppo_kl")),
     SensibleRange("algorithm.dual_clip", 1.2, 100, "3"),
-    SensibleRange("algorithm.sapo_temperature_pos", 0.1, 10, "1"),
-    SensibleRange("algorithm.sapo_temperature_neg", 0.1, 10, "1.05"),
+    *(
+        SensibleRange(
+            f"algorithm.{sensible.name}",
+            sensible.low,
+            sensible.high,
+            usual=sensible.usual,
+            when=loss_is(loss),
+        )
+        for loss, objective in OBJECTIVES.items()
+        for sensible in objective.ranges
+    ),
     SensibleRange("algorithm.off_policy_mask", 1e-3, 10, "0.5"),
     SensibleRange("algorithm.importance_cap", 1, 100, "2 to 10"),
     SensibleRange("algorithm.importance_mask_high", 1.1, 100, "2 to 10"),

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from rlmath.config.help import all_settings, is_among, section_classes, unknown_key_text
+from rlmath.config.objectives import OBJECTIVES, ObjectiveSettings
 from rlmath.config.schema import AlgorithmConfig, Config, TeacherConfig
 
 # pyright: reportUnnecessaryComparison=true, reportUnnecessaryContains=true
@@ -107,6 +108,34 @@ def learns_from_the_teacher_alone(teacher: TeacherConfig) -> bool:
 
 def goes_back_when_rewards_fall(algorithm: AlgorithmConfig) -> bool:
     return all([algorithm.rollback, algorithm.rollback_reward_drop])
+
+
+# ---------------------------------------------------------------- rows of `config.objectives`
+
+
+def unread_by_objectives() -> Iterator[Unused]:
+    """A row for every setting that only some objectives read."""
+    names = dict.fromkeys(name for objective in OBJECTIVES.values() for name in objective.settings)
+    for name in names:
+        losses = [loss for loss, objective in OBJECTIVES.items() if name in objective.settings]
+        yield Unused(
+            [f"algorithm.{name}"],
+            when=lambda config, losses=losses: [config.algorithm.loss not in losses],
+            text=f"without algorithm.loss={','.join(losses)}",
+        )
+
+
+def doubts_of_objectives() -> Iterator[Doubt]:
+    """A row for every combination that is doubtful with one objective."""
+    for loss, objective in OBJECTIVES.items():
+        for text, when in objective.doubts.items():
+            yield Doubt(
+                when=lambda config, loss=loss, when=when: [
+                    config.algorithm.loss == loss,
+                    *when(config.algorithm),
+                ],
+                text=text,
+            )
 
 
 # ---------------------------------------------------------------- the rules
@@ -418,16 +447,11 @@ UNUSED = (
     ),
     Unused(
         [
-            "algorithm.loss",
-            "algorithm.clip_ratio",
-            "algorithm.clip_ratio_high",
-            "algorithm.dual_clip",
+            *(f"algorithm.{setting.name}" for setting in fields(ObjectiveSettings)),
             "algorithm.early_stop_ratio_low",
             "algorithm.early_stop_kl",
             "algorithm.kl_cov_ratio",
             "algorithm.kl_cov_coef",
-            "algorithm.sapo_temperature_pos",
-            "algorithm.sapo_temperature_neg",
             "algorithm.proximal_logprobs",
         ],
         when=lambda config: [
@@ -440,16 +464,7 @@ UNUSED = (
         "one minibatch a step is learned from before the policy changes, and every importance "
         "ratio is 1",
     ),
-    Unused(
-        ["algorithm.dual_clip"],
-        when=lambda config: [config.algorithm.loss in ("cispo", "gmpo", "sapo")],
-        text="with algorithm.loss=cispo,gmpo,sapo",
-    ),
-    Unused(
-        ["algorithm.clip_ratio", "algorithm.clip_ratio_high"],
-        when=lambda config: [config.algorithm.loss == "sapo"],
-        text="with algorithm.loss=sapo: its gate has no bounds",
-    ),
+    *unread_by_objectives(),
     Unused(
         ["algorithm.proximal_logprobs"],
         when=lambda config: [not config.algorithm.recompute_logprobs],
@@ -474,11 +489,6 @@ UNUSED = (
         ["algorithm.kl_cov_coef"],
         when=lambda config: [not config.algorithm.kl_cov_ratio],
         text="without algorithm.kl_cov_ratio",
-    ),
-    Unused(
-        ["algorithm.sapo_temperature_pos", "algorithm.sapo_temperature_neg"],
-        when=lambda config: [config.algorithm.loss != "sapo"],
-        text="without algorithm.loss=sapo",
     ),
     Unused(
         [
@@ -665,22 +675,7 @@ DOUBTFUL = (
         "rewards may fall "
         "without a worse policy.",
     ),
-    Doubt(
-        when=lambda config: [config.algorithm.loss == "gspo", config.algorithm.clip_ratio > 0.01],
-        text="algorithm.clip_ratio={algorithm.clip_ratio:g} hardly ever clips the mean ratio of a "
-        "completion; "
-        "GSPO's paper has 3e-4, and 4e-4 for algorithm.clip_ratio_high.",
-    ),
-    Doubt(
-        when=lambda config: [
-            config.algorithm.loss == "gmpo",
-            config.algorithm.clip_ratio == 0.2,
-            not config.algorithm.clip_ratio_high,
-        ],
-        text="algorithm.clip_ratio=0.2 bounds the log of a token's ratio with "
-        "algorithm.loss=gmpo; its paper has "
-        "0.4.",
-    ),
+    *doubts_of_objectives(),
     Doubt(
         when=lambda config: [
             kl_in_loss(config.algorithm),

@@ -16,6 +16,7 @@ from typing import Any
 
 from rlmath.algorithms.types import GROUP_ADVANTAGES, ScoredGroup
 from rlmath.config.length_curriculum import LengthStage, has_length_stages
+from rlmath.config.objectives import OBJECTIVES
 from rlmath.config.run_files import METRICS_FILE, SUMMARY_FILE, SWITCH_PHASES, write_whole
 from rlmath.config.schema import Config, Kind
 from rlmath.data.dataset import Inputs, SftInputs
@@ -109,7 +110,7 @@ class Reporter:
             key = "stages.max_new_tokens" if has_length_stages(config) else "rollout.max_new_tokens"
             self._alerts = Alerts(
                 config.telemetry,
-                clips_whole_completions=config.algorithm.loss == "gspo",
+                clips_whole_completions=OBJECTIVES[config.algorithm.loss].clips_whole_completions,
                 length_key=key,
                 group_relative=config.algorithm.advantage in GROUP_ADVANTAGES
                 and (config.teacher.path is None or config.teacher.with_rewards),

@@ -15,6 +15,7 @@ from rlmath.algorithms.losses import (
     TokenInputs,
     policy_loss,
 )
+from rlmath.config.objectives import ObjectiveSettings
 from tests.algorithms.test_losses_textbook import SUMS, with_leaves
 
 
@@ -79,7 +80,9 @@ def test_without_a_coefficient_entropy_is_only_counted():
 def test_only_the_loss_carries_a_gradient(kind: LossKind):
     _, tokens = inputs([-1.0, -2.0], reference=[-1.5, -1.5], entropy=[1.0, 1.0])
     entropy_T = torch.ones(2, dtype=torch.float64, requires_grad=True)
-    shape = LossSettings(kind, correction=Correction("token"), kl_coef=0.1, entropy_coef=0.1)
+    shape = LossSettings(
+        ObjectiveSettings(kind), correction=Correction("token"), kl_coef=0.1, entropy_coef=0.1
+    )
     terms = policy_loss(replace(tokens, entropy_T=entropy_T), shape)
     assert {name for name in SUMS if getattr(terms, name).requires_grad} == {"loss"}
 
@@ -95,14 +98,19 @@ COLUMNS = {
     "advantages_T": [1.0, 1.0, -1.0],
 }
 SEGMENTS = {"segments_T": torch.tensor([0, 0, 1]), "n_segments": 2}
-DUAL = LossSettings(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
-EVERYTHING = LossSettings(dual_clip=3.0, kl_coef=0.1, entropy_coef=0.1)
+DUAL = LossSettings(ObjectiveSettings(clip_ratio_high=0.3, dual_clip=3.0))
 LEVELS = [
     None,
     Correction("token", 2.0, 0.1, 3.0),
     Correction("sequence", 2.0, 0.1, 3.0),
     Correction(None, geometric_low=0.1, geometric_high=30.0, binary_kl=9.0),
 ]
+
+
+def everything(kind: LossKind, correction: Correction | None) -> LossSettings:
+    """An objective with all that is added to it."""
+    objective = ObjectiveSettings(kind, dual_clip=3.0)
+    return LossSettings(objective, correction=correction, kl_coef=0.1, entropy_coef=0.1)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -119,7 +127,7 @@ def test_what_stands_at_tokens_that_are_not_sampled_reaches_neither_value_nor_gr
             **tensors, weights_T=torch.tensor([1.0, 0.25, 0.5]), **masks("x.x"), **SEGMENTS
         )
         tokens, leaves = with_leaves(tokens)
-        terms = policy_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
+        terms = policy_loss(tokens, everything(kind, correction))
         terms.loss.backward()
         return [getattr(terms, name).item() for name in SUMS], [
             leaf.grad.tolist() for leaf in leaves
@@ -138,7 +146,7 @@ def test_a_counted_nan_is_seen(kind: LossKind, correction: Correction, column: s
     tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
     tensors[column][1] = math.nan
     tokens = TokenInputs(**tensors, weights_T=torch.ones(3), **masks("xxx"), **SEGMENTS)
-    terms = policy_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
+    terms = policy_loss(tokens, everything(kind, correction))
     assert math.isnan(terms.loss.item())
 
 
@@ -159,7 +167,12 @@ def test_a_ratio_that_overflows_is_seen(kind: LossKind, advantage: float, shape:
         segments_T=torch.zeros(1, dtype=torch.int64),
         n_segments=1,
     )
-    assert policy_loss(tokens, replace(shape, kind=kind)).ratio.item() == math.inf
+    assert (
+        policy_loss(
+            tokens, replace(shape, objective=replace(shape.objective, loss=kind))
+        ).ratio.item()
+        == math.inf
+    )
 
 
 @pytest.mark.parametrize("kind", LOSS_KINDS)
@@ -172,7 +185,7 @@ def test_no_counted_token_gives_zeros_with_a_gradient_of_zeros(
     tokens, leaves = with_leaves(
         TokenInputs(**tensors, weights_T=weights_T, **masks("..."), **SEGMENTS)
     )
-    terms = policy_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
+    terms = policy_loss(tokens, everything(kind, correction))
     terms.loss.backward()
     assert [getattr(terms, name).item() for name in SUMS] == [0.0] * len(SUMS)
     assert [leaf.grad.tolist() for leaf in leaves] == [[0.0] * 3] * 2

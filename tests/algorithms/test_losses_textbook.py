@@ -21,6 +21,7 @@ from rlmath.algorithms.losses import (
     TokenLoss,
     policy_loss,
 )
+from rlmath.config.objectives import OBJECTIVES, ObjectiveSettings
 
 SUMS = tuple(field.name for field in fields(TokenLoss))
 
@@ -34,6 +35,14 @@ class Book:
 
     tokens: TokenInputs
     rule: LossSettings
+
+    @property
+    def objective(self) -> ObjectiveSettings:
+        return self.rule.objective
+
+    def upper_clip(self) -> float:
+        high = self.objective.clip_ratio_high
+        return self.objective.clip_ratio if high is None else high
 
     def counted(self, segment: int | None = None) -> list[int]:
         every = range(len(self.tokens.weights_T))
@@ -57,23 +66,28 @@ class Book:
 
     def surrogate(self, t: int) -> tuple[Tensor, bool]:
         """The quantity that is maximised, and whether the clip is at work."""
-        low, high = 1 - self.rule.clip_low, 1 + self.rule.clip_high
+        low = 1 - self.objective.clip_ratio
+        high = 1 + self.upper_clip()
         A = float(self.tokens.advantages_T[t])
-        if self.rule.kind == "cispo":
+        if self.objective.loss == "cispo":
             r = self.ratio(t).item()
             return min(max(r, low), high) * A * self.logprob(t), not low <= r <= high
         r = self.ratio(t)
-        if self.rule.kind == "sapo":
-            tau = self.rule.sapo_positive if A > 0 else self.rule.sapo_negative
+        if self.objective.loss == "sapo":
+            tau = (
+                self.objective.sapo_temperature_pos
+                if A > 0
+                else self.objective.sapo_temperature_neg
+            )
             return 4 / (tau * (1 + torch.exp(tau * (1 - r)))) * A, False
-        if self.rule.kind in ("dppo_tv", "dppo_kl"):
+        if self.objective.loss in ("dppo_tv", "dppo_kl"):
             return self.divergence_masked(t, A)
-        if self.rule.kind == "gmpo":
+        if self.objective.loss == "gmpo":
             positions = [self.bounded(u) for u in self.counted(int(self.tokens.segments_T[t]))]
             mean = math.prod(u.item() for u in positions) ** (1 / len(positions))
             cut = self.bounded(t)
             return mean * A * cut / cut.item(), cut.item() != r.item()
-        if self.rule.kind == "gspo":
+        if self.objective.loss == "gspo":
             positions = self.counted(int(self.tokens.segments_T[t]))
             mean = torch.stack([self.ratio(u) for u in positions]).prod() ** (1 / len(positions))
             r = mean.detach() * r / r.detach()  # GSPO-token
@@ -81,15 +95,16 @@ class Book:
             return torch.tensor(high * A, dtype=torch.float64), True
         if A < 0 and r.item() < low:
             return torch.tensor(low * A, dtype=torch.float64), True
-        if A < 0 and self.rule.dual_clip is not None and r.item() > self.rule.dual_clip:
-            return torch.tensor(self.rule.dual_clip * A, dtype=torch.float64), True
+        dual_clip = self.objective.dual_clip
+        if A < 0 and dual_clip is not None and r.item() > dual_clip:
+            return torch.tensor(dual_clip * A, dtype=torch.float64), True
         return r * A, False
 
     def bounded(self, t: int) -> Tensor:
         """The ratio of "gmpo", which is clipped where the advantage pushes it."""
         r = self.ratio(t)
-        low = math.exp(-self.rule.clip_low)
-        high = math.exp(self.rule.clip_high)
+        low = math.exp(-self.objective.clip_ratio)
+        high = math.exp(self.upper_clip())
         if self.tokens.advantages_T[t] > 0:
             return torch.tensor(high, dtype=torch.float64) if r.item() > high else r
         return torch.tensor(low, dtype=torch.float64) if r.item() < low else r
@@ -98,14 +113,14 @@ class Book:
         p = self.tokens.logprobs_T[t].detach().exp().item()
         q = math.exp(self.tokens.proximal_logprobs_T[t])
         gap = abs(p - q)
-        if self.rule.kind == "dppo_kl":
+        if self.objective.loss == "dppo_kl":
             at_most_1 = min(p, 1 - 1e-6), min(q, 1 - 1e-6)
             gap = at_most_1[1] * math.log(at_most_1[1] / at_most_1[0])
             gap += (1 - at_most_1[1]) * math.log((1 - at_most_1[1]) / (1 - at_most_1[0]))
-        bound = self.rule.clip_high if A > 0 else self.rule.clip_low
+        bound = self.upper_clip() if A > 0 else self.objective.clip_ratio
         if gap > bound and (p - q) * A > 0:
             return torch.zeros((), dtype=torch.float64), True
-        return A * min(p / q, self.rule.dual_clip or math.inf) * self.ratio(t) / (p / q), False
+        return A * min(p / q, self.objective.dual_clip or math.inf) * self.ratio(t) / (p / q), False
 
     def off_policy(self, t: int) -> bool:
         if self.rule.off_policy_mask is None or self.tokens.advantages_T[t] >= 0:
@@ -265,18 +280,22 @@ corrections = st.builds(
     geometric_high=st.none() | st.floats(1.01, 2.0),
     binary_kl=st.none() | st.floats(0.001, 0.5),
 )
+objectives = st.builds(
+    ObjectiveSettings,
+    loss=st.sampled_from(LOSS_KINDS),
+    clip_ratio=st.floats(0.05, 0.9),
+    clip_ratio_high=st.none() | st.floats(0.05, 0.9),
+    dual_clip=st.none() | st.floats(2.0, 4.0),
+    sapo_temperature_pos=st.floats(0.5, 2.0),
+    sapo_temperature_neg=st.floats(0.5, 2.0),
+)
 rules = st.builds(
     LossSettings,
-    kind=st.sampled_from(LOSS_KINDS),
-    clip_low=st.floats(0.05, 0.9),
-    clip_high=st.floats(0.05, 0.9),
-    dual_clip=st.none() | st.floats(2.0, 4.0),
+    objective=objectives,
     correction=st.none() | corrections,
     kl_coef=st.floats(0.0, 2.0),
     kl_kind=st.sampled_from(KL_KINDS),
     kl_ratio=st.sampled_from([None, "token", "sequence"]),
-    sapo_positive=st.floats(0.5, 2.0),
-    sapo_negative=st.floats(0.5, 2.0),
     off_policy_mask=st.none() | st.floats(0.1, 0.5),
     entropy_coef=st.sampled_from([0.0, 0.3]),
 )
@@ -314,10 +333,10 @@ def test_all_sums_and_gradients_equal_the_papers_formulas(pack: TokenInputs, rul
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dual_clip", [None, 1.5])
-@pytest.mark.parametrize("clip_high", [0.1, 0.4])
+@pytest.mark.parametrize("clip_ratio_high", [None, 0.4])
 @pytest.mark.parametrize("kind", LOSS_KINDS)
 def test_every_loss_is_its_papers_where_all_its_settings_count(
-    kind: LossKind, clip_high: float, dual_clip: float | None, seed: int
+    kind: LossKind, clip_ratio_high: float | None, dual_clip: float | None, seed: int
 ):
     """Three completions of learned tokens, on both sides of every bound and of both advantages."""
     pack = drawn_tokens(
@@ -325,15 +344,45 @@ def test_every_loss_is_its_papers_where_all_its_settings_count(
     )
     for sign in (-1, 1):
         assert (pack.learned_T & (pack.advantages_T * sign > 0)).sum() >= 3
-    rule = LossSettings(
-        kind=kind,
-        clip_low=0.1,
-        clip_high=clip_high,
+    objective = ObjectiveSettings(
+        loss=kind,
+        clip_ratio=0.1,
+        clip_ratio_high=clip_ratio_high,
         dual_clip=dual_clip,
-        sapo_positive=1.7,
-        sapo_negative=0.6,
+        sapo_temperature_pos=1.7,
+        sapo_temperature_neg=0.6,
     )
-    assert_equals_the_book(pack, rule)
+    assert_equals_the_book(pack, LossSettings(objective))
+
+
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+def test_an_objective_reads_the_settings_that_its_row_names(kind: LossKind):
+    """They change the losses of these packs, and no other does."""
+    packs = [
+        drawn_tokens(
+            seed, lengths=[7, 6, 5], sampled=0.8, learned=0.9, sequence_weights=True, kl=False
+        )
+        for seed in range(20)
+    ]
+
+    def losses(objective: ObjectiveSettings) -> list[float]:
+        return [policy_loss(pack, LossSettings(objective)).loss.item() for pack in packs]
+
+    plain = ObjectiveSettings(kind, clip_ratio=0.02, clip_ratio_high=0.02)
+    changes = {
+        "clip_ratio": 0.3,
+        "clip_ratio_high": 0.3,
+        "dual_clip": 1.2,
+        "sapo_temperature_pos": 1.7,
+        "sapo_temperature_neg": 0.6,
+    }
+    assert ["loss", *changes] == [setting.name for setting in fields(ObjectiveSettings)]
+    read = [
+        name
+        for name, number in changes.items()
+        if losses(replace(plain, **{name: number})) != losses(plain)
+    ]
+    assert read == list(OBJECTIVES[kind].settings)
 
 
 @settings(max_examples=40, deadline=None)

@@ -43,7 +43,11 @@ def sections_of(nodes: Sequence[ast.AST]) -> dict[str, str]:
     The names are those of variables, arguments and attributes. A section is what an argument is
     annotated with (`settings: RunConfig`) and what is taken out of the settings
     (`save = config.save`, also several at once)."""
-    by_class = {section.__name__: name for name, section in section_classes().items()}
+    by_class = {
+        kind.__name__: name
+        for name, section in section_classes().items()
+        for kind in section.__mro__[:-1]
+    }
     sections = {name: name for name in by_class.values()}
     for node in nodes:
         if isinstance(node, ast.arg | ast.AnnAssign) and isinstance(node.annotation, ast.Name):

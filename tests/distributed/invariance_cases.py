@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from rlmath.algorithms.importance_sampling import CorrectionLevel
-from rlmath.algorithms.losses import LossKind, LossSettings, Normalisation, NormalisationKind
+from rlmath.algorithms.losses import LossSettings, Normalisation, NormalisationKind
 from rlmath.algorithms.types import Sample
+from rlmath.config.objectives import LossKind, ObjectiveSettings
 from rlmath.data.packing import MicroBatch, pack
 from rlmath.data.seqlen_balancing import plan_minibatches
 from tests.distributed.policy_cases import Case, Stage, build, whole_gradients, whole_tensors
@@ -67,7 +68,7 @@ def outcomes(
     for variant in variants:
         batches = _microbatches(stage, samples, variant)
         stage.actor.learner.settings = LossSettings(
-            variant.kind,
+            ObjectiveSettings(variant.kind),
             kl_coef=0.1,
             kl_ratio=variant.kl_ratio,
             entropy_coef=variant.entropy_coef,

@@ -19,6 +19,7 @@ from rlmath.algorithms.early_stop import EarlyStop
 from rlmath.algorithms.importance_sampling import Correction
 from rlmath.algorithms.losses import LOSS_KINDS, LossKind, LossSettings, Normalisation, TokenInputs
 from rlmath.algorithms.types import Sample
+from rlmath.config.objectives import ObjectiveSettings
 from rlmath.data.packing import MicroBatch, pack
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.critic import CriticLearner, ValueTargets
@@ -91,8 +92,7 @@ def dense(logits_TV: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]
 @pytest.mark.parametrize("kind", LOSS_KINDS)
 def test_the_loss_of_grpo(kind: LossKind, normalisation: Normalisation) -> None:
     settings = LossSettings(
-        kind,
-        dual_clip=3.0,
+        ObjectiveSettings(kind, dual_clip=3.0),
         correction=Correction("sequence", cap=2.0),
         kl_coef=0.3,
         kl_ratio="sequence",

@@ -120,7 +120,8 @@ def test_settings_that_do_not_fit_together(overrides: list[str], told: str):
 WITHOUT_EFFECT = f"""
 algorithm.importance_cap=2: importance_cap: no effect without
 algorithm.importance_mask_low=0.5: importance_mask_low: no effect without
-algorithm.loss=cispo algorithm.dual_clip=3 algorithm.epochs=2: no effect with algorithm.loss=cispo,gmpo,sapo
+algorithm.loss=cispo algorithm.dual_clip=3 algorithm.epochs=2: no effect without
+    algorithm.loss=clip,gspo,dppo_tv,dppo_kl
 algorithm.loss=cispo algorithm.clip_ratio_high=0.3: algorithm.loss, algorithm.clip_ratio_high: no effect with
     algorithm.n_minibatches=1
 algorithm.kl_cov_ratio=0.1: algorithm.kl_cov_ratio: no effect with algorithm.n_minibatches=1

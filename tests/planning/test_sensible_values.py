@@ -10,6 +10,7 @@ import pytest
 
 from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
+from rlmath.config.objectives import OBJECTIVES
 from rlmath.config.shipped_files import shipped
 from rlmath.planning.setting_warnings import config_warnings
 from tests.text_tables import rows
@@ -139,12 +140,21 @@ def unbounded() -> Iterator[str]:
 def test_every_number_without_a_bound_has_a_sensible_one() -> None:
     """Every new setting is given a sensible bound, unless it is in ANY_NUMBER.
 
-    ANY_NUMBER has the reason why any number is sensible."""
+    ANY_NUMBER has the reason why any number is sensible. A setting of an objective is doubted where
+    the objective is the loss."""
+    readers = {
+        f"algorithm.{name}": loss
+        for loss, objective in OBJECTIVES.items()
+        for name in objective.settings
+    }
     lists = {key for key in unbounded() if all_settings()[key].type_name.startswith("list")}
     doubted = {
         key
         for key in unbounded()
         for extreme in ("1e20", "1e-20")
-        if any(text.startswith(f"{key}=") for text in doubts(f"{key}={extreme}"))
+        if any(
+            text.startswith(f"{key}=")
+            for text in doubts(f"{key}={extreme}", f"algorithm.loss={readers.get(key, 'clip')}")
+        )
     }
     assert set(unbounded()) - doubted - lists == set(ANY_NUMBER)

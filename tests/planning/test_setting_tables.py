@@ -44,7 +44,7 @@ from rlmath.planning.setting_tables import Conflict, Unused
             "parallel.pipelines",
         ),
         (sensible_values, '"critic.gamma"', '"critic.gama"', 'did you mean "critic.gamma"'),
-        (sensible_values, "config.algorithm.loss in", "config.algorithm.los in", "'los'"),
+        (sensible_values, "config.algorithm.loss ==", "config.algorithm.los ==", "'los'"),
     ],
 )
 def test_a_misspelt_setting_raises_when_the_tables_are_imported(

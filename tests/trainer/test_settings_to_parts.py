@@ -134,16 +134,11 @@ def test_what_is_in_flight() -> None:
 def test_the_loss() -> None:
     in_loss = replace(DISTINCT.algorithm, kl_in="loss")
     assert loss_settings(in_loss) == LossSettings(
-        kind="cispo",
-        clip_low=0.166,
-        clip_high=0.267,
-        dual_clip=3.68,
+        objective=in_loss,
         correction=Correction("sequence", 1.69, 0.17, 4.71, 0.972, 1.028, 0.0283),
         kl_coef=0.0172,
         kl_kind="k2",
         kl_ratio="sequence",
-        sapo_positive=1.683,
-        sapo_negative=1.684,
         off_policy_mask=0.685,
         entropy_coef=0.00173,
     )
@@ -164,19 +159,14 @@ def test_the_loss_without_what_is_optional() -> None:
     correction = loss_settings(replace(plain, importance_mask_binary_kl=0.0283)).correction
     assert correction == Correction(None, 1.69, 0.17, 4.71, binary_kl=0.0283)
     assert loss_settings(plain) == LossSettings(
-        kind="cispo",
-        clip_low=0.166,
-        clip_high=0.166,
-        dual_clip=None,
+        objective=plain,
         correction=None,
         kl_coef=0.0,  # it is part of the reward
         kl_kind="k2",
         kl_ratio="sequence",
-        sapo_positive=1.683,
-        sapo_negative=1.684,
         entropy_coef=0.0,
     )
-    assert loss_settings(AlgorithmConfig()) == LossSettings()
+    assert loss_settings(AlgorithmConfig()) == LossSettings(objective=AlgorithmConfig())
 
 
 def test_early_stop() -> None:
