@@ -82,7 +82,7 @@ def test_packages_have_one_order_and_no_import_goes_up() -> None:
         ),
         (
             "rlmath/trainer/recorder.py",
-            "if TYPE_CHECKING:\n    from rlmath.run.loop import restore",
+            "if TYPE_CHECKING:\n    from rlmath.run.recovery.restore import restore",
             "may not import rlmath.run",
         ),
         (

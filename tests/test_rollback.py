@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.distributed.fault_tolerance.exit_codes import DIVERGED, FINISHED, read_exit_status
-from rlmath.run.recovery.rollback import read_rollbacks
+from rlmath.run.recovery.rollbacks_file import read_rollbacks
 from tests.programs import rows, run, torchrun_command
 from tests.spoiled_run import SPOILED_STEP
 from tests.test_train_sft import SFT, settings

@@ -42,7 +42,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     clear_exit_status,
     read_exit_status,
 )
-from rlmath.run.recovery.rollback import read_rollbacks
+from rlmath.run.recovery.rollbacks_file import read_rollbacks
 from rlmath.telemetry.metrics_writer import without_times
 from tools.drill_damage import own_disk
 from tools.drill_kinds import KINDS, VALIDATE_EVERY, Program

@@ -1,4 +1,6 @@
-"""Checkpoints on disk: their files, which are complete, which are whole, which are superseded.
+"""Checkpoints on disk: their files, which of them are complete and which are whole.
+
+`retention` says which of them stay.
 
 <run.output_dir>/checkpoints/
   step-000020/            complete: renamed to this when all of it was written and checked
@@ -25,7 +27,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -329,74 +331,6 @@ def set_aside(folder: Path, ending: str) -> Path:
     else:
         remove(aside)
     return folder.rename(aside)
-
-
-def set_superseded_aside(
-    root: Path,
-    keep_last: int,
-    keep_models: int | None,
-    learned_step: int,
-    judged_after: int = 0,
-    always: Collection[int] = (),
-) -> list[Path]:
-    """Rename superseded checkpoints so that they are no longer read, and return their new paths.
-
-    The caller removes them, which takes long. Superseded are recovery points beyond the newest
-    `keep_last` checkpoints, and kept ones beyond the newest `keep_models`; the newest `keep_last`
-    always stay. If nothing was learned since `learned_step` steps were done, the policy may be
-    broken: then the newest checkpoint from before that step, from which it learned, stays too. With
-    `judged_after`, `learned_step` advances only that many steps later, and checkpoints that may
-    still turn out to be before it stay (`_still_judged`). Checkpoints whose number of steps is in
-    `always` stay in any case."""
-    checkpoints, _ = complete_checkpoints(root)
-    kept_checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.kept]
-    stays = {checkpoint.folder for checkpoint in checkpoints[:keep_last]}
-    if checkpoints and checkpoints[0].step > learned_step:
-        stays |= {
-            checkpoint.folder for checkpoint in sound_checkpoints(checkpoints, learned_step)[:1]
-        }
-    if judged_after and checkpoints:
-        later_checkpoints = [
-            checkpoint for checkpoint in checkpoints if checkpoint.step >= learned_step
-        ]
-        stays |= {
-            checkpoint.folder for checkpoint in _still_judged(later_checkpoints, judged_after)
-        }
-    stays |= {
-        checkpoint.folder
-        for checkpoint in (
-            kept_checkpoints if keep_models is None else kept_checkpoints[:keep_models]
-        )
-    }
-    stays |= {checkpoint.folder for checkpoint in checkpoints if checkpoint.step in always}
-    return [
-        set_aside(checkpoint.folder, PARTIAL)
-        for checkpoint in checkpoints
-        if checkpoint.folder not in stays
-    ]
-
-
-def _still_judged(checkpoints: Sequence[Checkpoint], steps: int) -> Iterator[Checkpoint]:
-    """At most four of `checkpoints`, which are given newest first.
-
-    They are the newest one that is at least `steps` older than the newest of all, and then later
-    ones that are half as many steps apart, beginning with the oldest."""
-    newest = checkpoints[0].step if checkpoints else 0
-    yield from [checkpoint for checkpoint in checkpoints if checkpoint.step <= newest - steps][:1]
-    last = None
-    for checkpoint in reversed(
-        [checkpoint for checkpoint in checkpoints if checkpoint.step > newest - steps]
-    ):
-        if last is None or 2 * (checkpoint.step - last) >= steps:
-            last = checkpoint.step
-            yield checkpoint
-
-
-def sound_checkpoints(checkpoints: Sequence[Checkpoint], learned_step: int) -> list[Checkpoint]:
-    """The checkpoints from before `learned_step` (`Progress.learned_step`), in the same order.
-
-    Their weights learned in a later step."""
-    return [checkpoint for checkpoint in checkpoints if checkpoint.step < learned_step]
 
 
 def set_newer_aside(root: Path, step: int) -> None:

@@ -38,6 +38,7 @@ from rlmath.checkpoint import directory, sharded_state
 from rlmath.checkpoint.async_writer import WriterProcess, Written, lacks_memory
 from rlmath.checkpoint.directory import STATE, Checkpoint, Progress
 from rlmath.checkpoint.hf.weights import write_files
+from rlmath.checkpoint.retention import Retention, set_superseded_aside
 from rlmath.checkpoint.safe_metadata import SafeReader, read_metadata
 from rlmath.checkpoint.sharded_state import (
     ALWAYS_FLOAT32,
@@ -57,17 +58,6 @@ logger = logging.getLogger(__name__)
 _MASTERS = f"{sharded_state.OPTIMIZER_PREFIX}.{MASTER}."
 _LAST_REMOVALS_SECONDS = 30.0
 """Seconds that the end of a run waits for superseded checkpoints to be removed."""
-
-
-@dataclass(frozen=True)
-class Retention:
-    """The numbers of checkpoints that stay; see `directory.set_superseded_aside`."""
-
-    keep_last: int
-    keep_models: int | None
-    judged_after: int = 0
-    always: frozenset[int] = frozenset()
-    """Steps done in checkpoints that stay in any case."""
 
 
 @dataclass
@@ -323,12 +313,7 @@ class CheckpointManager:
         except (OSError, RuntimeError, ValueError) as error:
             return directory.write_error_text(error, save.partial)
         try:
-            learned_step = save.learned_step
-            self._remove(
-                directory.set_superseded_aside(
-                    self._root, learned_step=learned_step, **vars(self._retention)
-                )
-            )
+            self._remove(set_superseded_aside(self._root, self._retention, save.learned_step))
         except (OSError, ValueError) as error:
             logger.warning("superseded checkpoints cannot be removed: %s", error)
         return checkpoint

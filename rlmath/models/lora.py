@@ -30,13 +30,14 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rlmath.checkpoint.hf.lora_merge import merged_weight
 from rlmath.checkpoint.hf.weight_map import (
     adapter_rules,
     canonical_shape,
     placed_tensors,
     shard_shape,
 )
-from rlmath.checkpoint.hf.weights import held_layers, local_parameter, merged_weight, shard
+from rlmath.checkpoint.hf.weights import held_layers, local_parameter, shard
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import LoraConfig
 from rlmath.distributed.device import Device

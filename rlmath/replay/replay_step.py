@@ -36,9 +36,9 @@ from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import RolloutSeed, training_sampling
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from rlmath.run.join import join_run
-from rlmath.run.loop import restore
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
+from rlmath.run.recovery.restore import restore
 from rlmath.run.recovery.resume import CheckpointToResume, Recovery
 from rlmath.telemetry.reporter import StepRecord
 from rlmath.trainer.metrics import UpdateRecord

@@ -1,4 +1,8 @@
-"""The scores of completions by the verifier or the user's functions, in worker processes."""
+"""The scores of completions by the verifier or the user's functions, in worker processes.
+
+The time limit of one call, `reward.timeout_seconds`, is kept by `workers.worker_pool`; `FailedSteps`
+says what follows when calls are too late step after step.
+"""
 
 from __future__ import annotations
 

@@ -19,14 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlmath.checkpoint.directory import Progress, read_progress
-from rlmath.checkpoint.manager import load_checkpoint
-from rlmath.config.help import counted
-from rlmath.config.run_files import ROLLBACKS_FILE
+from rlmath.checkpoint.directory import Progress
 from rlmath.config.schema import AlgorithmConfig
-from rlmath.data.order import Rollback
 from rlmath.distributed import process
-from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import device_bytes, held_bytes, run_device
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
@@ -45,10 +40,10 @@ from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.checkpointing import Checkpointer
 from rlmath.run.recovery.hub_inputs import push_model
-from rlmath.run.recovery.resume import CheckpointToResume, Recovery
-from rlmath.run.recovery.rollback import rollbacks_of, write_rollbacks
+from rlmath.run.recovery.restore import CannotResumeError, restore
+from rlmath.run.recovery.resume import CheckpointToResume
+from rlmath.run.recovery.rollback import roll_back, shared_rollbacks
 from rlmath.run.run_dir import take_back
-from rlmath.telemetry.events import event
 from rlmath.telemetry.profile import StepProfiler
 from rlmath.telemetry.reporter import Reporter
 from rlmath.trainer.base import Interrupted, Trainer
@@ -108,10 +103,6 @@ def run_training(
     return status
 
 
-class CannotResumeError(Exception):
-    """A function of the user's fails on what the run would go on with."""
-
-
 class TrainingRun:
     """A run on this rank, from its checkpoint to its ending.
 
@@ -162,7 +153,9 @@ class TrainingRun:
                 except DivergedError as error:
                     if trainer.mesh.rank == 0:
                         trainer.write_last_step(f"diverged: {error}")
-                    progress = self.roll_back(error)
+                    progress = roll_back(
+                        error, trainer, self.checkpointer, heartbeat=self.heartbeat
+                    )
                     if progress is None:
                         return self.ending_of_divergence(error)
                     self.divergence.begin_at(progress)
@@ -317,163 +310,12 @@ class TrainingRun:
         self.checkpointer.save_to_stop(step - 1)
         return self.ending("function failed", step=step, error=error)
 
-    # ------------------------------------------------------------ rollbacks
-
-    def roll_back(self, error: DivergedError) -> Progress | None:
-        """Go back to the last good checkpoint, and return its progress.
-
-        None if there is no good checkpoint, or no rollback is left. The rollback is on the disk
-        when this returns, and nothing else there is changed."""
-        trainer = self.trainer
-        config = self.prepared.config
-        diverged_step = self.heartbeat.step
-        most = config.algorithm.rollback
-        if most == 0:
-            return None
-        self.checkpointer.finish()
-        rollbacks = shared_rollbacks(trainer, None)
-        if len(rollbacks) < len(trainer.rollbacks):  # the file is lost
-            rollbacks = list(trainer.rollbacks)
-        resumed = self.good_checkpoint() if len(rollbacks) < most else None
-        if resumed is None:
-            reason = (
-                "no checkpoint is good"
-                if len(rollbacks) < most
-                else f"all {most} of algorithm.rollback are made"
-            )
-            if trainer.mesh.rank == 0:
-                logger.error(
-                    "No rollback after the divergence in step %d: %s", diverged_step, reason
-                )
-            return None
-        checkpoint, progress = resumed
-        number = len(rollbacks) + 1
-        step = progress.step
-        # The optimizer is restored with the learning rate of the new rollback.
-        trainer.roll_back([*rollbacks, Rollback(number, step, step)])
-        restore(trainer, resumed, self.heartbeat)
-        rollbacks.append(
-            Rollback(
-                number,
-                step,
-                trainer.next_draw_step(step),
-                diverged_step=diverged_step,
-                reason=str(error),
-            )
-        )
-        trainer.roll_back(rollbacks)
-        refused = None
-        if trainer.mesh.rank == 0:
-            try:
-                write_rollbacks(config.run.output_dir, rollbacks)
-            except OSError as write_error:
-                refused = str(write_error)
-        refused = broadcast_from_rank_zero(refused)
-        if refused is not None:
-            if trainer.mesh.rank == 0:
-                logger.error(
-                    "No rollback, which would not be counted: %s: %s", ROLLBACKS_FILE, refused
-                )
-            return None
-        if trainer.mesh.rank == 0:
-            logger.error(
-                "Rollback %d of at most %d: the run diverged in step %d: %s. It goes back to %s; "
-                "the learning rate is "
-                "%g times what the settings say, and prompts and samples have other seeds from "
-                "step %d on",
-                number,
-                most,
-                diverged_step,
-                error,
-                checkpoint.folder,
-                trainer.actor.learner.lr_scale,
-                rollbacks[-1].draw_step + 1,
-                extra=event("rollback", step, diverged_step=diverged_step),
-            )
-        return progress
-
-    def good_checkpoint(self) -> CheckpointToResume | None:
-        """The newest good checkpoint whose files are as they were written.
-
-        A collective."""
-        self.heartbeat.enter_phase("check checkpoint")
-        recovery = None
-        if self.trainer.mesh.rank == 0:
-            try:
-                candidates = [
-                    (checkpoint, read_progress(checkpoint.folder))
-                    for checkpoint in self.checkpointer.sound()
-                ]
-                recovery = Recovery(candidates, []) if candidates else None
-            except (OSError, ValueError) as error:
-                logger.warning("The checkpoints cannot be looked at: %s", error)
-        try:
-            return choose_checkpoint(recovery, self.heartbeat.report_progress)
-        except ValueError as error:
-            if self.trainer.mesh.rank == 0:
-                logger.warning("%s", error)
-            return None
-
-
-def restore(
-    trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Heartbeat
-) -> Progress | None:
-    """Load weights, optimizer and schedule of the checkpoint, if there is one; its progress.
-
-    CannotResumeError if a user's function fails on it."""
-    if resumed is None:
-        return None
-    checkpoint, progress = resumed
-    heartbeat.enter_phase("load checkpoint")
-    actor = trainer.actor
-    with trainer.models_on_device(trainer.models):
-        load_checkpoint(trainer.models, trainer.device, checkpoint, progress=progress)
-    actor.learner.restore_schedule(progress.updates, progress.loss_scale)
-    try:
-        trainer.resume(checkpoint.folder, progress)
-    except UserFunctionError as error:
-        raise CannotResumeError(str(error)) from error
-    if trainer.mesh.rank == 0:
-        progress_text = (
-            f"{counted(progress.step, 'step')} and {counted(progress.updates, 'update')} are done"
-        )
-        if progress.step == trainer.total_steps:
-            progress_text += (
-                ", which are all; the model is exported again. For more raise run.total_steps "
-                "or run.total_epochs"
-            )
-        extra = event("resume", progress.step)
-        logger.info(
-            "Resuming from %s, made on %s: %s",
-            checkpoint.folder,
-            progress.layout,
-            progress_text,
-            extra=extra,
-        )
-    return progress
-
 
 def reward_rule(algorithm: AlgorithmConfig) -> RewardRule | None:
     """The rule for collapsed rewards; None unless the run may go back to a checkpoint."""
     if algorithm.rollback == 0 or algorithm.rollback_reward_drop is None:
         return None
     return RewardRule(algorithm.rollback_reward_drop, algorithm.rollback_reward_steps)
-
-
-def shared_rollbacks(trainer: Trainer, progress: Progress | None) -> list[Rollback]:
-    """The run's rollbacks, as rank 0 reads them.
-
-    A collective. ValueError on all ranks if it cannot read them."""
-    rollbacks_or_error: list[Rollback] | str = []
-    if trainer.mesh.rank == 0:
-        try:
-            rollbacks_or_error = rollbacks_of(trainer.config.run.output_dir, progress)
-        except ValueError as error:
-            rollbacks_or_error = str(error)
-    rollbacks_or_error = broadcast_from_rank_zero(rollbacks_or_error)
-    if isinstance(rollbacks_or_error, str):
-        raise ValueError(rollbacks_or_error)
-    return rollbacks_or_error
 
 
 def take_back_files(trainer: Trainer, progress: Progress) -> None:

@@ -28,8 +28,8 @@ from rlmath.config.length_curriculum import LengthStage
 from rlmath.config.run_files import write_whole
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, ValidationFile, measured_rows
+from rlmath.data.micro_batches import forward_cost
 from rlmath.data.prompt_curriculum import HISTORY
-from rlmath.data.seqlen_balancing import forward_cost
 from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import FailedSteps, RewardWorkers
 from rlmath.rewards.several_rewards import functions_of, summed_rewards

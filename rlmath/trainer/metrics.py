@@ -14,7 +14,7 @@ from rlmath.algorithms.dynamic_sampling import DROP_REASONS, FILTER_REASONS, Sel
 from rlmath.algorithms.types import Score, ScoredGroup
 from rlmath.answers.verifier import FAILURES, VERDICTS
 from rlmath.config.schema import AlgorithmConfig, RewardConfig
-from rlmath.data.seqlen_balancing import Cost
+from rlmath.data.micro_batches import Cost
 from rlmath.models.learner import MinibatchResult
 from rlmath.rewards.several_rewards import compared_rewards, named_rewards
 from rlmath.rollout.work_queue import EngineUsage, idle_shares

@@ -5,7 +5,7 @@
 
 `grpo` puts the rollout before it; `replay` makes a captured step's update again. The formulas are
 in `algorithms/`, the loss of a minibatch in `models/learner.py`, the schedule in
-`data/seqlen_balancing.py`.
+`data/micro_batches.py`.
 """
 
 # Shape legend: P prompts, G completions of a prompt.
@@ -33,9 +33,9 @@ from rlmath.checkpoint.sharded_state import SavedModel
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, most_critic_updates, most_updates
+from rlmath.data.micro_batches import plan_minibatches, training_cost
 from rlmath.data.order import Rollback
 from rlmath.data.packing import MicroBatch, pack
-from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.models.build import (

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from rlmath.data.dataset import SftInputs
+from rlmath.data.micro_batches import plan_minibatches, training_cost
 from rlmath.data.packing import MicroBatch, pack
-from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
 from rlmath.data.sft_sequences import WrittenSequence
 from rlmath.models.build import build_sft_actor
 from rlmath.telemetry.reporter import StepRecord

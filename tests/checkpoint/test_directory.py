@@ -1,4 +1,4 @@
-"""Which checkpoints are complete, what is wrong with a damaged one, and which give way."""
+"""Which checkpoints are complete, and what is wrong with a damaged one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from rlmath.checkpoint.directory import (
     read_progress,
     remove_partial,
     set_newer_aside,
-    set_superseded_aside,
     write_error_text,
     wrong_contents,
 )
@@ -174,73 +173,6 @@ def test_a_file_that_is_not_as_its_writer_left_it_is_not_published(tmp_path: Pat
     with pytest.raises(ValueError, match="state/a is not there"):
         finish_partial(partial, 1, False, known)
     assert steps(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("kept", "keep_last", "keep_models", "left"),
-    [
-        ((), 2, None, [6, 5]),
-        ((2, 4), 2, None, [6, 5, 4, 2]),
-        ((2, 4), 1, 1, [6, 4]),
-        ((5, 6), 1, 1, [6]),
-        ((1, 2, 6), 2, 2, [6, 5, 2]),
-    ],
-)
-def test_superseded_checkpoints_give_way(
-    tmp_path: Path, kept: tuple[int, ...], keep_last: int, keep_models: int | None, left: list[int]
-) -> None:
-    for step in range(1, 7):
-        make(tmp_path, step, step in kept)
-    aside = set_superseded_aside(tmp_path, keep_last, keep_models, learned_step=6)
-    assert steps(tmp_path) == left
-    assert len(aside) == 6 - len(left) and all(path.name.endswith(".partial") for path in aside)
-
-
-def test_a_checkpoint_before_a_captured_step_stays(tmp_path: Path) -> None:
-    for step in range(1, 7):
-        make(tmp_path, step)
-    set_superseded_aside(tmp_path, 1, None, learned_step=6, always=frozenset({2, 9}))
-    assert steps(tmp_path) == [6, 2]
-
-
-@pytest.mark.parametrize(
-    ("keep_last", "learned_step", "left"),
-    [
-        (2, 6, [6, 5]),
-        (2, 5, [6, 5, 4]),
-        (2, 3, [6, 5, 2]),
-        (1, 5, [6, 4]),
-        (1, 1, [6]),
-        (6, 3, [6, 5, 4, 3, 2, 1]),
-    ],
-)
-def test_the_newest_checkpoint_that_learned_stays_while_nothing_is_learned(
-    tmp_path: Path, keep_last: int, learned_step: int, left: list[int]
-) -> None:
-    for step in range(1, 7):
-        make(tmp_path, step)
-    set_superseded_aside(tmp_path, keep_last, None, learned_step)
-    assert steps(tmp_path) == left
-
-
-def test_a_damaged_checkpoint_does_not_count_as_one_that_stays(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        folder = make(tmp_path, step)
-    (folder / "progress.json").unlink()
-    set_superseded_aside(tmp_path, 1, None, learned_step=3)
-    assert steps(tmp_path) == [2]
-
-
-def test_what_was_passed_over_does_not_count_among_the_newest(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        make(tmp_path, step)
-    set_newer_aside(tmp_path, 1)
-    make(tmp_path, 2)
-    set_superseded_aside(tmp_path, 1, None, learned_step=3)
-    assert steps(tmp_path) == [2]
-    assert {"step-000002.damaged", "step-000003.damaged"} <= {
-        path.name for path in tmp_path.iterdir()
-    }
 
 
 def test_a_folder_that_the_disk_refuses_to_look_at_is_not_absent(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from rlmath.checkpoint.hf.config_json import required_shape
-from rlmath.data.seqlen_balancing import training_cost
+from rlmath.data.micro_batches import training_cost
 from tests.tiny_models import make_model_folder, shape_of
 
 QWEN3_30B_A3B, _ = required_shape("/nowhere/Qwen3-30B-A3B")

@@ -115,7 +115,8 @@ def save(
 
     Returns the critic's weights after a third update."""
     from rlmath.checkpoint.directory import CRITIC
-    from rlmath.checkpoint.manager import CheckpointManager, Retention
+    from rlmath.checkpoint.manager import CheckpointManager
+    from rlmath.checkpoint.retention import Retention
     from rlmath.checkpoint.sharded_state import SavedModel
     from tests.distributed.store_cases import SETTINGS, policy_of, progress
 

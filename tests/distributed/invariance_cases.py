@@ -18,8 +18,8 @@ from rlmath.algorithms.importance_sampling import CorrectionLevel
 from rlmath.algorithms.losses import LossSettings, Normalisation, NormalisationKind
 from rlmath.algorithms.types import Sample
 from rlmath.config.objectives import LossKind, ObjectiveSettings
+from rlmath.data.micro_batches import plan_minibatches
 from rlmath.data.packing import MicroBatch, pack
-from rlmath.data.seqlen_balancing import plan_minibatches
 from tests.distributed.policy_cases import Case, Stage, build, whole_gradients, whole_tensors
 
 

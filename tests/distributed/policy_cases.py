@@ -27,8 +27,8 @@ from rlmath.config.schema import (
     PolicyConfig,
     RolloutConfig,
 )
+from rlmath.data.micro_batches import plan_minibatches
 from rlmath.data.packing import MicroBatch, pack
-from rlmath.data.seqlen_balancing import plan_minibatches
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from tests.tiny_models import shape_of

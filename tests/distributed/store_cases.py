@@ -48,7 +48,8 @@ def progress(step: int, updates: int, world_size: int) -> Any:
 
 
 def open_store(stage: Stage, root: Path, keep_last: int = 2) -> Any:
-    from rlmath.checkpoint.manager import CheckpointManager, Retention
+    from rlmath.checkpoint.manager import CheckpointManager
+    from rlmath.checkpoint.retention import Retention
 
     metadata_files = {"config.json": b"{}"}
     return CheckpointManager(

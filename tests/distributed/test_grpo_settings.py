@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlmath.algorithms.losses import Normalisation
-from rlmath.checkpoint.manager import Retention
+from rlmath.checkpoint.retention import Retention
 from rlmath.checkpoint.save_schedule import Frequency
 from rlmath.models.logprobs import MinTokensMask
 from rlmath.rollout.sampling import request_seed

@@ -39,7 +39,7 @@ from rlmath.run.recovery.resume import (
     refused_changes,
     reward_fingerprint,
 )
-from rlmath.run.recovery.rollback import write_rollbacks
+from rlmath.run.recovery.rollbacks_file import write_rollbacks
 from rlmath.run.run_dir import check_output_folder
 from rlmath.workers.hooks import code_fingerprint, hooks_fingerprint
 from tests.disks import an_ordinary_user

@@ -16,9 +16,9 @@ from rlmath.checkpoint.directory import (
     Progress,
     complete_checkpoints,
     read_progress,
-    set_superseded_aside,
     write_progress,
 )
+from rlmath.checkpoint.retention import Retention, set_superseded_aside
 from rlmath.config.run_files import ROLLBACKS_FILE
 from rlmath.config.schema import AlgorithmConfig, Config, RolloutConfig, SaveConfig
 from rlmath.data.order import PromptOrder, Rollback, seed_after, shares_of
@@ -26,7 +26,7 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.planning.checks import run_problems
 from rlmath.run.divergence import NO_STEP, DivergedError, DivergenceCheck, RewardRule, best_rewards
 from rlmath.run.loop import reward_rule
-from rlmath.run.recovery.rollback import (
+from rlmath.run.recovery.rollbacks_file import (
     read_rollbacks,
     rollbacks_of,
     superseded_by,
@@ -250,7 +250,8 @@ def test_a_checkpoint_from_before_a_collapse_is_there(tmp_path: Path, every: int
         if step % every == 0:
             make_checkpoint(tmp_path, step)
             good_step = step if best is None else best.end
-            set_superseded_aside(tmp_path, keep_last, None, min(step, good_step + 1), rule.steps)
+            retention = Retention(keep_last, None, judged_after=rule.steps)
+            set_superseded_aside(tmp_path, retention, learned_step=min(step, good_step + 1))
     assert best is not None and best.collapsed is not None
     steps = [checkpoint.step for checkpoint in complete_checkpoints(tmp_path)[0]]
     assert any(best.end - 2 * rule.steps <= step <= best.end for step in steps), (best.end, steps)

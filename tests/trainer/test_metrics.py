@@ -6,7 +6,7 @@ import pytest
 from rlmath.algorithms.dynamic_sampling import Chosen, Selection
 from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
 from rlmath.config.schema import AlgorithmConfig, RewardConfig
-from rlmath.data.seqlen_balancing import Cost
+from rlmath.data.micro_batches import Cost
 from rlmath.models.critic import VALUE_SUMS
 from rlmath.models.learner import MinibatchResult
 from rlmath.rewards.several_rewards import TAKEN

@@ -23,8 +23,8 @@ from rlmath.config.schema import (
     RunConfig,
     SftConfig,
 )
+from rlmath.data.micro_batches import MinibatchPlan, plan_minibatches, training_cost
 from rlmath.data.packing import MicroBatch, pack
-from rlmath.data.seqlen_balancing import MinibatchPlan, plan_minibatches, training_cost
 from rlmath.data.sft_sequences import WrittenSequence
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers

@@ -11,8 +11,9 @@ from torch import Tensor
 from rlmath.checkpoint.convert.torch_dist_io import StateReader
 from rlmath.checkpoint.directory import SETTINGS, read_progress
 from rlmath.checkpoint.hf.headers import fingerprint_to_compare, model_fingerprint, weight_problems
+from rlmath.checkpoint.hf.lora_merge import merged_weight
 from rlmath.checkpoint.hf.weight_map import adapter_name, hf_tensors
-from rlmath.checkpoint.hf.weights import HFReader, merged_weight
+from rlmath.checkpoint.hf.weights import HFReader
 from rlmath.config.help import raise_problems
 from rlmath.config.hub import local_folder
 from rlmath.config.load import load_config

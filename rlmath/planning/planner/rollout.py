@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlmath.data.seqlen_balancing import forward_cost
+from rlmath.data.micro_batches import forward_cost
 from rlmath.planning.memory_formulas import (
     BLOCK_TOKENS,
     EngineBytes,

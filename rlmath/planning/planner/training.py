@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rlmath.checkpoint.hf.run_shapes import RunShapes
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, LoraConfig, PolicyConfig
-from rlmath.data.seqlen_balancing import forward_cost
+from rlmath.data.micro_batches import forward_cost
 from rlmath.distributed.mesh import Mesh
 from rlmath.planning.memory_estimate import Target, gradient_buffers, own_layers
 from rlmath.planning.memory_formulas import FLOAT32_BYTES

@@ -19,7 +19,6 @@ from rlmath.checkpoint.directory import (
     Progress,
     complete_checkpoints,
     remove,
-    sound_checkpoints,
 )
 from rlmath.checkpoint.hf.headers import source_formats
 from rlmath.checkpoint.hf.metadata_files import (
@@ -30,7 +29,8 @@ from rlmath.checkpoint.hf.metadata_files import (
 from rlmath.checkpoint.hf.peft import adapter_files
 from rlmath.checkpoint.hf.weight_map import adapter_rules
 from rlmath.checkpoint.hf.weights import stream_hf_tensors, write_hf_folder
-from rlmath.checkpoint.manager import CheckpointManager, Retention
+from rlmath.checkpoint.manager import CheckpointManager
+from rlmath.checkpoint.retention import Retention, sound_checkpoints
 from rlmath.config.length_curriculum import has_length_stages
 from rlmath.config.load import config_as_yaml, shown_values
 from rlmath.config.run_files import (

@@ -37,7 +37,7 @@ from rlmath.data.sft_sequences import sequences_fingerprint
 from rlmath.distributed.device_kind import resolve_kind
 from rlmath.rewards.several_rewards import functions_of
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
-from rlmath.run.recovery.rollback import read_rollbacks, rollbacks_of, superseded_by
+from rlmath.run.recovery.rollbacks_file import read_rollbacks, rollbacks_of, superseded_by
 from rlmath.run.recovery.tokenizer_changes import tokenizer_changes
 from rlmath.workers.hooks import Hook, code_fingerprint, hooks_fingerprint, is_same_function
 from rlmath.workers.user_functions import advantage_hook, selection_hook

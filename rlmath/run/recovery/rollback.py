@@ -5,109 +5,134 @@ Other seeds and a smaller learning rate follow:
     divergence -> last good checkpoint -> weights, optimizer, draws from there -> rollbacks.json
                -> newer checkpoints and rows set aside -> the steps again
 
-rollbacks.json is on the disk before anything else in the run's folder is changed: a run that is
-killed at any moment resumes with it, and never makes more rollbacks than `algorithm.rollback`.
-Checkpoints have the list, too, for a folder that was copied without the file. One that was made
-before a rollback, and is newer than where that one went back to, is never resumed from.
+`roll_back` does all of it up to rollbacks.json (`rollbacks_file`), which is on the disk before
+anything else in the run's folder is changed; `run.loop` does the rest.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Sequence
-from pathlib import Path
+import logging
 
-from rlmath.checkpoint.directory import Progress
-from rlmath.config.files import parse_json, read_regular
-from rlmath.config.run_files import ROLLBACKS_FILE, write_whole
+from rlmath.checkpoint.directory import Progress, read_progress
+from rlmath.config.run_files import ROLLBACKS_FILE
 from rlmath.data.order import Rollback
+from rlmath.distributed.collectives import broadcast_from_rank_zero
+from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
+from rlmath.run.divergence import DivergedError
+from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
+from rlmath.run.recovery.checkpointing import Checkpointer
+from rlmath.run.recovery.restore import restore
+from rlmath.run.recovery.resume import CheckpointToResume, Recovery
+from rlmath.run.recovery.rollbacks_file import rollbacks_of, write_rollbacks
+from rlmath.telemetry.events import event
+from rlmath.trainer.base import Trainer
 
-VERSION = 1
-_MOST_BYTES = 2**20
-
-
-def read_rollbacks(output_dir: str | Path) -> list[Rollback]:
-    """The rollbacks of the run in a folder; none where there is no file.
-
-    ValueError where the file cannot be used."""
-    path = Path(output_dir) / ROLLBACKS_FILE
-    try:
-        values = parse_json(read_regular(path, _MOST_BYTES).decode())
-        if values["version"] != VERSION:
-            raise ValueError(f"its form is version {values['version']!r}; needed: {VERSION}")
-        return [
-            _read_rollback(number, row) for number, row in enumerate(values["rollbacks"], start=1)
-        ]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(
-            f"{path}, the list of the run's rollbacks, cannot be read ({type(error).__name__}: "
-            f"{error}). Restore it; "
-            "without it, moved away, the run resumes with the rollbacks that its checkpoints know"
-        ) from error
+logger = logging.getLogger(__name__)
 
 
-def _read_rollback(number: int, row: dict) -> Rollback:
-    step, draw_step, diverged = steps = [
-        row[name] for name in ("step", "draw_step", "diverged_step")
-    ]
-    if any(type(step_number) is not int or not 0 <= step_number < 2**63 for step_number in steps):
-        raise ValueError(f"{steps} are no steps")
-    return Rollback(number, step, draw_step, diverged_step=diverged, reason=str(row["reason"]))
+def roll_back(
+    error: DivergedError, trainer: Trainer, checkpointer: Checkpointer, heartbeat: Heartbeat
+) -> Progress | None:
+    """Go back to the last good checkpoint, and return its progress.
 
-
-def write_rollbacks(output_dir: str | Path, rollbacks: Sequence[Rollback]) -> None:
-    """Write a run's rollbacks, which are on the disk when this returns.
-
-    After an OSError the file is as before."""
-    path = Path(output_dir) / ROLLBACKS_FILE
-    rows = [
-        {name: value for name, value in vars(rollback).items() if name != "number"}
-        for rollback in rollbacks
-    ]
-    write_whole(path, json.dumps({"version": VERSION, "rollbacks": rows}, indent=1) + "\n")
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def rollbacks_of(
-    output_dir: str | Path, progress: Progress | None, there: list[Rollback] | None = None
-) -> list[Rollback]:
-    """The rollbacks of a run that stands at `progress`.
-
-    They are those of the folder's file, or those of the checkpoint if the file has fewer. `there`
-    are those of the file if it is read already. ValueError if the file cannot be used, or is that
-    of another run."""
-    there = read_rollbacks(output_dir) if there is None else there
-    if progress is None:
-        return there
-    steps = zip(progress.rollback_steps, progress.rollback_draw_steps, strict=False)
-    checkpoint_rollbacks = [
-        Rollback(number, step, draw_step) for number, (step, draw_step) in enumerate(steps, start=1)
-    ]
-    if len(there) < len(checkpoint_rollbacks):
-        return checkpoint_rollbacks
-    if [rollback.step for rollback in there[: len(checkpoint_rollbacks)]] != list(
-        progress.rollback_steps
-    ):
-        raise ValueError(
-            f"{Path(output_dir) / ROLLBACKS_FILE} has rollbacks to the steps "
-            f"{[rollback.step for rollback in there]}, the "
-            f"checkpoint of step {progress.step} those to {list(progress.rollback_steps)}: the "
-            "file is that of another "
-            "run. Restore it, or move it away"
+    A collective. None if there is no good checkpoint, or no rollback is left. The rollback is on
+    the disk when this returns, and nothing else there is changed."""
+    diverged_step = heartbeat.step
+    most = trainer.config.algorithm.rollback
+    if most == 0:
+        return None
+    checkpointer.finish()
+    rollbacks = shared_rollbacks(trainer, None)
+    if len(rollbacks) < len(trainer.rollbacks):  # the file is lost
+        rollbacks = list(trainer.rollbacks)
+    resumed = _good_checkpoint(trainer, checkpointer, heartbeat) if len(rollbacks) < most else None
+    if resumed is None:
+        reason = (
+            "no checkpoint is good"
+            if len(rollbacks) < most
+            else f"all {most} of algorithm.rollback are made"
         )
-    return there
+        if trainer.mesh.rank == 0:
+            logger.error("No rollback after the divergence in step %d: %s", diverged_step, reason)
+        return None
+    checkpoint, progress = resumed
+    number = len(rollbacks) + 1
+    step = progress.step
+    # The optimizer is restored with the learning rate of the new rollback.
+    trainer.roll_back([*rollbacks, Rollback(number, step, step)])
+    restore(trainer, resumed, heartbeat)
+    draw_step = trainer.next_draw_step(step)
+    rollbacks.append(
+        Rollback(number, step, draw_step, diverged_step=diverged_step, reason=str(error))
+    )
+    trainer.roll_back(rollbacks)
+    refused = _write_on_rank_zero(trainer, rollbacks)
+    if trainer.mesh.rank == 0 and refused is not None:
+        logger.error("No rollback, which would not be counted: %s: %s", ROLLBACKS_FILE, refused)
+    elif trainer.mesh.rank == 0:
+        logger.error(
+            "Rollback %d of at most %d: the run diverged in step %d: %s. It goes back to %s; "
+            "the learning rate is %g times what the settings say, and prompts and samples have "
+            "other seeds from step %d on",
+            number,
+            most,
+            diverged_step,
+            error,
+            checkpoint.folder,
+            trainer.actor.learner.lr_scale,
+            draw_step + 1,
+            extra=event("rollback", step, diverged_step=diverged_step),
+        )
+    return progress if refused is None else None
 
 
-def superseded_by(rollbacks: Sequence[Rollback], progress: Progress) -> Rollback | None:
-    """The first rollback that discarded a checkpoint's steps; None if there is none.
+def _good_checkpoint(
+    trainer: Trainer, checkpointer: Checkpointer, heartbeat: Heartbeat
+) -> CheckpointToResume | None:
+    """The newest good checkpoint whose files are as they were written.
 
-    The checkpoint was made before it, and is of a later step than the one it went back to."""
-    later = rollbacks[len(progress.rollback_steps) :]
-    return next((rollback for rollback in later if rollback.step < progress.step), None)
+    A collective."""
+    heartbeat.enter_phase("check checkpoint")
+    recovery = None
+    if trainer.mesh.rank == 0:
+        try:
+            candidates = [
+                (checkpoint, read_progress(checkpoint.folder))
+                for checkpoint in checkpointer.sound()
+            ]
+            recovery = Recovery(candidates, []) if candidates else None
+        except (OSError, ValueError) as error:
+            logger.warning("The checkpoints cannot be looked at: %s", error)
+    try:
+        return choose_checkpoint(recovery, heartbeat.report_progress)
+    except ValueError as error:
+        if trainer.mesh.rank == 0:
+            logger.warning("%s", error)
+        return None
+
+
+def _write_on_rank_zero(trainer: Trainer, rollbacks: list[Rollback]) -> str | None:
+    """Write the list on rank 0, and return the error on all ranks; None where it is on the disk."""
+    refused = None
+    if trainer.mesh.rank == 0:
+        try:
+            write_rollbacks(trainer.config.run.output_dir, rollbacks)
+        except OSError as error:
+            refused = str(error)
+    return broadcast_from_rank_zero(refused)
+
+
+def shared_rollbacks(trainer: Trainer, progress: Progress | None) -> list[Rollback]:
+    """The run's rollbacks, as rank 0 reads them.
+
+    A collective. ValueError on all ranks if it cannot read them."""
+    rollbacks_or_error: list[Rollback] | str = []
+    if trainer.mesh.rank == 0:
+        try:
+            rollbacks_or_error = rollbacks_of(trainer.config.run.output_dir, progress)
+        except ValueError as error:
+            rollbacks_or_error = str(error)
+    rollbacks_or_error = broadcast_from_rank_zero(rollbacks_or_error)
+    if isinstance(rollbacks_or_error, str):
+        raise ValueError(rollbacks_or_error)
+    return rollbacks_or_error

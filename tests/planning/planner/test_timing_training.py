@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.config.schema import PolicyConfig
-from rlmath.data.seqlen_balancing import forward_cost, training_cost
+from rlmath.data.micro_batches import forward_cost, training_cost
 from rlmath.planning.planner.cluster import COEFFICIENTS, read_coefficients
 from rlmath.planning.planner.step import (
     plan_step,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmath.data import seqlen_balancing
-from rlmath.data.seqlen_balancing import (
+from rlmath.data import micro_batches
+from rlmath.data.micro_batches import (
     Bin,
     Budget,
     Cost,
@@ -226,13 +226,13 @@ def test_exchanges_are_looked_for_between_a_bounded_number_of_pairs_for_each_ran
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs = [0]
-    exchange = seqlen_balancing._exchange
+    exchange = micro_batches._exchange
 
     def counted(*args, **named) -> bool:
         pairs[0] += 1
         return exchange(*args, **named)
 
-    monkeypatch.setattr(seqlen_balancing, "_exchange", counted)
+    monkeypatch.setattr(micro_batches, "_exchange", counted)
     lengths = lengths_of_long_reasoning(28_672, 8 * ranks)
     plan_minibatches(lengths, 1, ranks, 32_768, seed=1, cost=COST_OF_1_5B)
     assert 0 < pairs[0] <= 16 * ranks
