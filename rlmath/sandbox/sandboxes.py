@@ -25,7 +25,8 @@ from typing import Any, Self
 from rlmath.sandbox import kernel
 from rlmath.sandbox.calls import STATES, CallResult, Limits, PastCall
 from rlmath.sandbox.frames import FrameBuffer, framed
-from rlmath.sandbox.server import ENVIRONMENT, MOST_MESSAGE_BYTES, PRELOADED, READ_BYTES
+from rlmath.sandbox.server import MOST_MESSAGE_BYTES, READ_BYTES
+from rlmath.sandbox.server_program import ENVIRONMENT, PRELOADED
 
 ATTEMPTS = 3
 """Attempts at a call in all, where it meets a fault of the infrastructure."""
@@ -40,7 +41,8 @@ ANSWER_SECONDS = 60.0
 CLOSE_SECONDS = 10.0
 """Time limit for the server's end after its socket is closed."""
 BOOTSTRAP = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from rlmath.sandbox.server import main; main()"
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from rlmath.sandbox.server_program import main; main()"
 )
 FOLDER = str(Path(__file__).resolve().parents[2])
 """The folder that rlmath is in."""

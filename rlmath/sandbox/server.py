@@ -1,7 +1,8 @@
-"""The program that forks sandboxes, hands them calls, and judges what came of them.
+"""The server that forks sandboxes, hands them calls, and judges what came of them.
 
-It imports numpy and sympy once, forks sandboxes ahead, and has each execute the calls of one
-completion. Frames of JSON go over one socket:
+`server_program` starts it; a call and the sandbox that executes it are records of `executions`. It
+forks sandboxes ahead, and has each execute the calls of one completion. Frames of JSON go over one
+socket:
 
 | from the leader | |
 |---|---|
@@ -28,31 +29,24 @@ goes on:
 A reply is one frame of bounded size in strict UTF-8, with the number of the call that is executed;
 everything else, and bytes that nobody asked for, end the sandbox. Times are measured from here.
 When the leader ends, so do the server and its sandboxes.
-
-    python -c BOOTSTRAP <folder of rlmath> <settings as JSON>
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import hashlib
-import importlib
 import json
 import os
 import select
 import signal
 import socket
-import sys
 import time
-import warnings
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rlmath.sandbox import kernel
 from rlmath.sandbox.calls import Limits
+from rlmath.sandbox.executions import Call, Execution, Sandbox, Step, has_unread, resident_bytes
 from rlmath.sandbox.frames import (
     FrameBuffer,
     Reply,
@@ -63,16 +57,7 @@ from rlmath.sandbox.frames import (
 )
 from rlmath.sandbox.process import Confinement, run_sandbox
 from rlmath.sandbox.shown import shown_text
-from rlmath.workers.process_tree import PAGE_BYTES, cpu_seconds
 
-PRELOADED: Sequence[str] = (
-    "bisect cmath collections copy datetime decimal fractions functools heapq inspect itertools "
-    "json math operator re "
-    "random statistics string textwrap time typing dataclasses numpy numpy.fft numpy.linalg "
-    "numpy.polynomial "
-    "numpy.random sympy sympy.abc sympy.combinatorics sympy.geometry sympy.ntheory sympy.stats"
-).split()
-"""Modules that sandboxes have from the start, where they are installed."""
 SAMPLE_SECONDS = 0.05
 """Interval between two looks at a call's time and threads."""
 QUIET_SECONDS = 0.003
@@ -85,16 +70,6 @@ TRIAL_SECONDS = 60.0
 """Time limit for the call that is tried before the server is ready."""
 MOST_MESSAGE_BYTES = 2**26
 READ_BYTES = 2**16
-ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "LANG": "C.UTF-8",
-    "TZ": "UTC",
-    "PYTHONHASHSEED": "0",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
-"""All of the environment of the server and of its sandboxes."""
 
 
 @dataclass(frozen=True)
@@ -112,108 +87,6 @@ class ServerSettings:
     """Modules that sandboxes have from the start, where they are installed."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """Code that a sandbox executes: a call, or an earlier one of its completion again."""
-
-    number: int
-    seed: int
-    code: str
-
-    def digest(self) -> bytes:
-        return hashlib.sha256(encoded_request(self.number, self.seed, self.code)).digest()
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call as the leader submits it."""
-
-    id: int
-    key: str
-    step: Step
-    past: tuple[Step, ...]
-    """The earlier calls that its session is made of."""
-    cpu_seconds: float
-    """Its limit: what is left of the completion's, if that is less than a call's."""
-    submitted_at: float
-    """time.monotonic(), which is the machine's."""
-
-    @staticmethod
-    def from_json(message: Mapping[str, Any]) -> Call:
-        steps = [Step(number, seed, code) for number, seed, code in message["steps"]]
-        return Call(
-            id=message["id"],
-            key=message["key"],
-            step=steps[-1],
-            past=tuple(steps[:-1]),
-            cpu_seconds=message["cpu_seconds"],
-            submitted_at=message["submitted_at"],
-        )
-
-
-@dataclass
-class _Execution:
-    """A call that a sandbox executes, behind the earlier calls that it lacks."""
-
-    call: Call
-    steps: deque[Step]
-    """Steps to be executed; the first is being executed."""
-    started: float
-    rebuilt_calls: int
-    cpu_before: float = 0.0
-    """CPU time of its sandbox at the start of the step (seconds)."""
-    cpu_limit: float = 0.0
-    wall_limit: float = 0.0
-    step_started: float = 0.0
-    look_at: float = 0.0
-    """Time at which its CPU time and threads are checked next."""
-    looks: int = 0
-    looks_asleep: int = 0
-    """Number of looks at which its sandbox slept of its own will."""
-
-    @property
-    def is_rebuilding(self) -> bool:
-        return len(self.steps) > 1
-
-
-@dataclass(eq=False)
-class _Sandbox:
-    """A forked process."""
-
-    pid: int
-    channel: socket.socket
-    received: FrameBuffer
-    key: str | None = None
-    history: list[bytes] = field(default_factory=list)
-    """Digests of the steps that it has executed."""
-    execution: _Execution | None = None
-    unsent: bytes = b""
-    lost_at: float | None = None
-    """Time at which it closed its channel."""
-    was_killed: bool = False
-    memory_bytes: int = 0
-    """Resident memory after its last call, beyond what the server has."""
-
-    def cpu_seconds(self) -> float:
-        with contextlib.suppress(OSError):
-            return cpu_seconds(self.pid)
-        return 0.0
-
-    def threads(self) -> int:
-        with contextlib.suppress(OSError):
-            return os.stat(f"/proc/{self.pid}/task").st_nlink - 2
-        return 1
-
-    def is_asleep(self) -> bool:
-        """Whether its main thread waits or has stopped of its own will.
-
-        Waiting for a core or a disk is not of its own will."""
-        with contextlib.suppress(OSError):
-            with open(f"/proc/{self.pid}/stat", "rb", buffering=0) as file:
-                return file.readall().rpartition(b")")[2].split()[0] in b"STt"
-        return False
-
-
 class Server:
     """Sandboxes and the queue of calls, until the leader has ended."""
 
@@ -227,19 +100,19 @@ class Server:
         self._messages = FrameBuffer(MOST_MESSAGE_BYTES)
         self._unsent = bytearray()
         self._waiting: OrderedDict[int, Call] = OrderedDict()
-        self._spares: deque[_Sandbox] = deque()
-        self._sessions: OrderedDict[str, _Sandbox] = OrderedDict()
+        self._spares: deque[Sandbox] = deque()
+        self._sessions: OrderedDict[str, Sandbox] = OrderedDict()
         """By completions; the one that was used longest ago is first."""
-        self._running: dict[int, _Sandbox] = {}
+        self._running: dict[int, Sandbox] = {}
         """Sandboxes that execute a call, by the call's id."""
-        self._open: dict[int, _Sandbox] = {}
+        self._open: dict[int, Sandbox] = {}
         """Sandboxes by the descriptors of their channels."""
-        self._ending: dict[int, _Sandbox] = {}
+        self._ending: dict[int, Sandbox] = {}
         """Sandboxes that were killed or have closed their channel, by process id, until they are
         waited for."""
         self._poll = select.poll()
         self._pid = os.getpid()
-        self._resident_bytes = _resident_bytes(self._pid)
+        self._resident_bytes = resident_bytes(self._pid)
         self._failed_spares = 0
         """Sandboxes that ended one after the other before they had a call."""
 
@@ -356,7 +229,7 @@ class Server:
                     queue_seconds=queue_seconds,
                 )
                 continue
-            sandbox.execution = _Execution(
+            sandbox.execution = Execution(
                 call,
                 steps=deque([*missing, call.step]),
                 started=time.monotonic(),
@@ -365,14 +238,14 @@ class Server:
             self._running[call.id] = sandbox
             self._start_step(sandbox, sandbox.execution)
 
-    def _sandbox_for(self, call: Call) -> tuple[_Sandbox, list[Step]]:
+    def _sandbox_for(self, call: Call) -> tuple[Sandbox, list[Step]]:
         """The completion's sandbox, or another one with the steps that it lacks.
 
         OSError where none can be forked."""
         digests = [step.digest() for step in call.past]
         session = self._sessions.get(call.key)
         if session is not None:
-            if session.history == digests and not _has_unread(session):
+            if session.history == digests and not has_unread(session):
                 self._sessions.move_to_end(call.key)
                 os.kill(session.pid, signal.SIGCONT)
                 return session, []
@@ -383,7 +256,7 @@ class Server:
             self._sessions[call.key] = sandbox
         return sandbox, list(call.past)
 
-    def _start_step(self, sandbox: _Sandbox, execution: _Execution) -> None:
+    def _start_step(self, sandbox: Sandbox, execution: Execution) -> None:
         """Send a step to its sandbox and set its limits."""
         step = execution.steps[0]
         started = time.monotonic()
@@ -397,7 +270,7 @@ class Server:
         sandbox.unsent = framed(encoded_request(step.number, step.seed, step.code))
         self._send_request(sandbox)
 
-    def _send_request(self, sandbox: _Sandbox) -> None:
+    def _send_request(self, sandbox: Sandbox) -> None:
         """Send what the channel takes."""
         events = select.POLLIN
         try:
@@ -419,7 +292,7 @@ class Server:
         if event & ~select.POLLOUT:
             self._receive(sandbox)
 
-    def _receive(self, sandbox: _Sandbox) -> None:
+    def _receive(self, sandbox: Sandbox) -> None:
         """Read from a sandbox's channel and handle its reply; anything else ends the sandbox."""
         try:
             part = sandbox.channel.recv(READ_BYTES)
@@ -450,7 +323,7 @@ class Server:
             return
         self._handle_reply(sandbox, execution, reply)
 
-    def _handle_reply(self, sandbox: _Sandbox, execution: _Execution, reply: Reply) -> None:
+    def _handle_reply(self, sandbox: Sandbox, execution: Execution, reply: Reply) -> None:
         """Go on with the next step, or report the call's result.
 
         The sandbox is stopped until its next call."""
@@ -469,13 +342,13 @@ class Server:
         if sandbox.key is None:
             self._kill(sandbox)
         else:
-            sandbox.memory_bytes = max(0, _resident_bytes(sandbox.pid) - self._resident_bytes)
+            sandbox.memory_bytes = max(0, resident_bytes(sandbox.pid) - self._resident_bytes)
             self._evict()
 
     def _finish(
         self,
-        sandbox: _Sandbox,
-        execution: _Execution,
+        sandbox: Sandbox,
+        execution: Execution,
         status: str,
         text: str,
         left_out: int = 0,
@@ -503,7 +376,7 @@ class Server:
         """Send a result; `figures` are fields of `CallResult`."""
         self._send({"id": call.id, "status": status, "text": text, **figures})
 
-    def _end(self, sandbox: _Sandbox, status: str, text: str) -> None:
+    def _end(self, sandbox: Sandbox, status: str, text: str) -> None:
         """Kill a sandbox.
 
         Its call, if it executes one, has this result; while rebuilding it is lost."""
@@ -535,7 +408,7 @@ class Server:
                 sandbox.was_killed = True
                 os.kill(sandbox.pid, signal.SIGKILL)
 
-    def _look_at(self, sandbox: _Sandbox, execution: _Execution, time_now: float) -> None:
+    def _look_at(self, sandbox: Sandbox, execution: Execution, time_now: float) -> None:
         """End a call that is above a limit.
 
         Wall time that it did not sleep through is the machine's fault."""
@@ -590,7 +463,7 @@ class Server:
             with contextlib.suppress(OSError):  # tried again when it is needed
                 self._spares.append(self._fork())
 
-    def _fork(self) -> _Sandbox:
+    def _fork(self) -> Sandbox:
         """Fork a sandbox.
 
         OSError where the machine has no memory or process for it."""
@@ -605,7 +478,7 @@ class Server:
             run_sandbox(sandbox_end, self._pid, self._confinement)
         sandbox_end.close()
         server_end.setblocking(False)
-        sandbox = _Sandbox(
+        sandbox = Sandbox(
             pid, server_end, FrameBuffer(most_reply_bytes(self._limits.output_characters))
         )
         self._open[server_end.fileno()] = sandbox
@@ -623,7 +496,7 @@ class Server:
                 memory -= sandbox.memory_bytes
                 self._kill(sandbox)
 
-    def _forget(self, sandbox: _Sandbox) -> None:
+    def _forget(self, sandbox: Sandbox) -> None:
         """Close a sandbox's channel, so that it gets no further call."""
         if sandbox.channel.fileno() >= 0:
             self._poll.unregister(sandbox.channel)
@@ -635,7 +508,7 @@ class Server:
             self._spares.remove(sandbox)
         self._ending[sandbox.pid] = sandbox
 
-    def _kill(self, sandbox: _Sandbox) -> None:
+    def _kill(self, sandbox: Sandbox) -> None:
         """Kill a sandbox, whose call has been reported, or is cancelled."""
         self._forget(sandbox)
         if sandbox.execution is not None:
@@ -644,7 +517,7 @@ class Server:
         sandbox.was_killed = True
         os.kill(sandbox.pid, signal.SIGKILL)
 
-    def _lose(self, sandbox: _Sandbox) -> None:
+    def _lose(self, sandbox: Sandbox) -> None:
         """Close the channel of a sandbox that closed its end.
 
         The sandbox ends by itself, or is killed in a moment; how it ended says whose fault that is.
@@ -669,7 +542,7 @@ class Server:
                 seconds_used = usage.ru_utime + usage.ru_stime
                 self._report_ended(sandbox, os.waitstatus_to_exitcode(status), seconds_used)
 
-    def _report_ended(self, sandbox: _Sandbox, exit_code: int, used: float) -> None:
+    def _report_ended(self, sandbox: Sandbox, exit_code: int, used: float) -> None:
         """Report the call of a process that has ended by itself.
 
         `used` is the CPU time that it has used in all.
@@ -709,17 +582,6 @@ class Server:
             os.waitpid(pid, 0)
 
 
-def _has_unread(sandbox: _Sandbox) -> bool:
-    """Whether a session has written something that nobody asked for, or has ended."""
-    try:
-        sandbox.channel.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return bool(sandbox.received)
-    except OSError:
-        pass
-    return True
-
-
 def _drain(wake: socket.socket) -> None:
     with contextlib.suppress(BlockingIOError):
         while wake.recv(READ_BYTES):
@@ -730,87 +592,4 @@ def _timeout_text(limit_text: str) -> str:
     return (
         f"TimeoutError: the call took more than {limit_text} and was ended; "
         "what it had defined is lost\n"
-    )
-
-
-# ---------------------------------------------------------------- the program
-
-
-def main() -> None:
-    """Prepare what all sandboxes share, then serve.
-
-    `sys.argv` is the program, the folder of rlmath and the settings.
-    """
-    if kernel.fix_addresses():
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    folder, settings_json = sys.argv[1:]
-    message = json.loads(settings_json)
-    limits = Limits(**message.pop("limits"))
-    descriptor = message.pop("socket")
-    settings = ServerSettings(limits=limits, **message)
-    # A cluster, Ctrl-C and torchrun send these signals to all processes of a job; only the leader
-    # ends this process.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    with socket.socket(fileno=descriptor) as control:
-        try:
-            control.set_inheritable(False)
-            sys.path.remove(folder)
-            _be_killed_first()
-            os.environ.clear()
-            os.environ.update(ENVIRONMENT)
-            preload(settings.preload)
-            confinement = prepare_confinement(settings)
-        except Exception as error:
-            control.sendall(
-                framed(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
-            )
-            return
-        gc.collect()
-        gc.freeze()
-        Server(control, settings, confinement).serve()
-
-
-def _resident_bytes(pid: int) -> int:
-    """Memory of a process; 0 where it has ended or /proc is not there."""
-    with contextlib.suppress(OSError):
-        with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:
-            return int(file.readall().split()[1]) * PAGE_BYTES
-    return 0
-
-
-def _be_killed_first() -> None:
-    """Have the largest sandbox killed, not the trainer, where the machine runs out of memory.
-
-    Sandboxes inherit this from the server."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-
-
-def preload(names: Iterable[str]) -> None:
-    """Import modules that are installed, and use sympy once, so that its caches are filled."""
-    # Filters that libraries set would show warnings that a notebook does not.
-    with warnings.catch_warnings():
-        for name in names:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-    if (sympy := sys.modules.get("sympy")) is not None:
-        x = sympy.Symbol("x")
-        sympy.factorint(5040)
-        sympy.solve(x**2 - 2, x)
-        sympy.integrate(x**2, x)
-        sympy.simplify(sympy.sin(x) ** 2 + sympy.cos(x) ** 2)
-
-
-def prepare_confinement(settings: ServerSettings) -> Confinement:
-    """The confinement of all sandboxes; OSError where the kernel refuses Landlock's rules."""
-    uses_landlock = settings.isolation == "landlock"
-    with open("/proc/self/statm", "rb") as file:
-        pages = int(file.read().split()[0])
-    return Confinement(
-        limits=settings.limits,
-        instructions=kernel.make_filter(settings.isolation),
-        ruleset=kernel.make_ruleset(kernel.readable_paths()) if uses_landlock else None,
-        address_space_bytes=pages * PAGE_BYTES + settings.limits.memory_bytes,
-        null=os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC),
     )

@@ -13,8 +13,9 @@ import pytest
 
 from rlmath.sandbox import kernel
 from rlmath.sandbox.calls import CallResult, Limits, PastCall
+from rlmath.sandbox.executions import Sandbox
 from rlmath.sandbox.sandboxes import ATTEMPTS, Sandboxes
-from rlmath.sandbox.server import PRELOADED, _Sandbox
+from rlmath.sandbox.server_program import PRELOADED
 from tests.programs import wait_for
 
 ISOLATION = kernel.best_isolation()
@@ -495,7 +496,7 @@ def test_starving_is_the_machines_fault_and_sleeping_the_codes() -> None:
     """A process that wants a core is not asleep, even while it has none; a stopped one is."""
     process = psutil.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        sandbox = _Sandbox(process.pid, None, None)  # type: ignore[arg-type]
+        sandbox = Sandbox(process.pid, None, None)  # type: ignore[arg-type]
         wait_for(lambda: process.status() == psutil.STATUS_RUNNING, 20.0)
         assert not any(sandbox.is_asleep() for _ in range(20))
         process.suspend()
