@@ -220,94 +220,120 @@ def read_unit(tokens: Sequence[Token], known_words: KnownWords | None = None) ->
     """The unit of these tokens, else None; nouns are `known_words` (None: any).
 
     Examples are `cm^2`, `miles per hour`, `square feet`, `^\\circ C` and `apples`."""
-    dimensions: dict[str, int] = {}
-    parts: set[Known] = set()
-    factor = Fraction(1)
-    nouns = []
-    sign = 1
-    pending = 1
+    reader = _UnitReader(tokens, known_words)
     position = 0
-    multiplier = 1
     while position < len(tokens):
-        text = tokens[position].text
-        lower = text.lower()
-        step = 1
-        exponent = 1
-        unit_and_size = _known(tokens, position)
-        if (
-            unit_and_size is None
-            and known_words is not None
-            and singular(lower) in known_words.counted
-        ):
-            nouns.append(singular(lower))
-        elif lower in ("/", "per") or (
-            lower in ("a", "an") and sign == 1 and (dimensions or nouns)
-        ):
-            if position + 1 == len(tokens):
-                return None
-            sign = -1
-        elif lower in ("\\cdot", "*", ".", "-"):
-            pass
-        elif lower == "in" and _text(tokens, position + 1) in _AFTER_IN:
-            step = 2
-        elif lower in _POWERS:
-            if lower.endswith("d"):  # "squared" follows its unit
-                return None
-            pending = _POWERS[lower]
-        elif (degree := _degree(tokens, position)) is not None:
-            name, step = degree
-            _multiply(dimensions, ((name, 1),), sign)
-            parts.add((((name, 1),), Fraction(1)))
-        elif lower in ("unit", "units"):
-            step += _exponent(tokens, position + 1)[1]
-            pending = 1
-        elif (
-            lower == "\\frac"
-            and sign == 1
-            and (quotient := _quotient(tokens, position)) is not None
-        ):
-            quotient_unit, step = quotient
-            factor *= quotient_unit.factor
-            _multiply(dimensions, quotient_unit.dimensions, 1)
-            parts |= quotient_unit.parts
-        elif unit_and_size is not None:
-            known_unit, size = unit_and_size
-            exponent, exponent_size = _exponent(tokens, position + size)
-            step = (
-                size
-                + exponent_size
-                + (lower == "percentage" and _text(tokens, position + 1).startswith("point"))
-            )
-            if lower == "ms" and exponent < 0:  # m s^{-2}
-                _multiply(dimensions, (("length", 1),), sign)
-                parts.add(_KNOWN["m"])
-                known_unit = _KNOWN["s"]
-            parts |= _WRITTEN_WITH.get(known_unit, {known_unit})
-            factor *= known_unit[1] ** (sign * pending * exponent)
-            _multiply(dimensions, known_unit[0], sign * pending * exponent)
-            sign = 1
-            pending = 1
-        elif (
-            times := _MULTIPLIERS.get(lower) or _MULTIPLIERS.get(lower.removesuffix("s"))
-        ) is not None:
-            multiplier *= times
-        elif (
-            sign == 1
-            and _is_noun(tokens[position])
-            and (known_words is None or lower in known_words)
-        ):
-            nouns.append(singular(lower))
-        elif not (
-            lower in _FILLERS or (lower in _ORDINALS and position == 0 and not tokens[0].space)
-        ):
+        size = reader.take(position)
+        if size == 0:
             return None
-        position += step
-    if len(nouns) > MAX_NOUNS or not tokens:
-        return None
-    if any(dimensions.get(base, 1) != 1 for base in ("percent", "degree")):
-        return None
-    bases = tuple(sorted((base, n) for base, n in dimensions.items() if n))
-    return Unit(bases, factor, tuple(nouns), multiplier, parts=frozenset(parts))
+        position += size
+    return reader.unit() if tokens else None
+
+
+class _UnitReader:
+    """A unit of which the tokens are taken one after another."""
+
+    def __init__(self, tokens: Sequence[Token], known_words: KnownWords | None) -> None:
+        self._tokens = tokens
+        self._known_words = known_words
+        self._dimensions: dict[str, int] = {}
+        self._parts: set[Known] = set()
+        self._factor = Fraction(1)
+        self._multiplier = 1
+        self._nouns: list[str] = []
+        self._sign = 1
+        """-1 behind "per", for one unit."""
+        self._power = 1
+        """2 behind "square", for one unit."""
+
+    def take(self, position: int) -> int:
+        """Take what stands at a position: the number of its tokens, 0 where it is of no unit."""
+        tokens = self._tokens
+        lower = tokens[position].text.lower()
+        known_unit = _known(tokens, position)
+        if known_unit is None and self._is_counted(lower):
+            self._nouns.append(singular(lower))
+            return 1
+        if lower in ("/", "per") or (lower in ("a", "an") and self._may_divide):
+            self._sign = -1
+            return 1 if position + 1 < len(tokens) else 0
+        if lower in ("\\cdot", "*", ".", "-"):
+            return 1
+        if lower == "in" and _text(tokens, position + 1) in _AFTER_IN:
+            return 2
+        if lower in _POWERS:
+            self._power = _POWERS[lower]
+            return 0 if lower.endswith("d") else 1  # "squared" follows its unit
+        degree = _degree(tokens, position)
+        if degree is not None:
+            name, size = degree
+            _multiply(self._dimensions, ((name, 1),), self._sign)
+            self._parts.add((((name, 1),), Fraction(1)))
+            return size
+        if lower in ("unit", "units"):
+            self._power = 1
+            return 1 + _exponent(tokens, position + 1)[1]
+        quotient = _quotient(tokens, position) if lower == "\\frac" and self._sign == 1 else None
+        if quotient is not None:
+            return self._take_quotient(*quotient)
+        if known_unit is not None:
+            return self._take_known_unit(position, *known_unit)
+        times = _MULTIPLIERS.get(lower) or _MULTIPLIERS.get(lower.removesuffix("s"))
+        if times is not None:
+            self._multiplier *= times
+            return 1
+        if self._sign == 1 and _is_noun(tokens[position]) and self._is_known(lower):
+            self._nouns.append(singular(lower))
+            return 1
+        is_ordinal = lower in _ORDINALS and position == 0 and not tokens[0].space
+        return 1 if lower in _FILLERS or is_ordinal else 0
+
+    @property
+    def _may_divide(self) -> bool:
+        """Whether "a" may stand for "per", as in "5 miles an hour"."""
+        return self._sign == 1 and bool(self._dimensions or self._nouns)
+
+    def _is_counted(self, word: str) -> bool:
+        return self._known_words is not None and singular(word) in self._known_words.counted
+
+    def _is_known(self, word: str) -> bool:
+        return self._known_words is None or word in self._known_words
+
+    def _take_quotient(self, unit: Unit, size: int) -> int:
+        """Take a unit that is written as a fraction, of `size` tokens."""
+        self._factor *= unit.factor
+        _multiply(self._dimensions, unit.dimensions, 1)
+        self._parts |= unit.parts
+        return size
+
+    def _take_known_unit(self, position: int, known_unit: Known, size: int) -> int:
+        """Take a known unit of `size` tokens, and the exponent behind it."""
+        lower = self._tokens[position].text.lower()
+        exponent, exponent_size = _exponent(self._tokens, position + size)
+        if lower == "ms" and exponent < 0:  # m s^{-2}
+            _multiply(self._dimensions, (("length", 1),), self._sign)
+            self._parts.add(_KNOWN["m"])
+            known_unit = _KNOWN["s"]
+        base, unit_size = known_unit
+        power = self._sign * self._power * exponent
+        self._parts |= _WRITTEN_WITH.get(known_unit, {known_unit})
+        self._factor *= unit_size**power
+        _multiply(self._dimensions, base, power)
+        self._sign = 1
+        self._power = 1
+        is_point = _text(self._tokens, position + 1).startswith("point")
+        return size + exponent_size + (lower == "percentage" and is_point)
+
+    def unit(self) -> Unit | None:
+        """The unit of all tokens; None for too many nouns, or powers of a percent or degree."""
+        if len(self._nouns) > MAX_NOUNS:
+            return None
+        if any(self._dimensions.get(base, 1) != 1 for base in ("percent", "degree")):
+            return None
+        bases = tuple(sorted((base, n) for base, n in self._dimensions.items() if n))
+        return Unit(
+            bases, self._factor, tuple(self._nouns), self._multiplier, parts=frozenset(self._parts)
+        )
 
 
 def _text(tokens: Sequence[Token], position: int) -> str:
