@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from rlmath.answers.extraction import extract_answer, split_boxes
-from rlmath.config.help import counted, nearest_path
+from rlmath.config.help import counted, no_run_text
 from rlmath.config.load import load_config
 from rlmath.config.run_files import CONFIG_FILE, SAMPLES_FOLDER
 from rlmath.config.terminal import ends_with_its_reader, escape_terminal, visible
@@ -18,35 +18,35 @@ from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
 from rlmath.telemetry.samples import completion_facts, read_samples, sample_files
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Prints the groups; MISTAKE and the cause on stderr where there is nothing to show."""
     escape_terminal()
     with ends_with_its_reader():
-        return _show(arguments)
+        return _show(argv)
     return 0
 
 
-def _show(arguments: list[str] | None) -> int:
+def _show(argv: list[str] | None) -> int:
     """Print the groups that the command line asks for; the exit status."""
-    options = _parse_arguments(arguments)
+    arguments = _parse_arguments(argv)
     try:
-        path = _choose_file(options.run_dir, options.step)
-        texts = [text for kind, text in _read_groups(path) if options.only in (None, kind)]
+        path = _choose_file(arguments.run_dir, arguments.step)
+        texts = [text for kind, text in _read_groups(path) if arguments.only in (None, kind)]
     except ValueError as error:
         print(f"rlmath samples: {error}", file=sys.stderr)
         return MISTAKE
     if not texts:
         selection = (
-            f"group of kind {options.only!r}; leave out --only" if options.only else "groups"
+            f"group of kind {arguments.only!r}; leave out --only" if arguments.only else "groups"
         )
         print(f"rlmath samples: {path} has no {selection}", file=sys.stderr)
         return MISTAKE
-    for text in texts[: options.groups]:
+    for text in texts[: arguments.groups]:
         print(text)
     return 0
 
 
-def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Show the sampled groups of a run.")
     parser.add_argument("run_dir", help="folder of the run (run.output_dir)")
     parser.add_argument("--step", type=int, help="step to show (default: the last)")
@@ -55,10 +55,10 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     kinds = "groups whose completions are all right, all wrong, or some of each"
     parser.add_argument("--only", choices=("right", "wrong", "mixed"), help=kinds)
-    options = parser.parse_args(arguments)
-    if options.groups is not None and options.groups < 1:
-        parser.error(f"--groups is {options.groups}; needed: at least 1")
-    return options
+    arguments = parser.parse_args(argv)
+    if arguments.groups is not None and arguments.groups < 1:
+        parser.error(f"--groups is {arguments.groups}; needed: at least 1")
+    return arguments
 
 
 def _choose_file(run_dir: str, step: int | None) -> Path:
@@ -79,14 +79,9 @@ def _choose_file(run_dir: str, step: int | None) -> Path:
 def _why_there_are_none(run_dir: Path) -> str:
     """Why a folder has no samples, and what to give or to set."""
     if not run_dir.is_dir():
-        return (
-            f'there is no folder "{run_dir}"; give that of a run '
-            f"(run.output_dir).{nearest_path(run_dir)}"
-        )
+        return no_run_text(run_dir, "which is not there")
     if not (run_dir / CONFIG_FILE).is_file():
-        return (
-            f'"{run_dir}" is not the folder of a run: it has no {CONFIG_FILE}. Give run.output_dir.'
-        )
+        return no_run_text(run_dir, f"which has no {CONFIG_FILE}")
     try:
         telemetry = load_config([run_dir / CONFIG_FILE], [], saved=True).telemetry
     except ValueError:

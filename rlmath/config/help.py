@@ -556,6 +556,15 @@ def nearest_path(path: Path) -> str:
     return f' There is "{path.parent / names[near]}".' if near else ""
 
 
+def no_run_text(folder: Path, problem: str) -> str:
+    """Why a folder is not that of a run, and what is needed.
+
+    >>> no_run_text(Path("/nowhere/run"), "which is not there")
+    'got "/nowhere/run", which is not there; needed: the folder of a run (run.output_dir).'
+    """
+    return f'got "{folder}", {problem}; needed: the folder of a run (run.output_dir).{nearest_path(folder)}'
+
+
 def as_yaml_word(value: Any) -> str:
     """A value as one writes it in YAML: null, true, 3, [1, 2]."""
     if value is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlmath.config.files import open_regular, read_json_object
-from rlmath.config.help import nearest_path
+from rlmath.config.help import no_run_text
 from rlmath.config.run_files import (
     CONFIG_FILE,
     EVENTS_FILE,
@@ -111,12 +111,12 @@ def require_run(folder: Path) -> None:
             problem = "which is not there"
         else:
             reason = error.strerror if isinstance(error, OSError) else error
-            problem = f"which has no {METRICS_FILE} that can be read ({reason})"
-        text = (
-            f'got RUN "{folder}", {problem}; needed: the folder of a run (run.output_dir), '
-            f"whose first step writes {METRICS_FILE}.{nearest_path(folder)}"
-        )
-        raise NoRunError(visible(text).replace("\n", "\\n")) from error
+            problem = (
+                f"which has no {METRICS_FILE} that can be read ({reason}; the first step of a run "
+                "writes it)"
+            )
+        text = visible(no_run_text(folder, problem))
+        raise NoRunError(text.replace("\n", "\\n")) from error
 
 
 def label_of(folder: Path) -> str:

@@ -116,9 +116,9 @@ def test_where_there_is_nothing_to_show_the_cause_is_said(tmp_path, capsys):
 
     run = tmp_path / "first"
     run.mkdir()
-    assert f'there is no folder "{tmp_path / "frist"}"' in told(tmp_path / "frist")
+    assert f'got "{tmp_path / "frist"}", which is not there; needed: ' in told(tmp_path / "frist")
     assert f'There is "{run}"' in told(tmp_path / "frist")
-    assert "is not the folder of a run: it has no config.yaml" in told(run)
+    assert "which has no config.yaml; needed: the folder of a run (run.output_dir)" in told(run)
     settings = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
     save_config(load_config([], settings), run / "config.yaml")
     assert "has no samples yet: no GRPO step is done" in told(run)
@@ -160,7 +160,7 @@ def test_only_files_are_samples(tmp_path, capsys):
     (samples / "step-000005.jsonl").symlink_to("/dev/zero")
     (samples / "step-٠٠٠٠٠٦.jsonl").write_text(ROW)
     assert main([str(tmp_path)]) == 2
-    assert "is not the folder of a run" in capsys.readouterr().err
+    assert "needed: the folder of a run" in capsys.readouterr().err
     (samples / "step-000002.jsonl").write_text(ROW)
     assert main([str(tmp_path)]) == 0
     assert "step-000002  a  1 of 1 right" in capsys.readouterr().out

@@ -43,7 +43,7 @@ def test_a_bad_run_is_a_mistake_of_one_line(
     assert main([str(folder), str(tmp_path / "b\x1b[2J")]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "\x1b" not in err
-    assert err.startswith(f'report: got RUN "{tmp_path}/b') and "needed: the folder of a run" in err
+    assert err.startswith(f'report: got "{tmp_path}/b') and "needed: the folder of a run" in err
     assert not (folder / "report.html").exists()
 
 
