@@ -94,19 +94,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--json", action="store_true", help="one JSON object for each line, in bytes"
     )
-    options = parser.parse_intermixed_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     try:
-        config = load_config(options.config, options.overrides, stand_ins=NOT_NEEDED)
-        ranks = ranks_or_least(config.parallel, config.rollout, options.ranks)
+        config = load_config(arguments.config, options.overrides, stand_ins=NOT_NEEDED)
+        ranks = ranks_or_least(config.parallel, config.rollout, arguments.ranks)
         shapes = checked_shapes(config, ranks)
         shape = shapes.policy
         trainers = training_ranks(ranks, config.rollout.ranks)
-        if not 0 <= options.rank < trainers:
+        if not 0 <= arguments.rank < trainers:
             raise ValueError(
-                f"--rank is {options.rank}; needed: 0 to {trainers - 1}, a rank that trains"
+                f"--rank is {arguments.rank}; needed: 0 to {trainers - 1}, a rank that trains"
             )
         config = with_longest_lengths(config)
-        mesh = mesh_of(config.parallel, config.rollout, ranks, rank=options.rank)
+        mesh = mesh_of(config.parallel, config.rollout, ranks, rank=arguments.rank)
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
@@ -117,11 +117,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not config.rollout.ranks:
         rows += compare_sync(config, shape, mesh, target=target, plan=plan)
     for row in rows:
-        print(json.dumps(asdict(row)) if options.json else line(row))
+        print(json.dumps(asdict(row)) if arguments.json else line(row))
     sums = [(row.planned, row.counted) for row in rows if row.part == "all"]
     return (
         DIFFERS
-        if any(abs(counted - planned) > options.tolerance * planned for planned, counted in sums)
+        if any(abs(counted - planned) > arguments.tolerance * planned for planned, counted in sums)
         else 0
     )
 
@@ -358,7 +358,7 @@ def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> N
     megatron_patches.apply("cpu")
     layers.fused_weight_gradient_mlp_cuda = fake_cuda.fused_kernels()
     layers._grad_accum_fusion_available = True
-    attention._CPUAttention.apply = attention.flash_over_segments
+    attention.CPUAttention.apply = attention.flash_over_segments
     param_and_grad_buffer._coalescing_manager = fake_cuda.coalesced
     build.load_hf_weights = lambda *arguments, **named: None
     CudaRNGStatesTracker.fork = lambda tracker, *arguments: nullcontext()

@@ -32,7 +32,6 @@ from megatron_patches import p2p_shapes
 from rlmath.data.packing import MicroBatch
 from rlmath.distributed.device import Device, finish_computation
 from rlmath.distributed.mesh import Mesh
-from rlmath.models.attention import PackedSequences, pack_sequences
 from rlmath.models.context_parallel import ContextSplit, gather_and_shift, split_pack
 from rlmath.models.logprobs import (
     MinTokensMask,
@@ -41,6 +40,7 @@ from rlmath.models.logprobs import (
     next_logprobs,
     shift_to_tokens,
 )
+from rlmath.models.packed_sequences import PackedSequences, pack_sequences
 
 NO_MASK = MinTokensMask()
 

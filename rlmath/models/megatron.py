@@ -39,10 +39,11 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
-from rlmath.models.attention import Rotary, SelfAttention, rotary_frequencies
+from rlmath.models.attention import SelfAttention
 from rlmath.models.critic import ValueHead
 from rlmath.models.local_layers import LocalLayer, RMSNorm, swiglu
 from rlmath.models.output_layer import float32_logits
+from rlmath.models.rotary import Rotary, rotary_frequencies
 
 
 def layer_spec(

@@ -26,7 +26,7 @@ from rlmath.config.model_shape import (
     RopeScaling,
     YarnScaling,
 )
-from rlmath.models.attention import rotary_frequencies
+from rlmath.models.rotary import rotary_frequencies
 from tests.tiny_models import LLAMA3_ROPE, make_model_folder
 
 COMMON: dict[str, Any] = {

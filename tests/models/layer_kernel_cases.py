@@ -318,7 +318,7 @@ def operations(kernels: None, monkeypatch: pytest.MonkeyPatch) -> Operations:
     megatron_patches.apply("cpu")
     monkeypatch.setattr(megatron_layers, LINEAR, ON_GPU)
     monkeypatch.setattr(forward_backward, "finish_computation", lambda device: None)
-    monkeypatch.setattr(attention._CPUAttention, "apply", attention.flash_over_segments)
+    monkeypatch.setattr(attention.CPUAttention, "apply", attention.flash_over_segments)
     monkeypatch.setattr(
         Tensor, "tolist", lambda tensor, real=Tensor.tolist: counter.listed(tensor, real)
     )

@@ -17,15 +17,9 @@ from rlmath.config.model_shape import (
     RopeScaling,
     YarnScaling,
 )
-from rlmath.models import attention
-from rlmath.models.attention import (
-    BUCKET_FILL,
-    PackedSequences,
-    Rotary,
-    composed_attention,
-    pack_sequences,
-    rotary_frequencies,
-)
+from rlmath.models import attention, composed_attention, cpu_attention
+from rlmath.models.packed_sequences import BUCKET_FILL, PackedSequences, is_short, pack_sequences
+from rlmath.models.rotary import Rotary, rotary_frequencies
 from tests.rollout.weight_sync.oracle import SMALL
 
 D = 6
@@ -74,7 +68,7 @@ def dense_attention(lengths: list[int], qkv: list[Tensor], window: int | None = 
 def test_values_and_gradients_equal_dense_attention(
     lengths: list[int], heads: int, groups: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(attention, "_WINDOW_ROWS", 5)
+    monkeypatch.setattr(composed_attention, "_WINDOW_ROWS", 5)
     qkv = inputs(lengths, heads, groups)
     got = attend(lengths, qkv, window)
     exact = dense_attention(lengths, qkv, window)
@@ -92,9 +86,11 @@ def test_values_and_gradients_equal_dense_attention(
 def test_the_attention_of_other_devices_is_the_same(
     lengths: list[int], window: int | None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(attention, "_WINDOW_ROWS", 5)
+    monkeypatch.setattr(composed_attention, "_WINDOW_ROWS", 5)
     qkv = inputs(lengths, heads=4, groups=2)
-    composed = composed_attention(*qkv, packing(lengths).buckets, window).flatten(1)
+    composed = composed_attention.composed_attention(
+        *qkv, packing(lengths).buckets, window
+    ).flatten(1)
     ways = [composed, attend(lengths, qkv, window)]
     torch.testing.assert_close(ways[0], ways[1], rtol=1e-12, atol=1e-12)
     composed_gradients, gradients = (torch.autograd.grad(out.square().sum(), qkv) for out in ways)
@@ -106,8 +102,8 @@ def test_short_segments_in_chunks_are_the_same(monkeypatch: pytest.MonkeyPatch):
     lengths = [3, 9, 4, 10, 1, 7]
     qkv = inputs(lengths, heads=4, groups=2)
     runs = []
-    for size in (attention._CHUNK_BYTES, 1):
-        monkeypatch.setattr(attention, "_CHUNK_BYTES", size)
+    for size in (cpu_attention._CHUNK_BYTES, 1):
+        monkeypatch.setattr(cpu_attention, "_CHUNK_BYTES", size)
         out = attend(lengths, qkv)
         runs.append([out, *torch.autograd.grad(out.square().sum(), qkv)])
     for whole, in_chunks in zip(*runs, strict=True):
@@ -116,15 +112,15 @@ def test_short_segments_in_chunks_are_the_same(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (4, 2), (6, 1)])
 def test_short_segments_keep_no_more_memory_than_the_flash_kernel(heads: int, groups: int):
-    short = [M for M in range(1, 64) if attention._is_short(M, heads, groups, D)]
+    short = [M for M in range(1, 64) if is_short(M, heads, groups, D)]
     assert short == list(range(1, len(short) + 1)) and len(short) >= D
     for M in short:
         qkv = [tensor.detach() for tensor in inputs([M] * 3, heads, groups)]
         packed = packing([M] * 3)
         segments, long_buckets = packed.by_length(heads, groups, D)
         assert segments is not None and not long_buckets
-        dense = attention._dense(segments, None, *qkv)[1]
-        flash = attention._flash(None, *(packed.buckets[0].padded(tensor) for tensor in qkv))[1]
+        dense = cpu_attention._dense(segments, None, *qkv)[1]
+        flash = cpu_attention._flash(None, *(packed.buckets[0].padded(tensor) for tensor in qkv))[1]
         assert sum(tensor.numel() for tensor in dense) <= sum(tensor.numel() for tensor in flash)
 
 
