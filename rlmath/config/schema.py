@@ -224,18 +224,18 @@ class ValidationConfig:
     `<output_dir>/validation.jsonl` and TensorBoard; see docs/training.md."""
 
     every_steps: PositiveInt | None = None
-    """After every so many steps, and after the last. null: no validation."""
+    """Validate after every so many steps, and after the last. null: no validation."""
     paths: list[str] = field(default_factory=list)
     """Files, or hf:// ids, of problems, in any form that docs/data.md lists; each is named after
     its file."""
     template: Template | None = None
-    """As `data.template`. null: the same."""
+    """The form of its prompts, one of those of `data.template`. null: that one."""
     scorer: Annotated[str, TakesFunction("scorer")] | None = None
     """A function of yours, "package.module:name" or "path/to/file.py:name", that says which
     completions count as right in validation; see docs/hooks.md. null: answers are verified as in
     training."""
     before_training: bool = True
-    """Also before the first step."""
+    """Validate before the first step, too."""
     batch_size: PositiveInt = 128
     """Problems that are sampled at a time."""
     samples: PositiveInt = 1
@@ -340,7 +340,7 @@ class PolicyConfig:
     recompute_method: Literal["uniform", "block"] | None = None
     """How layers are recomputed with "full"."""
     recompute_num_layers: PositiveInt | None = None
-    """With "full": layers that are recomputed together ("uniform"; divides those of every pipeline
+    """Layers that are recomputed together with "full" ("uniform"; divides those of every pipeline
     stage or chunk), or layers of each of them that are recomputed ("block")."""
 
 
@@ -374,12 +374,12 @@ class OptimizerConfig:
     """Share the optimizer's state over the data-parallel ranks (Megatron's distributed optimizer;
     only for "adam")."""
     initial_loss_scale: PositiveFloat | None = None
-    """In float16: what losses, which are sums over tokens, are multiplied by before the backward
-    pass, and gradients divided by after it. A minibatch whose gradients overflow is skipped, and
-    halves it, down to 1/256. null: 65,536 over the most that the tokens of a micro-batch weigh
-    together, as a power of two."""
+    """The loss scale at the start, in float16: losses, which are sums over tokens, are multiplied
+    by it before the backward pass, and gradients divided by it after that. A minibatch whose
+    gradients overflow is skipped, and halves it, down to 1/256. null: 65,536 over the most that the
+    tokens of a micro-batch weigh together, as a power of two."""
     loss_scale_window: PositiveInt = 400
-    """In float16: the loss scale doubles after so many updates without an overflow (Megatron:
+    """Updates without an overflow after which the loss scale doubles, in float16 (Megatron:
     loss_scale_window, verl: growth_interval)."""
     overlap_grad_reduce: bool | None = None
     """Reduce gradients over the data-parallel ranks while the backward pass goes on. null: on
@@ -511,7 +511,7 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class TelemetryConfig:
-    """Where metrics and samples are written, and when the run warns."""
+    """Metrics and samples that are written, and limits at which the run warns."""
 
     tensorboard: bool = True
     """Write TensorBoard events under `<output_dir>/tensorboard`."""
@@ -571,8 +571,8 @@ class SaveConfig:
     the adapters in `adapter/`, as PEFT reads them (`PeftModel.from_pretrained(model,
     "<output_dir>/hf_model/adapter")`)."""
     merged: bool = True
-    """Of LoRA: export the whole model with its adapters merged, too; false: only the folders
-    `adapter/`, which need the model of `model.path`."""
+    """Export the whole model with its adapters merged, too, of a run with LoRA. false: only the
+    folders `adapter/`, which need the model of `model.path`."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the exported Hugging Face models; "auto": that of `model.path`, tensor by
     tensor, and of adapters that of training."""

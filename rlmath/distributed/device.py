@@ -24,8 +24,8 @@ from rlmath.distributed.process import never_import
 from rlmath.distributed.ranks import environment_rank, environment_world_size
 
 GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
-"""Where they can be imported, Megatron takes their optimizer and norms of gradients for tensors on
-the CPU, too, which ends in an illegal memory access."""
+"""Packages whose optimizer and norms of gradients Megatron takes, where they can be imported, for
+tensors on the CPU, too, which ends in an illegal memory access."""
 FULLY_CONNECTED_RANKS = 32
 """Up to so many ranks, gloo connects every rank with every other one at the start, which detects a
 dead rank soonest. Beyond, it connects only those that communicate: the full mesh of 512 ranks would
