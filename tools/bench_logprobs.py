@@ -210,23 +210,23 @@ def bench(device: str, gradients: str, tokens: int) -> None:
             )
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few tokens, within a minute")
     parser.add_argument("--device", type=existing_device, choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.measure:
-        way, gradients, device, tokens, repeats = options.measure
+    arguments = parser.parse_args(argv)
+    if arguments.measure:
+        way, gradients, device, tokens, repeats = arguments.measure
         figures = measure(way, gradients, device, tokens=int(tokens), repeats=int(repeats))
         print(json.dumps(figures))
         return
-    sizes = (8192, 20480) if options.device == "cuda" else (1024, 3072)
-    if options.quick:
-        sizes = (4096,) if options.device == "cuda" else (256,)
+    sizes = (8192, 20480) if arguments.device == "cuda" else (1024, 3072)
+    if arguments.quick:
+        sizes = (4096,) if arguments.device == "cuda" else (256,)
     for tokens in sizes:
         for gradients in GRADIENTS:
-            bench(options.device, gradients, tokens)
+            bench(arguments.device, gradients, tokens)
 
 
 if __name__ == "__main__":

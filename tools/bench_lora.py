@@ -70,19 +70,19 @@ def run(place: Path, model: Path, data: Path, case: Case, rank: int) -> list[dic
     return [{part: row[f"seconds/{part}"] for part in PARTS} | {"memory": memory} for row in rows]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side (default 2)")
     parser.add_argument("--quick", action="store_true", help="9.5M only, one round")
-    options = parser.parse_args(arguments)
-    for size in ["9.5M"] if options.quick else options.sizes:
-        sides: dict[int, list[dict[str, float]]] = {0: [], options.rank: []}
+    arguments = parser.parse_args(argv)
+    for size in ["9.5M"] if arguments.quick else arguments.sizes:
+        sides: dict[int, list[dict[str, float]]] = {0: [], arguments.rank: []}
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder)
             model, (_, data_file) = random_model(place, size), prepare(place, "P1")
-            for _ in range(1 if options.quick else options.rounds):
+            for _ in range(1 if arguments.quick else arguments.rounds):
                 for rank, steps in sides.items():
                     steps += run(place, model, data_file, case=CASES[size], rank=rank)
         for name in (*PARTS, "memory"):
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 statistics.median(step[name] for step in steps) for steps in sides.values()
             )
             unit = "GiB" if name == "memory" else "s"
-            title = f"{CASES[size].title}, lora.rank={options.rank}"
+            title = f"{CASES[size].title}, lora.rank={arguments.rank}"
             baseline = f"full training: {full_median:.3g} {unit}"
             print_figure(
                 "lora",

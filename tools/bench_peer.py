@@ -264,7 +264,7 @@ def run_ours(
 
 
 def their_arguments(model: Path, data: Path, case: Case, micro_batch: int) -> list[str]:
-    """The arguments of one run of tools/peer_trl.py."""
+    """The options of one run of tools/peer_trl.py."""
     least, most = case.new_tokens
     options = {
         "model": model,
@@ -306,12 +306,12 @@ def run_theirs(
 
 
 def bench(
-    case: Case, files: tuple[Path, Path], place: Path, python: Path, options: argparse.Namespace
+    case: Case, files: tuple[Path, Path], place: Path, python: Path, arguments: argparse.Namespace
 ) -> None:
     """Both sides of a case, in turns, as long as a further round fits."""
     model, data = files
     began = time.monotonic()
-    until = began + options.seconds
+    until = began + arguments.seconds
 
     def ours_by(setting: str) -> Measured:
         return run_ours(
@@ -320,7 +320,7 @@ def bench(
             data,
             case=case,
             overrides=case.ours[setting],
-            limit=min(options.limit, until - time.monotonic()),
+            limit=min(arguments.limit, until - time.monotonic()),
         )
 
     def theirs_by(size: int) -> Measured:
@@ -331,7 +331,7 @@ def bench(
             data=data,
             case=case,
             micro_batch=size,
-            limit=min(options.limit, until - time.monotonic()),
+            limit=min(arguments.limit, until - time.monotonic()),
         )
 
     our_runs = {key: [ours_by(key)] for key in case.ours}
@@ -339,7 +339,7 @@ def bench(
     best = min(our_runs, key=lambda key: our_runs[key][0].seconds)
     best_of_theirs = min(their_runs, key=lambda size: their_runs[size][0].seconds)
     longest = time.monotonic() - began
-    for _ in range(options.rounds - 1):
+    for _ in range(arguments.rounds - 1):
         if time.monotonic() + longest > until:
             break
         our_runs[best].append(ours_by(best))
@@ -428,7 +428,7 @@ def report(
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench; the exit status is that of a program that failed, else 0.
 
     It is 0 also where TRL's environment is not there."""
@@ -453,16 +453,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--seconds", type=float, default=float("inf"), help="of a case at most (default: any)"
     )
     parser.add_argument("--quick", action="store_true", help="P1 only, one round")
-    options = parser.parse_args(arguments)
-    cuda = options.device == "cuda"
-    names = options.cases or (["G1"] if cuda else ["P1"] if options.quick else ["P1", "P3"])
+    arguments = parser.parse_args(argv)
+    cuda = arguments.device == "cuda"
+    names = arguments.cases or (["G1"] if cuda else ["P1"] if arguments.quick else ["P1", "P3"])
     if cuda and names != ["G1"]:
         parser.error("--device cuda: G1 is the only case for a GPU")
-    if "G1" in names and not (options.model and options.data):
+    if "G1" in names and not (arguments.model and arguments.data):
         parser.error(
             "G1 needs --model (a chat model's folder) and --data (JSONL of question and answer)"
         )
-    python = options.peer or (Path(sys.executable) if cuda else REPOSITORY / ".venv-peer")
+    python = arguments.peer or (Path(sys.executable) if cuda else REPOSITORY / ".venv-peer")
     python = (
         python.absolute() / "bin" / "python" if python.is_dir() or not python.exists() else python
     )
@@ -475,12 +475,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 0
-    options.rounds = 1 if options.quick else options.rounds
+    arguments.rounds = 1 if arguments.quick else arguments.rounds
     with tempfile.TemporaryDirectory() as place:
         for name in names:
-            case = case_of(name, options.device)
-            files = prepare(Path(place), name, options.model, options.data)
-            bench(case, files, Path(place), python=python, options=options)
+            case = case_of(name, arguments.device)
+            files = prepare(Path(place), name, arguments.model, arguments.data)
+            bench(case, files, Path(place), python=python, arguments=arguments)
     return 0
 
 

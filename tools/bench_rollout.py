@@ -303,7 +303,7 @@ def report(case: str, tokens: int, runs_by_name: dict[str, list[dict[str, float]
         print_figure("rollout", case, f"seconds: {cause}", value=seconds, unit="s")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", type=existing_device, choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", type=Path, help="folder (default: random weights)")
@@ -316,21 +316,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--side", choices=("ours", "plain"), help=argparse.SUPPRESS
     )  # these are set by this program
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.side == "ours":
-        with one_rank(options.work["device"], local_layers=True) as device:
-            run_side(Work(**options.work), device)
-    elif options.side == "plain":
-        run_side(Work(**options.work), None)
+    arguments = parser.parse_args(argv)
+    if arguments.side == "ours":
+        with one_rank(arguments.work["device"], local_layers=True) as device:
+            run_side(Work(**arguments.work), device)
+    elif arguments.side == "plain":
+        run_side(Work(**arguments.work), None)
     else:
         with tempfile.TemporaryDirectory() as place:
-            model = options.model or random_model(
-                Path(place), "135M" if options.device == "cuda" else "tiny"
+            model = arguments.model or random_model(
+                Path(place), "135M" if arguments.device == "cuda" else "tiny"
             )
-            tokens = options.tokens // 4 if options.quick else options.tokens
+            tokens = arguments.tokens // 4 if arguments.quick else arguments.tokens
             bench(
-                Work(str(model), options.device, options.requests, new_tokens=tokens),
-                3 if options.quick else 5,
+                Work(str(model), arguments.device, arguments.requests, new_tokens=tokens),
+                3 if arguments.quick else 5,
             )
 
 

@@ -144,20 +144,20 @@ def bench_case(sandboxes: Sandboxes, name: str, code: str, quick: bool) -> None:
     report(name, "CPU time of a call", 1000 * cpu / count, unit="ms")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Calls of a model's code in sandboxes, against python -c."
     )
     parser.add_argument(
         "--quick", action="store_true", help="fewer calls: within a minute on two cores"
     )
-    options = parser.parse_args(arguments)
+    arguments = parser.parse_args(argv)
     with Sandboxes(cores=1, sessions=16, limits=LIMITS, isolation=best_isolation()) as sandboxes:
         started = time.perf_counter()
         sandboxes.await_ready()
         report("server", "start", time.perf_counter() - started, unit="s")
         for name, code in CASES.items():
-            bench_case(sandboxes, name, code, options.quick)
+            bench_case(sandboxes, name, code, arguments.quick)
         for name, code in CASES.items():
             mib = session_bytes(sandboxes, code) / 2**20
             report(f"live session, {name}", "memory of its own", mib, unit="MiB")

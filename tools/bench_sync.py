@@ -271,13 +271,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smaller model, fewer repeats")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--engine-size", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    repeats = 3 if args.quick else 7
-    if args.rank_of is not None:
-        rank_main(args.rank_of, args.engine_size, repeats)
+    arguments = parser.parse_args()
+    repeats = 3 if arguments.quick else 7
+    if arguments.rank_of is not None:
+        rank_main(arguments.rank_of, arguments.engine_size, repeats)
         return
     with tempfile.TemporaryDirectory() as folder:
-        make_folder(Path(folder), "50M" if args.quick else "300M")
+        make_folder(Path(folder), "50M" if arguments.quick else "300M")
         for engine_size in (2, 1):
             command = [
                 *torchrun(2),
@@ -287,7 +287,7 @@ def main() -> None:
                 "--engine-size",
                 str(engine_size),
             ]
-            command += ["--quick"] if args.quick else []
+            command += ["--quick"] if arguments.quick else []
             subprocess.run(command, env=one_thread(), check=True)
 
 

@@ -225,29 +225,29 @@ def bench_hanging(cases: Sequence[Case], size: int, repeats: int) -> None:
     report(name, "processes left", processes_left(), unit="processes")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Answers judged per second, against math-verify.")
     parser.add_argument(
         "--quick", action="store_true", help="fewer cases, once: within a minute on two cores"
     )
     parser.add_argument("--benchmarks", help="folder of public benchmark files")
-    options = parser.parse_args(arguments)
+    arguments = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)
-    labelled = labelled_cases()[:: 8 if options.quick else 1]
+    labelled = labelled_cases()[:: 8 if arguments.quick else 1]
     cases = labelled
     name = "labelled cases"
-    repeats = 1 if options.quick else 3
-    if options.benchmarks:
-        golds = benchmark_golds(Path(options.benchmarks))
+    repeats = 1 if arguments.quick else 3
+    if arguments.benchmarks:
+        golds = benchmark_golds(Path(arguments.benchmarks))
         if not golds:
-            print(f"bench_verify: no benchmark files in {options.benchmarks}", file=sys.stderr)
+            print(f"bench_verify: no benchmark files in {arguments.benchmarks}", file=sys.stderr)
             return 2
-        cases = mixture(golds, 1000 if options.quick else None)
+        cases = mixture(golds, 1000 if arguments.quick else None)
         name = "benchmark answers"
     library_seconds(cases[:5])
     bench_mixture(name, cases, repeats)
     bench_classes(labelled)
-    bench_hanging(cases, 1000 if options.quick else 10_000, 1)
+    bench_hanging(cases, 1000 if arguments.quick else 10_000, 1)
     return 0
 
 

@@ -197,39 +197,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status."""
     started = time.monotonic()
     escape_terminal()
-    options = parse_args(argv)
+    arguments = parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(
             number, lambda number, _: sys.exit(128 + number)
         )  # so that `run` kills its stage
-    output = options.output.resolve()
+    output = arguments.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
     paths = [str(REPOSITORY)]
-    if options.wheels is not None:
-        paths.append(install(options.wheels, output / "packages"))
+    if arguments.wheels is not None:
+        paths.append(install(arguments.wheels, output / "packages"))
     environment["PYTHONPATH"] = os.pathsep.join(
         [*paths, *filter(None, [environment.get("PYTHONPATH")])]
     )
     by_name = {stage.name: stage for stage in STAGES}
-    stages = [by_name[name] for name in options.stages or by_name]
+    stages = [by_name[name] for name in arguments.stages or by_name]
     used = {name for stage in stages for name in (*stage.needs, *stage.wants)}
     machine = look(environment, [name for name in PACKAGES if name in used])
     tell_machine(machine)
     outcomes = []
     for stage in stages:
-        seconds_left = options.seconds - (time.monotonic() - started)
+        seconds_left = arguments.seconds - (time.monotonic() - started)
         outcomes.append(
             check(
                 stage,
                 machine,
-                options.quick,
+                arguments.quick,
                 left=seconds_left,
                 output=output,
                 environment=environment,
             )
         )
-        write(output, machine, outcomes, options.quick)
+        write(output, machine, outcomes, arguments.quick)
     print(
         f"\n{output / 'gpu_check.md'} has the table, {output / 'gpu_check.json'} the same as JSON."
     )
@@ -259,16 +259,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--wheels", type=Path, help="folder of wheels to install first, without a network"
     )
-    options = parser.parse_args(argv)
-    if options.seconds is None:
-        options.seconds = QUICK_SECONDS if options.quick else float("inf")
-    if options.wheels is not None and not list(options.wheels.glob("*.whl")):
+    arguments = parser.parse_args(argv)
+    if arguments.seconds is None:
+        arguments.seconds = QUICK_SECONDS if arguments.quick else float("inf")
+    if arguments.wheels is not None and not list(arguments.wheels.glob("*.whl")):
         parser.error(
-            f"--wheels {options.wheels} has no *.whl; name the folder that holds the wheels"
+            f"--wheels {arguments.wheels} has no *.whl; name the folder that holds the wheels"
         )
-    if options.output.exists() and not options.output.is_dir():
-        parser.error(f"--output {options.output} is a file; name a folder")
-    return options
+    if arguments.output.exists() and not arguments.output.is_dir():
+        parser.error(f"--output {arguments.output} is a file; name a folder")
+    return arguments
 
 
 def install(wheels: Path, packages: Path) -> str:

@@ -487,7 +487,7 @@ def python_files(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist() if name.endswith(".py")}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 where nothing differs."""
     escape_terminal()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -497,18 +497,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--write", action="store_true", help="write the list anew")
     modes.add_argument("--only-names", action="store_true", help="only whether all uses are listed")
-    options = parser.parse_args(arguments)
+    arguments = parser.parse_args(argv)
     uses = uses_of_repository()
     old_text = LIST.read_text("utf-8") if LIST.exists() else ""
-    if options.only_names:
+    if arguments.only_names:
         return report(
             names_listed(old_text),
             [line_of(name, uses) for name in names_of(uses)],
             "what our code uses",
         )
-    options.folder.mkdir(parents=True, exist_ok=True)
-    text = listed(uses, Sources(fetch(options.folder)))
-    if options.write:
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    text = listed(uses, Sources(fetch(arguments.folder)))
+    if arguments.write:
         LIST.write_text(text, "utf-8")
     missing = [line for line in text.splitlines() if line.endswith(MISSING)]
     print("\n".join(missing), file=sys.stderr, end="\n" if missing else "")

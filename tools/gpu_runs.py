@@ -95,11 +95,11 @@ also of gradients that are rounding alone; half of the weights unchanged is 0.7.
 # ---------------------------------------------------------------- stages
 
 
-def engine(options: argparse.Namespace) -> None:
+def engine(arguments: argparse.Namespace) -> None:
     """Run a rank with the engine as users have it.
 
     There is a rollout, a sync of weights in place under CUDA graphs, and sleep and wake."""
-    size = sizes(options)[-1]
+    size = sizes(arguments)[-1]
     groups, new_tokens = (2, 32) if size == "tiny" else (32, 256)
     settings = (
         "run.total_steps=3",
@@ -117,15 +117,15 @@ def engine(options: argparse.Namespace) -> None:
         # random tokens of a large vocabulary are no text, and all rewards the same
         "algorithm.entropy_coef=0.01",
     )
-    work = workplace(options)
+    work = workplace(arguments)
     failed, outcome = run(
         work / f"engine-{size}",
         Layout(1, (*settings, CHECKED)),
-        *model_and_common(options, work, size),
+        *model_and_common(arguments, work, size),
     )
     if failed is not None:
         raise SystemExit(failed)
-    most = MISMATCH_NATS[options.device]
+    most = MISMATCH_NATS[arguments.device]
     for number, row in enumerate(outcome.rows):
         title = f"{size}, step {number + 1}"
         tell(
@@ -139,13 +139,13 @@ def engine(options: argparse.Namespace) -> None:
         tell(figure_name, mean, "nats", expected=f"{most:g} at most", holds=mean <= most)
 
 
-def ranks(options: argparse.Namespace) -> None:
+def ranks(arguments: argparse.Namespace) -> None:
     """A line of metrics for each layout, or for those of --case ("one rank; TP2").
 
     The metrics should be those of one rank."""
-    work = workplace(options)
-    te = options.device == "cuda" and has_transformer_engine()
-    names_wanted = options.case.split("; ") if options.case else LAYOUTS
+    work = workplace(arguments)
+    te = arguments.device == "cuda" and has_transformer_engine()
+    names_wanted = arguments.case.split("; ") if arguments.case else LAYOUTS
     runs = {
         name: LAYOUTS[name]
         for name in names_wanted
@@ -155,10 +155,10 @@ def ranks(options: argparse.Namespace) -> None:
         if name not in runs:
             tell(name, "not run: needs Transformer Engine")
     places = {
-        name: model_and_common(options, work, name)
+        name: model_and_common(arguments, work, name)
         for name in {layout.model for layout in runs.values()}
     }
-    with ThreadPoolExecutor(len(runs) if options.device == "cuda" else 1) as pool:
+    with ThreadPoolExecutor(len(runs) if arguments.device == "cuda" else 1) as pool:
         started = {
             name: pool.submit(run, work / name.replace(" ", "-"), layout, *places[layout.model])
             for name, layout in runs.items()
@@ -184,7 +184,7 @@ def ranks(options: argparse.Namespace) -> None:
                 outcome,
                 base=base,
                 start=load_weights(places[layout.model][0]),
-                device=options.device,
+                device=arguments.device,
             )
 
 
@@ -201,9 +201,9 @@ class Found:
     """At its end."""
 
 
-def workplace(options: argparse.Namespace) -> Path:
+def workplace(arguments: argparse.Namespace) -> Path:
     """A folder with problems and the reward."""
-    work = options.folder.resolve() / "runs"
+    work = arguments.folder.resolve() / "runs"
     work.mkdir(parents=True, exist_ok=True)
     (work / "own.py").write_text(REWARD)
     if not (work / "sums").exists():
@@ -222,16 +222,18 @@ def workplace(options: argparse.Namespace) -> Path:
     return work
 
 
-def model_and_common(options: argparse.Namespace, work: Path, size: str) -> tuple[Path, list[str]]:
+def model_and_common(
+    arguments: argparse.Namespace, work: Path, size: str
+) -> tuple[Path, list[str]]:
     """A random model, and the settings of all its runs on this device."""
     common = [
-        f"run.device={options.device}",
+        f"run.device={arguments.device}",
         f"data.train_path={work / 'sums' / 'train.jsonl'}",
         f"reward.function={work / 'own.py'}:low",
     ]
-    if options.device == "cuda" and not has_transformer_engine():
+    if arguments.device == "cuda" and not has_transformer_engine():
         common.append("policy.transformer_impl=local")
-    return random_model(options.folder.resolve(), size), common
+    return random_model(arguments.folder.resolve(), size), common
 
 
 def run(

@@ -177,7 +177,7 @@ def has_transformer_engine() -> bool:
     return True
 
 
-def sizes(options: argparse.Namespace) -> list[str]:
-    if options.device == "cpu":
+def sizes(arguments: argparse.Namespace) -> list[str]:
+    if arguments.device == "cpu":
         return ["tiny"]
-    return ["0.5B"] if options.quick else ["0.5B", "1.5B"]
+    return ["0.5B"] if arguments.quick else ["0.5B", "1.5B"]

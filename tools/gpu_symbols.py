@@ -316,7 +316,7 @@ def problems(
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 where every object finds what it needs."""
     escape_terminal()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -324,9 +324,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--folder", type=Path, default=REPOSITORY / ".gpu-lock", help="of the tables (.gpu-lock)"
     )
-    options = parser.parse_args(arguments)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    tables = tables_of_lock(options.lock, options.folder)
+    arguments = parser.parse_args(argv)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    tables = tables_of_lock(arguments.lock, arguments.folder)
     lines = problems(tables, system_exports())
     if lines:
         print("\n".join(lines), file=sys.stderr)

@@ -95,39 +95,39 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--chat", action="store_true", help="prompts are turns of a user")
-    options = parser.parse_args()
-    if options.device == "cpu":
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
         torch.set_num_threads(1)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=torch.float32, attn_implementation="sdpa"
+        arguments.model, dtype=torch.float32, attn_implementation="sdpa"
     )
-    rows = [json.loads(line) for line in options.data.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in arguments.data.read_text(encoding="utf-8").splitlines()]
 
     def asked(text: str) -> Any:
-        return [{"role": "user", "content": text}] if options.chat else text
+        return [{"role": "user", "content": text}] if arguments.chat else text
 
     dataset = datasets.Dataset.from_list(
         [{"prompt": asked(row["prompt"]), "answer": row["solutions"][0]} for row in rows]
     )
 
     def reward(completions: list[Any], answer: list[str], **more: Any) -> list[float]:
-        if options.chat:
+        if arguments.chat:
             return [early_letters(turns[0]["content"]) for turns in completions]
         pairs = zip(completions, answer, strict=True)
         return [5.0 if text.endswith(solution) else -5.0 for text, solution in pairs]
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    of_rank = options.prompts * options.group // world
-    accumulated = of_rank // options.optimizer_steps // options.micro_batch
-    on_cuda = options.device == "cuda"
+    of_rank = arguments.prompts * arguments.group // world
+    accumulated = of_rank // arguments.optimizer_steps // arguments.micro_batch
+    on_cuda = arguments.device == "cuda"
     least = "min_tokens" if on_cuda else "min_new_tokens"
-    generation = {least: options.min_new_tokens} if options.min_new_tokens else {}
+    generation = {least: arguments.min_new_tokens} if arguments.min_new_tokens else {}
     vllm: dict[str, Any] = {}
     if on_cuda:
         vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4}
-        vllm["vllm_max_model_length"] = 512 + options.max_new_tokens
+        vllm["vllm_max_model_length"] = 512 + arguments.max_new_tokens
     steps = Steps()
     with tempfile.TemporaryDirectory() as output:
         settings = GRPOConfig(
@@ -139,16 +139,16 @@ def main() -> None:
             learning_rate=1e-5,
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
-            per_device_train_batch_size=options.micro_batch,
+            per_device_train_batch_size=arguments.micro_batch,
             gradient_accumulation_steps=accumulated,
-            steps_per_generation=accumulated * options.optimizer_steps,
-            num_generations=options.group,
-            max_completion_length=options.max_new_tokens,
+            steps_per_generation=accumulated * arguments.optimizer_steps,
+            num_generations=arguments.group,
+            max_completion_length=arguments.max_new_tokens,
             temperature=1.0,
             beta=0.0,
-            max_steps=(options.steps + options.warm_up) * options.optimizer_steps,
+            max_steps=(arguments.steps + arguments.warm_up) * arguments.optimizer_steps,
             generation_kwargs=generation or None,
-            logging_steps=options.optimizer_steps,
+            logging_steps=arguments.optimizer_steps,
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
@@ -169,7 +169,7 @@ def main() -> None:
             "transformers": transformers.__version__,
             "torch": torch.__version__,
         }
-        print(json.dumps(steps.summary(options.warm_up) | {"versions": versions}), flush=True)
+        print(json.dumps(steps.summary(arguments.warm_up) | {"versions": versions}), flush=True)
 
 
 if __name__ == "__main__":

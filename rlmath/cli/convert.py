@@ -78,13 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def to_megatron(options: argparse.Namespace) -> Converted:
-    sizes = (options.tensor_parallel, options.pipeline_parallel)
+def to_megatron(arguments: argparse.Namespace) -> Converted:
+    sizes = (arguments.tensor_parallel, arguments.pipeline_parallel)
     if min(sizes) < 1:
         raise ValueError(
             f"--tensor-parallel and --pipeline-parallel are {sizes}; needed: at least 1."
         )
-    source = local_folder(options.hf, "--hf")
+    source = local_folder(arguments.hf, "--hf")
     shape = read_model_shape(source, "--hf")
     from rlmath.checkpoint.convert.convert import (
         DTYPES,
@@ -94,18 +94,18 @@ def to_megatron(options: argparse.Namespace) -> Converted:
     return hf_to_megatron(
         source,
         shape,
-        options.output,
-        tensor=options.tensor_parallel,
-        pipeline=options.pipeline_parallel,
-        dtype=DTYPES[options.dtype],
+        arguments.output,
+        tensor=arguments.tensor_parallel,
+        pipeline=arguments.pipeline_parallel,
+        dtype=DTYPES[arguments.dtype],
     )
 
 
-def to_hf(options: argparse.Namespace) -> Converted:
+def to_hf(arguments: argparse.Namespace) -> Converted:
     """Find the checkpoint and its model, and convert it."""
-    if not 0 < options.shard_gib < float("inf"):
-        raise ValueError(f"--shard-gib is {options.shard_gib}; needed: a number above 0.")
-    source = find_megatron(options.checkpoint)
+    if not 0 < arguments.shard_gib < float("inf"):
+        raise ValueError(f"--shard-gib is {arguments.shard_gib}; needed: a number above 0.")
+    source = find_megatron(arguments.checkpoint)
     # Torch, when there is a checkpoint.
     from rlmath.checkpoint.convert.convert import DTYPES, adapters_to_hf, megatron_to_hf
     from rlmath.checkpoint.hf.headers import formats_from_json
@@ -113,13 +113,13 @@ def to_hf(options: argparse.Namespace) -> Converted:
 
     folder = source.metadata_files
     metadata_files = {} if folder is None else read_metadata_files(folder)
-    if options.config is not None:
-        config = local_folder(options.config, "--config", weights=False)
+    if arguments.config is not None:
+        config = local_folder(arguments.config, "--config", weights=False)
         is_file = config.name == CONFIG
         folder = config.parent if is_file else config
         if not (folder / CONFIG).is_file():
             raise ValueError(
-                f"--config {options.config}: needed: a {CONFIG}, or a folder that has one."
+                f"--config {arguments.config}: needed: a {CONFIG}, or a folder that has one."
             )
         config_file = {CONFIG: read_regular(folder / CONFIG, MAX_JSON_BYTES)}
         metadata_files = metadata_files | config_file if is_file else read_metadata_files(folder)
@@ -128,18 +128,18 @@ def to_hf(options: argparse.Namespace) -> Converted:
             f"{source.state} has no config.json beside it (hf/{CONFIG}), so its model is unknown; "
             "name the folder of the Hugging Face model by --config."
         )
-    dtype = DTYPES[options.dtype]
-    shard_bytes = int(options.shard_gib * 2**30)
+    dtype = DTYPES[arguments.dtype]
+    shard_bytes = int(arguments.shard_gib * 2**30)
     run_folder = source.state.parent
     is_ours = (run_folder / PROGRESS).is_file()
-    if options.adapter:
+    if arguments.adapter:
         card = (
             _card_of(run_folder, read_progress(run_folder).step, is_adapter=True) if is_ours else {}
         )
         return adapters_to_hf(
-            source.state, read_model_shape(folder), options.output, dtype, card=card
+            source.state, read_model_shape(folder), arguments.output, dtype, card=card
         )
-    if options.critic:
+    if arguments.critic:
         shape, metadata_files = critic_of(source, metadata_files)
     else:
         shape = read_model_shape(folder)
@@ -151,11 +151,11 @@ def to_hf(options: argparse.Namespace) -> Converted:
         source.state,
         shape,
         metadata_files=metadata_files,
-        output=options.output,
+        output=arguments.output,
         dtype=dtype,
         shard_bytes=shard_bytes,
-        model=CRITIC if options.critic else "",
-        base=None if options.base is None else local_folder(options.base, "--base"),
+        model=CRITIC if arguments.critic else "",
+        base=None if arguments.base is None else local_folder(arguments.base, "--base"),
     )
 
 

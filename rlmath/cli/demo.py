@@ -141,25 +141,25 @@ def make_base(folder: Path, seed: int) -> None:
     teach(folder, seed)
 
 
-def training_words(folder: Path, options: argparse.Namespace) -> list[str]:
+def training_words(folder: Path, arguments: argparse.Namespace) -> list[str]:
     """Config files and settings of the training run of `folder`'s base model."""
     data_folder = folder / "data"
     words = ["--config", str(shipped("configs/demo.yaml"))]
-    words += ["--config", str(ALGORITHMS / f"{options.algorithm}.yaml")]
+    words += ["--config", str(ALGORITHMS / f"{arguments.algorithm}.yaml")]
     words += [
         f"run.output_dir={folder / 'run'}",
-        f"run.seed={options.seed}",
+        f"run.seed={arguments.seed}",
         f"model.path={folder / 'base'}",
     ]
     words += [f"data.train_path={data_folder / 'train.jsonl'}"]
     words += [
-        f"parallel.tensor={options.tensor_parallel}",
-        f"parallel.pipeline={options.pipeline_parallel}",
+        f"parallel.tensor={arguments.tensor_parallel}",
+        f"parallel.pipeline={arguments.pipeline_parallel}",
     ]
     words += [f"validation.paths=[{json.dumps(str(data_folder / 'heldout.jsonl'))}]"]
-    if preset_settings(options.algorithm).get("reward.scheme") in WRONG_ANSWER:
+    if preset_settings(arguments.algorithm).get("reward.scheme") in WRONG_ANSWER:
         words.append(REWARD)
-    if options.algorithm == "lora":  # its file leaves the learning rate to the model's size
+    if arguments.algorithm == "lora":  # its file leaves the learning rate to the model's size
         words += LORA_RATES
     return [
         *words,
@@ -169,15 +169,21 @@ def training_words(folder: Path, options: argparse.Namespace) -> list[str]:
     ]
 
 
-def train(folder: Path, options: argparse.Namespace) -> Path:
+def train(folder: Path, arguments: argparse.Namespace) -> Path:
     """The training run of `folder`'s base model, and its folder.
 
     Before and after, every held-out problem is answered once at temperature 1."""
-    command = [*RLMATH, "train", "--ranks", str(options.ranks), *training_words(folder, options)]
-    command += [OVERSUBSCRIBE] * options.oversubscribe
-    layout = f"TP{options.tensor_parallel} x PP{options.pipeline_parallel}"
+    command = [
+        *RLMATH,
+        "train",
+        "--ranks",
+        str(arguments.ranks),
+        *training_words(folder, arguments),
+    ]
+    command += [OVERSUBSCRIBE] * arguments.oversubscribe
+    layout = f"TP{arguments.tensor_parallel} x PP{arguments.pipeline_parallel}"
     run(
-        f"Training ({options.algorithm}) on {counted(options.ranks, 'rank')}, {layout}",
+        f"Training ({arguments.algorithm}) on {counted(arguments.ranks, 'rank')}, {layout}",
         command,
         one_thread(),
     )
@@ -219,23 +225,23 @@ def fitting_ranks(gpus: int) -> int:
     return min(MOST_RANKS, gpus or MOST_RANKS)
 
 
-def fill_layout(options: argparse.Namespace, gpus: int) -> None:
+def fill_layout(arguments: argparse.Namespace, gpus: int) -> None:
     """Fill in the ranks and the tensor parallelism that the command line leaves open.
 
     They are those for a machine with so many GPUs (`fitting_ranks`). ValueError if the layout does
     not fit the ranks, or they do not fit the machine."""
-    if options.ranks is None:
-        options.ranks = fitting_ranks(gpus)
-    if options.tensor_parallel is None:
-        options.tensor_parallel = 1 if options.ranks == 1 else 2
-    sizes = options.tensor_parallel, options.pipeline_parallel
-    if min(options.ranks, *sizes) < 1 or options.ranks % math.prod(sizes):
+    if arguments.ranks is None:
+        arguments.ranks = fitting_ranks(gpus)
+    if arguments.tensor_parallel is None:
+        arguments.tensor_parallel = 1 if arguments.ranks == 1 else 2
+    sizes = arguments.tensor_parallel, arguments.pipeline_parallel
+    if arguments.ranks < 1 or min(sizes) < 1 or arguments.ranks % math.prod(sizes):
         raise ValueError(
-            f"--ranks is {options.ranks}; needed: a multiple of TP x PP = "
+            f"--ranks is {arguments.ranks}; needed: a multiple of TP x PP = "
             f"{' x '.join(map(str, sizes))}"
         )
-    if not options.oversubscribe:
-        refuse_crowding(options.ranks, this_machine(gpus))
+    if not arguments.oversubscribe:
+        refuse_crowding(arguments.ranks, this_machine(gpus))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

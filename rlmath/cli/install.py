@@ -33,22 +33,22 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def main() -> None:
-    args = read_arguments()
+    arguments = read_arguments()
     check_interpreter()
     with open(
-        f"{args.environment}.lock", "w"
+        f"{arguments.environment}.lock", "w"
     ) as lock:  # a second `make` waits here, then finds all done
         fcntl.flock(lock, fcntl.LOCK_EX)
-        needed_fingerprint = fingerprint(args)
-        stamp = args.environment / ".stamp"
+        needed_fingerprint = fingerprint(arguments)
+        stamp = arguments.environment / ".stamp"
         runs = os.access(
-            args.environment / "bin/python", os.X_OK
+            arguments.environment / "bin/python", os.X_OK
         )  # also false where the link's target is gone
         if not (runs and stamp.exists() and read(stamp) == needed_fingerprint):
             stamp.unlink(
                 missing_ok=True
             )  # what a cut-off installation leaves must not pass for current
-            install(args)
+            install(arguments)
             stamp.write_text(needed_fingerprint, encoding="utf-8")
 
 
@@ -100,9 +100,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--project", action="store_true", help="also install this repository, editable"
     )
-    args = parser.parse_args()
-    args.environment = args.environment.absolute()
-    return args
+    arguments = parser.parse_args()
+    arguments.environment = arguments.environment.absolute()
+    return arguments
 
 
 def check_interpreter() -> None:
@@ -125,16 +125,16 @@ def check_interpreter() -> None:
         )
 
 
-def fingerprint(args: argparse.Namespace) -> str:
+def fingerprint(arguments: argparse.Namespace) -> str:
     """Hash of everything that decides what the environment holds."""
-    files = [Path(__file__), *args.locks]
-    if args.project:
+    files = [Path(__file__), *arguments.locks]
+    if arguments.project:
         files.append(ROOT / "setup.py")
     digest = hashlib.sha256()
     for part in (
         sys.version,
         os.uname().machine,
-        str(args.environment),
+        str(arguments.environment),
         str(ROOT),
         *map(read, files),
     ):
@@ -146,14 +146,14 @@ def read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def install(args: argparse.Namespace) -> None:
-    say(f"making {args.environment.name} with {sys.executable}")
-    run([sys.executable, "-m", "venv", "--clear", str(args.environment)])
-    python = str(args.environment / "bin/python")
-    install_locks(python, args.locks)
-    if args.project:
+def install(arguments: argparse.Namespace) -> None:
+    say(f"making {arguments.environment.name} with {sys.executable}")
+    run([sys.executable, "-m", "venv", "--clear", str(arguments.environment)])
+    python = str(arguments.environment / "bin/python")
+    install_locks(python, arguments.locks)
+    if arguments.project:
         run(pip(python, "--no-build-isolation", "--editable", str(ROOT)))
-    say(f"{args.environment.name} is ready")
+    say(f"{arguments.environment.name} is ready")
 
 
 def install_locks(python: str, locks: list[Path]) -> None:

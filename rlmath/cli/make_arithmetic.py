@@ -139,23 +139,25 @@ def main(argv: list[str] | None = None) -> None:
         parser.add_argument(
             f"--{name}", type=int, default=rows, help=f"rows of {name}.jsonl (default {rows})"
         )
-    args = parser.parse_args(argv)
-    if args.worked < 0:
-        parser.error(f"--worked is {args.worked}; needed: at least 0")
-    train, heldout = make_problems(args.seed, args.train, args.heldout)
-    worked = worked_rows(train, args.worked, SLIP, args.seed)
-    check_output(args.output)
-    args.output.mkdir(parents=True, exist_ok=True)
+    arguments = parser.parse_args(argv)
+    if arguments.worked < 0:
+        parser.error(f"--worked is {arguments.worked}; needed: at least 0")
+    train, heldout = make_problems(arguments.seed, arguments.train, arguments.heldout)
+    worked = worked_rows(train, arguments.worked, SLIP, arguments.seed)
+    check_output(arguments.output)
+    arguments.output.mkdir(parents=True, exist_ok=True)
     for name, rows in {
         "train": [problem.row() for problem in train],
         "heldout": [problem.row() for problem in heldout],
         "worked": worked,
-        "worked_heldout": worked_rows(heldout, min(args.worked, len(heldout)), SLIP, args.seed),
+        "worked_heldout": worked_rows(
+            heldout, min(arguments.worked, len(heldout)), SLIP, arguments.seed
+        ),
     }.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (args.output / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        (arguments.output / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     print(
-        f"{args.output}: {len(train)} problems, {len(heldout)} held out, {len(worked)} worked "
+        f"{arguments.output}: {len(train)} problems, {len(heldout)} held out, {len(worked)} worked "
         "solutions"
     )
 

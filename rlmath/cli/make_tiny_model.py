@@ -94,14 +94,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the weights (default 1)")
     parser.add_argument("--hidden", type=int, default=128, help="hidden size (default 128)")
     parser.add_argument("--layers", type=int, default=4, help="layers (default 4)")
-    args = parser.parse_args(argv)
-    check_output(args.output)
-    torch.manual_seed(args.seed)
+    arguments = parser.parse_args(argv)
+    check_output(arguments.output)
+    torch.manual_seed(arguments.seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, args.hidden, args.layers)
-    model.save_pretrained(args.output)
-    tokenizer.save_pretrained(args.output)
-    print(f"{args.output}: a random model of {model.num_parameters()} parameters")
+    model = make_model(tokenizer, arguments.hidden, arguments.layers)
+    model.save_pretrained(arguments.output)
+    tokenizer.save_pretrained(arguments.output)
+    print(f"{arguments.output}: a random model of {model.num_parameters()} parameters")
 
 
 if __name__ == "__main__":

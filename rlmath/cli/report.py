@@ -47,15 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "may be given again; "
         "those in the folder of a run and beside it are found without",
     )
-    options = parser.parse_args(argv)
-    if options.output is not None and options.output.is_dir():
+    arguments = parser.parse_args(argv)
+    if arguments.output is not None and arguments.output.is_dir():
         print(
-            f'report: got --output "{options.output}", a folder; needed: a file to write',
+            f'report: got --output "{arguments.output}", a folder; needed: a file to write',
             file=sys.stderr,
         )
         return 2
     try:
-        path = write_report(options.runs, options.output, options.eval)
+        path = write_report(arguments.runs, arguments.output, arguments.eval)
     except NoRunError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2

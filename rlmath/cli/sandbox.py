@@ -26,19 +26,19 @@ def main(argv: Sequence[str]) -> int:
 
     It is MISTAKE for a mistake on the command line, and FAULT if the machine was at fault."""
     escape_terminal()
-    options = parse_arguments(argv)
+    arguments = parse_arguments(argv)
     try:
-        limits = limits_of(options)
-        sources = [read_source(name) for name in options.files or ["-"]]
+        limits = limits_of(arguments)
+        sources = [read_source(name) for name in arguments.files or ["-"]]
         sandboxes = Sandboxes(
-            cores=1, sessions=1, limits=limits, isolation=options.isolation, state=options.state
+            cores=1, sessions=1, limits=limits, isolation=arguments.isolation, state=arguments.state
         )
     except ValueError as error:
         print(f"rlmath sandbox: {error}", file=sys.stderr)
         return MISTAKE
     with sandboxes:
         try:
-            results = run_calls(sandboxes, sources, options.seed)
+            results = run_calls(sandboxes, sources, arguments.seed)
         except (RuntimeError, ValueError) as error:
             print(f"rlmath sandbox: {error}", file=sys.stderr)
             return FAULT if isinstance(error, RuntimeError) else MISTAKE
@@ -47,19 +47,19 @@ def main(argv: Sequence[str]) -> int:
     return int(any(outcome.status != "ok" for outcome in results))
 
 
-def limits_of(options: argparse.Namespace) -> Limits:
+def limits_of(arguments: argparse.Namespace) -> Limits:
     """The limits of the options; ValueError that names the option of an impossible limit."""
     least = {"output_characters": LEAST_OUTPUT}
     for name in ("cpu_seconds", "completion_cpu_seconds", "memory_gib", "output_characters"):
-        limit = getattr(options, name)
+        limit = getattr(arguments, name)
         if not 0 < limit < math.inf or limit < least.get(name, 0):
             needed = f"at least {least[name]}" if name in least else "a finite number above 0"
             raise ValueError(f"--{name.replace('_', '-')} is {limit}; needed: {needed}")
     return Limits(
-        call_cpu_seconds=options.cpu_seconds,
-        completion_cpu_seconds=max(options.cpu_seconds, options.completion_cpu_seconds),
-        memory_bytes=math.ceil(options.memory_gib * 2**30),
-        output_characters=options.output_characters,
+        call_cpu_seconds=arguments.cpu_seconds,
+        completion_cpu_seconds=max(arguments.cpu_seconds, arguments.completion_cpu_seconds),
+        memory_bytes=math.ceil(arguments.memory_gib * 2**30),
+        output_characters=arguments.output_characters,
     )
 
 

@@ -17,7 +17,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,21 @@ WAITING = 4096
 COLUMNS = ("id", "correct", "extracted", "verdict", "seconds")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Verifies the file; returns 0, 1 if lines were malformed, 2 if it cannot start."""
     escape_terminal()
-    options = _parse_arguments(arguments)
-    source = Path(options.input)
-    target = Path(options.output)
+    arguments = _parse_arguments(argv)
+    source = Path(arguments.input)
+    target = Path(arguments.output)
     broken = 0
     counts: Counter[str] = Counter()
     unfinished = target.with_name(target.name + ".tmp")
     try:
         _check_files(source, target)
         pool = WorkerPool(
-            options.workers,
-            options.timeout,
-            rules=Rules(options.answer_from, protocol=options.loose),
+            arguments.workers,
+            arguments.timeout,
+            rules=Rules(arguments.answer_from, protocol=arguments.loose),
         )
     except ValueError as error:
         print(f"rlmath verify: {error}", file=sys.stderr)
@@ -83,11 +83,12 @@ def _verified(source: Path, pool: WorkerPool) -> Iterator[tuple[Any, Verdict | V
             if not line.strip():
                 continue
             try:
-                identity, *case = _parse_case(line)
+                case = _parse_case(line)
             except ValueError as error:
                 yield number, error
                 continue
-            waiting.append((identity, pool.submit(*case)))
+            verdict = pool.submit(case.completion, case.solutions, case.task, case.question)
+            waiting.append((case.id, verdict))
             while waiting and (len(waiting) >= WAITING or waiting[0][1].done()):
                 identity, future = waiting.popleft()
                 yield identity, future.result()
@@ -95,10 +96,20 @@ def _verified(source: Path, pool: WorkerPool) -> Iterator[tuple[Any, Verdict | V
             yield identity, future.result()
 
 
-def _parse_case(line: bytes) -> tuple[Any, str, list[str], str, str]:
-    """(id, completion, solutions, task, question).
+@dataclass(frozen=True)
+class _Case:
+    """A line of the input."""
 
-    Raises ValueError for a malformed line."""
+    id: Any
+    """Any JSON, which the output repeats."""
+    completion: str
+    solutions: list[str]
+    task: str
+    question: str
+
+
+def _parse_case(line: bytes) -> _Case:
+    """The case of a line; ValueError for a malformed one."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -122,7 +133,7 @@ def _parse_case(line: bytes) -> tuple[Any, str, list[str], str, str]:
         raise ValueError(f"it has {len(solutions)} solutions; needed: 1 to {MAX_SOLUTIONS}")
     if task not in TASKS:
         raise ValueError(f"task {task!r} cannot be verified; supported: {', '.join(TASKS)}")
-    return row["id"], row["completion"], solutions, task, question
+    return _Case(row["id"], row["completion"], solutions, task=task, question=question)
 
 
 def _check_files(source: Path, target: Path) -> None:
@@ -135,7 +146,7 @@ def _check_files(source: Path, target: Path) -> None:
         )
 
 
-def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Verify the answers of a file, with the verifier that the trainer uses."
     )
@@ -159,7 +170,7 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help=answer_from_help,
     )
     add("--loose", action="store_true", help="compare numbers as the Qwen2.5-Math evaluation does")
-    return parser.parse_args(arguments)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

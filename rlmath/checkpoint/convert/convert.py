@@ -23,9 +23,9 @@ from rlmath.checkpoint.convert.adapters import base_model, lora_run, merged_tens
 from rlmath.checkpoint.convert.sources import RELEASE, TRACKER, check_output
 from rlmath.checkpoint.convert.torch_dist_io import StateReader, StateWriter
 from rlmath.checkpoint.convert.torch_dist_keys import (
-    Found,
     Stored,
-    find_all,
+    StoredRectangle,
+    find_rectangles,
     listed,
     object_keys,
     stored_tensors,
@@ -126,9 +126,9 @@ def hf_to_megatron(
                 writer.add(
                     stage,
                     key,
-                    (*stored.lead, *(0 for _ in stored.shape)),
-                    stored.global_shape,
-                    rows,
+                    offset=(*stored.lead, *(0 for _ in stored.shape)),
+                    global_shape=stored.global_shape,
+                    part=rows,
                 )
         for key in object_keys(shape):
             writer.add_object(0, key)
@@ -168,8 +168,10 @@ def megatron_to_hf(
         base = base_model(reader, run, shape, base=base)
     formats = dtype if isinstance(dtype, TensorFormats) else None
     chosen = dtype if isinstance(dtype, torch.dtype) else None
-    places, stored_dtype, written_dtype = _found_in(reader, shape, run, dtype=chosen)
-    tensors = _tensors(reader, places, shape)
+    rectangles, stored_dtype, written_dtype = _rectangles_and_formats(
+        reader, shape, run, dtype=chosen
+    )
+    tensors = _tensors(reader, rectangles, shape)
     if run is not None:
         assert base is not None
         tensors = merged_tensors(dict(tensors), run, shape, base=base, dtype=stored_dtype)
@@ -237,10 +239,10 @@ def adapters_to_hf(
         raise ValueError(
             f"{state} has no adapters: it is not of a run with lora.rank. Leave --adapter out."
         )
-    places, _, dtype = _found_in(reader, shape, run, dtype)
+    rectangles, _, dtype = _rectangles_and_formats(reader, shape, run, dtype)
     tensors = {
         name: _finite(name, weight, dtype, state).to(dtype).contiguous()
-        for name, weight in _tensors(reader, places, shape)
+        for name, weight in _tensors(reader, rectangles, shape)
     }
     size = sum(weight.nbytes for weight in tensors.values())
     with _fresh_folder(output, size) as folder:
@@ -251,24 +253,26 @@ def adapters_to_hf(
 
 
 def _tensors(
-    reader: StateReader, places: Iterable[Found], shape: ModelShape
+    reader: StateReader, rectangles: Iterable[StoredRectangle], shape: ModelShape
 ) -> Iterator[tuple[str, Tensor]]:
-    return (named for place in places for named in place.tensors(reader, shape))
+    return (named for rectangle in rectangles for named in rectangle.tensors(reader, shape))
 
 
-def _found_in(
+def _rectangles_and_formats(
     reader: StateReader, shape: ModelShape, run: Config | None, dtype: torch.dtype | None
-) -> tuple[list[Found], torch.dtype, torch.dtype]:
-    """The places of a model's tensors in a checkpoint, its number format, and the one to write.
+) -> tuple[list[StoredRectangle], torch.dtype, torch.dtype]:
+    """The rectangles of a model's tensors in a checkpoint, its number format, and the one to write.
 
     With a LoRA `run` they are those of its adapters."""
     state = reader.folder
     rules = None
     if run is not None:
         rules = adapter_rules(shape.architecture, run.lora.rank, run.lora.target)
-    places = find_all(reader, shape, rules)
-    model_places = [place for place in places if not is_value_head(place.stored.placed.rule)]
-    formats = {reader.tensors[place.key].properties.dtype for place in model_places}
+    rectangles = find_rectangles(reader, shape, rules)
+    model_rectangles = [
+        rectangle for rectangle in rectangles if not is_value_head(rectangle.stored.placed.rule)
+    ]
+    formats = {reader.tensors[rectangle.key].properties.dtype for rectangle in model_rectangles}
     words = ", ".join(
         sorted(str(stored_format).removeprefix("torch.") for stored_format in formats)
     )
@@ -279,7 +283,7 @@ def _found_in(
             f"{state} has numbers in {words}; needed: one format. Choose it by --dtype."
         )
     stored_dtype = next(iter(formats))
-    return places, stored_dtype, dtype or stored_dtype
+    return rectangles, stored_dtype, dtype or stored_dtype
 
 
 def _finite(name: str, weight: Tensor, dtype: torch.dtype, state: Path) -> Tensor:

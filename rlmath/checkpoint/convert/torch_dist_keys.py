@@ -146,8 +146,8 @@ def object_keys(shape: ModelShape) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The rectangle in which a checkpoint has a tensor."""
+class StoredRectangle:
+    """The rectangle of a global tensor of a checkpoint that is a tensor of the model."""
 
     stored: Stored
     key: str
@@ -162,26 +162,26 @@ class Found:
         yield from zip(placed.hf_names, from_canonical(placed.rule, canonical, shape), strict=True)
 
 
-def find_all(
+def find_rectangles(
     reader: StateReader, shape: ModelShape, rules: tuple[Rule, ...] | None = None
-) -> list[Found]:
-    """The places of the tensors of the model, or of `rules` (its adapters).
+) -> list[StoredRectangle]:
+    """The rectangles of the tensors of the model, or of `rules` (its adapters).
 
     ValueError that lists missing and unknown tensors, and those of another shape."""
-    places = []
+    rectangles = []
     missing = []
     wrong = []
     known_keys = set()
     for stored in stored_tensors(shape) if rules is None else stored_adapters(shape, rules):
         for key in (*stored.keys, *stored.numbered):
             known_keys.add(key)
-        place = _find(reader, stored)
-        if isinstance(place, Found):
-            places.append(place)
-        elif place is None:
+        rectangle = _find(reader, stored)
+        if isinstance(rectangle, StoredRectangle):
+            rectangles.append(rectangle)
+        elif rectangle is None:
             missing.append(f"{stored.keys[-1]} {list(stored.lead)}".removesuffix(" []"))
         else:
-            wrong.append(place)
+            wrong.append(rectangle)
     unknown = [
         key
         for key in reader.tensors
@@ -197,11 +197,11 @@ def find_all(
     raise_problems(
         f"{reader.folder} as a checkpoint of the model that config.json describes", problems
     )
-    return places
+    return rectangles
 
 
-def _find(reader: StateReader, stored: Stored) -> Found | str | None:
-    """The place of a tensor; an error text if its shape is wrong; None if it is missing."""
+def _find(reader: StateReader, stored: Stored) -> StoredRectangle | str | None:
+    """The rectangle of a tensor; an error text if its shape is wrong; None if it is missing."""
     name = next(
         (
             key
@@ -226,7 +226,8 @@ def _find(reader: StateReader, stored: Stored) -> Found | str | None:
     if stored_shape != expected_shape and not filled_up:
         return f"{name} has shape {stored_shape}, config.json makes it {expected_shape}"
     offset = (*lead, *(0 for _ in stored.shape))
-    return Found(stored, name, offset, size=((1,) * len(lead)) + expected_shape[len(lead) :])
+    size = (*(1 for _ in lead), *expected_shape[len(lead) :])
+    return StoredRectangle(stored, name, offset, size=size)
 
 
 def listed(problem: str, names: list[str]) -> list[str]:

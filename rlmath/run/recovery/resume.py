@@ -300,22 +300,22 @@ def _other_run(
         )
     yield from _changed_settings(saved_config, new_config, progress, total_steps=total_steps)
     as_many_files = len(saved_config.data.more_train_paths) == len(new_config.data.more_train_paths)
-    data_then = progress.data_fingerprint
-    if as_many_files and data_then == origin.older_data:
-        data_then = origin.data
+    recorded_data = progress.data_fingerprint
+    if as_many_files and recorded_data == origin.older_data:
+        recorded_data = origin.data
     model = origin.model
     adapter = origin.adapter
-    model_then = progress.model_fingerprint
-    adapter_then = progress.adapter_fingerprint
+    recorded_model = progress.model_fingerprint
+    recorded_adapter = progress.adapter_fingerprint
     if model:
-        model = fingerprint_to_compare(model_then, model, new_config.model.path)
+        model = fingerprint_to_compare(recorded_model, model, new_config.model.path)
     if adapter and new_config.model.adapter_path is not None:
         place = new_config.model.adapter_path
-        adapter = fingerprint_to_compare(adapter_then, adapter, place, config=ADAPTER_CONFIG)
+        adapter = fingerprint_to_compare(recorded_adapter, adapter, place, config=ADAPTER_CONFIG)
     for key, path, was, is_now in (
-        ("model.path", new_config.model.path, model_then, model),
-        ("model.adapter_path", new_config.model.adapter_path, adapter_then, adapter),
-        ("data.train_path", new_config.data.train_path, data_then, origin.data),
+        ("model.path", new_config.model.path, recorded_model, model),
+        ("model.adapter_path", new_config.model.adapter_path, recorded_adapter, adapter),
+        ("data.train_path", new_config.data.train_path, recorded_data, origin.data),
     ):
         is_known = is_now or (key == "model.adapter_path" and origin.model)
         if is_known and was != is_now:
@@ -382,10 +382,10 @@ def refused_changes(
     `reward_code` is the fingerprint of its reward function: another spelling of the same function
     is no change. Length stages must keep the lengths of the `steps_done` (None: all stages).
     `total_steps` is the number of steps now planned; None: not known."""
-    values_then = setting_values(saved_config)
-    values_now = setting_values(new_config)
-    shown_then = shown_values(saved_config)
-    shown_now = shown_values(new_config)
+    saved_values = setting_values(saved_config)
+    new_values = setting_values(new_config)
+    saved_texts = shown_values(saved_config)
+    new_texts = shown_values(new_config)
     staged = has_length_stages(saved_config) or has_length_stages(new_config)
     # Where there are stages, it is their max_new_tokens that count.
     may_change = (*MAY_CHANGE, "rollout.max_new_tokens") if staged else tuple(MAY_CHANGE)
@@ -404,12 +404,12 @@ def refused_changes(
     if is_same_function(saved_config.reward.function, new_config.reward.function, reward_code):
         may_change = (*may_change, "reward.function")
     for key in ("algorithm.advantage", "selection.dynamic_sampling"):
-        if is_same_function(values_then[key], values_now[key]):
+        if is_same_function(saved_values[key], new_values[key]):
             may_change = (*may_change, key)
     changes = [
-        f"{key}: {as_yaml_word(shown_then[key])} there, {as_yaml_word(shown_now[key])} now"
-        for key in values_now
-        if not is_same(shown_then[key], shown_now[key]) and not is_among(key, may_change)
+        f"{key}: {as_yaml_word(saved_texts[key])} there, {as_yaml_word(new_texts[key])} now"
+        for key in new_values
+        if not is_same(saved_texts[key], new_texts[key]) and not is_among(key, may_change)
     ]
     if steps_done is None or (
         not staged and saved_config.rollout.max_new_tokens == new_config.rollout.max_new_tokens
@@ -469,11 +469,11 @@ def _stage_changes(saved_config: Config, new_config: Config, steps_done: int) ->
     if problems := list(stage_list_problems(new_config)):
         yield problems[0]
         return
-    stages_then, stages_now = (
+    saved_stages, new_stages = (
         length_stages(config, steps_done) for config in (saved_config, new_config)
     )
     for step in range(steps_done):
-        stages = length_stage_at(stages_then, step), length_stage_at(stages_now, step)
+        stages = length_stage_at(saved_stages, step), length_stage_at(new_stages, step)
         old, new = (stage.config.rollout.max_new_tokens for stage in stages)
         if old != new:
             yield (
