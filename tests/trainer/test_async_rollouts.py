@@ -39,7 +39,7 @@ from rlmath.data.order import Rollback, seed_after
 from rlmath.distributed.bridge import Bridge, Mailbox
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.collector import CollectGroups, Rollout
-from rlmath.rollout.engine_loop import (
+from rlmath.rollout.engine_messages import (
     Admit,
     Continue,
     GroupDone,

@@ -96,7 +96,7 @@ class WeightTransfer:
         """Bytes that must travel between ranks in every sync."""
         self._sources = source_matrices(chunks, shape)
         self._runs = [runs_of_round(round_) for round_ in self._rounds]
-        self._new_checksums = partial(SyncChecksums, shape, layout, mesh, device)
+        self._new_checksums = partial(SyncChecksums, shape, layout, mesh=mesh, device=device)
         self._planned_rows = planned_rows(self._rounds)
         self._bytes_copied = plan.bytes_copied(mesh.rank)
         self._bytes_sent = plan.bytes_sent(mesh.rank)

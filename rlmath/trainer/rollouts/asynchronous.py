@@ -38,7 +38,7 @@ from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.collector import CollectGroups, Rollout
-from rlmath.rollout.engine_loop import (
+from rlmath.rollout.engine_messages import (
     Admit,
     Continue,
     GroupDone,

@@ -35,7 +35,7 @@ from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, op
 from rlmath.rewards.several_rewards import MeasuredRows
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.engine_loop import End, NewWeights
+from rlmath.rollout.engine_messages import End, NewWeights
 from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import CPU_COMPARES_EVERY, MemorySwitch
 from rlmath.rollout.weight_sync.logprob_probe import Probe, is_due
@@ -341,7 +341,14 @@ def offer_plans(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -
     They come from the training ranks, those of `mesh`."""
     buckets = bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size + mesh.engine_ranks)
     layout = training_layout(shape.num_layers, mesh, config.parallel)
-    plan = partial(plan_sync, shape, layout, mesh, device.params_dtype.itemsize, buckets)
+    plan = partial(
+        plan_sync,
+        shape,
+        layout,
+        mesh,
+        element_bytes=device.params_dtype.itemsize,
+        bucket_bytes=buckets,
+    )
     whole = plan()
     if config.lora.rank == 0:
         return OfferPlans(first=whole, later=whole)
