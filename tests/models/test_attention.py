@@ -184,7 +184,7 @@ def test_short_segments_are_laid_out_by_segment_and_head_and_come_back(
     x_THD = torch.arange(1.0, T * heads * D + 1).view(T, heads, D)
     laid_out, zeroed = (segments.query.padded(x_THD, zero) for zero in (False, True))
     for bucket, (rows,), (blank,) in zip(
-        short, segments.by_bucket(laid_out), segments.by_bucket(zeroed), strict=True
+        short, segments.by_bucket([laid_out]), segments.by_bucket([zeroed]), strict=True
     ):
         N, M = bucket.gather_NM.shape
         assert torch.equal(rows.view(N, heads, M, D), x_THD[bucket.gather_NM].transpose(1, 2))
