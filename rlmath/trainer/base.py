@@ -114,9 +114,9 @@ class Trainer(ABC):
         Not to be nested."""
         return nullcontext()
 
-    def own_progress(self) -> dict[str, Any]:
-        """The fields of a checkpoint's `Progress` that not every program has."""
-        return {}
+    def complete_progress(self, progress: Progress) -> Progress:
+        """The progress with the fields that not every program has."""
+        return progress
 
     def checkpoint_files(self) -> dict[str, bytes]:
         """Files of a checkpoint beside tensors and `Progress`, by name; rank 0 writes them."""

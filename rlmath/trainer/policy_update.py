@@ -200,17 +200,17 @@ class PolicyTrainer(Trainer):
         sets: tuple[SetName, ...] = ("critic", "reference")
         return self.offload.on_device(*(name for name in sets if name in names))
 
-    def own_progress(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
+    def complete_progress(self, progress: Progress) -> Progress:
         if self.critic is not None:
             learner = self.critic.learner
-            fields |= {
-                "critic_updates": learner.updates,
-                "critic_loss_scale": learner.loss_scale_state,
-            }
+            progress = replace(
+                progress,
+                critic_updates=learner.updates,
+                critic_loss_scale=learner.loss_scale_state,
+            )
         if self.config.algorithm.entropy_target is not None:
-            fields["entropy"] = self.entropy.coef, self.entropy.weight
-        return fields
+            progress = replace(progress, entropy=(self.entropy.coef, self.entropy.weight))
+        return progress
 
     def resume(self, folder: Path, progress: Progress) -> None:
         if self.critic is not None:

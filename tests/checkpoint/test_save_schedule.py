@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,11 +73,9 @@ def test_a_checkpoint_says_where_the_run_stands() -> None:
         actor=SimpleNamespace(learner=SimpleNamespace(updates=31, loss_scale_state=(8.0, 40))),
         weight_syncs_per_step=1,
         mesh=Mesh(3, 8, 2, 2, 1),
-        own_progress=lambda: {
-            "critic_updates": 32,
-            "critic_loss_scale": (16.0, 41),
-            "entropy": (0.42, 43.0),
-        },
+        complete_progress=partial(
+            replace, critic_updates=32, critic_loss_scale=(16.0, 41), entropy=(0.42, 43.0)
+        ),
         rollbacks=(Rollback(1, 33, 34), Rollback(2, 35, 36)),
     )
     divergence = SimpleNamespace(

@@ -56,8 +56,8 @@ def test_it_follows_the_mean_over_tokens_and_goes_on_after_a_checkpoint(tmp_path
     )
     # A step without an update tells nothing.
     run.control_entropy(UpdateRecord([discarded_minibatch], [], None))
-    assert run.own_progress() == {"entropy": (pytest.approx(0.01), 0.0)}
-    state = Progress(1, 0, 4, 2, 1, "TP1", 1, (), (), "m", "d", {}, **run.own_progress())
+    state = run.complete_progress(Progress(1, 0, 4, 2, 1, "TP1", 1, (), (), "m", "d", {}))
+    assert state.entropy == (pytest.approx(0.01), 0.0)
     write_progress(tmp_path, state)
     later = trainer()
     PolicyTrainer.resume(later, tmp_path, read_progress(tmp_path))

@@ -366,7 +366,7 @@ class Checkpointer:
         """The run's progress with `step` steps done, as a checkpoint records it."""
         trainer = self._trainer
         epoch, within = divmod(step, trainer.order.steps_per_epoch)
-        return Progress(
+        progress = Progress(
             step=step,
             epoch=epoch,
             position=within * trainer.order.prompts_per_step,
@@ -391,5 +391,5 @@ class Checkpointer:
             rewards=tuple(self._divergence.rewards),
             rollback_steps=tuple(rollback.step for rollback in trainer.rollbacks),
             rollback_draw_steps=tuple(rollback.draw_step for rollback in trainer.rollbacks),
-            **trainer.own_progress(),
         )
+        return trainer.complete_progress(progress)
