@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_intermixed_args(argv)
     try:
-        config = load_config(arguments.config, options.overrides, stand_ins=NOT_NEEDED)
+        config = load_config(arguments.config, arguments.overrides, stand_ins=NOT_NEEDED)
         ranks = ranks_or_least(config.parallel, config.rollout, arguments.ranks)
         shapes = checked_shapes(config, ranks)
         shape = shapes.policy

@@ -56,7 +56,9 @@ class PromptHistory:
         self.keep = keep
         self._groups = {index: rows[-keep:] for index, rows in (groups or {}).items() if rows}
         self._totals = {index: _sum(rows) for index, rows in self._groups.items()}
-        self._sizes = Counter(bucket(*totals) for totals in self._totals.values())
+        self._sizes = Counter(
+            bucket(correct, sampled) for correct, sampled in self._totals.values()
+        )
 
     @property
     def groups(self) -> Mapping[int, tuple[Counts, ...]]:

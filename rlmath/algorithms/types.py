@@ -162,14 +162,13 @@ class PartialCompletion:
 
     def finished(self, sample_index: int, text: str, finish_reason: FinishReason) -> Completion:
         """The whole completion."""
-        version = self.segments[-1].policy_version
         return Completion(
-            sample_index,
-            self.token_ids,
-            self.logprobs,
+            sample_index=sample_index,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
             text=text,
             finish_reason=finish_reason,
-            policy_version=version,
+            policy_version=self.segments[-1].policy_version,
             segments=self.segments,
         )
 

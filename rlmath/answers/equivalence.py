@@ -490,13 +490,12 @@ def _open_classes(answer: Interpretations, residue: Residue) -> Residue | None:
     """Congruence classes of `n = 5k + 2` whose k has no set, None for anything else."""
     exprs = plain_exprs(answer.members if answer.members is not None else (answer,))
     letters = frozenset().union(*map(symbols, exprs))
-    if (
-        len(letters) != 1
-        or Sym(*letters) in exprs
-        or (residue[0] and letters & symbols(residue[0]))
-    ):
+    if len(letters) != 1:
         return None
-    return classes_of(("Z", tuple(letters), tuple((expr,) for expr in exprs)), answer.name)
+    (letter,) = letters
+    if Sym(letter) in exprs or (residue[0] and letter in symbols(residue[0])):
+        return None
+    return classes_of(("Z", (letter,), tuple((expr,) for expr in exprs)), answer.name)
 
 
 def classes_of(family: Family, name: str | None) -> Residue | None:
