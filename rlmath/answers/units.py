@@ -275,9 +275,11 @@ class _UnitReader:
             return 1 + _exponent(tokens, position + 1)[1]
         quotient = _quotient(tokens, position) if lower == "\\frac" and self._sign == 1 else None
         if quotient is not None:
-            return self._take_quotient(*quotient)
+            unit, size = quotient
+            self._multiply_by(unit)
+            return size
         if known_unit is not None:
-            return self._take_known_unit(position, *known_unit)
+            return self._take_known_unit(position, known_unit)
         times = _MULTIPLIERS.get(lower) or _MULTIPLIERS.get(lower.removesuffix("s"))
         if times is not None:
             self._multiplier *= times
@@ -299,15 +301,15 @@ class _UnitReader:
     def _is_known(self, word: str) -> bool:
         return self._known_words is None or word in self._known_words
 
-    def _take_quotient(self, unit: Unit, size: int) -> int:
-        """Take a unit that is written as a fraction, of `size` tokens."""
+    def _multiply_by(self, unit: Unit) -> None:
+        """Multiply by a unit that is written as a fraction."""
         self._factor *= unit.factor
         _multiply(self._dimensions, unit.dimensions, 1)
         self._parts |= unit.parts
-        return size
 
-    def _take_known_unit(self, position: int, known_unit: Known, size: int) -> int:
-        """Take a known unit of `size` tokens, and the exponent behind it."""
+    def _take_known_unit(self, position: int, unit_and_size: tuple[Known, int]) -> int:
+        """Take a known unit of so many tokens, and the exponent behind it."""
+        known_unit, size = unit_and_size
         lower = self._tokens[position].text.lower()
         exponent, exponent_size = _exponent(self._tokens, position + size)
         if lower == "ms" and exponent < 0:  # m s^{-2}

@@ -128,7 +128,7 @@ def plan_minibatches(
         )
     budget = Budget(lengths, [cost.of(length) for length in lengths], max_tokens)
     return [
-        _plan_one(budget, members, data_size, count_multiple)
+        _plan_minibatch(budget, members, data_size, count_multiple)
         for members in cut_minibatches(len(lengths), n_minibatches, seed if shuffle else None)
     ]
 
@@ -147,7 +147,7 @@ def cut_minibatches(n_samples: int, n_minibatches: int, seed: int | None) -> lis
     return [order[start:end] for start, end in itertools.pairwise(starts)]
 
 
-def _plan_one(
+def _plan_minibatch(
     budget: Budget, members: list[int], data_size: int, count_multiple: int
 ) -> MinibatchPlan:
     """The plan of one minibatch with the samples `members`."""

@@ -67,8 +67,11 @@ class CPUAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         saved = iter(ctx.saved_tensors)
         if ctx.short is None:
-            shapes = (grad_THD.shape, ctx.key_shape, ctx.key_shape)
-            gradients = [grad_THD.new_empty(shape) for shape in shapes]
+            gradients = (
+                grad_THD.new_empty(grad_THD.shape),
+                grad_THD.new_empty(ctx.key_shape),
+                grad_THD.new_empty(ctx.key_shape),
+            )
         else:
             short_tensors = list(itertools.islice(saved, ctx.short_keeps))
             gradients = _dense_backward(ctx.short, grad_THD, short_tensors)
