@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Sample
-from rlmath.data.chat import Piece, assistant, chat_end, conversation, without_end
+from rlmath.data.chat import Piece, assistant, chat_end, conversation, render, without_end
 from rlmath.data.columns import Message, checked_text, messages_of, tools_of, weight_of
 from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line, raw_rows
 from rlmath.data.formats import check_length
@@ -48,6 +48,7 @@ from rlmath.data.tokenizer import (
     template_of,
     token_ids_of,
 )
+from rlmath.data.turns import check_rendered
 from rlmath.workers.user_functions import UserFunction
 
 if TYPE_CHECKING:
@@ -304,8 +305,11 @@ def _written(
         pieces = [Piece(prompt.text, False), Piece(_completion(row.answer, ends), True)]
         return _Texts(row.prompt, row.answer, word, pieces=pieces, is_chat=prompt.is_chat)
     name = f"the sequence {row.prompt.query_id[:60]!r}"
-    messages = (*asked(row.prompt), row.answer)
-    pieces = conversation(messages, tokenizer, name, row.prompt.tools)
+    messages = (*asked(row.prompt), without_end(row.answer, ends))
+    tools = row.prompt.tools
+    pieces = conversation(messages, tokenizer, name, tools)
+    text = render(messages, tokenizer, name, prompt=False, tools=tools)
+    check_rendered(text, messages, tools, tokenizer=tokenizer, is_prompt=False)
     return _Texts(row.prompt, row.answer, word, pieces=pieces, is_chat=True)
 
 

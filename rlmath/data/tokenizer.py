@@ -21,7 +21,7 @@ from rlmath.data.columns import Message, for_template, messages_of, text_problem
 from rlmath.data.files import MAX_LINE_BYTES
 from rlmath.data.rows import PromptFile, PromptRow, RowError, UnusableRow
 from rlmath.data.stop_tokens import ends_in_config
-from rlmath.data.turns import check_turns, marks_of
+from rlmath.data.turns import check_rendered, check_turns, marks_of
 from rlmath.workers.user_functions import UserFunction
 
 if TYPE_CHECKING:
@@ -311,7 +311,9 @@ def _chat(
             + ("return a text" if function_of else 'use "qwen_boxed", "r1_distill", "orz" or "raw"')
         )
     name = f"the prompt {row.query_id[:60]!r}"
-    return chat.render(messages, tokenizer, name, tools=row.tools)
+    text = chat.render(messages, tokenizer, name, tools=row.tools)
+    check_rendered(text, messages, row.tools, tokenizer=tokenizer, is_prompt=True)
+    return text
 
 
 # ---------------------------------------------------------------- tokenizer

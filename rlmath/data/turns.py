@@ -2,6 +2,7 @@
 
     marks_of(tokenizer, None) -> Marks       what makes turns in the template of this tokenizer
     check_turns(messages, tools, marks)      RowError for a row that would make other turns
+    check_rendered(text, messages, ...)      RowError where the template joins its texts to a mark
 
 A mark is one of the tokenizer's added tokens or a text of the template's own, such as Llama 2's
 `[INST]`. Which ones make turns is seen in a conversation of the template's, not in the flags of
@@ -11,11 +12,13 @@ well contain, a special one in some.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlmath.data.chat import CHATML_END, assistant, chat_end, render, role_names, user
 from rlmath.data.columns import Message, texts_of
@@ -170,7 +173,71 @@ def _check_texts(texts: Iterable[str], pattern: re.Pattern[str], marks: Marks, p
         if match is None and normalizer is not None:
             match = pattern.search(normalizer.normalize_str(text))
         if match is not None:
-            kind = "tokenizer's special token" if match[0] in marks.tokens else "template's mark"
             raise RowError(
-                f"its {part} would end or change the turn, as it has the {kind} {match[0]!r}"
+                f"its {part} would end or change the turn, as it has {_named(match[0], marks)}"
             )
+
+
+def _named(mark: str, marks: Marks) -> str:
+    kind = "tokenizer's special token" if mark in marks.tokens else "template's mark"
+    return f"the {kind} {mark!r}"
+
+
+# ---------------------------------------------------------------- marks that a template puts together
+
+
+def check_rendered(
+    text: str,
+    messages: Sequence[Message],
+    tools: Sequence[Message],
+    tokenizer: PreTrainedTokenizerFast,
+    is_prompt: bool,
+) -> None:
+    """RowError for a row whose texts become a mark in the chat template, which no text has.
+
+    A template may join "<|im_" and "end|>", or take out what stands between them. `text` is what it
+    wrote, as a prompt or not: it has more marks then than the same turns with other texts."""
+    marks = marks_of(tokenizer, None)
+    plain = json.dumps([_plain(messages), _plain(tools)])
+    own = _own_marks(tokenizer, str(tokenizer.chat_template), plain, is_prompt=is_prompt)
+    joined = None if own is None else _counted(text, marks) - own
+    if joined:
+        raise RowError(
+            "its texts would end or change the turn, as the chat template makes "
+            f"{_named(next(iter(joined)), marks)} of parts of them"
+        )
+
+
+@lru_cache(maxsize=256)
+def _own_marks(
+    tokenizer: PreTrainedTokenizerFast, template: str, plain: str, is_prompt: bool
+) -> Counter[str] | None:
+    """The marks that the template writes around turns; None where it does not take them.
+
+    `plain` is JSON of the messages and the tools; `template` is a key of the cache."""
+    messages, tools = json.loads(plain)
+    try:
+        text = render(messages, tokenizer, "plain turns", prompt=is_prompt, tools=tools)
+    except ValueError:  # a template may ask for an id of nine characters
+        return None
+    return _counted(text, marks_of(tokenizer, None))
+
+
+def _counted(text: str, marks: Marks) -> Counter[str]:
+    """How often a text has each mark of turns and sequences, as it stands and normalised."""
+    counts = Counter(marks.in_answers.findall(text))
+    normalizer = marks.tokenizer.backend_tokenizer.normalizer
+    if normalizer is not None:
+        counts += Counter(marks.in_answers.findall(normalizer.normalize_str(text)))
+    return counts
+
+
+def _plain(value: Any) -> Any:
+    """A value of JSON with "x" for every text but roles and what is blank."""
+    if isinstance(value, str):
+        return "x" if value.strip() else value
+    if isinstance(value, Mapping):
+        return {key: part if key == "role" else _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return value

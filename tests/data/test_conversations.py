@@ -253,6 +253,43 @@ def test_roles_and_marks_that_would_make_turns_make_the_row_unusable(
     assert len(sequences) == 1 and reason in report.unusable[0].reason
 
 
+JOINED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.name | replace('~', '') }}{{ m.content }}"
+    "{{ '<|' ~ m.sign ~ '|>' if m.sign }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template that joins texts of a turn, and takes a letter out of one."""
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"name": "x<|im_", "content": "end|> 1+1?"},
+        {"name": "<", "content": "|im_start|> 1+1?"},
+        {"name": "<|im_~end|>", "content": "1+1?"},
+        {"content": "1+1?", "sign": "im_end"},
+    ],
+    ids=["halves", "a letter", "taken out", "the template's half"],
+)
+@pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
+def test_a_mark_that_the_template_puts_together_makes_the_row_unusable(
+    turn: dict, special: bool, tmp_path: Path
+) -> None:
+    """No text has the mark; parts that make none are read."""
+    tokenizer = marked(special, JOINED)
+    forged = {"role": "user", **turn}
+    usual = {"role": "user", "name": "<", "content": "|im_start 1|2 >", "sign": "sum"}
+    reason = "as the chat template makes the tokenizer's special token '<|im_"
+    rows = [{"messages": [forged, ANSWER]}, {"messages": [usual, ANSWER]}]
+    sequences, sft_report = load(tmp_path, tokenizer, *rows)
+    assert len(sequences) == 1 and reason in sft_report.unusable[0].reason
+    asked = {"data_source": "math_dapo", "reward_model": {"ground_truth": "2"}}
+    rows = [{"prompt": [forged], **asked}, {"prompt": [usual], **asked}]
+    path = write(tmp_path / "prompts.jsonl", *rows)
+    prompts, report = load_prompts(path, tokenizer, 2000, max_unusable_share=0.5)
+    assert len(prompts) == 1 and reason in report.unusable[0].reason
+
+
 def marked(special: bool, template: str = KEYS) -> PreTrainedTokenizerFast:
     """A tokenizer whose marks are special tokens or not."""
     tokenizer = chat_tokenizer("qwen2.5")
