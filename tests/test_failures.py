@@ -173,7 +173,14 @@ def test_control_c_saves_and_says_that_the_same_command_resumes(
     assert status.status == SAVED_AND_STOPPED, console
     step = rows[-1]["step"]
     assert complete_checkpoints(output / "checkpoints")[0][0].step == step
-    assert own_lines(console)[-1].endswith(
+    lines = own_lines(console)
+    saving = f"Saving step {step} in {output}/checkpoints, then the run stops ..."
+    (announced,) = (number for number, line in enumerate(lines) if line.endswith(saving))
+    (saved,) = (
+        number for number, line in enumerate(lines) if f" Checkpoint of step {step}: " in line
+    )
+    assert "Ctrl-C again ends it at once, without saving" in console and announced < saved, console
+    assert lines[-1].endswith(
         f"after step {step}, which is saved: the same command resumes after step {step}"
     ), console
     assert "KeyboardInterrupt" not in console and console.count("Traceback") == console.count(

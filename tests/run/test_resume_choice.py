@@ -381,6 +381,20 @@ def test_another_model_and_other_prompts_are_refused_and_their_paths_are_not(
         find_recovery(moved, replace(ORIGIN, data="data-2"), TOTAL)
 
 
+def test_other_settings_and_other_inputs_are_named_at_once(tmp_path: Path) -> None:
+    """Inputs are compared by their contents, and alone they refuse nothing before a start."""
+    checkpoint(tmp_path, 3)
+    moved = ("model.path=elsewhere", "data.train_path=other.jsonl")
+    assert changes_since_newest(make_config(tmp_path, *moved)) == []
+    rate, model, prompts = (
+        changes_since_newest(make_config(tmp_path, "optimizer.lr=1e-5", *moved)) or []
+    )
+    assert rate == "optimizer.lr: 1e-06 there, 1e-05 now"
+    assert model.startswith("model.path: ") and "elsewhere now (refused, too, if" in model
+    assert prompts.startswith("data.train_path: ") and "other.jsonl now (refused" in prompts
+    assert changes_since_newest(make_config(tmp_path, "optimizer.lr=1e-5")) == [rate]
+
+
 @pytest.mark.parametrize(
     ("then", "override", "told"),
     [

@@ -119,7 +119,7 @@ class StopRequest:
                 "after)"
             )
         if self._requested == INTERRUPT:
-            hints += "; Ctrl-C again ends it at once"
+            hints += "; Ctrl-C again ends it at once, without saving"
         if self._requested == "SIGTERM" and under_torchrun():
             hints += "; if torchrun sent it because another rank has ended, nothing can be saved"
         action = (

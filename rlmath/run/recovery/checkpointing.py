@@ -126,6 +126,8 @@ class Checkpointer:
             needs_save = (
                 agreed["kept"] + agreed["point"] > 0 or reason is not None
             ) and self.newest != step
+            if reason is not None and not is_last:
+                self._log_last_save(step)
             if self._store.busy and (needs_save or ends or not agreed["writing"]):
                 self._finish()
             if needs_save:
@@ -142,6 +144,7 @@ class Checkpointer:
     def save_to_stop(self, step: int) -> None:
         """Save what `after_step` left out, of a run that stops before the next one is made."""
         with self._trainer.timers.phase("save"):
+            self._log_last_save(step)
             self.finish()
             if step not in (0, self.newest):
                 self._start(step, is_kept=False)
@@ -351,6 +354,12 @@ class Checkpointer:
             logger.info(
                 "Checkpoint of step %d: %s (%.3f GiB)", step, saved.folder, gib, extra=extra
             )
+
+    def _log_last_save(self, step: int) -> None:
+        """Log where the step is saved before the run stops: from here on it may be silent long."""
+        if self._trainer.mesh.rank == 0 and step not in (0, self.newest):
+            folder = self._folder / CHECKPOINTS_FOLDER
+            logger.info("Saving step %d in %s, then the run stops ...", step, folder)
 
     def _log_failure(self, step: int, error: str) -> None:
         if self._trainer.mesh.rank == 0:

@@ -224,13 +224,20 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
 def changes_since_newest(config: Config) -> list[str] | None:
     """The settings that the newest whole checkpoint in the run's folder refuses, as changes.
 
-    None if the run would start from the beginning. Inputs that `find_recovery` compares by their
-    contents are left out: this reads manifests and small files only. ValueError if the folder
-    cannot be read."""
+    None if the run would start from the beginning. This reads manifests and small files only:
+    inputs that `find_recovery` compares by their contents are refused by others alone, and named
+    with them. ValueError if the folder cannot be read."""
     if config.run.recover_mode == "disabled":
         return None
     for _, progress, saved_config in _readable_checkpoints(config, []):
-        return _changed_settings(saved_config, config, progress)
+        if not (refused := _changed_settings(saved_config, config, progress)):
+            return []
+        moved = [
+            f"{change} (refused, too, if its contents are others)"
+            for change in refused_changes(saved_config, config, progress.step)
+            if change.startswith(BY_CONTENT)
+        ]
+        return [*refused, *moved]
     return None
 
 
