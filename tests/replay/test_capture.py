@@ -29,6 +29,7 @@ from rlmath.checkpoint.capture import (
 )
 from rlmath.checkpoint.directory import MANIFEST
 from rlmath.cli.train import replay as replay_command
+from rlmath.config.length_curriculum import length_stages
 from rlmath.config.load import config_as_yaml
 from rlmath.config.schema import Config, RunConfig, StagesConfig
 from rlmath.data.order import PromptOrder, Rollback, seed_after
@@ -195,7 +196,8 @@ def test_a_rollout_is_made_again_with_the_seed_and_the_lengths_of_its_step(
     prompts = [group.prompt for group in capture.groups]
     workers = object()
     inputs = SimpleNamespace(tokenizer="t", prompts=prompts)
-    prepared: Any = SimpleNamespace(config=config, inputs=inputs)
+    shapes = SimpleNamespace(length_stages=length_stages(config, capture.total_steps))
+    prepared: Any = SimpleNamespace(config=config, inputs=inputs, shapes=shapes)
     parts: list[Any] = ["engine", "mesh", workers]
     assert replay_step._sample_again(capture, prepared, *parts) == capture.groups
     (positional, keywords), request = asked
