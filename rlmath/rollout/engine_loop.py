@@ -29,14 +29,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from rlmath.algorithms.partial_rollouts import UnfinishedGroup
 from rlmath.algorithms.types import (
     NOTHING_SAMPLED,
     Completion,
     PartialCompletion,
-    Prompt,
     ScoredCompletion,
 )
 from rlmath.config.schema import RewardConfig, RolloutConfig
@@ -44,8 +43,8 @@ from rlmath.data.dataset import Inputs
 from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.mesh import Mesh
-from rlmath.rewards.reward_manager import UNSCORED, RewardManager, RewardWorkers
-from rlmath.rollout.collector import CollectGroups, Collector
+from rlmath.rewards.reward_manager import RewardWorkers
+from rlmath.rollout.collector import CollectGroups, Collector, Rollout
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.engine_messages import (
     RECEIVER,
@@ -60,27 +59,20 @@ from rlmath.rollout.engine_messages import (
     TakeSnapshot,
     WeightsTaken,
 )
+from rlmath.rollout.groups_in_flight import GroupsInFlight
 from rlmath.rollout.running_completions import Usage, Weights
 from rlmath.rollout.sampling import Request, RolloutSeed, SamplingSettings, requests_of
 from rlmath.rollout.weight_sync.offer import WeightReceiver
-from rlmath.rollout.work_queue import share_in_engine
+from rlmath.rollout.work_queue import ItemT, share_in_engine
 
 logger = logging.getLogger(__name__)
 
+TrainerMessage = Admit | Continue | NewWeights | TakeSnapshot | CollectGroups | ScoreTokens | End
+EngineMessage = GroupDone | WeightsTaken | Snapshot | Rollout | Scored
 STEPS_BETWEEN_MESSAGES = 4
 """Steps of vLLM's after which a busy engine reads its messages."""
 IDLE_SECONDS = 0.01
 """How long an idle engine waits for a message before it looks for other work."""
-
-
-@dataclass
-class _Group:
-    prompt: Prompt
-    samples: list[PartialCompletion | Completion | ScoredCompletion]
-    """The samples by their index.
-
-    An unfinished one has the tokens that it had when it began or at the last snapshot; a finished
-    one waits for its score."""
 
 
 class _Draws:
@@ -164,9 +156,10 @@ class EngineLoop:
             keeps_cache=rollout.on_new_weights == "keep",
         )
         self._sampling = plan.sampling_of_stage[0]
-        self._rewards: RewardManager | None = None
-        self._groups: dict[int, _Group] = {}
-        """Groups not yet sampled and scored, by draw; none on ranks that lead no engine."""
+        self._groups: GroupsInFlight | None = None
+        """Groups not yet sampled and scored; None on ranks that lead no engine."""
+        if leader is not None:
+            self._groups = GroupsInFlight(leader.workers, plan.reward, on_done=self._send)
         self._unfinished: list[UnfinishedGroup] = []
         """Groups of an earlier start, begun before any other."""
         self._draws = _Draws(mesh.num_engines)
@@ -174,7 +167,7 @@ class EngineLoop:
         """Nothing more is admitted; the same on all ranks of the engine."""
         self._pending: NewWeights | None = None
         """Weights that are taken once all running completions are finished."""
-        self._queue: list[Any] = []
+        self._queue: list[TrainerMessage] = []
         """Messages that wait behind them."""
         self._report: WeightsTaken | None = None
         """The report that is sent with the first token under the version that was taken last."""
@@ -199,11 +192,11 @@ class EngineLoop:
                 self._take_weights(self._pending)
             self._finish_scored()
 
-    def _share(self, messages: list[Any]) -> list[Any]:
+    def _share(self, items: list[ItemT]) -> list[ItemT]:
         """The leader's list, on all ranks of the engine."""
-        return share_in_engine(messages) if self._mesh.engine_size > 1 else messages
+        return share_in_engine(items) if self._mesh.engine_size > 1 else items
 
-    def _read_messages(self) -> list[Any]:
+    def _read_messages(self) -> list[TrainerMessage]:
         if self._leader is None:
             return []
         idle = not self._running.busy and not self._queue and self._pending is None
@@ -212,7 +205,7 @@ class EngineLoop:
             for envelope in self._leader.mailbox.receive(IDLE_SECONDS if idle else 0.0)
         ]
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: EngineMessage) -> None:
         if self._leader is not None:
             self._leader.mailbox.send(RECEIVER, message)
 
@@ -223,7 +216,7 @@ class EngineLoop:
 
         While weights wait for running completions, only messages that change nothing about these
         are handled."""
-        waiting: list[Any] = []
+        waiting: list[TrainerMessage] = []
         while self._queue and self._status is None:
             message = self._queue.pop(0)
             if self._pending is not None and not isinstance(message, TakeSnapshot | End):
@@ -259,13 +252,9 @@ class EngineLoop:
         self._enter_length_stage(message.length_stage)
 
     def _enter_length_stage(self, number: int) -> None:
-        sampling = self._plan.sampling_of_stage[number]
-        if self._leader is not None and (self._rewards is None or sampling != self._sampling):
-            self._finish_scored(wait=True)
-            self._rewards = RewardManager(
-                self._leader.workers, self._plan.reward, sampling.max_new_tokens
-            )
-        self._sampling = sampling
+        self._sampling = self._plan.sampling_of_stage[number]
+        if self._groups is not None:
+            self._groups.expect_lengths(self._sampling.max_new_tokens)
 
     def _take_weights(self, message: NewWeights) -> None:
         self._pending = None
@@ -316,20 +305,14 @@ class EngineLoop:
             interrupted=interrupted,
             prefilled_again_tokens=prefilled_again,
             running=usage.running / max(1, usage.steps),
-            queued_scores=0 if self._rewards is None else len(self._rewards),
+            queued_scores=0 if self._groups is None else self._groups.queued_scores,
         )
 
     def _send_snapshot(self) -> None:
         """Send what is in flight, once finished completions have their score."""
         requests = self._running.keep_tokens()
-        if self._leader is None:
-            return
-        for request in requests:
-            draw, g = request.key
-            self._groups[draw].samples[g] = request.so_far
-        self._finish_scored(wait=True)
-        samples = {draw: tuple(group.samples) for draw, group in self._groups.items()}
-        self._send(Snapshot(samples))  # type: ignore[arg-type]
+        if self._groups is not None:
+            self._send(Snapshot(self._groups.snapshot(requests)))
 
     def _collect(self, message: CollectGroups) -> None:
         """Let all engines collect groups while what is in flight waits, without cached prefixes."""
@@ -374,8 +357,8 @@ class EngineLoop:
         requests = requests_of(
             prompt, draw, self._sampling, seed=RolloutSeed(self._plan.run_seed, step), times=times
         )
-        if self._leader is not None:
-            self._groups[draw] = _Group(prompt, list(samples))
+        if self._groups is not None:
+            self._groups.add(draw, prompt, samples)
         for request, sample in zip(requests, samples, strict=True):
             if isinstance(sample, PartialCompletion):
                 self._running.begin(replace(request, so_far=sample))
@@ -390,39 +373,9 @@ class EngineLoop:
             self._report = None
 
     def _score(self, request: Request, completion: Completion) -> None:
-        """Have a completion scored; functions that take groups wait until all of it is sampled."""
-        draw, g = request.key
-        group = self._groups[draw]
-        assert self._rewards is not None
-        if self._rewards.takes_groups:
-            group.samples[g] = ScoredCompletion(completion, UNSCORED)
-            self._submit_if_complete(draw)
-        else:
-            group.samples[g] = completion
-            self._rewards.submit(group.prompt, completion, key=(draw, [g]))
+        if self._groups is not None:
+            self._groups.score(request, completion)
 
-    def _submit_if_complete(self, draw: int) -> None:
-        """Have a group scored as a whole, where all of it is sampled."""
-        group = self._groups[draw]
-        completions = [
-            sample.completion for sample in group.samples if isinstance(sample, ScoredCompletion)
-        ]
-        if self._rewards is not None and len(completions) == len(group.samples):
-            self._rewards.submit_group(
-                group.prompt, completions, key=(draw, range(len(completions)))
-            )
-
-    def _finish_scored(self, wait: bool = False) -> None:
-        """Record the scores that have come, and send the groups that have all of theirs."""
-        if self._rewards is None or not len(self._rewards):
-            return
-        for (draw, indices), scores in self._rewards.take_finished(wait):
-            group = self._groups[draw]
-            for g, score in zip(indices, scores, strict=True):
-                sample = group.samples[g]
-                assert not isinstance(sample, PartialCompletion)
-                completion = sample.completion if isinstance(sample, ScoredCompletion) else sample
-                group.samples[g] = ScoredCompletion(completion, score)
-            if all(isinstance(sample, ScoredCompletion) for sample in group.samples):
-                del self._groups[draw]
-                self._send(GroupDone(draw, tuple(group.samples)))  # type: ignore[arg-type]
+    def _finish_scored(self) -> None:
+        if self._groups is not None:
+            self._groups.finish_scored()

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.run_store import RunStore
@@ -54,11 +54,12 @@ class EngineUsage:
     """Mean of the sequences that it decoded in a step, as a share of the most (0 to 1)."""
 
 
+ItemT = TypeVar("ItemT")
 Share = Callable[[list[WorkItem]], list[WorkItem]]
 """Gives all ranks of an engine the items that its first rank has popped."""
 
 
-def share_in_engine(items: list[WorkItem]) -> list[WorkItem]:
+def share_in_engine(items: list[ItemT]) -> list[ItemT]:
     """Broadcast the items over the process group of this rank's vLLM engine.
 
     A collective."""

@@ -126,7 +126,7 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, pace
 
         def _is_ahead(self) -> bool:
             return 0 < self.needed <= self.begun and all(
-                draw >= self.needed for draw in self._groups
+                draw >= self.needed for draw in self._groups or ()
             )
 
     config = prepared.config
