@@ -158,9 +158,12 @@ def own_lines(console: str) -> list[str]:
 
 @pytest.mark.full
 def test_control_c_saves_and_says_that_the_same_command_resumes(
-    arithmetic: Path, tmp_path: Path
+    arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A terminal sends SIGINT to the group of torchrun; its ranks have groups of their own."""
+    """A terminal sends SIGINT to the group of torchrun; its ranks have groups of their own.
+
+    Torchrun waits as long as that of `rlmath train`: on a busy machine the first save is slow."""
+    monkeypatch.setitem(ENVIRONMENT, "PET_SHUTDOWN_TIMEOUT", "315")
     output = tmp_path / "run"
     with running(arithmetic, output) as process:
         everyone = family(process.pid)

@@ -15,7 +15,6 @@ from rlmath.distributed.memory import total_bytes
 
 GIB = 2**30
 OVERSUBSCRIBE = "--oversubscribe"
-ADVICE = f"Start fewer, or say {OVERSUBSCRIBE}."
 RANKS_PER_CORE = 4
 """Most ranks of a core.
 
@@ -81,7 +80,13 @@ def room_problems(ranks: int, machine: Machine, planned_bytes: int = 0) -> Itera
         )
 
 
+def room_advice(ranks: int) -> str:
+    """The advice that follows the problems of so many ranks."""
+    change = "Start fewer" if ranks > 1 else "Take a smaller model or shorter sequences"
+    return f"{change}, or say {OVERSUBSCRIBE}."
+
+
 def refuse_crowding(ranks: int, machine: Machine, planned_bytes: int = 0) -> None:
     """Raise a ValueError where this machine has no room for so many ranks."""
     if problems := list(room_problems(ranks, machine, planned_bytes)):
-        raise ValueError(f"{' '.join(problems)} {ADVICE}")
+        raise ValueError(f"{' '.join(problems)} {room_advice(ranks)}")

@@ -39,7 +39,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MIS
 from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.ranks import environment_rank
 from rlmath.planning import checks
-from rlmath.planning.machine_room import ADVICE, OVERSUBSCRIBE, room_problems, this_machine
+from rlmath.planning.machine_room import OVERSUBSCRIBE, room_advice, room_problems, this_machine
 from rlmath.planning.memory_estimate import Target, mesh_of
 from rlmath.planning.memory_fit import GIB, host_bytes, planned_target, start_up_lines
 from rlmath.planning.parallelism import planned_ranks, roles
@@ -212,7 +212,7 @@ def plan_run(
         and "WORLD_SIZE" not in os.environ,
         not_here=(
             *checks.cuda_problems(config.run.device),
-            *([f"{crowding} {ADVICE}"] if crowding and not oversubscribe else ()),
+            *([f"{crowding} {room_advice(world_size)}"] if crowding and not oversubscribe else ()),
         ),
         crowding=crowding if oversubscribe else "",
     )

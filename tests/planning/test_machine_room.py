@@ -29,6 +29,10 @@ def test_64_ranks_on_two_cores_are_refused_unless_asked_for_by_name() -> None:
     assert "this machine has 24.0" in memory
     (problem,) = room_problems(1, LAPTOP, 24 * GIB)
     assert problem.startswith("1 rank needs about 24.6 GiB (24.0 planned, ")
+    with pytest.raises(
+        ValueError, match=r"run\. Take a smaller model or shorter sequences, or say"
+    ):
+        refuse_crowding(1, LAPTOP, 24 * GIB)
 
 
 def test_ranks_that_the_memory_does_not_hold_are_refused_however_many_cores_there_are() -> None:
