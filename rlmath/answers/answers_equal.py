@@ -41,7 +41,7 @@ from rlmath.answers.special_forms import (
     split_parts,
 )
 from rlmath.answers.string_match import Rules, plain_answer
-from rlmath.answers.syntax_tree import Answer, Call, Expr, Num, Sym
+from rlmath.answers.syntax_tree import Answer, Call, Expr, Num, Relation, Sym
 
 _PARTIAL_DERIVATIVE = re.compile(
     r"^\$?\\frac\s?\{\\partial[^{}]{0,20}\}\s?\{\\partial[^{}]{0,20}\}\s{0,3}="
@@ -76,7 +76,7 @@ def answers_equal(answer: str, gold: str, rules: Rules, question: Question) -> b
         )
     if ":=" in answer:
         return answers_equal(answer.replace(":=", "="), gold, rules, question)
-    special = same_special(gold_plain.key, answer_plain.key)
+    special = same_special(gold_plain.key, _without_reason(answer_plain.key))
     if special is not None:
         return special
     for compare in (same_objects, same_integers):
@@ -123,6 +123,26 @@ def answers_equal(answer: str, gold: str, rules: Rules, question: Question) -> b
         return _is_bounded(answer) and _equal_by_math_verify(answer, gold)
     except NotMathematics:
         return False
+
+
+_REASON = re.compile(
+    r"(yes|no)(?:[,.;:] ?| ?(?=\())(\()?((?:[0-9 =+*/^.()-]|\\cdot|\\times){5,100})(?(2)\))",
+    re.IGNORECASE,
+)
+
+
+def _without_reason(key: str) -> str:
+    """The `No` of `No, 51 = 3 \\cdot 17`, an equation that holds; other texts as they are."""
+    match = _REASON.fullmatch(key)
+    if match is None:
+        return key
+    try:
+        reading = parse_answer(match[3])
+        # An equation of numbers that does not hold has no value.
+        holds = isinstance(reading, Relation) and interpret(reading).scalar is not None
+    except (NotMathematics, Unsupported):
+        return key
+    return match[1] if holds else key
 
 
 def _said_equal(gold: str, answer: str, rules: Rules, question: Question) -> bool:

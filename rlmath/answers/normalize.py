@@ -115,7 +115,8 @@ _UNICODE = {letter: f"\\{name} " for name, letter in _GREEK.items()} | {
     )
 }
 _SPACING = re.compile(
-    r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|left|right|bigl|bigr|biggl|biggr|"
+    r"\\(?:left|right)\s?\."  # no bracket at all
+    r"|\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|left|right|bigl|bigr|biggl|biggr|"
     r"Bigl|Bigr|Big|big"
     r"|Bigg|bigg|middle|mathstrut|strut|rm|bf|it|hfill|noindent|boldmath)(?![a-zA-Z])"
 )

@@ -310,6 +310,7 @@ class _Parser(Commands):
             dimensions=dimensions,
             factor=currency.factor * unit.factor,
             parts=currency.parts | unit.parts,
+            below=unit.below | (unit.parts - currency.parts),  # `\\$5 an hour`
         )
         return Scalar(amount.expr, priced)
 

@@ -47,7 +47,9 @@ _TITLED = re.compile(
 )
 
 _YES_NO = re.compile(
-    r"(yes|no)(?:[,.;:] ?(?!.*\b(?:yes|no|not|never|cannot|false|wrong)\b)[a-z ,.']{1,100})?"
+    r"(yes|no(?![,.;:] ?(?:it|this|that)(?: is|'s) (?:true|correct|right|so)\b))"
+    r"(?:[,.;:] ?(?!.*\b(?:yes|no|not|never|cannot|false|wrong)\b)"
+    r"(?:[0-9]{1,9} (?:is|are) )?[a-z ,.']{1,100})?"
 )
 _REASONED = re.compile(r"(yes|no)[,.;:] .{1,200}", re.IGNORECASE)
 """A reference with its reason, which an answer leaves out: `No, 91 = 7 * 13`."""

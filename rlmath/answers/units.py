@@ -39,6 +39,8 @@ class Unit:
     """The value of "million" or "dozen", which belongs to the number."""
     parts: frozenset[Known] = frozenset()
     """The known units it is written with: mile and hour of `miles per hour`, and of `mph`."""
+    below: frozenset[Known] = frozenset()
+    """Those of its parts that divide: hour of `miles per hour`."""
 
 
 PARTS_OF_DEGREE = {"'": Fraction(1, 60), "''": Fraction(1, 3600)}
@@ -144,17 +146,17 @@ _KNOWN |= {name: (base, size) for base, names, size in _rows(_OTHERS) for name i
 for _misread in word_list("cd pm ha hA dA min hL cal Mm dm dT dS dC dF dH MM pt"):
     _SYMBOLS.pop(_misread, None)
 _WRITTEN_WITH = {
-    _KNOWN[name]: frozenset(_KNOWN[word] for word in words.split())
-    for name, words in {
-        "mph": "mile hour",
-        "kph": "kilometer hour",
-        "mps": "meter second",
-        "rpm": "revolution minute",
-        "bpm": "beat minute",
-        "mpg": "mile gallon",
-    }.items()
+    _KNOWN[name]: (_KNOWN[above], _KNOWN[below])
+    for name, above, below in (
+        ("mph", "mile", "hour"),
+        ("kph", "kilometer", "hour"),
+        ("mps", "meter", "second"),
+        ("rpm", "revolution", "minute"),
+        ("bpm", "beat", "minute"),
+        ("mpg", "mile", "gallon"),
+    )
 }
-"""The units that an abbreviation stands for."""
+"""The units that an abbreviation stands for, the second of which divides."""
 _MULTIPLIERS = {
     "hundred": 100,
     "thousand": 1000,
@@ -238,6 +240,7 @@ class _UnitReader:
         self._known_words = known_words
         self._dimensions: dict[str, int] = {}
         self._parts: set[Known] = set()
+        self._below: set[Known] = set()
         self._factor = Fraction(1)
         self._multiplier = 1
         self._nouns: list[str] = []
@@ -306,6 +309,7 @@ class _UnitReader:
         self._factor *= unit.factor
         _multiply(self._dimensions, unit.dimensions, 1)
         self._parts |= unit.parts
+        self._below |= unit.below
 
     def _take_known_unit(self, position: int, unit_and_size: tuple[Known, int]) -> int:
         """Take a known unit of so many tokens, and the exponent behind it."""
@@ -318,7 +322,9 @@ class _UnitReader:
             known_unit = _KNOWN["s"]
         base, unit_size = known_unit
         power = self._sign * self._power * exponent
-        self._parts |= _WRITTEN_WITH.get(known_unit, {known_unit})
+        written_with = _WRITTEN_WITH.get(known_unit, (known_unit,))
+        self._parts.update(written_with)
+        self._below.update(written_with[1:] if power > 0 else written_with[:1])
         self._factor *= unit_size**power
         _multiply(self._dimensions, base, power)
         self._sign = 1
@@ -334,7 +340,12 @@ class _UnitReader:
             return None
         bases = tuple(sorted((base, n) for base, n in self._dimensions.items() if n))
         return Unit(
-            bases, self._factor, tuple(self._nouns), self._multiplier, parts=frozenset(self._parts)
+            bases,
+            self._factor,
+            tuple(self._nouns),
+            self._multiplier,
+            parts=frozenset(self._parts),
+            below=frozenset(self._below),
         )
 
 
@@ -387,7 +398,7 @@ def unit_of_word(word: str) -> frozenset[Known]:
     return (
         frozenset()
         if known_unit is None
-        else _WRITTEN_WITH.get(known_unit, frozenset({known_unit}))
+        else frozenset(_WRITTEN_WITH.get(known_unit, (known_unit,)))
     )
 
 
@@ -419,8 +430,13 @@ def _quotient(tokens: Sequence[Token], position: int) -> tuple[Unit, int] | None
     dimensions = dict(parts[0].dimensions)
     _multiply(dimensions, parts[1].dimensions, -1)
     bases = tuple(sorted(dimensions.items()))
-    written_with = parts[0].parts | parts[1].parts
-    return Unit(bases, parts[0].factor / parts[1].factor, parts=written_with), brace - position
+    unit = Unit(
+        bases,
+        parts[0].factor / parts[1].factor,
+        parts=parts[0].parts | parts[1].parts,
+        below=parts[0].below | (parts[1].parts - parts[1].below),
+    )
+    return unit, brace - position
 
 
 def is_known_noun(token: Token, known_words: KnownWords | None) -> bool:

@@ -21,12 +21,14 @@ def read_cases(name: str) -> list[dict]:
 
 ROWS = read_cases("cases.jsonl")
 BLIND = read_cases("cases_blind.jsonl")
-"""Cases in nine parts, written by others who had seen neither code nor cases.
+"""Cases in ten parts, written by others who had seen neither code nor cases.
 
 When the verifier first saw them it was right on 97.9%, 92.1%, 89.0%, 90.0%, 96.0%, 95.3%, 97.0%,
-94.3% and 96.3% of them. It took no wrong answer for right in the third to the eighth part, and two
-in the ninth. The ninth has questions; earlier cases got one where their answer has a unit or noun
-that the reference lacks."""
+94.3%, 96.3% and 98.1% of them. It took no wrong answer for right in the third to the eighth part,
+two in the ninth and 32 of 1,370 in the tenth: rates, areas and volumes that were not asked for. Of
+the tenth's 2,316 cases only those are here that failed and a sample of the others. The ninth and
+tenth have questions; earlier cases got one where their answer has a unit or noun that the
+reference lacks."""
 
 
 def test_the_set_is_large_spread_and_its_ids_are_unique():

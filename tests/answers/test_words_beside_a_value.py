@@ -13,6 +13,7 @@ def is_right(question: str, gold: str, answer: str) -> bool:
 
 APPLES = "Anna has 3 red apples and buys 4 more. How many apples does she have?"
 MILES = "A car drives at 60 miles per hour for 3 hours. How far does it get?"
+SPEED = "A car gets 180 miles far in 3 hours. How fast is it?"
 
 
 def test_a_word_that_is_not_known_to_change_nothing_makes_no_answer():
@@ -154,9 +155,9 @@ def test_a_unit_beside_a_bare_reference_stands_in_the_question():
             (MILES, "180", "3 \\cdot 60 = 180 \\text{ miles}", True),
             (MILES, "180", "3 \\cdot 60 = 180 \\text{ km}", False),
             (MILES, "180", "d = 3 \\cdot 60 = 180 \\text{ miles}", True),
-            (MILES, "60", "60 mph", True),
-            (MILES, "60", "60 \\text{ miles per hour}", True),
-            (MILES, "60", "60 \\text{ km/h}", False),
+            (SPEED, "60", "60 mph", True),
+            (SPEED, "60", "60 \\text{ miles per hour}", True),
+            (SPEED, "60", "60 \\text{ km/h}", False),
             ("A car drives at 60 mph. How far does it get in 3 hours?", "180", "180 miles", True),
             ("A square has side 5 cm. What is its area?", "25", "25 \\text{ cm}^2", True),
             (
@@ -409,3 +410,130 @@ def test_a_question_is_read_within_bounds():
     far = "How many apples are there? " + "x " * MAX_QUESTION_CHARS + " Give the number of pears."
     assert {"apple", "pear"} <= read_question(far).words
     assert len(read_question(far).words) < 20
+
+
+PAGES = "Tom reads 20 pages a day. How many pages does he read in 6 days?"
+TAP = "A tap fills 30 liters in 5 minutes. How many liters does it fill per minute?"
+WAGE = "Ann earns $15 an hour and works 8 hours a day. How much does she earn in a day?"
+RIDE = "Lee rides 45 km in 3 hours. How many hours does he need for 60 km at this speed?"
+
+
+def test_a_rate_is_right_only_where_it_is_asked_for():
+    check_table(
+        is_right,
+        [
+            (PAGES, "120", "120 \\text{ pages}", True),
+            (PAGES, "120", "120 \\text{ pages per day}", False),
+            (PAGES, "120", "120 \\text{ pages a day}", False),
+            (PAGES, "120", "120 \\text{ pages/day}", False),
+            ("How many pages a day are 120 in 6 days?", "20", "20 \\text{ pages per day}", True),
+            ("How many pages are read daily?", "20", "20 \\text{ pages per day}", False),
+            ("He reads for 6 days. How many pages daily?", "20", "20 \\text{ pages/day}", True),
+            (TAP, "6", "6 \\text{ liters}", True),
+            (TAP, "6", "6 \\text{ liters per minute}", True),
+            (TAP, "6", "6 \\,\\frac{\\text{L}}{\\text{min}}", True),
+            (TAP, "6", "6 \\text{ minutes per liter}", False),
+            (TAP, "6", "6 \\,\\frac{\\text{min}}{\\text{L}}", False),
+            (WAGE, "120", "\\$120", True),
+            (WAGE, "120", "\\$120 \\text{ per day}", True),
+            (WAGE, "120", "\\$120 \\text{ a day}", True),
+            (WAGE, "120", "\\$120 \\text{ per hour}", False),
+            (WAGE, "120", "\\$120 \\text{ an hour}", False),
+            (RIDE, "4", "4 \\text{ hours}", True),
+            (RIDE, "4", "4 \\text{ km per hour}", False),
+            (RIDE, "4", "4 \\text{ per hour}", False),
+            (RIDE, "4", "4 \\text{ hours per km}", False),
+            ("A car drives at 60 mph. How far in 3 hours?", "180", "180 \\text{ mph}", False),
+            ("How much faster is 90 km/h than 60 km/h?", "30", "30 \\text{ km/h}", True),
+            ("A car drives 90 km in 3 hours. How fast is it?", "30", "30 \\text{ km/h}", True),
+            ("What is the speed in mph?", "30", "30 \\text{ mph}", True),
+            ("What is the speed in mph?", "30", "30 \\text{ miles per hour}", True),
+            ("Give the rate in s$^{-1}$.", "5", "5 \\text{ s}^{-1}", True),
+        ],
+    )
+
+
+SQUARE = "A square has side 5 cm."
+FENCE = "A garden is 10 m long and 6 m wide. How many meters of fence go around it?"
+
+
+def test_a_length_an_area_and_a_volume_are_no_units_of_each_other():
+    check_table(
+        is_right,
+        [
+            (f"{SQUARE} What is its area?", "25", "25 \\text{ cm}^2", True),
+            (f"{SQUARE} What is its area?", "25", "25 \\text{ cm}^3", False),
+            (f"{SQUARE} What is its area?", "25", "25 \\text{ cubic centimeters}", False),
+            (f"{SQUARE} Find its perimeter.", "20", "20 \\text{ cm}", True),
+            (f"{SQUARE} Find its perimeter.", "20", "20 \\text{ cm}^2", False),
+            (
+                f"{SQUARE} Find its perimeter and area.",
+                "20,25",
+                "20\\text{ cm},25\\text{ cm}^2",
+                True,
+            ),
+            ("What is the volume of a cube of 2 m?", "8", "8 \\text{ m}^3", True),
+            ("What is the volume of a cube of 2 m?", "8", "8 \\text{ m}^2", False),
+            ("What is its volume in cubic meters?", "8", "8 \\text{ square meters}", False),
+            ("How many square meters is it?", "8", "8 \\text{ m}^2", True),
+            ("How many square meters is it?", "8", "8 \\text{ m}", False),
+            ("What is its area in cm$^2$?", "8", "8 \\text{ cm}^2", True),
+            ("What is the area? Give your answer in cm.", "8", "8 \\text{ cm}^2", True),
+            (FENCE, "32", "32 \\text{ m}", True),
+            (FENCE, "32", "32 \\text{ m}^2", False),
+            ("A cube holds 8 cubic feet. How long is its edge?", "2", "2 \\text{ feet}", True),
+            ("Find the side of a square whose area is 9 cm$^2$.", "3", "3 \\text{ cm}", True),
+            ("How many liters flow per minute?", "3", "3 \\text{ liters}", True),
+        ],
+    )
+
+
+def test_things_that_are_counted_are_no_units():
+    check_table(
+        is_right,
+        [
+            (PAGES, "120", "120 \\text{ days}", False),
+            ("How many quarters make $5?", "20", "\\$20", False),
+            ("How many quarters make $5?", "20", "20 \\text{ quarters}", True),
+            ("How many more does Ann pay than Bob, who pays $6?", "4", "\\$4", True),
+            ("How many extra working hours are 45 hours?", "5", "5 \\text{ hours}", True),
+            ("How many units long is the side of 5 cm?", "5", "5 \\text{ cm}", True),
+            ("How many coins are $2? Give the amount in dollars.", "2", "\\$2", True),
+        ],
+    )
+
+
+def test_a_multiple_that_the_question_asks_in_may_stand_beside_the_value():
+    revenue = "What is the revenue in thousands of dollars?"
+    check_table(
+        is_right,
+        [
+            (revenue, "250", "250 \\text{ thousand dollars}", True),
+            (revenue, "250", "250 \\text{ thousand}", True),
+            (revenue, "250", "\\$250 \\text{ thousand}", True),
+            (revenue, "250", "250 \\text{ million dollars}", False),
+            ("3 million live in A and 4 in B. How many, in millions?", "7", "7 million", True),
+            ("What was its profit, in millions?", "3", "3000000", False),
+            ("It is sold in thousands of shops. How many are left?", "7", "7 thousand", False),
+        ],
+    )
+
+
+def test_yes_and_no_with_equations_and_contradictions():
+    check_table(
+        is_right,
+        [
+            ("", "No", "No, 51 = 3 \\cdot 17", True),
+            ("", "No", "\\text{No } (51 = 3 \\cdot 17)", True),
+            ("", "No, 91 = 7 * 13", "\\text{No}, 91 = 13 \\cdot 7", True),
+            ("", "No", "No, 51 = 3 \\cdot 18", False),
+            ("", "No", "No, 3 = 3 = 4", False),
+            ("", "No", "No, 7", False),
+            ("", "No", "Yes, 51 = 3 \\cdot 17", False),
+            ("", "Yes", "\\text{Yes, 97 is a prime number}", True),
+            ("", "Yes", "\\text{Yes, 97 is not a prime number}", False),
+            ("", "Yes", "\\text{Yes, it is true}", True),
+            ("", "No", "\\text{No, it is true}", False),
+            ("", "No", "\\text{No, it is even}", True),
+        ],
+    )
