@@ -43,8 +43,14 @@ LIBRARIES = ".mutants/libraries"
 SITE_PACKAGES = sysconfig.get_path("purelib") + os.sep
 MAKE_PROBES = "_mutant_probes"
 """Name of `Recorder.probes_of` among the builtins."""
-SETUP = "_probe_seen, _probe_test, _probe = {}({!r}, {!r})"
-"""First statement of a module with probes."""
+SETUP = """
+import builtins as _builtins
+_no_probes = lambda file, lines: ([0] * len(lines), [0], None)
+_probe_seen, _probe_test, _probe = getattr(_builtins, {!r}, _no_probes)({!r}, {!r})
+"""
+"""First statements of a module with probes.
+
+A process whose environment was built from nothing has no recorder, but finds what was compiled."""
 PROBE = "_probe_seen[{0}] == _probe_test[0] or _probe({0})"
 """True, and quick where the running test has passed it before."""
 Range = tuple[int, int]

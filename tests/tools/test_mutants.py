@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import os
 import py_compile
@@ -256,7 +257,7 @@ def test_a_mutant_replaces_its_text_alone() -> None:
     assert applied(source, row) == source.replace("b.c", "(b.d)")
 
 
-def test_a_probe_says_which_lines_are_executed_with_it() -> None:
+def test_a_probe_says_which_lines_are_executed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     source = '''"""Text"""
 from __future__ import annotations
 import os
@@ -302,9 +303,14 @@ RULES = [
         assert file == "made/rule.py"
         return Seen(lines), [0], None
 
-    module = module_with_probes(ast.parse(source), "made/rule.py")
-    names: dict[str, Any] = {MAKE_PROBES: probes_of}
-    exec(compile(module, "made/rule.py", "exec"), names)
+    code = compile(module_with_probes(ast.parse(source), "made/rule.py"), "made/rule.py", "exec")
+    without_recorder: dict[str, Any] = {}
+    exec(code, without_recorder)
+    assert without_recorder["Rule"]().value(1) == 1 and without_recorder["RULES"][0](1) == 2
+
+    monkeypatch.setattr(builtins, MAKE_PROBES, probes_of, raising=False)
+    names: dict[str, Any] = {}
+    exec(code, names)
     assert names["__doc__"] == "Text" and names["Rule"].value.__doc__ == "Text"
     assert seen == [[(3, 3), (5, 7), (9, 11), (25, 26), (30, 30)]]
     seen.clear()
