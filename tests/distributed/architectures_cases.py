@@ -75,6 +75,8 @@ def _gradients(stage: Stage, batches: list[MicroBatch]) -> dict[str, Tensor]:
     learner = stage.actor.learner
     learner.forward_backward.zero_grad()
     learner.forward_backward.run(
-        batches, partial(learner._loss, None, None, False), forward_only=False
+        batches,
+        partial(learner._loss, old=None, reference=None, on_policy=False, teacher=None),
+        forward_only=False,
     )
     return whole_gradients(stage)

@@ -107,7 +107,9 @@ def _gradients(
 ) -> dict[str, Tensor]:
     learner = stage.actor.learner
     learner.forward_backward.run(
-        batches, partial(learner._loss, None, reference, False), forward_only=False
+        batches,
+        partial(learner._loss, old=None, reference=reference, on_policy=False, teacher=None),
+        forward_only=False,
     )
     gradients = whole_gradients(stage)
     learner.forward_backward.zero_grad()

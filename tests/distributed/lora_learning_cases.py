@@ -62,7 +62,9 @@ def learned(
     )
     learner = stage.actor.learner
     learner.forward_backward.run(
-        batches[0], partial(learner._loss, None, None, False), forward_only=False
+        batches[0],
+        partial(learner._loss, old=None, reference=None, on_policy=False, teacher=None),
+        forward_only=False,
     )
     gradients = whole_gradients(stage)
     learner.forward_backward.zero_grad()

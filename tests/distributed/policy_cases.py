@@ -309,7 +309,9 @@ def gradients(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Tens
     learner = stage.actor.learner
     learner.forward_backward.zero_grad()
     learner.forward_backward.run(
-        batches, partial(learner._loss, None, None, False), forward_only=False
+        batches,
+        partial(learner._loss, old=None, reference=None, on_policy=False, teacher=None),
+        forward_only=False,
     )
     tensors = whole_gradients(stage)
     return tensors if stage.mesh.rank == 0 else None

@@ -65,7 +65,9 @@ def gradients(
             mesh=stage.mesh,
         ).batches
     learner.forward_backward.run(
-        batches, partial(learner._loss, None, None, False, teacher=states), forward_only=False
+        batches,
+        partial(learner._loss, old=None, reference=None, on_policy=False, teacher=states),
+        forward_only=False,
     )
     tensors = whole_gradients(stage)
     return tensors if stage.mesh.rank == 0 else None

@@ -31,8 +31,8 @@ from rlmath.planning.setting_tables import Conflict, Unused
         ),
         (
             setting_tables,
-            "config.teacher.with_rewards",
-            "config.teacher.with_reward",
+            "not teacher.with_rewards",
+            "not teacher.with_reward",
             "'with_reward'",
         ),
         (setting_tables, "{parallel.context}", "{parallel.contexts}", "parallel.contexts"),
