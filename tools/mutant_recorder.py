@@ -125,10 +125,14 @@ def lines_of(node: ast.expr | ast.stmt) -> set[int]:
 
 
 def executed_lines(statement: ast.stmt) -> set[int]:
-    """The lines of a statement without its blocks and the later lines of its lambdas."""
+    """The lines of a statement without its blocks and the later lines of its lambdas.
+
+    Lines between two blocks, of `except` and `case`, are nobody's."""
     if isinstance(statement, ast.ClassDef):
         lines = head_lines(statement)
         return lines.union(*(executed_lines(child) for child in statement.body))
+    if isinstance(statement, ast.Match):
+        return set(range(statement.lineno, statement.cases[0].pattern.lineno))
     if hasattr(statement, "body"):
         return head_lines(statement)
     lambdas = [node for node in ast.walk(statement) if isinstance(node, ast.Lambda)]
@@ -143,13 +147,13 @@ def head_lines(statement: Any) -> set[int]:
 
 def ranges(lines: Iterable[int]) -> list[Range]:
     """The ranges that hold these lines and no others."""
-    ranges: list[Range] = []
+    line_ranges: list[Range] = []
     for line in sorted(lines):
-        if ranges and ranges[-1][1] == line - 1:
-            ranges[-1] = (ranges[-1][0], line)
+        if line_ranges and line_ranges[-1][1] == line - 1:
+            line_ranges[-1] = (line_ranges[-1][0], line)
         else:
-            ranges.append((line, line))
-    return ranges
+            line_ranges.append((line, line))
+    return line_ranges
 
 
 def module_with_probes(tree: ast.Module, file: str) -> ast.Module:

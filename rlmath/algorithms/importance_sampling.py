@@ -169,14 +169,14 @@ def proximal_logprobs(
     interpolated_T: Float[Tensor, "T"] | None,
     on_policy: bool,
 ) -> Float[Tensor, "T"]:
-    """Log-probs of the policy at the step's start, without gradient: the first that there are.
+    """Log-probs of the policy at the step's start, without gradient.
 
-    | log-probs | there are none |
-    |---|---|
-    | `recomputed_T`, of a pass before the step's first update | where there was no such pass |
-    | `interpolated_T`, of `interpolated_proximal` | where nothing is interpolated |
-    | `logprobs_T`, those of the policy now | unless `on_policy`: after an update they are others |
-    | `behaviour_T`, those of the engine that sampled | |
+    The first of these that exists:
+
+    1. `recomputed_T`, of a pass before the step's first update;
+    2. `interpolated_T`, of `interpolated_proximal`;
+    3. if `on_policy`, `logprobs_T`, those of the policy now: no update has changed it yet;
+    4. `behaviour_T`, those of the engine that sampled.
     """
     if recomputed_T is not None:
         return recomputed_T

@@ -264,8 +264,11 @@ def _dividing_units(request: str) -> frozenset[Known] | None:
     amount = _AMOUNT_ASKED.search(request)
     if amount is None:
         return None
-    condition = _CONDITION.search(request, amount.end())
-    clause = request[: condition.start()] if condition else request
+    starts_with_condition = _CONDITION.search(request, 0, amount.start()) is not None
+    condition_behind = _CONDITION.search(request, amount.end())
+    start = amount.start() if starts_with_condition else 0
+    end = condition_behind.start() if condition_behind else len(request)
+    clause = request[start:end]
     if _RATE.search(clause):
         return None
     names = _PER.findall(clause)

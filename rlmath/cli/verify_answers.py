@@ -87,8 +87,8 @@ def _verified(source: Path, pool: WorkerPool) -> Iterator[tuple[Any, Verdict | V
             except ValueError as error:
                 yield number, error
                 continue
-            verdict = pool.submit(case.completion, case.solutions, case.task, case.question)
-            waiting.append((case.id, verdict))
+            future = pool.submit(case.completion, case.solutions, case.task, question=case.question)
+            waiting.append((case.id, future))
             while waiting and (len(waiting) >= WAITING or waiting[0][1].done()):
                 identity, future = waiting.popleft()
                 yield identity, future.result()

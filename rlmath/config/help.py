@@ -562,7 +562,8 @@ def no_run_text(folder: Path, problem: str) -> str:
     >>> no_run_text(Path("/nowhere/run"), "which is not there")
     'got "/nowhere/run", which is not there; needed: the folder of a run (run.output_dir).'
     """
-    return f'got "{folder}", {problem}; needed: the folder of a run (run.output_dir).{nearest_path(folder)}'
+    near = "" if folder.is_dir() else nearest_path(folder)
+    return f'got "{folder}", {problem}; needed: the folder of a run (run.output_dir).{near}'
 
 
 def as_yaml_word(value: Any) -> str:

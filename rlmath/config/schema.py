@@ -229,7 +229,7 @@ class ValidationConfig:
     """Files, or hf:// ids, of problems, in any form that docs/data.md lists; each is named after
     its file."""
     template: Template | None = None
-    """The form of its prompts, one of those of `data.template`. null: that one."""
+    """The form of its prompts, one of those of `data.template`. null: `data.template` itself."""
     scorer: Annotated[str, TakesFunction("scorer")] | None = None
     """A function of yours, "package.module:name" or "path/to/file.py:name", that says which
     completions count as right in validation; see docs/hooks.md. null: answers are verified as in
@@ -571,8 +571,8 @@ class SaveConfig:
     the adapters in `adapter/`, as PEFT reads them (`PeftModel.from_pretrained(model,
     "<output_dir>/hf_model/adapter")`)."""
     merged: bool = True
-    """Export the whole model with its adapters merged, too, of a run with LoRA. false: only the
-    folders `adapter/`, which need the model of `model.path`."""
+    """With LoRA, export the whole model with its adapters merged, too. false: only the folders
+    `adapter/`, which need the model of `model.path`."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the exported Hugging Face models; "auto": that of `model.path`, tensor by
     tensor, and of adapters that of training."""

@@ -199,8 +199,10 @@ def check_rendered(
     wrote, as a prompt or not: it has more marks then than the same turns with other texts."""
     marks = marks_of(tokenizer, None)
     plain = json.dumps([_plain(messages), _plain(tools)])
-    own = _own_marks(tokenizer, str(tokenizer.chat_template), plain, is_prompt=is_prompt)
-    joined = None if own is None else _counted(text, marks) - own
+    template_marks = _template_marks(
+        tokenizer, str(tokenizer.chat_template), plain, is_prompt=is_prompt
+    )
+    joined = None if template_marks is None else _counted(text, marks) - template_marks
     if joined:
         raise RowError(
             "its texts would end or change the turn, as the chat template makes "
@@ -209,7 +211,7 @@ def check_rendered(
 
 
 @lru_cache(maxsize=256)
-def _own_marks(
+def _template_marks(
     tokenizer: PreTrainedTokenizerFast, template: str, plain: str, is_prompt: bool
 ) -> Counter[str] | None:
     """The marks that the template writes around turns; None where it does not take them.

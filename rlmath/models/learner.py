@@ -249,8 +249,8 @@ class GrpoLearner(Learner):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Loss of a micro-batch, and the metrics of GRPO_SUMS and GRPO_MAXIMA."""
         rows = None if teacher is None else teacher.rows(index)
-        policy = self.forward_backward.logprobs_of(batch, logits_TV, rows)
-        entropy_T = policy.entropy_T
+        token_logprobs = self.forward_backward.logprobs_of(batch, logits_TV, rows)
+        entropy_T = token_logprobs.entropy_T
         behaviour_T = batch.behaviour_logprobs_T
         sampled_T = batch.sampled_T
         old_T = None if old is None else old[index]
@@ -258,17 +258,17 @@ class GrpoLearner(Learner):
         if batch.lag_T is not None:
             since = self.updates - self.step_version
             interpolated_T = interpolated_proximal(
-                policy.logprobs_T, behaviour_T, batch.lag_T, updates=since
+                token_logprobs.logprobs_T, behaviour_T, batch.lag_T, updates=since
             )
         proximal_T = proximal_logprobs(
-            policy.logprobs_T,
+            token_logprobs.logprobs_T,
             behaviour_T,
             old_T,
             interpolated_T=interpolated_T,
             on_policy=on_policy,
         )
         tokens = TokenInputs(
-            logprobs_T=policy.logprobs_T,
+            logprobs_T=token_logprobs.logprobs_T,
             entropy_T=entropy_T if self.settings.entropy_coef else entropy_T.detach(),
             proximal_logprobs_T=proximal_T,
             behaviour_logprobs_T=behaviour_T,
@@ -279,11 +279,11 @@ class GrpoLearner(Learner):
             learned_T=batch.learned_T,
             segments_T=batch.segments_T,
             n_segments=batch.n_segments,
-            teacher_kl_T=policy.teacher_kl_T,
+            teacher_kl_T=token_logprobs.teacher_kl_T,
             penalty_T=batch.penalty_T,
         )
         terms = policy_loss(tokens, self.settings)
-        recomputed_T = policy.logprobs_T.detach() if old_T is None else old_T
+        recomputed_T = token_logprobs.logprobs_T.detach() if old_T is None else old_T
         mismatch_T = torch.where(sampled_T, (recomputed_T - behaviour_T).abs(), 0.0)
         metrics = {name: getattr(terms, name) for name in LOSS_SUMS}
         approximate_T = proximal_T if interpolated_T is None else interpolated_T

@@ -97,14 +97,14 @@ SENSIBLE = (
     SensibleRange("algorithm.dual_clip", 1.2, 100, "3"),
     *(
         SensibleRange(
-            f"algorithm.{sensible.name}",
-            sensible.low,
-            sensible.high,
-            usual=sensible.usual,
+            f"algorithm.{usual_range.name}",
+            usual_range.low,
+            usual_range.high,
+            usual=usual_range.usual,
             when=loss_is(loss),
         )
         for loss, objective in OBJECTIVES.items()
-        for sensible in objective.ranges
+        for usual_range in objective.ranges
     ),
     SensibleRange("algorithm.off_policy_mask", 1e-3, 10, "0.5"),
     SensibleRange("algorithm.importance_cap", 1, 100, "2 to 10"),

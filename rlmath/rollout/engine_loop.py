@@ -1,7 +1,6 @@
 """The loop of an engine's rank in an asynchronous run: it samples and takes new weights.
 
-    trainers -> Admit, NewWeights, TakeSnapshot, CollectGroups, ScoreTokens, End -> engines
-    engines  -> GroupDone, WeightsTaken, Snapshot, Rollout, Scored               -> trainers
+`engine_messages` has what trainers and engines send each other.
 
 An engine draws a group when it has a free place and the trainers admit the draw: all engines draw
 from one counter, so that each prompt is drawn once. The completions of a group are sampled by one
@@ -68,7 +67,9 @@ from rlmath.rollout.work_queue import ItemT, share_in_engine
 logger = logging.getLogger(__name__)
 
 TrainerMessage = Admit | Continue | NewWeights | TakeSnapshot | CollectGroups | ScoreTokens | End
+"""What an engine is sent."""
 EngineMessage = GroupDone | WeightsTaken | Snapshot | Rollout | Scored
+"""What an engine sends."""
 STEPS_BETWEEN_MESSAGES = 4
 """Steps of vLLM's after which a busy engine reads its messages."""
 IDLE_SECONDS = 0.01
@@ -373,8 +374,8 @@ class EngineLoop:
             self._report = None
 
     def _score(self, request: Request, completion: Completion) -> None:
-        if self._groups is not None:
-            self._groups.score(request, completion)
+        assert self._groups is not None, "only the leader of an engine decodes completions"
+        self._groups.score(request, completion)
 
     def _finish_scored(self) -> None:
         if self._groups is not None:

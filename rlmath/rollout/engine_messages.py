@@ -1,7 +1,7 @@
 """Messages between the trainers and the engines of an asynchronous run.
 
-    trainers -> Admit, NewWeights, TakeSnapshot, CollectGroups, ScoreTokens, End -> engines
-    engines  -> GroupDone, WeightsTaken, Snapshot, Rollout, Scored               -> trainers
+    trainers -> Continue, Admit, NewWeights, TakeSnapshot, CollectGroups, ScoreTokens, End -> engines
+    engines  -> GroupDone, WeightsTaken, Snapshot, Rollout, Scored                         -> trainers
 
 `collector` has CollectGroups and Rollout, which synchronous runs know, too.
 """

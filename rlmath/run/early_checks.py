@@ -48,7 +48,8 @@ def missing_problems(setting: str, path: str) -> Iterator[str]:
 def _output_problems(config: Config) -> Iterator[str]:
     """Problems of the run's folder.
 
-    Model and data, which a checkpoint compares by their contents, are left to the run's start."""
+    Model and data, which a checkpoint compares by their contents, are named beside refused settings;
+    alone they are left to the run's start."""
     folder = config.run.output_dir
     changes = None
     try:

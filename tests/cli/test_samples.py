@@ -118,7 +118,9 @@ def test_where_there_is_nothing_to_show_the_cause_is_said(tmp_path, capsys):
     run.mkdir()
     assert f'got "{tmp_path / "frist"}", which is not there; needed: ' in told(tmp_path / "frist")
     assert f'There is "{run}"' in told(tmp_path / "frist")
-    assert "which has no config.yaml; needed: the folder of a run (run.output_dir)" in told(run)
+    assert told(run).endswith(
+        "which has no config.yaml; needed: the folder of a run (run.output_dir).\n"
+    )
     settings = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
     save_config(load_config([], settings), run / "config.yaml")
     assert "has no samples yet: no GRPO step is done" in told(run)

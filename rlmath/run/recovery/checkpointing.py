@@ -356,7 +356,7 @@ class Checkpointer:
             )
 
     def _log_last_save(self, step: int) -> None:
-        """Log where the step is saved before the run stops: from here on it may be silent long."""
+        """Log where the step is saved before the run stops: no line may follow for long."""
         if self._trainer.mesh.rank == 0 and step not in (0, self.newest):
             folder = self._folder / CHECKPOINTS_FOLDER
             logger.info("Saving step %d in %s, then the run stops ...", step, folder)

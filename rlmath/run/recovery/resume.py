@@ -224,20 +224,20 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
 def changes_since_newest(config: Config) -> list[str] | None:
     """The settings that the newest whole checkpoint in the run's folder refuses, as changes.
 
-    None if the run would start from the beginning. This reads manifests and small files only:
-    inputs that `find_recovery` compares by their contents are refused by others alone, and named
-    with them. ValueError if the folder cannot be read."""
+    None if the run would start from the beginning. This reads manifests and small files only. A
+    change of an input is listed only beside a refused setting: whether its contents differ is found
+    out at the start. ValueError if the folder cannot be read."""
     if config.run.recover_mode == "disabled":
         return None
     for _, progress, saved_config in _readable_checkpoints(config, []):
         if not (refused := _changed_settings(saved_config, config, progress)):
             return []
-        moved = [
-            f"{change} (refused, too, if its contents are others)"
+        input_changes = [
+            f"{change} (refused, too, if the model or the rows become others by it)"
             for change in refused_changes(saved_config, config, progress.step)
             if change.startswith(BY_CONTENT)
         ]
-        return [*refused, *moved]
+        return [*refused, *input_changes]
     return None
 
 
