@@ -1,6 +1,7 @@
 """Which tests see a line, and what they make of a mutant in it: for `tools/mutants.py`."""
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ FIXED_SECONDS = 0.05
 """Added to a test's when it is compared with others."""
 RECORD = ("lines", "progress")
 """Files of the record."""
+RECORDED_ROW = re.compile(r"(\d+)\t(\d+)\t([^\t]+)\t([^\t]*)\n")
+"""First line, last line, file and test."""
 HANGS_SECONDS = 20.0
 """A test hangs that runs so much longer than three times what it took when it was recorded."""
 Row = Mapping[str, Any]
@@ -68,9 +71,11 @@ class Record:
         }
         self._lines: dict[str, dict[int, set[str]]] = {file: {} for file in files}
         self._lines_seen: Counter[str] = Counter()
-        with open(work / "lines") as lines:
+        with open(work / "lines", errors="replace") as lines:
             for row in lines:
-                first, last, file, test = row.rstrip("\n").split("\t")
+                if not (match := RECORDED_ROW.fullmatch(row)):
+                    continue  # of a hostile test, which writes into every file that is open
+                first, last, file, test = match.groups()
                 seen = range(int(first), int(last) + 1)
                 self._lines_seen[test] += len(seen)
                 for line in seen if file in files else ():

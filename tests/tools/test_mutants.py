@@ -478,8 +478,10 @@ def test_tests_come_in_the_order_in_which_they_are_worth_their_time(tmp_path: Pa
     file = "rlmath/a/y.py"
     lines = [f"7\t7\t{file}\t{name}\n" for name in tests]
     lines += [f"0\t8\tb.py\t{other_tests}sees_much\n"]
+    lines += ["garbage\n", f"9\t9\t{file}\xff\n"]  # a test that writes into every open file
     (tmp_path / "lines").write_text(
-        "".join([*lines, f"3\t3\t{file}\t{own_tests}quick\n", f"5\t5\t{file}\t\n"])
+        "".join([*lines, f"3\t3\t{file}\t{own_tests}quick\n", f"5\t5\t{file}\t\n"]),
+        encoding="latin-1",
     )
     record = Record(tmp_path, [file])
 
