@@ -56,7 +56,9 @@ def uses_onednn(x: Tensor, N: int) -> bool:
 def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """x weight^T + bias, [T, N], without gradient."""
     if uses_onednn(x_TK, len(weight_NK)):
-        return torch.ops.mkldnn._linear_pointwise(x_TK, weight_NK, bias_N, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(
+            x_TK, weight_NK, bias_N, attr="none", scalars=[], algorithm=""
+        )
     return torch.nn.functional.linear(x_TK, weight_NK, bias_N)
 
 

@@ -54,7 +54,7 @@ def prepare_imports(kind: DeviceKind) -> None:
     On CPU they then import no package for GPUs, and what they mark for `torch.compile`, a few small
     functions, runs as it is: compiling takes longer than it ever saves."""
     if kind == "cpu":
-        never_import(*GPU_PACKAGES)
+        never_import(GPU_PACKAGES)
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 

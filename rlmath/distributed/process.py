@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rlmath.config.run_files import STACKS_FOLDER
@@ -119,8 +119,8 @@ def without_module(name: str) -> Iterator[None]:
         del sys.modules[name]
 
 
-def never_import(*names: str) -> None:
-    """Make `import name` raise ImportError in this process from now on.
+def never_import(names: Iterable[str]) -> None:
+    """Make the import of each of these modules raise ImportError in this process from now on.
 
     A module that is imported already stays, with a warning."""
     imported_names = [name for name in names if sys.modules.setdefault(name, None) is not None]  # type: ignore[arg-type]

@@ -63,12 +63,15 @@ class SelfAttention(megatron_attention.SelfAttention):
 
     def _between(self, bias: Tensor | None, packing: PackedSequences, projected: Tensor) -> Tensor:
         """Heads, norms, rotation and attention: what "selective" recomputes."""
-        heads = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
         angles = [table if self.rotates else table[..., :0] for table in (packing.cos, packing.sin)]
         norms = self.q_layernorm, self.k_layernorm
-        query_THD, key_TGD, value_TGD = split_heads(
-            projected.view(len(projected), *heads), bias, norms, angles
+        projected_TGSD = projected.view(
+            len(projected),
+            self.num_query_groups_per_partition,
+            -1,
+            self.hidden_size_per_attention_head,
         )
+        query_THD, key_TGD, value_TGD = split_heads(projected_TGSD, bias, norms, angles)
         return attend(query_THD, key_TGD, value_TGD, packing=packing, window=self.window)[:, None]
 
 
@@ -111,13 +114,13 @@ def flash_over_segments(
         query_THD,
         key_TGD,
         value_TGD,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        0.0,
-        window is None,
-        False,
+        cum_seq_q=bounds,
+        cum_seq_k=bounds,
+        max_q=longest,
+        max_k=longest,
+        dropout_p=0.0,
+        is_causal=window is None,
+        return_debug_mask=False,
         **sides,
     )
     return out_THD

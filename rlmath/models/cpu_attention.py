@@ -127,20 +127,35 @@ def _flash_backward(
     query, key, value, out, logsumexp = saved
     blocks = blocks_of(query, window)
     if len(blocks) == 1 and blocks[0].hidden is None:
-        grads = _FLASH_BACKWARD(upstream_NHMD, query, key, value, out, logsumexp, 0.0, True)
+        grads = _FLASH_BACKWARD(
+            upstream_NHMD,
+            query,
+            key,
+            value=value,
+            out=out,
+            logsumexp=logsumexp,
+            dropout_p=0.0,
+            is_causal=True,
+        )
         return grads[0], _summed(grads[1], repeats), _summed(grads[2], repeats)
     grads = [torch.zeros_like(tensor) for tensor in (query, key, value)]
     for block in blocks:
-        row_tensors = block.queries(upstream_NHMD, query, out, logsumexp)
+        block_upstream, block_query, block_out, block_logsumexp = block.queries(
+            upstream_NHMD, query, out, logsumexp
+        )
+        block_key, block_value = block.keys(key, value)
         parts = _FLASH_BACKWARD(
-            *row_tensors[:2],
-            *block.keys(key, value),
-            *row_tensors[2:],
-            0.0,
-            False,
+            block_upstream,
+            block_query,
+            block_key,
+            value=block_value,
+            out=block_out,
+            logsumexp=block_logsumexp,
+            dropout_p=0.0,
+            is_causal=False,
             attn_mask=block.hidden,
         )
-        sums = *block.queries(grads[0]), *block.keys(*grads[1:])
+        sums = [*block.queries(grads[0]), *block.keys(grads[1], grads[2])]
         for total, part in zip(sums, parts, strict=True):
             total.add_(part)
     return grads[0], _summed(grads[1], repeats), _summed(grads[2], repeats)

@@ -67,7 +67,7 @@ class AddNorm(Function):
             total = torch.empty_like(x)
             added = added.contiguous()
         ctx.sizes = {"eps": eps, "H": H, **_blocks(BLOCK=H)}
-        _add_norm[(x.numel() // H,)](x, added, w_H, total, normed, **ctx.sizes)
+        _add_norm[(x.numel() // H,)](x, added, weight=w_H, total=total, normed=normed, **ctx.sizes)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, w_H)
         return total, normed
@@ -83,7 +83,14 @@ class AddNorm(Function):
         parts = x.new_empty(programs, len(w_H), dtype=torch.float32) if learns else None
         grad_total = None if grad_total is None else grad_total.contiguous()
         _add_norm_gradient[(programs,)](
-            grad.contiguous(), grad_total, x, w_H, grad_x, parts, rows, **ctx.sizes
+            grad.contiguous(),
+            grad_total,
+            x,
+            weight=w_H,
+            grad_x=grad_x,
+            parts=parts,
+            rows=rows,
+            **ctx.sizes,
         )
         return grad_x, grad_x if adds else None, _add_to_buffer(parts, w_H), None
 
@@ -132,44 +139,95 @@ def _add_norm_gradient(grad, grad_total, x, weight, grad_x, parts, rows, eps, H,
 
 
 class SplitHeads(Function):
-    """The kernels of `local_layers.split_heads`; `weights` are the bias and both norms'.
+    """The kernels of `local_layers.split_heads`; the weights are those of both norms.
 
     Without norms no projection is kept."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_TGSD: Tensor, eps: float, *weights: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        x_TGSD, (T, G, S, D) = x_TGSD.contiguous(), x_TGSD.shape
-        heads = tuple(x_TGSD.new_empty(T, number, D) for number in (G * (S - 2), G, G))
+        ctx: Any,
+        x_TGSD: Tensor,
+        eps: float,
+        bias: Tensor | None,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x_TGSD = x_TGSD.contiguous()
+        T, G, S, D = x_TGSD.shape
+        query = x_TGSD.new_empty(T, G * (S - 2), D)
+        key = x_TGSD.new_empty(T, G, D)
+        value = x_TGSD.new_empty(T, G, D)
         ctx.sizes = {
             "eps": eps,
             "R": S - 2,
             "D": D,
-            "F": weights[-1].shape[-1],
+            "F": sin.shape[-1],
             **_blocks(HEADS=S, BLOCK=D),
         }
-        _split_heads[(T, G)](x_TGSD, *heads, *weights, **ctx.sizes)
-        ctx.save_for_backward(x_TGSD if weights[1] is not None else None, *weights)
-        return heads
+        _split_heads[(T, G)](
+            x_TGSD,
+            query,
+            key,
+            v=value,
+            b=bias,
+            wq=query_weight,
+            wk=key_weight,
+            cos=cos,
+            sin=sin,
+            **ctx.sizes,
+        )
+        normed_TGSD = x_TGSD if query_weight is not None else None
+        ctx.save_for_backward(normed_TGSD, bias, query_weight, key_weight, cos, sin)
+        return query, key, value
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TGSD, *weights = ctx.saved_tensors
-        T, G, D = grads[1].shape
+    def backward(
+        ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x_TGSD, bias, query_weight, key_weight, cos, sin = ctx.saved_tensors
+        T, G, D = grad_key.shape
         S = ctx.sizes["R"] + 2
         programs = min(T, PROGRAMS)
-        grad_x = grads[1].new_empty(T, G, S, D)
-        sizes = (programs, G * S * D), (programs * G, D), (programs * G, D)
-        needed = zip(ctx.needs_input_grad[2:5], sizes, strict=True)
-        parts = [
-            grad_x.new_empty(size, dtype=torch.float32) if learns else None
-            for learns, size in needed
-        ]
-        arguments = x_TGSD, *(grad.contiguous() for grad in grads), *weights, grad_x, *parts, T
-        _split_heads_gradient[(programs, G)](*arguments, **ctx.sizes)
-        return grad_x, None, *map(_add_to_buffer, parts, weights[:3]), None, None
+        grad_x = grad_key.new_empty(T, G, S, D)
+
+        def parts(learns: bool, rows: int, columns: int) -> Tensor | None:
+            if not learns:
+                return None
+            return grad_x.new_empty(rows, columns, dtype=torch.float32)
+
+        _, _, learns_bias, learns_query_weight, learns_key_weight, _, _ = ctx.needs_input_grad
+        bias_parts = parts(learns_bias, programs, G * S * D)
+        query_weight_parts = parts(learns_query_weight, programs * G, D)
+        key_weight_parts = parts(learns_key_weight, programs * G, D)
+        _split_heads_gradient[(programs, G)](
+            x_TGSD,
+            grad_query.contiguous(),
+            grad_key.contiguous(),
+            v=grad_value.contiguous(),
+            b=bias,
+            wq=query_weight,
+            wk=key_weight,
+            cos=cos,
+            sin=sin,
+            dx=grad_x,
+            db=bias_parts,
+            dwq=query_weight_parts,
+            dwk=key_weight_parts,
+            T=T,
+            **ctx.sizes,
+        )
+        return (
+            grad_x,
+            None,
+            _add_to_buffer(bias_parts, bias),
+            _add_to_buffer(query_weight_parts, query_weight),
+            _add_to_buffer(key_weight_parts, key_weight),
+            None,
+            None,
+        )
 
 
 @triton.jit
@@ -179,7 +237,7 @@ def _split_heads(x, q, k, v, b, wq, wk, cos, sin, eps, R, D, F, HEADS: constexpr
     A dim that turns needs another one, its partner, which is read once more."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
-    partner, cosine, sine = _angles(cos, sin, token, head, dim, R, F)
+    partner, cosine, sine = _angles(cos, sin, token, head=head, dim=dim, R=R, F=F)
     at = token * tl.num_programs(1) + group
     value = _biased(x, b, at, group, head, dim, R, D)
     partner_value = _biased(x, b, at, group, head, partner, R, D)
@@ -225,7 +283,7 @@ def _split_heads_gradient(
     bias_gradient = tl.zeros((HEADS, BLOCK), tl.float32)
     weight_gradient = tl.zeros((HEADS, BLOCK), tl.float32)
     for token in range(program, T, tl.num_programs(0)):
-        partner, cosine, sine = _angles(cos, sin, token, head, dim, R, F)
+        partner, cosine, sine = _angles(cos, sin, token, head=head, dim=dim, R=R, F=F)
         at = token * groups + group
         gradient = _joined(q, k, v, at, head, dim, R, D) * cosine
         gradient -= _joined(q, k, v, at, head, partner, R, D) * sine
@@ -307,7 +365,7 @@ class SwiGLU(Function):
         U = grad.shape[-1]
         grad_x = torch.empty_like(x)
         _swiglu_gradient[(grad.numel() // U, triton.cdiv(U, BLOCK))](
-            grad.contiguous(), x, grad_x, U, BLOCK
+            grad.contiguous(), x, grad_x, U=U, BLOCK=BLOCK
         )
         return grad_x
 

@@ -139,9 +139,10 @@ def split_heads(
     and sines are [T, 1, R/2]."""
     T, _, S, D = x_TGSD.shape
     if kernels := _kernels(x_TGSD):
-        weights = (getattr(norm, "weight", None) for norm in norms)
+        query_weight, key_weight = (getattr(norm, "weight", None) for norm in norms)
+        cos, sin = angles
         return kernels.SplitHeads.apply(
-            x_TGSD, getattr(norms[0], "eps", 0.0), bias, *weights, *angles
+            x_TGSD, getattr(norms[0], "eps", 0.0), bias, query_weight, key_weight, cos, sin
         )
     if bias is not None:
         x_TGSD = x_TGSD + bias.view(x_TGSD.shape[1:])

@@ -50,17 +50,19 @@ def shard_sums(
     neg_max_T = torch.empty(T, dtype=torch.float32, device=logits_TV.device)
     sums_3T = torch.empty(3, T, dtype=torch.float32, device=logits_TV.device)
     if T:
+        listed_columns, masked_number = _listed(masked_columns, logits_TV.device)
         _sums_kernel[(T,)](
             logits_TV,
-            _row_stride(logits_TV),
-            V,
-            columns,
-            _bits(temperature),
-            column_T1,
-            masked_T,
-            *_listed(masked_columns, logits_TV.device),
-            neg_max_T,
-            sums_3T,
+            stride=_row_stride(logits_TV),
+            width=V,
+            columns=columns,
+            bits=_bits(temperature),
+            target_column=column_T1,
+            masked_rows=masked_T,
+            masked_columns=listed_columns,
+            masked_number=masked_number,
+            neg_max=neg_max_T,
+            sums=sums_3T,
             BLOCK=SUMS_BLOCK,
             num_warps=WARPS,
         )
@@ -83,18 +85,30 @@ def overwrite_with_gradient(
     whose incoming gradients are all 0 gets exactly 0, and its logits are not read."""
     T, V = logits_TV.shape
     if T:
+        listed_columns, masked_number = _listed(masked_columns, logits_TV.device)
+        neg_max_T, mass_T, logprobs_T, entropy_T, mine_T, column_T1 = (
+            tensor.contiguous() for tensor in row_sums
+        )
         _gradient_kernel[(T * triton.cdiv(V, GRADIENT_BLOCK),)](
             logits_TV,
-            _row_stride(logits_TV),
-            V,
-            columns,
-            temperature,
-            _bits(temperature),
-            *(tensor.contiguous() for tensor in row_sums),
-            grad_logprobs_T if grad_logprobs_T is None else grad_logprobs_T.contiguous(),
-            grad_entropy_T if grad_entropy_T is None else grad_entropy_T.contiguous(),
-            masked_T,
-            *_listed(masked_columns, logits_TV.device),
+            stride=_row_stride(logits_TV),
+            width=V,
+            columns=columns,
+            temperature=temperature,
+            bits=_bits(temperature),
+            neg_max=neg_max_T,
+            mass=mass_T,
+            logprobs=logprobs_T,
+            entropy=entropy_T,
+            mine=mine_T,
+            target_column=column_T1,
+            grad_logprobs=grad_logprobs_T
+            if grad_logprobs_T is None
+            else grad_logprobs_T.contiguous(),
+            grad_entropy=grad_entropy_T if grad_entropy_T is None else grad_entropy_T.contiguous(),
+            masked_rows=masked_T,
+            masked_columns=listed_columns,
+            masked_number=masked_number,
             BLOCK=GRADIENT_BLOCK,
             num_warps=WARPS,
         )

@@ -21,7 +21,7 @@ The teacher's logits are never whole: they are computed for a block of rows at a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -272,8 +272,13 @@ class _RowSums:
             self.column_T1,
         )
 
+    @classmethod
+    def from_tensors(cls, tensors: Iterable[Tensor]) -> _RowSums:
+        """The sums of what `tensors` gave."""
+        return cls(*tensors)
+
     def at(self, rows: slice) -> _RowSums:
-        return _RowSums(*(tensor[rows] for tensor in self.tensors))
+        return self.from_tensors(tensor[rows] for tensor in self.tensors)
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -295,13 +300,13 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         """The gradient, in the storage of the logits."""
         if grad_logprobs_T is None and grad_entropy_T is None:
             return None, None, None, None
-        logits_TV, *sums = ctx.saved_tensors
+        logits_TV, *tensors = ctx.saved_tensors
         # Shares the version counter of the saved logits: once it is written, another backward pass
         # is refused.
         grad_TV = logits_TV.detach()
         _overwrite_with_gradient(
             grad_TV,
-            _RowSums(*sums),
+            _RowSums.from_tensors(tensors),
             ctx.shard,
             grad_logprobs_T=grad_logprobs_T,
             grad_entropy_T=grad_entropy_T,
@@ -504,8 +509,15 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
         neg_max_2T, mass_2T, kl_T = _teacher_kl(logits_TV, both, group, teacher)
         # Saved, the teacher's hidden states are freed with the logits; as an attribute they would
         # stay for the pass.
-        saved = (logits_TV, teacher.hidden_TH, teacher.head_VH, neg_max_2T, mass_2T, kl_T)
-        ctx.save_for_backward(*saved, *sums.tensors)
+        ctx.save_for_backward(
+            logits_TV,
+            teacher.hidden_TH,
+            teacher.head_VH,
+            neg_max_2T,
+            mass_2T,
+            kl_T,
+            *sums.tensors,
+        )
         ctx.shard = shard
         ctx.both = both
         ctx.vocab_size = teacher.vocab_size
@@ -523,8 +535,8 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
 
         That of the KL is made from a block's logits, and added to the block when the rest of its
         gradient stands there."""
-        logits_TV, hidden_TH, head_VH, neg_max_2T, mass_2T, kl_T, *saved = ctx.saved_tensors
-        sums = _RowSums(*saved)
+        logits_TV, hidden_TH, head_VH, neg_max_2T, mass_2T, kl_T, *tensors = ctx.saved_tensors
+        sums = _RowSums.from_tensors(tensors)
         shard = ctx.shard
         both = ctx.both
         grad_TV = logits_TV.detach()

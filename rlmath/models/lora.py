@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,7 @@ from rlmath.checkpoint.hf.weight_map import (
 from rlmath.checkpoint.hf.weights import held_layers, local_parameter, shard
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import LoraConfig
+from rlmath.data.packing import MicroBatch
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.forward_backward import ForwardBackward
@@ -207,6 +208,8 @@ def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 class WithoutAdapters(ForwardBackward):
     """The reference as passes of the policy's own chunks without adapters; it holds no memory."""
 
-    def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+    def run(
+        self, batches: Sequence[MicroBatch], on_logits: Callable[..., Any], forward_only: bool
+    ) -> list[Any]:
         with adapters_off(self.chunks):
-            return super().run(*args, **kwargs)
+            return super().run(batches, on_logits, forward_only)
