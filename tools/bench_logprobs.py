@@ -142,11 +142,10 @@ def measure(way: str, gradients: str, device: str, tokens: int, repeats: int) ->
         fill(logits_TV)
         passes.append(timed_pass(WAYS[way], logits_TV, token_ids_T, gradients))
     dist.destroy_process_group()
-    forward, backward = zip(*passes, strict=True)
     return {
         "extra_bytes": float(extra),
-        "forward_seconds": statistics.median(forward),
-        "backward_seconds": statistics.median(backward),
+        "forward_seconds": statistics.median(forward for forward, _ in passes),
+        "backward_seconds": statistics.median(backward for _, backward in passes),
         "seconds": statistics.median(sum(seconds) for seconds in passes),
     }
 

@@ -37,8 +37,8 @@ CASES = {
         optimizer_steps=1,
         warm_up=1,
         steps=2,
-        ours={},
-        theirs=(),
+        our_layouts={},
+        their_batches=(),
         ranks=1,
     )
     for size, prompts in {"9.5M": 16, "100M": 4}.items()

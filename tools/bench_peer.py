@@ -67,9 +67,9 @@ class Case:
     warm_up: int
     steps: int
     """Measured steps of a run."""
-    ours: Mapping[str, Sequence[str]]
+    our_layouts: Mapping[str, Sequence[str]]
     """Settings by name: overrides of the config."""
-    theirs: Sequence[int]
+    their_batches: Sequence[int]
     """Sequences of a rank's micro-batch."""
     group: int = 8
     ranks: int = RANKS
@@ -98,8 +98,8 @@ CASES = {
         optimizer_steps=1,
         warm_up=2,
         steps=4,
-        ours=layouts(2048, 8192),
-        theirs=(128, 32),
+        our_layouts=layouts(2048, 8192),
+        their_batches=(128, 32),
     ),
     "P3": Case(
         "the demo's base, 64 x 8, 4 optimizer steps",
@@ -108,8 +108,8 @@ CASES = {
         optimizer_steps=4,
         warm_up=2,
         steps=8,
-        ours=layouts(8192),
-        theirs=(64, 32),
+        our_layouts=layouts(8192),
+        their_batches=(64, 32),
     ),
     "G1": Case(
         "a chat model, 64 x 16 x 256 tokens",
@@ -118,8 +118,8 @@ CASES = {
         optimizer_steps=1,
         warm_up=2,
         steps=4,
-        ours={"16,384 tokens": ("policy.max_tokens_per_microbatch=16384",)},
-        theirs=(64,),
+        our_layouts={"16,384 tokens": ("policy.max_tokens_per_microbatch=16384",)},
+        their_batches=(64,),
         group=16,
         ranks=1,
         settings=(
@@ -319,7 +319,7 @@ def bench(
             model,
             data,
             case=case,
-            overrides=case.ours[setting],
+            overrides=case.our_layouts[setting],
             limit=min(arguments.limit, until - time.monotonic()),
         )
 
@@ -334,8 +334,8 @@ def bench(
             limit=min(arguments.limit, until - time.monotonic()),
         )
 
-    our_runs = {key: [ours_by(key)] for key in case.ours}
-    their_runs = {size: [theirs_by(size)] for size in case.theirs}
+    our_runs = {key: [ours_by(key)] for key in case.our_layouts}
+    their_runs = {size: [theirs_by(size)] for size in case.their_batches}
     best = min(our_runs, key=lambda key: our_runs[key][0].seconds)
     best_of_theirs = min(their_runs, key=lambda size: their_runs[size][0].seconds)
     longest = time.monotonic() - began

@@ -147,10 +147,10 @@ def count_seconds(core: Any, seconds: collections.Counter[str]) -> None:
 def counted(
     work: Callable[..., Any], seconds: collections.Counter[str], cause: str
 ) -> Callable[..., Any]:
-    def timed(*arguments: Any, **more: Any) -> Any:
+    def timed(*arguments: Any, **named: Any) -> Any:
         started = time.perf_counter()
         try:
-            return work(*arguments, **more)
+            return work(*arguments, **named)
         finally:
             seconds[cause] += time.perf_counter() - started
 

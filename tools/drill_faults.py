@@ -75,7 +75,7 @@ class Chain:
 
     program: Program
     tensor: int
-    more: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
     steps_after: int = STEPS_AFTER
     """Steps from the last start to the run's end, of which only that start and the undisturbed run
     know."""
@@ -173,7 +173,7 @@ class Outcome:
     """What was done to the run."""
     status: int | None
     """None: the run went on, or was not running."""
-    told: str
+    last_words: str
     """The run's own last words."""
     end_seconds: float
     """From the disturbance to the end of the last process, or to the next step of a run that
@@ -218,7 +218,7 @@ class Drill:
             "algorithm.n_minibatches=2",
         ]
         chain_overrides = [
-            override.replace("{base}", str(self.base)) for override in self.chain.more
+            override.replace("{base}", str(self.base)) for override in self.chain.settings
         ]
         return [*common, *(grpo if self.chain.program == "grpo" else ()), *chain_overrides]
 
@@ -283,7 +283,7 @@ def assign_kinds(kinds: Sequence[str], count: int, chains: Sequence[str]) -> dic
 
 def possible(name: str, chain: str) -> bool:
     if "validation" in name and not any(
-        override.startswith("validation.") for override in CHAINS[chain].more
+        override.startswith("validation.") for override in CHAINS[chain].settings
     ):
         return False
     return CHAINS[chain].program in KINDS[name].programs
@@ -400,7 +400,7 @@ class Disturbed:
                 step,
                 done=done,
                 status=None,
-                told="",
+                last_words="",
                 end_seconds=seconds,
                 recovery_seconds=seconds,
                 lost_steps=0,
@@ -445,7 +445,7 @@ class Disturbed:
                 step,
                 done=done,
                 status=exit_status.status,
-                told=exit_status.message,
+                last_words=exit_status.message,
                 end_seconds=took,
             )
         )
@@ -470,7 +470,7 @@ class Disturbed:
                     self._steps_done(),
                     done=done,
                     status=None,
-                    told="",
+                    last_words="",
                     end_seconds=0.0,
                 )
             )
@@ -633,7 +633,7 @@ def tell(outcome: Outcome) -> None:
     ended = "continues" if outcome.status is None else f"status {outcome.status}"
     print(
         f"{outcome.chain}: {outcome.kind}, step {outcome.step}: {outcome.done}; {ended} after "
-        f"{outcome.end_seconds:.1f} s: {outcome.told[:300]}",
+        f"{outcome.end_seconds:.1f} s: {outcome.last_words[:300]}",
         flush=True,
     )
 

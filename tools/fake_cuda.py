@@ -544,4 +544,4 @@ def rotated(x: Tensor, *unused: Any, **more: Any) -> Tensor:
 
 
 def _parameter(config: Any, *size: int) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.empty(*size, dtype=config.params_dtype))
+    return torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype))

@@ -566,15 +566,29 @@ def table(machine: Found, outcomes: Sequence[Outcome]) -> list[str]:
         reason = f": {outcome.reason}" if outcome.reason else ""
         as_expected = "" if outcome.status == "not run" else marks[outcome.is_good]
         lines.append(
-            row(outcome.stage, f"{outcome.what} ({status}{reason}{without})", "", "", as_expected)
+            row(
+                stage=outcome.stage,
+                figure=f"{outcome.what} ({status}{reason}{without})",
+                as_expected=as_expected,
+            )
         )
         for figure in outcome.figures:
             value = f"{figure['value']} {figure['unit']}".strip()
-            lines.append(row("", figure["what"], value, figure["expected"], marks[figure["holds"]]))
+            lines.append(
+                row(
+                    figure=figure["what"],
+                    value=value,
+                    expected=figure["expected"],
+                    as_expected=marks[figure["holds"]],
+                )
+            )
     return lines
 
 
-def row(*cells: str) -> str:
+def row(
+    stage: str = "", figure: str = "", value: str = "", expected: str = "", as_expected: str = ""
+) -> str:
+    cells = [stage, figure, value, expected, as_expected]
     return (
         "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
     )

@@ -138,7 +138,7 @@ class Use:
 
     name: str
     """`package.module.name`, or `package.module.Class.attribute`."""
-    where: str
+    file: str
 
 
 # ---------------------------------------------------------------- our code
@@ -433,7 +433,7 @@ def names_of(uses: Sequence[Use]) -> list[str]:
 
 def line_of(name: str, uses: Sequence[Use]) -> str:
     """The name, and our files that use it."""
-    return f"{name}  ({', '.join(use.where for use in uses if use.name == name)})"
+    return f"{name}  ({', '.join(use.file for use in uses if use.name == name)})"
 
 
 def names_listed(text: str) -> list[str]:

@@ -364,8 +364,8 @@ def cosine_of_changes(
     start: Mapping[str, Tensor], first: Mapping[str, Tensor], second: Mapping[str, Tensor]
 ) -> float:
     """Cosine of the changes that two runs made to their first weights; 1 where they are alike."""
-    changes = [
-        torch.cat([(end[name] - initial).flatten() for name, initial in start.items()])
-        for end in (first, second)
-    ]
-    return float(torch.nn.functional.cosine_similarity(*changes, dim=0))
+    first_change = torch.cat([(first[name] - initial).flatten() for name, initial in start.items()])
+    second_change = torch.cat(
+        [(second[name] - initial).flatten() for name, initial in start.items()]
+    )
+    return float(torch.nn.functional.cosine_similarity(first_change, second_change, dim=0))

@@ -184,7 +184,7 @@ class Judge:
             return "limit" if self._hangs(tests) else "time", test
         return "noticed" if status else "passed", test
 
-    def _run(self, tests: Sequence[Row], seconds: float, *options: str) -> int | None:
+    def _run(self, tests: Sequence[Row], seconds: float, options: Sequence[str] = ()) -> int | None:
         """The status of a session, forked if its tests can be.
 
         A forked one ends at once where a test hangs; others start ranks, which may take their time.
@@ -208,9 +208,9 @@ class Judge:
     def _is_sound(self, name: str, tests: Sequence[Row]) -> bool:
         """Whether a test, or the collection of all, passes in a forked session without a mutant."""
         named = [test for test in tests if name in (test["test"], COLLECTION)]
-        options = ("--collect-only",) if name == COLLECTION else ()
+        options = ["--collect-only"] if name == COLLECTION else []
         key = (*options, *(test["test"] for test in named))
-        if key not in self._sound and self._run(named, float("inf"), *options) == 0:
+        if key not in self._sound and self._run(named, float("inf"), options) == 0:
             self._sound.add(key)
         if key not in self._sound:
             self._unsound.update(test["test"] for test in named)

@@ -175,7 +175,9 @@ def compile_with_probes(
     is_project = path.startswith(ROOT) and not path.startswith(WITHOUT_PROBES)
     if is_project and mode == "exec" and not flags & ast.PyCF_ONLY_AST:
         if not isinstance(source, ast.AST):
-            source = compile_as_before(source, path, mode, ast.PyCF_ONLY_AST, True)
+            source = compile_as_before(
+                source, path, mode, flags=ast.PyCF_ONLY_AST, dont_inherit=True
+            )
         source = module_with_probes(source, path.removeprefix(ROOT))
     return compile_as_before(source, filename, mode, flags, *options, **named)
 

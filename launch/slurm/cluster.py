@@ -155,7 +155,11 @@ def partition_problems(names: str | None, known: Sequence[Partition], need: Need
         chosen = [partition for partition in known if partition.name in names.split(",")]
     up = _names([partition for partition in known if partition.up])
     problems_by_partition = [list(_problems_in(partition, up, need)) for partition in chosen]
-    return [] if [] in problems_by_partition else list(itertools.chain(*problems_by_partition))
+    return (
+        []
+        if [] in problems_by_partition
+        else list(itertools.chain.from_iterable(problems_by_partition))
+    )
 
 
 def _names(known: Sequence[Partition]) -> str:

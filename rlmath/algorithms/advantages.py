@@ -277,14 +277,17 @@ def kl_shaped_advantages(
     of the batch."""
     if kind != "ppo":
         shaped = [
-            [r - kl_coef * t.total for r, t in zip(*rows, strict=True)]
-            for rows in zip(rewards, totals, strict=True)
+            [
+                reward - kl_coef * kl.total
+                for reward, kl in zip(group_rewards, group_totals, strict=True)
+            ]
+            for group_rewards, group_totals in zip(rewards, totals, strict=True)
         ]
         return ShapedAdvantages(advantages(shaped, tokens, kind, eps=eps, pass_k=pass_k), 0.0)
     flat = [
         (r - kl_coef * t.mean, n, kl_coef**2 * t.spread)
-        for rows in zip(rewards, tokens, totals, strict=True)
-        for r, n, t in zip(*rows, strict=True)
+        for group_rewards, group_tokens, group_totals in zip(rewards, tokens, totals, strict=True)
+        for r, n, t in zip(group_rewards, group_tokens, group_totals, strict=True)
         if n
     ]
     count = max(1, sum(n for _, n, _ in flat))

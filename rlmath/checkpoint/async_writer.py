@@ -267,13 +267,25 @@ def _write_file(job: FileToWrite, mapped: mmap.mmap) -> list[Any]:
         for write_item, content in job.objects:
             results.append(
                 filesystem._write_item(
-                    transforms, stream, io.BytesIO(content), write_item, job.key, form
+                    transforms,
+                    stream,
+                    io.BytesIO(content),
+                    write_item=write_item,
+                    storage_key=job.key,
+                    serialization_format=form,
                 )
             )
         for staged in job.tensors:
             view = _view(mapped, staged)
             results.append(
-                filesystem._write_item(transforms, stream, view, staged.item, job.key, form)
+                filesystem._write_item(
+                    transforms,
+                    stream,
+                    view,
+                    write_item=staged.item,
+                    storage_key=job.key,
+                    serialization_format=form,
+                )
             )
         stream.flush()
         os.fsync(stream.fileno())

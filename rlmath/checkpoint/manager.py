@@ -349,10 +349,10 @@ class _Strategy(TorchDistSaveShardedStrategy):
     """The writer of the files, and the metadata (None but on rank 0)."""
 
     def _get_save_and_finalize_callbacks(
-        self, writer: Any, save_state_dict_ret: Any, *more: Any
+        self, writer: Any, save_state_dict_ret: Any, *arguments: Any
     ) -> Any:
         self.planned = writer, save_state_dict_ret[1]
-        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *more)
+        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *arguments)
 
 
 # ---------------------------------------------------------------- loading

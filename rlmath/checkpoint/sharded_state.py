@@ -11,7 +11,6 @@ save, and any rank can load any other rectangle.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -198,11 +197,11 @@ def held_by(optimizer: Any) -> Iterator[Held]:
         if hasattr(part, "model_param_group_index_map"):
             # Not in the order of that map: a group steps float32 parameters before the copies of
             # the others.
-            for group, *parameter_groups in zip(
+            for group, fp32_parameters, float16_parameters in zip(
                 groups, part.model_fp32_groups, part.model_float16_groups, strict=True
             ):
                 for parameter, stepped in zip(
-                    itertools.chain(*parameter_groups), group["params"], strict=True
+                    [*fp32_parameters, *float16_parameters], group["params"], strict=True
                 ):
                     parameter_range = part._get_model_param_range_map(parameter)["param"]
                     yield Held(

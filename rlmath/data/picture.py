@@ -204,7 +204,7 @@ def _parts(
         stop = start + len(piece.text)
         of_piece = {span: label for span, label in labels.items() if start <= span[0] < stop}
         other = "template" if not piece.learned or "row" in of_piece.values() else "rewritten"
-        cuts = sorted({start, stop, *itertools.chain(*of_piece)})
+        cuts = sorted({start, stop, *itertools.chain.from_iterable(of_piece)})
         parts.append(
             [
                 Part(

@@ -13,14 +13,14 @@ from rlmath.distributed.ranks import environment_world_size, ranks_text
 from rlmath.rollout.weight_sync.shard_layouts import engine_vocab_rows
 
 
-def planned_ranks(parallel: ParallelConfig, rollout: RolloutConfig, given: int | None) -> int:
+def planned_ranks(parallel: ParallelConfig, rollout: RolloutConfig, ranks: int | None) -> int:
     """Ranks of the run.
 
-    They are as given, else those of `parallel.data`, of a launcher, or the least that the layout
+    They are `ranks` where that is set, else those of `parallel.data`, of a launcher, or the least that the layout
     takes."""
-    if given is None and "WORLD_SIZE" in os.environ:
-        given = ranks_of_layout(parallel, rollout.ranks) or environment_world_size()
-    return ranks_or_least(parallel, rollout, given)
+    if ranks is None and "WORLD_SIZE" in os.environ:
+        ranks = ranks_of_layout(parallel, rollout.ranks) or environment_world_size()
+    return ranks_or_least(parallel, rollout, ranks)
 
 
 def ranks_of_layout(parallel: ParallelConfig, engine_ranks: int = 0) -> int | None:
@@ -37,12 +37,12 @@ def ranks_of_layout(parallel: ParallelConfig, engine_ranks: int = 0) -> int | No
     return math.prod(max(1, size) for size in sizes) + max(0, engine_ranks)
 
 
-def ranks_or_least(parallel: ParallelConfig, rollout: RolloutConfig, given: int | None) -> int:
+def ranks_or_least(parallel: ParallelConfig, rollout: RolloutConfig, ranks: int | None) -> int:
     """Ranks of the run.
 
-    They are as given, or those that `parallel.data` makes, or the least that the layout takes."""
-    if given is not None:
-        return given
+    They are `ranks` where that is set, or those that `parallel.data` makes, or the least that the layout takes."""
+    if ranks is not None:
+        return ranks
     return ranks_of_layout(parallel, rollout.ranks) or least_ranks(parallel, rollout)
 
 

@@ -173,7 +173,10 @@ def reward_lines(
         if reward.scheme in WRONG_ANSWER:
             names = ("right", "wrong")
             cases = [(True, True), (False, True)]
-        paid = [(raw_reward(reward, *case) - reward.output_bias) * scale for case in cases]
+        paid = [
+            (raw_reward(reward, correct, boxed) - reward.output_bias) * scale
+            for correct, boxed in cases
+        ]
         each = ", ".join(f"{name} {payment:g}" for name, payment in zip(names, paid, strict=True))
         yield f"Rewards: {least:g} to {most:g} (reward.scheme={reward.scheme}: {each})"
     yield from _penalty_lines(reward, algorithm, longest)
@@ -320,11 +323,11 @@ def try_functions(config: Config, prompts: Sequence[Prompt]) -> Trial:
     }
     for hook in _step_hooks(config):
         if hook.kind in arguments:
-            _try(hook, *arguments[hook.kind])
+            _try(hook, arguments[hook.kind])
     return trial
 
 
-def _try(hook: Hook, *arguments: object) -> None:
+def _try(hook: Hook, arguments: Sequence[object]) -> None:
     """Call a function once; ValueError where that fails."""
     seconds = METRIC_SECONDS if hook.kind == "metric" else CALL_SECONDS
     with UserFunction(hook, seconds) as function:

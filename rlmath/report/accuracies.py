@@ -69,7 +69,7 @@ def validation_rows(validation: Metrics) -> list[AccuracyRow]:
             Accuracy(
                 value, (lows[step], highs[step]) if step in lows and step in highs else None, step
             )
-            for step, value in zip(*curve, strict=True)
+            for step, value in zip(curve.steps, curve.values, strict=True)
         ]
         row = AccuracyRow(name.split("/")[1] if name in files else "all files", "")
         if measured[0].step == 0:
@@ -83,7 +83,7 @@ def validation_rows(validation: Metrics) -> list[AccuracyRow]:
 
 
 def _by_step(curve: Curve) -> dict[int, float]:
-    return dict(zip(*curve, strict=True))
+    return dict(zip(curve.steps, curve.values, strict=True))
 
 
 def _with_change(row: AccuracyRow) -> AccuracyRow:

@@ -341,7 +341,9 @@ def axis_range(
     """
     columns = [trace["y"] for trace in traces]
     values = (
-        [sum(column) for column in zip(*columns, strict=True)] if stacks else [*chain(*columns)]
+        [sum(column) for column in zip(*columns, strict=True)]
+        if stacks
+        else list(chain.from_iterable(columns))
     )
     low = 0.0 if stacks else min(values)
     most = max(values)

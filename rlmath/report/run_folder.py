@@ -172,11 +172,13 @@ def with_teaching_groups(metrics: Metrics) -> Metrics:
     if TEACHING in metrics.curves:
         return metrics
     contrast = metrics.curve("rollout/groups_with_contrast")
-    sampled = dict(zip(*metrics.curve("selection/groups_sampled"), strict=True))
-    learned = dict(zip(*metrics.curve("selection/groups_learned"), strict=True))
+    sampled_curve = metrics.curve("selection/groups_sampled")
+    sampled = dict(zip(sampled_curve.steps, sampled_curve.values, strict=True))
+    learned_curve = metrics.curve("selection/groups_learned")
+    learned = dict(zip(learned_curve.steps, learned_curve.values, strict=True))
     values = [
         min(share, learned.get(step, 0.0) / sampled[step]) if sampled.get(step) else share
-        for step, share in zip(*contrast, strict=True)
+        for step, share in zip(contrast.steps, contrast.values, strict=True)
     ]
     curves = {**metrics.curves, TEACHING: Curve(contrast.steps, values)}
     return Metrics(curves, metrics.last_step) if values else metrics

@@ -15,10 +15,10 @@ from tools.bench_peer import CASES, case_of, main, our_settings, prepare, their_
 @pytest.mark.parametrize("name", CASES)
 def test_both_sides_do_the_same_work(name: str) -> None:
     case = case_of(name, "cpu")
-    (setting, *_), folder = case.ours.values(), Path("folder")
+    (setting, *_), folder = case.our_layouts.values(), Path("folder")
     overrides = our_settings(folder / "run", folder / "model", folder / "data", case, setting)
     config = load_config([], overrides)
-    peer_words = their_arguments(folder / "model", folder / "data", case, case.theirs[0])
+    peer_words = their_arguments(folder / "model", folder / "data", case, case.their_batches[0])
     peer_options = {
         key.removeprefix("--"): option for key, option in itertools.pairwise(peer_words)
     }
@@ -34,7 +34,9 @@ def test_both_sides_do_the_same_work(name: str) -> None:
     }.items():
         assert peer_options[key] == str(expected), key
     assert int(peer_options["steps"]) + int(peer_options["warm-up"]) == config.run.total_steps
-    assert case.prompts * case.group % (case.ranks * case.optimizer_steps * case.theirs[0]) == 0
+    assert (
+        case.prompts * case.group % (case.ranks * case.optimizer_steps * case.their_batches[0]) == 0
+    )
 
 
 def test_questions_are_asked_alike_and_answers_boxed(tmp_path: Path) -> None:

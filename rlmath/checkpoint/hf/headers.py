@@ -227,7 +227,7 @@ def tensor_problems(
             f"{NEEDED_FORMATS}.{note}"
         )
     tied = shape.tied_embeddings and HEAD in headers and EMBEDDING in headers
-    if tied and not _are_equal(headers[EMBEDDING], headers[HEAD], EMBEDDING, HEAD):
+    if tied and not _are_equal(headers, EMBEDDING, HEAD):
         yield (
             f'"{folder}": config.json says "tie_word_embeddings": true, and {HEAD} is another '
             f"tensor than {EMBEDDING}; "
@@ -245,14 +245,16 @@ def unexpected_tensors(shape: ModelShape, names: Iterable[str]) -> list[str]:
     return sorted(name for name in unknown_names if not name.endswith("rotary_emb.inv_freq"))
 
 
-def _are_equal(first: TensorHeader, second: TensorHeader, *names: str) -> bool:
+def _are_equal(headers: Mapping[str, TensorHeader], first_name: str, second_name: str) -> bool:
+    first = headers[first_name]
+    second = headers[second_name]
     if (first.shape, first.dtype_name) != (second.shape, second.dtype_name):
         return False
-    parts = (
-        _chunks(header.file, name) for header, name in zip((first, second), names, strict=True)
-    )
     return all(
-        first_chunk == second_chunk for first_chunk, second_chunk in itertools.zip_longest(*parts)
+        first_chunk == second_chunk
+        for first_chunk, second_chunk in itertools.zip_longest(
+            _chunks(first.file, first_name), _chunks(second.file, second_name)
+        )
     )
 
 

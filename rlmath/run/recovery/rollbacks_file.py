@@ -71,33 +71,36 @@ def write_rollbacks(output_dir: str | Path, rollbacks: Sequence[Rollback]) -> No
 
 
 def rollbacks_of(
-    output_dir: str | Path, progress: Progress | None, there: list[Rollback] | None = None
+    output_dir: str | Path,
+    progress: Progress | None,
+    file_rollbacks: list[Rollback] | None = None,
 ) -> list[Rollback]:
     """The rollbacks of a run that stands at `progress`.
 
-    They are those of the folder's file, or those of the checkpoint if the file has fewer. `there`
-    are those of the file if it is read already. ValueError if the file cannot be used, or is that
-    of another run."""
-    there = read_rollbacks(output_dir) if there is None else there
+    They are those of the folder's file, or those of the checkpoint if the file has fewer.
+    `file_rollbacks` are those of the file if it is read already. ValueError if the file cannot be
+    used, or is that of another run."""
+    if file_rollbacks is None:
+        file_rollbacks = read_rollbacks(output_dir)
     if progress is None:
-        return there
+        return file_rollbacks
     steps = zip(progress.rollback_steps, progress.rollback_draw_steps, strict=False)
     checkpoint_rollbacks = [
         Rollback(number, step, draw_step) for number, (step, draw_step) in enumerate(steps, start=1)
     ]
-    if len(there) < len(checkpoint_rollbacks):
+    if len(file_rollbacks) < len(checkpoint_rollbacks):
         return checkpoint_rollbacks
-    if [rollback.step for rollback in there[: len(checkpoint_rollbacks)]] != list(
+    if [rollback.step for rollback in file_rollbacks[: len(checkpoint_rollbacks)]] != list(
         progress.rollback_steps
     ):
         raise ValueError(
             f"{Path(output_dir) / ROLLBACKS_FILE} has rollbacks to the steps "
-            f"{[rollback.step for rollback in there]}, the "
+            f"{[rollback.step for rollback in file_rollbacks]}, the "
             f"checkpoint of step {progress.step} those to {list(progress.rollback_steps)}: the "
             "file is that of another "
             "run. Restore it, or move it away"
         )
-    return there
+    return file_rollbacks
 
 
 def superseded_by(rollbacks: Sequence[Rollback], progress: Progress) -> Rollback | None:
