@@ -67,5 +67,11 @@ if __name__ == "__main__":
     if kill:
         sys.argv.remove("--kill")
     prepare = prepare_sft if program == "sft" else prepare_grpo
-    given = read_command_line(__doc__, None, used_keys() if program == "sft" else None)
-    sys.exit(start(lambda: load_config(given.config, given.overrides), prepare, spoiled_program))
+    command_line = read_command_line(__doc__, None, used_keys() if program == "sft" else None)
+    sys.exit(
+        start(
+            lambda: load_config(command_line.config, command_line.overrides),
+            prepare,
+            spoiled_program,
+        )
+    )

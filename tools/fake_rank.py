@@ -179,7 +179,7 @@ def compare_sync(
     )
     ranks = cell_of(mesh, ranks_per_node)
     rounds = rank_rounds(sync, mesh.rank)
-    most = [
+    largest_buckets = [
         max(sum(map(elements, way.values())) for way in ways)
         for ways in (
             [sync_round.sends for sync_round in rounds],
@@ -191,7 +191,7 @@ def compare_sync(
             "sync",
             "buckets",
             plan.phases["sync"].get("sync_buffers", 0),
-            counted=2 * sum(most) * target.itemsize,
+            counted=2 * sum(largest_buckets) * target.itemsize,
         ),
         Row(
             "sync",
@@ -244,25 +244,25 @@ def count(
         learn = actor.learner.learn
         learn(batches, None, None, True)  # Adam's state is there afterwards
         gc.collect()
-        everything = resident(actor, reference, device)
-        parts = dict(everything)
+        bytes_by_part = resident(actor, reference, device)
+        parts = dict(bytes_by_part)
         if config.memory.offload_reference:
             parts.pop("reference", None)
         bytes_by_phase = {}
         exchanged = {}
         sent.pop()
-        with memory.most_beside() as most:
+        with memory.most_beside() as peaks:
             old_logprobs = actor.forward_backward.logprobs(batches)
-        bytes_by_phase["logprobs"], exchanged["logprobs"] = parts | {"pass": most[0]}, sent.pop()
+        bytes_by_phase["logprobs"], exchanged["logprobs"] = parts | {"pass": peaks[0]}, sent.pop()
         reference_logprobs = None
         if reference is not None:
-            with memory.most_beside() as most:
+            with memory.most_beside() as peaks:
                 reference_logprobs = reference.logprobs(batches)
-            bytes_by_phase["reference"] = everything | {"pass": most[0]}
+            bytes_by_phase["reference"] = bytes_by_part | {"pass": peaks[0]}
             sent.pop()
-        with memory.most_beside() as most:
+        with memory.most_beside() as peaks:
             learn(batches, old_logprobs, reference_logprobs)
-        bytes_by_phase["update"], exchanged["update"] = parts | {"pass": most[0]}, sent.pop()
+        bytes_by_phase["update"], exchanged["update"] = parts | {"pass": peaks[0]}, sent.pop()
         if not config.rollout.ranks:
             sets = training_sets(actor, reference, config.memory, device=of_fake_storages(device))
             sets.offload("gradients", "optimizer", "parameters", "reference")
@@ -301,13 +301,13 @@ def resident(actor: Any, reference: Any, device: Device) -> dict[str, int]:
 
     from rlmath.models.offload import training_sets
 
-    everything = MemoryConfig(
+    offloads_all = MemoryConfig(
         offload_gradients=True,
         offload_optimizer=True,
         offload_parameters=True,
         offload_reference=True,
     )
-    return training_sets(actor, reference, everything, device=of_fake_storages(device)).nbytes | {
+    return training_sets(actor, reference, offloads_all, device=of_fake_storages(device)).nbytes | {
         "gather_buffer": sum(
             tensor.nbytes for tensor in get_global_memory_buffer().buffer.values()
         ),

@@ -456,15 +456,15 @@ def main() -> None:
         metavar="FOLDER",
         help="add records of HEAD made in other clones",
     )
-    args = parser.parse_args()
+    command_line = parser.parse_args()
     try:
-        files = python_files(args.files)
+        files = python_files(command_line.files)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     head = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], text=True)
     work = Path("build/mutants", head.strip()).absolute()
     work.mkdir(parents=True, exist_ok=True)
-    for part in map(Path, args.merge):
+    for part in map(Path, command_line.merge):
         if part.name != work.name or not (part / "lines").exists():
             parser.exit(
                 2,
@@ -472,15 +472,17 @@ def main() -> None:
                 f'"{part}"\n',
             )
         add_record(work, part)
-    if args.record is not None or not (work / "lines").exists():
-        record_tests(work, args.marks, args.record or ())
+    if command_line.record is not None or not (work / "lines").exists():
+        record_tests(work, command_line.marks, command_line.record or ())
     sample = (
-        sampled_mutants(make_copy(work / "types"), files, args.number, args.seed) if files else []
+        sampled_mutants(make_copy(work / "types"), files, command_line.number, command_line.seed)
+        if files
+        else []
     )
     verdicts = {key_of(row): row for row in read_rows(work / RESULTS)}
     verdicts |= {key_of(row): row | {"outcome": "equal"} for row in read_rows(EQUAL)}
     pending = iter([row for row in sample if key_of(row) not in verdicts])
-    judge_all(pending, Record(work, files), work, args.limit)
+    judge_all(pending, Record(work, files), work, command_line.limit)
     verdicts = {key_of(row): row for row in read_rows(work / RESULTS)} | verdicts
     print(table(verdicts[key_of(row)] for row in sample))
 

@@ -32,15 +32,15 @@ LOGS = Path("outputs") / "slurm"
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or MISTAKE where nothing was queued."""
     escape_terminal()
-    options = parse(sys.argv[1:] if argv is None else argv)
+    command_line = parse(sys.argv[1:] if argv is None else argv)
     try:
-        job = job_of(options)
+        job = job_of(command_line)
         raise_problems(
             "this job",
-            [*job.program.problems, *job_problems(job), *slurm_problems(job, options.dry_run)],
+            [*job.program.problems, *job_problems(job), *slurm_problems(job, command_line.dry_run)],
         )
         text = script_text(job)
-        if options.dry_run:
+        if command_line.dry_run:
             print(text, end="")
             return 0
         script = write_script(job, text)
@@ -116,48 +116,53 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="DIR",
         help="a folder that containers see",
     )
-    options = parser.parse_intermixed_args(list(argv[:cut]))
+    command_line = parser.parse_intermixed_args(list(argv[:cut]))
     program_words = list(argv[cut + 1 :])
-    if options.program == "evaluate":
-        if options.config or options.overrides:
+    if command_line.program == "evaluate":
+        if command_line.config or command_line.overrides:
             parser.error(
                 "an evaluation has no --config and no overrides; give its own options behind --"
             )
-        options.own = program_words
+        command_line.program_words = program_words
     else:
-        options.overrides += program_words
-    return options
+        command_line.overrides += program_words
+    return command_line
 
 
-def job_of(options: argparse.Namespace) -> Job:
+def job_of(command_line: argparse.Namespace) -> Job:
     """ValueError where settings cannot be loaded."""
     ranks_per_node = (
-        options.gpus_per_node if options.ranks_per_node is None else options.ranks_per_node
+        command_line.gpus_per_node
+        if command_line.ranks_per_node is None
+        else command_line.ranks_per_node
     )
-    ranks = max(1, options.nodes * ranks_per_node)
-    if options.program == "evaluate":
-        program = evaluation(options.own, ranks)
+    ranks = max(1, command_line.nodes * ranks_per_node)
+    if command_line.program == "evaluate":
+        program = evaluation(command_line.program_words, ranks)
     else:
-        program = training(options.program, options.config, options.overrides, ranks)
-    name = options.name or f"rlmath-{program.output.name}"
-    continues = "requeue" if options.requeue else "chain" if options.chain is not None else "no"
+        program = training(command_line.program, command_line.config, command_line.overrides, ranks)
+    name = command_line.name or f"rlmath-{program.output.name}"
+    continues = (
+        "requeue" if command_line.requeue else "chain" if command_line.chain is not None else "no"
+    )
     return Job(
         program,
         name,
-        options.nodes,
-        gpus_per_node=options.gpus_per_node,
+        command_line.nodes,
+        gpus_per_node=command_line.gpus_per_node,
         ranks_per_node=ranks_per_node,
         workdir=Path.cwd(),
         logs=Path.cwd() / LOGS / name,
-        python=options.python or (sys.executable if options.runtime == "none" else "python3"),
-        partition=options.partition or os.environ.get("SBATCH_PARTITION") or None,
-        time=options.time,
+        python=command_line.python
+        or (sys.executable if command_line.runtime == "none" else "python3"),
+        partition=command_line.partition or os.environ.get("SBATCH_PARTITION") or None,
+        time=command_line.time,
         continues=continues,
-        links=1 if options.chain is None else options.chain,
-        runtime=options.runtime,
-        image=options.container,
-        mounts=tuple(path.absolute() for path in options.mount),
-        slurm_options=tuple(options.sbatch),
+        links=1 if command_line.chain is None else command_line.chain,
+        runtime=command_line.runtime,
+        image=command_line.container,
+        mounts=tuple(path.absolute() for path in command_line.mount),
+        slurm_options=tuple(command_line.sbatch),
     )
 
 

@@ -239,9 +239,9 @@ def draw(
     unfinished: UnfinishedGroups, count: int, step: int, samples: int
 ) -> list[UnfinishedGroup]:
     """Draw the next groups, which are in flight from now on."""
-    first = unfinished.next_draw
+    first_draw = unfinished.next_draw
     drawn = [
-        UnfinishedGroup(first + offset, step, (NOTHING_SAMPLED,) * samples)
+        UnfinishedGroup(first_draw + offset, step, (NOTHING_SAMPLED,) * samples)
         for offset in range(count)
     ]
     unfinished.groups += drawn
@@ -263,9 +263,9 @@ def room(
     >>> room(UnfinishedGroups(), Leaving([], []), UnfinishedRules(4, 8, max_staleness=1), steps_left=1)
     4
     """
-    most = min(rules.max_groups, rules.groups_per_step * steps_left)
+    most_groups = min(rules.max_groups, rules.groups_per_step * steps_left)
     replaced = min(len(leaving_groups.groups) - leaving_groups.kept, rules.max_dropped)
-    return max(0, most - (len(unfinished.groups) - replaced))
+    return max(0, most_groups - (len(unfinished.groups) - replaced))
 
 
 def leaving(
@@ -277,20 +277,20 @@ def leaving(
 
     They are up to `groups_per_step` that selection keeps, and with the dropped ones among them at
     most `max_dropped` more."""
-    taken = []
+    groups = []
     chosen = []
     kept_groups = 0
     for group in unfinished.groups:
         if (
             kept_groups == rules.groups_per_step
-            or len(taken) == rules.groups_per_step + rules.max_dropped
+            or len(groups) == rules.groups_per_step + rules.max_dropped
         ):
             break
         if group.is_complete:
-            taken.append(group)
+            groups.append(group)
             chosen.append(choose(group))
             kept_groups += chosen[-1].dropped is None
-    return Leaving(taken, chosen)
+    return Leaving(groups, chosen)
 
 
 def is_enough(leaving_groups: Leaving, rules: UnfinishedRules) -> bool:
@@ -301,12 +301,12 @@ def is_enough(leaving_groups: Leaving, rules: UnfinishedRules) -> bool:
 
 def left_behind(unfinished: UnfinishedGroups, leaving_groups: Leaving) -> list[UnfinishedGroup]:
     """The groups in flight without those that leave, in the order of their draws."""
-    gone = {group.draw for group in leaving_groups.groups}
-    return [group for group in unfinished.groups if group.draw not in gone]
+    leaving_draws = {group.draw for group in leaving_groups.groups}
+    return [group for group in unfinished.groups if group.draw not in leaving_draws]
 
 
 def too_old(
-    left: Sequence[UnfinishedGroup],
+    groups_left: Sequence[UnfinishedGroup],
     rules: UnfinishedRules,
     step: int,
     choose: Callable[[UnfinishedGroup], Chosen],
@@ -316,18 +316,18 @@ def too_old(
     Each of the next steps takes the oldest of those groups, as `leaving` does. Selection may keep
     every group that is not complete yet."""
     learning = step + 1
-    taken = 0
+    taken_groups = 0
     kept_groups = 0
-    for group in left:
+    for group in groups_left:
         if (
             kept_groups == rules.groups_per_step
-            or taken == rules.groups_per_step + rules.max_dropped
+            or taken_groups == rules.groups_per_step + rules.max_dropped
         ):
             learning = learning + 1
-            taken = 0
+            taken_groups = 0
             kept_groups = 0
         if learning - group.first_step > rules.max_staleness:
             return True
-        taken += 1
+        taken_groups += 1
         kept_groups += not (group.is_complete and choose(group).dropped is not None)
     return False

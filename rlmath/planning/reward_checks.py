@@ -149,12 +149,17 @@ def reward_lines(
     rewards = rewards_of(reward)
     verified = is_verified(reward)
     scale = reward_scale(reward, verified)
-    unknown = [part.name or "reward.function" for part in rewards if part.function and part.weight]
+    unknown = [
+        named_reward.name or "reward.function"
+        for named_reward in rewards
+        if named_reward.function and named_reward.weight
+    ]
     if reward.combine == "gdpo":
         yield "Rewards: each of the list is normalised in its own group (reward.combine=gdpo)"
         return
     ranges = [
-        sorted(part.weight * extreme for extreme in _extremes(part, reward)) for part in rewards
+        sorted(named_reward.weight * extreme for extreme in _extremes(named_reward, reward))
+        for named_reward in rewards
     ]
     least, most = ((sum(ends) - reward.output_bias) * scale for ends in zip(*ranges, strict=True))
     if not reward.rewards and reward.function is not None:
@@ -177,23 +182,25 @@ def reward_lines(
             (raw_reward(reward, correct, boxed) - reward.output_bias) * scale
             for correct, boxed in cases
         ]
-        each = ", ".join(f"{name} {payment:g}" for name, payment in zip(names, paid, strict=True))
-        yield f"Rewards: {least:g} to {most:g} (reward.scheme={reward.scheme}: {each})"
+        payments = ", ".join(
+            f"{name} {payment:g}" for name, payment in zip(names, paid, strict=True)
+        )
+        yield f"Rewards: {least:g} to {most:g} (reward.scheme={reward.scheme}: {payments})"
     yield from _penalty_lines(reward, algorithm, longest)
 
 
-def _extremes(part: NamedReward, reward: RewardConfig) -> tuple[float, ...]:
+def _extremes(named_reward: NamedReward, reward: RewardConfig) -> tuple[float, ...]:
     """The least and greatest value of a reward of the list, before weight, bias and scaling.
 
     They are 0 for a function's."""
-    if part.function is not None:
+    if named_reward.function is not None:
         return 0.0, 0.0
-    if part.name != "correctness":
+    if named_reward.name != "correctness":
         return 0.0, 1.0
-    values = [
+    payments = [
         raw_reward(reward, correct, boxed) for correct in (True, False) for boxed in (True, False)
     ]
-    return min(values), max(values)
+    return min(payments), max(payments)
 
 
 def _penalty_lines(reward: RewardConfig, algorithm: AlgorithmConfig, longest: int) -> Iterator[str]:
@@ -205,9 +212,9 @@ def _penalty_lines(reward: RewardConfig, algorithm: AlgorithmConfig, longest: in
             f"{longest:,} tokens (reward.overlong_buffer)"
         )
     if reward.length_penalty:
-        most = reward.length_penalty * longest / 1000
+        largest_penalty = reward.length_penalty * longest / 1000
         yield (
-            f"  less at most {most:g} for length: reward.length_penalty {reward.length_penalty:g} "
+            f"  less at most {largest_penalty:g} for length: reward.length_penalty {reward.length_penalty:g} "
             f"x {longest:,} tokens "
             "/ 1,000, where all of the group are right"
         )
@@ -217,10 +224,10 @@ def _penalty_lines(reward: RewardConfig, algorithm: AlgorithmConfig, longest: in
             "(reward.mask_no_eos_with_zero)"
         )
     if algorithm.kl_coef and algorithm.kl_in == "reward":
-        most = algorithm.kl_coef * longest / 10
+        largest_penalty = algorithm.kl_coef * longest / 10
         yield (
             f"  less algorithm.kl_coef {algorithm.kl_coef:g} for each nat of KL to the reference: "
-            f"{most:.3g} for "
+            f"{largest_penalty:.3g} for "
             f"{longest:,} tokens of 0.1 nats each"
         )
 
@@ -316,14 +323,14 @@ def try_functions(config: Config, prompts: Sequence[Prompt]) -> Trial:
         return trial
     groups = [_made_up_group(prompts[0], config.rollout.group_size, right) for right in (2, 3)]
     views = [group_for_hooks(group) for group in groups]
-    arguments = {
+    arguments_by_kind = {
         "selection": (views[0],),
         "advantage": ([view["rewards"] for view in views], [view["tokens"] for view in views]),
         "metric": (views,),
     }
     for hook in _step_hooks(config):
-        if hook.kind in arguments:
-            _try(hook, arguments[hook.kind])
+        if hook.kind in arguments_by_kind:
+            _try(hook, arguments_by_kind[hook.kind])
     return trial
 
 

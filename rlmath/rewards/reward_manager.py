@@ -159,12 +159,12 @@ def _trial_of(hook: Hook, reward: RewardConfig, prompt: Prompt) -> Trial:
     """Call one function on completions that are made up, until it has an answer or is late."""
     setting = hook.setting
     function_name = f"{hook.setting} {hook.spec}"
-    outcome = "Such answers get reward.function_failure."
+    consequence = "Such answers get reward.function_failure."
     if hook.kind == "scorer":
-        outcome = "Such answers count as wrong."
+        consequence = "Such answers count as wrong."
     elif reward.rewards:
         setting = function_name = f"{hook.setting}={hook.spec}"
-        outcome = "Such answers do without it."
+        consequence = "Such answers do without it."
     failures: list[FunctionResult] = []
     with WorkerPool(1, reward.timeout_seconds, function=hook) as pool:
         for completion in _made_up_completions(prompt):
@@ -181,7 +181,7 @@ def _trial_of(hook: Hook, reward: RewardConfig, prompt: Prompt) -> Trial:
                 warning = (
                     f"{setting} took more than reward.timeout_seconds={reward.timeout_seconds:g} "
                     "on the first row of "
-                    f"the training data. {outcome}"
+                    f"the training data. {consequence}"
                 )
                 return Trial(warnings=(warning,))
             failures.append(right)
@@ -194,11 +194,11 @@ def _trial_of(hook: Hook, reward: RewardConfig, prompt: Prompt) -> Trial:
 
 
 def _tried_line(hook: Hook, right: FunctionResult, wrong: FunctionResult | None) -> str:
-    whose = "all completions of a prompt" if hook.takes == "group" else "each completion"
-    other = "" if wrong is None else f", a wrong one {wrong.failure or f'{wrong.reward:g}'}"
+    argument = "all completions of a prompt" if hook.takes == "group" else "each completion"
+    wrong_text = "" if wrong is None else f", a wrong one {wrong.failure or f'{wrong.reward:g}'}"
     return (
-        f"{hook.setting}={hook.spec} is called with {whose}; tried: a right answer gets "
-        f"{right.reward:g}{other}"
+        f"{hook.setting}={hook.spec} is called with {argument}; tried: a right answer gets "
+        f"{right.reward:g}{wrong_text}"
     )
 
 
@@ -206,9 +206,9 @@ def _change(hook: Hook, reward: RewardConfig, prompt: Prompt) -> str:
     """A sentence on what to change where a function fails: what it takes, where it works so."""
     takes = "completion" if hook.takes == "group" else "group"
     if hook.kind == "reward":
-        other = replace(hook, takes=takes)
-        with WorkerPool(1, reward.timeout_seconds, function=other) as pool:
-            right, _ = _tried(pool, other, _made_up_completions(prompt)[0], prompt=prompt)
+        other_hook = replace(hook, takes=takes)
+        with WorkerPool(1, reward.timeout_seconds, function=other_hook) as pool:
+            right, _ = _tried(pool, other_hook, _made_up_completions(prompt)[0], prompt=prompt)
         if right.failure is None:
             return (
                 f"It works so with reward.function_takes: {takes}. Set that, or correct the "
@@ -416,7 +416,7 @@ class RewardManager:
             self._workers.submit(text, prompt, completion, self._validates)
             for text, completion in zip(texts, completions, strict=True)
         ]
-        known = [
+        known_rewards = [
             frozenset(name for name, future in by_name.items() if future.done())
             for by_name in futures
         ]
@@ -426,7 +426,7 @@ class RewardManager:
                 boxed=tuple(map(has_box, texts)),
                 futures=tuple(futures),
                 group_futures=self._workers.submit_group(prompt, completions),
-                was_known=tuple(known),
+                was_known=tuple(known_rewards),
                 key=key,
             )
         )
@@ -446,27 +446,24 @@ class RewardManager:
 
     def take_finished(self, wait: bool = False) -> list[tuple[Any, list[Score]]]:
         """The scores that are there and were not taken, with their keys; `wait` for all."""
-        taken: list[_Submitted] = []
-        left: list[_Submitted] = []
+        finished: list[_Submitted] = []
+        unfinished: list[_Submitted] = []
         for submitted in self._submitted:
-            (taken if wait or submitted.is_done else left).append(submitted)
-        self._submitted = left
-        return [(submitted.key, self._scores(submitted)) for submitted in taken]
+            (finished if wait or submitted.is_done else unfinished).append(submitted)
+        self._submitted = unfinished
+        return [(submitted.key, self._scores(submitted)) for submitted in finished]
 
     def _scores(self, submitted: _Submitted) -> list[Score]:
         """The scores of what was submitted, by completion."""
-        by_group = {name: future.result() for name, future in submitted.group_futures.items()}
+        group_rewards = {name: future.result() for name, future in submitted.group_futures.items()}
         scores = []
         for g, completion in enumerate(submitted.completions):
-            results = {name: future.result() for name, future in submitted.futures[g].items()}
-            known = submitted.was_known[g]
-            results = {
-                name: replace(result, queue_seconds=0.0) if name in known else result
-                for name, result in results.items()
-            }
+            rewards = {name: future.result() for name, future in submitted.futures[g].items()}
+            for name in submitted.was_known[g]:
+                rewards[name] = replace(rewards[name], queue_seconds=0.0)
             score = score_of(
                 self._reward,
-                results | {name: group_results[g] for name, group_results in by_group.items()},
+                rewards | {name: group_results[g] for name, group_results in group_rewards.items()},
                 boxed=submitted.boxed[g],
                 length=completion.n_sampled,
                 limit=self._limit,

@@ -83,7 +83,7 @@ class _Draws:
         self.admitted = Admit(0, 0, 0)
         self._engines = engines
         self._store = shared_store("generation")
-        self._held: int | None = None
+        self._next_draw: int | None = None
         """A draw that was taken from the counter, and that is not admitted yet."""
 
     def take(self, places: int, places_of_a_group: int, samples: int) -> list[int]:
@@ -91,16 +91,16 @@ class _Draws:
 
         None where no more are admitted. An engine leaves the others their share of those."""
         draws: list[int] = []
-        most = 0
+        own_share = 0
         while places >= places_of_a_group:
-            if self._held is None:
-                self._held = self.admitted.first + self._store.fetch_add("draws")
-            left = self.admitted.draws - self._held
-            most = most or -(-left // self._engines)
-            if left <= 0 or len(draws) == most:
+            if self._next_draw is None:
+                self._next_draw = self.admitted.first + self._store.fetch_add("draws")
+            draws_left = self.admitted.draws - self._next_draw
+            own_share = own_share or -(-draws_left // self._engines)
+            if draws_left <= 0 or len(draws) == own_share:
                 break
-            draws.append(self._held)
-            self._held = None
+            draws.append(self._next_draw)
+            self._next_draw = None
             places -= samples
         return draws
 

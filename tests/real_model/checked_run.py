@@ -74,7 +74,11 @@ def checked_program() -> Program:
 
 
 if __name__ == "__main__":
-    given = read_command_line(__doc__, None)
+    command_line = read_command_line(__doc__, None)
     sys.exit(
-        start(lambda: load_config(given.config, given.overrides), prepare_grpo, checked_program)
+        start(
+            lambda: load_config(command_line.config, command_line.overrides),
+            prepare_grpo,
+            checked_program,
+        )
     )

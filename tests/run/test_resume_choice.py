@@ -90,13 +90,13 @@ def checkpoint(
     model."""
     partial = open_partial(folder / "checkpoints", step)
     write_progress(partial, replace(PROGRESS, step=step))
-    values = (
+    progress = (
         json.loads((partial / "progress.json").read_text())
         | changed
         | {"reward_fingerprint": reward}
     )
-    known_values = {name: value for name, value in values.items() if value is not None}
-    (partial / "progress.json").write_text(json.dumps(known_values))
+    progress = {name: number for name, number in progress.items() if number is not None}
+    (partial / "progress.json").write_text(json.dumps(progress))
     (partial / "config.yaml").write_text(config_as_yaml(config or make_config(folder)))
     (partial / "state" / ".metadata").write_text("index")
     write_files(partial / "hf", files)
@@ -125,7 +125,7 @@ def test_the_rollbacks_of_another_run_are_told_before_the_start(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("made_by", "told"),
+    ("made_by", "warning_count"),
     [
         ({}, 0),
         ({"cpu_sampler": 1}, 1),
@@ -135,11 +135,11 @@ def test_the_rollbacks_of_another_run_are_told_before_the_start(tmp_path: Path) 
     ids=["this", "another", "another without engines", "one that did not write it"],
 )
 def test_a_checkpoint_of_another_sampler_is_told_on_cpu(
-    tmp_path: Path, made_by: dict[str, int | None], told: int
+    tmp_path: Path, made_by: dict[str, int | None], warning_count: int
 ) -> None:
     checkpoint(tmp_path, 3, changed=made_by)
     recovery = find_recovery(make_config(tmp_path, "run.device=cpu"), ORIGIN, TOTAL)
-    assert recovery is not None and len(recovery.warnings) == told
+    assert recovery is not None and len(recovery.warnings) == warning_count
     assert all("drew other tokens from the same seeds" in warning for warning in recovery.warnings)
 
 
@@ -168,9 +168,11 @@ def test_another_spelling_of_the_same_reward_function_is_no_change(
     (run / "config.yaml").write_text(config_as_yaml(original))
     for spelling in ("mine.py:steps", f"{tmp_path}/mine.py:steps", "mine:steps", "copy.py:steps"):
         assert found(spelling) == ()
-    for other in ("other.py:steps", "mine.py:others", "math:steps"):
-        with pytest.raises(ValueError, match=f"reward.function: mine.py:steps there, {other} now"):
-            found(other)
+    for function in ("other.py:steps", "mine.py:others", "math:steps"):
+        with pytest.raises(
+            ValueError, match=f"reward.function: mine.py:steps there, {function} now"
+        ):
+            found(function)
     (tmp_path / "mine.py").write_text("def steps(*_):\n    return 3.0\n")
     (warning,) = found(f"{tmp_path}/mine.py:steps")
     assert "the code has changed since the checkpoint of step 3" in warning
@@ -207,9 +209,9 @@ def test_selection_and_advantages_of_the_users_are_kept_by_a_resumed_run(
         == warnings(direct, f"{key}={tmp_path}/own.py:best")
         == ()
     )
-    for other in ("own.py:last", "grpo"):
-        with pytest.raises(ValueError, match=f"{key}: own.py:best there, {other} now"):
-            warnings(direct, f"{key}={other}")
+    for function in ("own.py:last", "grpo"):
+        with pytest.raises(ValueError, match=f"{key}: own.py:best there, {function} now"):
+            warnings(direct, f"{key}={function}")
     saved(registered, f"{key}=best", "run.plugins=[own.py]")
     for plugin in ("own.py", f"{tmp_path}/own.py"):
         assert warnings(registered, f"{key}=best", f"run.plugins=[{plugin}]") == ()
@@ -257,7 +259,7 @@ def plain_file(path: Path) -> None:
 @pytest.mark.parametrize("mode", ["auto", "resume"])
 @pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/step-000007"])
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (
             unmounted,
@@ -268,7 +270,7 @@ def plain_file(path: Path) -> None:
     ],
 )
 def test_what_cannot_be_looked_at_is_not_absent(
-    tmp_path: Path, mode: str, name: str, make: Callable[[Path], None], told: str
+    tmp_path: Path, mode: str, name: str, make: Callable[[Path], None], message: str
 ) -> None:
     output = tmp_path / "run"
     place = output / name
@@ -278,7 +280,7 @@ def test_what_cannot_be_looked_at_is_not_absent(
     make(place)
     with pytest.raises(ValueError, match="what the run can resume from cannot be known") as error:
         find_recovery(make_config(output, f"run.recover_mode={mode}"), ORIGIN, TOTAL)
-    assert f'"{place}" is' in str(error.value) and told in str(error.value)
+    assert f'"{place}" is' in str(error.value) and message in str(error.value)
     assert "Mount the disk, correct the link" in str(error.value) and place.lstat()
     assert find_recovery(make_config(output, "run.recover_mode=disabled"), ORIGIN, TOTAL) is None
 
@@ -288,7 +290,7 @@ def test_what_cannot_be_looked_at_is_not_absent(
     [
         "",
         "/step-000005",
-        *(f"/step-000005/{x}" for x in ("manifest.json", "progress.json", "config.yaml")),
+        *(f"/step-000005/{file}" for file in ("manifest.json", "progress.json", "config.yaml")),
     ],
 )
 def test_without_permission_nothing_older_is_taken(
@@ -349,7 +351,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("data.prompts_per_step=64", "data.prompts_per_step: 128 there, 64 now"),
         ("optimizer.lr=1e-5", "optimizer.lr: 1e-06 there, 1e-05 now"),
@@ -357,10 +359,10 @@ def flip(path: Path) -> None:
     ],
 )
 def test_what_makes_it_another_run_is_refused_by_name(
-    tmp_path: Path, override: str, told: str
+    tmp_path: Path, override: str, message: str
 ) -> None:
     checkpoint(tmp_path, 3)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         find_recovery(make_config(tmp_path, override), ORIGIN, TOTAL)
 
 
@@ -396,7 +398,7 @@ def test_other_settings_and_other_inputs_are_named_at_once(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("then", "override", "told"),
+    ("earlier_override", "override", "message"),
     [
         ("lora.rank=4", "lora.rank=8", "lora.rank: 4 there, 8 now"),
         ("lora.rank=4", "lora.rank=0", "lora.rank: 4 there, 0 now"),
@@ -406,47 +408,47 @@ def test_other_settings_and_other_inputs_are_named_at_once(tmp_path: Path) -> No
     ],
 )
 def test_other_adapters_are_refused_by_name(
-    tmp_path: Path, then: str, override: str, told: str
+    tmp_path: Path, earlier_override: str, override: str, message: str
 ) -> None:
-    checkpoint(tmp_path, 3, make_config(tmp_path, then))
-    assert found_steps(make_config(tmp_path, then)) == [3]
-    with pytest.raises(ValueError, match=told):
-        found_steps(make_config(tmp_path, then, override))
+    checkpoint(tmp_path, 3, make_config(tmp_path, earlier_override))
+    assert found_steps(make_config(tmp_path, earlier_override)) == [3]
+    with pytest.raises(ValueError, match=message):
+        found_steps(make_config(tmp_path, earlier_override, override))
 
 
 def test_the_adapters_that_a_run_began_with_are_compared_by_content(tmp_path: Path) -> None:
     checkpoint(tmp_path, 3, changed={"adapter_fingerprint": "a"})
     origin = replace(ORIGIN, adapter="a")
     assert found_steps(make_config(tmp_path, "model.adapter_path=moved"), origin) == [3]
-    for other in ("b", ""):
+    for adapter in ("b", ""):
         with pytest.raises(ValueError, match=r"model.adapter_path: what .* has changed"):
-            found_steps(make_config(tmp_path), replace(ORIGIN, adapter=other))
+            found_steps(make_config(tmp_path), replace(ORIGIN, adapter=adapter))
 
 
 def test_layout_length_and_what_is_kept_may_change(tmp_path: Path) -> None:
     checkpoint(tmp_path, 3)
-    other = (
+    overrides = (
         "parallel.tensor=2",
         "rollout.tensor_parallel=2",
         "run.total_steps=9",
         "save.ckpt_freq_steps=1",
     )
-    other += ("policy.transformer_impl=local", "optimizer.overlap_grad_reduce=true")
-    assert found_steps(make_config(tmp_path, *other)) == [3]
+    overrides += ("policy.transformer_impl=local", "optimizer.overlap_grad_reduce=true")
+    assert found_steps(make_config(tmp_path, *overrides)) == [3]
 
 
 def test_every_entry_of_the_list_is_a_setting() -> None:
     keys = list(setting_values(make_config(Path("x"))))
-    for entry in MAY_CHANGE:
+    for pattern in MAY_CHANGE:
         assert any(
-            key.startswith(entry) if entry.endswith(".") else key == entry for key in keys
-        ), entry
+            key.startswith(pattern) if pattern.endswith(".") else key == pattern for key in keys
+        ), pattern
 
 
 def test_a_setting_whose_name_only_begins_like_one_that_may_change_is_refused() -> None:
-    before = make_config(Path("x"))
+    saved_config = make_config(Path("x"))
     changed = make_config(Path("x"), "reward.timeout_seconds=7", "optimizer.kind=sgd")
-    assert refused_changes(before, changed) == ["optimizer.kind: adam there, sgd now"]
+    assert refused_changes(saved_config, changed) == ["optimizer.kind: adam there, sgd now"]
 
 
 def test_fingerprints_tell_contents_and_not_places(tmp_path: Path) -> None:
@@ -515,7 +517,7 @@ def swapped(content: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "change", "message"),
     [
         ("tokenizer.json", swapped, "2 tokens have other ids, '1' 20 there and 21 now"),
         (
@@ -535,7 +537,7 @@ def swapped(content: dict) -> None:
     ids=["ids", "pad", "stops", "indented anew", "what changes no token", "temperature"],
 )
 def test_a_tokenizer_or_stops_that_were_edited_are_refused_with_what_to_do(
-    tmp_path: Path, name: str, change: Callable[[dict], object], told: str | None
+    tmp_path: Path, name: str, change: Callable[[dict], object], message: str | None
 ) -> None:
     model = make_model_folder(tmp_path / "model")
     run = tmp_path / "run"
@@ -545,12 +547,12 @@ def test_a_tokenizer_or_stops_that_were_edited_are_refused_with_what_to_do(
     config = make_config(run, f"model.path={model}")
     stops = stop_token_ids(str(model), load_tokenizer(str(model)), 101)
     origin = replace(ORIGIN, stop_token_ids=stops)
-    if told is None:
+    if message is None:
         assert found_steps(config, origin) == [3]
         return
     with pytest.raises(ValueError, match="cannot resume from") as error:
         find_recovery(config, origin, TOTAL)
-    assert told in str(error.value) and f'hf" into "{model}"' in str(error.value)
+    assert message in str(error.value) and f'hf" into "{model}"' in str(error.value)
 
 
 def test_a_file_that_is_no_json_keeps_no_run_from_resuming(tmp_path: Path) -> None:
@@ -596,23 +598,23 @@ STAGED = ("stages.steps=[2,4,6]", "stages.max_new_tokens=[8,16,24]")
 
 
 @pytest.mark.parametrize(
-    "now",
+    "overrides",
     [
         ("stages.steps=[2,4,9]", "stages.max_new_tokens=[8,16,32]"),
         ("stages.steps=[2,4]", "stages.max_new_tokens=[8,16]"),
         (*STAGED, "stages.max_tokens_per_microbatch=[100,100,100]", "rollout.max_new_tokens=5"),
     ],
 )
-def test_stages_that_have_not_begun_may_change(tmp_path: Path, now: tuple[str, ...]) -> None:
-    before = make_config(tmp_path, *STAGED)
+def test_stages_that_have_not_begun_may_change(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    saved_config = make_config(tmp_path, *STAGED)
     for steps_done in (3, 6):
-        assert refused_changes(before, make_config(tmp_path, *now), steps_done) == []
-    checkpoint(tmp_path, 3, before)
-    assert found_steps(make_config(tmp_path, *now)) == [3]
+        assert refused_changes(saved_config, make_config(tmp_path, *overrides), steps_done) == []
+    checkpoint(tmp_path, 3, saved_config)
+    assert found_steps(make_config(tmp_path, *overrides)) == [3]
 
 
 @pytest.mark.parametrize(
-    ("now", "told"),
+    ("overrides", "message"),
     [
         (
             ("stages.steps=[2,9]", "stages.max_new_tokens=[8,17]"),
@@ -622,12 +624,12 @@ def test_stages_that_have_not_begun_may_change(tmp_path: Path, now: tuple[str, .
     ],
 )
 def test_lengths_of_steps_that_are_done_are_kept(
-    tmp_path: Path, now: tuple[str, ...], told: str
+    tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
     checkpoint(tmp_path, 3, make_config(tmp_path, *STAGED))
     with pytest.raises(ValueError, match="cannot resume from") as error:
-        find_recovery(make_config(tmp_path, *now), ORIGIN, TOTAL)
-    assert told in str(error.value)
+        find_recovery(make_config(tmp_path, *overrides), ORIGIN, TOTAL)
+    assert message in str(error.value)
 
 
 def test_a_run_may_get_stages_when_the_first_is_what_it_was(tmp_path: Path) -> None:
@@ -647,7 +649,7 @@ def test_a_run_may_get_stages_when_the_first_is_what_it_was(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("then", "now", "way"),
+    ("earlier_overrides", "overrides", "advised_overrides"),
     [
         (
             ("rollout.max_new_tokens=8",),
@@ -677,14 +679,17 @@ def test_a_run_may_get_stages_when_the_first_is_what_it_was(tmp_path: Path) -> N
     ],
 )
 def test_another_length_is_refused_with_the_stages_that_resume(
-    tmp_path: Path, then: tuple[str, ...], now: tuple[str, ...], way: str
+    tmp_path: Path,
+    earlier_overrides: tuple[str, ...],
+    overrides: tuple[str, ...],
+    advised_overrides: str,
 ) -> None:
-    checkpoint(tmp_path, 3, make_config(tmp_path, *then))
-    longer = make_config(tmp_path, *now)
+    checkpoint(tmp_path, 3, make_config(tmp_path, *earlier_overrides))
+    longer = make_config(tmp_path, *overrides)
     with pytest.raises(ValueError, match="cannot resume from") as error:
         find_recovery(longer, ORIGIN, planned_steps(longer, 1000))
-    assert f"For other lengths from step 4 on, resume with {way}" in str(error.value)
-    resumed = make_config(tmp_path, *now, *way.split())
+    assert f"For other lengths from step 4 on, resume with {advised_overrides}" in str(error.value)
+    resumed = make_config(tmp_path, *overrides, *advised_overrides.split())
     assert found_steps(resumed) == [3]
 
 
@@ -709,11 +714,11 @@ def test_a_stage_that_is_too_short_for_the_groups_in_flight_is_a_problem(tmp_pat
 
     The last stage may leave some."""
 
-    def problem(ends: str, wanted: int) -> str | None:
-        lengths = "[8,16]" if "," in ends else "[8]"
-        stages = f"stages.steps=[{ends}]", f"stages.max_new_tokens={lengths}"
+    def problem(steps: str, groups_in_flight: int) -> str | None:
+        lengths = "[8,16]" if "," in steps else "[8]"
+        stages = f"stages.steps=[{steps}]", f"stages.max_new_tokens={lengths}"
         config = make_config(tmp_path, "data.prompts_per_step=2", *DECOUPLED, *stages)
-        return unfinished_problem(config, 8, 3, wanted)
+        return unfinished_problem(config, 8, 3, groups_in_flight)
 
     assert problem("5,4", 4) is None and problem("4", 5) is None
     assert (
@@ -725,9 +730,9 @@ def test_a_stage_that_is_too_short_for_the_groups_in_flight_is_a_problem(tmp_pat
 
 
 def test_without_a_checkpoint_all_stages_are_compared(tmp_path: Path) -> None:
-    before = make_config(tmp_path, *STAGED)
+    saved_config = make_config(tmp_path, *STAGED)
     changed = make_config(tmp_path, "stages.steps=[2,4,7]", "stages.max_new_tokens=[8,16,24]")
-    (problem,) = refused_changes(before, changed)
+    (problem,) = refused_changes(saved_config, changed)
     assert problem.startswith("stages.steps: [2, 4, 6] there, [2, 4, 7] now")
 
 
@@ -762,10 +767,11 @@ def test_the_files_of_all_listed_functions_are_what_a_run_is_made_of(tmp_path: P
         (tmp_path / name).write_text("def f(completion, solutions, row):\n    return 1.0\n")
     first, second = (f"{name}={tmp_path}/{name}.py:f" for name in ("one", "two"))
     reward = RewardConfig(rewards=["correctness", first, second])
-    before = reward_fingerprint(reward)
-    assert before and reward_fingerprint(replace(reward, rewards=["correctness", first])) != before
+    fingerprint = reward_fingerprint(reward)
+    assert fingerprint
+    assert reward_fingerprint(replace(reward, rewards=["correctness", first])) != fingerprint
     (tmp_path / "two.py").write_text("def f(completion, solutions, row):\n    return 2.0\n")
-    assert reward_fingerprint(reward) != before
+    assert reward_fingerprint(reward) != fingerprint
     assert reward_fingerprint(RewardConfig(rewards=["correctness"])) == ""
     function = f"{tmp_path}/one.py:f"
     assert reward_fingerprint(RewardConfig(function=function)) == code_fingerprint(function) != ""

@@ -167,16 +167,16 @@ def test_names_live_on_and_a_killed_call_leaves_nothing(sandboxes: Sandboxes) ->
 
 
 def test_a_session_equals_one_that_is_rebuilt_before_every_call(sandboxes: Sandboxes) -> None:
-    """By the eviction of all others, by a release, and by another server."""
+    """Sessions are rebuilt after the eviction of all others, a release, and on another server."""
     lived = conversation(sandboxes, "lived", CONVERSATION)
     past: list[PastCall] = []
     rebuilt = []
-    with make(cores=1, sessions=1) as others:
+    with make(cores=1, sessions=1) as other_sandboxes:
         for number, code in enumerate(CONVERSATION):
-            place = sandboxes if number % 2 else others
+            place = sandboxes if number % 2 else other_sandboxes
             rebuilt.append(call(place, "rebuilt", code, past))
             past.append(rebuilt[-1].as_past_call(code))
-            call(others, "another", "1")
+            call(other_sandboxes, "another", "1")
             sandboxes.release("rebuilt")
     assert shown(rebuilt) == shown(lived)
     assert [outcome.rebuilt_calls for outcome in rebuilt] == [0, 1, 2, 3, 3, 4, 4]
@@ -256,9 +256,9 @@ def test_nothing_of_a_session_runs_between_its_calls(sandboxes: Sandboxes) -> No
         return any(child.num_threads() == 2 for child in stopped)
 
     wait_for(is_stopped, 20.0)
-    before = [child.cpu_times().user for child in stopped]
+    cpu_seconds = [child.cpu_times().user for child in stopped]
     conversation(sandboxes, "meanwhile", ["sum(range(10 ** 6))"] * 3)
-    assert [child.cpu_times().user for child in stopped] == before
+    assert [child.cpu_times().user for child in stopped] == cpu_seconds
     sandboxes.release("background")
 
 
@@ -277,11 +277,11 @@ HASHES = (
 
 
 def test_equal_code_shows_equal_text_in_any_sandbox_of_any_server(sandboxes: Sandboxes) -> None:
-    with make(cores=1, preload=PRELOADED) as others:
+    with make(cores=1, preload=PRELOADED) as other_sandboxes:
         for code in (RANDOM, HASHES, "object(), len, [lambda: 1]"):
             texts = [
                 call(place, f"{code} {n}", code).text
-                for place in (sandboxes, others)
+                for place in (sandboxes, other_sandboxes)
                 for n in range(3)
             ]
             assert len(set(texts)) == 1 and "Error" not in texts[0], texts
@@ -289,19 +289,20 @@ def test_equal_code_shows_equal_text_in_any_sandbox_of_any_server(sandboxes: San
 
 def test_seeds_depend_on_the_completion_and_the_call(sandboxes: Sandboxes) -> None:
     calls = ["import random; random.random()"] * 3
-    first, other = (conversation(sandboxes, f"seed {seed}", calls, seed) for seed in (1, 2))
-    assert len({outcome.text for outcome in (*first, *other)}) == 6
-    again = call(sandboxes, "again", calls[1], [PastCall("'anything else'")])
-    assert again.text == first[1].text
+    results = conversation(sandboxes, "seed 1", calls, seed=1)
+    results_of_other_seed = conversation(sandboxes, "seed 2", calls, seed=2)
+    assert len({outcome.text for outcome in (*results, *results_of_other_seed)}) == 6
+    repeated_call = call(sandboxes, "again", calls[1], [PastCall("'anything else'")])
+    assert repeated_call.text == results[1].text
 
 
 def test_the_environment_is_made_from_nothing(
     sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "x")
-    with make(cores=1) as others:
+    with make(cores=1) as other_sandboxes:
         text = call(
-            others,
+            other_sandboxes,
             "environment",
             "import os; sorted(os.environ), os.environ['PYTHONHASHSEED'], os.getcwd()",
         ).text
@@ -539,7 +540,9 @@ def test_many_calls_leave_no_process_descriptor_or_file(calls: int) -> None:
         sandboxes.release("first")
         server = server_of(sandboxes)
         wait_for(lambda: len(children_of(sandboxes)) == 3, 20.0)  # those that are forked ahead
-        before = (server.num_fds(), len(os.listdir("/proc/self/fd")), sorted(os.listdir("/tmp")))
+        server_descriptors = server.num_fds()
+        descriptors = len(os.listdir("/proc/self/fd"))
+        files = os.listdir("/tmp")
         memory = server.memory_info().rss
         submitted = 0
         while submitted < calls or sandboxes.pending:
@@ -551,9 +554,7 @@ def test_many_calls_leave_no_process_descriptor_or_file(calls: int) -> None:
                 sandboxes.release(key)
         wait_for(lambda: len(children_of(sandboxes)) == 3, 20.0)
         # The end of the first session's process may have been seen only after the first count.
-        assert server.num_fds() <= before[0]
-        assert len(os.listdir("/proc/self/fd")) == before[1]
-        assert [
-            name for name in os.listdir("/tmp") if "rlmath" in name and name not in before[2]
-        ] == []
+        assert server.num_fds() <= server_descriptors
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert [name for name in os.listdir("/tmp") if "rlmath" in name and name not in files] == []
         assert server.memory_info().rss < memory + 16 * 2**20
