@@ -28,7 +28,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FAILURES_FILE = os.environ.pop("FAILURES_FILE", None)
-"""Where failed tests are recorded; sessions that tests start fail on purpose and inherit nothing."""
+"""File that records failed tests; sessions that tests start fail on purpose and inherit nothing."""
 KEEPS_ITS_GRAPH = "test_moe.py"
 """Megatron's token dispatcher keeps the graph of its last forward pass, so the model and its
 process groups, where no collection of garbage sees it: their threads end with the processes, so

@@ -40,7 +40,7 @@ class Unit:
     parts: frozenset[Known] = frozenset()
     """The known units it is written with: mile and hour of `miles per hour`, and of `mph`."""
     below: frozenset[Known] = frozenset()
-    """Those of its parts that divide: hour of `miles per hour`."""
+    """The parts that divide: hour of `miles per hour`."""
 
 
 PARTS_OF_DEGREE = {"'": Fraction(1, 60), "''": Fraction(1, 3600)}

@@ -56,9 +56,9 @@ class RewardConfig:
     overlong_penalty: NonNegativeFloat = 1.0
     """What the full length costs (reward); over the buffer it grows evenly from 0."""
     answer_from: Literal["boxed", "phrase", "number"] = "boxed"
-    """Where the answer may stand: "boxed" (box or <answer> tag), "phrase" (else after "the answer
-    is"), "number" (else the last number); the last two for base models that do not know boxes yet.
-    """
+    """Places where an answer may stand: "boxed" (box or <answer> tag), "phrase" (else after "the
+    answer is"), "number" (else the last number); the last two are for base models that do not know
+    boxes yet."""
     strict: bool = True
     """False compares numbers as loosely as the Qwen2.5-Math evaluation: within 1e-4, rounded, or a
     factor 100 off."""
@@ -175,8 +175,8 @@ class AlgorithmConfig(ObjectiveSettings, UpdateSettings):
     """Ratio against log-probs recomputed by the policy before its first update, the proximal policy
     (AReaL: recompute_logprob); false: against the engine's own."""
     proximal_logprobs: Literal["recompute", "interpolate", "compare"] = "recompute"
-    """Of tokens of older weights: "interpolate" takes the recomputed log-probs from those of engine
-    and policy, by their versions, without a pass (AReaL: prox_logp_method=loglinear;
+    """Recomputed log-probs of tokens of older weights: "interpolate" takes them from those of
+    engine and policy, by their versions, without a pass (AReaL: prox_logp_method=loglinear;
     arXiv:2512.06547); "compare" recomputes, and logs how far off that would be."""
     importance_correction: Literal["token", "sequence"] | None = None
     """Weight of the surrogate for the difference between engine and recomputed log-probs: "token"
@@ -212,8 +212,8 @@ class AlgorithmConfig(ObjectiveSettings, UpdateSettings):
     arXiv:2505.24864, which also resets the optimizer; here it goes on). null: the reference stays
     the model that the run started from."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL counts: in the "loss" of every token, or in the "reward", before advantages
-    (AReaL: kl_ctl)."""
+    """Place where the KL counts: in the "loss" of every token, or in the "reward", before
+    advantages (AReaL: kl_ctl)."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimate of the KL from a sampled token: "k1" (difference of log-probs), "k2" (half its
     square), "k3" (verl: low_var_kl) or "abs"."""
@@ -229,7 +229,7 @@ class AlgorithmConfig(ObjectiveSettings, UpdateSettings):
     entropy (nats a token), else falls, and is off above it (Skywork-OR1, arXiv:2505.22312, has
     0.2). null: it stays."""
     entropy_delta: PositiveFloat = 0.005
-    """By how much entropy_target changes the weight after a step (arXiv:2505.22312)."""
+    """Change of the entropy bonus's weight after a step with entropy_target (arXiv:2505.22312)."""
     top_entropy_share: PositiveFraction = 1.0
     """Advantages count at this share of the step's tokens, those of the highest entropies
     (arXiv:2506.01939: 0.2; TRL: top_entropy_quantile). Below 1 it costs a pass where no log-probs

@@ -286,7 +286,7 @@ def test_a_damaged_capture_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_what_may_not_be_read_is_no_damage(tmp_path: Path) -> None:
-    """In a process without root's rights."""
+    """The reading process lacks root's rights."""
     folder = written(tmp_path)
     program = (
         "import os, sys; from rlmath.replay.replay import find_capture, read_capture; os.getuid() "

@@ -22,7 +22,7 @@ class StepInputs:
 
     config: Config
     shape: ModelShape
-    """That of the policy; in a phase of critic or teacher, of the model that computes."""
+    """The policy's shape; in a phase of critic or teacher, of the model that computes."""
     shapes: RunShapes
     target: Target
     cluster: Cluster
