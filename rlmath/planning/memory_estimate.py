@@ -215,102 +215,64 @@ def plan_rank(
     """The plan of one rank, for the longest of its length stages."""
     shape = shapes.policy
     policy = replace(config.policy, max_tokens_per_microbatch=shapes.microbatch_tokens)
-    parallel = config.parallel
-    layers = own_layers(parallel, shape, mesh)
-    work = stage_work(policy, parallel, config.lora, mesh=mesh, target=target, layers=layers)
-    critic = teacher = NO_MODEL
-    if shapes.critic is not None:
-        critic = plan_critic(
-            shapes.critic,
-            policy=policy,
-            parallel=parallel,
-            optimizer=config.optimizer,
-            mesh=mesh,
-            target=target,
-        )
-    if shapes.teacher is not None:
-        # In its embedding it has as many rows as the policy.
-        teacher = plan_teacher(
-            replace(shapes.teacher, vocab_size=shape.vocab_size),
-            policy=policy,
-            parallel=parallel,
-            whole_vocabulary=config.teacher.loss == "full",
-            mesh=mesh,
-            target=target,
-        )
+    layers = own_layers(config.parallel, shape, mesh)
+    work = stage_work(policy, config.parallel, config.lora, mesh=mesh, target=target, layers=layers)
+    critic = plan_critic(
+        shapes.critic,
+        policy=policy,
+        parallel=config.parallel,
+        optimizer=config.optimizer,
+        mesh=mesh,
+        target=target,
+    )
+    teacher = plan_teacher(
+        shapes.teacher,
+        policy=policy,
+        parallel=config.parallel,
+        vocab_size=shape.vocab_size,
+        whole_vocabulary=config.teacher.loss == "full",
+        mesh=mesh,
+        target=target,
+    )
+    resident = _policy_bytes(config, shape, mesh, target=target, layers=layers, work=work)
+    resident |= critic.resident | teacher.resident
+    resident["gather_buffer"] = max(
+        formulas.gather_bytes(shape, work), critic.gather, teacher.gather
+    )
+    memory = _offloads_that_free_memory(config.memory, target.kind)
     update = formulas.backward_bytes(shape, work, policy, in_loss=teacher.in_loss)
-    forward = formulas.forward_bytes(shape, work)
-    gather = formulas.gather_bytes(shape, work)
-    gather = max(gather, critic.gather, teacher.gather)
-    learner = _learner_bytes(
-        config.optimizer, config.lora, shape, mesh=mesh, target=target, layers=layers
-    )
-    resident = learner | critic.resident | teacher.resident
-    if config.algorithm.kl_coef > 0 and not config.lora.rank:
-        resident["reference"] = _elements(shape, mesh, layers) * target.itemsize
-    resident["gather_buffer"] = gather
-    if not config.lora.rank:
-        with_head = work.head_itemsize == work.itemsize
-        resident["dummy_gradients"] = _dummy_gradient_bytes(
-            shape, mesh, target, with_head=with_head
-        )
-    memory = config.memory
-    if target.kind != "cuda":  # on CPU only dropping gradients frees memory
-        memory = replace(
-            memory,
-            offload_optimizer=False,
-            offload_parameters=False,
-            offload_reference=False,
-            offload_teacher=False,
-            offload_critic=False,
-        )
     if kind == "sft":
-        sizes = _in_order(_while_training(resident, memory) | asdict(update))
-        return MemoryPlan(mesh.rank, mesh.pipeline_rank, {"update": sizes})
-    engine = formulas.engine_bytes(
-        shape,
-        config.rollout,
-        target.kind,
-        itemsize=target.itemsize,
-        device_bytes=target.total_bytes,
-    )
-    asleep = {} if mesh.engine_ranks else {"engine_workspace": engine.asleep}
-    passes = {"logprobs": ("", forward)}
-    if config.algorithm.kl_coef > 0:
-        passes["reference"] = ("reference", forward)
-    if critic.resident:
-        passes["critic"] = ("critic", critic.largest_pass)
-    if teacher.resident:
-        passes["teacher"] = ("teacher", teacher.largest_pass)
-    passes["update"] = ("teacher_head", update)
-    phases = {
-        name: _while_training(resident, memory, model) | asleep | asdict(size)
-        for name, (model, size) in passes.items()
-    }
-    if not mesh.engine_ranks:
-        weights = {"engine_weights": engine.weights}
-        awake = weights | {
-            "engine_workspace": engine.workspace,
-            "kv_cache": max(0, engine.kv_cache),
-        }
-        to_sync = (
-            weights
-            | asleep
-            | {
-                "sync_buffers": _sync_bytes(
-                    config.lora,
-                    shape,
-                    mesh,
-                    target=target,
-                    bucket_mib=config.sync.bucket_mib,
-                    weights=engine.weights,
-                )
-            }
+        phases = {"update": _while_training(resident, memory) | asdict(update)}
+    else:
+        forward = formulas.forward_bytes(shape, work)
+        engine = formulas.engine_bytes(
+            shape,
+            config.rollout,
+            target.kind,
+            itemsize=target.itemsize,
+            device_bytes=target.total_bytes,
         )
-        phases = {
-            "sync": _while_generating(resident, memory, with_parameters=True) | to_sync,
-            "generate": _while_generating(resident, memory, not memory.offload_parameters) | awake,
-        } | phases
+        phases = {}
+        if not mesh.engine_ranks:
+            sync_buffers = _sync_bytes(
+                config.lora,
+                shape,
+                mesh,
+                target=target,
+                bucket_mib=config.sync.bucket_mib,
+                weights=engine.weights,
+            )
+            phases = _generation_phases(resident, memory, engine, sync_buffers=sync_buffers)
+        phases |= _training_phases(
+            resident,
+            memory,
+            asleep=0 if mesh.engine_ranks else engine.asleep,
+            forward=forward,
+            reference=forward if config.algorithm.kl_coef > 0 else None,
+            critic=critic.largest_pass,
+            teacher=teacher.largest_pass,
+            update=update,
+        )
     return MemoryPlan(
         mesh.rank, mesh.pipeline_rank, {name: _in_order(sizes) for name, sizes in phases.items()}
     )
@@ -322,7 +284,8 @@ class ModelBytes:
 
     resident: dict[str, int]
     """Bytes by part; empty without such a model."""
-    largest_pass: formulas.PassBytes
+    largest_pass: formulas.PassBytes | None
+    """None without such a model."""
     gather: int = 0
     """Bytes of the buffer of gathered hidden states (`formulas.gather_bytes`)."""
     in_loss: int = 0
@@ -330,18 +293,20 @@ class ModelBytes:
     logits."""
 
 
-NO_MODEL = ModelBytes({}, formulas.PassBytes(0, 0, 0))
+NO_MODEL = ModelBytes({}, largest_pass=None)
 
 
 def plan_critic(
-    critic: ModelShape,
+    critic: ModelShape | None,
     policy: PolicyConfig,
     parallel: ParallelConfig,
     optimizer: OptimizerConfig,
     mesh: Mesh,
     target: Target,
 ) -> ModelBytes:
-    """The plan of a critic of this shape on a rank."""
+    """The plan of a critic of this shape on a rank; None: the run has none."""
+    if critic is None:
+        return NO_MODEL
     layers = own_layers(parallel, critic, mesh)
     sizes = _learner_bytes(
         optimizer, formulas.NO_LORA, critic, mesh=mesh, target=target, layers=layers
@@ -352,6 +317,27 @@ def plan_critic(
         formulas.backward_bytes(critic, work, policy),
         formulas.gather_bytes(critic, work),
     )
+
+
+def _policy_bytes(
+    config: Config,
+    shape: ModelShape,
+    mesh: Mesh,
+    target: Target,
+    layers: int,
+    work: formulas.StageWork,
+) -> dict[str, int]:
+    """Bytes by part of the policy, and of the reference if that is a model of its own."""
+    sizes = _learner_bytes(
+        config.optimizer, config.lora, shape, mesh=mesh, target=target, layers=layers
+    )
+    if config.lora.rank:  # the reference is the policy without its adapters
+        return sizes
+    if config.algorithm.kl_coef > 0:
+        sizes["reference"] = _elements(shape, mesh, layers) * target.itemsize
+    with_head = work.head_itemsize == work.itemsize
+    sizes["dummy_gradients"] = _dummy_gradient_bytes(shape, mesh, target, with_head=with_head)
+    return sizes
 
 
 def own_layers(parallel: ParallelConfig, shape: ModelShape, mesh: Mesh) -> int:
@@ -394,16 +380,21 @@ def gradient_buffers(
 
 
 def plan_teacher(
-    teacher: ModelShape,
+    teacher: ModelShape | None,
     policy: PolicyConfig,
     parallel: ParallelConfig,
+    vocab_size: int,
     whole_vocabulary: bool,
     mesh: Mesh,
     target: Target,
 ) -> ModelBytes:
-    """The plan of a teacher of this shape on a rank.
+    """The plan of a teacher of this shape on a rank; None: the run has none.
 
-    `whole_vocabulary`: the loss takes its log-probs of all tokens."""
+    `vocab_size` is the policy's: the teacher's embedding has as many rows. `whole_vocabulary`: the
+    loss takes its log-probs of all tokens."""
+    if teacher is None:
+        return NO_MODEL
+    teacher = replace(teacher, vocab_size=vocab_size)
     layers = own_layers(parallel, teacher, mesh)
     head = (
         formulas.head_bytes(teacher, mesh.tensor, target.itemsize)
@@ -571,6 +562,72 @@ def _learner_bytes(
         "parameters": (frozen + buffer) * target.itemsize,
         "gradients": buffer * formulas.FLOAT32_BYTES,
         "optimizer": states * (moments + main_copies) * formulas.FLOAT32_BYTES,
+    }
+
+
+def _offloads_that_free_memory(memory: MemoryConfig, device_kind: DeviceKind) -> MemoryConfig:
+    """The settings without offloads of no use: on CPU only dropping gradients frees memory."""
+    if device_kind == "cuda":
+        return memory
+    return replace(
+        memory,
+        offload_optimizer=False,
+        offload_parameters=False,
+        offload_reference=False,
+        offload_teacher=False,
+        offload_critic=False,
+    )
+
+
+def _generation_phases(
+    resident: Mapping[str, int],
+    memory: MemoryConfig,
+    engine: formulas.EngineBytes,
+    sync_buffers: int,
+) -> dict[str, dict[str, int]]:
+    """Bytes by part in GENERATION_PHASES of a rank that trains and has an engine."""
+    return {
+        "sync": _while_generating(resident, memory, with_parameters=True)
+        | {
+            "engine_weights": engine.weights,
+            "engine_workspace": engine.asleep,
+            "sync_buffers": sync_buffers,
+        },
+        "generate": _while_generating(resident, memory, not memory.offload_parameters)
+        | {
+            "engine_weights": engine.weights,
+            "engine_workspace": engine.workspace,
+            "kv_cache": max(0, engine.kv_cache),
+        },
+    }
+
+
+def _training_phases(
+    resident: Mapping[str, int],
+    memory: MemoryConfig,
+    asleep: int,
+    forward: formulas.PassBytes,
+    reference: formulas.PassBytes | None,
+    critic: formulas.PassBytes | None,
+    teacher: formulas.PassBytes | None,
+    update: formulas.PassBytes,
+) -> dict[str, dict[str, int]]:
+    """Bytes by part in TRAINING_PHASES, with the largest pass of each; None: no such phase.
+
+    `asleep` are the bytes that the engine's workspace keeps."""
+    passes = {
+        "logprobs": ("", forward),
+        "reference": ("reference", reference),
+        "critic": ("critic", critic),
+        "teacher": ("teacher", teacher),
+        "update": ("teacher_head", update),
+    }
+    return {
+        phase: _while_training(resident, memory, model)
+        | {"engine_workspace": asleep}
+        | asdict(largest_pass)
+        for phase, (model, largest_pass) in passes.items()
+        if largest_pass is not None
     }
 
 

@@ -31,6 +31,7 @@ from rlmath.config import length_curriculum
 from rlmath.config.help import as_yaml_word, counted, raise_problems, setting_values
 from rlmath.config.hub import HubFailedError
 from rlmath.config.load import load_config, preset_values
+from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, Kind
 from rlmath.data.audit import EXAMPLES
 from rlmath.data.dataset import most_updates
@@ -136,68 +137,34 @@ def plan_run(
     if world_size < 1:
         raise_problems("this run", [f"--ranks is {world_size}; needed: at least 1."])
     shape = planned.shape
-    target = None
-    data = None
     inspected = None if shape is None else inspect_run_shapes(config, shape, kind)
     problems_of_settings = checks.run_problems(config, world_size, inspected, kind=kind)
     problems_of_files = list(checks.file_problems(config, kind))
     problems_of_model, missing = model_problems(config.model.path, planned)
     problems = [*problems_of_settings, *problems_of_model, *problems_of_files]
-    problems_of_data = [
-        problem
-        for problem in checks.value_problems(config)
-        if problem.startswith(("data.", "sft."))
-    ]
-    problems_of_data += [
-        problem for problem in problems_of_settings if problem.startswith(DATA_FUNCTIONS)
-    ]
-    try:
-        is_readable = not (
-            problems_of_files
-            or problems_of_data
-            or any(length_curriculum.stage_list_problems(config))
+    data = None
+    if shape is not None and not problems_of_files:
+        data, problems_of_data = _read_data(
+            config,
+            shape,
+            kind,
+            problems_of_settings=problems_of_settings,
+            has_whole_model=not problems_of_model,
         )
-        has_tokenizer = kind == "grpo" or tokenizer_problem(config) is None or not problems_of_model
-        if shape is not None and is_readable and has_tokenizer:
-            # A function that cannot be imported is among the problems already.
-            run_data = read_inputs(config, shape, kind)
-            data = try_data(
-                config, shape, run_data, calls_functions=not problems_of_settings, examples=EXAMPLES
-            )
-    except ValueError as error:
-        problems.append(str(error))
-    recovery, recovery_problems = _recovery(config, data)
-    problems += recovery_problems
-    for problem in folder_problems(
-        config.run.output_dir,
-        config,
-        needed_bytes=0,
-        resumes=bool(recovery or recovery_problems),
-    ):
-        problems.append(f'run.output_dir "{config.run.output_dir}": {problem}')
-    try:
-        if inspected is not None and not problems_of_settings:
-            target = planned_target(config.memory, config.policy, config.run.device)
-            if target.kind == "cpu":
-                for problem in checks.cuda_problems(config.run.device):
-                    problems.append(
-                        f"{problem} To plan for a GPU that is not here, name it by memory.gpu."
-                    )
-                problems += checks.device_problems(config, shape, on_gpu=False, kind=kind)
-                problems += checks.host_memory_problems(config.rollout) if kind == "grpo" else ()
-            problems += checks.memory_problems(config, inspected.shapes, world_size, kind=kind)
-    except ValueError as error:
-        problems.append(str(error))
+        problems += problems_of_data
+    recovery, problems_of_recovery = _recovery(config, data)
+    problems += problems_of_recovery
+    problems += _output_problems(config, resumes=bool(recovery or problems_of_recovery))
+    target = None
+    if inspected is not None and not problems_of_settings:
+        target, problems_of_device = _device(config, inspected.shapes, world_size, kind=kind)
+        problems += problems_of_device
     raise_problems("this run", problems)
     assert inspected is not None and data is not None and target is not None
     shapes = inspected.shapes.with_total_steps(config, data.inputs.total_steps)
-    planned_config = replace(config, run=replace(config.run, device=target.kind))
-    crowding = ""
-    if target.kind == "cpu":
-        needed_bytes = host_bytes(config, shapes, world_size, kind=kind)
-        crowding = " ".join(room_problems(world_size, this_machine(gpus=0), needed_bytes))
+    crowding = _crowding(config, shapes, world_size, target=target, kind=kind)
     return RunPlan(
-        planned_config,
+        replace(config, run=replace(config.run, device=target.kind)),
         shapes,
         shape_note=planned.note,
         ranks=world_size,
@@ -216,6 +183,78 @@ def plan_run(
         ),
         crowding=crowding if oversubscribe else "",
     )
+
+
+def _read_data(
+    config: Config,
+    shape: ModelShape,
+    kind: Kind,
+    problems_of_settings: Sequence[str],
+    has_whole_model: bool,
+) -> tuple[RunData | None, list[str]]:
+    """The run's data, and why they cannot be used.
+
+    Neither is known where other problems keep them from being read."""
+    problems_before_reading = [
+        problem
+        for problem in checks.value_problems(config)
+        if problem.startswith(("data.", "sft."))
+    ]
+    problems_before_reading += [
+        problem for problem in problems_of_settings if problem.startswith(DATA_FUNCTIONS)
+    ]
+    try:
+        if problems_before_reading or any(length_curriculum.stage_list_problems(config)):
+            return None, []
+        if kind == "sft" and not has_whole_model and tokenizer_problem(config) is not None:
+            return None, []
+        run_data = read_inputs(config, shape, kind)
+        # A function that cannot be imported is among the problems already.
+        return try_data(
+            config, shape, run_data, calls_functions=not problems_of_settings, examples=EXAMPLES
+        ), []
+    except ValueError as error:
+        return None, [str(error)]
+
+
+def _output_problems(config: Config, resumes: bool) -> list[str]:
+    """Problems of the run's folder."""
+    output_dir = config.run.output_dir
+    return [
+        f'run.output_dir "{output_dir}": {problem}'
+        for problem in folder_problems(output_dir, config, needed_bytes=0, resumes=resumes)
+    ]
+
+
+def _device(
+    config: Config, shapes: RunShapes, world_size: int, kind: Kind
+) -> tuple[Target | None, list[str]]:
+    """The device that is planned for, and why the run does not fit it."""
+    target = None
+    problems: list[str] = []
+    try:
+        target = planned_target(config.memory, config.policy, config.run.device)
+        if target.kind == "cpu":
+            for problem in checks.cuda_problems(config.run.device):
+                problems.append(
+                    f"{problem} To plan for a GPU that is not here, name it by memory.gpu."
+                )
+            problems += checks.device_problems(config, shapes.policy, on_gpu=False, kind=kind)
+            problems += checks.host_memory_problems(config.rollout) if kind == "grpo" else ()
+        problems += checks.memory_problems(config, shapes, world_size, kind=kind)
+    except ValueError as error:
+        problems.append(str(error))
+    return target, problems
+
+
+def _crowding(
+    config: Config, shapes: RunShapes, world_size: int, target: Target, kind: Kind
+) -> str:
+    """Why this machine has no room for the ranks; empty where it has, and for a GPU."""
+    if target.kind != "cpu":
+        return ""
+    needed_bytes = host_bytes(config, shapes, world_size, kind=kind)
+    return " ".join(room_problems(world_size, this_machine(gpus=0), needed_bytes))
 
 
 def _recovery(config: Config, data: RunData | None) -> tuple[Recovery | None, list[str]]:
