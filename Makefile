@@ -29,7 +29,7 @@ N ?= 40
 
 # What pyright checks: the code that is free of Megatron and vLLM, and the tables of rules, which a misspelt word silences.
 PURE = rlmath/config rlmath/algorithms rlmath/answers rlmath/data rlmath/rewards rlmath/sandbox rlmath/workers \
-	rlmath/planning/setting_tables.py rlmath/planning/sensible_values.py rlmath/report/panels.py
+	rlmath/planning/setting_rules.py rlmath/planning/setting_tables.py rlmath/planning/sensible_values.py rlmath/report/panels.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

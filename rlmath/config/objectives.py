@@ -65,7 +65,7 @@ class Objective:
     doubts: Mapping[str, Callable[[ObjectiveSettings], list[object]]] = field(default_factory=dict)
     """Doubtful combinations: what the user reads, and the conditions that must all hold.
 
-    They are like `Doubt.text` and `Rule.when` in `planning.setting_tables`."""
+    They are like `Doubt.text` and `Rule.when` in `planning.setting_rules`."""
     clips_whole_completions: bool = False
     """Whether a clip takes all tokens of a completion, so that large shares are usual."""
 

@@ -430,10 +430,10 @@ def conversation(
     tokenizer: PreTrainedTokenizerFast,
     name: str,
     tools: Sequence[Message] = (),
-) -> list[Piece]:
-    """The template's text of a conversation that ends with the assistant's turn, cut into pieces.
+) -> tuple[str, list[Piece]]:
+    """The template's text of a conversation that ends with the assistant's turn, and its pieces.
 
-    The text ends with the mark that ends the last learned turn. An assistant's turn is learned from
+    The pieces end with the mark that ends the last learned turn. An assistant's turn is learned from
     where its generation begins, unless it has weight 0, or is an earlier one that the template
     changes: Qwen3's takes the thinking out.
 
@@ -473,7 +473,7 @@ def conversation(
         raise RowError(
             f"{name} has no turn that is learned: they have weight 0, or the template changes them"
         )
-    return pieces
+    return whole, pieces
 
 
 def without_end(message: Message, ends: tuple[str, ...]) -> Message:

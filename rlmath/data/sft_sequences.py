@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Sample
-from rlmath.data.chat import Piece, assistant, chat_end, conversation, render, without_end
+from rlmath.data.chat import Piece, assistant, chat_end, conversation, without_end
 from rlmath.data.columns import Message, checked_text, messages_of, tools_of, weight_of
 from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line, raw_rows
 from rlmath.data.formats import check_length
@@ -307,8 +307,7 @@ def _written(
     name = f"the sequence {row.prompt.query_id[:60]!r}"
     messages = (*asked(row.prompt), without_end(row.answer, ends))
     tools = row.prompt.tools
-    pieces = conversation(messages, tokenizer, name, tools)
-    text = render(messages, tokenizer, name, prompt=False, tools=tools)
+    text, pieces = conversation(messages, tokenizer, name, tools)
     check_rendered(text, messages, tools, tokenizer=tokenizer, is_prompt=False)
     return _Texts(row.prompt, row.answer, word, pieces=pieces, is_chat=True)
 

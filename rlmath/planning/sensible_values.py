@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from rlmath.config.objectives import OBJECTIVES
 from rlmath.config.schema import Config
-from rlmath.planning.setting_tables import Condition, check_row
+from rlmath.planning.setting_rules import Condition, check_row
 
 
 @dataclass(frozen=True)

@@ -43,19 +43,20 @@ from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import RewardWorkers
-from rlmath.rollout.collector import CollectGroups, Collector, Rollout
+from rlmath.rollout.collector import CollectGroups, Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.engine_messages import (
     RECEIVER,
     Admit,
     Continue,
     End,
-    GroupDone,
+    EngineMessage,
     NewWeights,
     Scored,
     ScoreTokens,
     Snapshot,
     TakeSnapshot,
+    TrainerMessage,
     WeightsTaken,
 )
 from rlmath.rollout.groups_in_flight import GroupsInFlight
@@ -66,10 +67,6 @@ from rlmath.rollout.work_queue import ItemT, share_in_engine
 
 logger = logging.getLogger(__name__)
 
-TrainerMessage = Admit | Continue | NewWeights | TakeSnapshot | CollectGroups | ScoreTokens | End
-"""What an engine is sent."""
-EngineMessage = GroupDone | WeightsTaken | Snapshot | Rollout | Scored
-"""What an engine sends."""
 STEPS_BETWEEN_MESSAGES = 4
 """Steps of vLLM's after which a busy engine reads its messages."""
 IDLE_SECONDS = 0.01

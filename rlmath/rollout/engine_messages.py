@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rlmath.algorithms.partial_rollouts import UnfinishedGroup
 from rlmath.algorithms.types import PartialCompletion, ScoredCompletion
+from rlmath.rollout.collector import CollectGroups, Rollout
 
 RECEIVER = 0
 """Rank of the run that the engines report to."""
@@ -74,6 +75,10 @@ class End:
     status: int
 
 
+TrainerMessage = Admit | Continue | NewWeights | TakeSnapshot | CollectGroups | ScoreTokens | End
+"""What an engine is sent."""
+
+
 # ---------------------------------------------------------------- messages of the engines
 
 
@@ -121,3 +126,7 @@ class Scored:
 
     engine: int
     logprobs: list[list[float]]
+
+
+EngineMessage = GroupDone | WeightsTaken | Snapshot | Rollout | Scored
+"""What an engine sends."""

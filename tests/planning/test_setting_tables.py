@@ -9,7 +9,7 @@ import pytest
 from rlmath.config.schema import Config, LoraConfig
 from rlmath.planning import sensible_values, setting_tables
 from rlmath.planning.sensible_values import SensibleRange
-from rlmath.planning.setting_tables import Conflict, Unused
+from rlmath.planning.setting_rules import Conflict, Unused
 
 
 @pytest.mark.parametrize(
