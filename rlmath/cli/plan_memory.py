@@ -75,7 +75,7 @@ def checked_shapes(config: Config, ranks: int) -> RunShapes:
     shape, _ = required_shape(config.model.path)
     inspected = inspect_run_shapes(config, shape)
     problems = (
-        setting_problems(config, ranks)
+        setting_problems(config, inspected.shapes.length_stages, ranks)
         if ranks > 0
         else [f"--ranks is {ranks}; needed: at least 1."]
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rlmath.checkpoint.hf.config_json import required_shape
 from rlmath.checkpoint.hf.run_shapes import RunShapes, inspect_run_shapes
 from rlmath.config.help import raise_problems
-from rlmath.config.length_curriculum import LengthStage, planned_steps
+from rlmath.config.length_curriculum import LengthStage, checked_length_stages, planned_steps
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.audit import EXAMPLES
@@ -93,8 +93,15 @@ def predict_run(config: Config, asked: Namespace) -> RunPrediction:
     if config.rollout.tail == "carry" or config.rollout.ranks > 0:
         # A reward function of the user's is not looked for.
         reward = replace(config.reward, function=None, rewards=[], weights=[], combine="sum")
+        verified = replace(config, reward=reward)
+        stages = checked_length_stages(verified)
         raise_problems(
-            "this run", run_problems(replace(config, reward=reward), cluster.ranks, inspected)
+            "this run",
+            run_problems(
+                verified,
+                cluster.ranks,
+                replace(inspected, shapes=replace(inspected.shapes, length_stages=stages)),
+            ),
         )
     steps_per_epoch, warnings = _steps_per_epoch(config, shape, asked)
     shapes = inspected.shapes

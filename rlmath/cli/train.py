@@ -19,14 +19,11 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from rlmath.checkpoint.directory import complete_checkpoints
-from rlmath.checkpoint.hf.config_json import planned_shape
-from rlmath.checkpoint.hf.run_shapes import read_run_shapes
 from rlmath.cli.program import main as run_program
 from rlmath.config.help import raise_problems
-from rlmath.config.hub import is_hub_id
 from rlmath.config.load import load_config
 from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXIT_STATUS_FILE
-from rlmath.config.schema import Config, Kind, RunConfig
+from rlmath.config.schema import Kind, RunConfig
 from rlmath.config.shipped_files import PACKAGE
 from rlmath.distributed.device_kind import gpu_count
 from rlmath.distributed.fault_tolerance.exit_codes import (
@@ -43,7 +40,7 @@ from rlmath.planning.machine_room import GIB, OVERSUBSCRIBE, Machine, refuse_cro
 from rlmath.planning.memory_fit import host_bytes
 from rlmath.planning.parallelism import ranks_or_least
 from rlmath.run.command_line import program_parser
-from rlmath.run.early_checks import early_problems
+from rlmath.run.early_checks import check_early
 from rlmath.run.run_dir import sole_user
 
 RANKS = "--ranks"
@@ -83,7 +80,7 @@ def _train(program: Kind, argv: Sequence[str]) -> int:
         config = load_config(arguments.config, arguments.overrides)
         used = only_used(config)[0] if program == "sft" else config
         planned_ranks = ranks_or_least(used.parallel, used.rollout, ranks)
-        raise_problems("this run", list(early_problems(used, planned_ranks, program)))
+        shapes = check_early(used, planned_ranks, program)
         output = Path(used.run.output_dir)
         with sole_user(output) if output.is_dir() else nullcontext():
             pass  # another run is not working there
@@ -91,8 +88,11 @@ def _train(program: Kind, argv: Sequence[str]) -> int:
         if ranks is None:
             ranks = gpus or ranks_or_least(used.parallel, used.rollout, None)
         if not oversubscribe:
-            planned = 0 if gpus else planned_bytes(used, ranks, program)
-            refuse_crowding(ranks, this_machine(gpus), planned)
+            # A model on the hub has no shape yet.
+            planned_bytes = (
+                0 if gpus or shapes is None else host_bytes(used, shapes, ranks, program)
+            )
+            refuse_crowding(ranks, this_machine(gpus), planned_bytes)
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
@@ -103,15 +103,6 @@ def _train(program: Kind, argv: Sequence[str]) -> int:
     ):
         print(line, file=sys.stderr)
     return status
-
-
-def planned_bytes(config: Config, ranks: int, kind: Kind) -> int:
-    """Bytes that all ranks of a run on the CPU hold together, by its plan.
-
-    They are 0 for a model on the hub, whose shape is not known yet."""
-    if is_hub_id(config.model.path) or (shape := planned_shape(config.model.path).shape) is None:
-        return 0
-    return host_bytes(config, read_run_shapes(config, shape, kind), ranks, kind)
 
 
 def _line_after(output: Path, starts_over: bool) -> str | None:

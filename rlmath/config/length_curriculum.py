@@ -211,23 +211,21 @@ def stage_list_problems(config: Config) -> Iterator[str]:
 
 
 def unfinished_problem(
-    config: Config, total_steps: int, steps_done: int, usable_groups: int
+    stages: Sequence[LengthStage], prompts_per_step: int, steps_done: int, usable_groups: int
 ) -> str | None:
     """The problem of more groups in flight at a resume than the stage still learns from.
 
     The next stage has other lengths. `usable_groups` are the groups that selection does not drop;
     those of the last stage may be left."""
-    stages = length_stages(config, total_steps)
     stage = length_stage_at(stages, steps_done - 1)
-    per_step = config.data.prompts_per_step
     steps_left = stage.end - steps_done
-    needed = -(-usable_groups // per_step)
-    if stage is stages[-1] or usable_groups <= per_step * steps_left:
+    needed = -(-usable_groups // prompts_per_step)
+    if stage is stages[-1] or usable_groups <= prompts_per_step * steps_left:
         return None
     return (
         f"stages: stage {stage.number + 1} ends after step {stage.end}, and the checkpoint of "
         f"step {steps_done} has "
         f"{usable_groups} groups in flight, which need {needed} steps of "
-        f"data.prompts_per_step={per_step} groups; the stage has {steps_left} left, and the next "
+        f"data.prompts_per_step={prompts_per_step} groups; the stage has {steps_left} left, and the next "
         f"one has other lengths. Let it end after step {steps_done + needed} or later."
     )

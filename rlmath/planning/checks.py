@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from rlmath.config.help import (
 )
 from rlmath.config.hub import is_hub_id, push_problems
 from rlmath.config.length_curriculum import (
+    LengthStage,
     checked_length_stages,
     stage_list_problems,
     validates,
@@ -93,7 +94,8 @@ def check_replay(config: Config, world_size: int, samples: bool) -> RunShapes:
     engines only if it `samples`."""
     shape, problems = inspect_model_folder(Path(config.model.path))
     inspected = None if shape is None else inspect_run_shapes(config, shape)
-    problems += setting_problems(config, world_size)
+    stages = checked_length_stages(config) if inspected is None else inspected.shapes.length_stages
+    problems += setting_problems(config, stages, world_size)
     if inspected is not None:
         problems += shape_problems(config, inspected)
     if samples:
@@ -155,12 +157,12 @@ def run_problems(
     """Problems that keep every machine from running these settings.
 
     `inspected` are the shapes of the run's models; None: the policy's is not known."""
+    stages = checked_length_stages(config) if inspected is None else inspected.shapes.length_stages
     problems = [
-        *setting_problems(config, world_size, kind),
+        *setting_problems(config, stages, world_size, kind=kind),
         *rollouts.rollback_problems(config.algorithm, config.save),
     ]
     if kind == "grpo":
-        stages = checked_length_stages(config)
         for check in (
             algorithm_problems,
             lambda stage: reward_problems(
@@ -177,10 +179,13 @@ def run_problems(
     return problems + (shape_problems(config, inspected, kind) if inspected is not None else [])
 
 
-def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> list[str]:
+def setting_problems(
+    config: Config, stages: Sequence[LengthStage], world_size: int, kind: Kind = "grpo"
+) -> list[str]:
     """Problems that show without the model, the files or the machine.
 
-    They are those of layout, lengths and single values."""
+    They are those of layout, lengths and single values. `stages` are those of
+    `checked_length_stages`."""
     validated = kind == "grpo" and validates(config)
     problems = [
         *value_problems(config),
@@ -195,7 +200,7 @@ def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> li
         *problems,
         *stage_list_problems(config),
         *rollouts.in_every_stage(
-            checked_length_stages(config),
+            stages,
             lambda stage: _length_problems(stage.data, stage.rollout, stage.policy),
         ),
         *rollouts.of_longest_stage(

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlmath.checkpoint.hf.config_json import planned_shape
-from rlmath.checkpoint.hf.run_shapes import InspectedShapes, inspect_run_shapes
-from rlmath.config.help import nearest_path
+from rlmath.checkpoint.hf.run_shapes import InspectedShapes, RunShapes, inspect_run_shapes
+from rlmath.config.help import nearest_path, raise_problems
 from rlmath.config.hub import hub_ids, is_hub_id
 from rlmath.config.schema import Config, Kind
 from rlmath.planning.checks import device_problems, file_problems, run_problems
@@ -19,25 +19,29 @@ from rlmath.run.recovery.resume import changes_since_newest
 from rlmath.run.run_dir import folder_problems
 
 
-def early_problems(config: Config, ranks: int, kind: Kind) -> Iterator[str]:
-    """Problems of settings, model, files and the run's folder.
+def check_early(config: Config, ranks: int, kind: Kind) -> RunShapes | None:
+    """The shapes of the run's models; ValueError with all problems that show so early.
 
-    A model on the hub has no shape yet."""
+    They are those of settings, model, files and the run's folder. A model on the hub has no shape
+    yet."""
     inspected: InspectedShapes | None = None
+    problems: list[str] = []
     if is_hub_id(config.model.path):
         hub_ids(config)
     elif missing := list(missing_problems("model.path", config.model.path)):
-        yield from missing
+        problems += missing
     else:
         planned = planned_shape(config.model.path)
         if planned.shape is not None:
             inspected = inspect_run_shapes(config, planned.shape, kind)
-        yield from planned.problems
-    yield from run_problems(config, ranks, inspected, kind=kind)
-    yield from file_problems(config, kind)
+        problems += planned.problems
+    problems += run_problems(config, ranks, inspected, kind=kind)
+    problems += file_problems(config, kind)
     if config.run.device == "cpu" and inspected is not None:
-        yield from device_problems(config, inspected.shapes.policy, on_gpu=False, kind=kind)
-    yield from _output_problems(config)
+        problems += device_problems(config, inspected.shapes.policy, on_gpu=False, kind=kind)
+    problems += _output_problems(config)
+    raise_problems("this run", problems)
+    return None if inspected is None else inspected.shapes
 
 
 def missing_problems(setting: str, path: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.config.length_curriculum import (
+    checked_length_stages,
     engine_length,
     length_stage_at,
     length_stages,
@@ -36,8 +37,12 @@ def settings(*overrides: str) -> Config:
     return load_config([], [*needed, *overrides])
 
 
+def listed_problems(config: Config) -> list[str]:
+    return setting_problems(config, checked_length_stages(config), world_size=1)
+
+
 def problems(*overrides: str) -> str:
-    return "\n".join(setting_problems(settings(*overrides), world_size=1))
+    return "\n".join(listed_problems(settings(*overrides)))
 
 
 def test_stages_follow_each_other_with_settings_of_their_own():
@@ -148,9 +153,7 @@ def test_right_stages_have_no_problems():
 
 
 def test_what_all_stages_have_alike_is_told_once():
-    messages = setting_problems(
-        settings(*THREE, "policy.max_tokens_per_microbatch=100"), world_size=1
-    )
+    messages = listed_problems(settings(*THREE, "policy.max_tokens_per_microbatch=100"))
     assert [text.partition(":")[0] for text in messages] == [
         f"Stage {n} (stages.*)" for n in (1, 2, 3)
     ]
@@ -159,7 +162,7 @@ def test_what_all_stages_have_alike_is_told_once():
         "stages.max_new_tokens=[90,90]",
         "policy.max_tokens_per_microbatch=100",
     )
-    (message,) = setting_problems(settings(*alike), world_size=1)
+    (message,) = listed_problems(settings(*alike))
     assert message.startswith("policy.max_tokens_per_microbatch is 100")
 
 

@@ -21,7 +21,7 @@ from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files, with_stop_tokens
 from rlmath.checkpoint.hf.weights import write_files
 from rlmath.config.help import setting_values
-from rlmath.config.length_curriculum import planned_steps, unfinished_problem
+from rlmath.config.length_curriculum import length_stages, planned_steps, unfinished_problem
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config, RewardConfig
 from rlmath.data.order import Rollback
@@ -717,8 +717,13 @@ def test_a_stage_that_is_too_short_for_the_groups_in_flight_is_a_problem(tmp_pat
     def problem(steps: str, groups_in_flight: int) -> str | None:
         lengths = "[8,16]" if "," in steps else "[8]"
         stages = f"stages.steps=[{steps}]", f"stages.max_new_tokens={lengths}"
-        config = make_config(tmp_path, "data.prompts_per_step=2", *DECOUPLED, *stages)
-        return unfinished_problem(config, 8, 3, groups_in_flight)
+        config = make_config(tmp_path, *DECOUPLED, *stages)
+        return unfinished_problem(
+            length_stages(config, 8),
+            prompts_per_step=2,
+            steps_done=3,
+            usable_groups=groups_in_flight,
+        )
 
     assert problem("5,4", 4) is None and problem("4", 5) is None
     assert (

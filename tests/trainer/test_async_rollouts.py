@@ -24,6 +24,7 @@ from rlmath.algorithms.types import (
     ScoredCompletion,
     Segment,
 )
+from rlmath.checkpoint.hf.run_shapes import read_run_shapes
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished
 from rlmath.config.length_curriculum import length_stages
 from rlmath.config.schema import (
@@ -168,7 +169,8 @@ def asynchronous(tmp_path: Path, model: Path, connection: EngineConnection) -> A
     shape = shape_of(model)
     inputs = load_inputs(config, shape)
     assert inputs.total_steps == 5
-    return AsynchronousRollouts(config, inputs, connection, shape.vocab_size)
+    shapes = read_run_shapes(config, shape).with_total_steps(config, inputs.total_steps)
+    return AsynchronousRollouts(config, inputs, connection, shapes=shapes)
 
 
 def test_a_group_that_is_carried_keeps_the_seed_of_the_step_that_drew_it(
@@ -183,7 +185,7 @@ def test_a_group_that_is_carried_keeps_the_seed_of_the_step_that_drew_it(
         asynchronous_rollouts._config,
         asynchronous_rollouts._inputs,
         unused,
-        asynchronous_rollouts._vocab_size,
+        shapes=asynchronous_rollouts._shapes,
     )
     asynchronous_rollouts._inputs.order.roll_back([Rollback(1, 1, 2)])
     partial_rollouts.curriculum.begin(2)

@@ -253,7 +253,7 @@ def problems_of(config: Config, inspected: InspectedShapes, cluster: Cluster) ->
     """Problems of this layout, except those of memory."""
     shape = inspected.shapes.policy
     return [
-        *setting_problems(config, cluster.ranks),
+        *setting_problems(config, inspected.shapes.length_stages, cluster.ranks),
         *shape_problems(config, inspected),
         *(device_problems(config, shape, on_gpu=False) if cluster.machine.kind == "cpu" else ()),
     ]

@@ -141,7 +141,6 @@ class ColocatedEngines(Engines):
         """Build the engine; it sleeps afterwards."""
         super().__init__(context, timers)
         config = context.config
-        shape = context.shapes.policy
         inputs = context.inputs
         mesh = context.mesh
         self._scorer = validation_scorer(config, mesh)
@@ -152,7 +151,7 @@ class ColocatedEngines(Engines):
             max_sequence=length_curriculum.engine_length(config),
             mesh=mesh,
             device=context.device,
-            weight_shapes=engine_shapes(shape, mesh.engine_size),
+            weight_shapes=engine_shapes(context.shapes.policy, mesh.engine_size),
             stop_token_ids=inputs.stop_token_ids,
         )
         if config.rollout.tail == "carry" and not self.engine.continues_noise:
@@ -174,9 +173,7 @@ class ColocatedEngines(Engines):
             has_scorer=scorer_hook(config) is not None,
         )
         rollouts = WholeRollouts if config.rollout.tail == "wait" else PartialRollouts
-        self.rollouts = rollouts(
-            config, inputs, self.collector, vocab_size=shape.vocab_size, keep=keep
-        )
+        self.rollouts = rollouts(config, inputs, self.collector, shapes=context.shapes, keep=keep)
 
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
         config = self._config
@@ -266,9 +263,8 @@ class SeparateEngines(Engines):
         self._mailbox = Mailbox(bridge, leaders)
         self._connection = EngineConnection(mesh, self._mailbox, context.on_progress)
         self.collector = self._connection
-        vocab_size = context.shapes.policy.vocab_size
         self.rollouts = AsynchronousRollouts(
-            config, inputs, self._connection, vocab_size=vocab_size, keep=keep
+            config, inputs, self._connection, shapes=context.shapes, keep=keep
         )
         self._step = 0
         self._waited = 0.0

@@ -30,11 +30,11 @@ from rlmath.algorithms.partial_rollouts import (
     too_old,
 )
 from rlmath.algorithms.types import PartialCompletion, Score, ScoredCompletion, ScoredGroup
+from rlmath.checkpoint.hf.run_shapes import RunShapes
 from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished, write_unfinished
 from rlmath.config.length_curriculum import (
     LengthStage,
     length_stage_at,
-    length_stages,
     unfinished_problem,
 )
 from rlmath.config.schema import Config, RewardConfig, RolloutConfig, SelectionConfig
@@ -103,7 +103,7 @@ class StepRollouts(ABC):
         config: Config,
         inputs: Inputs,
         engines: Any,
-        vocab_size: int,
+        shapes: RunShapes,
         keep: Keep | None = None,
     ) -> None:
         """`engines` is a `Collector`, or an `EngineConnection`."""
@@ -111,7 +111,7 @@ class StepRollouts(ABC):
         self._inputs = inputs
         self._total_steps = inputs.total_steps
         self._engines = engines
-        self._vocab_size = vocab_size
+        self._shapes = shapes
         self._rules = selection_rules(config.selection, config.reward, keep)
         ids = [prompt.prompt_id for prompt in inputs.prompts]
         self.curriculum = PromptCurriculum(
@@ -222,10 +222,10 @@ class RolloutsWithUnfinished(StepRollouts):
         config: Config,
         inputs: Inputs,
         engines: Any,
-        vocab_size: int,
+        shapes: RunShapes,
         keep: Keep | None = None,
     ) -> None:
-        super().__init__(config, inputs, engines, vocab_size=vocab_size, keep=keep)
+        super().__init__(config, inputs, engines, shapes=shapes, keep=keep)
         self._limits = unfinished_rules(config)
         self._unfinished = self._after = UnfinishedGroups()
         """The state, and what the last step left."""
@@ -250,7 +250,7 @@ class RolloutsWithUnfinished(StepRollouts):
     def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
         super().resume(folder, steps_done, reward_changed)
         self._choices.clear()
-        stages = length_stages(self._config, self._total_steps)
+        stages = self._shapes.length_stages
         stage = length_stage_at(stages, steps_done - 1)
         try:
             unfinished = self._read(folder, steps_done, stage.config.rollout)
@@ -263,7 +263,10 @@ class RolloutsWithUnfinished(StepRollouts):
             for group in unfinished.groups
         )
         if problem := unfinished_problem(
-            self._config, self._total_steps, steps_done, usable_groups=groups_to_learn
+            stages,
+            self._inputs.order.prompts_per_step,
+            steps_done,
+            usable_groups=groups_to_learn,
         ):
             raise ValueError(problem)
         self._unfinished = self._after = unfinished
@@ -274,7 +277,7 @@ class RolloutsWithUnfinished(StepRollouts):
         unfinished = read_unfinished(
             (folder / UNFINISHED).read_bytes(),
             rollout.group_size,
-            self._vocab_size,
+            self._shapes.policy.vocab_size,
             text_of=lambda token_ids, stopped: completion_text(tokenizer, token_ids, stopped),
         )
         self.curriculum.require_draws(
