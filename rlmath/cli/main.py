@@ -28,7 +28,7 @@ class Command:
     """A word after `rlmath`."""
 
     name: str
-    what: str
+    summary: str
     function: str
     """`module:function` of `rlmath.cli`.
 
@@ -132,7 +132,7 @@ On a cluster: torchrun ... -m rlmath.trainer, or rlmath submit"""
 
 def usage() -> str:
     return USAGE.format(
-        commands="\n".join(f"  {command.name:<11} {command.what}" for command in COMMANDS)
+        commands="\n".join(f"  {command.name:<11} {command.summary}" for command in COMMANDS)
     )
 
 

@@ -474,7 +474,7 @@ class Alias:
     trainer: str
     written: str
     """The name as that trainer writes it, with its value where there is one: "loss_type: grpo"."""
-    here: str
+    answer: str
 
     @property
     def name(self) -> str:
@@ -484,8 +484,8 @@ class Alias:
     def __str__(self) -> str:
         """ "TRL's num_generations corresponds to rollout.group_size"."""
         owner = f"{self.trainer}'" if self.trainer.endswith("s") else f"{self.trainer}'s"
-        verb = "has" if self.here.startswith(NO_KEY) else "corresponds to"
-        return f"{owner} {self.written} {verb} {self.here}".replace("`", "")
+        verb = "has" if self.answer.startswith(NO_KEY) else "corresponds to"
+        return f"{owner} {self.written} {verb} {self.answer}".replace("`", "")
 
 
 ALIASES = tuple(
@@ -559,5 +559,5 @@ def _distinct(aliases: Iterable[Alias]) -> list[Alias]:
     """The first alias of each answer."""
     first: dict[str, Alias] = {}
     for alias in aliases:
-        first.setdefault(alias.here, alias)
+        first.setdefault(alias.answer, alias)
     return list(first.values())

@@ -345,7 +345,7 @@ def keys_of_last_word(name: str) -> list[str]:
 def keys_in(alias: Alias) -> list[str]:
     """Our settings that the alias names."""
     return [
-        key for key in re.findall(r"`([a-z]+\.[a-z0-9_]+)", alias.here) if key in all_settings()
+        key for key in re.findall(r"`([a-z]+\.[a-z0-9_]+)", alias.answer) if key in all_settings()
     ]
 
 

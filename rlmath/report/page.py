@@ -149,7 +149,7 @@ def _data(runs: Sequence[ShownRun], figures: Sequence[dict[str, Any]]) -> str:
 class Fact:
     name: str
     value: str
-    more: str = ""
+    note: str = ""
     is_bad: bool = False
 
 
@@ -244,7 +244,7 @@ def _overview(runs: Sequence[ShownRun]) -> str:
 
 
 def _fact(fact: Fact) -> str:
-    details = f' <span class="more soft small">{html_text(fact.more)}</span>' if fact.more else ""
+    details = f' <span class="more soft small">{html_text(fact.note)}</span>' if fact.note else ""
     style = ' class="error-text"' if fact.is_bad else ""
     return f"<span{style}>{html_text(fact.value)}</span>{details}"
 

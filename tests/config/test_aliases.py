@@ -151,7 +151,7 @@ def test_an_option_of_another_trainer_is_answered_too(capsys: pytest.CaptureFixt
 
 def test_every_alias_leads_to_settings_that_exist_and_is_none_itself() -> None:
     for alias in ALIASES:
-        assert keys_in(alias) or alias.here.startswith((NO_KEY, "`parallel: ")), alias
+        assert keys_in(alias) or alias.answer.startswith((NO_KEY, "`parallel: ")), alias
         assert alias.name not in all_settings(), alias
     assert {"TRL", "verl", "AReaL", "NeMo-RL", "RLinf", "SimpleRL"} < set(TRAINERS)
 
