@@ -163,7 +163,7 @@ def case_of(name: str, device: str) -> Case:
             "new_tokens": (16, 16),
             "warm_up": 0,
             "steps": 2,
-            "theirs": (4,),
+            "their_batches": (4,),
         }
         case = replace(case, title="G1: a chat model, 2 x 4 x 16 tokens", **less)
     return case

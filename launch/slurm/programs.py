@@ -86,6 +86,7 @@ def training(
     reads += [*config.validation.paths, *filter(None, (*optional_paths, config.model.adapter_path))]
     # Rank 0 uploads the model when the others have ended.
     upload = 0.0 if config.save.push_to_hub is None else config.run.hub_timeout_seconds
+    problems, _ = early_problems(config, ranks, kind)
     return Program(
         f"train_{kind}.py",
         (*files, *overrides),
@@ -97,7 +98,7 @@ def training(
         + END_SECONDS
         + math.ceil(upload),
         goes_on=config.run.recover_mode != "disabled",
-        problems=tuple(early_problems(config, ranks, kind)),
+        problems=tuple(problems),
         engine_ranks=config.rollout.ranks,
         engine_size=config.rollout.tensor_parallel,
     )

@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rlmath.config.help import raise_problems
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config, Kind
 from rlmath.config.terminal import escape_terminal
 from rlmath.distributed.ranks import environment_world_size
 from rlmath.planning.checks import only_used, used_keys
 from rlmath.run.command_line import launcher_mistake, read_command_line, refuse_launcher
-from rlmath.run.early_checks import check_early
+from rlmath.run.early_checks import early_problems
 
 if TYPE_CHECKING:
     from rlmath.run.startup import Program
@@ -70,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def refuse_early(kind: Kind, config: Config) -> None:
     """ValueError for what the settings and the names of files show to be wrong."""
     used = only_used(config)[0] if kind == "sft" else config
-    check_early(used, environment_world_size(), kind)
+    problems, _ = early_problems(used, environment_world_size(), kind)
+    raise_problems("this run", problems)
 
 
 def load_program(is_sft: bool) -> Program:

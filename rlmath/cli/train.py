@@ -40,7 +40,7 @@ from rlmath.planning.machine_room import GIB, OVERSUBSCRIBE, Machine, refuse_cro
 from rlmath.planning.memory_fit import host_bytes
 from rlmath.planning.parallelism import ranks_or_least
 from rlmath.run.command_line import program_parser
-from rlmath.run.early_checks import check_early
+from rlmath.run.early_checks import early_problems
 from rlmath.run.run_dir import sole_user
 
 RANKS = "--ranks"
@@ -80,7 +80,8 @@ def _train(program: Kind, argv: Sequence[str]) -> int:
         config = load_config(arguments.config, arguments.overrides)
         used = only_used(config)[0] if program == "sft" else config
         planned_ranks = ranks_or_least(used.parallel, used.rollout, ranks)
-        shapes = check_early(used, planned_ranks, program)
+        problems, shapes = early_problems(used, planned_ranks, program)
+        raise_problems("this run", problems)
         output = Path(used.run.output_dir)
         with sole_user(output) if output.is_dir() else nullcontext():
             pass  # another run is not working there

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlmath.checkpoint.hf.config_json import planned_shape
 from rlmath.checkpoint.hf.run_shapes import InspectedShapes, RunShapes, inspect_run_shapes
-from rlmath.config.help import nearest_path, raise_problems
+from rlmath.config.help import nearest_path
 from rlmath.config.hub import hub_ids, is_hub_id
 from rlmath.config.schema import Config, Kind
 from rlmath.planning.checks import device_problems, file_problems, run_problems
@@ -19,11 +19,10 @@ from rlmath.run.recovery.resume import changes_since_newest
 from rlmath.run.run_dir import folder_problems
 
 
-def check_early(config: Config, ranks: int, kind: Kind) -> RunShapes | None:
-    """The shapes of the run's models; ValueError with all problems that show so early.
+def early_problems(config: Config, ranks: int, kind: Kind) -> tuple[list[str], RunShapes | None]:
+    """Problems of settings, model, files and the run's folder, and the shapes of the run's models.
 
-    They are those of settings, model, files and the run's folder. A model on the hub has no shape
-    yet."""
+    A model on the hub has no shape yet."""
     inspected: InspectedShapes | None = None
     problems: list[str] = []
     if is_hub_id(config.model.path):
@@ -40,8 +39,7 @@ def check_early(config: Config, ranks: int, kind: Kind) -> RunShapes | None:
     if config.run.device == "cpu" and inspected is not None:
         problems += device_problems(config, inspected.shapes.policy, on_gpu=False, kind=kind)
     problems += _output_problems(config)
-    raise_problems("this run", problems)
-    return None if inspected is None else inspected.shapes
+    return problems, None if inspected is None else inspected.shapes
 
 
 def missing_problems(setting: str, path: str) -> Iterator[str]:
