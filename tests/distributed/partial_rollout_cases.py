@@ -195,8 +195,9 @@ def _restart_rollouts(trainer: Any, place: Path, steps_done: int, reward_changed
     folder.mkdir()
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    arguments = trainer.config, trainer.inputs, trainer.engines.collector, trainer.shape.vocab_size
-    trainer.rollouts = type(trainer.rollouts)(*arguments)
+    trainer.rollouts = type(trainer.rollouts)(
+        trainer.config, trainer.inputs, trainer.engines.collector, shapes=trainer.shapes
+    )
     trainer.rollouts.resume(folder, steps_done, reward_changed)
 
 
