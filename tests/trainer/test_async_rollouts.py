@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,13 @@ from rlmath.trainer.rollouts.asynchronous import (
     EngineReport,
     engine_report_metrics,
 )
-from rlmath.trainer.rollouts.synchronous import PartialRollouts
+from rlmath.trainer.rollouts.synchronous import PartialRollouts, StepRollout
 from tests.tiny_models import shape_of
 
 
-def report(seconds: float, busy: float, tokens: int, latency: float) -> EngineReport:
+def report(
+    seconds: float, busy: float, tokens: int, latency: float, **changes: Any
+) -> EngineReport:
     weights_taken = WeightsTaken(
         version=3,
         learned_at=100.0,
@@ -72,24 +75,31 @@ def report(seconds: float, busy: float, tokens: int, latency: float) -> EngineRe
         running=6.0,
         queued_scores=1,
     )
-    return EngineReport(weights_taken, latency)
+    return EngineReport(replace(weights_taken, **changes), latency)
 
 
 def test_rates_are_over_time_and_not_over_reports() -> None:
     """One of two engines has reported twice, over times that differ."""
     reports = [
         report(1.0, 0.5, 100, 0.2),
-        report(9.0, 8.5, 4500, 0.4),
-        report(10.0, 9.0, 5400, 0.9),
+        report(9.0, 8.5, 4500, 0.4, interrupted=5, running=9.0, queued_scores=4),
+        report(
+            10.0, 9.0, 5400, 0.9, prefilled_again_tokens=70, transfer_seconds=2.0, queued_scores=7
+        ),
     ]
-    metrics = engine_report_metrics(reports, engines=2)
-    assert metrics["tokens_per_second/rollout"] == pytest.approx(1000.0)
-    assert metrics["rollout/engine_busy_share"] == pytest.approx(0.9)
-    assert (
-        metrics["rollout/interrupted_sequences"] == 6
-        and metrics["rollout/prefilled_again_tokens"] == 30
+    assert engine_report_metrics(reports, engines=2) == pytest.approx(
+        {
+            "tokens_per_second/rollout": 1000.0,
+            "rollout/engine_busy_share": 0.9,
+            "rollout/sequences_running": 7.0,
+            "rollout/interrupted_sequences": 9.0,
+            "rollout/prefilled_again_tokens": 90.0,
+            "rollout/scores_waiting": 4.0,
+            "sync/latency_s": 0.5,
+            "sync/latency_s_max": 0.9,
+            "sync/transfer_s": 1.0,
+        }
     )
-    assert metrics["sync/latency_s"] == pytest.approx(0.5) and metrics["sync/latency_s_max"] == 0.9
 
 
 def test_without_a_report_there_are_no_metrics() -> None:
@@ -285,3 +295,102 @@ def test_what_is_asked_of_the_engines_for_validation_is_what_they_are_sent(
     engine.send(expected)
     assert connection.collect(request) == expected and engine.next() == request
     assert connection.groups() == [done(4, 0)], "what came meanwhile is kept"
+
+
+def connected(trainer: Mailbox) -> EngineConnection:
+    """The trainers' side of one engine; one rank trains."""
+    return EngineConnection(Mesh(0, 1, 1, 1, 1, engine_ranks=1), trainer, lambda: None)
+
+
+def complete(engine: Engine, connection: EngineConnection, draws: list[int], step: int) -> None:
+    """Let the engine complete these draws, and wait until the trainer has all of them."""
+    sampled = Rollout([], [])
+    engine.send(*(done(draw, step) for draw in draws), sampled)
+    request = CollectGroups([], SamplingSettings(1, 1.0, 1.0, 0, 1), RolloutSeed(8, -1), "validation")
+    assert connection.collect(request) == sampled
+
+
+def learned_draws(rollout: StepRollout) -> list[str]:
+    return [scored.prompt.prompt_id for scored in rollout.selection.learned]
+
+
+def test_a_step_waits_for_the_group_that_would_become_too_old_and_tells_it(
+    tmp_path: Path, tied_model: Path, ends: tuple[Mailbox, Mailbox]
+) -> None:
+    """Step 2 has 7 to 9, and waits for draw 5, which it may not leave to step 3."""
+    engine = Engine(ends[1])
+    connection = connected(ends[0])
+    rollouts = asynchronous(tmp_path, tied_model, connection)
+    stages = length_stages(rollouts._config, 5)
+    complete(engine, connection, [0, 1, 2], step=0)
+    first = rollouts.step(0, stages[0])
+    rollouts.commit()
+    complete(engine, connection, [3, 4, 6, 7, 8], step=1)
+    second = rollouts.step(1, stages[1])
+    rollouts.commit()
+    assert learned_draws(second) == ["q3", "q4", "q6"]
+    complete(engine, connection, [9], step=2)
+    engine.send(done(5, 1))
+    third = rollouts.step(2, stages[1])
+    assert learned_draws(third) == ["q5", "q7", "q8"]
+    figures = {
+        name: [rollout.metrics[f"rollout/{name}"] for rollout in (first, second, third)]
+        for name in (
+            "groups_admitted",
+            "groups_complete",
+            "groups_in_flight",
+            "staleness_waits",
+            "staleness",
+        )
+    }
+    assert figures == {
+        "groups_admitted": [3.0, 6.0, 3.0],
+        "groups_complete": [0.0, 2.0, 1.0],
+        "groups_in_flight": [0.0, 3.0, 3.0],
+        "staleness_waits": [0.0, 0.0, 1.0],
+        "staleness": [0.0, 0.0, 1.0],
+    }
+
+
+def test_a_step_that_fails_after_its_groups_leaves_those_in_flight_as_before(
+    tmp_path: Path, tied_model: Path, ends: tuple[Mailbox, Mailbox]
+) -> None:
+    """A checkpoint made then would have draws twice that a later step admits again."""
+    engine = Engine(ends[1])
+    connection = connected(ends[0])
+    rollouts = asynchronous(tmp_path, tied_model, connection)
+    stages = length_stages(rollouts._config, 5)
+    complete(engine, connection, [0, 1, 2], step=0)
+    rollouts.step(0, stages[0])
+    rollouts.commit()
+    complete(engine, connection, [3, 4, 6], step=1)
+    rollouts.step(1, stages[1])
+    rollouts.commit()
+
+    def saved() -> dict[int, list[tuple[int, int]]]:
+        with ThreadPoolExecutor(1) as threads:
+            engine.send(Snapshot({5: (PartialCompletion(),) * GROUP}))
+            return threads.submit(lambda: drawn(rollouts.files())).result()
+
+    before = saved()
+    assert before.keys() == {5, 7, 8}
+    complete(engine, connection, [5, 7, 8], step=2)
+    rollouts.step(2, stages[1])
+    assert saved().keys() == before.keys() and rollouts.next_draw == 9
+
+
+@pytest.mark.parametrize(("arrived", "told"), [([0, 1, 2, 4], "4"), ([0, 1, 1, 2], "0, 1, 2")])
+def test_a_group_that_no_engine_should_have_sampled_ends_the_run(
+    tmp_path: Path,
+    tied_model: Path,
+    ends: tuple[Mailbox, Mailbox],
+    arrived: list[int],
+    told: str,
+) -> None:
+    """The first stage has the draws 0 to 2, each of which is sampled once."""
+    engine = Engine(ends[1])
+    connection = connected(ends[0])
+    rollouts = asynchronous(tmp_path, tied_model, connection)
+    complete(engine, connection, arrived, step=0)
+    with pytest.raises(RuntimeError, match=rf"engines sampled draws \[{told}\] twice"):
+        rollouts.step(0, length_stages(rollouts._config, 5)[0])
