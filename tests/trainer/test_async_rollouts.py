@@ -306,7 +306,9 @@ def complete(engine: Engine, connection: EngineConnection, draws: list[int], ste
     """Let the engine complete these draws, and wait until the trainer has all of them."""
     sampled = Rollout([], [])
     engine.send(*(done(draw, step) for draw in draws), sampled)
-    request = CollectGroups([], SamplingSettings(1, 1.0, 1.0, 0, 1), RolloutSeed(8, -1), "validation")
+    request = CollectGroups(
+        [], SamplingSettings(1, 1.0, 1.0, 0, 1), RolloutSeed(8, -1), "validation"
+    )
     assert connection.collect(request) == sampled
 
 

@@ -106,6 +106,10 @@ def test_without_a_verifier_the_share_of_positive_rewards_is_called_so():
 
 
 def test_names_of_a_function_are_bounded_and_told(caplog):
+    """Fifty are as many as may be: none of them is left out, and nothing is told."""
+    fifty = Score(1.0, True, "", "function", metrics=tuple((f"of {m}", 1.0) for m in range(50)))
+    metrics = rollout_metrics(with_scores(fifty, fifty))
+    assert sum(name.startswith("reward/own/") for name in metrics) == 50 and not caplog.text
     scores = [
         Score(1.0, True, "", "function", metrics=tuple((f"of {n} {m}", 1.0) for m in range(40)))
         for n in range(4)

@@ -61,9 +61,11 @@ from rlmath.rollout.engine import _device_arguments, _shared_gpu_arguments
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
 from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules
 from rlmath.run.recovery.resume import origin_of
+from rlmath.trainer.critic import CriticInAdvantages
 from rlmath.trainer.policy_update import PolicyUpdater
 from rlmath.trainer.rollouts.engines import offer_plans
 from rlmath.trainer.rollouts.synchronous import selection_rules
+from rlmath.trainer.token_advantages import TeacherInAdvantages, TokensThatCount
 from rlmath.trainer.validation import _measure
 from rlmath.workers.hooks import Hook, hooks_fingerprint
 from rlmath.workers.user_functions import group_for_hooks, scorer_hook
@@ -630,6 +632,32 @@ def test_what_the_updates_take_from_the_settings(tied_model: Path) -> None:
         for batches in (packed, *repeated, other.pack_minibatches(samples, number=5))
     ]
     assert dealt[0] == dealt[1] != dealt[2] and dealt[0] != dealt[3]
+
+
+def test_the_critic_learns_alone_for_exactly_the_steps_that_are_set(tied_model: Path) -> None:
+    """Nothing but the critic changes advantages then; a KL in the reward is the critic's to see."""
+    any_part: Any = object()
+    gae = replace(
+        DISTINCT,
+        algorithm=replace(DISTINCT.algorithm, advantage="gae"),
+        teacher=replace(DISTINCT.teacher, loss="advantage"),
+    )
+    with_critic = replace(updater(gae, tied_model), critic=any_part, teacher=any_part)
+    last = DISTINCT.critic.pretrain_steps - 1
+    by_step = {
+        step: [type(part) for part in with_critic.parts(step)] for step in (0, last, last + 1)
+    }
+    assert by_step == {
+        0: [CriticInAdvantages],
+        last: [CriticInAdvantages],
+        last + 1: [CriticInAdvantages, TeacherInAdvantages, TokensThatCount],
+    }
+    assert [with_critic.pretrains(step) for step in (last, last + 1)] == [True, False]
+    without_critic = replace(with_critic, critic=None)
+    assert [type(part) for part in without_critic.parts(0)] == [
+        TeacherInAdvantages,
+        TokensThatCount,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlmath.algorithms.advantages import ADVANTAGE_KINDS
 from rlmath.algorithms.dynamic_sampling import SelectionRules, choose
-from rlmath.algorithms.losses import TokenInputs, TokenLoss, policy_loss
+from rlmath.algorithms.losses import Normalisation, TokenInputs, TokenLoss, policy_loss
 from rlmath.algorithms.token_selection import TokenRules
 from rlmath.algorithms.types import Completion, Prompt, Sample, Score, ScoredGroup, Segment
 from rlmath.config.algorithm_schema import PRESETS
@@ -470,6 +470,72 @@ def test_a_share_of_tokens_is_one_of_all_that_are_sampled() -> None:
     wanted_T = (entropy_T >= least)[batch.sampled_T].float()
     assert masked.advantages_T[batch.sampled_T].tolist() == wanted_T.tolist()
     assert masked.learned_T.equal(batch.learned_T) and masked.sampled_T.equal(batch.sampled_T)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [TokenRules(kl_cov=0.3, kl_coef=2.0), TokenRules(clip_cov=0.2, clip_low=0.05)],
+    ids=["kl_cov", "clip_cov"],
+)
+def test_tokens_are_chosen_by_how_much_their_own_advantages_move_the_policy(
+    rules: TokenRules,
+) -> None:
+    """Advantages differ from token to token, and from the weights of the loss.
+
+    The covariance is that of the policy's log-probs, not of the engine's."""
+    groups = make_groups(dense=False)
+    batch = packed_samples(groups, [[0.0] * 3] * 2, normalisation=Normalisation("sequence"))
+    batch = replace(batch, advantages_T=column(batch, 3) + 1)
+    policy_T = column(batch, 0)
+    sampled_T = batch.sampled_T
+    before = batch.advantages_T[sampled_T].tolist()
+    tokens = list(zip(policy_T[sampled_T].tolist(), before, strict=True))
+    means = [statistics.mean(values) for values in zip(*tokens, strict=True)]
+    covariances = [(p - means[0]) * (a - means[1]) for p, a in tokens]
+    packed = PackedStep(ScoredStep(0, [], [], []), [batch], (slice(0, 1),), seed=5)
+    logprobs = StepLogprobs([policy_T], None, [column(batch, 2)])
+    (chosen,) = (
+        TokensThatCount(rules, ALONE).apply(packed, logprobs, Advantages([batch], [])).batches
+    )
+    advantages = chosen.advantages_T[sampled_T].tolist()
+    if rules.kl_cov is not None:
+        least = sorted(covariances)[-int(rules.kl_cov * TOTAL)]
+        assert chosen.penalty_T is not None and advantages == before
+        assert chosen.penalty_T[sampled_T].tolist() == [
+            2.0 if covariance >= least else 0.0 for covariance in covariances
+        ]
+        return
+    clipped = [t for t in range(TOTAL) if advantages[t] != before[t]]
+    inside = {t for t in range(TOTAL) if rules.clip_low <= covariances[t] <= rules.clip_high}
+    assert set(clipped) < inside and [advantages[t] for t in clipped] == [0.0] * len(clipped)
+    assert len(clipped) == int(rules.clip_cov * TOTAL) and chosen.penalty_T is None
+
+
+def test_each_step_clips_other_tokens_and_a_token_has_its_draw_wherever_it_is_packed() -> None:
+    """All covariances are inside of the bounds: chance alone decides."""
+    rules = TokenRules(clip_cov=0.4, clip_low=-9.0, clip_high=9.0)
+    samples = make_samples(make_groups(dense=True), REWARDS)
+
+    def clipped(order: Sequence[int], seed: int) -> dict[int, list[int]]:
+        """The tokens of each sample that lost their advantage."""
+        batch = pack(samples, order, 16)
+        batch = replace(batch, advantages_T=torch.where(batch.sampled_T, 1.0, 0.0))
+        columns = [torch.zeros_like(batch.advantages_T)]
+        packed = PackedStep(ScoredStep(0, [], [], []), [batch], (slice(0, 1),), seed=seed)
+        logprobs = StepLogprobs(columns, None, columns)
+        (chosen,) = (
+            TokensThatCount(rules, ALONE).apply(packed, logprobs, Advantages([batch], [])).batches
+        )
+        rows = by_completion(batch, chosen.advantages_T)
+        return {
+            index: [t for t, advantage in enumerate(row) if advantage == 0.0]
+            for index, row in zip(order, rows, strict=True)
+        }
+
+    first = clipped(range(6), seed=1)
+    assert sum(map(len, first.values())) == int(0.4 * TOTAL)
+    assert len({tuple(first[index]) for index in (0, 2, 5)}) == 3, "each sample has its own draws"
+    assert clipped([4, 2, 0, 5, 1, 3], seed=1) == first != clipped(range(6), seed=2)
 
 
 # ---------------------------------------------------------------- lengths

@@ -18,6 +18,7 @@ from rlmath.data.dataset import ValidationFile, load_validation
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.rollout.collector import CollectGroups, Rollout
 from rlmath.telemetry.reporter import ValidationResult
 from rlmath.trainer.validation import Validator, file_metrics
 
@@ -179,12 +180,13 @@ def validator(
     steps_done: int = 0,
     files: Sequence[ValidationFile] = (),
     asked_to_stop: Callable[[], str | None] = lambda: None,
+    collector: Any = None,
 ) -> Validator:
-    """A validator that needs no engine: nothing is sampled."""
+    """A validator that needs no engine: nothing is sampled, or what `collector` has."""
     config = settings(folder, *ASKED, *overrides)
     mesh = Mesh(0, 1, 1, 1, 1)
     return Validator(
-        config, mesh, None, PhaseTimers(), files, steps_done, 10, export, asked_to_stop
+        config, mesh, collector, PhaseTimers(), files, steps_done, 10, export, asked_to_stop
     )
 
 
@@ -258,3 +260,61 @@ def test_a_validation_is_broken_off_when_the_run_is_asked_to_stop(tmp_path: Path
     run_validator = validator(tmp_path, Exports(), files=[file], asked_to_stop=lambda: "SIGTERM")
     assert run_validator.validate(3) is None and run_validator.stopped_by == "SIGTERM"
     assert run_validator.due(3), "the run that goes on makes it"
+
+
+class Sampled:
+    """A stand-in for engines: it gives the groups of the prompts that it is asked for."""
+
+    def __init__(self, groups: Sequence[ScoredGroup]) -> None:
+        self._groups = {scored.prompt.prompt_id: scored for scored in groups}
+        self.batches: list[list[str]] = []
+
+    def collect(self, command: CollectGroups) -> Rollout:
+        self.batches.append([prompt.prompt_id for prompt in command.prompts])
+        return Rollout([self._groups[prompt_id] for prompt_id in self.batches[-1]], [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "figure"),
+    [((), "accuracy"), (("reward.function=own:paid",), "reward_positive")],
+)
+def test_a_validation_is_the_mean_of_its_files_by_the_figure_that_they_have(
+    tmp_path: Path, overrides: tuple[str, ...], figure: str
+) -> None:
+    """Of three problems the second is always right and the others half; of one nothing is.
+
+    Their solutions are texts that no verifier compares."""
+    outcomes = [(True, False), (True, True), (False, True), (False, False)]
+    groups = [
+        replace(
+            group(*((4, right, "stop") for right in row)),
+            prompt=Prompt(f"q{n}", "?", (1,), ("see above",), "math"),
+        )
+        for n, row in enumerate(outcomes)
+    ]
+    files = [
+        ValidationFile(name, [scored.prompt for scored in part], 0, ())
+        for name, part in (("three", groups[:3]), ("one", groups[3:]))
+    ]
+    engines = Sampled(groups)
+    run_validator = validator(
+        tmp_path,
+        Exports(),
+        "validation.samples=2",
+        "validation.batch_size=2",
+        *overrides,
+        files=files,
+        collector=engines,
+    )
+    result = run_validator.validate(6)
+    assert engines.batches == [["q0", "q1"], ["q2"], ["q3"]]
+    assert result is not None and result.step == 6
+    figures = {name: value for name, value in result.metrics.items() if name.endswith(figure)}
+    assert figures == {
+        f"validation/three/{figure}": pytest.approx(4 / 6),
+        f"validation/one/{figure}": 0.0,
+        f"validation/{figure}": pytest.approx(2 / 6),
+    }
+    assert run_validator.validate(6) is None, "it is done"
+    run_validator.keep_if_best(result)
+    assert best(tmp_path) == (6, pytest.approx(2 / 6))
