@@ -102,6 +102,33 @@ def test_a_scorer_of_the_users_says_what_is_right_in_a_worker_of_its_own(tmp_pat
     ]
 
 
+@pytest.mark.parametrize(
+    ("answer_from", "extracted"), [("boxed", ["9", ""]), ("number", ["9", "4"])]
+)
+def test_the_vote_of_what_a_scorer_judges_stands_where_answers_may_stand(
+    tmp_path: Path, answer_from: str, extracted: list[str]
+) -> None:
+    """The scorer alone says what is right; the answer is compared with those of other samples."""
+    (tmp_path / "own.py").write_text("def scorer(completion, solutions, row):\n    return 1.0\n")
+    problem = Problem("q", "One?", (1, 2), ("1",), "math", "{}", benchmark="quiz")
+    records: list[CompletionRecord] = []
+    hook = Hook("scorer", f"{tmp_path}/own.py:scorer", "--scorer")
+    with WorkerPool(1, 60.0, function=hook) as scorer:
+        verification = Verification(
+            scorer,
+            {0: problem},
+            lambda _, record: records.append(record),
+            scorer=scorer,
+            answer_from=answer_from,
+        )
+        for index, text in enumerate(["so \\boxed{9}", "so it is 4"]):
+            request = Request((0, index), problem.token_ids, index, 0, 99)
+            verification.submit(request, completion_of(index, text))
+        verification.finish()
+    assert [record.extracted for record in records] == extracted
+    assert all(record.correct for record in records)
+
+
 def test_the_log_has_how_much_all_engines_have_sampled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -87,6 +87,9 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
     assert row["pass@4"] == pytest.approx(2 / 3) and "pass@8" not in row
     # votes of a: 7 and 7.0 are one answer, against one 3; of b: two 3s win
     assert row["maj@4"] == pytest.approx(1 / 3)
+    # Of the 6 pairs of a one has two right votes, two have one beside a 3, two one beside a blank;
+    # of b three have one vote of two.
+    assert row["maj@2"] == pytest.approx(((1 + 2 / 2 + 2) / 6 + (3 / 2) / 6 + 0) / 3)
     assert row["sample_length"] == pytest.approx((10 + 10 + 10 + 40 + 4 * 10) / 8)
     assert row["sample_truncated"] == pytest.approx(1 / 8)
     # Wilson's of 1 of 3, by hand: (1/3 + z2/6 -+ z sqrt(2/27 + z2/36)) / (1 + z2/3), z2 = 3.8415.
@@ -99,6 +102,36 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
     assert (row["sample_pass@1_low"], row["sample_pass@1_high"]) == pytest.approx(
         wilson_interval(0.25, 3 * 187 / 138), abs=1e-12
     )
+
+
+def test_the_second_table_has_intervals_majorities_and_what_went_wrong(tmp_path: Path) -> None:
+    """A benchmark that was sampled less has no majorities of more samples."""
+    result = quiz(tmp_path)
+    less = BenchmarkResult(quiz(tmp_path, samples=2).row | {"dataset": "less"}, ())
+    intervals = [
+        "{:.1f} - {:.1f}".format(*(100 * result.row[f"{name}_{end}"] for end in ("low", "high")))  # type: ignore
+        for name in ("greedy_acc", "sample_pass@1")
+    ]
+    header, row, shorter = second_table([result, less])
+    assert dict(zip(header, row, strict=True)) == {
+        "dataset": "quiz",
+        "greedy_acc 95%": intervals[0],
+        "sample_pass@1 95%": intervals[1],
+        "maj@2": "30.6",
+        "maj@4": "33.3",
+        "greedy_truncated": "50.0",
+        "sample_truncated": "12.5",
+        "too_long": "1",
+        "unusable": "2",
+        "not_judged": "1",
+    }
+    # Of two samples of each, a has two right ones and b one right beside a 3; none is truncated.
+    assert shorter[:2] == ["less", intervals[0]]
+    assert shorter[3:] == ["50.0", "-", "50.0", "0.0", "1", "2", "0"]
+    assert first_table([result, less])[2] == [
+        *("less", "3", "4.0", "10.0", "33.3", "50.0"),
+        *("66.7", "-"),
+    ]
 
 
 @pytest.mark.parametrize(
