@@ -177,6 +177,29 @@ def test_a_capture_has_the_place_of_its_step_in_the_run(tmp_path: Path) -> None:
     assert (recorded.chosen, recorded.settings_yaml) == (capture.chosen, config_as_yaml(config))
 
 
+def test_a_step_is_written_once_for_its_first_reason(tmp_path: Path) -> None:
+    """Also where the disk's clock is behind, so that the file looks older than the step."""
+    trainer: Any = SimpleNamespace(
+        config=Config(run=RunConfig(output_dir=str(tmp_path))),
+        order=PromptOrder(40, 4, seed=3, shuffle=True),
+        total_steps=11,
+        rollbacks=(),
+        mesh=Mesh(0, 1, 1, 1, 1),
+    )
+    recorder = StepRecorder(trainer, ())
+    capture = a_capture()
+    selection = Selection(capture.groups, [Chosen(samples) for samples in capture.chosen], wanted=2)
+    recorder.write("before any step")
+    assert not (tmp_path / "captures").exists()
+    for number in (0, 1):
+        recorder.before_update(number, 0, selection, None)
+        for reason in ("it diverged", "it failed"):
+            recorder.write(f"{reason} in {number}")
+            file = tmp_path / "captures" / f"step-{number + 1:06d}" / CAPTURE_FILE
+            os.utime(file, (0, 0))
+        assert read_capture(file.parent).reason == f"it diverged in {number}"
+
+
 def test_a_rollout_is_made_again_with_the_seed_and_the_lengths_of_its_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
