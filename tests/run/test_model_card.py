@@ -158,6 +158,8 @@ def test_hostile_text_stays_in_its_place(tmp_path: Path, text: str) -> None:
     assert front.keys() == {"base_model", "library_name", "pipeline_tag", "tags"}
     system_prompt = settings_of(card)["data"]["system_prompt"]
     assert system_prompt == text
+    *_, settings_block, fence, end = re.split(r"^(`{3,})(?:yaml)?$", card, flags=re.MULTILINE)
+    assert fence not in settings_block and end == "\n", "or Markdown would end the block early"
     assert "\x1b" not in card and "\u202e" not in card
     lines = card.splitlines()
     assert [line for line in lines if line.startswith("#")] == [
