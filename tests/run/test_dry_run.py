@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,13 @@ from rlmath.config.run_files import CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, SaveConfig
 from rlmath.distributed.memory import total_bytes
 from rlmath.planning.checks import check_config
-from rlmath.run.dry_run import kept_checkpoints
+from rlmath.run.dry_run import kept_checkpoints, needed_disk, plan_lines, plan_run
 from tests.terminal import on_terminal
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SMALL_R1 = "areal/1.5b_n1.yaml"
 V2 = "simplerl/v2.yaml"
+DiskUsage = namedtuple("DiskUsage", "total used free")
 
 
 @pytest.fixture(scope="module")
@@ -345,6 +347,29 @@ def test_groups_in_flight_count_for_the_disk(dry):
 
     assert needed("rollout.tail=carry") - needed() == pytest.approx(3 * 1.6875, abs=0.11)
     assert needed("rollout.tail=defer") == needed()
+
+
+def test_a_disk_that_has_exactly_the_room_is_large_enough(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the run is not there yet: the disk is that of the one above it."""
+    asked: list[Path] = []
+    output = tmp_path / "run"
+    overrides = [f"data.train_path={rows}", "data.format=boba", f"run.output_dir={output}"]
+    plan = plan_run(load_config([CONFIGS / SMALL_R1], overrides))
+    needed = needed_disk(plan)
+
+    def told(free: int) -> bool:
+        def usage(path: Path) -> DiskUsage:
+            asked.append(path)
+            return DiskUsage(2**60, 0, free)
+
+        monkeypatch.setattr(shutil, "disk_usage", usage)
+        text = f'the disk of "{output}" has {free / 2**30:,.1f} GiB free'
+        return any(text in line for line in plan_lines(plan))
+
+    assert needed > 2**30 and [told(needed), told(needed - 1)] == [False, True]
+    assert set(asked) == {tmp_path}
 
 
 ASYNC = (
