@@ -110,7 +110,14 @@ def test_the_vote_of_what_a_scorer_judges_stands_where_answers_may_stand(
 ) -> None:
     """The scorer alone says what is right; the answer is compared with those of other samples."""
     (tmp_path / "own.py").write_text("def scorer(completion, solutions, row):\n    return 1.0\n")
-    problem = Problem("q", "One?", (1, 2), ("1",), "math", "{}", benchmark="quiz")
+    problem = Problem(
+        prompt_id="q",
+        text="One?",
+        token_ids=(1, 2),
+        solutions=("1",),
+        task="math",
+        benchmark="quiz",
+    )
     records: list[CompletionRecord] = []
     hook = Hook("scorer", f"{tmp_path}/own.py:scorer", "--scorer")
     with WorkerPool(1, 60.0, function=hook) as scorer:
@@ -122,7 +129,9 @@ def test_the_vote_of_what_a_scorer_judges_stands_where_answers_may_stand(
             answer_from=answer_from,
         )
         for index, text in enumerate(["so \\boxed{9}", "so it is 4"]):
-            request = Request((0, index), problem.token_ids, index, 0, 99)
+            request = Request(
+                (0, index), problem.token_ids, seed=index, min_new_tokens=0, max_new_tokens=99
+            )
             verification.submit(request, completion_of(index, text))
         verification.finish()
     assert [record.extracted for record in records] == extracted

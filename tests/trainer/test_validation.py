@@ -281,7 +281,7 @@ class Sampled:
 def test_a_validation_is_the_mean_of_its_files_by_the_figure_that_they_have(
     tmp_path: Path, overrides: tuple[str, ...], figure: str
 ) -> None:
-    """Of three problems the second is always right and the others half; of one nothing is.
+    """The second of three problems is always right and the others half; the one of a file is wrong.
 
     Their solutions are texts that no verifier compares."""
     outcomes = [(True, False), (True, True), (False, True), (False, False)]
