@@ -46,12 +46,14 @@ MAKE_PROBES = "_mutant_probes"
 SETUP = """
 import builtins as _builtins
 _no_probes = lambda file, lines: ([0] * len(lines), [0], None)
-_probe_seen, _probe_test, _probe = getattr(_builtins, {!r}, _no_probes)({!r}, {!r})
+_last_test_of_probe, _running_test, _pass_probe = getattr(
+    _builtins, {make_probes!r}, _no_probes
+)({file!r}, {lines!r})
 """
 """First statements of a module with probes.
 
 A process whose environment was built from nothing has no recorder, but finds what was compiled."""
-PROBE = "_probe_seen[{0}] == _probe_test[0] or _probe({0})"
+PROBE = "_last_test_of_probe[{index}] == _running_test[0] or _pass_probe({index})"
 """True, and quick where the running test has passed it before."""
 Range = tuple[int, int]
 """The first and the last of consecutive lines."""
@@ -110,7 +112,7 @@ class Probes:
 
 
 def probe(index: int) -> ast.expr:
-    return ast.parse(PROBE.format(index), mode="eval").body
+    return ast.parse(PROBE.format(index=index), mode="eval").body
 
 
 def stands_first(statement: ast.stmt) -> bool:
@@ -161,7 +163,7 @@ def module_with_probes(tree: ast.Module, file: str) -> ast.Module:
     probes = Probes()
     body = probes.with_probes(tree.body)
     lines = list(map(ranges, probes.lines))
-    setup = ast.parse(SETUP.format(MAKE_PROBES, file, lines)).body
+    setup = ast.parse(SETUP.format(make_probes=MAKE_PROBES, file=file, lines=lines)).body
     first = next((i for i, statement in enumerate(body) if not stands_first(statement)), len(body))
     tree.body = [*body[:first], *setup, *body[first:]]
     return ast.fix_missing_locations(tree)

@@ -253,8 +253,8 @@ class _UnitReader:
         """Take what stands at a position: the number of its tokens, 0 where it is of no unit."""
         tokens = self._tokens
         lower = tokens[position].text.lower()
-        known_unit = _known(tokens, position)
-        if known_unit is None and self._is_counted(lower):
+        unit_and_tokens = _known_unit_at(tokens, position)
+        if unit_and_tokens is None and self._is_counted(lower):
             self._nouns.append(singular(lower))
             return 1
         if lower in ("/", "per") or (lower in ("a", "an") and self._may_divide):
@@ -281,8 +281,8 @@ class _UnitReader:
             unit, size = quotient
             self._multiply_by(unit)
             return size
-        if known_unit is not None:
-            return self._take_known_unit(position, known_unit)
+        if unit_and_tokens is not None:
+            return self._take_known_unit(position, unit_and_tokens)
         times = _MULTIPLIERS.get(lower) or _MULTIPLIERS.get(lower.removesuffix("s"))
         if times is not None:
             self._multiplier *= times
@@ -311,11 +311,11 @@ class _UnitReader:
         self._parts |= unit.parts
         self._below |= unit.below
 
-    def _take_known_unit(self, position: int, unit_and_size: tuple[Known, int]) -> int:
+    def _take_known_unit(self, position: int, unit_and_tokens: tuple[Known, int]) -> int:
         """Take a known unit of so many tokens, and the exponent behind it."""
-        known_unit, size = unit_and_size
+        known_unit, n_tokens = unit_and_tokens
         lower = self._tokens[position].text.lower()
-        exponent, exponent_size = _exponent(self._tokens, position + size)
+        exponent, exponent_size = _exponent(self._tokens, position + n_tokens)
         if lower == "ms" and exponent < 0:  # m s^{-2}
             _multiply(self._dimensions, (("length", 1),), self._sign)
             self._parts.add(_KNOWN["m"])
@@ -330,7 +330,7 @@ class _UnitReader:
         self._sign = 1
         self._power = 1
         is_point = _text(self._tokens, position + 1).startswith("point")
-        return size + exponent_size + (lower == "percentage" and is_point)
+        return n_tokens + exponent_size + (lower == "percentage" and is_point)
 
     def unit(self) -> Unit | None:
         """The unit of all tokens; None for too many nouns, or powers of a percent or degree."""
@@ -354,7 +354,7 @@ def _text(tokens: Sequence[Token], position: int) -> str:
     return tokens[position].text.lower() if position < len(tokens) else ""
 
 
-def _known(tokens: Sequence[Token], position: int) -> tuple[Known, int] | None:
+def _known_unit_at(tokens: Sequence[Token], position: int) -> tuple[Known, int] | None:
     """(known unit, number of tokens) of the unit at a position, else None."""
     token = tokens[position]
     text = token.text

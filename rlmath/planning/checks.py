@@ -317,15 +317,15 @@ def host_memory_problems(rollout: RolloutConfig) -> Iterator[str]:
     The caches of the other ranks here count, too: those that the launcher names
     (LOCAL_WORLD_SIZE)."""
     cache = rollout.cpu_kv_cache_gib
-    ranks = _caches_here(rollout.ranks)
-    if ranks == 0:
+    cache_ranks = _kv_cache_ranks_here(rollout.ranks)
+    if cache_ranks == 0:
         return
     total = total_bytes() / GIB
     free = available_bytes() / GIB
-    if cache * ranks > total or cache > free:
+    if cache * cache_ranks > total or cache > free:
         for_all = (
-            f" for each of the {ranks} ranks on this machine, {cache * ranks:g} in all"
-            if ranks > 1
+            f" for each of the {cache_ranks} ranks on this machine, {cache * cache_ranks:g} in all"
+            if cache_ranks > 1
             else ""
         )
         yield (
@@ -335,7 +335,7 @@ def host_memory_problems(rollout: RolloutConfig) -> Iterator[str]:
         )
 
 
-def _caches_here(engine_ranks: int) -> int:
+def _kv_cache_ranks_here(engine_ranks: int) -> int:
     """Ranks on this machine that have a KV cache.
 
     These are all, or those of the run's last `engine_ranks` that are here."""

@@ -54,8 +54,8 @@ def critic_layout_problems(
     policy: PolicyConfig,
 ) -> Iterator[str]:
     """Problems of the critic's shape, and of its layout in `parallel`."""
-    if "critic" in inspected.problems:
-        yield inspected.problems["critic"]
+    if "critic" in inspected.problem_of_model:
+        yield inspected.problem_of_model["critic"]
     shape = inspected.shapes.critic
     if shape is not None and critic.path is not None:
         # No engine has the critic.
@@ -112,8 +112,8 @@ def teacher_folder_problems(teacher: TeacherConfig) -> list[str]:
 
 def teacher_layout_problems(inspected: InspectedShapes, parallel: ParallelConfig) -> Iterator[str]:
     """Problems of the teacher's shape, and of its layout in `parallel`."""
-    if "teacher" in inspected.problems:
-        yield inspected.problems["teacher"]
+    if "teacher" in inspected.problem_of_model:
+        yield inspected.problem_of_model["teacher"]
     shape = inspected.shapes.teacher
     if shape is not None:
         # No engine has the teacher, and nothing of it is recomputed.

@@ -44,8 +44,8 @@ def test_models_that_cannot_be_read_are_problems_by_name(untied_model: Path) -> 
     policy = shape_of(untied_model)
     inspected = inspect_run_shapes(config, policy)
     assert (inspected.shapes.critic, inspected.shapes.teacher) == (None, None)
-    assert list(inspected.problems) == ["critic", "teacher"]
-    for model, problem in inspected.problems.items():
+    assert list(inspected.problem_of_model) == ["critic", "teacher"]
+    for model, problem in inspected.problem_of_model.items():
         assert f'{model}.path: there is no folder "/nowhere/{model}"' in problem
     with pytest.raises(ValueError, match=r"(?s)/nowhere/critic.*/nowhere/teacher"):
         read_run_shapes(config, policy)

@@ -55,25 +55,25 @@ class InspectedShapes:
     shapes: RunShapes
     """Without models whose config.json cannot be used; without length stages where the lists of
     `stages` do not go together."""
-    problems: Mapping[str, str]
+    problem_of_model: Mapping[str, str]
     """Why a "critic" or "teacher" that the settings ask for has no shape."""
 
 
 def inspect_run_shapes(config: Config, policy: ModelShape, kind: Kind = "grpo") -> InspectedShapes:
     """The shapes of a run that starts from a model of shape `policy`, as far as they are known."""
-    problems: dict[str, str] = {}
+    problem_of_model: dict[str, str] = {}
     critic = teacher = None
     if kind == "grpo":
         try:
             critic = _critic_shape(config, policy)
         except ValueError as error:
-            problems["critic"] = str(error)
+            problem_of_model["critic"] = str(error)
         try:
             teacher = _teacher_shape(config.teacher.path)
         except ValueError as error:
-            problems["teacher"] = str(error)
+            problem_of_model["teacher"] = str(error)
     shapes = RunShapes(policy, critic, teacher, length_stages=checked_length_stages(config))
-    return InspectedShapes(shapes, problems)
+    return InspectedShapes(shapes, problem_of_model)
 
 
 def read_run_shapes(config: Config, policy: ModelShape, kind: Kind = "grpo") -> RunShapes:
@@ -82,7 +82,7 @@ def read_run_shapes(config: Config, policy: ModelShape, kind: Kind = "grpo") -> 
     ValueError for a critic or teacher whose config.json cannot be used, and for lists of `stages`
     that do not go together."""
     inspected = inspect_run_shapes(config, policy, kind)
-    if problems := [*inspected.problems.values(), *stage_list_problems(config)]:
+    if problems := [*inspected.problem_of_model.values(), *stage_list_problems(config)]:
         raise ValueError("\n".join(problems))
     return inspected.shapes
 

@@ -172,7 +172,7 @@ def _megatron_blocks(
     if rule.form == "qkv":
         yield from _qkv_groups(placed, shape, tensor, tensor_rank=tensor_rank, key=key)
     elif rule.form == "gate_up":
-        yield from _stacked(placed, shape, tensor, part=tensor_rank, parameter=key)
+        yield from _gate_up(placed, shape, tensor, part=tensor_rank, parameter=key)
     elif rule.form == "vocab":
         share = padded_vocab(shape.vocab_size, tensor) // tensor
         yield from _vocab_rows(placed, shape, share, part=tensor_rank, parameter=key)
@@ -202,7 +202,7 @@ def _parts(placed: Placed, count: int) -> tuple[str, ...]:
     return names if len(names) == count else tuple(f"{names[0]}[{part}]" for part in range(count))
 
 
-def _stacked(
+def _gate_up(
     placed: Placed, shape: ModelShape, parts: int, part: int, parameter: str, at_row: int = 0
 ) -> Iterator[Block]:
     """The part's rows of each tensor, one after the other from `at_row` on: gate, then up."""
@@ -248,7 +248,7 @@ def engine_blocks(shape: ModelShape, engine_size: int, part: int) -> Iterator[Bl
         # The part of one expert stands below the parts of the experts before it.
         if placed.expert is not None and form == "gate_up":
             rows = 2 * shape.ffn_size // engine_size
-            yield from _stacked(
+            yield from _gate_up(
                 placed, shape, engine_size, part=part, parameter=name, at_row=placed.expert * rows
             )
         elif placed.expert is not None:
@@ -257,7 +257,7 @@ def engine_blocks(shape: ModelShape, engine_size: int, part: int) -> Iterator[Bl
         elif form == "qkv":
             yield from _engine_qkv(placed, shape, engine_size, part=part, parameter=name)
         elif form == "gate_up":
-            yield from _stacked(placed, shape, engine_size, part=part, parameter=name)
+            yield from _gate_up(placed, shape, engine_size, part=part, parameter=name)
         elif form == "vocab":
             yield from _vocab_rows(
                 placed, shape, engine_vocab_rows(shape, engine_size), part=part, parameter=name
