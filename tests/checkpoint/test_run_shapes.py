@@ -49,7 +49,7 @@ def test_models_that_cannot_be_read_are_problems_by_name(untied_model: Path) -> 
         assert f'{model}.path: there is no folder "/nowhere/{model}"' in problem
     with pytest.raises(ValueError, match=r"(?s)/nowhere/critic.*/nowhere/teacher"):
         read_run_shapes(config, policy)
-    assert inspect_run_shapes(config, policy, "sft").problems == {}
+    assert inspect_run_shapes(config, policy, "sft").problem_of_model == {}
 
 
 def test_the_longest_micro_batch_of_all_length_stages_counts(untied_model: Path) -> None:
