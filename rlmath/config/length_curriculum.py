@@ -226,6 +226,6 @@ def unfinished_problem(
         f"stages: stage {stage.number + 1} ends after step {stage.end}, and the checkpoint of "
         f"step {steps_done} has "
         f"{usable_groups} groups in flight, which need {needed} steps of "
-        f"data.prompts_per_step={prompts_per_step} groups; the stage has {steps_left} left, and the next "
-        f"one has other lengths. Let it end after step {steps_done + needed} or later."
+        f"data.prompts_per_step={prompts_per_step} groups; the stage has {steps_left} left, and "
+        f"the next one has other lengths. Let it end after step {steps_done + needed} or later."
     )

@@ -433,8 +433,8 @@ def conversation(
 ) -> tuple[str, list[Piece]]:
     """The template's text of a conversation that ends with the assistant's turn, and its pieces.
 
-    The pieces end with the mark that ends the last learned turn. An assistant's turn is learned from
-    where its generation begins, unless it has weight 0, or is an earlier one that the template
+    The pieces end with the mark that ends the last learned turn. An assistant's turn is learned
+    from where its generation begins, unless it has weight 0, or is an earlier one that the template
     changes: Qwen3's takes the thinking out.
 
     RowError where the text does not begin with the last turn's prompt, and where no turn is left to

@@ -274,7 +274,7 @@ class _RowSums:
 
     @classmethod
     def from_tensors(cls, tensors: Iterable[Tensor]) -> _RowSums:
-        """The sums of what `tensors` gave."""
+        """The sums that these `tensors` are."""
         return cls(*tensors)
 
     def at(self, rows: slice) -> _RowSums:

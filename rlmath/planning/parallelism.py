@@ -16,8 +16,8 @@ from rlmath.rollout.weight_sync.shard_layouts import engine_vocab_rows
 def planned_ranks(parallel: ParallelConfig, rollout: RolloutConfig, ranks: int | None) -> int:
     """Ranks of the run.
 
-    They are `ranks` where that is set, else those of `parallel.data`, of a launcher, or the least that the layout
-    takes."""
+    They are `ranks` where that is set, else those of `parallel.data`, of a launcher, or the least
+    that the layout takes."""
     if ranks is None and "WORLD_SIZE" in os.environ:
         ranks = ranks_of_layout(parallel, rollout.ranks) or environment_world_size()
     return ranks_or_least(parallel, rollout, ranks)
@@ -40,7 +40,8 @@ def ranks_of_layout(parallel: ParallelConfig, engine_ranks: int = 0) -> int | No
 def ranks_or_least(parallel: ParallelConfig, rollout: RolloutConfig, ranks: int | None) -> int:
     """Ranks of the run.
 
-    They are `ranks` where that is set, or those that `parallel.data` makes, or the least that the layout takes."""
+    They are `ranks` where that is set, or those that `parallel.data` makes, or the least that the
+    layout takes."""
     if ranks is not None:
         return ranks
     return ranks_of_layout(parallel, rollout.ranks) or least_ranks(parallel, rollout)

@@ -46,7 +46,7 @@ def results(bystander: psutil.Process) -> dict[str, CallResult]:
 
 @pytest.fixture(scope="module")
 def results_of_a_user() -> dict[str, CallResult]:
-    """What nobody's calls show, in an interpreter that nobody may execute."""
+    """Results of calls as the user `nobody`, in an interpreter that this user can execute."""
     if os.getuid() != 0:
         pytest.skip("the tests are an ordinary user's already")
     python = next(

@@ -22,7 +22,7 @@ class StepInputs:
 
     config: Config
     shape: ModelShape
-    """The policy's shape; in a phase of critic or teacher, of the model that computes."""
+    """The policy's; in a phase of critic or teacher, that of the model that computes."""
     shapes: RunShapes
     target: Target
     cluster: Cluster
