@@ -80,7 +80,7 @@ def fill_disk(attempt: Attempt, rng: random.Random) -> str:
     if moment == "in a save":
         wait_for_save(attempt, rng)
     disk = attempt.output.parent
-    shown = attempt.console().count(NOT_SAVED)
+    warnings = attempt.console().count(NOT_SAVED)
     if os.path.ismount(disk):
 
         def as_large_as_used() -> bool:
@@ -95,7 +95,7 @@ def fill_disk(attempt: Attempt, rng: random.Random) -> str:
         for process in attempt.processes():
             process.rlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT_BYTES, resource.RLIM_INFINITY))
         outcome = f"files limited {moment}"
-    wait_for_refusal(attempt, shown)
+    wait_for_refusal(attempt, warnings)
     if attempt.ended:
         return f"{outcome}, the run ended by itself"
     return f"{outcome}, the run went on, killed {attempt.kill_a_rank(rng)}"
@@ -112,7 +112,7 @@ def use_up_inodes(attempt: Attempt, rng: random.Random) -> str:
 
     Does nothing where there is no disk of the run's own."""
     disk = attempt.output.parent
-    shown = attempt.console().count(NOT_SAVED)
+    warnings = attempt.console().count(NOT_SAVED)
     if not os.path.ismount(disk):
         return "no disk of its own, nothing done"
 
@@ -123,7 +123,7 @@ def use_up_inodes(attempt: Attempt, rng: random.Random) -> str:
     # Refused where the run has just made another file.
     wait_for(as_many_as_there_are, SAVE_SECONDS, "a moment at which no file is made")
     try:
-        wait_for_refusal(attempt, shown)
+        wait_for_refusal(attempt, warnings)
     finally:
         _remount(disk, f"nr_inodes={MOST_FILES}")
     return "no inode until a save had failed"
@@ -132,7 +132,7 @@ def use_up_inodes(attempt: Attempt, rng: random.Random) -> str:
 def make_checkpoints_read_only(attempt: Attempt, rng: random.Random) -> str:
     """Make the folder read-only, by a mount or its permissions, until a save has failed for it."""
     folder = attempt.output / CHECKPOINTS_FOLDER
-    shown = attempt.console().count(NOT_SAVED)
+    warnings = attempt.console().count(NOT_SAVED)
     wait_for(folder.is_dir, SAVE_SECONDS, "the folder of checkpoints")
     mounted = os.geteuid() == 0 and _mount("--bind", str(folder), str(folder))
     if mounted:
@@ -140,7 +140,7 @@ def make_checkpoints_read_only(attempt: Attempt, rng: random.Random) -> str:
     else:
         folder.chmod(0o555)
     try:
-        wait_for_refusal(attempt, shown)
+        wait_for_refusal(attempt, warnings)
     finally:
         if mounted:
             unmount_disk(folder)

@@ -506,11 +506,11 @@ def lost_too_much(outcomes: list[Outcome]) -> list[str]:
     """Outcomes that lost too many steps: runs that save before they end lose none, others few."""
     problems = []
     for outcome in outcomes:
-        most = 0 if outcome.status == SAVED_AND_STOPPED else MOST_LOST
-        if not 0 <= outcome.lost_steps <= most:
+        max_lost = 0 if outcome.status == SAVED_AND_STOPPED else MOST_LOST
+        if not 0 <= outcome.lost_steps <= max_lost:
             problems.append(
                 f"{outcome.kind} at step {outcome.step}: {outcome.lost_steps} steps lost, at most "
-                f"{most} may be"
+                f"{max_lost} may be"
             )
     return problems
 

@@ -274,10 +274,10 @@ def kill_a_writer(attempt: Attempt, rng: random.Random) -> str:
 def take_memory(attempt: Attempt, rng: random.Random) -> str:
     """Give a rank no more memory; kill it if it goes on without saving."""
     victim = rng.choice(attempt.ranks())
-    shown = attempt.console().count(NOT_SAVED)
+    warnings = attempt.console().count(NOT_SAVED)
     name = rank_name(victim)
     victim.rlimit(resource.RLIMIT_AS, (victim.memory_info().vms, resource.RLIM_INFINITY))
-    wait_for_refusal(attempt, shown)
+    wait_for_refusal(attempt, warnings)
     if attempt.ended:
         return f"no memory for {name}, the run ended by itself"
     victim.kill()

@@ -125,7 +125,7 @@ def engine(arguments: argparse.Namespace) -> None:
     )
     if failed is not None:
         raise SystemExit(failed)
-    most = MISMATCH_NATS[arguments.device]
+    max_mismatch = MISMATCH_NATS[arguments.device]
     for number, row in enumerate(outcome.rows):
         title = f"{size}, step {number + 1}"
         tell(
@@ -136,7 +136,13 @@ def engine(arguments: argparse.Namespace) -> None:
             tell(f"{title}: held after {phase}", row[f"memory/after_{phase}_gib"], "GiB")
         mean = row["train/behaviour_logprob_diff"]
         figure_name = f"{title}: engine against policy, mean difference of log-probs"
-        tell(figure_name, mean, "nats", expected=f"{most:g} at most", holds=mean <= most)
+        tell(
+            figure_name,
+            mean,
+            "nats",
+            expected=f"{max_mismatch:g} at most",
+            holds=mean <= max_mismatch,
+        )
 
 
 def ranks(arguments: argparse.Namespace) -> None:
@@ -340,11 +346,15 @@ def tell_found(
     for title, (metric, on_cpu, on_gpu) in COMPARED.items():
         number = outcome.rows[0][metric]
         base_number = base.rows[0][metric]
-        most = (on_cpu if device == "cpu" else on_gpu) * (
+        max_difference = (on_cpu if device == "cpu" else on_gpu) * (
             base_number if title == "gradient norm" else 1.0
         )
         texts.append(f"{title} {number:.5g}")
-        wrong += [f"{title} {base_number:.5g}"] if not abs(number - base_number) <= most else []
+        wrong += (
+            [f"{title} {base_number:.5g}"]
+            if not abs(number - base_number) <= max_difference
+            else []
+        )
     checked_rows = outcome.rows if layout.follows else outcome.rows[:1]
     mismatch = max(row["train/behaviour_logprob_diff"] for row in checked_rows)
     texts.append(f"mismatch {mismatch:.2g}")

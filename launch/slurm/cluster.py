@@ -79,14 +79,14 @@ def _partition(line: str) -> Partition:
 
     Such a line is "gpu*|up|1-00:00:00|1-infinite|16|gpu:h100:8(S:0-1)"."""
     name, available, limit, sizes, number, resources = line.strip().split("|", 5)
-    most = sizes.rpartition("-")[2]
+    max_nodes = sizes.rpartition("-")[2]
     gpus = sum(int(count) for count in _GPUS.findall(resources))
     return Partition(
         name.removesuffix("*"),
         default=name.endswith("*"),
         up=available == "up",
         limit_seconds=float("inf") if limit == "n/a" else seconds_of(limit),
-        most_nodes=int(most) if most.isdecimal() else float("inf"),
+        most_nodes=int(max_nodes) if max_nodes.isdecimal() else float("inf"),
         nodes_of_gpus=((int(number), gpus),),
     )
 

@@ -242,9 +242,9 @@ def _container_problems(job: Job) -> Iterator[str]:
         return
     for path in (job.program.output, job.logs, *job.program.reads):
         if not any(path.is_relative_to(folder) for folder in job.seen):
-            shown = ", ".join(map(str, job.seen))
+            folders_text = ", ".join(map(str, job.seen))
             yield (
-                f'"{path}" is outside of what the container sees ({shown}). Add --mount with a '
+                f'"{path}" is outside of what the container sees ({folders_text}). Add --mount with a '
                 "folder that it is in."
             )
     if Path("/") in job.seen:

@@ -203,9 +203,9 @@ def select(
     while rules.dynamic is not None:
         kept_groups = sum(choice.dropped is None for choice in chosen)
         missing = count - kept_groups
-        most = missing * MOST_PER_MISSING
-        enough = -(-missing * len(chosen) // kept_groups) if kept_groups else most
-        refill = min(enough, most, count + max_extra - len(sampled))
+        max_refill = missing * MOST_PER_MISSING
+        enough = -(-missing * len(chosen) // kept_groups) if kept_groups else max_refill
+        refill = min(enough, max_refill, count + max_extra - len(sampled))
         new_groups = sample(refill) if refill > 0 else []
         if not new_groups:
             break

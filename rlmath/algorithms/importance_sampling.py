@@ -128,9 +128,9 @@ def binary_kl(
     >>> round(float(binary_kl(torch.tensor([0.5]).log(), torch.tensor([0.25]).log())), 6)
     0.143841
     """
-    most = math.log1p(-LEAST_OTHERS)
-    log_p_T = proximal_T.double().clamp(LEAST_LOGPROB, most)
-    log_b_T = behaviour_T.double().clamp(LEAST_LOGPROB, most)
+    max_logprob = math.log1p(-LEAST_OTHERS)
+    log_p_T = proximal_T.double().clamp(LEAST_LOGPROB, max_logprob)
+    log_b_T = behaviour_T.double().clamp(LEAST_LOGPROB, max_logprob)
     others_p_T = -log_p_T.expm1()
     others_b_T = -log_b_T.expm1()
     return log_p_T.exp() * (log_p_T - log_b_T) + others_p_T * (others_p_T.log() - others_b_T.log())

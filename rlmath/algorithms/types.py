@@ -110,8 +110,8 @@ class Completion:
     @property
     def n_sampled(self) -> int:
         """Tokens that the model produced: its length, wherever one is counted."""
-        others = sum(segment.tokens for segment in self.segments if not segment.sampled)
-        return len(self.token_ids) - others
+        unsampled_tokens = sum(segment.tokens for segment in self.segments if not segment.sampled)
+        return len(self.token_ids) - unsampled_tokens
 
     def lag(self, version: int) -> list[int]:
         """How many optimizer steps each token's weights are behind `version`.

@@ -77,16 +77,16 @@ def _read(text: str) -> Question:
     words = [word for word in _WORD.findall(prose) if len(word) > 1]
     units = [*_units_of_signs(text), *_units_of_words(words), *_units_of_symbols(text)]
     counted = [word for words_behind in _COUNTED.findall(prose) for word in words_behind.split()]
-    request, rest = _last_request(text)
-    counted += _SCALE.findall(request + rest)
-    asked_names = _asked_names(request + rest)
+    request, text_after = _last_request(text)
+    counted += _SCALE.findall(request + text_after)
+    asked_names = _asked_names(request + text_after)
     asked = _asked_units(asked_names)
     return Question(
         frozenset(map(singular, words)),
         frozenset(units),
         counted=frozenset(map(singular, counted)),
         asked=asked,
-        counts_things=not asked and rest.strip() in ("", "?") and _counts_things(request),
+        counts_things=not asked and text_after.strip() in ("", "?") and _counts_things(request),
         dividing=_dividing_units(request),
         powers=_asked_powers(request, asked_names, text),
     )

@@ -551,8 +551,10 @@ def similar_aliases(key: str) -> list[Alias]:
             count += 1
         return count
 
-    most = max(map(common, ALIASES))
-    return _distinct(alias for alias in ALIASES if most and common(alias) == most)
+    most_words_in_common = max(map(common, ALIASES))
+    return _distinct(
+        alias for alias in ALIASES if most_words_in_common and common(alias) == most_words_in_common
+    )
 
 
 def _distinct(aliases: Iterable[Alias]) -> list[Alias]:

@@ -237,8 +237,10 @@ def help_text(word: str = "", width: int | None = None, keys: Collection[str] | 
         )
         return wrapper.wrap(text)
 
-    shown = [setting for setting in all_settings().values() if keys is None or setting.key in keys]
-    sections = _section_texts(shown)
+    settings = [
+        setting for setting in all_settings().values() if keys is None or setting.key in keys
+    ]
+    sections = _section_texts(settings)
     if not word:
         lines = wrapped(
             "Settings, given in a YAML file or as key.sub=value. --help SECTION explains those of "
@@ -252,11 +254,11 @@ def help_text(word: str = "", width: int | None = None, keys: Collection[str] | 
             summary = re.split(r"[:;(]|\.(?: |$)", " ".join(doc.split()), maxsplit=1)[0].strip()
             lines += wrapped(f"{section:<11} {summary}", 2, 14)
         return "\n".join(lines)
-    chosen = [setting for setting in shown if word in ("all", setting.section, setting.key)]
+    chosen = [setting for setting in settings if word in ("all", setting.section, setting.key)]
     lines = []
     if not chosen:
         aliases, keys_of_name = settings_of_name(word)
-        chosen = [setting for setting in shown if setting.key in keys_of_name]
+        chosen = [setting for setting in settings if setting.key in keys_of_name]
         lines = [line for alias in aliases for line in wrapped(f"{alias}.", 0, 2)]
         if keys_of_name and not chosen:
             raise ValueError(
@@ -264,7 +266,7 @@ def help_text(word: str = "", width: int | None = None, keys: Collection[str] | 
             )
     if not chosen and not lines:
         hint = near_key(word)
-        suggestion = f' Did you mean "{hint}"?' if hint else _settings_with(word, shown)
+        suggestion = f' Did you mean "{hint}"?' if hint else _settings_with(word, settings)
         raise ValueError(
             f'there is no section and no setting "{word}".{suggestion} Sections: '
             f"{', '.join(sections)}"
@@ -445,8 +447,11 @@ def nearest_slip(word: str, known: Iterable[str]) -> str | None:
 
 def _is_near(word: str, known: str) -> bool:
     """Whether at most one letter of four differs, and at most MOST_LETTERS_APART in all."""
-    most = min(MOST_LETTERS_APART, max(len(word), len(known)) // 4)
-    return abs(len(word) - len(known)) <= most and letters_apart(word, known) <= most
+    max_letters_apart = min(MOST_LETTERS_APART, max(len(word), len(known)) // 4)
+    return (
+        abs(len(word) - len(known)) <= max_letters_apart
+        and letters_apart(word, known) <= max_letters_apart
+    )
 
 
 def letters_apart(first: str, second: str) -> int:

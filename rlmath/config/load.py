@@ -510,8 +510,12 @@ class _Reader:
                 return
             except (OmegaConfBaseException, RecursionError, OverflowError):
                 change = 'Write "\\${" for text.' if "${" in str(value) else setting.doc
-        shown = "null" if value is None else f"{_bounded(repr(value))} ({type(value).__name__})"
-        self._problems.append(f'{source}: "{key}" got {shown}, needs {setting.written}. {change}')
+        value_text = (
+            "null" if value is None else f"{_bounded(repr(value))} ({type(value).__name__})"
+        )
+        self._problems.append(
+            f'{source}: "{key}" got {value_text}, needs {setting.written}. {change}'
+        )
 
 
 def _named_values(mapping: Mapping[Any, Any]) -> list[str]:

@@ -58,8 +58,8 @@ def excerpt(text: str | bytes, most: int = 200) -> str:
         if isinstance(text, bytes)
         else text[: most + 1]
     )
-    shown = visible(head[:most]).replace("\n", "\\n").replace("\t", "\\t")
-    return shown if len(text) <= most else f"{shown}... ({len(text)} in all)"
+    visible_head = visible(head[:most]).replace("\n", "\\n").replace("\t", "\\t")
+    return visible_head if len(text) <= most else f"{visible_head}... ({len(text)} in all)"
 
 
 @contextmanager

@@ -510,9 +510,11 @@ def _chat_end(tokenizer: PreTrainedTokenizerFast, template: str) -> int | None:
         text = render([user("6 x 7?"), assistant(answer)], tokenizer, "an answer", prompt=False)
     except ValueError:
         return None
-    _, shown, behind_answer = text.rpartition(answer)
+    _, answer_text, behind_answer = text.rpartition(answer)
     behind = (
-        tokenizer(behind_answer.lstrip(), add_special_tokens=False)["input_ids"] if shown else []
+        tokenizer(behind_answer.lstrip(), add_special_tokens=False)["input_ids"]
+        if answer_text
+        else []
     )
     return behind[0] if behind and behind[0] in added.values() else None
 

@@ -260,13 +260,13 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
         check_warmup(config, total_steps, "one a step")
     evaluated = held_out if sft.eval_every_steps is not None else []
     trained_files = [(path, train) for path, (train, _) in zip(paths, split, strict=False)]
-    shown = sequence_lines(reports[0], data, tokenizer)
+    example_lines = sequence_lines(reports[0], data, tokenizer)
     audit = audit_sequences(
         trained_files,
         evaluated,
         reports,
         tokenizer=tokenizer,
-        shown=shown,
+        shown=example_lines,
         earlier_findings=without_conversation(reports, chat_settings(data)),
     )
     report_lines = (line for report in reports for line in report.lines())
@@ -496,9 +496,9 @@ def audit_inputs(
     """The data audit of a GRPO run, with a rendered prompt: some seconds, for one rank.
 
     Errors: as `audit_prompts`."""
-    shown: tuple[str, ...] = ()
+    example_lines: tuple[str, ...] = ()
     if tokenizer is not None:
-        shown = prompt_lines(inputs.prompts[0], inputs.reports[0], config.data, tokenizer)
+        example_lines = prompt_lines(inputs.prompts[0], inputs.reports[0], config.data, tokenizer)
     problems_of_files = [(file.name, file.prompts) for file in validation]
     findings = without_conversation(inputs.reports, chat_settings(config.data))
     return audit_prompts(
@@ -506,6 +506,6 @@ def audit_inputs(
         problems_of_files,
         config.reward,
         tokenizer=tokenizer,
-        shown=shown,
+        shown=example_lines,
         earlier_findings=findings,
     )

@@ -132,8 +132,8 @@ SOLUTIONS_FILE = "id2info.json"
 def _boba_row(columns: dict, number: int) -> PromptRow:
     missing = [key for key in _BOBA_COLUMNS if key not in columns]
     if missing:
-        shown = ", ".join(repr(key) for key in list(columns)[:20]) or "no keys"
-        raise RowError(f"missing {', '.join(missing)}; the row has {shown}")
+        keys_text = ", ".join(repr(key) for key in list(columns)[:20]) or "no keys"
+        raise RowError(f"missing {', '.join(missing)}; the row has {keys_text}")
     return _areal_row(columns, columns["solutions"])
 
 
@@ -537,10 +537,10 @@ def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
             "with one problem a row. Mend that line, or give another file"
         )
     assert row.columns is not None
-    shown = f"it has the columns {', '.join(map(repr, list(row.columns)[:20])) or 'none'}"
+    columns_text = f"it has the columns {', '.join(map(repr, list(row.columns)[:20])) or 'none'}"
     description = f'of the form "{first_form.name}"' if first_form else "of an unknown form"
     raise ValueError(
-        f'{path} has rows {description}; data.format is "{form}". {row.where}: {shown}. '
+        f'{path} has rows {description}; data.format is "{form}". {row.where}: {columns_text}. '
         f"{needed}{known_forms}"
     )
 

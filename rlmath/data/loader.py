@@ -109,12 +109,12 @@ class FilterReport:
     def lines(self) -> tuple[str, ...]:
         """All lines for the console: form, counts, dropped prompts, and unusable rows."""
         form = (f'{self.path} has the form "{self.form}".',) if self.form else ()
-        shown = tuple(
+        example_lines = tuple(
             f"  dropped, {example.reason} ({example.tokens} tokens): {example.prompt_id!r}, "
             f"which begins {example.start!r}"
             for example in self.examples
         )
-        lines = [*filter(None, [self.files]), *form, self.line(), *shown]
+        lines = [*filter(None, [self.files]), *form, self.line(), *example_lines]
         if self.repeated:
             lines.append(
                 f"  {counted(self.repeated, 'further row')} repeating earlier ones left out."

@@ -290,12 +290,12 @@ def balance_ranks(budget: Budget, ranks: list[list[Bin]]) -> None:
     close_enough = _TOLERANCE * sum(work for work, _ in lightest_first) / len(ranks)
     tries = _TRIES_PER_RANK * len(ranks)
     for _ in range(_EXCHANGES_PER_RANK * len(ranks)):
-        most, heavy = lightest_first.pop()
-        if not lightest_first or most - lightest_first[0][0] <= close_enough:
+        most_work, heavy = lightest_first.pop()
+        if not lightest_first or most_work - lightest_first[0][0] <= close_enough:
             break
         for place, (work, light) in enumerate(lightest_first[:tries]):
             tries -= 1
-            if _exchange(budget, ranks[heavy], ranks[light], gap=most - work):
+            if _exchange(budget, ranks[heavy], ranks[light], gap=most_work - work):
                 del lightest_first[place]
                 for number in (heavy, light):
                     bisect.insort(lightest_first, (_work(budget, ranks[number]), number))

@@ -272,13 +272,13 @@ class PromptOrder:
 
         None stands for those of `batch`. Prompts of heavier files come earlier. Dynamic sampling
         takes them for dropped groups. They keep their turn in the epochs."""
-        taken = set(self.batch(step)[1] if step_prompts is None else step_prompts)
+        batch_prompts = set(self.batch(step)[1] if step_prompts is None else step_prompts)
         name = f"{self.seed_at(step)}:extra:{step}"
         shares = self.shares
         order_N = (
             weighted_permutation(shares, name) if shares else shuffled_range(self.n_prompts, name)
         )
-        yield from (index for index in order_N if index not in taken)
+        yield from (index for index in order_N if index not in batch_prompts)
 
     def line(self) -> str:
         """One line for the console."""

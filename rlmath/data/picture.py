@@ -73,12 +73,15 @@ def picture(parts: Sequence[Part], ends: Collection[int]) -> tuple[str, ...]:
 
 def _rows(text: str, ends: Collection[int]) -> list[str]:
     """A part in lines of the text's width."""
-    most = 2 * _ROWS_AT_END * _TEXT_WIDTH
+    max_chars = 2 * _ROWS_AT_END * _TEXT_WIDTH
     marked = frozenset(ends)
-    if len(text) <= most and len(rows := list(_wrapped(text, 0, marked))) <= 2 * _ROWS_AT_END + 1:
+    if (
+        len(text) <= max_chars
+        and len(rows := list(_wrapped(text, 0, marked))) <= 2 * _ROWS_AT_END + 1
+    ):
         return [row for _, row in rows]
-    cut = len(text) - most // 2
-    first = list(_wrapped(text[: most // 2], 0, marked))[:_ROWS_AT_END]
+    cut = len(text) - max_chars // 2
+    first = list(_wrapped(text[: max_chars // 2], 0, marked))[:_ROWS_AT_END]
     last = list(_wrapped(text[cut:], cut, marked))[-_ROWS_AT_END:]
     begin = sum(size for size, _ in first)
     end = len(text) - sum(size for size, _ in last)
@@ -93,15 +96,15 @@ def _wrapped(text: str, start: int, ends: frozenset[int]) -> Iterator[tuple[int,
     size = 0
     width = 0
     for index, char in enumerate(text, start=start + 1):
-        shown = _SIGNS.get(char) or visible(char)
-        shown += "│" * (index in ends)
-        columns = sum(2 if unicodedata.east_asian_width(symbol) in "WF" else 1 for symbol in shown)
+        sign = _SIGNS.get(char) or visible(char)
+        sign += "│" * (index in ends)
+        columns = sum(2 if unicodedata.east_asian_width(symbol) in "WF" else 1 for symbol in sign)
         if width + columns > _TEXT_WIDTH:
             yield size, row
             row = ""
             size = 0
             width = 0
-        row = row + shown
+        row = row + sign
         size = size + 1
         width = width + columns
     if row:
@@ -224,7 +227,7 @@ def _drawn(
     """The picture of pieces that are tokenized apart.
 
     The first piece has `prompt_ids`, with what the tokenizer put before its text."""
-    shown: list[Part] = []
+    shown_parts: list[Part] = []
     ends: list[int] = []
     start = 0
     for number, parts in enumerate(pieces):
@@ -235,10 +238,10 @@ def _drawn(
         if number == 0:
             added = prompt_ids[: max(0, len(prompt_ids) - len(encoded["input_ids"]))]
             for name in map(str, tokenizer.convert_ids_to_tokens(list(added))):
-                shown.append(Part("tokenizer", name))
+                shown_parts.append(Part("tokenizer", name))
                 start += len(name)
                 ends.append(start)
-        shown += [part for part in parts if part.text]
+        shown_parts += [part for part in parts if part.text]
         ends += [start + stop for _, stop in encoded["offset_mapping"]]
         start += len(text)
-    return picture(shown, ends)
+    return picture(shown_parts, ends)

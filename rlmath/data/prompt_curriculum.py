@@ -203,8 +203,8 @@ class PromptCurriculum:
         if state.next_draw % self._order.prompts_per_step == 0:
             state.batch = []
             state.looked_at = 0
-        taken = set(state.batch)
-        index = self._next(state, taken)
+        batch_prompts = set(state.batch)
+        index = self._next(state, batch_prompts)
         state.queue.pop(index, None)
         state.in_flight[state.next_draw] = index, state.batch.count(index)
         state.batch.append(index)
@@ -313,10 +313,12 @@ class PromptCurriculum:
     def lines(self) -> tuple[str, ...]:
         """The summary in lines for the console."""
         summary = self.summary()
-        shown = ", ".join(
+        counts_text = ", ".join(
             f"{name.replace('_', ' ')}: {size}" for name, size in summary["prompts"].items()
         )
-        lines = [f"Prompts by pass rate (%) of their last {self._history.keep} groups: {shown}"]
+        lines = [
+            f"Prompts by pass rate (%) of their last {self._history.keep} groups: {counts_text}"
+        ]
         if self.draws_by_rates:
             rules = self._rules
             passed = summary["places_passed_over"]

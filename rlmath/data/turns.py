@@ -112,9 +112,9 @@ def _marks_of_turns(
     marks = _in_system_turn(tokenizer, tokens)
     try:
         text = render(conversation, tokenizer, "a question", prompt=False)
-        before, shown, remainder = text.partition(question)
+        before, question_text, remainder = text.partition(question)
         header, answered, remainder = remainder.partition(answer)
-        behind = remainder if shown and answered else ""
+        behind = remainder if question_text and answered else ""
     except RowError:
         before = ""
         header = template

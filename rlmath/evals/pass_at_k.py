@@ -56,8 +56,8 @@ def majority_at_k(votes: Sequence[Vote], blank: int, k: int) -> float:
     if not 1 <= k <= n <= MOST_SAMPLES or blank < 0 or any(vote.count < 1 for vote in votes):
         raise ValueError(f"maj@k of {k} from {n} samples; needed: 1 <= k <= n <= {MOST_SAMPLES}")
     if k == n:
-        most = max((vote.count for vote in votes), default=0)
-        winners = [vote.right for vote in votes if vote.count == most]
+        most_votes = max((vote.count for vote in votes), default=0)
+        winners = [vote.right for vote in votes if vote.count == most_votes]
         return sum(winners) / len(winners) if winners else 0.0
     return _expected_majority(tuple(sorted(votes)), blank, k)
 
@@ -67,8 +67,8 @@ def _expected_majority(votes: tuple[Vote, ...], blank: int, k: int) -> float:
     if not any(vote.right for vote in votes):
         return 0.0
     n = sum(vote.count for vote in votes) + blank
-    most = min(k, max((vote.count for vote in votes), default=0))
-    right = sum(_right_subsets(votes, blank, k, top) for top in range(1, most + 1))
+    most_votes = min(k, max((vote.count for vote in votes), default=0))
+    right = sum(_right_subsets(votes, blank, k, top) for top in range(1, most_votes + 1))
     return right / math.comb(n, k)
 
 

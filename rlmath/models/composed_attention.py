@@ -46,12 +46,12 @@ def blocks_of(query_NHMD: Tensor, window: int | None) -> list[Block]:
     M = query_NHMD.shape[2]
     if window is None or window >= M:
         return [Block(slice(None), slice(None), None)]
-    most = min(M, _WINDOW_ROWS)
+    max_rows = min(M, _WINDOW_ROWS)
     before = window - 1
-    hidden = hidden_mask(most, before, window, like=query_NHMD)
+    hidden = hidden_mask(max_rows, before, window, like=query_NHMD)
     blocks = []
-    for start in range(0, M, most):
-        first, stop = max(0, start - before), min(M, start + most)
+    for start in range(0, M, max_rows):
+        first, stop = max(0, start - before), min(M, start + max_rows)
         part = hidden[: stop - start, before - (start - first) : before + stop - start]
         blocks.append(Block(slice(start, stop), slice(first, stop), part))
     return blocks

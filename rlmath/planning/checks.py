@@ -540,16 +540,16 @@ def _selection_problems(selection: SelectionConfig, rollout: RolloutConfig) -> I
     """Problems of the lengths of completions that are selected."""
     limit = rollout.max_new_tokens
     least = selection.min_completion_tokens
-    most = selection.max_completion_tokens
+    max_tokens = selection.max_completion_tokens
     if least > limit:
         yield (
             f"selection.min_completion_tokens is {least}, above rollout.max_new_tokens {limit}: "
             "every completion would "
             "be left out. Lower it."
         )
-    if most is not None and most < max(least, rollout.min_new_tokens):
+    if max_tokens is not None and max_tokens < max(least, rollout.min_new_tokens):
         yield (
-            f"selection.max_completion_tokens is {most}, below selection.min_completion_tokens "
+            f"selection.max_completion_tokens is {max_tokens}, below selection.min_completion_tokens "
             f"{least} or "
             f"rollout.min_new_tokens {rollout.min_new_tokens}: every completion would be "
             "left out. Raise it."

@@ -169,10 +169,10 @@ def start_up_lines(
     machine has."""
     target = planned_target(config.memory, config.policy, config.run.device)
     plans = all_plans(config, shapes, world_size, target=target, kind=kind)
-    most, _ = memory_estimate.largest([plan for plan in plans if not plan.is_engine])
+    largest_plan, _ = memory_estimate.largest([plan for plan in plans if not plan.is_engine])
     limit = "" if target.total_bytes is None else f", may fill {_gib(usable_bytes(target))} GiB"
     lines = []
-    for plan in (most, *(plan for plan in plans if plan.is_engine)):
+    for plan in (largest_plan, *(plan for plan in plans if plan.is_engine)):
         lines.append(f"Planned memory of {plan.name} on {target.name}{limit}:")
         lines += [f"  {phase}: {figures(plan, phase)}" for phase in plan.phases]
     if target.total_bytes is None:
@@ -349,7 +349,7 @@ def _engine_problems(
     assert target.total_bytes is not None
     total = engine.weights + engine.workspace + sequence
     least = math.ceil(100 * total / target.total_bytes) / 100
-    most = usable_bytes(target) / target.total_bytes
+    largest_share = usable_bytes(target) / target.total_bytes
     yield (
         f"rollout.memory_share is {rollout.memory_share}, "
         f"{_gib(int(rollout.memory_share * target.total_bytes))} GiB "
@@ -357,7 +357,7 @@ def _engine_problems(
         "GiB (weights "
         f"{_gib(engine.weights)}, workspace {_gib(engine.workspace)}, KV cache of one sequence of "
         f"{tokens} tokens "
-        f"{_gib(sequence)}), a share of {least:.2f}, and {most:.2f} is the largest. Raise it, or "
+        f"{_gib(sequence)}), a share of {least:.2f}, and {largest_share:.2f} is the largest. Raise it, or "
         "raise "
         f"rollout.tensor_parallel (now {rollout.tensor_parallel}), set rollout.cuda_graphs=false, "
         "or take a larger GPU."

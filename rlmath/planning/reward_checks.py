@@ -161,17 +161,19 @@ def reward_lines(
         sorted(named_reward.weight * extreme for extreme in _extremes(named_reward, reward))
         for named_reward in rewards
     ]
-    least, most = ((sum(ends) - reward.output_bias) * scale for ends in zip(*ranges, strict=True))
+    least, largest = (
+        (sum(ends) - reward.output_bias) * scale for ends in zip(*ranges, strict=True)
+    )
     if not reward.rewards and reward.function is not None:
         bias = f", less reward.output_bias {reward.output_bias:g}" * bool(reward.output_bias)
         yield f"Rewards: what reward.function returns{bias}, times {scale:g}"
     elif unknown:
         yield (
-            f"Rewards: {least:g} to {most:g}, and {scale:g} times what {', '.join(unknown)} "
+            f"Rewards: {least:g} to {largest:g}, and {scale:g} times what {', '.join(unknown)} "
             "returns, weighed"
         )
     elif reward.rewards:
-        yield f"Rewards: {least:g} to {most:g} (the weighted sum of reward.rewards)"
+        yield f"Rewards: {least:g} to {largest:g} (the weighted sum of reward.rewards)"
     else:
         names = ("right", "right without a box", "wrong", "wrong without a box")
         cases = [(True, True), (True, False), (False, True), (False, False)]
@@ -185,7 +187,7 @@ def reward_lines(
         payments = ", ".join(
             f"{name} {payment:g}" for name, payment in zip(names, paid, strict=True)
         )
-        yield f"Rewards: {least:g} to {most:g} (reward.scheme={reward.scheme}: {payments})"
+        yield f"Rewards: {least:g} to {largest:g} (reward.scheme={reward.scheme}: {payments})"
     yield from _penalty_lines(reward, algorithm, longest)
 
 

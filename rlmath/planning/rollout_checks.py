@@ -80,12 +80,12 @@ def rollback_problems(algorithm: AlgorithmConfig, save: SaveConfig) -> Iterator[
 
 def curriculum_problems(settings: DataConfig, group_size: int) -> Iterator[str]:
     """Problems of settings that do not go with draws by pass rate."""
-    most = settings.history_groups * group_size
-    if settings.curriculum == "skip_solved" and settings.solved_samples > most:
+    max_samples = settings.history_groups * group_size
+    if settings.curriculum == "skip_solved" and settings.solved_samples > max_samples:
         yield (
             f"data.solved_samples is {settings.solved_samples}; a pass rate counts "
             "data.history_groups x "
-            f"rollout.group_size = {settings.history_groups} x {group_size} = {most} completions "
+            f"rollout.group_size = {settings.history_groups} x {group_size} = {max_samples} completions "
             "at "
             "most, and nothing "
             "would ever be skipped. Lower the former, or raise data.history_groups."

@@ -158,7 +158,7 @@ def learning_rates(parameters: int | None, adapters: bool) -> Iterator[SensibleR
     """Sensible ranges of AdamW's learning rates.
 
     They depend on the model's size and on what learns of it: all weights, or adapters."""
-    most = next(rate for least, rate in LEARNING_RATES if (parameters or 0) >= least)
+    highest_rate = next(rate for least, rate in LEARNING_RATES if (parameters or 0) >= least)
     most_of_all = LEARNING_RATES[-1][1]
     times = ADAPTERS if adapters else 1
     usual = "1e-6 to 2e-5 for 1 B to 70 B"
@@ -167,8 +167,8 @@ def learning_rates(parameters: int | None, adapters: bool) -> Iterator[SensibleR
     yield SensibleRange(
         "optimizer.lr",
         times * LEAST_LEARNING_RATE,
-        min(times * most, most_of_all),
+        min(times * highest_rate, most_of_all),
         usual,
         when=optimizer_is("adam"),
     )
-    yield SensibleRange("critic.lr", LEAST_LEARNING_RATE, most, when=optimizer_is("adam"))
+    yield SensibleRange("critic.lr", LEAST_LEARNING_RATE, highest_rate, when=optimizer_is("adam"))

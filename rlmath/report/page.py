@@ -171,9 +171,9 @@ def facts_of(run: ShownRun) -> Iterator[Fact]:
     validated = run.validation.curve("validation/accuracy")
     if validated.values:
         best = max(range(len(validated.values)), key=validated.values.__getitem__)
-        last, first, most = (_percent(validated.values[place]) for place in (-1, 0, best))
+        last, first, best_value = (_percent(validated.values[place]) for place in (-1, 0, best))
         began = f"{first} before training" if validated.steps[0] == 0 else f"first {first}"
-        details = f"of the answers; {began}, best {most} after step {validated.steps[best]}"
+        details = f"of the answers; {began}, best {best_value} after step {validated.steps[best]}"
         yield Fact("Validation accuracy", last, details)
     held_out = run.metrics.curve("held_out/loss")
     if held_out.values:
@@ -332,18 +332,18 @@ def _change(change: Accuracy | None) -> str:
 
 def _section(section: Section, figures: Sequence[dict[str, Any]]) -> str:
     """The figures of a section as HTML; page.js draws them."""
-    shown = []
+    figure_parts = []
     for figure in section.figures:
         number = next(place for place, candidate in enumerate(figures) if candidate is figure)
         note = (
             f'<div class="soft small">{html_text(figure["note"])}</div>' if figure["note"] else ""
         )
-        shown.append(
+        figure_parts.append(
             f"<figure><figcaption><h3>{html_text(figure['title'])}</h3>{note}</figcaption>"
             f'<div class="plot" data-figure="{number}"></div></figure>'
         )
     zero = f'<p class="soft small">0 in every step: {escape(", ".join(section.zero))}.</p>'
-    return f'<div class="grid">{"".join(shown)}</div>{zero if section.zero else ""}'
+    return f'<div class="grid">{"".join(figure_parts)}</div>{zero if section.zero else ""}'
 
 
 def _events(runs: Sequence[ShownRun]) -> str:

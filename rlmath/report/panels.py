@@ -346,14 +346,14 @@ def axis_range(
         else list(chain.from_iterable(columns))
     )
     low = 0.0 if stacks else min(values)
-    most = max(values)
-    high = most
+    largest = max(values)
+    high = largest
     if low == high > 0:
         low = 0.0
         high = 1.5 * high
     elif not is_share or low < 0:
         return None
-    all_of_it = is_share and most < 1.0005  # sums of rounded shares may be a little more
+    all_of_it = is_share and largest < 1.0005  # sums of rounded shares may be a little more
     high = min(high, 1.0) if all_of_it else high
     bottom = max(0.0, low - 0.05 * (high - low))
     top = high + 0.05 * (high - low)
@@ -388,8 +388,8 @@ def drawn(curve: Curve) -> dict[str, list[Any]]:
 
 
 def shortened(text: str) -> str:
-    shown = visible(text).replace("\n", "\\n")
-    return shown if len(shown) <= MOST_LABEL else f"{shown[: MOST_LABEL - 1]}…"
+    visible_text = visible(text).replace("\n", "\\n")
+    return visible_text if len(visible_text) <= MOST_LABEL else f"{visible_text[: MOST_LABEL - 1]}…"
 
 
 # ---------------------------------------------------------------- figures whose metrics a run names

@@ -125,8 +125,12 @@ def label_of(folder: Path) -> str:
     One inside the current folder is named from there."""
     with contextlib.suppress(OSError, ValueError):  # the current folder is gone, or another
         folder = folder.relative_to(Path.cwd())
-    shown = visible(str(folder)).replace("\n", "\\n").replace("\t", "\\t")
-    return shown if len(shown) <= MOST_LABEL else f"…{shown[1 - MOST_LABEL :]}"
+    visible_folder = visible(str(folder)).replace("\n", "\\n").replace("\t", "\\t")
+    return (
+        visible_folder
+        if len(visible_folder) <= MOST_LABEL
+        else f"…{visible_folder[1 - MOST_LABEL :]}"
+    )
 
 
 def _read_run(folder: Path, most_steps: int, evaluations: Sequence[Path]) -> ShownRun:

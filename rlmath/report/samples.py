@@ -33,14 +33,14 @@ def samples_of(
     step_files = sample_files(folder)
     failures = sample_files(folder, "failure")
     damaged = 0
-    shown: list[dict[str, Any]] = []
-    for kind, files, most, most_groups in (
+    shown_groups: list[dict[str, Any]] = []
+    for kind, files, most_files, most_groups in (
         ("step", step_files, most_steps, SHOWN_GROUPS),
         ("failure", failures, MOST_FAILURE_FILES, 1),
     ):
-        for step in _spread(list(files), most):
+        for step in _spread(list(files), most_files):
             groups, broken = _read_groups(files[step], step, kind)
-            shown += groups[:most_groups]
+            shown_groups += groups[:most_groups]
             damaged += broken
     if damaged:
         notes.append(
@@ -51,7 +51,7 @@ def samples_of(
             f"The page has samples of {most_steps} of the {len(step_files)} steps that have some, "
             "spread evenly."
         )
-    return sorted(shown, key=lambda group: group["step"])
+    return sorted(shown_groups, key=lambda group: group["step"])
 
 
 def _spread(items: Sequence[int], most: int) -> list[int]:

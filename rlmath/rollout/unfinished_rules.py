@@ -21,9 +21,9 @@ def unfinished_rules(config: Config) -> UnfinishedRules:
     )
     if rollout.tail == "defer":
         return UnfinishedRules(per_step, sys.maxsize, 0, max_dropped=dropped)
-    most = per_step * (rollout.max_staleness + 1)
+    max_groups = per_step * (rollout.max_staleness + 1)
     limit = rollout.max_groups_in_flight if rollout.ranks == 0 else None
-    in_flight = most if limit is None else limit
+    in_flight = max_groups if limit is None else limit
     return UnfinishedRules(per_step, in_flight, rollout.max_staleness, max_dropped=dropped)
 
 

@@ -139,8 +139,8 @@ class WorkQueue:
             self._items.close()
 
     def usage(self, seconds: float) -> EngineUsage:
-        most = max(self._running, default=0)
-        fill = sum(self._running) / (most * len(self._running)) if most else 0.0
+        most_running = max(self._running, default=0)
+        fill = sum(self._running) / (most_running * len(self._running)) if most_running else 0.0
         return EngineUsage(seconds, len(self._running), self._tail_steps, fill=fill)
 
     def _requests_of(self, work_item: WorkItem) -> Sequence[Request]:

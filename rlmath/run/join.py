@@ -176,10 +176,12 @@ def log_settings(config: Config, kind: Kind) -> None:
         )
     changed = changed_settings(config)
     unused = changed.pop("sft", []) if kind == "grpo" else []
-    shown = "\n".join(
+    settings_text = "\n".join(
         f"  {section}: {', '.join(settings)}" for section, settings in changed.items()
     )
-    logger.info("Settings that are not at their defaults; all are in %s:\n%s", CONFIG_FILE, shown)
+    logger.info(
+        "Settings that are not at their defaults; all are in %s:\n%s", CONFIG_FILE, settings_text
+    )
     if unused:
         logger.warning(
             "Without effect in a GRPO run: %s", ", ".join(f"sft.{setting}" for setting in unused)

@@ -211,9 +211,9 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
         names = sorted(name for name in obstacles if not _SCRATCH.fullmatch(name))
         claimed_meanwhile = CONFIG_FILE in names or config_path.exists()
         if names and not claimed_meanwhile:
-            shown = ", ".join(names[:3]) + (", ..." if names[3:] else "")
+            names_text = ", ".join(names[:3]) + (", ..." if names[3:] else "")
             yield (
-                f"it is not empty ({shown}) and has no {CONFIG_FILE} of a run. Give a new or "
+                f"it is not empty ({names_text}) and has no {CONFIG_FILE} of a run. Give a new or "
                 "empty folder."
             )
         return

@@ -246,8 +246,8 @@ def set_resource_limits(address_space_bytes: int, cpu_seconds: float) -> None:
     }
     for kind, limit in limits.items():
         _, hard = resource.getrlimit(kind)
-        most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (most, most))
+        allowed = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (allowed, allowed))
 
 
 def make_filter(isolation: str) -> bytes | None:

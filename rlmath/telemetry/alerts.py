@@ -204,7 +204,7 @@ def discarded_alert(run: Alerts) -> str | None:
         sampled
     ):
         return None
-    most = max(dropped, key=dropped.__getitem__)
+    main_reason = max(dropped, key=dropped.__getitem__)
     contrast = _recent(run, "rollout/groups_with_contrast")
     advice = "In a new run take problems it sometimes solves, or raise rollout.group_size."
     if (
@@ -214,7 +214,7 @@ def discarded_alert(run: Alerts) -> str | None:
     ):
         advice = "Rewards do differ. In a new run: selection.dynamic_sampling=reward."
     share = _percent(sum(dropped.values()) / sum(sampled))
-    return f"{share} of groups dropped as {names[most]} ({_last(sampled)}).\n  {advice}"
+    return f"{share} of groups dropped as {names[main_reason]} ({_last(sampled)}).\n  {advice}"
 
 
 def flat_alert(run: Alerts) -> str | None:

@@ -324,10 +324,10 @@ def step_line(
     end = f" {seconds_text(seconds)}s"
     if remaining is not None:
         end += f" left {duration(remaining)}"
-    shown = STEP_LINE_METRICS | {
+    line_metrics = STEP_LINE_METRICS | {
         name: (name.removeprefix("reward/"), ".2f") for name in _parts(metrics)
     }
-    for name, (short, form) in shown.items():
+    for name, (short, form) in line_metrics.items():
         part = f" {short} {metrics[name]:{form}}" if name in metrics else ""
         if len(start) + len(part) + len(end) <= columns:
             start += part

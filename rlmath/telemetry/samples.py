@@ -92,13 +92,13 @@ class SampleWriter:
 
         `advantages` has a list per group and a number per completion. OSError where it cannot be
         written."""
-        shown = groups[: self._groups_per_step]
-        if not shown:
+        shown_groups = groups[: self._groups_per_step]
+        if not shown_groups:
             return
-        assert len(advantages) >= len(shown)
+        assert len(advantages) >= len(shown_groups)
         rows = [
             _row(group, group_advantages, self._rewards)
-            for group, group_advantages in zip(shown, advantages, strict=False)
+            for group, group_advantages in zip(shown_groups, advantages, strict=False)
         ]
         _write_rows(samples_file(self._output_dir, step), rows)
 
@@ -184,9 +184,9 @@ def completion_facts(completion: dict) -> str:
         f"{visible(name)} {'failed' if reward is None else format(float(reward), '+g')}"
         for name, reward in rewards.items()
     ]
-    shown = f" ({', '.join(values)})" if values else ""
+    values_text = f" ({', '.join(values)})" if values else ""
     return (
-        f"reward {float(completion['reward']):+g}{shown}, advantage "
+        f"reward {float(completion['reward']):+g}{values_text}, advantage "
         f"{float(completion['advantage']):+.3f},"
         f" {judgement} ({visible(completion['verdict'])}), {int(completion['length'])} "
         f"tokens{versions},"

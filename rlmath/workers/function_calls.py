@@ -215,9 +215,9 @@ def _check_numbers(reward: float, metrics: Mapping[str, float]) -> None:
             raise ValueError(f"the metric {name!a} must be finite")
         # What can be printed is valid Unicode: no half of a surrogate pair, control or escape.
         if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
-            shown = f"{name[:MAX_NAME_CHARS]!a}"
+            shown_name = f"{name[:MAX_NAME_CHARS]!a}"
             raise ValueError(
-                f"the metric name {shown} must be 1 to {MAX_NAME_CHARS} printable characters"
+                f"the metric name {shown_name} must be 1 to {MAX_NAME_CHARS} printable characters"
             )
 
 

@@ -366,10 +366,10 @@ def _import(module_name: str, file: str | None, setting: str) -> ModuleType:
             else ""
         )
         line = (error.text or "").strip() if isinstance(error, SyntaxError) else ""
-        shown = f": {line}" if line else ""
+        line_text = f": {line}" if line else ""
         raise ValueError(
             f"{setting}: importing {module_name!r} failed ({type(error).__name__}: "
-            f"{error}{shown}){hint}"
+            f"{error}{line_text}){hint}"
         ) from error
 
 

@@ -79,10 +79,10 @@ def formats_from_json(values: Mapping[str, str]) -> TensorFormats | None:
     if not values:
         return None
     formats = {str(name): str(word) for name, word in values.items()}
-    most = formats.pop("", "")
-    if not {most, *formats.values()} <= {*FORMATS.values()}:
+    usual_format = formats.pop("", "")
+    if not {usual_format, *formats.values()} <= {*FORMATS.values()}:
         raise ValueError(f"number formats {str(dict(values))[:80]}; {NEEDED_FORMATS}")
-    return TensorFormats(most, formats)
+    return TensorFormats(usual_format, formats)
 
 
 def source_formats(folder: Path) -> TensorFormats | None:
@@ -93,9 +93,13 @@ def source_formats(folder: Path) -> TensorFormats | None:
         if header.dtype_name in FORMATS:
             numbers[FORMATS[header.dtype_name]] += math.prod(header.shape)
     if numbers:
-        ((most, _),) = numbers.most_common(1)
-        formats = {name: FORMATS.get(header.dtype_name, most) for name, header in headers.items()}
-        return TensorFormats(most, {name: word for name, word in formats.items() if word != most})
+        ((usual_format, _),) = numbers.most_common(1)
+        formats = {
+            name: FORMATS.get(header.dtype_name, usual_format) for name, header in headers.items()
+        }
+        return TensorFormats(
+            usual_format, {name: word for name, word in formats.items() if word != usual_format}
+        )
     config = folder / "config.json"
     values = read_json_object(config) if config.is_file() else {}
     word = values.get("dtype") or values.get("torch_dtype")

@@ -126,9 +126,9 @@ class StopRequest:
             "saves after this step and stops" if self.in_steps else "stops before its next step"
         )
         text = "%s: the run %s, within %g s%s"
-        shown = self._leads_other_node and self._requested == INTERRUPT
+        is_warning = self._leads_other_node and self._requested == INTERRUPT
         logger.log(
-            logging.WARNING if shown else logging.INFO,
+            logging.WARNING if is_warning else logging.INFO,
             text,
             self._requested,
             action,

@@ -77,13 +77,18 @@ def slots_of(inputs: StepInputs, requests: int) -> int:
     half of the mean: a long one runs long, and is half done on average."""
     rollout = inputs.config.rollout
     lengths = inputs.batch.lengths
-    most = (rollout.max_concurrent_sequences if rollout.ranks else None) or rollout.max_num_seqs
+    max_sequences = (
+        rollout.max_concurrent_sequences if rollout.ranks else None
+    ) or rollout.max_num_seqs
     running = inputs.batch.prompt_tokens + lengths.moment(2) / (2 * lengths.mean)
     token = kv_bytes_per_token(inputs.shape, rollout.tensor_parallel, inputs.target.itemsize)
     return max(
         1,
         min(
-            most, rollout.max_num_seqs, requests, int(engine_of(inputs).kv_cache / token / running)
+            max_sequences,
+            rollout.max_num_seqs,
+            requests,
+            int(engine_of(inputs).kv_cache / token / running),
         ),
     )
 

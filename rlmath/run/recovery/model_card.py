@@ -49,8 +49,8 @@ def model_card(
 
     `total_steps` is None if it is not known; metrics are those in `output_dir` (None: the
     run's)."""
-    shown = shown_values(config)
-    base = base_name(shown["model.path"])
+    settings = shown_values(config)
+    base = base_name(settings["model.path"])
     library = "peft" if is_adapter else "transformers"
     front = {"base_model": base, "library_name": library, "pipeline_tag": "text-generation"}
     front |= _licence(Path(config.model.path)) | {"tags": ["rlmath"]}
@@ -60,7 +60,7 @@ def model_card(
         if total_steps is None
         else f"{steps_done} of {total_steps} steps"
     )
-    data_paths = [shown["data.train_path"], *shown["data.more_train_paths"]]
+    data_paths = [settings["data.train_path"], *settings["data.more_train_paths"]]
     sections = [
         f"---\n{_yaml(front)}---",
         f"# {'LoRA adapters of ' if is_adapter else ''}{_code(base)}, trained by rlmath",

@@ -38,19 +38,23 @@ def roll_back(
     A collective. None if there is no good checkpoint, or no rollback is left. The rollback is on
     the disk when this returns, and nothing else there is changed."""
     diverged_step = heartbeat.step
-    most = trainer.config.algorithm.rollback
-    if most == 0:
+    max_rollbacks = trainer.config.algorithm.rollback
+    if max_rollbacks == 0:
         return None
     checkpointer.finish()
     rollbacks = shared_rollbacks(trainer, None)
     if len(rollbacks) < len(trainer.rollbacks):  # the file is lost
         rollbacks = list(trainer.rollbacks)
-    resumed = _good_checkpoint(trainer, checkpointer, heartbeat) if len(rollbacks) < most else None
+    resumed = (
+        _good_checkpoint(trainer, checkpointer, heartbeat)
+        if len(rollbacks) < max_rollbacks
+        else None
+    )
     if resumed is None:
         reason = (
             "no checkpoint is good"
-            if len(rollbacks) < most
-            else f"all {most} of algorithm.rollback are made"
+            if len(rollbacks) < max_rollbacks
+            else f"all {max_rollbacks} of algorithm.rollback are made"
         )
         if trainer.mesh.rank == 0:
             logger.error("No rollback after the divergence in step %d: %s", diverged_step, reason)
@@ -75,7 +79,7 @@ def roll_back(
             "the learning rate is %g times what the settings say, and prompts and samples have "
             "other seeds from step %d on",
             number,
-            most,
+            max_rollbacks,
             diverged_step,
             error,
             checkpoint.folder,
