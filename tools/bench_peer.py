@@ -81,12 +81,12 @@ class Case:
 def layouts(*tokens: int) -> dict[str, tuple[str, ...]]:
     """Both layouts of two ranks, with each of these micro-batches (tokens)."""
     return {
-        f"TP{tensor} x DP{RANKS // tensor}, {most} tokens": (
+        f"TP{tensor} x DP{RANKS // tensor}, {microbatch_tokens} tokens": (
             f"parallel.tensor={tensor}",
-            f"policy.max_tokens_per_microbatch={most}",
+            f"policy.max_tokens_per_microbatch={microbatch_tokens}",
         )
         for tensor in (1, RANKS)
-        for most in tokens
+        for microbatch_tokens in tokens
     }
 
 
@@ -224,7 +224,7 @@ def our_settings(
     output: Path, model: Path, data: Path, case: Case, overrides: Sequence[str]
 ) -> list[str]:
     """The settings of one run of launch/train_grpo.py."""
-    least, most = case.new_tokens
+    min_new_tokens, max_new_tokens = case.new_tokens
     return [
         f"run.output_dir={output}",
         f"run.device={case.device}",
@@ -234,8 +234,8 @@ def our_settings(
         f"data.train_path={data}",
         f"data.prompts_per_step={case.prompts}",
         f"rollout.group_size={case.group}",
-        f"rollout.min_new_tokens={least}",
-        f"rollout.max_new_tokens={most}",
+        f"rollout.min_new_tokens={min_new_tokens}",
+        f"rollout.max_new_tokens={max_new_tokens}",
         "rollout.cpu_kv_cache_gib=1",
         f"algorithm.n_minibatches={case.optimizer_steps}",
         "optimizer.lr=1e-5",
@@ -265,15 +265,15 @@ def run_ours(
 
 def their_arguments(model: Path, data: Path, case: Case, micro_batch: int) -> list[str]:
     """The options of one run of tools/peer_trl.py."""
-    least, most = case.new_tokens
+    min_new_tokens, max_new_tokens = case.new_tokens
     options = {
         "model": model,
         "data": data,
         "device": case.device,
         "prompts": case.prompts,
         "group": case.group,
-        "min-new-tokens": least,
-        "max-new-tokens": most,
+        "min-new-tokens": min_new_tokens,
+        "max-new-tokens": max_new_tokens,
         "optimizer-steps": case.optimizer_steps,
         "steps": case.steps,
         "warm-up": case.warm_up,
