@@ -20,9 +20,9 @@ from typing import Any, TypeGuard
 
 FOLDERS = ("rlmath", "megatron_patches", "launch", "tools", "tests")
 FILLERS = frozenset(
-    "again alone found given held here it item kept made mine more most now of one others ours own "
-    "rest same said shown such taken that theirs them then there these they thing things this those "
-    "told wanted what when where which who why".split()
+    "again alone found given held here it item kept made mine more most now of one others ours "
+    "own rest same said shown such taken that theirs them then there these they thing things "
+    "this those told wanted what when where which who why".split()
 )
 """Pronouns, fillers and participles that do not say what a local variable holds."""
 FRAGMENTS = ("Of ", "By ", "As ", "For ", "In ", "And ", "Where ", "That of ", "Those of ", "Like ")

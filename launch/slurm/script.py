@@ -244,8 +244,8 @@ def _container_problems(job: Job) -> Iterator[str]:
         if not any(path.is_relative_to(folder) for folder in job.seen):
             folders_text = ", ".join(map(str, job.seen))
             yield (
-                f'"{path}" is outside of what the container sees ({folders_text}). Add --mount with a '
-                "folder that it is in."
+                f'"{path}" is outside of what the container sees ({folders_text}). Add --mount '
+                "with a folder that it is in."
             )
     if Path("/") in job.seen:
         yield "--mount / would hide the image itself. Give the folders of data and models."

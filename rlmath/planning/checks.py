@@ -549,8 +549,8 @@ def _selection_problems(selection: SelectionConfig, rollout: RolloutConfig) -> I
         )
     if max_tokens is not None and max_tokens < max(least, rollout.min_new_tokens):
         yield (
-            f"selection.max_completion_tokens is {max_tokens}, below selection.min_completion_tokens "
-            f"{least} or "
+            f"selection.max_completion_tokens is {max_tokens}, below "
+            f"selection.min_completion_tokens {least} or "
             f"rollout.min_new_tokens {rollout.min_new_tokens}: every completion would be "
             "left out. Raise it."
         )

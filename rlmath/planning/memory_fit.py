@@ -357,8 +357,8 @@ def _engine_problems(
         "GiB (weights "
         f"{_gib(engine.weights)}, workspace {_gib(engine.workspace)}, KV cache of one sequence of "
         f"{tokens} tokens "
-        f"{_gib(sequence)}), a share of {least:.2f}, and {largest_share:.2f} is the largest. Raise it, or "
-        "raise "
+        f"{_gib(sequence)}), a share of {least:.2f}, and {largest_share:.2f} is the largest. "
+        "Raise it, or raise "
         f"rollout.tensor_parallel (now {rollout.tensor_parallel}), set rollout.cuda_graphs=false, "
         "or take a larger GPU."
     )
