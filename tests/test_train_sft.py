@@ -14,11 +14,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import train_sft
 from rlmath.config.load import load_config
+from rlmath.data.micro_batches import training_cost
+from rlmath.data.order import PromptOrder
+from rlmath.data.sft_sequences import WrittenSequence, load_sequences, split_held_out
 from rlmath.distributed.device import GPU_PACKAGES
 from rlmath.distributed.fault_tolerance.exit_codes import read_exit_status
 from rlmath.run.startup import prepare_sft
 from tests.distributed.test_sft import loss_and_hits
-from tests.programs import REPOSITORY, rows, run, torchrun_command
+from tests.programs import REPOSITORY, metric_rows, rows, run, torchrun_command
+from tests.tiny_models import shape_of
 
 SFT = ("launch/train_sft.py", "--config", "configs/demo_sft.yaml")
 STEPS = 4
@@ -70,13 +74,13 @@ def whole(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @distributed
 def test_a_run_tells_its_numbers_and_leaves_a_model(arithmetic: Path, whole: Path) -> None:
-    metric_rows = rows(whole)
-    assert [row["step"] for row in metric_rows] == list(range(STEPS + 1))
-    assert ["held_out/loss" in row for row in metric_rows] == [True, False, True, False, True]
-    for row in metric_rows[1:]:
+    told_rows = rows(whole)
+    assert [row["step"] for row in told_rows] == list(range(STEPS + 1))
+    assert ["held_out/loss" in row for row in told_rows] == [True, False, True, False, True]
+    for row in told_rows[1:]:
         assert row["n_seqs"] == 8 and row["n_tokens"] > row["n_valid_tokens"] > 0
         assert row["train/skipped_updates"] == 0 and row["train/grad_norm"] > 0
-    assert metric_rows[-1]["train/loss"] < metric_rows[1]["train/loss"]
+    assert told_rows[-1]["train/loss"] < told_rows[1]["train/loss"]
     console = whole.with_suffix(".console.txt").read_text()
     assert (
         "Without effect in supervised training: rollout.group_size, algorithm.kl_coef." in console
@@ -90,7 +94,7 @@ def test_a_run_tells_its_numbers_and_leaves_a_model(arithmetic: Path, whole: Pat
     summary = json.loads((whole / "summary.json").read_text())
     assert (
         summary["steps"] == STEPS
-        and summary["held_out"]["held_out/loss"] == metric_rows[-1]["held_out/loss"]
+        and summary["held_out"]["held_out/loss"] == told_rows[-1]["held_out/loss"]
     )
     assert json.loads((whole / "data_report.json").read_text())["files"][0]["rows"] == 20000
     assert (whole / "unusable_rows.jsonl").read_text() == ""
@@ -106,29 +110,62 @@ def test_on_cpu_a_run_imports_no_package_for_gpus(whole: Path) -> None:
     assert "IMPORTED" not in whole.with_suffix(".console.txt").read_text()
 
 
+@pytest.fixture(scope="module")
+def written(arithmetic: Path) -> tuple[list[WrittenSequence], list[WrittenSequence]]:
+    """The sequences that the run learns, and those that are held out."""
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic / "base")
+    sequences, _ = load_sequences(
+        str(arithmetic / "data" / "worked.jsonl"), tokenizer, "auto", 64, 0.0
+    )
+    return split_held_out(sequences, 0.001, seed=1)
+
+
 @distributed
 def test_the_exported_model_has_the_held_out_loss_that_was_told(
-    arithmetic: Path, whole: Path
+    whole: Path, written: tuple[list[WrittenSequence], list[WrittenSequence]]
 ) -> None:
     """Transformers finds it on the very sequences that were held out.
 
     Their texts are in no step's order."""
-    from rlmath.data.sft_sequences import load_sequences, split_held_out
-
     model = AutoModelForCausalLM.from_pretrained(whole / "hf_model", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(whole / "hf_model")
-    sequences, _ = load_sequences(
-        str(arithmetic / "data" / "worked.jsonl"), tokenizer, "auto", 64, 0.0
-    )
-    _, held_out = split_held_out(sequences, 0.001, seed=1)
     with torch.no_grad():
-        total, tokens, hits = loss_and_hits(model, held_out)
+        total, tokens, hits = loss_and_hits(model, written[1])
     last_row = rows(whole)[-1]
     assert last_row["held_out/loss"] == pytest.approx(float(total) / tokens, rel=1e-5)
     assert last_row["held_out/perplexity"] == pytest.approx(
         math.exp(float(total) / tokens), rel=1e-4
     )
     assert last_row["held_out/token_accuracy"] == pytest.approx(hits / tokens)
+
+
+@distributed
+def test_the_figures_of_every_step_are_those_of_its_sequences(
+    arithmetic: Path, whole: Path, written: tuple[list[WrittenSequence], list[WrittenSequence]]
+) -> None:
+    """The rank that tells them has packed only a part of a step's sequences.
+
+    The first loss is that of the model that the run starts from."""
+    order = PromptOrder(len(written[0]), 8, seed=1, shuffle=True)
+    cost = training_cost(shape_of(arithmetic / "base"))
+    peaks = []
+    for number, row in enumerate(metric_rows(whole)[1:]):
+        sequences = [written[0][index] for index in order.batch(number)[1]]
+        prompts = sum(len(sequence.prompt_ids) for sequence in sequences)
+        completions = sum(len(sequence.completion_ids) for sequence in sequences)
+        assert (row["n_tokens"], row["n_valid_tokens"]) == (prompts + completions, completions)
+        assert row["avg_seq_len"] == pytest.approx((prompts + completions) / 8)
+        for phase in ("update", "step"):
+            tokens = row[f"tokens_per_second/{phase}"] * row[f"seconds/{phase}"]
+            assert tokens == pytest.approx(prompts + completions, rel=1e-4)
+        flops = sum(cost.of(sequence.length) for sequence in sequences)
+        peaks.append(flops / row["seconds/update"] / row["train/mfu"])
+        assert row["train/learning_rate"] == pytest.approx(3e-3 / 2 if number == 0 else 3e-3)
+        if number == 0:
+            base = AutoModelForCausalLM.from_pretrained(arithmetic / "base", dtype=torch.float32)
+            with torch.no_grad():
+                total, n_learned, _ = loss_and_hits(base, sequences)
+            assert row["train/loss"] == pytest.approx(float(total) / n_learned, rel=1e-5)
+    assert peaks == pytest.approx([peaks[0]] * STEPS, rel=1e-4)
 
 
 def told(*overrides: str) -> str:

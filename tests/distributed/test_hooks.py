@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlmath.algorithms.types import ScoredGroup
+from rlmath.data.micro_batches import forward_cost, training_cost
 from tests.distributed import hook_cases
 from tests.distributed.rank_pool import RankPool
 from tests.selection import matrix
+from tests.tiny_models import shape_of
 
 pytestmark = pytest.mark.distributed
 
@@ -124,6 +129,71 @@ def test_a_step_learns_with_the_advantages_of_the_groups_that_are_selected(
         ]
         assert record.metrics["own/lengths/most"] == max(lengths)
     assert made["left"] == [], "their workers end with the trainer"
+
+
+def test_the_figures_of_a_step_are_those_of_what_was_sampled_and_of_what_is_learned_from(
+    made: dict[str, Any], untied_model: Path
+) -> None:
+    """The selection drops groups: what is sampled has more tokens than what is learned from.
+
+    Two epochs read the latter twice."""
+
+    def read_tokens(groups: Sequence[ScoredGroup]) -> list[int]:
+        return [
+            len(group.prompt.token_ids) + len(completion.token_ids)
+            for group in groups
+            for completion in group.completions
+        ]
+
+    shape = shape_of(untied_model)
+    forward = forward_cost(shape)
+    trained = training_cost(shape)
+    for record in (made["first"], made["again"]):
+        metrics = record.metrics
+        sampled = record.groups
+        is_even = [int(group.prompt.prompt_id[1:]) % 2 == 0 for group in sampled]
+        learned = list(itertools.compress(sampled, is_even))[:4]
+        assert len(learned) < len(sampled)
+        new_tokens = [len(c.token_ids) for group in sampled for c in group.completions]
+        learned_tokens = [len(c.token_ids) for group in learned for c in group.completions]
+        rewards = [reward for group in sampled for reward in group.rewards]
+        rows = [row for row in record.advantages if any(row)]
+        weighed = zip(itertools.chain.from_iterable(rows), learned_tokens, strict=True)
+        expected = {
+            "n_seqs": len(new_tokens),
+            "n_tokens": sum(read_tokens(sampled)),
+            "n_valid_tokens": sum(new_tokens),
+            "avg_seq_len": sum(read_tokens(sampled)) / len(new_tokens),
+            "avg_prompt_len": sum(len(group.prompt.token_ids) for group in sampled) / len(sampled),
+            "rollout/response_length": sum(new_tokens) / len(new_tokens),
+            "task_reward": sum(rewards) / len(rewards),
+            "rollout/policy_version": 0 if record is made["first"] else 6,
+            "selection/groups_sampled": len(sampled),
+            "selection/extra_prompts": len(sampled) - 4,
+            "advantage": sum(a * n for a, n in weighed) / sum(learned_tokens),
+            "train/minibatches": 6,
+            "train/teaching_groups": len(learned) / len(sampled),
+        }
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+        paced = {
+            "rollout": sum(new_tokens),
+            "logprobs": sum(read_tokens(learned)),
+            "update": 2 * sum(read_tokens(learned)),
+            "step": sum(read_tokens(sampled)),
+        }
+        for phase, tokens in paced.items():
+            rate = metrics[f"tokens_per_second/{phase}"]
+            assert rate * metrics[f"seconds/{phase}"] == pytest.approx(tokens), phase
+        per_second = metrics["tokens_per_second/learned"]
+        assert per_second * metrics["seconds/step"] == pytest.approx(sum(learned_tokens))
+        again = sum(2 * forward.of(len(group.prompt.token_ids)) for group in sampled)
+        sampling = sum(map(forward.of, read_tokens(sampled))) - again
+        training = 2 * sum(map(trained.of, read_tokens(learned)))
+        flops = [
+            metrics[f"{part}/mfu"] * metrics[f"seconds/{phase}"]
+            for part, phase in (("rollout", "rollout"), ("train", "update"))
+        ]
+        assert flops[0] / flops[1] == pytest.approx(sampling / training)
 
 
 def test_validation_counts_as_right_what_the_scorer_says(made: dict[str, Any]) -> None:

@@ -159,6 +159,23 @@ def test_a_step_without_any_contrast_is_not_learned_from(
     assert any(bool(change.any()) for change in outcome.update.values()) != skipped
 
 
+@pytest.mark.parametrize("recompute", keeping([True, False], True))
+def test_a_rule_that_chooses_no_token_learns_by_the_same_log_probs_as_without_it(
+    ranks: RankPool, untied_model: Path, recompute: bool
+) -> None:
+    """They are the policy's of the step's beginning, or the engine's, which are others here."""
+    plain = AlgorithmConfig(n_minibatches=2, recompute_logprobs=recompute, early_stop_ratio=None)
+    none_inside = replace(plain, clip_cov_ratio=0.1, clip_cov_low=1e6, clip_cov_high=1e7)
+    by_ratio = [
+        [result.sums["ratio"] / result.sums["tokens"] for result in outcome.record.results]
+        for outcome in (
+            step(ranks, untied_model, LAYOUTS[0], algorithm) for algorithm in (plain, none_inside)
+        )
+    ]
+    assert by_ratio[0] == pytest.approx(by_ratio[1], rel=1e-5)
+    assert (abs(by_ratio[0][0] - 1) < 1e-5) == recompute
+
+
 @matrix
 def test_chosen_tokens_do_not_depend_on_ranks_and_micro_batches(
     ranks: RankPool, untied_model: Path

@@ -109,6 +109,9 @@ def test_a_card_has_the_licence_of_the_base_model(tmp_path: Path) -> None:
     ):
         (tmp_path / "base" / "README.md").write_text(content)
         assert "license" not in front_of(card_of(config))
+    for unreadable in (b"---\nlicense: \xff\n---\n", b"---\n" + b"[" * 5000 + b"\n---\n"):
+        (tmp_path / "base" / "README.md").write_bytes(unreadable)
+        assert "license" not in front_of(card_of(config))
 
 
 def test_folders_of_the_machine_are_no_part_of_a_card(tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ from rlmath.config.help import setting_values
 from rlmath.config.length_curriculum import length_stages, planned_steps, unfinished_problem
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config, RewardConfig
-from rlmath.data.order import Rollback
+from rlmath.data.dataset import PromptFiles, SftInputs
+from rlmath.data.order import PromptOrder, Rollback
+from rlmath.data.sft_sequences import WrittenSequence
 from rlmath.data.stop_tokens import stop_token_ids
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
@@ -36,8 +38,10 @@ from rlmath.run.recovery.resume import (
     data_fingerprint,
     find_recovery,
     learning_hooks,
+    origin_of,
     refused_changes,
     reward_fingerprint,
+    sft_origin_of,
 )
 from rlmath.run.recovery.rollbacks_file import write_rollbacks
 from rlmath.run.run_dir import check_output_folder
@@ -246,6 +250,55 @@ def test_where_all_are_damaged_nothing_starts_anew_unasked(tmp_path: Path, mode:
         ValueError, match=r"no checkpoint in .* is whole: the checkpoint .*step-000005 is damaged"
     ):
         find_recovery(make_config(tmp_path, f"run.recover_mode={mode}"), ORIGIN, TOTAL)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_every_block_of_a_checkpoint_that_is_read_is_progress(tmp_path: Path) -> None:
+    """A rank that reads for minutes is not taken for one that hangs."""
+    checkpoint(tmp_path, 3, files={"model.safetensors": b"x" * (2**22 + 1)})
+    recovery = find_recovery(make_config(tmp_path), ORIGIN, TOTAL)
+    assert recovery is not None
+    calls: list[int] = []
+    chosen = choose_checkpoint(recovery, on_progress=lambda: calls.append(1))
+    ((whole, _),) = recovery.candidates
+    assert chosen is not None and chosen[0] == whole
+    assert len(calls) == len(whole.files) + 1, "one file has two blocks, the others one"
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_the_adapters_that_a_run_starts_from_are_part_of_its_origin(
+    tmp_path: Path, has_weights: bool
+) -> None:
+    """So are the model's own weights; a dry run may have neither."""
+    model = tmp_path / "model"
+    adapters = tmp_path / "adapters"
+    for folder, name in ((model, "config.json"), (adapters, "adapter_config.json")):
+        folder.mkdir()
+        (folder / name).write_text("{}")
+        save_file({"w": torch.zeros(2)}, folder / "weights.safetensors")
+    order = PromptOrder(2, 1, seed=1, shuffle=False)
+    sequences = [WrittenSequence((1,), (token,)) for token in (5, 6)]
+    supervised = SftInputs(sequences, [], order, 2, (), (), (1,))
+    prompts = [Prompt(f"q{n}", "?", (1,), ("2",), "math") for n in range(2)]
+    reinforced = PromptFiles(prompts, order, 2, (), history={}, history_line="")
+
+    def origins(*overrides: str) -> list[Origin]:
+        config = make_config(tmp_path / "run", f"model.path={model}", *overrides)
+        return [
+            origin_of(config, reinforced, has_weights),
+            sft_origin_of(config, supervised, has_weights),
+        ]
+
+    given = f"model.adapter_path={adapters}"
+    plain = origins()
+    first = origins(given)
+    save_file({"w": torch.ones(2)}, adapters / "weights.safetensors")
+    trained = origins(given)
+    for without, before, after in zip(plain, first, trained, strict=True):
+        assert bool(before.adapter) == bool(before.model) == has_weights and without.adapter == ""
+        assert (before.adapter != after.adapter) == has_weights
+        assert replace(before, adapter="") == replace(after, adapter="") == without
+        assert before.data == without.data != ""
 
 
 def unmounted(path: Path) -> None:
