@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -168,6 +169,30 @@ def test_the_log_has_how_much_all_engines_have_sampled(
             line,
         )
     assert len(caplog.messages) == 3
+
+
+def test_counts_and_lines_come_as_seldom_as_they_should(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine ticks at every step of its own: not every one is a message to the store."""
+    clock = [100.0]
+    monkeypatch.setattr(collector, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(collector, "COUNT_SECONDS", 2.0)
+    monkeypatch.setattr(collector, "PROGRESS_SECONDS", 6.0)
+    store = RunStore(dist.HashStore(), "evaluation")
+    engines = [SamplingProgress(40, Mesh(rank, 2, 1, 1, 1), store, "s") for rank in (0, 1)]
+    caplog.set_level(logging.INFO)
+    counted = []
+    for _ in range(13):
+        for engine in reversed(engines):
+            engine.tick()
+            engine.add_one()
+        counted.append(store.get_all(["sampled/1"]).get("sampled/1"))
+        clock[0] += 1.0
+    numbers = [0 if count is None else count[0] for count in counted]
+    assert numbers == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12]
+    told = [re.findall(r"sampled (\d+) of 40 .* in 00:(\d\d)", line) for line in caplog.messages]
+    assert told == [[("12", "06")], [("24", "12")]]
 
 
 def test_the_time_left_is_told_by_tokens_before_a_completion_is_finished(
