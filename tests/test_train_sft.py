@@ -115,7 +115,11 @@ def written(arithmetic: Path) -> tuple[list[WrittenSequence], list[WrittenSequen
     """The sequences that the run learns, and those that are held out."""
     tokenizer = AutoTokenizer.from_pretrained(arithmetic / "base")
     sequences, _ = load_sequences(
-        str(arithmetic / "data" / "worked.jsonl"), tokenizer, "auto", 64, 0.0
+        str(arithmetic / "data" / "worked.jsonl"),
+        tokenizer,
+        template="auto",
+        limit=64,
+        max_unusable_share=0.0,
     )
     return split_held_out(sequences, 0.001, seed=1)
 

@@ -278,8 +278,16 @@ def test_the_adapters_that_a_run_starts_from_are_part_of_its_origin(
         save_file({"w": torch.zeros(2)}, folder / "weights.safetensors")
     order = PromptOrder(2, 1, seed=1, shuffle=False)
     sequences = [WrittenSequence((1,), (token,)) for token in (5, 6)]
-    supervised = SftInputs(sequences, [], order, 2, (), (), (1,))
-    prompts = [Prompt(f"q{n}", "?", (1,), ("2",), "math") for n in range(2)]
+    supervised = SftInputs(
+        sequences,
+        held_out=[],
+        order=order,
+        total_steps=2,
+        lines=(),
+        reports=(),
+        stop_token_ids=(1,),
+    )
+    prompts = [Prompt(f"q{n}", "?", (1,), solutions=("2",), task="math") for n in range(2)]
     reinforced = PromptFiles(prompts, order, 2, (), history={}, history_line="")
 
     def origins(*overrides: str) -> list[Origin]:
@@ -289,16 +297,17 @@ def test_the_adapters_that_a_run_starts_from_are_part_of_its_origin(
             sft_origin_of(config, supervised, has_weights),
         ]
 
-    given = f"model.adapter_path={adapters}"
+    with_adapters = f"model.adapter_path={adapters}"
     plain = origins()
-    first = origins(given)
+    first = origins(with_adapters)
     save_file({"w": torch.ones(2)}, adapters / "weights.safetensors")
-    trained = origins(given)
-    for without, before, after in zip(plain, first, trained, strict=True):
-        assert bool(before.adapter) == bool(before.model) == has_weights and without.adapter == ""
+    trained = origins(with_adapters)
+    for without_adapters, before, after in zip(plain, first, trained, strict=True):
+        assert bool(before.adapter) == bool(before.model) == has_weights
+        assert without_adapters.adapter == ""
         assert (before.adapter != after.adapter) == has_weights
-        assert replace(before, adapter="") == replace(after, adapter="") == without
-        assert before.data == without.data != ""
+        assert replace(before, adapter="") == replace(after, adapter="") == without_adapters
+        assert before.data == without_adapters.data != ""
 
 
 def unmounted(path: Path) -> None:
