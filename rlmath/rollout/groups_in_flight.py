@@ -5,7 +5,7 @@ add -> its completions end one by one -> score -> finish_scored: `on_done`, when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rlmath.algorithms.types import Completion, PartialCompletion, Prompt, ScoredCompletion
@@ -39,6 +39,10 @@ class GroupsInFlight:
         self._groups: dict[int, _Group] = {}
         self._rewards: RewardManager | None = None
         self._max_new_tokens = 0
+
+    def __iter__(self) -> Iterator[int]:
+        """Their draws."""
+        return iter(self._groups)
 
     @property
     def queued_scores(self) -> int:

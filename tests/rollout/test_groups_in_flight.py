@@ -42,7 +42,7 @@ def test_a_group_is_reported_once_when_all_its_completions_have_a_score() -> Non
         assert snapshot[5] == (NOTHING_SAMPLED,) and done == []
         groups.score(request(4, 0), completion(0, "\\boxed{3}"))
         groups.finish_scored(wait=True)
-        assert groups.queued_scores == 0 and list(groups.snapshot([])) == [5]
+        assert groups.queued_scores == 0 and list(groups) == [5]
     (report,) = done
     assert report.draw == 4 and [sample.score.correct for sample in report.samples] == [False, True]
 
