@@ -21,7 +21,7 @@ The teacher's logits are never whole: they are computed for a block of rows at a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -272,13 +272,8 @@ class _RowSums:
             self.column_T1,
         )
 
-    @classmethod
-    def from_tensors(cls, tensors: Iterable[Tensor]) -> _RowSums:
-        """The sums that these `tensors` are."""
-        return cls(*tensors)
-
     def at(self, rows: slice) -> _RowSums:
-        return self.from_tensors(tensor[rows] for tensor in self.tensors)
+        return _RowSums(*(tensor[rows] for tensor in self.tensors))
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -306,7 +301,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         grad_TV = logits_TV.detach()
         _overwrite_with_gradient(
             grad_TV,
-            _RowSums.from_tensors(tensors),
+            _RowSums(*tensors),
             ctx.shard,
             grad_logprobs_T=grad_logprobs_T,
             grad_entropy_T=grad_entropy_T,
@@ -536,7 +531,7 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
         That of the KL is made from a block's logits, and added to the block when the rest of its
         gradient stands there."""
         logits_TV, hidden_TH, head_VH, neg_max_2T, mass_2T, kl_T, *tensors = ctx.saved_tensors
-        sums = _RowSums.from_tensors(tensors)
+        sums = _RowSums(*tensors)
         shard = ctx.shard
         both = ctx.both
         grad_TV = logits_TV.detach()

@@ -217,7 +217,8 @@ def _penalty_lines(reward: RewardConfig, algorithm: AlgorithmConfig, longest: in
         largest_penalty = reward.length_penalty * longest / 1000
         yield (
             f"  less at most {largest_penalty:g} for length: reward.length_penalty "
-            f"{reward.length_penalty:g} x {longest:,} tokens / 1,000, where all of the group are right"
+            f"{reward.length_penalty:g} x {longest:,} tokens / 1,000, where all of the group are "
+            "right"
         )
     if reward.mask_no_eos_with_zero:
         yield (

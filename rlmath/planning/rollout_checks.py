@@ -86,7 +86,8 @@ def curriculum_problems(settings: DataConfig, group_size: int) -> Iterator[str]:
             f"data.solved_samples is {settings.solved_samples}; a pass rate counts "
             "data.history_groups x "
             f"rollout.group_size = {settings.history_groups} x {group_size} = {max_samples} "
-            "completions at most, and nothing would ever be skipped. Lower the former, or raise data.history_groups."
+            "completions at most, and nothing would ever be skipped. Lower the former, or raise "
+            "data.history_groups."
         )
 
 

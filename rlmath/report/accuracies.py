@@ -14,7 +14,7 @@ from rlmath.algorithms.intervals import Interval, difference_interval
 from rlmath.config.hub import is_hub_id
 from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER, EXPORT_FOLDER, MODELS_FOLDER
 from rlmath.config.terminal import visible
-from rlmath.report.metrics import Curve, Metrics
+from rlmath.report.metrics import Metrics
 from rlmath.report.results_file import RESULTS, SAMPLED, Accuracies, Results, read_results
 from rlmath.report.settings import Settings
 
@@ -64,7 +64,7 @@ def validation_rows(validation: Metrics) -> list[AccuracyRow]:
         curve = validation.curve(name)
         if not curve.values:
             continue
-        lows, highs = (_by_step(validation.curve(f"{name}_{end}")) for end in ("low", "high"))
+        lows, highs = (validation.curve(f"{name}_{end}").by_step() for end in ("low", "high"))
         measured = [
             Accuracy(
                 value, (lows[step], highs[step]) if step in lows and step in highs else None, step
@@ -80,10 +80,6 @@ def validation_rows(validation: Metrics) -> list[AccuracyRow]:
             del row.by_model[BEST], row.by_model[AFTER]
         rows.append(_with_change(row))
     return rows
-
-
-def _by_step(curve: Curve) -> dict[int, float]:
-    return dict(zip(curve.steps, curve.values, strict=True))
 
 
 def _with_change(row: AccuracyRow) -> AccuracyRow:

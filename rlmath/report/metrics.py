@@ -26,6 +26,9 @@ class Curve(NamedTuple):
     steps: list[int]
     values: list[float]
 
+    def by_step(self) -> dict[int, float]:
+        return dict(zip(self.steps, self.values, strict=True))
+
 
 @dataclass
 class Metrics:
@@ -120,7 +123,7 @@ def stacked(named: list[tuple[str, Curve]], most: int = DRAWN_POINTS) -> list[tu
     spans = [steps[start : start + width] for start in range(0, len(steps), width)]
     stack = []
     for name, curve in named:
-        values = dict(zip(curve.steps, curve.values, strict=True))
+        values = curve.by_step()
         means = [sum(values.get(step, 0.0) for step in span) / len(span) for span in spans]
         stack.append((name, Curve([span[-1] for span in spans], means)))
     return stack

@@ -176,10 +176,8 @@ def with_teaching_groups(metrics: Metrics) -> Metrics:
     if TEACHING in metrics.curves:
         return metrics
     contrast = metrics.curve("rollout/groups_with_contrast")
-    sampled_curve = metrics.curve("selection/groups_sampled")
-    sampled = dict(zip(sampled_curve.steps, sampled_curve.values, strict=True))
-    learned_curve = metrics.curve("selection/groups_learned")
-    learned = dict(zip(learned_curve.steps, learned_curve.values, strict=True))
+    sampled = metrics.curve("selection/groups_sampled").by_step()
+    learned = metrics.curve("selection/groups_learned").by_step()
     values = [
         min(share, learned.get(step, 0.0) / sampled[step]) if sampled.get(step) else share
         for step, share in zip(contrast.steps, contrast.values, strict=True)
