@@ -131,6 +131,10 @@ class LoraConfig:
     target: Literal["all", "attention", "mlp"] = "all"
     """Linear layers with adapters: those of attention, of the feed-forward network, or all of
     these. The embedding and the output layer have none. Models with experts: "attention" only."""
+    engine: Literal["adapters", "merged"] = "adapters"
+    """How the rollout engines hold what learns: as adapters beside the model's weights, as training
+    does, or merged into these. Rounded to bfloat16 or float16, merged weights lose most of the
+    first steps' small updates, and a sync sends the whole matrices."""
 
 
 @dataclass(frozen=True)
@@ -576,6 +580,9 @@ class SaveConfig:
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the exported Hugging Face models; "auto": that of `model.path`, tensor by
     tensor, and of adapters that of training."""
+    merged_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """With LoRA, number format of the model with its adapters merged: float32 keeps all of a small
+    update, which rounding to bfloat16 loses. null: that of `export_dtype`."""
     ckpt_freq_epochs: PositiveInt | None = None
     """Make a recovery point after every so many epochs (AReaL: exp_ctrl.ckpt_freq_epochs). null: no
     such points."""
