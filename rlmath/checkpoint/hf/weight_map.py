@@ -319,6 +319,16 @@ def adapter_name(weight: str, matrix: str) -> str:
     return f"{_PEFT_PREFIX}{weight.removesuffix('.weight')}.lora_{matrix}.weight"
 
 
+def adapter_weight(name: str) -> tuple[str, str]:
+    """The Hugging Face weight, and "A" or "B", of an adapter's tensor: `adapter_name` reversed.
+
+    >>> adapter_weight("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight")
+    ('model.layers.0.mlp.up_proj.weight', 'A')
+    """
+    module, _, matrix = name.removesuffix(".weight").rpartition(".lora_")
+    return f"{module.removeprefix(_PEFT_PREFIX)}.weight", matrix
+
+
 def merging_bytes(rows: int, columns: int, low: int, itemsize: int) -> int:
     """Bytes needed while a matrix of a rank's shard is merged with an adapter.
 
