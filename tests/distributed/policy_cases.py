@@ -136,9 +136,7 @@ def settings(folder: Path, case: Case) -> Config:
         ),
         algorithm=AlgorithmConfig(kl_coef=case.kl_coef, early_stop_ratio=case.early_stop_ratio),
         rollout=RolloutConfig(temperature=0.8, min_new_tokens=case.min_new_tokens),
-        lora=LoraConfig(
-            rank=LORA_RANK, alpha=LORA_ALPHA, target=case.lora, engine=case.lora_engine
-        )
+        lora=LoraConfig(rank=LORA_RANK, alpha=LORA_ALPHA, target=case.lora, engine=case.lora_engine)
         if case.lora
         else LoraConfig(),
     )
