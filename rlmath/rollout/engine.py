@@ -224,15 +224,17 @@ class Engine:
         load_weights: bool = False,
         stop_token_ids: Sequence[int] | None = None,
         lora: LoraConfig = NO_LORA,
+        adapter: Path | None = None,
         keeps_weights: bool = False,
     ) -> None:
         """`max_sequence` is the longest prompt plus completion (tokens).
 
         `weight_shapes` are the rows and columns of every parameter of one rank, and of every buffer
         of the adapters that it holds as `lora` says (`shard_layouts.engine_shapes`). With
-        `load_weights` it starts with the weights of the folder; with `keeps_weights` they stay
-        while it sleeps. `stop_token_ids` end a completion; None: those of the folder's own chat
-        template."""
+        `load_weights` it starts with the weights of the folder, and with the adapters of the PEFT
+        folder `adapter`, else with adapters of zeros; with `keeps_weights` the weights stay while
+        it sleeps. `stop_token_ids` end a completion; None: those of the folder's own chat template.
+        """
         prepare_environment(device.kind)
         self._settings = settings
         self._device_kind: DeviceKind = device.kind
@@ -250,7 +252,9 @@ class Engine:
             stops=stop_token_ids,
         )
         self._adapter = adapter_request(self._llm)
-        if self._adapter is not None:
+        if adapter is not None:
+            load_adapter(self._llm, adapter)
+        elif self._adapter is not None:
             hold_adapter(self._llm)
         (model,) = self._llm.collective_rpc(lambda worker: worker.get_model())
         self.weights = EngineWeights(model, weight_shapes)
