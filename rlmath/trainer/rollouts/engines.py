@@ -210,6 +210,7 @@ class ColocatedEngines(Engines):
             longest,
             settings=config.sync,
             engine_scores=self._engine_scores,
+            holds_adapters=bool(engine_adapters(self._shape, config.lora)),
         )
         self._report: SyncReport | None = None
         monitor = MemoryMonitor(
@@ -302,6 +303,7 @@ class SeparateEngines(Engines):
             longest,
             settings=self._config.sync,
             engine_scores=self._connection.score,
+            holds_adapters=bool(engine_adapters(self._shape, self._config.lora)),
         )
         offload.offload(*RESTING)
 
