@@ -6,12 +6,8 @@ import math
 from dataclasses import dataclass
 
 from rlmath.data.micro_batches import forward_cost
-from rlmath.planning.memory_formulas import (
-    BLOCK_TOKENS,
-    EngineBytes,
-    engine_bytes,
-    kv_bytes_per_token,
-)
+from rlmath.planning.memory_estimate import engine_of_run
+from rlmath.planning.memory_formulas import BLOCK_TOKENS, EngineBytes, kv_bytes_per_token
 from rlmath.planning.planner.training import StepInputs
 
 
@@ -95,14 +91,7 @@ def slots_of(inputs: StepInputs, requests: int) -> int:
 
 def engine_of(inputs: StepInputs) -> EngineBytes:
     """The memory of an engine rank."""
-    target = inputs.target
-    return engine_bytes(
-        inputs.shape,
-        inputs.config.rollout,
-        target.kind,
-        itemsize=target.itemsize,
-        device_bytes=target.total_bytes,
-    )
+    return engine_of_run(inputs.config, inputs.shape, inputs.target)
 
 
 def _token_seconds(inputs: StepInputs, engines: int) -> float:
