@@ -174,6 +174,26 @@ def all_plans(
     ]
 
 
+def adapter_lines(
+    config: Config, shapes: RunShapes, world_size: int, target: Target
+) -> Iterator[str]:
+    """The line about what an engine samples with and what a sync sends; none without adapters."""
+    engine = memory_estimate.engine_of_run(config, shapes.policy, target)
+    if engine.adapters == 0:
+        return
+    base = _gib(engine.weights - engine.adapters)
+    stays = f"stay on the device, {base} GiB a rank, and are sent once"
+    if not keeps_base(config, shapes, world_size, target=target):
+        stays = (
+            f"have no room on the device while it trains, and are sent again at each rollout: {base} "
+            "GiB a rank"
+        )
+    yield (
+        f"Engines sample with LoRA's adapters, {_gib(engine.adapters)} GiB a rank; the model's "
+        f"weights {stays}"
+    )
+
+
 def start_up_lines(
     config: Config, shapes: RunShapes, world_size: int, kind: Kind = "grpo"
 ) -> list[str]:
@@ -190,6 +210,8 @@ def start_up_lines(
     for plan in (largest_plan, *(plan for plan in plans if plan.is_engine)):
         lines.append(f"Planned memory of {plan.name} on {target.name}{limit}:")
         lines += [f"  {phase}: {figures(plan, phase)}" for phase in plan.phases]
+    if kind == "grpo":
+        lines += adapter_lines(config, shapes, world_size, target=target)
     if target.total_bytes is None:
         ranks_here = local_world_size() or world_size
         planned = host_bytes(config, shapes, world_size, kind=kind) * ranks_here // world_size
@@ -232,7 +254,10 @@ def measured_line(
     (bytes). Torch goes on counting what a sleeping engine has given back: vLLM's allocator unmaps
     it without torch's knowledge."""
     target = planned_target(config.memory, config.policy, config.run.device)
-    plan = memory_estimate.plan_rank(config, shapes, mesh, target=target, kind=kind)
+    keeps = keeps_base(config, shapes, mesh.world_size + mesh.engine_ranks, target=target)
+    plan = memory_estimate.plan_rank(
+        config, shapes, mesh, target=target, kind=kind, keeps_base=keeps
+    )
     beside = {phase: plan.held(phase) - _of_engine(parts) for phase, parts in plan.phases.items()}
     worst = max(beside, key=beside.__getitem__)
     planned_engine = max(map(_of_engine, plan.phases.values()))
