@@ -331,9 +331,7 @@ def plan_critic(
     if critic is None:
         return NO_MODEL
     layers = own_layers(parallel, critic, mesh)
-    sizes = _learner_bytes(
-        optimizer, NO_LORA, critic, mesh=mesh, target=target, layers=layers
-    )
+    sizes = _learner_bytes(optimizer, NO_LORA, critic, mesh=mesh, target=target, layers=layers)
     work = stage_work(policy, parallel, NO_LORA, mesh=mesh, target=target, layers=layers)
     return ModelBytes(
         {f"critic_{name}": size for name, size in sizes.items()},

@@ -25,7 +25,7 @@ from rlmath.config.schema import (
 )
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.planning import parallelism
-from rlmath.rollout.weight_sync.shard_layouts import ADAPTER_RANKS
+from rlmath.rollout.weight_sync.shard_layouts import BUFFER_RANKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -87,10 +87,10 @@ def engine_adapter_problems(lora: LoraConfig) -> Iterator[str]:
 
     vLLM 0.32 adapts every architecture of `weight_map.TABLES`, on GPU in the formats that
     `policy.dtype` may have there."""
-    if lora.engine == "adapters" and lora.rank > ADAPTER_RANKS[-1]:
+    if lora.engine == "adapters" and lora.rank > BUFFER_RANKS[-1]:
         yield (
             f"lora.rank is {lora.rank}, and vLLM samples with adapters of rank "
-            f"{ADAPTER_RANKS[-1]} at most. Lower it, or set lora.engine=merged, which sends whole "
+            f"{BUFFER_RANKS[-1]} at most. Lower it, or set lora.engine=merged, which sends whole "
             "matrices in the engine's number format."
         )
 

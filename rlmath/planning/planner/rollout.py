@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rlmath.checkpoint.hf.weight_map import adapted_rules
 from rlmath.data.micro_batches import forward_cost
 from rlmath.planning.memory_estimate import engine_of_run
 from rlmath.planning.memory_formulas import BLOCK_TOKENS, EngineBytes, kv_bytes_per_token
 from rlmath.planning.planner.training import StepInputs
+from rlmath.rollout.weight_sync.shard_layouts import engine_adapters
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,8 @@ def adapted_layers(inputs: StepInputs) -> int:
 
     Each takes two more kernels in every engine step, whatever its batch. vLLM publishes no such
     time for its present kernels; others measured it (docs/planning.md)."""
-    lora = inputs.config.lora
-    if engine_of(inputs).adapters == 0:
-        return 0
-    return inputs.shape.num_layers * len(adapted_rules(inputs.shape.architecture, lora.target))
+    adapters = engine_adapters(inputs.shape, inputs.config.lora)
+    return inputs.shape.num_layers * len(adapters) // 2
 
 
 def engine_of(inputs: StepInputs) -> EngineBytes:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from rlmath.checkpoint.hf.run_shapes import InspectedShapes, RunShapes
-from rlmath.config.schema import AlgorithmConfig, Config, DataConfig, RolloutConfig
+from rlmath.config.schema import NO_LORA, AlgorithmConfig, Config, DataConfig, RolloutConfig
 from rlmath.data.dataset import critic_epochs
 from rlmath.distributed.mesh import Mesh
 from rlmath.planning.checks import (
@@ -17,7 +17,6 @@ from rlmath.planning.checks import (
 )
 from rlmath.planning.memory_estimate import Target, largest, mesh_of, plan_ranks
 from rlmath.planning.memory_fit import keeps_base
-from rlmath.planning.memory_formulas import NO_LORA
 from rlmath.planning.parallelism import divisors
 from rlmath.planning.planner.cluster import Cluster
 from rlmath.planning.planner.lengths import Batch, lengths_with_mean
