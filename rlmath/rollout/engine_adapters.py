@@ -23,23 +23,13 @@ from torch import Tensor
 
 from rlmath.config.run_files import ADAPTER_CONFIG
 from rlmath.config.schema import LoraConfig
+from rlmath.rollout.weight_sync.shard_layouts import buffer_rank
 
-BUFFER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks that vLLM's buffers may have."""
 _NAME = "policy"
 _NUMBER = 1
 """The adapter's number in vLLM, which counts from 1."""
 _MODULES = {"attention": ["qkv_proj", "o_proj"], "mlp": ["gate_up_proj", "down_proj"]}
 """vLLM's names of the linear layers with adapters, by `lora.target`; "all": both."""
-
-
-def buffer_rank(rank: int) -> int:
-    """The rank of the buffers that hold adapters of this rank, padded with zeros.
-
-    >>> buffer_rank(9)
-    16
-    """
-    return next(size for size in BUFFER_RANKS if size >= rank)
 
 
 def lora_arguments(lora: LoraConfig) -> dict[str, Any]:
