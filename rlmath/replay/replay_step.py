@@ -389,7 +389,7 @@ class PolicyFolders:
 def _policy_folders(
     prepared: PreparedRun[Inputs], state: CheckpointToResume | None, mesh: Mesh, device: Device
 ) -> PolicyFolders:
-    """Where the policy that the step began with is.
+    """The policy that the step began with, on disk.
 
     Rank 0 converts a checkpoint, or merges the adapters that the run began with where the run's
     engines had them merged. A collective."""

@@ -30,6 +30,7 @@ from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.ranks import local_world_size
 from rlmath.models.build import Actor
 from rlmath.models.offload import RESTING, OffloadSets
+from rlmath.planning.memory_fit import keeps_base, planned_target
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, open_scorer
 from rlmath.rewards.several_rewards import MeasuredRows
 from rlmath.rollout.collector import Collector
@@ -153,7 +154,10 @@ class ColocatedEngines(Engines):
         self._scorer = validation_scorer(config, mesh)
         shape = context.shapes.policy
         adapters = engine_adapters(shape, config.lora)
-        keeps_weights = bool(adapters)
+        target = planned_target(config.memory, config.policy, config.run.device)
+        keeps_weights = all(
+            all_gather_objects(keeps_base(config, context.shapes, mesh.world_size, target=target))
+        )
         logger.info("Starting: importing vLLM, building the engine (seconds to minutes) ...")
         self.engine = Engine(
             config.model.path,
@@ -166,6 +170,15 @@ class ColocatedEngines(Engines):
             lora=config.lora,
             keeps_weights=keeps_weights,
         )
+        if adapters:
+            logger.info(
+                "LoRA: the engine samples with the adapters beside its weights, %.3f GiB a rank, "
+                "which %s",
+                self.engine.weights.bytes / 2**30,
+                "stay on the device and are sent once"
+                if keeps_weights
+                else "leave the device while training, and are sent again for each rollout",
+            )
         if config.rollout.tail == "carry" and not self.engine.continues_noise:
             raise ValueError(
                 'rollout.tail is "carry", and vLLM takes its first model runner (its log says '
