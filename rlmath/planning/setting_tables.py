@@ -366,6 +366,17 @@ UNUSED = (
         text="with lora.rank=0: all weights learn",
     ),
     Unused(
+        ["lora.engine", "save.merged_dtype"],
+        when=lambda config: [config.lora.rank == 0],
+        text="with lora.rank=0: there are no adapters",
+    ),
+    Unused(
+        ["save.merged_dtype"],
+        when=lambda config: [config.lora.rank, not config.save.merged],
+        text="with lora.rank and with save.merged=false: adapters are exported alone, in "
+        "save.export_dtype",
+    ),
+    Unused(
         ["memory.offload_reference"],
         when=lambda config: [config.lora.rank, config.algorithm.kl_coef],
         text="with lora.rank and with algorithm.kl_coef: the reference is the policy without its "

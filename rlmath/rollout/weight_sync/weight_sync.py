@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlmath.checkpoint.hf.lora_merge import kept_share
 from rlmath.checkpoint.hf.weight_map import placed_tensors
 from rlmath.checkpoint.hf.weights import local_adapter, local_parameter
 from rlmath.config.model_shape import ModelShape
@@ -43,6 +44,8 @@ class SyncReport:
     bytes_copied: int
     bytes_sent: int
     bytes_received: int
+    merged: dict[str, float]
+    """The metric "sync/lora_kept", where adapters were merged (`SourceMatrices.kept_metrics`)."""
 
     def metrics(self) -> dict[str, float]:
         """What the sync moved on this rank (GiB), and how long vLLM packed matrices (seconds)."""
@@ -51,7 +54,7 @@ class SyncReport:
             "sync/sent_gib": self.bytes_sent / 2**30,
             "sync/received_gib": self.bytes_received / 2**30,
             "seconds/sync_packing": self.packing_seconds,
-        }
+        } | self.merged
 
 
 class WeightTransfer:
@@ -110,6 +113,7 @@ class WeightTransfer:
         differ."""
         started = time.perf_counter()
         checksums = self._new_checksums() if check else None
+        self._sources.kept.clear()
         self._weights.begin(self._planned_rows)
         write = partial(self._finish_round, checksums)
         run_rounds(self._open_transport(), len(self._rounds), write)
@@ -130,6 +134,7 @@ class WeightTransfer:
             bytes_copied=self._bytes_copied,
             bytes_sent=self._bytes_sent,
             bytes_received=self._bytes_received,
+            merged=self._sources.kept_metrics(),
         )
 
     def _open_transport(self) -> Messages | SharedBuckets:
@@ -337,11 +342,22 @@ class SourceMatrices:
     """Views that stay valid: Megatron updates parameters in place."""
     adapters: Mapping[str, Any]
     """The `models.lora.Adapter` of each parameter that has one."""
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    """How much of its update each merged matrix has (`merged_weight`)."""
 
     def matrix(self, name: str) -> Tensor:
         adapter = self.adapters.get(name)
         matrix = self.parameters[name]
-        return matrix if adapter is None else adapter.merged(matrix)
+        if adapter is None:
+            return matrix
+        merged, self.kept[name] = adapter.merged(matrix)
+        return merged
+
+    def kept_metrics(self) -> dict[str, float]:
+        """The share of the adapters' updates that merged matrices have, on all ranks.
+
+        None without adapters; a collective with them."""
+        return {"sync/lora_kept": kept_share(self.kept.values())} if self.adapters else {}
 
     def copy(self, runs: Sequence[TensorRun], targets: Sequence[Tensor]) -> None:
         """Copy the sources of runs into `targets`.
