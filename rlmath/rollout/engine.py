@@ -332,9 +332,11 @@ def open_standalone(
     device_kind: DeviceKind,
     mesh: Mesh | None = None,
     stop_token_ids: Sequence[int] | None = None,
+    adapter: Path | None = None,
 ) -> Any:
     """A vLLM `LLM` with the weights of a Hugging Face folder, without the trainer.
 
+    Every request is answered with the adapters of the PEFT folder `adapter`, if there is one.
     It runs in one process, or with a `mesh` it is the engine that this rank is part of, which every
     rank of a process group opens."""
     prepare_environment(device_kind)

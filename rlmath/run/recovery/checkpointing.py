@@ -214,6 +214,12 @@ class Checkpointer:
             files |= self._metadata_files
             if writes:
                 files[CARD_FILE] = self._card(is_adapter=False, kept=kept)
+        else:
+            files |= {
+                f"{ADAPTER_FOLDER}/{name}": content
+                for name, content in self._metadata_files.items()
+                if name != "config.json"
+            }
         write_hf_folder(stream, files, folder, dtype=formats, writes=writes)
         return kept
 
