@@ -121,9 +121,7 @@ def lora_checkpoint(base: Path, folder: Path, dtype: torch.dtype = torch.float32
     for stored in stored_adapters(shape, adapter_rules(shape.architecture, RANK, "all")):
         size = 1e-4 if stored.keys[0].endswith("B") else 0.1
         part = (torch.randn(stored.shape, generator=generator) * size).to(dtype)
-        writer.add(
-            0, stored.keys[0], [0] * part.dim(), global_shape=stored.global_shape, part=part
-        )
+        writer.add(0, stored.keys[0], [0] * part.dim(), global_shape=stored.global_shape, part=part)
     writer.close()
     settings = f"{{run: {{output_dir: out}}, model: {{path: {base}}}, data: {{train_path: none}}, "
     settings += f"lora: {{rank: {RANK}, alpha: {ALPHA}}}}}\n"

@@ -37,7 +37,11 @@ def matrices(size: float, dtype: torch.dtype, seed: int = 3) -> tuple[Tensor, Te
     """W, and B and A whose product has elements of about `size`."""
     torch.manual_seed(seed)
     a = torch.randn(4, 64) / 4
-    return (torch.randn(96, 64) * 0.02).to(dtype), (torch.randn(96, 4) * size).to(dtype), a.to(dtype)
+    return (
+        (torch.randn(96, 64) * 0.02).to(dtype),
+        (torch.randn(96, 4) * size).to(dtype),
+        a.to(dtype),
+    )
 
 
 def update_of(b: Tensor, a: Tensor) -> Tensor:
