@@ -53,8 +53,8 @@ critic: path=models/critic lr=0.02001 warmup_steps=2002 epochs=2009 pretrain_ste
 teacher: path=/models/teacher loss=full coef=0.271 with_rewards=true
 validation: every_steps=177 paths=[data/third.jsonl,data/fourth.jsonl] template=raw scorer=package.scorers:name
     before_training=false batch_size=178 samples=179 temperature=0.18 top_p=0.981 max_new_tokens=182 keep_best=true
-save: save_freq_epochs=192 save_freq_steps=193 save_freq_secs=194.5 export_hf=true merged=false export_dtype=bfloat16 merged_dtype=float16
-    ckpt_freq_epochs=195 ckpt_freq_steps=196 ckpt_freq_secs=197.5 keep_last=198 keep_models=199
+save: save_freq_epochs=192 save_freq_steps=193 save_freq_secs=194.5 export_hf=true merged=false export_dtype=bfloat16
+    merged_dtype=float16 ckpt_freq_epochs=195 ckpt_freq_steps=196 ckpt_freq_secs=197.5 keep_last=198 keep_models=199
     push_to_hub=distinct/model background=false
 """
 SECTIONS = [line.partition(": ") for line in SETTINGS.replace("\n    ", " ").strip().split("\n")]

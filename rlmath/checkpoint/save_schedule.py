@@ -94,8 +94,11 @@ def export_formats(config: Config) -> TensorFormats:
     """The number formats of the exported model.
 
     "auto" is that of model.path, tensor by tensor, or, if it is not known, of training."""
-    if config.save.export_dtype != "auto":
-        return TensorFormats(config.save.export_dtype)
+    named = config.save.export_dtype
+    if config.lora.rank:
+        named = config.save.merged_dtype or named
+    if named != "auto":
+        return TensorFormats(named)
     return source_formats(Path(config.model.path)) or TensorFormats(_trained_format(config))
 
 
@@ -105,9 +108,10 @@ def export_note(config: Config, size: int) -> str:
     original = source_formats(Path(config.model.path))
     if original is None or original == exported:
         return ""
+    by_lora = config.lora.rank > 0 and config.save.merged_dtype is not None
     return (
         f", in {exported.most}, {size / 1e9:.3f} GB; that of model.path has {original.most} "
-        "(save.export_dtype)"
+        f"({'save.merged_dtype' if by_lora else 'save.export_dtype'})"
     )
 
 

@@ -66,8 +66,11 @@ def adapter_alone(folder: Path) -> Path | None:
     """The adapters in a folder, or in an export with `save.merged=false`.
 
     None where it has the model, or none."""
-    if (folder / "config.json").is_file():
-        return None
+    return None if (folder / "config.json").is_file() else adapter_in(folder)
+
+
+def adapter_in(folder: Path) -> Path | None:
+    """The adapters in a folder or an export, with or without the model; None where it has none."""
     return next(
         (
             candidate

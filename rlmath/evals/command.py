@@ -13,16 +13,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlmath.checkpoint.directory import METADATA_FILES
+from rlmath.checkpoint.hf.config_json import read_model_shape
+from rlmath.checkpoint.hf.peft import base_folder, engine_problems
 from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.hub import HubFailedError, is_hub_id, parse_hub_id
 from rlmath.config.length_curriculum import validation_tokens
 from rlmath.config.load import load_config
 from rlmath.config.run_files import (
+    ADAPTER_FOLDER,
     BEST_FOLDER,
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     EXPORT_FOLDER,
     MODELS_FOLDER,
+    adapter_alone,
 )
 from rlmath.config.schema import Config, RolloutConfig
 from rlmath.distributed.device_kind import resolve_kind
@@ -57,8 +61,8 @@ rlmath eval --model PATH --benchmarks aime24,amc23 --data-dir DIR --output DIR
 rlmath eval ... --ranks N [--tensor-parallel T]    on so many ranks
 rlmath eval --compare A B
 
-PATH is a Hugging Face folder, hf://org/name[@revision], a run's folder or a
-checkpoint. Completions are kept under --output: the same command resumes a
+PATH is a Hugging Face or PEFT folder, hf://org/name[@revision], a run's folder
+or a checkpoint. Completions are kept under --output: the same command resumes a
 stopped evaluation. docs/evaluation.md explains columns, files and formulas.
 """
 
@@ -183,6 +187,8 @@ def run_config(model: Path | str, level: int = logging.DEBUG) -> Config | None:
     """The settings of the run whose folder, export or checkpoint the model is.
 
     None where it is none of a run's, or they cannot be read, which is logged at this level."""
+    if isinstance(model, Path) and model.name == ADAPTER_FOLDER:
+        model = model.parent
     folder = model
     if isinstance(model, Path) and model.name in (EXPORT_FOLDER, BEST_FOLDER):
         folder = model.parent
@@ -256,7 +262,9 @@ def input_problems(plan: Plan) -> list[str]:
     problems = (
         list(missing_problems("--model", str(plan.model))) if isinstance(plan.model, Path) else []
     )
-    problems += _position_problems(plan) if isinstance(plan.model, Path) else ()
+    if isinstance(plan.model, Path):
+        problems += _position_problems(plan)
+        problems += _adapter_problems(plan.model)
     problems += missing_problems("--data-dir", str(plan.data_dir))
     for name in plan.benchmarks if plan.data_dir.is_dir() else ():
         try:
@@ -292,6 +300,18 @@ def _position_problems(plan: Plan) -> Iterator[str]:
             "out for as many as "
             "the prompts leave"
         )
+
+
+def _adapter_problems(model: Path) -> Iterator[str]:
+    """Problems of a folder of adapters (LoRA) alone, and of the model that they belong to."""
+    if (adapter := adapter_alone(model)) is None:
+        return
+    try:
+        shape = read_model_shape(base_folder(adapter), "--model")
+    except ValueError as error:
+        yield f"--model: {error}"
+    else:
+        yield from engine_problems(adapter, shape)
 
 
 def model_place(text: str) -> Path | str:
@@ -339,8 +359,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     model_help = (
-        "Hugging Face folder, a run's folder (its newest model), a checkpoint, or "
-        "hf://org/name[@revision]"
+        "Hugging Face or PEFT folder, a run's folder (its newest model, with LoRA its adapters), a "
+        "checkpoint, or hf://org/name[@revision]"
     )
     add("--model", type=model_place, help=model_help)
     add(

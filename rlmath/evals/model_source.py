@@ -1,4 +1,7 @@
-"""The evaluated model as a Hugging Face folder: given as one, or converted from a checkpoint."""
+"""The evaluated model as a Hugging Face folder: given as one, or converted from a checkpoint.
+
+Adapters (LoRA) stay beside the model that they belong to: merged and rounded, they may lose most of
+what they learned."""
 
 from __future__ import annotations
 
@@ -10,18 +13,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlmath.checkpoint.convert.convert import megatron_to_hf
+from rlmath.checkpoint.convert.adapters import base_model, lora_run
+from rlmath.checkpoint.convert.convert import adapters_to_hf, megatron_to_hf
 from rlmath.checkpoint.convert.sources import MegatronSource, find_megatron
+from rlmath.checkpoint.convert.torch_dist_io import StateReader
 from rlmath.checkpoint.directory import MANIFEST, file_entry
 from rlmath.checkpoint.hf.config_json import (
     check_loadable,
     missing_folder_problem,
     read_model_shape,
 )
-from rlmath.checkpoint.hf.headers import model_fingerprint, older_model_fingerprint
-from rlmath.checkpoint.hf.metadata_files import read_metadata_files
+from rlmath.checkpoint.hf.headers import (
+    ADAPTER_FILE,
+    model_fingerprint,
+    older_model_fingerprint,
+)
+from rlmath.checkpoint.hf.metadata_files import (
+    GENERATION_CONFIG,
+    TOKENIZER_CONFIG,
+    read_metadata_files,
+)
+from rlmath.checkpoint.hf.peft import base_folder, engine_problems
 from rlmath.config.files import read_json_object
-from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, SUMMARY_FILE, adapter_alone
+from rlmath.config.help import raise_problems
+from rlmath.config.hub import HubFailedError, is_hub_id, local_folder
+from rlmath.config.load import load_config
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.run_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FOLDER,
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    EXPORT_FOLDER,
+    SUMMARY_FILE,
+    adapter_alone,
+    adapter_in,
+)
+from rlmath.evals.plan import read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -30,21 +58,32 @@ CONVERTED = "converted_model"
 
 No run's folder has this name, so a partial one can be removed."""
 _SOURCE = "converted_from.json"
+_GOES_ON = "%s was begun with merged adapters, and goes on with the model in %s"
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
     """A folder that vLLM loads, and its hash.
 
-    The hash is that of its weights, config, tokenizer and generation config."""
+    The hash is that of its weights and adapters, config, tokenizer and generation config."""
 
     folder: Path
+    """The model's folder; with adapters, that of the model that they belong to."""
     fingerprint: str
     """The same for the same weights, tokenizer and settings in any folder."""
     older_fingerprint: str
     """The fingerprint that earlier releases made."""
     source: Path
-    """The folder of the model or the checkpoint, whole, before any conversion."""
+    """The folder of the model, adapters or checkpoint, whole, before any conversion."""
+    tokenizer: Path
+    """The folder with the tokenizer, its chat template and the stop tokens."""
+    adapter: Path | None = None
+    """The PEFT folder of the adapters, which are not merged; None: there are none."""
+
+    @property
+    def stop_tokens(self) -> Path:
+        """The folder whose generation_config.json, else config.json, names the stop tokens."""
+        return self.tokenizer if (self.tokenizer / GENERATION_CONFIG).is_file() else self.folder
 
     def named_as(self, recorded: object) -> str:
         """Its fingerprint, in the older form where an earlier release recorded that."""
@@ -52,30 +91,86 @@ class EvaluatedModel:
 
 
 def resolve_model(path: Path, output: Path) -> EvaluatedModel:
-    """The model at `path`: a Hugging Face folder, a run's folder or a checkpoint.
+    """The model at `path`: a Hugging Face or PEFT folder, a run's folder or a checkpoint.
 
     In a run's folder it is the last model of a finished run and the newest checkpoint of an
-    unfinished one. A checkpoint is converted once, into `output`/converted_model. ValueError if it
-    is none of these, or has weights or a tokenizer that cannot be loaded."""
+    unfinished one, with its adapters (LoRA) as they are. A checkpoint is converted once, into
+    `output`/converted_model. ValueError if it is none of these, or has weights, adapters or a
+    tokenizer that cannot be loaded."""
     if not path.is_dir():
         raise ValueError(missing_folder_problem(path, "--model"))
+    if (path / "config.json").is_file():
+        return _whole(path, source=path)
     if (adapter := adapter_alone(path)) is not None:
-        raise ValueError(
-            f'--model: "{adapter}" has adapters (LoRA) without their model; needed: a whole '
-            "model. Give the folder of "
-            "their run or a checkpoint of it, which is merged at once, or merge them (PEFT: "
-            "merge_and_unload)."
-        )
-    hugging_face = _hugging_face(path)
-    source = hugging_face or find_megatron(path).state
-    folder = hugging_face or _convert(path, output)
+        return _with_adapter(base_folder(adapter), adapter, source=adapter)
+    running = (path / CHECKPOINTS_FOLDER).is_dir() and not (path / SUMMARY_FILE).is_file()
+    export = path / EXPORT_FOLDER
+    adapter = adapter_in(export)
+    is_merged = (export / "config.json").is_file()
+    if running or not (is_merged or adapter):
+        return _of_checkpoint(path, output)
+    if adapter is None:
+        return _whole(export, source=export)
+    recorded = read_settings(output).get("model")
+    if is_merged and recorded is not None:
+        merged = _whole(export, source=export)
+        if merged.named_as(recorded) == recorded:
+            logger.warning(_GOES_ON, output, export)
+            return merged
+    try:
+        base = _base_of_run(path, adapter)
+    except (ValueError, HubFailedError) as error:
+        if not is_merged:
+            raise
+        logger.warning("The model in %s is evaluated, with its adapters merged: %s", export, error)
+        return _whole(export, source=export)
+    return _with_adapter(base, adapter, source=adapter)
+
+
+def _whole(folder: Path, source: Path) -> EvaluatedModel:
     check_loadable(folder)
     metadata_files = read_metadata_files(folder)
     fingerprint, older = (
         _with_metadata(weights, metadata_files)
         for weights in (model_fingerprint(folder), older_model_fingerprint(folder))
     )
-    return EvaluatedModel(folder, fingerprint, older, source=source.resolve())
+    return EvaluatedModel(folder, fingerprint, older, source=source.resolve(), tokenizer=folder)
+
+
+def _with_adapter(
+    base: Path, adapter: Path, source: Path, metadata: Path | None = None
+) -> EvaluatedModel:
+    """The model in `base` with the adapters of a PEFT folder.
+
+    `metadata` is the folder of its run's tokenizer; None: that of the adapters, of the merged model
+    beside them or of the base."""
+    shape = read_model_shape(base, "--model")
+    raise_problems("the adapters of --model", list(engine_problems(adapter, shape)))
+    check_loadable(base)
+    beside = adapter.parent if adapter.name == ADAPTER_FOLDER else adapter
+    with_tokenizer = (place for place in (adapter, beside) if (place / TOKENIZER_CONFIG).is_file())
+    tokenizer = next(with_tokenizer, metadata or base)
+    files = read_metadata_files(tokenizer)
+    files = {name: files[name] for name in files if name not in ("config.json", ADAPTER_CONFIG)}
+    config = read_json_object(adapter / ADAPTER_CONFIG)
+    weights = file_entry(adapter / ADAPTER_FILE).sha256
+    parts = f"{model_fingerprint(base)} {weights} {config['r']} {config['lora_alpha']}"
+    fingerprint = _with_metadata(parts, files)
+    return EvaluatedModel(
+        base,
+        fingerprint,
+        older_fingerprint=fingerprint,
+        source=source.resolve(),
+        tokenizer=tokenizer,
+        adapter=adapter,
+    )
+
+
+def _base_of_run(run: Path, adapter: Path) -> Path:
+    """The model that a run began with, fetched where `model.path` is an id of the hub."""
+    settings = run / CONFIG_FILE
+    place = load_config([settings], [], saved=True).model.path if settings.is_file() else None
+    return local_folder(place, "model.path") if is_hub_id(place) else base_folder(adapter)
 
 
 def _with_metadata(fingerprint: str, metadata_files: Mapping[str, bytes]) -> str:
@@ -85,17 +180,8 @@ def _with_metadata(fingerprint: str, metadata_files: Mapping[str, bytes]) -> str
     return digest.hexdigest()[:16]
 
 
-def _hugging_face(path: Path) -> Path | None:
-    if (path / "config.json").is_file():
-        return path
-    export_folder = path / EXPORT_FOLDER
-    exported = (export_folder / "config.json").is_file()
-    running = (path / CHECKPOINTS_FOLDER).is_dir() and not (path / SUMMARY_FILE).is_file()
-    return export_folder if exported and not running else None
-
-
-def _convert(path: Path, output: Path) -> Path:
-    """Convert a checkpoint into the output folder, unless that is done already."""
+def _of_checkpoint(path: Path, output: Path) -> EvaluatedModel:
+    """The model of a checkpoint, or its adapters beside the model that they belong to."""
     source = find_megatron(path)
     if source.metadata_files is None:
         raise ValueError(
@@ -103,6 +189,21 @@ def _convert(path: Path, output: Path) -> Path:
             "is unknown; convert "
             "it by rlmath convert to-hf --config, and evaluate the result"
         )
+    shape = read_model_shape(source.metadata_files)
+    reader = StateReader(source.state)
+    run = lora_run(reader)
+    folder = _convert(source, shape, output, is_adapter=run is not None)
+    if run is not None and (folder / "config.json").is_file():
+        logger.warning(_GOES_ON, output, folder)
+    elif run is not None:
+        base = base_model(reader, run, shape, base=None)
+        return _with_adapter(base, folder, source=source.state, metadata=source.metadata_files)
+    return _whole(folder, source=source.state)
+
+
+def _convert(source: MegatronSource, shape: ModelShape, output: Path, is_adapter: bool) -> Path:
+    """Convert a checkpoint into the output folder, unless that is done already."""
+    assert source.metadata_files is not None
     folder = output / CONVERTED
     note = output / _SOURCE
     origin = {"state": str(source.state.resolve()), "content": _content(source)}
@@ -118,9 +219,13 @@ def _convert(path: Path, output: Path) -> Path:
     if folder.is_dir():  # a partial one, left by a process that was killed
         shutil.rmtree(folder)
     logger.info("Converting %s to %s", source.state, folder)
-    shape = read_model_shape(source.metadata_files)
-    metadata_files = read_metadata_files(source.metadata_files)
-    megatron_to_hf(source.state, shape, metadata_files=metadata_files, output=folder, dtype=None)
+    if is_adapter:
+        adapters_to_hf(source.state, shape, folder, dtype=None, card={})
+    else:
+        metadata_files = read_metadata_files(source.metadata_files)
+        megatron_to_hf(
+            source.state, shape, metadata_files=metadata_files, output=folder, dtype=None
+        )
     note.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
     return folder
 

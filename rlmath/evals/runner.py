@@ -114,16 +114,17 @@ def evaluate(
             plan, rollout, mesh=mesh, device=device, pool=pool, stack=stack
         )
         if prepared.missing:
-            model = prepared.model.folder
+            model = prepared.model
             lengths = prepared.lengths
             llm = stack.enter_context(
                 open_engine(
-                    model,
+                    model.folder,
                     rollout,
                     lengths,
                     mesh=mesh,
                     device=device,
                     stop_token_ids=prepared.stop_token_ids,
+                    adapter=model.adapter,
                 )
             )
             missing = prepared.missing
@@ -134,7 +135,7 @@ def evaluate(
                 rollout=rollout,
                 lengths=lengths,
                 mesh=mesh,
-                model=model,
+                tokenizer=model.tokenizer,
                 pool=pool,
                 scorer=scorer,
             )
@@ -197,7 +198,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
         plan.model if isinstance(plan.model, Path) else parse_hub_id(plan.model, "--model").place
     )
     model = resolve_model(Path(place), plan.output)
-    tokenizer = load_tokenizer(str(model.folder), "--model", plan.chat)
+    tokenizer = load_tokenizer(str(model.tokenizer), "--model", plan.chat)
     verified = plan.scorer is None
     with word_or_function(plan.template_hook, plan.template) as template:
         benchmarks = tuple(
@@ -261,8 +262,8 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
             "unknown" if positions is None else positions,
         )
     stops = None  # the engine's own, of the folder's template
-    if plan.chat_template is not None:
-        stops = stop_token_ids(str(model.folder), tokenizer, len(tokenizer))
+    if plan.chat_template is not None or model.tokenizer != model.folder:
+        stops = stop_token_ids(str(model.stop_tokens), tokenizer, len(tokenizer))
     return _Prepared(model, benchmarks, lengths, missing=missing, stop_token_ids=stops)
 
 

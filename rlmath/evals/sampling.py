@@ -50,8 +50,9 @@ def open_engine(
     mesh: Mesh,
     device: Device,
     stop_token_ids: Sequence[int] | None,
+    adapter: Path | None = None,
 ) -> Iterator[Any]:
-    """This rank's vLLM engine.
+    """This rank's vLLM engine, with the adapters of a PEFT folder if there is one.
 
     On GPU the end of the process frees its memory."""
     longest = lengths.max_prompt_tokens + lengths.max_new_tokens
@@ -64,6 +65,7 @@ def open_engine(
         device_kind=device.kind,
         mesh=mesh,
         stop_token_ids=stop_token_ids,
+        adapter=adapter,
     )
     process.freeze_live_objects()
     logger.info("The engine is ready after %.0f s. Sampling ...", time.monotonic() - started)
@@ -81,11 +83,11 @@ def sample_missing(
     rollout: RolloutConfig,
     lengths: LengthLimits,
     mesh: Mesh,
-    model: Path,
+    tokenizer: Path,
     pool: WorkerPool | None,
     scorer: WorkerPool | None = None,
 ) -> None:
-    """Sample, verify and write.
+    """Sample, verify and write; `tokenizer` is its folder.
 
     The engines share the work; in each engine the rank with a `pool` writes."""
     requests = [_requests(number, gap, plan, lengths) for number, gap in enumerate(missing)]
@@ -113,7 +115,7 @@ def sample_missing(
     running = RunningCompletions(
         llm,
         rollout,
-        tokenizer=load_tokenizer(str(model)),
+        tokenizer=load_tokenizer(str(tokenizer)),
         score=verification.submit,
         on_step=on_step,
     )

@@ -95,9 +95,13 @@ class Adapter(torch.nn.Module):
         return wide.reshape(-1, self.A.shape[0] * self.A.shape[1])
 
     @torch.no_grad()
-    def merged(self, weight_MK: Tensor) -> Tensor:
-        """W + scale B A of this rank's shard (`merged_weight`)."""
-        return merged_weight(weight_MK, self._wide_B(), self.A.flatten(0, 1), self.scale)
+    def merged(
+        self, weight_MK: Tensor, written: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """W + scale B A of this rank's shard, and how much of it is kept (`merged_weight`)."""
+        return merged_weight(
+            weight_MK, self._wide_B(), self.A.flatten(0, 1), self.scale, written=written
+        )
 
 
 def _rows_of(parts: int, shape_B: tuple[int, ...], like: Tensor) -> Tensor | None:

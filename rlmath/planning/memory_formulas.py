@@ -19,7 +19,12 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rlmath.checkpoint.hf.weight_map import adapter_rules, padded_vocab, shard_shape
+from rlmath.checkpoint.hf.weight_map import (
+    adapter_rules,
+    buffer_rank,
+    padded_vocab,
+    shard_shape,
+)
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import NO_LORA, LoraConfig, PolicyConfig, RolloutConfig
 from rlmath.models.scratch_sizes import (
@@ -31,7 +36,6 @@ from rlmath.models.scratch_sizes import (
     flash_takes,
 )
 from rlmath.rollout.weight_sync.shard_layouts import (
-    buffer_rank,
     engine_adapters,
     engine_shapes,
     engine_vocab_rows,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rlmath.checkpoint.hf.config_json import inspect_critic_folder, inspect_model_folder
 from rlmath.checkpoint.hf.peft import adapter_problems
 from rlmath.checkpoint.hf.run_shapes import InspectedShapes, RunShapes
+from rlmath.checkpoint.hf.weight_map import BUFFER_RANKS
 from rlmath.config.help import nearest_path
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import (
@@ -25,7 +26,6 @@ from rlmath.config.schema import (
 )
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.planning import parallelism
-from rlmath.rollout.weight_sync.shard_layouts import BUFFER_RANKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlmath.checkpoint.hf.weight_map import buffer_rank
 from rlmath.config.run_files import ADAPTER_CONFIG
 from rlmath.config.schema import LoraConfig
-from rlmath.rollout.weight_sync.shard_layouts import buffer_rank
 
 _NAME = "policy"
 _NUMBER = 1

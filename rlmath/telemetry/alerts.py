@@ -37,6 +37,8 @@ USUAL_CLIP_RATIO = 0.1
 """The AReaL documents: actor_clip_ratio "is usually less than 0.1"."""
 GOOD_ACCURACY = 0.95
 """Accuracy from which a reward that no longer rises raises no alert."""
+ENOUGH_KEPT = 0.95
+"""Share of the adapters' update below which merged weights that were rounded raise an alert."""
 ENTROPY_AND_ERRORS = 0.5
 """Ratio of the rest of entropy to the rest of wrong answers below which there is an alert.
 
@@ -291,6 +293,19 @@ def early_stop_alert(run: Alerts) -> str | None:
     )
 
 
+def rounding_alert(run: Alerts) -> str | None:
+    """Alert of engines that sample without much of what the adapters learned.
+
+    Their merged weights were rounded (`checkpoint.hf.lora_merge.kept_share`)."""
+    values = _recent(run, "sync/lora_kept", 1)
+    if not values or not values[0] < ENOUGH_KEPT:
+        return None
+    return (
+        f"Rounded, merged weights keep {_percent(values[0])} of LoRA's update.\n"
+        "  New run: lora.engine=adapters, with which engines sample what learns."
+    )
+
+
 RULES = (
     truncated_alert,
     importance_alert,
@@ -301,6 +316,7 @@ RULES = (
     flat_alert,
     entropy_alert,
     early_stop_alert,
+    rounding_alert,
 )
 
 

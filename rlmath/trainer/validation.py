@@ -74,7 +74,7 @@ class Validator:
     steps_done: int
     """Steps done by a resumed run, whose folder has its validations and the best model."""
     total_steps: int
-    export: Callable[[Path, Mapping[str, bytes]], None]
+    export: Callable[[Path, Mapping[str, bytes]], object]
     """Writes the model as it is now into a folder, with the files of the mapping.
 
     A collective. OSError on rank 0."""

@@ -23,11 +23,13 @@ from rlmath.checkpoint.save_schedule import (
     SaveTimes,
     export_bytes,
     export_formats,
+    export_note,
     most_models,
     output_bytes,
 )
 from rlmath.config.schema import (
     Config,
+    LoraConfig,
     ModelConfig,
     RunConfig,
     SaveConfig,
@@ -178,6 +180,29 @@ def test_an_export_has_the_formats_of_the_source_and_the_disk_is_planned_for_the
     assert export_bytes(float32_config, shape) == sum(
         4 * tensor.numel() for tensor in tensors.values()
     )
+
+
+def test_a_merged_model_has_a_format_of_its_own_and_the_disk_is_planned_for_it(
+    tied_model: Path, tmp_path: Path
+) -> None:
+    source = mixed_folder(tied_model, tmp_path / "mixed")
+    shape = shape_of(source)
+    config = Config(
+        run=RunConfig(output_dir=str(tmp_path), device="cpu"),
+        model=ModelConfig(path=str(source)),
+        save=SaveConfig(export_dtype="bfloat16", merged_dtype="float32"),
+    )
+    lora = replace(config, lora=LoraConfig(rank=2))
+    alone = replace(lora, save=replace(config.save, merged=False))
+    assert export_formats(config) == TensorFormats("bfloat16")  # without LoRA it has no effect
+    assert export_formats(lora) == TensorFormats("float32")
+    elements = sum(tensor.numel() for tensor in load_file(source / "model.safetensors").values())
+    assert export_bytes(lora, shape) - export_bytes(alone, shape) == 4 * elements
+    assert export_bytes(config, shape) == 2 * elements
+    assert export_note(lora, 10**9) == (
+        ", in float32, 1.000 GB; that of model.path has bfloat16 (save.merged_dtype)"
+    )
+    assert "(save.export_dtype)" in export_note(config, 10**9)
 
 
 def test_what_float16_cannot_hold_is_exported_as_it_is(

@@ -2,17 +2,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from rlmath.checkpoint.convert.convert import adapters_to_hf, megatron_to_hf
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.cli.api import Run
 from rlmath.evals.benchmarks import check_head_dim, find_benchmark, model_positions
+from rlmath.evals.command import input_problems, parse, plan_of
 from rlmath.evals.model_source import resolve_model
-from tests.checkpoint.conversions import assert_same, to_megatron, weights
-from tests.tiny_models import make_model_folder
+from tests.checkpoint.conversions import assert_same, lora_checkpoint, to_megatron, weights
+from tests.tiny_models import make_model_folder, shape_of
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +96,187 @@ def test_what_is_no_model_is_reported(tmp_path: Path) -> None:
         resolve_model(tmp_path / "empty", tmp_path)
 
 
+@pytest.fixture(scope="module")
+def lora_state(untied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The torch_dist folder of a LoRA run's checkpoint."""
+    return lora_checkpoint(untied_model, tmp_path_factory.mktemp("lora") / "step-000001")
+
+
+@pytest.fixture
+def lora_run(lora_state: Path, untied_model: Path, tmp_path: Path) -> Path:
+    """The folder of a finished run with its own copy of the model that it began with.
+
+    Its export has the adapters merged, and a chat template of the run's."""
+    base = shutil.copytree(untied_model, tmp_path / "base")
+    run = tmp_path / "run"
+    shutil.copytree(lora_state.parent, run / "checkpoints" / "step-000001")
+    for folder in (run / "checkpoints" / "step-000001" / "hf", base):
+        (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
+    shape = shape_of(base)
+    metadata_files = read_metadata_files(base) | {"chat_template.jinja": b"{{ messages }}"}
+    megatron_to_hf(lora_state, shape, metadata_files, run / "hf_model", None)
+    adapter = run / "hf_model" / "adapter"
+    adapters_to_hf(lora_state, shape, adapter, None, {})
+    change_config(adapter, base_model_name_or_path=str(base))
+    (run / "summary.json").write_text("{}")
+    return run
+
+
+def change_config(adapter: Path, **values: object) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def record(output: Path, fingerprint: str) -> None:
+    """What an earlier evaluation of a model leaves in its folder."""
+    output.mkdir()
+    (output / "settings.json").write_text(json.dumps({"common": {"model": fingerprint}}))
+
+
+def test_a_lora_run_is_evaluated_with_its_adapters_as_they_are(
+    lora_run: Path, tmp_path: Path
+) -> None:
+    export = lora_run / "hf_model"
+    model = resolve_model(lora_run, tmp_path / "out")
+    assert (model.folder, model.adapter) == (tmp_path / "base", export / "adapter")
+    assert model.tokenizer == model.stop_tokens == export  # with the run's chat template
+    merged = resolve_model(export, tmp_path / "out")
+    assert (merged.folder, merged.adapter, merged.tokenizer) == (export, None, export)
+    assert len({model.fingerprint, merged.fingerprint}) == 2
+    alone = resolve_model(export / "adapter", tmp_path / "out")
+    assert alone == model
+
+
+def test_the_fingerprint_is_of_base_adapters_and_metadata_in_any_place(
+    lora_run: Path, tmp_path: Path
+) -> None:
+    first = resolve_model(lora_run, tmp_path / "out").fingerprint
+    moved = shutil.move(tmp_path / "base", tmp_path / "moved")
+    adapter = lora_run / "hf_model" / "adapter"
+    change_config(adapter, base_model_name_or_path=str(moved))
+    assert resolve_model(lora_run, tmp_path / "out").fingerprint == first
+    changed = set()
+    for file, change in (
+        (adapter / "adapter_config.json", lambda: change_config(adapter, lora_alpha=7)),
+        (adapter / "adapter_model.safetensors", lambda: spoil(adapter)),
+        (moved / "model.safetensors", lambda: spoil(moved)),
+        (lora_run / "hf_model" / "chat_template.jinja", lambda: None),
+    ):
+        content = file.read_bytes()
+        if file.suffix == ".jinja":
+            file.write_text("{{ messages[0] }}")
+        change()
+        changed.add(resolve_model(lora_run, tmp_path / "out").fingerprint)
+        file.write_bytes(content)
+    assert len(changed | {first}) == 5
+
+
+def spoil(folder: Path) -> None:
+    """Change the last number of the folder's weights."""
+    (file,) = folder.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"\x3d")
+
+
+def test_a_lora_checkpoint_gives_its_adapters(
+    lora_state: Path, untied_model: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    model = resolve_model(lora_state, output)
+    assert (model.folder, model.adapter) == (untied_model, output / "converted_model")
+    assert model.tokenizer == lora_state.parent / "hf" and model.stop_tokens == model.tokenizer
+    assert not (model.adapter / "config.json").exists()
+    assert resolve_model(lora_state, output) == model
+
+
+def test_an_evaluation_of_a_merged_model_goes_on_with_it(
+    lora_run: Path, lora_state: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    merged = resolve_model(lora_run / "hf_model", tmp_path / "none")
+    for number, fingerprint in enumerate((merged.fingerprint, merged.older_fingerprint)):
+        record(tmp_path / f"begun{number}", fingerprint)
+        model = resolve_model(lora_run, tmp_path / f"begun{number}")
+        assert model == merged and model.named_as(fingerprint) == fingerprint
+        assert f"goes on with the model in {lora_run}/hf_model" in caplog.text
+    record(tmp_path / "other", "0123456789abcdef")
+    assert resolve_model(lora_run, tmp_path / "other").adapter is not None
+    # An earlier release converted a checkpoint to a merged model.
+    output = tmp_path / "converted"
+    adapter = resolve_model(lora_state, output).adapter
+    shutil.rmtree(adapter)
+    shutil.copytree(lora_run / "hf_model", adapter)
+    model = resolve_model(lora_state, output)
+    assert (model.folder, model.adapter) == (adapter, None)
+
+
+def test_without_the_model_that_a_run_began_with_the_merged_one_is_evaluated(
+    lora_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(tmp_path / "base")
+    export = lora_run / "hf_model"
+    model = resolve_model(lora_run, tmp_path / "out")
+    assert (model.folder, model.adapter) == (export, None)
+    assert "with its adapters merged" in caplog.text and f"{tmp_path}/base" in caplog.text
+    for file in export.glob("*.*"):
+        file.unlink()
+    for folder in (lora_run, export, export / "adapter"):
+        with pytest.raises(ValueError, match="without their model.*base_model_name_or_path"):
+            resolve_model(folder, tmp_path / "out")
+
+
+def test_adapters_of_another_tool_may_be_of_some_matrices(lora_run: Path, tmp_path: Path) -> None:
+    adapter = Path(shutil.copytree(lora_run / "hf_model" / "adapter", tmp_path / "theirs"))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    some = {name: tensor for name, tensor in tensors.items() if ".1.self_attn.q_proj." in name}
+    save_file(some, adapter / "adapter_model.safetensors")
+    change_config(adapter, target_modules=["q_proj"], layers_to_transform=[1])
+    assert len(some) == 2
+    model = resolve_model(adapter, tmp_path / "out")
+    assert (model.adapter, model.tokenizer) == (adapter, model.folder)
+    (adapter / "tokenizer_config.json").write_text("{}")
+    model = resolve_model(adapter, tmp_path / "out")
+    assert (model.tokenizer, model.stop_tokens) == (adapter, model.folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"r": 513}, '"r" is 513; needed: "LORA" and a rank from 1 to 512'),
+        ({"r": 8}, "56 of 56 tensors are no A and B of rank 8"),
+        ({"peft_type": "IA3"}, "\"peft_type\" is 'IA3'"),
+        ({"lora_alpha": None}, '"lora_alpha" is None; needed: a number'),
+        ({"use_dora": True}, '"use_dora" is true, which is not supported'),
+        ({"init_lora_weights": "pissa"}, "changes the weights of the model, too"),
+    ],
+)
+def test_adapters_that_an_engine_cannot_take_are_refused_before_it_is_built(
+    lora_run: Path, tmp_path: Path, values: dict[str, object], text: str
+) -> None:
+    adapter = lora_run / "hf_model" / "adapter"
+    change_config(adapter, **values)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        resolve_model(lora_run, tmp_path / "out")
+    paths = "--benchmarks none --data-dir docs --output".split()
+    arguments = parse(["--model", str(adapter), *paths, str(tmp_path / "out")])
+    assert any(text in problem for problem in input_problems(plan_of(arguments)))
+
+
+def test_half_of_an_adapter_is_refused(lora_run: Path, tmp_path: Path) -> None:
+    file = lora_run / "hf_model" / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors.pop("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight")
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"1 of 55 tensors .*: .*\.0\.mlp\.up_proj\.lora_A"):
+        resolve_model(lora_run, tmp_path / "out")
+
+
 def test_adapters_without_their_model_are_refused(tmp_path: Path) -> None:
     adapter = tmp_path / "hf_model" / "adapter"
     adapter.mkdir(parents=True)
-    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "org/name"}')
     for folder in (adapter, adapter.parent):
         with pytest.raises(
             ValueError,
-            match=r'adapter" has adapters .* without their model; .* folder of their run',
+            match=r'adapter" has adapters .* without their model: .*org/name.* folder of',
         ):
             resolve_model(folder, tmp_path / "out")
     with pytest.raises(ValueError, match=r"only its adapters \(save.merged=false\)"):

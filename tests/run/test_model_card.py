@@ -170,3 +170,16 @@ def test_hostile_text_stays_in_its_place(tmp_path: Path, text: str) -> None:
         for line in lines
         if re.fullmatch(r"# `[^`]*`, trained by rlmath|## (Data|Settings)", line)
     ]
+
+
+def test_a_card_says_what_rounding_has_lost_of_the_adapters_and_what_to_take(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path, "lora.rank=4")
+    whole, little, much = (
+        model_card(config, 3, 4, kept=kept).decode() for kept in (0.9996, 0.96, 0.174)
+    )
+    assert whole == model_card(config, 3, 4).decode() and "rounded" not in whole.lower()
+    text = "\n\nRounded, the model keeps 96% of what was learned; adapter/ has all of it.\n\n"
+    assert text in little
+    assert "keeps 17.4% of what was learned; adapter/ has all of it: use that, or export" in much

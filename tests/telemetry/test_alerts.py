@@ -302,3 +302,10 @@ def test_few_groups_and_usual_shares_are_not_told_of():
     ((step, _),) = told([dropped(8, 8, 0)] * 4)
     assert step == 2
     assert told([GOOD] * 20) == []
+
+
+def test_merged_weights_that_lose_the_update_are_told_of_where_there_are_any():
+    ((step, text),) = told(rows("sync/lora_kept", [1.0, 0.95, 0.174, 0.1]))
+    assert step == 3
+    assert "keep 17.4% of LoRA's update" in text and "lora.engine=adapters" in text
+    assert told(rows("sync/lora_kept", [1.0, 0.99, 0.95])) == told([GOOD] * 9) == []

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from rlmath.checkpoint.convert.torch_dist_io import StateReader
 from rlmath.checkpoint.directory import SETTINGS, read_progress
-from rlmath.checkpoint.hf.headers import fingerprint_to_compare, model_fingerprint, weight_problems
+from rlmath.checkpoint.hf.headers import (
+    TensorFormats,
+    fingerprint_to_compare,
+    model_fingerprint,
+    weight_problems,
+)
 from rlmath.checkpoint.hf.lora_merge import merged_weight
 from rlmath.checkpoint.hf.weight_map import adapter_name, hf_tensors
 from rlmath.checkpoint.hf.weights import HFReader
@@ -60,13 +65,23 @@ def base_model(reader: StateReader, run: Config, shape: ModelShape, base: Path |
 
 
 def merged_tensors(
-    adapters: Mapping[str, Tensor], run: Config, shape: ModelShape, base: Path, dtype: torch.dtype
+    adapters: Mapping[str, Tensor],
+    run: Config,
+    shape: ModelShape,
+    base: Path,
+    dtype: torch.dtype,
+    written: TensorFormats | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every Hugging Face tensor of the trained model, in `dtype` (`merged_weight`)."""
+    """Every Hugging Face tensor of the trained model (`merged_weight`).
+
+    It was trained in `dtype`; what has adapters is rounded once, to its format in `written` (None:
+    `dtype`)."""
     reader = HFReader(base)
     scale = run.lora.alpha / run.lora.rank
     for name in hf_tensors(shape):
         weight = reader.tensor(name).to(dtype)
         if (a := adapters.get(adapter_name(name, "A"))) is not None:
-            weight = merged_weight(weight, adapters[adapter_name(name, "B")], a, scale)
+            rounded = None if written is None else getattr(torch, written.of(name))
+            b = adapters[adapter_name(name, "B")]
+            weight, _ = merged_weight(weight, b, a, scale, written=rounded)
         yield name, weight

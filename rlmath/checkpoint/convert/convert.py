@@ -172,11 +172,13 @@ def megatron_to_hf(
         reader, shape, run, dtype=chosen
     )
     tensors = _tensors(reader, rectangles, shape)
+    formats = formats or as_formats(written_dtype)
     if run is not None:
         assert base is not None
-        tensors = merged_tensors(dict(tensors), run, shape, base=base, dtype=stored_dtype)
+        tensors = merged_tensors(
+            dict(tensors), run, shape, base=base, dtype=stored_dtype, written=formats
+        )
     finite = ((name, _finite(name, weight, written_dtype, state)) for name, weight in tensors)
-    formats = formats or as_formats(written_dtype)
     return _write_hf(
         finite, shape, metadata_files, output=output, formats=formats, shard_bytes=shard_bytes
     )

@@ -16,7 +16,7 @@ from rlmath.checkpoint.hf.headers import (
     read_header,
     tensor_problems,
 )
-from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors
+from rlmath.checkpoint.hf.weight_map import BUFFER_RANKS, adapter_rules, hf_tensors
 from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_path
 from rlmath.config.hub import is_hub_id, parse_hub_id
@@ -105,6 +105,66 @@ def adapter_problems(folder: Path, lora: LoraConfig, shape: ModelShape) -> Itera
         yield f"{setting}: {problem}"
 
 
+def engine_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
+    """Why an engine cannot take the adapters of a PEFT folder, which any tool may have made.
+
+    They may be of some matrices alone. Reads headers, no tensor."""
+    try:
+        config = read_json_object(folder / ADAPTER_CONFIG)
+        headers = read_header(folder / ADAPTER_FILE)
+    except ValueError as error:
+        yield str(error)
+        return
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
+    if (
+        config.get("peft_type") != "LORA"
+        or type(rank) is not int
+        or not 1 <= rank <= BUFFER_RANKS[-1]
+    ):
+        yield (
+            f'"{folder}": "peft_type" is {config.get("peft_type")!r} and "r" is {rank!r}; needed: '
+            f'"LORA" and a rank from 1 to {BUFFER_RANKS[-1]}.'
+        )
+        return
+    if type(alpha) not in (int, float):
+        yield f'"{folder}": "lora_alpha" is {alpha!r}; needed: a number.'
+    for problem in _unsupported_fields(config):
+        yield f'"{folder}": {problem}'
+    expected = hf_tensors(shape, adapter_rules(shape.architecture, rank, "all"))
+    wrong_names = [
+        name
+        for name, header in sorted(headers.items())
+        if header.shape != expected.get(name) or _other_matrix(name) not in headers
+    ]
+    if wrong_names or not headers:
+        yield (
+            f'"{folder}": {len(wrong_names)} of {len(headers)} tensors are no A and B of rank '
+            f"{rank} for a matrix of this model: {', '.join(wrong_names[:3])}."
+        )
+
+
+def _other_matrix(name: str) -> str:
+    """The name of B for that of A, and the other way round."""
+    other = {"A": "B", "B": "A"}
+    return re.sub(r"(?<=\.lora_)[AB](?=\.)", lambda matrix: other[matrix[0]], name)
+
+
+def base_folder(folder: Path) -> Path:
+    """The folder of the model that a PEFT folder's adapters belong to.
+
+    ValueError where it is not on this machine."""
+    named = read_json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(named, str) or not (Path(named) / "config.json").is_file():
+        raise ValueError(
+            f'"{folder}" has adapters (LoRA) without their model: "base_model_name_or_path" in its '
+            f"{ADAPTER_CONFIG} is {visible(str(named))!r:.200}, and that is no folder of a model "
+            "here. Put such a folder there, or give the folder of the adapters' run or a whole "
+            "model (PEFT: merge_and_unload)."
+        )
+    return Path(named)
+
+
 def other_base_warnings(adapter: str | None, model: str) -> Iterator[str]:
     """A warning if the folder `adapter` (`model.adapter_path`) names another base than `model`.
 
@@ -164,6 +224,11 @@ def _config_problems(config: dict[str, Any], lora: LoraConfig, shape: ModelShape
                 f'"{field}" is {stated!r}; needed, by lora.rank, lora.alpha and lora.target: '
                 f"{expected!r}."
             )
+    yield from _unsupported_fields(config)
+
+
+def _unsupported_fields(config: dict[str, Any]) -> Iterator[str]:
+    """Fields of an adapter_config.json that are not supported."""
     for field, value in sorted(config.items()):
         if value and value != "none" and field not in _SAME_MODEL:
             yield (

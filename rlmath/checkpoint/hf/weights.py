@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,6 +32,7 @@ from rlmath.checkpoint.hf.headers import (
     unexpected_tensors,
     weight_files,
 )
+from rlmath.checkpoint.hf.lora_merge import kept_share, merged_dtype
 from rlmath.checkpoint.hf.weight_map import (
     Placed,
     Rule,
@@ -257,13 +259,32 @@ def local_parameter(chunks: Sequence[torch.nn.Module], placed: Placed) -> Tensor
     return getattr(module, name)
 
 
-def local_weight(chunks: Sequence[torch.nn.Module], placed: Placed) -> Tensor | None:
+def local_weight(
+    chunks: Sequence[torch.nn.Module], placed: Placed, written: torch.dtype | None = None
+) -> Tensor | None:
     """The weight in effect: `local_parameter` with its adapter, if any, merged.
 
     See `models.lora.Adapter.merged`."""
     parameter = local_parameter(chunks, placed)
     adapter = local_adapter(chunks, placed)
-    return parameter if parameter is None or adapter is None else adapter.merged(parameter)
+    if parameter is None or adapter is None:
+        return parameter
+    return adapter.merged(parameter, written)[0]
+
+
+@torch.no_grad()
+def lora_kept(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, written: TensorFormats
+) -> float:
+    """The share of the adapters' updates that the model has, merged and rounded to `written`.
+
+    A collective."""
+    sums = []
+    for placed in placed_tensors(shape):
+        if (adapter := local_adapter(chunks, placed)) is not None:
+            weight = local_parameter(chunks, placed)
+            sums.append(adapter.merged(weight, widest_format(placed, written))[1])
+    return kept_share(sums)
 
 
 def local_adapter(chunks: Sequence[torch.nn.Module], placed: Placed) -> Any:
@@ -325,11 +346,13 @@ def stream_hf_tensors(
     shape: ModelShape,
     mesh: Mesh,
     rules: tuple[Rule, ...] | None = None,
+    written: TensorFormats | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every whole Hugging Face tensor of a sharded model, on every rank, one after another.
 
-    Adapters are merged; with the `rules` of the adapters, these are streamed instead. A collective:
-    all ranks must consume it to its end. At most one tensor is whole at a time."""
+    Adapters are merged, and rounded once to the formats `written` (None: the policy's); with the
+    `rules` of the adapters, these are streamed instead. A collective: all ranks must consume it to
+    its end. At most one tensor is whole at a time."""
     from megatron.core import parallel_state  # conversions do without
 
     pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -339,23 +362,28 @@ def stream_hf_tensors(
     for placed in placed_tensors(shape, rules):
         owner = {"first": 0, "last": mesh.pipeline - 1}.get(placed.rule.owner)
         owner = stages[placed.layer] if placed.layer is not None else owner
+        rounded = None if written is None else widest_format(placed, written)
+        held = any_parameter.new_empty(0, dtype=merged_dtype(rounded))
         if owner == mesh.pipeline_rank:
-            full = _gather(
-                local_weight(chunks, placed), any_parameter, placed, shape=shape, mesh=mesh
-            )
+            weight = local_weight(chunks, placed, rounded)
+            full = _gather(weight, held, placed, shape=shape, mesh=mesh)
         else:
-            full = any_parameter.new_empty(
-                weight_map.canonical_shape(placed.rule, shape, mesh.tensor)
-            )
+            full = held.new_empty(weight_map.canonical_shape(placed.rule, shape, mesh.tensor))
         if mesh.pipeline > 1:
             dist.broadcast(full, src=pipeline_ranks[owner], group=pipeline)
         yield from zip(placed.hf_names, from_canonical(placed.rule, full, shape), strict=True)
 
 
+def widest_format(placed: Placed, formats: TensorFormats) -> torch.dtype:
+    """The number format that has all numbers of a placed tensor's Hugging Face tensors."""
+    dtypes = (getattr(torch, formats.of(name)) for name in placed.hf_names)
+    return reduce(torch.promote_types, dtypes)
+
+
 def _gather(
-    parameter: Tensor | None, any_parameter: Tensor, placed: Placed, shape: ModelShape, mesh: Mesh
+    parameter: Tensor | None, held: Tensor, placed: Placed, shape: ModelShape, mesh: Mesh
 ) -> Tensor:
-    """A whole tensor, on all ranks of the stage that owns it.
+    """A whole tensor, on all ranks of the stage that owns it, with the format and device of `held`.
 
     Only an expert's tensors may lie on some of these ranks alone."""
     from megatron.core import parallel_state
@@ -363,9 +391,9 @@ def _gather(
     _, size = sharing_ranks(placed, mesh)
     part_shape = weight_map.shard_shape(placed.rule, shape, size)
     local_shard = (
-        any_parameter.new_empty(part_shape)
+        held.new_empty(part_shape)
         if parameter is None
-        else parameter.data.reshape(part_shape)
+        else parameter.data.reshape(part_shape).to(held.dtype)
     )
     local_shard = local_shard.contiguous()
     if placed.expert is not None and mesh.expert > 1:

@@ -90,6 +90,8 @@ class WeightSender:
             )
             for name, parameter in self._sources.parameters.items()
         }
+        self.merged = dict[str, float]()
+        """The last offer's `SourceMatrices.kept_metrics`."""
         self._mesh = mesh
         self._device = device
         self._dtype = dtype
@@ -123,6 +125,7 @@ class WeightSender:
             self._offered += 1
             self._to_serve = self._mesh.num_engines
             self._changed.notify_all()
+        self.merged = self._sources.kept_metrics()
         return waited
 
     def _follow(self, plan: SyncPlan) -> None:

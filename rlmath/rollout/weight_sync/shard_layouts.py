@@ -39,9 +39,6 @@ from rlmath.distributed.mesh import Mesh
 ENGINE_VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it splits it."""
 
-BUFFER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks that vLLM's buffers of adapters may have (vLLM 0.32, `config.lora.MaxLoRARanks`)."""
-
 EVEN_STAGES = ParallelConfig()
 TIED_HEAD = "tied head"
 """Key of the last stage's copy of a tied embedding."""
@@ -376,15 +373,6 @@ def _engine_qkv(
     for name, (index, heads) in zip(_parts(placed, 3), spans, strict=True):
         yield Block(name, parameter, heads * D, cols=cols, row=index * heads * D, at_row=row)
         row += heads * D
-
-
-def buffer_rank(rank: int) -> int:
-    """The rank of the buffers that hold adapters of this rank, padded with zeros.
-
-    >>> buffer_rank(9)
-    16
-    """
-    return next(size for size in BUFFER_RANKS if size >= rank)
 
 
 def engine_shapes(

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlmath.checkpoint.hf.lora_merge import kept_share
 from rlmath.checkpoint.hf.weight_map import adapted_rules, adapter_weight, placed_tensors
 from rlmath.checkpoint.hf.weights import local_adapter, local_parameter
 from rlmath.config.model_shape import ModelShape
@@ -56,6 +57,8 @@ class SyncReport:
     bytes_copied: int
     bytes_sent: int
     bytes_received: int
+    merged: dict[str, float]
+    """The metric "sync/lora_kept", where adapters were merged (`SourceMatrices.kept_metrics`)."""
 
     def metrics(self) -> dict[str, float]:
         """What the sync moved on this rank (GiB), and how long vLLM packed matrices (seconds)."""
@@ -64,7 +67,7 @@ class SyncReport:
             "sync/sent_gib": self.bytes_sent / 2**30,
             "sync/received_gib": self.bytes_received / 2**30,
             "seconds/sync_packing": self.packing_seconds,
-        }
+        } | self.merged
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,7 @@ class WeightTransfer:
         ranks where they differ."""
         started = time.perf_counter()
         transfer = self._next
+        self._sources.kept.clear()
         checksums = self._new_checksums(only=transfer.only) if check else None
         if transfer.only is None:
             self._weights.begin(transfer.planned_rows)
@@ -196,6 +200,7 @@ class WeightTransfer:
             bytes_copied=transfer.bytes_copied,
             bytes_sent=transfer.bytes_sent,
             bytes_received=transfer.bytes_received,
+            merged=self._sources.kept_metrics(),
         )
 
     def _open_transport(self) -> Messages | SharedBuckets:
@@ -406,12 +411,22 @@ class SourceMatrices:
     """The `models.lora.Adapter` of each parameter into which one is merged."""
     scales: Mapping[str, float] = field(default_factory=dict)
     """The factor of each B of an adapter that engines hold."""
+    merges: bool = False
+    """Whether any rank of the policy merges adapters."""
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    """How much of its update each merged matrix has (`merged_weight`)."""
 
     def matrix(self, name: str) -> Tensor:
         matrix = self.parameters[name]
         if name in self.merged:
-            return self.merged[name].merged(matrix)
+            matrix, self.kept[name] = self.merged[name].merged(matrix)
         return self.scales[name] * matrix if name in self.scales else matrix
+
+    def kept_metrics(self) -> dict[str, float]:
+        """The share of the adapters' updates that merged matrices have, on all ranks.
+
+        None where nothing is merged, else a collective."""
+        return {"sync/lora_kept": kept_share(self.kept.values())} if self.merges else {}
 
     def copy(self, runs: Sequence[TensorRun], targets: Sequence[Tensor]) -> None:
         """Copy the sources of runs into `targets`.
@@ -452,7 +467,8 @@ def source_matrices(
         parameters[TIED_HEAD] = _as_matrix(head)
     keys = [parameter_key(placed) for placed in placed_tensors(shape, adapters)]
     scales = {key: lora.alpha / lora.rank for key in keys if adapter_weight(key)[1] == "B"}
-    return SourceMatrices(parameters, merged, scales)
+    merges = lora.rank > 0 and not adapters
+    return SourceMatrices(parameters, merged, scales, merges=merges)
 
 
 def learning_parameters(shape: ModelShape, lora: LoraConfig) -> set[str]:

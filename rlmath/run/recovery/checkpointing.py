@@ -28,7 +28,7 @@ from rlmath.checkpoint.hf.metadata_files import (
 )
 from rlmath.checkpoint.hf.peft import adapter_files
 from rlmath.checkpoint.hf.weight_map import adapter_rules
-from rlmath.checkpoint.hf.weights import stream_hf_tensors, write_hf_folder
+from rlmath.checkpoint.hf.weights import lora_kept, stream_hf_tensors, write_hf_folder
 from rlmath.checkpoint.manager import CheckpointManager
 from rlmath.checkpoint.retention import Retention, sound_checkpoints
 from rlmath.config.length_curriculum import has_length_stages
@@ -46,7 +46,7 @@ from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.process import library_versions
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.run.divergence import DivergenceCheck
-from rlmath.run.recovery.model_card import CARD_FILE, model_card
+from rlmath.run.recovery.model_card import CARD_FILE, kept_text, model_card
 from rlmath.run.recovery.resume import Origin
 from rlmath.telemetry.events import event
 from rlmath.trainer.base import Trainer
@@ -104,6 +104,8 @@ class Checkpointer:
         self._folder = Path(config.run.output_dir)
         self.newest: int | None = None
         """Steps done in the newest complete checkpoint, None where there is none."""
+        self._kept = 1.0
+        """The share of what the adapters learned that the final model has, merged and rounded."""
         self.seconds = 0.0
         """Seconds for which training stood still for saving after the last step."""
         self.steps_done = 0
@@ -185,9 +187,10 @@ class Checkpointer:
         }
         return reduce_over_ranks({}, flags)[1]
 
-    def export(self, folder: Path, further_files: Mapping[str, bytes] | None = None) -> None:
+    def export(self, folder: Path, further_files: Mapping[str, bytes] | None = None) -> float:
         """Write the model in Hugging Face form, and its adapters in ADAPTER_FOLDER there.
 
+        Returns the share of what the adapters learned that the model has, merged and rounded.
         `further_files` are written beside them. A collective. OSError on rank 0 if the disk
         refuses, DivergedError if the model is not finite."""
         self._divergence.raise_if_not_finite()
@@ -195,21 +198,30 @@ class Checkpointer:
         writes = trainer.mesh.rank == 0
         files = self._adapter_files(getattr(torch, save_schedule.adapter_format(trainer.config)))
         files |= dict(further_files or {})
-        exports_merged = save_schedule.exports_merged(trainer.config)
-        stream = (
-            self._with_progress(
-                stream_hf_tensors(trainer.actor.chunks, trainer.shape, trainer.mesh)
+        formats = save_schedule.export_formats(trainer.config)
+        stream = iter(())
+        written = None
+        kept = 1.0
+        if save_schedule.exports_merged(trainer.config):
+            if trainer.config.lora.rank:
+                written = formats
+                kept = lora_kept(trainer.actor.chunks, trainer.shape, formats)
+            stream = self._with_progress(
+                stream_hf_tensors(
+                    trainer.actor.chunks, trainer.shape, trainer.mesh, written=written
+                )
             )
-            if exports_merged
-            else iter(())
-        )
-        if exports_merged:
             files |= self._metadata_files
             if writes:
-                files[CARD_FILE] = self._card(is_adapter=False)
-        write_hf_folder(
-            stream, files, folder, dtype=save_schedule.export_formats(trainer.config), writes=writes
-        )
+                files[CARD_FILE] = self._card(is_adapter=False, kept=kept)
+        else:
+            files |= {
+                f"{ADAPTER_FOLDER}/{name}": content
+                for name, content in self._metadata_files.items()
+                if name != "config.json"
+            }
+        write_hf_folder(stream, files, folder, dtype=formats, writes=writes)
+        return kept
 
     def _adapter_files(self, dtype: torch.dtype) -> dict[str, bytes]:
         """The adapters as a folder of PEFT's, on rank 0; none of full training.
@@ -234,10 +246,14 @@ class Checkpointer:
         files[CARD_FILE] = self._card(is_adapter=True)
         return {f"{ADAPTER_FOLDER}/{name}": content for name, content in files.items()}
 
-    def _card(self, is_adapter: bool) -> bytes:
+    def _card(self, is_adapter: bool, kept: float = 1.0) -> bytes:
         trainer = self._trainer
         return model_card(
-            trainer.config, self.steps_done, trainer.total_steps, is_adapter=is_adapter
+            trainer.config,
+            self.steps_done,
+            trainer.total_steps,
+            is_adapter=is_adapter,
+            kept=kept,
         )
 
     def export_final_model(self) -> str | None:
@@ -250,7 +266,7 @@ class Checkpointer:
         needed_bytes = save_schedule.export_bytes(trainer.config, trainer.shape)
         try:
             with trainer.timers.phase("export"):
-                self.export(folder)
+                self._kept = self.export(folder)
         except OSError as error:
             free_bytes = shutil.disk_usage(self._folder).free
             refusal = (
@@ -265,6 +281,8 @@ class Checkpointer:
             size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             note = save_schedule.export_note(trainer.config, size)
             logger.info("The trained model is in %s%s", folder, note)
+            if text := kept_text(self._kept, f"{folder}/{ADAPTER_FOLDER}"):
+                logger.warning("%s", text)
         elif trainer.mesh.rank == 0 and refusal is None:
             logger.info("The trained adapters are in %s", folder / ADAPTER_FOLDER)
         return refusal
@@ -303,7 +321,9 @@ class Checkpointer:
             if not card.is_file():
                 continue
             try:
-                write_whole(card, self._card(is_adapter=folder != model).decode())
+                is_adapter = folder != model
+                content = self._card(is_adapter, kept=1.0 if is_adapter else self._kept)
+                write_whole(card, content.decode())
             except OSError as error:
                 logger.warning("%s has no figures of the last validation: %s", card, error)
 

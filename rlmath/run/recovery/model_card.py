@@ -19,14 +19,17 @@ from rlmath.config.files import read_regular
 from rlmath.config.help import counted, setting_values
 from rlmath.config.hub import is_hub_id, parse_hub_id
 from rlmath.config.load import shown_values
-from rlmath.config.run_files import METRICS_FILE, VALIDATION_FILE
+from rlmath.config.run_files import ADAPTER_FOLDER, METRICS_FILE, VALIDATION_FILE
 from rlmath.config.schema import Config
 from rlmath.config.terminal import visible
+from rlmath.telemetry.alerts import ENOUGH_KEPT
 from rlmath.telemetry.metrics_writer import read_metrics
 
 CARD_FILE = "README.md"
 _MOST_BYTES = 2**20
 """Most bytes of the base model's card that are read; it names the model's licence."""
+_ALL_KEPT = 0.9995
+"""Share of what adapters learned from which a model has all of it: it reads as 100%."""
 _LICENCE_FIELDS = ("license", "license_name", "license_link")
 _OF_ONE_MACHINE = ("run.output_dir", "run.distributed_timeout_seconds", "run.hub_timeout_seconds")
 _FOLDERS = re.compile(r"(?<![\w:/.])(?:~[\w.-]*)?/(?:[^\s/\"']+/)+")
@@ -44,11 +47,12 @@ def model_card(
     total_steps: int | None,
     output_dir: Path | None = None,
     is_adapter: bool = False,
+    kept: float = 1.0,
 ) -> bytes:
     """The card of the model, or of its adapters alone, after so many steps.
 
-    `total_steps` is None if it is not known; metrics are those in `output_dir` (None: the
-    run's)."""
+    `total_steps` is None if it is not known; metrics are those in `output_dir` (None: the run's).
+    The model has the share `kept` of what its adapters learned (`kept_text`)."""
     settings = shown_values(config)
     base = base_name(settings["model.path"])
     library = "peft" if is_adapter else "transformers"
@@ -65,6 +69,7 @@ def model_card(
         f"---\n{_yaml(front)}---",
         f"# {'LoRA adapters of ' if is_adapter else ''}{_code(base)}, trained by rlmath",
         f"Trained from {_code(base)} by {kind} with rlmath {rlmath.__version__}: {steps}.",
+        *([text[0].upper() + text[1:] + "."] if (text := kept_text(kept, ADAPTER_FOLDER)) else []),
         "## Data",
         "\n".join(f"- {_code(without_folders(path))}" for path in data_paths),
         *_measured(output_dir or Path(config.run.output_dir), steps_done),
@@ -73,6 +78,28 @@ def model_card(
         _block(_yaml(_changed_settings(config))),
     ]
     return ("\n\n".join(sections) + "\n").encode("utf-8", "replace")
+
+
+def kept_text(kept: float, adapter: str) -> str:
+    """What a merged model has lost by rounding, and from ENOUGH_KEPT down what to take in its place.
+
+    "" where it has all. `adapter` is the folder of its adapters.
+
+    >>> kept_text(1.0, "adapter"), kept_text(0.991, "adapter")
+    ('', 'rounded, the model keeps 99.1% of what was learned; adapter/ has all of it')
+    >>> kept_text(0.17, "adapter").partition(": ")[2]
+    'use that, or export with save.merged_dtype=float32'
+    """
+    if not kept < _ALL_KEPT:
+        return ""
+    text = (
+        f"rounded, the model keeps {100 * kept:.3g}% of what was learned; {adapter}/ has all of it"
+    )
+    return (
+        text
+        if kept >= ENOUGH_KEPT
+        else f"{text}: use that, or export with save.merged_dtype=float32"
+    )
 
 
 def base_name(model: str) -> str:

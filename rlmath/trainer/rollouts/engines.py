@@ -340,7 +340,7 @@ class SeparateEngines(Engines):
         return {
             "sync/sent_gib": self._sender.bytes_sent / 2**30,
             "seconds/sync_wait_for_engines": self._waited,
-        }
+        } | self._sender.merged
 
     def close(self, status: int) -> None:
         self._connection.send(End(status))
