@@ -270,7 +270,7 @@ def plan_rank(
     else:
         forward = formulas.forward_bytes(shape, work)
         engine = engine_of_run(config, shape, target)
-        asleep = {}
+        asleep: dict[str, int] = {}
         phases = {}
         if not mesh.engine_ranks:
             sync_buffers = _sync_bytes(
@@ -626,7 +626,7 @@ def _generation_phases(
 def _training_phases(
     resident: Mapping[str, int],
     memory: MemoryConfig,
-    asleep: Mapping[str, int],
+    asleep: dict[str, int],
     forward: formulas.PassBytes,
     reference: formulas.PassBytes | None,
     critic: formulas.PassBytes | None,
