@@ -147,8 +147,12 @@ def _gpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
         # Others on the GPU need not be ranks of this process group: engines on ranks of their own,
         # or other runs.
         **({} if cache is None else {"worker_cls": SHARED_GPU_WORKER}),
-        # The fused kernel is FlashInfer's; see `prepare_environment`.
-        "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+        "compilation_config": {
+            # The fused kernel is FlashInfer's; see `prepare_environment`.
+            "pass_config": {"fuse_allreduce_rms": False},
+            # Where there is an adapter every request has it.
+            "cudagraph_specialize_lora": False,
+        },
     }
 
 

@@ -219,7 +219,7 @@ def test_without_the_model_that_a_run_began_with_the_merged_one_is_evaluated(
     for file in export.glob("*.*"):
         file.unlink()
     for folder in (lora_run, export, export / "adapter"):
-        with pytest.raises(ValueError, match="without their model.*base_model_name_or_path"):
+        with pytest.raises(ValueError, match=r"without their model.*base_model_name_or_path"):
             resolve_model(folder, tmp_path / "out")
 
 

@@ -321,13 +321,6 @@ def test_settings_without_effect_beside_lora_and_without_it_are_told():
     assert warnings("lora.alpha=16") == [
         "lora.alpha: no effect with lora.rank=0: all weights learn."
     ]
-    assert warnings("save.merged_dtype=float32", "lora.engine=merged") == [
-        "lora.engine, save.merged_dtype: no effect with lora.rank=0: there are no adapters."
-    ]
-    alone = ("lora.rank=8", "optimizer.lr=1e-5", "save.merged_dtype=float32")
-    (warning,) = warnings(*alone, "save.merged=false")
-    assert warning.startswith("save.merged_dtype: no effect with lora.rank and with save.merged=")
-    assert warnings(*alone, "lora.engine=merged") == []
     (warning,) = warnings(
         "lora.rank=8", "optimizer.lr=1e-5", "algorithm.kl_coef=0.1", "memory.offload_reference=true"
     )

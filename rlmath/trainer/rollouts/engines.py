@@ -30,7 +30,7 @@ from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.ranks import local_world_size
 from rlmath.models.build import Actor
 from rlmath.models.offload import RESTING, OffloadSets
-from rlmath.planning.memory_fit import keeps_base, planned_target
+from rlmath.planning.memory_fit import cpu_target, keeps_base, planned_target
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, open_scorer
 from rlmath.rewards.several_rewards import MeasuredRows
 from rlmath.rollout.collector import Collector
@@ -154,7 +154,10 @@ class ColocatedEngines(Engines):
         self._scorer = validation_scorer(config, mesh)
         shape = context.shapes.policy
         adapters = engine_adapters(shape, config.lora)
-        target = planned_target(config.memory, config.policy, config.run.device)
+        if context.device.kind == "cpu":
+            target = cpu_target(config.policy)
+        else:
+            target = planned_target(config.memory, config.policy, config.run.device)
         keeps_weights = all(
             all_gather_objects(keeps_base(config, context.shapes, mesh.world_size, target=target))
         )
