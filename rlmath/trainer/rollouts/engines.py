@@ -173,15 +173,6 @@ class ColocatedEngines(Engines):
             lora=config.lora,
             keeps_weights=keeps_weights,
         )
-        if adapters:
-            logger.info(
-                "LoRA: the engine samples with the adapters beside its weights, %.3f GiB a rank, "
-                "which %s",
-                self.engine.weights.bytes / 2**30,
-                "stay on the device and are sent once"
-                if keeps_weights
-                else "leave the device while training, and are sent again for each rollout",
-            )
         if config.rollout.tail == "carry" and not self.engine.continues_noise:
             raise ValueError(
                 'rollout.tail is "carry", and vLLM takes its first model runner (its log says '
