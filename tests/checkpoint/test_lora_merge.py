@@ -62,7 +62,7 @@ def test_the_share_kept_is_the_projection_of_what_was_written_on_the_update(
     monkeypatch.setattr(lora_merge, "MERGED_BLOCK_BYTES", 8 * 64 * 20)  # five blocks of rows
     weight, b, a = matrices(size, torch.bfloat16)
     update = update_of(b, a)
-    merged, sums = merged_weight(weight, b, a, SCALE, written)
+    merged, sums = merged_weight(weight, b, a, scale=SCALE, written=written)
     rounded = (weight.double() + update).to(written or torch.bfloat16)
     assert torch.equal(merged.double(), (weight.double() + update).to(merged.dtype).double())
     change = rounded.double() - weight.double()
@@ -70,9 +70,9 @@ def test_the_share_kept_is_the_projection_of_what_was_written_on_the_update(
 
 
 def test_a_small_update_is_lost_in_bfloat16_and_kept_in_float32() -> None:
-    large = merged_weight(*matrices(1e-2, torch.bfloat16), SCALE)[1]
-    small = merged_weight(*matrices(1e-6, torch.bfloat16), SCALE)[1]
-    whole = merged_weight(*matrices(1e-6, torch.bfloat16), SCALE, torch.float32)[1]
+    large = merged_weight(*matrices(1e-2, torch.bfloat16), scale=SCALE)[1]
+    small = merged_weight(*matrices(1e-6, torch.bfloat16), scale=SCALE)[1]
+    whole = merged_weight(*matrices(1e-6, torch.bfloat16), scale=SCALE, written=torch.float32)[1]
     assert share(large) == pytest.approx(1, abs=0.01)
     assert share(small) < 0.3
     assert share(whole) == pytest.approx(1, abs=1e-3)
@@ -81,7 +81,7 @@ def test_a_small_update_is_lost_in_bfloat16_and_kept_in_float32() -> None:
 def test_what_float16_may_not_hold_is_merged_in_float32() -> None:
     weight = torch.full((2, 2), 70000.0)
     merged, _ = merged_weight(
-        weight, torch.ones(2, 1), torch.ones(1, 2), 1.0, written=torch.float16
+        weight, torch.ones(2, 1), torch.ones(1, 2), scale=1.0, written=torch.float16
     )
     assert merged.dtype == torch.float32 and torch.equal(merged, weight + 1)
 
@@ -112,7 +112,7 @@ def test_a_sync_tells_the_share_of_each_merged_matrix_once(one_rank: None) -> No
     assert torch.equal(sources.matrix("adapted"), weight)
     assert sources.kept_metrics() == {"sync/lora_kept": 1}  # nothing has been learned
     adapter.B.data.copy_(b)
-    merged, sums = merged_weight(weight, b, a, SCALE)
+    merged, sums = merged_weight(weight, b, a, scale=SCALE)
     for _ in range(2):
         assert torch.equal(sources.matrix("adapted"), merged)
     assert sources.kept_metrics() == {"sync/lora_kept": pytest.approx(share(sums))}
@@ -126,7 +126,7 @@ def test_a_wider_format_has_all_that_the_adapters_learned(
     state = lora_checkpoint(base, tmp_path / "run" / "step-000001", torch.bfloat16)
     metadata_files = read_metadata_files(base)
     output = tmp_path / "out"
-    megatron_to_hf(state, shape_of(base), metadata_files, output, dtype)
+    megatron_to_hf(state, shape_of(base), metadata_files, output=output, dtype=dtype)
     adapters = weights_of_adapters(state, base, tmp_path / "adapter")
     written = torch.float32 if dtype == torch.float32 else torch.bfloat16
     converted = weights(output)
@@ -139,5 +139,5 @@ def test_a_wider_format_has_all_that_the_adapters_learned(
 
 
 def weights_of_adapters(state: Path, base: Path, output: Path) -> dict[str, Tensor]:
-    adapters_to_hf(state, shape_of(base), output, None, {})
+    adapters_to_hf(state, shape_of(base), output, dtype=None, card={})
     return load_file(output / "adapter_model.safetensors")

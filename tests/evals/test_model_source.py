@@ -114,9 +114,9 @@ def lora_run(lora_state: Path, untied_model: Path, tmp_path: Path) -> Path:
         (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
     shape = shape_of(base)
     metadata_files = read_metadata_files(base) | {"chat_template.jinja": b"{{ messages }}"}
-    megatron_to_hf(lora_state, shape, metadata_files, run / "hf_model", None)
+    megatron_to_hf(lora_state, shape, metadata_files, output=run / "hf_model", dtype=None)
     adapter = run / "hf_model" / "adapter"
-    adapters_to_hf(lora_state, shape, adapter, None, {})
+    adapters_to_hf(lora_state, shape, adapter, dtype=None, card={})
     change_config(adapter, base_model_name_or_path=str(base))
     (run / "summary.json").write_text("{}")
     return run
@@ -219,7 +219,7 @@ def test_without_the_model_that_a_run_began_with_the_merged_one_is_evaluated(
     for file in export.glob("*.*"):
         file.unlink()
     for folder in (lora_run, export, export / "adapter"):
-        with pytest.raises(ValueError, match="without their model.*base_model_name_or_path"):
+        with pytest.raises(ValueError, match=r"without their model.*base_model_name_or_path"):
             resolve_model(folder, tmp_path / "out")
 
 
