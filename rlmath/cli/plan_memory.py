@@ -27,6 +27,7 @@ from rlmath.planning.checks import memory_problems, setting_problems, shape_prob
 from rlmath.planning.memory_estimate import MemoryPlan, Target, mesh_of
 from rlmath.planning.memory_fit import (
     GIB,
+    adapter_lines,
     all_plans,
     figures,
     planned_target,
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps(as_data(plans, problems, target, ranks), indent=2))
     else:
-        lines = (line for plan in plans for line in plan_lines(plan))
+        lines = [line for plan in plans for line in plan_lines(plan)]
+        lines += adapter_lines(config, shapes, ranks, target=target)
         print("\n".join([*heading(config, shapes.policy, ranks, target), *lines]))
     for problem in problems:
         print(f"  - {problem}", file=sys.stderr)

@@ -10,7 +10,7 @@ from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.cli.plan_prediction import RunPrediction
 from rlmath.config.length_curriculum import has_length_stages
 from rlmath.planning.memory_estimate import plan_ranks
-from rlmath.planning.memory_fit import start_up_lines
+from rlmath.planning.memory_fit import keeps_base, start_up_lines
 from rlmath.planning.planner.step import PHASES, Comparison, StepPlan
 
 
@@ -124,7 +124,10 @@ def _seconds(number: float) -> str:
 
 def run_data(run: RunPrediction, shown: int) -> dict[str, Any]:
     """Seconds and bytes."""
-    memory = plan_ranks(run.config, run.shapes, run.cluster.ranks, run.target)
+    keeps = keeps_base(run.config, run.shapes, run.cluster.ranks, target=run.target)
+    memory = plan_ranks(
+        run.config, run.shapes, run.cluster.ranks, target=run.target, keeps_base=keeps
+    )
     fastest = run.layouts.plans[:shown] if run.layouts is not None else ()
     return {
         "cluster": asdict(run.cluster),

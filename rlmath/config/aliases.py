@@ -107,6 +107,13 @@ VERL = {
     "actor_rollout_ref.model.lora_alpha": "`lora.alpha`",
     "actor_rollout_ref.model.lora_adapter_path": "`model.adapter_path`",
     "actor_rollout_ref.model.target_modules: all-linear": "`lora.target: all`",
+    "actor_rollout_ref.model.lora.rank": "`lora.rank`",
+    "actor_rollout_ref.model.lora.alpha": "`lora.alpha`",
+    "actor_rollout_ref.model.lora.merge: true": "`lora.engine: merged`",
+    "actor_rollout_ref.model.lora.merge: false": "`lora.engine: adapters`",
+    "actor_rollout_ref.rollout.load_format": f"{NO_KEY}: engines get the weights of `model.path` "
+    "from the trainer",
+    "actor_rollout_ref.rollout.layered_summon": f"{NO_KEY}: no rank gathers the whole model",
     "actor_rollout_ref.rollout.n": "`rollout.group_size`",
     "actor_rollout_ref.rollout.response_length": "`rollout.max_new_tokens`",
     "actor_rollout_ref.rollout.dtype": "`policy.dtype`, of policy and engine",

@@ -50,6 +50,9 @@ from rlmath.config.schema import MISSING, Config
 from rlmath.config.shipped_files import shipped, shipped_config
 from rlmath.config.yaml_errors import interpolation_problem, yaml_problem
 
+VALUES_BEFORE = {"lora.engine": "merged"}
+"""Settings that a file saved by an earlier release may lack, with what that release did."""
+
 COMPACT_SECTION = "parallel"
 """The section that a word such as d32t2p1 stands for."""
 
@@ -382,8 +385,11 @@ class _Reader:
     def config(self, saved: bool) -> Config:
         """The settings that were read, over those of a preset; ValueError with all mistakes.
 
-        A saved file has all settings of its time: a preset that has changed since adds nothing."""
-        if not saved:
+        A saved file has all settings of its time: a preset that has changed since adds nothing, and
+        a setting that is younger has the value that says what was done before."""
+        if saved:
+            self._values = VALUES_BEFORE | self._values
+        else:
             self._read_preset()
         written = {key: self._written(key) for key in all_settings()}
         for key, setting in all_settings().items():

@@ -137,6 +137,9 @@ class LoraConfig:
     first steps' small updates, and a sync sends the whole matrices."""
 
 
+NO_LORA = LoraConfig()
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """The training prompts."""

@@ -222,6 +222,7 @@ def shape_problems(config: Config, inspected: InspectedShapes, kind: Kind = "grp
         return [*problems, *_sequence_position_problems(config.sft, shapes.policy)]
     return [
         *problems,
+        *model_checks.engine_adapter_problems(config.lora),
         *model_checks.critic_layout_problems(
             inspected, config.critic, config.parallel, policy=config.policy
         ),
@@ -579,7 +580,8 @@ def _preset_problems(config: Config) -> Iterator[str]:
 
 
 _SFT_SETTINGS = """
-run. model. parallel. policy. lora. optimizer. sft. save. data.train_path data.more_train_paths data.train_weights
+run. model. parallel. policy. lora.rank lora.alpha lora.target optimizer. sft. save. data.train_path
+data.more_train_paths data.train_weights
 data.template data.chat_template data.chat_template_kwargs data.system_prompt data.prompts_per_step
 data.max_unusable_share data.shuffle algorithm.rollback algorithm.rollback_lr_factor memory.gpu memory.gpu_gib
 telemetry.tensorboard telemetry.profile_steps telemetry.report telemetry.wandb telemetry.wandb_project

@@ -13,10 +13,12 @@ updates:
     update     the same with the activations of a backward pass
 
 What stays beside in the first two follows `MemoryConfig`; on CPU only gradients can leave, since
-what is copied to the host stays in the same memory. Counted are the device's tensors in a step that
-is not the first; what CUDA, NCCL and fragmentation take is the reserve of `memory_fit`. Supervised
-training ("sft") has one phase, the update. Where engines have ranks of their own (`rollout.ranks`),
-a training rank has the phases of training, an engine's "generate".
+what is copied to the host stays in the same memory. With LoRA an engine that samples with adapters
+keeps its weights in the other phases, too, where they fit (`memory_fit.keeps_base`). Counted are
+the device's tensors in a step that is not the first; what CUDA, NCCL and fragmentation take is the
+reserve of `memory_fit`. Supervised training ("sft") has one phase, the update. Where engines have
+ranks of their own (`rollout.ranks`), a training rank has the phases of training, an engine's
+"generate".
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from rlmath.checkpoint.hf.weight_map import (
 )
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import (
+    NO_LORA,
     Config,
     Kind,
     LoraConfig,
@@ -122,12 +125,17 @@ class MemoryPlan:
 
 
 def plan_ranks(
-    config: Config, shapes: RunShapes, world_size: int, target: Target, kind: Kind = "grpo"
+    config: Config,
+    shapes: RunShapes,
+    world_size: int,
+    target: Target,
+    kind: Kind = "grpo",
+    keeps_base: bool = False,
 ) -> list[MemoryPlan]:
     """The plan of the first rank of every pipeline stage; all ranks of a stage hold the same.
 
     The engines' own ranks are not among them (`plan_engine_ranks`). The layout must have no
-    problems (`parallelism`)."""
+    problems (`parallelism`). `keeps_base` is as in `plan_rank`."""
     parallel = config.parallel
     rollout = config.rollout
     per_stage = training_ranks(world_size, rollout.ranks) // parallel.pipeline
@@ -135,29 +143,38 @@ def plan_ranks(
         mesh_of(parallel, rollout, world_size, rank=stage * per_stage)
         for stage in range(parallel.pipeline)
     ]
-    return [plan_rank(config, shapes, mesh, target=target, kind=kind) for mesh in meshes]
+    return [
+        plan_rank(config, shapes, mesh, target=target, kind=kind, keeps_base=keeps_base)
+        for mesh in meshes
+    ]
 
 
 def plan_engine_ranks(
-    rollout: RolloutConfig, policy: ModelShape, world_size: int, target: Target
+    config: Config, policy: ModelShape, world_size: int, target: Target
 ) -> list[MemoryPlan]:
     """The plan of the engines' own ranks, which all hold the same; empty where they have none."""
-    if rollout.ranks == 0:
+    if config.rollout.ranks == 0:
         return []
-    engine = formulas.engine_bytes(
-        policy,
-        rollout,
-        target.kind,
-        itemsize=target.itemsize,
-        device_bytes=target.total_bytes,
-    )
+    engine = engine_of_run(config, policy, target)
     sizes = {
         "engine_weights": engine.weights,
         "engine_workspace": engine.workspace,
         "kv_cache": max(0, engine.kv_cache),
     }
-    first = training_ranks(world_size, rollout.ranks)
+    first = training_ranks(world_size, config.rollout.ranks)
     return [MemoryPlan(first, 0, {"generate": _in_order(sizes)}, is_engine=True)]
+
+
+def engine_of_run(config: Config, policy: ModelShape, target: Target) -> formulas.EngineBytes:
+    """The memory of an engine rank of a run with a policy of this shape."""
+    return formulas.engine_bytes(
+        policy,
+        config.rollout,
+        target.kind,
+        itemsize=target.itemsize,
+        device_bytes=target.total_bytes,
+        lora=config.lora,
+    )
 
 
 def largest(
@@ -210,9 +227,16 @@ def engine_mesh_of(rollout: RolloutConfig, world_size: int, rank: int) -> Mesh:
 
 
 def plan_rank(
-    config: Config, shapes: RunShapes, mesh: Mesh, target: Target, kind: Kind = "grpo"
+    config: Config,
+    shapes: RunShapes,
+    mesh: Mesh,
+    target: Target,
+    kind: Kind = "grpo",
+    keeps_base: bool = False,
 ) -> MemoryPlan:
-    """The plan of one rank, for the longest of its length stages."""
+    """The plan of one rank, for the longest of its length stages.
+
+    `keeps_base`: the engine's weights stay while the rank trains (`memory_fit.keeps_base`)."""
     shape = shapes.policy
     policy = replace(config.policy, max_tokens_per_microbatch=shapes.microbatch_tokens)
     layers = own_layers(config.parallel, shape, mesh)
@@ -245,13 +269,8 @@ def plan_rank(
         phases = {"update": _while_training(resident, memory) | asdict(update)}
     else:
         forward = formulas.forward_bytes(shape, work)
-        engine = formulas.engine_bytes(
-            shape,
-            config.rollout,
-            target.kind,
-            itemsize=target.itemsize,
-            device_bytes=target.total_bytes,
-        )
+        engine = engine_of_run(config, shape, target)
+        asleep: dict[str, int] = {}
         phases = {}
         if not mesh.engine_ranks:
             sync_buffers = _sync_bytes(
@@ -260,13 +279,17 @@ def plan_rank(
                 mesh,
                 target=target,
                 bucket_mib=config.sync.bucket_mib,
-                weights=engine.weights,
+                sent=engine.adapters if keeps_base else engine.weights,
             )
+            asleep = {
+                "engine_workspace": engine.asleep,
+                "engine_weights": engine.weights if keeps_base else 0,
+            }
             phases = _generation_phases(resident, memory, engine, sync_buffers=sync_buffers)
         phases |= _training_phases(
             resident,
             memory,
-            asleep=0 if mesh.engine_ranks else engine.asleep,
+            asleep=asleep,
             forward=forward,
             reference=forward if config.algorithm.kl_coef > 0 else None,
             critic=critic.largest_pass,
@@ -308,10 +331,8 @@ def plan_critic(
     if critic is None:
         return NO_MODEL
     layers = own_layers(parallel, critic, mesh)
-    sizes = _learner_bytes(
-        optimizer, formulas.NO_LORA, critic, mesh=mesh, target=target, layers=layers
-    )
-    work = stage_work(policy, parallel, formulas.NO_LORA, mesh=mesh, target=target, layers=layers)
+    sizes = _learner_bytes(optimizer, NO_LORA, critic, mesh=mesh, target=target, layers=layers)
+    work = stage_work(policy, parallel, NO_LORA, mesh=mesh, target=target, layers=layers)
     return ModelBytes(
         {f"critic_{name}": size for name, size in sizes.items()},
         formulas.backward_bytes(critic, work, policy),
@@ -403,7 +424,7 @@ def plan_teacher(
     )
     weights = _elements(teacher, mesh, layers) * target.itemsize
     resident = {"teacher": weights - head, "teacher_head": head}
-    work = stage_work(policy, parallel, formulas.NO_LORA, mesh=mesh, target=target, layers=layers)
+    work = stage_work(policy, parallel, NO_LORA, mesh=mesh, target=target, layers=layers)
     in_loss = formulas.teacher_loss_bytes(teacher, work) if whole_vocabulary else 0
     # For hidden states alone the pass ends before the output layer.
     pass_work = replace(work, has_head=work.has_head and not whole_vocabulary)
@@ -605,7 +626,7 @@ def _generation_phases(
 def _training_phases(
     resident: Mapping[str, int],
     memory: MemoryConfig,
-    asleep: int,
+    asleep: dict[str, int],
     forward: formulas.PassBytes,
     reference: formulas.PassBytes | None,
     critic: formulas.PassBytes | None,
@@ -614,7 +635,7 @@ def _training_phases(
 ) -> dict[str, dict[str, int]]:
     """Bytes by part in TRAINING_PHASES, with the largest pass of each; None: no such phase.
 
-    `asleep` are the bytes that the engine's workspace keeps."""
+    `asleep` are the bytes by part that a sleeping engine keeps."""
     passes = {
         "logprobs": ("", forward),
         "reference": ("reference", reference),
@@ -623,9 +644,7 @@ def _training_phases(
         "update": ("teacher_head", update),
     }
     return {
-        phase: _while_training(resident, memory, model)
-        | {"engine_workspace": asleep}
-        | asdict(largest_pass)
+        phase: _while_training(resident, memory, model) | asleep | asdict(largest_pass)
         for phase, (model, largest_pass) in passes.items()
         if largest_pass is not None
     }
@@ -675,23 +694,28 @@ def _sync_bytes(
     mesh: Mesh,
     target: Target,
     bucket_mib: float,
-    weights: int,
+    sent: int,
 ) -> int:
-    """Bytes of a weight sync: two buckets for sending and two for receiving.
+    """Bytes of a weight sync that sends so many: two buckets for sending and two for receiving.
 
     Ranks that share memory have two in all. There are none where every rank has what its engine
     needs (except rows of the vocabulary that two paddings put on different ranks). With LoRA there
-    is also the matrix of which merging needs most."""
-    merging = 0
+    is also the matrix of which merging needs most, or, where adapters are sent, the largest B times
+    its scale."""
+    largest_matrix = 0
     rules = adapter_rules(shape.architecture, lora.rank, lora.target)
     for a, b in zip(rules[::2], rules[1::2], strict=True):
         parts, rank, columns = shard_shape(a, shape, mesh.tensor)
-        rows = math.prod(shard_shape(b, shape, mesh.tensor)) // rank
-        merging = max(merging, merging_bytes(rows, columns, parts * rank, itemsize=target.itemsize))
+        elements = math.prod(shard_shape(b, shape, mesh.tensor))
+        size = elements * target.itemsize
+        if lora.engine == "merged":
+            rows = elements // rank
+            size = merging_bytes(rows, columns, parts * rank, itemsize=target.itemsize)
+        largest_matrix = max(largest_matrix, size)
     if mesh.pipeline == mesh.expert == 1 and mesh.tensor in (1, mesh.engine_size):
-        return merging
+        return largest_matrix
     bucket = bucket_bytes(bucket_mib, target.kind, mesh.world_size)
-    return merging + (4 if target.kind == "cuda" else 2) * min(bucket, weights)
+    return largest_matrix + (4 if target.kind == "cuda" else 2) * min(bucket, sent)
 
 
 def _in_order(held: Mapping[str, int]) -> dict[str, int]:

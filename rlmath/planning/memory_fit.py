@@ -14,7 +14,7 @@ from rlmath.checkpoint.hf.run_shapes import RunShapes
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.help import counted
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, Kind, MemoryConfig, PolicyConfig, RolloutConfig
+from rlmath.config.schema import Config, Kind, MemoryConfig, PolicyConfig
 from rlmath.distributed.device_kind import cuda_is_available
 from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.mesh import Mesh
@@ -22,7 +22,8 @@ from rlmath.distributed.ranks import local_world_size
 from rlmath.planning import memory_estimate
 from rlmath.planning.machine_room import GIB, PROCESS_GIB
 from rlmath.planning.memory_estimate import TRAINING_PHASES, MemoryPlan, Target
-from rlmath.planning.memory_formulas import engine_bytes, longest_sequence_bytes
+from rlmath.planning.memory_formulas import longest_sequence_bytes
+from rlmath.rollout.weight_sync.shard_layouts import engine_adapters
 
 RESERVE_GIB = 3.0
 RESERVE_SHARE = 0.04
@@ -127,7 +128,7 @@ def fit_problems(
     phase_groups = (TRAINING_PHASES,)
     if kind == "grpo":
         longest_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        problems += _engine_problems(config.rollout, shapes.policy, target, tokens=longest_sequence)
+        problems += _engine_problems(config, shapes.policy, target, tokens=longest_sequence)
         phase_groups = (memory_estimate.GENERATION_PHASES, *phase_groups)
     for phases in phase_groups:
         plan, phase = memory_estimate.largest(plans, phases)
@@ -142,21 +143,55 @@ def fit_problems(
     return problems
 
 
+def keeps_base(config: Config, shapes: RunShapes, world_size: int, target: Target) -> bool:
+    """Whether an engine's weights stay on the device while it trains, so that they are sent once.
+
+    With LoRA they do not change where `lora.engine` is "adapters". They stay where every phase of
+    all ranks fits with them, always on CPU, and with engines on ranks of their own. It is the same
+    on all ranks whose GPUs have the same memory. The layout must have no problems
+    (`parallelism`)."""
+    if not engine_adapters(shapes.policy, config.lora):
+        return False
+    if config.rollout.ranks or target.total_bytes is None:
+        return True
+    plans = memory_estimate.plan_ranks(config, shapes, world_size, target=target, keeps_base=True)
+    plan, phase = memory_estimate.largest(plans)
+    return plan.held(phase) <= usable_bytes(target)
+
+
 def all_plans(
     config: Config, shapes: RunShapes, world_size: int, target: Target, kind: Kind = "grpo"
 ) -> list[MemoryPlan]:
     """A plan for every kind of rank.
 
     There is one for each pipeline stage, and one for engines with ranks of their own."""
-    engines = (
-        memory_estimate.plan_engine_ranks(config.rollout, shapes.policy, world_size, target=target)
-        if kind == "grpo"
-        else []
-    )
+    if kind == "sft":
+        return memory_estimate.plan_ranks(config, shapes, world_size, target=target, kind=kind)
+    keeps = keeps_base(config, shapes, world_size, target=target)
     return [
-        *memory_estimate.plan_ranks(config, shapes, world_size, target=target, kind=kind),
-        *engines,
+        *memory_estimate.plan_ranks(config, shapes, world_size, target=target, keeps_base=keeps),
+        *memory_estimate.plan_engine_ranks(config, shapes.policy, world_size, target=target),
     ]
+
+
+def adapter_lines(
+    config: Config, shapes: RunShapes, world_size: int, target: Target
+) -> Iterator[str]:
+    """The line about what an engine samples with and what a sync sends; none without adapters."""
+    engine = memory_estimate.engine_of_run(config, shapes.policy, target)
+    if engine.adapters == 0:
+        return
+    base = _gib(engine.weights - engine.adapters)
+    stays = f"stay on the device, {base} GiB a rank, and are sent once"
+    if not keeps_base(config, shapes, world_size, target=target):
+        stays = (
+            f"have no room on the device while it trains, and are sent again at each rollout: {base} "
+            "GiB a rank"
+        )
+    yield (
+        f"Engines sample with LoRA's adapters, {_gib(engine.adapters)} GiB a rank; the model's "
+        f"weights {stays}"
+    )
 
 
 def start_up_lines(
@@ -175,6 +210,8 @@ def start_up_lines(
     for plan in (largest_plan, *(plan for plan in plans if plan.is_engine)):
         lines.append(f"Planned memory of {plan.name} on {target.name}{limit}:")
         lines += [f"  {phase}: {figures(plan, phase)}" for phase in plan.phases]
+    if kind == "grpo":
+        lines += adapter_lines(config, shapes, world_size, target=target)
     if target.total_bytes is None:
         ranks_here = local_world_size() or world_size
         planned = host_bytes(config, shapes, world_size, kind=kind) * ranks_here // world_size
@@ -217,7 +254,10 @@ def measured_line(
     (bytes). Torch goes on counting what a sleeping engine has given back: vLLM's allocator unmaps
     it without torch's knowledge."""
     target = planned_target(config.memory, config.policy, config.run.device)
-    plan = memory_estimate.plan_rank(config, shapes, mesh, target=target, kind=kind)
+    keeps = keeps_base(config, shapes, mesh.world_size + mesh.engine_ranks, target=target)
+    plan = memory_estimate.plan_rank(
+        config, shapes, mesh, target=target, kind=kind, keeps_base=keeps
+    )
     beside = {phase: plan.held(phase) - _of_engine(parts) for phase, parts in plan.phases.items()}
     worst = max(beside, key=beside.__getitem__)
     planned_engine = max(map(_of_engine, plan.phases.values()))
@@ -325,15 +365,14 @@ def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]
 
 
 def _engine_problems(
-    rollout: RolloutConfig, shape: ModelShape, target: Target, tokens: int
+    config: Config, shape: ModelShape, target: Target, tokens: int
 ) -> Iterator[str]:
     """Problems of the engine's share of the GPU.
 
     It must hold the engine's weights, its workspace and the KV cache of one longest sequence, of so
     many tokens."""
-    engine = engine_bytes(
-        shape, rollout, target.kind, itemsize=target.itemsize, device_bytes=target.total_bytes
-    )
+    rollout = config.rollout
+    engine = memory_estimate.engine_of_run(config, shape, target)
     sequence = longest_sequence_bytes(
         shape, rollout.tensor_parallel, target.itemsize, tokens=tokens, device_kind=target.kind
     )

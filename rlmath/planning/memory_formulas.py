@@ -19,9 +19,14 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rlmath.checkpoint.hf.weight_map import adapter_rules, padded_vocab, shard_shape
+from rlmath.checkpoint.hf.weight_map import (
+    adapter_rules,
+    buffer_rank,
+    padded_vocab,
+    shard_shape,
+)
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import LoraConfig, PolicyConfig, RolloutConfig
+from rlmath.config.schema import NO_LORA, LoraConfig, PolicyConfig, RolloutConfig
 from rlmath.models.scratch_sizes import (
     CHUNK_BYTES,
     CHUNKS_HELD,
@@ -30,10 +35,13 @@ from rlmath.models.scratch_sizes import (
     TEACHER_BLOCKS_HELD,
     flash_takes,
 )
-from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, engine_vocab_rows
+from rlmath.rollout.weight_sync.shard_layouts import (
+    engine_adapters,
+    engine_shapes,
+    engine_vocab_rows,
+)
 
 FLOAT32_BYTES = 4
-NO_LORA = LoraConfig()
 BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
 """Tokens of one block of the KV cache."""
 
@@ -355,6 +363,7 @@ class EngineBytes:
     """One engine rank's memory."""
 
     weights: int
+    """Weights of the model, and adapters where the engine holds some."""
     workspace: int
     """Activations of the largest engine step, logits and sampling, CUDA graphs; 0 on CPU, where it
     is small."""
@@ -364,6 +373,8 @@ class EngineBytes:
     """Part of the workspace that stays while the engine sleeps.
 
     These are CUDA graphs, which vLLM does not give back."""
+    adapters: int = 0
+    """Part of the weights: buffers of LoRA adapters."""
 
 
 def engine_bytes(
@@ -372,11 +383,13 @@ def engine_bytes(
     device_kind: str,
     itemsize: int,
     device_bytes: int | None,
+    lora: LoraConfig = NO_LORA,
 ) -> EngineBytes:
     """The memory of one engine rank.
 
     `device_bytes` is the GPU's memory; on CPU the settings give the cache's size."""
-    weights = weight_bytes(
+    adapters = adapter_buffer_bytes(shape, lora, rollout.tensor_parallel, itemsize=itemsize)
+    weights = adapters + weight_bytes(
         shape, rollout.tensor_parallel, itemsize, packed_head=device_kind == "cpu"
     )
     token = kv_bytes_per_token(shape, rollout.tensor_parallel, itemsize)
@@ -385,14 +398,17 @@ def engine_bytes(
         return int(gib * 2**30) // (BLOCK_TOKENS[kind] * token) * BLOCK_TOKENS[kind] * token
 
     if device_kind == "cpu" or device_bytes is None:
-        return EngineBytes(weights, 0, given(rollout.cpu_kv_cache_gib, "cpu"), 0)
+        return EngineBytes(
+            weights, 0, given(rollout.cpu_kv_cache_gib, "cpu"), asleep=0, adapters=adapters
+        )
     workspace = workspace_bytes(shape, rollout, itemsize, device_bytes=device_bytes)
     if rollout.kv_cache_gib is not None:
-        return EngineBytes(
-            weights, workspace, given(rollout.kv_cache_gib, "cuda"), _graph_bytes(rollout)
-        )
-    share = int(rollout.memory_share * device_bytes)
-    return EngineBytes(weights, workspace, share - weights - workspace, _graph_bytes(rollout))
+        kv_cache = given(rollout.kv_cache_gib, "cuda")
+    else:
+        kv_cache = int(rollout.memory_share * device_bytes) - weights - workspace
+    return EngineBytes(
+        weights, workspace, kv_cache, asleep=_graph_bytes(rollout), adapters=adapters
+    )
 
 
 @lru_cache(maxsize=64)
@@ -406,6 +422,20 @@ def weight_bytes(shape: ModelShape, ranks: int, itemsize: int, packed_head: bool
     if packed_head:
         elements += engine_vocab_rows(shape, ranks) * shape.hidden_size
     return itemsize * elements + FLOAT32_BYTES * shape.rotary_table_positions * shape.head_dim
+
+
+@lru_cache(maxsize=64)
+def adapter_buffer_bytes(shape: ModelShape, lora: LoraConfig, ranks: int, itemsize: int) -> int:
+    """Bytes of the buffers in which one of `ranks` engine ranks holds adapters; 0 with none.
+
+    They are padded to the next rank of vLLM's. Beside a matrix whose rows are split A is whole on
+    every rank, and beside one whose columns are, B is."""
+    adapters = engine_adapters(shape, lora)
+    if not adapters:
+        return 0
+    buffers = engine_shapes(shape, ranks, adapters).items()
+    elements = sum(rows * columns for name, (rows, columns) in buffers if ".lora_" in name)
+    return itemsize * elements // lora.rank * buffer_rank(lora.rank)
 
 
 def kv_heads(shape: ModelShape, ranks: int) -> int:

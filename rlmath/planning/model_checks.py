@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rlmath.checkpoint.hf.config_json import inspect_critic_folder, inspect_model_folder
 from rlmath.checkpoint.hf.peft import adapter_problems
 from rlmath.checkpoint.hf.run_shapes import InspectedShapes, RunShapes
+from rlmath.checkpoint.hf.weight_map import BUFFER_RANKS
 from rlmath.config.help import nearest_path
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import (
@@ -79,6 +80,19 @@ def lora_problems(lora: LoraConfig, path: str | None, shape: ModelShape) -> Iter
         )
     elif path is not None:
         yield from adapter_problems(Path(path), lora, shape)
+
+
+def engine_adapter_problems(lora: LoraConfig) -> Iterator[str]:
+    """Problems of adapters that the engines sample with.
+
+    vLLM 0.32 adapts every architecture of `weight_map.TABLES`, on GPU in the formats that
+    `policy.dtype` may have there."""
+    if lora.engine == "adapters" and lora.rank > BUFFER_RANKS[-1]:
+        yield (
+            f"lora.rank is {lora.rank}, and vLLM samples with adapters of rank "
+            f"{BUFFER_RANKS[-1]} at most. Lower it, or set lora.engine=merged, which sends whole "
+            "matrices in the engine's number format."
+        )
 
 
 def length_problems(

@@ -361,20 +361,14 @@ UNUSED = (
         text="with parallel.tensor=1",
     ),
     Unused(
-        ["lora.alpha", "lora.target"],
+        ["lora.alpha", "lora.target", "lora.engine", "save.merged_dtype"],
         when=lambda config: [config.lora.rank == 0],
         text="with lora.rank=0: all weights learn",
     ),
     Unused(
-        ["lora.engine", "save.merged_dtype"],
-        when=lambda config: [config.lora.rank == 0],
-        text="with lora.rank=0: there are no adapters",
-    ),
-    Unused(
         ["save.merged_dtype"],
         when=lambda config: [config.lora.rank, not config.save.merged],
-        text="with lora.rank and with save.merged=false: adapters are exported alone, in "
-        "save.export_dtype",
+        text="with lora.rank and with save.merged=false: adapters alone are exported",
     ),
     Unused(
         ["memory.offload_reference"],

@@ -16,6 +16,7 @@ from rlmath.config.schema import (
     RolloutConfig,
     SelectionConfig,
 )
+from rlmath.distributed.device_kind import number_format, resolve_kind
 from rlmath.planning.sensible_values import doubtful_values
 from rlmath.planning.setting_tables import doubts, without_effect
 from rlmath.rewards.several_rewards import functions_of, is_verified
@@ -45,6 +46,12 @@ def config_warnings(
             "lora.rank="
             f"{config.lora.rank} teaches little: adapters want some ten times as much, 1e-5 to "
             "1e-4."
+        )
+    engine_format = number_format(config.policy.dtype, resolve_kind(config.run.device))
+    if config.lora.rank and config.lora.engine == "merged" and engine_format != "float32":
+        messages.append(
+            f'lora.engine="merged" rounds the engines\' weights to {engine_format}, which loses most '
+            "of the first steps' small updates (docs/lora.md). lora.engine=adapters keeps them."
         )
     if config.lora.rank and config.algorithm.advantage == "gae" and config.critic.lr is None:
         messages.append(

@@ -12,11 +12,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.checkpoint.capture import Capture, CapturedMinibatch, CapturedUpdate
-from rlmath.checkpoint.convert.convert import begun_model_to_hf, megatron_to_hf
+from rlmath.checkpoint.convert.convert import (
+    adapters_to_hf,
+    begun_model_to_hf,
+    megatron_to_hf,
+)
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.config import length_curriculum
 from rlmath.config.run_files import write_whole
@@ -34,7 +39,7 @@ from rlmath.rewards.reward_manager import RewardWorkers
 from rlmath.rollout.collector import CollectGroups, Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import RolloutSeed, training_sampling
-from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
+from rlmath.rollout.weight_sync.shard_layouts import engine_adapters, engine_shapes
 from rlmath.run.join import join_run
 from rlmath.run.prepared import PreparedRun
 from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
@@ -342,17 +347,20 @@ def replay_rollout(
         workers = stack.enter_context(open_engine_workers(config, mesh))
         mesh, device, heartbeat = begin(stack, prepared, rendezvous)
         heartbeat.enter_phase("load checkpoint")
-        model = _model_folder(prepared, _whole(state, heartbeat), mesh, device=device)
+        policy = _policy_folders(prepared, _whole(state, heartbeat), mesh, device=device)
         heartbeat.enter_phase("build engine")
+        adapters = engine_adapters(shape, config.lora)
         engine = Engine(
-            str(model),
+            str(policy.model),
             config.rollout,
             max_sequence=length_curriculum.engine_length(config),
             mesh=mesh,
             device=device,
-            weight_shapes=engine_shapes(shape, mesh.engine_size),
+            weight_shapes=engine_shapes(shape, mesh.engine_size, adapters),
             load_weights=True,
             stop_token_ids=prepared.inputs.stop_token_ids,
+            lora=config.lora,
+            adapter=policy.adapter,
         )
         engine.on_step = heartbeat.report_progress
         heartbeat.enter_phase("rollout")
@@ -368,39 +376,67 @@ def replay_rollout(
     return status
 
 
-def _model_folder(
-    prepared: PreparedRun[Inputs], state: CheckpointToResume | None, mesh: Mesh, device: Device
-) -> Path:
-    """The policy that the step began with, as a Hugging Face folder.
+@dataclass(frozen=True)
+class PolicyFolders:
+    """The policy that a step began with, on disk."""
 
-    Rank 0 converts a checkpoint, or merges the adapters that the run began with. A collective."""
+    model: Path
+    """A Hugging Face folder."""
+    adapter: Path | None
+    """A PEFT folder of the adapters that the engine holds beside it; None: they change nothing."""
+
+
+def _policy_folders(
+    prepared: PreparedRun[Inputs], state: CheckpointToResume | None, mesh: Mesh, device: Device
+) -> PolicyFolders:
+    """The policy that the step began with, on disk.
+
+    Rank 0 converts a checkpoint, or merges the adapters that the run began with where the run's
+    engines had them merged. A collective."""
     config = prepared.config
-    shape = prepared.shapes.policy
     base = Path(config.model.path)
+    holds_adapters = bool(engine_adapters(prepared.shapes.policy, config.lora))
+    adapter = config.model.adapter_path
+    if state is None and (holds_adapters or adapter is None):
+        return PolicyFolders(base, None if adapter is None else Path(adapter))
     folder = Path(config.run.output_dir) / MODEL_FOLDER
-    if state is None and config.model.adapter_path is None:
-        return base
     mistake = None
     if mesh.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
         try:
-            shutil.rmtree(folder, ignore_errors=True)
-            if state is None:
-                begun_model_to_hf(config, shape, folder, dtype=device.params_dtype)
-            else:
-                megatron_to_hf(
-                    state[0].state,
-                    shape,
-                    metadata_files=read_metadata_files(base),
-                    output=folder,
-                    dtype=None,
-                    base=base if config.lora.rank else None,
-                )
+            _convert(prepared, state, folder, holds_adapters, dtype=device.params_dtype)
         except (OSError, ValueError) as error:
             mistake = str(error)
     mistake = broadcast_from_rank_zero(mistake)
     if mistake is not None:
         raise ValueError(mistake)
-    return folder
+    return PolicyFolders(base, folder) if holds_adapters else PolicyFolders(folder, None)
+
+
+def _convert(
+    prepared: PreparedRun[Inputs],
+    state: CheckpointToResume | None,
+    folder: Path,
+    adapters_alone: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Write the policy's whole model into `folder`, or its adapters."""
+    config = prepared.config
+    shape = prepared.shapes.policy
+    base = Path(config.model.path)
+    if state is None:
+        begun_model_to_hf(config, shape, folder, dtype=dtype)
+    elif adapters_alone:
+        adapters_to_hf(state[0].state, shape, folder, dtype=None, card={})
+    else:
+        megatron_to_hf(
+            state[0].state,
+            shape,
+            metadata_files=read_metadata_files(base),
+            output=folder,
+            dtype=None,
+            base=base if config.lora.rank else None,
+        )
 
 
 def _sample_again(

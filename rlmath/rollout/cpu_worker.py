@@ -1,7 +1,7 @@
 """vLLM's CPU worker, with changes for an engine inside of a training rank.
 
-Its KV cache can be freed, its shared memory leaves no files behind, a norm is one operation, and
-the sampler's noise follows from a request's seed and position.
+Its KV cache can be freed, its shared memory leaves no files behind, a norm is one operation, an
+adapter two products, and the sampler's noise follows from a request's seed and position.
 
 vLLM imports it by its name (`worker_cls`), in the process of the training rank. It is a module of
 its own because vLLM may be imported only after `engine.prepare_environment`.
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -64,11 +65,16 @@ class RlmathCPUWorker(CPUWorker):
             super().initialize_from_config(*arguments, **keywords)
 
     def load_model(self, *arguments: Any, **keywords: Any) -> None:
-        """Do what vLLM does, but compute norms with its kernels.
+        """Do what vLLM does, but compute norms with its kernels, and adapters by two products.
 
-        Its own choice for CPU is torch, one operation at a time."""
+        Its own choice for norms on CPU is torch, one operation at a time; its kernels for adapters
+        copy that of each token."""
         super().load_model(*arguments, **keywords)
+        # Every request has the one adapter that there is.
+        self.model_runner.set_active_loras = lambda *arguments, **keywords: None
         for module in self.get_model().modules():
+            if isinstance(module, BaseLinearLayerWithLoRA):
+                _apply_by_two_products(module)
             if (
                 type(module) is RMSNorm
                 and module.has_weight
@@ -179,6 +185,28 @@ def _rms_norm(
     normed = torch.empty_like(x)
     torch.ops._C.rms_norm(normed, x, norm.weight.data, norm.variance_epsilon)
     return normed
+
+
+def _apply_by_two_products(layer: BaseLinearLayerWithLoRA) -> None:
+    """Let a layer add its only adapter as x A^T B^T, for all its matrices at once.
+
+    Its buffers become parts of the A of all matrices, one below the other, and of their B, each in
+    its rows and at the columns of its A, among zeros."""
+    all_a = torch.cat([a[0, 0] for a in layer.lora_a_stacked])
+    all_b = torch.block_diag(*(b[0, 0] for b in layer.lora_b_stacked))
+    rank = layer.lora_a_stacked[0].shape[2]
+    columns = all_b.split(rank, dim=1)
+    rows = [b.shape[2] for b in layer.lora_b_stacked]
+    layer.lora_a_stacked = tuple(a[None, None] for a in all_a.split(rank))
+    layer.lora_b_stacked = tuple(
+        part.split(rows)[number][None, None] for number, part in enumerate(columns)
+    )
+
+    def apply(x_TK: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        base = layer.base_layer
+        return base.quant_method.apply(base, x_TK, bias).addmm_(x_TK @ all_a.t(), all_b.t())
+
+    layer.apply = apply
 
 
 def noise_seeds(seeds_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.algorithms.types import Completion
 from rlmath.checkpoint.hf.config_json import read_shape
-from rlmath.config.schema import RolloutConfig
+from rlmath.config.schema import NO_LORA, LoraConfig, RolloutConfig
 from rlmath.data.stop_tokens import stop_token_ids
 from rlmath.distributed import process
 from rlmath.distributed.collectives import broadcast_from_rank_zero
@@ -27,6 +27,13 @@ from rlmath.distributed.device import SHARED_GPU, Device, prepare_imports, ranks
 from rlmath.distributed.device_kind import DeviceKind
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank
+from rlmath.rollout.engine_adapters import (
+    adapter_request,
+    folder_arguments,
+    hold_adapter,
+    load_adapter,
+    lora_arguments,
+)
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.running_completions import RunningCompletions, Weights
@@ -140,8 +147,12 @@ def _gpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
         # Others on the GPU need not be ranks of this process group: engines on ranks of their own,
         # or other runs.
         **({} if cache is None else {"worker_cls": SHARED_GPU_WORKER}),
-        # The fused kernel is FlashInfer's; see `prepare_environment`.
-        "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+        "compilation_config": {
+            # The fused kernel is FlashInfer's; see `prepare_environment`.
+            "pass_config": {"fuse_allreduce_rms": False},
+            # Where there is an adapter every request has it.
+            "cudagraph_specialize_lora": False,
+        },
     }
 
 
@@ -216,17 +227,24 @@ class Engine:
         weight_shapes: Mapping[str, tuple[int, int]],
         load_weights: bool = False,
         stop_token_ids: Sequence[int] | None = None,
+        lora: LoraConfig = NO_LORA,
+        adapter: Path | None = None,
+        keeps_weights: bool = False,
     ) -> None:
         """`max_sequence` is the longest prompt plus completion (tokens).
 
-        `weight_shapes` are the rows and columns of every parameter of one rank
-        (`shard_layouts.engine_shapes`). With `load_weights` it starts with the weights of the
-        folder. `stop_token_ids` end a completion; None: those of the folder's own chat template."""
+        `weight_shapes` are the rows and columns of every parameter of one rank, and of every buffer
+        of the adapters that it holds as `lora` says (`shard_layouts.engine_shapes`). With
+        `load_weights` it starts with the weights of the folder, and with the adapters of the PEFT
+        folder `adapter`, else with adapters of zeros; with `keeps_weights` the weights stay while
+        it sleeps. `stop_token_ids` end a completion; None: those of the folder's own chat template.
+        """
         prepare_environment(device.kind)
         self._settings = settings
         self._device_kind: DeviceKind = device.kind
         arguments = _device_arguments(settings, device) | {
             **_mesh_arguments(settings, mesh, device.kind),
+            **lora_arguments(lora),
             "load_format": "auto" if load_weights else "dummy",
         }
         self._llm = _open_llm(
@@ -237,9 +255,16 @@ class Engine:
             arguments=arguments,
             stops=stop_token_ids,
         )
+        self._adapter = adapter_request(self._llm)
+        if adapter is not None:
+            load_adapter(self._llm, adapter)
+        elif self._adapter is not None:
+            hold_adapter(self._llm)
         (model,) = self._llm.collective_rpc(lambda worker: worker.get_model())
         self.weights = EngineWeights(model, weight_shapes)
-        self.memory = EngineMemory(self._llm, self.weights, device.kind)
+        self.memory = EngineMemory(
+            self._llm, self.weights, device.kind, keeps_weights=keeps_weights
+        )
         self.on_step: Callable[[], None] = lambda: None
         """Called before every step of vLLM while it samples: progress for the heartbeat."""
         self.version = 0
@@ -297,7 +322,9 @@ class Engine:
         for index, token_ids in enumerate(sequences):
             name = f"score-{next(_REQUEST_NAMES)}"
             index_of[name] = index
-            engine.add_request(name, tokens_input(list(token_ids)), parameters)
+            engine.add_request(
+                name, tokens_input(list(token_ids)), parameters, lora_request=self._adapter
+            )
         logprobs: dict[int, list[float]] = {}
         while engine.has_unfinished_requests():
             for output in engine.step():
@@ -336,9 +363,8 @@ def open_standalone(
 ) -> Any:
     """A vLLM `LLM` with the weights of a Hugging Face folder, without the trainer.
 
-    Every request is answered with the adapters of the PEFT folder `adapter`, if there is one.
-    It runs in one process, or with a `mesh` it is the engine that this rank is part of, which every
-    rank of a process group opens."""
+    `adapter` is a PEFT folder whose adapters it has, unmerged. It runs in one process, or with a
+    `mesh` it is the engine that this rank is part of, which every rank of a process group opens."""
     prepare_environment(device_kind)
     if device_kind == "cpu":
         arguments = _cpu_arguments(settings)
@@ -346,7 +372,9 @@ def open_standalone(
         arguments = _gpu_arguments(settings) | {"dtype": "auto"}
     if mesh is not None:
         arguments |= _mesh_arguments(settings, mesh, device_kind)
-    return _open_llm(
+    if adapter is not None:
+        arguments |= folder_arguments(adapter)
+    llm = _open_llm(
         model_path,
         settings,
         max_sequence,
@@ -354,3 +382,6 @@ def open_standalone(
         arguments=arguments,
         stops=stop_token_ids,
     )
+    if adapter is not None:
+        load_adapter(llm, adapter)
+    return llm

@@ -4,6 +4,9 @@ On GPU it is vLLM's sleep mode, at the level that drops weights instead of keepi
 on CPU, where vLLM has none, our worker (`cpu_worker`) and `EngineWeights` do it. A sleeping engine
 on CPU keeps its process state and the buffers of vLLM's scheduler and sampler, no weights and no KV
 cache.
+
+Weights that do not learn, since adapters do, may stay where they are (`keeps_weights`): the engine
+then gives up its KV cache alone.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rlmath.rollout.engine_adapters import forget_batch
 from rlmath.rollout.engine_weights import EngineWeights
 
 
@@ -21,10 +25,13 @@ class EngineMemory:
 
     RuntimeError in any other order than the module's."""
 
-    def __init__(self, llm: Any, weights: EngineWeights, device_kind: str) -> None:
+    def __init__(
+        self, llm: Any, weights: EngineWeights, device_kind: str, keeps_weights: bool = False
+    ) -> None:
         self._llm = llm
         self._weights = weights
         self._on_cpu = device_kind == "cpu"
+        self.keeps_weights = keeps_weights
         self.state = "awake"
         """The engine's state.
 
@@ -37,10 +44,12 @@ class EngineMemory:
 
     @property
     def weights_bytes(self) -> int:
-        """Memory of this rank's weights while the engine is awake (bytes).
+        """Memory of this rank's weights, which a sleeping engine does not have (bytes).
 
-        On GPU it is all of vLLM's allocator but the KV cache, which is cut into pieces of 2 and
-        20 MiB."""
+        0 where they stay. On GPU it is all of vLLM's allocator but the KV cache, which is cut into
+        pieces of 2 and 20 MiB."""
+        if self.keeps_weights:
+            return 0
         return self._weights.bytes if self._on_cpu else allocator_bytes() - self.kv_cache_bytes
 
     def _require(self, state: str, action: str) -> None:
@@ -48,25 +57,40 @@ class EngineMemory:
             raise RuntimeError(f"the engine is {self.state!r}; to {action} it must be {state!r}")
 
     def sleep(self) -> None:
-        """Free the KV cache, and the weights, which the next sync replaces."""
+        """Free the KV cache, and the weights unless they stay; the next sync replaces them."""
         self._require("awake", "sleep")
         reset_prefix_cache(self._llm)
         if self._on_cpu:
             self._llm.collective_rpc("release_kv_cache")
+        elif self.keeps_weights:
+            executor = self._llm.llm_engine.engine_core.engine_core.model_executor
+            executor.discard(("kv_cache",))
+        self._drop_weights()
+        self.state = "asleep"
+
+    def _drop_weights(self) -> None:
+        """Free the weights, unless they stay, and on GPU what else the engine has."""
+        if self.keeps_weights:
+            return
+        if self._on_cpu:
             self._weights.release()
         else:
             self._llm.sleep(level=2)
-        self.state = "asleep"
 
     def wake_weights(self) -> None:
         """Allocate memory for the weights; their values are undefined until a sync."""
         self._require("asleep", "wake its weights")
         self.state = "waking"
+        if not self.keeps_weights:
+            self._restore_weights()
+        self.state = "weights"
+
+    def _restore_weights(self) -> None:
         if self._on_cpu:
             self._weights.restore()
-        else:
-            self._llm.wake_up(tags=["weights"])
-        self.state = "weights"
+            return
+        self._llm.wake_up(tags=["weights"])
+        self._llm.collective_rpc(forget_batch)
 
     def wake_kv_cache(self) -> None:
         """Allocate memory for the KV cache; the engine can generate then."""
@@ -87,10 +111,10 @@ class EngineMemory:
             self.sleep()
         elif self.state != "asleep" and self._on_cpu:
             self._llm.collective_rpc("release_kv_cache")
-            self._weights.release()
+            self._drop_weights()
         elif self.state == "weights":
-            self._llm.sleep(level=2)
-        elif self.state == "waking":
+            self._drop_weights()
+        elif self.state == "waking" and not self.keeps_weights:
             # Sleep would first save the model's buffers, which may have no memory now.
             self._llm.collective_rpc("discard", args=(("weights", "kv_cache"),))
         self.state = "asleep"

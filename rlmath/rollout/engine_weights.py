@@ -2,6 +2,9 @@
 
     begin -> matrix(name), written by copies, then complete(name), for every parameter -> end
 
+LoRA adapters that an engine holds beside its weights are written alike, and alone where the weights
+stay as they are (`begin_adapters`).
+
 On CPU vLLM keeps matrices packed for its kernels: what is written is then a scratch matrix, which
 `complete` hands to vLLM for packing. Experts of a layer are in two parameters, all gate and up
 projections in one and all down projections in the other; on CPU an expert's feed-forward units are
@@ -16,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from rlmath.rollout.engine_adapters import adapter_buffers
 
 
 def holds_packed_experts(module: torch.nn.Module) -> bool:
@@ -68,22 +73,27 @@ def _padded(plain: Tensor, attribute: str, size: torch.Size) -> Tensor:
     return filled
 
 
+_WRAPPED = ".base_layer"
+"""Part of the name of a layer that vLLM has wrapped in one with an adapter."""
 PACKED = "cpu_linear"
 """Attribute under which a module of vLLM's CPU backend keeps its packed matrix."""
 
 
 class EngineWeights:
-    """The parameters of one rank's model."""
+    """The parameters of one rank's model, and the buffers of its adapters."""
 
     def __init__(self, model: torch.nn.Module, shapes: Mapping[str, tuple[int, int]]) -> None:
         """`shapes` are the rows and columns of every parameter by vLLM's name.
 
-        A vector is a matrix of one column."""
-        self._shapes = dict(shapes)
-        places = {name: name.rpartition(".") for name in shapes}
-        self._owners = {
-            name: (model.get_submodule(path), last) for name, (path, _, last) in places.items()
+        A vector is a matrix of one column. Those of adapters' buffers are without padding."""
+        self._buffers = adapter_buffers(model)
+        self._adapters = {
+            name: buffer[: shapes[name][0], : shapes[name][1]]
+            for name, buffer in self._buffers.items()
+            if name in shapes
         }
+        self._shapes = {name: size for name, size in shapes.items() if name not in self._adapters}
+        self._owners = {name: _owner(model, name) for name in self._shapes}
         self._users = {
             name: _packing_users(model, owner, attribute)
             for name, (owner, attribute) in self._owners.items()
@@ -100,8 +110,9 @@ class EngineWeights:
         """Time that vLLM spent packing matrices since `begin` (seconds)."""
 
     def _check(self, model: torch.nn.Module) -> None:
-        """Require that the shapes are those of all of the model's parameters."""
-        unknown = {name for name, _ in model.named_parameters()} - set(self._shapes)
+        """Require that the shapes are those of all of the model's parameters and buffers."""
+        parameters = {name.replace(_WRAPPED, "") for name, _ in model.named_parameters()}
+        unknown = (parameters | self._buffers.keys()) - self._shapes.keys() - self._adapters.keys()
         if unknown:
             raise RuntimeError(
                 f"vLLM's model has parameters that no weight is planned for: {sorted(unknown)[:8]}"
@@ -122,11 +133,17 @@ class EngineWeights:
         module, attribute = self._owners[name]
         return getattr(module, attribute)
 
+    def begin_adapters(self) -> None:
+        """Call it before the first write of a sync that writes adapters alone."""
+        self.packing_seconds = 0.0
+
     def begin(self, planned_rows: Mapping[str, int]) -> None:
         """Call it before the first write of a sync.
 
-        Rows that nothing is planned for are padding, and zero."""
+        Rows that nothing is planned for are padding, and zero, as is that of adapters."""
         self.packing_seconds = 0.0
+        for buffer in self._buffers.values():
+            buffer.zero_()
         for name, (rows, _) in self._shapes.items():
             planned = planned_rows.get(name, 0)
             if planned < rows:
@@ -136,6 +153,8 @@ class EngineWeights:
 
     def matrix(self, name: str) -> Tensor:
         """The memory of a parameter, [rows, columns], to be written before it is `complete`."""
+        if name in self._adapters:
+            return self._adapters[name]
         shape = self._shapes[name]
         parameter = self._parameter(name)
         if name in self._experts:
@@ -154,6 +173,8 @@ class EngineWeights:
 
     def complete(self, name: str) -> None:
         """Hand a parameter to vLLM, all of which is written."""
+        if name in self._adapters:
+            return
         started = time.perf_counter()
         matrix = self.matrix(name)
         for module in self._users[name]:
@@ -171,10 +192,13 @@ class EngineWeights:
 
     @property
     def bytes(self) -> int:
-        """Size of the weights while they are on the device, packed copies included (bytes)."""
-        return sum(
+        """Size of the weights while they are on the device (bytes).
+
+        Packed copies and adapters are included."""
+        weights = sum(
             size * (self._stays(name) + len(self._users[name])) for name, size in self._sizes()
         )
+        return weights + sum(buffer.nbytes for buffer in self._buffers.values())
 
     def _sizes(self) -> list[tuple[str, int]]:
         plain = {name: rows * cols for name, (rows, cols) in self._shapes.items()}
@@ -203,6 +227,15 @@ class EngineWeights:
                 self._parameter(name).untyped_storage().resize_(size)
 
 
+def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    """The module that has a parameter, and the parameter's name there.
+
+    A layer with an adapter is wrapped."""
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    return getattr(module, "base_layer", module), attribute
+
+
 def _packing_users(model: torch.nn.Module, owner: torch.nn.Module, attribute: str) -> list[Any]:
     """Modules that multiply by a parameter and keep it packed.
 
@@ -213,7 +246,7 @@ def _packing_users(model: torch.nn.Module, owner: torch.nn.Module, attribute: st
     sharing = [
         module
         for module in model.modules()
-        if hasattr(module, PACKED) and (module is owner or module.weight is owner.weight)
+        if PACKED in vars(module) and (module is owner or module.weight is owner.weight)
     ]
     users = [module for module in sharing if not _only_looks_up(module)]
     for module in sharing:

@@ -36,6 +36,7 @@ from transformers import PreTrainedTokenizerFast
 from rlmath.algorithms.types import Completion, PartialCompletion
 from rlmath.config.schema import RolloutConfig
 from rlmath.data.tokenizer import completion_text
+from rlmath.rollout.engine_adapters import adapter_request
 from rlmath.rollout.sampling import Key, Request
 
 _NAMES = itertools.count()
@@ -298,6 +299,7 @@ class _Preparation:
 
     def __init__(self, llm: Any, settings: RolloutConfig) -> None:
         self._engine = llm.llm_engine
+        self._adapter = adapter_request(llm)
         self._settings = settings
         self._last: tuple[Request, Any] | None = None
 
@@ -328,7 +330,11 @@ class _Preparation:
         prompt = tokens_input(token_ids, cache_salt=request.cache_salt)
         parameters = _parameters(self._settings, request)
         return engine.input_processor.process_inputs(
-            name, prompt, parameters, engine.get_supported_tasks()
+            name,
+            prompt,
+            parameters,
+            supported_tasks=engine.get_supported_tasks(),
+            lora_request=self._adapter,
         )
 
 

@@ -26,7 +26,7 @@ from rlmath.rollout.engine import Engine
 from rlmath.rollout.engine_loop import EngineLoop, Leader, SamplingPlan
 from rlmath.rollout.sampling import training_sampling
 from rlmath.rollout.weight_sync.offer import WeightReceiver
-from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
+from rlmath.rollout.weight_sync.shard_layouts import engine_adapters, engine_shapes
 from rlmath.run.join import join_run
 from rlmath.run.prepared import PreparedRun
 from rlmath.trainer.context import RankContext
@@ -92,8 +92,11 @@ class EngineRank:
                 length_curriculum.engine_length(config),
                 mesh=mesh,
                 device=device,
-                weight_shapes=engine_shapes(shape, mesh.engine_size),
+                weight_shapes=engine_shapes(
+                    shape, mesh.engine_size, adapters=engine_adapters(shape, config.lora)
+                ),
                 stop_token_ids=inputs.stop_token_ids,
+                lora=config.lora,
             )
         engine.on_step = context.on_progress
         if config.rollout.on_new_weights == "recompute" and not engine.continues_noise:

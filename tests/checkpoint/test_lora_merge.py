@@ -106,9 +106,11 @@ def test_a_sync_tells_the_share_of_each_merged_matrix_once(one_rank: None) -> No
     )
     weight, b, a = matrices(1e-5, torch.bfloat16)
     adapter.A.data[0] = a
-    plain = SourceMatrices({"plain": weight}, adapters={})
+    plain = SourceMatrices({"plain": weight})
     assert torch.equal(plain.matrix("plain"), weight) and plain.kept_metrics() == {}
-    sources = SourceMatrices({"plain": weight, "adapted": weight}, adapters={"adapted": adapter})
+    sources = SourceMatrices(
+        {"plain": weight, "adapted": weight}, merged={"adapted": adapter}, merges=True
+    )
     assert torch.equal(sources.matrix("adapted"), weight)
     assert sources.kept_metrics() == {"sync/lora_kept": 1}  # nothing has been learned
     adapter.B.data.copy_(b)

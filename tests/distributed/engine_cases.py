@@ -9,12 +9,12 @@ from typing import Any
 import torch.distributed as dist
 
 from rlmath.algorithms.types import PartialCompletion, Sample
-from rlmath.config.schema import RolloutConfig
+from rlmath.config.schema import NO_LORA, LoraConfig, RolloutConfig
 from rlmath.data.packing import MicroBatch, pack
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
-from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
-from tests.distributed.policy_cases import Case, Stage, build, by_sample, lay_out
+from rlmath.rollout.weight_sync.shard_layouts import engine_adapters, engine_shapes, training_layout
+from tests.distributed.policy_cases import Case, Stage, build, by_sample, lay_out, settings
 from tests.tiny_models import make_samples, shape_of
 
 ROLLOUT = RolloutConfig(
@@ -27,7 +27,12 @@ PROMPTS = {"a": (5, 6, 7), "b": (40, 41), "c": (9, 9, 9, 9, 9, 9)}
 
 
 def open_engine(
-    folder: Path, engine_size: int, device: Any, rollout: RolloutConfig = ROLLOUT, longest: int = 64
+    folder: Path,
+    engine_size: int,
+    device: Any,
+    rollout: RolloutConfig = ROLLOUT,
+    longest: int = 64,
+    lora: LoraConfig = NO_LORA,
 ) -> Any:
     """An engine over the ranks of the process group, for sequences of up to `longest` tokens.
 
@@ -36,7 +41,17 @@ def open_engine(
 
     shape = shape_of(folder)
     mesh = Mesh(dist.get_rank(), dist.get_world_size(), 1, 1, engine_size)
-    engine = Engine(str(folder), rollout, longest, mesh, device, engine_shapes(shape, engine_size))
+    adapters = engine_adapters(shape, lora)
+    engine = Engine(
+        str(folder),
+        rollout,
+        longest,
+        mesh=mesh,
+        device=device,
+        weight_shapes=engine_shapes(shape, engine_size, adapters),
+        lora=lora,
+        keeps_weights=bool(adapters),
+    )
     engine.memory.sleep()
     return engine
 
@@ -76,14 +91,23 @@ def pair(stage: Stage, engine: Any, engine_size: int, bucket_bytes: int = 40_000
     layers = stage.shape.num_layers
     layout = training_layout(layers, mesh, parallel)
     sync = WeightTransfer(
-        stage.actor.chunks, stage.shape, layout, mesh, stage.device, engine.weights, bucket_bytes
+        stage.actor.chunks,
+        stage.shape,
+        layout,
+        mesh=mesh,
+        device=stage.device,
+        weights=engine.weights,
+        bucket_bytes=bucket_bytes,
+        lora=stage.config.lora,
+        keeps_weights=engine.memory.keeps_weights,
     )
     return Pair(stage, engine, mesh, sync)
 
 
 def _open(folder: Path, case: Case, engine_size: int) -> Pair:
     stage = build(folder, case)
-    return pair(stage, open_engine(folder, engine_size, stage.device), engine_size)
+    engine = open_engine(folder, engine_size, stage.device, lora=stage.config.lora)
+    return pair(stage, engine, engine_size)
 
 
 def _requests(step: int, min_new_tokens: int, engine_index: int = 0, engines: int = 1) -> list[Any]:
@@ -123,7 +147,8 @@ def mismatch_of_layouts(
 
     device = open_device("cpu")
     init_process_group(device, 120.0)
-    engine = open_engine(folder, engine_size, device)
+    lora = settings(folder, cases[0]).lora
+    engine = open_engine(folder, engine_size, device, lora=lora)
     mismatches = []
     for case in cases:
         stage = lay_out(folder, replace(case, lr=1.0), device)

@@ -76,6 +76,7 @@ class Case:
     lora: str | None = None
     """`lora.target` of adapters of LORA_RANK, whose products are multiplied by LORA_ALPHA /
     LORA_RANK."""
+    lora_engine: str = "adapters"
 
     @property
     def ranks(self) -> int:
@@ -90,6 +91,7 @@ class Case:
             *([self.dtype] if self.dtype != "auto" else []),
             *(["float32 head"] if self.head_dtype else []),
             *([f"LoRA {self.lora}"] if self.lora else []),
+            *([self.lora_engine] if self.lora_engine != "adapters" else []),
             *(["overlapped"] if self.overlap_grad_reduce else []),
             *([f"VPP{self.virtual_pipeline}"] if self.virtual_pipeline > 1 else []),
             *([f"CP{self.context}"] if self.context > 1 else []),
@@ -134,7 +136,7 @@ def settings(folder: Path, case: Case) -> Config:
         ),
         algorithm=AlgorithmConfig(kl_coef=case.kl_coef, early_stop_ratio=case.early_stop_ratio),
         rollout=RolloutConfig(temperature=0.8, min_new_tokens=case.min_new_tokens),
-        lora=LoraConfig(rank=LORA_RANK, alpha=LORA_ALPHA, target=case.lora)
+        lora=LoraConfig(rank=LORA_RANK, alpha=LORA_ALPHA, target=case.lora, engine=case.lora_engine)
         if case.lora
         else LoraConfig(),
     )

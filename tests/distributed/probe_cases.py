@@ -17,9 +17,10 @@ import torch
 from rlmath.config.schema import SyncConfig
 from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.device import init_process_group, open_device
+from rlmath.rollout.engine_adapters import adapter_buffers
 from tests.distributed.engine_cases import ROLLOUT, Pair, completions_of, open_engine, pair
-from tests.distributed.policy_cases import Case, lay_out
-from tests.tiny_models import shape_of
+from tests.distributed.policy_cases import Case, build, lay_out, microbatches
+from tests.tiny_models import make_samples, shape_of
 
 LONGEST = 64
 """What `open_engine` opens engines for (tokens)."""
@@ -57,7 +58,15 @@ def checked(both: Pair, settings: SyncConfig) -> Checked:
         return dict(enumerate(by_rank[:: both.mesh.engine_size]))
 
     policy = both.stage.actor.forward_backward
-    return Checked(both, Probe(policy, both.mesh, LONGEST, settings, engine_scores))
+    probe = Probe(
+        policy,
+        both.mesh,
+        LONGEST,
+        settings=settings,
+        engine_scores=engine_scores,
+        holds_adapters=both.stage.config.lora.rank > 0,
+    )
+    return Checked(both, probe)
 
 
 def pairs(folder: Path, cases: list[Case], engine_size: int) -> Iterator[Pair]:
@@ -190,6 +199,25 @@ HARMS = {
     "engine astray": _last_engine_goes_astray,
     "engine not finite": _last_engine_is_not_finite,
 }
+
+
+def adapters_lost(folder: Path) -> dict[str, Any]:
+    """What the probe says of an engine with the policy's adapters, and then of one without."""
+    stage = build(folder, Case(lora="all", lr=1.0))
+    engine = open_engine(folder, 1, stage.device, lora=stage.config.lora)
+    both = pair(stage, engine, 1)
+    learned = stage.actor.learner.learn(microbatches(stage, make_samples(8, seed=0)), None, None)
+    assert learned.discarded is None
+    strict = SyncConfig(probe_every=1, probe_threshold=1e-5)
+    whole = _probed(both, strict)
+    checked_pair = checked(both, strict)
+    with checked_pair.awake():
+        (model,) = engine._llm.collective_rpc(lambda worker: worker.get_model())
+        for buffer in adapter_buffers(model).values():
+            buffer.zero_()
+        error = error_of(checked_pair.probe.compare)
+    engine.close()
+    return {"whole": whole, "error": error}
 
 
 def texts_after_scores(folder: Path) -> dict[str, Any]:

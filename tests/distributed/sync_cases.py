@@ -21,12 +21,24 @@ from torch import Tensor
 from rlmath.checkpoint.hf.weight_map import merging_bytes
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.engine_adapters import adapter_buffers
 from rlmath.rollout.engine_weights import EngineWeights
-from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
+from rlmath.rollout.weight_sync.shard_layouts import engine_adapters, engine_shapes, training_layout
 from tests.distributed.memory_plan_cases import StorageWatch
-from tests.distributed.policy_cases import Case, Stage, build, lay_out, microbatches, whole_tensors
+from tests.distributed.policy_cases import (
+    LORA_RANK,
+    Case,
+    Stage,
+    build,
+    lay_out,
+    microbatches,
+    whole_tensors,
+)
 from tests.rollout.weight_sync.oracle import engine_parameters
 from tests.tiny_models import make_samples
+
+BUFFER_RANK = 8
+"""Rank of vLLM's buffers for adapters of LORA_RANK."""
 
 
 @dataclass
@@ -43,58 +55,96 @@ class Target:
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
 
     def wrong(self) -> list[str]:
-        """Parameters that are not the policy's, bit by bit, padding included."""
-        part = self.mesh.rank % self.mesh.engine_size
-        size = self.mesh.engine_size
-        whole = (
-            merged_on_host(self.stage) if self.stage.config.lora.rank else whole_tensors(self.stage)
-        )
-        expected = engine_parameters(self.stage.shape, whole, size, part)
+        """Parameters that are not the policy's, bit by bit, padding included, and adapters.
+
+        The product of an adapter's buffers, padding included, should be that of the policy's."""
+        lora = self.stage.config.lora
+        whole = base_tensors(self.stage) if lora.rank else whole_tensors(self.stage)
+        products = adapter_products(self.stage) if lora.rank else {}
+        if lora.engine == "merged":
+            whole |= {
+                name: (whole[name] + product).to(whole[name].dtype)
+                for name, product in products.items()
+            }
         parameters = self.parameters
+        expected = self._cut(whole)
         assert parameters.keys() == expected.keys()
-        return [
+        wrong = [
             name
             for name, matrix in expected.items()
             if not torch.equal(
                 parameters[name], matrix.to(parameters[name].dtype).view_as(parameters[name])
             )
         ]
+        if lora.engine == "adapters" and lora.rank:
+            blank = {name: torch.zeros_like(tensor).double() for name, tensor in whole.items()}
+            for name, product in self._cut(blank | products).items():
+                if not name.endswith(".weight"):
+                    continue
+                layer = self.model.get_submodule(name.rpartition(".")[0])
+                held = held_product(layer, product)
+                if not torch.allclose(held, product, rtol=0, atol=product.abs().max() / 64):
+                    wrong.append(f"adapter of {name}")
+        return wrong
+
+    def _cut(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        size = self.mesh.engine_size
+        return engine_parameters(self.stage.shape, whole, size, self.mesh.rank % size)
 
 
-def merged_on_host(stage: Stage) -> dict[str, Tensor]:
-    """The tensors of the policy's folder with its adapters merged.
+def held_product(layer: torch.nn.Module, like: Tensor) -> Tensor:
+    """B A of the buffers of one of vLLM's layers, its matrices one below the other; else zeros."""
+    pairs = zip(
+        getattr(layer, "lora_a_stacked", ()), getattr(layer, "lora_b_stacked", ()), strict=True
+    )
+    products = [b[0, 0].double() @ a[0, 0].double() for a, b in pairs]
+    return torch.cat(products) if products else torch.zeros_like(like)
 
-    PEFT's formula is computed in float64 and rounded once."""
-    lora = stage.config.lora
+
+def base_tensors(stage: Stage) -> dict[str, Tensor]:
+    """The tensors of the policy's folder in the policy's number format."""
     folder = Path(stage.config.model.path)
-    adapters = {
-        name: tensor.double() for name, tensor in whole_tensors(stage, adapters_alone=True).items()
-    }
-    whole = {
+    return {
         n: t.to(stage.device.params_dtype)
         for n, t in load_file(folder / "model.safetensors").items()
     }
+
+
+def adapter_products(stage: Stage) -> dict[str, Tensor]:
+    """Scale B A of each adapted weight, by PEFT's formula in float64."""
+    lora = stage.config.lora
+    adapters = {
+        name: tensor.double() for name, tensor in whole_tensors(stage, adapters_alone=True).items()
+    }
+    products = {}
     for name in adapters:
         prefix, _, matrix = name.removesuffix(".weight").rpartition(".")
         if matrix == "lora_A":
-            weight_name = prefix.removeprefix("base_model.model.") + ".weight"
             product = adapters[f"{prefix}.lora_B.weight"] @ adapters[name]
-            whole[weight_name] = (whole[weight_name] + lora.alpha / lora.rank * product).to(
-                whole[weight_name].dtype
-            )
-    return whole
+            weight_name = prefix.removeprefix("base_model.model.") + ".weight"
+            products[weight_name] = lora.alpha / lora.rank * product
+    return products
 
 
 def plain_model(shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> torch.nn.Module:
-    """Parameters of these names and nothing else, full of NaN; one column is a vector."""
+    """Parameters of these names and nothing else, full of NaN; one column is a vector.
+
+    Buffers of adapters are padded as vLLM's."""
     root = torch.nn.Module()
     for name, (rows, cols) in shapes.items():
         *path, parameter_name = name.split(".")
+        is_buffer = parameter_name.isdigit()
         module = root
-        for step in path:
+        for step in path[:-1] if is_buffer else path:
             if step not in module._modules:
                 module.add_module(step, torch.nn.Module())
             module = module._modules[step]
+        if is_buffer:
+            padding = torch.tensor([0, BUFFER_RANK - LORA_RANK])
+            size = torch.tensor([rows, cols]) + (padding if "lora_b" in name else padding.flip(0))
+            buffer = torch.full((1, 1, *size.tolist()), torch.nan, dtype=dtype)
+            setattr(module, path[-1], (*getattr(module, path[-1], ()), buffer))
+            continue
         size = (rows,) if cols == 1 else (rows, cols)
         parameter = torch.nn.Parameter(
             torch.full(size, torch.nan, dtype=dtype), requires_grad=False
@@ -104,19 +154,32 @@ def plain_model(shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> to
 
 
 def target(
-    stage: Stage, engine_size: int, dtype: torch.dtype = torch.float32, bucket_bytes: int = 40_000
+    stage: Stage,
+    engine_size: int,
+    dtype: torch.dtype = torch.float32,
+    bucket_bytes: int = 40_000,
+    keeps_weights: bool = False,
 ) -> Target:
     """Buckets are small, so that there are many rounds."""
     from rlmath.rollout.weight_sync.weight_sync import WeightTransfer
 
     mesh = replace(stage.mesh, engine_size=engine_size)
     parallel = stage.config.parallel
-    shapes = engine_shapes(stage.shape, engine_size)
+    lora = stage.config.lora
+    shapes = engine_shapes(stage.shape, engine_size, engine_adapters(stage.shape, lora))
     model = plain_model(shapes, dtype)
     layout = training_layout(stage.shape.num_layers, mesh, parallel)
     weights = EngineWeights(model, shapes)
     sync = WeightTransfer(
-        stage.actor.chunks, stage.shape, layout, mesh, stage.device, weights, bucket_bytes
+        stage.actor.chunks,
+        stage.shape,
+        layout,
+        mesh=mesh,
+        device=stage.device,
+        weights=weights,
+        bucket_bytes=bucket_bytes,
+        lora=lora,
+        keeps_weights=keeps_weights,
     )
     return Target(model, sync, mesh, stage)
 
@@ -179,12 +242,48 @@ def transfer(
             for name, old in before.items()
             if not torch.equal(old, targets[0].parameters[name])
         }
-        reports[-1]["moved"] = moved == {name for name in before if _learns(name, case.lora)}
+        reports[-1]["moved"] = moved == {name for name in before if _learns(name, case)}
     return reports
 
 
-def _learns(name: str, lora: str | None) -> bool:
+def adapters_alone(
+    folder: Path, cases: list[Case], engine_sizes: tuple[int, ...], dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    """Syncs into engines that keep their weights: what is wrong after each, and what was sent.
+
+    Before the second, which follows an update, the engine's base is spoiled: it is not sent again.
+    """
+    reports = []
+    for case, stage in stages_of(folder, cases):
+        for size in engine_sizes:
+            synced = target(stage, size, dtype, keeps_weights=True)
+            first = synced.sync.run(check=True)
+            wrong = synced.wrong()
+            learn(stage, seed=1)
+            base = synced.model.get_submodule("model.norm").weight
+            base.data.fill_(7.0)
+            second = synced.sync.run(check=True)
+            reports.append(
+                {
+                    "case": f"{case} engines of {size}",
+                    "first": wrong,
+                    "second": synced.wrong(),
+                    "moved": [
+                        report.bytes_copied + report.bytes_received for report in (first, second)
+                    ],
+                    "adapters": sum(
+                        buffer.nbytes for buffer in adapter_buffers(synced.model).values()
+                    ),
+                }
+            )
+    return reports
+
+
+def _learns(name: str, case: Case) -> bool:
     """Whether a parameter of vLLM's changes when the policy learns."""
+    lora = case.lora
+    if lora and case.lora_engine == "adapters":
+        return False
     groups = {"attention": ("qkv_proj", "o_proj"), "mlp": ("gate_up_proj", "down_proj")}
     adapted = groups.get(lora or "", sum(groups.values(), ()))
     return lora is None or name.endswith(tuple(f"{module}.weight" for module in adapted))
@@ -229,17 +328,17 @@ def extra_bytes(folder: Path, case: Case, engine_size: int, messages: bool) -> d
         "bucket": _bucket_bytes(sync_target),
         "received": max(
             4 * sum(copy.elements for copies in round_.receives.values() for copy in copies)
-            for round_ in sync_target.sync._rounds
+            for round_ in sync_target.sync._next.rounds
         ),
         "model": elements * 4,
         "merging": max(
             (
                 merging_bytes(
-                    *matrix.shape, sync_target.sync._sources.adapters[name].A[..., 0].numel(), 4
+                    *matrix.shape, sync_target.sync._sources.merged[name].A[..., 0].numel(), 4
                 )
             )
             for name, matrix in sync_target.sync._sources.parameters.items()
-            if name in sync_target.sync._sources.adapters
+            if name in sync_target.sync._sources.merged
         )
         if case.lora
         else 0,

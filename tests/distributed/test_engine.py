@@ -32,7 +32,10 @@ MATRIX = [
     ([Case()], 1, False),
     (TWO_RANKS, 2, False),
     (TWO_RANKS, 1, True),
-    ([Case(tensor=2, lora="all"), Case(pipeline=2, lora="attention")], 1, False),
+    ([Case(tensor=2, lora="all"), Case(pipeline=2, lora="all")], 1, False),
+    ([Case(tensor=2, lora="attention"), Case(pipeline=2, lora="attention")], 2, True),
+    ([Case(pipeline=2, virtual_pipeline=2, lora="mlp")], 2, False),
+    ([Case(tensor=2, lora="all", lora_engine="merged")], 1, False),
     *(
         pytest.param(cases, size, tied, marks=pytest.mark.full)
         for cases, size, tied in (

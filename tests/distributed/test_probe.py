@@ -88,6 +88,15 @@ def test_other_weights_end_every_rank_with_the_difference(
 
 
 @matrix
+def test_an_engine_without_the_policys_adapters_is_noticed_and_merging_them_advised(
+    ranks: RankPool, untied_model: Path
+) -> None:
+    (report,) = ranks.run(1, probe_cases.adapters_lost, untied_model)
+    assert report["whole"]["sync/probe_difference"] < EXACT
+    assert "sync.probe_threshold" in report["error"] and "lora.engine=merged" in report["error"]
+
+
+@matrix
 def test_scored_tokens_do_not_change_texts_that_go_on_from_them(
     ranks: RankPool, untied_model: Path
 ) -> None:

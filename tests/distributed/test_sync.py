@@ -86,6 +86,23 @@ ADAPTED = [
 ]
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_engines_that_hold_adapters_get_these_alone_after_the_first_sync(
+    ranks: RankPool, tied_model: Path, dtype: str
+) -> None:
+    """Whatever the layouts of both sides, and with zeros where buffers are padded."""
+    for count in (1, 2):
+        cases = [replace(case, dtype=dtype) for case in ADAPTED if case.ranks == count]
+        sizes = (1,) if count == 1 else (1, 2)
+        arguments = (tied_model, cases, sizes, getattr(torch, dtype))
+        for reports in ranks.run(count, sync_cases.adapters_alone, *arguments):
+            for report in reports:
+                assert report["first"] == [], report["case"]
+                assert report["second"] == ["model.norm.weight"], report["case"]
+                whole, adapters = report["moved"]
+                assert 0 < adapters < report["adapters"] < whole / 2, report["case"]
+
+
 @pytest.mark.parametrize(
     ("dtype", "messages"),
     [("float32", SHARED), pytest.param("bfloat16", SENT, marks=pytest.mark.full)],
@@ -95,7 +112,11 @@ def test_engines_get_the_base_with_adapters_merged_as_one_process_would(
 ) -> None:
     """To the bit, whatever the layouts of both sides; what has no adapter stays as it was."""
     for count in (1, 2):
-        cases = [replace(case, dtype=dtype) for case in ADAPTED if case.ranks == count]
+        cases = [
+            replace(case, dtype=dtype, lora_engine="merged")
+            for case in ADAPTED
+            if case.ranks == count
+        ]
         sizes = (1,) if count == 1 else (1, 2)
         arguments = (tied_model, cases, sizes, getattr(torch, dtype), messages)
         check_syncs(ranks.run(count, sync_cases.transfer, *arguments), messages)
@@ -143,7 +164,7 @@ def test_one_rank_that_cannot_share_memory_makes_all_send_messages(
     keeping(
         [
             *((Case(pipeline=2), 1), (Case(tensor=2), 1), (Case(pipeline=2), 2), (Case(data=2), 1)),
-            (Case(pipeline=2, lora="all"), 1),
+            (Case(pipeline=2, lora="all", lora_engine="merged"), 1),
         ],
         (Case(pipeline=2), 1),
     ),

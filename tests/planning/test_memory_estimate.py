@@ -257,13 +257,13 @@ def test_the_ranks_that_the_engines_leave_share_the_model_and_the_optimizer():
 
 def test_a_rank_of_an_engine_alone_holds_weights_and_cache():
     settings = own_ranks(2, 2, algorithm=AlgorithmConfig(kl_coef=0.1))
-    (plan,) = plan_engine_ranks(settings.rollout, QWEN_7B, 6, H100)
+    (plan,) = plan_engine_ranks(settings, QWEN_7B, 6, H100)
     assert (plan.rank, plan.name, list(plan.phases)) == (4, "engine rank 4", ["generate"])
     parts = plan.phases["generate"]
     assert parts["engine_weights"] == weight_bytes(QWEN_7B, 2, 2, packed_head=False)
     assert plan.held("generate") == int(0.6 * H100.total_bytes), "whatever is in it"
-    assert plan_engine_ranks(config().rollout, QWEN_7B, 6, H100) == []
-    (plan,) = plan_engine_ranks(settings.rollout, QWEN_7B, 6, CPU)
+    assert plan_engine_ranks(config(), QWEN_7B, 6, H100) == []
+    (plan,) = plan_engine_ranks(settings, QWEN_7B, 6, CPU)
     assert set(plan.phases["generate"]) == {"engine_weights", "kv_cache"}
 
 

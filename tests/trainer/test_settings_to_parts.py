@@ -26,6 +26,7 @@ from rlmath.algorithms.partial_rollouts import UnfinishedRules
 from rlmath.algorithms.prompt_history import CurriculumRules
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.answers.verifier import Rules
+from rlmath.checkpoint.hf.weight_map import adapter_weight
 from rlmath.checkpoint.save_schedule import Frequency, kept_frequency, recovery_frequency
 from rlmath.config.model_shape import ModelShape, YarnScaling
 from rlmath.config.schema import (
@@ -516,6 +517,7 @@ def test_normalisation_and_place_of_the_kl_of_the_updates(tied_model: Path) -> N
     assert not updater(in_loss, tied_model, any_reference).kl_in_reward
 
 
+@pytest.mark.parametrize("engine", ["adapters", "merged"])
 @pytest.mark.parametrize(
     ("target", "learned"),
     [
@@ -524,18 +526,23 @@ def test_normalisation_and_place_of_the_kl_of_the_updates(tied_model: Path) -> N
         ("all", {"q_proj", "o_proj", "gate_proj", "down_proj"}),
     ],
 )
-def test_engines_get_all_weights_first_and_later_those_whose_adapters_learn(
-    target: Any, learned: set[str]
+def test_engines_get_all_weights_first_and_later_what_learns(
+    target: Any, learned: set[str], engine: Any
 ) -> None:
-    """The first matrix of each of Megatron's is compared: q stands for k and v, gate for up."""
-    config = Config(lora=LoraConfig(rank=4, target=target), rollout=RolloutConfig(ranks=1))
+    """The adapters, or the matrices that these are merged into.
+
+    The first matrix of each of Megatron's is compared: q stands for k and v, gate for up."""
+    config = Config(
+        lora=LoraConfig(rank=4, target=target, engine=engine), rollout=RolloutConfig(ranks=1)
+    )
     plans = offer_plans(config, SHAPE, Mesh(0, 1, 1, 1, 1, engine_ranks=1), CPU)
     first, later = (
         {copy.source_parameter for copy in chain(*plan.rounds, *plan.local.values())}
         for plan in (plans.first, plans.later)
     )
-    assert {name.split(".")[-2] for name in later} == learned and later < first
-    assert {name.split(".")[2] for name in later} == {"0", "1"}, "of both layers"
+    weights = [adapter_weight(name)[0] if "lora" in name else name for name in later]
+    assert {name.split(".")[-2] for name in weights} == learned and later < first
+    assert len(later) == (2 if engine == "adapters" else 1) * len(learned) * SHAPE.num_layers
     assert "model.embed_tokens.weight" in first
 
 

@@ -16,7 +16,7 @@ from rlmath.checkpoint.hf.headers import (
     read_header,
     tensor_problems,
 )
-from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors
+from rlmath.checkpoint.hf.weight_map import BUFFER_RANKS, adapter_rules, hf_tensors
 from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_path
 from rlmath.config.hub import is_hub_id, parse_hub_id
@@ -28,8 +28,6 @@ from rlmath.config.terminal import visible
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_RANK = 512
-"""Largest rank of adapters that vLLM takes."""
 _SAME_MODEL = """
 auto_mapping base_model_name_or_path eva_config exclude_modules inference_mode init_lora_weights layers_pattern
 layers_to_transform lora_alpha lora_dropout megatron_core peft_type peft_version qalora_group_size r revision
@@ -119,10 +117,14 @@ def engine_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
         return
     rank = config.get("r")
     alpha = config.get("lora_alpha")
-    if config.get("peft_type") != "LORA" or type(rank) is not int or not 1 <= rank <= MOST_RANK:
+    if (
+        config.get("peft_type") != "LORA"
+        or type(rank) is not int
+        or not 1 <= rank <= BUFFER_RANKS[-1]
+    ):
         yield (
             f'"{folder}": "peft_type" is {config.get("peft_type")!r} and "r" is {rank!r}; needed: '
-            f'"LORA" and a rank from 1 to {MOST_RANK}.'
+            f'"LORA" and a rank from 1 to {BUFFER_RANKS[-1]}.'
         )
         return
     if type(alpha) not in (int, float):

@@ -265,6 +265,8 @@ ADAPTED_MODULES = {"attention": ("linear_qkv", "linear_proj"), "mlp": ("linear_f
 """Megatron's names of the linear layers that get adapters, by `lora.target`; "all": both."""
 _PEFT_PREFIX = "base_model.model."
 """The prefix that PEFT puts before the name of a module of a causal language model."""
+BUFFER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM's buffers of adapters may have (vLLM 0.32, `config.lora.MaxLoRARanks`)."""
 MERGED_BLOCK_BYTES = 64 * 2**20
 """Most float64 numbers of one kind that merging a matrix with its adapter computes at a time."""
 
@@ -317,6 +319,25 @@ def adapter_name(weight: str, matrix: str) -> str:
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
     """
     return f"{_PEFT_PREFIX}{weight.removesuffix('.weight')}.lora_{matrix}.weight"
+
+
+def adapter_weight(name: str) -> tuple[str, str]:
+    """The Hugging Face weight, and "A" or "B", of an adapter's tensor: `adapter_name` reversed.
+
+    >>> adapter_weight("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight")
+    ('model.layers.0.mlp.up_proj.weight', 'A')
+    """
+    module, _, matrix = name.removesuffix(".weight").rpartition(".lora_")
+    return f"{module.removeprefix(_PEFT_PREFIX)}.weight", matrix
+
+
+def buffer_rank(rank: int) -> int:
+    """The rank of the buffers that hold adapters of this rank, padded with zeros.
+
+    >>> buffer_rank(9)
+    16
+    """
+    return next(size for size in BUFFER_RANKS if size >= rank)
 
 
 def merging_bytes(rows: int, columns: int, low: int, itemsize: int) -> int:

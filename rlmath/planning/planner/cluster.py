@@ -39,6 +39,8 @@ class Coefficients:
     """Seconds of an engine step, whatever its batch: scheduling, start of the kernels."""
     sequence_step_seconds: float
     """Seconds of the host's work for one sequence of an engine step."""
+    adapter_seconds: float
+    """Seconds of a LoRA adapter of one linear layer in an engine step, whatever its batch."""
     microbatch_seconds: float
     """Seconds of a pass of one micro-batch, forward or backward, whatever its size."""
     token_seconds: float
@@ -55,6 +57,7 @@ COEFFICIENTS = {
         message_seconds=30e-6,
         decode_step_seconds=4e-3,
         sequence_step_seconds=10e-6,
+        adapter_seconds=47e-6,
         microbatch_seconds=5e-3,
         token_seconds=0.2e-6,
         step_seconds=2.0,
@@ -66,6 +69,7 @@ COEFFICIENTS = {
         message_seconds=3e-3,
         decode_step_seconds=3e-3,
         sequence_step_seconds=60e-6,
+        adapter_seconds=60e-6,
         microbatch_seconds=5e-3,
         token_seconds=8e-6,
         step_seconds=30e-3,

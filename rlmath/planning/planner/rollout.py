@@ -6,13 +6,10 @@ import math
 from dataclasses import dataclass
 
 from rlmath.data.micro_batches import forward_cost
-from rlmath.planning.memory_formulas import (
-    BLOCK_TOKENS,
-    EngineBytes,
-    engine_bytes,
-    kv_bytes_per_token,
-)
+from rlmath.planning.memory_estimate import engine_of_run
+from rlmath.planning.memory_formulas import BLOCK_TOKENS, EngineBytes, kv_bytes_per_token
 from rlmath.planning.planner.training import StepInputs
+from rlmath.rollout.weight_sync.shard_layouts import engine_adapters
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,7 @@ def plan_rollout(inputs: StepInputs) -> PlannedRollout:
         engine_of(inputs).weights
     )
     step_seconds += _exchange_seconds(inputs, tokens=0, messages=1)
+    step_seconds += adapted_layers(inputs) * coefficients.adapter_seconds
     sampled = _token_seconds(inputs, engines)
     return PlannedRollout(
         requests,
@@ -93,23 +91,25 @@ def slots_of(inputs: StepInputs, requests: int) -> int:
     )
 
 
+def adapted_layers(inputs: StepInputs) -> int:
+    """Linear layers in which the engine adds the product with a LoRA adapter; 0 where merged.
+
+    Each takes two more kernels in every engine step, whatever its batch. vLLM publishes no such
+    time for its present kernels; others measured it (docs/planning.md)."""
+    adapters = engine_adapters(inputs.shape, inputs.config.lora)
+    return inputs.shape.num_layers * len(adapters) // 2
+
+
 def engine_of(inputs: StepInputs) -> EngineBytes:
     """The memory of an engine rank."""
-    target = inputs.target
-    return engine_bytes(
-        inputs.shape,
-        inputs.config.rollout,
-        target.kind,
-        itemsize=target.itemsize,
-        device_bytes=target.total_bytes,
-    )
+    return engine_of_run(inputs.config, inputs.shape, inputs.target)
 
 
 def _token_seconds(inputs: StepInputs, engines: int) -> float:
     """Seconds that a rank spends on the tokens of its engine.
 
-    Every token passes through the model and reads the keys and values of all before it, and the
-    host handles it. A group's prompt is computed once, as far as it fills blocks of the KV
+    Every token passes through the model and its adapters and reads the keys and values of all
+    before it, and the host handles it. A group's prompt is computed once, as far as it fills blocks of the KV
     cache."""
     batch = inputs.batch
     cluster = inputs.cluster
@@ -123,11 +123,12 @@ def _token_seconds(inputs: StepInputs, engines: int) -> float:
     prefilled = count * (prompt - shared + shared / batch.group)
     cost = forward_cost(inputs.shape)
     flops = (tokens + prefilled) * cost.linear + cost.quadratic * (2 * read + prefilled * prompt)
+    adapters = engine_of(inputs).adapters / inputs.target.itemsize
     token_bytes = kv_bytes_per_token(inputs.shape, ranks, inputs.target.itemsize)
     handled = batch.tokens / (engines if inputs.config.rollout.ranks else 1)
     coefficients = cluster.coefficients
     return (
-        cluster.compute_seconds(flops / ranks)
+        cluster.compute_seconds(flops / ranks + 2 * adapters * (tokens + prefilled))
         + cluster.memory_seconds(read * token_bytes)
         + tokens * coefficients.sequence_step_seconds
         + handled * coefficients.token_seconds

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from rlmath.checkpoint.hf.run_shapes import InspectedShapes, RunShapes
-from rlmath.config.schema import AlgorithmConfig, Config, DataConfig, RolloutConfig
+from rlmath.config.schema import NO_LORA, AlgorithmConfig, Config, DataConfig, RolloutConfig
 from rlmath.data.dataset import critic_epochs
 from rlmath.distributed.mesh import Mesh
 from rlmath.planning.checks import (
@@ -16,7 +16,7 @@ from rlmath.planning.checks import (
     shape_problems,
 )
 from rlmath.planning.memory_estimate import Target, largest, mesh_of, plan_ranks
-from rlmath.planning.memory_formulas import NO_LORA
+from rlmath.planning.memory_fit import keeps_base
 from rlmath.planning.parallelism import divisors
 from rlmath.planning.planner.cluster import Cluster
 from rlmath.planning.planner.lengths import Batch, lengths_with_mean
@@ -182,14 +182,16 @@ def recomputes_logprobs(algorithm: AlgorithmConfig, on_policy: bool) -> bool:
 def sync_seconds(inputs: StepInputs) -> float:
     """Seconds of a weight sync.
 
-    Every engine rank's weights are copied; where the layouts differ, other ranks have sent them,
-    all at most."""
+    Every engine rank's weights are copied, or its adapters alone where the base stays; where the
+    layouts differ, other ranks have sent them, all at most."""
     mesh = inputs.mesh
     cluster = inputs.cluster
-    weights = engine_of(inputs).weights
+    engine = engine_of(inputs)
+    keeps = keeps_base(inputs.config, inputs.shapes, cluster.ranks, target=inputs.target)
+    sent = engine.adapters if keeps else engine.weights
     is_own = mesh.pipeline == mesh.expert == 1 and mesh.tensor == mesh.engine_size
-    return cluster.memory_seconds(2 * weights) + cluster.link_seconds(
-        0 if is_own else weights, 0, mesh.world_size
+    return cluster.memory_seconds(2 * sent) + cluster.link_seconds(
+        0 if is_own else sent, 0, mesh.world_size
     )
 
 

@@ -8,8 +8,9 @@ wrong place all change it. Sums over the ranks that share a tensor give that of 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 
@@ -17,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlmath.checkpoint.hf.weight_map import Rule
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.weight_sync.shard_layouts import (
     TIED_HEAD,
     Block,
+    Coordinates,
     TrainingLayout,
     coordinates,
     engine_blocks,
@@ -67,19 +70,30 @@ class SyncChecksums:
     Every rank makes one for the sync, adds both sides, and calls `differing`."""
 
     def __init__(
-        self, shape: ModelShape, layout: TrainingLayout, mesh: Mesh, device: Device
+        self,
+        shape: ModelShape,
+        layout: TrainingLayout,
+        mesh: Mesh,
+        device: Device,
+        adapters: tuple[Rule, ...] = (),
+        only: Collection[str] | None = None,
     ) -> None:
+        """`adapters` and `only` are those of the sync's plan (`reshard_plan.plan_sync`)."""
         self._mesh = mesh
         self._device = device
         part = mesh.rank % mesh.engine_size
-        self._widths = {block.tensor: block.cols for block in engine_blocks(shape, 1, 0)}
+        held = partial(training_blocks, shape, layout, adapters=adapters)
+        needed = partial(engine_blocks, shape, adapters=adapters)
+        self._widths = {block.tensor: block.cols for block in needed(1, 0)}
         """Columns of every Hugging Face tensor."""
-        self._names = sorted(self._widths)
-        self._held = _counted(shape, layout, mesh)
+        self._held = [
+            block for block in _counted(held, mesh) if only is None or block.parameter in only
+        ]
         self._needed: dict[str, list[Block]] = defaultdict(list)
-        for block in engine_blocks(shape, mesh.engine_size, part):
+        for block in needed(mesh.engine_size, part):
             self._needed[block.parameter].append(block)
-        self._copies = _copies(shape, mesh.engine_size)
+        self._copies = _copies(needed, mesh.engine_size)
+        self._names = sorted(self._widths)
         self._sums = {side: dict.fromkeys(self._names, 0) for side in ("policy", "engine")}
 
     def add_engine(self, name: str, matrix: Tensor) -> None:
@@ -119,33 +133,29 @@ class SyncChecksums:
         ]
 
 
-def _copies(shape: ModelShape, engine_size: int) -> dict[str, int]:
+def _copies(needed: Callable[[int, int], Iterable[Block]], engine_size: int) -> dict[str, int]:
     """How often an engine has each element of a tensor.
 
-    Its ranks may split it, or each hold all of it."""
+    Its ranks may split it, or each hold all of it. `needed` gives the blocks of an engine's rank,
+    by the engine's size and the rank's part."""
     elements_by_tensor: Counter[str] = Counter()
     for part in range(engine_size):
-        for block in engine_blocks(shape, engine_size, part):
+        for block in needed(engine_size, part):
             elements_by_tensor[block.tensor] += block.elements
     return {
-        block.tensor: elements_by_tensor[block.tensor] // block.elements
-        for block in engine_blocks(shape, 1, 0)
+        block.tensor: elements_by_tensor[block.tensor] // block.elements for block in needed(1, 0)
     }
 
 
-def _counted(shape: ModelShape, layout: TrainingLayout, mesh: Mesh) -> list[Block]:
+def _counted(held: Callable[[Coordinates], Iterable[Block]], mesh: Mesh) -> list[Block]:
     """The blocks whose rectangle no earlier rank of this rank's stage holds.
 
-    So every element is counted once."""
+    So every element is counted once. `held` gives the blocks at a rank's coordinates."""
     first = mesh.pipeline_rank * (mesh.world_size // mesh.pipeline)
     before = {coordinates(replace(mesh, rank=rank)) for rank in range(first, mesh.rank)}
     if coordinates(mesh) in before:
         return []
-    blocks = [
-        block
-        for block in training_blocks(shape, layout, coordinates(mesh))
-        if block.parameter != TIED_HEAD
-    ]
+    blocks = [block for block in held(coordinates(mesh)) if block.parameter != TIED_HEAD]
     rectangle = attrgetter("tensor", "row", "col", "rows", "cols")
-    seen = {rectangle(block) for at in before for block in training_blocks(shape, layout, at)}
+    seen = {rectangle(block) for at in before for block in held(at)}
     return [block for block in blocks if rectangle(block) not in seen]

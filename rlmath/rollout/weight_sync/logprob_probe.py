@@ -21,6 +21,7 @@ from rlmath.models.forward_backward import ForwardBackward
 SEQUENCES = 4
 TOKENS = 64
 """Most tokens of one sequence."""
+OTHER_ENGINE = ". With lora.engine=merged it computes without adapters of its own"
 EngineScores = Callable[[Sequence[Sequence[int]]], Mapping[int, Sequence[Sequence[float]]]]
 """Gives each engine's log-probs of every token but the first of each sequence (nats).
 
@@ -46,9 +47,13 @@ class Probe:
         longest: int,
         settings: SyncConfig,
         engine_scores: EngineScores,
+        holds_adapters: bool = False,
     ) -> None:
-        """`longest`: most tokens of a sequence that the engine takes."""
+        """`longest`: most tokens of a sequence that the engine takes.
+
+        Engines that hold the policy's adapters compute with other kernels: the error says so."""
         self._mesh = mesh
+        self._holds_adapters = holds_adapters
         self._settings = settings
         self._engine_scores = engine_scores
         # The engine scores a prompt at temperature 1 and masks nothing.
@@ -129,6 +134,6 @@ class Probe:
                 "sync.probe_threshold is "
                 f"{threshold:g}. The engine does not have the policy's weights, or computes "
                 "otherwise: what it "
-                "samples is not on-policy"
+                f"samples is not on-policy{OTHER_ENGINE if self._holds_adapters else ''}"
             )
         return {"sync/probe_difference": mean, "sync/probe_difference_max": largest}

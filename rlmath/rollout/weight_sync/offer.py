@@ -11,7 +11,8 @@ would not do: where a step learned nothing, the next one offers the same.)
 
 The plan (`reshard_plan.plan_sync`) is the same for every engine but for its ranks. Buckets travel
 over the bridge, through the memory of the hosts. These engines never sleep: after the first offer
-only what learns is copied and sent, with LoRA the merged matrices.
+only what learns is copied and sent, with LoRA the adapters, or the matrices that they are merged
+into.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import NO_LORA, LoraConfig
 from rlmath.distributed.bridge import Bridge, Mailbox
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.device import Device, synchronize
@@ -78,9 +80,10 @@ class WeightSender:
         dtype: torch.dtype,
         bridge: Bridge,
         mailbox: Mailbox,
+        lora: LoraConfig = NO_LORA,
     ) -> None:
         """`dtype` is the engines' number format."""
-        self._sources = source_matrices(chunks, shape)
+        self._sources = source_matrices(chunks, shape, lora)
         self._copies = {
             name: torch.empty(
                 parameter.shape, dtype=dtype, device=HOST, pin_memory=device.kind == "cuda"
@@ -183,7 +186,7 @@ class WeightSender:
         run_rounds(transport, len(self._rounds), lambda number, wait: wait())
 
     def _pack(self, number: int, peer: int, bucket: Tensor) -> None:
-        pack(bucket, self._runs[number].sends[peer], SourceMatrices(self._copies, adapters={}))
+        pack(bucket, self._runs[number].sends[peer], SourceMatrices(self._copies))
 
 
 class WeightReceiver:

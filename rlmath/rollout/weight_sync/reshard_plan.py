@@ -28,6 +28,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from rlmath.checkpoint.hf.weight_map import Rule
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.weight_sync.shard_layouts import (
@@ -135,13 +136,15 @@ def plan_sync(
     element_bytes: int,
     bucket_bytes: int,
     ranks_per_node: int | None = None,
+    adapters: tuple[Rule, ...] = (),
     only: Collection[str] | None = None,
 ) -> SyncPlan:
     """The plan for the cell of `mesh.rank`; None: all ranks are on one node.
 
     Where engines have ranks of their own, it is that for the first engine, behind all training
-    ranks, those of `mesh`: every element travels once to each rank that needs it. `only`: the
-    policy's parameters that are copied, by `parameter_key`; None: all."""
+    ranks, those of `mesh`: every element travels once to each rank that needs it. `adapters` are
+    the rules of those that engines hold (`shard_layouts.engine_adapters`). `only`: the policy's
+    parameters that are copied, by `parameter_key`; None: all."""
     if mesh.engine_ranks:
         ranks: Sequence[int] = range(mesh.world_size)
         parts = {mesh.world_size + part: part for part in range(mesh.engine_size)}
@@ -154,12 +157,17 @@ def plan_sync(
     coordinates_of = {rank: coordinates(replace(mesh, rank=rank)) for rank in ranks}
     senders = Senders(coordinates_of, ranks_per_node or mesh.world_size)
     regions = by_region(
-        {at: training_blocks(shape, layout, at) for at in sorted(set(coordinates_of.values()))}
+        {
+            at: training_blocks(shape, layout, at, adapters=adapters)
+            for at in sorted(set(coordinates_of.values()))
+        }
     )
     overlaps_of_part = [
         [
             overlap
-            for overlap in intersections(engine_blocks(shape, mesh.engine_size, part), regions)
+            for overlap in intersections(
+                engine_blocks(shape, mesh.engine_size, part, adapters=adapters), regions
+            )
             if only is None or next(iter(overlap.sources.values())).parameter in only
         ]
         for part in range(mesh.engine_size)

@@ -6,6 +6,9 @@ They are rectangles of the Hugging Face tensors, computed from the architecture'
     training_blocks(shape, layout, coordinates): what Megatron's parameters of a rank hold
     engine_blocks(shape, engine_size, part): what vLLM's parameters of a rank need
 
+Both also have the blocks of LoRA adapters, where their rules are given: an engine has a buffer for
+A and one for B of each matrix that its layer joins.
+
 A vector counts as a matrix of one column. With a gate projection of 8 x 4 and two tensor-parallel
 ranks, rank 1 holds rows 4 to 7 of it, at row 0 of its own fused tensor, and the same rows of the up
 projection from row 4 on.
@@ -16,17 +19,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from rlmath.checkpoint.hf.weight_map import (
     Placed,
+    Rule,
+    adapter_rules,
+    adapter_weight,
     canonical_shape,
     hf_shapes,
     padded_vocab,
     placed_tensors,
 )
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import ParallelConfig
+from rlmath.config.schema import LoraConfig, ParallelConfig
 from rlmath.distributed.mesh import Mesh
 
 ENGINE_VOCAB_MULTIPLE = 64
@@ -137,12 +144,26 @@ def parameter_key(placed: Placed) -> str:
     return placed.hf_names[0]
 
 
-def training_blocks(shape: ModelShape, layout: TrainingLayout, at: Coordinates) -> Iterator[Block]:
-    """The blocks that a rank holds.
+def engine_adapters(shape: ModelShape, lora: LoraConfig) -> tuple[Rule, ...]:
+    """The rules of the adapters that engines hold beside the model.
+
+    There are none where they are merged into it, or nothing has adapters."""
+    if lora.engine == "merged":
+        return ()
+    return adapter_rules(shape.architecture, lora.rank, lora.target)
+
+
+def training_blocks(
+    shape: ModelShape,
+    layout: TrainingLayout,
+    at: Coordinates,
+    adapters: tuple[Rule, ...] = (),
+) -> Iterator[Block]:
+    """The blocks of the model, and then of its adapters, that a rank holds.
 
     With tied embeddings the last stage has a copy of the embedding (`TIED_HEAD`)."""
     last = len(layout.stages) - 1
-    for placed in placed_tensors(shape):
+    for placed in chain(placed_tensors(shape), placed_tensors(shape, adapters)):
         owner = {"first": 0, "last": last}.get(placed.rule.owner)
         is_held = placed.layer in layout.stages[at.stage] if owner is None else owner == at.stage
         if placed.expert is not None:
@@ -176,6 +197,8 @@ def _megatron_blocks(
     elif rule.form == "vocab":
         share = padded_vocab(shape.vocab_size, tensor) // tensor
         yield from _vocab_rows(placed, shape, share, part=tensor_rank, parameter=key)
+    elif rule.form == "stacked":
+        yield from _stacked(placed, shape, tensor, part=tensor_rank, parameter=key)
     else:
         yield _plain(placed, shape, tensor, part=tensor_rank, parameter=key)
 
@@ -234,14 +257,35 @@ def _plain(placed: Placed, shape: ModelShape, parts: int, part: int, parameter: 
     return Block(placed.hf_names[0], parameter, rows, cols=share, col=part * share)
 
 
+def _stacked(
+    placed: Placed, shape: ModelShape, parts: int, part: int, parameter: str
+) -> Iterator[Block]:
+    """The part's columns of each tensor, or all of them, the tensors one below the other."""
+    _, rows, cols = canonical_shape(placed.rule, shape, tensor=1)
+    if placed.rule.split_axis is None:
+        parts = 1
+        part = 0
+    share = cols // parts
+    for number, name in enumerate(placed.hf_names):
+        yield Block(name, parameter, rows, cols=share, col=part * share, at_row=number * rows)
+
+
 def _columns(placed: Placed, shape: ModelShape) -> int:
     return math.prod(hf_shapes(placed.rule, shape)[0][1:])
 
 
-def engine_blocks(shape: ModelShape, engine_size: int, part: int) -> Iterator[Block]:
+def engine_blocks(
+    shape: ModelShape, engine_size: int, part: int, adapters: tuple[Rule, ...] = ()
+) -> Iterator[Block]:
     """The blocks that rank `part` of an engine of `engine_size` ranks needs.
 
-    A tied head is the embedding itself."""
+    Those of its adapters come after the model's. A tied head is the embedding itself."""
+    yield from _engine_model(shape, engine_size, part)
+    for placed in placed_tensors(shape, adapters):
+        yield from _engine_adapter(placed, shape, engine_size, part=part)
+
+
+def _engine_model(shape: ModelShape, engine_size: int, part: int) -> Iterator[Block]:
     for placed in placed_tensors(shape):
         name = engine_name(placed)
         form = placed.rule.form
@@ -264,6 +308,32 @@ def engine_blocks(shape: ModelShape, engine_size: int, part: int) -> Iterator[Bl
             )
         else:
             yield _plain(placed, shape, engine_size, part=part, parameter=name)
+
+
+def _engine_adapter(
+    placed: Placed, shape: ModelShape, engine_size: int, part: int
+) -> Iterator[Block]:
+    """The blocks of A or B, a buffer for each of the matrices that Hugging Face names."""
+    weight, matrix = adapter_weight(placed.hf_names[0])
+    module = weight.removesuffix(".weight")
+    for old, new in _FUSED_NAMES.values():
+        if module.endswith(f".{old}"):
+            module = module.removesuffix(old) + new
+    buffer = f"{module}.lora_{matrix.lower()}_stacked"
+    form = placed.rule.form
+    if form == "stacked":
+        blocks = list(_stacked(placed, shape, engine_size, part=part, parameter=buffer))
+    elif form == "qkv":
+        blocks = list(_engine_qkv(placed, shape, engine_size, part=part, parameter=buffer))
+    elif form == "gate_up":
+        blocks = list(_gate_up(placed, shape, engine_size, part=part, parameter=buffer))
+    else:
+        blocks = [_plain(placed, shape, engine_size, part=part, parameter=buffer)]
+    for number, block in enumerate(blocks):
+        if len(placed.hf_names) == len(blocks):
+            yield replace(block, parameter=f"{buffer}.{number}", at_row=0)
+        else:  # one matrix has the rows of all
+            yield replace(block, parameter=f"{buffer}.0")
 
 
 def engine_name(placed: Placed) -> str:
@@ -305,12 +375,14 @@ def _engine_qkv(
         row += heads * D
 
 
-def engine_shapes(shape: ModelShape, engine_size: int) -> dict[str, tuple[int, int]]:
+def engine_shapes(
+    shape: ModelShape, engine_size: int, adapters: tuple[Rule, ...] = ()
+) -> dict[str, tuple[int, int]]:
     """Rows and columns of every parameter on one rank of an engine, padding included.
 
-    They are the same on all its ranks."""
+    Those of adapters' buffers are without padding. All ranks have the same."""
     sizes: dict[str, tuple[int, int]] = {}
-    for block in engine_blocks(shape, engine_size, part=0):
+    for block in engine_blocks(shape, engine_size, part=0, adapters=adapters):
         rows, _ = sizes.get(block.parameter, (0, 0))
         sizes[block.parameter] = (max(rows, block.at_row + block.rows), block.cols)
     padded = engine_vocab_rows(shape, engine_size)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby
@@ -22,15 +22,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.checkpoint.hf.lora_merge import kept_share
-from rlmath.checkpoint.hf.weight_map import placed_tensors
+from rlmath.checkpoint.hf.weight_map import adapted_rules, adapter_weight, placed_tensors
 from rlmath.checkpoint.hf.weights import local_adapter, local_parameter
 from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import NO_LORA, LoraConfig
 from rlmath.distributed.device import Device, synchronize
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.weight_sync.checksums import SyncChecksums
-from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound, cells, plan_sync, rank_rounds
-from rlmath.rollout.weight_sync.shard_layouts import TIED_HEAD, TrainingLayout, parameter_key
+from rlmath.rollout.weight_sync.reshard_plan import (
+    Copy,
+    RankRound,
+    SyncPlan,
+    cells,
+    plan_sync,
+    rank_rounds,
+)
+from rlmath.rollout.weight_sync.shard_layouts import (
+    TIED_HEAD,
+    TrainingLayout,
+    engine_adapters,
+    parameter_key,
+)
 from rlmath.rollout.weight_sync.transport import Messages, SharedBuckets, run_rounds, share_memory
 
 
@@ -57,6 +70,41 @@ class SyncReport:
         } | self.merged
 
 
+@dataclass(frozen=True)
+class RankTransfer:
+    """One rank's part of a plan."""
+
+    rounds: Sequence[RankRound]
+    runs: Sequence[RoundRuns]
+    """The copies of each round."""
+    planned_rows: Mapping[str, int]
+    """Rows of each of the engine's parameters that copies fill."""
+    only: frozenset[str] | None
+    """The policy's parameters that are copied; None: all."""
+    travelling_rounds: int
+    """Rounds in which anything travels between any ranks."""
+    largest_bucket_bytes: int
+    bytes_copied: int
+    bytes_sent: int
+    bytes_received: int
+
+
+def rank_transfer(plan: SyncPlan, rank: int, only: Collection[str] | None) -> RankTransfer:
+    """This rank's part of a plan, which may have hundreds of thousands of copies."""
+    rounds = rank_rounds(plan, rank)
+    return RankTransfer(
+        rounds=rounds,
+        runs=[runs_of_round(round_) for round_ in rounds],
+        planned_rows=planned_rows(rounds),
+        only=None if only is None else frozenset(only),
+        travelling_rounds=len(plan.rounds),
+        largest_bucket_bytes=plan.largest_bucket_bytes,
+        bytes_copied=plan.bytes_copied(rank),
+        bytes_sent=plan.bytes_sent(rank),
+        bytes_received=plan.bytes_received(rank),
+    )
+
+
 class WeightTransfer:
     """Writes the policy's weights into one engine, again and again.
 
@@ -72,51 +120,68 @@ class WeightTransfer:
         weights: EngineWeights,
         bucket_bytes: int,
         ranks_per_node: int | None = None,
+        lora: LoraConfig = NO_LORA,
+        keeps_weights: bool = False,
     ) -> None:
+        """With `keeps_weights` the engine keeps what does not learn, which is sent once.
+
+        `lora` says which adapters the policy has, and whether the engine holds them."""
         self._weights = weights
         self._device = device
         if device.kind == "cuda":
             # The first call of an NCCL group must be one that all its ranks make; not all of them
             # send.
             dist.all_reduce(torch.zeros(1, device=device.torch_device))
-        plan = plan_sync(
+        adapters = engine_adapters(shape, lora)
+        plan = partial(
+            plan_sync,
             shape,
             layout,
             mesh,
             element_bytes=weights.dtype.itemsize,
             bucket_bytes=bucket_bytes,
             ranks_per_node=ranks_per_node,
+            adapters=adapters,
         )
+        whole_plan = plan()
+        self._next = rank_transfer(whole_plan, mesh.rank, only=None)
+        self._later = self._next
+        if adapters and keeps_weights:
+            learns = learning_parameters(shape, lora)
+            self._later = rank_transfer(plan(only=learns), mesh.rank, only=learns)
+        bucket = max(self._next.largest_bucket_bytes, self._later.largest_bucket_bytes)
         self._memory = None
-        if device.kind == "cpu" and plan.rounds:
-            self._memory = share_memory(2 * plan.largest_bucket_bytes)
-        # Only this rank's part is kept: the plan may have hundreds of thousands of copies.
-        self._rounds = rank_rounds(plan, mesh.rank)
-        self._bucket_elements = plan.largest_bucket_bytes // weights.dtype.itemsize
-        self.rounds = len(plan.rounds)
-        """Rounds in which anything travels between any ranks."""
-        self.lower_bound = plan.lower_bound * len(cells(mesh, ranks_per_node))
-        """Bytes that must travel between ranks in every sync."""
-        self._sources = source_matrices(chunks, shape)
-        self._runs = [runs_of_round(round_) for round_ in self._rounds]
-        self._new_checksums = partial(SyncChecksums, shape, layout, mesh=mesh, device=device)
-        self._planned_rows = planned_rows(self._rounds)
-        self._bytes_copied = plan.bytes_copied(mesh.rank)
-        self._bytes_sent = plan.bytes_sent(mesh.rank)
-        self._bytes_received = plan.bytes_received(mesh.rank)
+        if device.kind == "cpu" and bucket:
+            self._memory = share_memory(2 * bucket)
+        self._bucket_elements = bucket // weights.dtype.itemsize
+        self.lower_bound = whole_plan.lower_bound * len(cells(mesh, ranks_per_node))
+        """Bytes that must travel between ranks in a sync of all weights."""
+        self._sources = source_matrices(chunks, shape, lora)
+        self._new_checksums = partial(
+            SyncChecksums, shape, layout, mesh=mesh, device=device, adapters=adapters
+        )
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the next sync in which anything travels between any ranks."""
+        return self._next.travelling_rounds
 
     @torch.no_grad()
     def run(self, check: bool = False) -> SyncReport:
         """Set the engine's weights to the policy's, in the engine's number format.
 
-        With `check` both sides are compared by checksums. RuntimeError on all ranks where they
-        differ."""
+        With `check` both sides of what is written are compared by checksums. RuntimeError on all
+        ranks where they differ."""
         started = time.perf_counter()
-        checksums = self._new_checksums() if check else None
+        transfer = self._next
         self._sources.kept.clear()
-        self._weights.begin(self._planned_rows)
+        checksums = self._new_checksums(only=transfer.only) if check else None
+        if transfer.only is None:
+            self._weights.begin(transfer.planned_rows)
+        else:
+            self._weights.begin_adapters()
         write = partial(self._finish_round, checksums)
-        run_rounds(self._open_transport(), len(self._rounds), write)
+        run_rounds(self._open_transport(), len(transfer.rounds), write)
         self._weights.end()
         if checksums is not None:
             checksums.add_policy(self._sources.matrix, self._weights.dtype)
@@ -128,21 +193,23 @@ class WeightTransfer:
                     "report this"
                 )
         synchronize(self._device)
+        self._next = self._later
         return SyncReport(
             seconds=time.perf_counter() - started,
             packing_seconds=self._weights.packing_seconds,
-            bytes_copied=self._bytes_copied,
-            bytes_sent=self._bytes_sent,
-            bytes_received=self._bytes_received,
+            bytes_copied=transfer.bytes_copied,
+            bytes_sent=transfer.bytes_sent,
+            bytes_received=transfer.bytes_received,
             merged=self._sources.kept_metrics(),
         )
 
     def _open_transport(self) -> Messages | SharedBuckets:
+        rounds = self._next.rounds
         dtype = self._weights.dtype
         if self._memory is None:
-            return Messages(self._rounds, self._pack, dtype, at=self._device.torch_device)
+            return Messages(rounds, self._pack, dtype, at=self._device.torch_device)
         return SharedBuckets(
-            self._rounds,
+            rounds,
             self._pack,
             dtype,
             memory=self._memory,
@@ -153,16 +220,16 @@ class WeightTransfer:
         self, checksums: SyncChecksums | None, number: int, wait: Callable[[], Mapping[int, Tensor]]
     ) -> None:
         """Write a round's copies; parameters that need no other rank while its buckets travel."""
-        round_ = self._rounds[number]
+        round_ = self._next.rounds[number]
         local: dict[str, list[TensorRun]] = defaultdict(list)
-        for run in self._runs[number].local:
+        for run in self._next.runs[number].local:
             local[run.first.target_parameter].append(run)
         awaited = {copy.target_parameter for copies in round_.receives.values() for copy in copies}
         for name in round_.complete:
             if name not in awaited:
                 self._complete(name, local[name], checksums)
         for peer, bucket in wait().items():
-            unpack(bucket, self._runs[number].receives[peer], self._weights)
+            unpack(bucket, self._next.runs[number].receives[peer], self._weights)
         for name in round_.complete:
             if name in awaited:
                 self._complete(name, local[name], checksums)
@@ -177,7 +244,7 @@ class WeightTransfer:
         self._weights.complete(name)
 
     def _pack(self, number: int, peer: int, bucket: Tensor) -> None:
-        pack(bucket, self._runs[number].sends[peer], self._sources)
+        pack(bucket, self._next.runs[number].sends[peer], self._sources)
 
 
 # ---------------------------------------------------------------- copies
@@ -336,38 +403,40 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 class SourceMatrices:
     """This rank's shard as matrices by the plan's names.
 
-    Adapters are merged in at each reading."""
+    What an engine gets of a matrix is made at each reading."""
 
     parameters: Mapping[str, Tensor]
     """Views that stay valid: Megatron updates parameters in place."""
-    adapters: Mapping[str, Any]
-    """The `models.lora.Adapter` of each parameter that has one."""
+    merged: Mapping[str, Any] = field(default_factory=dict)
+    """The `models.lora.Adapter` of each parameter into which one is merged."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """The factor of each B of an adapter that engines hold."""
+    merges: bool = False
+    """Whether any rank of the policy merges adapters."""
     kept: dict[str, Tensor] = field(default_factory=dict)
     """How much of its update each merged matrix has (`merged_weight`)."""
 
     def matrix(self, name: str) -> Tensor:
-        adapter = self.adapters.get(name)
         matrix = self.parameters[name]
-        if adapter is None:
-            return matrix
-        merged, self.kept[name] = adapter.merged(matrix)
-        return merged
+        if name in self.merged:
+            matrix, self.kept[name] = self.merged[name].merged(matrix)
+        return self.scales[name] * matrix if name in self.scales else matrix
 
     def kept_metrics(self) -> dict[str, float]:
         """The share of the adapters' updates that merged matrices have, on all ranks.
 
-        None without adapters; a collective with them."""
-        return {"sync/lora_kept": kept_share(self.kept.values())} if self.adapters else {}
+        None where nothing is merged, else a collective."""
+        return {"sync/lora_kept": kept_share(self.kept.values())} if self.merges else {}
 
     def copy(self, runs: Sequence[TensorRun], targets: Sequence[Tensor]) -> None:
         """Copy the sources of runs into `targets`.
 
-        One merged matrix is held at a time; runs that read the same one should follow one another.
-        """
+        One matrix that is made for it is held at a time; runs that read the same one should follow
+        one another."""
         plain: list[tuple[Tensor, Tensor]] = []
         pairs = zip(runs, targets, strict=True)
         for name, group in groupby(pairs, lambda pair: pair[0].first.source_parameter):
-            if name in self.adapters:
+            if name in self.merged or name in self.scales:
                 copy_all(_with_sources(group, self.matrix(name)))
             else:
                 plain += _with_sources(group, self.matrix(name))
@@ -380,21 +449,37 @@ def _with_sources(
     return ((target, run.source(matrix)) for run, target in pairs)
 
 
-def source_matrices(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> SourceMatrices:
-    """The matrices of the policy's chunks on this rank."""
+def source_matrices(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, lora: LoraConfig
+) -> SourceMatrices:
+    """The matrices of the policy's chunks on this rank, and of the adapters that engines hold."""
+    adapters = engine_adapters(shape, lora)
     parameters = {}
-    adapters = {}
-    for placed in placed_tensors(shape):
+    merged = {}
+    for placed in chain(placed_tensors(shape), placed_tensors(shape, adapters)):
         parameter = local_parameter(chunks, placed)
         if parameter is not None:
             parameters[parameter_key(placed)] = _as_matrix(parameter)
-        if (adapter := local_adapter(chunks, placed)) is not None:
-            adapters[parameter_key(placed)] = adapter
+        if not adapters and (adapter := local_adapter(chunks, placed)) is not None:
+            merged[parameter_key(placed)] = adapter
     head = getattr(getattr(chunks[-1], "output_layer", None), "weight", None)
     if shape.tied_embeddings and head is not None:
         parameters[TIED_HEAD] = _as_matrix(head)
-    return SourceMatrices(parameters, adapters)
+    keys = [parameter_key(placed) for placed in placed_tensors(shape, adapters)]
+    scales = {key: lora.alpha / lora.rank for key in keys if adapter_weight(key)[1] == "B"}
+    merges = lora.rank > 0 and not adapters
+    return SourceMatrices(parameters, merged, scales, merges=merges)
+
+
+def learning_parameters(shape: ModelShape, lora: LoraConfig) -> set[str]:
+    """The policy's parameters that a sync must send again, by the plan's names, with LoRA.
+
+    They are the adapters that engines hold, or else the matrices that have one."""
+    rules = engine_adapters(shape, lora) or adapted_rules(shape.architecture, lora.target)
+    return {parameter_key(placed) for placed in placed_tensors(shape, rules)}
 
 
 def _as_matrix(parameter: Tensor) -> Tensor:
-    return parameter.data if parameter.dim() == 2 else parameter.data[:, None]
+    """A view with as many columns as the last axis has; of a vector, with one."""
+    matrix = parameter.data if parameter.dim() > 1 else parameter.data[:, None]
+    return matrix.flatten(0, -2)

@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import ClassVar
 
-from rlmath.checkpoint.hf.weight_map import adapted_rules, placed_tensors
 from rlmath.config import length_curriculum
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
@@ -31,6 +30,7 @@ from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.ranks import local_world_size
 from rlmath.models.build import Actor
 from rlmath.models.offload import RESTING, OffloadSets
+from rlmath.planning.memory_fit import cpu_target, keeps_base, planned_target
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, open_scorer
 from rlmath.rewards.several_rewards import MeasuredRows
 from rlmath.rollout.collector import Collector
@@ -41,8 +41,16 @@ from rlmath.rollout.memory_switch import CPU_COMPARES_EVERY, MemorySwitch
 from rlmath.rollout.weight_sync.logprob_probe import Probe, is_due
 from rlmath.rollout.weight_sync.offer import OfferPlans, WeightSender
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes, plan_sync
-from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, parameter_key, training_layout
-from rlmath.rollout.weight_sync.weight_sync import SyncReport, WeightTransfer
+from rlmath.rollout.weight_sync.shard_layouts import (
+    engine_adapters,
+    engine_shapes,
+    training_layout,
+)
+from rlmath.rollout.weight_sync.weight_sync import (
+    SyncReport,
+    WeightTransfer,
+    learning_parameters,
+)
 from rlmath.trainer.context import RankContext
 from rlmath.trainer.rollouts.asynchronous import AsynchronousRollouts, EngineConnection
 from rlmath.trainer.rollouts.synchronous import Keep, PartialRollouts, StepRollouts, WholeRollouts
@@ -144,6 +152,15 @@ class ColocatedEngines(Engines):
         inputs = context.inputs
         mesh = context.mesh
         self._scorer = validation_scorer(config, mesh)
+        shape = context.shapes.policy
+        adapters = engine_adapters(shape, config.lora)
+        if context.device.kind == "cpu":
+            target = cpu_target(config.policy)
+        else:
+            target = planned_target(config.memory, config.policy, config.run.device)
+        keeps_weights = all(
+            all_gather_objects(keeps_base(config, context.shapes, mesh.world_size, target=target))
+        )
         logger.info("Starting: importing vLLM, building the engine (seconds to minutes) ...")
         self.engine = Engine(
             config.model.path,
@@ -151,9 +168,20 @@ class ColocatedEngines(Engines):
             max_sequence=length_curriculum.engine_length(config),
             mesh=mesh,
             device=context.device,
-            weight_shapes=engine_shapes(context.shapes.policy, mesh.engine_size),
+            weight_shapes=engine_shapes(shape, mesh.engine_size, adapters=adapters),
             stop_token_ids=inputs.stop_token_ids,
+            lora=config.lora,
+            keeps_weights=keeps_weights,
         )
+        if adapters:
+            logger.info(
+                "LoRA: the engine samples with the adapters beside its weights, %.3f GiB a rank, "
+                "which %s",
+                self.engine.weights.bytes / 2**30,
+                "stay on the device and are sent once"
+                if keeps_weights
+                else "leave the device while training, and are sent again for each rollout",
+            )
         if config.rollout.tail == "carry" and not self.engine.continues_noise:
             raise ValueError(
                 'rollout.tail is "carry", and vLLM takes its first model runner (its log says '
@@ -188,6 +216,8 @@ class ColocatedEngines(Engines):
             weights=self.engine.weights,
             bucket_bytes=bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size),
             ranks_per_node=broadcast_from_rank_zero(local_world_size()),
+            lora=config.lora,
+            keeps_weights=self.engine.memory.keeps_weights,
         )
         longest = probe_length(config)
         self._probe = Probe(
@@ -196,6 +226,7 @@ class ColocatedEngines(Engines):
             longest,
             settings=config.sync,
             engine_scores=self._engine_scores,
+            holds_adapters=bool(engine_adapters(self._shape, config.lora)),
         )
         self._report: SyncReport | None = None
         monitor = MemoryMonitor(
@@ -279,6 +310,7 @@ class SeparateEngines(Engines):
             dtype=self._device.params_dtype,
             bridge=self._bridge,
             mailbox=self._mailbox,
+            lora=self._config.lora,
         )
         longest = probe_length(self._config)
         self._probe = Probe(
@@ -287,6 +319,7 @@ class SeparateEngines(Engines):
             longest,
             settings=self._config.sync,
             engine_scores=self._connection.score,
+            holds_adapters=bool(engine_adapters(self._shape, self._config.lora)),
         )
         offload.offload(*RESTING)
 
@@ -344,12 +377,12 @@ def offer_plans(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -
         mesh,
         element_bytes=device.params_dtype.itemsize,
         bucket_bytes=buckets,
+        adapters=engine_adapters(shape, config.lora),
     )
     whole = plan()
     if config.lora.rank == 0:
         return OfferPlans(first=whole, later=whole)
-    adapted = placed_tensors(shape, adapted_rules(shape.architecture, config.lora.target))
-    return OfferPlans(first=whole, later=plan(only=set(map(parameter_key, adapted))))
+    return OfferPlans(first=whole, later=plan(only=learning_parameters(shape, config.lora)))
 
 
 def probe_length(config: Config) -> int:
