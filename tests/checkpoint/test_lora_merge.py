@@ -92,32 +92,41 @@ def test_the_share_of_several_matrices_weighs_them_by_their_updates(one_rank: No
     assert kept_share(sums[2:]) == kept_share([]) == 1
 
 
-def test_a_sync_tells_the_share_of_each_merged_matrix_once(one_rank: None) -> None:
+def adapter_of(b: Tensor, a: Tensor) -> Adapter:
     config = TransformerConfig(
         num_layers=1, hidden_size=64, num_attention_heads=1, params_dtype=torch.bfloat16
     )
     adapter = Adapter(
-        (1, 4, 64),
-        (96, 4),
+        (1, *a.shape),
+        tuple(b.shape),
         SCALE,
         splits_columns=False,
         config=config,
         device=torch.device("cpu"),
     )
-    weight, b, a = matrices(1e-5, torch.bfloat16)
     adapter.A.data[0] = a
+    adapter.B.data.copy_(b)
+    return adapter
+
+
+def test_a_sync_tells_the_share_of_each_merged_matrix_once(one_rank: None) -> None:
+    weight, small, a = matrices(1e-5, torch.bfloat16)
     plain = SourceMatrices({"plain": weight})
     assert torch.equal(plain.matrix("plain"), weight) and plain.kept_metrics() == {}
-    sources = SourceMatrices(
-        {"plain": weight, "adapted": weight}, merged={"adapted": adapter}, merges=True
-    )
-    assert torch.equal(sources.matrix("adapted"), weight)
-    assert sources.kept_metrics() == {"sync/lora_kept": 1}  # nothing has been learned
-    adapter.B.data.copy_(b)
-    merged, sums = merged_weight(weight, b, a, scale=SCALE)
-    for _ in range(2):
-        assert torch.equal(sources.matrix("adapted"), merged)
+    large = 3 * small
+    adapters = {"small": adapter_of(small, a), "large": adapter_of(large, a)}
+    sources = SourceMatrices(dict.fromkeys(adapters, weight), merged=adapters, merges=True)
+    merged, sums = merged_weight(weight, small, a, scale=SCALE)
+    for _ in range(9):
+        assert torch.equal(sources.matrix("small"), merged)
     assert sources.kept_metrics() == {"sync/lora_kept": pytest.approx(share(sums))}
+    sources.matrix("large")
+    both = sums + merged_weight(weight, large, a, scale=SCALE)[1]
+    assert sources.kept_metrics() == {"sync/lora_kept": pytest.approx(share(both))}
+    for name, adapter in adapters.items():
+        adapter.B.data.zero_()
+        assert torch.equal(sources.matrix(name), weight)
+    assert sources.kept_metrics() == {"sync/lora_kept": 1}  # nothing has been learned
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, TensorFormats("bfloat16")])
