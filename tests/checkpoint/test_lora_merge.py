@@ -62,7 +62,7 @@ def test_the_share_kept_is_the_projection_of_what_was_written_on_the_update(
     monkeypatch.setattr(lora_merge, "MERGED_BLOCK_BYTES", 8 * 64 * 20)  # five blocks of rows
     weight, b, a = matrices(size, torch.bfloat16)
     update = update_of(b, a)
-    merged, sums = merged_weight(weight, b, a, SCALE, written)
+    merged, sums = merged_weight(weight, b, a, scale=SCALE, written=written)
     rounded = (weight.double() + update).to(written or torch.bfloat16)
     assert torch.equal(merged.double(), (weight.double() + update).to(merged.dtype).double())
     change = rounded.double() - weight.double()
@@ -70,9 +70,9 @@ def test_the_share_kept_is_the_projection_of_what_was_written_on_the_update(
 
 
 def test_a_small_update_is_lost_in_bfloat16_and_kept_in_float32() -> None:
-    large = merged_weight(*matrices(1e-2, torch.bfloat16), SCALE)[1]
-    small = merged_weight(*matrices(1e-6, torch.bfloat16), SCALE)[1]
-    whole = merged_weight(*matrices(1e-6, torch.bfloat16), SCALE, torch.float32)[1]
+    large = merged_weight(*matrices(1e-2, torch.bfloat16), scale=SCALE)[1]
+    small = merged_weight(*matrices(1e-6, torch.bfloat16), scale=SCALE)[1]
+    whole = merged_weight(*matrices(1e-6, torch.bfloat16), scale=SCALE, written=torch.float32)[1]
     assert share(large) == pytest.approx(1, abs=0.01)
     assert share(small) < 0.3
     assert share(whole) == pytest.approx(1, abs=1e-3)
@@ -81,7 +81,7 @@ def test_a_small_update_is_lost_in_bfloat16_and_kept_in_float32() -> None:
 def test_what_float16_may_not_hold_is_merged_in_float32() -> None:
     weight = torch.full((2, 2), 70000.0)
     merged, _ = merged_weight(
-        weight, torch.ones(2, 1), torch.ones(1, 2), 1.0, written=torch.float16
+        weight, torch.ones(2, 1), torch.ones(1, 2), scale=1.0, written=torch.float16
     )
     assert merged.dtype == torch.float32 and torch.equal(merged, weight + 1)
 
@@ -92,32 +92,41 @@ def test_the_share_of_several_matrices_weighs_them_by_their_updates(one_rank: No
     assert kept_share(sums[2:]) == kept_share([]) == 1
 
 
-def test_a_sync_tells_the_share_of_each_merged_matrix_once(one_rank: None) -> None:
+def adapter_of(b: Tensor, a: Tensor) -> Adapter:
     config = TransformerConfig(
         num_layers=1, hidden_size=64, num_attention_heads=1, params_dtype=torch.bfloat16
     )
     adapter = Adapter(
-        (1, 4, 64),
-        (96, 4),
+        (1, *a.shape),
+        tuple(b.shape),
         SCALE,
         splits_columns=False,
         config=config,
         device=torch.device("cpu"),
     )
-    weight, b, a = matrices(1e-5, torch.bfloat16)
     adapter.A.data[0] = a
+    adapter.B.data.copy_(b)
+    return adapter
+
+
+def test_a_sync_tells_the_share_of_each_merged_matrix_once(one_rank: None) -> None:
+    weight, small, a = matrices(1e-5, torch.bfloat16)
     plain = SourceMatrices({"plain": weight})
     assert torch.equal(plain.matrix("plain"), weight) and plain.kept_metrics() == {}
-    sources = SourceMatrices(
-        {"plain": weight, "adapted": weight}, merged={"adapted": adapter}, merges=True
-    )
-    assert torch.equal(sources.matrix("adapted"), weight)
-    assert sources.kept_metrics() == {"sync/lora_kept": 1}  # nothing has been learned
-    adapter.B.data.copy_(b)
-    merged, sums = merged_weight(weight, b, a, SCALE)
-    for _ in range(2):
-        assert torch.equal(sources.matrix("adapted"), merged)
+    large = 3 * small
+    adapters = {"small": adapter_of(small, a), "large": adapter_of(large, a)}
+    sources = SourceMatrices(dict.fromkeys(adapters, weight), merged=adapters, merges=True)
+    merged, sums = merged_weight(weight, small, a, scale=SCALE)
+    for _ in range(9):
+        assert torch.equal(sources.matrix("small"), merged)
     assert sources.kept_metrics() == {"sync/lora_kept": pytest.approx(share(sums))}
+    sources.matrix("large")
+    both = sums + merged_weight(weight, large, a, scale=SCALE)[1]
+    assert sources.kept_metrics() == {"sync/lora_kept": pytest.approx(share(both))}
+    for name, adapter in adapters.items():
+        adapter.B.data.zero_()
+        assert torch.equal(sources.matrix(name), weight)
+    assert sources.kept_metrics() == {"sync/lora_kept": 1}  # nothing has been learned
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, TensorFormats("bfloat16")])
@@ -141,5 +150,5 @@ def test_a_wider_format_has_all_that_the_adapters_learned(
 
 
 def weights_of_adapters(state: Path, base: Path, output: Path) -> dict[str, Tensor]:
-    adapters_to_hf(state, shape_of(base), output, None, {})
+    adapters_to_hf(state, shape_of(base), output, dtype=None, card={})
     return load_file(output / "adapter_model.safetensors")

@@ -114,9 +114,9 @@ def lora_run(lora_state: Path, untied_model: Path, tmp_path: Path) -> Path:
         (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
     shape = shape_of(base)
     metadata_files = read_metadata_files(base) | {"chat_template.jinja": b"{{ messages }}"}
-    megatron_to_hf(lora_state, shape, metadata_files, run / "hf_model", None)
+    megatron_to_hf(lora_state, shape, metadata_files, output=run / "hf_model", dtype=None)
     adapter = run / "hf_model" / "adapter"
-    adapters_to_hf(lora_state, shape, adapter, None, {})
+    adapters_to_hf(lora_state, shape, adapter, dtype=None, card={})
     change_config(adapter, base_model_name_or_path=str(base))
     (run / "summary.json").write_text("{}")
     return run
