@@ -51,7 +51,7 @@ from rlmath.config.shipped_files import shipped, shipped_config
 from rlmath.config.yaml_errors import interpolation_problem, yaml_problem
 
 VALUES_BEFORE = {"lora.engine": "merged"}
-"""Settings that a file saved by an earlier release may lack, with what that release did."""
+"""Settings that a file saved by an earlier release may lack, with what that did with LoRA."""
 
 COMPACT_SECTION = "parallel"
 """The section that a word such as d32t2p1 stands for."""
@@ -387,10 +387,10 @@ class _Reader:
 
         A saved file has all settings of its time: a preset that has changed since adds nothing, and
         a setting that is younger has the value that says what was done before."""
-        if saved:
-            self._values = VALUES_BEFORE | self._values
-        else:
+        if not saved:
             self._read_preset()
+        elif self._written("lora.rank"):
+            self._values = VALUES_BEFORE | self._values
         written = {key: self._written(key) for key in all_settings()}
         for key, setting in all_settings().items():
             if written[key] == MISSING:

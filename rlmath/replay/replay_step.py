@@ -359,7 +359,6 @@ def replay_rollout(
             weight_shapes=engine_shapes(shape, mesh.engine_size, adapters),
             load_weights=True,
             stop_token_ids=prepared.inputs.stop_token_ids,
-            lora=config.lora,
             adapter=policy.adapter,
         )
         engine.on_step = heartbeat.report_progress

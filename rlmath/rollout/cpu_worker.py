@@ -1,7 +1,7 @@
 """vLLM's CPU worker, with changes for an engine inside of a training rank.
 
 Its KV cache can be freed, its shared memory leaves no files behind, a norm is one operation, an
-adapter two products, and the sampler's noise follows from a request's seed and position.
+adapter few products, and the sampler's noise follows from a request's seed and position.
 
 vLLM imports it by its name (`worker_cls`), in the process of the training rank. It is a module of
 its own because vLLM may be imported only after `engine.prepare_environment`.
@@ -65,7 +65,7 @@ class RlmathCPUWorker(CPUWorker):
             super().initialize_from_config(*arguments, **keywords)
 
     def load_model(self, *arguments: Any, **keywords: Any) -> None:
-        """Do what vLLM does, but compute norms with its kernels, and adapters by two products.
+        """Do what vLLM does, but compute norms with its kernels, and adapters at once.
 
         Its own choice for norms on CPU is torch, one operation at a time; its kernels for adapters
         copy that of each token."""
@@ -74,7 +74,7 @@ class RlmathCPUWorker(CPUWorker):
         self.model_runner.set_active_loras = lambda *arguments, **keywords: None
         for module in self.get_model().modules():
             if isinstance(module, BaseLinearLayerWithLoRA):
-                _apply_by_two_products(module)
+                _apply_adapter_at_once(module)
             if (
                 type(module) is RMSNorm
                 and module.has_weight
@@ -187,24 +187,23 @@ def _rms_norm(
     return normed
 
 
-def _apply_by_two_products(layer: BaseLinearLayerWithLoRA) -> None:
-    """Let a layer add its only adapter as x A^T B^T, for all its matrices at once.
+def _apply_adapter_at_once(layer: BaseLinearLayerWithLoRA) -> None:
+    """Let a layer add its only adapter as x A^T B^T, to the output of each of its matrices.
 
-    Its buffers become parts of the A of all matrices, one below the other, and of their B, each in
-    its rows and at the columns of its A, among zeros."""
+    x A^T is one product: the buffers of A become parts of one, one below the other."""
     all_a = torch.cat([a[0, 0] for a in layer.lora_a_stacked])
-    all_b = torch.block_diag(*(b[0, 0] for b in layer.lora_b_stacked))
     rank = layer.lora_a_stacked[0].shape[2]
-    columns = all_b.split(rank, dim=1)
-    rows = [b.shape[2] for b in layer.lora_b_stacked]
     layer.lora_a_stacked = tuple(a[None, None] for a in all_a.split(rank))
-    layer.lora_b_stacked = tuple(
-        part.split(rows)[number][None, None] for number, part in enumerate(columns)
-    )
+    matrices_b = [b[0, 0] for b in layer.lora_b_stacked]
 
     def apply(x_TK: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         base = layer.base_layer
-        return base.quant_method.apply(base, x_TK, bias).addmm_(x_TK @ all_a.t(), all_b.t())
+        output = base.quant_method.apply(base, x_TK, bias)
+        outputs = output.split([len(b) for b in matrices_b], dim=1)
+        low = (x_TK @ all_a.t()).split(rank, dim=1)
+        for output_part, low_part, b in zip(outputs, low, matrices_b, strict=True):
+            output_part.addmm_(low_part, b.t())
+        return output
 
     layer.apply = apply
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.algorithms.types import Completion
 from rlmath.checkpoint.hf.config_json import read_shape
-from rlmath.config.schema import NO_LORA, LoraConfig, RolloutConfig
+from rlmath.config.schema import RolloutConfig
 from rlmath.data.stop_tokens import stop_token_ids
 from rlmath.distributed import process
 from rlmath.distributed.collectives import broadcast_from_rank_zero
@@ -28,11 +28,11 @@ from rlmath.distributed.device_kind import DeviceKind
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank
 from rlmath.rollout.engine_adapters import (
+    adapter_arguments,
     adapter_request,
     folder_arguments,
     hold_adapter,
     load_adapter,
-    lora_arguments,
 )
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
@@ -227,14 +227,13 @@ class Engine:
         weight_shapes: Mapping[str, tuple[int, int]],
         load_weights: bool = False,
         stop_token_ids: Sequence[int] | None = None,
-        lora: LoraConfig = NO_LORA,
         adapter: Path | None = None,
         keeps_weights: bool = False,
     ) -> None:
         """`max_sequence` is the longest prompt plus completion (tokens).
 
         `weight_shapes` are the rows and columns of every parameter of one rank, and of every buffer
-        of the adapters that it holds as `lora` says (`shard_layouts.engine_shapes`). With
+        of the adapters that it holds (`shard_layouts.engine_shapes`). With
         `load_weights` it starts with the weights of the folder, and with the adapters of the PEFT
         folder `adapter`, else with adapters of zeros; with `keeps_weights` the weights stay while
         it sleeps. `stop_token_ids` end a completion; None: those of the folder's own chat template.
@@ -244,7 +243,7 @@ class Engine:
         self._device_kind: DeviceKind = device.kind
         arguments = _device_arguments(settings, device) | {
             **_mesh_arguments(settings, mesh, device.kind),
-            **lora_arguments(lora),
+            **adapter_arguments(weight_shapes),
             "load_format": "auto" if load_weights else "dummy",
         }
         self._llm = _open_llm(

@@ -1,7 +1,7 @@
 """LoRA adapters in vLLM's own layers, beside the model's weights.
 
-    lora_arguments -> LLM -> hold_adapter: an adapter of zeros, written in place by each sync
-                          -> load_adapter: that of a folder, for evaluations
+    adapter_arguments -> LLM -> hold_adapter: an adapter of zeros, written in place by each sync
+    folder_arguments  -> LLM -> load_adapter: that of a folder, for evaluations
 
 vLLM wraps each adapted linear layer in one that has, for each of the matrices that its weight
 joins, a buffer for A and one for B; B is multiplied by alpha / rank. There is one adapter, and every
@@ -13,46 +13,47 @@ request names it (`adapter_request`).
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlmath.checkpoint.hf.headers import ADAPTER_FILE, read_header
 from rlmath.checkpoint.hf.weight_map import buffer_rank
+from rlmath.config.files import read_json_object
 from rlmath.config.run_files import ADAPTER_CONFIG
-from rlmath.config.schema import LoraConfig
 
 _NAME = "policy"
 _NUMBER = 1
 """The adapter's number in vLLM, which counts from 1."""
-_MODULES = {"attention": ["qkv_proj", "o_proj"], "mlp": ["gate_up_proj", "down_proj"]}
-"""vLLM's names of the linear layers with adapters, by `lora.target`; "all": both."""
 
 
-def lora_arguments(lora: LoraConfig) -> dict[str, Any]:
-    """vLLM's arguments for adapters that `weight_sync` writes; none where weights are merged."""
-    if not lora.rank or lora.engine == "merged":
+def adapter_arguments(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    """vLLM's arguments for the adapters whose buffers are among an engine's parameters.
+
+    `shapes` are rows and columns by vLLM's names (`shard_layouts.engine_shapes`)."""
+    ranks = {rows for name, (rows, _) in shapes.items() if ".lora_a_" in name}
+    if not ranks:
         return {}
-    groups = _MODULES.values() if lora.target == "all" else [_MODULES[lora.target]]
-    return _arguments(lora.rank, [name for group in groups for name in group])
+    (rank,) = ranks
+    return _arguments(rank, {name.split(".")[-3] for name in shapes if ".lora_a_" in name})
 
 
 def folder_arguments(folder: Path) -> dict[str, Any]:
     """vLLM's arguments for the adapters of a PEFT folder."""
-    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    names = config["target_modules"]
-    return _arguments(config["r"], names if isinstance(names, list) else None)
+    config = read_json_object(folder / ADAPTER_CONFIG)
+    names = read_header(folder / ADAPTER_FILE)
+    return _arguments(config["r"], {name.split(".")[-3] for name in names})
 
 
-def _arguments(rank: int, modules: Sequence[str] | None) -> dict[str, Any]:
+def _arguments(rank: int, modules: Collection[str]) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": buffer_rank(rank),
-        "lora_target_modules": modules,
+        "lora_target_modules": sorted(modules),
     }
 
 

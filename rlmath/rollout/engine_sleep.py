@@ -43,8 +43,8 @@ class EngineMemory:
         """Size of this rank's KV cache (bytes)."""
 
     @property
-    def weights_bytes(self) -> int:
-        """Memory of this rank's weights, which a sleeping engine does not have (bytes).
+    def waking_bytes(self) -> int:
+        """Memory that this rank's weights take when they wake (bytes).
 
         0 where they stay. On GPU it is all of vLLM's allocator but the KV cache, which is cut into
         pieces of 2 and 20 MiB."""
@@ -61,21 +61,18 @@ class EngineMemory:
         self._require("awake", "sleep")
         reset_prefix_cache(self._llm)
         if self._on_cpu:
-            self._llm.collective_rpc("release_kv_cache")
+            self._release_on_cpu()
         elif self.keeps_weights:
             executor = self._llm.llm_engine.engine_core.engine_core.model_executor
             executor.discard(("kv_cache",))
-        self._drop_weights()
-        self.state = "asleep"
-
-    def _drop_weights(self) -> None:
-        """Free the weights, unless they stay, and on GPU what else the engine has."""
-        if self.keeps_weights:
-            return
-        if self._on_cpu:
-            self._weights.release()
         else:
             self._llm.sleep(level=2)
+        self.state = "asleep"
+
+    def _release_on_cpu(self) -> None:
+        self._llm.collective_rpc("release_kv_cache")
+        if not self.keeps_weights:
+            self._weights.release()
 
     def wake_weights(self) -> None:
         """Allocate memory for the weights; their values are undefined until a sync."""
@@ -110,13 +107,13 @@ class EngineMemory:
             abort_requests(self._llm)
             self.sleep()
         elif self.state != "asleep" and self._on_cpu:
-            self._llm.collective_rpc("release_kv_cache")
-            self._drop_weights()
-        elif self.state == "weights":
-            self._drop_weights()
-        elif self.state == "waking" and not self.keeps_weights:
+            self._release_on_cpu()
+        elif self.state == "weights" and not self.keeps_weights:
+            self._llm.sleep(level=2)
+        elif self.state != "asleep":
             # Sleep would first save the model's buffers, which may have no memory now.
-            self._llm.collective_rpc("discard", args=(("weights", "kv_cache"),))
+            tags = ("kv_cache",) if self.keeps_weights else ("weights", "kv_cache")
+            self._llm.collective_rpc("discard", args=(tags,))
         self.state = "asleep"
 
 

@@ -3,7 +3,7 @@
     begin -> matrix(name), written by copies, then complete(name), for every parameter -> end
 
 LoRA adapters that an engine holds beside its weights are written alike, and alone where the weights
-stay as they are (`begin_adapters`).
+stay as they are, without `begin`.
 
 On CPU vLLM keeps matrices packed for its kernels: what is written is then a scratch matrix, which
 `complete` hands to vLLM for packing. Experts of a layer are in two parameters, all gate and up
@@ -106,8 +106,7 @@ class EngineWeights:
         """Experts that are being written, by parameter."""
         self._check(model)
         self.dtype: torch.dtype = next(model.parameters()).dtype
-        self.packing_seconds = 0.0
-        """Time that vLLM spent packing matrices since `begin` (seconds)."""
+        self._packing_seconds = 0.0
 
     def _check(self, model: torch.nn.Module) -> None:
         """Require that the shapes are those of all of the model's parameters and buffers."""
@@ -133,15 +132,10 @@ class EngineWeights:
         module, attribute = self._owners[name]
         return getattr(module, attribute)
 
-    def begin_adapters(self) -> None:
-        """Call it before the first write of a sync that writes adapters alone."""
-        self.packing_seconds = 0.0
-
     def begin(self, planned_rows: Mapping[str, int]) -> None:
-        """Call it before the first write of a sync.
+        """Call it before the first write of a sync of all weights.
 
         Rows that nothing is planned for are padding, and zero, as is that of adapters."""
-        self.packing_seconds = 0.0
         for buffer in self._buffers.values():
             buffer.zero_()
         for name, (rows, _) in self._shapes.items():
@@ -183,12 +177,15 @@ class EngineWeights:
             pack_experts(*self._owners[name], self._unpacked.pop(name))
         if name in self._experts or self._parameter(name).numel() == 0:
             self._scratch[self._shapes[name]] = matrix
-        self.packing_seconds += time.perf_counter() - started
+        self._packing_seconds += time.perf_counter() - started
 
-    def end(self) -> None:
-        """Call it after the last write of a sync."""
+    def end(self) -> float:
+        """Call it after the last write of a sync; the seconds that vLLM spent packing matrices."""
         self._scratch.clear()
         self._unpacked.clear()
+        packing_seconds = self._packing_seconds
+        self._packing_seconds = 0.0
+        return packing_seconds
 
     @property
     def bytes(self) -> int:

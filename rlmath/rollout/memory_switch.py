@@ -116,7 +116,7 @@ class MemorySwitch:
     def _to_generation(self, version: int, step: int) -> None:
         """Offload the training side, wake the engine and sync its weights, phase by phase."""
         self._monitor.start_cycle()
-        weights = self._engine.memory.weights_bytes
+        weights = self._engine.memory.waking_bytes
         kv_cache = self._engine.memory.kv_cache_bytes
         engine_bytes = (weights + kv_cache) * (local_world_size() or 1)
         self._releases = (

@@ -96,7 +96,6 @@ class EngineRank:
                     shape, mesh.engine_size, adapters=engine_adapters(shape, config.lora)
                 ),
                 stop_token_ids=inputs.stop_token_ids,
-                lora=config.lora,
             )
         engine.on_step = context.on_progress
         if config.rollout.on_new_weights == "recompute" and not engine.continues_noise:

@@ -115,7 +115,7 @@ def test_a_sync_tells_the_share_of_each_merged_matrix_once(one_rank: None) -> No
     assert torch.equal(plain.matrix("plain"), weight) and plain.kept_metrics() == {}
     large = 3 * small
     adapters = {"small": adapter_of(small, a), "large": adapter_of(large, a)}
-    sources = SourceMatrices(dict.fromkeys(adapters, weight), merged=adapters, merges=True)
+    sources = SourceMatrices(dict.fromkeys(adapters, weight), merging=adapters, merges=True)
     merged, sums = merged_weight(weight, small, a, scale=SCALE)
     for _ in range(9):
         assert torch.equal(sources.matrix("small"), merged)

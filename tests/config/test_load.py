@@ -123,6 +123,19 @@ def test_null_unsets_what_may_be_null():
 # ---------------------------------------------------------------- back to YAML
 
 
+@pytest.mark.parametrize(("rank", "engine"), [(0, "adapters"), (8, "merged")])
+def test_a_config_of_an_earlier_release_merges_its_adapters(
+    tmp_path: Path, rank: int, engine: str
+) -> None:
+    """It lacks the setting; without adapters there is nothing to merge."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"lora: {{rank: {rank}}}\n")
+    assert load_config([path], GIVEN, saved=True).lora.engine == engine
+    assert load_config([path], GIVEN).lora.engine == "adapters"
+    asked = load_config([path], [*GIVEN, "lora.engine=adapters"], saved=True)
+    assert asked.lora.engine == "adapters"
+
+
 def test_a_saved_config_reads_back_equal(tmp_path: Path):
     overrides = [
         "optimizer.lr=3.3e-7",

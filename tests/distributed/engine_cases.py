@@ -49,7 +49,6 @@ def open_engine(
         mesh=mesh,
         device=device,
         weight_shapes=engine_shapes(shape, engine_size, adapters),
-        lora=lora,
         keeps_weights=bool(adapters),
     )
     engine.memory.sleep()

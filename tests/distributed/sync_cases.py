@@ -83,7 +83,8 @@ class Target:
                     continue
                 layer = self.model.get_submodule(name.rpartition(".")[0])
                 held = held_product(layer, product)
-                if not torch.allclose(held, product, rtol=0, atol=product.abs().max() / 64):
+                precision = 1e-6 if self.stage.device.params_dtype == torch.float32 else 1 / 64
+                if not torch.allclose(held, product, rtol=0, atol=precision * product.abs().max()):
                     wrong.append(f"adapter of {name}")
         return wrong
 
@@ -334,11 +335,11 @@ def extra_bytes(folder: Path, case: Case, engine_size: int, messages: bool) -> d
         "merging": max(
             (
                 merging_bytes(
-                    *matrix.shape, sync_target.sync._sources.merged[name].A[..., 0].numel(), 4
+                    *matrix.shape, sync_target.sync._sources.merging[name].A[..., 0].numel(), 4
                 )
             )
             for name, matrix in sync_target.sync._sources.parameters.items()
-            if name in sync_target.sync._sources.merged
+            if name in sync_target.sync._sources.merging
         )
         if case.lora
         else 0,

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from rlmath.checkpoint.hf.peft import ADAPTER_FILE, adapter_problems
 from rlmath.cli import convert
 from rlmath.config.run_files import ADAPTER_CONFIG
-from rlmath.config.schema import LoraConfig
+from rlmath.config.schema import LoraConfig, RolloutConfig
 from tests.distributed import lora_cases
 from tests.distributed.lora_cases import TOKENS, Trained, logits
 from tests.distributed.policy_cases import LORA_ALPHA, LORA_RANK, Case
@@ -81,22 +81,21 @@ def test_peft_reads_the_adapter_and_computes_what_the_merged_model_does(
     assert (logits(untied_model) - merged).abs().max() > 1e-2
 
 
-def vllm_logprobs(model: str, adapter: str) -> list[float]:
-    """Log-probs of TOKENS but the first, by vLLM's LoRA; for a process of its own."""
-    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
+def engine_logprobs(model: str, adapter: str) -> list[float]:
+    """Log-probs of TOKENS but the first, by the engine of an evaluation; for its own process."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    from rlmath.rollout.engine import open_standalone
+    from rlmath.rollout.engine_adapters import adapter_request
 
-    small = {
-        "max_model_len": 64,
-        "kv_cache_memory_bytes": 2**26,
-        "enforce_eager": True,
-        "dtype": "float32",
-    }
-    llm = LLM(model, enable_lora=True, max_lora_rank=8, skip_tokenizer_init=True, **small)
+    llm = open_standalone(
+        model, RolloutConfig(cpu_kv_cache_gib=0.1), 64, device_kind="cpu", adapter=Path(adapter)
+    )
+    from vllm import SamplingParams
+
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    lora = LoRARequest("adapter", 1, adapter)
-    (output,) = llm.generate([{"prompt_token_ids": list(TOKENS)}], sampling, lora_request=lora)
+    (output,) = llm.generate(
+        [{"prompt_token_ids": list(TOKENS)}], sampling, lora_request=adapter_request(llm)
+    )
     return [
         logprobs[token].logprob
         for logprobs, token in zip(output.prompt_logprobs[1:], TOKENS[1:], strict=True)
@@ -104,19 +103,20 @@ def vllm_logprobs(model: str, adapter: str) -> list[float]:
 
 
 @matrix
-def test_vllm_s_own_lora_has_the_log_probs_of_the_merged_model(
-    trained: tuple[Path, Trained], untied_model: Path
+def test_an_engine_with_a_peft_folder_has_the_log_probs_of_the_merged_model(
+    trained: tuple[Path, Trained], untied_model: Path, tmp_path: Path
 ) -> None:
+    """However the folder names its modules, as PEFT allows: the tensors say which there are."""
     place, _ = trained
+    folder = shutil.copytree(place / "adapter", tmp_path / "adapter")
+    of_config(target_modules=["self_attn.q_proj", "all the others"])(folder)
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        engine_logprobs = process.submit(
-            vllm_logprobs, str(untied_model), str(place / "adapter")
-        ).result()
+        logprobs = process.submit(engine_logprobs, str(untied_model), str(folder)).result()
     merged, base = (
         logits(model)[0, :-1].log_softmax(-1).gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
         for model in (place / "merged", untied_model)
     )
-    torch.testing.assert_close(torch.tensor(engine_logprobs), merged, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(logprobs), merged, atol=1e-5, rtol=0)
     assert (base - merged).abs().max() > 1e-2
 
 

@@ -70,7 +70,7 @@ def test_weights_take_what_the_allocator_holds_beside_the_kv_cache(
     }
     monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
     llm = SimpleNamespace(collective_rpc=lambda method: [2**30])
-    assert EngineMemory(llm, SimpleNamespace(bytes=5), "cuda").weights_bytes == 22 * 2**20
-    assert EngineMemory(llm, SimpleNamespace(bytes=5), "cpu").weights_bytes == 5
+    assert EngineMemory(llm, SimpleNamespace(bytes=5), "cuda").waking_bytes == 22 * 2**20
+    assert EngineMemory(llm, SimpleNamespace(bytes=5), "cpu").waking_bytes == 5
     monkeypatch.setattr(cumem.CuMemAllocator, "instance", None)
     assert allocator_bytes() == 0

@@ -25,9 +25,16 @@ class RecordingLLM:
         self.running = ["7", "8"]
         self.no_memory_for: list[str] | None = None
         cache = torch.zeros(3, 4)
-        runner = SimpleNamespace(kv_caches=[[cache], cache[1:], torch.zeros(10)])
+        self.adapters = SimpleNamespace(_last_mapping="of the last batch")
+        runner = SimpleNamespace(
+            kv_caches=[[cache], cache[1:], torch.zeros(10)],
+            lora_manager=SimpleNamespace(_adapter_manager=self.adapters),
+        )
         self._worker = SimpleNamespace(model_runner=runner)
-        core = SimpleNamespace(scheduler=SimpleNamespace(requests={"8": None}))
+        executor = SimpleNamespace(discard=lambda tags: self.calls.append(f"executor {tags}"))
+        core = SimpleNamespace(
+            scheduler=SimpleNamespace(requests={"8": None}), model_executor=executor
+        )
         self.llm_engine = SimpleNamespace(
             output_processor=SimpleNamespace(request_states={"7": None}),
             abort_request=self._abort,
@@ -62,11 +69,12 @@ class RecordingLLM:
 class Rig:
     """The memory of a recording engine whose only weight is a matrix of 6 elements."""
 
-    def __init__(self, device: str, busy: bool = False) -> None:
+    def __init__(self, device: str, busy: bool = False, keeps_weights: bool = False) -> None:
         self.llm = RecordingLLM()
         self.llm.running = self.llm.running if busy else []
         self.model = torch.nn.Linear(2, 3, bias=False)
-        self.memory = EngineMemory(self.llm, EngineWeights(self.model, {"weight": (3, 2)}), device)
+        weights = EngineWeights(self.model, {"weight": (3, 2)})
+        self.memory = EngineMemory(self.llm, weights, device, keeps_weights=keeps_weights)
 
     @property
     def weight_bytes(self) -> int:
@@ -93,6 +101,29 @@ def test_cycles_in_the_right_order(device: str) -> None:
     assert rig.llm.calls == 2 * CALLS[device]
     # On GPU it is vLLM itself that gives the weights up.
     assert weight_bytes == 2 * ([0, 24, 24] if device == "cpu" else [24, 24, 24])
+
+
+@pytest.mark.parametrize(
+    ("device", "calls"),
+    [
+        ("cuda", ["reset_prefix_cache", "executor ('kv_cache',)", "wake ['kv_cache']"]),
+        ("cpu", ["reset_prefix_cache", "release_kv_cache", "restore_kv_cache"]),
+    ],
+)
+def test_weights_that_stay_neither_leave_nor_wake(device: str, calls: list[str]) -> None:
+    rig = Rig(device, keeps_weights=True)
+    for move in 2 * MOVES:
+        getattr(rig.memory, move)()
+        assert rig.weight_bytes == 24
+    assert rig.llm.calls == 2 * calls and rig.memory.waking_bytes == 0
+    assert rig.llm.adapters._last_mapping == "of the last batch"
+
+
+def test_weights_that_left_take_with_them_which_tokens_have_adapters() -> None:
+    rig = Rig("cuda")
+    rig.memory.sleep()
+    rig.memory.wake_weights()
+    assert rig.llm.adapters._last_mapping is None
 
 
 def test_the_kv_cache_is_what_its_storages_hold_together() -> None:
@@ -130,10 +161,18 @@ def test_a_forced_sleep_ends_asleep_from_every_state(device: str, before: int) -
 
 
 @pytest.mark.parametrize(
-    ("tag", "call"), [("kv_cache", "sleep 2"), ("weights", "discard ('weights', 'kv_cache')")]
+    ("tag", "keeps_weights", "call"),
+    [
+        ("kv_cache", False, "sleep 2"),
+        ("kv_cache", True, "discard ('kv_cache',)"),
+        ("weights", False, "discard ('weights', 'kv_cache')"),
+    ],
 )
-def test_a_forced_sleep_after_a_gpu_without_memory_ends_asleep(tag: str, call: str) -> None:
-    rig = Rig("cuda")
+def test_a_forced_sleep_after_a_gpu_without_memory_ends_asleep(
+    tag: str, keeps_weights: bool, call: str
+) -> None:
+    """A cache that found memory for a part of it alone gives that back, too."""
+    rig = Rig("cuda", keeps_weights=keeps_weights)
     rig.llm.no_memory_for = [tag]
     rig.memory.sleep()
     if tag == "kv_cache":

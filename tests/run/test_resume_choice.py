@@ -513,6 +513,11 @@ def test_a_setting_whose_name_only_begins_like_one_that_may_change_is_refused() 
     assert refused_changes(saved_config, changed) == ["optimizer.kind: adam there, sgd now"]
 
 
+def test_a_run_whose_engines_merged_its_adapters_goes_on_with_adapters(tmp_path: Path):
+    saved_config = make_config(tmp_path, "lora.rank=8", "lora.engine=merged")
+    assert refused_changes(saved_config, make_config(tmp_path, "lora.rank=8")) == []
+
+
 def test_fingerprints_tell_contents_and_not_places(tmp_path: Path) -> None:
     for name, weights in (("a", b"1" * 100), ("b", b"1" * 100), ("c", b"1" * 99 + b"2")):
         (tmp_path / name).mkdir()

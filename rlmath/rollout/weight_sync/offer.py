@@ -90,7 +90,7 @@ class WeightSender:
             )
             for name, parameter in self._sources.parameters.items()
         }
-        self.merged = dict[str, float]()
+        self.kept_metrics = dict[str, float]()
         """The last offer's `SourceMatrices.kept_metrics`."""
         self._mesh = mesh
         self._device = device
@@ -110,7 +110,7 @@ class WeightSender:
     def offer(self) -> float:
         """Copy the parameters once all engines have the last copy; the time waited (seconds).
 
-        RuntimeError where the thread has failed."""
+        A collective. RuntimeError where the thread has failed."""
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._to_serve == 0 or self._error is not None)
@@ -125,7 +125,7 @@ class WeightSender:
             self._offered += 1
             self._to_serve = self._mesh.num_engines
             self._changed.notify_all()
-        self.merged = self._sources.kept_metrics()
+        self.kept_metrics = self._sources.kept_metrics()
         return waited
 
     def _follow(self, plan: SyncPlan) -> None:

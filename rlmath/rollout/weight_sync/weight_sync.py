@@ -57,7 +57,7 @@ class SyncReport:
     bytes_copied: int
     bytes_sent: int
     bytes_received: int
-    merged: dict[str, float]
+    kept_metrics: dict[str, float]
     """The metric "sync/lora_kept", where adapters were merged (`SourceMatrices.kept_metrics`)."""
 
     def metrics(self) -> dict[str, float]:
@@ -67,7 +67,7 @@ class SyncReport:
             "sync/sent_gib": self.bytes_sent / 2**30,
             "sync/received_gib": self.bytes_received / 2**30,
             "seconds/sync_packing": self.packing_seconds,
-        } | self.merged
+        } | self.kept_metrics
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,9 @@ class WeightTransfer:
         checksums = self._new_checksums(only=transfer.only) if check else None
         if transfer.only is None:
             self._weights.begin(transfer.planned_rows)
-        else:
-            self._weights.begin_adapters()
         write = partial(self._finish_round, checksums)
         run_rounds(self._open_transport(), len(transfer.rounds), write)
-        self._weights.end()
+        packing_seconds = self._weights.end()
         if checksums is not None:
             checksums.add_policy(self._sources.matrix, self._weights.dtype)
             if wrong := checksums.differing():
@@ -196,11 +194,11 @@ class WeightTransfer:
         self._next = self._later
         return SyncReport(
             seconds=time.perf_counter() - started,
-            packing_seconds=self._weights.packing_seconds,
+            packing_seconds=packing_seconds,
             bytes_copied=transfer.bytes_copied,
             bytes_sent=transfer.bytes_sent,
             bytes_received=transfer.bytes_received,
-            merged=self._sources.kept_metrics(),
+            kept_metrics=self._sources.kept_metrics(),
         )
 
     def _open_transport(self) -> Messages | SharedBuckets:
@@ -407,7 +405,7 @@ class SourceMatrices:
 
     parameters: Mapping[str, Tensor]
     """Views that stay valid: Megatron updates parameters in place."""
-    merged: Mapping[str, Any] = field(default_factory=dict)
+    merging: Mapping[str, Any] = field(default_factory=dict)
     """The `models.lora.Adapter` of each parameter into which one is merged."""
     scales: Mapping[str, float] = field(default_factory=dict)
     """The factor of each B of an adapter that engines hold."""
@@ -418,14 +416,14 @@ class SourceMatrices:
 
     def matrix(self, name: str) -> Tensor:
         matrix = self.parameters[name]
-        if name in self.merged:
-            matrix, self.kept[name] = self.merged[name].merged(matrix)
+        if name in self.merging:
+            matrix, self.kept[name] = self.merging[name].merged(matrix)
         return self.scales[name] * matrix if name in self.scales else matrix
 
     def kept_metrics(self) -> dict[str, float]:
         """The share of the adapters' updates that merged matrices have, on all ranks.
 
-        None where nothing is merged, else a collective."""
+        Empty where nothing is merged; else a collective."""
         return {"sync/lora_kept": kept_share(self.kept.values())} if self.merges else {}
 
     def copy(self, runs: Sequence[TensorRun], targets: Sequence[Tensor]) -> None:
@@ -436,7 +434,7 @@ class SourceMatrices:
         plain: list[tuple[Tensor, Tensor]] = []
         pairs = zip(runs, targets, strict=True)
         for name, group in groupby(pairs, lambda pair: pair[0].first.source_parameter):
-            if name in self.merged or name in self.scales:
+            if name in self.merging or name in self.scales:
                 copy_all(_with_sources(group, self.matrix(name)))
             else:
                 plain += _with_sources(group, self.matrix(name))
@@ -455,20 +453,20 @@ def source_matrices(
     """The matrices of the policy's chunks on this rank, and of the adapters that engines hold."""
     adapters = engine_adapters(shape, lora)
     parameters = {}
-    merged = {}
+    merging = {}
     for placed in chain(placed_tensors(shape), placed_tensors(shape, adapters)):
         parameter = local_parameter(chunks, placed)
         if parameter is not None:
             parameters[parameter_key(placed)] = _as_matrix(parameter)
         if not adapters and (adapter := local_adapter(chunks, placed)) is not None:
-            merged[parameter_key(placed)] = adapter
+            merging[parameter_key(placed)] = adapter
     head = getattr(getattr(chunks[-1], "output_layer", None), "weight", None)
     if shape.tied_embeddings and head is not None:
         parameters[TIED_HEAD] = _as_matrix(head)
     keys = [parameter_key(placed) for placed in placed_tensors(shape, adapters)]
     scales = {key: lora.alpha / lora.rank for key in keys if adapter_weight(key)[1] == "B"}
     merges = lora.rank > 0 and not adapters
-    return SourceMatrices(parameters, merged, scales, merges=merges)
+    return SourceMatrices(parameters, merging, scales, merges=merges)
 
 
 def learning_parameters(shape: ModelShape, lora: LoraConfig) -> set[str]:

@@ -62,7 +62,7 @@ MAY_CHANGE = """
 run.output_dir run.total_epochs run.total_steps run.device run.recover_mode run.distributed_timeout_seconds
 run.start_timeout_seconds run.stop_grace_seconds run.heartbeat_timeout_seconds run.hang_timeout_seconds
 run.hub_timeout_seconds run.max_discarded_steps run.plugins algorithm.rollback data.history_path parallel. policy.
-optimizer.distributed optimizer.overlap_grad_reduce algorithm.reference_every_steps critic.path
+lora.engine optimizer.distributed optimizer.overlap_grad_reduce algorithm.reference_every_steps critic.path
 rollout.tensor_parallel rollout.memory_share rollout.kv_cache_gib rollout.cpu_kv_cache_gib rollout.max_num_seqs
 rollout.max_num_batched_tokens rollout.chunked_prefill rollout.cuda_graphs rollout.progress_bar rollout.slice_tokens
 rollout.max_groups_in_flight rollout.max_concurrent_sequences stages.max_tokens_per_microbatch sync. memory. validation.

@@ -170,7 +170,6 @@ class ColocatedEngines(Engines):
             device=context.device,
             weight_shapes=engine_shapes(shape, mesh.engine_size, adapters=adapters),
             stop_token_ids=inputs.stop_token_ids,
-            lora=config.lora,
             keeps_weights=keeps_weights,
         )
         if config.rollout.tail == "carry" and not self.engine.continues_noise:
@@ -334,7 +333,7 @@ class SeparateEngines(Engines):
         return {
             "sync/sent_gib": self._sender.bytes_sent / 2**30,
             "seconds/sync_wait_for_engines": self._waited,
-        } | self._sender.merged
+        } | self._sender.kept_metrics
 
     def close(self, status: int) -> None:
         self._connection.send(End(status))
