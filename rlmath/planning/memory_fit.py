@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from rlmath.checkpoint.hf.run_shapes import RunShapes
+from rlmath.config import length_curriculum
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.help import counted
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, Kind, MemoryConfig, PolicyConfig, RolloutConfig
+from rlmath.config.schema import Config, Kind, MemoryConfig, PolicyConfig
 from rlmath.distributed.device_kind import cuda_is_available
 from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.mesh import Mesh
@@ -126,8 +127,7 @@ def fit_problems(
     problems = []
     phase_groups = (TRAINING_PHASES,)
     if kind == "grpo":
-        longest_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        problems += _engine_problems(config.rollout, shapes.policy, target, tokens=longest_sequence)
+        problems += _engine_problems(config, shapes.policy, target)
         phase_groups = (memory_estimate.GENERATION_PHASES, *phase_groups)
     for phases in phase_groups:
         plan, phase = memory_estimate.largest(plans, phases)
@@ -291,7 +291,7 @@ def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]
         )
     if part in ("activations", "working", "logits"):
         length = "the longest sequence, "
-        longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+        longest = length_curriculum.sequence_length(config)
         if kind == "sft":
             length = "sft.max_sequence_tokens="
             longest = config.sft.max_sequence_tokens
@@ -324,13 +324,12 @@ def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]
 # --------------------------------------------------------------- an engine whose share is too small
 
 
-def _engine_problems(
-    rollout: RolloutConfig, shape: ModelShape, target: Target, tokens: int
-) -> Iterator[str]:
+def _engine_problems(config: Config, shape: ModelShape, target: Target) -> Iterator[str]:
     """Problems of the engine's share of the GPU.
 
-    It must hold the engine's weights, its workspace and the KV cache of one longest sequence, of so
-    many tokens."""
+    It must hold the engine's weights, its workspace and the KV cache of one longest sequence."""
+    rollout = config.rollout
+    tokens = length_curriculum.sequence_length(config)
     engine = engine_bytes(
         shape, rollout, target.kind, itemsize=target.itemsize, device_bytes=target.total_bytes
     )
@@ -342,7 +341,7 @@ def _engine_problems(
     if rollout.kv_cache_gib is not None:
         yield (
             f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g}; one sequence of {tokens} tokens "
-            f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {sequence / GIB:.3g} GiB. "
+            f"({length_curriculum.sequence_text(config)}) needs {sequence / GIB:.3g} GiB. "
             "Raise it."
         )
         return

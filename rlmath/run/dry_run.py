@@ -439,11 +439,11 @@ def _steps(data: RunData) -> str:
 
 
 def _tokens(config: Config) -> str:
-    longest_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest_sequence = length_curriculum.sequence_length(config)
     sequences = config.data.prompts_per_step * config.rollout.group_size
     return (
         f"at most {sequences * longest_sequence:,} tokens a step: sequences of at most "
-        f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens} = {longest_sequence}, "
+        f"{length_curriculum.sequence_text(config, keys=False)} = {longest_sequence}, "
         "packed into "
         f"micro-batches of {config.policy.max_tokens_per_microbatch}"
     )

@@ -1,0 +1,153 @@
+"""Calls of Python as fences in plain text, for models that have no tool format of their own.
+
+    We compute it.
+    ```python                  a line that opens so begins a call
+    print(6 * 7)
+    ```                        the call is complete here: a newline and three backticks, whatever follows
+    ```output                  given from here, what the program showed,
+    42
+    ```                        to here
+    The answer is \\boxed{42}.
+
+What is sampled stays as it was sampled, to the last character of the token that completes the call.
+Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlmath.config.length_curriculum import BOUNDARY_TOKENS
+from rlmath.data.tokenizer import completion_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+MARKER = "\n```"
+_OPENING = re.compile(r"^```python[ \t\r]*\n", re.MULTILINE)
+_LATEST = 8
+"""Tokens in which a marker is looked for that the last of them completes; it has four
+characters."""
+_BACKTICKS = str.maketrans({"\u1fef": "'", "\uff40": "'"})
+"""Characters that tokenizers may normalise to a backtick."""
+_EXAMPLE = "```python\nprint(1)\n```\n```output\n1\n```\n"
+
+
+@dataclass(frozen=True)
+class ShownOutput:
+    """The output of a call as the model reads it."""
+
+    token_ids: list[int]
+    """The fence around it included."""
+    text: str
+    """Without the fence."""
+    is_cut: bool
+    """Whether a part of it was left out."""
+
+
+class FenceFormat:
+    """Finds calls in sampled tokens, and writes outputs as tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, max_output_tokens: int) -> None:
+        """ValueError where the tokenizer cannot write a call."""
+        self._tokenizer = tokenizer
+        self._max_output_tokens = max_output_tokens
+        self.can_complete = frozenset(
+            token_id
+            for token, token_id in tokenizer.get_vocab().items()
+            if "`" in token or token == "<0x60>"
+        )
+        """Tokens that can be the last one of a call."""
+        added = {
+            token_id: token.content
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if token.content.strip()
+        }
+        special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        self._control = added | special
+        if (read := self.text_of(self._encoded(_EXAMPLE))) != _EXAMPLE:
+            raise ValueError(
+                f'tools.format is "fence", and the tokenizer of the model reads {_EXAMPLE!r} as '
+                f"{read!r}. Needed is a tokenizer with newlines and backticks; or set "
+                "tools.format=null."
+            )
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of sampled tokens, the last of which is no end."""
+        return completion_text(self._tokenizer, token_ids, stopped=False)
+
+    def call_in(self, turn_ids: Sequence[int]) -> str | None:
+        """The code of the call in these sampled tokens; None where no call is complete.
+
+        They are those since the last output. Ask for every token of `can_complete`."""
+        if MARKER not in self.text_of(turn_ids[-_LATEST:]):
+            return None
+        text = self.text_of(turn_ids)
+        opening = _OPENING.search(text)
+        if opening is None:
+            return None
+        end = text.find(MARKER, opening.end() - 1)
+        return None if end < 0 else text[opening.end() : end]
+
+    def output(self, turn: str, printed: str) -> ShownOutput:
+        """What the model is shown behind a turn that ended with a call.
+
+        It has at most `max_output_tokens` and BOUNDARY_TOKENS tokens: of a longer text the
+        beginning and the end, with the number of tokens that are left out between them. The text
+        can neither end its fence nor make a special token."""
+        text = printed.translate(_BACKTICKS).replace("```", "'''")
+        head = "" if turn.endswith("\n") else "\n"
+        limit = self._max_output_tokens + BOUNDARY_TOKENS
+        token_ids = self._encoded(_block(head, text))
+        if len(token_ids) <= limit:
+            return ShownOutput(token_ids, text, is_cut=False)
+        text_ids = self._encoded(text)
+        kept = self._max_output_tokens
+        while len(token_ids) > limit:
+            kept = max(0, kept - (len(token_ids) - limit if kept < self._max_output_tokens else 16))
+            shown = self._cut(text_ids, kept)
+            token_ids = self._encoded(_block(head, shown))
+            assert kept or len(token_ids) <= limit, "an output of nothing is too long"
+        return ShownOutput(token_ids, shown, is_cut=True)
+
+    def _cut(self, text_ids: Sequence[int], kept: int) -> str:
+        """The text of the first and the last of some tokens, `kept` of them."""
+        left_out = len(text_ids) - kept
+        first = self.text_of(text_ids[: kept // 2]).rstrip("\ufffd")
+        last = self.text_of(text_ids[kept // 2 + left_out :]).lstrip("\ufffd")
+        text = f"{first}\n[... {left_out:,} tokens left out ...]\n{last}"
+        return text.replace("```", "'''")
+
+    def _encoded(self, text: str) -> list[int]:
+        """Tokens of a text inside of a completion, none of which is special or was added.
+
+        A letter in front keeps tokenizers from putting a space before the text."""
+        letter = self._plain_ids("a")
+        token_ids = self._plain_ids(f"a{text}")
+        if letter and token_ids[: len(letter)] == letter:
+            token_ids = token_ids[len(letter) :]
+        else:
+            token_ids = self._plain_ids(text)
+        split_ids = []
+        for token_id in token_ids:
+            content = self._control.get(token_id)
+            if content is None:
+                split_ids.append(token_id)
+            elif content in text:  # the token of unknown characters is left out
+                split_ids += self._plain_ids(content[:1]) + self._plain_ids(content[1:])
+        assert not self._control.keys() & set(split_ids), "an output has a control token"
+        return split_ids
+
+    def _plain_ids(self, text: str) -> list[int]:
+        return self._tokenizer(
+            text, add_special_tokens=False, split_special_tokens=True, verbose=False
+        )["input_ids"]
+
+
+def _block(head: str, text: str) -> str:
+    """An output in its fence; `head` leads to the beginning of a line."""
+    end = "" if not text or text.endswith("\n") else "\n"
+    return f"{head}```output\n{text}{end}```\n"
