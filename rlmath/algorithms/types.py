@@ -236,6 +236,21 @@ class PartialCompletion:
 NOTHING_SAMPLED = PartialCompletion()
 
 
+def turn_tokens(completion: PartialCompletion | Completion) -> int:
+    """Tokens that the model sampled behind all that others wrote into the completion.
+
+    >>> once = PartialCompletion().extended((7, 8), (-0.5, -0.5), policy_version=4, step=2)
+    >>> turn_tokens(once), turn_tokens(once.answered(ToolCall("1", "1", "ok", position=3), [9]))
+    (2, 0)
+    """
+    tokens = len(completion.token_ids)
+    for segment in reversed(completion.segments):
+        if not segment.sampled:
+            return len(completion.token_ids) - tokens
+        tokens -= segment.tokens
+    return len(completion.token_ids)
+
+
 @dataclass(frozen=True)
 class RewardFailure:
     """Why one of several rewards failed."""

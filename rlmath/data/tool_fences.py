@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rlmath.algorithms.types import Completion
+from rlmath.answers.extraction import extract_answer
 from rlmath.config.length_curriculum import BOUNDARY_TOKENS
 from rlmath.data.tokenizer import completion_text
 
@@ -53,7 +55,7 @@ class FenceFormat:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, max_output_tokens: int) -> None:
         """ValueError where the tokenizer cannot write a call."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._max_output_tokens = max_output_tokens
         self.can_complete = frozenset(
             token_id
@@ -77,7 +79,7 @@ class FenceFormat:
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """The text of sampled tokens, the last of which is no end."""
-        return completion_text(self._tokenizer, token_ids, stopped=False)
+        return completion_text(self.tokenizer, token_ids, stopped=False)
 
     def call_in(self, turn_ids: Sequence[int]) -> str | None:
         """The code of the call in these sampled tokens; None where no call is complete.
@@ -85,12 +87,7 @@ class FenceFormat:
         They are those since the last output. Ask for every token of `can_complete`."""
         if MARKER not in self.text_of(turn_ids[-_LATEST:]):
             return None
-        text = self.text_of(turn_ids)
-        opening = _OPENING.search(text)
-        if opening is None:
-            return None
-        end = text.find(MARKER, opening.end() - 1)
-        return None if end < 0 else text[opening.end() : end]
+        return code_in(self.text_of(turn_ids))
 
     def output(self, turn: str, printed: str) -> ShownOutput:
         """What the model is shown behind a turn that ended with a call.
@@ -142,9 +139,34 @@ class FenceFormat:
         return split_ids
 
     def _plain_ids(self, text: str) -> list[int]:
-        return self._tokenizer(
+        return self.tokenizer(
             text, add_special_tokens=False, split_special_tokens=True, verbose=False
         )["input_ids"]
+
+
+def code_in(turn: str) -> str | None:
+    """The code of the first call in the text of a turn; None where none is complete.
+
+    >>> code_in("So:\n```python\nprint(1)\n```"), code_in("```python\nprint(1)\n``")
+    ('print(1)', None)
+    """
+    opening = _OPENING.search(turn)
+    if opening is None:
+        return None
+    end = turn.find(MARKER, opening.end() - 1)
+    return None if end < 0 else turn[opening.end() : end]
+
+
+def has_void_turn(completion: Completion, answer_from: str | None) -> bool:
+    """Whether the last turn of a completion has neither a call nor an answer.
+
+    `answer_from` is as `reward.answer_from`; None: what ends by itself is an answer."""
+    turn = completion.turns[-1]
+    if code_in(turn) is not None:
+        return False
+    if answer_from is None:
+        return completion.finish_reason != "stop"
+    return extract_answer(turn, answer_from) is None
 
 
 def _block(head: str, text: str) -> str:

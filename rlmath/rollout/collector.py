@@ -38,6 +38,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.run_store import RunStore
 from rlmath.rewards.reward_manager import UNSCORED, RewardManager, RewardWorkers, scorer_settings
 from rlmath.rewards.several_rewards import takes_groups
+from rlmath.rollout.called_completions import check_lost
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
@@ -208,6 +209,10 @@ class Collector:
                     sampled[key] = ScoredCompletion(completion, scores[key])
                 else:
                     sampled[key] = completion
+        finished = [
+            sample.completion for sample in sampled.values() if isinstance(sample, ScoredCompletion)
+        ]
+        check_lost(finished, tells=self._mesh.rank == 0)
         return sampled, [usage for _, _, usage in gathered if usage is not None]
 
     def _reward_manager(self, max_new_tokens: int, validates: bool) -> RewardManager:
@@ -246,7 +251,7 @@ class Collector:
         for ended in self._engine.running_completions(step, tokenizer, submit).sample(work_queue):
             progress.add_one()
             progress.tick()
-            before = len(ended.request.so_far.token_ids)
+            before = len(by_key[ended.request.key].request.so_far.token_ids)
             completions[ended.request.key] = _without_first(ended.completion, before)
         usage = work_queue.usage(time.perf_counter() - started)
         if rewards is None:

@@ -27,6 +27,7 @@ from rlmath.distributed.device import SHARED_GPU, Device, prepare_imports, ranks
 from rlmath.distributed.device_kind import DeviceKind
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank
+from rlmath.rollout.called_completions import CalledCompletions
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.running_completions import RunningCompletions, Weights
@@ -242,6 +243,8 @@ class Engine:
         self.memory = EngineMemory(self._llm, self.weights, device.kind)
         self.on_step: Callable[[], None] = lambda: None
         """Called before every step of vLLM while it samples: progress for the heartbeat."""
+        self.tools: CalledCompletions | None = None
+        """Answer the calls of completions; None: there are no tools."""
         self.version = 0
         """Version of the policy's weights that it has: their number of optimizer steps."""
 
@@ -281,6 +284,7 @@ class Engine:
             score=score,
             on_step=lambda: self.on_step(),
             keeps_cache=keeps_cache,
+            tools=self.tools,
         )
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -103,7 +103,7 @@ class WorkQueue:
         """The requests to add before the engine's next step."""
         requests = self._pop(load)
         if load.in_flight:
-            self._running.append(load.in_flight - load.waiting)
+            self._running.append(load.in_flight - load.waiting - load.called)
         self._tail_steps = (
             0 if requests or load.waiting else self._tail_steps + bool(load.in_flight)
         )
