@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 SIZE = 128
-"""Of the vocabulary and of the hidden states."""
+"""Tokens of the vocabulary, and width of the hidden states."""
 EOS = 1
 SURE = 14.0
 """Logit of a token that the script has next."""

@@ -21,6 +21,8 @@ Contrast = Literal["accuracy", "reward"]
 
 DROP_REASONS = ("right", "wrong", "uniform", "rule", "empty", "surplus")
 FILTER_REASONS = ("short", "long", "truncated")
+TOOL_REASONS = ("void", "lost")
+"""Why completions with tools leave their groups: `tools.void_turns`, and faults of the machine."""
 
 MOST_PER_MISSING = 4
 """Most prompts that a refill samples at once for each group that is missing."""
@@ -38,6 +40,8 @@ class SelectionRules:
     """Parts of a score that are normalised each for itself, with dynamic sampling by "reward".
 
     A group has contrast where any of them has. Empty: the reward counts."""
+    is_void: Callable[[Completion], bool] | None = None
+    """Says which completions leave their group as their last turn has neither call nor answer."""
     keep: Callable[[Sequence[ScoredGroup]], list[bool]] | None = None
     """Says which groups are learned from, with dynamic sampling by "function"."""
 
@@ -53,7 +57,7 @@ class Chosen:
     samples: tuple[int, ...]
     """Positions of its completions; none where the group is dropped."""
     filtered: tuple[str, ...] = ()
-    """Why completions left the group, one of FILTER_REASONS each."""
+    """Why completions left the group, of FILTER_REASONS and TOOL_REASONS."""
     dropped: str | None = None
     """Why the whole group is left out, if it is.
 
@@ -105,8 +109,12 @@ def _choose(group: ScoredGroup, rules: SelectionRules) -> Chosen:
 
 
 def _filtered(completion: Completion, rules: SelectionRules) -> str | None:
-    """Why a completion leaves its group, one of FILTER_REASONS; None where it stays."""
+    """Why a completion leaves its group, of FILTER_REASONS or TOOL_REASONS; None if it stays."""
     tokens = completion.n_sampled
+    if completion.finish_reason == "lost":
+        return "lost"
+    if rules.is_void is not None and rules.is_void(completion):
+        return "void"
     if rules.drop_truncated and completion.finish_reason == "length":
         return "truncated"
     if tokens < rules.min_tokens:

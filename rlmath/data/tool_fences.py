@@ -145,7 +145,7 @@ class FenceFormat:
 
 
 def code_in(turn: str) -> str | None:
-    """The code of the first call in the text of a turn; None where none is complete.
+    r"""The code of the first call in the text of a turn; None where none is complete.
 
     >>> code_in("So:\n```python\nprint(1)\n```"), code_in("```python\nprint(1)\n``")
     ('print(1)', None)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rlmath.evals.plan import GENERATIONS, GREEDY_INDEX
 
@@ -36,12 +36,14 @@ class CompletionRecord:
     text: str
     tokens: int
     finish_reason: str
-    """"stop" or "length" (truncated)."""
+    """"stop", "length" (truncated) or "lost" (a tool gave no result)."""
     correct: bool
     extracted: str
     """The answer that was compared, "" if none was found."""
     verdict: str
     """One of `answers.verifier.VERDICTS`."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Calls of tools, as `algorithms.types.ToolCall`; their outputs are not in the text."""
 
     @property
     def truncated(self) -> bool:
@@ -98,7 +100,10 @@ class Writer:
         if benchmark not in self._files:
             (self._folder / benchmark).mkdir(parents=True, exist_ok=True)
             self._files[benchmark] = (self._folder / benchmark / self._name).open("ab")
-        self._files[benchmark].write(json.dumps(asdict(record)).encode("ascii") + b"\n")
+        row = asdict(record)
+        if not record.calls:
+            del row["calls"]
+        self._files[benchmark].write(json.dumps(row).encode("ascii") + b"\n")
         self._files[benchmark].flush()
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,9 +21,11 @@ import torch.distributed as dist
 from rlmath.answers.string_match import Rules
 from rlmath.config.help import counted
 from rlmath.config.hub import is_hub_id, parse_hub_id
+from rlmath.config.length_curriculum import tool_tokens
 from rlmath.config.schema import RewardConfig, RolloutConfig, RunConfig
 from rlmath.data.stop_tokens import stop_token_ids
 from rlmath.data.tokenizer import load_tokenizer
+from rlmath.data.tool_fences import FenceFormat
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device, init_process_group, open_device
 from rlmath.distributed.fault_tolerance.exit_codes import clear_exit_status
@@ -124,6 +126,7 @@ def evaluate(
                     mesh=mesh,
                     device=device,
                     stop_token_ids=prepared.stop_token_ids,
+                    tool_tokens=tool_tokens(plan.tools),
                 )
             )
             missing = prepared.missing
@@ -221,7 +224,10 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
         plan.max_new_tokens,
         max_prompt_tokens=plan.max_prompt_tokens,
         default_new_tokens=plan.default_new_tokens,
+        tool_tokens=tool_tokens(plan.tools),
     )
+    if plan.tools.format is not None:
+        FenceFormat(tokenizer, plan.tools.max_output_tokens)  # else a ValueError
     common = {
         "about_model": str(plan.model),
         "about_model_folder": str(model.source),
@@ -235,6 +241,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
         "cuda_graphs": rollout.cuda_graphs,
         "scorer": None if plan.scorer_hook is None else hooks_fingerprint([plan.scorer_hook]),
         "about_scorer": plan.scorer,
+        "tools": None if plan.tools.format is None else asdict(plan.tools),
     }
     if plan.scorer_hook is not None:
         limits = RewardConfig(timeout_seconds=pool.timeout_seconds)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ from rlmath.evals.completions import CompletionRecord, Writer
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
 from rlmath.rewards.reward_manager import text_to_verify
 from rlmath.rollout.collector import SamplingProgress
-from rlmath.rollout.engine import end_engine, open_standalone
+from rlmath.rollout.engine import continues_noise, end_engine, open_standalone
+from rlmath.rollout.engine_tools import open_tools
 from rlmath.rollout.running_completions import RunningCompletions
 from rlmath.rollout.sampling import Request
 from rlmath.rollout.work_queue import WorkQueue
@@ -50,11 +52,12 @@ def open_engine(
     mesh: Mesh,
     device: Device,
     stop_token_ids: Sequence[int] | None,
+    tool_tokens: int,
 ) -> Iterator[Any]:
-    """This rank's vLLM engine.
+    """This rank's vLLM engine; outputs of tools are of at most `tool_tokens` in a completion.
 
     On GPU the end of the process frees its memory."""
-    longest = lengths.max_prompt_tokens + lengths.max_new_tokens
+    longest = lengths.max_prompt_tokens + lengths.max_new_tokens + tool_tokens
     logger.info("Building the engine (seconds to minutes) ...")
     started = time.monotonic()
     llm = open_standalone(
@@ -91,8 +94,10 @@ def sample_missing(
     requests = [_requests(number, gap, plan, lengths) for number, gap in enumerate(missing)]
     store = shared_store("evaluation")
     work_queue = WorkQueue(store, requests, mesh, rollout.max_num_seqs)
+    tokenizer = load_tokenizer(str(model))
+    tools = open_tools(plan.tools, tokenizer, mesh, continues_noise(llm))
     if pool is None:
-        for _ in RunningCompletions(llm, rollout).sample(work_queue):
+        for _ in RunningCompletions(llm, rollout, tools=tools).sample(work_queue):
             pass
         return
     problems = {number: gap.problem for number, gap in enumerate(missing)}
@@ -113,9 +118,10 @@ def sample_missing(
     running = RunningCompletions(
         llm,
         rollout,
-        tokenizer=load_tokenizer(str(model)),
+        tokenizer=tokenizer,
         score=verification.submit,
         on_step=on_step,
+        tools=tools,
     )
     try:
         for _ in running.sample(work_queue):
@@ -124,6 +130,8 @@ def sample_missing(
     finally:
         writer.close()
         progress.close()
+        if tools is not None:
+            tools.close()
 
 
 def _requests(number: int, missing: Missing, plan: Plan, lengths: LengthLimits) -> list[Request]:
@@ -203,6 +211,8 @@ class Verification:
             extracted = split_boxes(answer)[0][:MAX_ANSWER_CHARS]
             correct = verdict.failure is None and verdict.reward > 0
             verdict = Verdict(correct, extracted, verdict.failure or "function")
+        if completion.finish_reason == "lost":  # which says nothing of the model
+            verdict = Verdict(False, "", "error")
         record = CompletionRecord(
             problem_id=problem.prompt_id,
             mode="greedy" if greedy else "sample",
@@ -210,10 +220,11 @@ class Verification:
             seed=request.seed,
             prompt_hash=problem.prompt_hash,
             text=completion.text,
-            tokens=len(completion.token_ids),
+            tokens=completion.n_sampled,
             finish_reason=completion.finish_reason,
             correct=verdict.correct,
             extracted=verdict.extracted,
             verdict=verdict.verdict,
+            calls=[asdict(call) for call in completion.calls],
         )
         self._write(problem.benchmark, record)

@@ -43,6 +43,7 @@ from rlmath.config.schema import (
     RolloutConfig,
     SelectionConfig,
     SftConfig,
+    ToolsConfig,
 )
 from rlmath.data.chat import chat_settings
 from rlmath.distributed.device_kind import (
@@ -60,6 +61,7 @@ from rlmath.planning.memory_formulas import longest_sequence_bytes
 from rlmath.planning.reward_checks import hook_problems, reward_problems
 from rlmath.planning.setting_tables import conflicts, learns_from_the_teacher_alone
 from rlmath.rewards.several_rewards import reward_hooks
+from rlmath.sandbox.kernel import lacking
 from rlmath.telemetry.wandb import wandb_problems
 from rlmath.workers.hooks import function_problem
 from rlmath.workers.user_functions import advantage_hook
@@ -79,6 +81,7 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> RunSha
         *machine_problems(config, shape, kind),
         *(host_memory_problems(config.rollout) if kind == "grpo" and not on_gpu else ()),
         *file_problems(config, kind),
+        *(isolation_problems(config.tools) if kind == "grpo" else ()),
         *(wandb_problems(config.telemetry) if environment_rank() == 0 else ()),
         *push_problems(config.save, environment_rank() == 0),
         *model_problems,
@@ -270,6 +273,12 @@ def cuda_problems(requested: str, option: str = "run.device") -> Iterator[str]:
             f'{option} is "cuda", and torch finds no CUDA device. Use {option}=cpu, or a GPU '
             "machine."
         )
+
+
+def isolation_problems(tools: ToolsConfig) -> Iterator[str]:
+    """Problems of a requested isolation that this machine lacks."""
+    if tools.format is not None and (problem := lacking(tools.isolation)) is not None:
+        yield f"tools.isolation: {problem}."
 
 
 def transformer_engine_problems(transformer_impl: str) -> Iterator[str]:

@@ -11,13 +11,15 @@ from typing import Any
 
 from rlmath.config.run_files import SAMPLES_FOLDER
 from rlmath.config.terminal import visible
-from rlmath.telemetry.samples import read_samples, sample_files
+from rlmath.telemetry.samples import call_facts, read_samples, sample_files, text_with_outputs
 
 MOST_FAILURE_FILES = 5
 SHOWN_STEPS = 30
 SHOWN_GROUPS = 3
 SHOWN_COMPLETIONS = 16
-"""Limits of the page: steps of all runs, groups of a step, completions of a group."""
+SHOWN_PARTS = 33
+"""Limits of the page: steps of all runs, groups of a step, completions of a group, sampled texts and
+outputs of a completion."""
 HEAD_CHARS = 2000
 TAIL_CHARS = 1000
 """Characters of the head and the tail of a longer completion, whose answer is at its end."""
@@ -122,7 +124,17 @@ def _completion(completion: Any) -> dict[str, Any]:
             for name, reason in list(failures.items())[:16]
         ],
         "text": text_of(completion["text"], HEAD_CHARS, TAIL_CHARS),
+        **({"parts": _parts(completion)} if completion.get("calls") else {}),
     }
+
+
+def _parts(completion: dict[str, Any]) -> list[list[str]]:
+    """[facts of a call, its output] and ["", sampled text], as they stand in a completion."""
+    parts = []
+    for call, text in text_with_outputs(completion)[:SHOWN_PARTS]:
+        facts = "" if call is None else text_of(call_facts(call), SHORT_CHARS)
+        parts.append([facts, text_of(text, HEAD_CHARS, TAIL_CHARS)])
+    return parts
 
 
 def text_of(value: Any, head: int, tail: int = 0) -> str:

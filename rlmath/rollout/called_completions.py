@@ -176,6 +176,11 @@ class CalledCompletions:
         if self._sandboxes is not None:
             self._sandboxes.release(_session_name(key))
 
+    def close(self) -> None:
+        """End the sandboxes."""
+        if self._sandboxes is not None:
+            self._sandboxes.close()
+
     def text_of(self, completion: PartialCompletion, stopped: bool = False) -> str:
         """All that is sampled of a completion, as text; an output begins a line.
 

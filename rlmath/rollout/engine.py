@@ -201,6 +201,12 @@ def samples_in_one_kernel(llm: Any) -> bool:
     return bool(llm.llm_engine.vllm_config.use_v2_model_runner)
 
 
+def continues_noise(llm: Any) -> bool:
+    """Whether the noise of a token follows from its request's seed and its position."""
+    is_cpu = llm.llm_engine.vllm_config.device_config.device_type == "cpu"
+    return is_cpu or samples_in_one_kernel(llm)
+
+
 class Engine:
     """A vLLM engine over `mesh.engine_size` ranks.
 

@@ -18,7 +18,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -226,7 +226,7 @@ def file_metrics(
     Beside it stand the mean length (tokens) and the truncated share of the completions. The
     verifier says what is right, where it is asked."""
     completions = [completion for group in groups for completion in group.completions]
-    right = [sum(map(_is_right, group.scores)) for group in groups] + [0] * (
+    right = [sum(map(is_right, group.scores)) for group in groups] + [0] * (
         file.problems - len(groups)
     )
     low, high = accuracy_interval([count / samples for count in right], samples)
@@ -246,7 +246,8 @@ def file_metrics(
     }
 
 
-def _is_right(score: Score) -> bool:
+def is_right(score: Score) -> bool:
+    """Whether a completion counts as right: by the verifier, where it is asked."""
     return score.correct if score.verified_correct is None else score.verified_correct
 
 
@@ -263,6 +264,8 @@ def _measure(config: Config, measured: bool = False) -> dict[str, Any]:
     )
     if measured:
         scored["right"] = "by the verifier"
+    if config.tools.format is not None:
+        scored["tools"] = asdict(config.tools)
     return scored | {
         "paths": list(settings.paths),
         "template": settings.template or config.data.template,

@@ -63,9 +63,17 @@ def called(folder: Path, engine_size: int) -> Called:
 
     device = open_device("cpu")
     init_process_group(device, 120.0)
-    mesh = Mesh(dist.get_rank(), dist.get_world_size(), 1, 1, engine_size)
+    mesh = Mesh(dist.get_rank(), dist.get_world_size(), 1, pipeline=1, engine_size=engine_size)
     shapes = engine_shapes(shape_of(folder), engine_size)
-    engine = Engine(str(folder), ROLLOUT, LONGEST, mesh, device, shapes, load_weights=True)
+    engine = Engine(
+        str(folder),
+        ROLLOUT,
+        LONGEST,
+        mesh=mesh,
+        device=device,
+        weight_shapes=shapes,
+        load_weights=True,
+    )
     engine.version = 5
     tokenizer = load_tokenizer(str(folder))
     scored: dict[Key, Completion] = {}
@@ -76,7 +84,7 @@ def called(folder: Path, engine_size: int) -> Called:
     def sample(samples: int, settings: ToolsConfig = TOOLS, kills: bool = False) -> dict:
         sandboxes = open_sandboxes(settings) if mesh.is_engine_leader else None
         share = share_in_engine if engine_size > 1 else None
-        engine.tools = CalledCompletions(settings, tokenizer, sandboxes, share)
+        engine.tools = CalledCompletions(settings, tokenizer, sandboxes, share=share)
         engine.on_step = killer(sandboxes) if kills and sandboxes else lambda: None
         own_tokenizer = tokenizer if mesh.is_engine_leader else None
         running = engine.running_completions(2, own_tokenizer, score)
