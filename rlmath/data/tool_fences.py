@@ -16,7 +16,7 @@ Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,8 @@ _LATEST = 8
 characters."""
 _BACKTICKS = str.maketrans({"\u1fef": "'", "\uff40": "'"})
 """Characters that tokenizers may normalise to a backtick."""
+_BEFORE = ("a", "\n", "(", "1")
+"""Texts behind which a part of a text is tokenized, the first with which it does not merge."""
 _EXAMPLE = "```python\nprint(1)\n```\n```output\n1\n```\n"
 
 
@@ -69,7 +71,9 @@ class FenceFormat:
             if token.content.strip()
         }
         special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-        self._control = added | special
+        self._control = frozenset({**added, **special})
+        contents = sorted({*added.values(), *special.values()}, key=len, reverse=True)
+        self._control_text = re.compile("|".join(map(re.escape, contents)))
         if (read := self.text_of(self._encoded(_EXAMPLE))) != _EXAMPLE:
             raise ValueError(
                 f'tools.format is "fence", and the tokenizer of the model reads {_EXAMPLE!r} as '
@@ -121,22 +125,25 @@ class FenceFormat:
     def _encoded(self, text: str) -> list[int]:
         """Tokens of a text inside of a completion, none of which is special or was added.
 
-        A letter in front keeps tokenizers from putting a space before the text."""
-        letter = self._plain_ids("a")
-        token_ids = self._plain_ids(f"a{text}")
-        if letter and token_ids[: len(letter)] == letter:
-            token_ids = token_ids[len(letter) :]
-        else:
-            token_ids = self._plain_ids(text)
-        split_ids = []
-        for token_id in token_ids:
-            content = self._control.get(token_id)
-            if content is None:
-                split_ids.append(token_id)
-            elif content in text:  # the token of unknown characters is left out
-                split_ids += self._plain_ids(content[:1]) + self._plain_ids(content[1:])
-        assert not self._control.keys() & set(split_ids), "an output has a control token"
-        return split_ids
+        Characters that the tokenizer does not know are left out."""
+        token_ids = [token_id for part in self._split(text) for token_id in self._part_ids(part)]
+        return [token_id for token_id in token_ids if token_id not in self._control]
+
+    def _split(self, text: str) -> Iterator[str]:
+        """The text, cut inside of every text of a control token."""
+        while (found := self._control_text.search(text)) is not None:
+            yield text[: found.start() + 1]
+            text = text[found.start() + 1 :]
+        yield text
+
+    def _part_ids(self, part: str) -> list[int]:
+        """Tokens of a part of a text; the space that a tokenizer puts before a text is not there."""
+        for before in _BEFORE:
+            before_ids = self._plain_ids(before)
+            token_ids = self._plain_ids(before + part)
+            if before_ids and token_ids[: len(before_ids)] == before_ids:
+                return token_ids[len(before_ids) :]
+        return self._plain_ids(part)
 
     def _plain_ids(self, text: str) -> list[int]:
         return self.tokenizer(
