@@ -481,7 +481,7 @@ class ToolsConfig:
     """Most CPU time of a call (seconds); by the clock ten times as much."""
     completion_cpu_seconds: Seconds = 30.0
     """Most CPU time of all calls of a completion (seconds)."""
-    memory_gib: PositiveFloat = 1.0
+    memory_gib: Annotated[float, Range(0.0625, 1024)] = 1.0
     """Most memory of a completion's code beyond the interpreter's (GiB)."""
     cores: Annotated[int, Range(1, 1024)] = 2
     """Calls that are executed at a time, for each engine."""
