@@ -1,8 +1,8 @@
 """A tiny model that follows a script, with calls of a tool.
 
-What it says next depends, almost only, on the token before: its embeddings are unit vectors, and its
-output layer has a row for each script's successors. Random attention moves log-probs a little, by
-all that came before."""
+What it says next depends, almost only, on the token before: its embeddings are unit vectors, and
+its output layer has the script's successors. Random attention moves log-probs a little, by all that
+came before."""
 
 from __future__ import annotations
 

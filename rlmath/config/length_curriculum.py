@@ -188,8 +188,8 @@ def sequence_text(config: Config, keys: bool = True) -> str:
     """The longest sequence as a sum for messages, named by its settings or in numbers."""
     if keys:
         names = "data.max_prompt_tokens + rollout.max_new_tokens"
-        given = f" + tools.max_calls x (tools.max_output_tokens + {BOUNDARY_TOKENS})"
-        return names + (given if config.tools.format is not None else "")
+        outputs = f" + tools.max_calls x (tools.max_output_tokens + {BOUNDARY_TOKENS})"
+        return names + (outputs if config.tools.format is not None else "")
     sampled = f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens}"
     return sampled + (f" + {tokens}" if (tokens := tool_tokens(config.tools)) else "")
 

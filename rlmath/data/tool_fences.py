@@ -3,7 +3,7 @@
     We compute it.
     ```python                  a line that opens so begins a call
     print(6 * 7)
-    ```                        the call is complete here: a newline and three backticks, whatever follows
+    ```                        complete here: a newline and three backticks, whatever follows
     ```output                  given from here, what the program showed,
     42
     ```                        to here
@@ -106,19 +106,19 @@ class FenceFormat:
         if len(token_ids) <= limit:
             return ShownOutput(token_ids, text, is_cut=False)
         text_ids = self._encoded(text)
-        kept = self._max_output_tokens
+        length = self._max_output_tokens
         while len(token_ids) > limit:
-            kept = max(0, kept - (len(token_ids) - limit if kept < self._max_output_tokens else 16))
-            shown = self._cut(text_ids, kept)
-            token_ids = self._encoded(_block(head, shown))
-            assert kept or len(token_ids) <= limit, "an output of nothing is too long"
-        return ShownOutput(token_ids, shown, is_cut=True)
+            length = max(0, length - 8)
+            cut_text = self._cut(text_ids, length)
+            token_ids = self._encoded(_block(head, cut_text))
+            assert length or len(token_ids) <= limit, "an output of nothing is too long"
+        return ShownOutput(token_ids, cut_text, is_cut=True)
 
-    def _cut(self, text_ids: Sequence[int], kept: int) -> str:
-        """The text of the first and the last of some tokens, `kept` of them."""
-        left_out = len(text_ids) - kept
-        first = self.text_of(text_ids[: kept // 2]).rstrip("\ufffd")
-        last = self.text_of(text_ids[kept // 2 + left_out :]).lstrip("\ufffd")
+    def _cut(self, text_ids: Sequence[int], length: int) -> str:
+        """The text of the first and the last of some tokens, `length` in all."""
+        left_out = len(text_ids) - length
+        first = self.text_of(text_ids[: length // 2]).rstrip("\ufffd")
+        last = self.text_of(text_ids[length // 2 + left_out :]).lstrip("\ufffd")
         text = f"{first}\n[... {left_out:,} tokens left out ...]\n{last}"
         return text.replace("```", "'''")
 
@@ -131,13 +131,13 @@ class FenceFormat:
 
     def _split(self, text: str) -> Iterator[str]:
         """The text, cut inside of every text of a control token."""
-        while (found := self._control_text.search(text)) is not None:
-            yield text[: found.start() + 1]
-            text = text[found.start() + 1 :]
+        while (control := self._control_text.search(text)) is not None:
+            yield text[: control.start() + 1]
+            text = text[control.start() + 1 :]
         yield text
 
     def _part_ids(self, part: str) -> list[int]:
-        """Tokens of a part of a text; the space that a tokenizer puts before a text is not there."""
+        """Tokens of a part of a text, without the space that tokenizers put before a text."""
         for before in _BEFORE:
             before_ids = self._plain_ids(before)
             token_ids = self._plain_ids(before + part)

@@ -292,18 +292,19 @@ def _position_problems(plan: Plan) -> Iterator[str]:
     positions = None if folder is None else model_positions(folder)
     new_tokens = plan.max_new_tokens
     prompt_tokens = plan.max_prompt_tokens or 1
-    given = tool_tokens(plan.tools)
+    output_tokens = tool_tokens(plan.tools)
     if (
         positions is not None
         and new_tokens is not None
-        and prompt_tokens + new_tokens + given > positions
+        and prompt_tokens + new_tokens + output_tokens > positions
     ):
-        with_tools = f" and {given} tokens of tools' outputs" if given else ""
+        with_tools = f" and {output_tokens} tokens of tools' outputs" if output_tokens else ""
         with_prompts = (
             "" if plan.max_prompt_tokens is None else f" with --max-prompt-tokens {prompt_tokens}"
         )
         yield (
-            f"--max-new-tokens is {new_tokens}{with_prompts}{with_tools}; the model has {positions} positions "
+            f"--max-new-tokens is {new_tokens}{with_prompts}{with_tools}; "
+            f"the model has {positions} positions "
             "for a "
             "prompt and its "
             f"completion (max_position_embeddings in {folder}/config.json). Lower it, or leave it "

@@ -18,8 +18,8 @@ SHOWN_STEPS = 30
 SHOWN_GROUPS = 3
 SHOWN_COMPLETIONS = 16
 SHOWN_PARTS = 33
-"""Limits of the page: steps of all runs, groups of a step, completions of a group, sampled texts and
-outputs of a completion."""
+"""Limits of the page: steps of all runs, groups of a step, completions of a group, and parts of a
+completion, which are sampled texts and outputs."""
 HEAD_CHARS = 2000
 TAIL_CHARS = 1000
 """Characters of the head and the tail of a longer completion, whose answer is at its end."""

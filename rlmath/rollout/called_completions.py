@@ -249,8 +249,7 @@ def _session_name(key: Key) -> str:
 
 
 def _past_call(call: ToolCall) -> PastCall:
-    kept = call.status in KEEPING
-    return PastCall(call.code, kept, call.cpu_seconds)
+    return PastCall(call.code, call.status in KEEPING, call.cpu_seconds)
 
 
 def _line_end(text: str) -> str:

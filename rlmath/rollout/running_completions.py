@@ -14,8 +14,8 @@ engine on ranks of its own between two steps (`begin`, `step`). Finish reason, t
 a completion are made here and nowhere else. Who scores it is the caller's matter.
 
 A completion that is interrupted, or whose slice ends, leaves vLLM with what is sampled of it
-(`Request.so_far`); begun again, vLLM prefills that. So does one that calls a tool: it is begun again
-with the output, in front of new work (`called_completions`).
+(`Request.so_far`); begun again, vLLM prefills that. So does one that calls a tool: it is begun
+again with the output, in front of new work (`called_completions`).
 
 vLLM's engine core is given requests and asked for tokens, without what `LLM` does around it for
 text.

@@ -23,18 +23,18 @@ def tool_metrics(selection: Selection, is_void: VoidRule) -> dict[str, float]:
         for pair in zip(group.completions, group.scores, strict=True)
     ]
     calling = [pair for pair in pairs if pair[0].calls]
-    others = [pair for pair in pairs if not pair[0].calls]
+    silent = [pair for pair in pairs if not pair[0].calls]
     calls = [call for completion, _ in pairs for call in completion.calls]
-    given = sum(len(completion.token_ids) - completion.n_sampled for completion, _ in pairs)
+    output_tokens = sum(len(completion.token_ids) - completion.n_sampled for completion, _ in pairs)
     filtered = selection.filtered_completions()
     metrics = {
         "tools/calls_per_completion": len(calls) / len(pairs),
         "tools/completions_with_calls": len(calling) / len(pairs),
-        "tools/given_tokens": given / len(pairs),
+        "tools/given_tokens": output_tokens / len(pairs),
         "tools/void_turns": sum(is_void(completion) for completion, _ in pairs) / len(pairs),
         **{f"tools/{reason}_completions": float(filtered[reason]) for reason in TOOL_REASONS},
     }
-    for name, part in (("with", calling), ("without", others)):
+    for name, part in (("with", calling), ("without", silent)):
         if part:
             metrics[f"tools/accuracy_{name}_calls"] = _accuracy(part)
     if calls:

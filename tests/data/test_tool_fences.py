@@ -129,7 +129,7 @@ def splits(text: str, pieces: dict[str, int]) -> Iterator[list[int]]:
 
 
 def first_complete(form: FenceFormat, ids: list[int]) -> tuple[int, str] | None:
-    """(tokens to the end of the first call, its code), by asking for the tokens that can be last."""
+    """(tokens to the first call's end, its code), by asking for the tokens that can be last."""
     for end in range(1, len(ids) + 1):
         if ids[end - 1] in form.can_complete:
             code = form.call_in(ids[:end])

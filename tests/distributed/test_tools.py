@@ -50,14 +50,14 @@ def test_outputs_stand_behind_their_calls_and_are_not_sampled(alone: Called) -> 
     assert {"ok", "error"} <= {call.status for call in calls}
     for completion in alone.scored.values():
         parts = runs(completion)
-        given = [part for part in parts if not part[0]]
-        assert len(given) == len(completion.calls)
+        unsampled = [part for part in parts if not part[0]]
+        assert len(unsampled) == len(completion.calls)
         assert [part[0] for part in parts] == [number % 2 == 0 for number in range(len(parts))]
         assert all(
             segment.policy_version == 5 and segment.step == 2 for segment in completion.segments
         )
         assert completion.n_sampled == sum(len(tokens) for sampled, tokens, _ in parts if sampled)
-        for call, (_, tokens, logprobs) in zip(completion.calls, given, strict=True):
+        for call, (_, tokens, logprobs) in zip(completion.calls, unsampled, strict=True):
             shown = tokenizer.decode(tokens)
             assert shown.lstrip("\n") == f"```output\n{call.output}```\n"
             assert set(logprobs) == {0.0}

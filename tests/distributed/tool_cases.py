@@ -91,7 +91,7 @@ def called(folder: Path, engine_size: int) -> Called:
         ended = list(running.sample(requests_of(samples)))
         if sandboxes is not None:
             sandboxes.close()
-        return dict(sorted((one.request.key, one.completion) for one in ended))
+        return dict(sorted((ending.request.key, ending.completion) for ending in ended))
 
     completions = sample(ROLLOUT.group_size)
     whole = dict(scored)

@@ -20,7 +20,7 @@ TOOLS = ToolsConfig(format="fence", max_calls=3, max_output_tokens=64)
 
 
 def test_outputs_leave_less_room_for_a_completion() -> None:
-    problem = Problem("q", "?", (1,) * 100, ("1",), "math", benchmark="quiz")
+    problem = Problem("q", "?", (1,) * 100, solutions=("1",), task="math", benchmark="quiz")
     limits = check_lengths([problem], 500, None, None, default_new_tokens=999, tool_tokens=240)
     assert limits == LengthLimits(100, 160)
     told = (

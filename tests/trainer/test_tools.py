@@ -55,7 +55,7 @@ CUT = plain(4, "so we", "length")
 LOST = replace(called(5, "I add\n", "lost"), calls=(replace(CALL, status="lost"),))
 COMPLETIONS = (ANSWERED, UNANSWERED, ANSWERED_EARLY, PLAIN, CUT, LOST)
 SCORES = (RIGHT, WRONG, WRONG, RIGHT, WRONG, WRONG)
-GROUP = ScoredGroup(Prompt("q", "?", (5,), ("2",), "math"), COMPLETIONS, SCORES)
+GROUP = ScoredGroup(Prompt("q", "?", (5,), solutions=("2",), task="math"), COMPLETIONS, SCORES)
 
 
 def config_with(void_turns: str, tools: ToolsConfig = TOOLS) -> Config:
@@ -82,7 +82,7 @@ def test_given_tokens_have_no_log_prob_and_the_version_before_them() -> None:
 def test_void_turns_are_masked_dropped_or_kept(
     void_turns: str, learned: list[str], kept: tuple[int, ...]
 ) -> None:
-    """Marks: x is learned, o sampled without weight in the gradient, . given; what is lost leaves."""
+    """Marks: x is learned, o sampled without weight, . written by others; what is lost leaves."""
     config = config_with(void_turns)
     choice = choose(GROUP, selection_rules(config))
     assert choice.samples == kept and choice.filtered.count("lost") == 1
