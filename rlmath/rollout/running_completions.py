@@ -27,7 +27,7 @@ import copy
 import itertools
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -103,7 +103,7 @@ class RequestSource(Protocol):
     def ended(self, key: Key, tokens: int) -> None:
         """Called for every request that has ended, before it is yielded.
 
-        `tokens` is the number of tokens of its completion."""
+        `tokens` is the number of sampled tokens of its completion."""
 
 
 class AllAtOnce:
@@ -188,18 +188,19 @@ class RunningCompletions:
         Yields each as soon as it has ended."""
         source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
         while True:
+            load = self.load()  # before completions go on, which keep no new work away
             lost = self._resume_called()
-            for request in source.pop(self.load()):
+            for request in source.pop(load):
                 self.begin(request)
             if not (self.busy or self._called or lost):
                 break
             for ended in (*lost, *self.step()):
-                source.ended(ended.request.key, len(ended.completion.token_ids))
+                source.ended(ended.request.key, ended.completion.n_sampled)
                 yield ended
         assert not len(self), f"vLLM did not return {len(self)} requests"
 
-    def begin(self, request: Request) -> None:
-        """Sample a completion from where it is.
+    def begin(self, request: Request, goes_first: bool = False) -> None:
+        """Sample a completion from where it is; where it `goes_first`, before all that wait.
 
         vLLM's VLLMValidationError for a prompt that the model cannot take."""
         if self._keeps_cache:
@@ -207,6 +208,10 @@ class RunningCompletions:
         name = str(next(_NAMES))
         self._decoding[name] = _Decoding(request)
         self._core.add_request(self._prepare(name, request))
+        if goes_first:
+            core_request = self._scheduler.requests[name]
+            self._scheduler.waiting.remove_request(core_request)
+            self._scheduler.waiting.prepend_request(core_request)
 
     def step(self) -> list[Ended]:
         """Make one step of vLLM; returns the completions that ended with it.
@@ -249,13 +254,20 @@ class RunningCompletions:
         if not called:
             return
         assert self._tools is not None
-        self._core.abort_requests(list(called))
+        self._abort(called)
         for name, (decoding, call) in called.items():
             del self._decoding[name]
             decoding.drop_behind(call.tokens)
             request = replace(decoding.request, so_far=decoding.sampled(self.weights))
             if not self._tools.submit(request, call.code):
                 yield self._finish(request, "length")
+
+    def _abort(self, names: Iterable[str]) -> None:
+        """Take requests out of vLLM, one by one.
+
+        It frees the blocks of several in the order of a set, which differs between ranks."""
+        for name in names:
+            self._core.abort_requests([name])
 
     def _resume_called(self) -> list[Ended]:
         """Begin completions again whose calls are answered; those that are lost have ended."""
@@ -266,7 +278,7 @@ class RunningCompletions:
             if answered.is_lost:
                 lost.append(self._finish(answered.request, "lost"))
             else:
-                self.begin(answered.request)
+                self.begin(answered.request, goes_first=True)
         return lost
 
     def _end(self, decoding: _Decoding, reason: str) -> Ended:
@@ -313,7 +325,7 @@ class RunningCompletions:
                 engine.score(sequences)
         """
         requests = self.keep_tokens()
-        self._core.abort_requests(list(self._decoding))
+        self._abort(self._decoding)
         self._decoding.clear()
         yield requests
         for request in requests:
