@@ -5,7 +5,8 @@
        +----------- its output -----------+     lost: the machine was at fault, three times
 
 Every rank of an engine finds the same calls, in the same tokens. The sandboxes are those of the
-engine's leader, which reads results every few steps and shares them, so that all ranks go on alike.
+engine's leader, which reads results and, every few steps, shares them, so that all ranks go on
+alike.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rlmath.sandbox.sandboxes import Sandboxes
 logger = logging.getLogger(__name__)
 
 SHARE_STEPS = 4
-"""Steps of the engine between two looks for results."""
+"""Steps of an engine of several ranks between two looks for results."""
 WAIT_SECONDS = 0.2
 """Longest wait for a result where the engine has nothing else to do."""
 OUTPUT_CHARACTERS = 16
@@ -157,11 +158,12 @@ class CalledCompletions:
         return True
 
     def answered(self, is_idle: bool) -> list[Answered]:
-        """The completions whose calls have results, every SHARE_STEPS times that it is called.
+        """The completions whose calls have results.
 
-        Where the engine `is_idle`, every time, after waiting for a result. RuntimeError where the
-        sandboxes cannot start again."""
-        is_due = next(self._steps) % SHARE_STEPS == 0
+        Engines of several ranks share them every SHARE_STEPS times that it is called. Where the
+        engine `is_idle`, it waits for a result every time. RuntimeError where the sandboxes cannot
+        start again."""
+        is_due = self._share is None or next(self._steps) % SHARE_STEPS == 0
         if not self._called or not (is_idle or is_due):
             return []
         results: SharedResults = []

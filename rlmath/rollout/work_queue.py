@@ -102,6 +102,8 @@ class WorkQueue:
     def pop(self, load: Load) -> list[Request]:
         """The requests to add before the engine's next step."""
         requests = self._pop(load)
+        if not requests and load.called == load.in_flight > 0:  # no step of the engine follows
+            return []
         if load.in_flight:
             self._running.append(load.in_flight - load.waiting - load.called)
         self._tail_steps = (
@@ -125,7 +127,7 @@ class WorkQueue:
         return [request for work_item in items for request in self._requests_of(work_item)]
 
     def ended(self, key: Key, tokens: int) -> None:
-        """Called for every completion as soon as it is there, with its tokens."""
+        """Called for every completion as soon as it is there, with its sampled tokens."""
         self._ended_any = True
         prompt, sample_index = key
         if sample_index == self._requests_PG[prompt][0].key[1]:
