@@ -135,6 +135,11 @@ class Completion:
         return [segment.sampled for segment in self.segments for _ in range(segment.tokens)]
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the machine was at fault, so that it says nothing of the model."""
+        return self.finish_reason == "lost"
+
+    @property
     def turns(self) -> list[str]:
         """The sampled text in front of the first output, between outputs and behind the last."""
         positions = [0, *(call.position for call in self.calls), len(self.text)]
@@ -311,6 +316,23 @@ class ScoredGroup:
     @property
     def rewards(self) -> list[float]:
         return [score.reward for score in self.scores]
+
+    @property
+    def judged(self) -> ScoredGroup:
+        """The group without completions that are lost."""
+        pairs = zip(self.completions, self.scores, strict=True)
+        judged = [pair for pair in pairs if not pair[0].is_lost]
+        completions = tuple(completion for completion, _ in judged)
+        return ScoredGroup(self.prompt, completions, tuple(score for _, score in judged))
+
+    def with_scores(self, scores: Sequence[Score]) -> ScoredGroup:
+        """The group with these scores of its `judged` completions; lost ones keep theirs."""
+        judged_scores = iter(scores)
+        pairs = zip(self.completions, self.scores, strict=True)
+        all_scores = [
+            score if completion.is_lost else next(judged_scores) for completion, score in pairs
+        ]
+        return ScoredGroup(self.prompt, self.completions, tuple(all_scores))
 
 
 def scored_group(

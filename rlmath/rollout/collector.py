@@ -148,7 +148,8 @@ class Collector:
     ) -> list[ScoredGroup]:
         """Score the groups where a reward function takes whole ones; the same on every rank.
 
-        The engines share them. Without such a function they have their scores already."""
+        The engines share them. Without such a function they have their scores already. Lost
+        completions are not given to it and keep their scores."""
         if not groups or not self._takes_groups(validates):
             return groups
         scores: dict[int, list[Score]] = {}
@@ -156,12 +157,14 @@ class Collector:
             rewards = self._reward_manager(max_new_tokens, validates)
             group_indices = range(self._mesh.engine_index, len(groups), self._mesh.num_engines)
             for index in group_indices:
-                rewards.submit_group(groups[index].prompt, groups[index].completions, key=index)
+                judged = groups[index].judged
+                if judged.completions:
+                    rewards.submit_group(judged.prompt, judged.completions, key=index)
             rewards.wait(self._engine.on_step)
             scores = dict(rewards.take_finished())
         for engine_scores in all_gather_objects(scores):
             scores |= engine_scores
-        return [replace(group, scores=tuple(scores[index])) for index, group in enumerate(groups)]
+        return [group.with_scores(scores.get(index, ())) for index, group in enumerate(groups)]
 
     def _takes_groups(self, validates: bool) -> bool:
         by_scorer = validates and self._has_scorer

@@ -14,7 +14,7 @@ from rlmath.trainer.void_turns import VoidRule
 def tool_metrics(selection: Selection, is_void: VoidRule) -> dict[str, float]:
     """Calls and their outcomes over all that was sampled; shares from 0 to 1.
 
-    Accuracies of completions with and without calls are there where there are such; shares of calls
+    Lost completions are neither right nor wrong nor void. Accuracies of completions with and without calls are there where there are such; shares of calls
     where there are calls. Completions that left their groups are counted. Seconds are those for
     which completions waited."""
     pairs = [
@@ -22,8 +22,19 @@ def tool_metrics(selection: Selection, is_void: VoidRule) -> dict[str, float]:
         for group in selection.sampled
         for pair in zip(group.completions, group.scores, strict=True)
     ]
-    calling = [pair for pair in pairs if pair[0].calls]
-    silent = [pair for pair in pairs if not pair[0].calls]
+    judged_groups = [group.judged for group in selection.sampled]
+    judged = [
+        pair
+        for group in judged_groups
+        for pair in zip(group.completions, group.scores, strict=True)
+    ]
+    void = sum(
+        is_void(group.prompt, completion)
+        for group in judged_groups
+        for completion in group.completions
+    )
+    calling = [pair for pair in judged if pair[0].calls]
+    silent = [pair for pair in judged if not pair[0].calls]
     calls = [call for completion, _ in pairs for call in completion.calls]
     output_tokens = sum(len(completion.token_ids) - completion.n_sampled for completion, _ in pairs)
     filtered = selection.filtered_completions()
@@ -31,7 +42,7 @@ def tool_metrics(selection: Selection, is_void: VoidRule) -> dict[str, float]:
         "tools/calls_per_completion": len(calls) / len(pairs),
         "tools/completions_with_calls": len(calling) / len(pairs),
         "tools/given_tokens": output_tokens / len(pairs),
-        "tools/void_turns": sum(is_void(completion) for completion, _ in pairs) / len(pairs),
+        "tools/void_turns": void / max(1, len(judged)),
         **{f"tools/{reason}_completions": float(filtered[reason]) for reason in TOOL_REASONS},
     }
     for name, part in (("with", calling), ("without", silent)):

@@ -65,7 +65,7 @@ class StepRollout:
     rounds: list[list[EngineUsage]]
     """What every engine did, for each rollout of the step."""
     scores: list[Score]
-    """Scores of all that was sampled and leaves."""
+    """Scores of all that was sampled and leaves, without lost completions."""
     sampled_tokens: int
     """New tokens of the step: those of `selection` if every completion is sampled to its end."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -193,7 +193,7 @@ class WholeRollouts(StepRollouts):
         tokens = sum(
             completion.n_sampled for group in selection.sampled for completion in group.completions
         )
-        scores = [score for group in selection.sampled for score in group.scores]
+        scores = [score for group in selection.sampled for score in group.judged.scores]
         self._sampled = selection.sampled
         self.next_draw = (number + 1) * order.prompts_per_step
         return StepRollout(selection, rounds, scores, sampled_tokens=tokens)
