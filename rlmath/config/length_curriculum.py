@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlmath.config.help import counted
 from rlmath.config.schema import Config, StagesConfig, ToolsConfig, ValidationConfig
@@ -182,6 +183,23 @@ def tool_tokens(tools: ToolsConfig) -> int:
     if tools.format is None:
         return 0
     return tools.max_calls * (tools.max_output_tokens + BOUNDARY_TOKENS)
+
+
+def measured_tools(tools: ToolsConfig) -> dict[str, Any] | None:
+    """The settings of tools that change answers; None without tools.
+
+    Measures with the same are comparable, on whatever machines."""
+    if tools.format is None:
+        return None
+    return {
+        "format": tools.format,
+        "max_calls": tools.max_calls,
+        "max_output_tokens": tools.max_output_tokens,
+        "state": tools.state,
+        "call_cpu_seconds": tools.call_cpu_seconds,
+        "completion_cpu_seconds": tools.completion_cpu_seconds,
+        "memory_gib": tools.memory_gib,
+    }
 
 
 def sequence_text(config: Config, keys: bool = True) -> str:

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rlmath.answers.string_match import Rules
 from rlmath.config.help import counted
 from rlmath.config.hub import is_hub_id, parse_hub_id
-from rlmath.config.length_curriculum import tool_tokens
+from rlmath.config.length_curriculum import measured_tools, tool_tokens
 from rlmath.config.schema import RewardConfig, RolloutConfig, RunConfig
 from rlmath.data.stop_tokens import stop_token_ids
 from rlmath.data.tokenizer import load_tokenizer
@@ -241,7 +241,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
         "cuda_graphs": rollout.cuda_graphs,
         "scorer": None if plan.scorer_hook is None else hooks_fingerprint([plan.scorer_hook]),
         "about_scorer": plan.scorer,
-        "tools": None if plan.tools.format is None else asdict(plan.tools),
+        "tools": measured_tools(plan.tools),
     }
     if plan.scorer_hook is not None:
         limits = RewardConfig(timeout_seconds=pool.timeout_seconds)
