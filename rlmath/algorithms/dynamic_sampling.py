@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlmath.algorithms.types import Completion, Score, ScoredGroup
+from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 
 Contrast = Literal["accuracy", "reward"]
 
@@ -40,7 +40,7 @@ class SelectionRules:
     """Parts of a score that are normalised each for itself, with dynamic sampling by "reward".
 
     A group has contrast where any of them has. Empty: the reward counts."""
-    is_void: Callable[[Completion], bool] | None = None
+    is_void: Callable[[Prompt, Completion], bool] | None = None
     """Says which completions leave their group as their last turn has neither call nor answer."""
     keep: Callable[[Sequence[ScoredGroup]], list[bool]] | None = None
     """Says which groups are learned from, with dynamic sampling by "function"."""
@@ -101,19 +101,19 @@ def choose_all(groups: Sequence[ScoredGroup], rules: SelectionRules) -> list[Cho
 
 
 def _choose(group: ScoredGroup, rules: SelectionRules) -> Chosen:
-    reasons = [_filtered(completion, rules) for completion in group.completions]
+    reasons = [_filtered(group.prompt, completion, rules) for completion in group.completions]
     samples = tuple(g for g, reason in enumerate(reasons) if reason is None)
     filtered = tuple(reason for reason in reasons if reason is not None)
     dropped = "empty" if not samples else _without_contrast(group, samples, rules)
     return Chosen(() if dropped else samples, filtered, dropped)
 
 
-def _filtered(completion: Completion, rules: SelectionRules) -> str | None:
+def _filtered(prompt: Prompt, completion: Completion, rules: SelectionRules) -> str | None:
     """Why a completion leaves its group, of FILTER_REASONS or TOOL_REASONS; None if it stays."""
     tokens = completion.n_sampled
-    if completion.finish_reason == "lost":
+    if completion.is_lost:
         return "lost"
-    if rules.is_void is not None and rules.is_void(completion):
+    if rules.is_void is not None and rules.is_void(prompt, completion):
         return "void"
     if rules.drop_truncated and completion.finish_reason == "length":
         return "truncated"

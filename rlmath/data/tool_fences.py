@@ -20,10 +20,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlmath.algorithms.types import Completion
+from rlmath.algorithms.types import Completion, Prompt
 from rlmath.answers.extraction import extract_answer
 from rlmath.config.length_curriculum import BOUNDARY_TOKENS
 from rlmath.data.tokenizer import completion_text
+from rlmath.rewards.reward_manager import text_to_verify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -164,16 +165,17 @@ def code_in(turn: str) -> str | None:
     return None if end < 0 else turn[opening.end() : end]
 
 
-def has_void_turn(completion: Completion, answer_from: str | None) -> bool:
+def has_void_turn(prompt: Prompt, completion: Completion, answer_from: str | None) -> bool:
     """Whether the last turn of a completion has neither a call nor an answer.
 
     `answer_from` is as `reward.answer_from`; None: what ends by itself is an answer."""
-    turn = completion.turns[-1]
+    *before, turn = completion.turns
     if code_in(turn) is not None:
         return False
     if answer_from is None:
         return completion.finish_reason != "stop"
-    return extract_answer(turn, answer_from) is None
+    text = text_to_verify(prompt.text + "".join(before), turn)
+    return extract_answer(text, answer_from) is None
 
 
 def _block(head: str, text: str) -> str:

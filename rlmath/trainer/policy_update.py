@@ -529,7 +529,7 @@ def make_samples(
             completion.logprobs,
             advantage=advantage,
             sampled=completion.sampled,
-            learned=learned_tokens(completion, is_void),
+            learned=learned_tokens(group.prompt, completion, is_void),
             lag=None if version is None else completion.lag(version),
         )
         for group, row in zip(groups, advantages_PG, strict=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from rlmath.algorithms.types import Completion, turn_tokens
+from rlmath.algorithms.types import Completion, Prompt, turn_tokens
 from rlmath.config.schema import Config
 from rlmath.data.tool_fences import has_void_turn
 from rlmath.rewards.several_rewards import is_verified
 
-VoidRule = Callable[[Completion], bool]
+VoidRule = Callable[[Prompt, Completion], bool]
 
 
 def void_rule(config: Config) -> VoidRule:
@@ -27,9 +27,11 @@ def void_rule_of(config: Config, action: str) -> VoidRule | None:
     return void_rule(config) if applies else None
 
 
-def learned_tokens(completion: Completion, is_void: VoidRule | None) -> list[bool] | None:
+def learned_tokens(
+    prompt: Prompt, completion: Completion, is_void: VoidRule | None
+) -> list[bool] | None:
     """Whether each token of a completion has weight in the gradient; None: all sampled ones."""
-    if is_void is None or not is_void(completion):
+    if is_void is None or not is_void(prompt, completion):
         return None
     tokens = len(completion.token_ids)
     void = turn_tokens(completion)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.algorithms.dynamic_sampling import Selection, SelectionRules, choose, choose_all
+from rlmath.algorithms.intervals import accuracy_interval
 from rlmath.algorithms.types import (
     Completion,
     PartialCompletion,
@@ -17,15 +18,19 @@ from rlmath.algorithms.types import (
     ToolCall,
     turn_tokens,
 )
+from rlmath.config.length_curriculum import measured_tools
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config, ToolsConfig
+from rlmath.data.dataset import ValidationFile
 from rlmath.data.packing import pack
 from rlmath.planning.setting_tables import conflicts, without_effect
 from rlmath.rollout.called_completions import check_lost
 from rlmath.telemetry.samples import SampleWriter, call_facts, read_samples, text_with_outputs
+from rlmath.trainer.metrics import rollout_metrics
 from rlmath.trainer.policy_update import make_samples
 from rlmath.trainer.rollouts.synchronous import selection_rules
 from rlmath.trainer.tool_metrics import tool_metrics
+from rlmath.trainer.validation import file_metrics
 from rlmath.trainer.void_turns import void_rule, void_rule_of
 
 TOOLS = ToolsConfig(format="fence")
@@ -108,7 +113,9 @@ def test_without_tools_nothing_is_void_and_nothing_is_dropped() -> None:
 def test_what_ends_by_itself_is_an_answer_to_functions() -> None:
     config = config_with("mask")
     config = replace(config, reward=replace(config.reward, function="own:reward"))
-    assert list(map(void_rule(config), COMPLETIONS[:5])) == [False, False, True, False, True]
+    rule = void_rule(config)
+    void = [rule(GROUP.prompt, completion) for completion in COMPLETIONS[:5]]
+    assert void == [False, False, True, False, True]
 
 
 def test_calls_are_counted_with_their_outcomes() -> None:
@@ -123,15 +130,59 @@ def test_calls_are_counted_with_their_outcomes() -> None:
         "tools/calls_per_completion": 4 / 6,
         "tools/completions_with_calls": 4 / 6,
         "tools/given_tokens": 12 / 6,
-        "tools/void_turns": 4 / 6,
+        "tools/void_turns": 3 / 5,
         "tools/void_completions": 0.0,
         "tools/lost_completions": 1.0,
-        "tools/accuracy_with_calls": 0.25,
+        "tools/accuracy_with_calls": 1 / 3,
         "tools/accuracy_without_calls": 0.5,
         "tools/outputs_cut": 0.25,
         "tools/wait_s": (1 + 2 + 3 + 0.5) / 4,
         "tools/wait_s_p99": 2.0,
     }
+
+
+def test_lost_completions_say_nothing_of_the_model() -> None:
+    """They are no part of rewards, lengths and accuracies, and functions of groups see none."""
+    metrics = rollout_metrics([GROUP])
+    assert metrics["task_reward"] == 2 / 5 and metrics["n_seqs"] == 5
+    assert metrics["reward/verdict/no_answer"] == 3 / 5
+    assert GROUP.judged.completions == COMPLETIONS[:5]
+    assert GROUP.with_scores([RIGHT] * 5).scores == (*[RIGHT] * 5, WRONG)
+
+
+def test_a_validation_counts_lost_completions_as_wrong_and_tells_them() -> None:
+    """So that they make no model the best one."""
+    lost = replace(GROUP, scores=(*SCORES[:5], RIGHT))
+    metrics = file_metrics(ValidationFile("own", [GROUP.prompt], 0, ()), [lost], samples=6)
+    low, high = accuracy_interval([2 / 6], samples=6)
+    assert metrics == {
+        "validation/own/accuracy": 2 / 6,
+        "validation/own/accuracy_low": low,
+        "validation/own/accuracy_high": high,
+        "validation/own/mean_tokens": (6 * 3 + 3 * 2) / 5,
+        "validation/own/truncated": 2 / 5,
+        "validation/own/lost": 1.0,
+    }
+
+
+def test_only_settings_that_change_answers_tell_measures_apart() -> None:
+    more = replace(
+        TOOLS, cores=9, sessions=9, isolation="preloaded", void_turns="drop", max_calls=9
+    )
+    assert measured_tools(replace(more, max_calls=TOOLS.max_calls)) == measured_tools(TOOLS)
+    assert measured_tools(more) != measured_tools(TOOLS)
+    assert measured_tools(ToolsConfig()) is None
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_an_answer_that_is_thought_is_none(thinks: bool) -> None:
+    """Where a prompt or an earlier turn opens a thinking section, as for the verifier."""
+    rule = void_rule(config_with("mask"))
+    prompt = replace(GROUP.prompt, text="?<think>" if thinks else "?")
+    assert rule(prompt, PLAIN) is rule(prompt, ANSWERED) is thinks
+    opened = replace(ANSWERED, text="<think>\nso \\boxed{2}")
+    opened = replace(opened, calls=(replace(CALL, position=8),))
+    assert rule(GROUP.prompt, opened)
 
 
 def test_a_step_without_calls_has_no_shares_of_them() -> None:
