@@ -101,8 +101,10 @@ class WorkQueue:
 
     def pop(self, load: Load) -> list[Request]:
         """The requests to add before the engine's next step."""
+        is_idle = load.called == load.in_flight > 0
+        self._items.steps += not is_idle
         requests = self._pop(load)
-        if not requests and load.called == load.in_flight > 0:  # no step of the engine follows
+        if is_idle and not requests:
             return []
         if load.in_flight:
             self._running.append(load.in_flight - load.waiting - load.called)
@@ -113,7 +115,6 @@ class WorkQueue:
 
     def _pop(self, load: Load) -> list[Request]:
         """Pop work on the engine's first rank where there are free places, and share it."""
-        self._items.steps += 1
         first = not self._popped_any
         full = load.in_flight >= self._capacity or load.waiting > 0
         if self._empty or not (first or (self._ended_any and not full)):
