@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from rlmath.algorithms.types import Completion, Prompt
 from rlmath.answers.extraction import extract_answer
 from rlmath.config.length_curriculum import BOUNDARY_TOKENS
+from rlmath.config.schema import ToolsConfig
 from rlmath.data.tokenizer import completion_text
 from rlmath.rewards.reward_manager import text_to_verify
 
@@ -34,8 +35,6 @@ _OPENING = re.compile(r"^```python[ \t\r]*\n", re.MULTILINE)
 _LATEST = 8
 """Tokens in which a marker is looked for that the last of them completes; it has four
 characters."""
-_BACKTICKS = str.maketrans({"\u1fef": "'", "\uff40": "'"})
-"""Characters that tokenizers may normalise to a backtick."""
 _BEFORE = ("a", "\n", "(", "1")
 """Texts behind which a part of a text is tokenized, the first with which it does not merge."""
 _EXAMPLE = "```python\nprint(1)\n```\n```output\n1\n```\n"
@@ -48,7 +47,7 @@ class ShownOutput:
     token_ids: list[int]
     """The fence around it included."""
     text: str
-    """Without the fence."""
+    """Without the fence, as the tokens say it."""
     is_cut: bool
     """Whether a part of it was left out."""
 
@@ -73,8 +72,8 @@ class FenceFormat:
         }
         special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         self._control = frozenset({**added, **special})
-        contents = sorted({*added.values(), *special.values()}, key=len, reverse=True)
-        self._control_text = re.compile("|".join(map(re.escape, contents)))
+        contents = sorted({*added.values(), *special.values()} - {""}, key=len, reverse=True)
+        self._control_text = re.compile("|".join(map(re.escape, contents)) or r"(?!)")
         if (read := self.text_of(self._encoded(_EXAMPLE))) != _EXAMPLE:
             raise ValueError(
                 f'tools.format is "fence", and the tokenizer of the model reads {_EXAMPLE!r} as '
@@ -100,7 +99,9 @@ class FenceFormat:
         It has at most `max_output_tokens` and BOUNDARY_TOKENS tokens: of a longer text the
         beginning and the end, with the number of tokens that are left out between them. The text
         can neither end its fence nor make a special token."""
-        text = printed.translate(_BACKTICKS).replace("```", "'''")
+        text = self._as_read(printed)
+        while "```" in text:
+            text = self._as_read(text.replace("```", "'''"))
         head = "" if turn.endswith("\n") else "\n"
         limit = self._max_output_tokens + BOUNDARY_TOKENS
         token_ids = self._encoded(_block(head, text))
@@ -120,8 +121,11 @@ class FenceFormat:
         left_out = len(text_ids) - length
         first = self.text_of(text_ids[: length // 2]).rstrip("\ufffd")
         last = self.text_of(text_ids[length // 2 + left_out :]).lstrip("\ufffd")
-        text = f"{first}\n[... {left_out:,} tokens left out ...]\n{last}"
-        return text.replace("```", "'''")
+        return f"{first}\n[... {left_out:,} tokens left out ...]\n{last}"
+
+    def _as_read(self, printed: str) -> str:
+        """A printed text as its tokens say it: the tokenizer may change or not know characters."""
+        return self.text_of(self._encoded(f"\n{printed}")).removeprefix("\n")
 
     def _encoded(self, text: str) -> list[int]:
         """Tokens of a text inside of a completion, none of which is special or was added.
@@ -150,6 +154,12 @@ class FenceFormat:
         return self.tokenizer(
             text, add_special_tokens=False, split_special_tokens=True, verbose=False
         )["input_ids"]
+
+
+def check_fences(tokenizer: PreTrainedTokenizerFast, tools: ToolsConfig) -> None:
+    """ValueError where there are tools and the tokenizer cannot write a call."""
+    if tools.format is not None:
+        FenceFormat(tokenizer, tools.max_output_tokens)
 
 
 def code_in(turn: str) -> str | None:

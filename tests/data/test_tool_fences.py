@@ -21,7 +21,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from rlmath.algorithms.types import Completion, ToolCall
+from rlmath.algorithms.types import Completion, Prompt, ToolCall
 from rlmath.config.length_curriculum import BOUNDARY_TOKENS
 from rlmath.data.tool_fences import FenceFormat, code_in, has_void_turn
 from tests.data.chat_templates import MARKS, chat_tokenizer
@@ -201,14 +201,23 @@ def test_outputs_stand_in_their_fences_and_are_text(name: str) -> None:
         if name in ("llama2", "metaspace"):  # for which it is a space
             expected = expected.replace("▁", " ")
         assert shown.removeprefix(tokenizer.decode(context)) == expected
-        assert output.text == printed and not output.is_cut
+        assert expected == f"{head}```output\n{output.text}{end}```\n" and not output.is_cut
 
 
 @every_tokenizer
 @pytest.mark.parametrize(
     "printed",
-    ["```\nfree", "`" * 50, "x\n\u1fef\u1fef\u1fef\ny", "\uff40" * 3, "\n".join(["```"] * 90)],
-    ids=["fence", "many", "varia", "wide", "long"],
+    [
+        "```\nfree",
+        "`" * 50,
+        "x\n\u1fef\u1fef\u1fef\ny",
+        "\uff40" * 3,
+        "\n".join(["```"] * 90),
+        "\n`\u2603``\nfree",
+        "`\u200b`\x07`\nfree",
+        "``\u2603`" * 90,
+    ],
+    ids=["fence", "many", "varia", "wide", "long", "unknown", "invisible", "unknown-long"],
 )
 def test_no_output_ends_its_fence(name: str, printed: str) -> None:
     text = fences(name).text_of(fences(name).output("x", printed).token_ids).strip()
@@ -232,6 +241,12 @@ def test_a_long_output_is_cut_to_its_head_and_tail_in_tokens(name: str, length: 
     if length > 100:
         assert head and tail.strip() and len(output.token_ids) > MOST - 12
     assert len(tokenizer(printed)["input_ids"]) > MOST - 24
+
+
+def test_a_tokenizer_without_control_tokens_writes_outputs() -> None:
+    inner = Tokenizer.from_str(wordlike().backend_tokenizer.to_str())
+    output = FenceFormat(PreTrainedTokenizerFast(tokenizer_object=inner), MOST).output("x\n", "1")
+    assert inner.decode(output.token_ids) == "```output\n1\n```\n"
 
 
 def test_a_tokenizer_without_newlines_is_refused() -> None:
@@ -259,5 +274,6 @@ def completion(text: str, positions: Any = (), finish: Any = "stop") -> Completi
 def test_a_void_turn_has_neither_call_nor_answer(
     done: Completion, void: bool, void_for_functions: bool
 ) -> None:
-    assert has_void_turn(done, "boxed") == void
-    assert has_void_turn(done, None) == void_for_functions
+    prompt = Prompt("q", "?", (1,), solutions=("1",), task="math")
+    assert has_void_turn(prompt, done, "boxed") == void
+    assert has_void_turn(prompt, done, None) == void_for_functions
