@@ -49,11 +49,15 @@ class CompletionRecord:
     def truncated(self) -> bool:
         return self.finish_reason == "length"
 
+    @property
+    def is_lost(self) -> bool:
+        return self.finish_reason == "lost"
+
 
 def read_completions(folder: Path, benchmark: str) -> dict[Key, CompletionRecord]:
     """All completions of a benchmark in a folder, without their texts.
 
-    ValueError for a line that is no completion."""
+    One that is lost gives way to another of its problem and index. ValueError for a line that is no completion."""
     records: dict[Key, CompletionRecord] = {}
     for path in sorted((folder / GENERATIONS / benchmark).glob("*.jsonl")):
         with path.open("rb") as lines:
@@ -67,7 +71,9 @@ def read_completions(folder: Path, benchmark: str) -> dict[Key, CompletionRecord
                         "it is sampled again"
                     ) from error
                 index = GREEDY_INDEX if record.mode == "greedy" else record.sample
-                records.setdefault((record.problem_id, index), record)
+                key = record.problem_id, index
+                if key not in records or records[key].is_lost:
+                    records[key] = record
     return records
 
 

@@ -25,7 +25,7 @@ from rlmath.config.length_curriculum import measured_tools, tool_tokens
 from rlmath.config.schema import RewardConfig, RolloutConfig, RunConfig
 from rlmath.data.stop_tokens import stop_token_ids
 from rlmath.data.tokenizer import load_tokenizer
-from rlmath.data.tool_fences import FenceFormat
+from rlmath.data.tool_fences import check_fences
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device, init_process_group, open_device
 from rlmath.distributed.fault_tolerance.exit_codes import clear_exit_status
@@ -42,13 +42,14 @@ from rlmath.evals.benchmarks import (
     load_benchmark,
     model_positions,
 )
-from rlmath.evals.completions import read_completions, remove_unfinished_lines
+from rlmath.evals.completions import CompletionRecord, read_completions, remove_unfinished_lines
 from rlmath.evals.model_source import EvaluatedModel, resolve_model
 from rlmath.evals.plan import Plan, check_settings, read_settings
 from rlmath.evals.results import BenchmarkResult, result_of
 from rlmath.evals.sampling import Missing, open_engine, sample_missing
 from rlmath.evals.tables import boxed_tables, first_table, second_table, write_results
 from rlmath.rewards.reward_manager import try_scorer
+from rlmath.rollout.called_completions import check_lost
 from rlmath.run.nodes import environment_facts, meet
 from rlmath.run.recovery.hub_inputs import fetch_ids
 from rlmath.run.run_dir import sole_user
@@ -226,8 +227,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
         default_new_tokens=plan.default_new_tokens,
         tool_tokens=tool_tokens(plan.tools),
     )
-    if plan.tools.format is not None:
-        FenceFormat(tokenizer, plan.tools.max_output_tokens)  # else a ValueError
+    check_fences(tokenizer, plan.tools)
     common = {
         "about_model": str(plan.model),
         "about_model_folder": str(model.source),
@@ -274,7 +274,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
 
 
 def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Missing]:
-    """The completions that are not on disk.
+    """The completions that are not on disk, or lost there.
 
     ValueError if those on disk were sampled for other problems."""
     on_disk = read_completions(plan.output, benchmark.name)
@@ -288,7 +288,7 @@ def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Mi
                 f"{problem.benchmark}: its text, template or solutions have changed. Give another "
                 "--output."
             )
-        indices = tuple(key[1] for key in keys if key not in on_disk)
+        indices = tuple(key[1] for key in keys if key not in on_disk or on_disk[key].is_lost)
         if indices and len(problem.token_ids) <= lengths.max_prompt_tokens:
             missing.append(Missing(problem, indices))
     return missing
@@ -325,16 +325,27 @@ def _log_work(
 
 
 # ---------------------------------------------------------------- tables
+def check_records(records: Sequence[CompletionRecord]) -> None:
+    """Warn of completions that were lost; RuntimeError where they are many."""
+    check_lost(
+        [record.calls[-1]["output"] for record in records if record.is_lost],
+        calling=sum(bool(record.calls) for record in records),
+        outcome="They are not judged; the same command samples them again",
+    )
+
+
 def _write_tables(plan: Plan, prepared: _Prepared) -> list[BenchmarkResult]:
-    """Write and print the tables of the completions on disk, and return their rows."""
+    """Write and print the tables of the completions on disk, and return their rows.
+
+    RuntimeError where many are lost."""
     longest = prepared.lengths.max_prompt_tokens
+    records = {
+        benchmark.name: read_completions(plan.output, benchmark.name)
+        for benchmark in prepared.benchmarks
+    }
+    check_records([record for of_name in records.values() for record in of_name.values()])
     results = [
-        result_of(
-            benchmark,
-            read_completions(plan.output, benchmark.name),
-            plan,
-            max_prompt_tokens=longest,
-        )
+        result_of(benchmark, records[benchmark.name], plan, max_prompt_tokens=longest)
         for benchmark in prepared.benchmarks
     ]
     settings = read_settings(plan.output) | {

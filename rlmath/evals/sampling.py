@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,44 +94,46 @@ def sample_missing(
     requests = [_requests(number, gap, plan, lengths) for number, gap in enumerate(missing)]
     store = shared_store("evaluation")
     work_queue = WorkQueue(store, requests, mesh, rollout.max_num_seqs)
-    tokenizer = load_tokenizer(str(model))
-    tools = open_tools(plan.tools, tokenizer, mesh, continues_noise(llm))
-    if pool is None:
-        for _ in RunningCompletions(llm, rollout, tools=tools).sample(work_queue):
-            pass
-        return
-    problems = {number: gap.problem for number, gap in enumerate(missing)}
-    writer = Writer(plan.output, mesh.engine_index)
-    total = sum(map(len, requests))
-    progress = SamplingProgress(
-        total, mesh, store, title="evaluation", longest=lengths.max_new_tokens
-    )
-    verification = Verification(
-        pool, problems, writer.add, scorer=scorer, answer_from=plan.answer_from
-    )
+    needs_tokenizer = pool is not None or plan.tools.format is not None
+    tokenizer = load_tokenizer(str(model)) if needs_tokenizer else None
+    with ExitStack() as stack:
+        tools = None
+        if tokenizer is not None:
+            tools = open_tools(plan.tools, tokenizer, mesh, continues_noise(llm))
+        if tools is not None:
+            stack.callback(tools.close)
+        if pool is None:
+            for _ in RunningCompletions(llm, rollout, tools=tools).sample(work_queue):
+                pass
+            return
+        problems = {number: gap.problem for number, gap in enumerate(missing)}
+        writer = Writer(plan.output, mesh.engine_index)
+        stack.callback(writer.close)
+        total = sum(map(len, requests))
+        progress = SamplingProgress(
+            total, mesh, store, title="evaluation", longest=lengths.max_new_tokens
+        )
+        stack.callback(progress.close)
+        verification = Verification(
+            pool, problems, writer.add, scorer=scorer, answer_from=plan.answer_from
+        )
 
-    def on_step() -> None:
-        verification.write_done()
-        progress.tokens = running.usage.new_tokens
-        progress.tick()
+        def on_step() -> None:
+            verification.write_done()
+            progress.tokens = running.usage.new_tokens
+            progress.tick()
 
-    running = RunningCompletions(
-        llm,
-        rollout,
-        tokenizer=tokenizer,
-        score=verification.submit,
-        on_step=on_step,
-        tools=tools,
-    )
-    try:
+        running = RunningCompletions(
+            llm,
+            rollout,
+            tokenizer=tokenizer,
+            score=verification.submit,
+            on_step=on_step,
+            tools=tools,
+        )
         for _ in running.sample(work_queue):
             progress.add_one()
         verification.finish()
-    finally:
-        writer.close()
-        progress.close()
-        if tools is not None:
-            tools.close()
 
 
 def _requests(number: int, missing: Missing, plan: Plan, lengths: LengthLimits) -> list[Request]:
@@ -211,7 +213,7 @@ class Verification:
             extracted = split_boxes(answer)[0][:MAX_ANSWER_CHARS]
             correct = verdict.failure is None and verdict.reward > 0
             verdict = Verdict(correct, extracted, verdict.failure or "function")
-        if completion.finish_reason == "lost":  # which says nothing of the model
+        if completion.is_lost:  # which says nothing of the model
             verdict = Verdict(False, "", "error")
         record = CompletionRecord(
             problem_id=problem.prompt_id,

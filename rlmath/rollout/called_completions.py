@@ -14,12 +14,13 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerFast
 
-from rlmath.algorithms.types import Completion, PartialCompletion, ToolCall, turn_tokens
+from rlmath.algorithms.types import PartialCompletion, ToolCall, turn_tokens
 from rlmath.config.schema import ToolsConfig
 from rlmath.data.tokenizer import completion_text
 from rlmath.data.tool_fences import FenceFormat
@@ -33,13 +34,14 @@ SHARE_STEPS = 4
 """Steps of an engine of several ranks between two looks for results."""
 WAIT_SECONDS = 0.2
 """Longest wait for a result where the engine has nothing else to do."""
+TRIAL_SECONDS = 60.0
+"""Longest wait for the call by which sandboxes are tried."""
 OUTPUT_CHARACTERS = 16
 """Characters of an output that a sandbox keeps for each token that is shown."""
 FEW_LOST = 5
 MOST_LOST_SHARE = 0.2
 """A rollout ends in an error where FEW_LOST completions or more, and more than this share of those
 with calls, are lost by faults of the machine."""
-_LOST = "lost"
 
 SharedResults = list[tuple[str, CallResult]]
 Share = Callable[[SharedResults], SharedResults]
@@ -83,7 +85,10 @@ def open_sandboxes(settings: ToolsConfig) -> Sandboxes:
     try:
         sandboxes.await_ready()
         sandboxes.submit("trial", "print(6 * 7)", seed=1)
-        ((_, outcome),) = sandboxes.wait()
+        results = sandboxes.wait(TRIAL_SECONDS)
+        if not results:
+            raise RuntimeError(f"a sandbox gave no result of print(6 * 7) in {TRIAL_SECONDS:.0f} s")
+        ((_, outcome),) = results
         if (outcome.status, outcome.text) != ("ok", "42\n"):
             raise RuntimeError(
                 f"a sandbox answers {outcome.text!r}, status {outcome.status}, to print(6 * 7); "
@@ -115,8 +120,8 @@ class CalledCompletions:
         self._format = FenceFormat(tokenizer, settings.max_output_tokens)
         self._sandboxes = sandboxes
         self._share = share
-        self._called: dict[str, tuple[Request, str]] = {}
-        """Requests and the code of their calls, by the names of their sessions."""
+        self._called: dict[str, tuple[Request, str, float]] = {}
+        """Requests, the code of their calls, and when they called, by their sessions' names."""
         self._steps = itertools.count()
 
     def __len__(self) -> int:
@@ -151,7 +156,7 @@ class CalledCompletions:
         if so_far.n_sampled >= request.max_new_tokens:
             return False
         name = _session_name(request.key)
-        self._called[name] = request, code
+        self._called[name] = request, code, time.monotonic()
         if self._sandboxes is not None:
             earlier = [_past_call(call) for call in so_far.calls]
             self._sandboxes.submit(name, code, request.seed, earlier)
@@ -204,14 +209,14 @@ class CalledCompletions:
 
     def _answer(self, name: str, outcome: CallResult) -> Answered:
         """The completion with the output of its call."""
-        request, code = self._called.pop(name)
+        request, code, called_at = self._called.pop(name)
         text = self.text_of(request.so_far)
         call = ToolCall(
             code,
             outcome.text,
             outcome.status,
             position=len(text),
-            seconds=outcome.queue_seconds + outcome.wall_seconds,
+            seconds=time.monotonic() - called_at,
             cpu_seconds=outcome.cpu_seconds,
         )
         if outcome.is_infrastructure_fault:
@@ -228,22 +233,22 @@ class CalledCompletions:
         return Answered(replace(request, so_far=so_far), is_lost=False)
 
 
-def check_lost(completions: Sequence[Completion], tells: bool) -> None:
-    """Warn of completions that were lost, where this rank `tells`.
+def check_lost(reasons: Sequence[str], calling: int, outcome: str, tells: bool = True) -> None:
+    """Warn of completions that were lost, and of the outcome, where this rank `tells`.
 
-    RuntimeError, on all ranks, where they are many."""
-    lost = [completion for completion in completions if completion.finish_reason == _LOST]
-    if not lost:
+    `reasons` has one for each, `calling` is the number of completions with calls. RuntimeError, on
+    all ranks, where many are lost."""
+    if not reasons:
         return
-    calling = sum(bool(completion.calls) for completion in completions)
+    lost = len(reasons)
     text = (
-        f"{len(lost)} of {calling} completions with calls are lost, as their sandbox gave no "
-        f"result in three attempts. The first: {lost[0].calls[-1].output.strip()}"
+        f"{lost} of {calling} completions with calls are lost, as their sandbox gave no result in "
+        f"three attempts. The first: {reasons[0].strip()}"
     )
-    if len(lost) >= FEW_LOST and len(lost) > MOST_LOST_SHARE * calling:
+    if lost >= FEW_LOST and lost > MOST_LOST_SHARE * calling:
         raise RuntimeError(f"{text}. `rlmath doctor` says what isolates; see docs/tool_use.md")
     if tells:
-        logger.warning("%s. They leave their groups", text)
+        logger.warning("%s. %s", text, outcome)
 
 
 def _session_name(key: Key) -> str:

@@ -215,7 +215,12 @@ class Collector:
         finished = [
             sample.completion for sample in sampled.values() if isinstance(sample, ScoredCompletion)
         ]
-        check_lost(finished, tells=self._mesh.rank == 0)
+        check_lost(
+            [completion.calls[-1].output for completion in finished if completion.is_lost],
+            calling=sum(bool(completion.calls) for completion in finished),
+            outcome="They leave their groups; a validation counts them as wrong",
+            tells=self._mesh.rank == 0,
+        )
         return sampled, [usage for _, _, usage in gathered if usage is not None]
 
     def _reward_manager(self, max_new_tokens: int, validates: bool) -> RewardManager:

@@ -9,9 +9,12 @@ import pytest
 
 from rlmath.config.load import config_as_yaml
 from rlmath.config.schema import Config, DataConfig, ModelConfig, RunConfig, ToolsConfig
-from rlmath.evals.benchmarks import LengthLimits, Problem, check_lengths
+from rlmath.evals.benchmarks import Benchmark, LengthLimits, Problem, check_lengths
 from rlmath.evals.command import parse, plan_of
+from rlmath.evals.completions import CompletionRecord, Writer, read_completions
 from rlmath.evals.plan import Plan
+from rlmath.evals.runner import _missing as missing_of
+from rlmath.evals.runner import check_records
 from tests.distributed.rank_pool import RankPool
 from tests.evals.test_evaluation import evaluate_in_pool
 from tests.tool_models import CODES, PROMPT, make_script_model
@@ -52,6 +55,43 @@ def test_the_tool_is_that_of_the_command_or_of_the_models_run(
         (tmp_path / "config.yaml").write_text(config_as_yaml(config), encoding="utf-8")
     paths = ["--model", str(tmp_path), "--data-dir", "d", "--output", str(tmp_path / "o")]
     assert plan_of(parse([*paths, "--benchmarks", "quiz", *options])).tools == expected
+
+
+PROBLEM = Problem("q", "?", (1,), solutions=("1",), task="math", benchmark="quiz")
+
+
+def record_of(index: int, finish_reason: str) -> CompletionRecord:
+    return CompletionRecord(
+        problem_id="q",
+        mode="sample",
+        sample=index,
+        seed=index,
+        prompt_hash=PROBLEM.prompt_hash,
+        text="",
+        tokens=3,
+        finish_reason=finish_reason,
+        correct=False,
+        extracted="",
+        verdict="error",
+        calls=[{"code": "1", "output": "killed", "status": "lost"}],
+    )
+
+
+def test_lost_completions_are_sampled_again_and_many_end_the_evaluation(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, 0)
+    for index in range(5):
+        writer.add("quiz", record_of(index, "lost"))
+    with pytest.raises(RuntimeError, match=r"5 of 5 completions with calls are lost.*killed"):
+        check_records(list(read_completions(tmp_path, "quiz").values()))
+    for index in range(4):
+        writer.add("quiz", record_of(index, "stop"))
+    writer.close()
+    records = read_completions(tmp_path, "quiz")
+    assert [record.is_lost for record in records.values()] == [False] * 4 + [True]
+    check_records(list(records.values()))
+    plan = Plan(tmp_path, ("quiz",), tmp_path, output=tmp_path, samples=5, greedy=False)
+    (gap,) = missing_of(Benchmark("quiz", (PROBLEM,), 0), plan, LengthLimits(9, 9))
+    assert gap.indices == (4,)
 
 
 @pytest.mark.distributed
