@@ -50,10 +50,11 @@ class UpdateRecord:
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Rewards and lengths of all that was sampled, without lost completions.
+    """Rewards and lengths of all that was sampled, without lost completions if there are others.
 
     Lengths in tokens; ratios from 0 to 1."""
-    groups = [group.judged for group in groups]
+    judged = [group.judged for group in groups]
+    groups = judged if any(group.completions for group in judged) else groups
     completions = [completion for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
     n = len(completions)
@@ -151,6 +152,8 @@ def part_metrics(groups: Sequence[ScoredGroup], reward: RewardConfig) -> dict[st
     contrast where any of them has. Lost completions are left out."""
     groups = [group.judged for group in groups]
     scores = [score for group in groups for score in group.scores]
+    if not scores:
+        return {}
     metrics = {}
     for k, named_reward in enumerate(named_rewards(reward)):
         values = [value for score in scores if (value := score.parts[k]) is not None]

@@ -130,6 +130,7 @@ def test_calls_are_counted_with_their_outcomes() -> None:
         "tools/calls_per_completion": 4 / 6,
         "tools/completions_with_calls": 4 / 6,
         "tools/given_tokens": 12 / 6,
+        "tools/out_of_calls": 0.0,
         "tools/void_turns": 3 / 5,
         "tools/void_completions": 0.0,
         "tools/lost_completions": 1.0,
@@ -193,6 +194,7 @@ def test_a_step_without_calls_has_no_shares_of_them() -> None:
         "tools/calls_per_completion": 0.0,
         "tools/completions_with_calls": 0.0,
         "tools/given_tokens": 0.0,
+        "tools/out_of_calls": 0.0,
         "tools/void_turns": 0.5,
         "tools/void_completions": 1.0,
         "tools/lost_completions": 0.0,
@@ -200,18 +202,25 @@ def test_a_step_without_calls_has_no_shares_of_them() -> None:
     }
 
 
+def test_completions_without_a_call_left_are_counted() -> None:
+    cut = called(0, "I add\n```python\n1\n```", "length")
+    group = replace(GROUP, completions=(cut, CUT), scores=(WRONG, WRONG))
+    selection = Selection([group], choose_all([group], SelectionRules()), 1)
+    assert tool_metrics(selection, void_rule(config_with("mask")))["tools/out_of_calls"] == 0.5
+
+
 def test_few_lost_completions_are_told_and_many_end_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    lost = replace(LOST, calls=(replace(CALL, status="lost", output="killed"),))
-    check_lost([ANSWERED] * 4 + [lost] * 4, tells=True)
-    assert "4 of 8 completions with calls are lost" in caplog.text and "killed" in caplog.text
+    check_lost(["killed"] * 4, calling=8, outcome="They leave")
+    assert "4 of 8 completions with calls are lost" in caplog.text
+    assert "killed. They leave" in caplog.text
     caplog.clear()
-    check_lost([ANSWERED] * 40 + [lost] * 10, tells=False)
-    check_lost([ANSWERED, PLAIN], tells=True)
+    check_lost(["killed"] * 10, calling=50, outcome="", tells=False)
+    check_lost([], calling=1, outcome="")
     assert not caplog.text
     with pytest.raises(RuntimeError, match=r"10 of 49 completions with calls are lost.*killed"):
-        check_lost([ANSWERED] * 39 + [lost] * 10, tells=False)
+        check_lost(["killed"] * 10, calling=49, outcome="", tells=False)
 
 
 def test_samples_have_calls_where_they_stand(tmp_path: Path) -> None:
