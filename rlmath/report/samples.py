@@ -17,9 +17,10 @@ MOST_FAILURE_FILES = 5
 SHOWN_STEPS = 30
 SHOWN_GROUPS = 3
 SHOWN_COMPLETIONS = 16
-SHOWN_PARTS = 33
+FIRST_PARTS = 16
+LAST_PARTS = 17
 """Limits of the page: steps of all runs, groups of a step, completions of a group, and parts of a
-completion, which are sampled texts and outputs."""
+completion, which are sampled texts and outputs; the answer is in the last."""
 HEAD_CHARS = 2000
 TAIL_CHARS = 1000
 """Characters of the head and the tail of a longer completion, whose answer is at its end."""
@@ -123,17 +124,29 @@ def _completion(completion: Any) -> dict[str, Any]:
             [text_of(name, 60), text_of(reason, SHORT_CHARS)]
             for name, reason in list(failures.items())[:16]
         ],
-        "text": text_of(completion["text"], HEAD_CHARS, TAIL_CHARS),
-        **({"parts": _parts(completion)} if completion.get("calls") else {}),
+        **(
+            {"parts": _parts(completion)}
+            if completion.get("calls")
+            else {"text": text_of(completion["text"], HEAD_CHARS, TAIL_CHARS)}
+        ),
     }
 
 
 def _parts(completion: dict[str, Any]) -> list[list[str]]:
-    """[facts of a call, its output] and ["", sampled text], as they stand in a completion."""
+    """[facts of a call, its output] and ["", sampled text], as they stand in a completion.
+
+    The first and the last of many; together they have about the characters of a text."""
+    called = text_with_outputs(completion)
+    if len(called) > FIRST_PARTS + LAST_PARTS:
+        left_out = len(called) - FIRST_PARTS - LAST_PARTS
+        gap = (None, f"[... {left_out} parts left out ...]")
+        called = [*called[:FIRST_PARTS], gap, *called[-LAST_PARTS:]]
+    head = max(SHORT_CHARS, HEAD_CHARS // len(called))
+    tail = max(SHORT_CHARS, TAIL_CHARS // len(called))
     parts = []
-    for call, text in text_with_outputs(completion)[:SHOWN_PARTS]:
+    for call, text in called:
         facts = "" if call is None else text_of(call_facts(call), SHORT_CHARS)
-        parts.append([facts, text_of(text, HEAD_CHARS, TAIL_CHARS)])
+        parts.append([facts, text_of(text, head, tail)])
     return parts
 
 
