@@ -167,10 +167,10 @@ class RunningCompletions:
 
     def __len__(self) -> int:
         """Completions that are begun and not ended."""
-        return len(self._decoding) + self._called
+        return len(self._decoding) + self._waiting_for_tools
 
     @property
-    def _called(self) -> int:
+    def _waiting_for_tools(self) -> int:
         """Completions that wait for a tool."""
         return 0 if self._tools is None else len(self._tools)
 
@@ -180,7 +180,7 @@ class RunningCompletions:
 
     def load(self) -> Load:
         _, waiting = self._scheduler.get_request_counts()
-        return Load(len(self), waiting, self._called)
+        return Load(len(self), waiting, self._waiting_for_tools)
 
     def sample(self, requests: Sequence[Request] | RequestSource) -> Iterator[Ended]:
         """Sample all requests, those of a source as it gives them.
@@ -192,7 +192,7 @@ class RunningCompletions:
             lost = self._resume_called()
             for request in source.pop(load):
                 self.begin(request)
-            if not (self.busy or self._called or lost):
+            if not (self.busy or self._waiting_for_tools or lost):
                 break
             for ended in (*lost, *self.step()):
                 source.ended(ended.request.key, ended.completion.n_sampled)
@@ -244,10 +244,10 @@ class RunningCompletions:
         usage.busy_seconds += time.perf_counter() - started
         return [
             *(self._end(decoding, reason) for decoding, reason in ended),
-            *self._call(called),
+            *self._hand_over(called),
         ]
 
-    def _call(self, called: Mapping[str, tuple[_Decoding, FoundCall]]) -> Iterator[Ended]:
+    def _hand_over(self, called: Mapping[str, tuple[_Decoding, FoundCall]]) -> Iterator[Ended]:
         """Take completions out of vLLM, without tokens behind their calls, and let the calls run.
 
         Those that may call no more have ended."""
