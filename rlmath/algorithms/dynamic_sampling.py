@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlmath.algorithms.types import Completion, Score, ScoredGroup
+from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 
 Contrast = Literal["accuracy", "reward"]
 
 DROP_REASONS = ("right", "wrong", "uniform", "rule", "empty", "surplus")
 FILTER_REASONS = ("short", "long", "truncated")
+TOOL_REASONS = ("void", "lost")
+"""Why completions with tools leave their groups: `tools.void_turns`, and faults of the machine."""
 
 MOST_PER_MISSING = 4
 """Most prompts that a refill samples at once for each group that is missing."""
@@ -38,6 +40,8 @@ class SelectionRules:
     """Parts of a score that are normalised each for itself, with dynamic sampling by "reward".
 
     A group has contrast where any of them has. Empty: the reward counts."""
+    is_void: Callable[[Prompt, Completion], bool] | None = None
+    """Says which completions leave their group as their last turn has neither call nor answer."""
     keep: Callable[[Sequence[ScoredGroup]], list[bool]] | None = None
     """Says which groups are learned from, with dynamic sampling by "function"."""
 
@@ -53,7 +57,7 @@ class Chosen:
     samples: tuple[int, ...]
     """Positions of its completions; none where the group is dropped."""
     filtered: tuple[str, ...] = ()
-    """Why completions left the group, one of FILTER_REASONS each."""
+    """Why completions left the group, of FILTER_REASONS and TOOL_REASONS."""
     dropped: str | None = None
     """Why the whole group is left out, if it is.
 
@@ -97,16 +101,20 @@ def choose_all(groups: Sequence[ScoredGroup], rules: SelectionRules) -> list[Cho
 
 
 def _choose(group: ScoredGroup, rules: SelectionRules) -> Chosen:
-    reasons = [_filtered(completion, rules) for completion in group.completions]
+    reasons = [_filtered(group.prompt, completion, rules) for completion in group.completions]
     samples = tuple(g for g, reason in enumerate(reasons) if reason is None)
     filtered = tuple(reason for reason in reasons if reason is not None)
     dropped = "empty" if not samples else _without_contrast(group, samples, rules)
     return Chosen(() if dropped else samples, filtered, dropped)
 
 
-def _filtered(completion: Completion, rules: SelectionRules) -> str | None:
-    """Why a completion leaves its group, one of FILTER_REASONS; None where it stays."""
+def _filtered(prompt: Prompt, completion: Completion, rules: SelectionRules) -> str | None:
+    """Why a completion leaves its group, of FILTER_REASONS or TOOL_REASONS; None if it stays."""
     tokens = completion.n_sampled
+    if completion.is_lost:
+        return "lost"
+    if rules.is_void is not None and rules.is_void(prompt, completion):
+        return "void"
     if rules.drop_truncated and completion.finish_reason == "length":
         return "truncated"
     if tokens < rules.min_tokens:

@@ -8,13 +8,14 @@ tensors and is in `rlmath.data.packing`.
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "lost"]
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++", "lite_ppo", "opo", "maxrl", "pass@k")
 """Words of `algorithm.advantage` that compare the completions of a group."""
 
@@ -69,6 +70,29 @@ class Segment:
     """Whether the model sampled them; others wrote them if not, while engines had these weights."""
 
 
+def unsampled_tokens(segments: Sequence[Segment]) -> int:
+    return sum(segment.tokens for segment in segments if not segment.sampled)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool in a completion, which was executed while the completion waited."""
+
+    code: str
+    output: str
+    """What the model was shown; of a call that was lost the reason, which it was not shown."""
+    status: str
+    """One of `rlmath.sandbox.calls.STATUSES`."""
+    position: int
+    """Characters of the completion's text in front of the output."""
+    seconds: float = field(default=0.0, compare=False)
+    """How long the completion waited for it."""
+    cpu_seconds: float = field(default=0.0, compare=False)
+    """CPU time that counts towards the completion's limit."""
+    is_cut: bool = False
+    """Whether the output was longer than the model was shown."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """One sampled answer."""
@@ -84,15 +108,18 @@ class Completion:
 
     It is any number where the token was not sampled."""
     text: str
-    """Decoded without special tokens."""
+    """Decoded from what the model sampled, without special tokens and outputs of tools."""
     finish_reason: FinishReason
-    """"length" when it was cut off at `rollout.max_new_tokens`."""
+    """"length" when it was cut off at `rollout.max_new_tokens` or had no call left; "lost" where
+    the machine was at fault and a tool gave no result."""
     policy_version: int
     """Version of the policy's weights that the engine sampled its last token with."""
     segments: tuple[Segment, ...] = ()
     """The weights by which its tokens were sampled, in order.
 
     From an engine there is at least one segment. Without any, all tokens are sampled."""
+    calls: tuple[ToolCall, ...] = ()
+    """Its calls of tools, in order."""
 
     @property
     def sampled(self) -> list[bool] | None:
@@ -108,10 +135,20 @@ class Completion:
         return [segment.sampled for segment in self.segments for _ in range(segment.tokens)]
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the machine was at fault, so that it says nothing of the model."""
+        return self.finish_reason == "lost"
+
+    @property
+    def turns(self) -> list[str]:
+        """The sampled text in front of the first output, between outputs and behind the last."""
+        positions = [0, *(call.position for call in self.calls), len(self.text)]
+        return [self.text[start:end] for start, end in itertools.pairwise(positions)]
+
+    @property
     def n_sampled(self) -> int:
         """Tokens that the model produced: its length, wherever one is counted."""
-        unsampled_tokens = sum(segment.tokens for segment in self.segments if not segment.sampled)
-        return len(self.token_ids) - unsampled_tokens
+        return len(self.token_ids) - unsampled_tokens(self.segments)
 
     def lag(self, version: int) -> list[int]:
         """How many optimizer steps each token's weights are behind `version`.
@@ -137,28 +174,55 @@ class PartialCompletion:
     logprobs: Sequence[float] = ()
     """Log-probability of each token, as in `Completion` (nats)."""
     segments: tuple[Segment, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
+    """Its calls of tools, in order."""
+
+    @property
+    def n_sampled(self) -> int:
+        """Tokens that the model produced."""
+        return len(self.token_ids) - unsampled_tokens(self.segments)
 
     def extended(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], policy_version: int, step: int
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        policy_version: int,
+        step: int,
+        sampled: bool = True,
     ) -> PartialCompletion:
         """The completion with more tokens behind, sampled by weights of this version.
+
+        Others wrote them where they are not `sampled`, while engines had these weights.
 
         >>> once = PartialCompletion().extended((7, 8), (-0.5, -0.5), policy_version=4, step=2)
         >>> once.extended((9,), (-0.1,), policy_version=4, step=2).segments
         (Segment(tokens=3, policy_version=4, step=2, sampled=True),)
         """
-        segment = Segment(len(token_ids), policy_version, step)
+        segment = Segment(len(token_ids), policy_version, step, sampled=sampled)
         before = self.segments
         if before and replace(before[-1], tokens=0) == replace(segment, tokens=0):
             segment = replace(segment, tokens=before[-1].tokens + segment.tokens)
             before = before[:-1]
         if not self.token_ids:
-            return PartialCompletion(token_ids, logprobs, (segment,))
+            return PartialCompletion(token_ids, logprobs, (segment,), self.calls)
         return PartialCompletion(
             array("i", self.token_ids) + array("i", token_ids),
             array("f", self.logprobs) + array("f", logprobs),
             (*before, segment),
+            calls=self.calls,
         )
+
+    def answered(self, call: ToolCall, token_ids: Sequence[int]) -> PartialCompletion:
+        """The completion with a call's output behind, which `token_ids` show to the model."""
+        latest = self.segments[-1]
+        longer = self.extended(
+            token_ids,
+            (0.0,) * len(token_ids),
+            latest.policy_version,
+            step=latest.step,
+            sampled=False,
+        )
+        return replace(longer, calls=(*self.calls, call))
 
     def finished(self, sample_index: int, text: str, finish_reason: FinishReason) -> Completion:
         """The whole completion."""
@@ -170,10 +234,26 @@ class PartialCompletion:
             finish_reason=finish_reason,
             policy_version=self.segments[-1].policy_version,
             segments=self.segments,
+            calls=self.calls,
         )
 
 
 NOTHING_SAMPLED = PartialCompletion()
+
+
+def turn_tokens(completion: PartialCompletion | Completion) -> int:
+    """Tokens that the model sampled behind all that others wrote into the completion.
+
+    >>> once = PartialCompletion().extended((7, 8), (-0.5, -0.5), policy_version=4, step=2)
+    >>> turn_tokens(once), turn_tokens(once.answered(ToolCall("1", "1", "ok", position=3), [9]))
+    (2, 0)
+    """
+    tokens = len(completion.token_ids)
+    for segment in reversed(completion.segments):
+        if not segment.sampled:
+            return len(completion.token_ids) - tokens
+        tokens -= segment.tokens
+    return len(completion.token_ids)
 
 
 @dataclass(frozen=True)
@@ -236,6 +316,23 @@ class ScoredGroup:
     @property
     def rewards(self) -> list[float]:
         return [score.reward for score in self.scores]
+
+    @property
+    def judged(self) -> ScoredGroup:
+        """The group without completions that are lost."""
+        pairs = zip(self.completions, self.scores, strict=True)
+        judged = [pair for pair in pairs if not pair[0].is_lost]
+        completions = tuple(completion for completion, _ in judged)
+        return ScoredGroup(self.prompt, completions, tuple(score for _, score in judged))
+
+    def with_scores(self, scores: Sequence[Score]) -> ScoredGroup:
+        """The group with these scores of its `judged` completions; lost ones keep theirs."""
+        judged_scores = iter(scores)
+        pairs = zip(self.completions, self.scores, strict=True)
+        all_scores = [
+            score if completion.is_lost else next(judged_scores) for completion, score in pairs
+        ]
+        return ScoredGroup(self.prompt, self.completions, tuple(all_scores))
 
 
 def scored_group(

@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from rlmath.algorithms.dynamic_sampling import Chosen
-from rlmath.algorithms.types import Completion, Prompt, ScoredGroup
+from rlmath.algorithms.types import Completion, Prompt, ScoredGroup, ToolCall
 from rlmath.checkpoint.directory import PARTIAL
 from rlmath.checkpoint.unfinished_groups import (
     TokenReader,
@@ -183,6 +183,7 @@ def _group_row(group: ScoredGroup, samples: Sequence[int]) -> dict[str, Any]:
                 "text": completion.text,
                 "finish_reason": completion.finish_reason,
                 "segments": segment_rows(completion.segments),
+                **({"calls": list(map(asdict, completion.calls))} if completion.calls else {}),
                 "score": asdict(score),
             }
             for completion, score in zip(group.completions, group.scores, strict=True)
@@ -314,4 +315,5 @@ def _read_completion(index: int, row: Any, tokens: TokenReader) -> Completion:
         finish_reason=row["finish_reason"],
         policy_version=segments[-1].policy_version,
         segments=segments,
+        calls=tuple(ToolCall(**call) for call in row.get("calls", ())),
     )

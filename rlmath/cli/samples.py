@@ -15,7 +15,13 @@ from rlmath.config.load import load_config
 from rlmath.config.run_files import CONFIG_FILE, SAMPLES_FOLDER
 from rlmath.config.terminal import ends_with_its_reader, escape_terminal, visible
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
-from rlmath.telemetry.samples import completion_facts, read_samples, sample_files
+from rlmath.telemetry.samples import (
+    call_facts,
+    completion_facts,
+    read_samples,
+    sample_files,
+    text_with_outputs,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -133,7 +139,12 @@ def format_group(row: dict, title: str) -> str:
         lines.extend(_answer_lines(completion))
         for name, reason in (completion.get("failures") or {}).items():
             lines.extend(_indented(f"{name}: {reason}", "failed    | "))
-        lines.extend(_indented(completion["text"], "          | "))
+        for call, text in text_with_outputs(completion):
+            if call is None:
+                lines.extend(_indented(text.removesuffix("\n"), "          | "))
+            else:
+                lines.append(f"output    > {call_facts(call)}")
+                lines.extend(_indented(text.removesuffix("\n"), "          > "))
     return "\n".join(lines) + "\n"
 
 
@@ -151,7 +162,7 @@ def _answer_lines(completion: dict) -> list[str]:
 
 
 def _indented(text: str, first: str) -> list[str]:
-    margin = " " * (len(first) - 2) + "| "
+    margin = " " * (len(first) - 2) + first[-2:]
     return (first + visible(text).replace("\n", f"\n{margin}")).split("\n")
 
 

@@ -10,9 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlmath.config.help import counted
-from rlmath.config.schema import Config, StagesConfig, ValidationConfig
+from rlmath.config.schema import Config, StagesConfig, ToolsConfig, ValidationConfig
+
+BOUNDARY_TOKENS = 16
+"""Most tokens around the output of a tool: as many as its fences have bytes."""
 
 
 @dataclass(frozen=True)
@@ -162,10 +166,50 @@ def with_longest_lengths(config: Config) -> Config:
 
 
 def engine_length(config: Config) -> int:
-    """The longest sequence (tokens) that the engines of the run must hold.
+    """The longest sequence (tokens) that the engines of the run must hold, in any stage."""
+    return sequence_length(with_longest_lengths(config))
 
-    It is a prompt and its completion."""
-    return config.data.max_prompt_tokens + with_longest_lengths(config).rollout.max_new_tokens
+
+def sequence_length(config: Config) -> int:
+    """The longest sequence (tokens) of a run that had these lengths alone.
+
+    It is a prompt and its completion, with what tools write into it."""
+    sampled = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return sampled + tool_tokens(config.tools)
+
+
+def tool_tokens(tools: ToolsConfig) -> int:
+    """Most tokens that tools write into a completion."""
+    if tools.format is None:
+        return 0
+    return tools.max_calls * (tools.max_output_tokens + BOUNDARY_TOKENS)
+
+
+def measured_tools(tools: ToolsConfig) -> dict[str, Any] | None:
+    """The settings of tools that change answers; None without tools.
+
+    Measures with the same are comparable, on whatever machines."""
+    if tools.format is None:
+        return None
+    return {
+        "format": tools.format,
+        "max_calls": tools.max_calls,
+        "max_output_tokens": tools.max_output_tokens,
+        "state": tools.state,
+        "call_cpu_seconds": tools.call_cpu_seconds,
+        "completion_cpu_seconds": tools.completion_cpu_seconds,
+        "memory_gib": tools.memory_gib,
+    }
+
+
+def sequence_text(config: Config, keys: bool = True) -> str:
+    """The longest sequence as a sum for messages, named by its settings or in numbers."""
+    if keys:
+        names = "data.max_prompt_tokens + rollout.max_new_tokens"
+        outputs = f" + tools.max_calls x (tools.max_output_tokens + {BOUNDARY_TOKENS})"
+        return names + (outputs if config.tools.format is not None else "")
+    sampled = f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens}"
+    return sampled + (f" + {tokens}" if (tokens := tool_tokens(config.tools)) else "")
 
 
 def without_validation(config: Config) -> Config:

@@ -467,6 +467,41 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class ToolsConfig:
+    """A Python tool that completions call while they are sampled; see docs/tool_use.md."""
+
+    format: Literal["fence"] | None = None
+    """Form of a call: "fence", a block of kind python in the text, behind which a block of kind
+    output is put, for models that have no form of their own. null: no tool."""
+    max_calls: Annotated[int, Range(1, 1000)] = 8
+    """Most calls of a completion; one that makes another is cut off, as at
+    rollout.max_new_tokens."""
+    max_output_tokens: Annotated[int, Range(64, 65536)] = 256
+    """Most tokens of an output that the model is shown; of a longer one the beginning and the
+    end."""
+    state: Literal["session", "fresh"] = "session"
+    """"session": names live on between the calls of a completion; "fresh": every call is alone."""
+    isolation: Literal["landlock", "preloaded", "none"] = "landlock"
+    """How the kernel confines the code: "landlock", "preloaded" for kernels without Landlock, where
+    code opens no file, "none" only for code that you trust; see docs/tools.md."""
+    call_cpu_seconds: Seconds = 5.0
+    """Most CPU time of a call (seconds); by the clock ten times as much."""
+    completion_cpu_seconds: Seconds = 30.0
+    """Most CPU time of all calls of a completion (seconds)."""
+    memory_gib: Annotated[float, Range(0.0625, 1024)] = 1.0
+    """Most memory of a completion's code beyond the interpreter's (GiB)."""
+    cores: Annotated[int, Range(1, 1024)] = 2
+    """Calls that are executed at a time, for each engine."""
+    sessions: Annotated[int, Range(1, 65536)] = 64
+    """Sessions that are kept alive between calls, for each engine; others are made again when they
+    are needed, by executing their earlier calls."""
+    void_turns: Literal["mask", "drop", "keep"] = "mask"
+    """What becomes of a last turn without an answer, cut off or not: "mask": it has no weight in
+    the gradient, but counts otherwise; "drop": its completion leaves the group; "keep": it is
+    learned from as others are (SimpleTIR, arXiv:2509.02479, drops)."""
+
+
+@dataclass(frozen=True)
 class SyncConfig:
     """How new weights reach the engines, and how that is checked."""
 
@@ -622,6 +657,7 @@ class Config:
     policy: PolicyConfig = PolicyConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
+    tools: ToolsConfig = ToolsConfig()
     sync: SyncConfig = SyncConfig()
     memory: MemoryConfig = MemoryConfig()
     reward: RewardConfig = RewardConfig()

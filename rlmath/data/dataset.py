@@ -438,6 +438,7 @@ def _load_validation_file(
     prompts: list[Prompt] = []
     context = length_curriculum.engine_length(config)
     new_tokens = length_curriculum.validation_tokens(config)
+    room = context - new_tokens - length_curriculum.tool_tokens(config.tools)
     most_characters = CHARACTERS_PER_TOKEN * context
     file = read_prompts(path, most_characters=most_characters)
     texts = [row.prompt for row in file.rows]
@@ -449,7 +450,7 @@ def _load_validation_file(
         texts = [prompt.text for prompt in prompt_texts]
         tokens = prompt_tokens(prompt_texts, tokenizer)
     for row, text, token_ids in zip(file.rows, texts, tokens, strict=True):
-        if tokenizer is None or 0 < len(token_ids) <= context - new_tokens:
+        if tokenizer is None or 0 < len(token_ids) <= room:
             prompts.append(loader.as_prompt(row, text, token_ids))
     if not prompts:
         raise ValueError(

@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlmath.config.help import counted
+from rlmath.config.schema import ToolsConfig
 from rlmath.config.terminal import visible
 from rlmath.data.chat import Piece, generation_prompt
 from rlmath.data.columns import Message
 from rlmath.data.rows import PromptRow
-from rlmath.data.tokenizer import asked
+from rlmath.data.tokenizer import asked, completion_text
+from rlmath.data.tool_fences import FenceFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -154,6 +156,21 @@ def sequence_picture(
         generation = generation_prompt(asked(row), prompt, tokenizer, row.tools)
     contents = [*_contents(prompt, row, template, system_prompt), *_of_turn(answer)]
     return _drawn(_parts(pieces, contents, generation, end), tokenizer, prompt_ids)
+
+
+def call_picture(
+    prompt: str, prompt_ids: Sequence[int], tools: ToolsConfig, tokenizer: PreTrainedTokenizerFast
+) -> tuple[str, ...]:
+    """A prompt with a made-up answer that calls a tool, and what is put behind the call."""
+    call = "We compute it.\n```python\nprint(6 * 7)\n```"
+    output = FenceFormat(tokenizer, tools.max_output_tokens).output(call, "42\n")
+    pieces = [
+        [Part("prompt", prompt)],
+        [Part("sampled", call, learned=True)],
+        [Part("given", completion_text(tokenizer, output.token_ids, stopped=False))],
+        [Part("sampled", "The answer is \\boxed{42}.", learned=True)],
+    ]
+    return _drawn(pieces, tokenizer, prompt_ids)
 
 
 def _contents(

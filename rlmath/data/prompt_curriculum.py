@@ -253,17 +253,21 @@ class PromptCurriculum:
     ) -> dict[str, float]:
         """Count the step's `groups` and keep the draws `in_flight`: the step is made.
 
-        `groups` are all that it sampled and that leave, in their order. Returns metrics;
+        `groups` are all that it sampled and that leave, in their order; lost completions count for
+        nothing. Returns metrics;
         `history/drift` is the mean change of a prompt's pass rate by its new group."""
         state_before = self._state
         state = self._after
         drift: list[float] = []
         for group in groups:
             index = self._indices[group.prompt.prompt_id]
-            correct = sum(score.correct for score in group.scores)
-            sampled = len(group.scores)
+            scores = group.judged.scores
+            if not scores:
+                continue
+            correct = sum(score.correct for score in scores)
+            sampled = len(scores)
             correct_before, sampled_before = self._history.totals(index)
-            if sampled_before and sampled:
+            if sampled_before:
                 drift.append(correct / sampled - correct_before / sampled_before)
             self._history.record(index, correct, sampled)
             self._update_verdict(index)

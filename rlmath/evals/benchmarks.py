@@ -149,14 +149,19 @@ def check_lengths(
     max_new_tokens: int | None,
     max_prompt_tokens: int | None,
     default_new_tokens: int,
+    tool_tokens: int = 0,
 ) -> LengthLimits:
     """Length limits of an evaluation.
 
-    ValueError if a prompt and its completion may be longer than the model's `positions` (None:
-    unknown). Without `max_new_tokens` they are `default_new_tokens`, or what the longest prompt
-    leaves where that is less."""
+    ValueError if a prompt and its completion, with the `tool_tokens` that tools may write into it,
+    may be longer than the model's `positions` (None: unknown). Without `max_new_tokens` they are
+    `default_new_tokens`, or what the longest prompt leaves where that is less."""
     longest = max(problems, key=lambda problem: len(problem.token_ids))
     prompt_tokens = len(longest.token_ids) if max_prompt_tokens is None else max_prompt_tokens
+    of_model = "" if positions is None else f"{positions} positions of the model"
+    if tool_tokens and positions is not None:
+        of_model += f", less {tool_tokens} for outputs of tools"
+        positions -= tool_tokens
     if max_new_tokens is None:
         room = default_new_tokens if positions is None else positions - prompt_tokens
         max_new_tokens = max(1, min(default_new_tokens, room))
@@ -177,8 +182,7 @@ def check_lengths(
         )
     raise ValueError(
         f"{subject}, --max-new-tokens is {max_new_tokens}: together {excess} tokens more than the "
-        f"{positions} positions of "
-        f"the model (max_position_embeddings). {'; or '.join(ways) or 'Lower both'}."
+        f"{of_model} (max_position_embeddings). {'; or '.join(ways) or 'Lower both'}."
     )
 
 

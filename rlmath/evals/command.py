@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlmath.checkpoint.directory import METADATA_FILES
@@ -17,7 +18,7 @@ from rlmath.checkpoint.hf.config_json import read_model_shape
 from rlmath.checkpoint.hf.peft import base_folder, engine_problems
 from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.hub import HubFailedError, is_hub_id, parse_hub_id
-from rlmath.config.length_curriculum import validation_tokens
+from rlmath.config.length_curriculum import tool_tokens, validation_tokens
 from rlmath.config.load import load_config
 from rlmath.config.run_files import (
     ADAPTER_FOLDER,
@@ -28,7 +29,7 @@ from rlmath.config.run_files import (
     MODELS_FOLDER,
     adapter_alone,
 )
-from rlmath.config.schema import Config, RolloutConfig
+from rlmath.config.schema import Config, RolloutConfig, ToolsConfig
 from rlmath.distributed.device_kind import resolve_kind
 from rlmath.distributed.fault_tolerance.exit_codes import (
     FAILURE,
@@ -42,7 +43,7 @@ from rlmath.distributed.ranks import environment_rank
 from rlmath.evals.benchmarks import find_benchmark, model_positions
 from rlmath.evals.compare import comparison_text
 from rlmath.evals.plan import DEFAULT_NEW_TOKENS, Plan, recorded_new_tokens
-from rlmath.planning.checks import cuda_problems
+from rlmath.planning.checks import cuda_problems, isolation_problems
 from rlmath.report.results_file import read_results
 from rlmath.run.command_line import (
     log_mistake,
@@ -84,7 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = plan_of(arguments)
         rollout = rollout_of(arguments)
         raise_problems("this evaluation", input_problems(plan))
-        raise_problems("this machine", list(cuda_problems(arguments.device, "--device")))
+        machine = [
+            *cuda_problems(arguments.device, "--device"),
+            *isolation_problems(plan.tools),
+        ]
+        raise_problems("this machine", machine)
     except ValueError as error:
         return _end_with_mistake(arguments, error)
     # Imported after the checks: a mistake is reported before torch and vLLM are loaded.
@@ -180,7 +185,14 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         system_prompt=run.data.system_prompt if run and given_prompt is None else given_prompt,
         answer_from=arguments.answer_from or (run.reward.answer_from if run else "boxed"),
         plugins=tuple(arguments.plugin),
+        tools=_tools(run, arguments.tools),
     )
+
+
+def _tools(run: Config | None, word: str | None) -> ToolsConfig:
+    """The tool of --tools with the run's settings of it, where it has some; None: the run's own."""
+    tools = ToolsConfig() if run is None else run.tools
+    return tools if word is None else replace(tools, format=None if word == "none" else word)
 
 
 def run_config(model: Path | str, level: int = logging.DEBUG) -> Config | None:
@@ -288,12 +300,19 @@ def _position_problems(plan: Plan) -> Iterator[str]:
     positions = None if folder is None else model_positions(folder)
     new_tokens = plan.max_new_tokens
     prompt_tokens = plan.max_prompt_tokens or 1
-    if positions is not None and new_tokens is not None and prompt_tokens + new_tokens > positions:
+    output_tokens = tool_tokens(plan.tools)
+    if (
+        positions is not None
+        and new_tokens is not None
+        and prompt_tokens + new_tokens + output_tokens > positions
+    ):
+        with_tools = f" and {output_tokens} tokens of tools' outputs" if output_tokens else ""
         with_prompts = (
             "" if plan.max_prompt_tokens is None else f" with --max-prompt-tokens {prompt_tokens}"
         )
         yield (
-            f"--max-new-tokens is {new_tokens}{with_prompts}; the model has {positions} positions "
+            f"--max-new-tokens is {new_tokens}{with_prompts}{with_tools}; "
+            f"the model has {positions} positions "
             "for a "
             "prompt and its "
             f"completion (max_position_embeddings in {folder}/config.json). Lower it, or leave it "
@@ -409,6 +428,12 @@ def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
         "module or file of yours that registers functions, as run.plugins; may be given again"
     )
     add("--plugin", action="append", default=[], help=plugins_help)
+    tools_help = (
+        "tool that completions call, as tools.format, or none (default: the run's of --model, "
+        "which has its limits, too; see docs/tool_use.md)"
+    )
+    words = [*all_settings()["tools.format"].words, "none"]
+    add("--tools", choices=words, help=tools_help)
     add("--seed", type=int, default=1, help="of the samples (default 1)")
     add(
         "--limit",

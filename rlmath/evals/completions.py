@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rlmath.evals.plan import GENERATIONS, GREEDY_INDEX
 
@@ -36,22 +36,28 @@ class CompletionRecord:
     text: str
     tokens: int
     finish_reason: str
-    """"stop" or "length" (truncated)."""
+    """"stop", "length" (truncated) or "lost" (a tool gave no result)."""
     correct: bool
     extracted: str
     """The answer that was compared, "" if none was found."""
     verdict: str
     """One of `answers.verifier.VERDICTS`."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Calls of tools, as `algorithms.types.ToolCall`; their outputs are not in the text."""
 
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
 
+    @property
+    def is_lost(self) -> bool:
+        return self.finish_reason == "lost"
+
 
 def read_completions(folder: Path, benchmark: str) -> dict[Key, CompletionRecord]:
     """All completions of a benchmark in a folder, without their texts.
 
-    ValueError for a line that is no completion."""
+    One that is lost gives way to another of its problem and index. ValueError for a line that is no completion."""
     records: dict[Key, CompletionRecord] = {}
     for path in sorted((folder / GENERATIONS / benchmark).glob("*.jsonl")):
         with path.open("rb") as lines:
@@ -65,7 +71,9 @@ def read_completions(folder: Path, benchmark: str) -> dict[Key, CompletionRecord
                         "it is sampled again"
                     ) from error
                 index = GREEDY_INDEX if record.mode == "greedy" else record.sample
-                records.setdefault((record.problem_id, index), record)
+                key = record.problem_id, index
+                if key not in records or records[key].is_lost:
+                    records[key] = record
     return records
 
 
@@ -98,7 +106,10 @@ class Writer:
         if benchmark not in self._files:
             (self._folder / benchmark).mkdir(parents=True, exist_ok=True)
             self._files[benchmark] = (self._folder / benchmark / self._name).open("ab")
-        self._files[benchmark].write(json.dumps(asdict(record)).encode("ascii") + b"\n")
+        row = asdict(record)
+        if not record.calls:
+            del row["calls"]
+        self._files[benchmark].write(json.dumps(row).encode("ascii") + b"\n")
         self._files[benchmark].flush()
 
     def close(self) -> None:

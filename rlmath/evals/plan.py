@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlmath.config.files import read_json
 from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.run_files import write_whole
-from rlmath.config.schema import Template
+from rlmath.config.schema import Template, ToolsConfig
 from rlmath.config.setting_types import Range
 from rlmath.data.chat import ChatSettings
 from rlmath.evals.pass_at_k import MOST_SAMPLES
@@ -19,8 +19,13 @@ from rlmath.rollout.sampling import request_seed
 from rlmath.workers.hooks import NEEDED, Hook, function_problem, hook_of, plugin_problem
 
 SETTINGS = "settings.json"
-EARLIER = {"answer_from": "boxed", "chat_template_kwargs": [], "system_prompt": None}
-"""Settings that settings.json did not name before November 27, 2026."""
+EARLIER = {
+    "answer_from": "boxed",
+    "chat_template_kwargs": [],
+    "system_prompt": None,
+    "tools": None,
+}
+"""Settings that settings.json did not name before November 30, 2026."""
 GENERATIONS = "generations"
 DEFAULT_NEW_TOKENS = 32768
 GREEDY_INDEX = -1
@@ -56,6 +61,8 @@ class Plan:
     scorer: str | None = None
     """A function of the user's that says what is right; None: the verifier."""
     plugins: tuple[str, ...] = ()
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
+    """The tool that completions may call."""
     seed: int = 1
     limit: int | None = None
     """Number of problems of each benchmark, from the first on; None: all."""

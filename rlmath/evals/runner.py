@@ -21,9 +21,11 @@ import torch.distributed as dist
 from rlmath.answers.string_match import Rules
 from rlmath.config.help import counted
 from rlmath.config.hub import is_hub_id, parse_hub_id
+from rlmath.config.length_curriculum import measured_tools, tool_tokens
 from rlmath.config.schema import RewardConfig, RolloutConfig, RunConfig
 from rlmath.data.stop_tokens import stop_token_ids
 from rlmath.data.tokenizer import load_tokenizer
+from rlmath.data.tool_fences import check_fences
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device, init_process_group, open_device
 from rlmath.distributed.fault_tolerance.exit_codes import clear_exit_status
@@ -40,13 +42,14 @@ from rlmath.evals.benchmarks import (
     load_benchmark,
     model_positions,
 )
-from rlmath.evals.completions import read_completions, remove_unfinished_lines
+from rlmath.evals.completions import CompletionRecord, read_completions, remove_unfinished_lines
 from rlmath.evals.model_source import EvaluatedModel, resolve_model
 from rlmath.evals.plan import Plan, check_settings, read_settings
 from rlmath.evals.results import BenchmarkResult, result_of
 from rlmath.evals.sampling import Missing, open_engine, sample_missing
 from rlmath.evals.tables import boxed_tables, first_table, second_table, write_results
 from rlmath.rewards.reward_manager import try_scorer
+from rlmath.rollout.called_completions import check_lost
 from rlmath.run.nodes import environment_facts, meet
 from rlmath.run.recovery.hub_inputs import fetch_ids
 from rlmath.run.run_dir import sole_user
@@ -125,6 +128,7 @@ def evaluate(
                     device=device,
                     stop_token_ids=prepared.stop_token_ids,
                     adapter=model.adapter,
+                    tool_tokens=tool_tokens(plan.tools),
                 )
             )
             missing = prepared.missing
@@ -135,7 +139,7 @@ def evaluate(
                 rollout=rollout,
                 lengths=lengths,
                 mesh=mesh,
-                tokenizer=model.tokenizer,
+                tokenizer_folder=model.tokenizer,
                 pool=pool,
                 scorer=scorer,
             )
@@ -222,7 +226,9 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
         plan.max_new_tokens,
         max_prompt_tokens=plan.max_prompt_tokens,
         default_new_tokens=plan.default_new_tokens,
+        tool_tokens=tool_tokens(plan.tools),
     )
+    check_fences(tokenizer, plan.tools)
     common = {
         "about_model": str(plan.model),
         "about_model_folder": str(model.source),
@@ -236,6 +242,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
         "cuda_graphs": rollout.cuda_graphs,
         "scorer": None if plan.scorer_hook is None else hooks_fingerprint([plan.scorer_hook]),
         "about_scorer": plan.scorer,
+        "tools": measured_tools(plan.tools),
     }
     if plan.scorer_hook is not None:
         limits = RewardConfig(timeout_seconds=pool.timeout_seconds)
@@ -268,7 +275,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
 
 
 def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Missing]:
-    """The completions that are not on disk.
+    """The completions that are not on disk, or lost there.
 
     ValueError if those on disk were sampled for other problems."""
     on_disk = read_completions(plan.output, benchmark.name)
@@ -282,7 +289,7 @@ def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Mi
                 f"{problem.benchmark}: its text, template or solutions have changed. Give another "
                 "--output."
             )
-        indices = tuple(key[1] for key in keys if key not in on_disk)
+        indices = tuple(key[1] for key in keys if key not in on_disk or on_disk[key].is_lost)
         if indices and len(problem.token_ids) <= lengths.max_prompt_tokens:
             missing.append(Missing(problem, indices))
     return missing
@@ -319,16 +326,27 @@ def _log_work(
 
 
 # ---------------------------------------------------------------- tables
+def check_records(records: Sequence[CompletionRecord]) -> None:
+    """Warn of completions that were lost; RuntimeError where they are many."""
+    check_lost(
+        [record.calls[-1]["output"] for record in records if record.is_lost],
+        calling=sum(bool(record.calls) for record in records),
+        outcome="They are not judged; the same command samples them again",
+    )
+
+
 def _write_tables(plan: Plan, prepared: _Prepared) -> list[BenchmarkResult]:
-    """Write and print the tables of the completions on disk, and return their rows."""
+    """Write and print the tables of the completions on disk, and return their rows.
+
+    RuntimeError where many are lost."""
     longest = prepared.lengths.max_prompt_tokens
+    records = {
+        benchmark.name: read_completions(plan.output, benchmark.name)
+        for benchmark in prepared.benchmarks
+    }
+    check_records([record for of_name in records.values() for record in of_name.values()])
     results = [
-        result_of(
-            benchmark,
-            read_completions(plan.output, benchmark.name),
-            plan,
-            max_prompt_tokens=longest,
-        )
+        result_of(benchmark, records[benchmark.name], plan, max_prompt_tokens=longest)
         for benchmark in prepared.benchmarks
     ]
     settings = read_settings(plan.output) | {

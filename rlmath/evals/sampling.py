@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ from rlmath.evals.completions import CompletionRecord, Writer
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
 from rlmath.rewards.reward_manager import text_to_verify
 from rlmath.rollout.collector import SamplingProgress
-from rlmath.rollout.engine import end_engine, open_standalone
+from rlmath.rollout.engine import continues_noise, end_engine, open_standalone
+from rlmath.rollout.engine_tools import open_tools
 from rlmath.rollout.running_completions import RunningCompletions
 from rlmath.rollout.sampling import Request
 from rlmath.rollout.work_queue import WorkQueue
@@ -50,12 +52,15 @@ def open_engine(
     mesh: Mesh,
     device: Device,
     stop_token_ids: Sequence[int] | None,
+    tool_tokens: int,
     adapter: Path | None = None,
 ) -> Iterator[Any]:
-    """This rank's vLLM engine, with the adapters of a PEFT folder if there is one.
+    """This rank's vLLM engine; outputs of tools are of at most `tool_tokens` in a completion.
+
+    `adapter` is the PEFT folder of its adapters, if it has any.
 
     On GPU the end of the process frees its memory."""
-    longest = lengths.max_prompt_tokens + lengths.max_new_tokens
+    longest = lengths.max_prompt_tokens + lengths.max_new_tokens + tool_tokens
     logger.info("Building the engine (seconds to minutes) ...")
     started = time.monotonic()
     llm = open_standalone(
@@ -83,49 +88,56 @@ def sample_missing(
     rollout: RolloutConfig,
     lengths: LengthLimits,
     mesh: Mesh,
-    tokenizer: Path,
+    tokenizer_folder: Path,
     pool: WorkerPool | None,
     scorer: WorkerPool | None = None,
 ) -> None:
-    """Sample, verify and write; `tokenizer` is its folder.
+    """Sample, verify and write.
 
     The engines share the work; in each engine the rank with a `pool` writes."""
     requests = [_requests(number, gap, plan, lengths) for number, gap in enumerate(missing)]
     store = shared_store("evaluation")
     work_queue = WorkQueue(store, requests, mesh, rollout.max_num_seqs)
-    if pool is None:
-        for _ in RunningCompletions(llm, rollout).sample(work_queue):
-            pass
-        return
-    problems = {number: gap.problem for number, gap in enumerate(missing)}
-    writer = Writer(plan.output, mesh.engine_index)
-    total = sum(map(len, requests))
-    progress = SamplingProgress(
-        total, mesh, store, title="evaluation", longest=lengths.max_new_tokens
-    )
-    verification = Verification(
-        pool, problems, writer.add, scorer=scorer, answer_from=plan.answer_from
-    )
+    needs_tokenizer = pool is not None or plan.tools.format is not None
+    tokenizer = load_tokenizer(str(tokenizer_folder)) if needs_tokenizer else None
+    with ExitStack() as stack:
+        tools = None
+        if tokenizer is not None:
+            tools = open_tools(plan.tools, tokenizer, mesh, continues_noise(llm))
+        if tools is not None:
+            stack.callback(tools.close)
+        if pool is None:
+            for _ in RunningCompletions(llm, rollout, tools=tools).sample(work_queue):
+                pass
+            return
+        problems = {number: gap.problem for number, gap in enumerate(missing)}
+        writer = Writer(plan.output, mesh.engine_index)
+        stack.callback(writer.close)
+        total = sum(map(len, requests))
+        progress = SamplingProgress(
+            total, mesh, store, title="evaluation", longest=lengths.max_new_tokens
+        )
+        stack.callback(progress.close)
+        verification = Verification(
+            pool, problems, writer.add, scorer=scorer, answer_from=plan.answer_from
+        )
 
-    def on_step() -> None:
-        verification.write_done()
-        progress.tokens = running.usage.new_tokens
-        progress.tick()
+        def on_step() -> None:
+            verification.write_done()
+            progress.tokens = running.usage.new_tokens
+            progress.tick()
 
-    running = RunningCompletions(
-        llm,
-        rollout,
-        tokenizer=load_tokenizer(str(tokenizer)),
-        score=verification.submit,
-        on_step=on_step,
-    )
-    try:
+        running = RunningCompletions(
+            llm,
+            rollout,
+            tokenizer=tokenizer,
+            score=verification.submit,
+            on_step=on_step,
+            tools=tools,
+        )
         for _ in running.sample(work_queue):
             progress.add_one()
         verification.finish()
-    finally:
-        writer.close()
-        progress.close()
 
 
 def _requests(number: int, missing: Missing, plan: Plan, lengths: LengthLimits) -> list[Request]:
@@ -205,6 +217,8 @@ class Verification:
             extracted = split_boxes(answer)[0][:MAX_ANSWER_CHARS]
             correct = verdict.failure is None and verdict.reward > 0
             verdict = Verdict(correct, extracted, verdict.failure or "function")
+        if completion.is_lost:  # which says nothing of the model
+            verdict = Verdict(False, "", "error")
         record = CompletionRecord(
             problem_id=problem.prompt_id,
             mode="greedy" if greedy else "sample",
@@ -212,10 +226,11 @@ class Verification:
             seed=request.seed,
             prompt_hash=problem.prompt_hash,
             text=completion.text,
-            tokens=len(completion.token_ids),
+            tokens=completion.n_sampled,
             finish_reason=completion.finish_reason,
             correct=verdict.correct,
             extracted=verdict.extracted,
             verdict=verdict.verdict,
+            calls=[asdict(call) for call in completion.calls],
         )
         self._write(problem.benchmark, record)

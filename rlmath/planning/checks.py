@@ -28,6 +28,8 @@ from rlmath.config.hub import is_hub_id, push_problems
 from rlmath.config.length_curriculum import (
     LengthStage,
     checked_length_stages,
+    sequence_length,
+    sequence_text,
     stage_list_problems,
     validates,
 )
@@ -41,6 +43,7 @@ from rlmath.config.schema import (
     RolloutConfig,
     SelectionConfig,
     SftConfig,
+    ToolsConfig,
 )
 from rlmath.data.chat import chat_settings
 from rlmath.distributed.device_kind import (
@@ -58,6 +61,7 @@ from rlmath.planning.memory_formulas import longest_sequence_bytes
 from rlmath.planning.reward_checks import hook_problems, reward_problems
 from rlmath.planning.setting_tables import conflicts, learns_from_the_teacher_alone
 from rlmath.rewards.several_rewards import reward_hooks
+from rlmath.sandbox.kernel import lacking
 from rlmath.telemetry.wandb import wandb_problems
 from rlmath.workers.hooks import function_problem
 from rlmath.workers.user_functions import advantage_hook
@@ -77,6 +81,7 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> RunSha
         *machine_problems(config, shape, kind),
         *(host_memory_problems(config.rollout) if kind == "grpo" and not on_gpu else ()),
         *file_problems(config, kind),
+        *(isolation_problems(config.tools) if kind == "grpo" else ()),
         *(wandb_problems(config.telemetry) if environment_rank() == 0 else ()),
         *push_problems(config.save, environment_rank() == 0),
         *model_problems,
@@ -201,11 +206,9 @@ def setting_problems(
         *stage_list_problems(config),
         *rollouts.in_every_stage(
             stages,
-            lambda stage: _length_problems(stage.data, stage.rollout, stage.policy),
+            _length_problems,
         ),
-        *rollouts.of_longest_stage(
-            config, lambda longest: _engine_problems(longest.data, longest.rollout)
-        ),
+        *rollouts.of_longest_stage(config, _engine_problems),
         *rollouts.validation_name_problems(config.validation.paths),
     ]
 
@@ -229,22 +232,15 @@ def shape_problems(config: Config, inspected: InspectedShapes, kind: Kind = "grp
         *model_checks.teacher_layout_problems(inspected, config.parallel),
         *rollouts.in_every_stage(
             shapes.length_stages,
-            lambda stage: model_checks.length_problems(
-                stage.data.max_prompt_tokens + stage.rollout.max_new_tokens,
-                shapes,
-                critic=stage.critic,
-                teacher=stage.teacher,
-            ),
+            lambda stage: model_checks.length_problems(stage, shapes),
         ),
         *rollouts.in_every_stage(
             shapes.length_stages,
-            lambda stage: _model_length_problems(stage.data, stage.rollout, shapes.policy),
+            lambda stage: _model_length_problems(stage, shapes.policy),
         ),
         *rollouts.in_validation(
             config,
-            lambda validation: _model_length_problems(
-                validation.data, validation.rollout, shapes.policy
-            ),
+            lambda validation: _model_length_problems(validation, shapes.policy),
         ),
     ]
 
@@ -266,9 +262,7 @@ def device_problems(
     if kind == "grpo" and shape is not None and not on_gpu:
         problems += rollouts.of_longest_stage(
             config,
-            lambda longest: _engine_model_problems(
-                longest.data, longest.rollout, longest.policy, shape=shape
-            ),
+            lambda longest: _engine_model_problems(longest, shape),
         )
     return problems
 
@@ -280,6 +274,12 @@ def cuda_problems(requested: str, option: str = "run.device") -> Iterator[str]:
             f'{option} is "cuda", and torch finds no CUDA device. Use {option}=cpu, or a GPU '
             "machine."
         )
+
+
+def isolation_problems(tools: ToolsConfig) -> Iterator[str]:
+    """Problems of a requested isolation that this machine lacks."""
+    if tools.format is not None and (problem := lacking(tools.isolation)) is not None:
+        yield f"tools.isolation: {problem}."
 
 
 def transformer_engine_problems(transformer_impl: str) -> Iterator[str]:
@@ -401,30 +401,30 @@ def _chat_problems(settings: DataConfig, validation_template: str | None) -> Ite
 # ---------------------------------------------------------------- lengths, engine, rewards
 
 
-def _length_problems(
-    settings: DataConfig, rollout: RolloutConfig, policy: PolicyConfig
-) -> Iterator[str]:
+def _length_problems(config: Config) -> Iterator[str]:
     """Problems of the lengths of prompts, completions and micro-batches."""
-    prompt_tokens = settings.max_prompt_tokens
+    rollout = config.rollout
+    policy = config.policy
     new_tokens = rollout.max_new_tokens
+    longest = sequence_length(config)
     if rollout.min_new_tokens > new_tokens:
         least = rollout.min_new_tokens
         yield (
             f"rollout.min_new_tokens is {least}, above rollout.max_new_tokens {new_tokens}. Lower "
             "it."
         )
-    if policy.max_tokens_per_microbatch < prompt_tokens + new_tokens:
+    if policy.max_tokens_per_microbatch < longest:
         yield (
             f"policy.max_tokens_per_microbatch is {policy.max_tokens_per_microbatch}; the "
-            "longest "
-            f"sequence (data.max_prompt_tokens + rollout.max_new_tokens) has {prompt_tokens} + "
-            f"{new_tokens} = "
-            f"{prompt_tokens + new_tokens} tokens and must fit. Raise it, or lower one of the two."
+            f"longest sequence ({sequence_text(config)}) has {sequence_text(config, keys=False)} = "
+            f"{longest} tokens and must fit. Raise it, or lower one of the "
+            f"{'two' if config.tools.format is None else 'others'}."
         )
 
 
-def _engine_problems(settings: DataConfig, rollout: RolloutConfig) -> Iterator[str]:
+def _engine_problems(config: Config) -> Iterator[str]:
     """Problems of the tokens of an engine step."""
+    rollout = config.rollout
     budget = rollout.max_num_batched_tokens
     if budget is None:
         return
@@ -434,7 +434,7 @@ def _engine_problems(settings: DataConfig, rollout: RolloutConfig) -> Iterator[s
             f"{rollout.max_num_seqs}: "
             "vLLM decodes one token of each sequence a step. Raise the former, or lower the latter."
         )
-    longest = settings.max_prompt_tokens + rollout.max_new_tokens
+    longest = sequence_length(config)
     if not rollout.chunked_prefill and budget < longest:
         yield (
             f"rollout.max_num_batched_tokens is {budget}; without rollout.chunked_prefill vLLM "
@@ -444,29 +444,24 @@ def _engine_problems(settings: DataConfig, rollout: RolloutConfig) -> Iterator[s
         )
 
 
-def _model_length_problems(
-    settings: DataConfig, rollout: RolloutConfig, shape: ModelShape
-) -> Iterator[str]:
+def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """The problem of sequences that are longer than the model's positions."""
-    prompt_tokens = settings.max_prompt_tokens
-    new_tokens = rollout.max_new_tokens
-    excess = prompt_tokens + new_tokens - shape.max_positions
+    longest = sequence_length(config)
+    excess = longest - shape.max_positions
     if excess > 0:
         yield (
-            f"data.max_prompt_tokens + rollout.max_new_tokens is {prompt_tokens} + {new_tokens} = "
-            f"{prompt_tokens + new_tokens}; the "
+            f"{sequence_text(config)} is {sequence_text(config, keys=False)} = {longest}; the "
             f"model has {shape.max_positions} positions ({shape.positions_key}). Lower the sum by "
             f"{excess}."
         )
 
 
-def _engine_model_problems(
-    settings: DataConfig, rollout: RolloutConfig, policy: PolicyConfig, shape: ModelShape
-) -> Iterator[str]:
+def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """Problems of the model for an engine on CPU; on GPU vLLM measures the device first."""
+    rollout = config.rollout
     if problem := cpu_head_dim_problem(shape.head_dim):
         yield problem
-    longest = settings.max_prompt_tokens + rollout.max_new_tokens
+    longest = sequence_length(config)
     budget = rollout.max_num_batched_tokens
     if budget is not None and budget < longest and rollout.chunked_prefill:
         yield (
@@ -475,13 +470,13 @@ def _engine_model_problems(
             f"longest sequence, {longest} tokens. Raise it, or leave it null."
         )
     ranks = max(1, rollout.tensor_parallel)
-    itemsize = FORMAT_BYTES[number_format(policy.dtype, "cpu")]
+    itemsize = FORMAT_BYTES[number_format(config.policy.dtype, "cpu")]
     needed = longest_sequence_bytes(shape, ranks, itemsize, tokens=longest, device_kind="cpu")
     if rollout.cpu_kv_cache_gib * 2**30 < needed:
         yield (
             f"rollout.cpu_kv_cache_gib is {rollout.cpu_kv_cache_gib}; one sequence of "
             f"{longest} tokens "
-            f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {needed / 2**30:.3g} GiB. "
+            f"({sequence_text(config)}) needs {needed / 2**30:.3g} GiB. "
             "Raise it."
         )
 

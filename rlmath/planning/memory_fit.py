@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from rlmath.checkpoint.hf.run_shapes import RunShapes
+from rlmath.config import length_curriculum
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.help import counted
 from rlmath.config.model_shape import ModelShape
@@ -127,8 +128,7 @@ def fit_problems(
     problems = []
     phase_groups = (TRAINING_PHASES,)
     if kind == "grpo":
-        longest_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        problems += _engine_problems(config, shapes.policy, target, tokens=longest_sequence)
+        problems += _engine_problems(config, shapes.policy, target)
         phase_groups = (memory_estimate.GENERATION_PHASES, *phase_groups)
     for phases in phase_groups:
         plan, phase = memory_estimate.largest(plans, phases)
@@ -331,7 +331,7 @@ def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]
         )
     if part in ("activations", "working", "logits"):
         length = "the longest sequence, "
-        longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+        longest = length_curriculum.sequence_length(config)
         if kind == "sft":
             length = "sft.max_sequence_tokens="
             longest = config.sft.max_sequence_tokens
@@ -364,14 +364,12 @@ def _changes(config: Config, part: str, phase: str, kind: Kind) -> Iterator[str]
 # --------------------------------------------------------------- an engine whose share is too small
 
 
-def _engine_problems(
-    config: Config, shape: ModelShape, target: Target, tokens: int
-) -> Iterator[str]:
+def _engine_problems(config: Config, shape: ModelShape, target: Target) -> Iterator[str]:
     """Problems of the engine's share of the GPU.
 
-    It must hold the engine's weights, its workspace and the KV cache of one longest sequence, of so
-    many tokens."""
+    It must hold the engine's weights, its workspace and the KV cache of one longest sequence."""
     rollout = config.rollout
+    tokens = length_curriculum.sequence_length(config)
     engine = memory_estimate.engine_of_run(config, shape, target)
     sequence = longest_sequence_bytes(
         shape, rollout.tensor_parallel, target.itemsize, tokens=tokens, device_kind=target.kind
@@ -381,7 +379,7 @@ def _engine_problems(
     if rollout.kv_cache_gib is not None:
         yield (
             f"rollout.kv_cache_gib is {rollout.kv_cache_gib:g}; one sequence of {tokens} tokens "
-            f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {sequence / GIB:.3g} GiB. "
+            f"({length_curriculum.sequence_text(config)}) needs {sequence / GIB:.3g} GiB. "
             "Raise it."
         )
         return

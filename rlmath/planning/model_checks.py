@@ -16,8 +16,10 @@ from rlmath.checkpoint.hf.peft import adapter_problems
 from rlmath.checkpoint.hf.run_shapes import InspectedShapes, RunShapes
 from rlmath.checkpoint.hf.weight_map import BUFFER_RANKS
 from rlmath.config.help import nearest_path
+from rlmath.config.length_curriculum import sequence_length, sequence_text
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import (
+    Config,
     CriticConfig,
     LoraConfig,
     ParallelConfig,
@@ -95,10 +97,11 @@ def engine_adapter_problems(lora: LoraConfig) -> Iterator[str]:
         )
 
 
-def length_problems(
-    longest: int, shapes: RunShapes, critic: CriticConfig, teacher: TeacherConfig
-) -> Iterator[str]:
-    """Problems of sequences of so many tokens that are too long for the critic or the teacher."""
+def length_problems(config: Config, shapes: RunShapes) -> Iterator[str]:
+    """Problems of sequences that are too long for the critic or the teacher."""
+    longest = sequence_length(config)
+    critic = config.critic
+    teacher = config.teacher
     models = (
         ("critic", critic.path, shapes.critic),
         ("teacher", teacher.path, shapes.teacher),
@@ -106,7 +109,7 @@ def length_problems(
     for model, path, model_shape in models:
         if model_shape is not None and path is not None and longest > model_shape.max_positions:
             yield (
-                f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in "
+                f"{sequence_text(config)} is {longest}; the model in "
                 f"{model}.path has "
                 f"{model_shape.max_positions} positions ({model_shape.positions_key}). Lower the "
                 "sum, or take "

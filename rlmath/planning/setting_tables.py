@@ -343,6 +343,25 @@ CONFLICTS = (
         "between them. Lower the former.",
     ),
     Conflict(
+        when=lambda config: [config.tools.format, config.rollout.tail != "wait"],
+        text='tools.format is "{tools.format}" and rollout.tail "{rollout.tail}": completions with '
+        "calls are sampled to their end in one step. Set rollout.tail=wait, or tools.format=null.",
+    ),
+    Conflict(
+        when=lambda config: [config.tools.format, config.rollout.ranks],
+        text='tools.format is "{tools.format}" and rollout.ranks {rollout.ranks}: engines on ranks '
+        "of their own call no tools yet. Set rollout.ranks=0, or tools.format=null.",
+    ),
+    Conflict(
+        when=lambda config: [
+            config.tools.format,
+            config.tools.call_cpu_seconds > config.tools.completion_cpu_seconds,
+        ],
+        text="tools.call_cpu_seconds is {tools.call_cpu_seconds:g}, above "
+        "tools.completion_cpu_seconds {tools.completion_cpu_seconds:g}, which ends a call. Lower "
+        "the former.",
+    ),
+    Conflict(
         when=lambda config: [config.validation.keep_best, not config.validation.every_steps],
         text="validation.keep_best needs accuracies to compare. Set validation.every_steps, or "
         "keep_best=false.",
@@ -496,6 +515,16 @@ UNUSED = (
         text="with reward.combine=gdpo: every reward of the list is normalised apart",
     ),
     Unused(
+        ["tools."],
+        when=lambda config: [not config.tools.format],
+        text="without tools.format",
+    ),
+    Unused(
+        ["tools.sessions"],
+        when=lambda config: [config.tools.format, config.tools.state == "fresh"],
+        text="with tools.format and with tools.state=fresh",
+    ),
+    Unused(
         ["rollout.max_staleness"],
         when=lambda config: [config.rollout.tail != "carry", not config.rollout.ranks],
         text="without rollout.tail=carry and without rollout.ranks",
@@ -610,6 +639,11 @@ DOUBTFUL = (
         text="algorithm.rollback_reward_drop: stages change the length of completions, and "
         "rewards may fall "
         "without a worse policy.",
+    ),
+    Doubt(
+        when=lambda config: [config.tools.format, config.tools.isolation == "none"],
+        text='tools.isolation="none": what the model writes runs with your rights, files and '
+        "network.",
     ),
     *doubts_of_objectives(),
     Doubt(

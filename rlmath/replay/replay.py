@@ -20,7 +20,13 @@ from rlmath.checkpoint.directory import complete_checkpoints, read_progress
 from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.config.load import load_config
 from rlmath.config.run_files import CAPTURES_FOLDER, CHECKPOINTS_FOLDER, CONFIG_FILE
-from rlmath.config.schema import Config, RolloutConfig, TelemetryConfig, ValidationConfig
+from rlmath.config.schema import (
+    Config,
+    RolloutConfig,
+    TelemetryConfig,
+    ToolsConfig,
+    ValidationConfig,
+)
 from rlmath.config.terminal import escape_terminal
 from rlmath.data.chat import chat_settings
 from rlmath.data.dataset import Inputs
@@ -223,7 +229,7 @@ class Replay:
         self.state, self.warning = find_state(self.folder, self.capture, self.arguments.state)
         settings = load_config([self.folder / CONFIG_FILE], self.arguments.overrides, saved=True)
         if self.arguments.part == "rollout":
-            self._check_rollout(settings.rollout)
+            self._check_rollout(settings.rollout, settings.tools)
             self._check_functions(settings)
         return replay_settings(
             settings, self.arguments.output or self.folder / REPLAYS, self.arguments.part
@@ -239,8 +245,13 @@ class Replay:
                 "If you trust them, add --with-functions"
             )
 
-    def _check_rollout(self, rollout: RolloutConfig) -> None:
+    def _check_rollout(self, rollout: RolloutConfig, tools: ToolsConfig) -> None:
         """Refuse a step whose rollout cannot be made again."""
+        if tools.format is not None:
+            raise ValueError(
+                f'tools.format is "{tools.format}", and a replay runs no code of a model\'s: the '
+                "rollout cannot be made again. --part update can"
+            )
         completions = [
             completion for group in self.capture.groups for completion in group.completions
         ]

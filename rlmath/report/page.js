@@ -225,7 +225,11 @@
         const part = element("div", one.correct ? "completion right" : "completion");
         const line = element("div", "facts");
         line.append(element("b", "", one.correct ? "right" : "wrong"), " · " + facts(one));
-        part.append(line, element("pre", "", one.text));
+        part.append(line);
+        for (const [call, text] of one.parts || [["", one.text]]) {
+          if (call) part.append(element("div", "facts", "output: " + call));
+          part.append(element("pre", call ? "output" : "", text));
+        }
         box.append(part);
       }
       const more = group.sampled - group.completions.length;

@@ -11,13 +11,16 @@ from typing import Any
 
 from rlmath.config.run_files import SAMPLES_FOLDER
 from rlmath.config.terminal import visible
-from rlmath.telemetry.samples import read_samples, sample_files
+from rlmath.telemetry.samples import call_facts, read_samples, sample_files, text_with_outputs
 
 MOST_FAILURE_FILES = 5
 SHOWN_STEPS = 30
 SHOWN_GROUPS = 3
 SHOWN_COMPLETIONS = 16
-"""Limits of the page: steps of all runs, groups of a step, completions of a group."""
+FIRST_PARTS = 16
+LAST_PARTS = 17
+"""Limits of the page: steps of all runs, groups of a step, completions of a group, and parts of a
+completion, which are sampled texts and outputs; the answer is in the last."""
 HEAD_CHARS = 2000
 TAIL_CHARS = 1000
 """Characters of the head and the tail of a longer completion, whose answer is at its end."""
@@ -121,8 +124,30 @@ def _completion(completion: Any) -> dict[str, Any]:
             [text_of(name, 60), text_of(reason, SHORT_CHARS)]
             for name, reason in list(failures.items())[:16]
         ],
-        "text": text_of(completion["text"], HEAD_CHARS, TAIL_CHARS),
+        **(
+            {"parts": _parts(completion)}
+            if completion.get("calls")
+            else {"text": text_of(completion["text"], HEAD_CHARS, TAIL_CHARS)}
+        ),
     }
+
+
+def _parts(completion: dict[str, Any]) -> list[list[str]]:
+    """[facts of a call, its output] and ["", sampled text], as they stand in a completion.
+
+    The first and the last of many; together they have about the characters of a text."""
+    called = text_with_outputs(completion)
+    if len(called) > FIRST_PARTS + LAST_PARTS:
+        left_out = len(called) - FIRST_PARTS - LAST_PARTS
+        gap = (None, f"[... {left_out} parts left out ...]")
+        called = [*called[:FIRST_PARTS], gap, *called[-LAST_PARTS:]]
+    head = max(SHORT_CHARS, HEAD_CHARS // len(called))
+    tail = max(SHORT_CHARS, TAIL_CHARS // len(called))
+    parts = []
+    for call, text in called:
+        facts = "" if call is None else text_of(call_facts(call), SHORT_CHARS)
+        parts.append([facts, text_of(text, head, tail)])
+    return parts
 
 
 def text_of(value: Any, head: int, tail: int = 0) -> str:

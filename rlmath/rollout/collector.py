@@ -38,6 +38,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.run_store import RunStore
 from rlmath.rewards.reward_manager import UNSCORED, RewardManager, RewardWorkers, scorer_settings
 from rlmath.rewards.several_rewards import takes_groups
+from rlmath.rollout.called_completions import check_lost
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
@@ -147,7 +148,8 @@ class Collector:
     ) -> list[ScoredGroup]:
         """Score the groups where a reward function takes whole ones; the same on every rank.
 
-        The engines share them. Without such a function they have their scores already."""
+        The engines share them. Without such a function they have their scores already. Lost
+        completions are not given to it and keep their scores."""
         if not groups or not self._takes_groups(validates):
             return groups
         scores: dict[int, list[Score]] = {}
@@ -155,12 +157,14 @@ class Collector:
             rewards = self._reward_manager(max_new_tokens, validates)
             group_indices = range(self._mesh.engine_index, len(groups), self._mesh.num_engines)
             for index in group_indices:
-                rewards.submit_group(groups[index].prompt, groups[index].completions, key=index)
+                judged = groups[index].judged
+                if judged.completions:
+                    rewards.submit_group(judged.prompt, judged.completions, key=index)
             rewards.wait(self._engine.on_step)
             scores = dict(rewards.take_finished())
         for engine_scores in all_gather_objects(scores):
             scores |= engine_scores
-        return [replace(group, scores=tuple(scores[index])) for index, group in enumerate(groups)]
+        return [group.with_scores(scores.get(index, ())) for index, group in enumerate(groups)]
 
     def _takes_groups(self, validates: bool) -> bool:
         by_scorer = validates and self._has_scorer
@@ -208,6 +212,15 @@ class Collector:
                     sampled[key] = ScoredCompletion(completion, scores[key])
                 else:
                     sampled[key] = completion
+        finished = [
+            sample.completion for sample in sampled.values() if isinstance(sample, ScoredCompletion)
+        ]
+        check_lost(
+            [completion.calls[-1].output for completion in finished if completion.is_lost],
+            calling=sum(bool(completion.calls) for completion in finished),
+            outcome="They leave their groups; a validation counts them as wrong",
+            tells=self._mesh.rank == 0,
+        )
         return sampled, [usage for _, _, usage in gathered if usage is not None]
 
     def _reward_manager(self, max_new_tokens: int, validates: bool) -> RewardManager:
@@ -246,7 +259,7 @@ class Collector:
         for ended in self._engine.running_completions(step, tokenizer, submit).sample(work_queue):
             progress.add_one()
             progress.tick()
-            before = len(ended.request.so_far.token_ids)
+            before = len(by_key[ended.request.key].request.so_far.token_ids)
             completions[ended.request.key] = _without_first(ended.completion, before)
         usage = work_queue.usage(time.perf_counter() - started)
         if rewards is None:

@@ -27,6 +27,7 @@ from rlmath.distributed.device import SHARED_GPU, Device, prepare_imports, ranks
 from rlmath.distributed.device_kind import DeviceKind
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import environment_rank
+from rlmath.rollout.called_completions import CalledCompletions
 from rlmath.rollout.engine_adapters import (
     adapter_arguments,
     adapter_request,
@@ -211,6 +212,12 @@ def samples_in_one_kernel(llm: Any) -> bool:
     return bool(llm.llm_engine.vllm_config.use_v2_model_runner)
 
 
+def continues_noise(llm: Any) -> bool:
+    """Whether the noise of a token follows from its request's seed and its position."""
+    is_cpu = llm.llm_engine.vllm_config.device_config.device_type == "cpu"
+    return is_cpu or samples_in_one_kernel(llm)
+
+
 class Engine:
     """A vLLM engine over `mesh.engine_size` ranks.
 
@@ -266,6 +273,8 @@ class Engine:
         )
         self.on_step: Callable[[], None] = lambda: None
         """Called before every step of vLLM while it samples: progress for the heartbeat."""
+        self.tools: CalledCompletions | None = None
+        """Answer the calls of completions; None: there are no tools."""
         self.version = 0
         """Version of the policy's weights that it has: their number of optimizer steps."""
 
@@ -305,6 +314,7 @@ class Engine:
             score=score,
             on_step=lambda: self.on_step(),
             keeps_cache=keeps_cache,
+            tools=self.tools,
         )
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -5,7 +5,7 @@
               interrupt |       | begin
                         |       v
     Request -- begin -> decoding ----> finished: a stop token, or `max_new_tokens`; its text, then `score`
-        ^                  |
+        ^                  |  <---> called: a tool's code runs, then its output is behind the tokens
         |                  v
         +-- begin -- unfinished: `slice_tokens` are sampled
 
@@ -14,7 +14,8 @@ engine on ranks of its own between two steps (`begin`, `step`). Finish reason, t
 a completion are made here and nowhere else. Who scores it is the caller's matter.
 
 A completion that is interrupted, or whose slice ends, leaves vLLM with what is sampled of it
-(`Request.so_far`); begun again, vLLM prefills that.
+(`Request.so_far`); begun again, vLLM prefills that. So does one that calls a tool: it is begun
+again with the output, in front of new work (`called_completions`).
 
 vLLM's engine core is given requests and asked for tokens, without what `LLM` does around it for
 text.
@@ -26,16 +27,17 @@ import copy
 import itertools
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerFast
 
-from rlmath.algorithms.types import Completion, PartialCompletion
+from rlmath.algorithms.types import Completion, FinishReason, PartialCompletion
 from rlmath.config.schema import RolloutConfig
 from rlmath.data.tokenizer import completion_text
+from rlmath.rollout.called_completions import CalledCompletions, FoundCall
 from rlmath.rollout.engine_adapters import adapter_request
 from rlmath.rollout.sampling import Key, Request
 
@@ -72,6 +74,8 @@ class Load:
     """Begun and not ended."""
     waiting: int
     """Sequences in flight without a place: not begun yet, or put off by a full KV cache."""
+    called: int = 0
+    """Sequences in flight that wait for a tool."""
 
 
 @dataclass
@@ -100,7 +104,7 @@ class RequestSource(Protocol):
     def ended(self, key: Key, tokens: int) -> None:
         """Called for every request that has ended, before it is yielded.
 
-        `tokens` is the number of tokens of its completion."""
+        `tokens` is the number of sampled tokens of its completion."""
 
 
 class AllAtOnce:
@@ -138,13 +142,15 @@ class RunningCompletions:
         score: Callable[[Request, Completion], None] = lambda request, completion: None,
         on_step: Callable[[], None] = lambda: None,
         keeps_cache: bool = False,
+        tools: CalledCompletions | None = None,
     ) -> None:
         """`settings` give the distribution where a request does not set its own.
 
         Finished completions get their text from the `tokenizer` and are handed to `score`; without
         a tokenizer, as on ranks that do not lead their engine, neither happens. `on_step` is called
         before each step. With `keeps_cache`, completions keep their KV cache when new weights come:
-        those begun later do not share its blocks."""
+        those begun later do not share its blocks. `tools` answer calls; nothing of the engine may
+        be waiting for one."""
         self._core = llm.llm_engine.engine_core
         self._scheduler = (
             self._core.engine_core.scheduler
@@ -154,6 +160,7 @@ class RunningCompletions:
         self._score = score
         self._on_step = on_step
         self._keeps_cache = keeps_cache
+        self._tools = tools
         self._decoding: dict[str, _Decoding] = {}
         self.weights = weights
         """Set them when the engine gets new ones, after `keep_tokens` or inside `interrupted`."""
@@ -161,7 +168,12 @@ class RunningCompletions:
 
     def __len__(self) -> int:
         """Completions that are begun and not ended."""
-        return len(self._decoding)
+        return len(self._decoding) + self._waiting_for_tools
+
+    @property
+    def _waiting_for_tools(self) -> int:
+        """Completions that wait for a tool."""
+        return 0 if self._tools is None else len(self._tools)
 
     @property
     def busy(self) -> bool:
@@ -169,7 +181,7 @@ class RunningCompletions:
 
     def load(self) -> Load:
         _, waiting = self._scheduler.get_request_counts()
-        return Load(len(self._decoding), waiting)
+        return Load(len(self), waiting, self._waiting_for_tools)
 
     def sample(self, requests: Sequence[Request] | RequestSource) -> Iterator[Ended]:
         """Sample all requests, those of a source as it gives them.
@@ -177,17 +189,19 @@ class RunningCompletions:
         Yields each as soon as it has ended."""
         source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
         while True:
-            for request in source.pop(self.load()):
+            load = self.load()  # before completions go on, which keep no new work away
+            lost = self._resume_called()
+            for request in source.pop(load):
                 self.begin(request)
-            if not self.busy:
+            if not (self.busy or self._waiting_for_tools or lost):
                 break
-            for ended in self.step():
-                source.ended(ended.request.key, len(ended.completion.token_ids))
+            for ended in (*lost, *self.step()):
+                source.ended(ended.request.key, ended.completion.n_sampled)
                 yield ended
         assert not len(self), f"vLLM did not return {len(self)} requests"
 
-    def begin(self, request: Request) -> None:
-        """Sample a completion from where it is.
+    def begin(self, request: Request, goes_first: bool = False) -> None:
+        """Sample a completion from where it is; where it `goes_first`, before all that wait.
 
         vLLM's VLLMValidationError for a prompt that the model cannot take."""
         if self._keeps_cache:
@@ -195,41 +209,102 @@ class RunningCompletions:
         name = str(next(_NAMES))
         self._decoding[name] = _Decoding(request)
         self._core.add_request(self._prepare(name, request))
+        if goes_first:
+            core_request = self._scheduler.requests[name]
+            self._scheduler.waiting.remove_request(core_request)
+            self._scheduler.waiting.prepend_request(core_request)
 
     def step(self) -> list[Ended]:
         """Make one step of vLLM; returns the completions that ended with it.
 
         Finished ones are handed to `score` first. RuntimeError where vLLM gave one up."""
         self._on_step()
+        if not self.busy:  # all wait for tools
+            return []
         usage = self.usage
         started = time.perf_counter()
         usage.steps += 1
         usage.running += len(self._decoding)
         ended: list[tuple[_Decoding, str]] = []
+        called: dict[str, tuple[_Decoding, FoundCall]] = {}
         for output in self._core.get_output().outputs:
             if (decoding := self._decoding.get(output.request_id)) is None:
                 continue  # interrupted
             decoding.add(output)
             usage.new_tokens += len(output.new_token_ids)
-            if output.finished:
+            call = None
+            if self._tools is not None:
+                call = self._tools.find(
+                    decoding.request.so_far, decoding.token_ids, len(output.new_token_ids)
+                )
+            if call is not None:
+                called[output.request_id] = decoding, call
+            elif output.finished:
                 del self._decoding[output.request_id]
                 ended.append((decoding, str(output.finish_reason)))
         usage.busy_seconds += time.perf_counter() - started
-        return [self._end(decoding, reason) for decoding, reason in ended]
+        return [
+            *(self._end(decoding, reason) for decoding, reason in ended),
+            *self._hand_over(called),
+        ]
+
+    def _hand_over(self, called: Mapping[str, tuple[_Decoding, FoundCall]]) -> Iterator[Ended]:
+        """Take completions out of vLLM, without tokens behind their calls, and let the calls run.
+
+        Those that may call no more have ended."""
+        if not called:
+            return
+        assert self._tools is not None
+        self._abort(called)
+        for name, (decoding, call) in called.items():
+            del self._decoding[name]
+            decoding.drop_behind(call.tokens)
+            request = replace(decoding.request, so_far=decoding.sampled(self.weights))
+            if not self._tools.submit(request, call.code):
+                yield self._finish(request, "length")
+
+    def _abort(self, names: Iterable[str]) -> None:
+        """Take requests out of vLLM, one by one.
+
+        It frees the blocks of several in the order of a set, which differs between ranks."""
+        for name in names:
+            self._core.abort_requests([name])
+
+    def _resume_called(self) -> list[Ended]:
+        """Begin completions again whose calls are answered; those that are lost have ended."""
+        if self._tools is None:
+            return []
+        lost = []
+        for answered in self._tools.answered(is_idle=not self.busy):
+            if answered.is_lost:
+                lost.append(self._finish(answered.request, "lost"))
+            else:
+                self.begin(answered.request, goes_first=True)
+        return lost
 
     def _end(self, decoding: _Decoding, reason: str) -> Ended:
         """The completion: partial, or finished with its text and handed to `score`."""
         stopped = reason == "stop"
         if not stopped and reason != "length":
             raise RuntimeError(f"vLLM ended a completion with {reason!r}, unfinished")
-        request = decoding.request
-        sampled = decoding.sampled(self.weights)
-        if not stopped and len(sampled.token_ids) < request.max_new_tokens:
-            return Ended(request, sampled)
-        tokenizer = self._tokenizer
-        text = "" if tokenizer is None else completion_text(tokenizer, sampled.token_ids, stopped)
-        completion = sampled.finished(request.key[1], text, "stop" if stopped else "length")
-        if tokenizer is not None:
+        request = replace(decoding.request, so_far=decoding.sampled(self.weights))
+        if not stopped and request.so_far.n_sampled < request.max_new_tokens:
+            return Ended(decoding.request, request.so_far)
+        return self._finish(request, "stop" if stopped else "length")
+
+    def _finish(self, request: Request, reason: FinishReason) -> Ended:
+        """The completion that is all of `request.so_far`, with its text, handed to `score`."""
+        sampled = request.so_far
+        stopped = reason == "stop"
+        text = ""
+        if self._tokenizer is not None and sampled.calls:
+            assert self._tools is not None
+            self._tools.release(request.key)
+            text = self._tools.text_of(sampled, stopped)
+        elif self._tokenizer is not None:
+            text = completion_text(self._tokenizer, sampled.token_ids, stopped)
+        completion = sampled.finished(request.key[1], text, reason)
+        if self._tokenizer is not None:
             self._score(request, completion)
         return Ended(request, completion)
 
@@ -251,7 +326,7 @@ class RunningCompletions:
                 engine.score(sequences)
         """
         requests = self.keep_tokens()
-        self._core.abort_requests(list(self._decoding))
+        self._abort(self._decoding)
         self._decoding.clear()
         yield requests
         for request in requests:
@@ -283,6 +358,11 @@ class _Decoding:
         if not self.token_ids:
             return so_far
         return so_far.extended(self.token_ids, self.logprobs, weights.version, step=weights.step)
+
+    def drop_behind(self, tokens: int) -> None:
+        """Drop what was sampled behind so many tokens."""
+        del self.token_ids[tokens:]
+        del self.logprobs[tokens:]
 
     def keep_tokens(self, weights: Weights) -> None:
         """Move the tokens that these weights have sampled into `request.so_far`."""

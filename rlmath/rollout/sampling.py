@@ -75,7 +75,7 @@ class Request:
     min_new_tokens: int
     """The completion has no end-of-sequence token before this many tokens."""
     max_new_tokens: int
-    """Tokens after which the completion is cut off."""
+    """Sampled tokens after which the completion is cut off."""
     temperature: float | None = None
     """Temperature, 0 for greedy; None: that of the settings."""
     top_p: float | None = None
@@ -90,7 +90,7 @@ class Request:
     @property
     def most_now(self) -> int:
         """Tokens that are sampled now at most."""
-        done = len(self.so_far.token_ids)
+        done = self.so_far.n_sampled
         left = self.max_new_tokens - done
         assert left > 0, (
             f"the completion is finished: it has {done} of {self.max_new_tokens} tokens"
@@ -100,7 +100,7 @@ class Request:
     @property
     def least_now(self) -> int:
         """Tokens that are sampled now at least; vLLM refuses more than `most_now`."""
-        return min(self.most_now, max(0, self.min_new_tokens - len(self.so_far.token_ids)))
+        return min(self.most_now, max(0, self.min_new_tokens - self.so_far.n_sampled))
 
 
 def request_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:

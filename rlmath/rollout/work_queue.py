@@ -101,9 +101,13 @@ class WorkQueue:
 
     def pop(self, load: Load) -> list[Request]:
         """The requests to add before the engine's next step."""
+        is_idle = load.called == load.in_flight > 0
+        self._items.steps += not is_idle
         requests = self._pop(load)
+        if is_idle and not requests:
+            return []
         if load.in_flight:
-            self._running.append(load.in_flight - load.waiting)
+            self._running.append(load.in_flight - load.waiting - load.called)
         self._tail_steps = (
             0 if requests or load.waiting else self._tail_steps + bool(load.in_flight)
         )
@@ -111,7 +115,6 @@ class WorkQueue:
 
     def _pop(self, load: Load) -> list[Request]:
         """Pop work on the engine's first rank where there are free places, and share it."""
-        self._items.steps += 1
         first = not self._popped_any
         full = load.in_flight >= self._capacity or load.waiting > 0
         if self._empty or not (first or (self._ended_any and not full)):
@@ -125,7 +128,7 @@ class WorkQueue:
         return [request for work_item in items for request in self._requests_of(work_item)]
 
     def ended(self, key: Key, tokens: int) -> None:
-        """Called for every completion as soon as it is there, with its tokens."""
+        """Called for every completion as soon as it is there, with its sampled tokens."""
         self._ended_any = True
         prompt, sample_index = key
         if sample_index == self._requests_PG[prompt][0].key[1]:

@@ -35,6 +35,7 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, Kind
 from rlmath.data.audit import EXAMPLES
 from rlmath.data.dataset import most_updates
+from rlmath.data.picture import call_picture
 from rlmath.distributed.device_kind import number_format
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MISTAKE
 from rlmath.distributed.memory import total_bytes
@@ -179,6 +180,7 @@ def plan_run(
         and "WORLD_SIZE" not in os.environ,
         not_here=(
             *checks.cuda_problems(config.run.device),
+            *(checks.isolation_problems(config.tools) if kind == "grpo" else ()),
             *([f"{crowding} {room_advice(world_size)}"] if crowding and not oversubscribe else ()),
         ),
         crowding=crowding if oversubscribe else "",
@@ -308,6 +310,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         ),
         "Data:",
         *(f"  {line}" for line in plan.data.lines),
+        *(_tool_lines(plan) if plan.kind == "grpo" else ()),
         *hook_lines(config, plan.kind),
         *(preset_lines(config) if plan.kind == "grpo" else ()),
         *(_reward_lines(config) if plan.kind == "grpo" else ()),
@@ -319,6 +322,24 @@ def plan_lines(plan: RunPlan) -> list[str]:
         *(f"  - {warning}".replace("\n", "\n    ") for warning in warnings),
         _verdict(plan),
     ]
+
+
+def _tool_lines(plan: RunPlan) -> Iterator[str]:
+    """Lines about the tool, and a prompt with a made-up call as the model would see it."""
+    tools = plan.config.tools
+    if tools.format is None:
+        return
+    yield (
+        f"Tool: Python in fences, {counted(tools.max_calls, 'call')} of a completion at most, each "
+        f"with up to {tools.max_output_tokens} tokens of output; isolation {tools.isolation}, "
+        f"state {tools.state}"
+    )
+    tokenizer = getattr(plan.data.inputs, "tokenizer", None)
+    if tokenizer is not None:
+        prompt = plan.data.inputs.prompts[0]
+        yield "  a made-up answer to the first prompt (* is learned, │ ends a token):"
+        lines = call_picture(prompt.text, prompt.token_ids, tools, tokenizer=tokenizer)
+        yield from (f"  {line}" for line in lines)
 
 
 def _verdict(plan: RunPlan) -> str:
@@ -439,11 +460,11 @@ def _steps(data: RunData) -> str:
 
 
 def _tokens(config: Config) -> str:
-    longest_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest_sequence = length_curriculum.sequence_length(config)
     sequences = config.data.prompts_per_step * config.rollout.group_size
     return (
         f"at most {sequences * longest_sequence:,} tokens a step: sequences of at most "
-        f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens} = {longest_sequence}, "
+        f"{length_curriculum.sequence_text(config, keys=False)} = {longest_sequence}, "
         "packed into "
         f"micro-batches of {config.policy.max_tokens_per_microbatch}"
     )

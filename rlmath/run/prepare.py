@@ -12,6 +12,7 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, Kind
 from rlmath.data import dataset
 from rlmath.data.audit import DataAudit
+from rlmath.data.tool_fences import check_fences
 from rlmath.planning.model_checks import check_teacher_tokenizer
 from rlmath.planning.reward_checks import try_functions
 from rlmath.rewards.reward_manager import Trial
@@ -54,6 +55,7 @@ def read_inputs(config: Config, shape: ModelShape, kind: Kind = "grpo") -> RunDa
         inputs = dataset.load_prompt_files(config, None)
         return RunData(inputs, replace(origin_of(config, inputs, weights), data=""))
     inputs = dataset.load_inputs(config, shape)
+    check_fences(inputs.tokenizer, config.tools)
     warnings = tuple(
         check_teacher_tokenizer(config.teacher.path, inputs.tokenizer, config.model.path)
     )

@@ -128,9 +128,14 @@ def truncated_alert(run: Alerts) -> str | None:
     limit = run.limits.warn_truncated
     if not values or not statistics.mean(values) > limit:
         return None
+    out_of_calls = _recent(run, "tools/out_of_calls")
+    calls_text = ""
+    if any(out_of_calls):
+        share = _percent(statistics.mean(out_of_calls))
+        calls_text = f" {share} of completions had no call left (tools.max_calls)."
     return (
-        f"{_percent(statistics.mean(values))} of completions were cut off ({_last(values)}).\n"
-        f"  {run.length_advice}"
+        f"{_percent(statistics.mean(values))} of completions were cut off ({_last(values)})."
+        f"{calls_text}\n  {run.length_advice}"
     )
 
 

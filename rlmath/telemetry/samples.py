@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 from rlmath.answers.verifier import FAILURES
 from rlmath.config.files import parse_json
+from rlmath.config.help import counted
 from rlmath.config.run_files import SAMPLES_FOLDER, remove_unfinished, write_whole
 from rlmath.config.terminal import excerpt, visible
 from rlmath.telemetry.metrics_writer import json_number
 
 if TYPE_CHECKING:  # importing it imports torch, which the tool that shows samples does not need
-    from rlmath.algorithms.types import Score, ScoredGroup
+    from rlmath.algorithms.types import Score, ScoredGroup, ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +142,7 @@ def _row(group: ScoredGroup, advantages: Sequence[float], rewards: Sequence[str]
                 )
             ],
             "text": completion.text,
+            **({"calls": list(map(_call_row, completion.calls))} if completion.calls else {}),
         }
         for completion, score, advantage in zip(
             group.completions, group.scores, advantages, strict=True
@@ -152,6 +154,41 @@ def _row(group: ScoredGroup, advantages: Sequence[float], rewards: Sequence[str]
         "solutions": list(group.prompt.solutions),
         "completions": completions,
     }
+
+
+def _call_row(call: ToolCall) -> dict:
+    """A call; its code stands in the completion's text, in front of `position`."""
+    return {
+        "position": call.position,
+        "status": call.status,
+        "seconds": json_number(call.seconds),
+        "output": call.output,
+        "cut": call.is_cut,
+    }
+
+
+def text_with_outputs(completion: dict) -> list[tuple[dict | None, str]]:
+    """A completion's text in parts: (None, sampled text), and (call, its output) where it stands.
+
+    >>> call = {"position": 2, "output": "4", "status": "ok", "seconds": 0.1}
+    >>> [text for _, text in text_with_outputs({"text": "a\\nb", "calls": [call]})]
+    ['a\\n', '4', 'b']
+    """
+    text = completion["text"]
+    parts: list[tuple[dict | None, str]] = []
+    start = 0
+    for call in completion.get("calls") or ():
+        end = int(call["position"])
+        parts += [(None, text[start:end]), (call, call["output"])]
+        start = end
+    parts.append((None, text[start:]))
+    return [part for part in parts if part[0] is not None or part[1]]
+
+
+def call_facts(call: dict) -> str:
+    """Status and seconds of a call, in one line."""
+    cut = ", cut" if call.get("cut") else ""
+    return f"{visible(str(call['status']))}, {float(call['seconds']):.2f} s{cut}"
 
 
 def _parts(score: Score, rewards: Sequence[str]) -> dict:
@@ -185,10 +222,12 @@ def completion_facts(completion: dict) -> str:
         for name, reward in rewards.items()
     ]
     values_text = f" ({', '.join(values)})" if values else ""
+    calls = len(completion.get("calls") or ())
+    calls_text = f", {counted(calls, 'call')}" if calls else ""
     return (
         f"reward {float(completion['reward']):+g}{values_text}, advantage "
         f"{float(completion['advantage']):+.3f},"
         f" {judgement} ({visible(completion['verdict'])}), {int(completion['length'])} "
-        f"tokens{versions},"
+        f"tokens{versions}{calls_text},"
         f" {visible(completion['finish_reason'])}"
     )

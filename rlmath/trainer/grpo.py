@@ -55,7 +55,9 @@ from rlmath.trainer.recorder import StepRecorder
 from rlmath.trainer.rollouts.engines import open_engine_workers, open_engines
 from rlmath.trainer.rollouts.synchronous import StepRollout, selection_rules
 from rlmath.trainer.step_hooks import StepHooks
+from rlmath.trainer.tool_metrics import tool_metrics
 from rlmath.trainer.validation import Validator
+from rlmath.trainer.void_turns import void_rule
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +98,7 @@ class GrpoTrainer(PolicyTrainer):
         self.build_models(context)
         self.engines.connect(self.actor, self.offload)
         self.recorder = StepRecorder(self, config.telemetry.capture_steps)
-        self.rules = selection_rules(config.selection, config.reward)
+        self.rules = selection_rules(config)
         self.validation_files = context.validation
 
     @property
@@ -177,6 +179,8 @@ class GrpoTrainer(PolicyTrainer):
         if self.rules.drop_anything:
             metrics |= selection_metrics(selection)
         metrics |= update_metrics(update, learned, metrics["task_reward"], settings=algorithm)
+        if self.config.tools.format is not None:
+            metrics |= tool_metrics(selection, void_rule(self.config))
         in_loss = self.teacher is not None and self.config.teacher.loss == "full"
         metrics |= teaching_metrics(update, sampled=len(selection.sampled), every_group=in_loss)
         metrics |= update.critic_metrics

@@ -50,9 +50,11 @@ class UpdateRecord:
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Rewards and lengths of all that was sampled.
+    """Rewards and lengths of all that was sampled, without lost completions if there are others.
 
     Lengths in tokens; ratios from 0 to 1."""
+    judged = [group.judged for group in groups]
+    groups = judged if any(group.completions for group in judged) else groups
     completions = [completion for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
     n = len(completions)
@@ -147,8 +149,11 @@ def part_metrics(groups: Sequence[ScoredGroup], reward: RewardConfig) -> dict[st
     """Means of each of several rewards, and the share of completions on which it failed.
 
     A reward that gave nothing has no mean. Where each is normalised for itself, a group has
-    contrast where any of them has."""
+    contrast where any of them has. Lost completions are left out."""
+    groups = [group.judged for group in groups]
     scores = [score for group in groups for score in group.scores]
+    if not scores:
+        return {}
     metrics = {}
     for k, named_reward in enumerate(named_rewards(reward)):
         values = [value for score in scores if (value := score.parts[k]) is not None]

@@ -68,6 +68,7 @@ from rlmath.trainer.token_advantages import (
     TeacherInAdvantages,
     TokensThatCount,
 )
+from rlmath.trainer.void_turns import VoidRule, learned_tokens, void_rule_of
 
 logger = logging.getLogger(__name__)
 
@@ -278,6 +279,7 @@ class PolicyUpdater:
         self.cost = training_cost(self.shape, frozen=self.config.lora.rank > 0)
         self.normalisation = Normalisation(algorithm.loss_normalisation, max_new_tokens)
         self.rules = token_rules(algorithm)
+        self.is_void = void_rule_of(self.config, "mask")
         self.kl_in_reward = self.reference is not None and algorithm.kl_in == "reward"
 
     def teaches(self, loss: str) -> bool:
@@ -371,7 +373,8 @@ class PolicyUpdater:
             needs_lag = algorithm.recompute_logprobs and algorithm.proximal_logprobs != "recompute"
             version = self.actor.learner.updates if needs_lag else None
             packed = self.pack_minibatches(
-                make_samples(scored.groups, means_PG, version), scored.number
+                make_samples(scored.groups, means_PG, version, is_void=self.is_void),
+                scored.number,
             )
         bounds = pairwise(accumulate(map(len, packed), initial=0))
         slices = tuple(slice(start, end) for start, end in bounds)
@@ -513,10 +516,12 @@ def make_samples(
     groups: Sequence[ScoredGroup],
     advantages_PG: Sequence[Sequence[float]],
     version: int | None = None,
+    is_void: VoidRule | None = None,
 ) -> list[Sample]:
     """All sequences to train on with their advantages, in order of prompt and completion.
 
-    With a `version` of the weights, they have how far their tokens are behind it."""
+    With a `version` of the weights, they have how far their tokens are behind it. Last turns that
+    `is_void` names have no weight in the gradient."""
     return [
         Sample(
             group.prompt.token_ids,
@@ -524,6 +529,7 @@ def make_samples(
             completion.logprobs,
             advantage=advantage,
             sampled=completion.sampled,
+            learned=learned_tokens(group.prompt, completion, is_void),
             lag=None if version is None else completion.lag(version),
         )
         for group, row in zip(groups, advantages_PG, strict=True)

@@ -26,7 +26,7 @@ from rlmath.algorithms.intervals import accuracy_interval
 from rlmath.algorithms.types import Score, ScoredGroup
 from rlmath.answers.verifier import FAILURES
 from rlmath.config.files import read_json
-from rlmath.config.length_curriculum import validates, validation_tokens
+from rlmath.config.length_curriculum import measured_tools, validates, validation_tokens
 from rlmath.config.run_files import BEST_FOLDER, VALIDATION_FILE
 from rlmath.config.schema import Config
 from rlmath.data.dataset import ValidationFile, measured_rows
@@ -224,13 +224,17 @@ def file_metrics(
     """Accuracy, or another `figure`, over all problems of the file with its 95% interval.
 
     Beside it stand the mean length (tokens) and the truncated share of the completions. The
-    verifier says what is right, where it is asked."""
+    verifier says what is right, where it is asked. Lost completions count as wrong, so that they
+    make no model the best one, and have no length; their number is there where there are any."""
+    sampled = sum(len(group.completions) for group in groups)
+    groups = [group.judged for group in groups]
     completions = [completion for group in groups for completion in group.completions]
-    right = [sum(map(_is_right, group.scores)) for group in groups] + [0] * (
+    right = [sum(map(is_right, group.scores)) for group in groups] + [0] * (
         file.problems - len(groups)
     )
     low, high = accuracy_interval([count / samples for count in right], samples)
-    n = len(completions)
+    lost = sampled - len(completions)
+    n = max(1, len(completions))
     return {
         f"validation/{file.name}/{figure}": sum(right) / (file.problems * samples),
         f"validation/{file.name}/{figure}_low": low,
@@ -243,10 +247,12 @@ def file_metrics(
             completion.finish_reason == "length" for completion in completions
         )
         / n,
+        **({f"validation/{file.name}/lost": float(lost)} if lost else {}),
     }
 
 
-def _is_right(score: Score) -> bool:
+def is_right(score: Score) -> bool:
+    """Whether a completion counts as right: by the verifier, where it is asked."""
     return score.correct if score.verified_correct is None else score.verified_correct
 
 
@@ -263,6 +269,8 @@ def _measure(config: Config, measured: bool = False) -> dict[str, Any]:
     )
     if measured:
         scored["right"] = "by the verifier"
+    if (tools := measured_tools(config.tools)) is not None:
+        scored["tools"] = tools
     return scored | {
         "paths": list(settings.paths),
         "template": settings.template or config.data.template,

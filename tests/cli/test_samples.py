@@ -144,7 +144,7 @@ ROW = (
     ("content", "message"),
     [
         (b"[" * 100_000, "line 1: not a row of samples (ValueError: it is nested"),
-        (ROW.replace('"t"', "5").encode(), "line 1: not a row of samples (AttributeError"),
+        (ROW.replace('"t"', "5").encode(), "line 1: not a row of samples (TypeError"),
     ],
     ids=["too deep", "text of a number"],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -64,6 +65,28 @@ def make_steps(
         one.commit(group(index, correct_of(step, index)) for index in [*batch, *extras])
         drawn.append([*batch, *extras])
     return drawn
+
+
+def test_lost_completions_are_not_counted() -> None:
+    """Two of three wrong ones say nothing of the model; a group of such changes nothing."""
+    drawn = curriculum(2, 2, known={0: (1, 2), 1: (1, 2)})
+    drawn.begin(0)
+    sampled = [group(0, 1, sampled=4), group(1, 0, sampled=2)]
+    lost = [
+        replace(
+            lossy,
+            completions=tuple(
+                replace(done, finish_reason="lost") if done.sample_index in places else done
+                for done in lossy.completions
+            ),
+        )
+        for lossy, places in zip(sampled, ((2, 3), (0, 1)), strict=True)
+    ]
+    assert drawn.commit(lost)["history/drift"] == 0.0
+    judged = curriculum(2, 2, known={0: (1, 2), 1: (1, 2)})
+    judged.begin(0)
+    judged.commit([group(0, 1, sampled=2)])
+    assert drawn.file() == judged.file()
 
 
 # ---------------------------------------------------------------- orders worked by hand

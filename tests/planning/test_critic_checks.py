@@ -37,12 +37,7 @@ def problems(policy: Path, *overrides: str) -> list[str]:
     messages = [
         *critic_folder_problems(config.critic, config.algorithm.advantage, shape),
         *critic_layout_problems(inspected, config.critic, config.parallel, policy=config.policy),
-        *length_problems(
-            config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-            inspected.shapes,
-            critic=config.critic,
-            teacher=config.teacher,
-        ),
+        *length_problems(config, inspected.shapes),
         *conflicts(config),
     ]
     return list(dict.fromkeys(messages))

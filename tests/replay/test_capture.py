@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rlmath.algorithms.dynamic_sampling import Chosen, Selection
-from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup, Segment
+from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup, Segment, ToolCall
 from rlmath.checkpoint.capture import (
     CAPTURE_FILE,
     GROUPS_FILE,
@@ -24,6 +24,7 @@ from rlmath.checkpoint.capture import (
     Capture,
     CapturedMinibatch,
     CapturedUpdate,
+    folder_of,
     read_capture,
     write_capture,
 )
@@ -137,6 +138,20 @@ def test_a_capture_knows_which_tokens_others_wrote(tmp_path: Path) -> None:
         [completion["segments"] for completion in json.loads(row)["completions"]] for row in rows
     ]
     assert segments == [[[[1, 4, 1], [1, 4, 1, 0]], [[1, 4, 1]]], [[[1, 4, 1]], [[3, 4, 1]]]]
+
+
+def test_a_capture_has_the_calls_of_completions(tmp_path: Path) -> None:
+    capture = a_capture()
+    first, *others = capture.groups
+    call = ToolCall("print(1)", "1\n", "ok", position=3, seconds=0.5, cpu_seconds=0.1, is_cut=True)
+    calling = replace(first.completions[0], calls=(call, replace(call, status="error")))
+    group_with_calls = replace(first, completions=(calling, *first.completions[1:]))
+    write_capture(tmp_path, replace(capture, groups=[group_with_calls, *others]))
+    (read, *_) = read_capture(folder_of(tmp_path, capture.step)).groups
+    assert read == group_with_calls
+    assert [(c.seconds, c.cpu_seconds) for c in read.completions[0].calls] == [(0.5, 0.1)] * 2
+    rows = (folder_of(tmp_path, capture.step) / GROUPS_FILE).read_text().splitlines()
+    assert "calls" not in rows[1]
 
 
 def test_a_capture_takes_the_place_of_an_older_one_only(tmp_path: Path) -> None:

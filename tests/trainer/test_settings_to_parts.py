@@ -177,7 +177,7 @@ def test_early_stop() -> None:
 
 
 def test_selection() -> None:
-    assert selection_rules(DISTINCT.selection, DISTINCT.reward) == SelectionRules(
+    assert selection_rules(DISTINCT) == SelectionRules(
         dynamic="reward", min_tokens=161, max_tokens=162, drop_truncated=True, parts=(0, 1, 2)
     )
 

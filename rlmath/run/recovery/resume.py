@@ -66,6 +66,7 @@ lora.engine optimizer.distributed optimizer.overlap_grad_reduce algorithm.refere
 rollout.tensor_parallel rollout.memory_share rollout.kv_cache_gib rollout.cpu_kv_cache_gib rollout.max_num_seqs
 rollout.max_num_batched_tokens rollout.chunked_prefill rollout.cuda_graphs rollout.progress_bar rollout.slice_tokens
 rollout.max_groups_in_flight rollout.max_concurrent_sequences stages.max_tokens_per_microbatch sync. memory. validation.
+tools.cores tools.sessions tools.isolation
 reward.timeout_seconds reward.workers reward.max_failure_share sft.eval_every_steps telemetry. save.
 """.split()
 """Settings, or whole sections, that may differ in a resumed run.

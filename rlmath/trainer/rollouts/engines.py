@@ -36,6 +36,7 @@ from rlmath.rewards.several_rewards import MeasuredRows
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.engine_messages import End, NewWeights
+from rlmath.rollout.engine_tools import open_tools
 from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import CPU_COMPARES_EVERY, MemorySwitch
 from rlmath.rollout.weight_sync.logprob_probe import Probe, is_due
@@ -180,6 +181,8 @@ class ColocatedEngines(Engines):
             )
         self.engine.memory.sleep()
         self.engine.on_step = context.on_progress
+        self._tools = open_tools(config.tools, inputs.tokenizer, mesh, self.engine.continues_noise)
+        self.engine.tools = self._tools
         self.collector = Collector(
             self.engine,
             mesh,
@@ -263,6 +266,8 @@ class ColocatedEngines(Engines):
 
     def close(self, status: int) -> None:
         self.engine.close()
+        if self._tools is not None:
+            self._tools.close()
         if self._scorer is not None:
             self._scorer.close()
 

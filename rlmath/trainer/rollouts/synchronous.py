@@ -37,7 +37,7 @@ from rlmath.config.length_curriculum import (
     length_stage_at,
     unfinished_problem,
 )
-from rlmath.config.schema import Config, RewardConfig, RolloutConfig, SelectionConfig
+from rlmath.config.schema import Config, RolloutConfig
 from rlmath.data.dataset import Inputs
 from rlmath.data.prompt_curriculum import HISTORY, PromptCurriculum, rules_of
 from rlmath.data.tokenizer import completion_text
@@ -52,6 +52,7 @@ from rlmath.rollout.sampling import (
 )
 from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules
 from rlmath.rollout.work_queue import EngineUsage
+from rlmath.trainer.void_turns import void_rule_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class StepRollout:
     rounds: list[list[EngineUsage]]
     """What every engine did, for each rollout of the step."""
     scores: list[Score]
-    """Scores of all that was sampled and leaves."""
+    """Scores of all that was sampled and leaves, without lost completions."""
     sampled_tokens: int
     """New tokens of the step: those of `selection` if every completion is sampled to its end."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -75,12 +76,12 @@ Keep = Callable[[Sequence[ScoredGroup]], list[bool]]
 """Says which groups are learned from, by a function of the user's; a collective."""
 
 
-def selection_rules(
-    settings: SelectionConfig, reward: RewardConfig, keep: Keep | None = None
-) -> SelectionRules:
+def selection_rules(config: Config, keep: Keep | None = None) -> SelectionRules:
     """The rules by which groups and completions are learned from.
 
     `keep` is the function of selection.dynamic_sampling, if any."""
+    settings = config.selection
+    reward = config.reward
     word = settings.dynamic_sampling
     return SelectionRules(
         word if word in (None, "accuracy", "reward") else "function",
@@ -88,6 +89,7 @@ def selection_rules(
         max_tokens=settings.max_completion_tokens,
         drop_truncated=settings.drop_truncated,
         parts=compared_rewards(reward) if settings.dynamic_sampling == "reward" else (),
+        is_void=void_rule_of(config, "drop"),
         keep=keep,
     )
 
@@ -112,7 +114,7 @@ class StepRollouts(ABC):
         self._total_steps = inputs.total_steps
         self._engines = engines
         self._shapes = shapes
-        self._rules = selection_rules(config.selection, config.reward, keep)
+        self._rules = selection_rules(config, keep)
         ids = [prompt.prompt_id for prompt in inputs.prompts]
         self.curriculum = PromptCurriculum(
             inputs.order, ids, rules_of(config.data), history=inputs.history
@@ -191,7 +193,7 @@ class WholeRollouts(StepRollouts):
         tokens = sum(
             completion.n_sampled for group in selection.sampled for completion in group.completions
         )
-        scores = [score for group in selection.sampled for score in group.scores]
+        scores = [score for group in selection.sampled for score in group.judged.scores]
         self._sampled = selection.sampled
         self.next_draw = (number + 1) * order.prompts_per_step
         return StepRollout(selection, rounds, scores, sampled_tokens=tokens)

@@ -1,0 +1,153 @@
+"""Completions with calls by real engines: what is sampled, what is put between, and by whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlmath.algorithms.types import Completion, turn_tokens
+from rlmath.data.tool_fences import code_in
+from rlmath.rollout.sampling import Key
+from tests.distributed import tool_cases
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.tool_cases import LATE, TOOLS, Called
+from tests.selection import matrix
+from tests.tool_models import CODES, make_script_model, make_script_tokenizer
+
+pytestmark = pytest.mark.distributed
+
+OUTPUTS = {CODES[0]: "42\n", CODES[2]: "42\n"}
+"""What the calls that do not raise show."""
+
+
+@pytest.fixture(scope="module")
+def script_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_script_model(tmp_path_factory.mktemp("script"))
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool, script_model: Path) -> Called:
+    return ranks.run(1, tool_cases.called, script_model, 1)[0]
+
+
+def runs(completion: Completion) -> list[tuple[bool, list[int], list[float]]]:
+    """(sampled, tokens, log-probs) of the runs of a completion."""
+    parts = []
+    start = 0
+    for segment in completion.segments:
+        end = start + segment.tokens
+        tokens = list(completion.token_ids[start:end])
+        parts.append((segment.sampled, tokens, list(completion.logprobs[start:end])))
+        start = end
+    return parts
+
+
+def test_outputs_stand_behind_their_calls_and_are_not_sampled(alone: Called) -> None:
+    tokenizer = make_script_tokenizer()
+    calls = [call for completion in alone.scored.values() for call in completion.calls]
+    assert {"ok", "error"} <= {call.status for call in calls}
+    for completion in alone.scored.values():
+        parts = runs(completion)
+        unsampled = [part for part in parts if not part[0]]
+        assert len(unsampled) == len(completion.calls)
+        assert [part[0] for part in parts] == [number % 2 == 0 for number in range(len(parts))]
+        assert all(
+            segment.policy_version == 5 and segment.step == 2 for segment in completion.segments
+        )
+        assert completion.n_sampled == sum(len(tokens) for sampled, tokens, _ in parts if sampled)
+        for call, (_, tokens, logprobs) in zip(completion.calls, unsampled, strict=True):
+            shown = tokenizer.decode(tokens)
+            assert shown.lstrip("\n") == f"```output\n{call.output}```\n"
+            assert set(logprobs) == {0.0}
+            assert call.output == OUTPUTS.get(call.code, call.output)
+
+
+def test_the_text_that_is_scored_has_what_was_sampled_alone(alone: Called) -> None:
+    """A program's output is in no text, though `\\boxed{42}` may well be printed."""
+    tokenizer = make_script_tokenizer()
+    for completion in alone.scored.values():
+        stopped = completion.finish_reason == "stop"
+        sampled = [tokens for is_sampled, tokens, _ in runs(completion) if is_sampled]
+        if stopped:
+            sampled[-1] = sampled[-1][:-1]
+        assert completion.text.replace("\n", "") == "".join(map(tokenizer.decode, sampled)).replace(
+            "\n", ""
+        )
+        assert "output" not in completion.text
+        for call, turn in zip(completion.calls, completion.turns, strict=False):
+            assert turn.endswith("\n") and f"```python\n{call.code}\n```" in turn
+        assert tokenizer.decode(sampled[-1]) == completion.turns[-1] or not completion.calls
+
+
+def test_completions_end_where_tokens_or_calls_do(alone: Called) -> None:
+    """Sampled tokens count, and a call beyond the most is not made."""
+    beyond = 0
+    for completion in alone.scored.values():
+        assert len(completion.calls) <= TOOLS.max_calls and completion.n_sampled <= 30
+        if completion.finish_reason == "length" and completion.n_sampled < 30:
+            assert len(completion.calls) == TOOLS.max_calls
+            assert code_in(completion.turns[-1]) is not None
+            beyond += 1
+        if completion.finish_reason == "stop":
+            assert completion.token_ids[-1] == 1 and turn_tokens(completion) > 1
+    assert beyond
+    assert {completion.finish_reason for completion in alone.scored.values()} == {"stop", "length"}
+
+
+def test_log_probs_are_those_of_one_pass_over_the_whole(alone: Called) -> None:
+    for key, completion in alone.completions.items():
+        sampled = completion.sampled or [True] * len(completion.token_ids)
+        pairs = zip(completion.logprobs, alone.again[key], sampled, strict=True)
+        assert max(abs(one - other) for one, other, is_sampled in pairs if is_sampled) < 1e-4
+
+
+@pytest.mark.parametrize("number", range(len(LATE)), ids=map(str, LATE))
+def test_tokens_that_come_late_behind_a_call_are_dropped(alone: Called, number: int) -> None:
+    assert alone.late[number] == alone.completions
+
+
+def test_a_completion_whose_machine_fails_three_times_is_lost(alone: Called) -> None:
+    assert set(alone.lost) == {(0, 0), (0, 1)}
+    for key, completion in alone.lost.items():
+        assert completion.finish_reason == "lost"
+        assert completion.calls[-1].status == "lost"
+        assert "server has ended" in completion.calls[-1].output
+        sampled = len(completion.token_ids)
+        assert completion.token_ids == alone.completions[key].token_ids[:sampled]
+
+
+def test_calls_that_know_nothing_of_each_other_answer_as_well(alone: Called) -> None:
+    for key, completion in alone.fresh.items():
+        assert completion == without_cells(alone.completions[key], completion)
+
+
+def without_cells(completion: Completion, other: Completion) -> Completion:
+    """The completion, where an error's text would have another number of its cell."""
+    if any(call.status != "ok" for call in completion.calls):
+        return other
+    return completion
+
+
+@matrix
+def test_two_ranks_of_an_engine_stay_in_step(
+    ranks: RankPool, script_model: Path, alone: Called
+) -> None:
+    """Results come when they come; both ranks go on with them at the same steps."""
+    first, second = ranks.run(2, tool_cases.called, script_model, 2)
+    assert tokens_of(first.completions) == tokens_of(second.completions)
+    for key, completion in second.completions.items():
+        assert completion == replace(first.completions[key], text="")
+    assert not second.scored and set(first.scored) == set(first.completions)
+    assert tokens_of(first.completions) == tokens_of(alone.completions)
+
+
+def tokens_of(completions: dict[Key, Completion]) -> dict[Key, list[int]]:
+    return {key: list(completion.token_ids) for key, completion in completions.items()}
+
+
+def test_the_scored_completion_is_the_one_that_is_returned(alone: Called) -> None:
+    assert alone.scored.keys() == alone.completions.keys()
+    for key, completion in alone.scored.items():
+        assert alone.completions[key] == replace(completion, text=alone.completions[key].text)

@@ -1,0 +1,158 @@
+"""What vLLM's engine core is told while completions are sampled, interrupted and call a tool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from rlmath.config.schema import RolloutConfig, ToolsConfig
+from rlmath.rollout.called_completions import CalledCompletions, SharedResults
+from rlmath.rollout.engine import prepare_environment
+from rlmath.rollout.sampling import Key, Request
+from rlmath.sandbox.calls import CallResult
+from tests.data.chat_templates import chat_tokenizer
+
+prepare_environment("cpu")
+# vLLM reads the environment when it is imported.
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue  # noqa: E402
+
+from rlmath.rollout.running_completions import Load, RunningCompletions  # noqa: E402
+
+TOKENIZER = chat_tokenizer("qwen3")
+CALL_IDS = TOKENIZER("```python\n1\n```", add_special_tokens=False)["input_ids"]
+END = [TOKENIZER.eos_token_id]
+TOOLS = ToolsConfig(format="fence")
+
+
+class Core:
+    """An engine core of vLLM that runs no model: a test says what it samples."""
+
+    def __init__(self, *steps: dict[int, list[int]], places: int = 9) -> None:
+        """Each step gives tokens to requests by their seeds; an end ends them."""
+        self._steps = iter(steps)
+        self._places = places
+        self._running: list[Any] = []
+        self.begun: list[int] = []
+        """Seeds, in order."""
+        self.aborted: list[list[str]] = []
+        self.requests: dict[str, Any] = {}
+        self.waiting = FCFSRequestQueue()
+        self.engine_core = SimpleNamespace(scheduler=self)
+
+    def add_request(self, core_request: Any) -> None:
+        self.requests[core_request.request_id] = core_request
+        self.waiting.add_request(core_request)
+
+    def abort_requests(self, names: list[str]) -> None:
+        self.aborted.append(names)
+        for name in names:
+            self._remove(self.requests[name])
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self._running), len(self.waiting)
+
+    def get_output(self) -> Any:
+        while self.waiting and len(self._running) < self._places:
+            self._running.append(self.waiting.pop_request())
+            self.begun.append(self._running[-1].sampling_params.seed)
+        tokens = next(self._steps)
+        outputs = []
+        for core_request in list(self._running):
+            token_ids = tokens[core_request.sampling_params.seed]
+            is_end = token_ids == END
+            if is_end:
+                self._remove(core_request)
+            outputs.append(
+                SimpleNamespace(
+                    request_id=core_request.request_id,
+                    new_token_ids=token_ids,
+                    new_logprobs=[-1.0] * len(token_ids),
+                    finished=is_end,
+                    finish_reason="stop",
+                )
+            )
+        return SimpleNamespace(outputs=outputs)
+
+    def _remove(self, core_request: Any) -> None:
+        del self.requests[core_request.request_id]
+        if core_request in self._running:
+            self._running.remove(core_request)
+        else:
+            self.waiting.remove_request(core_request)
+
+
+def running_of(core: Core, tools: CalledCompletions | None = None) -> RunningCompletions:
+    def process_inputs(name: str, prompt: Any, parameters: Any, tasks: Any) -> Any:
+        return SimpleNamespace(request_id=name, sampling_params=parameters, prompt=prompt)
+
+    engine = SimpleNamespace(
+        engine_core=core,
+        input_processor=SimpleNamespace(process_inputs=process_inputs),
+        get_supported_tasks=lambda: (),
+    )
+    return RunningCompletions(SimpleNamespace(llm_engine=engine), RolloutConfig(), tools=tools)
+
+
+def request(number: int) -> Request:
+    return Request((number, 0), (5,), number, min_new_tokens=0, max_new_tokens=99)
+
+
+def tools_of(*numbers: int) -> CalledCompletions:
+    """Calls are answered in this order, one whenever results are shared."""
+    outcomes = iter(numbers)
+
+    def share(results: SharedResults) -> SharedResults:
+        outcome = CallResult("ok", "1\n", cpu_seconds=0.0, wall_seconds=0.0, queue_seconds=0.0)
+        return [(f"{number}/0", outcome) for number in [next(outcomes)]]
+
+    return CalledCompletions(TOOLS, TOKENIZER, sandboxes=None, share=share)
+
+
+def test_requests_leave_vllm_one_by_one_so_that_all_ranks_free_blocks_in_one_order() -> None:
+    """vLLM frees the blocks of several in the order of a set, which differs between processes."""
+    core = Core({0: CALL_IDS, 1: CALL_IDS, 2: CALL_IDS})
+    running = running_of(core, tools_of())
+    for number in range(3):
+        running.begin(request(number))
+    names = list(core.requests)
+    running.step()
+    assert core.aborted == [[name] for name in names]
+
+    core = Core()
+    running = running_of(core)
+    for number in range(3):
+        running.begin(request(number))
+    names = list(core.requests)
+    with running.interrupted():
+        assert core.aborted == [[name] for name in names]
+
+
+class OneByOne:
+    """Gives requests one after the other, while none waits."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = list(requests)
+        self.lengths: dict[Key, int] = {}
+
+    def pop(self, load: Load) -> list[Request]:
+        return [self._requests.pop(0)] if self._requests and not load.waiting else []
+
+    def ended(self, key: Key, tokens: int) -> None:
+        self.lengths[key] = tokens
+
+
+def test_a_resumed_completion_keeps_no_new_work_away() -> None:
+    """New work begins in the same step; lengths are those of what was sampled."""
+    core = Core({0: CALL_IDS}, {0: END, 1: END})
+    source = OneByOne([request(0), request(1)])
+    ended = list(running_of(core, tools_of(0)).sample(source))
+    assert core.begun == [0, 0, 1] and len(ended) == 2
+    assert source.lengths == {(0, 0): len(CALL_IDS) + 1, (1, 0): 1}
+
+
+def test_a_resumed_completion_goes_before_those_that_wait() -> None:
+    more = {1: [5]}
+    core = Core({0: CALL_IDS}, more, more, more, {1: END}, {0: END}, {2: END}, places=1)
+    list(running_of(core, tools_of(0)).sample([request(0), request(1), request(2)]))
+    assert core.begun == [0, 1, 0, 2]

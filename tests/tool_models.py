@@ -1,0 +1,104 @@
+"""A tiny model that follows a script, with calls of a tool.
+
+What it says next depends, almost only, on the token before: its embeddings are unit vectors, and
+its output layer has the script's successors. Random attention moves log-probs a little, by all that
+came before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZE = 128
+"""Tokens of the vocabulary, and width of the hidden states."""
+EOS = 1
+SURE = 14.0
+"""Logit of a token that the script has next."""
+PROMPT = "6x7:"
+HEAD = "Let us see.\n"
+CODES = ("print(6*7)", "1/0", "import time;time.sleep(.1);6*7")
+ANSWER = "So \\boxed{42}"
+NO_ANSWER = "So."
+PIECES = (HEAD, "```py", "thon\n", *CODES, "\n``", "`", "` ", ANSWER, NO_ANSWER)
+FIRST_PIECE = 99
+"""Number of the first of PIECES; before are special tokens, newline and ASCII."""
+
+
+def number_of(piece: str) -> int:
+    if piece in PIECES:
+        return FIRST_PIECE + PIECES.index(piece)
+    return 3 if piece == "\n" else 4 + ord(piece) - 32
+
+
+SCRIPT = {
+    PROMPT[-1]: (HEAD,),
+    HEAD: ("```py",),
+    "```py": ("thon\n",),
+    "thon\n": CODES,
+    **{code: ("\n``",) for code in CODES},
+    "\n``": ("`", "` "),
+    "`": (HEAD,),
+    "` ": ("```py",),
+    "\n": (HEAD, ANSWER, NO_ANSWER),
+}
+"""What follows a piece, each as likely. "\\n" is the end of an output; behind "`" and "` ", which
+complete a call, it would go on by itself."""
+
+
+def make_script_tokenizer() -> Any:
+    """A Qwen2 tokenizer without merges: what any folder of a Qwen2 is read as."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    byte_level = ByteLevel(add_prefix_space=False, use_regex=False)
+    texts = ["\n", *(chr(code) for code in range(32, 127)), *PIECES]
+    names = ["<pad>", "<eos>", "<unk>"]
+    names += [byte_level.pre_tokenize_str(text)[0][0] for text in texts]
+    names += [f"<{number}>" for number in range(SIZE - len(names))]
+    return Qwen2Tokenizer(
+        vocab={name: number for number, name in enumerate(names)},
+        merges=[],
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_script_model(folder: Path, positions: int = 1024) -> Path:
+    """A model of two layers that follows SCRIPT, in Hugging Face form."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=SIZE,
+        hidden_size=SIZE,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    model = Qwen2ForCausalLM(config).float()
+    successors = {
+        number_of(before): list(map(number_of, after)) for before, after in SCRIPT.items()
+    }
+    successors |= {number_of(piece): [EOS] for piece in (ANSWER, NO_ANSWER)}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                size = 0.01 if "o_proj" in name or "down_proj" in name else 0.1
+                parameter.copy_(torch.randn_like(parameter) * size)
+        model.model.embed_tokens.weight.copy_(torch.eye(SIZE))
+        model.lm_head.weight.mul_(0.1)
+        for before, after in successors.items():
+            for number in after:
+                model.lm_head.weight[number, before] += SURE / SIZE**0.5
+    model.save_pretrained(folder)
+    make_script_tokenizer().save_pretrained(folder)
+    return folder
