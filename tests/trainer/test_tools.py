@@ -154,7 +154,7 @@ def test_lost_completions_say_nothing_of_the_model() -> None:
 def test_a_validation_counts_lost_completions_as_wrong_and_tells_them() -> None:
     """So that they make no model the best one."""
     lost = replace(GROUP, scores=(*SCORES[:5], RIGHT))
-    metrics = file_metrics(ValidationFile("own", [GROUP.prompt], 0, ()), [lost], samples=6)
+    metrics = file_metrics(ValidationFile("own", [GROUP.prompt], 0, unusable=()), [lost], samples=6)
     low, high = accuracy_interval([2 / 6], samples=6)
     assert metrics == {
         "validation/own/accuracy": 2 / 6,
