@@ -128,7 +128,8 @@ def rollout_error(engine: Any, mesh: Mesh, tokenizer: Any) -> str:
     engine.on_step = killer(sandboxes)
     collector = Collector(engine, mesh, tokenizer, ROLLOUT, RewardConfig(), pool)
     prompt = Prompt("q", PROMPT, tuple(map(number_of, PROMPT)), solutions=("42",), task="math")
-    command = CollectGroups([prompt], training_sampling(ROLLOUT), RolloutSeed(1, 0), "")
+    sampling = replace(training_sampling(ROLLOUT), samples=8)
+    command = CollectGroups([prompt], sampling, RolloutSeed(1, 0), "")
     try:
         collector.collect(command)
     except RuntimeError as error:
