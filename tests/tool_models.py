@@ -18,7 +18,9 @@ SURE = 14.0
 """Logit of a token that the script has next."""
 PROMPT = "6x7:"
 HEAD = "Let us see.\n"
-CODES = ("print(6*7)", "1/0", "import time;time.sleep(.1);6*7")
+COUNT = "n=globals().get('n',0)+1;"
+CODES = (f"{COUNT}print(6*7)", f"{COUNT}1/0", f"{COUNT}import time;time.sleep(.1);n")
+"""Calls; the last one shows how many calls its session has had."""
 ANSWER = "So \\boxed{42}"
 NO_ANSWER = "So."
 PIECES = (HEAD, "```py", "thon\n", *CODES, "\n``", "`", "` ", ANSWER, NO_ANSWER)

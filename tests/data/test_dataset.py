@@ -17,6 +17,7 @@ from rlmath.config.schema import (
     OptimizerConfig,
     RolloutConfig,
     RunConfig,
+    ToolsConfig,
     ValidationConfig,
 )
 from rlmath.data.dataset import load_inputs, load_validation
@@ -213,6 +214,13 @@ def test_plugins_make_prompts_of_rows_and_validation_has_a_template_of_its_own(
     assert validated() == expected("HH")
     assert validated(template="raw") == expected("")
     assert validated(template=None) == expected("Q")
+    # The context grows with outputs of tools, and none is left for longer prompts.
+    tools = ToolsConfig(format="fence", max_calls=1, max_output_tokens=64)
+    config = replace(config, tools=tools)
+    with pytest.raises(ValueError, match="leaves room for 9 new tokens in a context of 98"):
+        validated(template="qwen_boxed")
+    assert validated() == expected("HH")
+    config = replace(config, tools=ToolsConfig())
     # The context grows with the completions of validation; that template's text is longer than
     # data.max_prompt_tokens.
     with pytest.raises(ValueError, match="leaves room for 14 new tokens in a context of 21"):

@@ -18,9 +18,6 @@ from tests.tool_models import CODES, make_script_model, make_script_tokenizer
 
 pytestmark = pytest.mark.distributed
 
-OUTPUTS = {CODES[0]: "42\n", CODES[2]: "42\n"}
-"""What the calls that do not raise show."""
-
 
 @pytest.fixture(scope="module")
 def script_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -61,7 +58,7 @@ def test_outputs_stand_behind_their_calls_and_are_not_sampled(alone: Called) -> 
             shown = tokenizer.decode(tokens)
             assert shown.lstrip("\n") == f"```output\n{call.output}```\n"
             assert set(logprobs) == {0.0}
-            assert call.output == OUTPUTS.get(call.code, call.output)
+            assert call.code != CODES[0] or call.output == "42\n"
 
 
 def test_the_text_that_is_scored_has_what_was_sampled_alone(alone: Called) -> None:
@@ -118,16 +115,32 @@ def test_a_completion_whose_machine_fails_three_times_is_lost(alone: Called) -> 
         assert completion.token_ids == alone.completions[key].token_ids[:sampled]
 
 
-def test_calls_that_know_nothing_of_each_other_answer_as_well(alone: Called) -> None:
+def test_a_rollout_that_loses_most_completions_ends_with_the_reason(alone: Called) -> None:
+    assert "completions with calls are lost, as their sandbox gave no result" in alone.refusal
+    assert "server has ended" in alone.refusal
+
+
+def counts(completions: dict[Key, Completion]) -> set[tuple[int, str]]:
+    """The calls that count their session's calls: which of the completion, and what it shows."""
+    return {
+        (number, call.output)
+        for completion in completions.values()
+        for number, call in enumerate(completion.calls, start=1)
+        if call.code == CODES[2]
+    }
+
+
+def test_names_live_on_between_the_calls_of_a_completion(alone: Called) -> None:
+    """Fewer sessions than completions are kept alive: others are made again by earlier calls."""
+    assert TOOLS.sessions < len(alone.completions)
+    assert counts(alone.completions) == {(1, "1\n"), (2, "2\n"), (3, "3\n")}
+
+
+def test_calls_know_nothing_of_each_other_where_each_begins_fresh(alone: Called) -> None:
+    assert counts(alone.fresh) == {(1, "1\n"), (2, "1\n"), (3, "1\n")}
     for key, completion in alone.fresh.items():
-        assert completion == without_cells(alone.completions[key], completion)
-
-
-def without_cells(completion: Completion, other: Completion) -> Completion:
-    """The completion, where an error's text would have another number of its cell."""
-    if any(call.status != "ok" for call in completion.calls):
-        return other
-    return completion
+        other = alone.completions[key]
+        assert [call.code for call in completion.calls] == [call.code for call in other.calls]
 
 
 @matrix

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlmath.algorithms.types import Completion
-from rlmath.config.schema import RolloutConfig, ToolsConfig
+from rlmath.algorithms.types import Completion, Prompt
+from rlmath.config.schema import RewardConfig, RolloutConfig, ToolsConfig
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.sampling import Key, Request
@@ -40,9 +40,11 @@ class Called:
     late: list[dict[Key, Completion]]
     """The same completions from an engine that returns tokens late, by LATE."""
     fresh: dict[Key, Completion]
-    """The same, where calls know nothing of each other."""
+    """The completions, where calls know nothing of each other."""
     lost: dict[Key, Completion]
     """Completions whose sandboxes' server is killed whenever it runs."""
+    refusal: str
+    """How a rollout ends most of whose completions are so lost."""
 
 
 def requests_of(samples: int) -> list[Request]:
@@ -106,10 +108,36 @@ def called(folder: Path, engine_size: int) -> Called:
         engine._llm.llm_engine.engine_core.get_output = delayed(get_output, tokens)
         late.append(sample(ROLLOUT.group_size))
     engine._llm.llm_engine.engine_core.get_output = get_output
-    fresh = sample(4, replace(TOOLS, state="fresh"))
+    fresh = sample(ROLLOUT.group_size, replace(TOOLS, state="fresh"))
     lost = sample(2, kills=True) if engine_size == 1 else {}
+    refusal = rollout_error(engine, mesh, tokenizer) if engine_size == 1 else ""
     engine.close()
-    return Called(completions, whole, again, late=late, fresh=fresh, lost=lost)
+    return Called(completions, whole, again, late=late, fresh=fresh, lost=lost, refusal=refusal)
+
+
+def rollout_error(engine: Any, mesh: Mesh, tokenizer: Any) -> str:
+    """The error of a whole rollout whose sandboxes are killed."""
+    from rlmath.rewards.reward_manager import open_reward_workers
+    from rlmath.rollout.called_completions import CalledCompletions, open_sandboxes
+    from rlmath.rollout.collector import CollectGroups, Collector
+    from rlmath.rollout.sampling import RolloutSeed, training_sampling
+
+    pool = open_reward_workers(RewardConfig())
+    sandboxes = open_sandboxes(TOOLS)
+    engine.tools = CalledCompletions(TOOLS, tokenizer, sandboxes)
+    engine.on_step = killer(sandboxes)
+    collector = Collector(engine, mesh, tokenizer, ROLLOUT, RewardConfig(), pool)
+    prompt = Prompt("q", PROMPT, tuple(map(number_of, PROMPT)), solutions=("42",), task="math")
+    sampling = replace(training_sampling(ROLLOUT), samples=8)
+    command = CollectGroups([prompt], sampling, RolloutSeed(1, 0), "")
+    try:
+        collector.collect(command)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        sandboxes.close()
+        pool.close()
+    return ""
 
 
 def delayed(get_output: Callable[[], Any], tokens: int) -> Callable[[], Any]:

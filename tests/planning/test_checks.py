@@ -24,6 +24,7 @@ from rlmath.distributed.device_kind import CUDA_DEFAULTS
 from rlmath.distributed.memory import total_bytes
 from rlmath.planning.checks import check_config, transformer_engine_problems
 from rlmath.planning.setting_warnings import config_warnings
+from rlmath.sandbox import kernel
 
 LAYERS = 6
 HIDDEN = 384
@@ -701,3 +702,13 @@ def test_a_name_of_the_hub_is_told_how_to_be_downloaded(
     (place / "Qwen").mkdir()  # a folder of one's own
     for path in ("Qwen/Qwen2.5-0.5B", "models/mine", "/Qwen/Qwen2.5-0.5B", "a/b/c", "tiny"):
         assert "hf download" not in problem(place, f"model.path={path}")
+
+
+def test_a_tool_needs_a_machine_that_isolates_it(place: Path, monkeypatch: pytest.MonkeyPatch):
+    change_model(place, max_position_embeddings=128)
+    monkeypatch.setattr(kernel, "landlock_version", lambda: 0)
+    tools = ["tools.max_calls=1", "tools.max_output_tokens=64"]
+    settings = [*tools, "policy.max_tokens_per_microbatch=128", "tools.isolation=landlock"]
+    check(place, *settings)
+    told = problem(place, *settings, "tools.format=fence")
+    assert told.startswith("tools.isolation: ") and "kernel with Landlock" in told

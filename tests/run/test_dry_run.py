@@ -22,6 +22,7 @@ from rlmath.distributed.memory import total_bytes
 from rlmath.planning.checks import check_config
 from rlmath.run.dry_run import kept_checkpoints, needed_disk, plan_lines, plan_run
 from tests.terminal import on_terminal
+from tests.tool_models import make_script_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SMALL_R1 = "areal/1.5b_n1.yaml"
@@ -213,6 +214,25 @@ def test_a_terminal_sees_that_it_begins_and_lines_wrapped_between_words(
         re.sub(r"\d\.\d s|[\d.]+ GiB free", "", text).split() for text in (terminal_text, plain)
     ]
     assert without_seconds[0] == without_seconds[1]
+
+
+def test_a_call_of_the_tool_is_drawn_behind_the_first_prompt(dry, tmp_path: Path):
+    model = make_script_model(tmp_path / "script", positions=256)
+    tools = ("tools.max_calls=2", "tools.max_output_tokens=64", "tools.isolation=none")
+    settings = (*TINY, f"model.path={model}", "data.template=raw", *tools)
+    status, out, err = dry(SMALL_R1, *settings, "tools.format=fence")
+    assert status == 0, err
+    _, line, drawn = out.partition(
+        "Tool: Python in fences, 2 calls of a completion at most, each with up to 64 tokens of "
+        "output; isolation none, state session\n"
+    )
+    assert line and "sequences of at most 32 + 64 + 160 = 256" in out
+    drawn_lines = [line.split() for line in drawn.splitlines()[1:6]]
+    prompt, call, code, output, answer = ("".join(words).replace("│", "") for words in drawn_lines)
+    assert prompt == "promptAdd000+1"
+    assert call + code == "*sampledWecomputeit.↵```python↵print(6*7)↵```"
+    assert output == "given↵```output↵42↵```↵" and answer.startswith("*sampled")
+    assert "Tool:" not in dry(SMALL_R1, *settings)[1]
 
 
 def test_the_data_are_looked_at(dry, tied_model: Path, tmp_path: Path):

@@ -1,0 +1,147 @@
+"""A run whose completions call Python: in training and validation, captured, and resumed.
+
+The model follows a script, and only what it answers behind outputs can be right."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlmath.checkpoint.capture import read_capture
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE
+from rlmath.replay.replay import find_capture
+from tests.programs import TRAIN, metric_rows, rows, run, small_run, torchrun_command
+from tests.selection import matrix
+from tests.test_end_to_end import replay
+from tests.tool_models import CODES, make_script_model
+
+pytestmark = [pytest.mark.distributed, matrix]
+
+STEPS = 2
+PROMPTS = 3
+GROUP = 8
+SETTINGS = f"""
+data.prompts_per_step={PROMPTS} data.max_prompt_tokens=8 data.template=raw parallel.tensor=1
+rollout.group_size={GROUP} rollout.max_new_tokens=30 optimizer.lr=1e-4
+tools.format=fence tools.max_calls=3 tools.max_output_tokens=64 tools.cores=1 tools.sessions=2
+validation.every_steps=1 validation.samples=6 validation.before_training=false
+telemetry.sample_groups_per_step=100 telemetry.capture_steps=[{STEPS}] save.ckpt_freq_steps=1
+""".split()
+
+
+def problem_rows(first: int, count: int) -> str:
+    """Problems whose answers are 42, so that most are what the script answers."""
+    rows = [
+        {"prompt": f"{n}x7:", "task": "math", "query_id": f"q{n}", "solutions": ["\\boxed{42}"]}
+        for n in range(first, first + count)
+    ]
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
+
+
+def train(place: Path, steps: int, *more: str) -> str:
+    """What the console said."""
+    settings = [
+        *small_run(place, place / "run"),
+        *SETTINGS,
+        f"validation.paths=[{place}/held.jsonl]",
+        f"run.total_steps={steps}",
+        *more,
+    ]
+    return run(*torchrun_command(1, *TRAIN, *settings), timeout=999).stderr
+
+
+def sampled(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The completions of a step's file of samples."""
+    path = folder / "samples" / f"step-{step:06d}.jsonl"
+    groups = [json.loads(line) for line in path.read_text().splitlines()]
+    return [completion for group in groups for completion in group["completions"]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data, the model, and the run."""
+    place = tmp_path_factory.mktemp("tools")
+    make_script_model(place / "base")
+    (place / "data").mkdir()
+    (place / "data" / "train.jsonl").write_text(problem_rows(10, 30))
+    (place / "held.jsonl").write_text(problem_rows(50, 4))
+    train(place, STEPS)
+    return place
+
+
+def test_calls_stand_in_the_samples_and_in_the_metrics(place: Path) -> None:
+    folder = place / "run"
+    metrics = metric_rows(folder)
+    assert [row["step"] for row in metrics] == [1, 2]
+    for step, row in enumerate(metrics, start=1):
+        completions = sampled(folder, step)
+        assert len(completions) == PROMPTS * GROUP
+        calls = [call for completion in completions for call in completion.get("calls", ())]
+        assert calls and all(completion["length"] <= 30 for completion in completions)
+        for completion in completions:
+            assert "output" not in completion["text"] and len(completion.get("calls", ())) <= 3
+            assert completion["correct"] == ("\\boxed{42}" in completion["text"])
+        assert row["tools/calls_per_completion"] == pytest.approx(len(calls) / len(completions))
+        right = sum(completion["correct"] for completion in completions)
+        calling = [completion for completion in completions if "calls" in completion]
+        assert row["rollout/accuracy"] == pytest.approx(right / len(completions))
+        assert row["tools/accuracy_with_calls"] == pytest.approx(
+            sum(completion["correct"] for completion in calling) / len(calling)
+        )
+        for status in ("ok", "error", "lost"):
+            share = sum(call["status"] == status for call in calls) / len(calls)
+            assert row[f"tools/status/{status}"] == pytest.approx(share)
+        assert row["tools/given_tokens"] > 0 and math.isfinite(row["train/grad_norm"])
+
+
+def test_validation_calls_tools_too(place: Path) -> None:
+    """What the script answers stands behind outputs: without any, nothing would be right."""
+    metrics = metric_rows(place / "run", "validation.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2]
+    assert max(row["validation/held/accuracy"] for row in metrics) > 0
+    assert all(row["validation/held/mean_tokens"] <= 30 for row in metrics)
+
+
+def test_a_capture_has_the_calls_and_its_update_masks_void_turns(
+    place: Path, tmp_path: Path
+) -> None:
+    """Turns without answer have weight as soon as `tools.void_turns` keeps them."""
+    folder = place / "run"
+    capture = read_capture(find_capture(folder, None))
+    completions = [completion for group in capture.groups for completion in group.completions]
+    samples = sampled(folder, STEPS)
+    texts = [sample["text"] for sample in samples]
+    assert [completion.text for completion in completions] == texts
+    assert [[call.output for call in completion.calls] for completion in completions] == [
+        [call["output"] for call in sample.get("calls", ())] for sample in samples
+    ]
+    codes = {call.code for completion in completions for call in completion.calls}
+    assert codes & set(CODES)
+    assert any(not completion.text.endswith("}") for completion in completions)
+    comparison, _ = replay(folder, "--output", str(tmp_path / "mask"))
+    assert comparison["same"]
+    keeping = ("tools.void_turns=keep", "--output", str(tmp_path / "keep"))
+    comparison, _ = replay(folder, *keeping, expect=FAILURE)
+    relative = [
+        difference["relative"]
+        for difference in comparison["differences"]
+        if difference["name"] == "grad_norm"
+    ]
+    assert max(relative) > 0.01
+    _, refusal = replay(folder, "--part", "rollout", expect=MISTAKE)
+    assert "runs no code of a model's" in refusal
+
+
+def test_a_resumed_run_calls_tools_again(place: Path) -> None:
+    before = rows(place / "run")
+    console = train(place, STEPS + 1, "tools.sessions=3")
+    metrics = metric_rows(place / "run")
+    assert "resum" in console.lower()
+    assert rows(place / "run")[:STEPS] == before
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert metrics[-1]["tools/calls_per_completion"] > 0
+    assert any("calls" in completion for completion in sampled(place / "run", STEPS + 1))
