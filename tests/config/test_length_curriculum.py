@@ -106,11 +106,11 @@ def test_engine_and_memory_have_room_for_the_longest():
 
 def test_the_engine_has_room_for_what_tools_write():
     """Outputs and 16 tokens of fences around each, for every call."""
-    tools = ("tools.max_calls=2", "tools.max_output_tokens=100")
-    lengths = ("rollout.max_new_tokens=700", *tools)
-    assert engine_length(settings(*lengths)) == 1700
-    assert engine_length(settings(*lengths, "tools.format=fence")) == 1932
-    assert engine_length(settings(*THREE, *tools, "tools.format=fence")) == 25808
+    calls, output = "tools.max_calls=2", "tools.max_output_tokens=100"
+    length = "rollout.max_new_tokens=700"
+    assert engine_length(settings(length, calls, output)) == 1700
+    assert engine_length(settings(length, calls, output, "tools.format=fence")) == 1932
+    assert engine_length(settings(*THREE, calls, output, "tools.format=fence")) == 25808
 
 
 def test_every_validation_of_a_run_has_the_same_limit():

@@ -94,8 +94,10 @@ def test_engines_that_hold_adapters_get_these_alone_after_the_first_sync(
     for count in (1, 2):
         cases = [replace(case, dtype=dtype) for case in ADAPTED if case.ranks == count]
         sizes = (1,) if count == 1 else (1, 2)
-        arguments = (tied_model, cases, sizes, getattr(torch, dtype))
-        for reports in ranks.run(count, sync_cases.adapters_alone, *arguments):
+        by_rank = ranks.run(
+            count, sync_cases.adapters_alone, tied_model, cases, sizes, getattr(torch, dtype)
+        )
+        for reports in by_rank:
             for report in reports:
                 assert report["first"] == [], report["case"]
                 assert report["second"] == ["model.norm.weight"], report["case"]

@@ -302,12 +302,12 @@ def test_a_learning_rate_of_full_training_is_told():
 
 
 def test_engines_that_round_small_updates_are_told():
-    merged = ("lora.rank=8", "optimizer.lr=1e-5", "lora.engine=merged")
-    (warning,) = warnings(*merged, "policy.dtype=bfloat16")
+    rank, lr, merged = "lora.rank=8", "optimizer.lr=1e-5", "lora.engine=merged"
+    (warning,) = warnings(rank, lr, merged, "policy.dtype=bfloat16")
     assert warning.startswith('lora.engine="merged" rounds the engines\' weights to bfloat16')
     assert "lora.engine=adapters keeps them" in warning
-    assert warnings(*merged, "policy.dtype=float32") == []
-    assert warnings(*merged[:2], "policy.dtype=bfloat16") == []
+    assert warnings(rank, lr, merged, "policy.dtype=float32") == []
+    assert warnings(rank, lr, "policy.dtype=bfloat16") == []
 
 
 def test_settings_without_effect_beside_lora_and_without_it_are_told():

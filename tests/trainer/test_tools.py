@@ -177,7 +177,7 @@ def test_only_settings_that_change_answers_tell_measures_apart() -> None:
 
 @pytest.mark.parametrize("thinks", [False, True])
 def test_an_answer_that_is_thought_is_none(thinks: bool) -> None:
-    """Where a prompt or an earlier turn opens a thinking section, as for the verifier."""
+    """A prompt or an earlier turn has opened a thinking section, as for the verifier."""
     rule = void_rule(config_with("mask"))
     prompt = replace(GROUP.prompt, text="?<think>" if thinks else "?")
     assert rule(prompt, PLAIN) is rule(prompt, ANSWERED) is thinks
