@@ -70,12 +70,13 @@ def merged_tensors(
     shape: ModelShape,
     base: Path,
     dtype: torch.dtype,
+    sums: list[Tensor],
     written: TensorFormats | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face tensor of the trained model (`merged_weight`).
 
     It was trained in `dtype`; what has adapters is rounded once, to its format in `written` (None:
-    `dtype`)."""
+    `dtype`). What each merge keeps is appended to `sums`, for `kept_share`."""
     reader = HFReader(base)
     scale = run.lora.alpha / run.lora.rank
     for name in hf_tensors(shape):
@@ -83,5 +84,6 @@ def merged_tensors(
         if (a := adapters.get(adapter_name(name, "A"))) is not None:
             rounded = None if written is None else getattr(torch, written.of(name))
             b = adapters[adapter_name(name, "B")]
-            weight, _ = merged_weight(weight, b, a, scale, written=rounded)
+            weight, kept = merged_weight(weight, b, a, scale, written=rounded)
+            sums.append(kept)
         yield name, weight
