@@ -243,7 +243,10 @@ def test_adapters_of_another_tool_may_be_of_some_matrices(lora_run: Path, tmp_pa
         ({"r": 513}, '"r" is 513; needed: "LORA" and a rank from 1 to 512'),
         ({"r": 8}, "56 of 56 tensors are no A and B of rank 8"),
         ({"peft_type": "IA3"}, "\"peft_type\" is 'IA3'"),
-        ({"lora_alpha": None}, '"lora_alpha" is None; needed: a number'),
+        ({"lora_alpha": None}, '"lora_alpha" is None; needed: a finite number'),
+        ({"lora_alpha": 10**400}, "; needed: a finite number"),
+        ({"target_modules": None}, '"target_modules" in adapter_config.json is missing'),
+        ({"target_modules": []}, '"target_modules" in adapter_config.json is missing'),
         ({"use_dora": True}, '"use_dora" is true, which is not supported'),
         ({"init_lora_weights": "pissa"}, "changes the weights of the model, too"),
     ],
@@ -276,7 +279,7 @@ def test_adapters_without_their_model_are_refused(tmp_path: Path) -> None:
     for folder in (adapter, adapter.parent):
         with pytest.raises(
             ValueError,
-            match=r'adapter" has adapters .* without their model: .*org/name.* folder of',
+            match=r"without their model: .*org/name.* edit that field to name a local folder of",
         ):
             resolve_model(folder, tmp_path / "out")
     with pytest.raises(ValueError, match=r"only its adapters \(save.merged=false\)"):
