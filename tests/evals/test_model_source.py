@@ -290,6 +290,16 @@ def test_adapters_without_a_tokenizer_take_that_of_their_run_else_of_the_base_wi
     assert f"prompts follow the chat template of {tmp_path}/base" in caplog.text
 
 
+def test_lengths_that_the_model_of_adapters_cannot_have_are_refused_before_it_is_loaded(
+    lora_run: Path, tmp_path: Path
+) -> None:
+    adapter = shutil.copytree(lora_run / "hf_model" / "adapter", tmp_path / "theirs")
+    paths = f"--benchmarks none --data-dir docs --output {tmp_path}/out".split()
+    arguments = parse(["--model", str(adapter), "--max-new-tokens", "256", *paths])
+    problems = input_problems(plan_of(arguments))
+    assert any("--max-new-tokens is 256; the model has 256 positions" in text for text in problems)
+
+
 def test_adapters_of_another_tool_may_be_of_some_matrices(lora_run: Path, tmp_path: Path) -> None:
     adapter = Path(shutil.copytree(lora_run / "hf_model" / "adapter", tmp_path / "theirs"))
     tensors = load_file(adapter / "adapter_model.safetensors")
