@@ -24,6 +24,7 @@ from rlmath.config.files import MAX_JSON_BYTES, read_regular
 from rlmath.config.hub import HubFailedError, local_folder
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
+from rlmath.config.run_files import write_whole
 from rlmath.config.terminal import escape_terminal
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def to_hf(arguments: argparse.Namespace) -> Converted:
     from rlmath.checkpoint.convert.convert import DTYPES, adapters_to_hf, megatron_to_hf
     from rlmath.checkpoint.hf.headers import formats_from_json
     from rlmath.checkpoint.hf.metadata_files import read_metadata_files
+    from rlmath.run.recovery.model_card import kept_text
 
     folder = source.metadata_files
     metadata_files = {} if folder is None else read_metadata_files(folder)
@@ -139,6 +141,7 @@ def to_hf(arguments: argparse.Namespace) -> Converted:
         return adapters_to_hf(
             source.state, read_model_shape(folder), arguments.output, dtype, card=card
         )
+    steps_done = None
     if arguments.critic:
         shape, metadata_files = critic_of(source, metadata_files)
     else:
@@ -146,8 +149,8 @@ def to_hf(arguments: argparse.Namespace) -> Converted:
         if is_ours:
             progress = read_progress(run_folder)
             dtype = dtype or formats_from_json(progress.model_formats)
-            metadata_files = metadata_files | _card_of(run_folder, progress.step)
-    return megatron_to_hf(
+            steps_done = progress.step
+    converted = megatron_to_hf(
         source.state,
         shape,
         metadata_files=metadata_files,
@@ -157,12 +160,21 @@ def to_hf(arguments: argparse.Namespace) -> Converted:
         model=CRITIC if arguments.critic else "",
         base=None if arguments.base is None else local_folder(arguments.base, "--base"),
     )
+    if text := kept_text(converted.kept, adapter=None):
+        print(f"{arguments.output}: {text}", file=sys.stderr)
+    if steps_done is not None:
+        for name, card in _card_of(run_folder, steps_done, kept=converted.kept).items():
+            write_whole(arguments.output / name, card)
+    return converted
 
 
-def _card_of(checkpoint: Path, steps_done: int, is_adapter: bool = False) -> dict[str, bytes]:
+def _card_of(
+    checkpoint: Path, steps_done: int, is_adapter: bool = False, kept: float = 1.0
+) -> dict[str, bytes]:
     """The card of a checkpoint's model, or of its adapters alone, with what its run has measured.
 
-    There is none where the run's settings are gone, or are those of another release."""
+    The model has the share `kept` of what its adapters learned. There is none where the run's
+    settings are gone, or are those of another release."""
     from rlmath.run.recovery.model_card import CARD_FILE, model_card
 
     try:
@@ -171,7 +183,13 @@ def _card_of(checkpoint: Path, steps_done: int, is_adapter: bool = False) -> dic
         return {}
     output_dir = checkpoint.parent.parent
     card = model_card(
-        run, steps_done, total_steps=None, output_dir=output_dir, is_adapter=is_adapter
+        run,
+        steps_done,
+        total_steps=None,
+        output_dir=output_dir,
+        is_adapter=is_adapter,
+        kept=kept,
+        adapter=None,
     )
     return {CARD_FILE: card}
 

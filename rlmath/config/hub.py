@@ -315,6 +315,13 @@ def local_folder(place: str, option: str, weights: bool = True, seconds: float =
     return Path(pinned.place)
 
 
+def cached_folder(place: str, option: str) -> Path:
+    """A model's folder, without the network: as given, or the place of an id with its commit.
+
+    It need not be there."""
+    return Path(parse_hub_id(place, option).place if is_hub_id(place) else place)
+
+
 def _ask(request: Mapping[str, Any], seconds: float, ends: float) -> str:
     """The commit in the client's answer.
 

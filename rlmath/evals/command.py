@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -296,6 +297,9 @@ def _position_problems(plan: Plan) -> Iterator[str]:
         model / METADATA_FILES,
         *([Path(run.model.path)] if run else []),
     ]
+    if (adapter := adapter_alone(model)) is not None:
+        with suppress(ValueError):  # `_adapter_problems` says so
+            places.append(base_folder(adapter))
     folder = next((place for place in places if (place / "config.json").is_file()), None)
     positions = None if folder is None else model_positions(folder)
     new_tokens = plan.max_new_tokens

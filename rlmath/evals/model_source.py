@@ -13,11 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlmath.checkpoint.convert.adapters import base_model, lora_run
+from rlmath.checkpoint.convert.adapters import base_model, check_base, lora_run
 from rlmath.checkpoint.convert.convert import adapters_to_hf, megatron_to_hf
 from rlmath.checkpoint.convert.sources import MegatronSource, find_megatron
 from rlmath.checkpoint.convert.torch_dist_io import StateReader
-from rlmath.checkpoint.directory import MANIFEST, file_entry
+from rlmath.checkpoint.directory import (
+    MANIFEST,
+    METADATA_FILES,
+    complete_checkpoints,
+    file_entry,
+)
 from rlmath.checkpoint.hf.config_json import (
     check_loadable,
     missing_folder_problem,
@@ -36,7 +41,7 @@ from rlmath.checkpoint.hf.metadata_files import (
 from rlmath.checkpoint.hf.peft import base_folder, engine_problems
 from rlmath.config.files import read_json_object
 from rlmath.config.help import raise_problems
-from rlmath.config.hub import HubFailedError, is_hub_id, local_folder
+from rlmath.config.hub import cached_folder, is_hub_id
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.run_files import (
@@ -58,6 +63,7 @@ CONVERTED = "converted_model"
 
 No run's folder has this name, so a partial one can be removed."""
 _SOURCE = "converted_from.json"
+_NAME_BASE = f'Name the folder of that model as "base_model_name_or_path" in {ADAPTER_CONFIG}.'
 _GOES_ON = "%s was begun with merged adapters, and goes on with the model in %s"
 
 
@@ -118,13 +124,16 @@ def resolve_model(path: Path, output: Path) -> EvaluatedModel:
             logger.warning(_GOES_ON, output, export)
             return merged
     try:
-        base = _base_of_run(path, adapter)
-    except (ValueError, HubFailedError) as error:
+        checkpoints, _ = complete_checkpoints(path / CHECKPOINTS_FOLDER)
+        newest = checkpoints[0].folder if checkpoints else None
+        base = _base_of_run(path, adapter, newest)
+    except ValueError as error:
         if not is_merged:
             raise
         logger.warning("The model in %s is evaluated, with its adapters merged: %s", export, error)
         return _whole(export, source=export)
-    return _with_adapter(base, adapter, source=adapter)
+    metadata = None if newest is None else newest / METADATA_FILES
+    return _with_adapter(base, adapter, source=adapter, metadata=metadata)
 
 
 def _whole(folder: Path, source: Path) -> EvaluatedModel:
@@ -142,16 +151,23 @@ def _with_adapter(
 ) -> EvaluatedModel:
     """The model in `base` with the adapters of a PEFT folder.
 
-    `metadata` is the folder of its run's tokenizer; None: that of the adapters, of the merged model
-    beside them or of the base."""
+    The tokenizer is that of the adapters, of the merged model beside them, of their run (in
+    `metadata`) or, with a warning, of the base."""
     shape = read_model_shape(base, "--model")
     raise_problems("the adapters of --model", list(engine_problems(adapter, shape)))
     check_loadable(base)
     beside = adapter.parent if adapter.name == ADAPTER_FOLDER else adapter
     with_tokenizer = (place for place in (adapter, beside) if (place / TOKENIZER_CONFIG).is_file())
-    tokenizer = next(with_tokenizer, metadata or base)
+    tokenizer = next(with_tokenizer, metadata)
+    if tokenizer is None:
+        tokenizer = base
+        logger.warning(
+            "The adapters in %s have no tokenizer: prompts follow the chat template of %s",
+            adapter,
+            base,
+        )
     files = read_metadata_files(tokenizer)
-    files = {name: files[name] for name in files if name not in ("config.json", ADAPTER_CONFIG)}
+    files.pop("config.json", None)
     config = read_json_object(adapter / ADAPTER_CONFIG)
     weights = file_entry(adapter / ADAPTER_FILE).sha256
     parts = f"{model_fingerprint(base)} {weights} {config['r']} {config['lora_alpha']}"
@@ -166,11 +182,18 @@ def _with_adapter(
     )
 
 
-def _base_of_run(run: Path, adapter: Path) -> Path:
-    """The model that a run began with, fetched where `model.path` is an id of the hub."""
+def _base_of_run(run: Path, adapter: Path, checkpoint: Path | None) -> Path:
+    """The model that a run began with, where it is on this machine.
+
+    ValueError where it is not, or is another one than a checkpoint of the run was made with."""
     settings = run / CONFIG_FILE
-    place = load_config([settings], [], saved=True).model.path if settings.is_file() else None
-    return local_folder(place, "model.path") if is_hub_id(place) else base_folder(adapter)
+    place = load_config([settings], [], saved=True).model.path if settings.is_file() else ""
+    base = cached_folder(place, "model.path") if is_hub_id(place) else None
+    if base is None or not (base / "config.json").is_file():
+        base = base_folder(adapter)
+    if checkpoint is not None:
+        check_base(checkpoint, base, _NAME_BASE)
+    return base
 
 
 def _with_metadata(fingerprint: str, metadata_files: Mapping[str, bytes]) -> str:
@@ -196,7 +219,7 @@ def _of_checkpoint(path: Path, output: Path) -> EvaluatedModel:
     if run is not None and (folder / "config.json").is_file():
         logger.warning(_GOES_ON, output, folder)
     elif run is not None:
-        base = base_model(reader, run, shape, base=None)
+        base = base_model(reader, run, shape, base=None, fetches=False)
         return _with_adapter(base, folder, source=source.state, metadata=source.metadata_files)
     return _whole(folder, source=source.state)
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from rlmath.checkpoint.hf import weights
+from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.checkpoint.hf.weights import SafetensorsWriter, write_hf_folder
 
 
@@ -50,6 +51,12 @@ def test_wide_numbers_do_not_begin_in_the_middle_of_their_width(tmp_path: Path):
         for name, tensor in load_file(path).items()
     }
     assert torch.equal(written["wide"], torch.ones(3)) and written["three"].dtype == torch.bfloat16
+
+
+def test_adapters_beside_a_model_leave_nothing_in_its_exports(tmp_path: Path):
+    for name in ("config.json", "adapter_config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    assert read_metadata_files(tmp_path).keys() == {"config.json", "tokenizer.json"}
 
 
 def test_a_header_that_is_full_begins_the_next_file(

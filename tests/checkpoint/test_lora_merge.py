@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rlmath.checkpoint.hf.headers import TensorFormats
 from rlmath.checkpoint.hf.lora_merge import kept_share, merged_weight
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.checkpoint.hf.weight_map import adapter_name
+from rlmath.cli import convert
 from rlmath.models.lora import Adapter
 from rlmath.rollout.weight_sync.weight_sync import SourceMatrices
 from tests.checkpoint.conversions import ALPHA, RANK, in_bfloat16, lora_checkpoint, weights
@@ -147,6 +149,24 @@ def test_a_wider_format_has_all_that_the_adapters_learned(
             a, b = (adapters[adapter_name(name, matrix)].double() for matrix in "AB")
             exact += ALPHA / RANK * b @ a
         assert torch.equal(converted[name], exact.to(written)), name
+
+
+def test_a_conversion_and_its_card_say_what_rounding_has_lost(
+    untied_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = in_bfloat16(untied_model, tmp_path / "base")
+    state = lora_checkpoint(base, tmp_path / "run" / "step-000001", torch.bfloat16)
+    arguments = ["to-hf", "--checkpoint", str(state), "--output"]
+    rounded = tmp_path / "rounded"
+    assert convert.main([*arguments, str(rounded)]) == 0
+    errors = capsys.readouterr().err
+    sentence = r"ounded, the model keeps [\d.]+% of what was learned; the adapters have all of it: "
+    sentence += "convert by to-hf --adapter, or by --dtype float32"
+    assert re.fullmatch(f"{rounded}: r{sentence}\n", errors)
+    assert re.search(f"\n\nR{sentence}\\.\n\n", (rounded / "README.md").read_text())
+    assert convert.main([*arguments, str(tmp_path / "whole"), "--dtype", "float32"]) == 0
+    assert capsys.readouterr().err == ""
+    assert "the model keeps" not in (tmp_path / "whole" / "README.md").read_text()
 
 
 def weights_of_adapters(state: Path, base: Path, output: Path) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlmath.checkpoint.convert.convert import adapters_to_hf, megatron_to_hf
+from rlmath.checkpoint.directory import finish_partial, partial_of
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.cli.api import Run
 from rlmath.evals.benchmarks import check_head_dim, find_benchmark, model_positions
@@ -223,6 +224,82 @@ def test_without_the_model_that_a_run_began_with_the_merged_one_is_evaluated(
             resolve_model(folder, tmp_path / "out")
 
 
+def complete(run: Path) -> Path:
+    """Give the run's checkpoint a manifest, with which it is complete."""
+    root = run / "checkpoints"
+    partial = (root / "step-000001").rename(partial_of(root, 1))
+    return finish_partial(partial, 1, kept=False, known={}).folder
+
+
+def test_adapters_are_not_put_on_another_model_than_the_run_began_with(
+    lora_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    complete(lora_run)
+    assert resolve_model(lora_run, tmp_path / "out").folder == tmp_path / "base"
+    spoil(tmp_path / "base")
+    export = lora_run / "hf_model"
+    model = resolve_model(lora_run, tmp_path / "out")
+    assert (model.folder, model.adapter) == (export, None)
+    assert "with its adapters merged" in caplog.text
+    assert f'for another model than that in "{tmp_path}/base"' in caplog.text
+    for file in export.glob("*.*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"for another model than .*base_model_name_or_path"):
+        resolve_model(lora_run, tmp_path / "out")
+
+
+def test_the_model_that_a_run_had_from_the_hub_is_taken_from_the_cache_alone(
+    lora_run: Path,
+    untied_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    commit = "0123456789" * 4
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    checkpoint = lora_run / "checkpoints" / "step-000001"
+    settings = (checkpoint / "config.yaml").read_text()
+    settings = settings.replace(str(untied_model), f"hf://org/name#{commit}")
+    for folder in (lora_run, checkpoint):
+        (folder / "config.yaml").write_text(settings)
+    adapter = lora_run / "hf_model" / "adapter"
+    change_config(adapter, base_model_name_or_path="org/name")
+    assert resolve_model(lora_run, tmp_path / "out").folder == lora_run / "hf_model"
+    with pytest.raises(ValueError, match=f"for a model that is not in .*/snapshots/{commit}"):
+        resolve_model(checkpoint / "state", tmp_path / "none")
+    snapshot = tmp_path / "cache" / "models--org--name" / "snapshots" / commit
+    shutil.copytree(tmp_path / "base", snapshot)
+    model = resolve_model(lora_run, tmp_path / "out")
+    assert (model.folder, model.adapter) == (snapshot, adapter)
+    assert resolve_model(checkpoint / "state", tmp_path / "later").folder == snapshot
+    assert "Asking the Hugging Face hub" not in caplog.text
+
+
+def test_adapters_without_a_tokenizer_take_that_of_their_run_else_of_the_base_with_a_warning(
+    lora_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = complete(lora_run)
+    export = lora_run / "hf_model"
+    for file in export.glob("*.*"):
+        file.unlink()
+    model = resolve_model(lora_run, tmp_path / "out")
+    assert model.tokenizer == model.stop_tokens == checkpoint / "hf"
+    assert "chat template" not in caplog.text
+    assert resolve_model(export, tmp_path / "out").tokenizer == tmp_path / "base"
+    assert f"prompts follow the chat template of {tmp_path}/base" in caplog.text
+
+
+def test_lengths_that_the_model_of_adapters_cannot_have_are_refused_before_it_is_loaded(
+    lora_run: Path, tmp_path: Path
+) -> None:
+    adapter = shutil.copytree(lora_run / "hf_model" / "adapter", tmp_path / "theirs")
+    paths = f"--benchmarks none --data-dir docs --output {tmp_path}/out".split()
+    arguments = parse(["--model", str(adapter), "--max-new-tokens", "256", *paths])
+    problems = input_problems(plan_of(arguments))
+    assert any("--max-new-tokens is 256; the model has 256 positions" in text for text in problems)
+
+
 def test_adapters_of_another_tool_may_be_of_some_matrices(lora_run: Path, tmp_path: Path) -> None:
     adapter = Path(shutil.copytree(lora_run / "hf_model" / "adapter", tmp_path / "theirs"))
     tensors = load_file(adapter / "adapter_model.safetensors")
@@ -243,7 +320,10 @@ def test_adapters_of_another_tool_may_be_of_some_matrices(lora_run: Path, tmp_pa
         ({"r": 513}, '"r" is 513; needed: "LORA" and a rank from 1 to 512'),
         ({"r": 8}, "56 of 56 tensors are no A and B of rank 8"),
         ({"peft_type": "IA3"}, "\"peft_type\" is 'IA3'"),
-        ({"lora_alpha": None}, '"lora_alpha" is None; needed: a number'),
+        ({"lora_alpha": None}, '"lora_alpha" is None; needed: a finite number'),
+        ({"lora_alpha": 10**400}, "; needed: a finite number"),
+        ({"target_modules": None}, '"target_modules" in adapter_config.json is missing'),
+        ({"target_modules": []}, '"target_modules" in adapter_config.json is missing'),
         ({"use_dora": True}, '"use_dora" is true, which is not supported'),
         ({"init_lora_weights": "pissa"}, "changes the weights of the model, too"),
     ],
@@ -276,7 +356,7 @@ def test_adapters_without_their_model_are_refused(tmp_path: Path) -> None:
     for folder in (adapter, adapter.parent):
         with pytest.raises(
             ValueError,
-            match=r'adapter" has adapters .* without their model: .*org/name.* folder of',
+            match=r"without their model: .*org/name.* edit that field to name a local folder of",
         ):
             resolve_model(folder, tmp_path / "out")
     with pytest.raises(ValueError, match=r"only its adapters \(save.merged=false\)"):

@@ -219,8 +219,9 @@ def test_a_terminal_sees_that_it_begins_and_lines_wrapped_between_words(
 def test_a_call_of_the_tool_is_drawn_behind_the_first_prompt(dry, tmp_path: Path):
     model = make_script_model(tmp_path / "script", positions=256)
     tools = ("tools.max_calls=2", "tools.max_output_tokens=64", "tools.isolation=none")
-    settings = [*TINY, f"model.path={model}", "data.template=raw", *tools, "tools.format=fence"]
-    status, out, err = dry(SMALL_R1, *settings)
+    status, out, err = dry(
+        SMALL_R1, *TINY, f"model.path={model}", "data.template=raw", "tools.format=fence", *tools
+    )
     assert status == 0, err
     _, line, drawn = out.partition(
         "Tool: Python in fences, 2 calls of a completion at most, each with up to 64 tokens of "

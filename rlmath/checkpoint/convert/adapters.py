@@ -20,7 +20,7 @@ from rlmath.checkpoint.hf.lora_merge import merged_weight
 from rlmath.checkpoint.hf.weight_map import adapter_name, hf_tensors
 from rlmath.checkpoint.hf.weights import HFReader
 from rlmath.config.help import raise_problems
-from rlmath.config.hub import local_folder
+from rlmath.config.hub import cached_folder, local_folder
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
@@ -40,12 +40,17 @@ def lora_run(reader: StateReader) -> Config | None:
     return load_config([settings], [], saved=True)
 
 
-def base_model(reader: StateReader, run: Config, shape: ModelShape, base: Path | None) -> Path:
+def base_model(
+    reader: StateReader, run: Config, shape: ModelShape, base: Path | None, fetches: bool = True
+) -> Path:
     """The folder of the adapters' model, `base` or the run's `model.path`.
 
+    An id of the hub is fetched, or looked up in the cache alone where `fetches` is false.
     ValueError if it is missing or wrong."""
-    needed = read_progress(reader.folder.parent).model_fingerprint
-    folder = base or local_folder(run.model.path, "model.path")
+    folder = base
+    if folder is None:
+        find = local_folder if fetches else cached_folder
+        folder = find(run.model.path, "model.path")
     change = (
         "Name it by rlmath convert to-hf --base." if base is None else "Name another by --base."
     )
@@ -54,14 +59,19 @@ def base_model(reader: StateReader, run: Config, shape: ModelShape, base: Path |
             f'{reader.folder} has adapters (LoRA) for a model that is not in "{folder}". {change}'
         )
     raise_problems(f"the model of the adapters, {folder}", weight_problems(folder, shape))
-    fingerprint = fingerprint_to_compare(needed, model_fingerprint(folder), folder)
+    check_base(reader.folder.parent, folder, change)
+    return folder
+
+
+def check_base(checkpoint: Path, base: Path, change: str) -> None:
+    """ValueError, which advises a `change`, unless a checkpoint's adapters belong to `base`."""
+    needed = read_progress(checkpoint).model_fingerprint
+    fingerprint = fingerprint_to_compare(needed, model_fingerprint(base), base)
     if fingerprint != needed:
         raise ValueError(
-            f'{reader.folder} has adapters (LoRA) for another model than that in "{folder}" '
-            f"(fingerprint {needed} "
-            f"there, {fingerprint} here). {change}"
+            f'{checkpoint} has adapters (LoRA) for another model than that in "{base}" '
+            f"(fingerprint {needed} there, {fingerprint} here). {change}"
         )
-    return folder
 
 
 def merged_tensors(
@@ -70,12 +80,13 @@ def merged_tensors(
     shape: ModelShape,
     base: Path,
     dtype: torch.dtype,
+    sums: list[Tensor],
     written: TensorFormats | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face tensor of the trained model (`merged_weight`).
 
     It was trained in `dtype`; what has adapters is rounded once, to its format in `written` (None:
-    `dtype`)."""
+    `dtype`). What each merge keeps is appended to `sums`, for `kept_share`."""
     reader = HFReader(base)
     scale = run.lora.alpha / run.lora.rank
     for name in hf_tensors(shape):
@@ -83,5 +94,6 @@ def merged_tensors(
         if (a := adapters.get(adapter_name(name, "A"))) is not None:
             rounded = None if written is None else getattr(torch, written.of(name))
             b = adapters[adapter_name(name, "B")]
-            weight, _ = merged_weight(weight, b, a, scale, written=rounded)
+            weight, kept = merged_weight(weight, b, a, scale, written=rounded)
+            sums.append(kept)
         yield name, weight

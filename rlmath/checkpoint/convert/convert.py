@@ -13,7 +13,7 @@ import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,6 +39,7 @@ from rlmath.checkpoint.hf.headers import (
     tensor_problems,
     unexpected_tensors,
 )
+from rlmath.checkpoint.hf.lora_merge import kept_share
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files
 from rlmath.checkpoint.hf.peft import adapter_files
 from rlmath.checkpoint.hf.weight_map import adapter_rules, hf_tensors, is_value_head
@@ -76,6 +77,8 @@ class Converted:
     """Number of Hugging Face tensors."""
     bytes: int
     dtype: torch.dtype
+    kept: float = 1.0
+    """The share of what adapters learned that the model has, merged and rounded."""
 
     def line(self, output: Path, seconds: float) -> str:
         """One line for people, with this process's largest memory so far."""
@@ -173,15 +176,23 @@ def megatron_to_hf(
     )
     tensors = _tensors(reader, rectangles, shape)
     formats = formats or as_formats(written_dtype)
+    sums = list[Tensor]()
     if run is not None:
         assert base is not None
         tensors = merged_tensors(
-            dict(tensors), run, shape, base=base, dtype=stored_dtype, written=formats
+            dict(tensors),
+            run,
+            shape,
+            base=base,
+            dtype=stored_dtype,
+            sums=sums,
+            written=formats,
         )
     finite = ((name, _finite(name, weight, written_dtype, state)) for name, weight in tensors)
-    return _write_hf(
+    converted = _write_hf(
         finite, shape, metadata_files, output=output, formats=formats, shard_bytes=shard_bytes
     )
+    return replace(converted, kept=kept_share(sums, over_ranks=False))
 
 
 def begun_model_to_hf(
@@ -194,7 +205,7 @@ def begun_model_to_hf(
     reader = HFReader(run.model.adapter_path or "", ADAPTER_FILE)
     rules = adapter_rules(shape.architecture, run.lora.rank, run.lora.target)
     adapters = {name: reader.tensor(name).to(dtype) for name in hf_tensors(shape, rules)}
-    tensors = merged_tensors(adapters, run, shape, base=base, dtype=dtype)
+    tensors = merged_tensors(adapters, run, shape, base=base, dtype=dtype, sums=[])
     metadata = read_metadata_files(base)
     formats = as_formats(dtype)
     return _write_hf(

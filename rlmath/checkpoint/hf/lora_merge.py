@@ -54,12 +54,14 @@ def merged_dtype(written: torch.dtype | None) -> torch.dtype | None:
     return torch.float32 if written == torch.float16 else written
 
 
-def kept_share(sums: Iterable[Tensor]) -> float:
+def kept_share(sums: Iterable[Tensor], over_ranks: bool = True) -> float:
     """The share of the adapters' updates that merged weights have, over the merges of all ranks.
 
     `sums` are those that `merged_weight` gave on this rank; it is 1 where nothing has been learned.
-    A collective."""
+    A collective, but not with `over_ranks` false: then of this process's merges alone."""
     pairs = [*sums]
     kept, norm = torch.stack(pairs).sum(0).tolist() if pairs else (0.0, 0.0)
-    summed, _ = reduce_over_ranks({"kept": kept, "norm": norm}, {})
+    summed = {"kept": kept, "norm": norm}
+    if over_ranks:
+        summed, _ = reduce_over_ranks(summed, {})
     return summed["kept"] / summed["norm"] if summed["norm"] else 1.0

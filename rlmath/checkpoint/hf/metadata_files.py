@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlmath.config.files import read_regular
+from rlmath.config.run_files import ADAPTER_CONFIG
 
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -21,7 +22,7 @@ MAX_METADATA_BYTES = 2**29
 def read_metadata_files(source: str | Path) -> dict[str, bytes]:
     """Configuration and tokenizer files of a Hugging Face folder, by path in it.
 
-    Small: some MB at most."""
+    Small: some MB at most. That of adapters is none of the model's."""
     folder = Path(source)
     return {
         str(file.relative_to(folder)): read_regular(file, MAX_METADATA_BYTES)
@@ -29,6 +30,7 @@ def read_metadata_files(source: str | Path) -> dict[str, bytes]:
         if file.is_file()
         and file.suffix in (".json", ".txt", ".model", ".jinja")
         and "safetensors" not in file.name
+        and file.name != ADAPTER_CONFIG
     }
 
 

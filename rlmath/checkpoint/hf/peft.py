@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -127,8 +128,13 @@ def engine_problems(folder: Path, shape: ModelShape) -> Iterator[str]:
             f'"LORA" and a rank from 1 to {BUFFER_RANKS[-1]}.'
         )
         return
-    if type(alpha) not in (int, float):
-        yield f'"{folder}": "lora_alpha" is {alpha!r}; needed: a number.'
+    if type(alpha) not in (int, float) or not abs(alpha) <= sys.float_info.max:
+        yield f'"{folder}": "lora_alpha" is {alpha!r:.40}; needed: a finite number.'
+    if not config.get("target_modules"):
+        yield (
+            f'"{folder}": "target_modules" in {ADAPTER_CONFIG} is missing or empty; needed: the '
+            "names of the layers that have adapters."
+        )
     for problem in _unsupported_fields(config):
         yield f'"{folder}": {problem}'
     expected = hf_tensors(shape, adapter_rules(shape.architecture, rank, "all"))
@@ -159,8 +165,9 @@ def base_folder(folder: Path) -> Path:
         raise ValueError(
             f'"{folder}" has adapters (LoRA) without their model: "base_model_name_or_path" in its '
             f"{ADAPTER_CONFIG} is {visible(str(named))!r:.200}, and that is no folder of a model "
-            "here. Put such a folder there, or give the folder of the adapters' run or a whole "
-            "model (PEFT: merge_and_unload)."
+            "here. Put such a folder there, or edit that field to name a local folder of the "
+            "model; or give the folder of the adapters' run or a whole model (PEFT: "
+            "merge_and_unload)."
         )
     return Path(named)
 

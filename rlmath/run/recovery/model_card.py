@@ -48,11 +48,12 @@ def model_card(
     output_dir: Path | None = None,
     is_adapter: bool = False,
     kept: float = 1.0,
+    adapter: str | None = ADAPTER_FOLDER,
 ) -> bytes:
     """The card of the model, or of its adapters alone, after so many steps.
 
     `total_steps` is None if it is not known; metrics are those in `output_dir` (None: the run's).
-    The model has the share `kept` of what its adapters learned (`kept_text`)."""
+    The model has the share `kept` of what its adapters learned (`kept_text`, also on `adapter`)."""
     settings = shown_values(config)
     base = base_name(settings["model.path"])
     library = "peft" if is_adapter else "transformers"
@@ -69,7 +70,7 @@ def model_card(
         f"---\n{_yaml(front)}---",
         f"# {'LoRA adapters of ' if is_adapter else ''}{_code(base)}, trained by rlmath",
         f"Trained from {_code(base)} by {kind} with rlmath {rlmath.__version__}: {steps}.",
-        *([text[0].upper() + text[1:] + "."] if (text := kept_text(kept, ADAPTER_FOLDER)) else []),
+        *([text[0].upper() + text[1:] + "."] if (text := kept_text(kept, adapter)) else []),
         "## Data",
         "\n".join(f"- {_code(without_folders(path))}" for path in data_paths),
         *_measured(output_dir or Path(config.run.output_dir), steps_done),
@@ -80,26 +81,28 @@ def model_card(
     return ("\n\n".join(sections) + "\n").encode("utf-8", "replace")
 
 
-def kept_text(kept: float, adapter: str) -> str:
+def kept_text(kept: float, adapter: str | None) -> str:
     """What a merged model has lost by rounding, and from ENOUGH_KEPT down what to take in its place.
 
-    "" where it has all. `adapter` is the folder of its adapters.
+    "" where it has all. `adapter` is the folder of its adapters; None: it was converted without.
 
     >>> kept_text(1.0, "adapter"), kept_text(0.991, "adapter")
     ('', 'rounded, the model keeps 99.1% of what was learned; adapter/ has all of it')
     >>> kept_text(0.17, "adapter").partition(": ")[2]
     'use that, or export with save.merged_dtype=float32'
+    >>> kept_text(0.17, None).partition("; ")[2]
+    'the adapters have all of it: convert by to-hf --adapter, or by --dtype float32'
     """
     if not kept < _ALL_KEPT:
         return ""
-    text = (
-        f"rounded, the model keeps {100 * kept:.3g}% of what was learned; {adapter}/ has all of it"
-    )
-    return (
-        text
-        if kept >= ENOUGH_KEPT
-        else f"{text}: use that, or export with save.merged_dtype=float32"
-    )
+    if adapter is None:
+        whole = "the adapters have all of it"
+        advice = "convert by to-hf --adapter, or by --dtype float32"
+    else:
+        whole = f"{adapter}/ has all of it"
+        advice = "use that, or export with save.merged_dtype=float32"
+    text = f"rounded, the model keeps {100 * kept:.3g}% of what was learned; {whole}"
+    return text if kept >= ENOUGH_KEPT else f"{text}: {advice}"
 
 
 def base_name(model: str) -> str:
