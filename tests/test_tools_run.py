@@ -124,8 +124,8 @@ def test_a_capture_has_the_calls_and_its_update_masks_void_turns(
     assert any(not completion.text.endswith("}") for completion in completions)
     comparison, _ = replay(folder, "--output", str(tmp_path / "mask"))
     assert comparison["same"]
-    keeping = ("tools.void_turns=keep", "--output", str(tmp_path / "keep"))
-    comparison, _ = replay(folder, *keeping, expect=FAILURE)
+    output = str(tmp_path / "keep")
+    comparison, _ = replay(folder, "tools.void_turns=keep", "--output", output, expect=FAILURE)
     relative = [
         difference["relative"]
         for difference in comparison["differences"]

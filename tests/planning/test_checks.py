@@ -707,8 +707,9 @@ def test_a_name_of_the_hub_is_told_how_to_be_downloaded(
 def test_a_tool_needs_a_machine_that_isolates_it(place: Path, monkeypatch: pytest.MonkeyPatch):
     change_model(place, max_position_embeddings=128)
     monkeypatch.setattr(kernel, "landlock_version", lambda: 0)
-    tools = ["tools.max_calls=1", "tools.max_output_tokens=64"]
-    settings = [*tools, "policy.max_tokens_per_microbatch=128", "tools.isolation=landlock"]
-    check(place, *settings)
-    told = problem(place, *settings, "tools.format=fence")
+    lengths = "policy.max_tokens_per_microbatch=128"
+    calls = "tools.max_calls=1"
+    outputs = "tools.max_output_tokens=64"
+    check(place, lengths, calls, outputs)
+    told = problem(place, lengths, calls, outputs, "tools.format=fence")
     assert told.startswith("tools.isolation: ") and "kernel with Landlock" in told
