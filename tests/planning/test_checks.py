@@ -708,8 +708,7 @@ def test_a_tool_needs_a_machine_that_isolates_it(place: Path, monkeypatch: pytes
     change_model(place, max_position_embeddings=128)
     monkeypatch.setattr(kernel, "landlock_version", lambda: 0)
     lengths = "policy.max_tokens_per_microbatch=128"
-    calls = "tools.max_calls=1"
-    outputs = "tools.max_output_tokens=64"
-    check(place, lengths, calls, outputs)
-    told = problem(place, lengths, calls, outputs, "tools.format=fence")
+    tools = ["tools.max_calls=1", "tools.max_output_tokens=64", "tools.format=fence"]
+    check(place, lengths, "tools.format=null")
+    told = problem(place, lengths, *tools)
     assert told.startswith("tools.isolation: ") and "kernel with Landlock" in told
