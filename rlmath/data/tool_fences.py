@@ -108,6 +108,7 @@ class FenceFormat:
         if len(token_ids) <= limit:
             return ShownOutput(token_ids, text, is_cut=False)
         text_ids = self._encoded(text)
+        cut_text = text
         length = self._max_output_tokens
         while len(token_ids) > limit:
             length = max(0, length - 8)

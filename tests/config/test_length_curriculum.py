@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from rlmath.config.length_curriculum import (
     with_longest_lengths,
 )
 from rlmath.config.load import load_config
-from rlmath.config.schema import Config
+from rlmath.config.schema import Config, ToolsConfig
 from rlmath.planning.checks import setting_problems
 from rlmath.planning.setting_warnings import config_warnings
 from tests.planning.of_policy import problems_of_shapes
@@ -106,11 +107,10 @@ def test_engine_and_memory_have_room_for_the_longest():
 
 def test_the_engine_has_room_for_what_tools_write():
     """Outputs and 16 tokens of fences around each, for every call."""
-    calls, output = "tools.max_calls=2", "tools.max_output_tokens=100"
-    length = "rollout.max_new_tokens=700"
-    assert engine_length(settings(length, calls, output)) == 1700
-    assert engine_length(settings(length, calls, output, "tools.format=fence")) == 1932
-    assert engine_length(settings(*THREE, calls, output, "tools.format=fence")) == 25808
+    config = settings("rollout.max_new_tokens=700", "tools.format=fence")
+    tools = ToolsConfig(format="fence", max_calls=2, max_output_tokens=100)
+    assert engine_length(replace(config, tools=tools)) == 1932
+    assert engine_length(replace(config, tools=replace(tools, format=None))) == 1700
 
 
 def test_every_validation_of_a_run_has_the_same_limit():

@@ -215,9 +215,9 @@ def test_plugins_make_prompts_of_rows_and_validation_has_a_template_of_its_own(
     assert validated(template="raw") == expected("")
     assert validated(template=None) == expected("Q")
     # The context grows with outputs of tools, and none is left for longer prompts.
-    tools = ToolsConfig(format="fence", max_calls=1, max_output_tokens=64)
+    tools = ToolsConfig(format="fence", max_calls=10, max_output_tokens=64)
     config = replace(config, tools=tools)
-    with pytest.raises(ValueError, match="leaves room for 9 new tokens in a context of 98"):
+    with pytest.raises(ValueError, match="leaves room for 9 new tokens in a context of 818"):
         validated(template="qwen_boxed")
     assert validated() == expected("HH")
     config = replace(config, tools=ToolsConfig())

@@ -126,7 +126,9 @@ def rollout_error(engine: Any, mesh: Mesh, tokenizer: Any) -> str:
     sandboxes = open_sandboxes(TOOLS)
     engine.tools = CalledCompletions(TOOLS, tokenizer, sandboxes)
     engine.on_step = killer(sandboxes)
-    collector = Collector(engine, mesh, tokenizer, ROLLOUT, RewardConfig(), pool)
+    collector = Collector(
+        engine, mesh, tokenizer, rollout=ROLLOUT, reward=RewardConfig(), pool=pool
+    )
     prompt = Prompt("q", PROMPT, tuple(map(number_of, PROMPT)), solutions=("42",), task="math")
     sampling = replace(training_sampling(ROLLOUT), samples=8)
     command = CollectGroups([prompt], sampling, RolloutSeed(1, 0), "")
