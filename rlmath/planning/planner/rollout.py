@@ -109,8 +109,8 @@ def _token_seconds(inputs: StepInputs, engines: int) -> float:
     """Seconds that a rank spends on the tokens of its engine.
 
     Every token passes through the model and its adapters and reads the keys and values of all
-    before it, and the host handles it. A group's prompt is computed once, as far as it fills blocks of the KV
-    cache."""
+    before it, and the host handles it. A group's prompt is computed once, as far as it fills blocks
+    of the KV cache."""
     batch = inputs.batch
     cluster = inputs.cluster
     ranks = inputs.config.rollout.tensor_parallel
