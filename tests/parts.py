@@ -66,6 +66,7 @@ PARTS = {
                 "rollout",
                 "switch",
                 "sync",
+                "tools",
             )
         ),
         "test_async_run.py",
@@ -93,6 +94,7 @@ PARTS = {
     "run": (
         *("run", "trainer", "replay", "telemetry", "test_divergence.py", "test_end_to_end.py"),
         *("test_everything_on.py", "test_rollback.py", "test_staged_run.py", "test_teacher_run.py"),
+        "test_tools_run.py",
         "test_train_sft.py",
     ),
     "evals": ("evals", "report"),

@@ -83,13 +83,14 @@ class Core:
 
 
 def running_of(core: Core, tools: CalledCompletions | None = None) -> RunningCompletions:
-    def process_inputs(name: str, prompt: Any, parameters: Any, tasks: Any) -> Any:
+    def process_inputs(name: str, prompt: Any, parameters: Any, **options: Any) -> Any:
         return SimpleNamespace(request_id=name, sampling_params=parameters, prompt=prompt)
 
     engine = SimpleNamespace(
         engine_core=core,
         input_processor=SimpleNamespace(process_inputs=process_inputs),
         get_supported_tasks=lambda: (),
+        vllm_config=SimpleNamespace(lora_config=None),
     )
     return RunningCompletions(SimpleNamespace(llm_engine=engine), RolloutConfig(), tools=tools)
 

@@ -424,7 +424,10 @@ def test_what_an_engine_is_given_for_the_device() -> None:
         "worker_cls": "rlmath.rollout.shared_gpu_worker.SharedGPUWorker",
         "enable_sleep_mode": True,
         "moe_backend": "triton",
-        "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+        "compilation_config": {
+            "pass_config": {"fuse_allreduce_rms": False},
+            "cudagraph_specialize_lora": False,
+        },
     }
     exact = replace(GPU, params_dtype=torch.float16, head_dtype=torch.float32)
     formats = {"dtype": "float16", "hf_overrides": {"head_dtype": "float32"}}
