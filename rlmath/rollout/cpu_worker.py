@@ -31,6 +31,8 @@ from rlmath.rollout.engine_sleep import cache_storages
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MADV_DONTNEED = 4
+LEAST_ROWS = 8
+"""Rows of a product from which MKL rounds each one alike; it has other kernels for one or two."""
 _libc = ctypes.CDLL(None)
 
 
@@ -74,7 +76,7 @@ class RlmathCPUWorker(CPUWorker):
         self.model_runner.set_active_loras = lambda *arguments, **keywords: None
         for module in self.get_model().modules():
             if isinstance(module, BaseLinearLayerWithLoRA):
-                _apply_adapter_at_once(module)
+                apply_adapter_at_once(module)
             if (
                 type(module) is RMSNorm
                 and module.has_weight
@@ -187,10 +189,11 @@ def _rms_norm(
     return normed
 
 
-def _apply_adapter_at_once(layer: BaseLinearLayerWithLoRA) -> None:
+def apply_adapter_at_once(layer: BaseLinearLayerWithLoRA) -> None:
     """Let a layer add its only adapter as x A^T B^T, to the output of each of its matrices.
 
-    x A^T is one product: the buffers of A become parts of one, one below the other."""
+    x A^T is one product: the buffers of A become parts of one, one below the other. Few tokens are
+    filled up with zeros, so that a token's sum does not depend on how many others there are."""
     all_a = torch.cat([a[0, 0] for a in layer.lora_a_stacked])
     rank = layer.lora_a_stacked[0].shape[2]
     layer.lora_a_stacked = tuple(a[None, None] for a in all_a.split(rank))
@@ -199,11 +202,15 @@ def _apply_adapter_at_once(layer: BaseLinearLayerWithLoRA) -> None:
     def apply(x_TK: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         base = layer.base_layer
         output = base.quant_method.apply(base, x_TK, bias)
+        tokens = len(output)
+        missing = (0, 0, 0, max(0, LEAST_ROWS - tokens))
+        x_TK = torch.nn.functional.pad(x_TK, missing)
+        output = torch.nn.functional.pad(output, missing)
         outputs = output.split([len(b) for b in matrices_b], dim=1)
         low = (x_TK @ all_a.t()).split(rank, dim=1)
         for output_part, low_part, b in zip(outputs, low, matrices_b, strict=True):
             output_part.addmm_(low_part, b.t())
-        return output
+        return output[:tokens]
 
     layer.apply = apply
 

@@ -1,5 +1,8 @@
 """The memory of the CPU engine's KV cache."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ from vllm.v1.sample import sampler  # noqa: E402
 from rlmath.rollout.cpu_worker import (  # noqa: E402
     PAGE_BYTES,
     _ZeroPages,
+    apply_adapter_at_once,
     fill_with_zero_pages,
     gather_without_ranks,
 )
@@ -41,6 +45,30 @@ def test_a_new_cache_is_zero_and_takes_no_memory_until_it_is_used():
         small = torch.zeros(3, 5)
     assert resident_bytes() < before + 2**23
     assert not cache.any() and not small.any() and small.shape == (3, 5)
+
+
+def test_what_an_adapter_adds_to_a_token_does_not_depend_on_the_others():
+    """A query, key and value of 32, 8 and 8 rows, of 64 columns, with an adapter of rank 8."""
+    torch.manual_seed(0)
+    weights = [torch.randn(rows, 64) for rows in (32, 8, 8)]
+    matrices_a = [torch.randn(8, 64) for _ in weights]
+    matrices_b = [torch.randn(len(weight), 8) for weight in weights]
+    base = torch.randn(40, 48)
+    quant_method = SimpleNamespace(apply=lambda layer, x_TK, bias: base[: len(x_TK)].clone())
+    layer: Any = SimpleNamespace(
+        lora_a_stacked=tuple(a[None, None] for a in matrices_a),
+        lora_b_stacked=tuple(b[None, None] for b in matrices_b),
+        base_layer=SimpleNamespace(quant_method=quant_method),
+    )
+    apply_adapter_at_once(layer)
+    x_TK = torch.randn(40, 64)
+    whole = layer.apply(x_TK)
+    parts = [b @ a for a, b in zip(matrices_a, matrices_b, strict=True)]
+    torch.testing.assert_close(whole, base + x_TK @ torch.cat(parts).t(), rtol=1e-4, atol=1e-4)
+    for tokens in range(1, 40):
+        assert torch.equal(layer.apply(x_TK[:tokens]), whole[:tokens]), tokens
+    layer.lora_b_stacked[1].zero_()
+    assert torch.equal(layer.apply(x_TK)[:, 32:40], base[:, 32:40]), "buffers are written in place"
 
 
 def test_nothing_of_the_sampler_is_compiled():
