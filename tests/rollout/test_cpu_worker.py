@@ -1,5 +1,6 @@
 """The memory of the CPU engine's KV cache."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,16 @@ def test_a_new_cache_is_zero_and_takes_no_memory_until_it_is_used():
     assert not cache.any() and not small.any() and small.shape == (3, 5)
 
 
-def test_what_an_adapter_adds_to_a_token_does_not_depend_on_the_others():
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As a rank of an engine has on CPU: several share a product in another way for each size."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_what_an_adapter_adds_to_a_token_does_not_depend_on_the_others(one_thread: None):
     """A query, key and value of 32, 8 and 8 rows, of 64 columns, with an adapter of rank 8."""
     torch.manual_seed(0)
     weights = [torch.randn(rows, 64) for rows in (32, 8, 8)]
