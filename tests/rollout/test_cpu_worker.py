@@ -50,7 +50,7 @@ def test_a_new_cache_is_zero_and_takes_no_memory_until_it_is_used():
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """As a rank of an engine has on CPU: several share a product in another way for each size."""
+    """One thread, as ranks have on CPU: several share a product in another way for each size."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
