@@ -57,7 +57,8 @@ class CompletionRecord:
 def read_completions(folder: Path, benchmark: str) -> dict[Key, CompletionRecord]:
     """All completions of a benchmark in a folder, without their texts.
 
-    One that is lost gives way to another of its problem and index. ValueError for a line that is no completion."""
+    One that is lost gives way to another of its problem and index. ValueError for a line that is no
+    completion."""
     records: dict[Key, CompletionRecord] = {}
     for path in sorted((folder / GENERATIONS / benchmark).glob("*.jsonl")):
         with path.open("rb") as lines:

@@ -203,9 +203,10 @@ def apply_adapter_at_once(layer: BaseLinearLayerWithLoRA) -> None:
         base = layer.base_layer
         output = base.quant_method.apply(base, x_TK, bias)
         tokens = len(output)
-        missing = (0, 0, 0, max(0, LEAST_ROWS - tokens))
-        x_TK = torch.nn.functional.pad(x_TK, missing)
-        output = torch.nn.functional.pad(output, missing)
+        if tokens < LEAST_ROWS:
+            missing = (0, 0, 0, LEAST_ROWS - tokens)
+            x_TK = torch.nn.functional.pad(x_TK, missing)
+            output = torch.nn.functional.pad(output, missing)
         outputs = output.split([len(b) for b in matrices_b], dim=1)
         low = (x_TK @ all_a.t()).split(rank, dim=1)
         for output_part, low_part, b in zip(outputs, low, matrices_b, strict=True):

@@ -155,13 +155,7 @@ class ColocatedEngines(Engines):
         self._scorer = validation_scorer(config, mesh)
         shape = context.shapes.policy
         adapters = engine_adapters(shape, config.lora)
-        if context.device.kind == "cpu":
-            target = cpu_target(config.policy)
-        else:
-            target = planned_target(config.memory, config.policy, config.run.device)
-        keeps_weights = all(
-            all_gather_objects(keeps_base(config, context.shapes, mesh.world_size, target=target))
-        )
+        keeps_weights = bool(adapters) and _keeps_weights(context)
         logger.info("Starting: importing vLLM, building the engine (seconds to minutes) ...")
         self.engine = Engine(
             config.model.path,
@@ -347,6 +341,19 @@ class SeparateEngines(Engines):
 
 
 # --------------------------------------------------------- what both sides derive from the settings
+
+
+def _keeps_weights(context: RankContext[Inputs]) -> bool:
+    """Whether engines keep the weights that do not learn, the same on all ranks.
+
+    A collective."""
+    config = context.config
+    if context.device.kind == "cpu":
+        target = cpu_target(config.policy)
+    else:
+        target = planned_target(config.memory, config.policy, config.run.device)
+    keeps = keeps_base(config, context.shapes, context.mesh.world_size, target=target)
+    return all(all_gather_objects(keeps))
 
 
 def validation_scorer(config: Config, mesh: Mesh) -> RewardWorkers | None:
