@@ -28,7 +28,14 @@ from rlmath.config.files import read_regular
 from rlmath.config.help import nearest_word
 from rlmath.config.schema import DataConfig
 from rlmath.config.terminal import excerpt
-from rlmath.data.columns import Message, for_template, text_problem, tool_names, weight_of
+from rlmath.data.columns import (
+    Message,
+    for_template,
+    text_problem,
+    tool_names,
+    weight_of,
+    with_arguments_as_text,
+)
 from rlmath.data.rows import RowError
 
 if TYPE_CHECKING:
@@ -52,6 +59,10 @@ MAX_TEMPLATE_BYTES = 2**20
 CHATML_END = "<|im_end|>"
 
 CHANGE = "use another data.template"
+CHANGE_CALLS = (
+    "give as data.chat_template one that writes tool_calls and tool turns, or write calls as "
+    "fences in the text (tools.format=fence)"
+)
 
 
 def user(content: str) -> Message:
@@ -75,6 +86,9 @@ class Piece:
     text: str
     learned: bool
     """Whether the piece is learned: what the assistant's turn adds, with the mark that ends it."""
+    token_ids: tuple[int, ...] | None = None
+    """The tokens of an output of a tool, as an engine puts it behind a call; None: what the
+    tokenizer makes of the text."""
 
 
 _NOT_JSON = ("None", "True", "yes", "on", "False", "no", "off")
@@ -312,19 +326,43 @@ def render(
     """The text of messages in the tokenizer's chat template, with all their keys and the tools.
 
     A `prompt` ends where the answer begins, and has the text of every turn but the assistant's.
+    Arguments of calls are objects, or JSON texts for a template that takes these alone.
 
     Errors, in which `name` is the messages': RowError where the template refuses them, leaves a
-    part out, or makes what is no text; ValueError where it is no template at all, takes too long or
-    too much memory."""
+    part or a call out, or makes what is no text; ValueError where it is no template at all, takes
+    too long or too much memory."""
+    if not any(message.get("tool_calls") for message in messages):
+        return _rendered(messages, messages, tokenizer, name, is_prompt=prompt, tools=tools)
+    try:
+        return _rendered(messages, messages, tokenizer, name, is_prompt=prompt, tools=tools)
+    except RowError as error:
+        with_text = with_arguments_as_text(messages)
+        try:
+            return _rendered(with_text, messages, tokenizer, name, is_prompt=prompt, tools=tools)
+        except RowError:
+            raise error from None
+
+
+def _rendered(
+    written: Sequence[Message],
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerFast,
+    name: str,
+    is_prompt: bool,
+    tools: Sequence[Message],
+) -> str:
+    """The text that the template makes of the messages as they are `written`; see `render`."""
     from jinja2 import TemplateSyntaxError
+
+    change = CHANGE_CALLS if _has_tools(messages) else CHANGE
 
     def rendered() -> str:
         return str(
             tokenizer.apply_chat_template(
-                for_template(messages),
+                for_template(written),
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
-                add_generation_prompt=prompt,
+                add_generation_prompt=is_prompt,
                 strftime_now=TEMPLATE_DATE.strftime,
             )
         )
@@ -337,14 +375,20 @@ def render(
         ) from error
     except Exception as error:  # whatever the template's code raises, as for an unknown role
         raise RowError(
-            f"the chat template cannot take {name}: {_reason(error)}; {CHANGE}"
+            f"the chat template cannot take {name}: {_reason(error)}; {change}"
         ) from error
     problem = text_problem(text)
-    if problem is not None and not (prompt and problem == "is blank"):
+    if problem is not None and not (is_prompt and problem == "is blank"):
         raise RowError(f"the chat template makes of {name} a text that {problem}; {CHANGE}")
-    if prompt:
+    _require_calls(messages, text, name)
+    if is_prompt:
         _require_turns(messages, tools, text, name)
     return text
+
+
+def _has_tools(messages: Sequence[Message]) -> bool:
+    """Whether there is a call, or an output of one."""
+    return any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
 
 
 def _reason(error: Exception) -> str:
@@ -389,10 +433,7 @@ def _require_turns(
         content = message.get("content")
         if message["role"] == "assistant" or not isinstance(content, str):
             continue
-        forms = [content]
-        if message["role"] == "tool":
-            forms += [json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]]
-        if not any(_squeezed(form) in squeezed for form in forms):
+        if not any(form in squeezed for form in _content_forms(message)):
             part = (
                 "the problem"
                 if number == len(messages)
@@ -403,14 +444,87 @@ def _require_turns(
         raise _left_out(f"the tools of {name}", text)
 
 
+def _content_forms(message: Message) -> list[str]:
+    """Texts, without white space, that a template may write for the content of a turn."""
+    content = message["content"]
+    forms = [content]
+    if message["role"] == "tool":
+        forms += [json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]]
+    return [_squeezed(form) for form in forms]
+
+
 def _require_answer(answer: Message, text: str, name: str) -> None:
-    """RowError for a conversation without a part of its last answer."""
-    parts = [answer.get("content"), answer.get("reasoning_content")]
-    calls = answer.get("tool_calls")
-    parts += tool_names(calls) if isinstance(calls, list) else []
-    squeezed = _squeezed(text)
-    if any(isinstance(part, str) and _squeezed(part) not in squeezed for part in parts):
+    """RowError for a text without a part of an answer."""
+    if not _has_texts(answer, text):
         raise _left_out(f"a part of the answer of {name}", text)
+
+
+def _has_texts(answer: Message, text: str) -> bool:
+    """Whether a text has what an answer says, beside its calls."""
+    parts = [answer.get("content"), answer.get("reasoning_content")]
+    squeezed = _squeezed(text)
+    return not any(isinstance(part, str) and _squeezed(part) not in squeezed for part in parts)
+
+
+def _require_calls(messages: Sequence[Message], text: str, name: str) -> None:
+    """RowError for a text without one of the calls, behind the turns before it."""
+    squeezed = _squeezed(text)
+    start = 0
+    for message in messages:
+        if message["role"] in ("user", "tool"):
+            ends = [
+                squeezed.find(form, start) + len(form)
+                for form in _content_forms(message)
+                if form in squeezed[start:]
+            ]
+            start = min(ends, default=start)
+        for call in message.get("tool_calls", ()):
+            end = _end_of_call(call, squeezed, start)
+            if end is None:
+                arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+                raise RowError(
+                    f"the chat template leaves out the call of {name}: it makes "
+                    f"{text[-60:]!r} of its last turns; needed are the name "
+                    f"{call['function']['name'][:40]!r} and the arguments {arguments[:60]}; "
+                    f"{CHANGE_CALLS}"
+                )
+            start = end
+
+
+def _end_of_call(call: Message, text: str, start: int) -> int | None:
+    """The end of a call in a text without white space, searched from `start`; None: it is not there.
+
+    Its name comes first. Arguments are a JSON object, or each name of an argument with its value,
+    but neither a dict of Python's nor a JSON text in quotes."""
+    function = call["function"]
+    function_name = _squeezed(function["name"])
+    position = text.find(function_name, start)
+    if position < 0:
+        return None
+    position += len(function_name)
+    arguments_text = json.dumps(function["arguments"], ensure_ascii=False)
+    arguments = json.loads(_squeezed(arguments_text))
+    decoder = json.JSONDecoder()
+    opening = text.find("{", position)
+    while opening >= 0:
+        try:
+            value, end = decoder.raw_decode(text, opening)
+        except (ValueError, RecursionError):
+            value = None
+        if value == arguments:
+            return end
+        opening = text.find("{", opening + 1)
+    mistaken = (str(function["arguments"]), json.dumps(arguments_text, ensure_ascii=False)[1:-1])
+    if any(_squeezed(form) in text[position:] for form in mistaken if function["arguments"]):
+        return None
+    for argument, value in function["arguments"].items():
+        written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for part in (argument, written):
+            part_at = text.find(_squeezed(part), position)
+            if part_at < 0:
+                return None
+            position = part_at + len(_squeezed(part))
+    return position
 
 
 def _left_out(part: str, text: str) -> RowError:
@@ -435,10 +549,11 @@ def conversation(
 
     The pieces end with the mark that ends the last learned turn. An assistant's turn is learned
     from where its generation begins, unless it has weight 0, or is an earlier one that the template
-    changes: Qwen3's takes the thinking out.
+    changes: Qwen3's takes the thinking out. One with calls is learned as the whole conversation has
+    it, where that has all of the turn.
 
-    RowError where the text does not begin with the last turn's prompt, and where no turn is left to
-    learn; other errors: as `render`."""
+    RowError where the text does not begin with the last turn's prompt, where a call behind the last
+    question cannot be learned, and where no turn is left to learn; other errors: as `render`."""
     token = chat_end(tokenizer)
     end = "" if token is None else str(tokenizer.convert_ids_to_tokens(token))
     ends = tuple(filter(None, (end, str(tokenizer.eos_token or ""))))
@@ -446,6 +561,9 @@ def conversation(
     whole = render(messages, tokenizer, name, prompt=False, tools=tools)
     pieces: list[Piece] = []
     position = 0
+    last_question = max(
+        (turn for turn, message in enumerate(messages) if message["role"] == "user"), default=0
+    )
     for turn in [turn for turn, message in enumerate(messages) if turn > 0 and weight_of(message)]:
         is_last = turn == len(messages) - 1
         start = render(messages[:turn], tokenizer, name, tools=tools)
@@ -463,9 +581,26 @@ def conversation(
         stop = text_so_far.rfind(end, len(start)) + len(end)
         if not end or stop < len(start):
             stop = len(text_so_far)
-        if is_last:
-            _require_answer(messages[turn], whole, name)
-        if whole.startswith(text_so_far[:stop]) and text_so_far.startswith(start):
+        has_calls = bool(messages[turn].get("tool_calls"))
+        if is_last or has_calls:
+            _require_answer(messages[turn], text_so_far, name)
+        is_kept = whole.startswith(text_so_far[:stop]) and text_so_far.startswith(start)
+        if not is_kept and has_calls:
+            stop = whole.find(end, len(start)) + len(end)
+            is_kept = (
+                whole.startswith(start)
+                and end in text_so_far[len(start) :]
+                and _has_turn(messages[turn], whole[len(start) : stop])
+            )
+            if not is_kept and turn > last_question:
+                raise RowError(
+                    f"the chat template writes the call in turn {turn + 1} of {name} otherwise "
+                    f"where more turns follow: its prompt ends {start[-60:]!r}, and the whole "
+                    f"conversation has {_behind_common(start, whole)!r} there, so that the call "
+                    "cannot be learned. Needed is a template that only appends: use another "
+                    "data.chat_template or data.chat_template_kwargs, or give the turn weight 0"
+                )
+        if is_kept:
             pieces.append(Piece(whole[position : len(start)], False))
             pieces.append(Piece(whole[len(start) : stop], True))
             position = stop
@@ -474,6 +609,15 @@ def conversation(
             f"{name} has no turn that is learned: they have weight 0, or the template changes them"
         )
     return whole, pieces
+
+
+def _has_turn(message: Message, text: str) -> bool:
+    """Whether a text has what a turn says and all its calls, in their order."""
+    squeezed = _squeezed(text)
+    end: int | None = 0
+    for call in message["tool_calls"]:
+        end = None if end is None else _end_of_call(call, squeezed, end)
+    return end is not None and _has_texts(message, text)
 
 
 def without_end(message: Message, ends: tuple[str, ...]) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -75,8 +76,16 @@ def _message_of(value: object, name: str) -> Message:
     if not isinstance(value, dict) or value.get("role") is None:
         raise RowError(f"each message of {name} needs role and content, got {short(value)}")
     message = {key: part for key, part in value.items() if part is not None or key == "content"}
+    calls = _calls_of(message.pop("tool_calls", None))
+    if calls:
+        message = {"content": None, **message, "tool_calls": calls}
     role = checked_text(message["role"], "role")
-    if not message.get("tool_calls"):
+    if calls and role != "assistant":
+        raise RowError(
+            f"a message of {role[:40]!r} has tool_calls; needed: calls in the assistant's turns "
+            "alone. Take them out, or correct the role"
+        )
+    if not calls:
         if "content" not in message:
             raise RowError(f"each message of {name} needs role and content, got {short(value)}")
         # The content of a tool's message may be blank.
@@ -91,6 +100,80 @@ def _message_of(value: object, name: str) -> Message:
             raise RowError(f"{path} has {problem}")
     weight_of(message)
     return message
+
+
+def _calls_of(value: object) -> list[dict[str, Any]]:
+    """The calls of a message, each as {"type", "function": {"name", "arguments"}} and its id.
+
+    `value` is a list, or the JSON text of one, as tables have it; a call may also be the function
+    alone. Arguments are an object, or the JSON text of one, and become the object. RowError for
+    what is none of these."""
+    value = _parsed_json(value, "tool_calls")
+    if value is None or value == []:
+        return []
+    if not isinstance(value, list):
+        raise RowError(f"tool_calls must be a list of calls, got {short(value)}")
+    return [_call_of(call) for call in value]
+
+
+def _call_of(value: object) -> dict[str, Any]:
+    """One call of a message; see `_calls_of`."""
+    function = value.get("function", value) if isinstance(value, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(value, Mapping) or not isinstance(function, Mapping) or name is None:
+        raise RowError(
+            "each of tool_calls needs a function with its name and arguments, got "
+            f"{short(value)}"
+        )
+    name = checked_text(name, "the name of a call")
+    arguments = _parsed_json(function.get("arguments"), f"the arguments of the call of {name!r}")
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise RowError(
+            f"the arguments of the call of {name[:40]!r} must be a JSON object, or the text of "
+            f"one, got {short(arguments)}"
+        )
+    about = {} if function is value else {key: value[key] for key in value if key != "function"}
+    return {
+        "type": "function",
+        **about,
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _parsed_json(value: object, name: str) -> Any:
+    """The value that a JSON text stands for; other values as they are, and None for a blank text.
+
+    RowError, in which `name` is the value's, for a text that is not JSON."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return parse_json(value)
+    except ValueError as error:
+        raise RowError(f"{name} is a text that is not JSON ({error})") from error
+
+
+def with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the arguments of all calls as JSON text, as OpenAI has them.
+
+    >>> call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    >>> with_arguments_as_text([{"role": "assistant", "tool_calls": [call]}])[0]["tool_calls"]
+    [{'function': {'name': 'add', 'arguments': '{"a": 1}'}}]
+    """
+    return [
+        {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_text(call: Message) -> Message:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def weight_of(message: Message) -> int:
@@ -119,12 +202,8 @@ def tools_of(value: object) -> tuple[Message, ...]:
     """The tools of a row's column, JSON schemas of functions.
 
     The column is a list, or the JSON text of one, as tables have it."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = parse_json(value)
-        except ValueError as error:
-            raise RowError(f"tools is a text that is not JSON ({error})") from error
-    if value is None or value in ("", []):
+    value = _parsed_json(value, "tools")
+    if value is None or value == []:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise RowError(f"tools must be a list of JSON schemas, got {short(value)}")

@@ -11,6 +11,9 @@ Prompt and completion are tokenized apart, so that no token is half of either. I
 the completion is what the template makes of the assistant's turn, with its own end; behind another
 the end is that of the prompt's template, else the end of sequence, and what ends a completion
 already is not doubled.
+
+Outputs of tools are read, not learned: the template's turns of tools, and behind calls in fences
+the block that an engine would put there (`tool_fences`).
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ from rlmath.data.tokenizer import (
     template_of,
     token_ids_of,
 )
+from rlmath.data.tool_fences import FenceFormat
 from rlmath.data.turns import check_rendered
 from rlmath.workers.user_functions import UserFunction
 
@@ -71,7 +75,7 @@ class WrittenSequence:
     """Tokens to be learned; the last one ends a turn or a sequence."""
     learned: tuple[bool, ...] | None = None
     """Whether each token of the completion is learned; None: all are. Other turns between the
-    assistant's are not."""
+    assistant's, and outputs of tools, are not."""
 
     @property
     def length(self) -> int:
@@ -109,10 +113,11 @@ def load_sequences(
     template: str | UserFunction,
     limit: int,
     max_unusable_share: float,
+    fences: FenceFormat | None = None,
 ) -> tuple[list[WrittenSequence], SequenceReport]:
     """The sequences of a file that have at most `limit` tokens, in its order.
 
-    ValueError for a file that cannot be read, where too many rows are unusable, and where nothing
+    With `fences` answers have calls in that format, whose outputs are not learned. ValueError for a file that cannot be read, where too many rows are unusable, and where nothing
     is left."""
     sequences: list[WrittenSequence] = []
     example: tuple[_Texts, WrittenSequence] | None = None
@@ -127,6 +132,7 @@ def load_sequences(
             tokenizer,
             unusable=unusable,
             most_characters=CHARACTERS_PER_TOKEN * limit,
+            fences=fences,
         )
         for row, sequence in zip(texts, _tokenized(texts, tokenizer), strict=True):
             if not sequence.prompt_ids:
@@ -221,6 +227,7 @@ def _texts(
     tokenizer: PreTrainedTokenizerFast,
     unusable: list[UnusableRow],
     most_characters: int,
+    fences: FenceFormat | None,
 ) -> list[_Texts]:
     """The texts of the rows that can be used; the others are added to `unusable`.
 
@@ -254,7 +261,7 @@ def _texts(
                     f"{most_characters}; it is not "
                     "tokenized"
                 )
-            usable.append(texts)
+            usable.append(texts if fences is None else _with_outputs(texts, fences))
         except RowError as error:
             unusable.append(_unusable(raw, error))
     return usable
@@ -310,6 +317,16 @@ def _written(
     text, pieces = conversation(messages, tokenizer, name, tools)
     check_rendered(text, messages, tools, tokenizer=tokenizer, is_prompt=False)
     return _Texts(row.prompt, row.answer, word, pieces=pieces, is_chat=True)
+
+
+def _with_outputs(texts: _Texts, fences: FenceFormat) -> _Texts:
+    """The texts with the outputs in what is learned as pieces of their own."""
+    pieces = [
+        part
+        for piece in texts.pieces
+        for part in (fences.pieces(piece.text) if piece.learned else [piece])
+    ]
+    return replace(texts, pieces=pieces)
 
 
 def _unusable(raw: RawRow, error: RowError) -> UnusableRow:
@@ -401,12 +418,18 @@ def _tokenized(
 ) -> Iterator[WrittenSequence]:
     """The sequences of texts: the prompt as GRPO has it, then the pieces.
 
-    Pieces have no special tokens of the tokenizer's. Each is tokenized alone; where a tokenizer
-    begins every text with a mark of its own, they have the tokens of the whole text."""
+    Pieces have no special tokens of the tokenizer's. Each is tokenized alone, but where it has its
+    tokens already; where a tokenizer begins every text with a mark of its own, they have the tokens
+    of the whole text."""
     if not texts:
         return
     prompts = prompt_tokens([row_texts.prompt for row_texts in texts], tokenizer)
-    parts = [piece for row_texts in texts for piece in row_texts.pieces[1:]]
+    parts = [
+        piece
+        for row_texts in texts
+        for piece in row_texts.pieces[1:]
+        if piece.token_ids is None
+    ]
     tokens = iter(token_ids_of([piece.text for piece in parts], tokenizer))
     of_turn = chat_end(tokenizer)
     of_sequence = tokenizer.eos_token_id
@@ -414,11 +437,13 @@ def _tokenized(
     for row_texts, prompt in zip(texts, prompts, strict=True):
         completion = []
         learned = []
-        tokenized_apart = list(itertools.islice(tokens, len(row_texts.pieces) - 1))
-        of_pieces = (
-            _in_whole_text(row_texts.pieces, tokenizer) if marks_beginnings else None
-        ) or tokenized_apart
-        for piece, ids in zip(row_texts.pieces[1:], of_pieces, strict=True):
+        tokens_of_pieces = [
+            next(tokens) if piece.token_ids is None else list(piece.token_ids)
+            for piece in row_texts.pieces[1:]
+        ]
+        if marks_beginnings:
+            tokens_of_pieces = _in_runs(row_texts.pieces, tokens_of_pieces, tokenizer)
+        for piece, ids in zip(row_texts.pieces[1:], tokens_of_pieces, strict=True):
             completion += ids
             learned += [piece.learned] * len(ids)
         if not completion or completion[-1] not in (of_turn, of_sequence):
@@ -437,6 +462,30 @@ def _marks_beginnings(tokenizer: PreTrainedTokenizerFast) -> bool:
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("\n", "\n2", "2")
     )
     return both_ids != newline_ids + digit_ids
+
+
+_LINE_END = Piece("\n", False)
+"""What the tokens of a text behind an output are tokenized behind, as an output ends so."""
+
+
+def _in_runs(
+    pieces: Sequence[Piece],
+    tokens_of_pieces: Sequence[list[int]],
+    tokenizer: PreTrainedTokenizerFast,
+) -> list[list[int]]:
+    """Tokens of every piece after the prompt; texts between outputs have those of their whole text.
+
+    `tokens_of_pieces` has each one's tokens by itself, which stay where the whole text has
+    others at its borders."""
+    token_ids: list[list[int]] = []
+    head = pieces[0]
+    pairs = zip(pieces[1:], tokens_of_pieces, strict=True)
+    for is_output, run in itertools.groupby(pairs, lambda pair: pair[0].token_ids is not None):
+        run_pieces, run_tokens = zip(*run, strict=True)
+        in_whole = None if is_output else _in_whole_text([head, *run_pieces], tokenizer)
+        token_ids += run_tokens if in_whole is None else in_whole
+        head = _LINE_END
+    return token_ids
 
 
 def _in_whole_text(

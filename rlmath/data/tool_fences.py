@@ -24,6 +24,8 @@ from rlmath.algorithms.types import Completion, Prompt
 from rlmath.answers.extraction import extract_answer
 from rlmath.config.length_curriculum import BOUNDARY_TOKENS
 from rlmath.config.schema import ToolsConfig
+from rlmath.data.chat import Piece
+from rlmath.data.rows import RowError
 from rlmath.data.tokenizer import completion_text
 from rlmath.rewards.reward_manager import text_to_verify
 
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
 
 MARKER = "\n```"
 _OPENING = re.compile(r"^```python[ \t\r]*\n", re.MULTILINE)
+_OUTPUT = re.compile(
+    r"\s*```output[ \t\r]*\n(?P<printed>.*?)(?<=\n)```(?:[ \t\r]*\n)?", re.DOTALL
+)
+"""An output behind the call in a written answer, with the end of its last line."""
+_OUTPUT_OPENING = re.compile(r"^```output\b", re.MULTILINE)
 _LATEST = 8
 """Tokens in which a marker is looked for that the last of them completes; it has four
 characters."""
@@ -117,6 +124,31 @@ class FenceFormat:
             assert length or len(token_ids) <= limit, "an output of nothing is too long"
         return ShownOutput(token_ids, cut_text, is_cut=True)
 
+    def pieces(self, answer: str) -> list[Piece]:
+        """The pieces of a written answer with calls: sampled texts, and outputs as they are given.
+
+        A sampled text ends with its call, and the last one, which may be empty, with the answer. An
+        output has the tokens that an engine puts behind the call for what it shows, so that a
+        longer one than `max_output_tokens` is cut. RowError for a call without an output, and for
+        an output without a call."""
+        pieces: list[Piece] = []
+        turn = answer
+        while (call := _call_in(turn)) is not None:
+            output = _OUTPUT.match(turn, call.end)
+            if output is None:
+                raise RowError(
+                    f"behind the call {call.code[:40]!r} of its answer stands "
+                    f"{turn[call.end :][:40]!r}; needed is its output, a block that begins with a "
+                    "line ```output and ends with a line ```. Add it, or name the block other "
+                    "than python, as every such block is a call with tools.format=fence"
+                )
+            sampled = turn[: call.end]
+            token_ids = self.output(sampled, output["printed"]).token_ids
+            pieces.append(_sampled_piece(sampled))
+            pieces.append(Piece(self.text_of(token_ids), False, tuple(token_ids)))
+            turn = turn[output.end() :]
+        return [*pieces, _sampled_piece(turn)]
+
     def _cut(self, text_ids: Sequence[int], length: int) -> str:
         """The text of the first and the last of some tokens, `length` in all."""
         left_out = len(text_ids) - length
@@ -169,11 +201,40 @@ def code_in(turn: str) -> str | None:
     >>> code_in("So:\n```python\nprint(1)\n```"), code_in("```python\nprint(1)\n``")
     ('print(1)', None)
     """
+    call = _call_in(turn)
+    return None if call is None else call.code
+
+
+@dataclass(frozen=True)
+class _WrittenCall:
+    """A call in the text of a turn."""
+
+    code: str
+    end: int
+    """Characters of the turn up to the end of the call's marker."""
+
+
+def _call_in(turn: str) -> _WrittenCall | None:
+    """The first call in the text of a turn; None where none is complete."""
     opening = _OPENING.search(turn)
     if opening is None:
         return None
-    end = turn.find(MARKER, opening.end() - 1)
-    return None if end < 0 else turn[opening.end() : end]
+    marker = turn.find(MARKER, opening.end() - 1)
+    if marker < 0:
+        return None
+    return _WrittenCall(turn[opening.end() : marker], end=marker + len(MARKER))
+
+
+def _sampled_piece(text: str) -> Piece:
+    """A text that is learned; RowError where it has an output, which a model must not invent."""
+    output = _OUTPUT_OPENING.search(text)
+    if output is not None:
+        raise RowError(
+            f"its answer has an output without a call before it: {text[output.start() :][:40]!r}; "
+            "needed is a call, a block that begins with a line ```python and ends with a line "
+            "```. Add it, or name the block other than output"
+        )
+    return Piece(text, True)
 
 
 def has_void_turn(prompt: Prompt, completion: Completion, answer_from: str | None) -> bool:
