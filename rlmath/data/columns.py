@@ -122,8 +122,7 @@ def _call_of(value: object) -> dict[str, Any]:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(value, Mapping) or not isinstance(function, Mapping) or name is None:
         raise RowError(
-            "each of tool_calls needs a function with its name and arguments, got "
-            f"{short(value)}"
+            f"each of tool_calls needs a function with its name and arguments, got {short(value)}"
         )
     name = checked_text(name, "the name of a call")
     arguments = _parsed_json(function.get("arguments"), f"the arguments of the call of {name!r}")

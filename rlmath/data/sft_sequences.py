@@ -117,8 +117,8 @@ def load_sequences(
 ) -> tuple[list[WrittenSequence], SequenceReport]:
     """The sequences of a file that have at most `limit` tokens, in its order.
 
-    With `fences` answers have calls in that format, whose outputs are not learned. ValueError for a file that cannot be read, where too many rows are unusable, and where nothing
-    is left."""
+    With `fences` answers have calls in that format, whose outputs are not learned. ValueError for
+    a file that cannot be read, where too many rows are unusable, and where nothing is left."""
     sequences: list[WrittenSequence] = []
     example: tuple[_Texts, WrittenSequence] | None = None
     characters: set[str] = set()
@@ -425,10 +425,7 @@ def _tokenized(
         return
     prompts = prompt_tokens([row_texts.prompt for row_texts in texts], tokenizer)
     parts = [
-        piece
-        for row_texts in texts
-        for piece in row_texts.pieces[1:]
-        if piece.token_ids is None
+        piece for row_texts in texts for piece in row_texts.pieces[1:] if piece.token_ids is None
     ]
     tokens = iter(token_ids_of([piece.text for piece in parts], tokenizer))
     of_turn = chat_end(tokenizer)
@@ -464,8 +461,9 @@ def _marks_beginnings(tokenizer: PreTrainedTokenizerFast) -> bool:
     return both_ids != newline_ids + digit_ids
 
 
-_LINE_END = Piece("\n", False)
-"""What the tokens of a text behind an output are tokenized behind, as an output ends so."""
+_BEFORE_RUNS = tuple(Piece(text, False) for text in ("\n", "a", "(", "1"))
+"""Texts behind which a text is tokenized that follows an output, the first with which it does not
+merge. An output ends with a line's end."""
 
 
 def _in_runs(
@@ -478,13 +476,16 @@ def _in_runs(
     `tokens_of_pieces` has each one's tokens by itself, which stay where the whole text has
     others at its borders."""
     token_ids: list[list[int]] = []
-    head = pieces[0]
+    heads: Sequence[Piece] = (pieces[0],)
     pairs = zip(pieces[1:], tokens_of_pieces, strict=True)
     for is_output, run in itertools.groupby(pairs, lambda pair: pair[0].token_ids is not None):
         run_pieces, run_tokens = zip(*run, strict=True)
-        in_whole = None if is_output else _in_whole_text([head, *run_pieces], tokenizer)
+        in_whole = None
+        if not is_output:
+            readings = (_in_whole_text([head, *run_pieces], tokenizer) for head in heads)
+            in_whole = next((reading for reading in readings if reading is not None), None)
         token_ids += run_tokens if in_whole is None else in_whole
-        head = _LINE_END
+        heads = _BEFORE_RUNS
     return token_ids
 
 

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
 MARKER = "\n```"
 _OPENING = re.compile(r"^```python[ \t\r]*\n", re.MULTILINE)
-_OUTPUT = re.compile(
-    r"\s*```output[ \t\r]*\n(?P<printed>.*?)(?<=\n)```(?:[ \t\r]*\n)?", re.DOTALL
-)
+_OUTPUT = re.compile(r"\s*```output[ \t\r]*\n(?P<printed>.*?)(?<=\n)```(?:[ \t\r]*\n)?", re.DOTALL)
 """An output behind the call in a written answer, with the end of its last line."""
 _OUTPUT_OPENING = re.compile(r"^```output\b", re.MULTILINE)
 _LATEST = 8

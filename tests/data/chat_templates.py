@@ -120,10 +120,11 @@ _HERMES_CALL = (
     '{"name": "{{ call.function.name }}", "arguments": ARGUMENTS}\n</tool_call>{% endfor %}'
 )
 _HERMES_TURNS = (
-    _HERMES_TOOLS
-    + "{% set ns = namespace(last=0) %}"
+    _HERMES_TOOLS + "{% set ns = namespace(last=0) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-    "{% endfor %}{% for m in messages %}{% if m.role == 'user' %}" + _CHATML_TURN + "{% elif m.role "
+    "{% endfor %}{% for m in messages %}{% if m.role == 'user' %}"
+    + _CHATML_TURN
+    + "{% elif m.role "
     "== 'assistant' %}<|im_start|>assistant\nTHOUGHT{{ m.content or '' }}"
     + _HERMES_CALL
     + "<|im_end|>\n{% elif m.role == 'tool' %}"

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rlmath.config.length_curriculum import BOUNDARY_TOKENS
-from rlmath.config.schema import Config, DataConfig
+from rlmath.config.schema import DataConfig
 from rlmath.data.audit import sequence_lines
 from rlmath.data.chat import ChatSettings, set_template
 from rlmath.data.packing import pack
@@ -42,7 +42,9 @@ def load(
     return load_sequences(str(path), tokenizer, "auto", 2000, 1.0, fences=fences)
 
 
-def reason(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, row: dict, fences: Any = None) -> str:
+def reason(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, row: dict, fences: Any = None
+) -> str:
     """Why a row cannot be used."""
     usable = {"prompt": "1+1=", "completion": "2"}
     sequences, report = load(tmp_path, tokenizer, usable, row, fences=fences)
@@ -292,7 +294,9 @@ def test_tables_have_calls_too(tmp_path: Path) -> None:
         [{**turn, "tool_calls": json.dumps(turn.get("tool_calls"))} for turn in messages]
         for messages in (with_code, with_steps)
     ]
-    (first, second), _ = load(tmp_path, tokenizer, *({"messages": m} for m in (with_code, with_steps)))
+    (first, second), _ = load(
+        tmp_path, tokenizer, *({"messages": m} for m in (with_code, with_steps))
+    )
     for number, conversations in enumerate(([with_code, with_steps], as_texts)):
         path = tmp_path / f"{number}.parquet"
         pq.write_table(pa.table({"messages": conversations}), path)
@@ -303,9 +307,9 @@ def test_tables_have_calls_too(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- fences
 
 
-TURNS = ("We compute it.\n```python\nprint(6 * 7)\n```", "Once more:\n\n```python\n1 / 0\n```")
+TURNS = ("We compute it.\n```python\nprint(6 * 7)\n```", "\nOnce more:\n\n```python\n1 / 0\n```")
 OUTPUTS = ("42\n", "Traceback\nZeroDivisionError: é\n")
-LAST = "\nThe answer is \\boxed{42}."
+LAST = "The answer is \\boxed{42}."
 FENCED = "".join(
     f"{turn}\n```output\n{output}```\n" for turn, output in zip(TURNS, OUTPUTS, strict=True)
 )
@@ -322,21 +326,25 @@ def test_the_tokens_are_those_that_sampling_makes(name: str, tmp_path: Path) -> 
     learned = sequence.learned
     assert learned is not None
     ids = list(sequence.completion_ids)
+    line_end = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    before = list(sequence.prompt_ids)
     position = 0
     for turn, printed in zip(TURNS, OUTPUTS, strict=True):
         call = first_complete(form, ids[position:])
         assert call is not None
         sampled = ids[position : position + call[0]]
-        assert form.text_of(sampled).endswith(turn[2:]) and all(learned[position:][: call[0]])
+        assert tokenizer.decode([*before, *sampled]).endswith(
+            "\n" + turn if before == line_end else "6x7:" + turn
+        )
+        assert all(learned[position:][: call[0]])
         position += call[0]
         output = form.output(form.text_of(sampled), printed).token_ids
         assert ids[position : position + len(output)] == output
         assert not any(learned[position:][: len(output)])
         position += len(output)
-    assert tokenizer.decode(ids[position:-1]) == LAST and ids[-1] == tokenizer.eos_token_id
-    assert all(learned[position:])
-    whole = tokenizer("\n" + LAST, add_special_tokens=False)["input_ids"]
-    assert whole[-len(ids[position:-1]) :] == ids[position:-1]
+        before = line_end
+    assert tokenizer.decode([*before, *ids[position:-1]]).endswith("\n" + LAST)
+    assert ids[-1] == tokenizer.eos_token_id and all(learned[position:])
 
 
 @pytest.mark.parametrize("name", ["qwen3-tools", "llama3-tools", "mistral-tools"])
@@ -357,8 +365,7 @@ def test_rows_are_written_as_engines_write(tmp_path: Path) -> None:
     """Blank lines and spaces around an output are another's; a long output is cut."""
     tokenizer = chat_tokenizer("qwen3")
     form = FenceFormat(tokenizer, MOST)
-    loose = "```python\n1\n```  \n\n  ```output \n1\n```\t\n\nSo 1.\n```output"
-    loose = loose.removesuffix("\n```output")
+    loose = "```python\n1\n```  \n\n  ```output \n1\n```\t\n\nSo 1."
     long = f"```python\n1\n```\n```output\n{'7' * 200}\n```"
     empty = "```python\n1\n```\n```output\n```\n"
     (first, second, third), _ = load(
@@ -404,40 +411,61 @@ def test_an_output_counts_nowhere_in_the_loss(tmp_path: Path) -> None:
     expected = "".join(TURNS) + LAST + "<|endoftext|>"
     assert tokenizer.decode(batch.token_ids_T[batch.loss_weights_T > 0]) == expected
     assert batch.loss_count == sequence.n_learned == int(batch.loss_weights_T.sum())
-    assert batch.learned_T.equal(batch.loss_weights_T > 0) and batch.sampled_T.equal(batch.learned_T)
+    assert batch.learned_T.equal(batch.loss_weights_T > 0) and batch.sampled_T.equal(
+        batch.learned_T
+    )
     assert sequence.length > len(sequence.prompt_ids) + sequence.n_learned
 
 
 # ---------------------------------------------------------------- what a dry run shows
 
 
+def parts(lines: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(label with the mark of what is learned, text) of the parts of a picture."""
+    shown: list[list[str]] = []
+    for line in lines[3:]:
+        if line[:15].strip():
+            shown.append([line[2:15].strip(), ""])
+        shown[-1][1] += line[15:].replace("│", "")
+    return [(label, text) for label, text in shown]
+
+
 def test_a_dry_run_shows_outputs_as_not_learned(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("qwen3")
     form = FenceFormat(tokenizer, MOST)
-    answer = f"{TURNS[0]}\n```output\n{OUTPUTS[0]}```\nSo 42."
+    answer = f"{TURNS[0]}\n\n```output\n{OUTPUTS[0]}```\nSo 42."
     messages = [ASKED, {"role": "assistant", "content": answer}]
     ((sequence,), report) = load(tmp_path, tokenizer, {"messages": messages}, fences=form)
     lines = sequence_lines(report, DataConfig(), tokenizer, form)
-    plain = [line.replace("│", "") for line in lines[-9:]]
-    assert plain == [
-        "    row        6 x 7?",
-        "    template   <|im_end|>↵",
-        "    generation <|im_start|>assistant↵",
-        "  * template   <think>↵↵</think>↵↵",
-        "  * row        We compute it.↵```python↵print(6 * 7)↵```",
-        "    given      ↵```output↵42↵```↵",
-        "  * row        So 42.",
-        "  * end        <|im_end|>",
-    ][-9:] or plain[1:] == []
-    learned = sum(line.count("│") for line in lines[3:] if line.startswith("  *"))
-    assert learned == sequence.n_learned
+    assert parts(lines)[-8:] == [
+        ("row", "6 x 7?"),
+        ("template", "<|im_end|>↵"),
+        ("generation", "<|im_start|>assistant↵"),
+        ("* template", "<think>↵↵</think>↵↵"),
+        ("* row", "We compute it.↵```python↵print(6 * 7)↵```"),
+        ("given", "↵```output↵42↵```↵"),
+        ("* row", "So 42."),
+        ("* end", "<|im_end|>"),
+    ]
+    assert f"the {sequence.n_learned} of lines with * are learned" in lines[2]
 
 
 def test_a_dry_run_shows_calls(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("qwen2.5-tools")
-    ((sequence,), report) = load(tmp_path, tokenizer, {"messages": MESSAGES})
-    lines = sequence_lines(report, DataConfig(), tokenizer)
-    shown = [line.replace("│", "") for line in lines if line[2:3] in "* "]
-    assert "  * template   <tool_call>↵{\"name\": \"python\", \"arguments\": " in shown
-    assert any(line.startswith("  * row        {\"code\": ") for line in shown)
-    assert "    row        42" in shown and "  * row        It is 42." in shown
+    _, report = load(tmp_path, tokenizer, {"messages": MESSAGES})
+    assert parts(sequence_lines(report, DataConfig(), tokenizer)) == [
+        ("template", "<|im_start|>user↵"),
+        ("row", "6 x 7?"),
+        ("template", "<|im_end|>↵"),
+        ("generation", "<|im_start|>assistant↵"),
+        ("* template", '<tool_call>↵{"name": "python", "arguments": '),
+        ("* row", ARGUMENTS),
+        ("* template", "}↵</tool_call>"),
+        ("* end", "<|im_end|>"),
+        ("template", "↵<|im_start|>user↵<tool_response>↵"),
+        ("row", "42"),
+        ("template", "↵</tool_response><|im_end|>↵"),
+        ("generation", "<|im_start|>assistant↵"),
+        ("* row", "It is 42."),
+        ("* end", "<|im_end|>"),
+    ]
