@@ -31,10 +31,10 @@ from rlmath.config.terminal import excerpt
 from rlmath.data.columns import (
     Message,
     for_template,
+    forms_of_calls,
     text_problem,
     tool_names,
     weight_of,
-    with_arguments_as_text,
 )
 from rlmath.data.rows import RowError
 
@@ -326,21 +326,19 @@ def render(
     """The text of messages in the tokenizer's chat template, with all their keys and the tools.
 
     A `prompt` ends where the answer begins, and has the text of every turn but the assistant's.
-    Arguments of calls are objects, or JSON texts for a template that takes these alone.
+    Calls are written in the first of their forms that the template takes.
 
     Errors, in which `name` is the messages': RowError where the template refuses them, leaves a
     part or a call out, or makes what is no text; ValueError where it is no template at all, takes
     too long or too much memory."""
-    if not any(message.get("tool_calls") for message in messages):
-        return _rendered(messages, messages, tokenizer, name, is_prompt=prompt, tools=tools)
-    try:
-        return _rendered(messages, messages, tokenizer, name, is_prompt=prompt, tools=tools)
-    except RowError as error:
-        with_text = with_arguments_as_text(messages)
+    first_error: RowError | None = None
+    for written in forms_of_calls(messages):
         try:
-            return _rendered(with_text, messages, tokenizer, name, is_prompt=prompt, tools=tools)
-        except RowError:
-            raise error from None
+            return _rendered(written, messages, tokenizer, name, is_prompt=prompt, tools=tools)
+        except RowError as error:
+            first_error = first_error or error
+    assert first_error is not None, "there is at least one form"
+    raise first_error
 
 
 def _rendered(
@@ -456,7 +454,8 @@ def _content_forms(message: Message) -> list[str]:
 def _require_answer(answer: Message, text: str, name: str) -> None:
     """RowError for a text without a part of an answer."""
     if not _has_texts(answer, text):
-        raise _left_out(f"a part of the answer of {name}", text)
+        part = "a part of the answer" if not answer.get("tool_calls") else "the text beside a call"
+        raise _left_out(f"{part} of {name}", text)
 
 
 def _has_texts(answer: Message, text: str) -> bool:

@@ -78,7 +78,8 @@ def _message_of(value: object, name: str) -> Message:
     message = {key: part for key, part in value.items() if part is not None or key == "content"}
     calls = _calls_of(message.pop("tool_calls", None))
     if calls:
-        message = {"content": None, **message, "tool_calls": calls}
+        content = message.get("content")
+        message = {**message, "content": "" if content is None else content, "tool_calls": calls}
     role = checked_text(message["role"], "role")
     if calls and role != "assistant":
         raise RowError(
@@ -91,7 +92,7 @@ def _message_of(value: object, name: str) -> Message:
         # The content of a tool's message may be blank.
         if role != "tool" or not isinstance(message["content"], str):
             checked_text(message["content"], "content")
-    elif not isinstance(message.get("content"), str | None):
+    elif not isinstance(message["content"], str):
         raise RowError(
             f"content must be a string, or null beside tool_calls, got {short(message['content'])}"
         )
@@ -132,7 +133,7 @@ def _call_of(value: object) -> dict[str, Any]:
             f"the arguments of the call of {name[:40]!r} must be a JSON object, or the text of "
             f"one, got {short(arguments)}"
         )
-    about = {} if function is value else {key: value[key] for key in value if key != "function"}
+    about = {key: value[key] for key in value if key not in ("function", "name", "arguments")}
     return {
         "type": "function",
         **about,
@@ -154,19 +155,40 @@ def _parsed_json(value: object, name: str) -> Any:
         raise RowError(f"{name} is a text that is not JSON ({error})") from error
 
 
-def with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
-    """The messages with the arguments of all calls as JSON text, as OpenAI has them.
+def forms_of_calls(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """The messages in the forms in which templates take calls; one form where there are no calls.
+
+    The content beside a call may be null where it is blank, and the arguments may be JSON text, as
+    OpenAI has them.
 
     >>> call = {"function": {"name": "add", "arguments": {"a": 1}}}
-    >>> with_arguments_as_text([{"role": "assistant", "tool_calls": [call]}])[0]["tool_calls"]
-    [{'function': {'name': 'add', 'arguments': '{"a": 1}'}}]
+    >>> turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    >>> for (form,) in forms_of_calls([turn]):
+    ...     form["content"], form["tool_calls"][0]["function"]["arguments"]
+    ('', {'a': 1})
+    (None, {'a': 1})
+    ('', '{"a": 1}')
+    (None, '{"a": 1}')
     """
-    return [
-        {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
+    yield messages
+    if any(message.get("tool_calls") for message in messages):
+        with_texts = [_with_texts(message) for message in messages]
+        yield [_with_null(message) for message in messages]
+        yield with_texts
+        yield [_with_null(message) for message in with_texts]
+
+
+def _with_null(message: Message) -> Message:
+    """A turn with null for a blank content beside calls."""
+    is_blank = bool(message.get("tool_calls")) and not message["content"]
+    return {**message, "content": None} if is_blank else message
+
+
+def _with_texts(message: Message) -> Message:
+    """A turn with JSON texts for the arguments of its calls."""
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
 
 
 def _with_text(call: Message) -> Message:

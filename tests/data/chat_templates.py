@@ -129,7 +129,7 @@ _HERMES_TURNS = (
     + _HERMES_CALL
     + "<|im_end|>\n{% elif m.role == 'tool' %}"
     "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{{ '\n<tool_response>\n' ~ m.content ~ '\n</tool_response>' }}"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
     "{% endif %}{% endfor %}" + _ASK
 )
