@@ -474,6 +474,16 @@ def audit_sequences(
     if unreadable or missing_characters:
         parts = f"all of the texts: {len(unreadable)} of {total} sequences have unknown tokens."
         findings.append(_unknown(parts, missing_characters, _decoded(unreadable, tokenizer)))
+    findings += [
+        Finding(
+            f"{report.learned_outputs} of the {report.kept} sequences of {report.path} have calls "
+            "in fences with their outputs, which are learned like other text: the model learns to "
+            "invent outputs. Set tools.format=fence, with which they are read and not learned.",
+            (),
+        )
+        for report in reports
+        if report.learned_outputs
+    ]
     decoded = functools.partial(_decoded, tokenizer=tokenizer)
     for path, sequences in (*training, ("what is held out", held_out)):
         findings += _ends_and_beginnings(

@@ -51,7 +51,7 @@ from rlmath.data.tokenizer import (
     template_of,
     token_ids_of,
 )
-from rlmath.data.tool_fences import FenceFormat
+from rlmath.data.tool_fences import FenceFormat, has_output
 from rlmath.data.turns import check_rendered
 from rlmath.workers.user_functions import UserFunction
 
@@ -105,6 +105,9 @@ class SequenceReport(FilterReport):
     """The first sequence that is kept, as text and as tokens; None where nothing is kept."""
     characters: frozenset[str] = frozenset()
     """Characters of all texts that are kept."""
+    learned_outputs: int = 0
+    """Sequences whose answers have calls in fences with outputs that are learned like other
+    text."""
 
 
 def load_sequences(
@@ -123,7 +126,7 @@ def load_sequences(
     example: tuple[_Texts, WrittenSequence] | None = None
     characters: set[str] = set()
     unusable: list[UnusableRow] = []
-    too_long = longest = 0
+    too_long = longest = learned_outputs = 0
     rows = raw_rows(path)
     while chunk := list(itertools.islice(rows, _CHUNK)):
         texts = _texts(
@@ -146,6 +149,9 @@ def load_sequences(
                 sequences.append(sequence)
                 example = example or (row, sequence)
                 characters.update(*(piece.text for piece in row.pieces))
+                learned_outputs += any(
+                    piece.learned and has_output(piece.text) for piece in row.pieces
+                )
     report = SequenceReport(
         read=len(sequences) + too_long,
         kept=len(sequences),
@@ -159,6 +165,7 @@ def load_sequences(
         template=example[0].template if example else "",
         example=example,
         characters=frozenset(characters),
+        learned_outputs=learned_outputs,
     )
     _check(report, max_unusable_share)
     return sequences, report

@@ -235,6 +235,16 @@ def _sampled_piece(text: str) -> Piece:
     return Piece(text, True)
 
 
+def has_output(answer: str) -> bool:
+    r"""Whether the first call of a written answer has its output behind it.
+
+    >>> has_output("```python\n1\n```\n```output\n1\n```"), has_output("```python\n1\n```")
+    (True, False)
+    """
+    call = _call_in(answer)
+    return call is not None and _OUTPUT.match(answer, call.end) is not None
+
+
 def has_void_turn(prompt: Prompt, completion: Completion, answer_from: str | None) -> bool:
     """Whether the last turn of a completion has neither a call nor an answer.
 

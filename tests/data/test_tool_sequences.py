@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.config.length_curriculum import BOUNDARY_TOKENS
 from rlmath.config.schema import DataConfig
-from rlmath.data.audit import sequence_lines
+from rlmath.data.audit import audit_sequences, sequence_lines
 from rlmath.data.chat import ChatSettings, set_template
 from rlmath.data.packing import pack
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence, load_sequences
@@ -436,6 +436,18 @@ def test_an_output_counts_nowhere_in_the_loss(tmp_path: Path) -> None:
         batch.learned_T
     )
     assert sequence.length > len(sequence.prompt_ids) + sequence.n_learned
+
+
+def test_outputs_that_are_learned_are_a_finding(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    rows = [ROW, {"prompt": "1", "completion": "```python\n1\n```"}, ROW]
+    sequences, report = load(tmp_path, tokenizer, *rows)
+    audit = audit_sequences([("rows", sequences)], [], [report], tokenizer)
+    (text,) = [finding.text for finding in audit.findings if "outputs" in finding.text]
+    assert text.startswith("2 of the 3 sequences of ") and "Set tools.format=fence" in text
+    sequences, report = load(tmp_path, tokenizer, ROW, fences=FenceFormat(tokenizer, MOST))
+    audit = audit_sequences([("rows", sequences)], [], [report], tokenizer)
+    assert audit.findings == ()
 
 
 # ---------------------------------------------------------------- what a dry run shows
