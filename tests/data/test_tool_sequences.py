@@ -35,11 +35,13 @@ ARGUMENTS = '{"code": "print(\\"2 < 3\\", {\\"é\\": 6 * 7})", "n": null}'
 
 
 def load(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, *rows: dict, fences: Any = None
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, rows: list[dict], fences: Any = None
 ) -> tuple[list[WrittenSequence], SequenceReport]:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_sequences(str(path), tokenizer, "auto", 2000, 1.0, fences=fences)
+    return load_sequences(
+        str(path), tokenizer, "auto", limit=2000, max_unusable_share=1.0, fences=fences
+    )
 
 
 def reason(
@@ -47,7 +49,7 @@ def reason(
 ) -> str:
     """Why a row cannot be used."""
     usable = {"prompt": "1+1=", "completion": "2"}
-    sequences, report = load(tmp_path, tokenizer, usable, row, fences=fences)
+    sequences, report = load(tmp_path, tokenizer, [usable, row], fences)
     assert len(sequences) == 1
     assert report.unusable[0].where.endswith("rows.jsonl, line 2")
     return report.unusable[0].reason
@@ -108,7 +110,7 @@ def test_calls_and_answers_are_learned_and_outputs_are_not(name: str, tmp_path: 
         {"messages": messages, "tools": TOOLS}
         for messages in (MESSAGES, as_object, as_texts, without_wrapper, empty_calls)
     ]
-    sequences, report = load(tmp_path, tokenizer, *rows)
+    sequences, report = load(tmp_path, tokenizer, rows)
     assert report.unusable == ()
     assert len(sequences) == 5 and len(set(sequences)) == 1
     call, output, answer = EXPECTED[name]
@@ -130,7 +132,7 @@ def test_several_calls_outputs_and_questions(tmp_path: Path) -> None:
     messages = [ASKED, calling, OUTPUT, {"role": "tool", "content": "1"}, thought]
     tokenizer = chat_tokenizer("qwen3-tools")
     (single, several), report = load(
-        tmp_path, tokenizer, {"messages": messages}, {"messages": [*messages, *MESSAGES]}
+        tmp_path, tokenizer, [{"messages": messages}, {"messages": [*messages, *MESSAGES]}]
     )
     assert report.unusable == ()
     thinking = "<think>\nHm.\n</think>\n\nSo."
@@ -152,7 +154,7 @@ def test_several_calls_outputs_and_questions(tmp_path: Path) -> None:
 def test_the_end_of_a_call_is_learned_where_it_is_another_than_of_answers(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("llama3-tools")
     set_template(tokenizer, ChatSettings(kwargs=["builtin_tools=true"]), "here")
-    ((sequence,), _) = load(tmp_path, tokenizer, {"messages": MESSAGES})
+    ((sequence,), _) = load(tmp_path, tokenizer, [{"messages": MESSAGES}])
     assert runs(sequence, tokenizer) == [
         (True, LLAMA_CALL + "<|eom_id|>"),
         (False, LLAMA_OUTPUT),
@@ -163,7 +165,7 @@ def test_the_end_of_a_call_is_learned_where_it_is_another_than_of_answers(tmp_pa
 def test_a_call_has_weight_0_where_its_row_says_so(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("qwen2.5-tools")
     messages = [ASKED, {**CALLED, "weight": 0}, OUTPUT, ANSWER]
-    ((sequence,), _) = load(tmp_path, tokenizer, {"messages": messages})
+    ((sequence,), _) = load(tmp_path, tokenizer, [{"messages": messages}])
     assert runs(sequence, tokenizer) == [(True, "It is 42.<|im_end|>")]
     assert tokenizer.decode(sequence.prompt_ids).endswith(HERMES_CALL + HERMES_OUTPUT)
 
@@ -186,8 +188,13 @@ def test_a_template_that_takes_texts_gets_texts(written: str, tmp_path: Path) ->
         + "{% endfor %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    ((sequence,), _) = load(tmp_path, tokenizer, {"messages": MESSAGES})
-    assert runs(sequence, tokenizer)[0] == (True, f'python "arguments": {ARGUMENTS}<|im_end|>')
+    messages = with_arguments({"code": CODE})
+    ((sequence,), _) = load(tmp_path, tokenizer, [{"messages": messages}])
+    call = json.dumps({"code": CODE}, ensure_ascii=False)
+    assert runs(sequence, tokenizer)[0] == (True, f'python "arguments": {call}<|im_end|>')
+    in_quotes = tokenizer.chat_template.replace(written, "{{ c.arguments | string | tojson }}")
+    tokenizer.chat_template = in_quotes
+    assert "leaves out the call" in reason(tmp_path, tokenizer, {"messages": messages})
 
 
 @pytest.mark.parametrize(
@@ -206,7 +213,7 @@ def test_a_content_of_nothing_is_blank_or_null(written: str, tmp_path: Path) -> 
         + "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    ((sequence,), _) = load(tmp_path, tokenizer, {"messages": MESSAGES})
+    ((sequence,), _) = load(tmp_path, tokenizer, [{"messages": MESSAGES}])
     call = f'{{"name": "python", "arguments": {ARGUMENTS}}}<|im_end|>'
     assert runs(sequence, tokenizer)[0] == (True, call)
 
@@ -221,7 +228,7 @@ def test_arguments_may_be_written_one_by_one(tmp_path: Path) -> None:
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     tokenizer.chat_template = template
-    ((sequence,), _) = load(tmp_path, tokenizer, {"messages": MESSAGES})
+    ((sequence,), _) = load(tmp_path, tokenizer, [{"messages": MESSAGES}])
     call = f"<function=python><code>\n{CODE}\n</code><n>\nnull\n</n><|im_end|>"
     assert runs(sequence, tokenizer)[0] == (True, call)
     tokenizer.chat_template = template.replace("value if value", "'x' if value")
@@ -254,7 +261,7 @@ def test_what_a_template_cannot_write_is_told(
 
 def test_a_call_that_is_left_out_is_noticed_beside_the_same_in_the_tools(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("smollm3")
-    arguments = {"type": "function"}
+    arguments = {"code": "string"}
     tokenizer.chat_template = tokenizer.chat_template.replace("xml_tools", "tools")
     row = {"messages": with_arguments(arguments), "tools": TOOLS}
     assert "leaves out the call" in reason(tmp_path, tokenizer, row)
@@ -262,7 +269,7 @@ def test_a_call_that_is_left_out_is_noticed_beside_the_same_in_the_tools(tmp_pat
     assert "leaves out the call" in reason(tmp_path, tokenizer, row)
     in_text = '<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>'
     messages = [ASKED, {"role": "assistant", "content": in_text}, OUTPUT, ANSWER]
-    ((sequence,), _) = load(tmp_path, tokenizer, {"messages": messages, "tools": TOOLS})
+    ((sequence,), _) = load(tmp_path, tokenizer, [{"messages": messages, "tools": TOOLS}])
     assert runs(sequence, tokenizer) == [
         (True, f"{in_text}<|im_end|>"),
         (False, "\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n"),
@@ -277,8 +284,21 @@ def test_a_call_that_its_prompt_does_not_lead_to_is_told(tmp_path: Path) -> None
     assert "writes the call in turn 2 of the sequence" in explanation
     assert "or give the turn weight 0" in explanation
     weightless = [ASKED, {**CALLED, "weight": 0}, OUTPUT, ANSWER]
-    ((sequence,), _) = load(tmp_path, tokenizer, {"messages": weightless})
+    ((sequence,), _) = load(tmp_path, tokenizer, [{"messages": weightless}])
     assert runs(sequence, tokenizer) == [(True, "It is 42.<|im_end|>")]
+
+
+def test_a_changed_call_does_not_reach_to_the_end_of_its_output(tmp_path: Path) -> None:
+    """A call whose end is another than that of answers, and that the template changes later."""
+    tokenizer = chat_tokenizer("qwen3-tools")
+    ends = "{% endfor %}{{ '<|eom_id|>' if m.tool_calls else '<|im_end|>' }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% endfor %}<|im_end|>", ends)
+    told = reason(tmp_path, tokenizer, {"messages": MESSAGES})
+    assert "writes the call in turn 2 of the sequence" in told
+    thoughtful = [ASKED, {**CALLED, "reasoning_content": "Hm."}, OUTPUT, ANSWER]
+    ((sequence,), _) = load(tmp_path, tokenizer, [{"messages": thoughtful}])
+    call = f"<think>\nHm.\n</think>\n\n{HERMES_CALL.replace('<|im_end|>', '<|eom_id|>')}"
+    assert runs(sequence, tokenizer)[:2] == [(True, call), (False, HERMES_OUTPUT)]
 
 
 @pytest.mark.parametrize(
@@ -316,12 +336,14 @@ def test_tables_have_calls_too(tmp_path: Path) -> None:
         for messages in (with_code, with_steps)
     ]
     (first, second), _ = load(
-        tmp_path, tokenizer, *({"messages": m} for m in (with_code, with_steps))
+        tmp_path, tokenizer, [{"messages": with_code}, {"messages": with_steps}]
     )
     for number, conversations in enumerate(([with_code, with_steps], as_texts)):
         path = tmp_path / f"{number}.parquet"
         pq.write_table(pa.table({"messages": conversations}), path)
-        sequences, _ = load_sequences(str(path), tokenizer, "auto", 2000, 0.0)
+        sequences, _ = load_sequences(
+            str(path), tokenizer, "auto", limit=2000, max_unusable_share=0.0
+        )
         assert sequences == [first, second]
 
 
@@ -343,7 +365,7 @@ def test_the_tokens_are_those_that_sampling_makes(name: str, tmp_path: Path) -> 
     """An engine stops at the end of each call, and its output is put behind it."""
     tokenizer = tokenizer_of(name)
     form = FenceFormat(tokenizer, MOST)
-    ((sequence,), _) = load(tmp_path, tokenizer, ROW, fences=form)
+    ((sequence,), _) = load(tmp_path, tokenizer, [ROW], fences=form)
     learned = sequence.learned
     assert learned is not None
     ids = list(sequence.completion_ids)
@@ -373,8 +395,8 @@ def test_outputs_in_conversations_are_not_learned(name: str, tmp_path: Path) -> 
     tokenizer = chat_tokenizer(name)
     form = FenceFormat(tokenizer, MOST)
     messages = [ASKED, {"role": "assistant", "content": FENCED + LAST}]
-    ((sequence,), _) = load(tmp_path, tokenizer, {"messages": messages}, fences=form)
-    ((all_learned,), _) = load(tmp_path, tokenizer, {"messages": messages})
+    ((sequence,), _) = load(tmp_path, tokenizer, [{"messages": messages}], fences=form)
+    ((all_learned,), _) = load(tmp_path, tokenizer, [{"messages": messages}])
     assert all_learned.learned is None, "without the format it is a text like others"
     assert sequence.completion_ids == all_learned.completion_ids, "here no token goes over a border"
     assert [text for is_learned, text in runs(sequence, tokenizer) if not is_learned] == [
@@ -392,7 +414,7 @@ def test_rows_are_written_as_engines_write(tmp_path: Path) -> None:
     (first, second, third), _ = load(
         tmp_path,
         tokenizer,
-        *({"prompt": "1", "completion": text} for text in (loose, long, empty)),
+        [{"prompt": "1", "completion": text} for text in (loose, long, empty)],
         fences=form,
     )
     assert runs(first, tokenizer) == [
@@ -421,13 +443,13 @@ def test_what_sampling_cannot_make_is_told(completion: str, told: str, tmp_path:
     row = {"prompt": "1", "completion": completion}
     explanation = reason(tmp_path, tokenizer, row, fences=FenceFormat(tokenizer, MOST))
     assert told in explanation and "needed is" in explanation
-    (_, sequence), _ = load(tmp_path, tokenizer, {"prompt": "1", "completion": "2"}, row)
+    (_, sequence), _ = load(tmp_path, tokenizer, [{"prompt": "1", "completion": "2"}, row])
     assert sequence.learned is None
 
 
 def test_an_output_counts_nowhere_in_the_loss(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("qwen3")
-    ((sequence,), _) = load(tmp_path, tokenizer, ROW, fences=FenceFormat(tokenizer, MOST))
+    ((sequence,), _) = load(tmp_path, tokenizer, [ROW], fences=FenceFormat(tokenizer, MOST))
     batch = pack([sequence.sample()], [0], 1)
     expected = "".join(TURNS) + LAST + "<|endoftext|>"
     assert tokenizer.decode(batch.token_ids_T[batch.loss_weights_T > 0]) == expected
@@ -441,11 +463,11 @@ def test_an_output_counts_nowhere_in_the_loss(tmp_path: Path) -> None:
 def test_outputs_that_are_learned_are_a_finding(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("qwen3")
     rows = [ROW, {"prompt": "1", "completion": "```python\n1\n```"}, ROW]
-    sequences, report = load(tmp_path, tokenizer, *rows)
+    sequences, report = load(tmp_path, tokenizer, rows)
     audit = audit_sequences([("rows", sequences)], [], [report], tokenizer)
     (text,) = [finding.text for finding in audit.findings if "outputs" in finding.text]
     assert text.startswith("2 of the 3 sequences of ") and "Set tools.format=fence" in text
-    sequences, report = load(tmp_path, tokenizer, ROW, fences=FenceFormat(tokenizer, MOST))
+    sequences, report = load(tmp_path, tokenizer, [ROW], fences=FenceFormat(tokenizer, MOST))
     audit = audit_sequences([("rows", sequences)], [], [report], tokenizer)
     assert audit.findings == ()
 
@@ -468,7 +490,7 @@ def test_a_dry_run_shows_outputs_as_not_learned(tmp_path: Path) -> None:
     form = FenceFormat(tokenizer, MOST)
     answer = f"{TURNS[0]}\n\n```output\n{OUTPUTS[0]}```\nSo 42."
     messages = [ASKED, {"role": "assistant", "content": answer}]
-    ((sequence,), report) = load(tmp_path, tokenizer, {"messages": messages}, fences=form)
+    ((sequence,), report) = load(tmp_path, tokenizer, [{"messages": messages}], fences=form)
     lines = sequence_lines(report, DataConfig(), tokenizer, form)
     assert parts(lines)[-8:] == [
         ("row", "6 x 7?"),
@@ -485,7 +507,7 @@ def test_a_dry_run_shows_outputs_as_not_learned(tmp_path: Path) -> None:
 
 def test_a_dry_run_shows_calls(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("qwen2.5-tools")
-    _, report = load(tmp_path, tokenizer, {"messages": MESSAGES})
+    _, report = load(tmp_path, tokenizer, [{"messages": MESSAGES}])
     assert parts(sequence_lines(report, DataConfig(), tokenizer)) == [
         ("template", "<|im_start|>user↵"),
         ("row", "6 x 7?"),
