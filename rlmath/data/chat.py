@@ -578,8 +578,10 @@ def conversation(
                 "completion"
             )
         stop = text_so_far.rfind(end, len(start)) + len(end)
-        if not end or stop < len(start):
-            stop = len(text_so_far)
+        if not end or stop < len(start):  # a call may end with another mark than an answer
+            ended = text_so_far.rstrip()
+            is_mark = ended.endswith(tuple(filter(str.strip, tokenizer.added_tokens_encoder)))
+            stop = len(ended) if is_mark and len(ended) > len(start) else len(text_so_far)
         has_calls = bool(messages[turn].get("tool_calls"))
         if is_last or has_calls:
             _require_answer(messages[turn], text_so_far, name)
