@@ -17,12 +17,13 @@ Every result in them slips with some probability (`worked_solution`), so that a 
 from them has the right result as its most likely next token nearly everywhere, and slips as often
 as the file when it samples at temperature 1: that is the gap that GRPO closes.
 
-With `--operation multiply` the problems are products of three digits each, which a tiny model cannot
-compute. Of the worked solutions, all of them right, a part calls Python, as docs/tool_use.md has it,
+With `--operation multiply` the problems are products of three and two digits, which a tiny model
+cannot compute. Of the worked solutions, all of them right, a part calls Python, as docs/tool_use.md has it,
 and the others answer at once: a model that learns from them guesses, and calls as often as the file,
 which GRPO changes.
 
-    {"prompt": "347*852=", "completion": "```python\n347*852\n```\n```output\n295644\n```\n\\boxed{295644}"}
+    {"prompt": "347*85=",
+     "completion": "```python\\n347*85\\n```\\n```output\\n29495\\n```\\n\\\\boxed{29495}"}
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ SLIP = 0.20154
 """Probability of a slip that leaves 40% of the worked solutions of two digits right.
 
 With two columns and three digits that is 0.81^2 x 0.82^3."""
-FACTORS = range(100, 1000)
-"""Factors of the products."""
-CALLING = 0.2
+LEFT_FACTORS = range(100, 1000)
+RIGHT_FACTORS = range(10, 100)
+CALLING = 0.25
 """Share of the worked products that call Python."""
 _COLUMN_SUMS = 20
 """A slip in a column writes one of 0..19: two digits and a carry make at most 19."""
@@ -77,7 +78,7 @@ class Addition:
 
 @dataclass(frozen=True)
 class Multiplication:
-    """One problem, such as 347*852."""
+    """One problem, such as 347*85."""
 
     left: int
     right: int
@@ -109,14 +110,15 @@ class Multiplication:
 def make_products(
     seed: int, train: int, heldout: int
 ) -> tuple[list[Multiplication], list[Multiplication]]:
-    """Training and held-out products: distinct pairs of FACTORS, the same for the same seed.
+    """Training and held-out products: distinct pairs of factors, the same for the same seed.
 
     Raises ValueError for counts below 1, or more rows than distinct problems.
     """
-    _check_counts(train, heldout, most=len(FACTORS) ** 2)
-    picks = random.Random(seed).sample(range(len(FACTORS) ** 2), train + heldout)
-    pairs = [divmod(pick, len(FACTORS)) for pick in picks]
-    problems = [Multiplication(FACTORS[left], FACTORS[right]) for left, right in pairs]
+    n_pairs = len(LEFT_FACTORS) * len(RIGHT_FACTORS)
+    _check_counts(train, heldout, most=n_pairs)
+    picks = random.Random(seed).sample(range(n_pairs), train + heldout)
+    pairs = [divmod(pick, len(RIGHT_FACTORS)) for pick in picks]
+    problems = [Multiplication(LEFT_FACTORS[left], RIGHT_FACTORS[right]) for left, right in pairs]
     return problems[:train], problems[train:]
 
 
@@ -212,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
         "--operation",
         choices=("add", "multiply"),
         default="add",
-        help="multiply: products of three digits, solved with a Python tool or not (default add)",
+        help="multiply: products, solved with a Python tool or guessed (default add)",
     )
     parser.add_argument("--output", type=Path, required=True, help="new or empty folder")
     parser.add_argument(

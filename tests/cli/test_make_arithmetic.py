@@ -66,7 +66,7 @@ def test_products_are_right_and_some_solutions_call_python(tmp_path: Path):
     calling = 0
     for row in worked + worked_heldout:
         left, right = map(int, row["prompt"].rstrip("=").split("*"))
-        assert 100 <= min(left, right) and max(left, right) < 1000
+        assert left in range(100, 1000) and right in range(10, 100)
         answer = f"\\boxed{{{left * right}}}"
         call = f"```python\n{left}*{right}\n```\n```output\n{left * right}\n```\n"
         assert row["completion"] in (answer, call + answer)
