@@ -290,11 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"Calls of Python a completion: {steps[0][calls]:.2f} in the first step, "
             f"{steps[-1][calls]:.2f} in the last."
         )
-    good_steps = [
-        row["step"]
-        for row in steps
-        if row["rollout/accuracy"] >= GOOD_ACCURACY
-    ]
+    good_steps = [row["step"] for row in steps if row["rollout/accuracy"] >= GOOD_ACCURACY]
     if good_steps:
         print(f"Step {good_steps[0]:.0f} was the first with {GOOD_ACCURACY:.0%} right answers.")
     if arguments.started_at is not None:
