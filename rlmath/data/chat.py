@@ -577,11 +577,7 @@ def conversation(
                 f"learned it would never see that prompt; {CHANGE}, or give rows with prompt and "
                 "completion"
             )
-        stop = text_so_far.rfind(end, len(start)) + len(end)
-        if not end or stop < len(start):  # a call may end with another mark than an answer
-            ended = text_so_far.rstrip()
-            is_mark = ended.endswith(tuple(filter(str.strip, tokenizer.added_tokens_encoder)))
-            stop = len(ended) if is_mark and len(ended) > len(start) else len(text_so_far)
+        stop = _end_of_turn(text_so_far, len(start), end, tokenizer)
         has_calls = bool(messages[turn].get("tool_calls"))
         if is_last or has_calls:
             _require_answer(messages[turn], text_so_far, name)
@@ -610,6 +606,19 @@ def conversation(
             f"{name} has no turn that is learned: they have weight 0, or the template changes them"
         )
     return whole, pieces
+
+
+def _end_of_turn(text: str, start: int, end: str, tokenizer: PreTrainedTokenizerFast) -> int:
+    """The position behind the mark that ends a text's last turn, which begins at `start`.
+
+    The mark is `end`, as answers have it, else an added token with which the text ends: calls have
+    one of their own in some templates. Without a mark it is the end of the text."""
+    position = text.rfind(end, start) if end else -1
+    if position >= 0:
+        return position + len(end)
+    ended = text.rstrip()
+    is_mark = ended.endswith(tuple(filter(str.strip, tokenizer.added_tokens_encoder)))
+    return len(ended) if is_mark and len(ended) > start else len(text)
 
 
 def _has_turn(message: Message, text: str) -> bool:
