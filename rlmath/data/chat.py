@@ -569,12 +569,13 @@ def _missing_call(messages: Sequence[Message], text: str) -> Message | None:
 def _latest_ends(messages: Sequence[Message], text: str) -> list[int]:
     """For every message a position in a text without white space at which it has ended.
 
-    It is the last one at which the next turn of a user or a tool can begin."""
+    It is the last one at which the next turn without calls can begin."""
     ends: list[int] = []
     latest = len(text)
     for message in reversed(messages):
         ends.append(latest)
-        if message["role"] in _GIVEN_ROLES:
+        is_answer = message["role"] == "assistant" and not calls_of(message)
+        if message["role"] in _GIVEN_ROLES or (is_answer and isinstance(message["content"], str)):
             place = max(text.rfind(form, 0, latest) for form in _content_forms(message))
             latest = place if place >= 0 else latest
     return ends[::-1]
