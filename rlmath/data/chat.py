@@ -575,7 +575,9 @@ def _latest_ends(messages: Sequence[Message], text: str) -> list[int]:
     for message in reversed(messages):
         ends.append(latest)
         is_answer = message["role"] == "assistant" and not calls_of(message)
-        if message["role"] in _GIVEN_ROLES or (is_answer and isinstance(message["content"], str)):
+        if message["role"] in _GIVEN_ROLES or (
+            is_answer and isinstance(message.get("content"), str)
+        ):
             place = max(text.rfind(form, 0, latest) for form in _content_forms(message))
             latest = place if place >= 0 else latest
     return ends[::-1]
