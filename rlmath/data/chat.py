@@ -567,7 +567,7 @@ def _missing_call(messages: Sequence[Message], text: str) -> Message | None:
 
 
 def _latest_ends(messages: Sequence[Message], text: str) -> list[int]:
-    """For every message a position in a text without white space at which it has ended.
+    """The position in a text without white space at which each of the messages has ended.
 
     It is the last one at which the next turn without calls can begin."""
     ends: list[int] = []
