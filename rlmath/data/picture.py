@@ -25,7 +25,7 @@ from rlmath.config.help import counted
 from rlmath.config.schema import ToolsConfig
 from rlmath.config.terminal import visible
 from rlmath.data.chat import Piece, generation_prompt
-from rlmath.data.columns import Message
+from rlmath.data.columns import Message, arguments_text, calls_of
 from rlmath.data.rows import PromptRow, RowError
 from rlmath.data.tokenizer import asked, completion_text
 from rlmath.data.tool_fences import FenceFormat
@@ -211,8 +211,11 @@ def _of_turn(message: Message, fences: FenceFormat | None) -> list[tuple[str, st
     contents = [text for text in texts if isinstance(text, str)]
     if fences is not None and message["role"] == "assistant":
         contents = [part for text in contents for part in _sampled_texts(text, fences)]
-    for call in message.get("tool_calls", ()):
-        contents.append(json.dumps(call["function"]["arguments"], ensure_ascii=False))
+    for call in calls_of(message):
+        arguments = call["function"]["arguments"]
+        contents += dict.fromkeys(
+            (arguments_text(arguments), json.dumps(arguments, ensure_ascii=False))
+        )
     return [("row", text) for text in contents]
 
 

@@ -72,7 +72,7 @@ class WrittenSequence:
     prompt_ids: tuple[int, ...]
     """At least one token: the model predicts the first token of the completion from it."""
     completion_ids: tuple[int, ...]
-    """Tokens to be learned; the last one ends a turn or a sequence."""
+    """Tokens of which all or some are learned; the last one ends a turn or a sequence."""
     learned: tuple[bool, ...] | None = None
     """Whether each token of the completion is learned; None: all are. Other turns between the
     assistant's, and outputs of tools, are not."""
@@ -401,7 +401,7 @@ def _parse(columns: dict, place: str) -> _Row:
             row = PromptRow(prompt, "math", place, solutions=(completion,), whole=whole)
             return _Row(row, assistant(completion))
     if "messages" in columns:
-        *turns, answer = messages_of(columns["messages"], "messages")
+        *turns, answer = messages_of(columns["messages"], "messages", are_learned=True)
         if answer["role"] != "assistant" or not turns:
             raise RowError(
                 "the last of its messages must be the assistant's, with others before it"

@@ -12,10 +12,12 @@ from transformers import PreTrainedTokenizerFast
 from rlmath.config.length_curriculum import BOUNDARY_TOKENS
 from rlmath.config.schema import DataConfig
 from rlmath.data.audit import audit_sequences, sequence_lines
-from rlmath.data.chat import ChatSettings, set_template
+from rlmath.data.chat import MOST_OBJECTS, ChatSettings, render, set_template
+from rlmath.data.columns import messages_of
 from rlmath.data.packing import pack
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence, load_sequences
-from rlmath.data.tool_fences import FenceFormat
+from rlmath.data.tool_fences import FenceFormat, most_output_characters
+from rlmath.sandbox.shown import shown_text
 from tests.data.chat_templates import chat_tokenizer
 from tests.data.test_tool_fences import TOKENIZERS, first_complete, tokenizer_of
 
@@ -238,9 +240,15 @@ def test_arguments_may_be_written_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "messages", "told"),
     [
-        ("smollm3", MESSAGES, ["leaves out the call of the sequence"]),
-        ("smollm3", MESSAGES, ["needed are the name 'python' and the arguments {\"code\": "]),
-        ("smollm3", MESSAGES, ["give as data.chat_template one that writes tool_calls"]),
+        (
+            "smollm3",
+            MESSAGES,
+            [
+                "leaves out the call of the sequence",
+                "needed are the name 'python' and behind it the arguments {\"code\": ",
+                "give as data.chat_template one that writes tool_calls",
+            ],
+        ),
         ("qwen2.5", MESSAGES, ["leaves out the call"]),
         ("mistral", MESSAGES, ["only user and assistant", "as data.chat_template one that writes"]),
         ("mistral-tools", [ASKED, {**CALLED, "tool_calls": [{**CALL, "id": "1"}]}], ["nine"]),
@@ -248,7 +256,12 @@ def test_arguments_may_be_written_one_by_one(tmp_path: Path) -> None:
         (
             "llama3-tools",
             [ASKED, {**CALLED, "content": "So:"}, OUTPUT, ANSWER],
-            ["leaves out the text beside a call of the sequence"],
+            ["leaves out the text beside a call of the sequence", "or write calls as fences"],
+        ),
+        (
+            "qwen2.5-tools",
+            [ASKED, {**CALLED, "reasoning_content": "Hm."}, OUTPUT, ANSWER],
+            ["leaves out the reasoning_content beside a call", "take reasoning_content out"],
         ),
     ],
 )
@@ -305,11 +318,13 @@ def test_a_changed_call_does_not_reach_to_the_end_of_its_output(tmp_path: Path) 
     ("calls", "told"),
     [
         ("x", "tool_calls is a text that is not JSON"),
-        ({}, "tool_calls must be a list of calls, got dict"),
+        ({"a": 1}, "tool_calls must be a list of calls, got dict"),
         ([{"function": {"arguments": "{}"}}], "needs a function with its name"),
         (["python"], "needs a function with its name and arguments, got str"),
         ([{"name": "f", "arguments": "{"}], "the arguments of the call of 'f' is a text that"),
         ([{"name": "f", "arguments": "[1]"}], "must be a JSON object, or the text of one, got lis"),
+        ([{"name": "f", "arguments": '{"x": NaN}'}], "have a number that is not finite"),
+        ([{"name": "f", "arguments": {"x": [1e400]}}], "have a number that is not finite"),
     ],
 )
 def test_calls_that_are_none_are_told(calls: Any, told: str, tmp_path: Path) -> None:
@@ -345,6 +360,171 @@ def test_tables_have_calls_too(tmp_path: Path) -> None:
             str(path), tokenizer, "auto", limit=2000, max_unusable_share=0.0
         )
         assert sequences == [first, second]
+
+
+def test_null_arguments_of_tables_are_left_out_also_where_they_are_named_content(
+    tmp_path: Path,
+) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    tokenizer = chat_tokenizer("qwen2.5-tools")
+    conversations = [with_arguments({"code": "1"}), with_arguments({"content": "1"})]
+    pq.write_table(pa.table({"messages": conversations}), tmp_path / "rows.parquet")
+    sequences, _ = load_sequences(
+        str(tmp_path / "rows.parquet"), tokenizer, "auto", limit=2000, max_unusable_share=0.0
+    )
+    expected, _ = load(tmp_path, tokenizer, [{"messages": turns} for turns in conversations])
+    assert sequences == expected
+
+
+# ---------------------------------------------------------------- forms of calls
+
+
+def calls_written(written: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose template writes calls so, `c` being the function."""
+    tokenizer = chat_tokenizer("qwen2.5-tools")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% for call in m.tool_calls or [] %}{% set c = call.function %}"
+        + written
+        + "{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return tokenizer
+
+
+ONE_BY_ONE = (
+    "{{ c.name }}{% for name, value in c.arguments | dictsort %}<{{ name }}>{{ value }}{% endfor %}"
+)
+
+
+def test_a_template_that_takes_texts_gets_those_of_the_row(tmp_path: Path) -> None:
+    tokenizer = calls_written("{{ c.name ~ ' ' }}{{ '' + c.arguments }}")
+    arguments = '{"x":  0.10, "y": "\\u00e9"}'
+    ((sequence,), _) = load(tmp_path, tokenizer, [{"messages": with_arguments(arguments)}])
+    assert runs(sequence, tokenizer)[0] == (True, f"python {arguments}<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments", "call"),
+    [
+        (ONE_BY_ONE, {"z": True, "b": None, "a": "x"}, "python<a>x<b>None<z>True"),
+        (
+            "{{ c.name }} {{ dict(c.arguments | dictsort) | tojson }}",
+            {"z": "1\u00a02", "a": [True]},
+            'python {"a": [true], "z": "1\u00a02"}',
+        ),
+        ("{{ c.name }} {{ {'a': '\\u00a0'} | tojson }}", {"a": "\u00a0"}, 'python {"a": "\u00a0"}'),
+    ],
+    ids=["pairs", "object", "space"],
+)
+def test_a_template_may_sort_arguments_and_write_words_of_python(
+    written: str, arguments: dict, call: str, tmp_path: Path
+) -> None:
+    tokenizer = calls_written(written)
+    ((sequence,), _) = load(tmp_path, tokenizer, [{"messages": with_arguments(arguments)}])
+    assert runs(sequence, tokenizer)[0] == (True, f"{call}<|im_end|>")
+
+
+def test_the_fourth_form_is_taken(tmp_path: Path) -> None:
+    """A null content, and arguments as text."""
+    both = "{{ raise_exception('null') if m.content is not none }}{{ c.name ~ ' ' + c.arguments }}"
+    tokenizer = calls_written(both)
+    ((sequence,), _) = load(tmp_path, tokenizer, [{"messages": with_arguments({"a": 1})}])
+    assert runs(sequence, tokenizer)[0] == (True, 'python {"a": 1}<|im_end|>')
+
+
+def test_the_error_is_not_that_of_a_wrong_form(tmp_path: Path) -> None:
+    tokenizer = calls_written("{{ '' + c.arguments }}{{ raise_exception('ids of nine letters') }}")
+    told = reason(tmp_path, tokenizer, {"messages": MESSAGES})
+    assert "ids of nine letters" in told and "concatenate" not in told
+
+
+def test_a_call_without_arguments_is_not_found_in_the_answer(tmp_path: Path) -> None:
+    answer = {**ANSWER, "content": "By python it is 42."}
+    messages = [*with_arguments({})[:3], answer]
+    told = reason(tmp_path, calls_written(""), {"messages": messages})
+    assert "leaves out the call" in told
+    tokenizer = calls_written("{{ c.name }}")
+    ((sequence,), _) = load(tmp_path, tokenizer, [{"messages": messages}])
+    assert runs(sequence, tokenizer)[0] == (True, "python<|im_end|>")
+
+
+def test_outputs_that_stand_in_their_calls_do_not_hide_them(tmp_path: Path) -> None:
+    """The calls have the texts of later turns in them: "42", "4", "python"."""
+    tokenizer = chat_tokenizer("qwen2.5-tools")
+    again = {"role": "user", "content": "4"}
+    calling = with_arguments({"code": "print(42) # 4 python 6 x 7?"})[:3]
+    ((sequence,), report) = load(
+        tmp_path, tokenizer, [{"messages": [*calling, ANSWER, again, *calling[1:], ANSWER]}]
+    )
+    assert report.unusable == ()
+    assert [is_learned for is_learned, _ in runs(sequence, tokenizer)] == [True, False] * 3 + [True]
+
+
+def test_the_form_is_chosen_once_and_rows_without_calls_have_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = calls_written("{{ c.name ~ ' ' + c.arguments }}")
+    load(tmp_path, tokenizer, [{"messages": [ASKED, ANSWER]}])  # what is asked of a template once
+    apply = tokenizer.apply_chat_template
+    texts: list[str] = []
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        texts.append("refused")
+        texts[-1] = str(apply(*arguments, **keywords))
+        return texts[-1]
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    load(tmp_path, tokenizer, [{"messages": [ASKED, ANSWER]}])
+    assert len(texts) == 2, "the whole and the prompt"
+    del texts[:]
+    load(tmp_path, tokenizer, [{"messages": MESSAGES}])
+    refused = texts.count("refused")
+    written = [text for text in texts if text != "refused" and CODE[:5] in text]
+    assert written and refused == 4, "two forms of the whole, and two of plain turns for its marks"
+    assert len(texts) == 4 + 2 + 3, "and two prompts and a turn in the form of the whole"
+
+
+def test_a_hostile_text_is_not_read_at_each_of_its_braces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[int] = []
+
+    class CountedDecoder(json.JSONDecoder):
+        def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
+            places.append(idx)
+            return super().raw_decode(s, idx)
+
+    tokenizer = calls_written("{{ c.name }} none")
+    messages = [ASKED, CALLED, {**OUTPUT, "content": '{"a":' * 1000}, ANSWER]
+    messages[1] = {**CALLED, "content": 'python {"a":' + '{"a":' * 1000}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": messages}) + '\n{"prompt": "1", "completion": "2"}\n')
+    monkeypatch.setattr("rlmath.data.chat.json.JSONDecoder", CountedDecoder)
+    _, report = load_sequences(str(path), tokenizer, "auto", limit=9999, max_unusable_share=1.0)
+    assert "leaves out the call" in report.unusable[0].reason
+    assert 0 < len(places) <= 4 * MOST_OBJECTS
+
+
+def test_prompts_of_calls_that_a_template_leaves_out_are_taken() -> None:
+    """Only what is learned needs them; calls that cannot be read are the template's."""
+    tokenizer = chat_tokenizer("smollm3")
+    question = {"role": "user", "content": "And 6 x 8?"}
+    for calls in ([CALL], [{"name": "f", "arguments": "{"}], "x"):
+        turns = [ASKED, {**CALLED, "content": "So.", "tool_calls": calls}, OUTPUT, ANSWER, question]
+        text = render(messages_of(turns, "messages"), tokenizer, "a prompt")
+        assert text.endswith("And 6 x 8?<|im_end|>\n<|im_start|>assistant\n")
+    with_tools = chat_tokenizer("qwen2.5-tools")
+    text = render(messages_of([*MESSAGES, question], "messages"), with_tools, "a prompt")
+    assert HERMES_CALL in text
+
+
+@pytest.mark.parametrize("calls", [{}, False, 0, "[]", None])
+def test_no_calls_are_none(calls: Any) -> None:
+    (message,) = messages_of([{**ANSWER, "tool_calls": calls}], "messages", are_learned=True)
+    assert message == ANSWER
 
 
 # ---------------------------------------------------------------- fences
@@ -436,6 +616,18 @@ def test_rows_are_written_as_engines_write(tmp_path: Path) -> None:
         ("So:\n```output\n1\n```", "its answer has an output without a call before it"),
         (FENCED + "```output\n1\n```\n", "its answer has an output without a call before it"),
         ("```python\nx```\n```output\n1\n```\n", "behind the call 'x```' of its answer"),
+        (
+            "```python\n1\n```\n```output\nSee:\n```text\nabc\n```\n```\nSo.",
+            "the output of the call '1' of its answer has the line '```text' before its end",
+        ),
+        (
+            "```python\n1\n```\n```output\n1\nSo:\n```python\n2\n```\n```output\n2\n```\n",
+            "the output of the call '1' of its answer has the line '```python' before its end",
+        ),
+        (
+            "```python\n1\n```\n```output\n1\nSo 1.",
+            "the output of the call '1' of its answer has no e",
+        ),
     ],
 )
 def test_what_sampling_cannot_make_is_told(completion: str, told: str, tmp_path: Path) -> None:
@@ -445,6 +637,34 @@ def test_what_sampling_cannot_make_is_told(completion: str, told: str, tmp_path:
     assert told in explanation and "needed is" in explanation
     (_, sequence), _ = load(tmp_path, tokenizer, [{"prompt": "1", "completion": "2"}, row])
     assert sequence.learned is None
+
+
+def test_an_output_may_be_the_last_of_an_answer(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("qwen2.5-tools")
+    form = FenceFormat(tokenizer, MOST)
+    messages = [ASKED, {"role": "assistant", "content": "```python\n1\n```\n```output\n1\n```"}]
+    ((sequence,), _) = load(tmp_path, tokenizer, [{"messages": messages}], fences=form)
+    assert runs(sequence, tokenizer) == [
+        (True, "```python\n1\n```"),
+        (False, "\n```output\n1\n```\n"),
+        (True, "<|im_end|>"),
+    ]
+
+
+def test_outputs_are_cleaned_as_a_sandbox_does(tmp_path: Path) -> None:
+    """Also they are cut to the characters that it keeps, of which the tokens are counted."""
+    tokenizer = chat_tokenizer("qwen3")
+    form = FenceFormat(tokenizer, MOST)
+    printed = "\x1b[31mred\x07 <f at 0x7f3c2a1b4e50>\r\n"
+    rows = [
+        {"prompt": "1", "completion": f"```python\n1\n```\n```output\n{text}```\n"}
+        for text in (printed, "7" * 5000 + "\n")
+    ]
+    (cleaned, cut), _ = load(tmp_path, tokenizer, rows, fences=form)
+    assert runs(cleaned, tokenizer)[1] == (False, "\n```output\nred <f at 0x...>\n```\n")
+    shown, _ = shown_text("7" * 5000 + "\n", 0, most_output_characters(MOST))
+    output = form.output("```python\n1\n```", shown).text
+    assert output in runs(cut, tokenizer)[1][1]
 
 
 def test_an_output_counts_nowhere_in_the_loss(tmp_path: Path) -> None:
@@ -462,7 +682,8 @@ def test_an_output_counts_nowhere_in_the_loss(tmp_path: Path) -> None:
 
 def test_outputs_that_are_learned_are_a_finding(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("qwen3")
-    rows = [ROW, {"prompt": "1", "completion": "```python\n1\n```"}, ROW]
+    later = {"prompt": "1", "completion": "```python\n1\n```\nSo:\n" + FENCED}
+    rows = [later, {"prompt": "1", "completion": "```python\n1\n```"}, ROW]
     sequences, report = load(tmp_path, tokenizer, rows)
     audit = audit_sequences([("rows", sequences)], [], [report], tokenizer)
     (text,) = [finding.text for finding in audit.findings if "outputs" in finding.text]
