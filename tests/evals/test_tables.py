@@ -349,6 +349,18 @@ def test_a_broken_results_file_is_reported(tmp_path: Path, content: str) -> None
         read_results(tmp_path)
 
 
+def test_problems_that_either_evaluation_lacks_are_counted(tmp_path: Path) -> None:
+    """The first has three problems; the second has two of them and three others."""
+    first = read_results(results_folder(tmp_path / "a", [0, 1, 2]))
+    second = read_results(results_folder(tmp_path / "b", [4, 1, 3, 0, 2]))
+    shares = second.accuracies["quiz"]["sample_pass@1"].shares
+    shares["elsewhere"] = shares.pop("0")
+    sampled = next(row for row in differences(first, second) if row.measure == "sample_pass@1")
+    assert (sampled.problems, sampled.left_out) == (2, 4)
+    assert sampled.first[0] == pytest.approx((1 + 2) / 8)
+    assert sampled.second[0] == pytest.approx((1 + 3) / 8)
+
+
 def test_benchmarks_of_one_evaluation_alone_are_named(tmp_path: Path) -> None:
     evaluations = []
     for name, alone in (("a", "early"), ("b", "late")):
