@@ -155,13 +155,13 @@ def test_positions_leave_room_for_outputs_of_tools_and_are_those_of_the_runs_mod
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text('{"max_position_embeddings": 512}')
-    tools = ["tools.format=fence", "tools.max_calls=2", "tools.max_output_tokens=34"]
+    tools = ["tools.format=fence", "tools.max_calls=2", "tools.max_output_tokens=84"]
     run = saved_run(tmp_path / "run", f"model.path={base}", *tools)
     for lengths, message in (
-        (["--max-new-tokens", "412"], "is 412 and 100 tokens of tools' outputs; the model has 512"),
-        (["--max-new-tokens", "411"], None),
-        (["--max-new-tokens", "400", "--max-prompt-tokens", "13"], "with --max-prompt-tokens 13"),
-        (["--max-new-tokens", "400", "--max-prompt-tokens", "12"], None),
+        (["--max-new-tokens", "312"], "is 312 and 200 tokens of tools' outputs; the model has 512"),
+        (["--max-new-tokens", "311"], None),
+        (["--max-new-tokens", "300", "--max-prompt-tokens", "13"], "with --max-prompt-tokens 13"),
+        (["--max-new-tokens", "300", "--max-prompt-tokens", "12"], None),
         (["--max-new-tokens", "511", "--tools", "none"], None),
     ):
         arguments = parse([*words(tmp_path), "--model", str(run), *lengths])

@@ -30,7 +30,7 @@ from tests.evals.small_evaluations import (
     write_missing,
 )
 
-TOOLS = ToolsConfig(format="fence", max_calls=2, max_output_tokens=16)
+TOOLS = ToolsConfig(format="fence", max_calls=2, max_output_tokens=64)
 TEMPLATE = "{{ messages[-1].content }}{{ style }}={% if 0 %}<|im_end|>{% endif %}"
 
 
