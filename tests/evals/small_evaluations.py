@@ -40,11 +40,11 @@ def small_plan(model: Path, folder: Path) -> Plan:
     """The evaluation of PROMPTS, whose files and output are in the folder."""
     for name, texts in PROMPTS.items():
         rows = [
-            {"prompt": text, "solutions": [str(number)], "query_id": f"{name}-{number}"}
+            {"question": text, "answer": str(number), "id": f"{name}-{number}"}
             for number, text in enumerate(texts)
         ]
-        lines = [json.dumps(row | {"task": "math"}) for row in rows]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines)
     return Plan(
         model,
         tuple(PROMPTS),

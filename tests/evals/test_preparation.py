@@ -31,7 +31,7 @@ from tests.evals.small_evaluations import (
 )
 
 TOOLS = ToolsConfig(format="fence", max_calls=2, max_output_tokens=64)
-TEMPLATE = "{{ messages[-1].content }}{{ style }}={% if 0 %}<|im_end|>{% endif %}"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ style }}={% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,10 @@ def plan(model: Path, tmp_path: Path) -> Plan:
     [
         ({"template": "raw"}, "template was 'auto', now it is 'raw'"),
         ({"system_prompt": "Be brief."}, "system_prompt was None, now it is 'Be brief.'"),
-        ({"chat_template_kwargs": ("x=1",)}, "chat_template_kwargs was [], now it is ['x=1']"),
+        (
+            {"chat_template_kwargs": ("enable_thinking=false",)},
+            "chat_template_kwargs was [], now it is ['enable_thinking=false']",
+        ),
         ({"answer_from": "number"}, "answer_from was 'boxed', now it is 'number'"),
         ({"max_new_tokens": 41}, "max_new_tokens was 40, now it is 41"),
         ({"temperature": 0.8}, "temperature was 0.7, now it is 0.8"),
@@ -172,10 +175,11 @@ def test_a_scorer_judges_tasks_and_references_that_the_verifier_cannot(
     file.write_text("def judge(completion, solutions, row):\n    while True: pass\n")
     judged = replace(essays, scorer=f"{file}:judge")
     with WorkerPool(1, 0.3) as pool:
-        assert len(prepared_of(judged, pool=pool).missing) == 1
-        (warning,) = caplog.messages
-        assert "timeout_seconds=0.3" in warning
-        write_missing(prepared_of(judged, pool=pool), judged)
+        prepared = prepared_of(judged, pool=pool)
+        assert len(prepared.missing) == 1
+        assert any("timeout_seconds=0.3" in message for message in caplog.messages)
+        assert "no usable reference" not in caplog.text
+        write_missing(prepared, judged)
         file.write_text("def judge(completion, solutions, row):\n    return True\n")
         with pytest.raises(ValueError, match=rf"scorer was '{file}:judge' \(.*, now it is"):
             prepared_of(judged, pool=pool)
@@ -186,18 +190,22 @@ def test_completions_end_as_the_template_that_wrote_the_prompts_has_it(
 ) -> None:
     """None: the engine asks the model's folder."""
     tokenizer = chat_tokenizer("qwen3")
+    end, end_of_turn, other_end = (
+        tokenizer.convert_tokens_to_ids(mark)
+        for mark in ("<|endoftext|>", "<|im_end|>", "<|eot_id|>")
+    )
     assert prepared_of(plan).stop_token_ids is None
     file = tmp_path / "own.jinja"
     file.write_text("{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}")
     own = prepared_of(replace(plan, chat_template=str(file), output=tmp_path / "own"))
-    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|eot_id|>")}
-    assert ends < set(own.stop_token_ids or ())
+    stops = set(own.stop_token_ids or ())
+    assert {end, other_end} <= stops and end_of_turn not in stops
     adapter = make_adapter(tmp_path / "adapter", base=model)
     tokenizer.save_pretrained(adapter)
     (adapter / "generation_config.json").write_text('{"eos_token_id": 33}')
     adapted = prepared_of(replace(plan, model=adapter, output=tmp_path / "adapted"))
     assert adapted.model.folder == model and adapted.model.adapter == adapter
-    assert set(adapted.stop_token_ids or ()) == {tokenizer.eos_token_id, 33}
+    assert set(adapted.stop_token_ids or ()) == {end, end_of_turn, 33}
 
 
 def make_adapter(folder: Path, base: Path) -> Path:

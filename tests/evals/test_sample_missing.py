@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
 from rlmath.answers.string_match import Rules
@@ -24,8 +25,10 @@ from rlmath.workers.worker_pool import WorkerPool
 from tests.data.chat_templates import chat_tokenizer
 from tests.evals.small_evaluations import ROLLOUT, make_chat_model, prepared_of, small_plan
 
-pytestmark = pytest.mark.usefixtures("process_group")
 prepare_environment("cpu")
+# vLLM reads the environment when it is imported.
+from vllm import SamplingParams  # noqa: E402
+
 Texts = Mapping[int, str]
 """Completions by the seed that their request has."""
 
@@ -34,6 +37,7 @@ class SpeakingCore:
     """An engine core of vLLM that runs no model: each request is answered in one step."""
 
     def __init__(self, texts: Texts, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Every completion has the text of its seed."""
         self._texts = texts
         self._tokenizer = tokenizer
         self.engine_core = SimpleNamespace(scheduler=self)
@@ -43,7 +47,7 @@ class SpeakingCore:
 
     def add_request(self, core_request: Any) -> None:
         self.requests[core_request.request_id] = core_request
-        parameters = core_request.sampling_params
+        parameters: SamplingParams = core_request.sampling_params
         self.asked[parameters.seed] = (
             core_request.prompt["prompt_token_ids"],
             parameters.temperature,
@@ -86,6 +90,14 @@ def llm_of(core: SpeakingCore) -> Any:
         ),
     )
     return SimpleNamespace(llm_engine=engine)
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    """One evaluation's: what its engines have taken stays in the store."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
