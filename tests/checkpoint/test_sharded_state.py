@@ -113,9 +113,7 @@ def test_a_state_without_moments_makes_the_next_step_a_first_one() -> None:
         assert torch.equal(parameter, copy)
 
 
-def test_the_optimizer_of_a_bfloat16_model_has_float32_copies_of_its_parameters() -> (
-    None
-):
+def test_the_optimizer_of_a_bfloat16_model_has_float32_copies_of_its_parameters() -> None:
     weight, norm = parameters_of()
     main = weight.clone()
     weight = weight.bfloat16()

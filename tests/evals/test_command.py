@@ -74,13 +74,13 @@ def test_old_names_of_options_are_read() -> None:
     assert (parsed.reward_workers, parsed.reward_timeout) == (3, 7.5)
 
 
-def words(folder: Path, *options: str) -> list[str]:
+def words(folder: Path) -> list[str]:
     """The command line of an evaluation whose model, data and output are in the folder."""
     (folder / "model").mkdir(exist_ok=True)
     (folder / "out").mkdir(exist_ok=True)
     (folder / "quiz.jsonl").write_text("")
     places = ["--model", str(folder / "model"), "--data-dir", str(folder)]
-    return [*places, "--benchmarks", "quiz", "--output", str(folder / "out"), *options]
+    return [*places, "--benchmarks", "quiz", "--output", str(folder / "out")]
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(
@@ -88,7 +88,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    assert main(words(tmp_path, "--device", "cuda")) == MISTAKE
+    assert main([*words(tmp_path), "--device", "cuda"]) == MISTAKE
     assert '--device is "cuda", and torch finds no CUDA device' in capfd.readouterr().err
     assert "CUDA device" in read_exit_status(tmp_path / "out").message
 
@@ -107,7 +107,7 @@ def signals_restored() -> Iterator[None]:
 def test_a_mistake_that_shows_on_the_ranks_is_the_status_of_the_output(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words(tmp_path, "--tensor-parallel", "2", "--device", "cpu")) == MISTAKE
+    assert main([*words(tmp_path), "--tensor-parallel", "2", "--device", "cpu"]) == MISTAKE
     message = "--tensor-parallel is 2, which does not divide the 1 rank; change one"
     assert message in capfd.readouterr().err
     exit_status = read_exit_status(tmp_path / "out")
@@ -124,9 +124,9 @@ def test_two_outputs_are_compared_in_the_order_in_which_they_are_given(
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(json.dumps(content))
     assert main(["--compare", str(tmp_path / "early"), str(tmp_path / "late")]) == 0
-    shown = capfd.readouterr().out
-    assert f"A: {tmp_path}/early" in shown and f"B: {tmp_path}/late" in shown
-    assert re.search(r"sample_pass@1 \|\s+25\.0 \|\s+75\.0 \|\s+\+50\.0", shown)
+    text = capfd.readouterr().out
+    assert f"A: {tmp_path}/early" in text and f"B: {tmp_path}/late" in text
+    assert re.search(r"sample_pass@1 \|\s+25\.0 \|\s+75\.0 \|\s+\+50\.0", text)
 
 
 def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:

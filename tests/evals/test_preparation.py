@@ -91,11 +91,11 @@ def test_the_variables_and_the_system_prompt_of_a_chat_template_are_in_every_pro
 ) -> None:
     file = tmp_path / "own.jinja"
     file.write_text(TEMPLATE)
-    own = replace(plan, chat_template=str(file), chat_template_kwargs=("style=!",))
-    texts = [gap.problem.text for gap in prepared_of(own).missing]
+    own_plan = replace(plan, chat_template=str(file), chat_template_kwargs=("style=!",))
+    texts = [gap.problem.text for gap in prepared_of(own_plan).missing]
     assert texts == ["1+1!=", f"{LONG_PROMPT}!=", "1+2!=", "2+2!="]
-    own = replace(plan, output=tmp_path / "system", system_prompt="Be brief.")
-    assert all("Be brief." in gap.problem.text for gap in prepared_of(own).missing)
+    own_plan = replace(plan, output=tmp_path / "system", system_prompt="Be brief.")
+    assert all("Be brief." in gap.problem.text for gap in prepared_of(own_plan).missing)
 
 
 def test_the_lengths_are_those_that_are_asked_for_and_else_what_model_tools_and_prompts_leave(
@@ -147,8 +147,8 @@ def test_only_missing_completions_are_sampled_and_the_log_counts_them(
     caplog.clear()
     (path,) = plan.output.glob("generations/quiz/*.jsonl")
     path.write_bytes(path.read_bytes()[:-9])
-    again = prepared_of(replace(plan, max_new_tokens=new_tokens))
-    assert [(gap.problem.prompt_id, gap.indices) for gap in again.missing] == [
+    continued = prepared_of(replace(plan, max_new_tokens=new_tokens))
+    assert [(gap.problem.prompt_id, gap.indices) for gap in continued.missing] == [
         ("quiz-0", (1,)),
         ("quiz-2", (0, 1)),
         ("exam-0", (GREEDY_INDEX, 0, 1)),
@@ -197,8 +197,8 @@ def test_completions_end_as_the_template_that_wrote_the_prompts_has_it(
     assert prepared_of(plan).stop_token_ids is None
     file = tmp_path / "own.jinja"
     file.write_text("{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}")
-    own = prepared_of(replace(plan, chat_template=str(file), output=tmp_path / "own"))
-    stops = set(own.stop_token_ids or ())
+    prepared = prepared_of(replace(plan, chat_template=str(file), output=tmp_path / "own"))
+    stops = set(prepared.stop_token_ids or ())
     assert {end, other_end} <= stops and end_of_turn not in stops
     adapter = make_adapter(tmp_path / "adapter", base=model)
     tokenizer.save_pretrained(adapter)

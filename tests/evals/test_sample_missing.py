@@ -204,7 +204,7 @@ def test_a_scorer_and_the_place_of_answers_are_those_of_the_plan(
         WorkerPool(1, 60.0, rules=Rules("number")) as pool,
         WorkerPool(1, 60.0, function=hook) as scorer,
     ):
-        sample(core, plan, prepared, pool, scorer)
+        sample(core, plan, prepared, pool, scorer=scorer)
     rows = lines_of(plan)["rank-0000.jsonl"]
     assert {(row["extracted"], row["correct"], row["verdict"]) for row in rows} == {
         ("8", True, "function"),

@@ -242,9 +242,9 @@ def test_the_critics_minibatches_are_compared_as_the_policys_are() -> None:
         [minibatch(1.0), minibatch(2.0)], [minibatch(3.0)], [[0.5, -0.5], [1.0]], "ab"
     )
     capture = replace(a_capture(), update=update)
-    same = compare(capture, "ab", update)
-    assert same.minibatches == 3 and same.bit_equal
-    assert {difference.minibatch for difference in same.differences} == {
+    unchanged = compare(capture, "ab", update)
+    assert unchanged.minibatches == 3 and unchanged.bit_equal
+    assert {difference.minibatch for difference in unchanged.differences} == {
         "1",
         "2",
         "critic 1",
@@ -258,7 +258,9 @@ def test_the_critics_minibatches_are_compared_as_the_policys_are() -> None:
         "allowed: 0.11; weights afterwards: equal"
     )
     assert comparison_lines(capture, critic, update, 0.01)[-1].startswith("NOT the same: the")
-    assert comparison_lines(capture, same, update, 0.0)[-1].startswith("The same to the bit: the")
+    assert comparison_lines(capture, unchanged, update, 0.0)[-1].startswith(
+        "The same to the bit: the"
+    )
     fewer = compare(capture, "ab", replace(update, critic_minibatches=[]))
     assert fewer.mistakes == ("critic_minibatches: 1 captured, 0 replayed",)
     assert f"  {fewer.mistakes[0]}" in comparison_lines(capture, fewer, update, 1.0)
@@ -270,11 +272,11 @@ def test_the_lines_show_the_numbers_of_each_minibatch() -> None:
     replayed = replace(update, minibatches=[minibatch(1.0), minibatch(2.5)], weights_after="cd")
     lines = comparison_lines(capture, compare(capture, "ab", replayed), replayed, 0.2)
     assert lines[0] == "The weights before the step, beside the captured ones: equal"
-    shown = [line.split() for line in lines[1:-1]]
-    assert [words[1:3] for words in shown] == [
+    words_of_lines = [line.split() for line in lines[1:-1]]
+    assert [words[1:3] for words in words_of_lines] == [
         [number, name] for number in "12" for name in ("loss", "tokens", "grad_norm")
     ]
-    assert shown[3][3:] == ["2", "2.5", "1.2e-01"]
+    assert words_of_lines[3][3:] == ["2", "2.5", "1.2e-01"]
     assert lines[-1].startswith("The same: the") and lines[-1].endswith("afterwards: other")
 
 
