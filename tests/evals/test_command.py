@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -140,7 +140,7 @@ def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
     assert data_problem.startswith(f'--data-dir: there is no "{nowhere}"')
 
 
-def saved_run(run: Path, *overrides: str) -> Path:
+def saved_run(run: Path, overrides: Sequence[str]) -> Path:
     """The folder of a run with these settings."""
     run.mkdir()
     required = [f"run.output_dir={run}", "data.train_path=t.jsonl"]
@@ -156,7 +156,7 @@ def test_positions_leave_room_for_outputs_of_tools_and_are_those_of_the_runs_mod
     base.mkdir()
     (base / "config.json").write_text('{"max_position_embeddings": 512}')
     tools = ["tools.format=fence", "tools.max_calls=2", "tools.max_output_tokens=84"]
-    run = saved_run(tmp_path / "run", f"model.path={base}", *tools)
+    run = saved_run(tmp_path / "run", [f"model.path={base}", *tools])
     for lengths, message in (
         (["--max-new-tokens", "312"], "is 312 and 200 tokens of tools' outputs; the model has 512"),
         (["--max-new-tokens", "311"], None),
@@ -180,7 +180,7 @@ def test_positions_leave_room_for_outputs_of_tools_and_are_those_of_the_runs_mod
     ],
 )
 def test_a_run_is_known_by_every_place_of_its_models(tmp_path: Path, place: str) -> None:
-    run = saved_run(tmp_path / "run", "model.path=m")
+    run = saved_run(tmp_path / "run", ["model.path=m"])
     config = run_config(run / place)
     assert config is not None and config.run.output_dir == str(run)
     assert run_config(run / "logs") is None
@@ -188,7 +188,7 @@ def test_a_run_is_known_by_every_place_of_its_models(tmp_path: Path, place: str)
 
 def test_settings_that_were_saved_on_another_machine_count(tmp_path: Path) -> None:
     """The environment that one of its paths names is not here."""
-    run = saved_run(tmp_path / "run", "model.path=m", "data.template=raw")
+    run = saved_run(tmp_path / "run", ["model.path=m", "data.template=raw"])
     file = run / "config.yaml"
     file.write_text(file.read_text().replace("t.jsonl", "${oc.env:RLMATH_ELSEWHERE}/t.jsonl"))
     assert plan_of(parse([*words(tmp_path), "--model", str(run)])).template == "raw"

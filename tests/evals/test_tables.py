@@ -363,10 +363,10 @@ def test_problems_that_either_evaluation_lacks_are_counted(tmp_path: Path) -> No
 
 def test_benchmarks_of_one_evaluation_alone_are_named(tmp_path: Path) -> None:
     evaluations = []
-    for name, alone in (("a", "early"), ("b", "late")):
+    for name, benchmark in (("a", "early"), ("b", "late")):
         folder = results_folder(tmp_path / name, [1])
         content = json.loads((folder / "results.json").read_text())
-        content["benchmarks"][alone] = content["benchmarks"]["quiz"]
+        content["benchmarks"][benchmark] = content["benchmarks"]["quiz"]
         (folder / "results.json").write_text(json.dumps(content))
         evaluations.append(read_results(folder))
     first, second = evaluations
@@ -420,9 +420,9 @@ def test_lengths_that_do_not_fit_the_model_say_what_to_set() -> None:
         error.value
     )
     with pytest.raises(ValueError, match="Set --max-new-tokens 1 or less; or set"):
-        check_lengths(problems, 101, 64, None, 77)
+        check_lengths(problems, 101, 64, None, default_new_tokens=77)
     with pytest.raises(ValueError, match=r"\. set --max-prompt-tokens 36, and longer prompts"):
-        check_lengths(problems, 100, 64, None, 77)
+        check_lengths(problems, 100, 64, None, default_new_tokens=77)
     with pytest.raises(ValueError, match="--max-prompt-tokens is 90"):
         check_lengths(problems, 150, 64, 90, 77)
     with pytest.raises(ValueError, match="set --max-prompt-tokens 99, and longer"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +32,9 @@ from rlmath.checkpoint.directory import (
     partial_of,
     write_progress,
 )
+from rlmath.checkpoint.hf.headers import model_fingerprint
 from rlmath.checkpoint.hf.metadata_files import read_metadata_files
-from rlmath.config.load import config_as_yaml
+from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import (
     Config,
     DataConfig,
@@ -181,7 +184,7 @@ def captured_run(run: Path, step: int = 1, drawn_in: int = 1, **sections: Any) -
     return folder
 
 
-def loaded(*words: object) -> Config:
+def loaded(words: Sequence[object]) -> Config:
     """The settings of a replay with these words on its command line."""
     return Replay(parse([str(word) for word in words])).load()
 
@@ -213,8 +216,8 @@ def test_a_rollout_that_cannot_be_made_again_is_refused(
     write_checkpoint(tmp_path, 1)
     folder = captured_run(tmp_path, **sections)
     with pytest.raises(ValueError, match=message):
-        loaded(folder, "--part", "rollout")
-    assert Path(loaded(folder).run.output_dir).parent == folder / "replays"
+        loaded([folder, "--part", "rollout"])
+    assert Path(loaded([folder]).run.output_dir).parent == folder / "replays"
 
 
 def test_a_rollout_is_made_again_from_the_checkpoint_of_its_step_alone(tmp_path: Path) -> None:
@@ -223,13 +226,66 @@ def test_a_rollout_is_made_again_from_the_checkpoint_of_its_step_alone(tmp_path:
     write_checkpoint(tmp_path, 1)
     folder = captured_run(tmp_path, reward=RewardConfig(function="own.py:f"))
     words = [folder, "--part", "rollout", "--with-functions", "rollout.temperature=0.5"]
-    settings = loaded(*words, "--output", tmp_path / "out")
+    settings = loaded([*words, "--output", tmp_path / "out"])
     assert settings.rollout.temperature == 0.5 and settings.reward.function == "own.py:f"
     assert Path(settings.run.output_dir).parent == tmp_path / "out"
     with pytest.raises(ValueError, match=r"starts from .*The rollout needs those of the step"):
-        loaded(*words, "--state", other)
-    assert loaded(folder, "--state", other).run.output_dir
-    assert loaded(tmp_path, "--step", 2).run.output_dir
+        loaded([*words, "--state", other])
+    assert loaded([folder, "--state", other]).run.output_dir
+    assert loaded([tmp_path, "--step", 2]).run.output_dir
+
+
+def prepared_replay(run: Path, model: Path, words: Sequence[object] = (), **changes: Any) -> Any:
+    """What is prepared of the replay of a small run's captured step."""
+    settings = ["data.max_prompt_tokens=16", "rollout.max_new_tokens=32", "run.device=cpu"]
+    settings += ["policy.max_tokens_per_microbatch=64", "data.train_path=t"]
+    settings += [f"run.output_dir={run}", f"model.path={model}"]
+    settings_yaml = config_as_yaml(load_config([], settings))
+    folder = write_capture(run, replace(a_capture(), settings_yaml=settings_yaml, **changes))
+    replay = Replay(parse([str(word) for word in (folder, *words)]))
+    return replay.prepare(replay.load())
+
+
+def test_a_replay_learns_from_the_groups_and_the_steps_of_the_capture(
+    tied_model: Path, tmp_path: Path
+) -> None:
+    checkpoints = [write_checkpoint(tmp_path, step) for step in (1, 2)]
+    prepared = prepared_replay(tmp_path, tied_model)
+    assert prepared.inputs.prompts == [group.prompt for group in a_capture().groups]
+    assert prepared.inputs.total_steps == a_capture().total_steps
+    assert prepared.inputs.stop_token_ids == (1,)
+    assert prepared.origin.model == model_fingerprint(tied_model)
+    (line,) = prepared.lines
+    text = "Replay of the update of step 2, captured on TP1 x PP1 x DP1: from "
+    assert line.startswith(f"{text}{checkpoints[0]}, on TP1 x PP1")
+    assert prepared.warnings == ()
+    shutil.rmtree(tmp_path / "captures")
+    (warning,) = prepared_replay(tmp_path, tied_model, ["--state", checkpoints[1]]).warnings
+    assert f"starts from {checkpoints[1]}" in warning
+    shutil.rmtree(tmp_path / "captures")
+    (line,) = prepared_replay(tmp_path, tied_model, step=0).lines
+    assert line.startswith(f"{text.replace('step 2', 'step 1')}model.path, on ")
+
+
+def test_a_capture_of_other_lengths_or_another_models_tokens_is_refused(
+    tied_model: Path, tmp_path: Path
+) -> None:
+    """The model has the tokens 0 to 100."""
+    first, second = a_capture().groups
+    with pytest.raises(ValueError, match="is of length stage 2, and the settings have 1"):
+        prepared_replay(tmp_path / "later", tied_model, step=0, length_stage=1)
+    for token, is_refused in ((100, False), (101, True), (-1, True)):
+        completion = replace(first.completions[0], token_ids=array("i", [5, token]))
+        groups = [replace(first, completions=(completion, first.completions[1])), second]
+        run = tmp_path / str(token)
+        if is_refused:
+            with pytest.raises(ValueError, match="has tokens that are not below 101"):
+                prepared_replay(run, tied_model, step=0, groups=groups)
+        else:
+            assert prepared_replay(run, tied_model, step=0, groups=groups).inputs.prompts
+    groups = [first, replace(second, prompt=replace(second.prompt, token_ids=(5, 101)))]
+    with pytest.raises(ValueError, match="has tokens that are not below 101"):
+        prepared_replay(tmp_path / "prompt", tied_model, step=0, groups=groups)
 
 
 def minibatch(loss: float, discarded: str | None = None) -> CapturedMinibatch:
