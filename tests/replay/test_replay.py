@@ -257,7 +257,7 @@ def test_a_replay_learns_from_the_groups_and_the_steps_of_the_capture(
     assert prepared.origin.model == model_fingerprint(tied_model)
     (line,) = prepared.lines
     text = "Replay of the update of step 2, captured on TP1 x PP1 x DP1: from "
-    assert line.startswith(f"{text}{checkpoints[0]}, on TP1 x PP1")
+    assert line == f"{text}{checkpoints[0]}, on TP1 x PP1 x DP1"
     assert prepared.warnings == ()
     shutil.rmtree(tmp_path / "captures")
     (warning,) = prepared_replay(tmp_path, tied_model, ["--state", checkpoints[1]]).warnings
