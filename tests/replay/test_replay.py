@@ -274,7 +274,7 @@ def test_a_capture_of_other_lengths_or_another_models_tokens_is_refused(
     first, second = a_capture().groups
     with pytest.raises(ValueError, match="is of length stage 2, and the settings have 1"):
         prepared_replay(tmp_path / "later", tied_model, step=0, length_stage=1)
-    for token, is_refused in ((100, False), (101, True), (-1, True)):
+    for token, is_refused in ((0, False), (100, False), (101, True), (-1, True)):
         completion = replace(first.completions[0], token_ids=array("i", [5, token]))
         groups = [replace(first, completions=(completion, first.completions[1])), second]
         run = tmp_path / str(token)
