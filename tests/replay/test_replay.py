@@ -59,6 +59,7 @@ from rlmath.replay.replay_step import (
     ReplayTrainer,
     _end,
     _policy_folders,
+    _whole,
     compare,
     compare_groups,
     comparison_lines,
@@ -267,6 +268,14 @@ def test_a_replay_learns_from_the_groups_and_the_steps_of_the_capture(
     assert line.startswith(f"{text.replace('step 2', 'step 1')}model.path, on ")
 
 
+def test_a_replay_has_the_chat_template_of_its_settings(tied_model: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}~{% endfor %}"
+    (tmp_path / "own.jinja").write_text(template)
+    words = [f"data.chat_template={tmp_path}/own.jinja"]
+    prepared = prepared_replay(tmp_path, tied_model, words, step=0)
+    assert prepared.inputs.tokenizer.chat_template == template
+
+
 def test_a_capture_of_other_lengths_or_another_models_tokens_is_refused(
     tied_model: Path, tmp_path: Path
 ) -> None:
@@ -320,6 +329,26 @@ def test_the_critics_minibatches_are_compared_as_the_policys_are() -> None:
     fewer = compare(capture, "ab", replace(update, critic_minibatches=[]))
     assert fewer.mistakes == ("critic_minibatches: 1 captured, 0 replayed",)
     assert f"  {fewer.mistakes[0]}" in comparison_lines(capture, fewer, update, 1.0)
+
+
+def test_a_number_is_compared_with_the_size_that_it_has() -> None:
+    """Sums with the number of tokens, a token's mismatch with 1, other numbers with themselves."""
+    update = CapturedUpdate([minibatch(1.0)], [], [[0.5, -0.5], [1.0]], "ab")
+    numbers = {"loss": 1.1, "tokens": 4.0, "grad_norm": 1.25, "mismatch_max": 0.6}
+    replayed = replace(update, minibatches=[CapturedMinibatch(numbers, None)])
+    comparison = compare(replace(a_capture(), update=update), "ab", replayed)
+    relative = {difference.name: difference.relative for difference in comparison.differences}
+    assert relative == pytest.approx(
+        {"loss": 0.1 / 4, "tokens": 0, "grad_norm": 0.2, "mismatch_max": 0.1, "advantage": 0}
+    )
+
+
+def test_a_run_that_ended_in_the_update_began_it_with_weights_all_the_same() -> None:
+    update = CapturedUpdate([minibatch(1.0)], [], [[0.5, -0.5], [1.0]], "ab")
+    capture = replace(a_capture(), update=None)
+    first, last = comparison_lines(capture, compare(capture, "cd", update), update, 1.0)
+    assert first == "The weights before the step, beside the captured ones: other"
+    assert last.startswith("NOT the same: ")
 
 
 def test_the_lines_show_the_numbers_of_each_minibatch() -> None:
@@ -495,3 +524,17 @@ def test_a_checkpoint_that_cannot_be_converted_is_a_mistake(
     state: Any = (empty, None)
     with pytest.raises(ValueError, match="nothing"):
         _policy_folders(prepared, state, MESH, device=DEVICE)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_checkpoint_is_read_whole_before_it_is_used(tmp_path: Path) -> None:
+    phases: list[str] = []
+    heartbeat: Any = SimpleNamespace(enter_phase=phases.append, report_progress=lambda: None)
+    assert _whole(None, heartbeat) is None
+    folder = write_checkpoint(tmp_path, 1)
+    state, _ = find_state(folder_of(tmp_path, 1), a_capture(), None)
+    assert _whole(state, heartbeat) == state and phases == ["check checkpoint"] * 2
+    progress = (folder / "progress.json").read_bytes()
+    (folder / "progress.json").write_bytes(progress.replace(b"TP1", b"TP2"))
+    with pytest.raises(ValueError, match="SHA-256 differs"):
+        _whole(state, heartbeat)
