@@ -93,7 +93,8 @@ def test_the_variables_and_the_system_prompt_of_a_chat_template_are_in_every_pro
     file.write_text(TEMPLATE)
     own_plan = replace(plan, chat_template=str(file), chat_template_kwargs=("style=!",))
     texts = [gap.problem.text for gap in prepared_of(own_plan).missing]
-    assert texts == ["1+1!=", f"{LONG_PROMPT}!=", "1+2!=", "2+2!="]
+    assert [text.partition("\n")[0] for text in texts] == ["1+1", LONG_PROMPT, "1+2", "2+2"]
+    assert all(text.endswith("\\boxed{}.!=") for text in texts)
     own_plan = replace(plan, output=tmp_path / "system", system_prompt="Be brief.")
     assert all("Be brief." in gap.problem.text for gap in prepared_of(own_plan).missing)
 
@@ -127,19 +128,19 @@ def test_only_missing_completions_are_sampled_and_the_log_counts_them(
     caplog.set_level(logging.INFO)
     with (tmp_path / "quiz.jsonl").open("a") as file:
         file.write('{"prompt": ""}\n')
-    plan = replace(plan, max_prompt_tokens=90)
+    plan = replace(plan, max_prompt_tokens=100)
     fewer = replace(plan, samples=1, benchmarks=("quiz",), max_new_tokens=None)
     first = prepared_of(fewer)
     assert [gap.indices for gap in first.missing] == [(GREEDY_INDEX, 0)] * 2
-    new_tokens = POSITIONS - 90
+    new_tokens = POSITIONS - 100
     for text in (
         "quiz: 3 problems",
         "quiz: 1 rows of its file are unusable, and are not in the table",
-        "quiz: 1 of 3 prompts are longer than --max-prompt-tokens 90 and count as wrong (the "
+        "quiz: 1 of 3 prompts are longer than --max-prompt-tokens 100 and count as wrong (the "
         "longest has",
         "4 completions are requested, 0 of them are on disk already",
         f"Completions have at most {new_tokens} tokens (--max-new-tokens is not given): prompts "
-        f"have up to 90, and the model has {POSITIONS} positions",
+        f"have up to 100, and the model has {POSITIONS} positions",
     ):
         assert text in caplog.text
     assert "unfinished" not in caplog.text
@@ -234,7 +235,7 @@ def test_the_tables_are_of_the_completions_on_disk(
     plan: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A problem whose prompt is too long counts as wrong; each benchmark has its own numbers."""
-    plan = replace(plan, max_prompt_tokens=90, limit=3)
+    plan = replace(plan, max_prompt_tokens=100, limit=3)
     prepared = prepared_of(plan)
     right = {("quiz-0", GREEDY_INDEX), ("quiz-0", 1), ("exam-0", 0), ("exam-0", 1)}
     write_missing(prepared, plan, lambda *completion: completion in right)
@@ -251,7 +252,7 @@ def test_the_tables_are_of_the_completions_on_disk(
     assert list(results.accuracies) == ["quiz", "exam"]
     assert results.accuracies["exam"]["sample_pass@1"].shares == {"exam-0": 1.0}
     settings = results.settings
-    assert (settings["limit"], settings["max_prompt_tokens"], settings["seed"]) == (3, 90, 9)
+    assert (settings["limit"], settings["max_prompt_tokens"], settings["seed"]) == (3, 100, 9)
     assert settings["about_model_folder"] == settings["about_model"] == str(plan.model)
 
 
