@@ -156,10 +156,10 @@ def test_each_part_and_layout_of_a_replay_has_its_own_folder(
     assert sampled.rollout == settings.rollout
 
 
-def captured_run(run: Path, step: int = 1, drawn_in: int = 1, **sections: Any) -> Path:
+def captured_run(run_folder: Path, step: int = 1, drawn_in: int = 1, **sections: Any) -> Path:
     """The folder of the capture of a step, counted from 0, by a run with these settings."""
     config = Config(
-        run=sections.pop("run", RunConfig(output_dir=str(run))),
+        run=sections.pop("run", RunConfig(output_dir=str(run_folder))),
         model=ModelConfig("m"),
         data=DataConfig(train_path="t"),
         **sections,
@@ -180,7 +180,7 @@ def captured_run(run: Path, step: int = 1, drawn_in: int = 1, **sections: Any) -
         for group in a_capture().groups
     ]
     capture = replace(a_capture(), step=step, settings_yaml=config_as_yaml(config), groups=groups)
-    folder = write_capture(run, capture)
+    folder = write_capture(run_folder, capture)
     assert folder is not None
     return folder
 
