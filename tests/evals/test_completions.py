@@ -135,6 +135,16 @@ def test_seeds_differ_by_all_that_a_completion_is(tmp_path: Path) -> None:
         ({"temperature": 0.0}, "For temperature 0 there is greedy"),
         ({"template": "chatml"}, "--template"),
         ({"benchmarks": ()}, "--benchmarks"),
+        ({"samples": 1001}, "--samples is 1001"),
+        ({"top_p": 1.5}, "--top-p is 1.5"),
+        ({"max_new_tokens": 0}, "--max-new-tokens is 0"),
+        ({"max_prompt_tokens": 0}, "--max-prompt-tokens is 0"),
+        ({"seed": -1}, "--seed is -1"),
+        ({"limit": 0}, "--limit is 0"),
+        ({"greedy": False, "samples": 0}, "--no-greedy with --samples 0"),
+        ({"template": "nowhere.py:write"}, "--template"),
+        ({"scorer": "nowhere.py:judge"}, "--scorer"),
+        ({"plugins": ("nowhere.py",)}, "--plugin"),
     ],
 )
 def test_impossible_plans_are_refused(tmp_path: Path, values: dict, message: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 
 from rlmath.config.schema import RolloutConfig
 from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
-from rlmath.evals.command import main, parse, plan_of, rollout_of
+from rlmath.evals.command import main
 from rlmath.evals.plan import Plan
 from tests.distributed.rank_pool import RankPool
 from tests.evals.guessing_model import make_guessing_model
@@ -35,7 +34,6 @@ NAMES = (
     "gpqa_diamond",
 )
 PROGRAM = "launch/evaluate.py"
-BASICS = ["--model", "m", "--benchmarks", "aime24", "--data-dir", "d", "--output", "o"]
 LIMIT = 3
 SAMPLES = 8
 NEW_TOKENS = 48
@@ -225,12 +223,6 @@ def test_prompts_that_do_not_fit_the_model_are_reported(
     assert not (tmp_path / "settings.json").exists()
 
 
-def test_a_mistake_ends_with_status_2(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*BASICS, "--samples", "-1"]) == 2
-    message = capfd.readouterr().err
-    assert "--samples is -1" in message and "Traceback" not in message
-
-
 @matrix
 def test_two_evaluations_are_put_side_by_side(
     evaluated: Path, capsys: pytest.CaptureFixture[str]
@@ -245,52 +237,6 @@ def test_two_evaluations_are_put_side_by_side(
             "three problems show little"
         )
     assert all(first.strip() == second.strip() != "" for first, second in intervals)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "m"], "--benchmarks, --data-dir, --output must be given"),
-        ([*BASICS, "--samples", "0", "--no-greedy"], "samples nothing"),
-        ([*BASICS, "--tensor-parallel", "0"], "--tensor-parallel is 0; needed: at least 1"),
-    ],
-)
-def test_impossible_arguments_are_refused(arguments: list[str], message: str) -> None:
-    namespace = parse(arguments)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        plan_of(namespace), rollout_of(namespace)
-
-
-@pytest.mark.parametrize("file", ["config.json", "config.yaml", None])
-def test_an_output_that_is_a_model_run_or_data_folder_is_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], file: str | None
-) -> None:
-    """Nothing is written there, not even the exit status."""
-    if file is not None:
-        (tmp_path / file).write_text("{}")
-    before = sorted(tmp_path.iterdir())
-    arguments = [
-        "--model",
-        str(tmp_path if file is None else "m"),
-        "--benchmarks",
-        "b",
-        "--data-dir",
-        "d",
-    ]
-    assert main([*arguments, "--output", f"{tmp_path}/../{tmp_path.name}"]) == 2
-    assert "Give a folder of its own" in capfd.readouterr().err
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_no_cuda_graphs_unless_asked_for() -> None:
-    assert not rollout_of(parse(BASICS)).cuda_graphs
-    assert rollout_of(parse([*BASICS, "--cuda-graphs"])).cuda_graphs
-    assert plan_of(parse([*BASICS, "--benchmarks", "a,b,a"])).benchmarks == ("a", "b")
-
-
-def test_old_names_of_options_are_read() -> None:
-    parsed = parse([*BASICS, "--judges", "3", "--judge-timeout=7.5"])
-    assert (parsed.reward_workers, parsed.reward_timeout) == (3, 7.5)
 
 
 @matrix

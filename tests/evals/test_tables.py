@@ -349,6 +349,39 @@ def test_a_broken_results_file_is_reported(tmp_path: Path, content: str) -> None
         read_results(tmp_path)
 
 
+def test_problems_that_either_evaluation_lacks_are_counted(tmp_path: Path) -> None:
+    """The first has three problems; the second has two of them and three others."""
+    first = read_results(results_folder(tmp_path / "a", [0, 1, 2]))
+    second = read_results(results_folder(tmp_path / "b", [4, 1, 3, 0, 2]))
+    shares = second.accuracies["quiz"]["sample_pass@1"].shares
+    shares["elsewhere"] = shares.pop("0")
+    sampled = next(row for row in differences(first, second) if row.measure == "sample_pass@1")
+    assert (sampled.problems, sampled.left_out) == (2, 4)
+    assert sampled.first[0] == pytest.approx((1 + 2) / 8)
+    assert sampled.second[0] == pytest.approx((1 + 3) / 8)
+
+
+def test_benchmarks_of_one_evaluation_alone_are_named(tmp_path: Path) -> None:
+    evaluations = []
+    for name, benchmark in (("a", "early"), ("b", "late")):
+        folder = results_folder(tmp_path / name, [1])
+        content = json.loads((folder / "results.json").read_text())
+        content["benchmarks"][benchmark] = content["benchmarks"]["quiz"]
+        (folder / "results.json").write_text(json.dumps(content))
+        evaluations.append(read_results(folder))
+    first, second = evaluations
+    assert "In one of the two only: early, late." in comparison_text(first, second)
+    assert "In one of the two only" not in comparison_text(first, first)
+
+
+def test_a_prompt_that_is_as_long_as_allowed_is_answered(tmp_path: Path) -> None:
+    benchmark = Benchmark("quiz", (problem("a", tokens=50), problem("b", tokens=51)), unusable=0)
+    records: dict[Key, CompletionRecord] = {("a", GREEDY_INDEX): completion("7")}
+    plan = plan_for(tmp_path, samples=0)
+    row = result_of(benchmark, records, plan, max_prompt_tokens=50).row
+    assert (row["too_long"], row["greedy_acc"]) == (1, 0.5)
+
+
 def test_nothing_in_common_is_reported(tmp_path: Path) -> None:
     first = read_results(results_folder(tmp_path / "a", [1]))
     second = read_results(results_folder(tmp_path / "b", [1], dataset="other"))
@@ -386,6 +419,10 @@ def test_lengths_that_do_not_fit_the_model_say_what_to_set() -> None:
     assert "--max-new-tokens 50" in str(error.value) and "--max-prompt-tokens 86" in str(
         error.value
     )
+    with pytest.raises(ValueError, match="Set --max-new-tokens 1 or less; or set"):
+        check_lengths(problems, 101, 64, None, default_new_tokens=77)
+    with pytest.raises(ValueError, match=r"\. set --max-prompt-tokens 36, and longer prompts"):
+        check_lengths(problems, 100, 64, None, default_new_tokens=77)
     with pytest.raises(ValueError, match="--max-prompt-tokens is 90"):
         check_lengths(problems, 150, 64, 90, 77)
     with pytest.raises(ValueError, match="set --max-prompt-tokens 99, and longer"):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.config.run_files import LOG_FILE
+from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
 from rlmath.telemetry.console import COLUMNS, remaining_seconds, step_line, wrapped
 from tests.terminal import on_terminal, shown_lines
 
@@ -263,6 +264,9 @@ time.sleep(60)
 """
     before, separator, after = on_terminal(program, 80, 75).partition("the same")
     assert "evaluation:" in before and separator and "evaluation:" not in after
+    exit_status = read_exit_status(tmp_path)
+    assert exit_status.status == SAVED_AND_STOPPED
+    assert exit_status.message == "stopped by SIGINT (Ctrl-C): the same command resumes"
 
 
 def test_a_terminal_that_does_not_know_its_columns_has_80() -> None:
