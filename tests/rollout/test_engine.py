@@ -15,6 +15,13 @@ import pytest
 from rlmath.distributed.device_kind import DeviceKind
 from rlmath.rollout.engine import end_engine, prepare_environment
 
+RUNNERS = (
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_NO_USAGE_STATS",
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU",
+)
 SET = ("VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_LOGGING_LEVEL")
 
 
@@ -50,6 +57,22 @@ def test_what_the_user_has_set_stays_and_our_logging_needs_no_level(
         environment.setenv(name, value)
     prepare_environment("cuda")
     assert tuple(os.environ.get(name) for name in SET) == ("1", "INFO")
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_vllm_reads_that_it_runs_in_this_process(
+    environment: pytest.MonkeyPatch, kind: DeviceKind
+) -> None:
+    """We call its scheduler and its worker; on CPU the worker is that of its first model runner."""
+    for name in RUNNERS:
+        environment.delenv(name, raising=False)
+    prepare_environment(kind)
+    from vllm import envs  # vLLM reads the environment when it is imported
+
+    assert not envs.VLLM_ENABLE_V1_MULTIPROCESSING and envs.VLLM_NO_USAGE_STATS
+    assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == ("0" if kind == "cpu" else None)
+    assert os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == ("nobind" if kind == "cpu" else None)
+    assert os.environ.get("VLLM_CPU_NUM_OF_RESERVED_CPU") == ("0" if kind == "cpu" else None)
 
 
 class Core:

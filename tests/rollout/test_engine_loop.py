@@ -4,6 +4,7 @@ Weights come from a real sender; trainer and engine are threads of this process.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -101,6 +102,8 @@ class Run:
     loop: EngineLoop
     threads: ThreadPoolExecutor
     arrived: Any
+    status: Future[int] = field(default_factory=Future)
+    """The exit status of the loop."""
     steps: int = 0
     at_step: dict[int, Callable[[], None]] = field(default_factory=dict)
     """What the trainer does before a step of vLLM's, counted from 1."""
@@ -119,25 +122,31 @@ class Run:
         self.sender.offer()
         self.box.send(1, NewWeights(version, step, learned_at=version + 0.5))
 
-    def start(self, *messages: object) -> Future[int]:
+    def start(self, *messages: object) -> None:
         """Start with the weights of version 1 and these messages."""
         self.new_weights(1, 0)
         for message in messages:
             self.box.send(1, message)
         self.box.send(1, Arrived())
         self.arrived.get(timeout=SECONDS)
-        return self.threads.submit(self.loop.run, self.versions.append)
+        self.status = self.threads.submit(self.loop.run, self.versions.append)
+
+    def await_messages(self, condition: Callable[[], bool]) -> None:
+        """Receive until this is so."""
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, self.messages
+            if self.status.done():
+                raise AssertionError(f"the loop has ended with status {self.status.result()}")
+            self.messages += [envelope.message for envelope in self.box.receive(0.1)]
 
     def await_groups(self, *draws: int) -> dict[int, GroupDone]:
-        """Receive until these groups are done."""
-        while not set(draws) <= self.groups.keys():
-            self.messages += [envelope.message for envelope in self.box.receive(SECONDS)]
+        self.await_messages(lambda: set(draws) <= self.groups.keys())
         return self.groups
 
-    def end(self, loop: Future[int]) -> None:
+    def end(self) -> None:
         self.box.send(1, End(3))
-        assert loop.result(SECONDS) == 3
-        self.messages += [envelope.message for envelope in self.box.receive(0.2)]
+        assert self.status.result(SECONDS) == 3
 
     @property
     def groups(self) -> dict[int, GroupDone]:
@@ -221,6 +230,7 @@ def opened(
 
         yield open_run
         for run in runs:
+            run.box.send(1, End(0))  # where a test has failed
             run.sender.close()
         list(threads.map(Mailbox.close, boxes))
 
@@ -237,11 +247,11 @@ def tokens(group: GroupDone) -> list[list[int]]:
 def test_an_engine_draws_what_is_admitted_in_the_lengths_of_its_stage(opened: Opened) -> None:
     """A run that goes on begins behind the draws that engines have begun before it."""
     run = opened()
-    loop = run.start(Admit(3, 6, 0))
+    run.start(Admit(3, 6, 0))
     run.await_groups(3, 4, 5)
     run.box.send(1, Admit(3, 7, 1))
     groups = run.await_groups(6)
-    run.end(loop)
+    run.end()
     assert sorted(groups) == [3, 4, 5, 6]
     for draw, group in groups.items():
         most = SHORT if draw == 6 else MOST
@@ -262,9 +272,9 @@ def test_groups_of_an_earlier_start_go_on_before_new_ones(opened: Opened) -> Non
         Completion(1, (9,), (-1.0,), "", "stop", policy_version=0),
         Score(0.25, False, "", "function"),
     )
-    loop = run.start(Continue([UnfinishedGroup(5, 2, (early, done))], 0), Admit(6, 7, 0))
+    run.start(Continue([UnfinishedGroup(5, 2, (early, done))], 0), Admit(6, 7, 0))
     groups = run.await_groups(5, 6)
-    run.end(loop)
+    run.end()
     assert [len(request.prompt["prompt_token_ids"]) for request in run.llm.begun] == [
         len(PROMPT_IDS) + 4,
         len(PROMPT_IDS),
@@ -281,9 +291,9 @@ def test_new_weights_come_to_completions_in_flight(opened: Opened, mode: str) ->
     """Two completions have READS_AFTER tokens; a second group begins with the new weights."""
     run = opened(on_new_weights=mode, max_concurrent_sequences=2)
     run.at_step[READS_AFTER] = lambda: run.new_weights(4, 2)
-    loop = run.start(Admit(0, 2, 0))
+    run.start(Admit(0, 2, 0))
     groups = run.await_groups(0, 1)
-    run.end(loop)
+    run.end()
     whole = {draw: [script(seed) for seed in seeds_of(draw)] for draw in (0, 1)}
     assert {draw: tokens(group) for draw, group in groups.items()} == whole
     old_tokens = LENGTH if mode == "finish" else READS_AFTER
@@ -323,11 +333,10 @@ def test_what_is_asked_between_two_steps_changes_no_completion(opened: Opened, w
             run.box.send(1, message)
 
     run.at_step[READS_AFTER] = ask
-    loop = run.start(Admit(0, 1, 0))
+    run.start(Admit(0, 1, 0))
     groups = run.await_groups(0)
-    while not run.of(Rollout):
-        run.messages += [envelope.message for envelope in run.box.receive(SECONDS)]
-    run.end(loop)
+    run.await_messages(lambda: bool(run.of(Rollout)))
+    run.end()
     assert tokens(groups[0]) == [script(seed) for seed in seeds_of(0)]
     (snapshot,) = run.of(Snapshot)
     assert [list(sample.token_ids) for sample in snapshot.samples[0]] == [
@@ -341,5 +350,3 @@ def test_what_is_asked_between_two_steps_changes_no_completion(opened: Opened, w
         seed = request_seed(2, 0, group.prompt.prompt_id, 0)
         assert list(group.completions[0].token_ids) == script(seed)
         assert group.completions[0].segments[0].policy_version == (2 if waits else 1)
-    kinds = [type(message) for message in run.messages]
-    assert (kinds.index(GroupDone) < kinds.index(Rollout)) == waits

@@ -142,7 +142,9 @@ def worlds(request: pytest.FixtureRequest, process_group: None) -> Iterator[Worl
             for rank in range(TRAINERS)
         ]
         shapes = engine_shapes(SMALL, engine_size)
-        weights = [EngineWeights(model_with(shapes, filled=7.0), shapes) for _ in range(engine_ranks)]
+        weights = [
+            EngineWeights(model_with(shapes, filled=7.0), shapes) for _ in range(engine_ranks)
+        ]
         rounds = [0] * engine_ranks
         receivers = [
             WeightReceiver(
