@@ -72,6 +72,8 @@ ANSWERS = [tokens_of(f"\\boxed{{{number}}}") for number in range(2)]
 LENGTH = len(ANSWERS[0])
 LAYOUT = Layout()
 TRAINER_MESH = replace(LAYOUT.mesh(1), engine_ranks=1)
+ALONE = Mesh(0, 1, 1, 1, 1)
+"""The engines' world where there is one of one rank."""
 PROMPTS = [Prompt(f"q{n}", f"{n}=", PROMPT_IDS, ("\\boxed{1}",), "math") for n in range(8)]
 REWARD = RewardConfig()
 
@@ -185,12 +187,11 @@ def opened(
         bridges = list(threads.map(lambda rank: Bridge(store, rank, 2, 1, SECONDS), range(2)))
         boxes = Mailbox(bridges[0], [1]), Mailbox(bridges[1], [0])
 
-        def open_run(**settings: Any) -> Run:
+        def open_run(mesh: Mesh = ALONE, **settings: Any) -> Run:
             rollout = RolloutConfig(
                 **{"group_size": 2, "max_num_seqs": 4, "max_new_tokens": MOST} | settings,
                 progress_bar=False,
             )
-            mesh = Mesh(0, 1, 1, 1, 1)
             engine, llm = scripted_engine(
                 monkeypatch, script, mesh, settings=rollout, shapes=engine_shapes(SMALL, 1)
             )
@@ -261,6 +262,19 @@ def test_an_engine_draws_what_is_admitted_in_the_lengths_of_its_stage(opened: Op
             assert sample.completion.finish_reason == ("length" if draw == 6 else "stop")
     assert run.versions == [0]
     assert run.llm.prefix_resets == 1
+
+
+def test_an_engine_with_many_places_leaves_the_others_their_share(opened: Opened) -> None:
+    """Of six draws one of two engines takes three, and of what is left at its next look two."""
+    run = opened(Mesh(0, 2, 1, 1, 1), max_num_seqs=16)
+    begun: list[int] = []
+    for step in (1, READS_AFTER + 1):
+        run.at_step[step] = lambda: begun.append(len(run.llm.begun) // 2)
+    run.start(Admit(0, 6, 0))
+    groups = run.await_groups(*range(6))
+    run.end()
+    assert begun == [3, 5]
+    assert all(tokens(groups[n]) == [script(seed) for seed in seeds_of(n)] for n in groups)
 
 
 def test_groups_of_an_earlier_start_go_on_before_new_ones(opened: Opened) -> None:
@@ -335,7 +349,7 @@ def test_what_is_asked_between_two_steps_changes_no_completion(opened: Opened, w
     run.at_step[READS_AFTER] = ask
     run.start(Admit(0, 1, 0))
     groups = run.await_groups(0)
-    run.await_messages(lambda: bool(run.of(Rollout)))
+    run.await_messages(lambda: bool(run.of(Rollout) and run.of(Snapshot)))
     run.end()
     assert tokens(groups[0]) == [script(seed) for seed in seeds_of(0)]
     (snapshot,) = run.of(Snapshot)
