@@ -54,11 +54,11 @@ SAMPLING = SamplingSettings(
     samples=3, temperature=0.7, top_p=0.9, min_new_tokens=2, max_new_tokens=MOST
 )
 PROMPTS = [
-    Prompt(f"q-{n}", f"{n}+0=", PROMPT_IDS, (f"\\boxed{{{n % 3}}}",), "math") for n in range(7)
+    Prompt(f"q-{n}", f"{n}+0=", PROMPT_IDS, (f"\\boxed{{{n % 3}}}",), task="math") for n in range(7)
 ]
 OVERLONG = RewardConfig(overlong_buffer=6, overlong_penalty=1.0)
 OF_GROUPS = RewardConfig(function="tests.reward_by_hash:of_group", function_takes="group")
-MESH = Mesh(0, 1, 1, 1, 1)
+MESH = Mesh(0, 1, 1, 1, engine_size=1)
 
 
 def script(seed: int) -> list[int]:
@@ -196,7 +196,7 @@ def test_a_function_of_groups_is_not_given_what_is_lost(
     """It takes two completions; a third is lost, and so are all of another group."""
     collector = collector_of(engine, OF_GROUPS, hashing[0])
     completions = tuple(
-        Completion(g, (7,), (-1.0,), text, reason, policy_version=0)
+        Completion(g, (7,), (-1.0,), text, finish_reason=reason, policy_version=0)
         for g, (text, reason) in enumerate([("a", "stop"), ("b", "lost"), ("c", "length")])
     )
     lost = Score(-1.0, False, "", "lost")

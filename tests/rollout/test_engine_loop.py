@@ -72,9 +72,9 @@ ANSWERS = [tokens_of(f"\\boxed{{{number}}}") for number in range(2)]
 LENGTH = len(ANSWERS[0])
 LAYOUT = Layout()
 TRAINER_MESH = replace(LAYOUT.mesh(1), engine_ranks=1)
-ALONE = Mesh(0, 1, 1, 1, 1)
+ALONE = Mesh(0, 1, 1, 1, engine_size=1)
 """The engines' world where there is one of one rank."""
-PROMPTS = [Prompt(f"q{n}", f"{n}=", PROMPT_IDS, ("\\boxed{1}",), "math") for n in range(8)]
+PROMPTS = [Prompt(f"q{n}", f"{n}=", PROMPT_IDS, ("\\boxed{1}",), task="math") for n in range(8)]
 REWARD = RewardConfig()
 
 
@@ -184,7 +184,9 @@ def opened(
     runs: list[Run] = []
 
     with ThreadPoolExecutor(4) as threads:
-        bridges = list(threads.map(lambda rank: Bridge(store, rank, 2, 1, SECONDS), range(2)))
+        bridges = list(
+            threads.map(lambda rank: Bridge(store, rank, 2, 1, timeout_seconds=SECONDS), range(2))
+        )
         boxes = Mailbox(bridges[0], [1]), Mailbox(bridges[1], [0])
 
         def open_run(mesh: Mesh = ALONE, **settings: Any) -> Run:
@@ -266,7 +268,7 @@ def test_an_engine_draws_what_is_admitted_in_the_lengths_of_its_stage(opened: Op
 
 def test_an_engine_with_many_places_leaves_the_others_their_share(opened: Opened) -> None:
     """Of six draws one of two engines takes three, and of what is left at its next look two."""
-    run = opened(Mesh(0, 2, 1, 1, 1), max_num_seqs=16)
+    run = opened(Mesh(0, 2, 1, 1, engine_size=1), max_num_seqs=16)
     begun: list[int] = []
     for step in (1, READS_AFTER + 1):
         run.at_step[step] = lambda: begun.append(len(run.llm.begun) // 2)
@@ -283,7 +285,7 @@ def test_groups_of_an_earlier_start_go_on_before_new_ones(opened: Opened) -> Non
     seeds = seeds_of(5)
     early = PartialCompletion(script(seeds[0])[:4], (-1.0,) * 4, (Segment(4, 0, 0),))
     done = ScoredCompletion(
-        Completion(1, (9,), (-1.0,), "", "stop", policy_version=0),
+        Completion(1, (9,), (-1.0,), "", finish_reason="stop", policy_version=0),
         Score(0.25, False, "", "function"),
     )
     run.start(Continue([UnfinishedGroup(5, 2, (early, done))], 0), Admit(6, 7, 0))

@@ -23,7 +23,7 @@ def test_an_engine_is_opened_with_the_settings_and_its_place(
 ) -> None:
     """The third rank of the second of two engines, on CPU."""
     settings = RolloutConfig(max_num_seqs=7, max_num_batched_tokens=99, cpu_kv_cache_gib=0.25)
-    mesh = Mesh(6, 8, 1, 1, 4)
+    mesh = Mesh(6, 8, 1, 1, engine_size=4)
     engine, llm = scripted_engine(
         monkeypatch, lambda seed: tokens_of(""), mesh, settings=settings, shapes=SHAPES
     )
@@ -60,7 +60,7 @@ def test_texts_are_scored_in_their_order_whatever_vllm_ends_first(
     engine, _ = scripted_engine(
         monkeypatch,
         lambda seed: tokens_of(""),
-        Mesh(0, 1, 1, 1, 1),
+        Mesh(0, 1, 1, 1, engine_size=1),
         settings=RolloutConfig(),
         shapes=SHAPES,
     )
@@ -77,7 +77,7 @@ def test_new_weights_drop_prefixes_unless_completions_use_them(
     engine, llm = scripted_engine(
         monkeypatch,
         lambda seed: tokens_of(""),
-        Mesh(0, 1, 1, 1, 1),
+        Mesh(0, 1, 1, 1, engine_size=1),
         settings=RolloutConfig(),
         shapes=SHAPES,
     )

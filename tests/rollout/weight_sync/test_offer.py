@@ -119,7 +119,7 @@ def worlds(request: pytest.FixtureRequest, process_group: None) -> Iterator[Worl
     with ThreadPoolExecutor(world_size) as threads:
         bridges = list(
             threads.map(
-                lambda rank: Bridge(store, rank, world_size, engine_ranks, SECONDS),
+                lambda rank: Bridge(store, rank, world_size, engine_ranks, timeout_seconds=SECONDS),
                 range(world_size),
             )
         )
@@ -150,7 +150,7 @@ def worlds(request: pytest.FixtureRequest, process_group: None) -> Iterator[Worl
             WeightReceiver(
                 weights[rank],
                 plans,
-                Mesh(rank, engine_ranks, 1, 1, engine_size),
+                Mesh(rank, engine_ranks, 1, 1, engine_size=engine_size),
                 device=CPU,
                 bridge=bridges[TRAINERS + rank],
                 mailbox=boxes.get(TRAINERS + rank),
