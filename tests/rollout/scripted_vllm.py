@@ -90,8 +90,9 @@ class ScriptedLLM:
     def get_tokenizer(self) -> Any:
         return TOKENIZER
 
-    def collective_rpc(self, function: Callable[[Any], Any]) -> list[Any]:
-        return [function(self._worker)]
+    def collective_rpc(self, method: str | Callable[[Any], Any]) -> list[Any]:
+        """A method of our worker, by its name, does nothing."""
+        return [None if isinstance(method, str) else method(self._worker)]
 
     def reset_prefix_cache(self) -> bool:
         self.prefix_resets += 1
