@@ -83,6 +83,7 @@ class ScriptedLLM:
             device_config=SimpleNamespace(device_type="cpu"),
             model_config=SimpleNamespace(get_vocab_size=lambda: len(TOKENIZER)),
         )
+        self.output_processor = SimpleNamespace(request_states={})
         self._scoring: list[tuple[str, list[int]]] = []
 
     # ------------------------------------------------------------ the `LLM`
@@ -108,6 +109,9 @@ class ScriptedLLM:
 
     def _process(self, name: str, prompt: Any, parameters: Any, **options: Any) -> Any:
         return SimpleNamespace(request_id=name, prompt=prompt, sampling_params=parameters)
+
+    def abort_request(self, names: list[str], internal: bool) -> None:
+        assert not names, "nobody asks the `LLM` itself for completions"
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._scoring)

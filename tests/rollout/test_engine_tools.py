@@ -36,10 +36,10 @@ def test_all_ranks_of_an_engine_learn_what_its_leader_lacks(
     monkeypatch: pytest.MonkeyPatch, errors: list[Exception]
 ) -> None:
     """The second rank opens no sandbox; vLLM's group gives it what the first one has."""
-    given: list[Any] = []
+    shared: list[Any] = []
 
     def broadcast_object(items: list[Any], src: int) -> list[Any]:
-        given.append((items, src))
+        shared.append((items, src))
         return errors
 
     group = SimpleNamespace(broadcast_object=broadcast_object)
@@ -50,4 +50,4 @@ def test_all_ranks_of_an_engine_learn_what_its_leader_lacks(
     else:
         tools = open_tools(FENCE, TOKENIZER, SECOND_OF_TWO, continues_noise=True)
         assert tools is not None and len(tools) == 0
-    assert given == [([], 0)]
+    assert shared == [([], 0)]

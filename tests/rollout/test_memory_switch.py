@@ -226,13 +226,12 @@ class SwitchRig:
                 StorageSet("gradients", lambda: [self.gradients], keep=False, device=CPU),
             ]
         )
-        self.phases: list[str] = []
         self.switch = MemorySwitch(
             self.engine,
             self.sets,
             sync,
             monitor=MemoryMonitor(2**40, stop=True, rank=0),
-            timers=PhaseTimers(self.phases.append),
+            timers=PhaseTimers(),
             device=CPU,
         )
 
