@@ -102,8 +102,8 @@ def test_groups_have_their_own_completions_and_scores_in_the_order_of_the_prompt
             positions = range(len(PROMPT_IDS), len(PROMPT_IDS) + len(token_ids))
             assert list(completion.logprobs) == [logprob_of(seed, at) for at in positions]
             assert completion.finish_reason == ("length" if seed % 2 else "stop")
-            shown = token_ids if seed % 2 else token_ids[:-1]
-            assert completion.text == TOKENIZER.decode(shown)
+            text_ids = token_ids if seed % 2 else token_ids[:-1]
+            assert completion.text == TOKENIZER.decode(text_ids)
             assert completion.segments == (Segment(len(token_ids), 5, 2),)
             rewards.submit(group.prompt, completion)
     scores = [score for group in rollout.groups for score in group.scores]

@@ -5,7 +5,7 @@ Weights come from a real sender; trainer and engine are threads of this process.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -142,7 +142,7 @@ class Run:
                 raise AssertionError(f"the loop has ended with status {self.status.result()}")
             self.messages += [envelope.message for envelope in self.box.receive(0.1)]
 
-    def await_groups(self, *draws: int) -> dict[int, GroupDone]:
+    def await_groups(self, draws: Sequence[int]) -> dict[int, GroupDone]:
         self.await_messages(lambda: set(draws) <= self.groups.keys())
         return self.groups
 
@@ -226,7 +226,9 @@ def opened(
                 ),
                 leader=Leader(boxes[1], workers),
             )
-            run = Run(boxes[0], sender, llm, loop, threads, arrived=boxes[1].box(Arrived))
+            run = Run(
+                boxes[0], sender, llm, loop=loop, threads=threads, arrived=boxes[1].box(Arrived)
+            )
             engine.on_step = run.on_step
             runs.append(run)
             return run
@@ -251,9 +253,9 @@ def test_an_engine_draws_what_is_admitted_in_the_lengths_of_its_stage(opened: Op
     """A run that goes on begins behind the draws that engines have begun before it."""
     run = opened()
     run.start(Admit(3, 6, 0))
-    run.await_groups(3, 4, 5)
+    run.await_groups([3, 4, 5])
     run.box.send(1, Admit(3, 7, 1))
-    groups = run.await_groups(6)
+    groups = run.await_groups([6])
     run.end()
     assert sorted(groups) == [3, 4, 5, 6]
     for draw, group in groups.items():
@@ -273,7 +275,7 @@ def test_an_engine_with_many_places_leaves_the_others_their_share(opened: Opened
     for step in (1, READS_AFTER + 1):
         run.at_step[step] = lambda: begun.append(len(run.llm.begun) // 2)
     run.start(Admit(0, 6, 0))
-    groups = run.await_groups(*range(6))
+    groups = run.await_groups(range(6))
     run.end()
     assert begun == [3, 5]
     assert all(tokens(groups[n]) == [script(seed) for seed in seeds_of(n)] for n in groups)
@@ -289,15 +291,15 @@ def test_groups_of_an_earlier_start_go_on_before_new_ones(opened: Opened) -> Non
         Score(0.25, False, "", "function"),
     )
     run.start(Continue([UnfinishedGroup(5, 2, (early, done))], 0), Admit(6, 7, 0))
-    groups = run.await_groups(5, 6)
+    groups = run.await_groups([5, 6])
     run.end()
     assert [len(request.prompt["prompt_token_ids"]) for request in run.llm.begun] == [
         len(PROMPT_IDS) + 4,
         len(PROMPT_IDS),
         len(PROMPT_IDS),
     ]
-    sampled, kept = groups[5].samples
-    assert kept == done
+    sampled, finished = groups[5].samples
+    assert finished == done
     assert list(sampled.completion.token_ids) == script(seeds[0])
     assert sampled.completion.segments == (Segment(4, 0, 0), Segment(LENGTH - 4, 1, 0))
 
@@ -308,7 +310,7 @@ def test_new_weights_come_to_completions_in_flight(opened: Opened, mode: str) ->
     run = opened(on_new_weights=mode, max_concurrent_sequences=2)
     run.at_step[READS_AFTER] = lambda: run.new_weights(4, 2)
     run.start(Admit(0, 2, 0))
-    groups = run.await_groups(0, 1)
+    groups = run.await_groups([0, 1])
     run.end()
     whole = {draw: [script(seed) for seed in seeds_of(draw)] for draw in (0, 1)}
     assert {draw: tokens(group) for draw, group in groups.items()} == whole
@@ -350,7 +352,7 @@ def test_what_is_asked_between_two_steps_changes_no_completion(opened: Opened, w
 
     run.at_step[READS_AFTER] = ask
     run.start(Admit(0, 1, 0))
-    groups = run.await_groups(0)
+    groups = run.await_groups([0])
     run.await_messages(lambda: bool(run.of(Rollout) and run.of(Snapshot)))
     run.end()
     assert tokens(groups[0]) == [script(seed) for seed in seeds_of(0)]

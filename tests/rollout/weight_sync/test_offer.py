@@ -187,7 +187,7 @@ def test_engines_take_what_was_offered_all_first_and_then_what_learns(worlds: Wo
                 parameter.data.fill_(torch.nan)
         before = list(worlds.rounds)
         worlds.take()
-        assert all(now > then for now, then in zip(worlds.rounds, before, strict=True)), number
+        assert all(rounds > earlier for rounds, earlier in zip(worlds.rounds, before, strict=True))
         for rank, weights in enumerate(worlds.weights):
             for name, matrix in expected(worlds.engine_size, rank).items():
                 learns = f".{LEARNING_LAYER}." in name
