@@ -4,9 +4,12 @@ All ranks are threads of this process; models have the shapes of Megatron's and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import pytest
 import torch
@@ -32,13 +35,37 @@ from tests.rollout.weight_sync.oracle import (
     whole_tensors,
 )
 
+T = TypeVar("T")
+
 CPU = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
 LAYOUT = Layout(tensor=2)
 TRAINERS = LAYOUT.ranks
 BUCKET_BYTES = 2000
 """Weights take several rounds."""
-LEARNING_LAYER = 2
-SECONDS = 60.0
+LEARNING = ".2."
+"""In the names of the layer whose matrices learn; all ranks hold its norms, which do not."""
+SECONDS = 30.0
+
+
+def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of calls that wait for one another.
+
+    TimeoutError where one of them waits for a thread that has failed."""
+    futures: list[Future[T]] = [Future() for _ in calls]
+
+    def run(call: Callable[[], T], future: Future[T]) -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # of any kind: the main thread raises it
+            future.set_exception(error)
+
+    for call, future in zip(calls, futures, strict=True):
+        threading.Thread(target=run, args=(call, future), daemon=True).start()
+    return [future.result(SECONDS) for future in futures]
+
+
+def learns(name: str) -> bool:
+    return LEARNING in name and "proj" in name
 
 
 def chunk_of(shape: ModelShape, rank: int, layout: Layout = LAYOUT) -> torch.nn.Module:
@@ -69,7 +96,6 @@ class Worlds:
     """Those of every rank of the engines."""
     rounds: list[int]
     """How often each engine's rank has reported progress."""
-    threads: ThreadPoolExecutor
     engine_size: int
 
     def offer(self, scale: float) -> None:
@@ -80,10 +106,10 @@ class Worlds:
             ):
                 parameter.data.copy_(first * scale)
         # A trainer waits until all engines have the weights before these.
-        list(self.threads.map(WeightSender.offer, self.senders, timeout=SECONDS))
+        side_by_side([sender.offer for sender in self.senders])
 
     def take(self) -> None:
-        list(self.threads.map(WeightReceiver.take, self.receivers, timeout=SECONDS))
+        side_by_side([receiver.take for receiver in self.receivers])
 
 
 def counting(counts: list[int], rank: int) -> Callable[[], None]:
@@ -103,7 +129,7 @@ def worlds(request: pytest.FixtureRequest, process_group: None) -> Iterator[Worl
     store = dist.HashStore()
     mesh = replace(LAYOUT.mesh(engine_size), engine_ranks=engine_ranks)
     names = [parameter_key(placed) for placed in placed_tensors(SMALL)]
-    learning = [name for name in names if f".{LEARNING_LAYER}." in name]
+    learning = [name for name in names if learns(name)]
     whole, part = (
         plan_sync(
             SMALL,
@@ -116,60 +142,56 @@ def worlds(request: pytest.FixtureRequest, process_group: None) -> Iterator[Worl
         for only in (None, learning)
     )
     plans = OfferPlans(first=whole, later=part)
-    with ThreadPoolExecutor(world_size) as threads:
-        bridges = list(
-            threads.map(
-                lambda rank: Bridge(store, rank, world_size, engine_ranks, timeout_seconds=SECONDS),
-                range(world_size),
-            )
+    bridges = side_by_side(
+        [
+            partial(Bridge, store, rank, world_size, engine_ranks, timeout_seconds=SECONDS)
+            for rank in range(world_size)
+        ]
+    )
+    boxes = {
+        rank: Mailbox(bridges[rank], leaders if rank < TRAINERS else range(TRAINERS))
+        for rank in (*range(TRAINERS), *leaders)
+    }
+    chunks = [chunk_of(SMALL, rank) for rank in range(TRAINERS)]
+    senders = [
+        WeightSender(
+            [chunks[rank]],
+            SMALL,
+            plans,
+            mesh=replace(mesh, rank=rank),
+            device=CPU,
+            dtype=torch.float32,
+            bridge=bridges[rank],
+            mailbox=boxes[rank],
         )
-        boxes = {
-            rank: Mailbox(bridges[rank], leaders if rank < TRAINERS else range(TRAINERS))
-            for rank in (*range(TRAINERS), *leaders)
-        }
-        chunks = [chunk_of(SMALL, rank) for rank in range(TRAINERS)]
-        senders = [
-            WeightSender(
-                [chunks[rank]],
-                SMALL,
-                plans,
-                mesh=replace(mesh, rank=rank),
-                device=CPU,
-                dtype=torch.float32,
-                bridge=bridges[rank],
-                mailbox=boxes[rank],
-            )
-            for rank in range(TRAINERS)
-        ]
-        shapes = engine_shapes(SMALL, engine_size)
-        weights = [
-            EngineWeights(model_with(shapes, filled=7.0), shapes) for _ in range(engine_ranks)
-        ]
-        rounds = [0] * engine_ranks
-        receivers = [
-            WeightReceiver(
-                weights[rank],
-                plans,
-                Mesh(rank, engine_ranks, 1, 1, engine_size=engine_size),
-                device=CPU,
-                bridge=bridges[TRAINERS + rank],
-                mailbox=boxes.get(TRAINERS + rank),
-                on_progress=counting(rounds, rank),
-            )
-            for rank in range(engine_ranks)
-        ]
-        yield Worlds(
-            chunks,
-            senders,
-            receivers,
-            weights=weights,
-            rounds=rounds,
-            threads=threads,
-            engine_size=engine_size,
+        for rank in range(TRAINERS)
+    ]
+    shapes = engine_shapes(SMALL, engine_size)
+    weights = [EngineWeights(model_with(shapes, filled=7.0), shapes) for _ in range(engine_ranks)]
+    rounds = [0] * engine_ranks
+    receivers = [
+        WeightReceiver(
+            weights[rank],
+            plans,
+            Mesh(rank, engine_ranks, 1, 1, engine_size=engine_size),
+            device=CPU,
+            bridge=bridges[TRAINERS + rank],
+            mailbox=boxes.get(TRAINERS + rank),
+            on_progress=counting(rounds, rank),
         )
-        for sender in senders:
-            sender.close()
-        list(threads.map(Mailbox.close, boxes.values()))
+        for rank in range(engine_ranks)
+    ]
+    yield Worlds(
+        chunks,
+        senders,
+        receivers,
+        weights=weights,
+        rounds=rounds,
+        engine_size=engine_size,
+    )
+    for sender in senders:
+        sender.close()
+    side_by_side([box.close for box in boxes.values()])
 
 
 def expected(engine_size: int, rank: int) -> dict[str, Tensor]:
@@ -190,6 +212,5 @@ def test_engines_take_what_was_offered_all_first_and_then_what_learns(worlds: Wo
         assert all(rounds > earlier for rounds, earlier in zip(worlds.rounds, before, strict=True))
         for rank, weights in enumerate(worlds.weights):
             for name, matrix in expected(worlds.engine_size, rank).items():
-                learns = f".{LEARNING_LAYER}." in name
-                wanted = matrix * scale if learns else matrix
+                wanted = matrix * scale if learns(name) else matrix
                 assert torch.equal(weights.matrix(name), wanted), (number, rank, name)
