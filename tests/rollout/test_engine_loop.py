@@ -269,7 +269,7 @@ def test_an_engine_draws_what_is_admitted_in_the_lengths_of_its_stage(opened: Op
 
 
 def test_an_engine_with_many_places_leaves_the_others_their_share(opened: Opened) -> None:
-    """Of six draws one of two engines takes three, and of what is left at its next look two."""
+    """One of two engines takes three of six draws, and two of what is left at its next look."""
     run = opened(Mesh(0, 2, 1, 1, engine_size=1), max_num_seqs=16)
     begun: list[int] = []
     for step in (1, READS_AFTER + 1):

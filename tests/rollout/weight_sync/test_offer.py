@@ -43,7 +43,7 @@ TRAINERS = LAYOUT.ranks
 BUCKET_BYTES = 2000
 """Weights take several rounds."""
 LEARNING = ".2."
-"""In the names of the layer whose matrices learn; all ranks hold its norms, which do not."""
+"""Part of the names of one layer: its matrices learn, its norms, which all ranks hold, do not."""
 SECONDS = 30.0
 
 
@@ -93,7 +93,7 @@ class Worlds:
     senders: list[WeightSender]
     receivers: list[WeightReceiver]
     weights: list[EngineWeights]
-    """Those of every rank of the engines."""
+    """The weights of every rank of the engines."""
     rounds: list[int]
     """How often each engine's rank has reported progress."""
     engine_size: int
