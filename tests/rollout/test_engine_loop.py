@@ -67,7 +67,7 @@ SHORT = 3
 """New tokens of a completion in the first length stage, and in the second."""
 READS_AFTER = 4
 """Steps of vLLM's after which a busy engine reads its messages."""
-SECONDS = 60.0
+SECONDS = 20.0
 ANSWERS = [tokens_of(f"\\boxed{{{number}}}") for number in range(2)]
 LENGTH = len(ANSWERS[0])
 LAYOUT = Layout()

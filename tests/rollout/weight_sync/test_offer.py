@@ -44,7 +44,7 @@ BUCKET_BYTES = 2000
 """Weights take several rounds."""
 LEARNING = ".2."
 """Part of the names of one layer: its matrices learn, its norms, which all ranks hold, do not."""
-SECONDS = 30.0
+SECONDS = 20.0
 
 
 def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
