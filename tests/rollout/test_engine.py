@@ -15,6 +15,13 @@ import pytest
 from rlmath.distributed.device_kind import DeviceKind
 from rlmath.rollout.engine import end_engine, prepare_environment
 
+RUNNERS = (
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_NO_USAGE_STATS",
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU",
+)
 SET = ("VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_LOGGING_LEVEL")
 
 
@@ -50,6 +57,25 @@ def test_what_the_user_has_set_stays_and_our_logging_needs_no_level(
         environment.setenv(name, value)
     prepare_environment("cuda")
     assert tuple(os.environ.get(name) for name in SET) == ("1", "INFO")
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_vllm_runs_in_this_process_and_on_cpu_by_its_first_model_runner(
+    environment: pytest.MonkeyPatch, kind: DeviceKind
+) -> None:
+    """We call its scheduler and its worker."""
+    for name in RUNNERS:
+        environment.delenv(name, raising=False)
+    prepare_environment(kind)
+    on_cpu = {
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    }
+    always = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    assert {name: os.environ[name] for name in RUNNERS if name in os.environ} == (
+        always | on_cpu if kind == "cpu" else always
+    )
 
 
 class Core:

@@ -12,9 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from rlmath.config.schema import RolloutConfig
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.distributed.tensor_offload import StorageSet
+from rlmath.models.offload import OffloadSets
 from rlmath.rollout.engine_sleep import EngineMemory
 from rlmath.rollout.engine_weights import EngineWeights
-from rlmath.rollout.memory_switch import planned_phases
+from rlmath.rollout.memory_monitor import MemoryMonitor
+from rlmath.rollout.memory_switch import MemorySwitch, planned_phases
+from tests.rollout.scripted_vllm import CPU, scripted_engine, tokens_of
 
 
 class RecordingLLM:
@@ -197,3 +204,78 @@ def test_what_a_rank_holds_in_each_phase_by_hand() -> None:
         "sleep": -160,
         "restore": 0,
     }
+
+
+class SwitchRig:
+    """A switch between the parameters and gradients of 4 numbers each, and an engine that sleeps."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, sync: Callable[[int], None]) -> None:
+        self.engine, _ = scripted_engine(
+            patch,
+            lambda seed: tokens_of(""),
+            Mesh(0, 1, 1, 1, engine_size=1),
+            settings=RolloutConfig(),
+            shapes={"norm.weight": (3, 1)},
+        )
+        self.engine.memory.sleep()
+        self.parameters = torch.arange(4.0)
+        self.gradients = torch.zeros(4)
+        self.sets = OffloadSets(
+            [
+                StorageSet("parameters", lambda: [self.parameters], keep=True, device=CPU),
+                StorageSet("gradients", lambda: [self.gradients], keep=False, device=CPU),
+            ]
+        )
+        self.switch = MemorySwitch(
+            self.engine,
+            self.sets,
+            sync,
+            monitor=MemoryMonitor(2**40, stop=True, rank=0),
+            timers=PhaseTimers(),
+            device=CPU,
+        )
+
+    def check_trains(self) -> None:
+        """Training has its memory and its values; the engine has none."""
+        assert self.engine.memory.state == "asleep" and self.sets.offloaded == ()
+        assert self.parameters.tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert self.gradients.tolist() == [0.0] * 4
+
+
+@pytest.mark.usefixtures("process_group")
+def test_memory_goes_to_the_engine_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    rig = SwitchRig(monkeypatch, synced.append)
+    for version, step in ((8, 2), (9, 3)):
+        with rig.switch.generating(version, step):
+            assert rig.engine.memory.state == "awake" and rig.engine.version == version
+            assert set(rig.sets.offloaded) == {"parameters", "gradients"}
+        rig.check_trains()
+    assert synced == [2, 3] and not rig.switch.broken
+    metrics = rig.switch.metrics()
+    phases = ("offload", "wake", "sync", "wake_kv_cache", "generate", "sleep", "restore")
+    assert [name for name in metrics if name.startswith("memory/after_")] == [
+        f"memory/after_{phase}_gib" for phase in phases
+    ]
+    for name in rig.sets.names:
+        assert metrics[f"memory/offloaded/{name}_gib"] == 16 / 2**30
+        assert metrics[f"seconds/offload/{name}"] > 0
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("failing", ["sync", "generate"])
+def test_after_a_failure_the_engine_sleeps_and_what_is_trained_can_be_saved(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """The switch does not generate again: other ranks may have gone on."""
+
+    def sync(step: int) -> None:
+        if failing == "sync":
+            raise ValueError("sync")
+
+    rig = SwitchRig(monkeypatch, sync)
+    with pytest.raises(ValueError, match=failing), rig.switch.generating(8, 2):
+        raise ValueError("generate")
+    rig.check_trains()
+    with pytest.raises(RuntimeError, match="broken"), rig.switch.generating(9, 3):
+        pass

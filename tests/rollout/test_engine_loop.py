@@ -1,0 +1,370 @@
+"""The loop of an engine's rank between a trainer's messages, around a vLLM without a model.
+
+Weights come from a real sender; trainer and engine are threads of this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlmath.algorithms.partial_rollouts import UnfinishedGroup
+from rlmath.algorithms.prompt_history import PromptHistory
+from rlmath.algorithms.types import (
+    Completion,
+    PartialCompletion,
+    Prompt,
+    Score,
+    ScoredCompletion,
+    Segment,
+)
+from rlmath.config.schema import RewardConfig, RolloutConfig
+from rlmath.data.dataset import Inputs
+from rlmath.data.order import PromptOrder
+from rlmath.distributed.bridge import Bridge, Mailbox
+from rlmath.distributed.collectives import use_run_store
+from rlmath.distributed.mesh import Mesh
+from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers
+from rlmath.rollout.collector import CollectGroups, Collector, Rollout
+from rlmath.rollout.engine_loop import EngineLoop, Leader, SamplingPlan
+from rlmath.rollout.engine_messages import (
+    Admit,
+    Continue,
+    End,
+    GroupDone,
+    NewWeights,
+    Scored,
+    ScoreTokens,
+    Snapshot,
+    TakeSnapshot,
+    WeightsTaken,
+)
+from rlmath.rollout.sampling import RolloutSeed, request_seed, training_sampling
+from rlmath.rollout.weight_sync.offer import OfferPlans, WeightReceiver, WeightSender
+from rlmath.rollout.weight_sync.reshard_plan import plan_sync
+from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
+from tests.rollout.scripted_vllm import (
+    CPU,
+    PROMPT_IDS,
+    TOKENIZER,
+    ScriptedLLM,
+    scripted_engine,
+    tokens_of,
+)
+from tests.rollout.weight_sync.oracle import SMALL, Layout
+from tests.rollout.weight_sync.test_offer import chunk_of
+
+RUN_SEED = 11
+PER_STEP = 2
+MOST = 30
+SHORT = 3
+"""New tokens of a completion in the first length stage, and in the second."""
+READS_AFTER = 4
+"""Steps of vLLM's after which a busy engine reads its messages."""
+SECONDS = 20.0
+ANSWERS = [tokens_of(f"\\boxed{{{number}}}") for number in range(2)]
+LENGTH = len(ANSWERS[0])
+LAYOUT = Layout()
+TRAINER_MESH = replace(LAYOUT.mesh(1), engine_ranks=1)
+ALONE = Mesh(0, 1, 1, 1, engine_size=1)
+"""The engines' world where there is one of one rank."""
+PROMPTS = [Prompt(f"q{n}", f"{n}=", PROMPT_IDS, ("\\boxed{1}",), task="math") for n in range(8)]
+REWARD = RewardConfig()
+
+
+def script(seed: int) -> list[int]:
+    return ANSWERS[seed % 2]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """All that the trainer sent before it has arrived."""
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[RewardWorkers]:
+    with open_reward_workers(REWARD) as pool:
+        yield pool
+
+
+@dataclass
+class Run:
+    """A trainer, and an engine whose loop runs in a thread of its own."""
+
+    box: Mailbox
+    """The trainer's."""
+    sender: WeightSender
+    llm: ScriptedLLM
+    loop: EngineLoop
+    threads: ThreadPoolExecutor
+    arrived: Any
+    status: Future[int] = field(default_factory=Future)
+    """The exit status of the loop."""
+    steps: int = 0
+    at_step: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """What the trainer does before a step of vLLM's, counted from 1."""
+    versions: list[int] = field(default_factory=list)
+    """The steps of the weights that were taken."""
+    messages: list[Any] = field(default_factory=list)
+
+    def on_step(self) -> None:
+        self.steps += 1
+        if (act := self.at_step.get(self.steps)) is not None:
+            act()
+            self.box.send(1, Arrived())
+            self.arrived.get(timeout=SECONDS)
+
+    def new_weights(self, version: int, step: int) -> None:
+        self.sender.offer()
+        self.box.send(1, NewWeights(version, step, learned_at=version + 0.5))
+
+    def start(self, *messages: object) -> None:
+        """Start with the weights of version 1 and these messages."""
+        self.new_weights(1, 0)
+        for message in messages:
+            self.box.send(1, message)
+        self.box.send(1, Arrived())
+        self.arrived.get(timeout=SECONDS)
+        self.status = self.threads.submit(self.loop.run, self.versions.append)
+
+    def await_messages(self, condition: Callable[[], bool]) -> None:
+        """Receive until this is so."""
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, self.messages
+            if self.status.done():
+                raise AssertionError(f"the loop has ended with status {self.status.result()}")
+            self.messages += [envelope.message for envelope in self.box.receive(0.1)]
+
+    def await_groups(self, draws: Sequence[int]) -> dict[int, GroupDone]:
+        self.await_messages(lambda: set(draws) <= self.groups.keys())
+        return self.groups
+
+    def end(self) -> None:
+        self.box.send(1, End(3))
+        assert self.status.result(SECONDS) == 3
+
+    @property
+    def groups(self) -> dict[int, GroupDone]:
+        return {message.draw: message for message in self.of(GroupDone)}
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.messages if isinstance(message, kind)]
+
+
+Opened = Callable[..., Run]
+
+
+@pytest.fixture
+def opened(
+    process_group: None, workers: RewardWorkers, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Opened]:
+    """Opens the run that settings of the rollout give."""
+    use_run_store(dist.HashStore())
+    store = dist.HashStore()
+    order = PromptOrder(len(PROMPTS), PER_STEP, seed=1, shuffle=False)
+    inputs = Inputs(
+        prompts=PROMPTS,
+        order=order,
+        total_steps=4,
+        reports=(),
+        history=PromptHistory(0),
+        history_line="",
+        tokenizer=TOKENIZER,
+        stop_token_ids=(TOKENIZER.eos_token_id,),
+    )
+    plan = plan_sync(SMALL, LAYOUT.training(), TRAINER_MESH, element_bytes=4, bucket_bytes=10**6)
+    plans = OfferPlans(first=plan, later=plan)
+    runs: list[Run] = []
+
+    with ThreadPoolExecutor(4) as threads:
+        bridges = list(
+            threads.map(lambda rank: Bridge(store, rank, 2, 1, timeout_seconds=SECONDS), range(2))
+        )
+        boxes = Mailbox(bridges[0], [1]), Mailbox(bridges[1], [0])
+
+        def open_run(mesh: Mesh = ALONE, **settings: Any) -> Run:
+            rollout = RolloutConfig(
+                **{"group_size": 2, "max_num_seqs": 4, "max_new_tokens": MOST} | settings,
+                progress_bar=False,
+            )
+            engine, llm = scripted_engine(
+                monkeypatch, script, mesh, settings=rollout, shapes=engine_shapes(SMALL, 1)
+            )
+            sender = WeightSender(
+                [chunk_of(SMALL, 0, LAYOUT)],
+                SMALL,
+                plans,
+                mesh=TRAINER_MESH,
+                device=CPU,
+                dtype=torch.float32,
+                bridge=bridges[0],
+                mailbox=boxes[0],
+            )
+            long = training_sampling(rollout)
+            loop = EngineLoop(
+                engine,
+                mesh,
+                receiver=WeightReceiver(
+                    engine.weights, plans, mesh, device=CPU, bridge=bridges[1], mailbox=boxes[1]
+                ),
+                collector=Collector(
+                    engine, mesh, TOKENIZER, rollout=rollout, reward=REWARD, pool=workers
+                ),
+                plan=SamplingPlan(
+                    inputs,
+                    rollout,
+                    REWARD,
+                    sampling_of_stage=[long, replace(long, max_new_tokens=SHORT)],
+                    run_seed=RUN_SEED,
+                ),
+                leader=Leader(boxes[1], workers),
+            )
+            run = Run(
+                boxes[0], sender, llm, loop=loop, threads=threads, arrived=boxes[1].box(Arrived)
+            )
+            engine.on_step = run.on_step
+            runs.append(run)
+            return run
+
+        yield open_run
+        for run in runs:
+            run.box.send(1, End(0))  # where a test has failed
+            run.sender.close()
+        list(threads.map(Mailbox.close, boxes))
+
+
+def seeds_of(draw: int, samples: int = 2) -> list[int]:
+    """The seeds of a draw's completions; prompts are drawn in their order."""
+    return [request_seed(RUN_SEED, draw // PER_STEP, f"q{draw}", g) for g in range(samples)]
+
+
+def tokens(group: GroupDone) -> list[list[int]]:
+    return [list(sample.completion.token_ids) for sample in group.samples]
+
+
+def test_an_engine_draws_what_is_admitted_in_the_lengths_of_its_stage(opened: Opened) -> None:
+    """A run that goes on begins behind the draws that engines have begun before it."""
+    run = opened()
+    run.start(Admit(3, 6, 0))
+    run.await_groups([3, 4, 5])
+    run.box.send(1, Admit(3, 7, 1))
+    groups = run.await_groups([6])
+    run.end()
+    assert sorted(groups) == [3, 4, 5, 6]
+    for draw, group in groups.items():
+        most = SHORT if draw == 6 else MOST
+        assert tokens(group) == [script(seed)[:most] for seed in seeds_of(draw)]
+        for sample, seed in zip(group.samples, seeds_of(draw), strict=True):
+            assert sample.score.correct == (seed % 2 == 1 and draw != 6)
+            assert sample.completion.finish_reason == ("length" if draw == 6 else "stop")
+    assert run.versions == [0]
+    assert run.llm.prefix_resets == 1
+
+
+def test_an_engine_with_many_places_leaves_the_others_their_share(opened: Opened) -> None:
+    """One of two engines takes three of six draws, and two of what is left at its next look."""
+    run = opened(Mesh(0, 2, 1, 1, engine_size=1), max_num_seqs=16)
+    begun: list[int] = []
+    for step in (1, READS_AFTER + 1):
+        run.at_step[step] = lambda: begun.append(len(run.llm.begun) // 2)
+    run.start(Admit(0, 6, 0))
+    groups = run.await_groups(range(6))
+    run.end()
+    assert begun == [3, 5]
+    assert all(tokens(groups[n]) == [script(seed) for seed in seeds_of(n)] for n in groups)
+
+
+def test_groups_of_an_earlier_start_go_on_before_new_ones(opened: Opened) -> None:
+    """What is finished of them is not sampled again; tokens keep the version that sampled them."""
+    run = opened(max_concurrent_sequences=2)
+    seeds = seeds_of(5)
+    early = PartialCompletion(script(seeds[0])[:4], (-1.0,) * 4, (Segment(4, 0, 0),))
+    done = ScoredCompletion(
+        Completion(1, (9,), (-1.0,), "", finish_reason="stop", policy_version=0),
+        Score(0.25, False, "", "function"),
+    )
+    run.start(Continue([UnfinishedGroup(5, 2, (early, done))], 0), Admit(6, 7, 0))
+    groups = run.await_groups([5, 6])
+    run.end()
+    assert [len(request.prompt["prompt_token_ids"]) for request in run.llm.begun] == [
+        len(PROMPT_IDS) + 4,
+        len(PROMPT_IDS),
+        len(PROMPT_IDS),
+    ]
+    sampled, finished = groups[5].samples
+    assert finished == done
+    assert list(sampled.completion.token_ids) == script(seeds[0])
+    assert sampled.completion.segments == (Segment(4, 0, 0), Segment(LENGTH - 4, 1, 0))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep", "finish"])
+def test_new_weights_come_to_completions_in_flight(opened: Opened, mode: str) -> None:
+    """Two completions have READS_AFTER tokens; a second group begins with the new weights."""
+    run = opened(on_new_weights=mode, max_concurrent_sequences=2)
+    run.at_step[READS_AFTER] = lambda: run.new_weights(4, 2)
+    run.start(Admit(0, 2, 0))
+    groups = run.await_groups([0, 1])
+    run.end()
+    whole = {draw: [script(seed) for seed in seeds_of(draw)] for draw in (0, 1)}
+    assert {draw: tokens(group) for draw, group in groups.items()} == whole
+    old_tokens = LENGTH if mode == "finish" else READS_AFTER
+    segments = [Segment(old_tokens, 1, 0)]
+    if mode != "finish":
+        segments.append(Segment(LENGTH - READS_AFTER, 4, 2))
+    for sample in groups[0].samples:
+        assert sample.completion.segments == tuple(segments)
+    for sample in groups[1].samples:
+        assert sample.completion.segments == (Segment(LENGTH, 4, 2),)
+    assert run.versions == [0, 2]
+    first, second = run.of(WeightsTaken)
+    assert (first.version, first.learned_at, first.new_tokens) == (1, 1.5, 0)
+    assert (second.version, second.learned_at) == (4, 4.5)
+    assert (second.new_tokens, second.running) == (2 * old_tokens, 2.0)
+    assert 0 < second.busy_seconds <= second.seconds and second.transfer_seconds > 0
+    assert second.interrupted == (0 if mode == "finish" else 2)
+    assert second.prefilled_again_tokens == (2 * READS_AFTER if mode == "recompute" else 0)
+    assert len(run.llm.begun) == (6 if mode == "recompute" else 4)
+    assert run.llm.prefix_resets == (1 if mode == "keep" else 2)
+    salts = [request.prompt.get("cache_salt") for request in run.llm.begun]
+    assert salts == (["1", "1", "4", "4"] if mode == "keep" else [None] * len(salts))
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["recompute", "weights-wait"])
+def test_what_is_asked_between_two_steps_changes_no_completion(opened: Opened, waits: bool) -> None:
+    """A snapshot, scores of tokens and a validation; all but the first come behind weights."""
+    run = opened(on_new_weights="finish" if waits else "recompute", max_concurrent_sequences=2)
+    collection = CollectGroups(
+        PROMPTS[6:], replace(training_sampling(RolloutConfig()), samples=1), RolloutSeed(2, 0), ""
+    )
+
+    def ask() -> None:
+        if waits:
+            run.new_weights(2, 1)
+        for message in (ScoreTokens([[1, 2, 3], [4, 5]]), collection, TakeSnapshot()):
+            run.box.send(1, message)
+
+    run.at_step[READS_AFTER] = ask
+    run.start(Admit(0, 1, 0))
+    groups = run.await_groups([0])
+    run.await_messages(lambda: bool(run.of(Rollout) and run.of(Snapshot)))
+    run.end()
+    assert tokens(groups[0]) == [script(seed) for seed in seeds_of(0)]
+    (snapshot,) = run.of(Snapshot)
+    assert [list(sample.token_ids) for sample in snapshot.samples[0]] == [
+        script(seed)[:READS_AFTER] for seed in seeds_of(0)
+    ]
+    (scored,) = run.of(Scored)
+    assert scored == Scored(0, [[-2 / 8, -3 / 8], [-5 / 8]])
+    (rollout,) = run.of(Rollout)
+    assert [group.prompt for group in rollout.groups] == PROMPTS[6:]
+    for group in rollout.groups:
+        seed = request_seed(2, 0, group.prompt.prompt_id, 0)
+        assert list(group.completions[0].token_ids) == script(seed)
+        assert group.completions[0].segments[0].policy_version == (2 if waits else 1)
