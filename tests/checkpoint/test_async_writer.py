@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 from rlmath.checkpoint.async_writer import _copy, _lay_out, _write, lacks_memory
 from rlmath.checkpoint.directory import file_entry
-from rlmath.distributed.memory import available_bytes
 
 Bucket = tuple[Path, str, tuple[list[tuple[Any, io.BytesIO]], list[tuple[Any, Tensor]]]]
 """A file as Megatron's writer wants it: path, name, and its objects and tensors."""
@@ -87,10 +86,12 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_copies_of_all_ranks_of_a_machine_must_have_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    half = torch.empty(available_bytes() // 2, dtype=torch.uint8, device="meta")
-    bucket: Bucket = (tmp_path / "a", "a", ([], [(None, half)]))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert lacks_memory([bucket]) is None
-    assert "that 1 ranks of this machine save" in (lacks_memory([bucket] * 4) or "")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert "that 4 ranks of this machine save" in (lacks_memory([bucket]) or "")
+    def room(n_bytes: int, ranks: int) -> str | None:
+        """What is told of a checkpoint of so many bytes on each of a machine's ranks."""
+        tensor = torch.empty(n_bytes, dtype=torch.uint8, device="meta")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        return lacks_memory([(tmp_path / "a", "a", ([], [(None, tensor)]))])
+
+    assert room(2**20, 1) is None
+    assert "that 1 ranks of this machine save" in (room(2**50, 1) or "")
+    assert f"that {2**30} ranks of this machine save" in (room(2**20, 2**30) or "")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -91,27 +90,6 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(
     assert main([*words(tmp_path), "--device", "cuda"]) == MISTAKE
     assert '--device is "cuda", and torch finds no CUDA device' in capfd.readouterr().err
     assert "CUDA device" in read_exit_status(tmp_path / "out").message
-
-
-@pytest.fixture
-def signals_restored() -> Iterator[None]:
-    """What an evaluation does at a signal ends with the test."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
-    yield
-    signal.set_wakeup_fd(-1)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("signals_restored")
-def test_a_mistake_that_shows_on_the_ranks_is_the_status_of_the_output(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*words(tmp_path), "--tensor-parallel", "2", "--device", "cpu"]) == MISTAKE
-    message = "--tensor-parallel is 2, which does not divide the 1 rank; change one"
-    assert message in capfd.readouterr().err
-    exit_status = read_exit_status(tmp_path / "out")
-    assert (exit_status.status, exit_status.message) == (MISTAKE, message)
 
 
 def test_two_outputs_are_compared_in_the_order_in_which_they_are_given(

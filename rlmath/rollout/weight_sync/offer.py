@@ -84,12 +84,7 @@ class WeightSender:
     ) -> None:
         """`dtype` is the engines' number format."""
         self._sources = source_matrices(chunks, shape, lora)
-        self._copies = {
-            name: torch.empty(
-                parameter.shape, dtype=dtype, device=HOST, pin_memory=device.kind == "cuda"
-            )
-            for name, parameter in self._sources.parameters.items()
-        }
+        self._copies = dict[str, Tensor]()
         self.kept_metrics = dict[str, float]()
         """The last offer's `SourceMatrices.kept_metrics`."""
         self._mesh = mesh
@@ -129,7 +124,9 @@ class WeightSender:
         return waited
 
     def _follow(self, plan: SyncPlan) -> None:
-        """Send by this plan from the next offer on; copies that it does not read are freed."""
+        """Send by this plan from the next offer on; only what it reads has a copy.
+
+        Of what several ranks hold, it may read other ranks' than the plan before."""
         self._rounds = rank_rounds(plan, self._mesh.rank)
         self._runs = [runs_of_round(round_) for round_ in self._rounds]
         read = {
@@ -138,9 +135,21 @@ class WeightSender:
             for copies in round_.sends.values()
             for copy in copies
         }
-        self._copies = {name: copy for name, copy in self._copies.items() if name in read}
+        self._copies = {
+            name: self._copies[name] if name in self._copies else self._new_copy(name)
+            for name in self._sources.parameters
+            if name in read
+        }
         self.bytes_sent = plan.bytes_sent(self._mesh.rank) * self._mesh.num_engines
         """What this rank sends of an offer to all engines (bytes)."""
+
+    def _new_copy(self, name: str) -> Tensor:
+        return torch.empty(
+            self._sources.parameters[name].shape,
+            dtype=self._dtype,
+            device=HOST,
+            pin_memory=self._device.kind == "cuda",
+        )
 
     def close(self) -> None:
         """End the thread.

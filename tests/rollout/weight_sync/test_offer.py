@@ -43,7 +43,7 @@ TRAINERS = LAYOUT.ranks
 BUCKET_BYTES = 2000
 """Weights take several rounds."""
 LEARNING = ".2."
-"""Part of the names of one layer: its matrices learn, its norms, which all ranks hold, do not."""
+"""Part of the names of the layer that learns; all ranks hold its norms, any may send them."""
 SECONDS = 20.0
 
 
@@ -65,7 +65,7 @@ def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def learns(name: str) -> bool:
-    return LEARNING in name and "proj" in name
+    return LEARNING in name
 
 
 def chunk_of(shape: ModelShape, rank: int, layout: Layout = LAYOUT) -> torch.nn.Module:
