@@ -1,0 +1,321 @@
+"""The life cycle of a run on one rank, in this process: how it ends, and how it goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlmath.checkpoint.directory import complete_checkpoints, read_progress
+from rlmath.config.load import load_config
+from rlmath.data.order import Rollback
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    DIVERGED,
+    FINISHED,
+    MISTAKE,
+    SAVED_AND_STOPPED,
+    ExitStatus,
+    read_exit_status,
+)
+from rlmath.distributed.ranks import this_rank
+from rlmath.distributed.rendezvous import Rendezvous
+from rlmath.models.megatron import stop_megatron
+from rlmath.run.loop import run_training
+from rlmath.run.recovery.rollbacks_file import read_rollbacks
+from rlmath.run.startup import prepare_sft
+from rlmath.telemetry.reporter import StepRecord
+from rlmath.trainer.base import Export
+from rlmath.trainer.sft import SftTrainer
+from rlmath.workers.user_functions import UserFunctionError
+from tests.programs import rows, wait_for
+
+STEPS = 5
+"""Steps of a run, of four to an epoch."""
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher; signals and log handlers are as before afterwards."""
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    signal_handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    log_handlers = list(logging.getLogger().handlers)
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in signal_handlers.items():
+        signal.signal(number, handler)
+    for handler in set(logging.getLogger().handlers) - set(log_handlers):
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+@pytest.fixture
+def settings(tied_model: Path, tmp_path: Path) -> list[str]:
+    """Settings of a run in `tmp_path / "run"`, which learns from eight sums."""
+    sums = [f'{{"prompt": "{n}+1=", "completion": "{n + 1}"}}' for n in range(8)]
+    file = tmp_path / "sums.jsonl"
+    file.write_text("\n".join(sums))
+    return [
+        f"model.path={tied_model}",
+        f"data.train_path={file}",
+        f"run.output_dir={tmp_path / 'run'}",
+        f"run.total_steps={STEPS}",
+        "run.device=cpu",
+        "data.prompts_per_step=2",
+        "sft.held_out_share=0",
+        "sft.max_sequence_tokens=64",
+        "optimizer.warmup_steps=0",
+        "optimizer.decay=constant",
+        "save.ckpt_freq_steps=1",
+    ]
+
+
+@dataclass
+class Events:
+    """What happens to a run, and what it left when it failed."""
+
+    before_step: Callable[[SftTrainer, int], None] = lambda trainer, step: None
+    """Called with the number of the step, from 1, that is made next."""
+    after_step: Callable[[SftTrainer, int], None] = lambda trainer, step: None
+    """Called with the number of the step, from 1, that has just been made."""
+    last_steps: list[str] = field(default_factory=list)
+    """The reasons for which the last step was written."""
+
+
+def train(settings: Sequence[str], *overrides: str, events: Events | None = None) -> int:
+    """The exit status of a run with these settings.
+
+    Its ranks meet in a store of their own: nothing names a launcher's."""
+    events = events or Events()
+
+    class Program(SftTrainer):
+        def begin(
+            self, steps_done: int, export: Export, asked_to_stop: Callable[[], str | None]
+        ) -> None:
+            self.asked_to_stop = asked_to_stop
+
+        def step(self, number: int) -> StepRecord:
+            events.before_step(self, number + 1)
+            record = super().step(number)
+            events.after_step(self, number + 1)
+            return record
+
+        def write_last_step(self, reason: str) -> None:
+            events.last_steps.append(reason)
+
+    prepared = prepare_sft(load_config([], [*settings, *overrides]))
+    try:
+        return run_training(Program, prepared, Rendezvous(this_rank(), dist.HashStore()))
+    finally:
+        stop_megatron()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints, the newest first."""
+    return [checkpoint.step for checkpoint in complete_checkpoints(folder / "checkpoints")[0]]
+
+
+def parameters(trainer: SftTrainer) -> list[torch.nn.Parameter]:
+    return [parameter for chunk in trainer.actor.chunks for parameter in chunk.parameters()]
+
+
+def test_a_run_that_was_stopped_is_the_same_as_one_that_was_not(
+    settings: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stop(trainer: SftTrainer, step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_for(lambda: trainer.asked_to_stop() is not None, seconds=60.0)
+
+    whole = tmp_path / "run"
+    stopped = tmp_path / "stopped"
+    place = f"run.output_dir={stopped}"
+    assert train(settings) == FINISHED
+    assert read_exit_status(whole) == ExitStatus(FINISHED, f"all {STEPS} steps are done")
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert train(settings, place, "save.ckpt_freq_steps=100", events=Events(stop)) == (
+        SAVED_AND_STOPPED
+    )
+    message = "stopped by SIGTERM after step 2, which is saved: the same command resumes after step"
+    assert read_exit_status(stopped) == ExitStatus(SAVED_AND_STOPPED, f"{message} 2")
+    assert f"The run was {message} 2" in caplog.messages
+    assert saved_steps(stopped)[0] == 2 and not (stopped / "hf_model").exists()
+    assert train(settings, place, "save.ckpt_freq_steps=100") == FINISHED
+    assert [row["step"] for row in rows(stopped)] == list(range(1, STEPS + 1))
+    assert rows(stopped) == rows(whole)
+    for name in ("model.safetensors", "config.json"):
+        assert (stopped / "hf_model" / name).read_bytes() == (
+            whole / "hf_model" / name
+        ).read_bytes()
+
+
+def test_a_checkpoint_says_where_the_run_stands_and_what_it_was_made_of(
+    settings: list[str], tmp_path: Path
+) -> None:
+    """The last one is of the second epoch's first step."""
+    folder = tmp_path / "run"
+    assert train(settings) == FINISHED
+    origin = prepare_sft(load_config([], [*settings, "run.recover_mode=disabled"])).origin
+    newest = complete_checkpoints(folder / "checkpoints")[0][0]
+    progress = read_progress(newest.folder)
+    assert (progress.step, progress.epoch, progress.position) == (STEPS, 1, 2)
+    assert (progress.updates, progress.syncs, progress.world_size) == (STEPS, 0, 1)
+    assert (progress.discarded_steps, progress.learned_step) == (0, STEPS)
+    recorded_origin = (progress.model_fingerprint, progress.data_fingerprint)
+    assert recorded_origin == (origin.model, origin.data) and origin.model != origin.data
+    assert (progress.reward_fingerprint, progress.hooks_fingerprint) == ("", "")
+    assert progress.adapter_fingerprint == ""
+
+
+def test_weights_that_are_not_finite_end_the_run_and_are_not_saved(
+    settings: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoil(trainer: SftTrainer, step: int) -> None:
+        if step == 2:
+            parameters(trainer)[-1].data.view(-1)[0] = float("nan")
+
+    events = Events(after_step=spoil)
+    folder = tmp_path / "run"
+    assert train(settings, events=events) == DIVERGED
+    error = (
+        "there are values that are not finite in the parameters, or the optimizer's state, of the "
+        "policy on rank 0"
+    )
+    assert events.last_steps == [f"diverged: {error}"]
+    assert saved_steps(folder) == [1]
+    message = (
+        f"diverged in step 2: {error}; the newest checkpoint from before that is "
+        f"{folder}/checkpoints/step-000001; rlmath convert to-hf makes a model of it; the same "
+        "command resumes after step 1, and would diverge again"
+    )
+    assert read_exit_status(folder) == ExitStatus(DIVERGED, message)
+    assert any(text.startswith(f"The run has {message}. Lower") for text in caplog.messages)
+
+
+def test_steps_that_discard_everything_end_the_run_and_count_when_it_goes_on(
+    settings: list[str], tmp_path: Path
+) -> None:
+    """Nothing is learned after step 2, whose weights give no finite loss."""
+
+    def spoil(trainer: SftTrainer, step: int) -> None:
+        if step == 2:
+            for parameter in parameters(trainer):
+                parameter.data.fill_(1e30)
+
+    folder = tmp_path / "run"
+    limits = ("run.max_discarded_steps=2", "save.keep_last=1")
+    assert train(settings, *limits, events=Events(after_step=spoil)) == DIVERGED
+    exit_status = read_exit_status(folder)
+    assert exit_status.message.startswith(
+        "diverged in step 4: every minibatch of 2 steps in a row was discarded "
+        "(run.max_discarded_steps is 2), the last one because "
+    )
+    assert f"{folder}/checkpoints/step-000001; " in exit_status.message, "the last that learned"
+    assert saved_steps(folder) == [3, 1]
+    progress = read_progress(folder / "checkpoints" / "step-000003")
+    assert (progress.discarded_steps, progress.learned_step) == (1, 2)
+    assert train(settings, *limits) == DIVERGED
+    assert read_exit_status(folder) == exit_status
+    assert train(settings, "run.max_discarded_steps=3", "save.keep_last=1") == DIVERGED
+    assert "diverged in step 5: every minibatch of 3 steps in a" in read_exit_status(folder).message
+
+
+def test_a_model_that_its_last_step_broke_is_not_exported(
+    settings: list[str], tmp_path: Path
+) -> None:
+    """Its weights are finite, and no later step shows what they give."""
+    folder = tmp_path / "run"
+    assert train(settings, "optimizer.lr=1e30", "run.total_steps=1") == DIVERGED
+    assert read_exit_status(folder).message == (
+        "diverged in step 1: the model gives log-probs that are not finite; no checkpoint is from "
+        "before that; the same command resumes after step 1, and would diverge again"
+    )
+    assert not (folder / "hf_model").exists()
+
+
+def test_a_run_goes_back_to_its_last_good_checkpoint_with_a_lower_rate_and_other_sequences(
+    settings: list[str], tmp_path: Path
+) -> None:
+    """Weights break once, after step 3; a run that resumes later keeps what was changed."""
+    spoiled: list[int] = []
+
+    def spoil(trainer: SftTrainer, step: int) -> None:
+        if step == 3 and not spoiled:
+            spoiled.append(step)
+            parameters(trainer)[-1].data.view(-1)[0] = float("nan")
+
+    folder = tmp_path / "run"
+    back = ("algorithm.rollback=1", "algorithm.rollback_lr_factor=0.25", "optimizer.lr=1e-4")
+    events = Events(after_step=spoil)
+    assert train(settings, *back, "run.total_steps=4", events=events) == FINISHED
+    (rollback,) = read_rollbacks(folder)
+    assert replace(rollback, reason="") == Rollback(1, 2, 2, diverged_step=3, reason="")
+    assert [f"diverged: {rollback.reason}"] == events.last_steps
+    assert "not finite" in rollback.reason
+    rates = [row["train/learning_rate"] for row in rows(folder)]
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4]
+    assert rates == pytest.approx([1e-4, 1e-4, 0.25e-4, 0.25e-4])
+    assert saved_steps(folder)[:2] == [4, 3]
+    progress = read_progress(folder / "checkpoints" / "step-000004")
+    assert (progress.rollback_steps, progress.rollback_draw_steps) == ((2,), (2,))
+    assert train(settings, *back) == FINISHED
+    assert rows(folder)[-1]["train/learning_rate"] == pytest.approx(0.25e-4)
+
+
+def test_without_a_rollback_left_the_run_diverges(
+    settings: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoil(trainer: SftTrainer, step: int) -> None:
+        if step == 2:
+            parameters(trainer)[-1].data.view(-1)[0] = float("nan")
+
+    folder = tmp_path / "run"
+    assert train(settings, "algorithm.rollback=1", events=Events(after_step=spoil)) == DIVERGED
+    assert [rollback.step for rollback in read_rollbacks(folder)] == [1]
+    assert (
+        "No rollback after the divergence in step 2: all 1 of algorithm.rollback are made"
+        in caplog.messages
+    )
+
+
+def test_a_function_of_the_users_that_fails_ends_the_run_with_the_steps_before_it_saved(
+    settings: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(trainer: SftTrainer, step: int) -> None:
+        if step == 3:
+            raise UserFunctionError("mine.py:best fails")
+
+    events = Events(fail)
+    folder = tmp_path / "run"
+    assert train(settings, "save.ckpt_freq_steps=100", events=events) == MISTAKE
+    assert events.last_steps == ["the step after it failed: mine.py:best fails"]
+    assert saved_steps(folder)[0] == 2
+    message = "ended in step 3, of which nothing was learned: mine.py:best fails"
+    assert read_exit_status(folder) == ExitStatus(MISTAKE, message)
+    advice = "Correct the function: the same command resumes after step 2"
+    assert f"The run has {message}\n{advice}" in caplog.messages
+
+
+def test_an_error_is_logged_at_once_and_the_last_step_is_written(
+    settings: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(trainer: SftTrainer, step: int) -> None:
+        raise RuntimeError("no memory")
+
+    events = Events(fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        train(settings, events=events)
+    assert events.last_steps == ["failed on rank 0: RuntimeError: no memory"]
+    (text,) = (text for text in caplog.messages if "the run ends" in text)
+    assert text.startswith("rank 0 on ") and text.endswith("the run ends: RuntimeError: no memory")
