@@ -354,6 +354,28 @@ def test_a_step_waits_for_the_group_that_would_become_too_old_and_tells_it(
     }
 
 
+def test_the_last_step_leaves_nothing_in_flight_and_tells_of_no_group_that_is_lost(
+    tmp_path: Path,
+    tied_model: Path,
+    ends: tuple[Mailbox, Mailbox],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Engine(ends[1])
+    connection = connected(ends[0])
+    rollouts = asynchronous(tmp_path, tied_model, connection)
+    stages = length_stages(rollouts._config, 5)
+    in_flight = []
+    for step in range(5):
+        draws = [*range(PER_STEP * step, PER_STEP * (step + 1))]
+        complete(engine, connection, draws, step)
+        rollout = rollouts.step(step, stages[min(step, 1)])
+        rollouts.commit()
+        assert learned_draws(rollout) == [f"q{draw}" for draw in draws]
+        in_flight.append(rollout.metrics["rollout/groups_in_flight"])
+    assert in_flight == [0.0, 3.0, 3.0, 3.0, 0.0]
+    assert "not learned from" not in caplog.text
+
+
 def test_a_step_that_fails_after_its_groups_leaves_those_in_flight_as_before(
     tmp_path: Path, tied_model: Path, ends: tuple[Mailbox, Mailbox]
 ) -> None:
