@@ -111,6 +111,8 @@ def test_metrics_of_tools_of_a_teacher_and_of_length_stages_are_there_where_thes
     """Every group that was kept teaches where a teacher is part of the loss."""
     tools = step_metrics(Config(tools=ToolsConfig(format="fence")))
     assert tools["tools/calls_per_completion"] == 0.0 and "train/teacher_kl" not in tools
+    without_teacher = step_metrics(Config(teacher=TeacherConfig(loss="full")))
+    assert without_teacher["train/teaching_groups"] == pytest.approx(2 / 3)
     for loss, teaching in (("full", 1.0), ("advantage", 2 / 3)):
         teacher: Any = object()
         taught = step_metrics(

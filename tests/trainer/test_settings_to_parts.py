@@ -598,7 +598,7 @@ def test_the_workers_of_a_run_measure_the_rows_whose_solutions_can_be_compared(
         prompts,
         PromptOrder(len(prompts), 1, seed=1, shuffle=False),
         total_steps=1,
-        lines=(),
+        reports=(),
         history={},
         history_line="",
         tokenizer=no_tokenizer,
