@@ -474,15 +474,23 @@ def test_epochs_that_end_before_the_steps_are_worth_knowing(dry, bare_model: Pat
     ],
 )
 def test_a_function_without_which_nothing_can_be_read_is_told_once(
-    dry, bare_model: Path, rows: Path, tmp_path: Path, override: str
+    bare_model: Path, rows: Path, tmp_path: Path, override: str
 ) -> None:
     (tmp_path / "own.py").write_text("")
     (tmp_path / "broken.py").write_text("1 / 0\n")
-    named_override = override.format(own=tmp_path / "own.py", folder=tmp_path)
-    validation = ("validation.every_steps=2", f"validation.paths=[{rows}]")
-    status, out, err = dry(SMALL_R1, *TINY, f"model.path={bare_model}", *validation, named_override)
-    assert (status, out) == (2, "") and err.startswith("1 problem with this run:"), err
-    assert named_override.partition("=")[0] in err
+    settings = [
+        *TINY,
+        f"model.path={bare_model}",
+        f"data.train_path={rows}",
+        "data.format=boba",
+        f"run.output_dir={tmp_path / 'run'}",
+        "validation.every_steps=2",
+        f"validation.paths=[{rows}]",
+        override.format(own=tmp_path / "own.py", folder=tmp_path),
+    ]
+    with pytest.raises(ValueError, match="1 problem with this run:") as error:
+        plan_run(load_config([CONFIGS / SMALL_R1], settings))
+    assert override.partition("=")[0] in str(error.value)
 
 
 def test_a_learning_rate_is_compared_with_the_models_size(dry) -> None:

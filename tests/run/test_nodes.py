@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,11 @@ NOT_READ: Any = None
 ORIGIN = Origin("model-1", "data-2", "reward-3", hooks="hooks-4", adapter="adapter-5")
 
 
-def prepared_run(origin: Origin, *overrides: str, validates: bool = True) -> PreparedRun[Any]:
+def prepared_run(
+    origin: Origin, overrides: Sequence[str] = (), validates: bool = True
+) -> PreparedRun[Any]:
     """A run with a validation file of one problem."""
-    prompt = Prompt("q1", "1+1=", (5, 6), ("2",), "math")
+    prompt = Prompt("q1", "1+1=", (5, 6), solutions=("2",), task="math")
     files = (ValidationFile("sums", [prompt], 0, ()),) if validates else ()
     settings = ["run.output_dir=o", "model.path=m", "data.train_path=t", *overrides]
     config = load_config([], settings)
@@ -96,7 +99,7 @@ def prepared_run(origin: Origin, *overrides: str, validates: bool = True) -> Pre
 
 
 def test_facts_are_the_inputs_and_the_settings_that_are_not_at_their_defaults() -> None:
-    facts = facts_of(prepared_run(ORIGIN, "optimizer.lr=3e-5", "data.prompts_per_step=64"))
+    facts = facts_of(prepared_run(ORIGIN, ["optimizer.lr=3e-5", "data.prompts_per_step=64"]))
     assert facts.pop("Python") and facts.pop("torch") and facts.pop("rlmath's code (hash)")
     contents = {name: text for name, text in facts.items() if name.endswith(" (contents)")}
     assert contents == {
@@ -130,14 +133,14 @@ def test_files_that_the_settings_name_are_facts_by_their_contents(tmp_path: Path
         "critic.path (contents)": tmp_path / "critic" / "config.json",
         "validation.scorer (contents)": tmp_path / "own.py",
     }
-    before = facts_of(prepared_run(ORIGIN, *overrides, "algorithm.advantage=gae"))
+    before = facts_of(prepared_run(ORIGIN, [*overrides, "algorithm.advantage=gae"]))
     for name, file in files.items():
         file.write_text(f"{file.read_text()} ")
-        after = facts_of(prepared_run(ORIGIN, *overrides, "algorithm.advantage=gae"))
+        after = facts_of(prepared_run(ORIGIN, [*overrides, "algorithm.advantage=gae"]))
         assert [fact for fact in after if after[fact] != before[fact]] == [name]
         before = after
     assert len({before[name] for name in files}) == len(files)
-    without = facts_of(prepared_run(ORIGIN, *overrides, validates=False))
+    without = facts_of(prepared_run(ORIGIN, overrides, validates=False))
     assert [name for name in files if name in without] == ["teacher.path (contents)"]
 
 

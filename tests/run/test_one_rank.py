@@ -91,7 +91,7 @@ class Events:
     """The reasons for which the last step was written."""
 
 
-def train(settings: Sequence[str], *overrides: str, events: Events | None = None) -> int:
+def train(settings: Sequence[str], events: Events | None = None) -> int:
     """The exit status of a run with these settings.
 
     Its ranks meet in a store of their own: nothing names a launcher's."""
@@ -112,7 +112,7 @@ def train(settings: Sequence[str], *overrides: str, events: Events | None = None
         def write_last_step(self, reason: str) -> None:
             events.last_steps.append(reason)
 
-    prepared = prepare_sft(load_config([], [*settings, *overrides]))
+    prepared = prepare_sft(load_config([], settings))
     try:
         return run_training(Program, prepared, Rendezvous(this_rank(), dist.HashStore()))
     finally:
@@ -144,14 +144,14 @@ def test_a_run_that_was_stopped_is_the_same_as_one_that_was_not(
     assert train(settings) == FINISHED
     assert read_exit_status(whole) == ExitStatus(FINISHED, f"all {STEPS} steps are done")
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
-    assert train(settings, place, "save.ckpt_freq_steps=100", events=Events(stop)) == (
+    assert train([*settings, place, "save.ckpt_freq_steps=100"], events=Events(stop)) == (
         SAVED_AND_STOPPED
     )
     message = "stopped by SIGTERM after step 2, which is saved: the same command resumes after step"
     assert read_exit_status(stopped) == ExitStatus(SAVED_AND_STOPPED, f"{message} 2")
     assert f"The run was {message} 2" in caplog.messages
     assert saved_steps(stopped)[0] == 2 and not (stopped / "hf_model").exists()
-    assert train(settings, place, "save.ckpt_freq_steps=100") == FINISHED
+    assert train([*settings, place, "save.ckpt_freq_steps=100"]) == FINISHED
     assert [row["step"] for row in rows(stopped)] == list(range(1, STEPS + 1))
     assert rows(stopped) == rows(whole)
     for name in ("model.safetensors", "config.json"):
@@ -215,7 +215,7 @@ def test_steps_that_discard_everything_end_the_run_and_count_when_it_goes_on(
 
     folder = tmp_path / "run"
     limits = ("run.max_discarded_steps=2", "save.keep_last=1")
-    assert train(settings, *limits, events=Events(after_step=spoil)) == DIVERGED
+    assert train([*settings, *limits], events=Events(after_step=spoil)) == DIVERGED
     exit_status = read_exit_status(folder)
     assert exit_status.message.startswith(
         "diverged in step 4: every minibatch of 2 steps in a row was discarded "
@@ -225,9 +225,9 @@ def test_steps_that_discard_everything_end_the_run_and_count_when_it_goes_on(
     assert saved_steps(folder) == [3, 1]
     progress = read_progress(folder / "checkpoints" / "step-000003")
     assert (progress.discarded_steps, progress.learned_step) == (1, 2)
-    assert train(settings, *limits) == DIVERGED
+    assert train([*settings, *limits]) == DIVERGED
     assert read_exit_status(folder) == exit_status
-    assert train(settings, "run.max_discarded_steps=3", "save.keep_last=1") == DIVERGED
+    assert train([*settings, "run.max_discarded_steps=3", "save.keep_last=1"]) == DIVERGED
     assert "diverged in step 5: every minibatch of 3 steps in a" in read_exit_status(folder).message
 
 
@@ -236,7 +236,7 @@ def test_a_model_that_its_last_step_broke_is_not_exported(
 ) -> None:
     """Its weights are finite, and no later step shows what they give."""
     folder = tmp_path / "run"
-    assert train(settings, "optimizer.lr=1e30", "run.total_steps=1") == DIVERGED
+    assert train([*settings, "optimizer.lr=1e30", "run.total_steps=1"]) == DIVERGED
     assert read_exit_status(folder).message == (
         "diverged in step 1: the model gives log-probs that are not finite; no checkpoint is from "
         "before that; the same command resumes after step 1, and would diverge again"
@@ -258,7 +258,7 @@ def test_a_run_goes_back_to_its_last_good_checkpoint_with_a_lower_rate_and_other
     folder = tmp_path / "run"
     back = ("algorithm.rollback=1", "algorithm.rollback_lr_factor=0.25", "optimizer.lr=1e-4")
     events = Events(after_step=spoil)
-    assert train(settings, *back, "run.total_steps=4", events=events) == FINISHED
+    assert train([*settings, *back, "run.total_steps=4"], events=events) == FINISHED
     (rollback,) = read_rollbacks(folder)
     assert replace(rollback, reason="") == Rollback(1, 2, 2, diverged_step=3, reason="")
     assert [f"diverged: {rollback.reason}"] == events.last_steps
@@ -269,7 +269,7 @@ def test_a_run_goes_back_to_its_last_good_checkpoint_with_a_lower_rate_and_other
     assert saved_steps(folder)[:2] == [4, 3]
     progress = read_progress(folder / "checkpoints" / "step-000004")
     assert (progress.rollback_steps, progress.rollback_draw_steps) == ((2,), (2,))
-    assert train(settings, *back) == FINISHED
+    assert train([*settings, *back]) == FINISHED
     assert rows(folder)[-1]["train/learning_rate"] == pytest.approx(0.25e-4)
 
 
@@ -281,7 +281,7 @@ def test_without_a_rollback_left_the_run_diverges(
             parameters(trainer)[-1].data.view(-1)[0] = float("nan")
 
     folder = tmp_path / "run"
-    assert train(settings, "algorithm.rollback=1", events=Events(after_step=spoil)) == DIVERGED
+    assert train([*settings, "algorithm.rollback=1"], events=Events(after_step=spoil)) == DIVERGED
     assert [rollback.step for rollback in read_rollbacks(folder)] == [1]
     assert (
         "No rollback after the divergence in step 2: all 1 of algorithm.rollback are made"
@@ -298,7 +298,7 @@ def test_a_function_of_the_users_that_fails_ends_the_run_with_the_steps_before_i
 
     events = Events(fail)
     folder = tmp_path / "run"
-    assert train(settings, "save.ckpt_freq_steps=100", events=events) == MISTAKE
+    assert train([*settings, "save.ckpt_freq_steps=100"], events=events) == MISTAKE
     assert events.last_steps == ["the step after it failed: mine.py:best fails"]
     assert saved_steps(folder)[0] == 2
     message = "ended in step 3, of which nothing was learned: mine.py:best fails"

@@ -220,8 +220,12 @@ def test_a_run_that_goes_on_may_have_other_stages_and_a_prompt_history_of_its_ow
     claim_run_folder(tmp_path, make_config(tmp_path))
     history = tmp_path / "prompt_history.jsonl"
     history.write_text("{}\n")
-    stages = ("stages.steps=[3,4]", "stages.max_new_tokens=[16384,8]")
-    config = make_config(tmp_path, *stages, f"data.history_path={history}")
+    config = make_config(
+        tmp_path,
+        "stages.steps=[3,4]",
+        "stages.max_new_tokens=[16384,8]",
+        f"data.history_path={history}",
+    )
     message = refusal(tmp_path, config)
     assert "stages.steps: " in message and "data.history_path" in message
     claim_run_folder(tmp_path, config, steps_done=3)

@@ -59,7 +59,7 @@ class Engines:
     ) -> tuple[dict[Key, Sampled], list[EngineUsage]]:
         self.calls.append((title, step))
         sampled: dict[Key, Sampled] = {}
-        for work in chain(*rows):
+        for work in chain.from_iterable(rows):
             request = work.request
             so_far = len(request.so_far.token_ids)
             index = request.key[1]
@@ -148,7 +148,7 @@ def lengths_of(rollout: StepRollout) -> dict[str, list[int]]:
 def test_a_run_learns_from_every_prompt_once_and_whole(
     tail: str, tied_model: Path, tmp_path: Path
 ) -> None:
-    """In whichever step, with the seeds of the step that drew it, and with tokens that are recent."""
+    """Its seeds are those of the step that drew it, and its tokens are recent."""
     rollouts, engines = rollouts_of(tmp_path, tied_model, tail)
     learned: dict[str, list[int]] = {}
     tokens = 0
@@ -243,7 +243,7 @@ def test_rollouts_go_on_from_the_files_of_a_checkpoint(
 def test_groups_that_another_reward_has_scored_in_part_are_sampled_anew(
     tied_model: Path, tmp_path: Path
 ) -> None:
-    """Of q1 one completion is scored, and one is in flight."""
+    """One completion of q1 is scored, and the other is in flight."""
     stopped, _ = rollouts_of(tmp_path, tied_model, "carry")
     make_step(stopped, 0)
     for name, content in stopped.files().items():

@@ -566,7 +566,9 @@ def test_weights_travel_from_the_pipeline_stage_that_has_them() -> None:
         parallel=ParallelConfig(pipeline=2, first_stage_layers=1), rollout=RolloutConfig(ranks=1)
     )
     shape = replace(SHAPE, num_layers=3)
-    plan = offer_plans(config, shape, Mesh(0, 2, 1, 2, 1, engine_ranks=1), CPU).first
+    plan = offer_plans(
+        config, shape, Mesh(0, 2, tensor=1, pipeline=2, engine_size=1, engine_ranks=1), CPU
+    ).first
     copies = [*chain(*plan.rounds, *plan.local.values())]
     sources = {
         layer: {copy.source for copy in copies if f".layers.{layer}." in copy.tensor}
@@ -577,8 +579,10 @@ def test_weights_travel_from_the_pipeline_stage_that_has_them() -> None:
     assert {copy.target for copy in copies} == {2}
 
 
-CHECKED = Prompt("q1", "1+1=", (1,), ("2",), "math")
-UNCHECKED = Prompt("q2", "Prove it.", (1,), (), "math")
+CHECKED = Prompt("q1", "1+1=", (1,), solutions=("2",), task="math")
+UNCHECKED = Prompt("q2", "Prove it.", (1,), solutions=(), task="math")
+FIRST_RANK, SECOND_RANK = (Mesh(rank, 2, tensor=2, pipeline=1, engine_size=2) for rank in range(2))
+"""The two ranks of an engine."""
 
 
 @pytest.mark.parametrize(
@@ -605,21 +609,21 @@ def test_the_workers_of_a_run_measure_the_rows_whose_solutions_can_be_compared(
         stop_token_ids=(1,),
     )
     files = [ValidationFile("sums", problems, 0, ())] if problems else []
-    with GrpoTrainer.open_workers(config, Mesh(0, 2, 2, 1, 2), inputs, files) as workers:
+    with GrpoTrainer.open_workers(config, FIRST_RANK, inputs, files) as workers:
         assert workers is not None and workers.measured == measured
-    with GrpoTrainer.open_workers(config, Mesh(1, 2, 2, 1, 2), inputs, files) as workers:
+    with GrpoTrainer.open_workers(config, SECOND_RANK, inputs, files) as workers:
         assert workers is None, "the engine's first rank has them"
 
 
 def test_a_scorer_is_opened_on_an_engines_first_rank_in_a_run_that_validates() -> None:
     validating = ValidationConfig(scorer="math:isnan", every_steps=2, paths=["v.jsonl"])
     config = Config(validation=validating, reward=RewardConfig(workers=1))
-    workers = validation_scorer(config, Mesh(0, 2, 2, 1, 2))
+    workers = validation_scorer(config, FIRST_RANK)
     assert workers is not None
     workers.close()
-    assert validation_scorer(config, Mesh(1, 2, 2, 1, 2)) is None
+    assert validation_scorer(config, SECOND_RANK) is None
     for changed in (replace(validating, every_steps=None), replace(validating, scorer=None)):
-        assert validation_scorer(replace(config, validation=changed), Mesh(0, 1, 1, 1, 1)) is None
+        assert validation_scorer(replace(config, validation=changed), FIRST_RANK) is None
 
 
 def groups_of(*parts_PGK: list[tuple[float, ...]]) -> list[ScoredGroup]:
