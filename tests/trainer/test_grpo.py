@@ -1,5 +1,7 @@
 import inspect
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from rlmath.trainer.metrics import UpdateRecord
 from rlmath.trainer.policy_update import make_samples
 from rlmath.trainer.rollouts import engines
 from rlmath.trainer.rollouts.synchronous import StepRollout, selection_rules
+from rlmath.workers.user_functions import UserFunctionError
 from tests.trainer import test_metrics
 
 
@@ -125,3 +128,40 @@ def test_metrics_of_tools_of_a_teacher_and_of_length_stages_are_there_where_thes
     for number, length in ((0, 16.0), (1, 32.0)):
         metrics = step_metrics(staged, number)
         assert (metrics["stage"], metrics["rollout/max_new_tokens"]) == (number + 1.0, length)
+
+
+class RecordedEngines(engines.Engines):
+    """Engines of which only the beginnings and ends of their phase are known."""
+
+    def __init__(self) -> None:
+        self.phases: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def _generating(self, version: int, step: int) -> Iterator[None]:
+        self.phases.append(("begin", version, step))
+        yield
+        self.phases.append(("end", version, step))
+
+    def connect(self, actor: Any, offload: Any) -> None: ...
+
+    def probe(self) -> dict[str, float]:
+        return {}
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self, status: int) -> None: ...
+
+
+def test_engines_leave_their_phase_before_a_function_of_the_users_ends_the_step() -> None:
+    recorded_engines = RecordedEngines()
+    with recorded_engines.generating(8, 3):
+        pass
+    with pytest.raises(UserFunctionError, match="it fails"), recorded_engines.generating(9, 4):
+        raise UserFunctionError("it fails")
+    assert recorded_engines.phases == [
+        ("begin", 8, 3),
+        ("end", 8, 3),
+        ("begin", 9, 4),
+        ("end", 9, 4),
+    ]

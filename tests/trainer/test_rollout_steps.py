@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from rlmath.algorithms.types import Prompt, Score, ScoredCompletion, scored_group
+from rlmath.algorithms.types import (
+    PartialCompletion,
+    Prompt,
+    Score,
+    ScoredCompletion,
+    scored_group,
+)
 from rlmath.checkpoint.hf.run_shapes import read_run_shapes
-from rlmath.checkpoint.unfinished_groups import UNFINISHED
+from rlmath.checkpoint.unfinished_groups import UNFINISHED, read_unfinished, write_unfinished
 from rlmath.config.length_curriculum import length_stages
 from rlmath.config.schema import (
     Config,
@@ -269,6 +276,17 @@ def test_groups_in_flight_that_cannot_be_this_runs_are_refused(
     resumed, _ = rollouts_of(tmp_path, tied_model, "carry")
     with pytest.raises(ValueError, match=r"draw \d+ was sampled in steps \[0\] of 0"):
         resumed.resume(tmp_path, 0, reward_changed=False)
+    unfinished = read_unfinished(
+        stopped.files()[UNFINISHED], 2, vocab_size=101, text_of=lambda token_ids, stopped: ""
+    )
+    (group,) = (group for group in unfinished.groups if not group.is_complete)
+    part, score = group.samples
+    assert isinstance(part, PartialCompletion)
+    later = part.extended((7,), (-0.5,), policy_version=1, step=1)
+    content = write_unfinished(replace(unfinished, groups=[replace(group, samples=(later, score))]))
+    (tmp_path / UNFINISHED).write_bytes(content)
+    with pytest.raises(ValueError, match=r"draw 1 was sampled in steps \[0, 1\] of 1"):
+        resumed.resume(tmp_path, 1, reward_changed=False)
     (tmp_path / UNFINISHED).write_bytes(b"damaged")
     with pytest.raises(ValueError, match="the groups in flight cannot be read"):
         resumed.resume(tmp_path, 1, reward_changed=False)
