@@ -389,7 +389,7 @@ def test_trainers_are_busy_in_the_time_in_which_they_do_not_wait_for_groups(
     complete(engine, connection, [0, 1, 2], step=0)
     for step, late_draws in enumerate(([], [3, 4, 5], [])):
         messages = [done(draw, step) for draw in late_draws]
-        timer = threading.Timer(0.4, lambda: engine.send(*messages))  # noqa: B023
+        timer = threading.Timer(0.4, engine.send, messages)
         timer.start()
         rollout = rollouts.step(step, stages[min(step, 1)])
         timer.join()
