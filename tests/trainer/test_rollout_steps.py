@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -65,15 +65,19 @@ class Engines:
         self, rows: Sequence[Sequence[Work]], max_new_tokens: int, step: int, title: str
     ) -> tuple[dict[Key, Sampled], list[EngineUsage]]:
         self.calls.append((title, step))
+        works = chain.from_iterable(rows)
+        return self._sampled(works, max_new_tokens, step), [EngineUsage(1.0, 1, 0, 1.0)]
+
+    def _sampled(self, works: Iterable[Work], max_new_tokens: int, step: int) -> dict[Key, Sampled]:
         sampled: dict[Key, Sampled] = {}
-        for work in chain.from_iterable(rows):
+        for work in works:
             request = work.request
             so_far = len(request.so_far.token_ids)
             index = request.key[1]
             self.seeds.add(request.seed)
             self.begun.append((work.prompt.prompt_id, index, so_far))
             sampled[request.key] = self._completion(work, index, max_new_tokens, step=step)
-        return sampled, [EngineUsage(1.0, 1, 0, 1.0)]
+        return sampled
 
     def _completion(self, work: Work, index: int, max_new_tokens: int, step: int) -> Sampled:
         so_far = work.request.so_far
@@ -89,14 +93,14 @@ class Engines:
 
     def collect(self, request: CollectGroups) -> Rollout:
         self.prompts.append([prompt.prompt_id for prompt in request.prompts])
+        self.calls.append((request.title, request.seed.step))
         groups = []
         for prompt in request.prompts:
-            requests = requests_of(prompt, 0, request.sampling, seed=request.seed, times=0)
-            rows = [[Work(prompt, completion_request) for completion_request in requests]]
-            sampled, usages = self.sample(rows, LONGEST, request.seed.step, request.title)
-            samples = [sampled[completion_request.key] for completion_request in requests]
-            groups.append(scored_group(prompt, samples))
-        return Rollout(groups, usages)
+            requests = requests_of(prompt, 0, request.sampling, seed=request.seed)
+            works = [Work(prompt, completion_request) for completion_request in requests]
+            sampled = self._sampled(works, LONGEST, request.seed.step)
+            groups.append(scored_group(prompt, [sampled[work.request.key] for work in works]))
+        return Rollout(groups, [EngineUsage(1.0, 1, 0, 1.0)])
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1
