@@ -110,7 +110,8 @@ def test_facts_are_the_inputs_and_the_settings_that_are_not_at_their_defaults() 
         "model.adapter_path (contents)": "adapter-5",
     }
     settings = {name: text for name, text in facts.items() if "." in name and "(" not in name}
-    assert settings["optimizer.lr"] == "3.0e-05" and settings["data.prompts_per_step"] == "64"
+    assert float(settings["optimizer.lr"]) == 3e-5
+    assert settings["data.prompts_per_step"] == "64"
     assert settings["model.path"] == "m" and "run.seed" not in settings
     bare_facts = facts_of(prepared_run(Origin("model-1", "data-2")))
     for name in ("model.adapter_path", "reward.function", "functions of yours"):

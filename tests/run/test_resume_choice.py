@@ -631,7 +631,9 @@ def swapped(content: dict) -> None:
         ),
         (
             "tokenizer_config.json",
-            lambda c: c.update(clean_up_tokenization_spaces=True),
+            lambda c: c.update(
+                clean_up_tokenization_spaces=not c.get("clean_up_tokenization_spaces", False)
+            ),
             "clean_up_tokenization_spaces differs",
         ),
         ("tokenizer.json", lambda c: c, None),

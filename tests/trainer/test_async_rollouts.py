@@ -387,12 +387,12 @@ def test_trainers_are_busy_in_the_time_in_which_they_do_not_wait_for_groups(
     stages = length_stages(rollouts._config, 5)
     shares = []
     complete(engine, connection, [0, 1, 2], step=0)
-    for step, late_draws in enumerate(([], [3, 4, 5], [])):
-        messages = [done(draw, step) for draw in late_draws]
-        timer = threading.Timer(0.4, engine.send, messages)
-        timer.start()
+    late_messages = [done(draw, 1) for draw in (3, 4, 5)]
+    for step in range(3):
+        timer = threading.Timer(0.4, engine.send, late_messages)
+        if step == 1:
+            timer.start()
         rollout = rollouts.step(step, stages[min(step, 1)])
-        timer.join()
         rollouts.commit()
         shares.append(rollout.metrics["rollout/trainer_busy_share"])
         if step == 1:

@@ -576,7 +576,6 @@ def test_weights_travel_from_the_pipeline_stage_that_has_them() -> None:
     }
     assert sources == {0: {0}, 1: {1}, 2: {1}}
     assert {copy.source for copy in copies if "embed_tokens" in copy.tensor} == {0}
-    assert {copy.target for copy in copies} == {2}
 
 
 CHECKED = Prompt("q1", "1+1=", (1,), solutions=("2",), task="math")
