@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from rlmath.checkpoint.directory import complete_checkpoints, read_progress
 from rlmath.config.load import load_config
+from rlmath.data.micro_batches import training_cost
 from rlmath.data.order import Rollback
 from rlmath.distributed.fault_tolerance.exit_codes import (
     DIVERGED,
@@ -365,3 +366,19 @@ def test_an_error_is_logged_at_once_and_the_last_step_is_written(settings: list[
     assert ended.last_steps == ["failed on rank 0: ValueError: no number"]
     (text,) = (text for text in ended.texts if "the run ends" in text)
     assert text.startswith("rank 0 on ") and text.endswith("the run ends: ValueError: no number")
+
+
+@pytest.mark.parametrize(("rank", "frozen"), [(0, False), (4, True)])
+def test_a_run_balances_by_what_its_weights_cost_and_leaves_what_it_learned(
+    settings: list[str], tmp_path: Path, rank: int, frozen: bool
+) -> None:
+    """Weights that do not learn have no gradients to be computed."""
+
+    def compare(trainer: Program, step: int) -> None:
+        assert trainer.cost == training_cost(trainer.shape, frozen=frozen)
+
+    run = [*settings, f"lora.rank={rank}", "run.total_steps=1"]
+    assert finish(run, Events(compare)) == FINISHED
+    model = tmp_path / "run" / "hf_model"
+    assert (model / "config.json").is_file() and (model / "tokenizer.json").is_file()
+    assert (model / "adapter" / "adapter_config.json").is_file() is frozen
