@@ -57,6 +57,7 @@ def settings(tied_model: Path, tmp_path: Path) -> list[str]:
         f"data.train_path={file}",
         f"run.output_dir={tmp_path / 'run'}",
         f"run.total_steps={STEPS}",
+        "run.total_epochs=2",
         "run.device=cpu",
         "data.prompts_per_step=2",
         "sft.held_out_share=0",
@@ -64,6 +65,7 @@ def settings(tied_model: Path, tmp_path: Path) -> list[str]:
         "optimizer.warmup_steps=0",
         "optimizer.decay=constant",
         "save.ckpt_freq_steps=1",
+        "save.background=false",
     ]
 
 

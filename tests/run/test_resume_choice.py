@@ -625,11 +625,6 @@ def swapped(content: dict) -> None:
             "ended with the tokens 1 there, and do with 1, 50 now",
         ),
         (
-            "tokenizer.json",
-            lambda c: c.update(normalizer={"type": "Lowercase"}),
-            "its normalizer differs",
-        ),
-        (
             "tokenizer_config.json",
             lambda c: c.update(
                 clean_up_tokenization_spaces=not c.get("clean_up_tokenization_spaces", False)
@@ -645,7 +640,6 @@ def swapped(content: dict) -> None:
         "ids",
         "pad",
         "stops",
-        "normalizer",
         "clean-up",
         "indented anew",
         "what changes no token",

@@ -327,7 +327,7 @@ def test_a_teacher_that_ends_otherwise_is_worth_knowing(tied_model: Path, tmp_pa
     shutil.copytree(tied_model, teacher)
     tokenizer_file = teacher / "tokenizer_config.json"
     values = json.loads(tokenizer_file.read_text())
-    tokenizer_file.write_text(json.dumps(values | {"eos_token": "<bos>"}))
+    tokenizer_file.write_text(json.dumps(values | {"eos_token": "<pad>"}))
     file = tmp_path / "sums.jsonl"
     file.write_text("\n".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(8)))
     settings = [
@@ -346,7 +346,7 @@ def test_a_teacher_that_ends_otherwise_is_worth_knowing(tied_model: Path, tmp_pa
         return [warning for warning in data.warnings if "teacher" in warning]
 
     (warning,) = warnings(f"teacher.path={teacher}")
-    assert "the policy ends with '<eos>' and the teacher with '<bos>'" in warning
+    assert "the policy ends with '<eos>' and the teacher with '<pad>'" in warning
     assert warnings() == []
 
 
