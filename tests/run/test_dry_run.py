@@ -464,6 +464,62 @@ def test_epochs_that_end_before_the_steps_are_worth_knowing(dry, bare_model: Pat
     assert "the run ends after" not in dry(V2, *settings, "run.total_steps=10")[1]
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.format={own}:nothing",
+        "data.template={own}:nothing",
+        "validation.template={own}:nothing",
+        "run.plugins=[{folder}/broken.py]",
+    ],
+)
+def test_a_function_without_which_nothing_can_be_read_is_told_once(
+    bare_model: Path, rows: Path, tmp_path: Path, override: str
+) -> None:
+    (tmp_path / "own.py").write_text("")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    settings = [
+        *TINY,
+        f"model.path={bare_model}",
+        f"data.train_path={rows}",
+        "data.format=boba",
+        f"run.output_dir={tmp_path / 'run'}",
+        "validation.every_steps=2",
+        f"validation.paths=[{rows}]",
+        override.format(own=tmp_path / "own.py", folder=tmp_path),
+    ]
+    with pytest.raises(ValueError, match="1 problem with this run:") as error:
+        plan_run(load_config([CONFIGS / SMALL_R1], settings))
+    assert override.partition("=")[0] in str(error.value)
+
+
+def test_a_learning_rate_is_compared_with_the_models_size(dry) -> None:
+    text = "optimizer.lr=0.001 is legal, and hardly what you mean for a model of 1.78 B parameters"
+    assert text in dry(SMALL_R1, "optimizer.lr=1e-3")[1].partition("Worth knowing:")[2]
+    assert "hardly what you mean for a model" not in dry(SMALL_R1)[1]
+
+
+def test_a_supervised_run_has_no_caches_for_which_memory_could_be_short(
+    bare_model: Path, tmp_path: Path
+) -> None:
+    """The default's caches of so many ranks would not fit."""
+    ranks = int(total_bytes() / 2**30 / Config().rollout.cpu_kv_cache_gib) + 2
+    file = tmp_path / "sums.jsonl"
+    file.write_text("\n".join(f'{{"prompt": "{n}+1=", "completion": "2"}}' for n in range(ranks)))
+    settings = [
+        f"model.path={bare_model}",
+        f"data.train_path={file}",
+        f"run.output_dir={tmp_path / 'run'}",
+        f"data.prompts_per_step={ranks}",
+        "sft.held_out_share=0",
+        "sft.max_sequence_tokens=64",
+        "run.device=cpu",
+    ]
+    plan = plan_run(load_config([], settings), ranks, "sft", oversubscribe=True)
+    lines = "\n".join(plan_lines(plan))
+    assert "the plan is for the CPU" in lines and "the KV caches of" not in lines
+
+
 def test_the_verdict_agrees_with_what_is_said_of_too_many_ranks(dry, bare_model: Path) -> None:
     settings = (
         f"model.path={bare_model}",

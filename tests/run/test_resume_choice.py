@@ -34,6 +34,7 @@ from rlmath.run.recovery.checkpoint_choice import choose_checkpoint
 from rlmath.run.recovery.resume import (
     MAY_CHANGE,
     Origin,
+    adapter_fingerprint,
     changes_since_newest,
     data_fingerprint,
     find_recovery,
@@ -572,6 +573,32 @@ def test_a_checkpoint_of_an_older_release_compares_by_its_own_rule(tmp_path: Pat
         )
 
 
+def test_adapters_of_a_checkpoint_compare_by_their_files_in_both_forms(tmp_path: Path) -> None:
+    """The older form, of files without samples of every tensor, is taken anew where it is there."""
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text('{"r": 8}')
+    save_file({"t": torch.ones(4)}, adapters / "adapter_model.safetensors")
+    content = (adapters / "adapter_model.safetensors").read_bytes()
+    older_hash = hashlib.sha256(
+        b'{"r": 8}' + f"adapter_model.safetensors:{len(content)}".encode() + content + content
+    )
+    recorded = [
+        model_fingerprint(adapters, "adapter_config.json"),
+        older_hash.hexdigest()[:16],
+    ]
+    for number, fingerprint in enumerate(recorded):
+        run = tmp_path / f"run-{number}"
+        checkpoint(run, 3, changed={"adapter_fingerprint": fingerprint})
+        config = make_config(run, f"model.adapter_path={adapters}")
+        assert found_steps(config, replace(ORIGIN, adapter=adapter_fingerprint(config))) == [3]
+    (adapters / "adapter_config.json").write_text('{"r": 16}')
+    for number in range(len(recorded)):
+        config = make_config(tmp_path / f"run-{number}", f"model.adapter_path={adapters}")
+        with pytest.raises(ValueError, match=r"model\.adapter_path: what the run started from"):
+            found_steps(config, replace(ORIGIN, adapter=adapter_fingerprint(config)))
+
+
 def edit_json(path: Path, change: Callable[[dict], object]) -> None:
     content = json.loads(path.read_text()) if path.exists() else {}
     change(content)
@@ -597,11 +624,28 @@ def swapped(content: dict) -> None:
             lambda c: c.update(eos_token_id=[1, 50]),
             "ended with the tokens 1 there, and do with 1, 50 now",
         ),
+        (
+            "tokenizer_config.json",
+            lambda c: c.update(
+                clean_up_tokenization_spaces=not c.get("clean_up_tokenization_spaces", False)
+            ),
+            "clean_up_tokenization_spaces differs",
+        ),
         ("tokenizer.json", lambda c: c, None),
         ("tokenizer_config.json", lambda c: c.update(model_max_length=77, chat_template="x"), None),
+        ("special_tokens_map.json", lambda c: c.update(eos_token="<eos>"), None),
         ("generation_config.json", lambda c: c.update(temperature=0.3), None),
     ],
-    ids=["ids", "pad", "stops", "indented anew", "what changes no token", "temperature"],
+    ids=[
+        "ids",
+        "pad",
+        "stops",
+        "clean-up",
+        "indented anew",
+        "what changes no token",
+        "a file more",
+        "temperature",
+    ],
 )
 def test_a_tokenizer_or_stops_that_were_edited_are_refused_with_what_to_do(
     tmp_path: Path, name: str, change: Callable[[dict], object], message: str | None

@@ -202,6 +202,18 @@ def test_rewards_have_collapsed_where_they_lost_the_share_of_their_gain_and_thre
     assert below is not None and below.collapsed is not None
 
 
+def test_the_steps_of_a_run_are_counted_from_its_beginning_where_rewards_are_looked_at_later() -> (
+    None
+):
+    """Seven steps were done before the first of these rewards."""
+    rewards = [0.0, 0.0, 1.0, 1.0, 0.9, 0.9]
+    best = best_rewards(rewards, RULE, first_step=7)
+    assert best is not None and (best.end, best.collapsed) == (11, None)
+    best = best_rewards([*rewards, 0.1, 0.1], RULE, first_step=7)
+    assert best is not None and best.end == 11
+    assert best.collapsed == "the mean reward of the last 2 steps is 0.1; up to step 11 it was 1"
+
+
 def test_a_check_raises_at_the_collapse_and_names_what_is_good_from_before() -> None:
     check = DivergenceCheck(None, 3, None, RULE)  # pyright: ignore: no minibatch is discarded, no value looked at
     assert check.sound_before == 0

@@ -215,6 +215,24 @@ def test_a_run_that_goes_on_keeps_what_is_there_but_for_later_steps(tmp_path: Pa
     assert "total_steps: 7" in (tmp_path / "config.yaml").read_text()
 
 
+def test_a_run_that_goes_on_may_have_other_stages_and_a_prompt_history_of_its_own(tmp_path: Path):
+    """Whether they fit what is done, its checkpoint says; a run from the beginning may not."""
+    claim_run_folder(tmp_path, make_config(tmp_path))
+    history = tmp_path / "prompt_history.jsonl"
+    history.write_text("{}\n")
+    config = make_config(
+        tmp_path,
+        "stages.steps=[3,4]",
+        "stages.max_new_tokens=[16384,8]",
+        f"data.history_path={history}",
+    )
+    message = refusal(tmp_path, config)
+    assert "stages.steps: " in message and "data.history_path" in message
+    claim_run_folder(tmp_path, config, steps_done=3)
+    assert names(tmp_path) == ["config.yaml", "prompt_history.jsonl"]
+    assert load_config([tmp_path / "config.yaml"], []) == config
+
+
 def test_a_folder_that_no_run_made_is_refused(tmp_path: Path):
     (tmp_path / "thesis.tex").write_text("")
     message = refusal(tmp_path)

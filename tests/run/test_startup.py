@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +15,19 @@ from rlmath.config.load import load_config
 from rlmath.distributed import process
 from rlmath.distributed.device_kind import CUDA_DEFAULTS
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
+from rlmath.distributed.fault_tolerance.failure import PeerFailedError
 from rlmath.distributed.ranks import RankReport
 from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
 from rlmath.run import command_line
 from rlmath.run.command_line import record_exit
 from rlmath.run.join import refuse_shared_gpus
 from rlmath.run.nodes import _compare_nodes, data_makers, differences, labelled, node_lines
-from rlmath.run.startup import prepare_grpo, prepare_sft
+from rlmath.run.prepare import read_inputs, try_data
+from rlmath.run.run_dir import sole_user
+from rlmath.run.startup import StartingRank, end_broken, prepare_grpo, prepare_sft
+from tests.hub_server import hub_server
 from tests.programs import start_without_torch
+from tests.tiny_models import shape_of
 
 GIVEN = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 
@@ -313,3 +320,98 @@ def test_a_gpu_whose_memory_an_engine_measures_has_one_rank() -> None:
     shared = refuse_shared_gpus(dict(enumerate(ranks)))
     assert "rollout.kv_cache_gib (of an evaluation --kv-cache-gib) is null" in str(shared.error)
     assert shared.is_mistake
+
+
+def test_a_teacher_that_ends_otherwise_is_worth_knowing(tied_model: Path, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(tied_model, teacher)
+    tokenizer_file = teacher / "tokenizer_config.json"
+    values = json.loads(tokenizer_file.read_text())
+    tokenizer_file.write_text(json.dumps(values | {"eos_token": "<pad>"}))
+    file = tmp_path / "sums.jsonl"
+    file.write_text("\n".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(8)))
+    settings = [
+        f"run.output_dir={tmp_path / 'run'}",
+        f"model.path={tied_model}",
+        f"data.train_path={file}",
+        "data.template=raw",
+        "data.prompts_per_step=4",
+        "data.max_prompt_tokens=64",
+    ]
+    shape = shape_of(tied_model)
+
+    def warnings(*overrides: str) -> list[str]:
+        config = load_config([], [*settings, *overrides])
+        data = try_data(config, shape, read_inputs(config, shape))
+        return [warning for warning in data.warnings if "teacher" in warning]
+
+    (warning,) = warnings(f"teacher.path={teacher}")
+    assert "the policy ends with '<eos>' and the teacher with '<pad>'" in warning
+    assert warnings() == []
+
+
+# ---------------------------------------------------------------- how a rank begins, and breaks
+
+
+def test_a_start_works_with_what_it_fetched_in_a_folder_that_is_its_own(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "sums.jsonl"
+    file.write_text("\n".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(8)))
+    folder = tmp_path / "run"
+    settings = [
+        f"run.output_dir={folder}",
+        "model.path=hf://org/base",
+        f"data.train_path={file}",
+        "data.template=raw",
+        "data.prompts_per_step=4",
+        "data.max_prompt_tokens=64",
+        "rollout.max_new_tokens=16",
+        "run.device=cpu",
+    ]
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    rank = StartingRank()
+    with hub_server() as hub, ExitStack() as stack:
+        hub.add("org/base").commit(
+            {path.name: path.read_bytes() for path in tied_model.iterdir() if path.is_file()}
+        )
+        for name, value in hub.variables(tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
+        prepared = rank.get_ready(lambda: load_config([], settings), prepare_grpo, stack)
+        model = Path(prepared.config.model.path)
+        assert (model / "model.safetensors").is_file() and tmp_path / "home" in model.parents
+        assert rank.config == prepared.config
+        with pytest.raises(ValueError, match="another run is working in"), sole_user(folder):
+            pass
+    with sole_user(folder):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "reported"),
+    [
+        (ValueError("too long\nby one"), "ValueError: too long (its traceback is above)"),
+        (PeerFailedError("rank 1 has ended"), None),
+        (RuntimeError("Connection closed by peer"), None),
+    ],
+    ids=["of its own", "of a peer", "perhaps of a peer"],
+)
+def test_torchrun_gets_the_error_of_the_rank_that_failed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reported: str | None
+) -> None:
+    """An error that follows from another rank's end would hide that one's in its report."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    child = os.fork()
+    if child == 0:
+        try:
+            raise error
+        except Exception:
+            end_broken()
+        finally:
+            os._exit(MISTAKE)
+    _, wait_status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(wait_status) == FAILURE
+    message = json.loads(file.read_text())["message"]["message"] if file.exists() else None
+    assert message == reported

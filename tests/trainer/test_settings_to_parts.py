@@ -40,8 +40,17 @@ from rlmath.config.schema import (
     RunConfig,
     SelectionConfig,
     TeacherConfig,
+    ValidationConfig,
 )
-from rlmath.data.dataset import critic_epochs, load_prompt_files, most_critic_updates, most_updates
+from rlmath.data.dataset import (
+    Inputs,
+    ValidationFile,
+    critic_epochs,
+    load_prompt_files,
+    most_critic_updates,
+    most_updates,
+)
+from rlmath.data.order import PromptOrder
 from rlmath.data.prompt_curriculum import rules_of
 from rlmath.distributed.device import Device, run_device
 from rlmath.distributed.mesh import Mesh
@@ -52,6 +61,7 @@ from rlmath.models.optimizer import LossScale
 from rlmath.planning.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.rewards.reward_manager import open_reward_workers, open_scorer, scorer_settings
 from rlmath.rewards.several_rewards import (
+    MeasuredRows,
     NamedReward,
     compared_rewards,
     named_rewards,
@@ -63,8 +73,9 @@ from rlmath.rollout.sampling import SamplingSettings, training_sampling
 from rlmath.rollout.unfinished_rules import slice_tokens, unfinished_rules
 from rlmath.run.recovery.resume import origin_of
 from rlmath.trainer.critic import CriticInAdvantages
+from rlmath.trainer.grpo import GrpoTrainer
 from rlmath.trainer.policy_update import PolicyUpdater
-from rlmath.trainer.rollouts.engines import offer_plans
+from rlmath.trainer.rollouts.engines import offer_plans, validation_scorer
 from rlmath.trainer.rollouts.synchronous import selection_rules
 from rlmath.trainer.token_advantages import TeacherInAdvantages, TokensThatCount
 from rlmath.trainer.validation import _measure
@@ -547,6 +558,71 @@ def test_engines_get_all_weights_first_and_later_what_learns(
     assert {name.split(".")[-2] for name in weights} == learned and later < first
     assert len(later) == (2 if engine == "adapters" else 1) * len(learned) * SHAPE.num_layers
     assert "model.embed_tokens.weight" in first
+
+
+def test_weights_travel_from_the_pipeline_stage_that_has_them() -> None:
+    """The first stage has one of three layers."""
+    config = Config(
+        parallel=ParallelConfig(pipeline=2, first_stage_layers=1), rollout=RolloutConfig(ranks=1)
+    )
+    shape = replace(SHAPE, num_layers=3)
+    plan = offer_plans(
+        config, shape, Mesh(0, 2, tensor=1, pipeline=2, engine_size=1, engine_ranks=1), CPU
+    ).first
+    copies = [*chain(*plan.rounds, *plan.local.values())]
+    sources = {
+        layer: {copy.source for copy in copies if f".layers.{layer}." in copy.tensor}
+        for layer in range(3)
+    }
+    assert sources == {0: {0}, 1: {1}, 2: {1}}
+    assert {copy.source for copy in copies if "embed_tokens" in copy.tensor} == {0}
+
+
+CHECKED = Prompt("q1", "1+1=", (1,), solutions=("2",), task="math")
+UNCHECKED = Prompt("q2", "Prove it.", (1,), solutions=(), task="math")
+FIRST_RANK, SECOND_RANK = (Mesh(rank, 2, tensor=2, pipeline=1, engine_size=2) for rank in range(2))
+"""The two ranks of an engine."""
+
+
+@pytest.mark.parametrize(
+    ("prompts", "problems", "measured"),
+    [
+        ([CHECKED], [], MeasuredRows(training=True)),
+        ([UNCHECKED], [CHECKED], MeasuredRows(validation=True)),
+        ([CHECKED, UNCHECKED], [UNCHECKED], MeasuredRows()),
+    ],
+)
+def test_the_workers_of_a_run_measure_the_rows_whose_solutions_can_be_compared(
+    prompts: list[Prompt], problems: list[Prompt], measured: MeasuredRows
+) -> None:
+    config = Config(reward=RewardConfig(function="math:isnan", workers=1))
+    no_tokenizer: Any = None
+    inputs = Inputs(
+        prompts,
+        PromptOrder(len(prompts), 1, seed=1, shuffle=False),
+        total_steps=1,
+        reports=(),
+        history={},
+        history_line="",
+        tokenizer=no_tokenizer,
+        stop_token_ids=(1,),
+    )
+    files = [ValidationFile("sums", problems, 0, ())] if problems else []
+    with GrpoTrainer.open_workers(config, FIRST_RANK, inputs, files) as workers:
+        assert workers is not None and workers.measured == measured
+    with GrpoTrainer.open_workers(config, SECOND_RANK, inputs, files) as workers:
+        assert workers is None, "the engine's first rank has them"
+
+
+def test_a_scorer_is_opened_on_an_engines_first_rank_in_a_run_that_validates() -> None:
+    validating = ValidationConfig(scorer="math:isnan", every_steps=2, paths=["v.jsonl"])
+    config = Config(validation=validating, reward=RewardConfig(workers=1))
+    workers = validation_scorer(config, FIRST_RANK)
+    assert workers is not None
+    workers.close()
+    assert validation_scorer(config, SECOND_RANK) is None
+    for changed in (replace(validating, every_steps=None), replace(validating, scorer=None)):
+        assert validation_scorer(replace(config, validation=changed), FIRST_RANK) is None
 
 
 def groups_of(*parts_PGK: list[tuple[float, ...]]) -> list[ScoredGroup]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from rlmath.algorithms.token_selection import TokenRules
 from rlmath.algorithms.types import Sample
 from rlmath.data.packing import MicroBatch, pack
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.trainer.token_advantages import (
     Advantages,
     PackedStep,
     ScoredStep,
     StepLogprobs,
+    TeacherInAdvantages,
     TokensThatCount,
     add_teacher_advantages,
 )
@@ -47,6 +54,41 @@ def test_every_token_gets_its_own_difference_and_unknown_ones_nothing(recomputed
     assert added.batches[0].advantages_T.tolist() == pytest.approx(expected)
     assert added.means_PG[0] == pytest.approx([0.5 + sum(first), -0.25 + sum(second)])
     assert added.teacher_kl == pytest.approx(-(sum(first) + sum(second)) / 4)
+
+
+@pytest.mark.parametrize(("teachers_tokens", "shift"), [(99, 0.25), (98, 0.5)])
+def test_a_teacher_with_fewer_tokens_is_compared_over_those_that_both_know(
+    teachers_tokens: int, shift: float
+) -> None:
+    """The policy has 99 tokens; its log-probs over 98 are larger than those over all."""
+    batch = pack(SAMPLES, [0, 1], 1)
+    engine_T = batch.behaviour_logprobs_T
+    teacher_T = engine_T + 1.0
+
+    def over_common(batches: list[MicroBatch], vocab_size: int) -> list[Tensor]:
+        assert vocab_size == 98
+        return [packed_batch.behaviour_logprobs_T + 0.5 for packed_batch in batches]
+
+    teacher: Any = SimpleNamespace(vocab_size=teachers_tokens, logprobs=lambda batches: [teacher_T])
+    actor: Any = SimpleNamespace(forward_backward=SimpleNamespace(logprobs=over_common))
+    offload: Any = SimpleNamespace(on_device=lambda *names: nullcontext())
+    part = TeacherInAdvantages(
+        teacher,
+        actor,
+        coef=2.0,
+        vocab_size=99,
+        offload=offload,
+        timers=PhaseTimers(),
+        mesh=ALONE,
+    )
+    packed = PackedStep(ScoredStep(0, [], [], [[2, 2]]), [batch], (slice(0, 1),), seed=1)
+    logprobs = StepLogprobs([engine_T + 0.25], None)
+    taught = part.apply(packed, logprobs, Advantages([batch], [[0.5, -0.25]]))
+    gap = 1.0 - shift
+    last = gap if teachers_tokens == 99 else 0.0  # token 98
+    expected = [0.0, 0.0, 0.5 + 2 * gap, 0.5 + 2 * gap, 0.0, -0.25 + 2 * gap, -0.25 + 2 * last]
+    assert taught.batches[0].advantages_T.tolist() == pytest.approx(expected)
+    assert taught.teacher_kl == pytest.approx(-(3 * gap + last) / 4)
 
 
 @pytest.mark.parametrize("split", [[[0, 1]], [[1], [0]]])

@@ -424,10 +424,48 @@ def test_a_step_of_gae_goes_from_a_sampled_token_to_the_next_one(alpha: float | 
             a + v for a, v in zip(discounted(s, value_lambda), values[s], strict=True)
         ]
         assert completion_returns == pytest.approx(expected_returns, abs=1e-5)
+    all_values = [value for row in values for value in row]
+    all_returns = [
+        a + v
+        for s, row in enumerate(values)
+        for a, v in zip(discounted(s, value_lambda), row, strict=True)
+    ]
+    errors = [a - v for a, v in zip(all_returns, all_values, strict=True)]
+    unexplained = statistics.pvariance(errors) / statistics.pvariance(all_returns)
+    assert estimates.critic_metrics == pytest.approx(
+        {
+            "critic/value": statistics.mean(all_values),
+            "critic/return": statistics.mean(all_returns),
+            "critic/explained_variance": 1 - unexplained,
+        },
+        abs=1e-5,
+    )
     kl = sum(a - b for rows in zip(old, reference, strict=True) for a, b in zip(*rows, strict=True))
     assert estimates.reward_kl is not None and estimates.reward_kl.per_token == pytest.approx(
         kl / TOTAL
     )
+
+
+def test_large_rewards_keep_their_small_differences() -> None:
+    """Without discounts a constant that all rewards have more changes no advantage."""
+    config = Config(
+        algorithm=AlgorithmConfig(advantage="gae", advantage_eps=0.0),
+        critic=CriticConfig(gamma=1.0, policy_lambda=1.0, value_lambda=1.0),
+    )
+    groups = make_groups(dense=False)
+    batch = packed_samples(groups, [[0.0] * 3] * 2)
+
+    def advantages(constant: float) -> list[float]:
+        rewards = [[constant + reward for reward in row] for row in ((1.06, 0, 0.56), (0.06, 1, 2))]
+        scored = ScoredStep(0, groups, rewards, token_counts(groups))
+        packed = PackedStep(scored, [batch], (slice(0, 1),), seed=1)
+        estimates, _ = estimated(
+            config, packed, StepLogprobs(None, None), Advantages([batch], [[0.0] * 3] * 2)
+        )
+        by_sample = by_completion(batch, estimates.batches[0].advantages_T)
+        return [value for row in by_sample for value in row]
+
+    assert advantages(2.0**20) == pytest.approx(advantages(0.0), abs=0.01)
 
 
 def test_a_teacher_is_asked_of_sampled_tokens_alone() -> None:
