@@ -75,7 +75,7 @@ TRAINER_MESH = replace(LAYOUT.mesh(1), engine_ranks=1)
 ALONE = Mesh(0, 1, 1, 1, engine_size=1)
 """The engines' world where there is one of one rank."""
 PROMPTS = [Prompt(f"q{n}", f"{n}=", PROMPT_IDS, ("\\boxed{1}",), task="math") for n in range(8)]
-REWARD = RewardConfig()
+REWARD = RewardConfig(workers=1)
 
 
 def script(seed: int) -> list[int]:

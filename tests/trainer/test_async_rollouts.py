@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -375,31 +374,6 @@ def test_the_last_step_leaves_nothing_in_flight_and_tells_of_no_group_that_is_lo
         in_flight.append(rollout.metrics["rollout/groups_in_flight"])
     assert in_flight == [0.0, 3.0, 3.0, 3.0, 0.0]
     assert "not learned from" not in caplog.text
-
-
-def test_trainers_are_busy_in_the_time_in_which_they_do_not_wait_for_groups(
-    tmp_path: Path, tied_model: Path, ends: tuple[Mailbox, Mailbox]
-) -> None:
-    """Step 2 waits for its groups; those of step 3 are there, and something else comes before."""
-    engine = Engine(ends[1])
-    connection = connected(ends[0])
-    rollouts = asynchronous(tmp_path, tied_model, connection)
-    stages = length_stages(rollouts._config, 5)
-    shares = []
-    complete(engine, connection, [0, 1, 2], step=0)
-    late_messages = [done(draw, 1) for draw in (3, 4, 5)]
-    for step in range(3):
-        timer = threading.Timer(0.4, engine.send, late_messages)
-        if step == 1:
-            timer.start()
-        rollout = rollouts.step(step, stages[min(step, 1)])
-        rollouts.commit()
-        shares.append(rollout.metrics["rollout/trainer_busy_share"])
-        if step == 1:
-            complete(engine, connection, [6, 7, 8], step=2)
-            time.sleep(0.4)
-    assert all(0 <= share <= 1 for share in shares)
-    assert shares[1] < 0.5 < shares[2]
 
 
 def test_a_step_that_fails_after_its_groups_leaves_those_in_flight_as_before(
