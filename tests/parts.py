@@ -70,6 +70,7 @@ PARTS = {
             )
         ),
         "test_async_run.py",
+        "test_tools_demo.py",
     ),
     "distributed": (
         *(
