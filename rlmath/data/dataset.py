@@ -30,6 +30,7 @@ from rlmath.data.audit import (
     without_conversation,
 )
 from rlmath.data.chat import chat_settings
+from rlmath.data.tool_chats import run_chat_settings
 from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line
 from rlmath.data.formats import read_prompts
 from rlmath.data.order import PromptOrder, shares_of
@@ -127,12 +128,12 @@ def load_inputs(config: Config, shape: ModelShape) -> Inputs:
 
     ValueError for unreadable data, too few prompts for one step, or tokens that the model does not
     know."""
-    tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
+    tokenizer = load_tokenizer(config.model.path, settings=run_chat_settings(config))
     prompt_files = load_prompt_files(config, tokenizer)
     sequences = [*(prompt.token_ids for prompt in prompt_files.prompts), (tokenizer.eos_token_id,)]
     check_vocabulary(sequences, tokenizer, shape.vocab_size, source="data.train_path")
     stops = stop_token_ids(config.model.path, tokenizer, shape.vocab_size)
-    named_template = chat_settings(config.data).named_template(tokenizer)
+    named_template = run_chat_settings(config).named_template(tokenizer)
     return Inputs(
         **vars(prompt_files),
         tokenizer=tokenizer,

@@ -16,16 +16,12 @@ Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlmath.algorithms.types import Completion, Prompt
-from rlmath.answers.extraction import extract_answer
 from rlmath.config.length_curriculum import BOUNDARY_TOKENS
-from rlmath.config.schema import ToolsConfig
 from rlmath.data.tokenizer import completion_text
-from rlmath.rewards.reward_manager import text_to_verify
+from rlmath.data.tool_outputs import OutputTokens, ShownOutputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -35,21 +31,7 @@ _OPENING = re.compile(r"^```python[ \t\r]*\n", re.MULTILINE)
 _LATEST = 8
 """Tokens in which a marker is looked for that the last of them completes; it has four
 characters."""
-_BEFORE = ("a", "\n", "(", "1")
-"""Texts behind which a part of a text is tokenized, the first with which it does not merge."""
 _EXAMPLE = "```python\nprint(1)\n```\n```output\n1\n```\n"
-
-
-@dataclass(frozen=True)
-class ShownOutput:
-    """The output of a call as the model reads it."""
-
-    token_ids: list[int]
-    """The fence around it included."""
-    text: str
-    """Without the fence, as the tokens say it."""
-    is_cut: bool
-    """Whether a part of it was left out."""
 
 
 class FenceFormat:
@@ -65,16 +47,9 @@ class FenceFormat:
             if "`" in token or token == "<0x60>"
         )
         """Tokens that can be the last one of a call."""
-        added = {
-            token_id: token.content
-            for token_id, token in tokenizer.added_tokens_decoder.items()
-            if token.content.strip()
-        }
-        special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-        self._control = frozenset({**added, **special})
-        contents = sorted({*added.values(), *special.values()} - {""}, key=len, reverse=True)
-        self._control_text = re.compile("|".join(map(re.escape, contents)) or r"(?!)")
-        if (read := self.text_of(self._encoded(_EXAMPLE))) != _EXAMPLE:
+        self.example = "We compute it.\n```python\nprint(6 * 7)\n```"
+        self._outputs = OutputTokens(tokenizer)
+        if (read := self._outputs.text_of(self._outputs.encoded(_EXAMPLE))) != _EXAMPLE:
             raise ValueError(
                 f'tools.format is "fence", and the tokenizer of the model reads {_EXAMPLE!r} as '
                 f"{read!r}. Needed is a tokenizer with newlines and backticks; or set "
@@ -85,82 +60,43 @@ class FenceFormat:
         """The text of sampled tokens, the last of which is no end."""
         return completion_text(self.tokenizer, token_ids, stopped=False)
 
-    def call_in(self, turn_ids: Sequence[int]) -> str | None:
-        """The code of the call in these sampled tokens; None where no call is complete.
+    def turn_text(self, turn_ids: Sequence[int]) -> str:
+        """The text of a turn that ended with a call."""
+        return self.text_of(turn_ids)
+
+    def calls_in(self, turn_ids: Sequence[int]) -> tuple[str, ...]:
+        """The code of the call in these sampled tokens; () where no call is complete.
 
         They are those since the last output. Ask for every token of `can_complete`."""
         if MARKER not in self.text_of(turn_ids[-_LATEST:]):
-            return None
-        return code_in(self.text_of(turn_ids))
+            return ()
+        code = code_in(self.text_of(turn_ids))
+        return () if code is None else (code,)
 
-    def output(self, turn: str, printed: str) -> ShownOutput:
-        """What the model is shown behind a turn that ended with a call.
+    def outputs(self, turn_ids: Sequence[int], printed: Sequence[str]) -> ShownOutputs:
+        """What the model is shown behind a turn that ended with a call, which `printed` a text.
 
         It has at most `max_output_tokens` and BOUNDARY_TOKENS tokens: of a longer text the
         beginning and the end, with the number of tokens that are left out between them. The text
         can neither end its fence nor make a special token."""
-        text = self._as_read(printed)
+        (printed_text,) = printed
+        text = self._outputs.as_read(printed_text)
         while "```" in text:
-            text = self._as_read(text.replace("```", "'''"))
-        head = "" if turn.endswith("\n") else "\n"
+            text = self._outputs.as_read(text.replace("```", "'''"))
+        head = "" if self.text_of(turn_ids).endswith("\n") else "\n"
         limit = self._max_output_tokens + BOUNDARY_TOKENS
-        token_ids = self._encoded(_block(head, text))
+        token_ids = self._outputs.encoded(_block(head, text))
         if len(token_ids) <= limit:
-            return ShownOutput(token_ids, text, is_cut=False)
-        text_ids = self._encoded(text)
+            return ShownOutputs(token_ids, [text], are_cut=[False])
+        text_ids = self._outputs.encoded(text)
         cut_text = text
         length = self._max_output_tokens
         while len(token_ids) > limit:
             length = max(0, length - 8)
-            cut_text = self._cut(text_ids, length)
-            token_ids = self._encoded(_block(head, cut_text))
+            cut_text = self._outputs.cut(text_ids, length)
+            token_ids = self._outputs.encoded(_block(head, cut_text))
             assert length or len(token_ids) <= limit, "an output of nothing is too long"
-        return ShownOutput(token_ids, cut_text, is_cut=True)
-
-    def _cut(self, text_ids: Sequence[int], length: int) -> str:
-        """The text of the first and the last of some tokens, `length` in all."""
-        left_out = len(text_ids) - length
-        first = self.text_of(text_ids[: length // 2]).rstrip("\ufffd")
-        last = self.text_of(text_ids[length // 2 + left_out :]).lstrip("\ufffd")
-        return f"{first}\n[... {left_out:,} tokens left out ...]\n{last}"
-
-    def _as_read(self, printed: str) -> str:
-        """A printed text as its tokens say it: the tokenizer may change or not know characters."""
-        return self.text_of(self._encoded(f"\n{printed}")).removeprefix("\n")
-
-    def _encoded(self, text: str) -> list[int]:
-        """Tokens of a text inside of a completion, none of which is special or was added.
-
-        Characters that the tokenizer does not know are left out."""
-        token_ids = [token_id for part in self._split(text) for token_id in self._part_ids(part)]
-        return [token_id for token_id in token_ids if token_id not in self._control]
-
-    def _split(self, text: str) -> Iterator[str]:
-        """The text, cut inside of every text of a control token."""
-        while (control := self._control_text.search(text)) is not None:
-            yield text[: control.start() + 1]
-            text = text[control.start() + 1 :]
-        yield text
-
-    def _part_ids(self, part: str) -> list[int]:
-        """Tokens of a part of a text, without the space that tokenizers put before a text."""
-        for before in _BEFORE:
-            before_ids = self._plain_ids(before)
-            token_ids = self._plain_ids(before + part)
-            if before_ids and token_ids[: len(before_ids)] == before_ids:
-                return token_ids[len(before_ids) :]
-        return self._plain_ids(part)
-
-    def _plain_ids(self, text: str) -> list[int]:
-        return self.tokenizer(
-            text, add_special_tokens=False, split_special_tokens=True, verbose=False
-        )["input_ids"]
-
-
-def check_fences(tokenizer: PreTrainedTokenizerFast, tools: ToolsConfig) -> None:
-    """ValueError where there are tools and the tokenizer cannot write a call."""
-    if tools.format is not None:
-        FenceFormat(tokenizer, tools.max_output_tokens)
+        return ShownOutputs(token_ids, [cut_text], are_cut=[True])
 
 
 def code_in(turn: str) -> str | None:
@@ -174,19 +110,6 @@ def code_in(turn: str) -> str | None:
         return None
     end = turn.find(MARKER, opening.end() - 1)
     return None if end < 0 else turn[opening.end() : end]
-
-
-def has_void_turn(prompt: Prompt, completion: Completion, answer_from: str | None) -> bool:
-    """Whether the last turn of a completion has neither a call nor an answer.
-
-    `answer_from` is as `reward.answer_from`; None: what ends by itself is an answer."""
-    *before, turn = completion.turns
-    if code_in(turn) is not None:
-        return False
-    if answer_from is None:
-        return completion.finish_reason != "stop"
-    text = text_to_verify(prompt.text + "".join(before), turn)
-    return extract_answer(text, answer_from) is None
 
 
 def _block(head: str, text: str) -> str:

@@ -99,7 +99,10 @@ def sample_missing(
     store = shared_store("evaluation")
     work_queue = WorkQueue(store, requests, mesh, rollout.max_num_seqs)
     needs_tokenizer = pool is not None or plan.tools.format is not None
-    tokenizer = load_tokenizer(str(tokenizer_folder)) if needs_tokenizer else None
+    tokenizer = None
+    if needs_tokenizer:
+        settings = plan.chat if plan.tools.format == "chat" else None
+        tokenizer = load_tokenizer(str(tokenizer_folder), "--model", settings)
     with ExitStack() as stack:
         tools = None
         if tokenizer is not None:
@@ -184,7 +187,7 @@ class Verification:
         """Queue a completion for the workers, and write the records that are done."""
         problem = self._problems[request.key[0]]
         if self._scorer is None:
-            text = text_to_verify(problem.text, completion.text)
+            text = text_to_verify(problem.text, completion.answer_text)
             future = self._pool.submit(
                 text, problem.solutions, problem.task, question=problem.question
             )
@@ -212,7 +215,7 @@ class Verification:
         verdict = future.result()
         if isinstance(verdict, FunctionResult):
             # For the vote of maj@k, which compares answers.
-            text = text_to_verify(problem.text, completion.text)
+            text = text_to_verify(problem.text, completion.answer_text)
             answer = extract_answer(text, self._answer_from) or ""
             extracted = split_boxes(answer)[0][:MAX_ANSWER_CHARS]
             correct = verdict.failure is None and verdict.reward > 0

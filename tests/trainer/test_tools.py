@@ -43,7 +43,7 @@ def called(index: int, text: str, finish: str = "stop", status: str = "ok") -> C
     """Four sampled tokens with a call, three given ones, and two sampled behind."""
     part = PartialCompletion().extended((7, 8, 9, 9), (-0.5,) * 4, policy_version=3, step=2)
     call = replace(CALL, status=status, seconds=float(index + 1), is_cut=status == "error")
-    part = part.answered(call, (4, 5, 6)).extended((7, 1), (-0.25,) * 2, 3, step=2)
+    part = part.answered([call], (4, 5, 6)).extended((7, 1), (-0.25,) * 2, 3, step=2)
     return part.finished(index, text, finish)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,80 @@
+"""The form of calls that a run has (`tools.format`): one face for engine, pictures and metrics.
+
+    fence     blocks in plain text, complete at a marker     rlmath.data.tool_fences
+    chat      the model's chat template, at a turn's end     rlmath.data.tool_chats
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from rlmath.algorithms.types import Completion, Prompt
+from rlmath.answers.extraction import extract_answer
+from rlmath.config.schema import ToolsConfig
+from rlmath.data.tool_chats import ChatFormat, has_chat_call, opened_thinking
+from rlmath.data.tool_fences import FenceFormat, code_in
+from rlmath.data.tool_outputs import ShownOutputs
+from rlmath.rewards.reward_manager import text_to_verify
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class ToolFormat(Protocol):
+    """Finds calls in sampled tokens, and writes outputs as tokens."""
+
+    tokenizer: PreTrainedTokenizerFast
+    can_complete: frozenset[int]
+    """Tokens that can be the last one of a call."""
+    example: str
+    """A made-up turn that calls the tool, with the text that completes the call."""
+
+    def turn_text(self, turn_ids: Sequence[int]) -> str:
+        """The text of a turn that ended with a call, as it is judged and shown."""
+
+    def calls_in(self, turn_ids: Sequence[int]) -> tuple[str, ...]:
+        """The code of the calls that the last of these tokens completes; () where it does none.
+
+        They are those since the last output."""
+
+    def outputs(self, turn_ids: Sequence[int], printed: Sequence[str]) -> ShownOutputs:
+        """What the model is shown behind a turn, whose calls `printed` these texts."""
+
+
+def open_format(tokenizer: PreTrainedTokenizerFast, tools: ToolsConfig) -> ToolFormat:
+    """The format of `tools`, which have one.
+
+    ValueError where the tokenizer or its chat template cannot write a call."""
+    if tools.format == "chat":
+        return ChatFormat(tokenizer, tools.max_output_tokens)
+    return FenceFormat(tokenizer, tools.max_output_tokens)
+
+
+def check_format(tokenizer: PreTrainedTokenizerFast, tools: ToolsConfig) -> None:
+    """ValueError where there are tools and the tokenizer cannot write a call."""
+    if tools.format is not None:
+        open_format(tokenizer, tools)
+
+
+def ends_with_call(prompt: Prompt, completion: Completion, tools: ToolsConfig) -> bool:
+    """Whether the last turn of a completion has a call, which was not run."""
+    turn = completion.turns[-1]
+    if tools.format == "chat":
+        return has_chat_call(turn, opened_thinking(prompt.text))
+    return code_in(turn) is not None
+
+
+def has_void_turn(
+    prompt: Prompt, completion: Completion, answer_from: str | None, tools: ToolsConfig
+) -> bool:
+    """Whether the last turn of a completion has neither a call nor an answer.
+
+    `answer_from` is as `reward.answer_from`; None: what ends by itself is an answer."""
+    if ends_with_call(prompt, completion, tools):
+        return False
+    if answer_from is None:
+        return completion.finish_reason != "stop"
+    *before, turn = completion.turns
+    earlier = "" if tools.format == "chat" else "".join(before)
+    return extract_answer(text_to_verify(prompt.text + earlier, turn), answer_from) is None
