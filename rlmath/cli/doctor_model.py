@@ -61,9 +61,9 @@ def _beside_run(model: Path, run: Path) -> Iterator[tuple[bool, str]]:
     from rlmath.checkpoint.hf.headers import fingerprint_to_compare, model_fingerprint
     from rlmath.checkpoint.hf.metadata_files import read_metadata_files
     from rlmath.config.load import load_config
-    from rlmath.data.tool_chats import run_chat_settings
     from rlmath.data.stop_tokens import stop_token_ids
     from rlmath.data.tokenizer import load_tokenizer
+    from rlmath.data.tool_chats import run_chat_settings
     from rlmath.run.recovery.tokenizer_changes import tokenizer_changes
 
     checkpoints, notes = complete_checkpoints(run / CHECKPOINTS_FOLDER)

@@ -213,7 +213,9 @@ def sequence_text(config: Config, keys: bool = True) -> str:
     """The longest sequence as a sum for messages, named by its settings or in numbers."""
     if keys:
         names = "data.max_prompt_tokens + rollout.max_new_tokens"
-        outputs = f" + tools.max_calls x (tools.max_output_tokens + {boundary_tokens(config.tools)})"
+        outputs = (
+            f" + tools.max_calls x (tools.max_output_tokens + {boundary_tokens(config.tools)})"
+        )
         return names + (outputs if config.tools.format is not None else "")
     sampled = f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens}"
     return sampled + (f" + {tokens}" if (tokens := tool_tokens(config.tools)) else "")

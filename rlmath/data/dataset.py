@@ -30,7 +30,6 @@ from rlmath.data.audit import (
     without_conversation,
 )
 from rlmath.data.chat import chat_settings
-from rlmath.data.tool_chats import run_chat_settings
 from rlmath.data.files import CHARACTERS_PER_TOKEN, folder_line
 from rlmath.data.formats import read_prompts
 from rlmath.data.order import PromptOrder, shares_of
@@ -44,6 +43,7 @@ from rlmath.data.sft_sequences import (
 )
 from rlmath.data.stop_tokens import stop_token_ids
 from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, usable_prompts
+from rlmath.data.tool_chats import run_chat_settings
 from rlmath.rewards.several_rewards import MeasuredRows, is_verified, rules_of
 from rlmath.workers.user_functions import form_hook, template_hook, word_or_function
 

@@ -222,7 +222,8 @@ _OTHER_ID = "cALL00000"
 _ID = re.compile(r"[0-9A-Za-z]{9}")
 _MARKS = ("oUTPUT1", "oUTPUT2", "oUTPUT3")
 _QUESTION = user("6 x 7?")
-_THOUGHT = "<think>\nI compute it.\n</think>\n\n"
+_THOUGHT_TEXT = "I compute it."
+_THOUGHT = f"<think>\n{_THOUGHT_TEXT}\n</think>\n\n"
 _UNUSUAL = ' a"b\\n\n\\c é\t<b>\n\n'
 _LONG = "all work and no play\n" * 500
 
@@ -323,7 +324,7 @@ class _Trial:
             head=head,
             between=None,
             tail=tail,
-            example=self._turn_text(self._rendered_outputs([_MARKS[:1]]), len(self._prompt), _CODES[0]),
+            example=self._first_turn(),
         )
         for strips, quotes in itertools.product((False, True), repeat=2):
             frame = replace(frame, strips=strips, quotes=quotes)
@@ -354,14 +355,10 @@ class _Trial:
         ]
         if self._writes_calls:
             return {"role": "assistant", "content": thought, "tool_calls": calls}
-        texts = [
-            f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>" for call in calls
-        ]
+        texts = [f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>" for call in calls]
         return {"role": "assistant", "content": thought + "\n".join(texts)}
 
-    def _rendered_outputs(
-        self, rounds: Sequence[Sequence[str]], thought: str | None = None
-    ) -> str:
+    def _rendered_outputs(self, rounds: Sequence[Sequence[str]], thought: str | None = None) -> str:
         """The text of a conversation: each round is a turn whose calls show these outputs."""
         messages: list[Message] = [_QUESTION]
         number = 0
@@ -378,9 +375,15 @@ class _Trial:
         """The form of the template's calls."""
         for writes_calls in (True, False):
             self._writes_calls = writes_calls
-            text = self._rendered_outputs([_MARKS[:1]])
+            is_asked_as_text = writes_calls and "<tool_call>" in self._prompt
+            try:
+                text = self._rendered_outputs([_MARKS[:1]])
+            except ValueError:
+                if is_asked_as_text:
+                    continue
+                raise
             position = text.find(_CODES[0], len(self._prompt))
-            if position < 0 and writes_calls and "<tool_call>" in self._prompt:
+            if position < 0 and is_asked_as_text:
                 continue  # it leaves calls out, and asks for them in the answer's text
             if position < 0:
                 raise ValueError("leaves the assistant's calls out")
@@ -402,6 +405,11 @@ class _Trial:
         if position < 0 or end < 0:
             raise ValueError(f"does not end a turn that calls with {self._end!r}")
         return text[start:end]
+
+    def _first_turn(self) -> str:
+        """The text of a turn that calls the first code."""
+        text = self._rendered_outputs([_MARKS[:1]])
+        return self._turn_text(text, len(self._prompt), _CODES[0])
 
     def _boundary(self, thought: str, count: int) -> str:
         """The text behind a turn with so many calls, whose outputs are _MARKS."""
@@ -457,32 +465,44 @@ class _Trial:
             rounds += [[["42\n", output, ""]] for output in outputs]
             rounds += [[["42\n"], [output, "5\n"]] for output in outputs]
         for conversation in rounds:
-            text = self._rendered_outputs(conversation, thought)
-            expected = self._prompt
-            number = 0
-            for turn_outputs in conversation:
-                self._require_prefix(expected, text)
-                names = _IDS[number : number + len(turn_outputs)]
-                number += len(turn_outputs)
-                turn = self._turn_text(text, len(expected), _CODES[number - 1])
-                calls = calls_in_turn(turn, frame.form, frame.opened)
-                if [call.code for call in calls] != list(_CODES[number - len(names) : number]):
-                    raise ValueError(
-                        f"writes {len(names)} calls as {turn[-200:]!r}, which is not the form of "
-                        f"{frame.form}"
-                    )
-                expected += turn + self._end + frame.text(names, turn_outputs)
-            self._require_prefix(expected, text)
-            if text != expected:
-                raise ValueError(
-                    f"writes {text[-80:]!r} behind an output, and {expected[-80:]!r} behind "
-                    "another one"
-                )
+            self._require_extension(frame, conversation, thought)
         if opened_thinking(frame.tail) != self._opened:
             raise ValueError(
                 f"ends prompts with {self._prompt[-40:]!r}, and outputs with {frame.tail[-40:]!r}, "
                 "so that thinking is open behind one of them alone"
             )
+
+    def _require_extension(
+        self, frame: CallFrame, rounds: Sequence[Sequence[str]], thought: str
+    ) -> None:
+        """ValueError where a round does not extend the conversation before it by its frame."""
+        before = self._prompt
+        number = 0
+        for index, outputs in enumerate(rounds):
+            text = self._rendered_outputs(rounds[: index + 1], thought)
+            self._require_prefix(before, text)
+            names = _IDS[number : number + len(outputs)]
+            codes = list(_CODES[number : number + len(outputs)])
+            number += len(outputs)
+            turn = self._turn_text(text, len(before), codes[-1])
+            if thought.strip() and _THOUGHT_TEXT not in turn:
+                raise ValueError(
+                    f"takes thinking out of {turn[-200:]!r}, and what is sampled cannot be written "
+                    "again"
+                )
+            calls = calls_in_turn(turn, frame.form, frame.opened)
+            if [call.code for call in calls] != codes:
+                raise ValueError(
+                    f"writes {len(codes)} calls as {turn[-200:]!r}, which is not the form of "
+                    f"{frame.form}"
+                )
+            expected = before + turn + self._end + frame.text(names, outputs)
+            if text != expected:
+                raise ValueError(
+                    f"writes {text[-80:]!r} behind an output, and {expected[-80:]!r} behind "
+                    "another one"
+                )
+            before = text
 
     def _require_tokens(self, frame: CallFrame) -> None:
         """ValueError where a boundary is too long, or its tokens depend on what stands around."""
@@ -568,9 +588,7 @@ class ChatFormat:
         self._tokens = FrameTokens(tokenizer, self.frame)
         message_end = tokenizer.added_tokens_encoder.get("<|eom_id|>")
         is_llama = self.frame.form == "Llama 3" and message_end is not None
-        self.can_complete = frozenset(
-            [self.frame.end_id, *([message_end] if is_llama else [])]
-        )
+        self.can_complete = frozenset([self.frame.end_id, *([message_end] if is_llama else [])])
         """Tokens that can be the last one of a call: ends of a turn."""
         self.example = self.frame.example + self.frame.end
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlmath.config.length_curriculum import BOUNDARY_TOKENS
@@ -34,6 +35,18 @@ characters."""
 _EXAMPLE = "```python\nprint(1)\n```\n```output\n1\n```\n"
 
 
+@dataclass(frozen=True)
+class ShownOutput:
+    """The output of a call as the model reads it."""
+
+    token_ids: list[int]
+    """The fence around it included."""
+    text: str
+    """Without the fence, as the tokens say it."""
+    is_cut: bool
+    """Whether a part of it was left out."""
+
+
 class FenceFormat:
     """Finds calls in sampled tokens, and writes outputs as tokens."""
 
@@ -48,8 +61,8 @@ class FenceFormat:
         )
         """Tokens that can be the last one of a call."""
         self.example = "We compute it.\n```python\nprint(6 * 7)\n```"
-        self._outputs = OutputTokens(tokenizer)
-        if (read := self._outputs.text_of(self._outputs.encoded(_EXAMPLE))) != _EXAMPLE:
+        self._tokens = OutputTokens(tokenizer)
+        if (read := self.text_of(self._tokens.encoded(_EXAMPLE))) != _EXAMPLE:
             raise ValueError(
                 f'tools.format is "fence", and the tokenizer of the model reads {_EXAMPLE!r} as '
                 f"{read!r}. Needed is a tokenizer with newlines and backticks; or set "
@@ -60,43 +73,52 @@ class FenceFormat:
         """The text of sampled tokens, the last of which is no end."""
         return completion_text(self.tokenizer, token_ids, stopped=False)
 
+    def call_in(self, turn_ids: Sequence[int]) -> str | None:
+        """The code of the call in these sampled tokens; None where no call is complete.
+
+        They are those since the last output. Ask for every token of `can_complete`."""
+        if MARKER not in self.text_of(turn_ids[-_LATEST:]):
+            return None
+        return code_in(self.text_of(turn_ids))
+
+    def output(self, turn: str, printed: str) -> ShownOutput:
+        """What the model is shown behind a turn that ended with a call.
+
+        It has at most `max_output_tokens` and BOUNDARY_TOKENS tokens: of a longer text the
+        beginning and the end, with the number of tokens that are left out between them. The text
+        can neither end its fence nor make a special token."""
+        text = self._tokens.as_read(printed)
+        while "```" in text:
+            text = self._tokens.as_read(text.replace("```", "'''"))
+        head = "" if turn.endswith("\n") else "\n"
+        limit = self._max_output_tokens + BOUNDARY_TOKENS
+        token_ids = self._tokens.encoded(_block(head, text))
+        if len(token_ids) <= limit:
+            return ShownOutput(token_ids, text, is_cut=False)
+        text_ids = self._tokens.encoded(text)
+        cut_text = text
+        length = self._max_output_tokens
+        while len(token_ids) > limit:
+            length = max(0, length - 8)
+            cut_text = self._tokens.cut(text_ids, length)
+            token_ids = self._tokens.encoded(_block(head, cut_text))
+            assert length or len(token_ids) <= limit, "an output of nothing is too long"
+        return ShownOutput(token_ids, cut_text, is_cut=True)
+
     def turn_text(self, turn_ids: Sequence[int]) -> str:
         """The text of a turn that ended with a call."""
         return self.text_of(turn_ids)
 
     def calls_in(self, turn_ids: Sequence[int]) -> tuple[str, ...]:
-        """The code of the call in these sampled tokens; () where no call is complete.
-
-        They are those since the last output. Ask for every token of `can_complete`."""
-        if MARKER not in self.text_of(turn_ids[-_LATEST:]):
-            return ()
-        code = code_in(self.text_of(turn_ids))
+        """The code of the call in these sampled tokens; () where no call is complete."""
+        code = self.call_in(turn_ids)
         return () if code is None else (code,)
 
     def outputs(self, turn_ids: Sequence[int], printed: Sequence[str]) -> ShownOutputs:
-        """What the model is shown behind a turn that ended with a call, which `printed` a text.
-
-        It has at most `max_output_tokens` and BOUNDARY_TOKENS tokens: of a longer text the
-        beginning and the end, with the number of tokens that are left out between them. The text
-        can neither end its fence nor make a special token."""
-        (printed_text,) = printed
-        text = self._outputs.as_read(printed_text)
-        while "```" in text:
-            text = self._outputs.as_read(text.replace("```", "'''"))
-        head = "" if self.text_of(turn_ids).endswith("\n") else "\n"
-        limit = self._max_output_tokens + BOUNDARY_TOKENS
-        token_ids = self._outputs.encoded(_block(head, text))
-        if len(token_ids) <= limit:
-            return ShownOutputs(token_ids, [text], are_cut=[False])
-        text_ids = self._outputs.encoded(text)
-        cut_text = text
-        length = self._max_output_tokens
-        while len(token_ids) > limit:
-            length = max(0, length - 8)
-            cut_text = self._outputs.cut(text_ids, length)
-            token_ids = self._outputs.encoded(_block(head, cut_text))
-            assert length or len(token_ids) <= limit, "an output of nothing is too long"
-        return ShownOutputs(token_ids, [cut_text], are_cut=[True])
+        """What the model is shown behind a turn, whose one call `printed` a text."""
+        (text,) = printed
+        output = self.output(self.text_of(turn_ids), text)
+        return ShownOutputs(output.token_ids, [output.text], [output.is_cut])
 
 
 def code_in(turn: str) -> str | None:

@@ -1,7 +1,7 @@
 """The form of calls that a run has (`tools.format`): one face for engine, pictures and metrics.
 
-    fence     blocks in plain text, complete at a marker     rlmath.data.tool_fences
-    chat      the model's chat template, at a turn's end     rlmath.data.tool_chats
+fence     blocks in plain text, complete at a marker     rlmath.data.tool_fences
+chat      the model's chat template, at a turn's end     rlmath.data.tool_chats
 """
 
 from __future__ import annotations

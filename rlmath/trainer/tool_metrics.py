@@ -10,9 +10,7 @@ from rlmath.trainer.validation import is_right
 from rlmath.trainer.void_turns import VoidRule
 
 
-def tool_metrics(
-    selection: Selection, is_void: VoidRule, tools: ToolsConfig
-) -> dict[str, float]:
+def tool_metrics(selection: Selection, is_void: VoidRule, tools: ToolsConfig) -> dict[str, float]:
     """Calls and their outcomes over all that was sampled; shares from 0 to 1.
 
     Accuracies of completions with and without calls are there where there are such; shares of calls

@@ -121,7 +121,7 @@ def test_what_ends_by_itself_is_an_answer_to_functions() -> None:
 def test_calls_are_counted_with_their_outcomes() -> None:
     config = config_with("mask")
     selection = Selection([GROUP], choose_all([GROUP], selection_rules(config)), 1)
-    metrics = tool_metrics(selection, void_rule(config))
+    metrics = tool_metrics(selection, void_rule(config), config.tools)
     assert metrics.pop("tools/status/ok") == 0.5
     assert metrics.pop("tools/status/error") == metrics.pop("tools/status/lost") == 0.25
     others = {name for name in metrics if name.startswith("tools/status/")}
