@@ -344,7 +344,7 @@ def test_a_template_that_does_not_append_is_refused(change: tuple[str, str], rea
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
-    with pytest.raises(ValueError, match="the chat template of .* is missing. Set tools.format"):
+    with pytest.raises(ValueError, match=r"the chat template of .* is missing. Set tools.format"):
         call_frame(byte_tokenizer())
 
 
@@ -377,7 +377,7 @@ def test_a_row_with_tools_of_its_own_is_refused() -> None:
         messages=(user("1+1?"),),
         tools=(other,),
     )
-    with pytest.raises(RowError, match="tools of its own, and tools.format=chat has Python alone"):
+    with pytest.raises(RowError, match=r"tools of its own, and tools.format=chat has Python"):
         prompt_text(row, "chat", with_tool(byte_tokenizer(), "qwen3"))
 
 
