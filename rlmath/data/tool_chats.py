@@ -101,6 +101,8 @@ def mistral_calls(turn: str, opened: str) -> list[ChatCall]:
     if turn[start:].lstrip().startswith("["):
         values, end = _json_at(turn, start)
         _require_end(turn, end)
+        if not isinstance(values, list):
+            raise ValueError("the calls are no list")
         return [_call_of(value, "arguments") for value in values]
     calls = []
     pattern = re.compile(
@@ -586,9 +588,11 @@ class ChatFormat:
         self.frame = call_frame(tokenizer)
         self._max_output_tokens = max_output_tokens
         self._tokens = FrameTokens(tokenizer, self.frame)
+        ends = {self.frame.end_id}
         message_end = tokenizer.added_tokens_encoder.get("<|eom_id|>")
-        is_llama = self.frame.form == "Llama 3" and message_end is not None
-        self.can_complete = frozenset([self.frame.end_id, *([message_end] if is_llama else [])])
+        if self.frame.form == "Llama 3" and message_end is not None:
+            ends.add(message_end)
+        self.can_complete = frozenset(ends)
         """Tokens that can be the last one of a call: ends of a turn."""
         self.example = self.frame.example + self.frame.end
 

@@ -6,40 +6,21 @@ chat      the model's chat template, at a turn's end     rlmath.data.tool_chats
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Completion, Prompt
 from rlmath.answers.extraction import extract_answer
 from rlmath.config.schema import ToolsConfig
 from rlmath.data.tool_chats import ChatFormat, has_chat_call, opened_thinking
 from rlmath.data.tool_fences import FenceFormat, code_in
-from rlmath.data.tool_outputs import ShownOutputs
 from rlmath.rewards.reward_manager import text_to_verify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class ToolFormat(Protocol):
-    """Finds calls in sampled tokens, and writes outputs as tokens."""
-
-    tokenizer: PreTrainedTokenizerFast
-    can_complete: frozenset[int]
-    """Tokens that can be the last one of a call."""
-    example: str
-    """A made-up turn that calls the tool, with the text that completes the call."""
-
-    def turn_text(self, turn_ids: Sequence[int]) -> str:
-        """The text of a turn that ended with a call, as it is judged and shown."""
-
-    def calls_in(self, turn_ids: Sequence[int]) -> tuple[str, ...]:
-        """The code of the calls that the last of these tokens completes; () where it does none.
-
-        They are those since the last output."""
-
-    def outputs(self, turn_ids: Sequence[int], printed: Sequence[str]) -> ShownOutputs:
-        """What the model is shown behind a turn, whose calls `printed` these texts."""
+ToolFormat = FenceFormat | ChatFormat
+"""Finds calls in sampled tokens, and writes outputs as tokens."""
 
 
 def open_format(tokenizer: PreTrainedTokenizerFast, tools: ToolsConfig) -> ToolFormat:

@@ -326,8 +326,8 @@ def test_other_templates_are_refused_with_advice(name: str, reason: str) -> None
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (("+ m.content + '\n</t", "+ m.content[:200] + '\n</t"), "writes .* behind an output"),
-        (("+ m.content + '\n</t", "+ m.content.upper() + '\n</t"), "leaves out the turn of 'tool'"),
+        (("+ m.content + '\n</t", "+ m.content[:200] + '\n</t"), "fails: .* leaves out"),
+        (("+ m.content + '\n</t", "+ m.content.upper() + '\n</t"), "fails: .* leaves out"),
         (("+ m.content + '\n</t", "+ m.content + m.content[:1] + '\n</t"), "writes .* behind"),
         (("{{ call.function.name }}", "{{ call.function.name }}s"), "none of Hermes"),
         (("<|im_start|>user", "<|im_start|>user" + "x" * 40), "more than 64"),
