@@ -333,9 +333,9 @@ class _Trial:
             if self._rendered_outputs([[_UNUSUAL]]).endswith(frame.text(_IDS[:1], [_UNUSUAL])):
                 break
         frame = self._with_several(frame)
-        self._require_tokens(frame)
         for thought in self._thoughts:
             self._require_appends(frame, thought)
+        self._require_tokens(frame)
         return frame
 
     def _rendered(self, messages: Sequence[Message]) -> str:

@@ -190,7 +190,7 @@ def test_a_step_without_calls_has_no_shares_of_them() -> None:
     group = replace(GROUP, completions=(PLAIN, CUT), scores=(RIGHT, WRONG))
     rules = selection_rules(config_with("drop"))
     selection = Selection([group], choose_all([group], rules), 1)
-    assert tool_metrics(selection, void_rule(config_with("drop"))) == {
+    assert tool_metrics(selection, void_rule(config_with("drop")), TOOLS) == {
         "tools/calls_per_completion": 0.0,
         "tools/completions_with_calls": 0.0,
         "tools/given_tokens": 0.0,
@@ -206,7 +206,9 @@ def test_completions_without_a_call_left_are_counted() -> None:
     cut = called(0, "I add\n```python\n1\n```", "length")
     group = replace(GROUP, completions=(cut, CUT), scores=(WRONG, WRONG))
     selection = Selection([group], choose_all([group], SelectionRules()), 1)
-    assert tool_metrics(selection, void_rule(config_with("mask")))["tools/out_of_calls"] == 0.5
+    assert (
+        tool_metrics(selection, void_rule(config_with("mask")), TOOLS)["tools/out_of_calls"] == 0.5
+    )
 
 
 def test_few_lost_completions_are_told_and_many_end_the_run(
