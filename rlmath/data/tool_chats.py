@@ -424,9 +424,9 @@ class _Trial:
         """The texts around the marks of a boundary."""
         texts = []
         for mark in marks:
-            text, found, boundary = boundary.partition(mark)
-            if not found:
+            if mark not in boundary:
                 raise ValueError("leaves the outputs of a turn's calls out")
+            text, _, boundary = boundary.partition(mark)
             texts.append(text)
         return [*texts, boundary]
 
