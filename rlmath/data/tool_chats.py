@@ -110,11 +110,11 @@ def mistral_calls(turn: str, opened: str) -> list[ChatCall]:
     )
     separator = re.compile(r"\s*\[TOOL_CALLS\]")
     while True:
-        named = pattern.match(turn, start)
-        if named is None:
+        opening = pattern.match(turn, start)
+        if opening is None:
             raise ValueError("a call has no name")
-        arguments, end = _json_at(turn, named.end())
-        value = {"name": named["name"], "arguments": arguments, "id": named["call_id"]}
+        arguments, end = _json_at(turn, opening.end())
+        value = {"name": opening["name"], "arguments": arguments, "id": opening["call_id"]}
         calls.append(_call_of(value, "arguments"))
         following = separator.match(turn, end)
         if following is None:
@@ -515,7 +515,7 @@ class _Trial:
                 f"puts {count} tokens around an output, more than {CHAT_BOUNDARY_TOKENS}"
             )
         tokens = OutputTokens(self._tokenizer)
-        for output in ("", "42\n", _UNUSUAL):
+        for output in ("", "42\n", tokens.as_read(_UNUSUAL)):
             text = self._rendered_outputs([[output]])
             before = text.removesuffix(frame.text(_IDS[:1], [output]))
             whole = tokens.ids_of(before) + writer.token_ids(_IDS[:1], [output])

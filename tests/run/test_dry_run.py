@@ -237,7 +237,9 @@ def test_a_call_of_the_tool_is_drawn_behind_the_first_prompt(dry, tmp_path: Path
 
 def test_a_call_in_a_chat_is_drawn_behind_a_prompt_that_shows_the_tool(dry, tmp_path: Path):
     model = make_chat_script_model(tmp_path / "chat", positions=2048)
-    settings = (*TINY, f"model.path={model}", "data.max_prompt_tokens=1000", "tools.format=chat")
+    lengths = ("data.max_prompt_tokens", "policy.max_tokens_per_microbatch")
+    tiny = [setting for setting in TINY if not setting.startswith(lengths)]
+    settings = (*tiny, f"model.path={model}", "data.max_prompt_tokens=1000", "tools.format=chat")
     tools = ("tools.max_calls=2", "tools.max_output_tokens=64", "tools.isolation=none")
     budget = "policy.max_tokens_per_microbatch=2048"
     status, out, err = dry(SMALL_R1, *settings, *tools, budget, "data.template=chat")
@@ -245,7 +247,7 @@ def test_a_call_in_a_chat_is_drawn_behind_a_prompt_that_shows_the_tool(dry, tmp_
     _, line, drawn = out.partition("Tool: Python in the form of the chat template, 2 calls of a ")
     assert line and "sequences of at most 1000 + 64 + 256 = 1320" in out
     text = "".join(drawn.split()).replace("│", "")
-    assert '"name":"python","description":"ExecutesPython' in out.replace("│", "").replace(" ", "")
+    assert 'Youhelp.↵{"type":"function"' in text
     assert '*sampled<tool_call>↵{"name":"python","arguments":{"code":"print(6*7)"}}' in text
     assert "</tool_call><|im_end|>given↵<|im_start|>user↵<tool_response>↵42↵↵</tool_res" in text
     assert "<|im_start|>assistant↵*sampled" in text
