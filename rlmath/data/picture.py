@@ -165,7 +165,13 @@ def call_picture(
     tool_format = open_format(tokenizer, tools)
     call = tool_format.example
     turn_ids = tokenizer(call, add_special_tokens=False)["input_ids"]
-    outputs = tool_format.outputs(turn_ids, ["42\n"])
+    calls = tool_format.calls_in(turn_ids)
+    if len(calls) != 1:
+        raise ValueError(
+            f'tools.format is "{tools.format}", and the tokens of {call!r} are no call: the '
+            "tokenizer changes the text. Set tools.format=null, or use another model"
+        )
+    outputs = tool_format.outputs(turn_ids, calls, ["42\n"])
     pieces = [
         [Part("prompt", prompt)],
         [Part("sampled", call, learned=True)],

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from rlmath.config.schema import Config, ToolsConfig
 from rlmath.data.chat import CHANGE, ChatSettings, chat_end, chat_settings, render, user
 from rlmath.data.columns import Message
 from rlmath.data.tokenizer import completion_text
-from rlmath.data.tool_outputs import OutputTokens, ShownOutputs
+from rlmath.data.tool_outputs import OutputTokens, SampledCall, ShownOutputs, greatest_that_fits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -46,56 +46,54 @@ PYTHON: Message = {
     },
 }
 """The schema of the one tool."""
-ADVICE = "Set tools.format=fence, or a data.chat_template that does"
+ADVICE = "Set tools.format=fence, or give a data.chat_template that shows the tool and only appends"
 
 
 # ---------------------------------------------------------------- calls in the text of a turn
 
 
-@dataclass(frozen=True)
-class ChatCall:
-    code: str
-    call_id: str = ""
-    """The name that the model gave the call; "" without one."""
-
-
 _THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 """What opens thinking, in which a call is text, and what closes it."""
 _DECODER = json.JSONDecoder()
+_DEEPEST = 8
+"""Deepest nesting of JSON that is read; a call has 3 levels. Python's own bound depends on what
+calls the reader, which differs between an engine's ranks."""
+_NESTING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
+"""A string of JSON, which is stepped over, or what opens or closes a value."""
 
 
-def hermes_calls(turn: str, opened: str) -> list[ChatCall]:
+def hermes_calls(turn: str, opened: str) -> list[SampledCall]:
     """Calls as Qwen2.5, Qwen3 and SmolLM3 write them, in text.
 
     ValueError where one cannot be read, or thinking does not end. `opened` is what opens thinking
     in front of the turn, "" where nothing does."""
     calls = []
-    start = _found_outside_thinking(turn, r"<tool_call>", opened=opened)
+    start = _mark_end_outside_thinking(turn, r"<tool_call>", opened=opened)
     while start is not None:
         value, end = _json_at(turn, start)
         closing = re.compile(r"\s*</tool_call>").match(turn, end)
         if closing is None:
             raise ValueError("a call has no end")
         calls.append(_call_of(value, "arguments"))
-        start = _found_outside_thinking(turn, r"<tool_call>", start=closing.end())
+        start = _mark_end_outside_thinking(turn, r"<tool_call>", start=closing.end())
     return calls
 
 
-def llama_calls(turn: str, opened: str) -> list[ChatCall]:
+def llama_calls(turn: str, opened: str) -> list[SampledCall]:
     """The call that a turn of Llama 3's is, or that follows `<|python_tag|>`."""
-    start = _found_outside_thinking(turn, r"<\|python_tag\|>", opened=opened)
+    start = _mark_end_outside_thinking(turn, r"(?=\S)", opened=opened)
+    if start is None or turn[start] != "{":
+        start = _mark_end_outside_thinking(turn, r"<\|python_tag\|>", opened=opened)
     if start is None:
-        start = _found_outside_thinking(turn, r"(?=\S)", opened=opened)
-        if start is None or turn[start] != "{":
-            return []
+        return []
     value, end = _json_at(turn, start)
     _require_end(turn, end)
     return [_call_of(value, "parameters")]
 
 
-def mistral_calls(turn: str, opened: str) -> list[ChatCall]:
+def mistral_calls(turn: str, opened: str) -> list[SampledCall]:
     """Calls behind `[TOOL_CALLS]`: a list in JSON, or names with arguments."""
-    start = _found_outside_thinking(turn, r"\[TOOL_CALLS\]", opened=opened)
+    start = _mark_end_outside_thinking(turn, r"\[TOOL_CALLS\]", opened=opened)
     if start is None:
         return []
     if turn[start:].lstrip().startswith("["):
@@ -123,7 +121,7 @@ def mistral_calls(turn: str, opened: str) -> list[ChatCall]:
         start = following.end()
 
 
-FORMS: Mapping[str, Callable[[str, str], list[ChatCall]]] = {
+FORMS: Mapping[str, Callable[[str, str], list[SampledCall]]] = {
     "Hermes": hermes_calls,
     "Llama 3": llama_calls,
     "Mistral": mistral_calls,
@@ -131,17 +129,17 @@ FORMS: Mapping[str, Callable[[str, str], list[ChatCall]]] = {
 """Forms of calls, by the names that messages have for them."""
 
 
-def calls_in_turn(turn: str, form: str, opened: str = "") -> list[ChatCall]:
+def calls_in_turn(turn: str, form: str, opened: str = "") -> list[SampledCall]:
     """The calls in the text of a turn, in order; none where one of them cannot be read.
 
     >>> calls_in_turn('<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>', "Hermes")
-    [ChatCall(code='1', call_id='')]
+    [SampledCall(code='1', call_id='')]
     >>> calls_in_turn('<tool_call>{"name": "python", "arguments": {"code": 1}}</tool_call>', "Hermes")
     []
     """
     try:
         return FORMS[form](turn, opened)
-    except (ValueError, RecursionError):
+    except ValueError:
         return []
 
 
@@ -156,13 +154,14 @@ def opened_thinking(prompt: str) -> str:
     >>> opened_thinking("1+1?<think>\\n"), opened_thinking("1+1?<think>\\n\\n</think>\\n\\n")
     ('<think>', '')
     """
-    for opening, closing in _THOUGHTS.items():
-        if prompt.rfind(opening) > prompt.rfind(closing):
+    tail = prompt.rstrip()
+    for opening in _THOUGHTS:
+        if tail.endswith(opening):
             return opening
     return ""
 
 
-def _found_outside_thinking(
+def _mark_end_outside_thinking(
     turn: str, pattern: str, start: int = 0, opened: str = ""
 ) -> int | None:
     """The end of the first match from `start` on that stands in no thinking; None without one.
@@ -186,9 +185,18 @@ def _found_outside_thinking(
 
 
 def _json_at(text: str, start: int) -> tuple[object, int]:
-    """(value, its end) of the JSON that begins here, behind white space; ValueError for none."""
+    """(value, its end) of the JSON that begins here, behind white space.
+
+    ValueError for none, and for one of more than _DEEPEST levels."""
     while start < len(text) and text[start].isspace():
         start += 1
+    depth = 0
+    for match in _NESTING.finditer(text, start):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
+        if depth > _DEEPEST:
+            raise ValueError("the JSON is too deep")
+        if depth <= 0:
+            break
     return _DECODER.raw_decode(text, start)
 
 
@@ -198,7 +206,7 @@ def _require_end(text: str, end: int) -> None:
         raise ValueError("text follows the call")
 
 
-def _call_of(value: object, key: str) -> ChatCall:
+def _call_of(value: object, key: str) -> SampledCall:
     """A call of the tool, whose arguments are named `key`; ValueError for other values."""
     if not isinstance(value, dict) or value.get("name") != NAME:
         raise ValueError("no call of the tool")
@@ -210,7 +218,7 @@ def _call_of(value: object, key: str) -> ChatCall:
         raise ValueError("code is no text")
     code.encode("utf-8")  # half a surrogate pair is no code
     call_id = value.get("id")
-    return ChatCall(code, call_id if isinstance(call_id, str) else "")
+    return SampledCall(code, call_id if isinstance(call_id, str) else "")
 
 
 # ---------------------------------------------------------------- what a template writes
@@ -260,7 +268,7 @@ class CallFrame:
         text = output.strip() if self.strips else output
         return json.dumps(text, ensure_ascii=False)[1:-1] if self.quotes else text
 
-    def around(self, call_ids: Sequence[str]) -> list[str]:
+    def surrounding_texts(self, call_ids: Sequence[str]) -> list[str]:
         """The texts in front of, between and behind the outputs of calls with these names."""
         names = [name if _ID.fullmatch(name) else _OTHER_ID for name in call_ids]
         texts = [self.head.replace(_IDS[0], names[0])]
@@ -272,7 +280,7 @@ class CallFrame:
 
     def text(self, call_ids: Sequence[str], outputs: Sequence[str]) -> str:
         """All that stands between the end of a turn and the next turn."""
-        head, *others = self.around(call_ids)
+        head, *others = self.surrounding_texts(call_ids)
         written = [self.written(output) for output in outputs]
         return head + "".join(map("".join, zip(written, others, strict=True)))
 
@@ -538,23 +546,23 @@ class FrameTokens:
 
         They are those of the whole text. Outputs that would join the template's own text to a
         special token, or take one away, are tokenized apart."""
-        around = self._frame.around(call_ids)
+        surrounding = self._frame.surrounding_texts(call_ids)
         written = [self._frame.written(output) for output in outputs]
-        token_ids = self._of_whole(around, written)
-        frame_ids = self._of_whole(around, [""] * len(written))
+        token_ids = self._joined_ids(surrounding, written)
+        frame_ids = self._joined_ids(surrounding, [""] * len(written))
         if self._control(token_ids) == self._control(frame_ids):
             return token_ids
-        token_ids = self._behind_end(around[0])
-        for text, following in zip(written, around[1:], strict=True):
+        token_ids = self._behind_end(surrounding[0])
+        for text, following in zip(written, surrounding[1:], strict=True):
             token_ids += self.outputs.encoded(text)
             token_ids += self.outputs.part_ids(following, splits_special=False)
         return token_ids
 
-    def _of_whole(self, around: Sequence[str], written: Sequence[str]) -> list[int]:
+    def _joined_ids(self, surrounding: Sequence[str], written: Sequence[str]) -> list[int]:
         """The tokens of texts and outputs in turn, cut inside of outputs' special texts alone."""
         parts = []
-        part = around[0]
-        for text, following in zip(written, around[1:], strict=True):
+        part = surrounding[0]
+        for text, following in zip(written, surrounding[1:], strict=True):
             first, *others = self.outputs.split(text)
             part += first
             for other in others:
@@ -582,15 +590,24 @@ class FrameTokens:
 class ChatFormat:
     """Finds calls in sampled tokens, and writes outputs as tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, max_output_tokens: int) -> None:
-        """ValueError where the chat template has another form, or does not append."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        max_output_tokens: int,
+        stop_token_ids: Collection[int] = (),
+        *,
+        frame: CallFrame | None = None,
+    ) -> None:
+        """`stop_token_ids` end a completion. `frame` is that of the tokenizer; None: it is learned.
+
+        ValueError where the chat template has another form, or does not append."""
         self.tokenizer = tokenizer
-        self.frame = call_frame(tokenizer)
+        self.frame = call_frame(tokenizer) if frame is None else frame
         self._max_output_tokens = max_output_tokens
         self._tokens = FrameTokens(tokenizer, self.frame)
         ends = {self.frame.end_id}
         message_end = tokenizer.added_tokens_encoder.get("<|eom_id|>")
-        if self.frame.form == "Llama 3" and message_end is not None:
+        if self.frame.form == "Llama 3" and message_end in stop_token_ids:
             ends.add(message_end)
         self.can_complete = frozenset(ends)
         """Tokens that can be the last one of a call: ends of a turn."""
@@ -605,52 +622,72 @@ class ChatFormat:
         ends = bool(turn_ids) and turn_ids[-1] in self.can_complete
         return completion_text(self.tokenizer, turn_ids, stopped=ends)
 
-    def calls_in(self, turn_ids: Sequence[int]) -> tuple[str, ...]:
-        """The code of all calls of a turn; () where there is none, or the turn is not at its end.
+    def calls_in(self, turn_ids: Sequence[int]) -> tuple[SampledCall, ...]:
+        """All calls of a turn; () where there is none, or the turn is not at its end.
 
         The tokens are those since the last output."""
-        return tuple(call.code for call in self._calls(turn_ids))
+        if not turn_ids or turn_ids[-1] not in self.can_complete:
+            return ()
+        calls = calls_in_turn(self.turn_text(turn_ids), self.frame.form, self.frame.opened)
+        takes_all = self.frame.between is not None or len(calls) <= 1
+        return tuple(calls) if takes_all else ()
 
-    def outputs(self, turn_ids: Sequence[int], printed: Sequence[str]) -> ShownOutputs:
-        """What the model is shown behind a turn, whose calls `printed` these texts.
+    def outputs(
+        self, turn_ids: Sequence[int], calls: Sequence[SampledCall], printed: Sequence[str]
+    ) -> ShownOutputs:
+        """What the model is shown behind a turn, whose `calls` `printed` these texts.
 
         Each output has at most `max_output_tokens` tokens, and all together no more than that and
         CHAT_BOUNDARY_TOKENS for each call: of a longer text the beginning and the end, with the
         number of tokens that are left out between them."""
-        call_ids = [call.call_id for call in self._calls(turn_ids)]
-        texts = [self._tokens.outputs.as_read(text) for text in printed]
+        call_ids = [call.call_id for call in calls]
+        texts = [_Text(self._tokens.outputs, self.frame, text) for text in printed]
         limit = len(texts) * (self._max_output_tokens + CHAT_BOUNDARY_TOKENS)
-        length = self._max_output_tokens
-        while True:
-            shown = [self._cut(text, length) for text in texts]
-            token_ids = self._tokens.token_ids(call_ids, shown)
-            if len(token_ids) <= limit or length == 0:
-                break
-            length = max(0, length - 8)
+
+        def token_ids_of(most: int) -> list[int]:
+            return self._tokens.token_ids(call_ids, [text.shown(most) for text in texts])
+
+        most = greatest_that_fits(
+            self._max_output_tokens, lambda length: len(token_ids_of(length)) <= limit
+        )
+        token_ids = token_ids_of(most)
         assert len(token_ids) <= limit, "outputs of nothing are too long"
-        are_cut = [text != shown_text for text, shown_text in zip(texts, shown, strict=True)]
+        shown = [text.shown(most) for text in texts]
+        are_cut = [text.whole != shown_text for text, shown_text in zip(texts, shown, strict=True)]
         return ShownOutputs(token_ids, shown, are_cut)
 
-    def _calls(self, turn_ids: Sequence[int]) -> list[ChatCall]:
-        if not turn_ids or turn_ids[-1] not in self.can_complete:
-            return []
-        calls = calls_in_turn(self.turn_text(turn_ids), self.frame.form, self.frame.opened)
-        return [] if self.frame.between is None and len(calls) > 1 else calls
 
-    def _cut(self, text: str, most: int) -> str:
-        """A text of at most so many tokens as it is written, or its beginning and its end."""
-        if self._length(text) <= most:
-            return text
-        text_ids = self._tokens.outputs.encoded(text)
-        length = most
-        cut_text = self._tokens.outputs.cut(text_ids, length)
-        while length and self._length(cut_text) > most:
-            length = max(0, length - 8)
-            cut_text = self._tokens.outputs.cut(text_ids, length)
-        return cut_text
+class _Text:
+    """A printed text, and what is shown of it where that may have so many tokens."""
 
-    def _length(self, text: str) -> int:
-        return len(self._tokens.outputs.encoded(self.frame.written(text)))
+    def __init__(self, tokens: OutputTokens, frame: CallFrame, printed: str) -> None:
+        self._tokens = tokens
+        self._frame = frame
+        self.whole = tokens.as_read(printed)
+        """The text as its tokens say it."""
+        self._token_ids = tokens.encoded(self.whole)
+        self._length = self._written_tokens(self.whole)
+        self._shown: dict[int, str] = {}
+        """What was shown, by the number of tokens."""
+
+    def shown(self, most: int) -> str:
+        """The text, of at most so many tokens as it is written, or its beginning and its end.
+
+        Where not even the number of tokens that are left out fits, it is that number."""
+        if most not in self._shown:
+            self._shown[most] = self.whole if self._length <= most else self._cut(most)
+        return self._shown[most]
+
+    def _cut(self, most: int) -> str:
+        longest = max(0, min(most, len(self._token_ids) - 1))
+        length = greatest_that_fits(
+            longest,
+            lambda tokens: self._written_tokens(self._tokens.cut(self._token_ids, tokens)) <= most,
+        )
+        return self._tokens.cut(self._token_ids, length)
+
+    def _written_tokens(self, text: str) -> int:
+        return len(self._tokens.encoded(self._frame.written(text)))
 
 
 # ---------------------------------------------------------------- prompts

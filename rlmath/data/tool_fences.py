@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from rlmath.config.length_curriculum import BOUNDARY_TOKENS
 from rlmath.data.tokenizer import completion_text
-from rlmath.data.tool_outputs import OutputTokens, ShownOutputs
+from rlmath.data.tool_outputs import OutputTokens, SampledCall, ShownOutputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -109,13 +109,15 @@ class FenceFormat:
         """The text of a turn that ended with a call."""
         return self.text_of(turn_ids)
 
-    def calls_in(self, turn_ids: Sequence[int]) -> tuple[str, ...]:
-        """The code of the call in these sampled tokens; () where no call is complete."""
+    def calls_in(self, turn_ids: Sequence[int]) -> tuple[SampledCall, ...]:
+        """The call in these sampled tokens; () where no call is complete."""
         code = self.call_in(turn_ids)
-        return () if code is None else (code,)
+        return () if code is None else (SampledCall(code),)
 
-    def outputs(self, turn_ids: Sequence[int], printed: Sequence[str]) -> ShownOutputs:
-        """What the model is shown behind a turn, whose one call `printed` a text."""
+    def outputs(
+        self, turn_ids: Sequence[int], calls: Sequence[SampledCall], printed: Sequence[str]
+    ) -> ShownOutputs:
+        """What the model is shown behind a turn, whose single call `printed` a text."""
         (text,) = printed
         output = self.output(self.text_of(turn_ids), text)
         return ShownOutputs(output.token_ids, [output.text], [output.is_cut])

@@ -6,12 +6,13 @@ chat      the model's chat template, at a turn's end     rlmath.data.tool_chats
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Completion, Prompt
 from rlmath.answers.extraction import extract_answer
 from rlmath.config.schema import ToolsConfig
-from rlmath.data.tool_chats import ChatFormat, has_chat_call, opened_thinking
+from rlmath.data.tool_chats import CallFrame, ChatFormat, has_chat_call, opened_thinking
 from rlmath.data.tool_fences import FenceFormat, code_in
 from rlmath.rewards.reward_manager import text_to_verify
 
@@ -23,12 +24,19 @@ ToolFormat = FenceFormat | ChatFormat
 """Finds calls in sampled tokens, and writes outputs as tokens."""
 
 
-def open_format(tokenizer: PreTrainedTokenizerFast, tools: ToolsConfig) -> ToolFormat:
+def open_format(
+    tokenizer: PreTrainedTokenizerFast,
+    tools: ToolsConfig,
+    stop_token_ids: Collection[int] = (),
+    *,
+    frame: CallFrame | None = None,
+) -> ToolFormat:
     """The format of `tools`, which have one.
 
-    ValueError where the tokenizer or its chat template cannot write a call."""
+    `stop_token_ids` end a completion. `frame` is what the tokenizer's chat template writes, where
+    that is known. ValueError where the tokenizer or its chat template cannot write a call."""
     if tools.format == "chat":
-        return ChatFormat(tokenizer, tools.max_output_tokens)
+        return ChatFormat(tokenizer, tools.max_output_tokens, stop_token_ids, frame=frame)
     return FenceFormat(tokenizer, tools.max_output_tokens)
 
 

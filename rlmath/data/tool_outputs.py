@@ -1,4 +1,4 @@
-"""What a tool shows the model, as tokens inside of a completion: text, whatever it says.
+"""Calls that a model samples, and what they show it, as tokens: text, whatever it says.
 
 Pure.
 """
@@ -6,7 +6,7 @@ Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,38 @@ from rlmath.data.tokenizer import completion_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+
+def greatest_that_fits(most: int, fits: Callable[[int], bool]) -> int:
+    """The greatest number from 1 to `most` that fits, where those below one that fits do too.
+
+    0 where none does. It asks about log2(most) times.
+
+    >>> greatest_that_fits(1000, lambda number: number <= 7)
+    7
+    """
+    if fits(most):
+        return most
+    least = 0
+    while most - least > 1:
+        middle = (least + most) // 2
+        if fits(middle):
+            least = middle
+        else:
+            most = middle
+    return least
+
+
 _BEFORE = ("a", "\n", "(", "1")
 """Texts behind which a part of a text is tokenized, the first with which it does not merge."""
+
+
+@dataclass(frozen=True)
+class SampledCall:
+    """A call that a model has written."""
+
+    code: str
+    call_id: str = ""
+    """The name that the model gave the call; "" without one."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +103,11 @@ class OutputTokens:
 
     def split(self, text: str) -> Iterator[str]:
         """The text, cut inside of every text of a control token."""
-        while (control := self._pattern.search(text)) is not None:
-            yield text[: control.start() + 1]
-            text = text[control.start() + 1 :]
-        yield text
+        start = 0
+        while (control := self._pattern.search(text, start)) is not None:
+            yield text[start : control.start() + 1]
+            start = control.start() + 1
+        yield text[start:]
 
     def part_ids(self, part: str, splits_special: bool = True) -> list[int]:
         """Tokens of a part of a text, without the space that tokenizers put before a text.

@@ -26,7 +26,7 @@ from rlmath.evals.completions import CompletionRecord, Writer
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
 from rlmath.rewards.reward_manager import text_to_verify
 from rlmath.rollout.collector import SamplingProgress
-from rlmath.rollout.engine import continues_noise, end_engine, open_standalone
+from rlmath.rollout.engine import continues_noise, end_engine, open_standalone, stop_tokens
 from rlmath.rollout.engine_tools import open_tools
 from rlmath.rollout.running_completions import RunningCompletions
 from rlmath.rollout.sampling import Request
@@ -106,7 +106,13 @@ def sample_missing(
     with ExitStack() as stack:
         tools = None
         if tokenizer is not None:
-            tools = open_tools(plan.tools, tokenizer, mesh, continues_noise(llm))
+            tools = open_tools(
+                plan.tools,
+                tokenizer,
+                mesh,
+                continues_noise=continues_noise(llm),
+                stop_token_ids=stop_tokens(llm),
+            )
         if tools is not None:
             stack.callback(tools.close)
         if pool is None:

@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedTokenizerFast
-
 from rlmath.algorithms.types import PartialCompletion, ToolCall, turn_tokens
 from rlmath.config.schema import ToolsConfig
 from rlmath.data.tokenizer import completion_text
-from rlmath.data.tool_formats import open_format
+from rlmath.data.tool_formats import ToolFormat
+from rlmath.data.tool_outputs import SampledCall
 from rlmath.rollout.sampling import Key, Request
 from rlmath.sandbox.calls import KEEPING, LEAST_OUTPUT, CallResult, Limits, PastCall
 from rlmath.sandbox.sandboxes import Sandboxes
@@ -54,8 +53,8 @@ class FoundCalls:
 
     tokens: int
     """Tokens of the turn, to the one that completes its calls."""
-    codes: tuple[str, ...]
-    """The code of each call, in order."""
+    calls: tuple[SampledCall, ...]
+    """In order."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,8 @@ class _Called:
     """A completion whose turn has calls that run one after another."""
 
     request: Request
-    codes: tuple[str, ...]
+    sampled_calls: tuple[SampledCall, ...]
+    """All calls of the turn."""
     submitted_at: float
     """When the call that runs was submitted (seconds of the monotonic clock)."""
     results: tuple[tuple[CallResult, float], ...] = ()
@@ -83,14 +83,14 @@ class _Called:
         """The calls that have results."""
         return [
             ToolCall(
-                code,
+                call.code,
                 outcome.text,
                 outcome.status,
                 position=0,
                 seconds=seconds,
                 cpu_seconds=outcome.cpu_seconds,
             )
-            for code, (outcome, seconds) in zip(self.codes, self.results, strict=False)
+            for call, (outcome, seconds) in zip(self.sampled_calls, self.results, strict=False)
         ]
 
 
@@ -137,15 +137,13 @@ class CalledCompletions:
     def __init__(
         self,
         settings: ToolsConfig,
-        tokenizer: PreTrainedTokenizerFast,
+        tool_format: ToolFormat,
         sandboxes: Sandboxes | None,
         share: Share | None = None,
     ) -> None:
-        """The leader has `sandboxes`; engines of several ranks need `share`.
-
-        ValueError where the tokenizer cannot write a call."""
+        """The leader has `sandboxes`; engines of several ranks need `share`."""
         self._settings = settings
-        self._format = open_format(tokenizer, settings)
+        self._format = tool_format
         self._sandboxes = sandboxes
         self._share = share
         self._called: dict[str, _Called] = {}
@@ -169,21 +167,21 @@ class CalledCompletions:
         turn_ids = before + list(token_ids)
         for end in range(len(turn_ids) - new_tokens + 1, len(turn_ids) + 1):
             if turn_ids[end - 1] in self._format.can_complete:
-                codes = self._format.calls_in(turn_ids[:end])
-                if codes:
-                    return FoundCalls(end - len(before), codes)
+                calls = self._format.calls_in(turn_ids[:end])
+                if calls:
+                    return FoundCalls(end - len(before), calls)
         return None
 
-    def submit(self, request: Request, codes: tuple[str, ...]) -> bool:
+    def submit(self, request: Request, calls: tuple[SampledCall, ...]) -> bool:
         """Let the calls of a turn run, whose last token is the last one of `request.so_far`.
 
         False where the completion has too few calls or no token left: none is run."""
         so_far = request.so_far
-        if len(so_far.calls) + len(codes) > self._settings.max_calls:
+        if len(so_far.calls) + len(calls) > self._settings.max_calls:
             return False
         if so_far.n_sampled >= request.max_new_tokens:
             return False
-        self._run_next(_Called(request, codes, time.monotonic()))
+        self._run_next(_Called(request, calls, time.monotonic()))
         return True
 
     def _run_next(self, called: _Called) -> None:
@@ -192,7 +190,7 @@ class CalledCompletions:
         self._called[name] = called
         if self._sandboxes is not None:
             earlier = [*called.request.so_far.calls, *called.calls]
-            code = called.codes[len(called.results)]
+            code = called.sampled_calls[len(called.results)].code
             past_calls = [_past_call(call) for call in earlier]
             self._sandboxes.submit(name, code, called.request.seed, past_calls)
 
@@ -255,17 +253,18 @@ class CalledCompletions:
         called = replace(called, results=results, submitted_at=now)
         request = called.request
         so_far = request.so_far
+        is_answered = len(results) == len(called.sampled_calls)
+        if not is_answered and not outcome.is_infrastructure_fault:
+            self._run_next(called)
+            return None
         text = self.text_of(so_far)
         if outcome.is_infrastructure_fault:
             calls = [replace(call, position=len(text)) for call in called.calls]
             so_far = replace(so_far, calls=(*so_far.calls, *calls))
             return Answered(replace(request, so_far=so_far), is_lost=True)
-        if len(results) < len(called.codes):
-            self._run_next(called)
-            return None
         turn_ids = so_far.token_ids[len(so_far.token_ids) - turn_tokens(so_far) :]
         printed = [result.text for result, _ in results]
-        outputs = self._format.outputs(list(turn_ids), printed)
+        outputs = self._format.outputs(list(turn_ids), called.sampled_calls, printed)
         calls = [
             replace(
                 call,

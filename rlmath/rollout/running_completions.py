@@ -260,7 +260,7 @@ class RunningCompletions:
             del self._decoding[name]
             decoding.drop_behind(calls.tokens)
             request = replace(decoding.request, so_far=decoding.sampled(self.weights))
-            if not self._tools.submit(request, calls.codes):
+            if not self._tools.submit(request, calls.calls):
                 yield self._finish(request, "length")
 
     def _abort(self, names: Iterable[str]) -> None:
@@ -297,9 +297,9 @@ class RunningCompletions:
         sampled = request.so_far
         stopped = reason == "stop"
         text = ""
-        if self._tokenizer is not None and sampled.calls:
-            assert self._tools is not None
-            self._tools.release(request.key)
+        if self._tokenizer is not None and self._tools is not None:
+            if sampled.calls:
+                self._tools.release(request.key)
             text = self._tools.text_of(sampled, stopped)
         elif self._tokenizer is not None:
             text = completion_text(self._tokenizer, sampled.token_ids, stopped)

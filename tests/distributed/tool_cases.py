@@ -60,6 +60,7 @@ def requests_of(samples: int) -> list[Request]:
 def called(folder: Path, engine_size: int) -> Called:
     """All that an engine over all ranks samples with tools."""
     from rlmath.data.tokenizer import load_tokenizer
+    from rlmath.data.tool_formats import open_format
     from rlmath.rollout.called_completions import CalledCompletions, open_sandboxes
     from rlmath.rollout.engine import Engine
     from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
@@ -88,7 +89,8 @@ def called(folder: Path, engine_size: int) -> Called:
     def sample(samples: int, settings: ToolsConfig = TOOLS, kills: bool = False) -> dict:
         sandboxes = open_sandboxes(settings) if mesh.is_engine_leader else None
         share = share_in_engine if engine_size > 1 else None
-        engine.tools = CalledCompletions(settings, tokenizer, sandboxes, share=share)
+        tool_format = open_format(tokenizer, settings)
+        engine.tools = CalledCompletions(settings, tool_format, sandboxes, share=share)
         engine.on_step = killer(sandboxes) if kills and sandboxes else lambda: None
         own_tokenizer = tokenizer if mesh.is_engine_leader else None
         running = engine.running_completions(2, own_tokenizer, score)
@@ -122,6 +124,7 @@ def called_in_chat(folder: Path) -> dict[Key, Completion]:
     from rlmath.data.chat import ChatSettings
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.data.tool_chats import PYTHON
+    from rlmath.data.tool_formats import open_format
     from rlmath.rollout.called_completions import CalledCompletions, open_sandboxes
     from rlmath.rollout.engine import Engine
     from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
@@ -141,7 +144,7 @@ def called_in_chat(folder: Path) -> dict[Key, Completion]:
     tokenizer = load_tokenizer(str(folder), settings=ChatSettings(tool=PYTHON))
     tools = replace(TOOLS, format="chat")
     sandboxes = open_sandboxes(tools)
-    engine.tools = CalledCompletions(tools, tokenizer, sandboxes)
+    engine.tools = CalledCompletions(tools, open_format(tokenizer, tools), sandboxes)
     scored: dict[Key, Completion] = {}
 
     def score(request: Request, completion: Completion) -> None:
@@ -158,6 +161,7 @@ def called_in_chat(folder: Path) -> dict[Key, Completion]:
 
 def rollout_error(engine: Any, mesh: Mesh, tokenizer: Any) -> str:
     """The error of a whole rollout whose sandboxes are killed."""
+    from rlmath.data.tool_formats import open_format
     from rlmath.rewards.reward_manager import open_reward_workers
     from rlmath.rollout.called_completions import CalledCompletions, open_sandboxes
     from rlmath.rollout.collector import CollectGroups, Collector
@@ -165,7 +169,7 @@ def rollout_error(engine: Any, mesh: Mesh, tokenizer: Any) -> str:
 
     pool = open_reward_workers(RewardConfig())
     sandboxes = open_sandboxes(TOOLS)
-    engine.tools = CalledCompletions(TOOLS, tokenizer, sandboxes)
+    engine.tools = CalledCompletions(TOOLS, open_format(tokenizer, TOOLS), sandboxes)
     engine.on_step = killer(sandboxes)
     collector = Collector(
         engine, mesh, tokenizer, rollout=ROLLOUT, reward=RewardConfig(), pool=pool

@@ -8,6 +8,8 @@ import pytest
 
 from rlmath.algorithms.types import NOTHING_SAMPLED, PartialCompletion, turn_tokens
 from rlmath.config.schema import ToolsConfig
+from rlmath.data.tool_formats import open_format
+from rlmath.data.tool_outputs import SampledCall
 from rlmath.rollout.called_completions import CalledCompletions, FoundCalls
 from rlmath.rollout.sampling import Request
 from rlmath.sandbox.calls import CallResult, PastCall
@@ -15,6 +17,7 @@ from tests.data.tool_chat_templates import byte_tokenizer, with_tool
 
 TOOLS = ToolsConfig(format="chat", max_calls=3, max_output_tokens=64)
 TOKENIZER = with_tool(byte_tokenizer(), "qwen2.5")
+FORMAT = open_format(TOKENIZER, TOOLS)
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 BEHIND = "<|im_end|>\n<|im_start|>assistant\n"
 
@@ -59,10 +62,10 @@ def run(
     token_ids: Sequence[int], sandboxes: Sandboxes, so_far: PartialCompletion = NOTHING_SAMPLED
 ) -> tuple[CalledCompletions, Request, bool]:
     """(what answers calls, the request behind the outputs of its turn, whether it is lost)."""
-    called = CalledCompletions(TOOLS, TOKENIZER, sandboxes)  # type: ignore[arg-type]
+    called = CalledCompletions(TOOLS, FORMAT, sandboxes)  # type: ignore[arg-type]
     found = called.find(so_far, token_ids, new_tokens=1)
     assert found is not None and found.tokens == len(token_ids)
-    assert called.submit(request_of(token_ids, so_far), found.codes)
+    assert called.submit(request_of(token_ids, so_far), found.calls)
     answers = []
     while not answers:
         assert len(called) == 1
@@ -106,12 +109,12 @@ def test_all_calls_of_a_turn_run_in_order_and_are_shown_together() -> None:
 
 def test_a_turn_with_more_calls_than_are_left_runs_none() -> None:
     _, request, _ = run([*ids_of(call("1") * 2), END], Sandboxes([result("1\n")] * 2))
-    called = CalledCompletions(TOOLS, TOKENIZER, Sandboxes([]))  # type: ignore[arg-type]
+    called = CalledCompletions(TOOLS, FORMAT, Sandboxes([]))  # type: ignore[arg-type]
     for count, runs in ((2, False), (1, True)):
         token_ids = [*ids_of(call("2") * count), END]
         found = called.find(request.so_far, token_ids, new_tokens=len(token_ids))
-        assert found == FoundCalls(len(token_ids), ("2",) * count)
-        assert called.submit(request_of(token_ids, request.so_far), found.codes) == runs
+        assert found == FoundCalls(len(token_ids), (SampledCall("2"),) * count)
+        assert called.submit(request_of(token_ids, request.so_far), found.calls) == runs
 
 
 def test_a_call_that_is_lost_ends_its_turn() -> None:
@@ -133,7 +136,7 @@ def test_a_call_that_is_lost_ends_its_turn() -> None:
     ],
 )
 def test_what_is_no_call_ends_the_completion(turn: str, is_call: bool) -> None:
-    called = CalledCompletions(TOOLS, TOKENIZER, Sandboxes([]))  # type: ignore[arg-type]
+    called = CalledCompletions(TOOLS, FORMAT, Sandboxes([]))  # type: ignore[arg-type]
     token_ids = [*ids_of(turn), END]
     found = called.find(NOTHING_SAMPLED, token_ids, new_tokens=3)
     assert (found is not None) == is_call
