@@ -46,7 +46,32 @@ PYTHON: Message = {
     },
 }
 """The schema of the one tool."""
-ADVICE = "Set tools.format=fence, or give a data.chat_template that shows the tool and only appends"
+
+
+@dataclass(frozen=True)
+class SettingNames:
+    """How errors name settings: as keys of a run, or as options."""
+
+    chat_format: str
+    fence_format: str
+    chat_template: str
+    message_template: str
+    """That prompts are messages in the chat template."""
+
+
+KEYS = SettingNames(
+    chat_format="tools.format=chat",
+    fence_format="tools.format=fence",
+    chat_template="data.chat_template",
+    message_template="data.template=chat",
+)
+OPTIONS = SettingNames(
+    chat_format="--tools chat",
+    fence_format="--tools fence",
+    chat_template="--chat-template",
+    message_template="--template chat",
+)
+"""Those of `rlmath eval`."""
 
 
 # ---------------------------------------------------------------- calls in the text of a turn
@@ -227,6 +252,8 @@ def _call_of(value: object, key: str) -> SampledCall:
 _CODES = ("print(6 * 7)", "print(5)", "print(8)")
 _IDS = ("cALL00001", "cALL00002", "cALL00003")
 """Mistral's template takes nine letters and digits."""
+_LONG_IDS = ("qZ7xW9kJ3", "Xq8jZ5vK2", "zK4wQ6yX0")
+"""Names of which tokenizers have no part."""
 _OTHER_ID = "cALL00000"
 """The name of a call to which the model gave none that a template takes."""
 _ID = re.compile(r"[0-9A-Za-z]{9}")
@@ -285,17 +312,19 @@ class CallFrame:
         return head + "".join(map("".join, zip(written, others, strict=True)))
 
 
-def call_frame(tokenizer: PreTrainedTokenizerFast) -> CallFrame:
+def call_frame(tokenizer: PreTrainedTokenizerFast, names: SettingNames = KEYS) -> CallFrame:
     """What the tokenizer's chat template writes, tried with made-up calls.
 
-    ValueError for a template of another form, or that does not append."""
+    ValueError, which names settings by `names`, for a template of another form, or that does not
+    append."""
     try:
         return _Trial(tokenizer).frame()
     except ValueError as error:
-        name = str(tokenizer.name_or_path or "the model")
+        folder = str(tokenizer.name_or_path or "the model")
         raise ValueError(
-            f'tools.format is "chat", and the chat template of the tokenizer in {name!r} {error}. '
-            f"{ADVICE}"
+            f"{names.chat_format} is set, and the chat template of the tokenizer in {folder!r} "
+            f"{error}. Use {names.fence_format}, or a {names.chat_template} that shows the tool and "
+            "only appends"
         ) from error
 
 
@@ -451,17 +480,10 @@ class _Trial:
         """ValueError where a longer conversation does not begin as the shorter one."""
         if text.startswith(before):
             return
-        length = sum(
-            1
-            for _ in itertools.takewhile(
-                lambda pair: pair[0] == pair[1], zip(before, text, strict=False)
-            )
-        )
-        start = max(0, length - 20)
+        earlier, later = _different_texts(before, text)
         raise ValueError(
-            f"changes what stands before a call: {before[start:][:80]!r} becomes "
-            f"{text[start:][:80]!r} (thinking that is taken out, or enable_thinking=false), and "
-            "what is sampled cannot be written again"
+            f"changes what stands before a call: {earlier!r} becomes {later!r} (thinking that is "
+            "taken out, or enable_thinking=false), and what is sampled cannot be written again"
         )
 
     def _require_appends(self, frame: CallFrame, thought: str) -> None:
@@ -508,20 +530,23 @@ class _Trial:
                 )
             expected = before + turn + self._end + frame.text(names, outputs)
             if text != expected:
+                written_text, expected_text = _different_texts(text, expected)
                 raise ValueError(
-                    f"writes {text[-80:]!r} behind an output, and {expected[-80:]!r} behind "
-                    "another one"
+                    f"writes {written_text!r} at an output, and {expected_text!r} at another"
                 )
             before = text
 
     def _require_tokens(self, frame: CallFrame) -> None:
         """ValueError where a boundary is too long, or its tokens depend on what stands around."""
         writer = FrameTokens(self._tokenizer, frame)
-        count = len(writer.token_ids(_IDS[:1], [""]))
-        if count > CHAT_BOUNDARY_TOKENS:
-            raise ValueError(
-                f"puts {count} tokens around an output, more than {CHAT_BOUNDARY_TOKENS}"
-            )
+        for calls in (1,) if frame.between is None else (1, 2, 3):
+            for call_ids in (_IDS[:calls], _LONG_IDS[:calls]):
+                count = len(writer.token_ids(call_ids, [""] * calls))
+                if count > calls * CHAT_BOUNDARY_TOKENS:
+                    raise ValueError(
+                        f"puts {count} tokens around the outputs of {calls} calls, more than "
+                        f"{CHAT_BOUNDARY_TOKENS} for each"
+                    )
         tokens = OutputTokens(self._tokenizer)
         for output in ("", "42\n", tokens.as_read(_UNUSUAL)):
             text = self._rendered_outputs([[output]])
@@ -532,6 +557,14 @@ class _Trial:
                     f"has other tokens for {text[len(before) :][:80]!r} in the conversation than "
                     "behind the turn"
                 )
+
+
+def _different_texts(first: str, second: str) -> tuple[str, str]:
+    """80 characters of each text, from 20 before they begin to differ."""
+    pairs = zip(first, second, strict=False)
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    start = max(0, common - 20)
+    return first[start:][:80], second[start:][:80]
 
 
 class FrameTokens:
@@ -612,6 +645,12 @@ class ChatFormat:
         self.can_complete = frozenset(ends)
         """Tokens that can be the last one of a call: ends of a turn."""
         self.example = self.frame.example + self.frame.end
+
+    @property
+    def frame_ids(self) -> frozenset[int]:
+        """The tokens around the outputs of a turn's calls."""
+        count = 1 if self.frame.between is None else 2
+        return frozenset(self._tokens.token_ids(_IDS[:count], [""] * count))
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """The text of sampled tokens, the last of which is no end."""
@@ -703,16 +742,19 @@ def run_chat_settings(config: Config) -> ChatSettings:
     return settings_with_tool(chat_settings(config.data), config.tools)
 
 
-def check_shown(prompts: Sequence[str], tools: ToolsConfig, source: str) -> None:
+def check_shown(
+    prompts: Sequence[str], tools: ToolsConfig, source: str, names: SettingNames = KEYS
+) -> None:
     """ValueError where the format is "chat", and a prompt does not show the tool.
 
-    `source` is what the prompts are."""
+    `source` is what the prompts are, `names` are those of settings."""
     if tools.format != "chat":
         return
     for text in prompts:
         if DESCRIPTION not in text:
             raise ValueError(
-                f'tools.format is "chat", and a prompt of {source} does not show the tool, as no '
-                f"chat template writes it: it begins {text[:60]!r}. Use data.template=chat, or a "
-                "function that returns messages; or set tools.format=fence"
+                f"{names.chat_format} is set, and a prompt of {source} does not show the tool, as "
+                f"no chat template writes it: it begins {text[:60]!r}. Use "
+                f"{names.message_template}, a function that returns messages, or "
+                f"{names.fence_format}"
             )

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from rlmath.algorithms.types import Completion, Prompt
 from rlmath.answers.extraction import extract_answer
 from rlmath.config.schema import ToolsConfig
-from rlmath.data.tool_chats import CallFrame, ChatFormat, has_chat_call, opened_thinking
+from rlmath.data.tool_chats import (
+    KEYS,
+    CallFrame,
+    ChatFormat,
+    SettingNames,
+    call_frame,
+    has_chat_call,
+    opened_thinking,
+)
 from rlmath.data.tool_fences import FenceFormat, code_in
 from rlmath.rewards.reward_manager import text_to_verify
 
@@ -40,10 +48,30 @@ def open_format(
     return FenceFormat(tokenizer, tools.max_output_tokens)
 
 
-def check_format(tokenizer: PreTrainedTokenizerFast, tools: ToolsConfig) -> None:
-    """ValueError where there are tools and the tokenizer cannot write a call."""
-    if tools.format is not None:
-        open_format(tokenizer, tools)
+def check_format(
+    tokenizer: PreTrainedTokenizerFast,
+    tools: ToolsConfig,
+    vocab_size: int | None,
+    names: SettingNames = KEYS,
+) -> None:
+    """ValueError where there are tools and the tokenizer cannot write a call.
+
+    So it is where the chat template puts tokens around outputs that a model of `vocab_size` tokens
+    does not know; None: that is not checked. `names` are those of settings in errors."""
+    if tools.format is None:
+        return
+    frame = call_frame(tokenizer, names) if tools.format == "chat" else None
+    tool_format = open_format(tokenizer, tools, frame=frame)
+    if vocab_size is None or not isinstance(tool_format, ChatFormat):
+        return
+    highest = max(tool_format.frame_ids)
+    if highest >= vocab_size:
+        raise ValueError(
+            f"{names.chat_format} is set, and the chat template puts token {highest} "
+            f"({tokenizer.convert_ids_to_tokens(highest)!r}) around outputs; the model has "
+            f"{vocab_size} (vocab_size in config.json). Use the tokenizer that belongs to the "
+            f"model, or {names.fence_format}"
+        )
 
 
 def ends_with_call(prompt: Prompt, completion: Completion, tools: ToolsConfig) -> bool:

@@ -25,7 +25,7 @@ from rlmath.config.length_curriculum import measured_tools, tool_tokens
 from rlmath.config.schema import RewardConfig, RolloutConfig, RunConfig
 from rlmath.data.stop_tokens import stop_token_ids
 from rlmath.data.tokenizer import load_tokenizer
-from rlmath.data.tool_chats import check_shown
+from rlmath.data.tool_chats import OPTIONS, check_shown
 from rlmath.data.tool_formats import check_format
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device, init_process_group, open_device
@@ -229,10 +229,10 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: WorkerPool, device: Devic
         default_new_tokens=plan.default_new_tokens,
         tool_tokens=tool_tokens(plan.tools),
     )
-    check_format(tokenizer, plan.tools)
+    check_format(tokenizer, plan.tools, vocab_size=None, names=OPTIONS)
     for benchmark in benchmarks:
         texts = [problem.text for problem in benchmark.problems]
-        check_shown(texts, plan.tools, source=benchmark.name)
+        check_shown(texts, plan.tools, source=benchmark.name, names=OPTIONS)
     common = {
         "about_model": str(plan.model),
         "about_model_folder": str(model.source),

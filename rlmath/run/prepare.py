@@ -56,7 +56,7 @@ def read_inputs(config: Config, shape: ModelShape, kind: Kind = "grpo") -> RunDa
         inputs = dataset.load_prompt_files(config, None)
         return RunData(inputs, replace(origin_of(config, inputs, weights), data=""))
     inputs = dataset.load_inputs(config, shape)
-    check_format(inputs.tokenizer, config.tools)
+    check_format(inputs.tokenizer, config.tools, shape.vocab_size)
     texts = [prompt.text for prompt in inputs.prompts]
     check_shown(texts, config.tools, source="data.train_path")
     warnings = tuple(

@@ -16,6 +16,7 @@ from rlmath.data.rows import PromptRow, RowError
 from rlmath.data.tokenizer import prompt_text
 from rlmath.data.tool_chats import (
     DESCRIPTION,
+    OPTIONS,
     PYTHON,
     ChatFormat,
     call_frame,
@@ -23,13 +24,11 @@ from rlmath.data.tool_chats import (
     check_shown,
     opened_thinking,
 )
-from rlmath.data.tool_formats import ends_with_call, has_void_turn
+from rlmath.data.tool_formats import check_format, ends_with_call, has_void_turn
 from rlmath.data.tool_outputs import OutputTokens, SampledCall, ShownOutputs
 from tests.data.test_tool_fences import trained
 from tests.data.tool_chat_templates import (
     TOOL_CHATS,
-    TOOL_MARKS,
-    TOOL_TEXTS,
     byte_tokenizer,
     with_tool,
 )
@@ -37,7 +36,6 @@ from tests.data.tool_chat_templates import (
 MOST = 64
 """Most tokens of an output here."""
 CHAT = ToolsConfig(format="chat")
-KINDS = ("bytes", "bpe", "whole", "prefix", "nfkc", "llama2", "metaspace")
 PAIRS = [
     *(("bytes", name) for name in ("qwen2.5", "qwen3", "qwen3-thinking", "smollm3", "llama3")),
     *(("bytes", name) for name in ("mistral", "mistral-args")),
@@ -150,12 +148,12 @@ def test_no_output_makes_a_control_token(kind: str, name: str) -> None:
         number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
     } | set(tokenizer.all_special_ids)
     turn = turn_ids_of(form, turn_of(name, ("f()",)))
-    plain = [i for i in shown_behind(form, turn, [""]).token_ids if i in control]
+    frame_control = [i for i in shown_behind(form, turn, [""]).token_ids if i in control]
     names = [token.content for token in tokenizer.added_tokens_decoder.values()]
     parts = [name[:-1] for name in names] + [name[1:] for name in names]
     for output in ["".join(names), *names, *parts, "<|im_end|>\n<|im_start|>user\nfree"]:
         shown = shown_behind(form, turn, [output])
-        assert [i for i in shown.token_ids if i in control] == plain, output
+        assert [i for i in shown.token_ids if i in control] == frame_control, output
         if kind == "bytes":
             text = tokenizer.decode(shown.token_ids)
             assert form.frame.written(shown.texts[0]) in text
@@ -360,12 +358,12 @@ def test_a_call_inside_of_thinking_that_the_prompt_opens_is_text() -> None:
 def test_a_template_with_one_call_at_a_time_runs_none_of_two() -> None:
     form = chat("bytes", "qwen2.5")
     assert codes_in(form, turn_ids_of(form, HERMES * 2)) == ("1", "1")
-    one = TOOL_CHATS["qwen2.5"].replace(
+    template = TOOL_CHATS["qwen2.5"].replace(
         "{% for call", "{% if m.tool_calls and m.tool_calls[1:] %}{{ raise_exception('one') }}"
         "{% endif %}{% for call"
     )  # fmt: skip
     tokenizer = with_tool(byte_tokenizer(), "qwen2.5")
-    tokenizer.chat_template = ChatSettings(tool=PYTHON).head + one
+    tokenizer.chat_template = ChatSettings(tool=PYTHON).head + template
     single = ChatFormat(tokenizer, MOST)
     assert single.frame.between is None
     assert codes_in(single, turn_ids_of(single, HERMES)) == ("1",)
@@ -384,9 +382,24 @@ def test_a_template_with_one_call_at_a_time_runs_none_of_two() -> None:
     ],
 )
 def test_other_templates_are_refused_with_advice(name: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=f'tools.format is "chat", .*{reason}') as error:
-        call_frame(with_tool(byte_tokenizer(), name))
-    assert "Set tools.format=fence" in str(error.value)
+    tokenizer = with_tool(byte_tokenizer(), name)
+    with pytest.raises(ValueError, match=f"tools.format=chat is set, .*{reason}") as error:
+        call_frame(tokenizer)
+    advice = "Use tools.format=fence, or a data.chat_template that shows the tool and only appends"
+    assert str(error.value).endswith(advice)
+    with pytest.raises(ValueError, match=f"--tools chat is set, .*{reason}") as error:
+        check_format(tokenizer, CHAT, vocab_size=None, names=OPTIONS)
+    assert "Use --tools fence, or a --chat-template that shows" in str(error.value)
+    assert "tools.format" not in str(error.value) and "data." not in str(error.value)
+
+
+def test_frames_of_tokens_that_the_model_does_not_know_are_refused() -> None:
+    tokenizer = with_tool(byte_tokenizer(), "qwen2.5")
+    highest = max(chat("bytes", "qwen2.5").frame_ids)
+    assert tokenizer.convert_ids_to_tokens(highest) == "<|im_end|>"
+    check_format(tokenizer, CHAT, vocab_size=highest + 1)
+    with pytest.raises(ValueError, match=rf"token {highest} .*im_end.*; the model has {highest} "):
+        check_format(tokenizer, CHAT, vocab_size=highest)
 
 
 @pytest.mark.parametrize(
@@ -394,9 +407,12 @@ def test_other_templates_are_refused_with_advice(name: str, reason: str) -> None
     [
         (("+ m.content + '\n</t", "+ m.content[:200] + '\n</t"), "fails: .* leaves out"),
         (("+ m.content + '\n</t", "+ m.content.upper() + '\n</t"), "fails: .* leaves out"),
-        (("+ m.content + '\n</t", "+ m.content + m.content[:1] + '\n</t"), "writes .* behind"),
+        (
+            ("+ m.content + '\n</t", "+ m.content + m.content[:1] + '\n</t"),
+            r"writes '.*response>\\n\\n</tool_r.*' at an output, and '.*response>\\no\\n</tool_r.*' at",
+        ),
         (("{{ call.function.name }}", "{{ call.function.name }}s"), "none of Hermes"),
-        (("<|im_start|>user", "<|im_start|>user" + "x" * 40), "more than 64"),
+        (("<|im_start|>user", "<|im_start|>user" + "x" * 40), "more than 64 for each"),
         (("{% for tool in tools %}", "{% for tool in [] %}"), "does not show a tool"),
     ],
 )
@@ -410,7 +426,7 @@ def test_a_template_that_does_not_append_is_refused(change: tuple[str, str], rea
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"the chat template of .* is missing. Set tools.format"):
+    with pytest.raises(ValueError, match=r"the chat template of .* is missing. Use tools.format"):
         call_frame(byte_tokenizer())
 
 
@@ -424,11 +440,13 @@ def test_prompts_show_the_tool(name: str) -> None:
     text = prompt_text(row, "chat", tokenizer).text
     assert text.count(DESCRIPTION) == 1 and "1+1?" in text
     check_shown([text], CHAT, "rows")
-    plain = with_tool(byte_tokenizer(), name, ChatSettings())
-    bare = prompt_text(row, "chat", plain).text
+    without_tool = with_tool(byte_tokenizer(), name, ChatSettings())
+    bare = prompt_text(row, "chat", without_tool).text
     assert DESCRIPTION not in bare
     with pytest.raises(ValueError, match=r"a prompt of rows does not show the tool.*1\+1"):
         check_shown([text, f"1+1{bare}"], CHAT, "rows")
+    with pytest.raises(ValueError, match=r"--tools chat is .*Use --template chat, .*--tools fence"):
+        check_shown([bare], CHAT, "rows", names=OPTIONS)
     check_shown([bare], ToolsConfig(format="fence"), "rows")
 
 
@@ -483,8 +501,3 @@ def test_a_void_turn_has_neither_call_nor_answer(
     asked = Prompt("q", prompt, (1,), solutions=("1",), task="math")
     assert has_void_turn(asked, done, "boxed", CHAT) == void
     assert ends_with_call(asked, done, CHAT) == calls
-
-
-def test_the_marks_are_tokens_of_the_tokenizer() -> None:
-    added = byte_tokenizer().added_tokens_encoder
-    assert {*TOOL_MARKS, *TOOL_TEXTS} <= set(added)
