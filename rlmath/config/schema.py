@@ -264,7 +264,8 @@ class SftConfig:
     """Supervised training, `rlmath sft`: cross-entropy on completions.
 
     It uses run, model, data (files of prompts with completions), parallel, policy, optimizer,
-    telemetry and save, too; the other sections have no effect there."""
+    telemetry and save, too, and of tools the format "fence" and max_output_tokens; the other
+    sections have no effect there."""
 
     max_sequence_tokens: Annotated[int, Range(2)] = 4096
     """Longer sequences (prompt and completion) are dropped, and counted on the console."""

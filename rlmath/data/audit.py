@@ -25,6 +25,7 @@ from rlmath.data.picture import prompt_picture, sequence_picture
 from rlmath.data.rows import grouped
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence
 from rlmath.data.tokenizer import characters_without_token, unknown_token_ids, without_template
+from rlmath.data.tool_fences import FenceFormat
 from rlmath.rewards.several_rewards import is_verified
 
 if TYPE_CHECKING:
@@ -110,7 +111,10 @@ def prompt_lines(
 
 
 def sequence_lines(
-    report: SequenceReport, data: DataConfig, tokenizer: PreTrainedTokenizerFast
+    report: SequenceReport,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    fences: FenceFormat | None = None,
 ) -> tuple[str, ...]:
     """The first sequence of a file for the console."""
     if report.example is None:
@@ -130,6 +134,7 @@ def sequence_lines(
             system_prompt=data.system_prompt,
             prompt_ids=sequence.prompt_ids,
             last_token=sequence.completion_ids[-1],
+            fences=fences,
         ),
     )
 
@@ -469,6 +474,16 @@ def audit_sequences(
     if unreadable or missing_characters:
         parts = f"all of the texts: {len(unreadable)} of {total} sequences have unknown tokens."
         findings.append(_unknown(parts, missing_characters, _decoded(unreadable, tokenizer)))
+    findings += [
+        Finding(
+            f"{report.learned_outputs} of the {report.kept} sequences of {report.path} have calls "
+            "in fences with their outputs, which are learned like other text: the model learns to "
+            "invent outputs. Set tools.format=fence, with which they are read and not learned.",
+            (),
+        )
+        for report in reports
+        if report.learned_outputs
+    ]
     decoded = functools.partial(_decoded, tokenizer=tokenizer)
     for path, sequences in (*training, ("what is held out", held_out)):
         findings += _ends_and_beginnings(

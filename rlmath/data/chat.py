@@ -9,6 +9,7 @@ memory: both are here.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -28,7 +29,18 @@ from rlmath.config.files import read_regular
 from rlmath.config.help import nearest_word
 from rlmath.config.schema import DataConfig
 from rlmath.config.terminal import excerpt
-from rlmath.data.columns import Message, for_template, text_problem, tool_names, weight_of
+from rlmath.data.columns import (
+    CALL_FORMS,
+    CallForm,
+    Message,
+    arguments_text,
+    calls_of,
+    for_template,
+    in_form,
+    text_problem,
+    tool_names,
+    weight_of,
+)
 from rlmath.data.rows import RowError
 
 if TYPE_CHECKING:
@@ -51,7 +63,16 @@ So a run that is resumed later has the same prompts."""
 MAX_TEMPLATE_BYTES = 2**20
 CHATML_END = "<|im_end|>"
 
+MOST_OBJECTS = 32
+"""JSON objects behind the name of a call that are read to find its arguments."""
+_GIVEN_ROLES = ("user", "tool")
+"""Roles of the turns between which the texts of calls stand."""
+
 CHANGE = "use another data.template"
+CHANGE_CALLS = (
+    "give as data.chat_template one that writes tool_calls and tool turns, or write calls as "
+    "fences in the text (tools.format=fence)"
+)
 
 
 def user(content: str) -> Message:
@@ -75,6 +96,9 @@ class Piece:
     text: str
     learned: bool
     """Whether the piece is learned: what the assistant's turn adds, with the mark that ends it."""
+    token_ids: tuple[int, ...] | None = None
+    """The tokens of an output of a tool, as an engine puts it behind a call; None: what the
+    tokenizer makes of the text."""
 
 
 _NOT_JSON = ("None", "True", "yes", "on", "False", "no", "off")
@@ -319,19 +343,86 @@ def render(
     """The text of messages in the tokenizer's chat template, with all their keys and the tools.
 
     A `prompt` ends where the answer begins, and has the text of every turn but the assistant's.
+    Calls are written in the first of their forms of which the template writes all calls; a template
+    that leaves calls out gets the first form that it takes.
 
     Errors, in which `name` is the messages': RowError where the template refuses them, leaves a
     part out, or makes what is no text; ValueError where it is no template at all, takes too long or
     too much memory."""
+    text, _ = _in_first_form(
+        messages, tokenizer, name, is_prompt=prompt, tools=tools, are_learned=False
+    )
+    return text
+
+
+def _in_first_form(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerFast,
+    name: str,
+    is_prompt: bool,
+    tools: Sequence[Message],
+    are_learned: bool,
+) -> tuple[str, CallForm]:
+    """The text of messages, and the form of their calls; see `render`.
+
+    Where they `are_learned`, a text without one of the calls is a RowError."""
+    change = CHANGE_CALLS if are_learned and _has_calls_or_outputs(messages) else CHANGE
+    errors: list[RowError] = []
+    tried: list[Sequence[Message]] = []
+    without_calls: tuple[str, CallForm] | None = None
+    for form in CALL_FORMS:
+        written = in_form(messages, form)
+        if written in tried:
+            continue
+        tried.append(written)
+        try:
+            text = _rendered(
+                written, tokenizer, name, is_prompt=is_prompt, tools=tools, change=change
+            )
+        except RowError as error:
+            errors.append(error)
+            continue
+        try:
+            _require_calls(messages, text, name)
+            return text, form
+        except RowError as error:
+            errors.append(error)
+            without_calls = without_calls or (text, form)
+    if without_calls is not None and not are_learned:
+        return without_calls
+    raise _most_telling(errors)
+
+
+def _most_telling(errors: Sequence[RowError]) -> RowError:
+    """The last of the forms' errors that does not come of a wrong form, else the first."""
+    from jinja2 import UndefinedError
+
+    telling = [
+        error for error in errors if not isinstance(error.__cause__, TypeError | UndefinedError)
+    ]
+    return telling[-1] if telling else errors[0]
+
+
+def _rendered(
+    written: Sequence[Message],
+    tokenizer: PreTrainedTokenizerFast,
+    name: str,
+    is_prompt: bool,
+    tools: Sequence[Message],
+    change: str,
+) -> str:
+    """The text that the template makes of the messages as they are `written`; see `render`.
+
+    `change` is the remedy of its errors."""
     from jinja2 import TemplateSyntaxError
 
     def rendered() -> str:
         return str(
             tokenizer.apply_chat_template(
-                for_template(messages),
+                for_template(written),
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
-                add_generation_prompt=prompt,
+                add_generation_prompt=is_prompt,
                 strftime_now=TEMPLATE_DATE.strftime,
             )
         )
@@ -344,14 +435,18 @@ def render(
         ) from error
     except Exception as error:  # whatever the template's code raises, as for an unknown role
         raise RowError(
-            f"the chat template cannot take {name}: {_reason(error)}; {CHANGE}"
+            f"the chat template cannot take {name}: {_reason(error)}; {change}"
         ) from error
     problem = text_problem(text)
-    if problem is not None and not (prompt and problem == "is blank"):
+    if problem is not None and not (is_prompt and problem == "is blank"):
         raise RowError(f"the chat template makes of {name} a text that {problem}; {CHANGE}")
-    if prompt:
-        _require_turns(messages, tools, text, name)
+    if is_prompt:
+        _require_turns(written, tools, text, name)
     return text
+
+
+def _has_calls_or_outputs(messages: Sequence[Message]) -> bool:
+    return any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
 
 
 def _reason(error: Exception) -> str:
@@ -396,10 +491,7 @@ def _require_turns(
         content = message.get("content")
         if message["role"] == "assistant" or not isinstance(content, str):
             continue
-        forms = [content]
-        if message["role"] == "tool":
-            forms += [json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]]
-        if not any(_squeezed(form) in squeezed for form in forms):
+        if not any(form in squeezed for form in _content_forms(message)):
             part = (
                 "the problem"
                 if number == len(messages)
@@ -410,14 +502,182 @@ def _require_turns(
         raise _left_out(f"the tools of {name}", text)
 
 
+def _content_forms(message: Message) -> list[str]:
+    """Texts, without white space, that a template may write for the content of a turn."""
+    content = message["content"]
+    forms = [content]
+    if message["role"] == "tool":
+        forms += [json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]]
+    return [_squeezed(form) for form in forms]
+
+
 def _require_answer(answer: Message, text: str, name: str) -> None:
-    """RowError for a conversation without a part of its last answer."""
-    parts = [answer.get("content"), answer.get("reasoning_content")]
-    calls = answer.get("tool_calls")
-    parts += tool_names(calls) if isinstance(calls, list) else []
-    squeezed = _squeezed(text)
-    if any(isinstance(part, str) and _squeezed(part) not in squeezed for part in parts):
+    """RowError for a text without a part of an answer."""
+    missing = _missing_parts(answer, text)
+    if not missing:
+        return
+    if not calls_of(answer):
         raise _left_out(f"a part of the answer of {name}", text)
+    if missing == ["reasoning_content"]:
+        raise RowError(
+            f"the chat template leaves out the reasoning_content beside a call of {name}: it makes "
+            f"{text[-60:]!r} of its last turns; take reasoning_content out of the message, or give "
+            "as data.chat_template one that writes it"
+        )
+    raise RowError(
+        f"the chat template leaves out the text beside a call of {name}: it makes {text[-60:]!r} "
+        f"of its last turns; take content out of the message, or {CHANGE_CALLS}"
+    )
+
+
+def _missing_parts(answer: Message, text: str) -> list[str]:
+    """The keys of what an answer says, beside its calls, that a text has not."""
+    squeezed = _squeezed(text)
+    return [
+        key
+        for key in ("content", "reasoning_content")
+        if isinstance(answer.get(key), str) and _squeezed(answer[key]) not in squeezed
+    ]
+
+
+def _require_calls(messages: Sequence[Message], text: str, name: str) -> None:
+    """RowError for a text without one of the calls, between the turns before it and behind it."""
+    if not any(map(calls_of, messages)):
+        return
+    try:
+        call = _limited(lambda: _missing_call(messages, _squeezed(text)))
+    except (TimeoutError, MemoryError) as error:
+        raise RowError(f"the calls of {name} cannot be looked for: {_reason(error)}") from error
+    if call is None:
+        return
+    function = call["function"]
+    raise RowError(
+        f"the chat template leaves out the call of {name}: it makes {text[-60:]!r} of its last "
+        f"turns; needed are the name {function['name'][:40]!r} and behind it the arguments "
+        f"{arguments_text(function['arguments'])[:60]}; {CHANGE_CALLS}"
+    )
+
+
+def _missing_call(messages: Sequence[Message], text: str) -> Message | None:
+    """The first call that a text without white space has not in its place; None: it has all."""
+    start = 0
+    for message, stop in zip(messages, _latest_ends(messages, text), strict=True):
+        if message["role"] in _GIVEN_ROLES:
+            places = [(text.find(form, start), len(form)) for form in _content_forms(message)]
+            start = min((place + length for place, length in places if place >= 0), default=start)
+        for call in calls_of(message):
+            end = _end_of_call(call, text, start, stop)
+            if end is None:
+                return call
+            start = end
+    return None
+
+
+def _latest_ends(messages: Sequence[Message], text: str) -> list[int]:
+    """The position in a text without white space at which each of the messages has ended.
+
+    It is the last one at which the next turn without calls can begin."""
+    ends: list[int] = []
+    latest = len(text)
+    for message in reversed(messages):
+        ends.append(latest)
+        is_answer = message["role"] == "assistant" and not calls_of(message)
+        if message["role"] in _GIVEN_ROLES or (
+            is_answer and isinstance(message.get("content"), str)
+        ):
+            place = max(text.rfind(form, 0, latest) for form in _content_forms(message))
+            latest = place if place >= 0 else latest
+    return ends[::-1]
+
+
+def _end_of_call(call: Message, text: str, start: int, stop: int) -> int | None:
+    """The end of a call in a text without white space, between `start` and `stop`.
+
+    None: it is not there. Its name comes first. Arguments are a JSON object, or each name of an
+    argument with its value behind it, but neither a dict of Python's nor a JSON text in quotes."""
+    function = call["function"]
+    function_name = _squeezed(function["name"])
+    place = text.find(function_name, start, stop)
+    if place < 0:
+        return None
+    position = place + len(function_name)
+    arguments = function["arguments"]
+    texts = (arguments_text(arguments), *_json_texts(arguments))
+    for form in map(_squeezed, texts):
+        place = text.find(form, position, stop)
+        if place >= 0:
+            return place + len(form)
+    end = _end_of_object(arguments, text, position, stop)
+    if end is not None or not arguments:
+        return position if end is None else end
+    in_quotes = [json.dumps(form, ensure_ascii=False)[1:-1] for form in (str(arguments), *texts)]
+    wrong_forms = (str(arguments), *in_quotes)
+    if any(text.find(_squeezed(form), position, stop) >= 0 for form in wrong_forms):
+        return None
+    end = position
+    for argument, value in arguments.items():
+        # Mostly they stand in the row's order; a template may sort them.
+        starts = (end, position)
+        pair_ends = (_end_of_pair(argument, value, text, at=at, stop=stop) for at in starts)
+        pair_end = next((pair_end for pair_end in pair_ends if pair_end is not None), None)
+        if pair_end is None:
+            return None
+        end = max(end, pair_end)
+    return end
+
+
+def _json_texts(value: Any) -> list[str]:
+    """JSON of a value, with and without escapes for what is not ASCII."""
+    return [json.dumps(value, ensure_ascii=False), json.dumps(value)]
+
+
+def _end_of_object(arguments: Message, text: str, position: int, stop: int) -> int | None:
+    """The end of a JSON object that is the arguments, but for white space and order.
+
+    None: it is not among the first MOST_OBJECTS."""
+    decoder = json.JSONDecoder()
+    needed = _squeezed_value(arguments)
+    opening = text.find('{"', position, stop)
+    for _ in range(MOST_OBJECTS):
+        if opening < 0:
+            return None
+        try:
+            value, end = decoder.raw_decode(text, opening)
+            if end <= stop and _squeezed_value(value) == needed:
+                return end
+        except (ValueError, RecursionError):
+            pass
+        opening = text.find('{"', opening + 1, stop)
+    return None
+
+
+def _squeezed_value(value: Any) -> Any:
+    """A value of JSON with all texts without white space."""
+    if isinstance(value, str):
+        return _squeezed(value)
+    if isinstance(value, dict):
+        return {_squeezed(key): _squeezed_value(part) for key, part in value.items()}
+    return [_squeezed_value(part) for part in value] if isinstance(value, list) else value
+
+
+def _end_of_pair(argument: str, value: Any, text: str, at: int, stop: int) -> int | None:
+    """The end of an argument's value behind its name, searched from `at`; None: it is not there.
+
+    The value is JSON, a text also without quotes, or a word of Python's."""
+    argument_name = _squeezed(argument)
+    place = text.find(argument_name, at, stop)
+    if place < 0:
+        return None
+    forms = [form[1:-1] if isinstance(value, str) else form for form in _json_texts(value)]
+    if not isinstance(value, dict | list):
+        forms = [str(value), *forms]
+    behind_name = place + len(argument_name)
+    ends = [
+        value_place + len(form)
+        for form in map(_squeezed, forms)
+        if (value_place := text.find(form, behind_name, stop)) >= 0
+    ]
+    return min(ends, default=None)
 
 
 def _left_out(part: str, text: str) -> RowError:
@@ -442,23 +702,34 @@ def conversation(
 
     The pieces end with the mark that ends the last learned turn. An assistant's turn is learned
     from where its generation begins, unless it has weight 0, or is an earlier one that the template
-    changes: Qwen3's takes the thinking out.
+    changes: Qwen3's takes the thinking out. One with calls is learned as the whole conversation has
+    it, where that has all of the turn.
 
-    RowError where the text does not begin with the last turn's prompt, and where no turn is left to
-    learn; other errors: as `render`."""
+    RowError where the text does not begin with the last turn's prompt, where a call behind the last
+    question cannot be learned, and where no turn is left to learn; other errors: as `render`."""
     token = chat_end(tokenizer)
     end = "" if token is None else str(tokenizer.convert_ids_to_tokens(token))
     ends = tuple(filter(None, (end, str(tokenizer.eos_token or ""))))
     messages = [without_end(message, ends) for message in messages]
-    whole = render(messages, tokenizer, name, prompt=False, tools=tools)
+    whole, form = _in_first_form(
+        messages, tokenizer, name, is_prompt=False, tools=tools, are_learned=True
+    )
+    change = CHANGE_CALLS if _has_calls_or_outputs(messages) else CHANGE
+    written = in_form(messages, form)
+    rendered = functools.partial(
+        _rendered, tokenizer=tokenizer, name=name, tools=tools, change=change
+    )
     pieces: list[Piece] = []
     position = 0
+    last_question = max(
+        (turn for turn, message in enumerate(messages) if message["role"] == "user"), default=0
+    )
     for turn in [turn for turn, message in enumerate(messages) if turn > 0 and weight_of(message)]:
         is_last = turn == len(messages) - 1
-        start = render(messages[:turn], tokenizer, name, tools=tools)
+        start = rendered(written[:turn], is_prompt=True)
         text_so_far = whole
         if not is_last:
-            text_so_far = render(messages[: turn + 1], tokenizer, name, prompt=False, tools=tools)
+            text_so_far = rendered(written[: turn + 1], is_prompt=False)
         if is_last and not whole.startswith(start):
             raise RowError(
                 f"the chat template does not continue the prompt of {name}: the prompt ends "
@@ -467,12 +738,27 @@ def conversation(
                 f"learned it would never see that prompt; {CHANGE}, or give rows with prompt and "
                 "completion"
             )
-        stop = text_so_far.rfind(end, len(start)) + len(end)
-        if not end or stop < len(start):
-            stop = len(text_so_far)
-        if is_last:
-            _require_answer(messages[turn], whole, name)
-        if whole.startswith(text_so_far[:stop]) and text_so_far.startswith(start):
+        stop = _end_of_turn(text_so_far, len(start), end, tokenizer)
+        has_calls = bool(calls_of(messages[turn]))
+        if is_last or has_calls:
+            _require_answer(messages[turn], text_so_far, name)
+        is_kept = whole.startswith(text_so_far[:stop]) and text_so_far.startswith(start)
+        if not is_kept and has_calls:
+            stop = whole.find(end, len(start)) + len(end)
+            is_kept = (
+                whole.startswith(start)
+                and end in text_so_far[len(start) :]
+                and _has_calls_and_texts(messages[turn], whole[len(start) : stop])
+            )
+            if not is_kept and turn > last_question:
+                raise RowError(
+                    f"the chat template writes the call in turn {turn + 1} of {name} otherwise "
+                    f"where more turns follow: its prompt ends {start[-60:]!r}, and the whole "
+                    f"conversation has {_behind_common(start, whole)!r} there, so that the call "
+                    "cannot be learned. Needed is a template that only appends: use another "
+                    "data.chat_template or data.chat_template_kwargs, or give the turn weight 0"
+                )
+        if is_kept:
             pieces.append(Piece(whole[position : len(start)], False))
             pieces.append(Piece(whole[len(start) : stop], True))
             position = stop
@@ -481,6 +767,28 @@ def conversation(
             f"{name} has no turn that is learned: they have weight 0, or the template changes them"
         )
     return whole, pieces
+
+
+def _end_of_turn(text: str, start: int, end: str, tokenizer: PreTrainedTokenizerFast) -> int:
+    """The position behind the mark that ends a text's last turn, which begins at `start`.
+
+    The mark is `end`, as answers have it, else an added token with which the text ends: calls have
+    one of their own in some templates. Without a mark it is the end of the text."""
+    position = text.rfind(end, start) if end else -1
+    if position >= 0:
+        return position + len(end)
+    ended = text.rstrip()
+    is_mark = ended.endswith(tuple(filter(str.strip, tokenizer.added_tokens_encoder)))
+    return len(ended) if is_mark and len(ended) > start else len(text)
+
+
+def _has_calls_and_texts(message: Message, text: str) -> bool:
+    """Whether a text has what a turn says and all its calls, in their order."""
+    squeezed = _squeezed(text)
+    end: int | None = 0
+    for call in calls_of(message):
+        end = None if end is None else _end_of_call(call, squeezed, end, len(squeezed))
+    return end is not None and not _missing_parts(message, text)
 
 
 def without_end(message: Message, ends: tuple[str, ...]) -> Message:

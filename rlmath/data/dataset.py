@@ -44,6 +44,7 @@ from rlmath.data.sft_sequences import (
 from rlmath.data.stop_tokens import stop_token_ids
 from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, usable_prompts
 from rlmath.data.tool_chats import run_chat_settings
+from rlmath.data.tool_fences import FenceFormat
 from rlmath.rewards.several_rewards import MeasuredRows, is_verified, rules_of
 from rlmath.workers.user_functions import form_hook, template_hook, word_or_function
 
@@ -225,6 +226,9 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     tokenizer = load_tokenizer(config.model.path, settings=chat_settings(config.data))
     data = config.data
     sft = config.sft
+    fences = None
+    if config.tools.format == "fence":
+        fences = FenceFormat(tokenizer, config.tools.max_output_tokens)
     paths = train_paths(config.data)
     held_out_paths = [] if sft.held_out_path is None else [sft.held_out_path]
     with word_or_function(template_hook(config), data.template) as template:
@@ -235,6 +239,7 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
                 template,
                 limit=sft.max_sequence_tokens,
                 max_unusable_share=data.max_unusable_share,
+                fences=fences,
             )
             for path in (*paths, *held_out_paths)
         ]
@@ -261,7 +266,7 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
         check_warmup(config, total_steps, "one a step")
     evaluated = held_out if sft.eval_every_steps is not None else []
     trained_files = [(path, train) for path, (train, _) in zip(paths, split, strict=False)]
-    example_lines = sequence_lines(reports[0], data, tokenizer)
+    example_lines = sequence_lines(reports[0], data, tokenizer, fences)
     audit = audit_sequences(
         trained_files,
         evaluated,

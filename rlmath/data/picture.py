@@ -15,6 +15,7 @@ It shows where the text comes from, where its tokens end, and what of it is lear
 from __future__ import annotations
 
 import itertools
+import json
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ from rlmath.config.help import counted
 from rlmath.config.schema import ToolsConfig
 from rlmath.config.terminal import visible
 from rlmath.data.chat import Piece, generation_prompt
-from rlmath.data.columns import Message
-from rlmath.data.rows import PromptRow
+from rlmath.data.columns import Message, arguments_text, calls_of
+from rlmath.data.rows import PromptRow, RowError
 from rlmath.data.tokenizer import asked, completion_text
 from rlmath.data.tool_formats import open_format
 
@@ -46,7 +47,8 @@ class Part:
     label: str
     """The source of the text: "row"; "system" (data.system_prompt); "request" (for a box);
     "template"; "rewritten", by the template of the row; "generation" (what the template writes
-    before an answer); "end" (what ends it); "tokenizer"."""
+    before an answer); "given" (an output in its fence, as an engine puts it behind a call); "end"
+    (what ends an answer); "tokenizer"."""
     text: str
     learned: bool = False
     """Whether its tokens have weight in the loss."""
@@ -143,19 +145,28 @@ def sequence_picture(
     system_prompt: str | None,
     prompt_ids: Sequence[int],
     last_token: int,
+    fences: FenceFormat | None = None,
 ) -> tuple[str, ...]:
     """A sequence whose prompt has these tokens, and that ends with `last_token`.
 
-    The `answer` is what is learned."""
+    The `answer` is what is learned; with `fences` but for outputs of its calls."""
     end = str(tokenizer.convert_ids_to_tokens(last_token))
     if not pieces[-1].text.endswith(end):  # the tokens have it, the text does not
         pieces = [*pieces[:-1], Piece(pieces[-1].text + end, True)]
-    prompt = "".join(piece.text for piece in pieces[:-1])
+    before_answer = itertools.dropwhile(_is_of_answer, reversed(pieces))
+    prompt = "".join(reversed([piece.text for piece in before_answer]))
     generation = ""
     if template == "chat":
         generation = generation_prompt(asked(row), prompt, tokenizer, row.tools)
-    contents = [*_contents(prompt, row, template, system_prompt), *_of_turn(answer)]
+    contents = [
+        *_contents(prompt, row, template, system_prompt, fences),
+        *_of_turn(answer, fences),
+    ]
     return _drawn(_parts(pieces, contents, generation, end), tokenizer, prompt_ids)
+
+
+def _is_of_answer(piece: Piece) -> bool:
+    return piece.learned or piece.token_ids is not None
 
 
 def call_picture(
@@ -182,7 +193,11 @@ def call_picture(
 
 
 def _contents(
-    prompt: str, row: PromptRow, template: str, system_prompt: str | None
+    prompt: str,
+    row: PromptRow,
+    template: str,
+    system_prompt: str | None,
+    fences: FenceFormat | None = None,
 ) -> list[tuple[str, str]]:
     """(label, text) of the contents that are put into the template."""
     if template == "raw":
@@ -190,7 +205,7 @@ def _contents(
     if template != "chat":
         return [("row", row.prompt)]
     turns = asked(row)
-    contents = [part for turn in turns for part in _of_turn(turn)]
+    contents = [part for turn in turns for part in _of_turn(turn, fences)]
     if not row.messages:
         contents = [("row", row.prompt), ("request", turns[0]["content"].removeprefix(row.prompt))]
     if system_prompt is not None and turns[0]["role"] != "system":
@@ -198,10 +213,26 @@ def _contents(
     return contents
 
 
-def _of_turn(message: Message) -> list[tuple[str, str]]:
+def _of_turn(message: Message, fences: FenceFormat | None) -> list[tuple[str, str]]:
     """(label, text) of the parts of a turn that a template writes, in that order."""
     texts = [message.get(key) for key in ("reasoning_content", "content")]
-    return [("row", text) for text in texts if isinstance(text, str)]
+    contents = [text for text in texts if isinstance(text, str)]
+    if fences is not None and message["role"] == "assistant":
+        contents = [part for text in contents for part in _sampled_texts(text, fences)]
+    for call in calls_of(message):
+        arguments = call["function"]["arguments"]
+        contents += dict.fromkeys(
+            (arguments_text(arguments), json.dumps(arguments, ensure_ascii=False))
+        )
+    return [("row", text) for text in contents]
+
+
+def _sampled_texts(text: str, fences: FenceFormat) -> list[str]:
+    """The parts of an answer around its outputs; all of it where it has weight 0 and no outputs."""
+    try:
+        return [piece.text for piece in fences.pieces(text) if piece.learned]
+    except RowError:
+        return [text]
 
 
 def _parts(
@@ -232,6 +263,7 @@ def _parts(
         stop = start + len(piece.text)
         of_piece = {span: label for span, label in labels.items() if start <= span[0] < stop}
         other = "template" if not piece.learned or "row" in of_piece.values() else "rewritten"
+        other = other if piece.token_ids is None else "given"
         cuts = sorted({start, stop, *itertools.chain.from_iterable(of_piece)})
         parts.append(
             [

@@ -11,6 +11,9 @@ Prompt and completion are tokenized apart, so that no token is half of either. I
 the completion is what the template makes of the assistant's turn, with its own end; behind another
 the end is that of the prompt's template, else the end of sequence, and what ends a completion
 already is not doubled.
+
+Outputs of tools are read, not learned: the template's turns of tools, and behind calls in fences
+the block that an engine would put there (`tool_fences`).
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ from rlmath.data.tokenizer import (
     template_of,
     token_ids_of,
 )
+from rlmath.data.tool_fences import FenceFormat, has_output
 from rlmath.data.turns import check_rendered
 from rlmath.workers.user_functions import UserFunction
 
@@ -68,10 +72,10 @@ class WrittenSequence:
     prompt_ids: tuple[int, ...]
     """At least one token: the model predicts the first token of the completion from it."""
     completion_ids: tuple[int, ...]
-    """Tokens to be learned; the last one ends a turn or a sequence."""
+    """Tokens of which all or some are learned; the last one ends a turn or a sequence."""
     learned: tuple[bool, ...] | None = None
     """Whether each token of the completion is learned; None: all are. Other turns between the
-    assistant's are not."""
+    assistant's, and outputs of tools, are not."""
 
     @property
     def length(self) -> int:
@@ -101,6 +105,9 @@ class SequenceReport(FilterReport):
     """The first sequence that is kept, as text and as tokens; None where nothing is kept."""
     characters: frozenset[str] = frozenset()
     """Characters of all texts that are kept."""
+    learned_outputs: int = 0
+    """Sequences whose answers have calls in fences with outputs that are learned like other
+    text."""
 
 
 def load_sequences(
@@ -109,16 +116,17 @@ def load_sequences(
     template: str | UserFunction,
     limit: int,
     max_unusable_share: float,
+    fences: FenceFormat | None = None,
 ) -> tuple[list[WrittenSequence], SequenceReport]:
     """The sequences of a file that have at most `limit` tokens, in its order.
 
-    ValueError for a file that cannot be read, where too many rows are unusable, and where nothing
-    is left."""
+    With `fences` answers have calls in that format, whose outputs are not learned. ValueError for
+    a file that cannot be read, where too many rows are unusable, and where nothing is left."""
     sequences: list[WrittenSequence] = []
     example: tuple[_Texts, WrittenSequence] | None = None
     characters: set[str] = set()
     unusable: list[UnusableRow] = []
-    too_long = longest = 0
+    too_long = longest = learned_outputs = 0
     rows = raw_rows(path)
     while chunk := list(itertools.islice(rows, _CHUNK)):
         texts = _texts(
@@ -127,6 +135,7 @@ def load_sequences(
             tokenizer,
             unusable=unusable,
             most_characters=CHARACTERS_PER_TOKEN * limit,
+            fences=fences,
         )
         for row, sequence in zip(texts, _tokenized(texts, tokenizer), strict=True):
             if not sequence.prompt_ids:
@@ -140,6 +149,9 @@ def load_sequences(
                 sequences.append(sequence)
                 example = example or (row, sequence)
                 characters.update(*(piece.text for piece in row.pieces))
+                learned_outputs += any(
+                    piece.learned and has_output(piece.text) for piece in row.pieces
+                )
     report = SequenceReport(
         read=len(sequences) + too_long,
         kept=len(sequences),
@@ -153,6 +165,7 @@ def load_sequences(
         template=example[0].template if example else "",
         example=example,
         characters=frozenset(characters),
+        learned_outputs=learned_outputs,
     )
     _check(report, max_unusable_share)
     return sequences, report
@@ -221,6 +234,7 @@ def _texts(
     tokenizer: PreTrainedTokenizerFast,
     unusable: list[UnusableRow],
     most_characters: int,
+    fences: FenceFormat | None,
 ) -> list[_Texts]:
     """The texts of the rows that can be used; the others are added to `unusable`.
 
@@ -254,7 +268,7 @@ def _texts(
                     f"{most_characters}; it is not "
                     "tokenized"
                 )
-            usable.append(texts)
+            usable.append(texts if fences is None else _with_outputs(texts, fences))
         except RowError as error:
             unusable.append(_unusable(raw, error))
     return usable
@@ -310,6 +324,16 @@ def _written(
     text, pieces = conversation(messages, tokenizer, name, tools)
     check_rendered(text, messages, tools, tokenizer=tokenizer, is_prompt=False)
     return _Texts(row.prompt, row.answer, word, pieces=pieces, is_chat=True)
+
+
+def _with_outputs(texts: _Texts, fences: FenceFormat) -> _Texts:
+    """The texts with the outputs in what is learned as pieces of their own."""
+    pieces = [
+        part
+        for piece in texts.pieces
+        for part in (fences.pieces(piece.text) if piece.learned else [piece])
+    ]
+    return replace(texts, pieces=pieces)
 
 
 def _unusable(raw: RawRow, error: RowError) -> UnusableRow:
@@ -377,7 +401,7 @@ def _parse(columns: dict, place: str) -> _Row:
             row = PromptRow(prompt, "math", place, solutions=(completion,), whole=whole)
             return _Row(row, assistant(completion))
     if "messages" in columns:
-        *turns, answer = messages_of(columns["messages"], "messages")
+        *turns, answer = messages_of(columns["messages"], "messages", are_learned=True)
         if answer["role"] != "assistant" or not turns:
             raise RowError(
                 "the last of its messages must be the assistant's, with others before it"
@@ -401,12 +425,15 @@ def _tokenized(
 ) -> Iterator[WrittenSequence]:
     """The sequences of texts: the prompt as GRPO has it, then the pieces.
 
-    Pieces have no special tokens of the tokenizer's. Each is tokenized alone; where a tokenizer
-    begins every text with a mark of its own, they have the tokens of the whole text."""
+    Pieces have no special tokens of the tokenizer's. Each is tokenized alone, but where it has its
+    tokens already; where a tokenizer begins every text with a mark of its own, they have the tokens
+    of the whole text."""
     if not texts:
         return
     prompts = prompt_tokens([row_texts.prompt for row_texts in texts], tokenizer)
-    parts = [piece for row_texts in texts for piece in row_texts.pieces[1:]]
+    parts = [
+        piece for row_texts in texts for piece in row_texts.pieces[1:] if piece.token_ids is None
+    ]
     tokens = iter(token_ids_of([piece.text for piece in parts], tokenizer))
     of_turn = chat_end(tokenizer)
     of_sequence = tokenizer.eos_token_id
@@ -414,11 +441,13 @@ def _tokenized(
     for row_texts, prompt in zip(texts, prompts, strict=True):
         completion = []
         learned = []
-        tokenized_apart = list(itertools.islice(tokens, len(row_texts.pieces) - 1))
-        of_pieces = (
-            _in_whole_text(row_texts.pieces, tokenizer) if marks_beginnings else None
-        ) or tokenized_apart
-        for piece, ids in zip(row_texts.pieces[1:], of_pieces, strict=True):
+        tokens_of_pieces = [
+            next(tokens) if piece.token_ids is None else list(piece.token_ids)
+            for piece in row_texts.pieces[1:]
+        ]
+        if marks_beginnings:
+            tokens_of_pieces = _in_runs(row_texts.pieces, tokens_of_pieces, tokenizer)
+        for piece, ids in zip(row_texts.pieces[1:], tokens_of_pieces, strict=True):
             completion += ids
             learned += [piece.learned] * len(ids)
         if not completion or completion[-1] not in (of_turn, of_sequence):
@@ -437,6 +466,34 @@ def _marks_beginnings(tokenizer: PreTrainedTokenizerFast) -> bool:
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("\n", "\n2", "2")
     )
     return both_ids != newline_ids + digit_ids
+
+
+_BEFORE_RUNS = tuple(Piece(text, False) for text in ("\n", "a", "(", "1"))
+"""Texts behind which a text is tokenized that follows an output, the first with which it does not
+merge. An output ends with a line's end."""
+
+
+def _in_runs(
+    pieces: Sequence[Piece],
+    tokens_of_pieces: Sequence[list[int]],
+    tokenizer: PreTrainedTokenizerFast,
+) -> list[list[int]]:
+    """Tokens of every piece after the prompt; texts between outputs have those of their whole text.
+
+    `tokens_of_pieces` has each one's tokens by itself, which stay where the whole text has
+    others at its borders."""
+    token_ids: list[list[int]] = []
+    heads: Sequence[Piece] = (pieces[0],)
+    pairs = zip(pieces[1:], tokens_of_pieces, strict=True)
+    for is_output, run in itertools.groupby(pairs, lambda pair: pair[0].token_ids is not None):
+        run_pieces, run_tokens = zip(*run, strict=True)
+        in_whole = None
+        if not is_output:
+            readings = (_in_whole_text([head, *run_pieces], tokenizer) for head in heads)
+            in_whole = next((reading for reading in readings if reading is not None), None)
+        token_ids += run_tokens if in_whole is None else in_whole
+        heads = _BEFORE_RUNS
+    return token_ids
 
 
 def _in_whole_text(

@@ -108,15 +108,16 @@ def _has_structs(kind: pa.DataType) -> bool:
     return _is_list(kind) and pa.types.is_struct(kind.value_type)
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: Any, kept_key: str | None = "content") -> Any:
     """A list of structs without what is null in them: in a table each has the keys of all.
 
-    A null content stays, as messages with calls of tools have it."""
+    The null of `kept_key` stays in the list's own structs: messages with calls of tools have a null
+    content."""
     if isinstance(value, list):
-        return [_without_nulls(part) for part in value]
+        return [_without_nulls(part, kept_key) for part in value]
     if isinstance(value, dict):
-        parts = {key: part for key, part in value.items() if part is not None or key == "content"}
-        return {key: _without_nulls(part) for key, part in parts.items()}
+        parts = {key: part for key, part in value.items() if part is not None or key == kept_key}
+        return {key: _without_nulls(part, kept_key=None) for key, part in parts.items()}
     return value
 
 

@@ -77,6 +77,7 @@ class OutputTokens:
         self.control_texts = tuple(
             sorted({*added.values(), *special.values()} - {""}, key=len, reverse=True)
         )
+        self._before_ids = {before: self.ids_of(before, splits_special=True) for before in _BEFORE}
         self._pattern = re.compile("|".join(map(re.escape, self.control_texts)) or r"(?!)")
 
     def text_of(self, token_ids: Sequence[int]) -> str:
@@ -113,8 +114,7 @@ class OutputTokens:
         """Tokens of a part of a text, without the space that tokenizers put before a text.
 
         A special token's text is text where it `splits_special`, else it is that token."""
-        for before in _BEFORE:
-            before_ids = self.ids_of(before, splits_special)
+        for before, before_ids in self._before_ids.items():
             token_ids = self.ids_of(before + part, splits_special)
             if before_ids and token_ids[: len(before_ids)] == before_ids:
                 return token_ids[len(before_ids) :]

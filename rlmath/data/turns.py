@@ -234,12 +234,18 @@ def _counted(text: str, marks: Marks) -> Counter[str]:
     return counts
 
 
-def _plain(value: Any) -> Any:
-    """A value of JSON with "x" for every text but roles and what is blank."""
+def _plain(value: Any, in_arguments: bool = False) -> Any:
+    """A value of JSON with "x" for every text but roles and what is blank.
+
+    Numbers in the arguments of calls are 0."""
     if isinstance(value, str):
         return "x" if value.strip() else value
     if isinstance(value, Mapping):
-        return {key: part if key == "role" else _plain(part) for key, part in value.items()}
+        return {
+            key: part if key == "role" else _plain(part, in_arguments or key == "arguments")
+            for key, part in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return value
+        return [_plain(part, in_arguments) for part in value]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return 0 if in_arguments and is_number else value

@@ -580,7 +580,7 @@ data.more_train_paths data.train_weights
 data.template data.chat_template data.chat_template_kwargs data.system_prompt data.prompts_per_step
 data.max_unusable_share data.shuffle algorithm.rollback algorithm.rollback_lr_factor memory.gpu memory.gpu_gib
 telemetry.tensorboard telemetry.profile_steps telemetry.report telemetry.wandb telemetry.wandb_project
-telemetry.wandb_name
+telemetry.wandb_name tools.format tools.max_output_tokens
 """.split()
 """Settings, or whole sections, that a supervised run has."""
 

@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from rlmath.algorithms.types import PartialCompletion, ToolCall, turn_tokens
 from rlmath.config.schema import ToolsConfig
 from rlmath.data.tokenizer import completion_text
+from rlmath.data.tool_fences import most_output_characters
 from rlmath.data.tool_formats import ToolFormat
 from rlmath.data.tool_outputs import SampledCall
 from rlmath.rollout.sampling import Key, Request
-from rlmath.sandbox.calls import KEEPING, LEAST_OUTPUT, CallResult, Limits, PastCall
+from rlmath.sandbox.calls import KEEPING, CallResult, Limits, PastCall
 from rlmath.sandbox.sandboxes import Sandboxes
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,6 @@ WAIT_SECONDS = 0.2
 """Longest wait for a result where the engine has nothing else to do."""
 TRIAL_SECONDS = 60.0
 """Longest wait for the call by which sandboxes are tried."""
-OUTPUT_CHARACTERS = 16
-"""Characters of an output that a sandbox keeps for each token that is shown."""
 FEW_LOST = 5
 MOST_LOST_SHARE = 0.2
 """A rollout ends in an error where FEW_LOST completions or more, and more than this share of those
@@ -105,7 +104,7 @@ def open_sandboxes(settings: ToolsConfig) -> Sandboxes:
             call_cpu_seconds=settings.call_cpu_seconds,
             completion_cpu_seconds=settings.completion_cpu_seconds,
             memory_bytes=math.ceil(settings.memory_gib * 2**30),
-            output_characters=max(LEAST_OUTPUT, OUTPUT_CHARACTERS * settings.max_output_tokens),
+            output_characters=most_output_characters(settings.max_output_tokens),
         ),
         isolation=settings.isolation,
         state=settings.state,

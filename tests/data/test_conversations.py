@@ -142,7 +142,7 @@ def test_in_a_table_what_is_null_is_not_there(tmp_path: Path) -> None:
         (
             "qwen2.5",
             {"messages": [ASKED, {**ANSWER, "tool_calls": [CALL]}]},
-            "a part of the answer",
+            "the call",
         ),
         ("qwen2.5", {"messages": [ASKED, ANSWER], "tools": TOOLS}, "the tools"),
         (

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from rlmath.config.length_curriculum import BOUNDARY_TOKENS
 from rlmath.config.schema import (
     Config,
     DataConfig,
@@ -17,9 +18,11 @@ from rlmath.config.schema import (
     OptimizerConfig,
     RunConfig,
     SftConfig,
+    ToolsConfig,
 )
 from rlmath.data.dataset import load_inputs, load_sft_inputs
 from rlmath.data.sft_sequences import split_held_out
+from tests.data.chat_templates import chat_tokenizer
 from tests.tiny_models import shape_of
 
 
@@ -123,6 +126,37 @@ def test_limits_and_template(tmp_path: Path, config: Config, tied_model: Path) -
         load_sft_inputs(
             replace(config, data=replace(data, max_unusable_share=0.19), sft=sft), shape
         )
+
+
+def test_outputs_of_tools_are_given_with_the_format(
+    tmp_path: Path, config: Config, tied_model: Path
+) -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    tokenizer.save_pretrained(tmp_path / "model")
+    shape = replace(shape_of(tied_model), vocab_size=len(tokenizer))
+    answer = f"```python\n1\n```\n```output\n{'7' * 300}\n```\nSo."
+    path = write(tmp_path / "calls.jsonl", {"prompt": "1", "completion": answer})
+    config = replace(
+        config,
+        model=ModelConfig(path=str(tmp_path / "model")),
+        data=replace(config.data, train_path=path, prompts_per_step=1),
+        sft=replace(config.sft, max_sequence_tokens=900, held_out_share=0.0),
+    )
+    whole = load_sft_inputs(config, shape).sequences[0]
+    assert whole.learned is None
+    lengths = {}
+    for most in (64, 128, 900):
+        tools = ToolsConfig(format="fence", max_output_tokens=most)
+        inputs = load_sft_inputs(replace(config, tools=tools), shape)
+        (sequence,) = inputs.sequences
+        assert sequence.n_learned == len("```python\n1\n```") + len("So.") + 1
+        assert any(line.startswith("    given ") for line in inputs.audit.shown)
+        lengths[most] = sequence.length - sequence.n_learned - 1
+    assert lengths[64] <= 64 + BOUNDARY_TOKENS < lengths[128] <= 128 + BOUNDARY_TOKENS
+    assert sequence.completion_ids == whole.completion_ids
+    refused = replace(config, model=ModelConfig(path=str(tied_model)), tools=tools)
+    with pytest.raises(ValueError, match=r'tools\.format is "fence", and the tokenizer of'):
+        load_sft_inputs(refused, shape_of(tied_model))
 
 
 def test_a_warm_up_counts_steps(config: Config, tied_model: Path) -> None:

@@ -22,10 +22,16 @@ BETAS = (0.9, 0.95)
 
 
 def make_sequences(count: int, seed: int) -> list[WrittenSequence]:
-    return [
-        WrittenSequence(sample.prompt_ids, sample.completion_ids)
-        for sample in make_samples(count, seed)
-    ]
+    """Sequences, every second of which has tokens that are not learned, as outputs of tools are."""
+    sequences = []
+    for number, sample in enumerate(make_samples(count, seed)):
+        learned = tuple(index % 5 not in (1, 2) for index in range(len(sample.completion_ids)))
+        sequences.append(
+            WrittenSequence(
+                sample.prompt_ids, sample.completion_ids, learned if number % 2 else None
+            )
+        )
+    return sequences
 
 
 def order_of(sequences: Sequence[WrittenSequence]) -> PromptOrder:

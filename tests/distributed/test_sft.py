@@ -52,7 +52,7 @@ def alone(ranks: RankPool, untied_model: Path) -> list[dict[str, float]]:
 def loss_and_hits(
     model: torch.nn.Module, sequences: list[WrittenSequence]
 ) -> tuple[torch.Tensor, int, int]:
-    """(sum of nats, tokens, tokens that are the likeliest) of completions, sequence by sequence."""
+    """(sum of nats, tokens, tokens that are the likeliest) of what is learned, by sequence."""
     total = torch.zeros(())
     tokens = 0
     hits = 0
@@ -60,6 +60,10 @@ def loss_and_hits(
         ids = torch.tensor(sequence.prompt_ids + sequence.completion_ids)
         logits = model(ids[None]).logits[0, len(sequence.prompt_ids) - 1 : -1]
         targets = torch.tensor(sequence.completion_ids)
+        if sequence.learned is not None:
+            learned = torch.tensor(sequence.learned)
+            logits = logits[learned]
+            targets = targets[learned]
         total = total + torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
         tokens = tokens + len(targets)
         hits = hits + int((logits.argmax(-1) == targets).sum())

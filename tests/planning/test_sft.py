@@ -74,6 +74,10 @@ def test_every_setting_of_its_own_section_is_used() -> None:
         "data.system_prompt",
     }
     assert chat <= set(used)
+    assert {key for key in used if key.startswith("tools.")} == {
+        "tools.format",
+        "tools.max_output_tokens",
+    }
     of_algorithm = {key for key in used if key.startswith("algorithm.")}
     assert of_algorithm == {"algorithm.rollback", "algorithm.rollback_lr_factor"}
 
