@@ -39,6 +39,10 @@ GOOD_ACCURACY = 0.9
 RLMATH = (sys.executable, "-P", "-m", "rlmath.cli.main")
 LORA_RATES = ("optimizer.lr=2e-3", "optimizer.min_lr=1e-4")
 """Learning rates of the demo's adapters: ten times those of configs/demo.yaml."""
+TOOLS = "tools"
+"""The algorithm whose demo has products for problems."""
+TOOL_WORDS = ("tools.format=fence", "tools.max_calls=1", "tools.max_output_tokens=64")
+"""Settings of the demo with a Python tool, in both of its trainings."""
 REWARD = f"reward.scheme={RewardConfig.scheme}"
 """The reward of every objective whose paper pays for right answers alone.
 
@@ -105,7 +109,7 @@ def one_thread() -> dict[str, str]:
     return child_environment() | {"OMP_NUM_THREADS": "1"}
 
 
-def teach(folder: Path, seed: int) -> None:
+def teach(folder: Path, seed: int, with_tool: bool) -> None:
     """Train the random model on worked solutions.
 
     There is one data-parallel rank for each of two cores (or one on a machine with one GPU),
@@ -120,25 +124,31 @@ def teach(folder: Path, seed: int) -> None:
     ]
     command += [f"data.train_path={folder / 'data' / 'worked.jsonl'}"]
     command += [f"sft.held_out_path={folder / 'data' / 'worked_heldout.jsonl'}"]
-    run("Supervised training: a tiny model that can add but slips", command, one_thread())
+    title = "Supervised training: a tiny model that can add but slips"
+    if with_tool:
+        command += [*TOOL_WORDS, "sft.max_sequence_tokens=96"]
+        title = "Supervised training: a tiny model that guesses products, and calls Python at times"
+    run(title, command, one_thread())
     shutil.copytree(folder / "sft" / EXPORT_FOLDER, folder / "base")
 
 
-def make_base(folder: Path, seed: int) -> None:
+def make_base(folder: Path, seed: int, with_tool: bool = False) -> None:
     """Make data, a random model and the base model, in `data`, `random` and `base`.
 
-    The base model is the random one after supervised training."""
-    for title, program, part in (
-        ("Arithmetic problems", "make_arithmetic", "data"),
-        ("A tiny random model", "make_tiny_model", "random"),
+    The base model is the random one after supervised training. `with_tool`: the problems are
+    products, and some solutions call Python."""
+    operation = "multiply" if with_tool else "add"
+    for title, program, part, options in (
+        ("Arithmetic problems", "make_arithmetic", "data", ["--operation", operation]),
+        ("A tiny random model", "make_tiny_model", "random", []),
     ):
-        words = ["--output", str(folder / part), "--seed", str(seed)]
+        words = ["--output", str(folder / part), "--seed", str(seed), *options]
         run(
             title,
             [sys.executable, "-P", "-m", f"rlmath.cli.{program}", *words],
             child_environment(),
         )
-    teach(folder, seed)
+    teach(folder, seed, with_tool)
 
 
 def training_words(folder: Path, arguments: argparse.Namespace) -> list[str]:
@@ -161,6 +171,8 @@ def training_words(folder: Path, arguments: argparse.Namespace) -> list[str]:
         words.append(REWARD)
     if arguments.algorithm == "lora":  # its file leaves the learning rate to the model's size
         words += LORA_RATES
+    if arguments.algorithm == TOOLS:
+        words += [*TOOL_WORDS, "rollout.max_new_tokens=48"]
     return [
         *words,
         "validation.every_steps=1000",
@@ -258,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder.exists():
         set_aside(folder)
     folder.mkdir(parents=True)
-    make_base(folder, arguments.seed)
+    make_base(folder, arguments.seed, with_tool=arguments.algorithm == TOOLS)
     run_dir = train(folder, arguments)
     before, *_, after = read_metrics(str(run_dir), VALIDATION_FILE)
     name = "validation/accuracy"
@@ -271,11 +283,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{after[name]:.1%} in "
         f"{after['step']:.0f} steps ({end_time - started:.0f} s without installation)."
     )
-    good_steps = [
-        row["step"]
-        for row in read_metrics(str(run_dir))
-        if row["rollout/accuracy"] >= GOOD_ACCURACY
-    ]
+    steps = read_metrics(str(run_dir))
+    if arguments.algorithm == TOOLS:
+        calls = "tools/calls_per_completion"
+        print(
+            f"Calls of Python a completion: {steps[0][calls]:.2f} in the first step, "
+            f"{steps[-1][calls]:.2f} in the last."
+        )
+    good_steps = [row["step"] for row in steps if row["rollout/accuracy"] >= GOOD_ACCURACY]
     if good_steps:
         print(f"Step {good_steps[0]:.0f} was the first with {GOOD_ACCURACY:.0%} right answers.")
     if arguments.started_at is not None:

@@ -16,6 +16,14 @@ the carry as a third term.
 Every result in them slips with some probability (`worked_solution`), so that a model that learns
 from them has the right result as its most likely next token nearly everywhere, and slips as often
 as the file when it samples at temperature 1: that is the gap that GRPO closes.
+
+With `--operation multiply` the problems are products of three and two digits, which a tiny model
+cannot compute. Of the worked solutions, all of them right, a part calls Python, as docs/tool_use.md has it,
+and the others answer at once: a model that learns from them guesses, and calls as often as the file,
+which GRPO changes.
+
+    {"prompt": "347*85=",
+     "completion": "```python\\n347*85\\n```\\n```output\\n29495\\n```\\n\\\\boxed{29495}"}
 """
 
 from __future__ import annotations
@@ -35,6 +43,10 @@ SLIP = 0.20154
 """Probability of a slip that leaves 40% of the worked solutions of two digits right.
 
 With two columns and three digits that is 0.81^2 x 0.82^3."""
+LEFT_FACTORS = range(100, 1000)
+RIGHT_FACTORS = range(10, 100)
+CALLING = 0.25
+"""Share of the worked products that call Python."""
 _COLUMN_SUMS = 20
 """A slip in a column writes one of 0..19: two digits and a carry make at most 19."""
 
@@ -64,16 +76,83 @@ class Addition:
         }
 
 
+@dataclass(frozen=True)
+class Multiplication:
+    """One problem, such as 347*85."""
+
+    left: int
+    right: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.left}*{self.right}="
+
+    @property
+    def solution(self) -> str:
+        return f"\\boxed{{{self.left * self.right}}}"
+
+    def row(self) -> dict[str, object]:
+        """The line of the JSONL file."""
+        return {
+            "prompt": self.prompt,
+            "task": "math",
+            "query_id": f"multiply-{self.left}-{self.right}",
+            "solutions": [self.solution],
+        }
+
+    def solution_with_call(self) -> str:
+        """A call of Python, its output, and the answer."""
+        product = self.left * self.right
+        call = f"```python\n{self.left}*{self.right}\n```\n"
+        return f"{call}```output\n{product}\n```\n{self.solution}"
+
+
+def make_products(
+    seed: int, train: int, heldout: int
+) -> tuple[list[Multiplication], list[Multiplication]]:
+    """Training and held-out products: distinct pairs of factors, the same for the same seed.
+
+    Raises ValueError for counts below 1, or more rows than distinct problems.
+    """
+    n_pairs = len(LEFT_FACTORS) * len(RIGHT_FACTORS)
+    _check_counts(train, heldout, most=n_pairs)
+    picks = random.Random(seed).sample(range(n_pairs), train + heldout)
+    pairs = [divmod(pick, len(RIGHT_FACTORS)) for pick in picks]
+    problems = [Multiplication(LEFT_FACTORS[left], RIGHT_FACTORS[right]) for left, right in pairs]
+    return problems[:train], problems[train:]
+
+
+def worked_products(
+    problems: list[Multiplication], count: int, seed: int
+) -> list[dict[str, object]]:
+    """Right solutions of `count` products drawn at random, CALLING of them with a call."""
+    rng = random.Random(f"{seed}:worked")
+    return [
+        {
+            "prompt": problem.prompt,
+            "completion": problem.solution_with_call()
+            if rng.random() < CALLING
+            else problem.solution,
+        }
+        for problem in rng.choices(problems, k=count)
+    ]
+
+
+def _check_counts(train: int, heldout: int, most: int) -> None:
+    """ValueError for counts of rows below 1, or more than `most` together."""
+    if train < 1 or heldout < 1 or train + heldout > most:
+        raise ValueError(
+            f"{train} training and {heldout} held-out rows; needed: at least 1 of each, "
+            f"{most} in all at most"
+        )
+
+
 def make_problems(seed: int, train: int, heldout: int) -> tuple[list[Addition], list[Addition]]:
     """Training and held-out problems: distinct pairs of numbers, the same for the same seed.
 
     Raises ValueError for counts below 1, or more rows than distinct problems.
     """
-    if train < 1 or heldout < 1 or train + heldout > NUMBERS**2:
-        raise ValueError(
-            f"{train} training and {heldout} held-out rows; needed: at least 1 of each, "
-            f"{NUMBERS**2} in all at most"
-        )
+    _check_counts(train, heldout, most=NUMBERS**2)
     picks = random.Random(seed).sample(range(NUMBERS**2), train + heldout)
     problems = [Addition(*divmod(pick, NUMBERS)) for pick in picks]
     return problems[:train], problems[train:]
@@ -131,6 +210,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="Writes additions: train, heldout, worked and worked_heldout.jsonl."
     )
+    parser.add_argument(
+        "--operation",
+        choices=("add", "multiply"),
+        default="add",
+        help="multiply: products, solved with a Python tool or guessed (default add)",
+    )
     parser.add_argument("--output", type=Path, required=True, help="new or empty folder")
     parser.add_argument(
         "--seed", type=int, default=1, help="the same seed gives the same files (default 1)"
@@ -142,17 +227,23 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.worked < 0:
         parser.error(f"--worked is {arguments.worked}; needed: at least 0")
-    train, heldout = make_problems(arguments.seed, arguments.train, arguments.heldout)
-    worked = worked_rows(train, arguments.worked, SLIP, arguments.seed)
+    sizes = {"seed": arguments.seed, "train": arguments.train, "heldout": arguments.heldout}
+    n_worked_heldout = min(arguments.worked, arguments.heldout)
+    if arguments.operation == "multiply":
+        train, heldout = make_products(**sizes)
+        worked = worked_products(train, arguments.worked, arguments.seed)
+        worked_heldout = worked_products(heldout, n_worked_heldout, arguments.seed)
+    else:
+        train, heldout = make_problems(**sizes)
+        worked = worked_rows(train, arguments.worked, SLIP, arguments.seed)
+        worked_heldout = worked_rows(heldout, n_worked_heldout, SLIP, arguments.seed)
     check_output(arguments.output)
     arguments.output.mkdir(parents=True, exist_ok=True)
     for name, rows in {
         "train": [problem.row() for problem in train],
         "heldout": [problem.row() for problem in heldout],
         "worked": worked,
-        "worked_heldout": worked_rows(
-            heldout, min(arguments.worked, len(heldout)), SLIP, arguments.seed
-        ),
+        "worked_heldout": worked_heldout,
     }.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (arguments.output / f"{name}.jsonl").write_text(lines, encoding="utf-8")

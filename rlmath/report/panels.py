@@ -107,6 +107,36 @@ FIGURES: Mapping[str, Sequence[Lines]] = {
             form="stack",
         ),
     ],
+    "Tools": [
+        Lines(
+            "Calls of a completion", "calls, mean", {"tools/calls_per_completion": "all that ran"}
+        ),
+        Lines(
+            "Completions that call",
+            "share of completions",
+            {"tools/completions_with_calls": "call", "tools/out_of_calls": "cut off at a call"},
+        ),
+        Lines(
+            "Accuracy with and without calls",
+            "share of completions",
+            {
+                "tools/accuracy_with_calls": "with calls",
+                "tools/accuracy_without_calls": "without",
+            },
+        ),
+        Lines("How calls ended", "share of calls", {"tools/status/*": ""}, form="stack"),
+        Lines("Outputs cut", "share of calls", {"tools/outputs_cut": "cut"}),
+        Lines("Turns without an answer", "share of completions", {"tools/void_turns": "void"}),
+        Lines(
+            "Completions that left their groups",
+            "completions",
+            {"tools/void_completions": "void", "tools/lost_completions": "lost"},
+        ),
+        Lines("Output tokens", "tokens of a completion", {"tools/given_tokens": "mean"}),
+        Lines(
+            "Waiting for calls", "s", {"tools/wait_s": "mean of a call", "tools/wait_s_p99": "p99"}
+        ),
+    ],
     "Policy": [
         Lines("Entropy", "nats per token", {"train/entropy_loss": "entropy"}),
         Lines(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.cli.make_arithmetic import (
+    CALLING,
     SLIP,
     Addition,
     main,
@@ -52,6 +53,28 @@ def test_worked_rows_are_right_as_often_as_their_slips_leave():
         != worked_rows(problems, 10000, SLIP, seed=2)
     )
     assert all(row["completion"].endswith("}") for row in worked_rows(problems, 5, 0.0, seed=1))
+
+
+def test_products_are_right_and_some_solutions_call_python(tmp_path: Path):
+    """What stands between a call and the answer is what Python prints; a solution may guess."""
+    options = ["--output", str(tmp_path), "--train", "400", "--heldout", "40", "--worked", "2000"]
+    main([*options, "--operation", "multiply"])
+    train, heldout, worked, worked_heldout = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "heldout", "worked", "worked_heldout")
+    )
+    calling = 0
+    for row in worked + worked_heldout:
+        left, right = map(int, row["prompt"].rstrip("=").split("*"))
+        assert left in range(100, 1000) and right in range(10, 100)
+        answer = f"\\boxed{{{left * right}}}"
+        call = f"```python\n{left}*{right}\n```\n```output\n{left * right}\n```\n"
+        assert row["completion"] in (answer, call + answer)
+        calling += row["completion"] != answer
+    assert calling / len(worked + worked_heldout) == pytest.approx(CALLING, abs=0.04)
+    assert {row["prompt"] for row in worked} <= {row["prompt"] for row in train}
+    assert {row["prompt"] for row in heldout} >= {row["prompt"] for row in worked_heldout}
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
 
 
 @pytest.mark.parametrize(("train", "heldout"), [(0, 1), (1, 0), (9990, 11)])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.cli.demo import TOOL_WORDS
 from rlmath.cli.plan import main
 from rlmath.config.gpu_specs import GPUS, GpuName
 from tests.selection import keeping
@@ -70,7 +71,8 @@ def test_the_demo_has_a_plan_with_every_algorithm(
     name: str, model: str, capsys: pytest.CaptureFixture[str]
 ):
     files = ("--config", str(CONFIGS / "demo.yaml"), "--config", str(CONFIGS / name))
-    plan = planned(capsys, *files, model, "run.device=cpu")
+    tool_words = TOOL_WORDS if name == "algorithms/tools.yaml" else ()
+    plan = planned(capsys, *files, model, "run.device=cpu", *tool_words)
     assert plan["cluster"]["machine"]["name"] == "CPU" and 0.1 < plan["step_seconds"] < 60
 
 
