@@ -63,7 +63,6 @@ class FenceFormat:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, max_output_tokens: int) -> None:
         """ValueError where the tokenizer cannot write a call."""
         self.tokenizer = tokenizer
-        self._before_ids = {before: self._plain_ids(before) for before in _BEFORE}
         self._max_output_tokens = max_output_tokens
         self.can_complete = frozenset(
             token_id
