@@ -71,7 +71,7 @@ OPTIONS = SettingNames(
     chat_template="--chat-template",
     message_template="--template chat",
 )
-"""Those of `rlmath eval`."""
+"""Options of `rlmath eval`."""
 
 
 # ---------------------------------------------------------------- calls in the text of a turn

@@ -53,7 +53,7 @@ class FoundCalls:
     tokens: int
     """Tokens of the turn, to the one that completes its calls."""
     calls: tuple[SampledCall, ...]
-    """In order."""
+    """All of the turn, in order."""
 
 
 @dataclass(frozen=True)

@@ -418,7 +418,8 @@ def test_frames_of_tokens_that_the_model_does_not_know_are_refused() -> None:
 )
 def test_a_template_that_does_not_append_is_refused(change: tuple[str, str], reason: str) -> None:
     tokenizer = byte_tokenizer()
-    changed = TOOL_CHATS["qwen2.5"].replace(*change)
+    written, other = change
+    changed = TOOL_CHATS["qwen2.5"].replace(written, other)
     assert changed != TOOL_CHATS["qwen2.5"]
     tokenizer.chat_template = ChatSettings(tool=PYTHON).head + changed
     with pytest.raises(ValueError, match=reason):
@@ -473,7 +474,15 @@ def completion(text: str, positions: tuple[int, ...] = (), finish: str = "stop")
         ToolCall("1", "\\boxed{9}", "ok", position=position, ends_turn=True)
         for position in positions
     )
-    return Completion(0, (), (), text, finish, policy_version=0, calls=calls)  # type: ignore[arg-type]
+    return Completion(
+        sample_index=0,
+        token_ids=(),
+        logprobs=(),
+        text=text,
+        finish_reason=finish,  # type: ignore[arg-type]
+        policy_version=0,
+        calls=calls,
+    )
 
 
 def test_the_last_turn_alone_is_judged() -> None:

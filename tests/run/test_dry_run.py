@@ -239,10 +239,21 @@ def test_a_call_in_a_chat_is_drawn_behind_a_prompt_that_shows_the_tool(dry, tmp_
     model = make_chat_script_model(tmp_path / "chat", positions=2048)
     lengths = ("data.max_prompt_tokens", "policy.max_tokens_per_microbatch")
     tiny = [setting for setting in TINY if not setting.startswith(lengths)]
-    settings = (*tiny, f"model.path={model}", "data.max_prompt_tokens=1000", "tools.format=chat")
-    tools = ("tools.max_calls=2", "tools.max_output_tokens=64", "tools.isolation=none")
-    budget = "policy.max_tokens_per_microbatch=2048"
-    status, out, err = dry(SMALL_R1, *settings, *tools, budget, "data.template=chat")
+    settings = [
+        *tiny,
+        f"model.path={model}",
+        "data.max_prompt_tokens=1000",
+        "policy.max_tokens_per_microbatch=2048",
+        "tools.format=chat",
+        "tools.max_calls=2",
+        "tools.max_output_tokens=64",
+        "tools.isolation=none",
+    ]
+
+    def drawn_in(template: str) -> tuple[int, str, str]:
+        return dry(SMALL_R1, *settings, f"data.template={template}")
+
+    status, out, err = drawn_in("chat")
     assert status == 0, err
     _, line, drawn = out.partition("Tool: Python in the form of the chat template, 2 calls of a ")
     assert line and "sequences of at most 1000 + 64 + 256 = 1320" in out
@@ -251,7 +262,7 @@ def test_a_call_in_a_chat_is_drawn_behind_a_prompt_that_shows_the_tool(dry, tmp_
     assert '*sampled<tool_call>↵{"name":"python","arguments":{"code":"print(6*7)"}}' in text
     assert "</tool_call><|im_end|>given↵<|im_start|>user↵<tool_response>↵42↵↵</tool_res" in text
     assert "<|im_start|>assistant↵*sampled" in text
-    status, _, err = dry(SMALL_R1, *settings, *tools, budget, "data.template=raw")
+    status, _, err = drawn_in("raw")
     assert status != 0 and "does not show the tool" in " ".join(err.split())
 
 
