@@ -307,9 +307,9 @@ class CallFrame:
 
     def text(self, call_ids: Sequence[str], outputs: Sequence[str]) -> str:
         """All that stands between the end of a turn and the next turn."""
-        head, *others = self.surrounding_texts(call_ids)
+        head, *following_texts = self.surrounding_texts(call_ids)
         written = [self.written(output) for output in outputs]
-        return head + "".join(map("".join, zip(written, others, strict=True)))
+        return head + "".join(map("".join, zip(written, following_texts, strict=True)))
 
 
 def call_frame(tokenizer: PreTrainedTokenizerFast, names: SettingNames = KEYS) -> CallFrame:
@@ -596,11 +596,11 @@ class FrameTokens:
         parts = []
         part = surrounding[0]
         for text, following in zip(written, surrounding[1:], strict=True):
-            first, *others = self.outputs.split(text)
+            first, *later_parts = self.outputs.split(text)
             part += first
-            for other in others:
+            for later_part in later_parts:
                 parts.append(part)
-                part = other
+                part = later_part
             part += following
         first_part, *other_parts = [*parts, part]
         token_ids = self._behind_end(first_part)
@@ -686,14 +686,16 @@ class ChatFormat:
         def token_ids_of(most: int) -> list[int]:
             return self._tokens.token_ids(call_ids, [text.shown(most) for text in texts])
 
-        most = greatest_that_fits(
-            self._max_output_tokens, lambda length: len(token_ids_of(length)) <= limit
+        length = greatest_that_fits(
+            self._max_output_tokens, lambda most: len(token_ids_of(most)) <= limit
         )
-        token_ids = token_ids_of(most)
+        token_ids = token_ids_of(length)
         assert len(token_ids) <= limit, "outputs of nothing are too long"
-        shown = [text.shown(most) for text in texts]
-        are_cut = [text.whole != shown_text for text, shown_text in zip(texts, shown, strict=True)]
-        return ShownOutputs(token_ids, shown, are_cut)
+        shown_texts = [text.shown(length) for text in texts]
+        are_cut = [
+            text.whole != shown_text for text, shown_text in zip(texts, shown_texts, strict=True)
+        ]
+        return ShownOutputs(token_ids, shown_texts, are_cut)
 
 
 class _Text:

@@ -26,14 +26,15 @@ def greatest_that_fits(most: int, fits: Callable[[int], bool]) -> int:
     """
     if fits(most):
         return most
-    least = 0
-    while most - least > 1:
-        middle = (least + most) // 2
+    fitting = 0
+    too_great = most
+    while too_great - fitting > 1:
+        middle = (fitting + too_great) // 2
         if fits(middle):
-            least = middle
+            fitting = middle
         else:
-            most = middle
-    return least
+            too_great = middle
+    return fitting
 
 
 _BEFORE = ("a", "\n", "(", "1")
